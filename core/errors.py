@@ -1,4 +1,5 @@
 """Every exception the engine raises on purpose. All derive from :class:`GlowplugError`."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -47,23 +48,33 @@ class PlanRefused(GlowplugError):
 
 
 class PluginLoadError(GlowplugError):
-    """A plugin could not be loaded, hung, or claims a taken name. Names its distribution and version."""
+    """A plugin could not be loaded, hung, or claims a taken name. Names its distribution and
+    version.
+    """
 
 
 class ConfigError(PlanRefused):
-    """The configuration could not be read: unknown keys, wrong types, duplicate keys. A kind of refusal.
+    """The configuration could not be read: unknown keys, wrong types, duplicate keys. A kind of
+    refusal.
 
-    ``parsed``: (data, line by dotted path) of a file whose faults still allow the rest to be checked, else None.
+    ``parsed``: (data, line by dotted path) of a file whose faults still allow the rest to be
+    checked, else None.
     """
 
-    def __init__(self, refusals: Iterable[Refusal], source: str = "the configuration",
-                 parsed: tuple[dict[str, Any], dict[str, int]] | None = None) -> None:
+    def __init__(
+        self,
+        refusals: Iterable[Refusal],
+        source: str = "the configuration",
+        parsed: tuple[dict[str, Any], dict[str, int]] | None = None,
+    ) -> None:
         self.parsed = parsed
         super().__init__(refusals, source)
 
 
 class WeightError(GlowplugError):
-    """A checkpoint is incomplete, truncated, of the wrong shape, or holds a tensor too many or too few."""
+    """A checkpoint is incomplete, truncated, of the wrong shape, or holds a tensor too many or too
+    few.
+    """
 
 
 class FactsError(GlowplugError):
@@ -75,7 +86,9 @@ class FactsError(GlowplugError):
 
 
 class CaptureError(GlowplugError):
-    """A step could not be captured in a graph. Says which: mode, rows, piece, and the component that failed."""
+    """A step could not be captured in a graph. Says which: mode, rows, piece, and the component
+    that failed.
+    """
 
 
 class RequestError(GlowplugError):
@@ -85,11 +98,19 @@ class RequestError(GlowplugError):
         code: machine-readable, for example ``context_length_exceeded``.
         param: the request field at fault, or None.
         status: HTTP status the server answers with.
-        confidential: the message may quote the prompt: it is for the client alone, and logs have the code.
+        confidential: the message may quote the prompt: it is for the client alone, and logs have
+            the code.
     """
 
-    def __init__(self, message: str, *, code: str | None = None, param: str | None = None, status: int = 400,
-                 confidential: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        status: int = 400,
+        confidential: bool = False,
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.param = param
@@ -98,18 +119,27 @@ class RequestError(GlowplugError):
 
 
 def context_exceeded(context: int, what: str, param: str = "prompt") -> RequestError:
-    """Return the error for a request longer than ``context`` tokens; ``what`` says how long it is and what would do.
+    """Return the error for a request longer than ``context`` tokens; ``what`` says how long it is
+    and what would do.
 
-    NOTE: clients recognise this error by its words: litellm by the first sentence, which is OpenAI's; langchain by
-    "prompt is too long", since openai's client no longer shows the code in an error's text.
+    NOTE: clients recognise this error by its words: litellm by the first sentence, which is
+    OpenAI's; langchain by "prompt is too long", since openai's client no longer shows the code in
+    an error's text.
     """
-    return RequestError(f"This model's maximum context length is {context} tokens. However, {what}",
-                        code="context_length_exceeded", param=param)
+    return RequestError(
+        f"This model's maximum context length is {context} tokens. However, {what}",
+        code="context_length_exceeded",
+        param=param,
+    )
 
 
 def prompt_too_long(context: int, prompt: int) -> RequestError:
-    """Return the error for a prompt of ``prompt`` tokens that leaves no room in ``context`` tokens for one more."""
-    return context_exceeded(context, f"your prompt has {prompt} tokens; with one to generate the prompt is too long")
+    """Return the error for a prompt of ``prompt`` tokens that leaves no room in ``context`` tokens
+    for one more.
+    """
+    return context_exceeded(
+        context, f"your prompt has {prompt} tokens; with one to generate the prompt is too long"
+    )
 
 
 class QueueFull(RequestError):
@@ -121,8 +151,8 @@ class QueueFull(RequestError):
 
 
 class CollectiveError(GlowplugError):
-    """A collective did not finish: a peer has gone, or did not answer in time. Seldom the cause, mostly a consequence
-    of another rank's end; whoever reports failures looks for that first."""
+    """A collective did not finish: a peer has gone, or did not answer in time. Seldom the cause,
+    mostly a consequence of another rank's end; whoever reports failures looks for that first."""
 
 
 class EngineDead(GlowplugError):

@@ -1,7 +1,10 @@
-"""The combinations page: built-ins over four small models and several fact sheets, as the plan judges them.
+"""The combinations page: built-ins over four small models and several fact sheets, as the plan
+judges them.
 
-No weight is read and no torch imported. What a GPU would say is not asked: a refusal here is the plan's own.
+No weight is read and no torch imported. What a GPU would say is not asked: a refusal here is the
+plan's own.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -22,8 +25,22 @@ from glowplug.core.plugin.registry import PluginSet
 SHEETS = ("cpu", "1xh200", "8xh200")
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2")
-CROSSED = ("attention", "quantization", "cache")  #: slots whose components are all combined, "auto" among them
-ONE_BY_ONE = ("weights", "collectives", "speculative", "scheduler", "policy", "graphs", "sampling", "executor", "ops")
+CROSSED = (
+    "attention",
+    "quantization",
+    "cache",
+)  #: slots whose components are all combined, "auto" among them
+ONE_BY_ONE = (
+    "weights",
+    "collectives",
+    "speculative",
+    "scheduler",
+    "policy",
+    "graphs",
+    "sampling",
+    "executor",
+    "ops",
+)
 
 
 @dataclass
@@ -37,8 +54,17 @@ class Tally:
 
 
 def names(plugins: PluginSet, slot: str) -> list[str]:
-    """What ``use`` may say; without components that need a package of their own, which ``auto`` alone brings in."""
-    return ["auto", *(found.component.name for found in plugins.components(slot) if not found.component.requires)]
+    """What ``use`` may say; without components that need a package of their own, which ``auto``
+    alone brings in.
+    """
+    return [
+        "auto",
+        *(
+            found.component.name
+            for found in plugins.components(slot)
+            if not found.component.requires
+        ),
+    ]
 
 
 def configurations(plugins: PluginSet) -> Iterator[dict[str, Any]]:
@@ -61,7 +87,12 @@ def judge(plugins: PluginSet, models: dict[str, Path]) -> Tally:
     for sheet, (model, folder) in itertools.product(SHEETS, models.items()):
         hardware = read_sheet(sheet)
         for config in configurations(plugins):
-            whole = {"weights": {"use": "random"}, "skip_tokenizer": True, **config, "model": str(folder)}
+            whole = {
+                "weights": {"use": "random"},
+                "skip_tokenizer": True,
+                **config,
+                "model": str(folder),
+            }
             try:
                 make_plan(whole, plugins=plugins, hardware=hardware)
             except PlanRefused as error:
@@ -91,20 +122,33 @@ def page(plugins: PluginSet, configs: dict[str, dict[str, Any]], table: Any) -> 
             models[name] = folder
         tally = judge(plugins, models)
     total = sum(tally.admitted.values()) + sum(tally.refused.values())
-    counts = [(sheet, model, tally.admitted[sheet, model], tally.refused[sheet, model])
-              for sheet in SHEETS for model in models]
-    kinds = [(f"`{field}`", by, reason, tally.fixes[field, by, reason], count)
-             for (field, by, reason), count in sorted(tally.kinds.items(), key=lambda item: (item[0], -item[1]))]
-    return "\n".join([
-        "# Combinations\n",
-        f"{total} combinations of the built-in plugins, planned for {len(SHEETS)} fact sheets and {len(models)} small "
-        "models of the supported kinds: every attention backend, quantization scheme and cache with every dtype and KV "
-        "dtype, and each component of the other slots in turn; without components that need a package of their own, "
-        "but as what `auto` may choose. A combination is admitted or refused; an admitted one must run. `tests/plan` "
-        "boots a sample of a matrix like this on the CPU (all of it under its `slow` mark), `tests.gpu.combinations` "
-        "those of [one GPU](benchmarks/README.md#one-gpu-combinations).\n",
-        table(("machine", "model", "admitted", "refused"), counts),
-        "## Why combinations are refused\n",
-        "One row a kind of reason, numbers replaced by N. A combination may have several. The fix is that of the first "
-        "one met.\n",
-        table(("field", "by", "reason", "fix", "times"), kinds)])
+    counts = [
+        (sheet, model, tally.admitted[sheet, model], tally.refused[sheet, model])
+        for sheet in SHEETS
+        for model in models
+    ]
+    kinds = [
+        (f"`{field}`", by, reason, tally.fixes[field, by, reason], count)
+        for (field, by, reason), count in sorted(
+            tally.kinds.items(), key=lambda item: (item[0], -item[1])
+        )
+    ]
+    return "\n".join(
+        [
+            "# Combinations\n",
+            f"{total} combinations of the built-in plugins, planned for {len(SHEETS)} fact sheets "
+            f"and {len(models)} small models of the supported kinds: every attention backend, "
+            "quantization scheme and "
+            "cache with every dtype and KV dtype, and each component of the other slots in turn; "
+            "without components that need a package "
+            "of their own, but as what `auto` may choose. A combination is admitted or refused; an "
+            "admitted one must run. `tests/plan` boots a sample of a "
+            "matrix like this on the CPU (all of it under its `slow` mark), "
+            "`tests.gpu.combinations` those of [one GPU](benchmarks/README.md#one-gpu-combinations).\n",
+            table(("machine", "model", "admitted", "refused"), counts),
+            "## Why combinations are refused\n",
+            "One row a kind of reason, numbers replaced by N. A combination may have several. The fix is "
+            "that of the first one met.\n",
+            table(("field", "by", "reason", "fix", "times"), kinds),
+        ]
+    )

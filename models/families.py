@@ -1,4 +1,7 @@
-"""The model families built in: which architectures they build, and what a config.json may ask of them."""
+"""The model families built in: which architectures they build, and what a config.json may ask of
+them.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -11,7 +14,10 @@ from glowplug.models.deepseek.config import TOPK_METHODS, topk_method
 
 #: rope scalings and what each must state
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("original_max_position_embeddings",),
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("original_max_position_embeddings",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 DEEPSEEK_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -24,7 +30,9 @@ class ModelOptions(Options):
     use: str = "auto"
 
 
-def _refuse(reason: str, fix: str = "serve a checkpoint whose config.json this family knows") -> Refusal:
+def _refuse(
+    reason: str, fix: str = "serve a checkpoint whose config.json this family knows"
+) -> Refusal:
     return Refusal("models", "model", reason, fix)
 
 
@@ -40,7 +48,10 @@ def check_decoder(context: CheckContext) -> Iterator[Refusal]:
         yield _refuse(f"config.json asks for the activation {activation!r}; only silu is built")
     scaling = config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
-        yield _refuse(f"rope_scaling is {scaling!r}, expected an object", "use the checkpoint's own config.json")
+        yield _refuse(
+            f"rope_scaling is {scaling!r}, expected an object",
+            "use the checkpoint's own config.json",
+        )
         return
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in ROPE_KEYS:
@@ -69,26 +80,52 @@ def check_deepseek(context: CheckContext) -> Iterable[Refusal]:
     groups = config.get("n_group") or 1
     best = config.get("topk_group") or 1
     if experts % groups:
-        yield _refuse(f"{experts} experts do not form {groups} equal groups (n_routed_experts, n_group)")
+        yield _refuse(
+            f"{experts} experts do not form {groups} equal groups (n_routed_experts, n_group)"
+        )
     elif (config.get("num_experts_per_tok") or 0) > experts // groups * min(best, groups):
-        yield _refuse(f"{config['num_experts_per_tok']} experts a token cannot come from {best} groups of "
-                      f"{experts // groups} (num_experts_per_tok, topk_group)")
+        yield _refuse(
+            f"{config['num_experts_per_tok']} experts a token cannot come from {best} groups of "
+            f"{experts // groups} (num_experts_per_tok, topk_group)"
+        )
 
 
 @hookimpl
 def register_models() -> list[Component]:
     deepseek = "glowplug.models.deepseek.model:DeepseekFamily"
     return [
-        Component("deepseek_v2", ModelOptions, deepseek, check=check_deepseek,
-                  offers=ModelOffers(architectures=frozenset({"DeepseekV2ForCausalLM"}), kind="mla",
-                                     sampled_last_layer=True),
-                  summary="DeepSeek-V2, V2-Lite, Coder-V2: latent attention, softmax gate"),
-        Component("deepseek_v3", ModelOptions, deepseek, check=check_deepseek,
-                  offers=ModelOffers(architectures=frozenset({"DeepseekV3ForCausalLM"}), kind="mla",
-                                     nextn=True, draft_architectures=frozenset({"DeepseekV3ForCausalLMNextN"}),
-                                     sampled_last_layer=True),
-                  summary="DeepSeek-V3 and R1: latent attention, sigmoid gate with correction bias, NextN layer"),
-        Component("llama", ModelOptions, "glowplug.models.llama:LlamaFamily", check=check_decoder,
-                  offers=ModelOffers(architectures=frozenset({"LlamaForCausalLM"}), kind="mha"),
-                  summary="Llama: grouped-query attention, gated feed-forward"),
+        Component(
+            "deepseek_v2",
+            ModelOptions,
+            deepseek,
+            check=check_deepseek,
+            offers=ModelOffers(
+                architectures=frozenset({"DeepseekV2ForCausalLM"}),
+                kind="mla",
+                sampled_last_layer=True,
+            ),
+            summary="DeepSeek-V2, V2-Lite, Coder-V2: latent attention, softmax gate",
+        ),
+        Component(
+            "deepseek_v3",
+            ModelOptions,
+            deepseek,
+            check=check_deepseek,
+            offers=ModelOffers(
+                architectures=frozenset({"DeepseekV3ForCausalLM"}),
+                kind="mla",
+                nextn=True,
+                draft_architectures=frozenset({"DeepseekV3ForCausalLMNextN"}),
+                sampled_last_layer=True,
+            ),
+            summary="DeepSeek-V3 and R1: latent attention, sigmoid gate with correction bias, NextN layer",
+        ),
+        Component(
+            "llama",
+            ModelOptions,
+            "glowplug.models.llama:LlamaFamily",
+            check=check_decoder,
+            offers=ModelOffers(architectures=frozenset({"LlamaForCausalLM"}), kind="mha"),
+            summary="Llama: grouped-query attention, gated feed-forward",
+        ),
     ]

@@ -1,4 +1,7 @@
-"""Configuration files in TOML, YAML and JSON, with the line of every key. Duplicate keys are errors in all three."""
+"""Configuration files in TOML, YAML and JSON, with the line of every key. Duplicate keys are errors
+in all three.
+"""
+
 from __future__ import annotations
 
 import re
@@ -15,27 +18,43 @@ Read = tuple[dict[str, Any], dict[str, int]]
 
 @hookimpl(trylast=True)
 def read_config_file(path: Path) -> Read | None:
-    reader = {".toml": read_toml, ".yaml": read_yaml, ".yml": read_yaml, ".json": read_json}.get(path.suffix.lower())
+    reader = {".toml": read_toml, ".yaml": read_yaml, ".yml": read_yaml, ".json": read_json}.get(
+        path.suffix.lower()
+    )
     if reader is None:
         return None
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise syntax_error(path, 0, f"not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise syntax_error(
+            path, 0, f"not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from None
     return reader(path, text)
 
 
 def syntax_error(path: Path, line: int, message: str) -> ConfigError:
     where = f"{path.name}:{line}" if line else path.name
-    return ConfigError([Refusal("config", "--config", f"{where}: {message}", "correct the file")], path.name)
+    return ConfigError(
+        [Refusal("config", "--config", f"{where}: {message}", "correct the file")], path.name
+    )
 
 
 def duplicates(path: Path, found: list[tuple[str, int]], read: Read) -> Read:
-    """``read``, or ConfigError naming every duplicate key (with what was read, so that the rest is checked too)."""
+    """``read``, or ConfigError naming every duplicate key (with what was read, so that the rest is
+    checked too).
+    """
     if not found:
         return read
-    raise ConfigError([Refusal("config", key, f"{path.name}:{line}: the key is written twice", "keep one of them")
-                       for key, line in found], path.name, read)
+    raise ConfigError(
+        [
+            Refusal(
+                "config", key, f"{path.name}:{line}: the key is written twice", "keep one of them"
+            )
+            for key, line in found
+        ],
+        path.name,
+        read,
+    )
 
 
 def read_toml(path: Path, text: str) -> Read:
@@ -57,7 +76,9 @@ def read_json(path: Path, text: str) -> Read:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise syntax_error(path, getattr(error, "lineno", 0), getattr(error, "msg", str(error))) from None
+        raise syntax_error(
+            path, getattr(error, "lineno", 0), getattr(error, "msg", str(error))
+        ) from None
     lines, twice = json_lines(text)
     return duplicates(path, twice, (data, lines))
 
@@ -82,8 +103,12 @@ def read_yaml(path: Path, text: str) -> Read:
     return duplicates(path, twice, (data, lines))
 
 
-def _walk(node: Any, path: str, lines: dict[str, int], twice: list[tuple[str, int]], depth: int) -> None:
-    """Line of every key below ``node``, and the keys written twice. ValueError when it nests too deep."""
+def _walk(
+    node: Any, path: str, lines: dict[str, int], twice: list[tuple[str, int]], depth: int
+) -> None:
+    """Line of every key below ``node``, and the keys written twice. ValueError when it nests too
+    deep.
+    """
     import yaml
 
     if depth > 32 or len(lines) > MAX_KEYS:

@@ -1,4 +1,5 @@
 """Which line each key of a TOML or JSON text stands on. The texts are known to be well formed."""
+
 from __future__ import annotations
 
 import json
@@ -17,7 +18,9 @@ def _parts(key: str) -> list[str]:
 
 
 def toml_lines(text: str) -> dict[str, int]:
-    """Line by dotted path; items of ``[[lists]]`` by number. Keys of inline tables share their table's line."""
+    """Line by dotted path; items of ``[[lists]]`` by number. Keys of inline tables share their
+    table's line.
+    """
     lines: dict[str, int] = {}
     counts: dict[str, int] = {}
     prefix: list[str] = []
@@ -33,7 +36,7 @@ def toml_lines(text: str) -> dict[str, int]:
             elif key:
                 path = [*prefix, *_parts(key[1])]
                 lines[".".join(path)] = number
-                line = line[key.end():]
+                line = line[key.end() :]
             else:
                 continue
         open_until, depth = _scan(line, open_until, depth)
@@ -41,7 +44,9 @@ def toml_lines(text: str) -> dict[str, int]:
 
 
 def _table(match: re.Match[str], counts: dict[str, int]) -> list[str]:
-    """The path that a ``[table]`` or ``[[table]]`` header opens; list items are counted in ``counts``."""
+    """The path that a ``[table]`` or ``[[table]]`` header opens; list items are counted in
+    ``counts``.
+    """
     path: list[str] = []
     parts = _parts(match[2])
     for i, part in enumerate(parts):
@@ -55,7 +60,9 @@ def _table(match: re.Match[str], counts: dict[str, int]) -> list[str]:
 
 
 def _scan(line: str, open_until: str, depth: int) -> tuple[str, int]:
-    """State after ``line``: the ending of an open multi-line string, and how many brackets are open."""
+    """State after ``line``: the ending of an open multi-line string, and how many brackets are
+    open.
+    """
     at = 0
     while at < len(line):
         if open_until:
@@ -67,7 +74,7 @@ def _scan(line: str, open_until: str, depth: int) -> tuple[str, int]:
             continue
         char = line[at]
         if line.startswith(('"""', "'''"), at):
-            open_until = line[at:at + 3]
+            open_until = line[at : at + 3]
             at = at + 3
         elif char in "\"'":
             at = _end_of_string(line, at)

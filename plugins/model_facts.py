@@ -1,4 +1,7 @@
-"""Facts of model folders in the Hugging Face layout (config.json, safetensors headers), and of a config.json alone."""
+"""Facts of model folders in the Hugging Face layout (config.json, safetensors headers), and of a
+config.json alone.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path

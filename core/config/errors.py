@@ -1,4 +1,5 @@
 """pydantic's validation errors as refusals: field, place, "did you mean", fix. Plan zone: no torch."""
+
 from __future__ import annotations
 
 import difflib
@@ -28,9 +29,10 @@ def key_path(problem: ErrorDetails) -> tuple[str | int, ...]:
     at = 2 if slot.many else 1
     if len(loc) <= at or problem["type"].startswith("union_tag"):
         return loc
-    # NOTE: a union of one member has no tag in its locations, so a tag is recognised by being no key of the section.
+    # NOTE: a union of one member has no tag in its locations, so a tag is recognised by being no
+    # key of the section.
     tagged = isinstance(loc[at], str) and len(loc) > at + 1
-    return (*loc[:at], *loc[at + 1:]) if tagged else loc
+    return (*loc[:at], *loc[at + 1 :]) if tagged else loc
 
 
 def dotted(path: Iterable[str | int]) -> str:
@@ -51,7 +53,9 @@ def place(path: str, origins: Mapping[str, str]) -> str:
 
 
 class Explained(NamedTuple):
-    """A refusal; the path to leave out so that the rest can be checked; for an unknown ``use``, its slot and name."""
+    """A refusal; the path to leave out so that the rest can be checked; for an unknown ``use``, its
+    slot and name.
+    """
 
     refusal: Refusal
     path: tuple[str | int, ...]
@@ -59,8 +63,13 @@ class Explained(NamedTuple):
     name: str = ""
 
 
-def explain(problem: ErrorDetails, data: Mapping[str, Any], plugins: PluginSet, model: type[BaseModel],
-            origins: Mapping[str, str]) -> Explained:
+def explain(
+    problem: ErrorDetails,
+    data: Mapping[str, Any],
+    plugins: PluginSet,
+    model: type[BaseModel],
+    origins: Mapping[str, str],
+) -> Explained:
     """One of pydantic's problems in the operator's words."""
     path = key_path(problem)
     where = place(dotted(path), origins)
@@ -68,7 +77,9 @@ def explain(problem: ErrorDetails, data: Mapping[str, Any], plugins: PluginSet, 
     kind = problem["type"]
     if slot is not None and kind == "literal_error" and path[-1] == "use":  # a union of one member
         name = str(problem["input"])
-        return Explained(_unknown_use(slot, path[:-1], name, plugins, where), path[:-1], slot.name, name)
+        return Explained(
+            _unknown_use(slot, path[:-1], name, plugins, where), path[:-1], slot.name, name
+        )
     if slot is not None and kind == "union_tag_invalid":
         name = str(problem.get("ctx", {}).get("tag", ""))
         where = place(dotted((*path, "use")), origins)
@@ -81,7 +92,9 @@ def explain(problem: ErrorDetails, data: Mapping[str, Any], plugins: PluginSet, 
     return Explained(_wrong_value(path, problem, slot, plugins, where), path)
 
 
-def without_use(slot: Slot, path: tuple[str | int, ...], plugins: PluginSet, origins: Mapping[str, str]) -> Refusal:
+def without_use(
+    slot: Slot, path: tuple[str | int, ...], plugins: PluginSet, origins: Mapping[str, str]
+) -> Refusal:
     """A list item that does not say which component it is for."""
     fix = f"write use = one of {_names(slot, plugins)}"
     return _refusal(path, "has no 'use'", fix, place(dotted(path), origins))
@@ -90,13 +103,18 @@ def without_use(slot: Slot, path: tuple[str | int, ...], plugins: PluginSet, ori
 def unwritable(path: tuple[str | int, ...], value: object, origins: Mapping[str, str]) -> Refusal:
     """A value that is no text, number, truth value, list or section."""
     shown = repr(value) if len(repr(value)) <= 40 else type(value).__name__
-    return _refusal(path or ("configuration",), f"{shown} cannot be written in a configuration",
-                    "text, a number of at most 64 bits, true or false, a list, or a section",
-                    place(dotted(path), origins))
+    return _refusal(
+        path or ("configuration",),
+        f"{shown} cannot be written in a configuration",
+        "text, a number of at most 64 bits, true or false, a list, or a section",
+        place(dotted(path), origins),
+    )
 
 
 def _refusal(path: Iterable[str | int], reason: str, fix: str, where: str) -> Refusal:
-    return Refusal(by="config", field=dotted(path), reason=f"{where}: {reason}" if where else reason, fix=fix)
+    return Refusal(
+        by="config", field=dotted(path), reason=f"{where}: {reason}" if where else reason, fix=fix
+    )
 
 
 def _names(slot: Slot, plugins: PluginSet) -> str:
@@ -104,9 +122,13 @@ def _names(slot: Slot, plugins: PluginSet) -> str:
     return ", ".join(names) or "nothing: no plugin registers one"
 
 
-def _unknown_use(slot: Slot, path: tuple[str | int, ...], name: str, plugins: PluginSet, where: str) -> Refusal:
+def _unknown_use(
+    slot: Slot, path: tuple[str | int, ...], name: str, plugins: PluginSet, where: str
+) -> Refusal:
     names = [found.component.name for found in plugins.components(slot.name)]
-    close = difflib.get_close_matches(name.lower(), names, 1, 0.6) or [n for n in names if name and name.lower() in n]
+    close = difflib.get_close_matches(name.lower(), names, 1, 0.6) or [
+        n for n in names if name and name.lower() in n
+    ]
     field = (*path, "use")
     reason = f"no component named {name!r} is registered (registered: {_names(slot, plugins)})"
     if close:
@@ -119,8 +141,14 @@ def _unknown_use(slot: Slot, path: tuple[str | int, ...], name: str, plugins: Pl
     return _refusal(field, reason, fix, where)
 
 
-def _unknown_key(path: tuple[str | int, ...], slot: Slot | None, data: Mapping[str, Any], plugins: PluginSet,
-                 model: type[BaseModel], where: str) -> Refusal:
+def _unknown_key(
+    path: tuple[str | int, ...],
+    slot: Slot | None,
+    data: Mapping[str, Any],
+    plugins: PluginSet,
+    model: type[BaseModel],
+    where: str,
+) -> Refusal:
     key = str(path[-1])
     if slot is not None:
         holder = _section(data, path[:-1])
@@ -142,12 +170,16 @@ def _section(data: Mapping[str, Any], path: Iterable[str | int]) -> Mapping[str,
     return holder if isinstance(holder, Mapping) else {}
 
 
-def _option_hint(path: tuple[str | int, ...], slot: Slot, holder: Mapping[str, Any], plugins: PluginSet) -> str:
+def _option_hint(
+    path: tuple[str | int, ...], slot: Slot, holder: Mapping[str, Any], plugins: PluginSet
+) -> str:
     key = str(path[-1])
     at = dotted(path[:-1])
     use = str(holder.get("use", slot.default))
-    owners = {found.component.name: list(found.component.options.model_fields)
-              for found in plugins.components(slot.name)}
+    owners = {
+        found.component.name: list(found.component.options.model_fields)
+        for found in plugins.components(slot.name)
+    }
     having = [name for name, fields in owners.items() if key in fields and name != use]
     if having:
         return f'it is an option of {", ".join(having)}: write {at}.use = "{having[0]}"'
@@ -158,7 +190,11 @@ def _option_hint(path: tuple[str | int, ...], slot: Slot, holder: Mapping[str, A
     known = ", ".join(name for name in fields if name != "use")
     if use == "auto":
         return f"auto takes no such option: write use = the component that has it (options here: {known})"
-    return f"leave it out; options of {use}: {known}" if known else f"leave it out: {use} has no options"
+    return (
+        f"leave it out; options of {use}: {known}"
+        if known
+        else f"leave it out: {use} has no options"
+    )
 
 
 def _fields(model: type[BaseModel], path: Iterable[str | int]) -> list[str]:
@@ -174,16 +210,27 @@ def leaf_paths(plugins: PluginSet, model: type[BaseModel]) -> list[str]:
     """Dotted path of every key the configuration knows."""
     found = list(model.model_fields)
     for name, info in model.model_fields.items():
-        if name not in _BY_SECTION and isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+        if (
+            name not in _BY_SECTION
+            and isinstance(info.annotation, type)
+            and issubclass(info.annotation, BaseModel)
+        ):
             found += [f"{name}.{key}" for key in info.annotation.model_fields]
     for slot in SLOTS:
         for registration in plugins.components(slot.name) if slot.section else ():
-            found += [f"{slot.section}.{key}" for key in registration.component.options.model_fields]
+            found += [
+                f"{slot.section}.{key}" for key in registration.component.options.model_fields
+            ]
     return list(dict.fromkeys(found))
 
 
-def _wrong_value(path: tuple[str | int, ...], problem: ErrorDetails, slot: Slot | None, plugins: PluginSet,
-                 where: str) -> Refusal:
+def _wrong_value(
+    path: tuple[str | int, ...],
+    problem: ErrorDetails,
+    slot: Slot | None,
+    plugins: PluginSet,
+    where: str,
+) -> Refusal:
     value = problem["input"]
     shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     if path and str(path[-1]) in ("api_key", "admin_api_key"):
@@ -197,18 +244,35 @@ def _wrong_value(path: tuple[str | int, ...], problem: ErrorDetails, slot: Slot 
     options = [part.strip() for part in expected.replace(" or ", ", ").split(",")]
     names = {option.strip("'"): option for option in options}
     close = difflib.get_close_matches(str(value).lower(), names, 1, 0.5) if expected else []
-    fix = f"did you mean {names[close[0]]}?" if close else f"write {_kind(problem)} for {dotted(path)}"
-    if slot is not None and not slot.many and len(path) == 1 and plugins.find(slot.name, str(value)):
+    fix = (
+        f"did you mean {names[close[0]]}?"
+        if close
+        else f"write {_kind(problem)} for {dotted(path)}"
+    )
+    if (
+        slot is not None
+        and not slot.many
+        and len(path) == 1
+        and plugins.find(slot.name, str(value))
+    ):
         fix = f'write {slot.section}.use = "{value}"'
     return _refusal(path, f"{message.replace('input', f'the value {shown}', 1)}", fix, where)
 
 
-_SPELLED = {"True": "true", "False": "false", "None": "null"}  #: Python's words in the words of files
+_SPELLED = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+}  #: Python's words in the words of files
 
 
 def _in_files(text: str) -> str:
-    """Bare words of Python as TOML, YAML, JSON and ``--set`` spell them; what stands in quotes stays."""
-    return re.sub(r"'[^']*'|\b(?:True|False|None)\b", lambda word: _SPELLED.get(word[0], word[0]), text)
+    """Bare words of Python as TOML, YAML, JSON and ``--set`` spell them; what stands in quotes
+    stays.
+    """
+    return re.sub(
+        r"'[^']*'|\b(?:True|False|None)\b", lambda word: _SPELLED.get(word[0], word[0]), text
+    )
 
 
 def _expected(problem: ErrorDetails) -> str:
@@ -216,13 +280,26 @@ def _expected(problem: ErrorDetails) -> str:
     return _in_files(str(problem.get("ctx", {}).get("expected", "")))
 
 
-_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text", "list": "a list",
-          "tuple": "a list", "model": "a section with keys", "dict": "a section with keys"}
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "model": "a section with keys",
+    "dict": "a section with keys",
+}
 
 
 def _kind(problem: ErrorDetails) -> str:
     """What a value should be: the kind that pydantic's error type names, or its bound."""
-    bounds = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
+    bounds = {
+        "greater_than": ">",
+        "greater_than_equal": ">=",
+        "less_than": "<",
+        "less_than_equal": "<=",
+    }
     context = problem.get("ctx", {})
     if problem["type"] in bounds:
         bound = next((context[key] for key in ("gt", "ge", "lt", "le") if key in context), "")

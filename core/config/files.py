@@ -1,8 +1,10 @@
-"""Configuration files and overrides: one nested dict, and where each of its values was written. No torch.
+"""Configuration files and overrides: one nested dict, and where each of its values was written. No
+torch.
 
-The formats themselves are plugins (hook ``read_config_file``). Precedence: command line over file, list items of the
-same ``use`` merged.
+The formats themselves are plugins (hook ``read_config_file``). Precedence: command line over file,
+list items of the same ``use`` merged.
 """
+
 from __future__ import annotations
 
 import os
@@ -40,28 +42,41 @@ class Layer:
 
 
 def read_config(path: Path, plugins: PluginSet) -> Layer:
-    """A configuration file. ConfigError when nothing of it can be used; smaller faults are in ``refusals``."""
+    """A configuration file. ConfigError when nothing of it can be used; smaller faults are in
+    ``refusals``.
+    """
     name = path.name
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise _unusable(name, f"{path} could not be read: {error.strerror}", "write a file that exists") from None
+        raise _unusable(
+            name, f"{path} could not be read: {error.strerror}", "write a file that exists"
+        ) from None
     if size > MAX_BYTES or not path.is_file():
-        raise _unusable(name, f"{path} is no configuration file", f"a file of at most {MAX_BYTES >> 20} MiB")
+        raise _unusable(
+            name, f"{path} is no configuration file", f"a file of at most {MAX_BYTES >> 20} MiB"
+        )
     refusals: list[Refusal] = []
     try:
-        found: tuple[dict[str, Any], dict[str, int]] | None = plugins.hook.read_config_file(path=path)
+        found: tuple[dict[str, Any], dict[str, int]] | None = plugins.hook.read_config_file(
+            path=path
+        )
     except ConfigError as error:
         if error.parsed is None:
             raise
         found = error.parsed
         refusals = list(error.refusals)
     if found is None:
-        raise _unusable(name, f"no plugin reads {path.suffix or name!r} files", "a .toml, .yaml or .json file")
+        raise _unusable(
+            name, f"no plugin reads {path.suffix or name!r} files", "a .toml, .yaml or .json file"
+        )
     data, lines = found
     if not isinstance(data, dict):
-        raise _unusable(name, f"the file holds a {type(data).__name__}, expected keys and sections",
-                        'start with model = "embedded"')
+        raise _unusable(
+            name,
+            f"the file holds a {type(data).__name__}, expected keys and sections",
+            'start with model = "embedded"',
+        )
     layer = Layer(data, {key: f"{name}:{line}" for key, line in lines.items()}, refusals)
     layer.data = _variables(data, "", layer)
     return layer
@@ -74,7 +89,10 @@ def _unusable(name: str, reason: str, fix: str) -> ConfigError:
 def _variables(value: Any, path: str, layer: Layer) -> Any:
     """``"${NAME}"`` replaced by the environment variable, so that a key need not stand in the file."""
     if isinstance(value, Mapping):
-        return {key: _variables(item, f"{path}.{key}" if path else str(key), layer) for key, item in value.items()}
+        return {
+            key: _variables(item, f"{path}.{key}" if path else str(key), layer)
+            for key, item in value.items()
+        }
     if isinstance(value, list):
         return [_variables(item, f"{path}.{number}", layer) for number, item in enumerate(value)]
     match = _VARIABLE.fullmatch(value) if isinstance(value, str) else None
@@ -83,17 +101,25 @@ def _variables(value: Any, path: str, layer: Layer) -> Any:
     name = match[1]
     if name not in os.environ:
         where = layer.origins.get(path, "")
-        layer.refusals.append(Refusal("config", path, f"{where}: the environment variable {name} is not set",
-                                      f"set {name}, or write the value"))
+        layer.refusals.append(
+            Refusal(
+                "config",
+                path,
+                f"{where}: the environment variable {name} is not set",
+                f"set {name}, or write the value",
+            )
+        )
         return value
     return os.environ[name]
 
 
-# ---- dotted paths ---------------------------------------------------------------------------------------------------
+# ---- dotted paths --------------------------------------------------------------------------------
 
 
 def set_path(data: dict[str, Any], path: str, value: Any) -> None:
-    """Set ``a.b.c``; numbers index lists, one past the end appends. ValueError when the way is blocked."""
+    """Set ``a.b.c``; numbers index lists, one past the end appends. ValueError when the way is
+    blocked.
+    """
     holder: Any = data
     parts = path.split(".")
     if not all(parts):
@@ -116,7 +142,7 @@ def _step(holder: Any, part: str, empty: Any, path: str) -> Any:
 
 def _store(holder: Any, part: str, value: Any, path: str) -> None:
     if isinstance(holder, list) and part.isdigit() and int(part) <= len(holder):
-        holder[int(part):int(part) + 1] = [value]
+        holder[int(part) : int(part) + 1] = [value]
     elif isinstance(holder, dict):
         holder[part] = value
     else:
@@ -140,16 +166,33 @@ def merge(over: Layer, under: Layer) -> Layer:
 _LISTS = frozenset({"parallel", "outputs"})
 
 
-def _replaced(section: str, value: Any, below: Any, over: Layer, under: Layer) -> list[tuple[str, Any, str]]:
-    """Options below that go with the component that ``value`` replaces, each with its place and what replaces it."""
-    if not isinstance(value, dict) or not isinstance(below, dict) or "use" not in value or "use" not in below:
+def _replaced(
+    section: str, value: Any, below: Any, over: Layer, under: Layer
+) -> list[tuple[str, Any, str]]:
+    """Options below that go with the component that ``value`` replaces, each with its place and
+    what replaces it.
+    """
+    if (
+        not isinstance(value, dict)
+        or not isinstance(below, dict)
+        or "use" not in value
+        or "use" not in below
+    ):
         return []
     if value["use"] == below["use"]:
         return []
     said = over.origins.get(f"{section}.use", f"{section}.use")
-    paths = {key: f"{section}.{key}" for key in below if key not in value and key not in _common(section)}
-    return [(path, below[key], f"{under.origins.get(path, 'given')}; no effect: {said} replaces {below['use']}")
-            for key, path in paths.items()]
+    paths = {
+        key: f"{section}.{key}" for key in below if key not in value and key not in _common(section)
+    }
+    return [
+        (
+            path,
+            below[key],
+            f"{under.origins.get(path, 'given')}; no effect: {said} replaces {below['use']}",
+        )
+        for key, path in paths.items()
+    ]
 
 
 def _common(section: str) -> frozenset[str]:
@@ -164,18 +207,30 @@ def _merge(value: Any, below: Any, path: str, over: Layer, merged: Layer) -> Any
         joined = dict(below)
         for key, item in value.items():
             joined[key] = _merge(item, below.get(key), f"{path}.{key}", over, merged)
-        # NOTE: a component's own options are not options of the one that replaces it on the command line.
+        # NOTE: a component's own options are not options of the one that replaces it on the command
+        # line.
         if "use" in value and below.get("use", value["use"]) != value["use"]:
-            joined = {key: item for key, item in joined.items() if key in value or key in _common(path)}
+            joined = {
+                key: item for key, item in joined.items() if key in value or key in _common(path)
+            }
         return joined
     return value
 
 
-def _merge_list(value: list[Any], below: list[Any], path: str, over: Layer, merged: Layer) -> list[Any]:
+def _merge_list(
+    value: list[Any], below: list[Any], path: str, over: Layer, merged: Layer
+) -> list[Any]:
     joined = list(below)
     for number, item in enumerate(value):
         use = item.get("use") if isinstance(item, dict) else None
-        at = next((i for i, old in enumerate(joined) if isinstance(old, dict) and use and old.get("use") == use), None)
+        at = next(
+            (
+                i
+                for i, old in enumerate(joined)
+                if isinstance(old, dict) and use and old.get("use") == use
+            ),
+            None,
+        )
         if at is None:
             at = len(joined)
             joined.append(item)
@@ -183,5 +238,5 @@ def _merge_list(value: list[Any], below: list[Any], path: str, over: Layer, merg
             joined[at] = {**joined[at], **item}
         for old, place in over.origins.items():
             if old == f"{path}.{number}" or old.startswith(f"{path}.{number}."):
-                merged.origins[f"{path}.{at}{old[len(f'{path}.{number}'):]}"] = place
+                merged.origins[f"{path}.{at}{old[len(f'{path}.{number}') :]}"] = place
     return joined

@@ -1,8 +1,10 @@
 """The operator's configuration: a pydantic model built from the components that are registered.
 
-One section a slot, a discriminated union on ``use``; ``use = "auto"`` takes only the fields every component of the slot
-has. Parsed once, strictly (a number in quotes is not a number), frozen, and never written again. No torch.
+One section a slot, a discriminated union on ``use``; ``use = "auto"`` takes only the fields every
+component of the slot has. Parsed once, strictly (a number in quotes is not a number), frozen, and
+never written again. No torch.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -47,20 +49,41 @@ SECRETS = frozenset({"server.api_key", "server.admin_api_key"})  #: shown as ***
 
 
 class EngineConfig(Section):
-    """Fields of the file's top level. :func:`config_class` adds the registered plugins' options to each section."""
+    """Fields of the file's top level. :func:`config_class` adds the registered plugins' options to
+    each section.
+    """
 
     model: str = Field(min_length=1, description='folder, file, downloaded hub id, or "embedded"')
-    tokenizer: str | None = Field(None, description='folder of the tokenizer, downloaded hub id, or "embedded"; None: '
-                                  "the model's")
-    chat_template: str | None = Field(None, min_length=1, description="Jinja file, or the template itself where it "
-                                      "holds a brace; None: the tokenizer's")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute dtype")
+    tokenizer: str | None = Field(
+        None,
+        description='folder of the tokenizer, downloaded hub id, or "embedded"; None: the model\'s',
+    )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="Jinja file, or the template itself where it "
+        "holds a brace; None: the tokenizer's",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="compute dtype"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
-    seed: int = Field(0, ge=0, lt=1 << 63, description="of requests without a seed of their own, and random weights")
-    context_length: int | None = Field(None, ge=1, description="longest sequence; None: the model's if it fits")
+    seed: int = Field(
+        0,
+        ge=0,
+        lt=1 << 63,
+        description="of requests without a seed of their own, and random weights",
+    )
+    context_length: int | None = Field(
+        None, ge=1, description="longest sequence; None: the model's if it fits"
+    )
     skip_tokenizer: bool = Field(False, description="token ids in and out only")
-    revision: str | None = Field(None, description="accepted; models are read where they are, nothing is downloaded")
-    trust_remote_code: bool = Field(False, description="accepted; code from a model folder is never run")
+    revision: str | None = Field(
+        None, description="accepted; models are read where they are, nothing is downloaded"
+    )
+    trust_remote_code: bool = Field(
+        False, description="accepted; code from a model folder is never run"
+    )
     memory: MemoryOptions = MemoryOptions.model_validate({})
     server: ServerOptions = ServerOptions.model_validate({})
     log: LogOptions = LogOptions.model_validate({})
@@ -83,10 +106,14 @@ class EngineConfig(Section):
         ops: OpsOptions
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
-        found = {"revision": "the model is read where it is, nothing is downloaded",
-                 "trust_remote_code": "code from a model folder is never run"}
+        found = {
+            "revision": "the model is read where it is, nothing is downloaded",
+            "trust_remote_code": "code from a model folder is never run",
+        }
         if self.skip_tokenizer:
-            found |= dict.fromkeys(("tokenizer", "chat_template"), "this engine runs without a tokenizer")
+            found |= dict.fromkeys(
+                ("tokenizer", "chat_template"), "this engine runs without a tokenizer"
+            )
         return found
 
     def section(self, slot: Slot) -> tuple[Options, ...]:
@@ -145,10 +172,12 @@ class Parsed:
     Attributes:
         config: the frozen model; keys that were refused are left out of it.
         raw: the operator's dict, as given.
-        origins: where each value came from, by dotted path: "engine.toml:12", "--tp 8", a plugin's name.
+        origins: where each value came from, by dotted path: "engine.toml:12", "--tp 8", a plugin's
+            name.
         operator: what the operator wrote, by dotted path, sections included.
         refusals: what was wrong.
-        unknown: slot -> the ``use`` that names no registered component (the section then counts as auto).
+        unknown: slot -> the ``use`` that names no registered component (the section then counts as
+            auto).
     """
 
     config: EngineConfig
@@ -159,8 +188,13 @@ class Parsed:
     unknown: dict[str, str] = field(default_factory=dict)
 
 
-def parse(raw: Mapping[str, Any], plugins: PluginSet, model: type[EngineConfig],
-          contributed: Mapping[str, tuple[Any, str]], origins: Mapping[str, str]) -> Parsed:
+def parse(
+    raw: Mapping[str, Any],
+    plugins: PluginSet,
+    model: type[EngineConfig],
+    contributed: Mapping[str, tuple[Any, str]],
+    origins: Mapping[str, str],
+) -> Parsed:
     """Pass one. Never raises for the operator's mistakes: they are in ``refusals``, all of them."""
     operator = by_path(raw)
     merged, sources = contribute(raw, contributed, operator)
@@ -168,15 +202,26 @@ def parse(raw: Mapping[str, Any], plugins: PluginSet, model: type[EngineConfig],
     origins = {**sources, **origins}
     refusals = [*_unwritable(data, origins), *_items_without_use(data, plugins, origins)]
     unknown: dict[str, str] = {}
-    for _ in range(64):  # NOTE: each round removes at least one key; the bound is for a validator that disagrees
+    for _ in range(
+        64
+    ):  # NOTE: each round removes at least one key; the bound is for a validator that disagrees
         try:
-            config = model.__pydantic_validator__.validate_json(msgspec.json.encode(data), strict=True)
+            config = model.__pydantic_validator__.validate_json(
+                msgspec.json.encode(data), strict=True
+            )
             return Parsed(cast(EngineConfig, config), raw, origins, operator, refusals, unknown)
         except ValidationError as error:
-            found = [explain(problem, data, plugins, model, origins) for problem in error.errors(include_url=False)]
+            found = [
+                explain(problem, data, plugins, model, origins)
+                for problem in error.errors(include_url=False)
+            ]
             for one in _outermost(found):
-                emptied = any(before.field.startswith(f"{one.refusal.field}.") for before in refusals)
-                if one.refusal not in refusals and not emptied:  # a list without its wrong items is not to blame
+                emptied = any(
+                    before.field.startswith(f"{one.refusal.field}.") for before in refusals
+                )
+                if (
+                    one.refusal not in refusals and not emptied
+                ):  # a list without its wrong items is not to blame
                     refusals.append(one.refusal)
                 if one.slot:
                     unknown[one.slot] = one.name
@@ -186,7 +231,9 @@ def parse(raw: Mapping[str, Any], plugins: PluginSet, model: type[EngineConfig],
 
 
 def by_path(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Every value of a nested dict by dotted path, sections too; items of a list of sections by number."""
+    """Every value of a nested dict by dotted path, sections too; items of a list of sections by
+    number.
+    """
     found: dict[str, Any] = {}
     _flatten(value, "", found)
     return found
@@ -197,15 +244,21 @@ def _flatten(value: Any, prefix: str, found: dict[str, Any]) -> None:
     for key, item in items:
         path = f"{prefix}{key}"
         found[path] = item
-        if isinstance(item, dict) or isinstance(item, list | tuple) and any(isinstance(one, dict) for one in item):
+        if (
+            isinstance(item, dict)
+            or isinstance(item, list | tuple)
+            and any(isinstance(one, dict) for one in item)
+        ):
             _flatten(item, f"{path}.", found)
 
 
-def contribute(raw: Mapping[str, Any], contributed: Mapping[str, tuple[Any, str]],
-               operator: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def contribute(
+    raw: Mapping[str, Any], contributed: Mapping[str, tuple[Any, str]], operator: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
     """The operator's values over contributed ones; and who contributed what.
 
-    A contributed option of a section counts only while the operator has not picked another ``use`` there.
+    A contributed option of a section counts only while the operator has not picked another ``use``
+    there.
     """
     data: dict[str, Any] = {key: _copy(value) for key, value in raw.items()}
     sources: dict[str, str] = {}
@@ -233,7 +286,9 @@ def _copy(value: Any) -> Any:
 
 
 def _with_use(data: dict[str, Any], plugins: PluginSet) -> dict[str, Any]:
-    """Every single-valued section with its ``use`` filled in, and parsers' other names replaced by their own."""
+    """Every single-valued section with its ``use`` filled in, and parsers' other names replaced by
+    their own.
+    """
     for slot in SLOTS:
         if not slot.section:
             continue
@@ -255,7 +310,9 @@ def _with_use(data: dict[str, Any], plugins: PluginSet) -> dict[str, Any]:
 
 
 def _unwritable(data: dict[str, Any], origins: Mapping[str, str]) -> list[Refusal]:
-    """Values that no configuration file could hold (half a surrogate pair, a number beyond 64 bits, an object)."""
+    """Values that no configuration file could hold (half a surrogate pair, a number beyond 64 bits,
+    an object).
+    """
     try:
         msgspec.json.encode(data)
         return []
@@ -263,12 +320,21 @@ def _unwritable(data: dict[str, Any], origins: Mapping[str, str]) -> list[Refusa
         return _refuse_unwritable(data, (), data, origins)
 
 
-def _refuse_unwritable(value: Any, path: tuple[str | int, ...], data: dict[str, Any],
-                       origins: Mapping[str, str]) -> list[Refusal]:
+def _refuse_unwritable(
+    value: Any, path: tuple[str | int, ...], data: dict[str, Any], origins: Mapping[str, str]
+) -> list[Refusal]:
     if isinstance(value, dict) and all(isinstance(key, str) and key.isprintable() for key in value):
-        return [r for key, item in list(value.items()) for r in _refuse_unwritable(item, (*path, key), data, origins)]
+        return [
+            r
+            for key, item in list(value.items())
+            for r in _refuse_unwritable(item, (*path, key), data, origins)
+        ]
     if isinstance(value, list):
-        return [r for i, item in enumerate(value) for r in _refuse_unwritable(item, (*path, i), data, origins)]
+        return [
+            r
+            for i, item in enumerate(value)
+            for r in _refuse_unwritable(item, (*path, i), data, origins)
+        ]
     try:
         msgspec.json.encode(value)
         return []
@@ -277,7 +343,9 @@ def _refuse_unwritable(value: Any, path: tuple[str | int, ...], data: dict[str, 
         return [unwritable(path, value, origins)]
 
 
-def _items_without_use(data: dict[str, Any], plugins: PluginSet, origins: Mapping[str, str]) -> list[Refusal]:
+def _items_without_use(
+    data: dict[str, Any], plugins: PluginSet, origins: Mapping[str, str]
+) -> list[Refusal]:
     """List items that do not say which component they are for are refused and left out."""
     refusals = []
     for slot in SLOTS:
@@ -292,7 +360,9 @@ def _items_without_use(data: dict[str, Any], plugins: PluginSet, origins: Mappin
 
 
 def canonical(slot: Slot, name: str, plugins: PluginSet) -> str:
-    """The registered name that ``name`` means: itself, or the component that lists it among its aliases."""
+    """The registered name that ``name`` means: itself, or the component that lists it among its
+    aliases.
+    """
     found = plugins.components(slot.name)
     if any(registration.component.name == name for registration in found):
         return name
@@ -304,9 +374,13 @@ def canonical(slot: Slot, name: str, plugins: PluginSet) -> str:
 
 
 def _outermost(found: list[Explained]) -> list[Explained]:
-    """Without the problems below a section that is refused whole (what else is wrong in it says nothing)."""
+    """Without the problems below a section that is refused whole (what else is wrong in it says
+    nothing).
+    """
     gone = {one.path for one in found if one.slot}
-    return [one for one in found if one.slot or not any(one.path[:len(path)] == path for path in gone)]
+    return [
+        one for one in found if one.slot or not any(one.path[: len(path)] == path for path in gone)
+    ]
 
 
 _SINGLE = frozenset(slot.section for slot in SLOTS if slot.section and not slot.many)
@@ -338,7 +412,9 @@ def _drop(data: dict[str, Any], path: Sequence[str | int]) -> None:
 
 
 def _as_auto(section: str, value: Any) -> dict[str, Any]:
-    """A section whose ``use`` is unknown, as ``auto``: the options that every component has are still checked."""
+    """A section whose ``use`` is unknown, as ``auto``: the options that every component has are
+    still checked.
+    """
     common = auto_options(next(slot for slot in SLOTS if slot.section == section)).model_fields
     kept = value if isinstance(value, dict) else {}
     return {**{key: item for key, item in kept.items() if key in common}, "use": "auto"}

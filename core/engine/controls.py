@@ -1,4 +1,7 @@
-"""Controls over several ranks: each rank runs the handler, rank 0 answers for all. One rank exchanges nothing."""
+"""Controls over several ranks: each rank runs the handler, rank 0 answers for all. One rank
+exchanges nothing.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -17,10 +20,13 @@ ControlHandler = Callable[[dict[str, Any]], dict[str, Any]]
 class RankControls:
     """Handlers by a Control's action, run on every rank in the same order.
 
-    A handler may itself use collectives, and refuses with a RequestError; what else it raises ends the rank.
+    A handler may itself use collectives, and refuses with a RequestError; what else it raises ends
+    the rank.
     """
 
-    def __init__(self, handlers: Mapping[str, ControlHandler], collectives: Collectives, ranks: int) -> None:
+    def __init__(
+        self, handlers: Mapping[str, ControlHandler], collectives: Collectives, ranks: int
+    ) -> None:
         self._handlers = dict(handlers)
         self._collectives = collectives
         self._ranks = ranks
@@ -31,12 +37,15 @@ class RankControls:
         self._handlers[action] = handler
 
     def answer(self, message: Control) -> Reply:
-        """The same on every rank: the lowest rank's refusal if any refuses, else rank 0's data; the data of all ranks
-        goes with it under "ranks"."""
+        """The same on every rank: the lowest rank's refusal if any refuses, else rank 0's data; the
+        data of all ranks goes with it under "ranks"."""
         own = self._run(message)
         if self._ranks == 1:
             return own
-        found = [self._decoder.decode(data) for data in self._collectives.all_gather_bytes(msgspec.msgpack.encode(own))]
+        found = [
+            self._decoder.decode(data)
+            for data in self._collectives.all_gather_bytes(msgspec.msgpack.encode(own))
+        ]
         refused = next((reply for reply in found if not reply.ok), None)
         if refused is not None:
             return refused

@@ -1,13 +1,16 @@
-"""The loop of one rank: take messages in, schedule, launch, commit the step before, hand tokens out.
+"""The loop of one rank: take messages in, schedule, launch, commit the step before, hand tokens
+out.
 
-With ``overlap`` the next step is launched before the last one is read: the sampled ids stay on the device and feed the
-next step, and a sequence that turns out to have ended costs one surplus token, which commit drops. Without it each
-step is committed at once. Both give the same tokens.
+With ``overlap`` the next step is launched before the last one is read: the sampled ids stay on the
+device and feed the next step, and a sequence that turns out to have ended costs one surplus token,
+which commit drops. Without it each step is committed at once. Both give the same tokens.
 
-Every rank runs this loop on the same messages and the same time, which rank 0 hands round at the start of a turn. With
-a request router, ranks form groups with a scheduler's decisions each: a sequence is added by its owners only, one rank
-of each group reports, and before a step all ranks agree on it, once a turn, whatever else happens in it.
+Every rank runs this loop on the same messages and the same time, which rank 0 hands round at the
+start of a turn. With a request router, ranks form groups with a scheduler's decisions each: a
+sequence is added by its owners only, one rank of each group reports, and before a step all ranks
+agree on it, once a turn, whatever else happens in it.
 """
+
 from __future__ import annotations
 
 import logging
@@ -41,11 +44,14 @@ from glowplug.core.step.request import Sequence
 
 logger = logging.getLogger("glowplug.engine")
 
-STATS_EVERY = 0.1  #: seconds between statistics while busy; they also follow every finish and every turn to idle
+#: seconds between statistics while busy; they also follow every finish and every turn to idle
+STATS_EVERY = 0.1
 
 
 class RankClock:
-    """Rank 0's time at the start of the loop's turn, in seconds. Deadlines read it, so that ranks decide alike."""
+    """Rank 0's time at the start of the loop's turn, in seconds. Deadlines read it, so that ranks
+    decide alike.
+    """
 
     def __init__(self) -> None:
         self.now = time.monotonic()
@@ -59,20 +65,34 @@ class Engine:
 
     Args:
         ranks: how many run this loop together.
-        stalls: ends what a component would hold for ever; it knows the scheduler's policy and the runner's table.
+        stalls: ends what a component would hold for ever; it knows the scheduler's policy and the
+            runner's table.
         leads: this is rank 0, whose front's messages all ranks work on, and which answers Controls.
         observers: called after each committed step.
         controls: handlers by a Control's action.
         closing: called in order by ``close``.
 
     Attributes:
-        answers: this rank tells the front what becomes of its sequences: rank 0, or the leader of each group.
+        answers: this rank tells the front what becomes of its sequences: rank 0, or the leader of
+            each group.
     """
 
-    def __init__(self, *, scheduler: Scheduler, runner: Runner, parallel: ParallelStack, collectives: Collectives,
-                 overlap: bool, clock: RankClock, stalls: StallWatch, ranks: int = 1, leads: bool = True,
-                 observers: Seq[StepObserver] = (), controls: Mapping[str, ControlHandler] | None = None,
-                 closing: Seq[Callable[[], None]] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        runner: Runner,
+        parallel: ParallelStack,
+        collectives: Collectives,
+        overlap: bool,
+        clock: RankClock,
+        stalls: StallWatch,
+        ranks: int = 1,
+        leads: bool = True,
+        observers: Seq[StepObserver] = (),
+        controls: Mapping[str, ControlHandler] | None = None,
+        closing: Seq[Callable[[], None]] = (),
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.parallel = parallel
@@ -98,7 +118,8 @@ class Engine:
     def idle(self) -> bool:
         """Nothing launched and nothing to schedule, in this group or any other.
 
-        NOTE: ranks launch together or not at all, so that this rank's step in flight stands for the others'.
+        NOTE: ranks launch together or not at all, so that this rank's step in flight stands for the
+        others'.
         """
         return self._inflight is None and not self._load and self._quiet
 
@@ -116,10 +137,12 @@ class Engine:
         return load.running == 0 and load.waiting == 0
 
     def turn(self, frames: Seq[bytes] = (), stop: bool = False) -> list[Outbound] | None:
-        """One turn of the loop: take in, step, hand out. None: the front has gone, and every rank ends.
+        """One turn of the loop: take in, step, hand out. None: the front has gone, and every rank
+        ends.
 
-        ``frames`` and ``stop`` are what rank 0 heard from the front; other ranks leave them out and wait for rank 0.
-        Returns what the front is to hear from this rank: nothing unless it ``answers``.
+        ``frames`` and ``stop`` are what rank 0 heard from the front; other ranks leave them out and
+        wait for rank 0. Returns what the front is to hear from this rank: nothing unless it
+        ``answers``.
         """
         own = encode_turn(Turn(time.monotonic(), list(frames), stop)) if self.leads else None
         turn = decode_turn(self.collectives.broadcast_bytes(own))
@@ -133,7 +156,9 @@ class Engine:
         return found if self.answers else []
 
     def close(self) -> None:
-        """The rank ends: plugins hear of it, graphs and collectives go. Idempotent; one failure stops no other."""
+        """The rank ends: plugins hear of it, graphs and collectives go. Idempotent; one failure
+        stops no other.
+        """
         closing = self._closing
         self._closing = []
         for end in closing:
@@ -142,10 +167,12 @@ class Engine:
             except Exception:
                 logging.getLogger("glowplug").exception("while the engine was closed")
 
-    # ---- in ---------------------------------------------------------------------------------------------------------
+    # ---- in --------------------------------------------------------------------------------------
 
     def receive(self, messages: list[Inbound]) -> list[Outbound]:
-        """Take in messages; returns what they cause at once here (refusals, replies, ends of aborted sequences)."""
+        """Take in messages; returns what they cause at once here (refusals, replies, ends of
+        aborted sequences).
+        """
         answers: list[Outbound] = []
         for message in messages:
             answer = self._receive_one(message)
@@ -163,16 +190,24 @@ class Engine:
 
     def _submit(self, message: Submit) -> StepOutput | None:
         sequence = Sequence(
-            id=message.id, prompt=message.prompt_ids, params=message.params,
-            priority=message.priority, salt=message.salt, arrival=self.clock(),
-            stop_ids=frozenset(message.stop_ids), timeout=message.timeout, queue_timeout=message.queue_timeout,
+            id=message.id,
+            prompt=message.prompt_ids,
+            params=message.params,
+            priority=message.priority,
+            salt=message.salt,
+            arrival=self.clock(),
+            stop_ids=frozenset(message.stop_ids),
+            timeout=message.timeout,
+            queue_timeout=message.queue_timeout,
         )
         if self._router is not None and not self._router.owns(sequence):
             return None
         try:
             self.scheduler.add(sequence)
         except RequestError as error:
-            return StepOutput(finished=[Finished(message.id, "error", error=str(error), error_code=error.code)])
+            return StepOutput(
+                finished=[Finished(message.id, "error", error=str(error), error_code=error.code)]
+            )
         self._stalls.live[sequence.id] = sequence
         return None
 
@@ -189,7 +224,7 @@ class Engine:
             raise RequestError("requests are running; the cache can be flushed only when idle")
         return {}
 
-    # ---- one step ---------------------------------------------------------------------------------------------------
+    # ---- one step --------------------------------------------------------------------------------
 
     def step(self) -> list[Outbound]:
         """Launch at most one batch and commit at most one; returns what was committed."""
@@ -214,7 +249,9 @@ class Engine:
         return outputs
 
     def _next_batch(self, outputs: list[Outbound]) -> Batch | None:
-        """The scheduler's next step. Ends its sequences, in ``outputs``, when it launches none for too long."""
+        """The scheduler's next step. Ends its sequences, in ``outputs``, when it launches none for
+        too long.
+        """
         batch = self.scheduler.next_batch()
         if batch is not None or self._launched:
             self._stalls.moved()
@@ -227,7 +264,9 @@ class Engine:
         return None
 
     def _end_stalled(self, stall: Stall | None, outputs: list[Outbound]) -> None:
-        """End the sequences of ``stall`` with its reason, even those that the scheduler does not know any more."""
+        """End the sequences of ``stall`` with its reason, even those that the scheduler does not
+        know any more.
+        """
         if stall is None:
             return
         ended = self.scheduler.abort(Abort(stall.ids, "error"))
@@ -240,11 +279,15 @@ class Engine:
         self._stalls.ended(ends)
         outputs.append(StepOutput(finished=ends))
         if self.answers:
-            logger.error("%d request%s ended: %s", len(ends), "" if len(ends) == 1 else "s", stall.reason)
+            logger.error(
+                "%d request%s ended: %s", len(ends), "" if len(ends) == 1 else "s", stall.reason
+            )
 
     def _agreed(self, batch: Batch | None) -> Batch | None:
         """Ranks that may differ agree on the step; one without work joins it with an idle batch."""
-        shape = self.parallel.agree(shape_of(batch, 0 if self._router is None else self._own_load()))
+        shape = self.parallel.agree(
+            shape_of(batch, 0 if self._router is None else self._own_load())
+        )
         self._load = shape.load
         if batch is None and shape.mode is not Mode.IDLE:
             batch = idle_batch()

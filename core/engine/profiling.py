@@ -1,9 +1,11 @@
 """A torch profiler that requests can switch on and off; writes Chrome traces under one directory.
 
-The directory is ``GLOWPLUG_PROFILE_DIR`` or ``SGLANG_TORCH_PROFILER_DIR`` (debug switches), else ``./profiles``.
-A request names a label, never a path. While a profile runs, the phases of a step are named in it; otherwise naming them
-costs nothing, because the names are put around the methods only then.
+The directory is ``GLOWPLUG_PROFILE_DIR`` or ``SGLANG_TORCH_PROFILER_DIR`` (debug switches), else
+``./profiles``. A request names a label, never a path. While a profile runs, the phases of a step
+are named in it; otherwise naming them costs nothing, because the names are put around the methods
+only then.
 """
+
 from __future__ import annotations
 
 import functools
@@ -33,18 +35,27 @@ def profile_folder() -> Path:
 
 def step_phases(scheduler: Scheduler, runner: Runner) -> list[Named]:
     """What a step consists of, from the scheduler's choice to its commit."""
-    return [(scheduler, "next_batch", "schedule"), (runner, "launch", "launch"), (runner, "_complete", "inputs"),
-            (runner.graphs, "fill", "graph inputs"), (runner.sampler, "plan_step", "plan sampling"),
-            (runner.attention, "plan_step", "plan attention"), (runner, "step", "step"),
-            (runner.speculative, "draft", "draft"), (runner, "_forward", "forward"),
-            (runner.model, "logits", "logits"), (runner.speculative, "accept", "accept"),
-            (runner.sampler, "sample", "sample"), (runner, "_to_host", "results to host"),
-            (scheduler, "commit", "commit")]
+    return [
+        (scheduler, "next_batch", "schedule"),
+        (runner, "launch", "launch"),
+        (runner, "_complete", "inputs"),
+        (runner.graphs, "fill", "graph inputs"),
+        (runner.sampler, "plan_step", "plan sampling"),
+        (runner.attention, "plan_step", "plan attention"),
+        (runner, "step", "step"),
+        (runner.speculative, "draft", "draft"),
+        (runner, "_forward", "forward"),
+        (runner.model, "logits", "logits"),
+        (runner.speculative, "accept", "accept"),
+        (runner.sampler, "sample", "sample"),
+        (runner, "_to_host", "results to host"),
+        (scheduler, "commit", "commit"),
+    ]
 
 
 class Profiler:
-    """One rank's profiler. ``start`` and ``stop`` are Control handlers; ``named``: methods to show in a trace, the last
-    of which ends a step.
+    """One rank's profiler. ``start`` and ``stop`` are Control handlers; ``named``: methods to show
+    in a trace, the last of which ends a step.
     """
 
     def __init__(self, rank: int, device: str, named: Sequence[Named] = ()) -> None:
@@ -58,12 +69,14 @@ class Profiler:
         self._hidden = list[tuple[object, str]]()
 
     def start(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Begin a trace, of ``num_steps`` steps or until ``stop``. RequestError when one runs already or the label is
-        not plain.
+        """Begin a trace, of ``num_steps`` steps or until ``stop``. RequestError when one runs
+        already or the label is not plain.
         """
         label = str(args.get("label") or "trace")
         if not LABEL.fullmatch(label):
-            raise RequestError("a profile label has 1 to 64 letters, digits, '-' or '_'", param="label")
+            raise RequestError(
+                "a profile label has 1 to 64 letters, digits, '-' or '_'", param="label"
+            )
         if self._active is not None:
             raise RequestError("a profile is already running")
         kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -78,7 +91,9 @@ class Profiler:
         return {}
 
     def stop(self, args: dict[str, Any]) -> dict[str, Any]:
-        """End the trace and write it; returns the file's name, also of one that has ended by itself."""
+        """End the trace and write it; returns the file's name, also of one that has ended by
+        itself.
+        """
         if self._active is None and not self._written:
             raise RequestError("no profile is running")
         if self._active is not None:
@@ -114,6 +129,7 @@ class Profiler:
 
     def _counted(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """``work``, and the end of the trace behind its ``num_steps``-th call."""
+
         def run(*args: Any, **kwargs: Any) -> Any:
             result = work(*args, **kwargs)
             self._steps_left -= 1
@@ -124,7 +140,9 @@ class Profiler:
         return run
 
     def _end_quietly(self) -> None:
-        """NOTE: nobody waits for an answer here, and a trace that cannot be written must not end the engine."""
+        """NOTE: nobody waits for an answer here, and a trace that cannot be written must not end
+        the engine.
+        """
         try:
             self._finish()
         except RequestError as error:
@@ -133,6 +151,7 @@ class Profiler:
 
 def ranged(work: Callable[..., Any], name: str) -> Callable[..., Any]:
     """``work`` as a range ``name`` of a trace."""
+
     @functools.wraps(work)
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch.profiler.record_function(name):

@@ -1,8 +1,11 @@
-"""The model runner: turns a scheduled batch into tensors, runs the model, and brings the result back.
+"""The model runner: turns a scheduled batch into tensors, runs the model, and brings the result
+back.
 
-``launch`` only enqueues device work and returns an :class:`InFlight`; the host waits in ``InFlight.wait``, one step
-later when steps overlap. Nothing here knows which model, backend or algorithm it drives.
+``launch`` only enqueues device work and returns an :class:`InFlight`; the host waits in
+``InFlight.wait``, one step later when steps overlap. Nothing here knows which model, backend or
+algorithm it drives.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -44,11 +47,17 @@ class InFlight:
 
     @property
     def waited(self) -> float | None:
-        """Seconds the device stood still before the step, once ``wait`` has returned; None where it is the host."""
+        """Seconds the device stood still before the step, once ``wait`` has returned; None where it
+        is the host.
+        """
         return None if self.copy is None else self.copy.waited()
 
     def wait(self) -> StepResult:
-        found = [part.numpy() for part in tensors_of(self.accepted)] if self.copy is None else self.copy.wait()
+        found = (
+            [part.numpy() for part in tensors_of(self.accepted)]
+            if self.copy is None
+            else self.copy.wait()
+        )
         if len(found) == 1:
             found = unpack(found[0], *self.accepted.tokens.shape)
         # rows behind those of the batch only filled a captured step up
@@ -57,12 +66,14 @@ class InFlight:
         if scores:
             scores = [part[: rows * self.accepted.tokens.shape[1]] for part in scores]
         logprobs = (scores[0], scores[1], scores[2]) if scores else None
-        return StepResult(found[0][:rows], found[1][:rows], found[2][:rows], logprobs, self.prompt_logprobs)
+        return StepResult(
+            found[0][:rows], found[1][:rows], found[2][:rows], logprobs, self.prompt_logprobs
+        )
 
 
 def tensors_of(accepted: Accepted) -> list[torch.Tensor]:
-    """What the host reads of a step: tokens, counts, bad, and the three of log-probabilities if there are any; or the
-    former in one."""
+    """What the host reads of a step: tokens, counts, bad, and the three of log-probabilities if
+    there are any; or the former in one."""
     scores = accepted.logprobs
     if accepted.packed is not None and scores is None:
         return [accepted.packed]
@@ -80,17 +91,30 @@ def unpack(packed: NDArray[Any], rows: int, width: int) -> list[NDArray[Any]]:
     """Tokens int64 [rows, width], counts int32 [rows] and bad bool [rows] of ``Accepted.packed``."""
     tokens = 8 * rows * width
     counts = 4 * rows
-    return [packed[:tokens].view(np.int64).reshape(rows, width), packed[tokens : tokens + counts].view(np.int32),
-            packed[tokens + counts :].view(np.bool_)]
+    return [
+        packed[:tokens].view(np.int64).reshape(rows, width),
+        packed[tokens : tokens + counts].view(np.int32),
+        packed[tokens + counts :].view(np.bool_),
+    ]
 
 
 class Runner:
     """Executes batches on one rank. Owns no request state; reads the sequence table."""
 
-    def __init__(self, *, model: Model, attention: AttentionBackend, speculative: SpeculativeAlgorithm,
-                 sampler: Sampler, graphs: GraphRunner, table: SequenceTable, device: str,
-                 cuts: Cuts | None = None, extension: Extension | None = None,
-                 sampled_last_layer: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        model: Model,
+        attention: AttentionBackend,
+        speculative: SpeculativeAlgorithm,
+        sampler: Sampler,
+        graphs: GraphRunner,
+        table: SequenceTable,
+        device: str,
+        cuts: Cuts | None = None,
+        extension: Extension | None = None,
+        sampled_last_layer: bool = False,
+    ) -> None:
         self.model = model
         self.attention = attention
         self.speculative = speculative
@@ -119,13 +143,21 @@ class Runner:
                 return self._to_host(batch, self.step(self.graphs.fill(slot, batch))[0], [])
             self._complete(batch)
             accepted, hidden = self.step(batch, partial(self._plan_sampling, batch))
-            scored = self._prompt_logprobs(batch, hidden) if batch.prompt_logprobs is not None else []
+            scored = (
+                self._prompt_logprobs(batch, hidden) if batch.prompt_logprobs is not None else []
+            )
             return self._to_host(batch, accepted, scored)
 
-    def step(self, batch: Batch, meanwhile: Callable[[], None] | None = None) -> tuple[Accepted, torch.Tensor]:
-        """See ``protocols.Steps``. ``meanwhile``: what is left to do before sampling, as the device computes."""
+    def step(
+        self, batch: Batch, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[Accepted, torch.Tensor]:
+        """See ``protocols.Steps``. ``meanwhile``: what is left to do before sampling, as the device
+        computes.
+        """
         run = batch.segments.run
-        if self._speculates:  # drafts plan attention themselves, and say where the step's own tokens go
+        if (
+            self._speculates
+        ):  # drafts plan attention themselves, and say where the step's own tokens go
             self._feed(batch)
             if batch.num_decodes and not self._on_host:
                 run("places", partial(self._place, batch))
@@ -138,16 +170,20 @@ class Runner:
         return (accept() if key is None else run(f"accept {key}", accept)), hidden
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """float32 [rows, V] of a step that draws nothing, for measuring accuracy; where drafts run, of prompts only.
+        """float32 [rows, V] of a step that draws nothing, for measuring accuracy; where drafts run,
+        of prompts only.
 
-        Where all rows decode, their tokens are ``prompt_ids`` if there are any, and not what was drawn before.
+        Where all rows decode, their tokens are ``prompt_ids`` if there are any, and not what was
+        drawn before.
         """
         with torch.inference_mode():
             self._complete(batch)
             if self._speculates:
                 self._feed(batch)
             self.attention.plan_step(batch, None)
-            return self._forward(batch, feeds=not (batch.num_decodes and batch.prompt_ids.size))[1].float()
+            return self._forward(batch, feeds=not (batch.num_decodes and batch.prompt_ids.size))[
+                1
+            ].float()
 
     def _feed(self, batch: Batch) -> None:
         drafted = self.speculative.draft(batch).flatten()
@@ -188,17 +224,25 @@ class Runner:
             self.sampler.leave(row)
         for sequence in batch.joined:
             if sequence.row >= 0:
-                self.sampler.join(sequence.row, sequence.params, sequence.all_tokens(), len(sequence.prompt),
-                                  sequence.stop_ids)
+                self.sampler.join(
+                    sequence.row,
+                    sequence.params,
+                    sequence.all_tokens(),
+                    len(sequence.prompt),
+                    sequence.stop_ids,
+                )
         self.sampler.plan_step(batch)
 
     def _complete(self, batch: Batch) -> None:
-        """Fill the device fields from one packed host buffer. ``input_ids`` are the prompts' until drafts precede them.
+        """Fill the device fields from one packed host buffer. ``input_ids`` are the prompts' until
+        drafts precede them.
         """
         rows = batch.num_rows
         queries = batch.query_lens
         page_size = self.table.page_size
-        kv_lens = self._exact_lengths(batch) if self._on_host and batch.num_decodes else batch.kv_lens
+        kv_lens = (
+            self._exact_lengths(batch) if self._on_host and batch.num_decodes else batch.kv_lens
+        )
         starts = np.zeros(rows + 1, np.int32)
         np.cumsum(queries, out=starts[1:])
         if batch.num_tokens == rows:  # one token a row: no flattening to do
@@ -210,8 +254,14 @@ class Runner:
             positions += (kv_lens - queries)[token_row]
         slots = batch.pages[token_row, positions // page_size] * page_size + positions % page_size
         parts: list[NDArray[Any]] = [
-            positions.astype(np.int64), slots.astype(np.int64), batch.rows.astype(np.int64), kv_lens.astype(np.int32),
-            starts, batch.prompt_ids.astype(np.int64), batch.pages.ravel()]
+            positions.astype(np.int64),
+            slots.astype(np.int64),
+            batch.rows.astype(np.int64),
+            kv_lens.astype(np.int32),
+            starts,
+            batch.prompt_ids.astype(np.int64),
+            batch.pages.ravel(),
+        ]
         wanted = self._logits_index(batch, starts)
         if wanted is not None:
             parts.append(wanted)
@@ -220,7 +270,9 @@ class Runner:
             ends = HostEnds.of(wanted, token_row, positions, slots, batch.pages)
             parts += ends.parts()
         views = send(parts, self.device)
-        batch.positions, batch.slots, batch.row_ids, batch.kv_lens_device, batch.query_starts = views[:5]
+        batch.positions, batch.slots, batch.row_ids, batch.kv_lens_device, batch.query_starts = (
+            views[:5]
+        )
         batch.input_ids = views[5]
         batch.page_table = views[6].view(batch.pages.shape)
         batch.logits_index = views[7] if wanted is not None else None
@@ -234,10 +286,14 @@ class Runner:
         if lengths is None:
             return batch.kv_lens
         exact = lengths.numpy() + batch.query_lens[:decodes]
-        return exact if decodes == batch.num_rows else np.concatenate([exact, batch.kv_lens[decodes:]])
+        return (
+            exact if decodes == batch.num_rows else np.concatenate([exact, batch.kv_lens[decodes:]])
+        )
 
     def _place(self, batch: Batch) -> None:
-        """Move the decoding rows' tokens from the host's upper bounds to where the device says they are."""
+        """Move the decoding rows' tokens from the host's upper bounds to where the device says they
+        are.
+        """
         rows = batch.num_decodes
         tokens = batch.decode_tokens
         lengths = self.speculative.lengths(batch)
@@ -245,7 +301,9 @@ class Runner:
         width = tokens // rows
         positions = lengths.long()[:, None] + torch.arange(width, device=lengths.device)
         batch.positions[:tokens] = positions.view(-1)
-        batch.slots[:tokens] = slots_at(batch.page_table[:rows], positions, self.table.page_size).view(-1)
+        batch.slots[:tokens] = slots_at(
+            batch.page_table[:rows], positions, self.table.page_size
+        ).view(-1)
         batch.kv_lens_device[:rows] = lengths + width
 
     def _logits_index(self, batch: Batch, starts: NDArray[np.int32]) -> NDArray[np.int64] | None:
@@ -253,7 +311,9 @@ class Runner:
         if batch.num_decodes == batch.num_rows:
             return None
         sampling = np.nonzero(batch.samples[batch.num_decodes :])[0] + batch.num_decodes
-        return np.concatenate([np.arange(batch.decode_tokens), starts[sampling + 1].astype(np.int64) - 1])
+        return np.concatenate(
+            [np.arange(batch.decode_tokens), starts[sampling + 1].astype(np.int64) - 1]
+        )
 
     def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[PromptLogprobs]:
         """Score the prompt tokens that follow each position of the chunks that asked for it."""
@@ -269,19 +329,32 @@ class Runner:
             last = min(int(batch.kv_lens[i]), len(sequence.prompt) - 1)
             if last > first:
                 chunk = hidden[int(starts[i]) : int(starts[i]) + last - first]
-                found.append(self._score(chunk, sequence.prompt[first + 1 : last + 1], row, first + 1,
-                                         sequence.params.prompt_logprobs or 0))
+                found.append(
+                    self._score(
+                        chunk,
+                        sequence.prompt[first + 1 : last + 1],
+                        row,
+                        first + 1,
+                        sequence.params.prompt_logprobs or 0,
+                    )
+                )
         return found
 
-    def _score(self, hidden: torch.Tensor, targets: NDArray[np.int32], row: int, start: int, k: int) -> PromptLogprobs:
+    def _score(
+        self, hidden: torch.Tensor, targets: NDArray[np.int32], row: int, start: int, k: int
+    ) -> PromptLogprobs:
         """In pieces of ``SCORED`` positions, so that no [prompt, vocabulary] tensor is ever made."""
         ids = torch.from_numpy(targets.astype(np.int64)).to(self.device)
         pieces = []
         for at in range(0, len(ids), SCORED):
             scores = torch.log_softmax(self.model.logits(hidden[at : at + SCORED]), dim=-1)
             top = scores.topk(k, dim=-1)
-            pieces.append((scores.gather(1, ids[at : at + SCORED, None])[:, 0], top.indices, top.values))
-        token, top_ids, values = (torch.cat(column).cpu().numpy() for column in zip(*pieces, strict=True))
+            pieces.append(
+                (scores.gather(1, ids[at : at + SCORED, None])[:, 0], top.indices, top.values)
+            )
+        token, top_ids, values = (
+            torch.cat(column).cpu().numpy() for column in zip(*pieces, strict=True)
+        )
         return PromptLogprobs(row, start, token, top_ids, values)
 
     def _to_host(self, batch: Batch, accepted: Accepted, scored: list[PromptLogprobs]) -> InFlight:

@@ -1,12 +1,15 @@
 """Detection of requests that a faulty component would hold for ever.
 
-Two contracts keep a request moving: with no step in flight and a sequence waiting or running, the scheduler has a step
-to launch; and every row that samples gains at least one token. A policy that orders nothing, a scheduler that launches
-nothing or an algorithm that accepts nothing breaks them without an exception. :class:`StallWatch` counts turns and
-steps in which nothing moved, and names the component and the requests to end.
+Two contracts keep a request moving: with no step in flight and a sequence waiting or running, the
+scheduler has a step to launch; and every row that samples gains at least one token. A policy that
+orders nothing, a scheduler that launches nothing or an algorithm that accepts nothing breaks them
+without an exception. :class:`StallWatch` counts turns and steps in which nothing moved, and names
+the component and the requests to end.
 
-Every rank of a group decides alike: from its scheduler's batches, the results of steps and the common clock.
+Every rank of a group decides alike: from its scheduler's batches, the results of steps and the
+common clock.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -49,21 +52,24 @@ class StallWatch:
         self.live: dict[int, Sequence] = {}
         self._turns = 0  # without a step although there was work
         self._since = 0.0  # seconds, the first of them
-        self._barren: dict[int, tuple[int, int]] = {}  # row -> its epoch, steps in a row without a token
+        self._barren: dict[
+            int, tuple[int, int]
+        ] = {}  # row -> its epoch, steps in a row without a token
 
     def ended(self, finished: Iterable[Finished]) -> None:
         """Forget sequences that have ended."""
         for end in finished:
             self.live.pop(end.id, None)
 
-    # ---- turns ------------------------------------------------------------------------------------------------------
+    # ---- turns -----------------------------------------------------------------------------------
 
     def moved(self) -> None:
         """Note a turn with a step launched or in flight, or without work."""
         self._turns = 0
 
     def still(self, now: float, load: Stats) -> Stall | None:
-        """Note a turn in which the scheduler launched nothing although it has work and no step is in flight.
+        """Note a turn in which the scheduler launched nothing although it has work and no step is
+        in flight.
 
         Args:
             now: seconds, the same on every rank.
@@ -85,30 +91,40 @@ class StallWatch:
     def _who_holds(self, load: Stats) -> str:
         """The component to blame, found by asking the policy, which is pure, once more."""
         waiting = [sequence for sequence in self.live.values() if sequence.row < 0]
-        policy, scheduler, cache = (self._plan.title(slot) for slot in ("policy", "scheduler", "cache"))
+        policy, scheduler, cache = (
+            self._plan.title(slot) for slot in ("policy", "scheduler", "cache")
+        )
         left_out = self._left_out(waiting)
         if left_out and len(waiting) == len(self.live):
             return f"{policy} leaves {left_out} of {len(waiting)} waiting requests out of its order"
-        return (f"{scheduler} with {policy} and {cache} holds {len(self.live)} requests, {len(waiting)} of them "
-                f"waiting; of {load.pages_total} pages {load.pages_free} are free and {load.pages_evictable} evictable")
+        return (
+            f"{scheduler} with {policy} and {cache} holds {len(self.live)} requests, {len(waiting)} of them "
+            f"waiting; of {load.pages_total} pages {load.pages_free} are free and {load.pages_evictable} evictable"
+        )
 
     def _left_out(self, waiting: list[Sequence]) -> int:
         """How many of ``waiting`` the policy does not return; 0 when it raises."""
         try:
-            ordered = self._policy.order(list(waiting), dict.fromkeys((sequence.id for sequence in waiting), 0))
+            ordered = self._policy.order(
+                list(waiting), dict.fromkeys((sequence.id for sequence in waiting), 0)
+            )
             kept = {id(sequence) for sequence in ordered}
         except Exception:
             return 0
         return sum(id(sequence) not in kept for sequence in waiting)
 
-    # ---- steps ------------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def stepped(self, batch: Batch, result: StepResult) -> Stall | None:
-        """Note the result of a step that has been committed. Returns the rows that have gained nothing for too long."""
+        """Note the result of a step that has been committed. Returns the rows that have gained
+        nothing for too long.
+        """
         if not self._barren and np.greater_equal(result.counts, batch.samples).all():
             return None
         current = self._table.epoch[batch.rows] == batch.epochs
-        self._barren = {row: held for row, held in self._barren.items() if held[0] == self._table.epoch[row]}
+        self._barren = {
+            row: held for row, held in self._barren.items() if held[0] == self._table.epoch[row]
+        }
         found = []
         for i in np.flatnonzero(batch.samples & current).tolist():
             row = int(batch.rows[i])

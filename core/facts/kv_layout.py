@@ -1,15 +1,25 @@
 """The shape of the KV cache, stated by the attention backend. Imports without torch."""
+
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+DTYPE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+}
 
 
 @dataclass(frozen=True)
 class KVEntry:
-    """One tensor a layer keeps: ``shape`` of one token's entry, for example (512,) latent or (heads, 128) keys."""
+    """One tensor a layer keeps: ``shape`` of one token's entry, for example (512,) latent or
+    (heads, 128) keys.
+    """
 
     name: str
     shape: tuple[int, ...]

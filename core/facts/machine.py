@@ -1,4 +1,7 @@
-"""Facts of the machine and of installed packages, and ready fact sheets. Imports no torch and no CUDA library."""
+"""Facts of the machine and of installed packages, and ready fact sheets. Imports no torch and no
+CUDA library.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -23,7 +26,14 @@ FORMER_KEYS = {"interconnect"}  #: of sheets: they may say it, and nothing depen
 QUERY = ["--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
 
 #: memory bandwidth by a part of the card's name, bytes a second (vendor's figures)
-BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "H800": 3.35e12, "H20": 4.0e12, "A100": 2.0e12, "L40": 8.64e11}
+BANDWIDTH = {
+    "H200": 4.8e12,
+    "H100": 3.35e12,
+    "H800": 3.35e12,
+    "H20": 4.0e12,
+    "A100": 2.0e12,
+    "L40": 8.64e11,
+}
 
 
 @functools.cache
@@ -34,7 +44,9 @@ def this_machine() -> HardwareFacts:
 
 
 def _cores() -> int:
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    affinity = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota = _words("/sys/fs/cgroup/cpu.max")
     if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit():
         return max(1, min(affinity, -(-int(quota[0]) // int(quota[1]))))
@@ -68,22 +80,32 @@ def _words(path: str) -> list[str]:
 
 
 def cuda_devices() -> tuple[DeviceFacts, ...]:
-    """NVIDIA devices by nvidia-smi, in CUDA's order; () when the driver is not there. Honours CUDA_VISIBLE_DEVICES."""
+    """NVIDIA devices by nvidia-smi, in CUDA's order; () when the driver is not there. Honours
+    CUDA_VISIBLE_DEVICES.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()
     try:
-        done = subprocess.run([tool, *QUERY], capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(
+            [tool, *QUERY], capture_output=True, text=True, timeout=20, check=False
+        )
     except (OSError, subprocess.SubprocessError):
         return ()
     if done.returncode != 0:
         return ()
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 4]
+    rows = [
+        [cell.strip() for cell in line.split(",")]
+        for line in done.stdout.splitlines()
+        if line.count(",") == 4
+    ]
     return tuple(_device(row) for row in _visible(rows, os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def _visible(rows: list[list[str]], visible: str | None) -> list[list[str]]:
-    """Rows (index, uuid, ...) in the order CUDA_VISIBLE_DEVICES names them; it stops at the first unknown name."""
+    """Rows (index, uuid, ...) in the order CUDA_VISIBLE_DEVICES names them; it stops at the first
+    unknown name.
+    """
     if visible is None:
         return rows
     chosen = []
@@ -101,8 +123,12 @@ def _device(row: list[str]) -> DeviceFacts:
     compute = row[4]
     bandwidth = next((value for part, value in BANDWIDTH.items() if part in name), 0.0)
     digits = compute.replace(".", "")
-    return DeviceFacts(name=name, memory=int(float(memory)) << 20 if memory[:1].isdigit() else 0,
-                       compute=int(digits) if digits.isdigit() else 0, bandwidth=bandwidth)
+    return DeviceFacts(
+        name=name,
+        memory=int(float(memory)) << 20 if memory[:1].isdigit() else 0,
+        compute=int(digits) if digits.isdigit() else 0,
+        bandwidth=bandwidth,
+    )
 
 
 @functools.cache
@@ -115,7 +141,8 @@ def installed(name: str) -> str:
 
 
 def software(names: Iterable[str]) -> SoftwareFacts:
-    """Versions of the named distributions (those installed) and of Python; the C++ compiler of CXX, or g++ or clang++.
+    """Versions of the named distributions (those installed) and of Python; the C++ compiler of CXX,
+    or g++ or clang++.
     """
     found = {name: version for name in sorted(set(names)) if (version := installed(name))}
     named = os.environ.get("CXX")
@@ -128,7 +155,8 @@ def sheet_names() -> list[str]:
 
 
 def read_sheet(name: str) -> HardwareFacts:
-    """Return the hardware facts of a ready sheet ("8xh200") or a JSON file. FactsError says what is wrong with it.
+    """Return the hardware facts of a ready sheet ("8xh200") or a JSON file. FactsError says what is
+    wrong with it.
 
     ``packages`` of the sheet is a table, or the path from the sheet to a JSON file that holds one.
     """
@@ -143,17 +171,24 @@ def read_sheet(name: str) -> HardwareFacts:
         sheet = msgspec.convert(raw, HardwareFacts)
         unknown = _unknown_keys(raw)
     except OSError as error:
-        raise FactsError(f"facts sheet {name!r} could not be read: {error.strerror}",
-                         f"write a file, or one of {', '.join(sheet_names())}") from None
+        raise FactsError(
+            f"facts sheet {name!r} could not be read: {error.strerror}",
+            f"write a file, or one of {', '.join(sheet_names())}",
+        ) from None
     except msgspec.DecodeError as error:
         raise FactsError(f"facts sheet {path} is not valid: {error}", example) from None
     if unknown:
         raise FactsError(f"facts sheet {path}: unknown key {unknown[0]!r}", example)
     try:
-        return sheet if sheet.packages is None else replace(sheet, packages=normalised(sheet.packages))
+        return (
+            sheet if sheet.packages is None else replace(sheet, packages=normalised(sheet.packages))
+        )
     except ValueError as error:
-        raise FactsError(f"facts sheet {path}: {error}", '"packages": {"NAME": "VERSION"}, as `glowplug facts` writes '
-                         'them ("" for one that is not installed)') from None
+        raise FactsError(
+            f"facts sheet {path}: {error}",
+            '"packages": {"NAME": "VERSION"}, as `glowplug facts` writes '
+            'them ("" for one that is not installed)',
+        ) from None
 
 
 def _packages_file(sheet: Path, name: str) -> Any:
@@ -162,20 +197,36 @@ def _packages_file(sheet: Path, name: str) -> Any:
         return msgspec.json.decode((sheet.parent / name).read_bytes())
     except (OSError, msgspec.DecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise FactsError(f"facts sheet {sheet}: packages: {name!r} could not be read: {reason}",
-                         'a JSON file {"NAME": "VERSION"} beside the sheet, or the table itself') from None
+        raise FactsError(
+            f"facts sheet {sheet}: packages: {name!r} could not be read: {reason}",
+            'a JSON file {"NAME": "VERSION"} beside the sheet, or the table itself',
+        ) from None
 
 
 def own_sheet(packages: Iterable[str]) -> HardwareFacts:
-    """Return the sheet of this machine, with the versions of ``packages``; "" for one that is not installed."""
+    """Return the sheet of this machine, with the versions of ``packages``; "" for one that is not
+    installed.
+    """
     machine = this_machine()
     held = sorted({card.name for card in machine.devices})
-    name = f"{len(machine.devices)} x {', '.join(held)}" if held else (
-        f"CPU, {machine.cpu_cores} cores, {machine.cpu_memory >> 30} GiB")
-    return replace(machine, name=name, packages={package: installed(package) for package in sorted(set(packages))})
+    name = (
+        f"{len(machine.devices)} x {', '.join(held)}"
+        if held
+        else (f"CPU, {machine.cpu_cores} cores, {machine.cpu_memory >> 30} GiB")
+    )
+    return replace(
+        machine,
+        name=name,
+        packages={package: installed(package) for package in sorted(set(packages))},
+    )
 
 
 def _unknown_keys(sheet: dict[str, Any]) -> list[str]:
     known = FORMER_KEYS | {f.name for f in fields(HardwareFacts)}
     card = {f.name for f in fields(DeviceFacts)}
-    return sorted({*(set(sheet) - known), *(key for device in sheet.get("devices", ()) for key in set(device) - card)})
+    return sorted(
+        {
+            *(set(sheet) - known),
+            *(key for device in sheet.get("devices", ()) for key in set(device) - card),
+        }
+    )

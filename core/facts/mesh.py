@@ -1,11 +1,14 @@
-"""Arithmetic of the device mesh: where a rank stands on each named axis, and who shares an axis with it. No torch.
+"""Arithmetic of the device mesh: where a rank stands on each named axis, and who shares an axis
+with it. No torch.
 
-Ranks are numbered with "tp" fastest, then "pp". "dp" and "ep" lie over the tp ranks: an axis of size s cuts them into s
-blocks of neighbours, so that with ``{"tp": 8, "dp": 4}`` ranks 0 and 1 are dp group 0. What is left of tp in a block
-is an axis of its own: "attn_tp" (tp / dp) splits the heads of one group's attention, "moe_tp" (tp / ep) the width of
-one block's experts. A collective over an axis connects the ranks that differ in that coordinate only; for "dp" and "ep"
-those have the same "attn_tp" or "moe_tp".
+Ranks are numbered with "tp" fastest, then "pp". "dp" and "ep" lie over the tp ranks: an axis of
+size s cuts them into s blocks of neighbours, so that with ``{"tp": 8, "dp": 4}`` ranks 0 and 1 are
+dp group 0. What is left of tp in a block
+is an axis of its own: "attn_tp" (tp / dp) splits the heads of one group's attention, "moe_tp" (tp /
+ep) the width of one block's experts. A collective over an axis connects the ranks that differ in
+that coordinate only; for "dp" and "ep" those have the same "attn_tp" or "moe_tp".
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -15,7 +18,9 @@ OVER_TP = ("dp", "ep")
 
 
 def axis_size(axis: str, mesh: Mapping[str, int]) -> int:
-    """Ranks along ``axis``; 1 for an axis the mesh does not have. ValueError when it does not divide the tp ranks."""
+    """Ranks along ``axis``; 1 for an axis the mesh does not have. ValueError when it does not
+    divide the tp ranks.
+    """
     if axis in WITHIN:
         tp = mesh.get("tp", 1)
         blocks = mesh.get(WITHIN[axis], 1)

@@ -1,8 +1,9 @@
 """Facts: what is given and cannot be chosen. Frozen, torch-free, JSON both ways (``msgspec.json``).
 
-Model facts come from a model folder's ``config.json`` and tensor headers, hardware facts from the machine or from a
-``--facts`` sheet, software facts from installed distributions.
+Model facts come from a model folder's ``config.json`` and tensor headers, hardware facts from the
+machine or from a ``--facts`` sheet, software facts from installed distributions.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -11,7 +12,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TensorFact:
-    """One tensor of a checkpoint: torch dtype name ("float8_e4m3fn", "bfloat16", ...), shape, file (relative)."""
+    """One tensor of a checkpoint: torch dtype name ("float8_e4m3fn", "bfloat16", ...), shape, file
+    (relative).
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -27,16 +30,17 @@ class ModelFacts:
         architecture: first of ``architectures``.
         format: weight format found ("safetensors", "gguf", "none" when there are no weights).
         kind: attention kind, "mla" or "mha".
-        config: config.json as a plain dict, normalised: ``rope_parameters`` folded into ``rope_scaling`` and
-            ``rope_theta``, see ``facts_read.normalise``.
+        config: config.json as a plain dict, normalised: ``rope_parameters`` folded into
+            ``rope_scaling`` and ``rope_theta``, see ``facts_read.normalise``.
         dtype: ``torch_dtype`` of the checkpoint.
         quant_method: ``quantization_config.quant_method`` or "none".
         quant_block: weight block shape or None.
         nextn_layers: number of multi-token-prediction layers it carries.
         tensors: every tensor by name; empty when only config.json was read.
         chat_template: the tokenizer's chat template, "" when it has none.
-        digest: of the weights' content: names, shapes and dtypes of all tensors, sizes of their files and samples of
-            their bytes (``facts_read.with_digest``); "" without weights, and until a plan is accepted.
+        digest: of the weights' content: names, shapes and dtypes of all tensors, sizes of their
+            files and samples of their bytes (``facts_read.with_digest``); "" without weights, and
+            until a plan is accepted.
         notes: remarks for the plan table.
     """
 
@@ -67,7 +71,9 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """One accelerator. ``memory`` in bytes; ``compute`` 90 = SM90; ``bandwidth`` in bytes a second (0: unknown)."""
+    """One accelerator. ``memory`` in bytes; ``compute`` 90 = SM90; ``bandwidth`` in bytes a second
+    (0: unknown).
+    """
 
     name: str
     memory: int
@@ -77,10 +83,11 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class HardwareFacts:
-    """Machines the plan is for: ``hosts`` equal hosts of ``devices`` each; empty ``devices`` means CPU only.
+    """Machines the plan is for: ``hosts`` equal hosts of ``devices`` each; empty ``devices`` means
+    CPU only.
 
-    ``packages``: versions of installed packages by normalised name, as a sheet states them ("": not installed); None:
-    the sheet does not, or this is the machine itself.
+    ``packages``: versions of installed packages by normalised name, as a sheet states them ("": not
+    installed); None: the sheet does not, or this is the machine itself.
     """
 
     hosts: int = 1
@@ -97,7 +104,9 @@ class HardwareFacts:
 
 @dataclass(frozen=True)
 class SoftwareFacts:
-    """Installed distributions by normalised name, the Python version, and the path of a C++ compiler ("": none)."""
+    """Installed distributions by normalised name, the Python version, and the path of a C++
+    compiler ("": none).
+    """
 
     python: str = ""
     packages: dict[str, str] = field(default_factory=dict)

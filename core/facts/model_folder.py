@@ -1,7 +1,10 @@
-"""Facts of a model folder in the Hugging Face layout: config.json, safetensors headers, chat template. No torch.
+"""Facts of a model folder in the Hugging Face layout: config.json, safetensors headers, chat
+template. No torch.
 
-Nothing here maps a weight or runs code from the folder. Errors are FactsError (config) and WeightError (headers).
+Nothing here maps a weight or runs code from the folder. Errors are FactsError (config) and
+WeightError (headers).
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -28,13 +31,15 @@ FEWEST_SAMPLES = 2
 SAMPLE_BYTES = 4096  #: of one piece
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
-#: what a family's config.json means when it does not say (transformers drops both keys for V3 on saving)
+#: what a family's config.json means when it does not say (transformers drops both keys for V3 on
+#: saving)
 GATE_DEFAULTS: dict[str, dict[str, str]] = {
     "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "DeepseekV2ForCausalLM": {"scoring_func": "softmax"},
     "DeepseekV3ForCausalLMNextN": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
-NEXTN_ALONE = "ForCausalLMNextN"  #: how architectures end of which a folder holds next-token layers and nothing else
+#: how architectures end of which a folder holds next-token layers and nothing else
+NEXTN_ALONE = "ForCausalLMNextN"
 
 
 def embedded_path() -> Path:
@@ -43,14 +48,18 @@ def embedded_path() -> Path:
 
 
 def locate_model(name: str) -> str:
-    """The folder or file that ``model = name`` means: "embedded", a path, or a hub id that is already downloaded.
+    """The folder or file that ``model = name`` means: "embedded", a path, or a hub id that is
+    already downloaded.
 
     Raises FactsError; nothing is ever downloaded.
     """
     if name == EMBEDDED:
         path = embedded_path()
         if not path.is_dir():
-            raise FactsError(f"the embedded model is missing from this installation ({path})", "reinstall glowplug")
+            raise FactsError(
+                f"the embedded model is missing from this installation ({path})",
+                "reinstall glowplug",
+            )
         return str(path)
     expanded = os.path.expanduser(name)
     if os.path.exists(expanded):  # False also for names that no file can have
@@ -58,14 +67,16 @@ def locate_model(name: str) -> str:
     cached = _hub_snapshot(name)
     if cached is not None:
         return str(cached)
-    fix = f"write a folder that exists, \"{EMBEDDED}\" for the shipped model"
+    fix = f'write a folder that exists, "{EMBEDDED}" for the shipped model'
     if HUB_ID.fullmatch(name):
         fix += f", or download it first: hf download {name}"
     raise FactsError(f"no folder or file {name!r}, and no downloaded model of that name", fix)
 
 
 def _hub_snapshot(name: str) -> Path | None:
-    """Newest snapshot of a hub id in the local hub cache. NOTE: HF_HOME is that cache's own way to say where it is."""
+    """Newest snapshot of a hub id in the local hub cache. NOTE: HF_HOME is that cache's own way to
+    say where it is.
+    """
     if not HUB_ID.fullmatch(name):
         return None
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
@@ -80,25 +91,35 @@ def read_folder(path: Path) -> ModelFacts | None:
         return None
     config = normalise(read_json(path / "config.json"))
     tensors = read_tensors(path)
-    return model_facts(config, path=str(path), tensors=tensors, chat_template=read_chat_template(path))
+    return model_facts(
+        config, path=str(path), tensors=tensors, chat_template=read_chat_template(path)
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. FactsError naming the file otherwise."""
     try:
         if path.stat().st_size > MAX_JSON:
-            raise FactsError(f"{path}: {path.stat().st_size} bytes is too large for a JSON configuration")
+            raise FactsError(
+                f"{path}: {path.stat().st_size} bytes is too large for a JSON configuration"
+            )
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise FactsError(f"{path} could not be read as JSON: {str(error)[:200]}", "download the file again") from None
+        raise FactsError(
+            f"{path} could not be read as JSON: {str(error)[:200]}", "download the file again"
+        ) from None
     if not isinstance(data, dict):
-        raise FactsError(f"{path} holds a JSON {type(data).__name__}, expected an object", "download the file again")
+        raise FactsError(
+            f"{path} holds a JSON {type(data).__name__}, expected an object",
+            "download the file again",
+        )
     return data
 
 
 def normalise(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json as the published checkpoints write it: ``rope_theta``, ``rope_scaling`` (with both ``type`` and
-    ``rope_type``, None when plain), ``torch_dtype``, and the gate's defaults filled in."""
+    """config.json as the published checkpoints write it: ``rope_theta``, ``rope_scaling`` (with
+    both ``type`` and ``rope_type``, None when plain), ``torch_dtype``, and the gate's defaults
+    filled in."""
     config = dict(config)
     parameters = config.pop("rope_parameters", None)
     if isinstance(parameters, dict):
@@ -112,7 +133,9 @@ def normalise(config: dict[str, Any]) -> dict[str, Any]:
         kind = stated.get("rope_type", stated.get("type", "default"))
         stated = None if kind == "default" else {**stated, "type": kind, "rope_type": kind}
     config["rope_scaling"] = stated
-    dtype = str(config.pop("dtype", None) or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    dtype = str(config.pop("dtype", None) or config.get("torch_dtype") or "bfloat16").removeprefix(
+        "torch."
+    )
     config["torch_dtype"] = dtype
     _fill_gate(config)
     return config
@@ -124,17 +147,32 @@ def _fill_gate(config: dict[str, Any]) -> None:
         if config.get(key) is None:
             config[key] = value
     if architecture == "DeepseekV2ForCausalLM" and config.get("topk_method") is None:
-        config["topk_method"] = "group_limited_greedy" if (config.get("n_group") or 1) > 1 else "greedy"
+        config["topk_method"] = (
+            "group_limited_greedy" if (config.get("n_group") or 1) > 1 else "greedy"
+        )
 
 
-def model_facts(config: dict[str, Any], *, path: str = "", tensors: dict[str, TensorFact] | None = None,
-                chat_template: str = "", format: str = "") -> ModelFacts:
-    """Facts from a normalised config. FactsError naming the first key that is missing or of the wrong type."""
+def model_facts(
+    config: dict[str, Any],
+    *,
+    path: str = "",
+    tensors: dict[str, TensorFact] | None = None,
+    chat_template: str = "",
+    format: str = "",
+) -> ModelFacts:
+    """Facts from a normalised config. FactsError naming the first key that is missing or of the
+    wrong type.
+    """
     tensors = tensors or {}
     integer = _Reader(config, path)
     architectures = config.get("architectures")
-    if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
-        raise FactsError(f"{path}/config.json names no architecture", "add \"architectures\": [\"...\"] to config.json")
+    if not (
+        isinstance(architectures, list) and architectures and isinstance(architectures[0], str)
+    ):
+        raise FactsError(
+            f"{path}/config.json names no architecture",
+            'add "architectures": ["..."] to config.json',
+        )
     layers = integer("num_hidden_layers")
     hidden = integer("hidden_size")
     heads = integer("num_attention_heads")
@@ -146,15 +184,31 @@ def model_facts(config: dict[str, Any], *, path: str = "", tensors: dict[str, Te
         layers, config = 0, {**config, "num_nextn_predict_layers": layers}
     nextn, notes = _nextn(config, layers, tensors)
     return ModelFacts(
-        path=path, architecture=architectures[0], format=format or ("safetensors" if tensors else "none"),
-        kind="mla" if lora else "mha", config=config, dtype=config["torch_dtype"],
-        vocab_size=integer("vocab_size"), hidden_size=hidden, num_layers=layers, num_heads=heads,
+        path=path,
+        architecture=architectures[0],
+        format=format or ("safetensors" if tensors else "none"),
+        kind="mla" if lora else "mha",
+        config=config,
+        dtype=config["torch_dtype"],
+        vocab_size=integer("vocab_size"),
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
         num_kv_heads=integer("num_key_value_heads", heads),
-        head_dim=integer("qk_nope_head_dim", 0) + rope if lora else integer("head_dim", hidden // heads),
-        max_positions=integer("max_position_embeddings", 2048), kv_lora_rank=lora, qk_rope_head_dim=rope,
-        n_routed_experts=integer("n_routed_experts", 0), quant_method=str(quant.get("quant_method") or "none"),
-        quant_block=_block(quant.get("weight_block_size"), path), nextn_layers=nextn, tensors=tensors,
-        chat_template=chat_template, notes=notes)
+        head_dim=integer("qk_nope_head_dim", 0) + rope
+        if lora
+        else integer("head_dim", hidden // heads),
+        max_positions=integer("max_position_embeddings", 2048),
+        kv_lora_rank=lora,
+        qk_rope_head_dim=rope,
+        n_routed_experts=integer("n_routed_experts", 0),
+        quant_method=str(quant.get("quant_method") or "none"),
+        quant_block=_block(quant.get("weight_block_size"), path),
+        nextn_layers=nextn,
+        tensors=tensors,
+        chat_template=chat_template,
+        notes=notes,
+    )
 
 
 class _Reader:
@@ -168,23 +222,41 @@ class _Reader:
         value = self.config.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < (1 if default is None else 0):
-            shown = "is missing" if value is None else f"is {value!r}, expected a positive whole number"
-            raise FactsError(f"{self.path}/config.json: {key} {shown}", "use the checkpoint's own config.json")
+        if (
+            not isinstance(value, int)
+            or isinstance(value, bool)
+            or value < (1 if default is None else 0)
+        ):
+            shown = (
+                "is missing" if value is None else f"is {value!r}, expected a positive whole number"
+            )
+            raise FactsError(
+                f"{self.path}/config.json: {key} {shown}", "use the checkpoint's own config.json"
+            )
         return value
 
 
 def _block(value: Any, path: str) -> tuple[int, int] | None:
     if value is None:
         return None
-    if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value):
+    if (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and all(isinstance(n, int) and n > 0 for n in value)
+    ):
         return (value[0], value[1])
-    raise FactsError(f"{path}/config.json: weight_block_size is {value!r}, expected two positive whole numbers",
-                     "use the checkpoint's own config.json")
+    raise FactsError(
+        f"{path}/config.json: weight_block_size is {value!r}, expected two positive whole numbers",
+        "use the checkpoint's own config.json",
+    )
 
 
-def _nextn(config: dict[str, Any], layers: int, tensors: dict[str, TensorFact]) -> tuple[int, tuple[str, ...]]:
-    """Multi-token-prediction layers: those the tensors hold beyond the last layer, else those config.json states."""
+def _nextn(
+    config: dict[str, Any], layers: int, tensors: dict[str, TensorFact]
+) -> tuple[int, tuple[str, ...]]:
+    """Multi-token-prediction layers: those the tensors hold beyond the last layer, else those
+    config.json states.
+    """
     stated = config.get("num_nextn_predict_layers") or 0
     if not tensors:
         return int(stated), ()
@@ -195,10 +267,11 @@ def _nextn(config: dict[str, Any], layers: int, tensors: dict[str, TensorFact]) 
 
 
 def with_digest(facts: ModelFacts) -> ModelFacts:
-    """Return ``facts`` with the digest of their weights; as they are without tensors, or with a digest.
+    """Return ``facts`` with the digest of their weights; as they are without tensors, or with a
+    digest.
 
-    Covers names, dtypes and shapes of all tensors, the size of each file that holds some, and samples of its bytes, so
-    that two checkpoints of one shape differ where their weights do.
+    Covers names, dtypes and shapes of all tensors, the size of each file that holds some, and
+    samples of its bytes, so that two checkpoints of one shape differ where their weights do.
     """
     if facts.digest or not facts.tensors:
         return facts
@@ -224,7 +297,9 @@ def _sample(file: Path, count: int, update: Callable[[bytes], object]) -> None:
 
 
 def read_chat_template(path: Path) -> str:
-    """The chat template's source: ``chat_template.jinja``, else tokenizer_config.json's; "" when there is none."""
+    """The chat template's source: ``chat_template.jinja``, else tokenizer_config.json's; "" when
+    there is none.
+    """
     own = path / "chat_template.jinja"
     if own.is_file() and own.stat().st_size <= MAX_JSON:
         return own.read_text(encoding="utf-8", errors="replace")
@@ -232,5 +307,12 @@ def read_chat_template(path: Path) -> str:
         return ""
     template = read_json(path / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):  # several named templates
-        template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), "")
+        template = next(
+            (
+                t.get("template")
+                for t in template
+                if isinstance(t, dict) and t.get("name") == "default"
+            ),
+            "",
+        )
     return template if isinstance(template, str) else ""

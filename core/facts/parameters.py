@@ -1,7 +1,10 @@
-"""What a config.json describes, counted as ``weight_classes.tally`` counts tensors, for plans without headers.
+"""What a config.json describes, counted as ``weight_classes.tally`` counts tensors, for plans
+without headers.
 
-Reads published keys only (MLA, MoE, GQA) and names the tensors as published checkpoints do. Plan zone: no torch.
+Reads published keys only (MLA, MoE, GQA) and names the tensors as published checkpoints do. Plan
+zone: no torch.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -11,7 +14,9 @@ from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.stored_formats import stored_matrix
 from glowplug.core.facts.weight_classes import TIED, VOCAB, WHOLE, Kind, role_of
 
-LEFT_ALONE = frozenset({"eh_proj", "gate"})  #: linear layers that published quantised checkpoints leave alone
+LEFT_ALONE = frozenset(
+    {"eh_proj", "gate"}
+)  #: linear layers that published quantised checkpoints leave alone
 
 
 class Tensor(NamedTuple):
@@ -24,17 +29,24 @@ class Tensor(NamedTuple):
 
 def count_parameters(model: ModelFacts) -> int:
     """Parameters of the model without next-token layers and without scales."""
-    return sum(count for kind, count in count_elements(model).items() if kind.draft < 0 and not kind.scale)
+    return sum(
+        count for kind, count in count_elements(model).items() if kind.draft < 0 and not kind.scale
+    )
 
 
 def count_elements(model: ModelFacts) -> dict[Kind, int]:
     """Numbers by kind of the model and, when config.json states one, its first next-token layer.
 
-    The next-token layer shares the target's embedding and head, as it does when a checkpoint brings none of its own.
+    The next-token layer shares the target's embedding and head, as it does when a checkpoint brings
+    none of its own.
     """
     found: dict[Kind, int] = {}
     tied = bool(model.config.get("tie_word_embeddings"))
-    _add(found, Kind(TIED if tied else VOCAB, model.dtype), model.vocab_size * model.hidden_size * (1 if tied else 2))
+    _add(
+        found,
+        Kind(TIED if tied else VOCAB, model.dtype),
+        model.vocab_size * model.hidden_size * (1 if tied else 2),
+    )
     _add(found, Kind(WHOLE, model.dtype), model.hidden_size)
     mixtures = sum(is_moe_layer(model, layer) for layer in range(model.num_layers))
     for moe, times in ((True, mixtures), (False, model.num_layers - mixtures)):
@@ -42,7 +54,11 @@ def count_elements(model: ModelFacts) -> dict[Kind, int]:
             _layer(found, model, moe, times, -1)
     if model.nextn_layers:
         _layer(found, model, is_moe_layer(model, model.num_layers), 1, 0)
-        _add(found, Kind(WHOLE, model.dtype, draft=0), model.hidden_size * (3 + 2 * model.hidden_size))
+        _add(
+            found,
+            Kind(WHOLE, model.dtype, draft=0),
+            model.hidden_size * (3 + 2 * model.hidden_size),
+        )
     return found
 
 
@@ -50,7 +66,10 @@ def is_moe_layer(model: ModelFacts, layer: int) -> bool:
     """Does layer number ``layer`` route to experts?"""
     if not model.n_routed_experts:
         return False
-    return layer >= stated(model, "first_k_dense_replace") and layer % max(1, stated(model, "moe_layer_freq", 1)) == 0
+    return (
+        layer >= stated(model, "first_k_dense_replace")
+        and layer % max(1, stated(model, "moe_layer_freq", 1)) == 0
+    )
 
 
 def stated(model: ModelFacts, key: str, default: int = 0) -> int:
@@ -80,10 +99,16 @@ def _layer(found: dict[Kind, int], model: ModelFacts, moe: bool, times: int, dra
         _count(found, model, tensor, times, draft)
 
 
-def _count(found: dict[Kind, int], model: ModelFacts, tensor: Tensor, times: int, draft: int) -> None:
+def _count(
+    found: dict[Kind, int], model: ModelFacts, tensor: Tensor, times: int, draft: int
+) -> None:
     role = role_of(tensor.name)
     if not tensor.columns or tensor.name.rsplit(".", 2)[-2] in LEFT_ALONE:
-        _add(found, Kind(role, model.dtype, False, draft), tensor.rows * (tensor.columns or 1) * times)
+        _add(
+            found,
+            Kind(role, model.dtype, False, draft),
+            tensor.rows * (tensor.columns or 1) * times,
+        )
         return
     for stored in stored_matrix(model, tensor.rows, tensor.columns):
         _add(found, Kind(role, stored.dtype, stored.scale, draft), stored.numbers * times)
@@ -113,7 +138,9 @@ def _attention(model: ModelFacts) -> Iterator[Tensor]:
         yield Tensor("self_attn.q_b_proj.weight", heads * dim, q_rank)
     else:
         yield Tensor("self_attn.q_proj.weight", heads * dim, hidden)
-    yield Tensor("self_attn.kv_a_proj_with_mqa.weight", model.kv_lora_rank + model.qk_rope_head_dim, hidden)
+    yield Tensor(
+        "self_attn.kv_a_proj_with_mqa.weight", model.kv_lora_rank + model.qk_rope_head_dim, hidden
+    )
     yield Tensor("self_attn.kv_a_layernorm.weight", model.kv_lora_rank)
     yield Tensor("self_attn.kv_b_proj.weight", heads * (nope + v_dim), model.kv_lora_rank)
     yield Tensor("self_attn.o_proj.weight", hidden, heads * v_dim)

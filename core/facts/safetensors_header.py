@@ -1,9 +1,12 @@
-"""Headers of safetensors files, read and checked without torch and without mapping any data. Plan zone.
+"""Headers of safetensors files, read and checked without torch and without mapping any data. Plan
+zone.
 
-A file is 8 bytes (little-endian length N), N bytes of JSON (name -> dtype, shape, data_offsets), then the data. Every
-length in it is judged against the size of the file, so that a truncated download or a hostile header ends in a
-:class:`WeightError` that names file and tensor before anything is allocated.
+A file is 8 bytes (little-endian length N), N bytes of JSON (name -> dtype, shape, data_offsets),
+then the data. Every length in it is judged against the size of the file, so that a truncated
+download or a hostile header ends in a :class:`WeightError` that names file and tensor before
+anything is allocated.
 """
+
 from __future__ import annotations
 
 import json
@@ -24,10 +27,22 @@ MAX_DIMS = 16
 
 #: safetensors dtype -> (torch dtype name, bytes an element)
 DTYPES: dict[str, tuple[str, int]] = {
-    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
-    "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1), "F8_E8M0": ("float8_e8m0fnu", 1),
-    "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1),
-    "U64": ("uint64", 8), "U32": ("uint32", 4), "U16": ("uint16", 2), "U8": ("uint8", 1), "BOOL": ("bool", 1),
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
 }
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 SHARD = re.compile(r"(?P<stem>.*-)(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.safetensors")
@@ -64,11 +79,12 @@ def read_places(path: Path | str) -> dict[str, tuple[TensorFact, int, int]]:
 
 
 def read_tensors(folder: Path | str) -> dict[str, TensorFact]:
-    """Every tensor of a model folder, its index (if any) and its files in agreement; {} when it holds no weights.
+    """Every tensor of a model folder, its index (if any) and its files in agreement; {} when it
+    holds no weights.
 
-    Raises WeightError when a file of the index is missing, or, without an index, one of files that are numbered
-    "00001-of-00002"; when a tensor is missing from or doubled over its files, or the folder holds only pickled weights
-    (which are never read).
+    Raises WeightError when a file of the index is missing, or, without an index, one of files that
+    are numbered "00001-of-00002"; when a tensor is missing from or doubled over its files, or the
+    folder holds only pickled weights (which are never read).
     """
     folder = Path(folder)
     index = folder / INDEX_NAME
@@ -87,18 +103,26 @@ def read_tensors(folder: Path | str) -> dict[str, TensorFact]:
 
 def _header_bytes(path: Path, size: int) -> bytes:
     if size < 8:
-        raise WeightError(f"{path}: {size} bytes is too short for a safetensors file; incomplete download?")
+        raise WeightError(
+            f"{path}: {size} bytes is too short for a safetensors file; incomplete download?"
+        )
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER:
-            raise WeightError(f"{path}: the header claims {length} bytes, the format allows {MAX_HEADER}; "
-                              "not a safetensors file, or damaged")
+            raise WeightError(
+                f"{path}: the header claims {length} bytes, the format allows {MAX_HEADER}; "
+                "not a safetensors file, or damaged"
+            )
         if length > size - 8:
-            raise WeightError(f"{path}: the header claims {length} bytes but the file holds {size - 8} after its "
-                              "first 8; incomplete download?")
+            raise WeightError(
+                f"{path}: the header claims {length} bytes but the file holds {size - 8} after its "
+                "first 8; incomplete download?"
+            )
         raw = file.read(length)
     if len(raw) != length:
-        raise WeightError(f"{path}: the header claims {length} bytes but only {len(raw)} could be read")
+        raise WeightError(
+            f"{path}: the header claims {length} bytes but only {len(raw)} could be read"
+        )
     return raw
 
 
@@ -124,7 +148,9 @@ def _load_json(path: Path, raw: bytes, what: str) -> dict[str, Any]:
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     entries = _load_json(path, raw, "the header")
     metadata = entries.get("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise WeightError(f"{path}: the header's __metadata__ must map text to text")
     return entries
 
@@ -135,6 +161,7 @@ def _is_count(value: object) -> bool:
 
 def _tensor(path: Path, name: str, entry: Any) -> tuple[TensorFact, int, int]:
     """Fact and byte range (within the data) of one header entry."""
+
     def bad(reason: str) -> WeightError:
         return WeightError(f"{path}: tensor {name[:200]!r}: {reason}")
 
@@ -147,37 +174,57 @@ def _tensor(path: Path, name: str, entry: Any) -> tuple[TensorFact, int, int]:
         raise bad(f"unknown dtype {str(dtype)[:40]!r}; known: {', '.join(DTYPES)}")
     if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(_is_count, shape)):
         raise bad(f"shape {str(shape)[:80]} is not a list of at most {MAX_DIMS} sizes")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)) \
-            or offsets[0] > offsets[1]:
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != 2
+        or not all(map(_is_count, offsets))
+        or offsets[0] > offsets[1]
+    ):
         raise bad(f"data_offsets {str(offsets)[:80]} is not [start, end]")
     torch_name, width = DTYPES[dtype]
     needed = math.prod(shape) * width
     if offsets[1] - offsets[0] != needed:
-        raise bad(f"{dtype} {shape} needs {needed} bytes, its data_offsets hold {offsets[1] - offsets[0]}")
+        raise bad(
+            f"{dtype} {shape} needs {needed} bytes, its data_offsets hold {offsets[1] - offsets[0]}"
+        )
     return TensorFact(torch_name, tuple(shape), path.name), offsets[0], offsets[1]
 
 
 def _check_spans(path: Path, spans: list[tuple[int, int, str]], actual: int) -> None:
-    """Tensors must follow one another without gap or overlap and fill the ``actual`` data bytes exactly."""
+    """Tensors must follow one another without gap or overlap and fill the ``actual`` data bytes
+    exactly.
+    """
     spans.sort()
     at = 0
     total = max((end for _, end, _ in spans), default=0)
     for start, end, name in spans:
         if start != at:
-            kind = "overlaps the tensor before it" if start < at else f"leaves {start - at} unused bytes before it"
-            raise WeightError(f"{path}: tensor {name[:200]!r} {kind} (starts at byte {start}, expected {at})")
+            kind = (
+                "overlaps the tensor before it"
+                if start < at
+                else f"leaves {start - at} unused bytes before it"
+            )
+            raise WeightError(
+                f"{path}: tensor {name[:200]!r} {kind} (starts at byte {start}, expected {at})"
+            )
         if end > actual:
-            raise WeightError(f"{path}: truncated: tensor {name[:200]!r} ends at data byte {end}, the file holds "
-                              f"{actual} data bytes of {total} expected; incomplete download?")
+            raise WeightError(
+                f"{path}: truncated: tensor {name[:200]!r} ends at data byte {end}, the file holds "
+                f"{actual} data bytes of {total} expected; incomplete download?"
+            )
         at = end
     if at != actual:
-        raise WeightError(f"{path}: {actual} data bytes, the header accounts for {at}; damaged or not a whole file")
+        raise WeightError(
+            f"{path}: {actual} data bytes, the header accounts for {at}; damaged or not a whole file"
+        )
 
 
 def _merge(tensors: dict[str, TensorFact], found: dict[str, TensorFact], folder: Path) -> None:
     for name, fact in found.items():
         if name in tensors:
-            raise WeightError(f"{folder}: tensor {name!r} is in two files, {tensors[name].file} and {fact.file}")
+            raise WeightError(
+                f"{folder}: tensor {name!r} is in two files, {tensors[name].file} and {fact.file}"
+            )
         tensors[name] = fact
 
 
@@ -186,19 +233,28 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, TensorFact]:
     files = sorted(set(weight_map.values()))
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
-        raise WeightError(f"{folder}: {len(missing)} of {len(files)} files named by {INDEX_NAME} are missing: "
-                          f"{_some(missing)}; incomplete download?")
+        raise WeightError(
+            f"{folder}: {len(missing)} of {len(files)} files named by {INDEX_NAME} are missing: "
+            f"{_some(missing)}; incomplete download?"
+        )
     tensors: dict[str, TensorFact] = {}
     for file in files:
         _merge(tensors, read_header(folder / file), folder)
-    absent = [f"{name} ({file})" for name, file in weight_map.items()
-              if name not in tensors or tensors[name].file != file]
+    absent = [
+        f"{name} ({file})"
+        for name, file in weight_map.items()
+        if name not in tensors or tensors[name].file != file
+    ]
     if absent:
-        raise WeightError(f"{folder}: {len(absent)} tensors are not in the file that {INDEX_NAME} names: "
-                          f"{_some(absent)}")
+        raise WeightError(
+            f"{folder}: {len(absent)} tensors are not in the file that {INDEX_NAME} names: "
+            f"{_some(absent)}"
+        )
     extra = [f"{name} ({fact.file})" for name, fact in tensors.items() if name not in weight_map]
     if extra:
-        raise WeightError(f"{folder}: {len(extra)} tensors are in files but not in {INDEX_NAME}: {_some(extra)}")
+        raise WeightError(
+            f"{folder}: {len(extra)} tensors are in files but not in {INDEX_NAME}: {_some(extra)}"
+        )
     return tensors
 
 
@@ -214,9 +270,15 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise WeightError(f"{index}: it has no weight_map")
     for name, file in weight_map.items():
         # NOTE: a file name from the index must stay inside the model folder.
-        if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):
-            raise WeightError(f"{index}: tensor {name[:200]!r} names {str(file)[:80]!r}, "
-                              "which is not a safetensors file of this folder")
+        if (
+            not isinstance(file, str)
+            or os.path.basename(file) != file
+            or not file.endswith(".safetensors")
+        ):
+            raise WeightError(
+                f"{index}: tensor {name[:200]!r} names {str(file)[:80]!r}, "
+                "which is not a safetensors file of this folder"
+            )
     return weight_map
 
 
@@ -227,20 +289,28 @@ def _refuse_gaps(folder: Path, files: list[str]) -> None:
         count = int(shard["count"])
         digits = len(shard["number"])
         ending = f"-of-{shard['count']}.safetensors"
-        there = {name for name in files if name.startswith(stem) and name.endswith(ending) and SHARD.fullmatch(name)}
+        there = {
+            name
+            for name in files
+            if name.startswith(stem) and name.endswith(ending) and SHARD.fullmatch(name)
+        }
         if len(there) < count:
             first = 0 if f"{stem}{0:0{digits}d}{ending}" in there else 1
             names = (f"{stem}{number:0{digits}d}{ending}" for number in range(first, first + count))
-            raise WeightError(f"{folder}: {count - len(there)} of {count} files are missing: "
-                              f"{', '.join(islice((name for name in names if name not in there), 5))}"
-                              f"{' and more' if count - len(there) > 5 else ''}; incomplete download?")
+            raise WeightError(
+                f"{folder}: {count - len(there)} of {count} files are missing: "
+                f"{', '.join(islice((name for name in names if name not in there), 5))}"
+                f"{' and more' if count - len(there) > 5 else ''}; incomplete download?"
+            )
 
 
 def _refuse_pickles(folder: Path) -> None:
     pickles = sorted(file.name for file in folder.glob("*") if file.suffix in PICKLE_SUFFIXES)
     if pickles:
-        raise WeightError(f"{folder}: only pickled weights were found ({_some(pickles)}); they can run code when they "
-                          "are opened and are never read. Convert them to safetensors")
+        raise WeightError(
+            f"{folder}: only pickled weights were found ({_some(pickles)}); they can run code when they "
+            "are opened and are never read. Convert them to safetensors"
+        )
 
 
 def _some(names: Iterable[str], limit: int = 5) -> str:

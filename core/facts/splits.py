@@ -1,7 +1,10 @@
-"""The dimensions of a model that ranks split, from its facts, and whether they divide. Plan zone: no torch.
+"""The dimensions of a model that ranks split, from its facts, and whether they divide. Plan zone:
+no torch.
 
-One layer stands for all of its kind. Names and roles are those that the layers ask ``ParallelStrategy.shard`` with.
+One layer stands for all of its kind. Names and roles are those that the layers ask
+``ParallelStrategy.shard`` with.
 """
+
 from __future__ import annotations
 
 import math
@@ -13,7 +16,13 @@ from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.parameters import is_moe_layer
 
 #: role -> mesh axis that splits it once every strategy has had its say
-AXES = {"column": "tp", "vocab": "attn_tp", "heads": "attn_tp", "kv_heads": "attn_tp", "expert_width": "moe_tp"}
+AXES = {
+    "column": "tp",
+    "vocab": "attn_tp",
+    "heads": "attn_tp",
+    "kv_heads": "attn_tp",
+    "expert_width": "moe_tp",
+}
 
 
 class Split(NamedTuple):
@@ -22,8 +31,10 @@ class Split(NamedTuple):
     Attributes:
         layer: module path of the layer, the first of its kind.
         dimension: what it is called, as in config.json where it stands there.
-        role: as of ``ParallelStrategy.shard``; "kv_heads" may also be fewer than the ranks, each then on several.
-        quantized: block formats quantise this weight, so that it splits at multiples of their block only.
+        role: as of ``ParallelStrategy.shard``; "kv_heads" may also be fewer than the ranks, each
+            then on several.
+        quantized: block formats quantise this weight, so that it splits at multiples of their block
+            only.
     """
 
     layer: str
@@ -38,7 +49,9 @@ class Split(NamedTuple):
         return axis_size(self.axis, mesh)
 
     def divides(self, parts: int, block: int) -> bool:
-        """Do ``parts`` ranks get what they can compute with? ``block``: of the quantization, 1 for none."""
+        """Do ``parts`` ranks get what they can compute with? ``block``: of the quantization, 1 for
+        none.
+        """
         if self.role == "vocab":
             return deal(self.full, parts, parts - 1)[1] > 0
         if self.role == "kv_heads" and self.full < parts:
@@ -48,23 +61,41 @@ class Split(NamedTuple):
 
 
 def splits(model: ModelFacts, mesh: Mapping[str, int]) -> Iterator[Split]:
-    """Every kind of split dimension of ``model``. ``mesh`` decides the axes: an exchange of experts ("ep") keeps the
-    shared expert within a group."""
+    """Every kind of split dimension of ``model``. ``mesh`` decides the axes: an exchange of experts
+    ("ep") keeps the shared expert within a group."""
     yield from _attention(model)
     layers = range(model.num_layers + model.nextn_layers)
     dense = next((layer for layer in layers if not is_moe_layer(model, layer)), None)
     if dense is not None:
-        yield Split(f"model.layers.{dense}.mlp", "intermediate_size", _stated(model, "intermediate_size"), "column",
-                    "tp")
+        yield Split(
+            f"model.layers.{dense}.mlp",
+            "intermediate_size",
+            _stated(model, "intermediate_size"),
+            "column",
+            "tp",
+        )
     moe = next((layer for layer in layers if is_moe_layer(model, layer)), None)
     if moe is not None:
         width = _stated(model, "moe_intermediate_size")
         shared = _stated(model, "n_shared_experts")
-        yield Split(f"model.layers.{moe}.mlp.experts", "moe_intermediate_size", width, "expert_width", "moe_tp")
+        yield Split(
+            f"model.layers.{moe}.mlp.experts",
+            "moe_intermediate_size",
+            width,
+            "expert_width",
+            "moe_tp",
+        )
         if shared:
-            yield Split(f"model.layers.{moe}.mlp.shared_experts", "n_shared_experts x moe_intermediate_size",
-                        shared * width, "column", "attn_tp" if "ep" in mesh else "tp")
-    yield Split("model.embed_tokens", "vocab_size", model.vocab_size, "vocab", "attn_tp", quantized=False)
+            yield Split(
+                f"model.layers.{moe}.mlp.shared_experts",
+                "n_shared_experts x moe_intermediate_size",
+                shared * width,
+                "column",
+                "attn_tp" if "ep" in mesh else "tp",
+            )
+    yield Split(
+        "model.embed_tokens", "vocab_size", model.vocab_size, "vocab", "attn_tp", quantized=False
+    )
 
 
 def _attention(model: ModelFacts) -> Iterator[Split]:
@@ -74,7 +105,14 @@ def _attention(model: ModelFacts) -> Iterator[Split]:
     if model.kind == "mha":
         for part, role in (("q_proj", "heads"), ("o_proj", "row")):
             yield Split(f"{name}.{part}", heads, model.num_heads, role, axis, model.head_dim)
-        yield Split(f"{name}.k_proj", "num_key_value_heads", model.num_kv_heads, "kv_heads", axis, model.head_dim)
+        yield Split(
+            f"{name}.k_proj",
+            "num_key_value_heads",
+            model.num_kv_heads,
+            "kv_heads",
+            axis,
+            model.head_dim,
+        )
         return
     query = model.head_dim
     value = _stated(model, "v_head_dim") or model.head_dim
@@ -86,7 +124,9 @@ def _attention(model: ModelFacts) -> Iterator[Split]:
 
 
 def uneven(model: ModelFacts, mesh: Mapping[str, int], block: int = 1) -> list[Split]:
-    """What does not split over ``mesh``, first of each dimension. ValueError when the mesh itself does not divide."""
+    """What does not split over ``mesh``, first of each dimension. ValueError when the mesh itself
+    does not divide.
+    """
     found: dict[str, Split] = {}
     for split in splits(model, mesh):
         if not split.divides(split.parts(mesh), block):
@@ -95,7 +135,9 @@ def uneven(model: ModelFacts, mesh: Mapping[str, int], block: int = 1) -> list[S
 
 
 def fitting_sizes(model: ModelFacts, mesh: Mapping[str, int], block: int = 1) -> list[int]:
-    """Sizes of tp up to the mesh's, the largest first, over which everything splits, its other axes as they are."""
+    """Sizes of tp up to the mesh's, the largest first, over which everything splits, its other axes
+    as they are.
+    """
     sizes = range(mesh.get("tp", 1), 0, -1)
     return [size for size in sizes if _fits(model, {**mesh, "tp": size}, block)]
 

@@ -1,4 +1,5 @@
 """What a quantised checkpoint stores for one matrix, by its config.json. Plan zone: no torch."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -8,7 +9,9 @@ from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.weight_classes import INT4, SCALE
 
 FP8 = "float8_e4m3fn"
-INT8_METHODS = frozenset({"w8a8_int8", "compressed-tensors"})  #: ``quant_method`` of int8 weights with a scale a row
+INT8_METHODS = frozenset(
+    {"w8a8_int8", "compressed-tensors"}
+)  #: ``quant_method`` of int8 weights with a scale a row
 
 
 class Stored(NamedTuple):
@@ -26,7 +29,9 @@ def quantization_config(model: ModelFacts) -> Mapping[str, Any]:
 
 
 def awq_group(model: ModelFacts) -> int:
-    """Inputs that share a scale in an AWQ checkpoint; -1: all of a row, 0: config.json states no whole number."""
+    """Inputs that share a scale in an AWQ checkpoint; -1: all of a row, 0: config.json states no
+    whole number.
+    """
     stated = quantization_config(model)
     group = stated.get("group_size", stated.get("q_group_size", 128))
     return group if isinstance(group, int) and not isinstance(group, bool) else 0

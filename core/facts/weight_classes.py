@@ -1,8 +1,10 @@
-"""Tensors of a checkpoint by class: how ranks share them and what they become once loaded. Plan zone: no torch.
+"""Tensors of a checkpoint by class: how ranks share them and what they become once loaded. Plan
+zone: no torch.
 
-The byte budget works on sums a class instead of on tensors: a checkpoint of 671 billion numbers has ninety thousand
-tensors, and a plan has to be cheap enough to make ten thousand of them.
+The byte budget works on sums a class instead of on tensors: a checkpoint of 671 billion numbers has
+ninety thousand tensors, and a plan has to be cheap enough to make ten thousand of them.
 """
+
 from __future__ import annotations
 
 import math
@@ -28,16 +30,29 @@ SCALE = "float32"  #: what scales of 8-bit weights are kept in
 TARGET = -1  #: ``Kind.draft`` of everything that is not a next-token layer's
 
 _BY_MODULE = {
-    "embed_tokens": VOCAB, "lm_head": VOCAB, "head": VOCAB, "q_proj": HEADS, "q_b_proj": HEADS, "o_proj": HEADS,
-    "k_proj": KV_HEADS, "v_proj": KV_HEADS, "kv_b_proj": KV_UP, "gate": ROUTER,
+    "embed_tokens": VOCAB,
+    "lm_head": VOCAB,
+    "head": VOCAB,
+    "q_proj": HEADS,
+    "q_b_proj": HEADS,
+    "o_proj": HEADS,
+    "k_proj": KV_HEADS,
+    "v_proj": KV_HEADS,
+    "kv_b_proj": KV_UP,
+    "gate": ROUTER,
 }
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
-_ROW_SPLIT = frozenset({"o_proj", "down_proj"})  #: their columns are split, so every rank has the whole bias
+_ROW_SPLIT = frozenset(
+    {"o_proj", "down_proj"}
+)  #: their columns are split, so every rank has the whole bias
 
 
 class Kind(NamedTuple):
-    """``role``: one of the names above. ``dtype``: as stored (of scales and zeros: as kept beside quantised weights).
-    ``scale``: scales or zeros, not weights. ``draft``: number of the next-token layer it belongs to, or ``TARGET``."""
+    """``role``: one of the names above. ``dtype``: as stored (of scales and zeros: as kept beside
+    quantised weights).
+    ``scale``: scales or zeros, not weights. ``draft``: number of the next-token layer it belongs
+    to, or ``TARGET``.
+    """
 
     role: str
     dtype: str
@@ -64,7 +79,9 @@ def role_of(name: str) -> str:
 
 
 def tally(tensors: Mapping[str, TensorFact], layers: int, tied: bool = False) -> dict[Kind, int]:
-    """Numbers in a checkpoint of ``layers`` layers by kind; layers behind them are next-token layers."""
+    """Numbers in a checkpoint of ``layers`` layers by kind; layers behind them are next-token
+    layers.
+    """
     found: dict[Kind, int] = {}
     for name, tensor in tensors.items():
         role = role_of(name)
@@ -79,7 +96,9 @@ def tally(tensors: Mapping[str, TensorFact], layers: int, tied: bool = False) ->
 
 
 def numbers(name: str, tensor: TensorFact) -> tuple[str, bool, int]:
-    """``Kind.dtype`` and ``Kind.scale`` of a tensor by its published name, and how many numbers it holds."""
+    """``Kind.dtype`` and ``Kind.scale`` of a tensor by its published name, and how many numbers it
+    holds.
+    """
     count = math.prod(tensor.shape)
     leaf = name.rpartition(".")[2]
     if leaf in ("weight_scale_inv", "weight_scale"):
@@ -90,7 +109,9 @@ def numbers(name: str, tensor: TensorFact) -> tuple[str, bool, int]:
 
 
 def next_token_layer(name: str, layers: int) -> int:
-    """Number of the next-token layer a tensor belongs to: those behind the last of ``layers``; ``TARGET``: none."""
+    """Number of the next-token layer a tensor belongs to: those behind the last of ``layers``;
+    ``TARGET``: none.
+    """
     parts = name.split(".", 3)
     if len(parts) > 3 and parts[:2] == ["model", "layers"] and parts[2].isdigit():
         return max(TARGET, int(parts[2]) - layers)

@@ -1,4 +1,5 @@
 """Attention layers: projections, norms and rotation around the backend that owns the cache."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -17,12 +18,16 @@ from glowplug.core.step.batch import Ends
 from glowplug.core.step.to_device import rows_at
 
 BLOCK = 128  #: rows and columns of a stored block
-LATENT_EPS = 1e-6  #: of the two latent norms; published code and checkpoints never take it from the config
+LATENT_EPS = (
+    1e-6  #: of the two latent norms; published code and checkpoints never take it from the config
+)
 
 
 @dataclass(frozen=True)
 class MlaSizes:
-    """Dimensions of a multi-head latent attention layer (DeepSeek-AI, 2024). ``q_lora`` None: queries are direct."""
+    """Dimensions of a multi-head latent attention layer (DeepSeek-AI, 2024). ``q_lora`` None:
+    queries are direct.
+    """
 
     hidden: int
     heads: int
@@ -37,10 +42,13 @@ class MlaSizes:
 class MlaAttention(Module):
     """Multi-head latent attention; also the ``MlaLayer`` its backend works with.
 
-    ``forward(x [T, hidden], at) -> [T, hidden]``, maybe in ``Parts``, where ``at`` is the step's rope rows.
+    ``forward(x [T, hidden], at) -> [T, hidden]``, maybe in ``Parts``, where ``at`` is the step's
+    rope rows.
     """
 
-    def __init__(self, context: BuildContext, name: str, index: int, sizes: MlaSizes, scale: float) -> None:
+    def __init__(
+        self, context: BuildContext, name: str, index: int, sizes: MlaSizes, scale: float
+    ) -> None:
         shard = context.parallel.shard("heads", name, sizes.heads)
         self.index = index
         self.scale = scale
@@ -55,26 +63,56 @@ class MlaAttention(Module):
         self._cut = context.cuts.call
         query = sizes.nope + sizes.rope
         direct = sizes.q_lora is None
-        first = (Part(f"{name}.q_proj", sizes.heads * query, "heads", query) if direct
-                 else Part(f"{name}.q_a_proj", sizes.q_lora or 0, "replicated", bias=sizes.bias))
-        self.input_proj = Linear(context, f"{name}.input_proj", sizes.hidden, [first, Part(
-            f"{name}.kv_a_proj_with_mqa", sizes.kv_lora + sizes.rope, "replicated", bias=sizes.bias)])
+        first = (
+            Part(f"{name}.q_proj", sizes.heads * query, "heads", query)
+            if direct
+            else Part(f"{name}.q_a_proj", sizes.q_lora or 0, "replicated", bias=sizes.bias)
+        )
+        self.input_proj = Linear(
+            context,
+            f"{name}.input_proj",
+            sizes.hidden,
+            [
+                first,
+                Part(
+                    f"{name}.kv_a_proj_with_mqa",
+                    sizes.kv_lora + sizes.rope,
+                    "replicated",
+                    bias=sizes.bias,
+                ),
+            ],
+        )
         self._split = [self.input_proj.outputs[0], sizes.kv_lora, sizes.rope]
         self._halves = [self._split[0], sizes.kv_lora + sizes.rope]
         self._projected = context.attention.mla_projected
         self._split_query = [sizes.nope, sizes.rope]
         self.q_norm: RmsNorm | None = None
         if not direct:
-            self.q_b = Linear(context, f"{name}.q_b_proj", sizes.q_lora or 0,
-                              [Part(f"{name}.q_b_proj", sizes.heads * query, "heads", query)])
-            self.q_norm = RmsNorm(context, f"{name}.q_a_layernorm", sizes.q_lora or 0, LATENT_EPS, self.q_b)
+            self.q_b = Linear(
+                context,
+                f"{name}.q_b_proj",
+                sizes.q_lora or 0,
+                [Part(f"{name}.q_b_proj", sizes.heads * query, "heads", query)],
+            )
+            self.q_norm = RmsNorm(
+                context, f"{name}.q_a_layernorm", sizes.q_lora or 0, LATENT_EPS, self.q_b
+            )
         self.kv_norm = RmsNorm(context, f"{name}.kv_a_layernorm", sizes.kv_lora, LATENT_EPS)
         kv = sizes.nope + sizes.v
-        self.kv_b = Linear(context, f"{name}.kv_b_proj", sizes.kv_lora,
-                           [Part(f"{name}.kv_b_proj", sizes.heads * kv, "heads", kv)])
-        self.o_proj = Linear(context, f"{name}.o_proj", sizes.heads * sizes.v,
-                             [Part(f"{name}.o_proj", sizes.hidden, "replicated", bias=sizes.bias)],
-                             input_role="row", input_unit=sizes.v)
+        self.kv_b = Linear(
+            context,
+            f"{name}.kv_b_proj",
+            sizes.kv_lora,
+            [Part(f"{name}.kv_b_proj", sizes.heads * kv, "heads", kv)],
+        )
+        self.o_proj = Linear(
+            context,
+            f"{name}.o_proj",
+            sizes.heads * sizes.v,
+            [Part(f"{name}.o_proj", sizes.hidden, "replicated", bias=sizes.bias)],
+            input_role="row",
+            input_unit=sizes.v,
+        )
         self.input_format = self.input_proj.input_format
         self._width = self.heads * sizes.v
 
@@ -85,7 +123,8 @@ class MlaAttention(Module):
         self.w_uk = self.w_kv[:, : self.nope_dim]
         self.w_uv = self.w_kv[:, self.nope_dim :].transpose(1, 2)
         if self.w_kv.is_cpu:
-            # NOTE: copies, because heads interleaved with a stride of several KB cost a CPU twice the time.
+            # NOTE: copies, because heads interleaved with a stride of several KB cost a CPU twice
+            # the time.
             self.w_uk = self.w_uk.contiguous()
             self.w_uv = self.w_uv.contiguous()
         self.kv_stored = self._stored()
@@ -93,16 +132,21 @@ class MlaAttention(Module):
     def _stored(self) -> tuple[Tensor, Tensor] | None:
         found = self.kv_b.stored_blocks()
         rows = self.nope_dim + self.v_dim
-        if found is None or any(size % BLOCK for size in (self.nope_dim, self.v_dim, self.lora_rank)):
+        if found is None or any(
+            size % BLOCK for size in (self.nope_dim, self.v_dim, self.lora_rank)
+        ):
             return None
         values, scales = found
-        return (values.view(self.heads, rows, self.lora_rank),
-                scales.view(self.heads, rows // BLOCK, self.lora_rank // BLOCK))
+        return (
+            values.view(self.heads, rows, self.lora_rank),
+            scales.view(self.heads, rows // BLOCK, self.lora_rank // BLOCK),
+        )
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """latent [N, lora_rank] -> k_nope [N, H, nope_dim], v [N, H, v_dim].
 
-        NOTE: by the dense weight, so that absorbed and expanded attention agree whatever the scheme.
+        NOTE: by the dense weight, so that absorbed and expanded attention agree whatever the
+        scheme.
         """
         both = latent.mm(self._kv_weight).view(-1, self.heads, self.nope_dim + self.v_dim)
         return both[..., : self.nope_dim], both[..., self.nope_dim :]
@@ -111,7 +155,9 @@ class MlaAttention(Module):
         if self._projected is not None and isinstance(at, RopeRows):
             first, compressed = self.input_proj.forward(x).split_with_sizes(self._halves, dim=-1)
             work = partial(self._attend_projected, at.interleaved)
-            return self.o_proj.forward_parts(self._cut(work, (self._query(first), compressed, at.cos_sin), self._width))
+            return self.o_proj.forward_parts(
+                self._cut(work, (self._query(first), compressed, at.cos_sin), self._width)
+            )
         first, latent, k_rope = self.input_proj.forward(x).split_with_sizes(self._split, dim=-1)
         q_nope, q_rope = self._query(first).split_with_sizes(self._split_query, dim=-1)
         q_rope, k_rope = self._rope(q_rope, k_rope.unsqueeze(1), at)
@@ -121,29 +167,40 @@ class MlaAttention(Module):
     def _attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
         return self._mla(q_nope, q_rope, latent, k_rope, self)
 
-    def _attend_projected(self, interleaved: bool, query: Tensor, compressed: Tensor, cos_sin: Tensor) -> Tensor:
+    def _attend_projected(
+        self, interleaved: bool, query: Tensor, compressed: Tensor, cos_sin: Tensor
+    ) -> Tensor:
         assert self._projected is not None
-        return self._projected(query, compressed, self.kv_norm.weight, LATENT_EPS, RopeRows(cos_sin, interleaved), self)
+        return self._projected(
+            query, compressed, self.kv_norm.weight, LATENT_EPS, RopeRows(cos_sin, interleaved), self
+        )
 
     def _query(self, first: Tensor) -> Tensor:
         if self.q_norm is None:
             return first.view(-1, self.heads, self.nope_dim + self.rope_dim)
-        return self.q_b.forward(self.q_norm.forward(first)).view(-1, self.heads, self.nope_dim + self.rope_dim)
+        return self.q_b.forward(self.q_norm.forward(first)).view(
+            -1, self.heads, self.nope_dim + self.rope_dim
+        )
 
     def fill(self, x: Any, at: object, slots: Tensor) -> None:
         """Cache what later tokens read of x [T, hidden], at slots int64 [T], and no more."""
         self._fill(x, at, slots)
 
     def _fill(self, x: Any, at: object, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The input product's queries as they are; latent normed and k_rope rotated, as they are cached now."""
+        """The input product's queries as they are; latent normed and k_rope rotated, as they are
+        cached now.
+        """
         first, latent, k_rope = self.input_proj.forward(x).split_with_sizes(self._split, dim=-1)
         k_rope = k_rope.unsqueeze(1)
         rows = self.kv_norm.forward(latent), self._rope(k_rope[:, :0], k_rope, at)[1].squeeze(1)
         self._store(*rows, slots, self)
         return first, *rows
 
-    def forward_ends(self, x: Any, at: object, slots: Tensor, ends: Ends, ends_at: object) -> Tensor | Parts:
-        """As ``fill``, then attention for E of the tokens alone, as the step of one token a row that is planned:
+    def forward_ends(
+        self, x: Any, at: object, slots: Tensor, ends: Ends, ends_at: object
+    ) -> Tensor | Parts:
+        """As ``fill``, then attention for E of the tokens alone, as the step of one token a row
+        that is planned:
         [E, hidden]. ends_at: rope rows of these."""
         first, latent, k_rope = self._fill(x, at, slots)
         first, latent, k_rope = (rows_at(part, ends.tokens) for part in (first, latent, k_rope))
@@ -155,8 +212,19 @@ class MlaAttention(Module):
 class MhaAttention(Module):
     """Multi-head or grouped-query attention; also the ``MhaLayer`` its backend works with."""
 
-    def __init__(self, context: BuildContext, name: str, index: int, *, hidden: int, heads: int, kv_heads: int,
-                 head_dim: int, scale: float, bias: bool = False) -> None:
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        index: int,
+        *,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        scale: float,
+        bias: bool = False,
+    ) -> None:
         self.index = index
         self.scale = scale
         self.head_dim = head_dim
@@ -165,22 +233,36 @@ class MhaAttention(Module):
         self._cut = context.cuts.call
         queries = context.parallel.shard("heads", f"{name}.q_proj", heads)
         held = kv_heads_of(queries.start, queries.size, heads, kv_heads)
-        self.qkv = Linear(context, f"{name}.qkv_proj", hidden, [
-            Part(f"{name}.q_proj", heads * head_dim, "heads", head_dim, bias),
-            Part(f"{name}.k_proj", kv_heads * head_dim, "heads", head_dim, bias, held),
-            Part(f"{name}.v_proj", kv_heads * head_dim, "heads", head_dim, bias, held)])
+        self.qkv = Linear(
+            context,
+            f"{name}.qkv_proj",
+            hidden,
+            [
+                Part(f"{name}.q_proj", heads * head_dim, "heads", head_dim, bias),
+                Part(f"{name}.k_proj", kv_heads * head_dim, "heads", head_dim, bias, held),
+                Part(f"{name}.v_proj", kv_heads * head_dim, "heads", head_dim, bias, held),
+            ],
+        )
         self._split = [size // head_dim for size in self.qkv.outputs]
         self.heads = self._split[0]
         self.kv_heads = self._split[1]
-        self.o_proj = Linear(context, f"{name}.o_proj", heads * head_dim,
-                             [Part(f"{name}.o_proj", hidden, "replicated", bias=bias)],
-                             input_role="row", input_unit=head_dim)
+        self.o_proj = Linear(
+            context,
+            f"{name}.o_proj",
+            heads * head_dim,
+            [Part(f"{name}.o_proj", hidden, "replicated", bias=bias)],
+            input_role="row",
+            input_unit=head_dim,
+        )
         self.input_format = self.qkv.input_format
 
     def forward(self, x: Any, at: object) -> Tensor:
         """x [T, hidden] -> [T, hidden]; ``at``: the step's rope rows."""
         q, k, v = torch.split(
-            self.qkv.forward(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim), self._split, dim=1)
+            self.qkv.forward(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim),
+            self._split,
+            dim=1,
+        )
         q, k = self._rope(q, k, at)
         return self.o_proj.forward(self._cut(self._attend, (q, k, v), self.heads * self.head_dim))
 
@@ -189,7 +271,7 @@ class MhaAttention(Module):
 
 
 def kv_heads_of(first: int, count: int, heads: int, kv_heads: int) -> tuple[int, int]:
-    """(first, count) of the key heads that ``count`` query heads from number ``first`` on read; the ranks of a shared
-    one repeat it."""
+    """(first, count) of the key heads that ``count`` query heads from number ``first`` on read; the
+    ranks of a shared one repeat it."""
     start = first * kv_heads // heads
     return start, -(-(first + count) * kv_heads // heads) - start

@@ -1,4 +1,5 @@
 """The vocabulary's two ends: token embedding and the head that scores every token."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -22,13 +23,19 @@ class Embedding(Module):
         self.vocab = vocab
         self._shard = context.parallel.shard("vocab", name, vocab)
         self._collectives = context.collectives
-        self.weight = torch.empty(self._shard.size, hidden, dtype=context.dtype, device=context.worker.device)
+        self.weight = torch.empty(
+            self._shard.size, hidden, dtype=context.dtype, device=context.worker.device
+        )
 
     def own_targets(self) -> Iterator[WeightTarget]:
         shard = self._shard
         hidden = self.weight.shape[1]
-        yield Target(f"{self.name}.weight", (self.vocab, hidden), self.weight,
-                     (part_of(shard.start, shard.size, shard.full), slice(None)))
+        yield Target(
+            f"{self.name}.weight",
+            (self.vocab, hidden),
+            self.weight,
+            (part_of(shard.start, shard.size, shard.full), slice(None)),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids int64 [T] -> [T, hidden]."""
@@ -37,7 +44,9 @@ class Embedding(Module):
             return rows_at(self.weight, ids)
         local = ids - shard.start
         absent = (local < 0) | (local >= shard.size)
-        rows = F.embedding(local.masked_fill(absent, 0), self.weight).masked_fill(absent.unsqueeze(1), 0)
+        rows = F.embedding(local.masked_fill(absent, 0), self.weight).masked_fill(
+            absent.unsqueeze(1), 0
+        )
         return self._collectives.all_reduce(rows, shard.axis)
 
 
@@ -64,8 +73,8 @@ class LmHead(Module):
 class TiedHead(LmHead):
     """A head whose weight is the embedding's.
 
-    NOTE: it keeps its own copy, laid out as the linear method likes it; scoring reads all of it in every step, and a
-    row-major embedding costs twice the time on a CPU.
+    NOTE: it keeps its own copy, laid out as the linear method likes it; scoring reads all of it in
+    every step, and a row-major embedding costs twice the time on a CPU.
     """
 
     def __init__(self, context: BuildContext, name: str, embedding: Embedding) -> None:

@@ -1,7 +1,9 @@
 """Linear layers, fused from several checkpoint parts and split over ranks.
 
-The weights and the product belong to the quantization method; this layer knows names, shapes and shards.
+The weights and the product belong to the quantization method; this layer knows names, shapes and
+shards.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +16,15 @@ import torch
 from torch import Tensor
 
 from glowplug.core.layers.module import Module
-from glowplug.core.protocols import LinearMethod, LinearShape, Ops, Parts, Quantized, Shard, WeightTarget
+from glowplug.core.protocols import (
+    LinearMethod,
+    LinearShape,
+    Ops,
+    Parts,
+    Quantized,
+    Shard,
+    WeightTarget,
+)
 from glowplug.core.protocols.build_context import BuildContext
 
 FORMAT_PLAIN = "plain"
@@ -36,9 +46,10 @@ def both_formats(input_format: str) -> str:
 class Part:
     """One checkpoint tensor ``{name}.weight`` of ``rows`` rows in a fused layer.
 
-    ``role`` says how ranks share the rows ("column", "heads", "vocab", "replicated"); they are dealt in units of
-    ``unit`` rows (a head's, for example). ``bias``: it has a ``{name}.bias`` too. ``held``: (first, count) of the units
-    on this rank, where the layer itself knows; None: the parallel strategies deal them.
+    ``role`` says how ranks share the rows ("column", "heads", "vocab", "replicated"); they are
+    dealt in units of ``unit`` rows (a head's, for example). ``bias``: it has a ``{name}.bias`` too.
+    ``held``: (first, count) of the units on this rank, where the layer itself knows; None: the
+    parallel strategies deal them.
     """
 
     name: str
@@ -50,22 +61,34 @@ class Part:
 
 
 class Linear(Module):
-    """y = x W^T + b for the rows of all parts, in order: ``forward(x [T, inputs]) -> [T, sum(outputs)]``.
+    """y = x W^T + b for the rows of all parts, in order: ``forward(x [T, inputs]) -> [T,
+    sum(outputs)]``.
 
     Args:
         name: module path, for messages.
         inputs: columns of every part in the checkpoint.
         parts: what is fused.
-        input_role: "replicated", or "row" when ranks hold a slice of the columns (of ``input_unit`` columns at a time).
+        input_role: "replicated", or "row" when ranks hold a slice of the columns (of ``input_unit``
+            columns at a time).
         reduce: sum partial results over the ranks here; False leaves that to the caller.
         wide: results may be float32, whatever the activations are.
 
-    ``partial`` names the axes over which the caller has to sum; ``shards`` are the rows held of each part.
+    ``partial`` names the axes over which the caller has to sum; ``shards`` are the rows held of
+    each part.
     """
 
-    def __init__(self, context: BuildContext, name: str, inputs: int, parts: Sequence[Part], *,
-                 input_role: str = "replicated", input_unit: int = 1, reduce: bool = True,
-                 wide: bool = False) -> None:
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        inputs: int,
+        parts: Sequence[Part],
+        *,
+        input_role: str = "replicated",
+        input_unit: int = 1,
+        reduce: bool = True,
+        wide: bool = False,
+    ) -> None:
         self.name = name
         self._wide = wide
         self._context = context
@@ -79,7 +102,8 @@ class Linear(Module):
         self._axis = columns.axis
         if len(self.methods) == 1 and self._collectives is None:
             self.forward = self.methods[0].apply  # type: ignore[method-assign]
-        #: as ``forward``, but a method that has ``apply_parts`` may answer ``Parts``, for a norm that adds them up
+        #: as ``forward``, but a method that has ``apply_parts`` may answer ``Parts``, for a norm
+        #: that adds them up
         self.forward_parts: Callable[[Any], Tensor | Parts] = self.forward
         if len(self.methods) == 1 and context.worker.ranks == 1 and context.ops.adds_parts:
             self.forward_parts = getattr(self.methods[0], "apply_parts", self.forward)
@@ -91,7 +115,9 @@ class Linear(Module):
         return self._shard(part.role, part.name, part.rows, part.unit)
 
     def _shard(self, role: str, name: str, full: int, unit: int) -> Shard:
-        """This rank's elements; ``unit`` elements are dealt together, and as many units as make up whole blocks."""
+        """This rank's elements; ``unit`` elements are dealt together, and as many units as make up
+        whole blocks.
+        """
         if role == "replicated":
             return Shard(0, full, full)
         block = self._context.scheme_for(name).block
@@ -99,17 +125,29 @@ class Linear(Module):
         return replace(shard, start=shard.start * unit, size=shard.size * unit, full=full)
 
     def _methods(self, parts: list[tuple[Part, Shard]], columns: Shard) -> list[LinearMethod]:
-        """One method for each run of parts with the same scheme, all with or all without bias; normally one."""
+        """One method for each run of parts with the same scheme, all with or all without bias;
+        normally one.
+        """
         methods = []
-        for (scheme, bias), run in groupby(parts, key=lambda item: (self._context.scheme_for(item[0].name),
-                                                                   item[0].bias)):
+        for (scheme, bias), run in groupby(
+            parts, key=lambda item: (self._context.scheme_for(item[0].name), item[0].bias)
+        ):
             held = list(run)
-            methods.append(scheme.linear(LinearShape(
-                name=self.name, parts=tuple(part.name for part, _ in held),
-                outputs=tuple(shard.size for _, shard in held), inputs=columns.size,
-                row_starts=tuple(shard.start for _, shard in held), col_start=columns.start,
-                full=tuple((part.rows, columns.full) for part, _ in held),
-                bias=bias, wide=self._wide)))
+            methods.append(
+                scheme.linear(
+                    LinearShape(
+                        name=self.name,
+                        parts=tuple(part.name for part, _ in held),
+                        outputs=tuple(shard.size for _, shard in held),
+                        inputs=columns.size,
+                        row_starts=tuple(shard.start for _, shard in held),
+                        col_start=columns.start,
+                        full=tuple((part.rows, columns.full) for part, _ in held),
+                        bias=bias,
+                        wide=self._wide,
+                    )
+                )
+            )
         return methods
 
     def own_targets(self) -> Iterator[WeightTarget]:
@@ -121,8 +159,8 @@ class Linear(Module):
             method.finalize()
 
     def stored_blocks(self) -> tuple[Tensor, Tensor] | None:
-        """The weight's E4M3 values [N, K] and the float32 scales of its 128 x 128 blocks, where one method keeps them
-        so (it then has a method of this name)."""
+        """The weight's E4M3 values [N, K] and the float32 scales of its 128 x 128 blocks, where one
+        method keeps them so (it then has a method of this name)."""
         stored = getattr(self.methods[0], "stored_blocks", None) if len(self.methods) == 1 else None
         found: tuple[Tensor, Tensor] | None = None if stored is None else stored()
         return found
@@ -134,8 +172,11 @@ class Linear(Module):
 
     def dense(self) -> Tensor:
         """[sum(outputs), inputs] in the compute dtype. After ``finalize``."""
-        return torch.cat([method.dense() for method in self.methods]) if len(self.methods) > 1 \
+        return (
+            torch.cat([method.dense() for method in self.methods])
+            if len(self.methods) > 1
             else self.methods[0].dense()
+        )
 
 
 def agreed_format(consumers: Sequence[Any]) -> str:
@@ -151,5 +192,7 @@ def producer(ops: Ops, name: str, *consumers: Any) -> Callable[..., Any]:
 
 
 def caster(ops: Ops, *consumers: Any) -> Callable[[Tensor], Tensor | Quantized] | None:
-    """Turns plain activations into the format that ``consumers`` share, once for all of them; None: nothing to do."""
+    """Turns plain activations into the format that ``consumers`` share, once for all of them; None:
+    nothing to do.
+    """
     return ops.fused.get(("cast", agreed_format(consumers)))

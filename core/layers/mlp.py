@@ -1,4 +1,5 @@
 """The gated feed-forward layer."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -12,20 +13,44 @@ from glowplug.core.step.batch import Batch
 
 
 class Mlp(Module):
-    """down(silu(gate x) * up x); gate and up are one product. ``reduce=False`` leaves a partial sum to the caller."""
+    """down(silu(gate x) * up x); gate and up are one product. ``reduce=False`` leaves a partial sum
+    to the caller.
+    """
 
     exchanges = False  #: it works on the tokens that every rank works on
 
-    def __init__(self, context: BuildContext, name: str, hidden: int, width: int, *, bias: bool = False,
-                 reduce: bool = True) -> None:
-        self.gate_up = Linear(context, f"{name}.gate_up_proj", hidden, [
-            Part(f"{name}.gate_proj", width, bias=bias), Part(f"{name}.up_proj", width, bias=bias)])
-        self.down = Linear(context, f"{name}.down_proj", width,
-                           [Part(f"{name}.down_proj", hidden, "replicated", bias=bias)], input_role="row",
-                           reduce=reduce)
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        hidden: int,
+        width: int,
+        *,
+        bias: bool = False,
+        reduce: bool = True,
+    ) -> None:
+        self.gate_up = Linear(
+            context,
+            f"{name}.gate_up_proj",
+            hidden,
+            [
+                Part(f"{name}.gate_proj", width, bias=bias),
+                Part(f"{name}.up_proj", width, bias=bias),
+            ],
+        )
+        self.down = Linear(
+            context,
+            f"{name}.down_proj",
+            width,
+            [Part(f"{name}.down_proj", hidden, "replicated", bias=bias)],
+            input_role="row",
+            reduce=reduce,
+        )
         self._activate = producer(context.ops, "silu_and_mul", self.down)
         self.input_format = self.gate_up.input_format
 
     def forward(self, x: Any, batch: Batch | None = None) -> Tensor:
-        """x [T, hidden], plain or in ``input_format`` -> [T, hidden]. ``batch`` is for feed-forwards that exchange."""
+        """x [T, hidden], plain or in ``input_format`` -> [T, hidden]. ``batch`` is for
+        feed-forwards that exchange.
+        """
         return self.down.forward(self._activate(self.gate_up.forward(x)))

@@ -1,7 +1,10 @@
-"""The base of every layer: weight targets and finalisation, collected from children. Calls are plain methods.
+"""The base of every layer: weight targets and finalisation, collected from children. Calls are
+plain methods.
 
-``torch.nn.Module`` is not used: its call and attribute machinery costs more than a small layer on a CPU.
+``torch.nn.Module`` is not used: its call and attribute machinery costs more than a small layer on a
+CPU.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -16,8 +19,8 @@ from glowplug.core.protocols import WeightTarget
 class Target:
     """A ``WeightTarget`` that copies into ``destination``, converting the dtype.
 
-    ``index`` defaults to the whole tensor; ``put`` replaces the copy where the value needs more than that. ``dtype``:
-    the checkpoint's, where the format fixes it.
+    ``index`` defaults to the whole tensor; ``put`` replaces the copy where the value needs more
+    than that. ``dtype``: the checkpoint's, where the format fixes it.
     """
 
     name: str
@@ -40,12 +43,16 @@ class Target:
 
 
 def part_of(start: int, size: int, full: int) -> slice:
-    """Elements ``start`` to ``start + size`` of ``full``; ``slice(None)`` when that is all, as sources recognise."""
+    """Elements ``start`` to ``start + size`` of ``full``; ``slice(None)`` when that is all, as
+    sources recognise.
+    """
     return slice(None) if size == full else slice(start, start + size)
 
 
 class Module:
-    """A layer with children. Children are found among the attributes, lists included, in order of assignment."""
+    """A layer with children. Children are found among the attributes, lists included, in order of
+    assignment.
+    """
 
     def children(self) -> Iterator[Module]:
         for value in vars(self).values():

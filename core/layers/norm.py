@@ -1,4 +1,5 @@
 """Root-mean-square normalisation, alone or with the residual add before it."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from glowplug.core.protocols.build_context import BuildContext
 class RmsNorm(Module):
     """Weight ``{name}.weight`` [size]. ``consumers`` are the layers that alone read the result."""
 
-    def __init__(self, context: BuildContext, name: str, size: int, eps: float, *consumers: Any) -> None:
+    def __init__(
+        self, context: BuildContext, name: str, size: int, eps: float, *consumers: Any
+    ) -> None:
         self.name = name
         self.eps = eps
         self.weight = torch.ones(size, dtype=context.dtype, device=context.worker.device)

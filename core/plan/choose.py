@@ -1,7 +1,9 @@
-"""Pass three: what the operator asked for is taken, every ``auto`` takes the first candidate that nothing refuses.
+"""Pass three: what the operator asked for is taken, every ``auto`` takes the first candidate that
+nothing refuses.
 
 Each choice is a Decision with its reason; nothing overrides an explicit value. Plan zone: no torch.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -41,7 +43,7 @@ def choose(draft: Draft) -> None:
     choose_last_layer(draft)
 
 
-# ---- device and dtype -----------------------------------------------------------------------------------------------
+# ---- device and dtype ----------------------------------------------------------------------------
 
 
 def _device(draft: Draft) -> None:
@@ -75,10 +77,18 @@ def _require_cuda(draft: Draft) -> None:
     machine = draft.facts.hardware
     build = _cpu_torch(draft)
     if not machine.devices:
-        draft.refusals.append(Refusal("choose", "device", f"{machine.name} has no CUDA device", 'device = "cpu"'))
+        draft.refusals.append(
+            Refusal("choose", "device", f"{machine.name} has no CUDA device", 'device = "cpu"')
+        )
     elif build:
-        draft.refusals.append(Refusal("choose", "device", f"the installed torch is a CPU build ({build})",
-                                      'device = "cpu", or pip install a CUDA build of torch'))
+        draft.refusals.append(
+            Refusal(
+                "choose",
+                "device",
+                f"the installed torch is a CPU build ({build})",
+                'device = "cpu", or pip install a CUDA build of torch',
+            )
+        )
 
 
 def _cpu_torch(draft: Draft) -> str:
@@ -90,7 +100,11 @@ def _cpu_torch(draft: Draft) -> str:
 def _any_offers(draft: Draft, slot: Slot, device: str) -> bool:
     found = draft.plugins.components(slot.name)
     asked = {options.use for options in draft.config.section(slot)} - {"auto"}
-    return any(device in r.component.offers.devices for r in found if not asked or r.component.name in asked)
+    return any(
+        device in r.component.offers.devices
+        for r in found
+        if not asked or r.component.name in asked
+    )
 
 
 def _dtype(draft: Draft) -> None:
@@ -120,7 +134,7 @@ def _dtype(draft: Draft) -> None:
     draft.decide("attention.kv_dtype", draft.values["kv_dtype"], *source)
 
 
-# ---- components -----------------------------------------------------------------------------------------------------
+# ---- components ----------------------------------------------------------------------------------
 
 
 def _model(draft: Draft) -> None:
@@ -131,27 +145,41 @@ def _model(draft: Draft) -> None:
         known |= found.component.offers.architectures
         if architecture in found.component.offers.architectures:
             draft.chosen["model"] = (chosen_of(found.component, options_of(found.component)),)
-            draft.decide("model.family", found.component.name, "facts", f"config.json says {architecture}")
+            draft.decide(
+                "model.family", found.component.name, "facts", f"config.json says {architecture}"
+            )
             return
         if architecture in found.component.offers.draft_architectures:
             draft.refusals.append(_draft_alone(draft, found.component.name))
             return
-    draft.refusals.append(Refusal(
-        "choose", "model", f"no plugin builds {architecture} (known: {', '.join(sorted(known)) or 'none'})",
-        f"a model of a known architecture, or a plugin that registers this one: {FAMILY_GUIDE}"))
+    draft.refusals.append(
+        Refusal(
+            "choose",
+            "model",
+            f"no plugin builds {architecture} (known: {', '.join(sorted(known)) or 'none'})",
+            f"a model of a known architecture, or a plugin that registers this one: {FAMILY_GUIDE}",
+        )
+    )
 
 
 def _draft_alone(draft: Draft, family: str) -> Refusal:
     model = draft.facts.model
-    return Refusal(family, "model", f"{model.path} is a {model.architecture}: a next-token layer, which drafts for a "
-                   "model and cannot answer alone", "model = the checkpoint it comes from, with "
-                   f'speculative.draft_model = "{model.path}"', draft.origin("model", family))
+    return Refusal(
+        family,
+        "model",
+        f"{model.path} is a {model.architecture}: a next-token layer, which drafts for a "
+        "model and cannot answer alone",
+        f'model = the checkpoint it comes from, with speculative.draft_model = "{model.path}"',
+        draft.origin("model", family),
+    )
 
 
 def _take_asked(draft: Draft, slot: Slot) -> bool:
-    """Put what the operator (or a default) named into the slot. False: it is ``auto`` and still open.
+    """Put what the operator (or a default) named into the slot. False: it is ``auto`` and still
+    open.
 
-    What was contributed stays open too: it is the first candidate, and gives way when it does not fit.
+    What was contributed stays open too: it is the first candidate, and gives way when it does not
+    fit.
     """
     asked = draft.config.section(slot)
     if slot.many:
@@ -168,17 +196,28 @@ def _take_asked(draft: Draft, slot: Slot) -> bool:
 def _take_many(draft: Draft, slot: Slot, asked: tuple[Options, ...]) -> bool:
     for number, options in enumerate(asked):
         _put(draft, slot, options.use, options)
-        by, why = (draft.source(f"{slot.section}.{number}.use") or draft.source(slot.section)
-                   or ("default", _summary(draft, slot, options.use)))
+        by, why = (
+            draft.source(f"{slot.section}.{number}.use")
+            or draft.source(slot.section)
+            or ("default", _summary(draft, slot, options.use))
+        )
         draft.decide(f"{slot.section}.{number}.use", options.use, by, why)
     if asked or slot.default == "auto":
         if not asked:
-            draft.decide(slot.section, "none", *(draft.source(slot.section) or ("default", "not asked for")))
+            draft.decide(
+                slot.section, "none", *(draft.source(slot.section) or ("default", "not asked for"))
+            )
         return True
     found = draft.plugins.find(slot.name, slot.default)
     if found is None:
-        draft.refusals.append(Refusal("choose", slot.section, f"the default {slot.default!r} is not registered",
-                                      f"write a [[{slot.section}]] section, or do not block its plugin"))
+        draft.refusals.append(
+            Refusal(
+                "choose",
+                slot.section,
+                f"the default {slot.default!r} is not registered",
+                f"write a [[{slot.section}]] section, or do not block its plugin",
+            )
+        )
         return True
     _put(draft, slot, slot.default, options_of(found.component))
     by, why = draft.source(slot.section) or ("default", found.component.summary)
@@ -198,13 +237,20 @@ def _summary(draft: Draft, slot: Slot, name: str) -> str:
 
 
 def _contributed(draft: Draft, slot: Slot) -> str:
-    """Name of the component that a plugin or an entry point suggests for the slot; "" when the operator decides."""
+    """Name of the component that a plugin or an entry point suggests for the slot; "" when the
+    operator decides.
+    """
     path = f"{slot.section}.use"
-    return draft.config.section(slot)[0].use if path in draft.parsed.origins and not draft.written(path) else ""
+    return (
+        draft.config.section(slot)[0].use
+        if path in draft.parsed.origins and not draft.written(path)
+        else ""
+    )
 
 
 def _pick(draft: Draft, slot: Slot) -> None:
-    """The first candidate of an ``auto`` slot that no check refuses; one that was contributed goes first.
+    """The first candidate of an ``auto`` slot that no check refuses; one that was contributed goes
+    first.
 
     Candidates for other models are not tried where there are any for this one.
     """
@@ -212,15 +258,21 @@ def _pick(draft: Draft, slot: Slot) -> None:
     given = asked.model_dump(mode="json", include=asked.model_fields_set - {"use"})
     kind = draft.facts.model.kind
     wanted = _contributed(draft, slot)
-    found = sorted(draft.plugins.components(slot.name), key=lambda found: found.component.name != wanted)
-    candidates = [one for one in found if kind in getattr(one.component.offers, "kinds", {kind})] or found
+    found = sorted(
+        draft.plugins.components(slot.name), key=lambda found: found.component.name != wanted
+    )
+    candidates = [
+        one for one in found if kind in getattr(one.component.offers, "kinds", {kind})
+    ] or found
     reasons: list[str] = []
     notable = False
     draft.trying = True
     for candidate in candidates:
         refusal = _try(draft, slot, candidate, given)
         if refusal is None:
-            source = draft.source(f"{slot.section}.use") if candidate.component.name == wanted else None
+            source = (
+                draft.source(f"{slot.section}.use") if candidate.component.name == wanted else None
+            )
             by, why = source or ("auto", _why(candidate, reasons))
             draft.decide(f"{slot.section}.use", candidate.component.name, by, why, notable)
             draft.picked.add(slot.name)
@@ -229,28 +281,39 @@ def _pick(draft: Draft, slot: Slot) -> None:
         notable = notable or draft.values["device"] in candidate.component.offers.devices
     draft.trying = False
     if slot.name not in draft.picked:
-        failed = [refusal for candidate in candidates if (refusal := _try(draft, slot, candidate, given))]
+        failed = [
+            refusal for candidate in candidates if (refusal := _try(draft, slot, candidate, given))
+        ]
         draft.chosen[slot.name] = ()
         draft.refusals.append(_nothing_fits(slot, failed))
 
 
 def _try(draft: Draft, slot: Slot, found: Registration, given: dict[str, Any]) -> Refusal | None:
-    """Put a candidate with the operator's common options into the slot; the first reason against it."""
+    """Put a candidate with the operator's common options into the slot; the first reason against
+    it.
+    """
     component = found.component
     try:
         options = options_of(component, given)
     except ValidationError as error:  # the candidate narrows an option that all have
         problem = error.errors(include_url=False)[0]
         key = str(problem["loc"][0])
-        return Refusal(component.name, f"{slot.section}.{key}", f"{component.name} does not take {given.get(key)!r}: "
-                       f"{problem['msg']}", f"another {slot.section}.{key}", draft.origin(slot.name, component.name))
+        return Refusal(
+            component.name,
+            f"{slot.section}.{key}",
+            f"{component.name} does not take {given.get(key)!r}: {problem['msg']}",
+            f"another {slot.section}.{key}",
+            draft.origin(slot.name, component.name),
+        )
     chosen = chosen_of(component, options)
     draft.chosen[slot.name] = (chosen,)
     return _against(draft, slot, found, chosen)
 
 
 def _against(draft: Draft, slot: Slot, found: Registration, chosen: Chosen) -> Refusal | None:
-    """The first reason against a candidate that is in the slot; reasons that stand without it do not count."""
+    """The first reason against a candidate that is in the slot; reasons that stand without it do
+    not count.
+    """
     for refusal in component_checks(draft, slot, found.component, chosen):
         return refusal
     refusals = run_checks(draft, slot.name)
@@ -263,7 +326,9 @@ def _against(draft: Draft, slot: Slot, found: Registration, chosen: Chosen) -> R
 
 
 def unfit(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> list[Refusal]:
-    """Refusals of the component's own check and, unless that refuses it whatever multiplies, of libraries it names."""
+    """Refusals of the component's own check and, unless that refuses it whatever multiplies, of
+    libraries it names.
+    """
     own = own_check(draft, slot, component, chosen)
     if any(refusal.field == use_field(draft, slot, chosen) for refusal in own):
         return own
@@ -271,12 +336,17 @@ def unfit(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> lis
 
 
 def own_check(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> list[Refusal]:
-    """Refusals of the component's own check; a check that raises is a refusal naming its distribution."""
+    """Refusals of the component's own check; a check that raises is a refusal naming its
+    distribution.
+    """
     if component.check is None:
         return []
     origin = draft.origin(slot.name, chosen.name)
     try:
-        return [Refusal(r.by, r.field, r.reason, r.fix, origin) for r in component.check(draft.context(chosen.options))]
+        return [
+            Refusal(r.by, r.field, r.reason, r.fix, origin)
+            for r in component.check(draft.context(chosen.options))
+        ]
     except Exception as error:
         reason = f"its check failed with {type(error).__name__}: {error}"
         fix = f"report it to {origin}; choose another component meanwhile"
@@ -290,21 +360,31 @@ def _why(found: Registration, reasons: list[str]) -> str:
 
 def _nothing_fits(slot: Slot, failed: list[Refusal]) -> Refusal:
     if not failed:
-        return Refusal("choose", f"{slot.section}.use", f"no {slot.name} component is registered",
-                       "load a plugin that registers one (glowplug plugins lists what is there)")
+        return Refusal(
+            "choose",
+            f"{slot.section}.use",
+            f"no {slot.name} component is registered",
+            "load a plugin that registers one (glowplug plugins lists what is there)",
+        )
     if len(failed) == 1:
         return failed[0]
-    # NOTE: a candidate refused for an option of the operator's (a dtype, a page size) fits once that is changed; a fix
-    # that is another candidate helps nobody where that one does not fit either.
+    # NOTE: a candidate refused for an option of the operator's (a dtype, a page size) fits once
+    # that is changed; a fix that is another candidate helps nobody where that one does not fit
+    # either.
     use = f"{slot.section}.use"
-    whole = [refusal for refusal in failed
-             if not any(f'{use} = "{other.by}"' in refusal.fix for other in failed if other.by != refusal.by)]
+    whole = [
+        refusal
+        for refusal in failed
+        if not any(
+            f'{use} = "{other.by}"' in refusal.fix for other in failed if other.by != refusal.by
+        )
+    ]
     best = next((refusal for refusal in failed if refusal.field != use), (whole or failed[-1:])[0])
     reason = "; ".join(refusal.reason for refusal in failed)
     return Refusal("choose", best.field, f"no {slot.name} component fits: {reason}", best.fix)
 
 
-# ---- numbers that checks read ---------------------------------------------------------------------------------------
+# ---- numbers that checks read --------------------------------------------------------------------
 
 
 def _numbers(draft: Draft) -> None:
@@ -328,7 +408,9 @@ def _numbers(draft: Draft) -> None:
 
 
 def _hosts(draft: Draft) -> int:
-    """Hosts that the ranks lie on: as asked, else as few as have the devices (or the cores) of all ranks."""
+    """Hosts that the ranks lie on: as asked, else as few as have the devices (or the cores) of all
+    ranks.
+    """
     machine = draft.facts.hardware
     asked: int | None = draft.config.executor.hosts
     if asked is not None:
@@ -339,7 +421,9 @@ def _hosts(draft: Draft) -> int:
 
 
 def _overlap(draft: Draft) -> None:
-    """Overlapped steps where the host would wait otherwise, unless the operator or a component says no."""
+    """Overlapped steps where the host would wait otherwise, unless the operator or a component says
+    no.
+    """
     asked = draft.config.scheduler.overlap
     beside = draft.values["device"] != "cpu"
     wanted = beside if asked is None else asked
@@ -358,7 +442,6 @@ def _overlap(draft: Draft) -> None:
         by = "auto"
         why = "the CPU computes a step while it is launched"
     draft.decide("scheduler.overlap", overlap, by, why, notable=bool(waiting and wanted))
-
 
 
 def unavailable(component: Component, packages: Mapping[str, str], machine: HardwareFacts) -> str:

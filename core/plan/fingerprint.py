@@ -1,8 +1,11 @@
-"""Two fingerprints: one of a plan, one of everything that a plan's answers depend on. Pure functions; no torch.
+"""Two fingerprints: one of a plan, one of everything that a plan's answers depend on. Pure
+functions; no torch.
 
-Equal input gives equal digits in every process and on every machine. Keys (``config.SECRETS``) enter neither of them,
-nor do the folders of the model and of the draft, whose content counts instead.
+Equal input gives equal digits in every process and on every machine. Keys (``config.SECRETS``)
+enter neither of them, nor do the folders of the model and of the draft, whose content counts
+instead.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -18,7 +21,9 @@ from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.slots import BY_NAME
 
 DIGITS = 16
-DECIDED = frozenset({"model", "dtype", "device", "seed", "context_length"})  #: what the plan itself has a value of
+DECIDED = frozenset(
+    {"model", "dtype", "device", "seed", "context_length"}
+)  #: what the plan itself has a value of
 #: slots outside of steps whose components answers depend on
 AROUND_STEPS = frozenset({"weights", "outputs"})
 
@@ -26,45 +31,88 @@ AROUND_STEPS = frozenset({"weights", "outputs"})
 def plan_fingerprint(plan: EnginePlan) -> str:
     """Return 16 hexadecimal digits for the model and for all that was configured and decided.
 
-    Covers the content of the checkpoint and of the draft (config.json, chat template, ``ModelFacts.digest``), every
-    chosen component with its version and options, sizes, mesh, and the sections of the configuration that no plugin
-    fills. Values left at their defaults count as if they were written out. The machine, installed packages and plugins
-    that were not chosen do not count.
+    Covers the content of the checkpoint and of the draft (config.json, chat template,
+    ``ModelFacts.digest``), every chosen component with its version and options, sizes, mesh, and
+    the sections of the configuration that no plugin fills. Values left at their defaults count as
+    if they were written out. The machine, installed packages and plugins that were not chosen do
+    not count.
     """
-    return _digits({
-        "model": _content(plan.facts.model),
-        "draft": plan.facts.draft and _content(plan.facts.draft),
-        "components": [[*_component(choice), _options(plan, choice)] for choice in plan.choices],
-        "decided": [plan.dtype, plan.kv_dtype, plan.device, plan.seed, plan.overlap, plan.hosts, plan.mesh,
-                    plan.sampled_last_layer, plan.growing_segments],
-        "sizes": plan.sizes,
-        "settings": _settings(plan.config),
-    })
+    return _digits(
+        {
+            "model": _content(plan.facts.model),
+            "draft": plan.facts.draft and _content(plan.facts.draft),
+            "components": [
+                [*_component(choice), _options(plan, choice)] for choice in plan.choices
+            ],
+            "decided": [
+                plan.dtype,
+                plan.kv_dtype,
+                plan.device,
+                plan.seed,
+                plan.overlap,
+                plan.hosts,
+                plan.mesh,
+                plan.sampled_last_layer,
+                plan.growing_segments,
+            ],
+            "sizes": plan.sizes,
+            "settings": _settings(plan.config),
+        }
+    )
 
 
 def answers_fingerprint(plan: EnginePlan, text: str = "") -> str:
     """Return 16 hexadecimal digits for what answers depend on: the API's ``system_fingerprint``.
 
-    Covers the engine's version, the content of the checkpoint and of the draft, dtypes, device and cards, the seed and
-    limits of requests that bring none, versions of the libraries that components use, and the components that take part
-    in a step, read weights or parse outputs, without their operational options (``Options.marked``).
+    Covers the engine's version, the content of the checkpoint and of the draft, dtypes, device and
+    cards, the seed and limits of requests that bring none, versions of the libraries that
+    components use, and the components that take part in a step, read weights or parse outputs,
+    without their operational options (``Options.marked``).
 
     Args:
-        text: digest of the tokenizer and its chat template (``Tokenizer.digest``); "" without a tokenizer.
+        text: digest of the tokenizer and its chat template (``Tokenizer.digest``); "" without a
+            tokenizer.
     """
     settings = _settings(plan.config)
-    cards = sorted({card.name for card in plan.facts.hardware.devices}) if plan.device == "cuda" else []
-    taking = [choice for choice in plan.choices if BY_NAME[choice.slot].step or choice.slot in AROUND_STEPS]
-    return _digits({
-        "engine": glowplug.__version__,
-        "model": _content(plan.facts.model),
-        "draft": plan.facts.draft and _content(plan.facts.draft),
-        "text": text,
-        "computed": [plan.dtype, plan.kv_dtype, plan.device, cards, plan.facts.software.packages],
-        "requests": [plan.seed, plan.sizes.context_length, settings["server"]["default_max_tokens"]],
-        "components": [[*_component(choice), {name: value for name, value in _options(plan, choice).items()
-                                              if name not in choice.operational}] for choice in taking],
-    })
+    cards = (
+        sorted({card.name for card in plan.facts.hardware.devices}) if plan.device == "cuda" else []
+    )
+    taking = [
+        choice
+        for choice in plan.choices
+        if BY_NAME[choice.slot].step or choice.slot in AROUND_STEPS
+    ]
+    return _digits(
+        {
+            "engine": glowplug.__version__,
+            "model": _content(plan.facts.model),
+            "draft": plan.facts.draft and _content(plan.facts.draft),
+            "text": text,
+            "computed": [
+                plan.dtype,
+                plan.kv_dtype,
+                plan.device,
+                cards,
+                plan.facts.software.packages,
+            ],
+            "requests": [
+                plan.seed,
+                plan.sizes.context_length,
+                settings["server"]["default_max_tokens"],
+            ],
+            "components": [
+                [
+                    *_component(choice),
+                    {
+                        name: value
+                        for name, value in _options(plan, choice).items()
+                        if name not in choice.operational
+                    },
+                ]
+                for choice in taking
+            ],
+        }
+    )
 
 
 def _digits(content: dict[str, Any]) -> str:
@@ -73,7 +121,13 @@ def _digits(content: dict[str, Any]) -> str:
 
 def _content(facts: ModelFacts) -> list[Any]:
     """A model without its place. Tensors count by themselves where nothing was read of their files."""
-    return [facts.architecture, facts.format, facts.config, facts.chat_template, facts.digest or facts.tensors]
+    return [
+        facts.architecture,
+        facts.format,
+        facts.config,
+        facts.chat_template,
+        facts.digest or facts.tensors,
+    ]
 
 
 def _component(choice: Choice) -> list[str]:
@@ -83,12 +137,17 @@ def _component(choice: Choice) -> list[str]:
 def _options(plan: EnginePlan, choice: Choice) -> dict[str, Any]:
     """A component's options but the folder of the draft, whose content counts."""
     folder = plan.facts.draft.path if plan.facts.draft is not None else None
-    return {name: value for name, value in choice.options.items()
-            if folder is None or not (isinstance(value, str) and os.path.expanduser(value) == folder)}
+    return {
+        name: value
+        for name, value in choice.options.items()
+        if folder is None or not (isinstance(value, str) and os.path.expanduser(value) == folder)
+    }
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """What the operator wrote outside of the sections of slots, defaults filled in, without keys and decided fields."""
+    """What the operator wrote outside of the sections of slots, defaults filled in, without keys
+    and decided fields.
+    """
     given = {key: value for key, value in config.items() if key in EngineConfig.model_fields}
     parsed = EngineConfig.model_validate_json(msgspec.json.encode({"model": "?", **given}))
     settings = parsed.model_dump(mode="json", exclude=set(DECIDED))

@@ -1,4 +1,7 @@
-"""The layout of a plan of several ranks, for people: hosts, groups, experts, and what is padded to what. No torch."""
+"""The layout of a plan of several ranks, for people: hosts, groups, experts, and what is padded to
+what. No torch.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +18,16 @@ def layout_rows(plan: EnginePlan) -> list[Row]:
     """Rows of the plan's table; none for one rank."""
     if plan.ranks == 1:
         return []
-    found = [_row("layout: mesh", ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items()), _axes(plan)),
-             _row("layout: hosts", str(plan.hosts), blocks(plan.ranks, plan.ranks // plan.hosts, "rank"))]
+    found = [
+        _row(
+            "layout: mesh",
+            ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items()),
+            _axes(plan),
+        ),
+        _row(
+            "layout: hosts", str(plan.hosts), blocks(plan.ranks, plan.ranks // plan.hosts, "rank")
+        ),
+    ]
     found += [*_groups(plan), *_experts(plan), *_splits(plan), *_padding(plan)]
     return found
 
@@ -26,10 +37,12 @@ def _row(what: str, choice: str, why: str) -> Row:
 
 
 def blocks(count: int, each: int, what: str) -> str:
-    """``rank 0-7 | 8-15``: consecutive numbers in blocks of ``each``, the middle left out when there are many."""
+    """``rank 0-7 | 8-15``: consecutive numbers in blocks of ``each``, the middle left out when
+    there are many.
+    """
     spans = [span(start, min(start + each, count)) for start in range(0, count, each)]
     if len(spans) > SHOWN:
-        spans = [*spans[:SHOWN - 1], "...", spans[-1]]
+        spans = [*spans[: SHOWN - 1], "...", spans[-1]]
     return f"{what} {' | '.join(spans)}"
 
 
@@ -44,16 +57,23 @@ def _axes(plan: EnginePlan) -> str:
     if plan.facts.model.n_routed_experts:
         said.append(f"the width of an expert over {width}")
     per_host = plan.ranks // plan.hosts
-    wide = [f"{what} crosses hosts" for what, size in (("attention", heads), ("an expert", width))
-            if size > per_host or per_host % size]
+    wide = [
+        f"{what} crosses hosts"
+        for what, size in (("attention", heads), ("an expert", width))
+        if size > per_host or per_host % size
+    ]
     return "; ".join([", ".join(said), *wide])
 
 
 def _groups(plan: EnginePlan) -> Iterator[Row]:
     groups = plan.mesh.get("dp", 1)
     if groups > 1:
-        yield _row("layout: dp groups", str(groups), f"{blocks(plan.ranks, plan.ranks // groups, 'rank')}; each with "
-                   f"requests, {plan.sizes.max_running} rows and a KV cache of its own")
+        yield _row(
+            "layout: dp groups",
+            str(groups),
+            f"{blocks(plan.ranks, plan.ranks // groups, 'rank')}; each with "
+            f"requests, {plan.sizes.max_running} rows and a KV cache of its own",
+        )
 
 
 def _experts(plan: EnginePlan) -> Iterator[Row]:
@@ -61,8 +81,12 @@ def _experts(plan: EnginePlan) -> Iterator[Row]:
     parts = plan.mesh.get("ep", 1)
     if experts and "ep" in plan.mesh:
         each = experts // parts
-        yield _row("layout: experts", f"{each} a block", f"{blocks(plan.ranks, plan.ranks // parts, 'rank')} hold "
-                   f"{blocks(experts, each, 'expert')}")
+        yield _row(
+            "layout: experts",
+            f"{each} a block",
+            f"{blocks(plan.ranks, plan.ranks // parts, 'rank')} hold "
+            f"{blocks(experts, each, 'expert')}",
+        )
 
 
 def _splits(plan: EnginePlan) -> Iterator[Row]:
@@ -74,8 +98,14 @@ def _splits(plan: EnginePlan) -> Iterator[Row]:
             continue
         seen.add(split.dimension)
         copies = parts // split.full if split.role == "kv_heads" and split.full < parts else 1
-        why = f"{split.dimension} {split.full} over {parts} ranks" + (f", each on {copies}" if copies > 1 else "")
-        yield _row(f"layout: {split.layer.rpartition('.')[2]}", f"{max(1, split.full // parts)} a rank", why)
+        why = f"{split.dimension} {split.full} over {parts} ranks" + (
+            f", each on {copies}" if copies > 1 else ""
+        )
+        yield _row(
+            f"layout: {split.layer.rpartition('.')[2]}",
+            f"{max(1, split.full // parts)} a rank",
+            why,
+        )
 
 
 def _padding(plan: EnginePlan) -> Iterator[Row]:
@@ -83,36 +113,58 @@ def _padding(plan: EnginePlan) -> Iterator[Row]:
     parts = axis_size("attn_tp", plan.mesh)
     if parts > 1:
         each = -(-vocab // parts)
-        padded = f"; scored as {each * parts} and cut back" if each * parts > vocab else ", nothing to pad"
-        yield _row("padding: vocabulary", f"{each} a rank", f"{vocab} tokens over {parts} ranks{padded}")
+        padded = (
+            f"; scored as {each * parts} and cut back"
+            if each * parts > vocab
+            else ", nothing to pad"
+        )
+        yield _row(
+            "padding: vocabulary", f"{each} a rank", f"{vocab} tokens over {parts} ranks{padded}"
+        )
     groups = plan.mesh.get("dp", 1)
     tokens = plan.sizes.max_step_tokens
     if groups > 1:
-        yield _row("padding: steps", f"up to {groups * tokens}", "every group's tokens are padded to those of the "
-                   f"largest (at most {tokens}), an idle group's too, and feed-forward layers see all {groups}")
+        yield _row(
+            "padding: steps",
+            f"up to {groups * tokens}",
+            "every group's tokens are padded to those of the "
+            f"largest (at most {tokens}), an idle group's too, and feed-forward layers see all {groups}",
+        )
     if "ep" in plan.mesh:
         each = -(-tokens // parts)
-        yield _row("padding: exchange", _exchange(plan), f"a rank sends an equal slice of its group's tokens: at most "
-                   f"{each} of {tokens}" + (f", padded to a multiple of {parts}" if parts > 1 else ""))
+        yield _row(
+            "padding: exchange",
+            _exchange(plan),
+            f"a rank sends an equal slice of its group's tokens: at most "
+            f"{each} of {tokens}" + (f", padded to a multiple of {parts}" if parts > 1 else ""),
+        )
 
 
 def _exchange(plan: EnginePlan) -> str:
-    named = [str(choice.options["exchange"]) for choice in plan.choices_in("parallel") if "exchange" in choice.options]
+    named = [
+        str(choice.options["exchange"])
+        for choice in plan.choices_in("parallel")
+        if "exchange" in choice.options
+    ]
     return named[0] if named else "tokens"
 
 
-# ---- bytes of each rank ---------------------------------------------------------------------------------------------
+# ---- bytes of each rank --------------------------------------------------------------------------
 
 
 def total_rows(plan: EnginePlan) -> list[tuple[str, str, int]]:
-    """(name, why, bytes) of the budget's sum: one row when all ranks need the same, else one a run of equal ranks."""
+    """(name, why, bytes) of the budget's sum: one row when all ranks need the same, else one a run
+    of equal ranks.
+    """
     totals = [sum(line.on(rank) for line in plan.budget) for rank in range(plan.ranks)]
     limit = _device_memory(plan)
     if len(set(totals)) == 1:
         where = f"on each of {plan.ranks} ranks" if plan.ranks > 1 else "on each rank"
         return [("memory: total", where + limit, totals[0])]
-    return [(f"memory: rank {span(first, stop)}", _place(plan, first, stop) + limit, totals[first])
-            for first, stop in runs(totals)]
+    return [
+        (f"memory: rank {span(first, stop)}", _place(plan, first, stop) + limit, totals[first])
+        for first, stop in runs(totals)
+    ]
 
 
 def runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -136,4 +188,8 @@ def _device_memory(plan: EnginePlan) -> str:
     from glowplug.core.plan.budget.sizes import human
 
     cards = plan.facts.hardware.devices
-    return f", of {human(min(card.memory for card in cards))}" if plan.device == "cuda" and cards else ""
+    return (
+        f", of {human(min(card.memory for card in cards))}"
+        if plan.device == "cuda" and cards
+        else ""
+    )

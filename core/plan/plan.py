@@ -1,7 +1,9 @@
-"""The plan: everything that was decided before a weight is read. Frozen, torch-free, JSON both ways.
+"""The plan: everything that was decided before a weight is read. Frozen, torch-free, JSON both
+ways.
 
 Workers receive it as JSON (``plan.to_json``) and never look at the operator's config again.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -19,8 +21,8 @@ class Decision:
     Attributes:
         by: "operator", "default", "auto", a plugin's name or a pass.
         why: one clause.
-        notable: not what the defaults come to on such a machine, so that the brief table shows it; what was given
-            always is.
+        notable: not what the defaults come to on such a machine, so that the brief table shows it;
+            what was given always is.
     """
 
     field: str
@@ -53,9 +55,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class BudgetLine:
-    """Bytes set aside on each rank under one name: an estimate, which a rank compares with what it measures.
+    """Bytes set aside on each rank under one name: an estimate, which a rank compares with what it
+    measures.
 
-    ``ranks``: bytes on each rank where they differ, and then ``bytes`` is the most of any; () where they are the same.
+    ``ranks``: bytes on each rank where they differ, and then ``bytes`` is the most of any; () where
+    they are the same.
     """
 
     name: str
@@ -69,7 +73,9 @@ class BudgetLine:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers every run-zone part reads. Tokens unless said otherwise; bytes where the name says so."""
+    """Numbers every run-zone part reads. Tokens unless said otherwise; bytes where the name says
+    so.
+    """
 
     context_length: int  #: longest sequence, prompt and output together
     max_running: int  #: rows of the sequence table
@@ -81,18 +87,31 @@ class Sizes:
     kv_bytes: int  #: bytes of the KV pool on each rank
     width: int = 1  #: tokens a decoding row computes a step (1 + drafted)
     draft_layers: int = 0  #: layers of the KV pool behind the model's own, for a draft model
-    lookahead: int = 0  #: tokens behind a step's own for which a row has cache pages, because a draft writes there
-    least_pages: int = 0  #: with fewer pages, once memory has been measured, nothing is served; 0: ``num_pages``
-    most_pages: int = 0  #: what the pool grows to where memory is measured to be left; 0: ``num_pages``
-    pass_tokens: tuple[int, ...] = ()  #: token counts, ascending, whose passes over prompts are captured in pieces
-    extend_tokens: tuple[int, ...] = ()  #: the same of a draft's pass over a step's tokens, captured whole
+    #: tokens behind a step's own for which a row has cache pages, because a draft writes there
+    lookahead: int = 0
+    least_pages: int = (
+        0  #: with fewer pages, once memory has been measured, nothing is served; 0: ``num_pages``
+    )
+    most_pages: int = (
+        0  #: what the pool grows to where memory is measured to be left; 0: ``num_pages``
+    )
+    pass_tokens: tuple[
+        int, ...
+    ] = ()  #: token counts, ascending, whose passes over prompts are captured in pieces
+    extend_tokens: tuple[
+        int, ...
+    ] = ()  #: the same of a draft's pass over a step's tokens, captured whole
     turns: tuple[int, ...] = ()  #: token counts of steps that may hold more than larger ones
     short_keys: int = 0  #: of rows that attention decodes otherwise where no row is longer,
-    short_rows: tuple[int, ...] = ()  #: and batch sizes, ascending, that are captured for such rows as well
+    short_rows: tuple[
+        int, ...
+    ] = ()  #: and batch sizes, ascending, that are captured for such rows as well
 
     @property
     def positions(self) -> int:
-        """Positions that a row may touch: the longest sequence, a step launched at its end, and drafts behind that."""
+        """Positions that a row may touch: the longest sequence, a step launched at its end, and
+        drafts behind that.
+        """
         return self.context_length + self.width + self.lookahead
 
 
@@ -114,12 +133,21 @@ class EnginePlan:
     facts: Facts
     config: dict[str, Any]  #: the operator's own configuration, as given
     plugins: tuple[str, ...]  #: names of the loaded plugin modules, defaults first
-    plugin_fingerprint: str  #: of the plugin set (``PluginSet.fingerprint``); ranks with another one refuse to start
-    fingerprint: str = ""  #: of model, configuration and decisions (``fingerprint.plan_fingerprint``)
+    #: of the plugin set (``PluginSet.fingerprint``); ranks with another one refuse to start
+    plugin_fingerprint: str
+    fingerprint: str = (
+        ""  #: of model, configuration and decisions (``fingerprint.plan_fingerprint``)
+    )
     hosts: int = 1  #: hosts that carry the ranks: neighbours together, in equal numbers
-    sampled_last_layer: bool = False  #: prompts go through the last layer with their sampled tokens alone
-    growing_segments: bool = False  #: ranks have torch's allocator grow its segments, unless its own variable is set
-    chat_template: str = ""  #: source of the template that replaces the tokenizer's; "": the tokenizer's own
+    sampled_last_layer: bool = (
+        False  #: prompts go through the last layer with their sampled tokens alone
+    )
+    growing_segments: bool = (
+        False  #: ranks have torch's allocator grow its segments, unless its own variable is set
+    )
+    chat_template: str = (
+        ""  #: source of the template that replaces the tokenizer's; "": the tokenizer's own
+    )
 
     def choice(self, slot: str) -> Choice:
         """The single component in ``slot``. Raises KeyError when the slot is empty."""

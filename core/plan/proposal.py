@@ -1,4 +1,7 @@
-"""A plan under construction: what the passes of ``resolve.py`` fill in and read. Plan zone: no torch."""
+"""A plan under construction: what the passes of ``resolve.py`` fill in and read. Plan zone: no
+torch.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -21,20 +24,23 @@ if TYPE_CHECKING:
     from glowplug.core.plugin.registry import PluginSet
 
 STEP_SLOTS = tuple(slot for slot in SLOTS if slot.step)
-SHAPES_STEPS = frozenset({"", "speculative", "graphs", "parallel"})  #: which modes run, and which are captured
+SHAPES_STEPS = frozenset(
+    {"", "speculative", "graphs", "parallel"}
+)  #: which modes run, and which are captured
 
 
 @dataclass
 class Draft:
     """Attributes:
-        values: decided values that checks read: device, dtype, kv_dtype, width, lookahead, draft_layers, draft_folder,
-            mesh, ranks, hosts, overlap, growing_segments, page_size.
-        chosen: what each slot holds so far; every slot is a key.
-        elements: numbers in the checkpoint by kind (``weight_classes.tally``).
-        draft_elements: the same of the draft's own folder.
-        picked: slots whose component was picked by the plan, so that device, dtype and packages are known to fit.
-        focus: slot that is being chosen: the others' own place on the step's path need no second look.
-        trying: a candidate is tried, and nobody reads how what refuses it could be mended.
+    values: decided values that checks read: device, dtype, kv_dtype, width, lookahead,
+        draft_layers, draft_folder, mesh, ranks, hosts, overlap, growing_segments, page_size.
+    chosen: what each slot holds so far; every slot is a key.
+    elements: numbers in the checkpoint by kind (``weight_classes.tally``).
+    draft_elements: the same of the draft's own folder.
+    picked: slots whose component was picked by the plan, so that device, dtype and packages are
+    known to fit.
+    focus: slot that is being chosen: the others' own place on the step's path need no second look.
+    trying: a candidate is tried, and nobody reads how what refuses it could be mended.
     """
 
     plugins: PluginSet
@@ -45,7 +51,9 @@ class Draft:
     refusals: list[Refusal] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
-    chosen: dict[str, tuple[Chosen, ...]] = field(default_factory=lambda: {slot.name: () for slot in SLOTS})
+    chosen: dict[str, tuple[Chosen, ...]] = field(
+        default_factory=lambda: {slot.name: () for slot in SLOTS}
+    )
     focus: str = ""
     trying: bool = False
     picked: set[str] = field(default_factory=set)
@@ -62,7 +70,9 @@ class Draft:
         return path in self.parsed.operator
 
     def source(self, path: str) -> tuple[str, str] | None:
-        """(by, why) of a value that was given: by the operator, or contributed. None: nobody gave it."""
+        """(by, why) of a value that was given: by the operator, or contributed. None: nobody gave
+        it.
+        """
         if path in self.parsed.operator:
             return "operator", place(path, self.parsed.origins) or "given"
         if path in self.parsed.origins:
@@ -74,7 +84,9 @@ class Draft:
         return held[0] if held else None
 
     def step_path(self) -> Iterable[tuple[Slot, Chosen]]:
-        """Every component that takes part in a step; while a slot is being chosen, those its choice may upset."""
+        """Every component that takes part in a step; while a slot is being chosen, those its choice
+        may upset.
+        """
         slots = STEP_SLOTS if self.focus in SHAPES_STEPS else (BY_NAME[self.focus],)
         for slot in slots:
             for chosen in self.chosen[slot.name]:
@@ -89,7 +101,9 @@ class Draft:
 
 
 def options_of(component: Component, given: Mapping[str, Any] = MappingProxyType({})) -> Options:
-    """The component's options with what was ``given``. pydantic's ValidationError for what it does not take."""
+    """The component's options with what was ``given``. pydantic's ValidationError for what it does
+    not take.
+    """
     if not given:
         return _defaults(component.options, component.name)
     return component.options.model_validate({**given, "use": component.name})

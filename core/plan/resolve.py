@@ -1,7 +1,10 @@
-"""From a configuration to a frozen plan, in six pure passes: parse, facts, choose, check, size, freeze.
+"""From a configuration to a frozen plan, in six pure passes: parse, facts, choose, check, size,
+freeze.
 
-Nothing here reads a weight or imports torch. Whatever cannot run is refused with reason and fix, all at once.
+Nothing here reads a weight or imports torch. Whatever cannot run is refused with reason and fix,
+all at once.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +14,14 @@ from types import MappingProxyType
 from typing import Any
 
 from glowplug.core.config.schema import SECRETS, EngineConfig, Parsed, parse, recorded
-from glowplug.core.errors import ConfigError, FactsError, PlanRefused, PluginLoadError, Refusal, WeightError
+from glowplug.core.errors import (
+    ConfigError,
+    FactsError,
+    PlanRefused,
+    PluginLoadError,
+    Refusal,
+    WeightError,
+)
 from glowplug.core.facts.machine import this_machine
 from glowplug.core.facts.mesh import divides
 from glowplug.core.facts.model_facts import Facts, HardwareFacts
@@ -30,11 +40,19 @@ from glowplug.core.plugin.registry import ModelReading, PluginSet, load_plugins
 from glowplug.core.plugin.slots import SLOTS, Slot
 
 
-def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines: Mapping[str, int] | None = None,
-         origins: Mapping[str, str] | None = None, plugins: PluginSet | None = None,
-         hardware: HardwareFacts | None = None, contributed: Mapping[str, Any] | None = None,
-         prior: Sequence[Refusal] = (), notes: Sequence[Decision] = (),
-         unused: Mapping[str, str] = MappingProxyType({})) -> EnginePlan:
+def plan(
+    config: Mapping[str, Any],
+    *,
+    source: str = "the configuration",
+    lines: Mapping[str, int] | None = None,
+    origins: Mapping[str, str] | None = None,
+    plugins: PluginSet | None = None,
+    hardware: HardwareFacts | None = None,
+    contributed: Mapping[str, Any] | None = None,
+    prior: Sequence[Refusal] = (),
+    notes: Sequence[Decision] = (),
+    unused: Mapping[str, str] = MappingProxyType({}),
+) -> EnginePlan:
     """The plan for ``config``.
 
     Args:
@@ -49,13 +67,18 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
         notes: decisions made before (flags without effect), recorded in the plan.
         unused: sections that the caller makes no use of, with the reason.
 
-    Raises ConfigError when something could not be parsed, PlanRefused when it cannot run; both carry every reason.
+    Raises ConfigError when something could not be parsed, PlanRefused when it cannot run; both
+    carry every reason.
     """
     plugins = plugins if plugins is not None else load_plugins()
-    places = {path: f"{source}:{line}" for path, line in (lines or {}).items()} | dict(origins or {})
+    places = {path: f"{source}:{line}" for path, line in (lines or {}).items()} | dict(
+        origins or {}
+    )
     refusals = list(prior)
     reading = _read_model(config.get("model", (contributed or {}).get("model")), plugins, refusals)
-    facts = _with_template(_facts(reading, hardware, plugins), config.get("chat_template"), refusals)
+    facts = _with_template(
+        _facts(reading, hardware, plugins), config.get("chat_template"), refusals
+    )
     defaults = _contributions(plugins, facts, contributed or {})
     parsed = parse(config, plugins, plugins.config_model, defaults, places)
     if "chat_template" in defaults and "chat_template" not in config:
@@ -64,12 +87,14 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
         found = _unique([*refusals, *parsed.refusals])
         raise ConfigError(found, source) if prior or parsed.refusals else PlanRefused(found, source)
     if hardware is None:  # this machine is one of so many equal ones
-        facts = replace(facts, hardware=replace(facts.hardware, hosts=parsed.config.executor.hosts or 1))
+        facts = replace(
+            facts, hardware=replace(facts.hardware, hosts=parsed.config.executor.hosts or 1)
+        )
     own = _read_draft(parsed, plugins, refusals)
     facts = replace(facts, draft=own.facts if own else None)
     draft = _judged(Draft(plugins, parsed, facts, reading.elements, own.elements if own else {}))
     draft.decisions[:0] = [*notes, *_remarks(draft)]
-    draft.refusals[:0] = refusals[len(prior):]
+    draft.refusals[:0] = refusals[len(prior) :]
     sized = size(draft) if _complete(draft) else None
     found = [*prior, *_enriched(parsed, draft), *draft.refusals]
     if prior or parsed.refusals:
@@ -79,14 +104,18 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
     return _freeze(draft, *sized, unused)
 
 
-# ---- facts ----------------------------------------------------------------------------------------------------------
+# ---- facts ---------------------------------------------------------------------------------------
 
 
-def _facts(reading: ModelReading | None, hardware: HardwareFacts | None, plugins: PluginSet) -> Facts | None:
-    """Facts of the model and of ``hardware`` (None: this machine), with the packages that count as installed there.
+def _facts(
+    reading: ModelReading | None, hardware: HardwareFacts | None, plugins: PluginSet
+) -> Facts | None:
+    """Facts of the model and of ``hardware`` (None: this machine), with the packages that count as
+    installed there.
 
-    Where a sheet states packages, they are all that built-in components find. Torch, which every installation has, and
-    what third-party plugins alone need, which comes with them, are taken from here where the sheet leaves them out.
+    Where a sheet states packages, they are all that built-in components find. Torch, which every
+    installation has, and what third-party plugins alone need, which comes with them, are taken from
+    here where the sheet leaves them out.
 
     NOTE: another machine has a build of torch of its own; which CUDA it has is not known here.
     """
@@ -98,13 +127,17 @@ def _facts(reading: ModelReading | None, hardware: HardwareFacts | None, plugins
         packages["torch"] = packages["torch"].partition("+cpu")[0]
     if hardware is not None and hardware.packages is not None:
         kept = {"torch", *plugins.third_party_packages}
-        packages = {name: version for name, version in packages.items() if name in kept} | hardware.packages
+        packages = {
+            name: version for name, version in packages.items() if name in kept
+        } | hardware.packages
         packages = {name: version for name, version in packages.items() if version}
     return Facts(reading.facts, hardware or this_machine(), replace(here, packages=packages))
 
 
 def _with_template(facts: Facts | None, given: object, refusals: list[Refusal]) -> Facts | None:
-    """``facts`` with the chat template that was given in place of the model's. What is no template is refused."""
+    """``facts`` with the chat template that was given in place of the model's. What is no template
+    is refused.
+    """
     if isinstance(given, PurePath):
         given = str(given)
     if facts is None or not isinstance(given, str) or not given:
@@ -128,26 +161,37 @@ def _read_model(name: object, plugins: PluginSet, refusals: list[Refusal]) -> Mo
     except FactsError as error:
         refusals.append(Refusal("facts", "model", str(error), error.fix or "another model folder"))
     except WeightError as error:
-        refusals.append(Refusal("facts", "model", str(error), "download the files again, or another folder"))
+        refusals.append(
+            Refusal("facts", "model", str(error), "download the files again, or another folder")
+        )
     return None
 
 
 def _read_draft(parsed: Parsed, plugins: PluginSet, refusals: list[Refusal]) -> ModelReading | None:
     """Facts of the draft's own folder, when the speculative algorithm was told of one."""
-    folder = parsed.config.speculative.draft_folder() if isinstance(
-        parsed.config.speculative, SpeculativeOptions) else None
+    folder = (
+        parsed.config.speculative.draft_folder()
+        if isinstance(parsed.config.speculative, SpeculativeOptions)
+        else None
+    )
     if not folder:
         return None
     try:
         return plugins.read_model(folder)
     except (FactsError, WeightError) as error:
         fix = getattr(error, "fix", "") or "a draft folder that can be read"
-        refusals.append(Refusal("facts", "speculative.draft_model", str(error), fix + ", or leave it out"))
+        refusals.append(
+            Refusal("facts", "speculative.draft_model", str(error), fix + ", or leave it out")
+        )
     return None
 
 
-def _contributions(plugins: PluginSet, facts: Facts | None, own: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Contributed defaults by path with who contributes them; later plugins win, the caller's own over all."""
+def _contributions(
+    plugins: PluginSet, facts: Facts | None, own: Mapping[str, Any]
+) -> dict[str, tuple[Any, str]]:
+    """Contributed defaults by path with who contributes them; later plugins win, the caller's own
+    over all.
+    """
     found: dict[str, tuple[Any, str]] = {}
     if facts is not None:
         for name, values in plugins.call_each("contribute_defaults", facts=facts):
@@ -155,12 +199,14 @@ def _contributions(plugins: PluginSet, facts: Facts | None, own: Mapping[str, An
     return found | {path: (value, CALLER) for path, value in own.items()}
 
 
-# ---- remarks and refusals -------------------------------------------------------------------------------------------
+# ---- remarks and refusals ------------------------------------------------------------------------
 
 
 def _remarks(draft: Draft) -> list[Decision]:
     model = draft.facts.model
-    remarks = [Decision("facts", note, "facts", "the checkpoint", notable=True) for note in model.notes]
+    remarks = [
+        Decision("facts", note, "facts", "the checkpoint", notable=True) for note in model.notes
+    ]
     if draft.facts.hardware.packages is not None:
         remarks.append(_packages(draft.facts.hardware.packages, draft.facts.software.packages))
     if draft.config.chat_template is not None:
@@ -169,20 +215,27 @@ def _remarks(draft: Draft) -> list[Decision]:
 
 
 def _packages(stated: Mapping[str, str], packages: Mapping[str, str]) -> Decision:
-    """The remark that names the packages planned with: those that the sheet states, then those taken from here."""
+    """The remark that names the packages planned with: those that the sheet states, then those
+    taken from here.
+    """
+
     def listed(names: Iterable[str]) -> str:
         return ", ".join(f"{name} {packages[name]}" for name in sorted(names))
 
     here = listed(packages.keys() - stated.keys())
     why = listed(packages.keys() & stated.keys()) or "none"
-    return Decision("packages", "of the sheet", "facts", f"{why}; from here: {here}" if here else why)
+    return Decision(
+        "packages", "of the sheet", "facts", f"{why}; from here: {here}" if here else why
+    )
 
 
 def _template_decision(draft: Draft, given: str) -> Decision:
     from glowplug.core.text.chat_template import is_inline
 
     by, why = draft.source("chat_template") or ("default", "")
-    return Decision("chat_template", "inline" if is_inline(given) else PurePath(given).name, by, why)
+    return Decision(
+        "chat_template", "inline" if is_inline(given) else PurePath(given).name, by, why
+    )
 
 
 def _enriched(parsed: Parsed, draft: Draft) -> list[Refusal]:
@@ -191,9 +244,15 @@ def _enriched(parsed: Parsed, draft: Draft) -> list[Refusal]:
     if name is None or draft.facts.model.quant_method == "none":
         return parsed.refusals
     scheme = draft.first("quantization")
-    fix = "leave quantization out" + (f": {scheme.name} reads this checkpoint as it is" if scheme else "")
-    return [Refusal(r.by, r.field, f"{r.reason}; and {stacking(draft, name)}", fix, r.origin)
-            if r.field == "quantization.use" else r for r in parsed.refusals]
+    fix = "leave quantization out" + (
+        f": {scheme.name} reads this checkpoint as it is" if scheme else ""
+    )
+    return [
+        Refusal(r.by, r.field, f"{r.reason}; and {stacking(draft, name)}", fix, r.origin)
+        if r.field == "quantization.use"
+        else r
+        for r in parsed.refusals
+    ]
 
 
 def _unique(refusals: Sequence[Refusal]) -> list[Refusal]:
@@ -203,17 +262,24 @@ def _unique(refusals: Sequence[Refusal]) -> list[Refusal]:
 def _judged(draft: Draft) -> Draft:
     """Run passes three and four on ``draft`` and return it.
 
-    Where the device that was asked for is refused, a refusal that does not stand on another device follows from it and
-    is dropped.
+    Where the device that was asked for is refused, a refusal that does not stand on another device
+    follows from it and is dropped.
     """
     choose(draft)
     _check(draft)
-    if draft.config.device != "auto" and any(refusal.field == "device" for refusal in draft.refusals):
+    if draft.config.device != "auto" and any(
+        refusal.field == "device" for refusal in draft.refusals
+    ):
         parsed = replace(draft.parsed, config=draft.config.model_copy(update={"device": "auto"}))
-        other = _judged(Draft(draft.plugins, parsed, draft.facts, draft.elements, draft.draft_elements))
+        other = _judged(
+            Draft(draft.plugins, parsed, draft.facts, draft.elements, draft.draft_elements)
+        )
         elsewhere = {(refusal.field, refusal.reason) for refusal in other.refusals}
-        draft.refusals = [refusal for refusal in draft.refusals
-                          if refusal.field == "device" or (refusal.field, refusal.reason) in elsewhere]
+        draft.refusals = [
+            refusal
+            for refusal in draft.refusals
+            if refusal.field == "device" or (refusal.field, refusal.reason) in elsewhere
+        ]
     return draft
 
 
@@ -229,22 +295,32 @@ def _check(draft: Draft) -> None:
             if slot.name == "parallel" and out_of_order(draft):
                 continue  # what it says of ranks that are not there yet would only confuse
             found += unfit(draft, slot, registration.component, chosen)
-    for name, refusals in draft.plugins.call_each("check_plan", context=draft.context(draft.config.attention)):
+    for name, refusals in draft.plugins.call_each(
+        "check_plan", context=draft.context(draft.config.attention)
+    ):
         found += [Refusal(r.by or name, r.field, r.reason, r.fix, r.origin) for r in refusals or ()]
     draft.refusals += found
 
 
 def _complete(draft: Draft) -> bool:
     """Is there enough to compute sizes with?"""
-    filled = all(draft.chosen[name] for name in ("model", "attention", "quantization", "speculative", "parallel"))
-    return filled and divides(draft.values["mesh"]) and (
-        draft.values["device"] == "cpu" or bool(draft.facts.hardware.devices))
+    filled = all(
+        draft.chosen[name]
+        for name in ("model", "attention", "quantization", "speculative", "parallel")
+    )
+    return (
+        filled
+        and divides(draft.values["mesh"])
+        and (draft.values["device"] == "cpu" or bool(draft.facts.hardware.devices))
+    )
 
 
-# ---- freeze ---------------------------------------------------------------------------------------------------------
+# ---- freeze --------------------------------------------------------------------------------------
 
 
-def _freeze(draft: Draft, sizes: Sizes, budget: tuple[BudgetLine, ...], unused: Mapping[str, str]) -> EnginePlan:
+def _freeze(
+    draft: Draft, sizes: Sizes, budget: tuple[BudgetLine, ...], unused: Mapping[str, str]
+) -> EnginePlan:
     config = draft.config
     values = draft.values
     plugins = draft.plugins
@@ -254,14 +330,32 @@ def _freeze(draft: Draft, sizes: Sizes, budget: tuple[BudgetLine, ...], unused: 
     _record_options(draft, unused)
     facts = draft.facts
     beside = draft.facts.draft
-    facts = replace(facts, model=with_digest(facts.model), draft=with_digest(beside) if beside is not None else None)
+    facts = replace(
+        facts,
+        model=with_digest(facts.model),
+        draft=with_digest(beside) if beside is not None else None,
+    )
     plan = EnginePlan(
-        model=config.model, dtype=values["dtype"], kv_dtype=values["kv_dtype"], device=values["device"],
-        seed=config.seed, overlap=values["overlap"], choices=_choices(draft), decisions=tuple(draft.decisions),
-        budget=budget, sizes=sizes, mesh=values["mesh"], facts=facts, config=recorded(draft.parsed.raw),
-        plugins=plugins.names, plugin_fingerprint=plugins.fingerprint, hosts=values["hosts"],
-        sampled_last_layer=values["sampled_last_layer"], growing_segments=values["growing_segments"],
-        chat_template=facts.model.chat_template if config.chat_template is not None else "")
+        model=config.model,
+        dtype=values["dtype"],
+        kv_dtype=values["kv_dtype"],
+        device=values["device"],
+        seed=config.seed,
+        overlap=values["overlap"],
+        choices=_choices(draft),
+        decisions=tuple(draft.decisions),
+        budget=budget,
+        sizes=sizes,
+        mesh=values["mesh"],
+        facts=facts,
+        config=recorded(draft.parsed.raw),
+        plugins=plugins.names,
+        plugin_fingerprint=plugins.fingerprint,
+        hosts=values["hosts"],
+        sampled_last_layer=values["sampled_last_layer"],
+        growing_segments=values["growing_segments"],
+        chat_template=facts.model.chat_template if config.chat_template is not None else "",
+    )
     return replace(plan, fingerprint=plan_fingerprint(plan))
 
 
@@ -271,15 +365,23 @@ def _choices(draft: Draft) -> tuple[Choice, ...]:
         for chosen in draft.chosen[slot.name]:
             registration = draft.plugins.find(slot.name, chosen.name)
             assert registration is not None
-            choices.append(Choice(slot.name, chosen.name, registration.component.factory,
-                                  chosen.options.model_dump(mode="json"), registration.distribution,
-                                  registration.version, tuple(chosen.options.marked("operational"))))
+            choices.append(
+                Choice(
+                    slot.name,
+                    chosen.name,
+                    registration.component.factory,
+                    chosen.options.model_dump(mode="json"),
+                    registration.distribution,
+                    registration.version,
+                    tuple(chosen.options.marked("operational")),
+                )
+            )
     return tuple(choices)
 
 
 def _record_options(draft: Draft, unused: Mapping[str, str]) -> None:
-    """Every value the operator wrote that no pass has decided on is a decision of the operator; a given value is
-    notable, and says so where it has no effect."""
+    """Every value the operator wrote that no pass has decided on is a decision of the operator; a
+    given value is notable, and says so where it has no effect."""
     decided = {decision.field for decision in draft.decisions}
     for path, value in draft.parsed.operator.items():
         if isinstance(value, Mapping) or path in _LISTS or path in decided:
@@ -288,25 +390,39 @@ def _record_options(draft: Draft, unused: Mapping[str, str]) -> None:
         by, why = draft.source(path) or ("operator", "")
         draft.decide(path, list(shown) if isinstance(shown, tuple) else shown, by, why)
     idle = _without_effect(draft)
-    idle |= {path: unused[path.partition(".")[0]] for path in draft.parsed.operator if path.partition(".")[0] in unused}
-    draft.decisions = [_as_given(decision, idle) if _given(draft, decision) else decision
-                       for decision in draft.decisions]
+    idle |= {
+        path: unused[path.partition(".")[0]]
+        for path in draft.parsed.operator
+        if path.partition(".")[0] in unused
+    }
+    draft.decisions = [
+        _as_given(decision, idle) if _given(draft, decision) else decision
+        for decision in draft.decisions
+    ]
 
 
 def _given(draft: Draft, decision: Decision) -> bool:
-    """Return whether a decision holds what the operator or a plugin gave, for the field or for its whole section."""
+    """Return whether a decision holds what the operator or a plugin gave, for the field or for its
+    whole section.
+    """
     sources = (draft.source(path) for path in (decision.field, decision.field.partition(".")[0]))
-    return decision.by != CALLER and any(source is not None and source[0] == decision.by for source in sources)
+    return decision.by != CALLER and any(
+        source is not None and source[0] == decision.by for source in sources
+    )
 
 
 def _as_given(decision: Decision, idle: Mapping[str, str]) -> Decision:
     """A value that leaves the choice to the plan is never without effect."""
     why = idle.get(decision.field, "") if decision.value not in (None, "auto") else ""
-    return replace(decision, why=f"{decision.why}; no effect: {why}" if why else decision.why, notable=True)
+    return replace(
+        decision, why=f"{decision.why}; no effect: {why}" if why else decision.why, notable=True
+    )
 
 
 def _without_effect(draft: Draft) -> dict[str, str]:
-    """Reasons why options change nothing in this plan, by dotted path, as components and sections state them."""
+    """Reasons why options change nothing in this plan, by dotted path, as components and sections
+    state them.
+    """
     found: dict[str, str] = {}
     for slot in SLOTS:
         for number, chosen in enumerate(draft.chosen[slot.name]):
@@ -326,8 +442,10 @@ def _stated(draft: Draft, slot: Slot, chosen: Chosen) -> dict[str, str]:
         return chosen.options.without_effect(draft.context(chosen.options))
     except Exception as error:
         label = draft.plugins.source_of(slot.name, chosen.name).label
-        raise PluginLoadError(f"plugin {label}: without_effect of {slot.name} {chosen.name} failed: "
-                              f"{type(error).__name__}: {error}") from error
+        raise PluginLoadError(
+            f"plugin {label}: without_effect of {slot.name} {chosen.name} failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 CALLER = "entry point"  #: who contributes the defaults of a command or of ``LLM(...)``

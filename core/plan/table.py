@@ -1,4 +1,7 @@
-"""A plan as one table: what was decided, chosen by whom, why, and how many bytes it takes. Plain text, no torch."""
+"""A plan as one table: what was decided, chosen by whom, why, and how many bytes it takes. Plain
+text, no torch.
+"""
+
 from __future__ import annotations
 
 import itertools
@@ -22,7 +25,8 @@ def render(plan: EnginePlan, width: int | None = None, brief: bool = False) -> s
 
     Args:
         width: columns (None: the terminal's); long reasons wrap.
-        brief: only what was given, what else is notable, and the memory, with a line that says how to see the rest.
+        brief: only what was given, what else is notable, and the memory, with a line that says how
+            to see the rest.
     """
     width = width or shutil.get_terminal_size((120, 24)).columns
     model = plan.facts.model
@@ -44,15 +48,29 @@ def render(plan: EnginePlan, width: int | None = None, brief: bool = False) -> s
 def rows(plan: EnginePlan, brief: bool = False) -> list[tuple[str, str, str, str, str]]:
     """One row a decision, then the layout of several ranks, then one row a line of the byte budget.
 
-    ``brief``: decisions of the operator, notable ones, and the budget alone; the model is in the line above the table.
+    ``brief``: decisions of the operator, notable ones, and the budget alone; the model is in the
+    line above the table.
     """
-    kept = [decision for decision in plan.decisions
-            if not brief or (decision.notable or decision.by == "operator") and decision.field != "model"]
-    found = [(decision.field, shown(decision.value), decision.by.rpartition(".")[2], decision.why, "")
-             for decision in kept]
+    kept = [
+        decision
+        for decision in plan.decisions
+        if not brief
+        or (decision.notable or decision.by == "operator")
+        and decision.field != "model"
+    ]
+    found = [
+        (decision.field, shown(decision.value), decision.by.rpartition(".")[2], decision.why, "")
+        for decision in kept
+    ]
     found += [] if brief else layout_rows(plan)
-    found += [(f"memory: {line.name}", "", "size", line.how + _spread(line), human(line.bytes)) for line in plan.budget]
-    return [*found, *((name, "", "size", why, human(total)) for name, why, total in total_rows(plan))]
+    found += [
+        (f"memory: {line.name}", "", "size", line.how + _spread(line), human(line.bytes))
+        for line in plan.budget
+    ]
+    return [
+        *found,
+        *((name, "", "size", why, human(total)) for name, why, total in total_rows(plan)),
+    ]
 
 
 def _spread(line: BudgetLine) -> str:
@@ -67,14 +85,24 @@ def shown(value: Any) -> str:
 
 
 def table(lines: Sequence[Sequence[str]], width: int) -> Iterable[str]:
-    """Aligned columns with a rule under the first line; the second wraps, the fourth to what is left of ``width``."""
+    """Aligned columns with a rule under the first line; the second wraps, the fourth to what is
+    left of ``width``.
+    """
     sizes = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     sizes[1] = min(sizes[1], MAX_CHOICE)
     sizes[3] = max(MIN_WHY, min(sizes[3], width - sum(sizes[:3]) - sizes[4] - 8))
     for number, (what, choice, by, why, count) in enumerate(lines):
-        columns = [[what], textwrap.wrap(choice, sizes[1]), [by], textwrap.wrap(why, sizes[3]), [count]]
+        columns = [
+            [what],
+            textwrap.wrap(choice, sizes[1]),
+            [by],
+            textwrap.wrap(why, sizes[3]),
+            [count],
+        ]
         for cells in itertools.zip_longest(*columns, fillvalue=""):
-            yield "  ".join(cell.rjust(size) if i == 4 else cell.ljust(size)
-                            for i, (cell, size) in enumerate(zip(cells, sizes))).rstrip()
+            yield "  ".join(
+                cell.rjust(size) if i == 4 else cell.ljust(size)
+                for i, (cell, size) in enumerate(zip(cells, sizes))
+            ).rstrip()
         if number == 0:
             yield "  ".join("-" * size for size in sizes)

@@ -1,8 +1,10 @@
 """What parts of a layer hold while a step runs on a device, in bytes. No torch.
 
 Components declare theirs as functions of a step's numbers, kept next to the code that allocates
-(``AttentionOffers.work``, ``QuantizationOffers.experts_work``); ``layer_bytes`` adds up who holds what at once.
+(``AttentionOffers.work``, ``QuantizationOffers.experts_work``); ``layer_bytes`` adds up who holds
+what at once.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -16,8 +18,8 @@ SHOWN = 4  #: bytes of a float32 number, or of an int32 one
 class Work:
     """``most``: held at once, at most, beside what it was given; ``left``: of that, its results.
 
-    ``extra``: what torch's allocator has to add for large blocks that cannot take the place of earlier ones, in
-    segments that do not grow.
+    ``extra``: what torch's allocator has to add for large blocks that cannot take the place of
+    earlier ones, in segments that do not grow.
     """
 
     most: int
@@ -33,7 +35,8 @@ class AttentionStep:
         tokens: of the step; ``longest`` of one row, behind ``cached`` tokens that lie in the cache.
         heads, all_heads: of this rank, and of all.
         key, value: numbers of a head's query (or key) and of its value.
-        entry: numbers of a token's cache entry, where all heads share one; 0: heads have entries of their own.
+        entry: numbers of a token's cache entry, where all heads share one; 0: heads have entries of
+            their own.
         element: bytes of a number.
     """
 
@@ -53,11 +56,13 @@ class DecodingRows:
     """The most that decoding rows of a step may come to on a rank.
 
     Attributes:
-        rows: those of the sequence table and one behind them, of at most ``positions`` positions each.
+        rows: those of the sequence table and one behind them, of at most ``positions`` positions
+            each.
         page_size: tokens a page.
         width: tokens of a row.
         heads: of this rank.
-        drafts: passes go before the step whose cache has no entry for the first position (``Batch.first_key``).
+        drafts: passes go before the step whose cache has no entry for the first position
+            (``Batch.first_key``).
     """
 
     rows: int
@@ -78,8 +83,8 @@ class ExpertsStep:
     """Routed experts of one layer on a rank.
 
     Attributes:
-        tokens: that are routed, to ``chosen`` experts each of the ``count`` held; the ``shared`` last ones of both are
-            the shared expert.
+        tokens: that are routed, to ``chosen`` experts each of the ``count`` held; the ``shared``
+            last ones of both are the shared expert.
         hidden, inter: sizes of an expert.
         element: bytes of a number of activations.
         parts: rows may stay as they are, for the next norm to add up.
@@ -113,7 +118,9 @@ class ExpertsStep:
         return self.pairs * self.hidden * self.element
 
     def summed(self, most: int, beside: int) -> Work:
-        """Of kernels that hold ``most``, and whose last one writes a row for each pair, with ``beside`` held then."""
+        """Of kernels that hold ``most``, and whose last one writes a row for each pair, with
+        ``beside`` held then.
+        """
         out = self.tokens * self.hidden * self.element
         if self.parts:
             return Work(max(most, self.rows_bytes + beside), self.rows_bytes)
@@ -121,11 +128,15 @@ class ExpertsStep:
 
 
 def tiled_rows(pairs: int, experts: int, tile: int) -> int:
-    """Rows of ``pairs`` in order of experts, each of which is filled up to whole tiles: the most there can be."""
+    """Rows of ``pairs`` in order of experts, each of which is filled up to whole tiles: the most
+    there can be.
+    """
     return min(pairs, (pairs + experts * (tile - 1)) // tile) * tile
 
 
 def gated_rows(step: ExpertsStep) -> Work:
-    """Two products in the compute dtype around a gate that is part of the first: inner rows, then outer ones."""
+    """Two products in the compute dtype around a gate that is part of the first: inner rows, then
+    outer ones.
+    """
     inner = step.pairs * step.inter * step.element
     return step.summed(0, inner)

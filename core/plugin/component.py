@@ -1,8 +1,10 @@
 """A component: what a plugin registers in a slot. Plan zone: imports without torch.
 
-A plugin's top module states *what* exists (name, options, offers, requirements, a pure check) and *where* the
-runtime lives (a dotted ``factory``), which is imported only when the plan has chosen it.
+A plugin's top module states *what* exists (name, options, offers, requirements, a pure check) and
+*where* the runtime lives (a dotted ``factory``), which is imported only when the plan has chosen
+it.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,14 +20,19 @@ if TYPE_CHECKING:
     from glowplug.core.config.schema import EngineConfig
     from glowplug.core.facts.model_facts import Facts
 
-CONTRACT = 1  #: version of the protocols in ``core/protocols``; a component built for another is refused
-OPERATIONAL: dict[str, Any] = {"operational": True}  #: mark of an option, see :meth:`Options.marked`
+CONTRACT = (
+    1  #: version of the protocols in ``core/protocols``; a component built for another is refused
+)
+OPERATIONAL: dict[str, Any] = {
+    "operational": True
+}  #: mark of an option, see :meth:`Options.marked`
 
 
 class Options(BaseModel):
     """Base of every plugin's options. Frozen; an unknown key is an error.
 
-    A subclass narrows ``use`` to ``Literal["its_name"]`` and adds its fields, each with a description.
+    A subclass narrows ``use`` to ``Literal["its_name"]`` and adds its fields, each with a
+    description.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,29 +42,38 @@ class Options(BaseModel):
     def marked(cls, mark: str) -> dict[str, Any]:
         """Return what ``json_schema_extra={mark: ...}`` says, by field.
 
-        Marks: "provider" names the product that a field chooses a library for; "operational": True says that a field
-        changes how the engine runs and no answer.
+        Marks: "provider" names the product that a field chooses a library for; "operational": True
+        says that a field changes how the engine runs and no answer.
         """
         extras = ((name, info.json_schema_extra) for name, info in cls.model_fields.items())
-        return {name: extra[mark] for name, extra in extras if isinstance(extra, dict) and extra.get(mark)}
+        return {
+            name: extra[mark]
+            for name, extra in extras
+            if isinstance(extra, dict) and extra.get(mark)
+        }
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         """Return the fields that change nothing in this plan, each with the reason, one clause.
 
-        Called once a plan is accepted, with everything chosen and sized. Fields that were not given, and those left to
-        the plan (None, "auto"), may be among them and are not reported. An override adds to what its base returns.
+        Called once a plan is accepted, with everything chosen and sized. Fields that were not
+        given, and those left to the plan (None, "auto"), may be among them and are not reported. An
+        override adds to what its base returns.
         """
         return {}
 
     @classmethod
     def provider_fields(cls) -> dict[str, Any]:
-        """What ``json_schema_extra={"provider": ...}`` says, by field: those that name who does a product."""
+        """What ``json_schema_extra={"provider": ...}`` says, by field: those that name who does a
+        product.
+        """
         return cls.marked("provider")
 
 
 @dataclass(frozen=True)
 class Package:
-    """A requirement on an installed distribution, e.g. ``Package("flashinfer-python", ">=0.6.11")``."""
+    """A requirement on an installed distribution, e.g. ``Package("flashinfer-python",
+    ">=0.6.11")``.
+    """
 
     name: str
     spec: str = ""
@@ -101,11 +117,13 @@ class Component:
     Attributes:
         name: what the operator writes after ``use =``. Unique within the slot.
         options: pydantic model of its options (subclass of :class:`Options`).
-        factory: ``"package.module:Class"``; called as ``factory(options, plan, worker)`` in every rank.
+        factory: ``"package.module:Class"``; called as ``factory(options, plan, worker)`` in every
+            rank.
         offers: what it can do.
         requires: packages it needs; one that is missing makes it unavailable, with the reason.
-        uses: by what an option marked as a provider may say, the packages any one of which has to be there for it on
-            a CUDA device. Left to "auto", a component does without those that are missing.
+        uses: by what an option marked as a provider may say, the packages any one of which has to
+            be there for it on a CUDA device. Left to "auto", a component does without those that
+            are missing.
         check: pure function yielding refusals for combinations the offers cannot express.
         contract: version of the protocols it was written for.
         summary: one line for ``glowplug plugins`` and the docs.

@@ -1,8 +1,10 @@
 """Every hook, by life-cycle phase. Hooks assemble; they never run while a token is served.
 
-Registration hooks return a list of ``Component``; one hook a slot (``slots.py``). Life-cycle hooks run at config
-reading, planning, and worker start and stop. A test counts hook calls while tokens are served and asserts zero.
+Registration hooks return a list of ``Component``; one hook a slot (``slots.py``). Life-cycle hooks
+run at config reading, planning, and worker start and stop. A test counts hook calls while tokens
+are served and asserts zero.
 """
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -27,7 +29,7 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
-# ---- registration -------------------------------------------------------------------------------------------------
+# ---- registration --------------------------------------------------------------------------------
 
 
 @hookspec
@@ -92,8 +94,8 @@ def register_samplers() -> list[Component]:  # type: ignore[empty-body]
 
 @hookspec
 def register_output_parsers() -> list[Component]:  # type: ignore[empty-body]
-    """Parsers of generated text (``OutputParserFactory``). Those that make tool calls are refused as long as no answer
-    carries them."""
+    """Parsers of generated text (``OutputParserFactory``). Those that make tool calls are refused
+    as long as no answer carries them."""
 
 
 @hookspec
@@ -106,30 +108,38 @@ def register_ops() -> list[Component]:  # type: ignore[empty-body]
     """Tables of small kernels (``Ops``)."""
 
 
-# ---- configuration and facts --------------------------------------------------------------------------------------
+# ---- configuration and facts ---------------------------------------------------------------------
 
 
 @hookspec(firstresult=True)
 def read_config_file(path: Path) -> tuple[dict[str, Any], dict[str, int]] | None:
-    """Read a config file: (nested dict, line number by dotted path). None: not this plugin's format."""
+    """Read a config file: (nested dict, line number by dotted path). None: not this plugin's
+    format.
+    """
 
 
 @hookspec(firstresult=True)
 def read_model_facts(path: Path) -> ModelFacts | None:
-    """Facts of the model at ``path`` (a folder or a file). None: not this plugin's format. Reads headers only."""
+    """Facts of the model at ``path`` (a folder or a file). None: not this plugin's format. Reads
+    headers only.
+    """
 
 
 @hookspec(firstresult=True)
 def open_tokenizer(path: Path, facts: ModelFacts) -> Tokenizer | None:
-    """A tokenizer (``core/text/tokenizer.py``'s protocol) for the model at ``path``. None: not this plugin's format."""
+    """A tokenizer (``core/text/tokenizer.py``'s protocol) for the model at ``path``. None: not this
+    plugin's format.
+    """
 
 
-# ---- planning -----------------------------------------------------------------------------------------------------
+# ---- planning ------------------------------------------------------------------------------------
 
 
 @hookspec
 def contribute_defaults(facts: Facts) -> dict[str, Any]:  # type: ignore[empty-body]
-    """Values by dotted config path that replace built-in defaults for these facts; the operator's always win."""
+    """Values by dotted config path that replace built-in defaults for these facts; the operator's
+    always win.
+    """
 
 
 @hookspec
@@ -139,7 +149,8 @@ def check_plan(context: CheckContext) -> list[Refusal]:  # type: ignore[empty-bo
 
 @hookspec
 def plan_remarks(context: CheckContext) -> list[Decision]:  # type: ignore[empty-body]
-    """What a plan's reader should know that no pass has decided, such as a table that is not used. Pure.
+    """What a plan's reader should know that no pass has decided, such as a table that is not used.
+    Pure.
 
     A ``notable`` remark is shown before each start, others in the whole plan.
     """
@@ -147,10 +158,12 @@ def plan_remarks(context: CheckContext) -> list[Decision]:  # type: ignore[empty
 
 @hookspec
 def plan_ready(plan: EnginePlan) -> None:
-    """The plan is frozen and about to start, in the process that plans. For reporting; it can no longer be changed."""
+    """The plan is frozen and about to start, in the process that plans. For reporting; it can no
+    longer be changed.
+    """
 
 
-# ---- workers ------------------------------------------------------------------------------------------------------
+# ---- workers -------------------------------------------------------------------------------------
 
 
 @hookspec
@@ -160,20 +173,26 @@ def worker_started(worker: Worker, plan: EnginePlan) -> None:
 
 @hookspec
 def worker_stopping(worker: Worker) -> None:
-    """A rank is about to end and serves no more; its graphs and collectives still stand. Not called on a kill."""
+    """A rank is about to end and serves no more; its graphs and collectives still stand. Not called
+    on a kill.
+    """
 
 
 @hookspec
 def step_observers(worker: Worker, plan: EnginePlan) -> list[StepObserver]:  # type: ignore[empty-body]
-    """Observers (``core/engine/observe.py``) to be called directly, not through hooks, after each step."""
+    """Observers (``core/engine/observe.py``) to be called directly, not through hooks, after each
+    step.
+    """
 
 
-# ---- surfaces -----------------------------------------------------------------------------------------------------
+# ---- surfaces ------------------------------------------------------------------------------------
 
 
 @hookspec
 def extend_app(app: Any, plan: EnginePlan) -> None:
-    """Add routes to ``app``, the server's FastAPI. Every route is authenticated unless listed open in the config."""
+    """Add routes to ``app``, the server's FastAPI. Every route is authenticated unless listed open
+    in the config.
+    """
 
 
 @hookspec

@@ -1,7 +1,10 @@
-"""Loading one plugin: import, register, read its components; under a time limit, undone on any failure.
+"""Loading one plugin: import, register, read its components; under a time limit, undone on any
+failure.
 
-Plan zone: no torch. Every failure is a :class:`PluginLoadError` that names the plugin, its distribution and version.
+Plan zone: no torch. Every failure is a :class:`PluginLoadError` that names the plugin, its
+distribution and version.
 """
+
 from __future__ import annotations
 
 import difflib
@@ -63,11 +66,14 @@ class Registration(NamedTuple):
     version: str
 
 
-def watched(seconds: float, sources: Iterable[PluginSource], add: Callable[[PluginSource], None]) -> None:
-    """``add(source)`` for one after another, in a thread. PluginLoadError with its stack for one that takes longer than
-    ``seconds``.
+def watched(
+    seconds: float, sources: Iterable[PluginSource], add: Callable[[PluginSource], None]
+) -> None:
+    """``add(source)`` for one after another, in a thread. PluginLoadError with its stack for one
+    that takes longer than ``seconds``.
 
-    NOTE: a hanging import cannot be interrupted; its daemon thread is left behind, and the caller is expected to end.
+    NOTE: a hanging import cannot be interrupted; its daemon thread is left behind, and the caller
+    is expected to end.
     """
     failure: list[BaseException] = []
     current: list[tuple[float, PluginSource]] = []
@@ -79,7 +85,9 @@ def watched(seconds: float, sources: Iterable[PluginSource], add: Callable[[Plug
                 if failure:  # it took too long, and nobody waits any more
                     return
                 add(source)
-        except BaseException as error:  # NOTE: also SystemExit: a plugin that exits on import must not end us silently
+        except (
+            BaseException
+        ) as error:  # NOTE: also SystemExit: a plugin that exits on import must not end us silently
             failure.append(error)
 
     thread = threading.Thread(target=run, name="load plugins", daemon=True)
@@ -98,11 +106,15 @@ def watched(seconds: float, sources: Iterable[PluginSource], add: Callable[[Plug
 def _hanging(thread: threading.Thread, source: PluginSource, seconds: float) -> PluginLoadError:
     frame = sys._current_frames().get(thread.ident or 0)
     stack = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
-    return PluginLoadError(f"plugin {source.label} did not finish loading within {seconds:g} s; it hangs at\n{stack}")
+    return PluginLoadError(
+        f"plugin {source.label} did not finish loading within {seconds:g} s; it hangs at\n{stack}"
+    )
 
 
 def load(manager: pluggy.PluginManager, source: PluginSource) -> dict[str, list[Component]]:
-    """Import and register one plugin; its components by slot name. On any failure nothing stays registered."""
+    """Import and register one plugin; its components by slot name. On any failure nothing stays
+    registered.
+    """
     try:
         return _registered(manager, source)
     except PluginLoadError:
@@ -112,8 +124,9 @@ def load(manager: pluggy.PluginManager, source: PluginSource) -> dict[str, list[
         _undo(manager, source)
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise PluginLoadError(f"plugin {source.label} could not be loaded: {describe(error)}"
-                              f"{_absent(source, error)}") from error
+        raise PluginLoadError(
+            f"plugin {source.label} could not be loaded: {describe(error)}{_absent(source, error)}"
+        ) from error
 
 
 def _registered(manager: pluggy.PluginManager, source: PluginSource) -> dict[str, list[Component]]:
@@ -156,20 +169,32 @@ def _undo(manager: pluggy.PluginManager, source: PluginSource) -> None:
 def describe(error: BaseException) -> str:
     """``Type: message (file:line)`` of the innermost frame that has a file."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen ")]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen ")
+    ]
     return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if frames else text
 
 
-def _refuse_unknown_hooks(manager: pluggy.PluginManager, plugin: object, source: PluginSource) -> None:
+def _refuse_unknown_hooks(
+    manager: pluggy.PluginManager, plugin: object, source: PluginSource
+) -> None:
     known = [name for name in vars(manager.hook) if not name.startswith("_")]
     for caller in manager.get_hookcallers(plugin) or []:
         if not caller.has_spec():
-            close = difflib.get_close_matches(caller.name, [n for n in known if n != caller.name], 1)
+            close = difflib.get_close_matches(
+                caller.name, [n for n in known if n != caller.name], 1
+            )
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise PluginLoadError(f"plugin {source.label} implements {caller.name!r}, which is not a hook{hint}")
+            raise PluginLoadError(
+                f"plugin {source.label} implements {caller.name!r}, which is not a hook{hint}"
+            )
 
 
-def _components(manager: pluggy.PluginManager, plugin: object, source: PluginSource) -> dict[str, list[Component]]:
+def _components(
+    manager: pluggy.PluginManager, plugin: object, source: PluginSource
+) -> dict[str, list[Component]]:
     found: dict[str, list[Component]] = {}
     for slot in SLOTS:
         caller = getattr(manager.hook, slot.hook)
@@ -177,8 +202,10 @@ def _components(manager: pluggy.PluginManager, plugin: object, source: PluginSou
             if impl.plugin is plugin:
                 made = impl.function()
                 if not isinstance(made, list):
-                    raise PluginLoadError(f"plugin {source.label}: {slot.hook} returned {type(made).__name__}, "
-                                          "expected a list of Component")
+                    raise PluginLoadError(
+                        f"plugin {source.label}: {slot.hook} returned {type(made).__name__}, "
+                        "expected a list of Component"
+                    )
                 for component in made:
                     _check_component(component, slot, source)
                 found.setdefault(slot.name, []).extend(made)
@@ -187,6 +214,7 @@ def _components(manager: pluggy.PluginManager, plugin: object, source: PluginSou
 
 def _check_component(component: Any, slot: Slot, source: PluginSource) -> None:
     """The shape the resolver relies on; PluginLoadError says what to write instead."""
+
     def bad(reason: str) -> PluginLoadError:
         return PluginLoadError(f"plugin {source.label}: {slot.hook}: {reason}")
 
@@ -194,20 +222,30 @@ def _check_component(component: Any, slot: Slot, source: PluginSource) -> None:
         raise bad(f"{component!r} is not a Component")
     offers = getattr(offers_module, slot.offers)
     if not isinstance(component.offers, offers):
-        raise bad(f"{component.name!r} has offers of type {type(component.offers).__name__}, expected {slot.offers}")
+        raise bad(
+            f"{component.name!r} has offers of type {type(component.offers).__name__}, expected {slot.offers}"
+        )
     base = OPTION_BASES.get(slot.name, Options)
     if not (isinstance(component.options, type) and issubclass(component.options, base)):
         raise bad(f"the options of {component.name!r} must be a subclass of {base.__name__}")
-    if slot.section and component.name not in get_args(component.options.model_fields["use"].annotation):
-        raise bad(f"the options of {component.name!r} must declare use: Literal[{component.name!r}]")
+    if slot.section and component.name not in get_args(
+        component.options.model_fields["use"].annotation
+    ):
+        raise bad(
+            f"the options of {component.name!r} must declare use: Literal[{component.name!r}]"
+        )
     if component.name == "auto":
         raise bad("the name 'auto' is taken: it lets the plan choose")
     if ":" not in component.factory:
-        raise bad(f"the factory of {component.name!r} must read 'package.module:Class', not {component.factory!r}")
+        raise bad(
+            f"the factory of {component.name!r} must read 'package.module:Class', not {component.factory!r}"
+        )
 
 
 def import_factory(component: Component | Tuner, origin: str) -> Callable[..., Any]:
-    """The runtime class behind a component or a tuner. PluginLoadError naming ``origin`` when it cannot be imported."""
+    """The runtime class behind a component or a tuner. PluginLoadError naming ``origin`` when it
+    cannot be imported.
+    """
     module, _, attribute = component.factory.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -215,9 +253,13 @@ def import_factory(component: Component | Tuner, origin: str) -> Callable[..., A
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as error:
-        raise PluginLoadError(f"{component.factory} of {component.name!r} ({origin}) could not be imported: "
-                              f"{describe(error)}") from error
+        raise PluginLoadError(
+            f"{component.factory} of {component.name!r} ({origin}) could not be imported: "
+            f"{describe(error)}"
+        ) from error
     if not callable(found):
-        raise PluginLoadError(f"{component.factory} of {component.name!r} ({origin}) is not callable")
+        raise PluginLoadError(
+            f"{component.factory} of {component.name!r} ({origin}) is not callable"
+        )
     factory: Callable[..., Any] = found
     return factory

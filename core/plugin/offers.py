@@ -1,8 +1,11 @@
-"""The vocabulary of capabilities: what a component says it offers, so that no code ever asks who it is.
+"""The vocabulary of capabilities: what a component says it offers, so that no code ever asks who it
+is.
 
-Plan zone: imports without torch. Every offer is a frozen dataclass, one per slot family. A combination is
-judged by these words only; to teach the engine a new incompatibility, add a word here and a check that reads it.
+Plan zone: imports without torch. Every offer is a frozen dataclass, one per slot family. A
+combination is judged by these words only; to teach the engine a new incompatibility, add a word
+here and a check that reads it.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +24,9 @@ class Mode(StrEnum):
     DECODE = "decode"  #: one token a row
     VERIFY = "verify"  #: the speculative width of tokens a row
     DRAFT_DECODE = "draft_decode"  #: a draft's passes of one token a row
-    DRAFT_EXTEND = "draft_extend"  #: a draft's pass over the tokens of a step, which it may attend to later
+    DRAFT_EXTEND = (
+        "draft_extend"  #: a draft's pass over the tokens of a step, which it may attend to later
+    )
     IDLE = "idle"  #: no token of its own; takes part in collectives only
 
 
@@ -46,11 +51,13 @@ class Offers:
 
     Attributes:
         devices: device types it runs on ("cpu", "cuda").
-        compute: CUDA compute capabilities it supports (90 = SM90); empty: any from ``least_compute`` on.
+        compute: CUDA compute capabilities it supports (90 = SM90); empty: any from
+            ``least_compute`` on.
         least_compute: the first of them; 0: any.
         dtypes: compute dtypes it supports, by torch name.
         modes: capture level per step mode.
-        overlap: its step code never waits for the device, so the next step may be launched before this one is read.
+        overlap: its step code never waits for the device, so the next step may be launched before
+            this one is read.
     """
 
     devices: frozenset[str] = DEVICES
@@ -61,9 +68,13 @@ class Offers:
     overlap: bool = True
 
     def runs_on(self, cards: Iterable[int]) -> bool:
-        """Does it support CUDA devices of these compute capabilities? One that is not known (0) is not held against it.
+        """Does it support CUDA devices of these compute capabilities? One that is not known (0) is
+        not held against it.
         """
-        return all((not self.compute or card in self.compute) and not 0 < card < self.least_compute for card in cards)
+        return all(
+            (not self.compute or card in self.compute) and not 0 < card < self.least_compute
+            for card in cards
+        )
 
     @cached_property
     def runs(self) -> frozenset[Mode]:
@@ -86,13 +97,14 @@ class AttentionOffers(Offers):
         page_sizes: tokens a page it accepts; empty: any.
         tree: reads tree masks in verify (False: causal chains only).
         max_width: largest number of query tokens a row in decode/verify; 0: any.
-        first_key: honours ``Batch.first_key`` (a draft's cache has no entry for the first position).
-        work: bytes that a prefill step holds on a device beside its queries and new cache entries, the output among
-            them; None: nobody has counted, and the byte budget guesses.
+        first_key: honours ``Batch.first_key`` (a draft's cache has no entry for the first
+            position).
+        work: bytes that a prefill step holds on a device beside its queries and new cache entries,
+            the output among them; None: nobody has counted, and the byte budget guesses.
         reserves: bytes that its ``reserve`` takes on a device beside the cache; None: none.
         short_keys: keys up to which a row is short; 0: how long rows may become changes nothing.
-        short_rows: (heads of a rank) -> how many rows, of one token each, are decoded otherwise, and quicker, where
-            ``Batch.longest`` says that all of them are short.
+        short_rows: (heads of a rank) -> how many rows, of one token each, are decoded otherwise,
+            and quicker, where ``Batch.longest`` says that all of them are short.
     """
 
     kinds: frozenset[str] = frozenset()
@@ -112,15 +124,19 @@ class QuantizationOffers(Offers):
     """Quantization schemes.
 
     Attributes:
-        reads: values of ``quantization_config.quant_method`` it loads; "none" means an unquantized checkpoint.
+        reads: values of ``quantization_config.quant_method`` it loads; "none" means an unquantized
+            checkpoint.
         online: it can also quantize an unquantized checkpoint while loading.
         online_bytes: what a number then takes, scales left out (the byte budget needs it).
         block_shape: (rows, columns) of a weight block, or None.
-        dequantizes: device types on which quantized weights are kept in the compute dtype (the byte budget needs it).
-        cast_bytes: of a number of activations as its products read them on a device; 0: in the compute dtype.
+        dequantizes: device types on which quantized weights are kept in the compute dtype (the byte
+            budget needs it).
+        cast_bytes: of a number of activations as its products read them on a device; 0: in the
+            compute dtype.
         rides: on a device the shared expert may be computed as further routed ones.
         experts_work: what routed experts hold on a device; None: rows of the compute dtype.
-        turns: (the scheme's options) -> numbers of tokens up to which experts hold more than those of larger steps may.
+        turns: (the scheme's options) -> numbers of tokens up to which experts hold more than those
+            of larger steps may.
     """
 
     reads: frozenset[str] = frozenset()
@@ -140,8 +156,10 @@ class ParallelOffers(Offers):
 
     Attributes:
         axes: mesh axes it defines ("tp", "dp", "ep").
-        ranks: how many ranks it spans is given by its option ``size``; True when more than one is possible.
-        idle_steps: ranks may have nothing to do while others step (needs IDLE support on the step's path).
+        ranks: how many ranks it spans is given by its option ``size``; True when more than one is
+            possible.
+        idle_steps: ranks may have nothing to do while others step (needs IDLE support on the step's
+            path).
     """
 
     axes: frozenset[str] = frozenset()
@@ -156,8 +174,10 @@ class SpeculativeOffers(Offers):
     Attributes:
         drafts: it proposes tokens (False: the algorithm of width one).
         tree: its proposals form a tree, so verify needs tree masks.
-        nextn_layer: it needs a multi-token-prediction layer, the checkpoint's own or one in a draft folder.
-        first_key: its draft's cache has no entry for the first position, so attention must honour ``Batch.first_key``.
+        nextn_layer: it needs a multi-token-prediction layer, the checkpoint's own or one in a draft
+            folder.
+        first_key: its draft's cache has no entry for the first position, so attention must honour
+            ``Batch.first_key``.
     """
 
     drafts: bool = False
@@ -180,7 +200,9 @@ class CacheOffers(Offers):
 
 @dataclass(frozen=True)
 class GraphOffers(Offers):
-    """Graph runners. ``captures``: it records modes, so every component on the step's path must offer GRAPH there."""
+    """Graph runners. ``captures``: it records modes, so every component on the step's path must
+    offer GRAPH there.
+    """
 
     captures: frozenset[Mode] = frozenset()
 
@@ -191,7 +213,8 @@ class SamplerOffers(Offers):
 
     Attributes:
         state_bytes: what it keeps on a device at most, for each row and token of the vocabulary.
-        scratch_rows: rows of float32 logits that it makes in a step of so many on a device, at most.
+        scratch_rows: rows of float32 logits that it makes in a step of so many on a device, at
+            most.
     """
 
     state_bytes: float = 0.0
@@ -217,7 +240,9 @@ class OutputOffers(Offers):
 
 @dataclass(frozen=True)
 class WeightOffers(Offers):
-    """Weight sources. ``formats``: file formats it opens ("safetensors", "gguf"); "synthetic" needs no file."""
+    """Weight sources. ``formats``: file formats it opens ("safetensors", "gguf"); "synthetic" needs
+    no file.
+    """
 
     formats: frozenset[str] = frozenset()
 
@@ -238,8 +263,10 @@ class ModelOffers(Offers):
         architectures: values of config.json's ``architectures`` it builds.
         kind: attention kind its layers need: "mla" or "mha".
         nextn: it can build a multi-token-prediction layer.
-        draft_architectures: architectures of folders that hold such a layer alone; they draft and are never served.
-        sampled_last_layer: its last layer may run for some tokens of a step alone (``protocols.SampledLastLayer``).
+        draft_architectures: architectures of folders that hold such a layer alone; they draft and
+            are never served.
+        sampled_last_layer: its last layer may run for some tokens of a step alone
+            (``protocols.SampledLastLayer``).
     """
 
     architectures: frozenset[str] = frozenset()
@@ -251,10 +278,11 @@ class ModelOffers(Offers):
 
 @dataclass(frozen=True)
 class OpsOffers(Offers):
-    """Elementwise and routing kernels bound on layers. ``ops``: names of the table's entries it provides.
+    """Elementwise and routing kernels bound on layers. ``ops``: names of the table's entries it
+    provides.
 
-    ``adds_parts``: norms add up the rows of a token's experts, which then stay as they are until the next layer, and
-    parts of other products.
+    ``adds_parts``: norms add up the rows of a token's experts, which then stay as they are until
+    the next layer, and parts of other products.
     """
 
     ops: frozenset[str] = frozenset()
@@ -265,8 +293,8 @@ class OpsOffers(Offers):
 class CollectiveOffers(Offers):
     """Collective backends ("local" for one rank, gloo, nccl). ``ranks``: more than one.
 
-    ``growing_segments``: tensors may lie in segments that torch's allocator grows (virtual memory). Not where ranks
-    open one another's tensors by CUDA IPC handles, which such memory has none of.
+    ``growing_segments``: tensors may lie in segments that torch's allocator grows (virtual memory).
+    Not where ranks open one another's tensors by CUDA IPC handles, which such memory has none of.
     """
 
     ranks: bool = False

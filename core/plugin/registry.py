@@ -1,8 +1,10 @@
-"""The plugins of one session: built-ins by dotted name, entry points of the group ``glowplug``, ``--plugin`` modules.
+"""The plugins of one session: built-ins by dotted name, entry points of the group ``glowplug``,
+``--plugin`` modules.
 
-Built-ins are loaded exactly as third parties are. Defaults register first, so they come first in every list of
-candidates; there is no global registry. Plan zone: no torch.
+Built-ins are loaded exactly as third parties are. Defaults register first, so they come first in
+every list of candidates; there is no global registry. Plan zone: no torch.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -28,7 +30,15 @@ from glowplug.core.facts.parameters import count_elements
 from glowplug.core.facts.weight_classes import Tally, tally
 from glowplug.core.plugin import hookspecs
 from glowplug.core.plugin.component import CONTRACT, Component
-from glowplug.core.plugin.loading import BUILT_IN, PluginSource, Registration, describe, import_factory, load, watched
+from glowplug.core.plugin.loading import (
+    BUILT_IN,
+    PluginSource,
+    Registration,
+    describe,
+    import_factory,
+    load,
+    watched,
+)
 from glowplug.core.plugin.slots import SLOTS
 
 if TYPE_CHECKING:
@@ -37,7 +47,8 @@ if TYPE_CHECKING:
 GROUP = "glowplug"  #: entry-point group of third-party plugins
 LOAD_TIMEOUT = 30.0  #: seconds one plugin may take to load
 
-#: Built-in plugins in order of preference: ``auto`` takes the first candidate of a slot that nothing refuses.
+#: Built-in plugins in order of preference: ``auto`` takes the first candidate of a slot that
+#: nothing refuses.
 DEFAULT_PLUGINS = (
     "glowplug.plugins.config_files",
     "glowplug.plugins.model_facts",
@@ -89,7 +100,9 @@ DEFAULT_PLUGINS = (
 
 
 class ModelReading(NamedTuple):
-    """A model's facts, and the numbers its checkpoint holds by kind (its config.json describes, without tensors)."""
+    """A model's facts, and the numbers its checkpoint holds by kind (its config.json describes,
+    without tensors).
+    """
 
     facts: ModelFacts
     elements: Tally
@@ -99,7 +112,9 @@ _ROUTINES = (FunctionType, MethodType, staticmethod, classmethod)  #: what can b
 
 
 class _Manager(pluggy.PluginManager):
-    """pluggy's, but of a module it reads only functions that are marked; to look at everything takes half of a load."""
+    """pluggy's, but of a module it reads only functions that are marked; to look at everything
+    takes half of a load.
+    """
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
         if isinstance(plugin, ModuleType):
@@ -118,8 +133,12 @@ class PluginSet:
         blocked: names the operator left out.
     """
 
-    def __init__(self, sources: Iterable[PluginSource], blocked: Iterable[str] = (),
-                 timeout: float = LOAD_TIMEOUT) -> None:
+    def __init__(
+        self,
+        sources: Iterable[PluginSource],
+        blocked: Iterable[str] = (),
+        timeout: float = LOAD_TIMEOUT,
+    ) -> None:
         self._manager = _Manager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self.hook = self._manager.hook
@@ -140,8 +159,10 @@ class PluginSet:
     def _claim(self, slot: str, component: Component, source: PluginSource) -> None:
         taken = self._owner.get((slot, component.name))
         if taken is not None:
-            raise PluginLoadError(f"two plugins register {slot} {component.name!r}: {taken.label} and {source.label}; "
-                                  f"block one of them (--block-plugin {source.name})")
+            raise PluginLoadError(
+                f"two plugins register {slot} {component.name!r}: {taken.label} and {source.label}; "
+                f"block one of them (--block-plugin {source.name})"
+            )
         self._owner[slot, component.name] = source
         self._slots[slot].append(Registration(component, source.distribution, source.version))
 
@@ -174,10 +195,14 @@ class PluginSet:
         results = []
         for impl in caller.get_hookimpls():
             try:
-                results.append((impl.plugin_name, impl.function(*(arguments[name] for name in impl.argnames))))
+                results.append(
+                    (impl.plugin_name, impl.function(*(arguments[name] for name in impl.argnames)))
+                )
             except Exception as error:
                 source = next(source for source in self.sources if source.name == impl.plugin_name)
-                raise PluginLoadError(f"plugin {source.label}: {hook} failed: {describe(error)}") from error
+                raise PluginLoadError(
+                    f"plugin {source.label}: {hook} failed: {describe(error)}"
+                ) from error
         return results
 
     def factory(self, choice: Choice) -> Callable[..., Any]:
@@ -185,7 +210,9 @@ class PluginSet:
         return import_factory(*self._registered(choice))
 
     def build(self, choice: Choice, plan: EnginePlan, worker: Any) -> Any:
-        """The runtime object of a choice: its options parsed again, its factory imported and called."""
+        """The runtime object of a choice: its options parsed again, its factory imported and
+        called.
+        """
         component, origin = self._registered(choice)
         options = component.options.model_validate(choice.options)
         return import_factory(component, origin)(options, plan, worker)
@@ -193,22 +220,34 @@ class PluginSet:
     def _registered(self, choice: Choice) -> tuple[Component, str]:
         found = self.find(choice.slot, choice.name)
         if found is None:
-            raise PluginLoadError(f"the plan chose {choice.slot} {choice.name!r} of {choice.distribution}, "
-                                  "which is not loaded here")
+            raise PluginLoadError(
+                f"the plan chose {choice.slot} {choice.name!r} of {choice.distribution}, "
+                "which is not loaded here"
+            )
         return found.component, f"{found.distribution} {found.version}".rstrip()
 
     def read_model(self, name: str) -> ModelReading:
-        """Facts of ``model = name``, kept until the folder or its config.json changes. FactsError, WeightError."""
+        """Facts of ``model = name``, kept until the folder or its config.json changes. FactsError,
+        WeightError.
+        """
         located = locate_model(name)
         stated = os.path.join(located, "config.json")
-        key = (located, os.stat(located).st_mtime_ns, os.stat(stated).st_mtime_ns if os.path.exists(stated) else 0)
+        key = (
+            located,
+            os.stat(located).st_mtime_ns,
+            os.stat(stated).st_mtime_ns if os.path.exists(stated) else 0,
+        )
         if key not in self._models:
             path = Path(located)
             facts = self._facts(path)
             if facts is None:
-                raise FactsError(f"no plugin reads a model from {path}",
-                                 "a folder with config.json and safetensors files, or a plugin for this format")
-            elements = tally(facts.tensors, facts.num_layers, bool(facts.config.get("tie_word_embeddings")))
+                raise FactsError(
+                    f"no plugin reads a model from {path}",
+                    "a folder with config.json and safetensors files, or a plugin for this format",
+                )
+            elements = tally(
+                facts.tensors, facts.num_layers, bool(facts.config.get("tie_word_embeddings"))
+            )
             self._models[key] = ModelReading(facts, elements or count_elements(facts))
         return self._models[key]
 
@@ -217,8 +256,11 @@ class PluginSet:
             found: ModelFacts | None = self.hook.read_model_facts(path=path)
         except GlowplugError:
             raise
-        except Exception as error:  # NOTE: a reader's bug on a damaged file is a refusal of that file, with its place
-            raise FactsError(f"{path} could not be read: {describe(error)}", "download the model again") from error
+        # NOTE: a reader's bug on a damaged file is a refusal of that file, with its place
+        except Exception as error:
+            raise FactsError(
+                f"{path} could not be read: {describe(error)}", "download the model again"
+            ) from error
         return found
 
     @cached_property
@@ -234,7 +276,10 @@ class PluginSet:
     @cached_property
     def third_party_packages(self) -> frozenset[str]:
         """Those of them that no built-in component needs or makes use of."""
-        return self.packages - {"torch", *self._packages(lambda found: found.distribution == BUILT_IN)}
+        return self.packages - {
+            "torch",
+            *self._packages(lambda found: found.distribution == BUILT_IN),
+        }
 
     def _packages(self, wanted: Callable[[Registration], bool]) -> Iterator[str]:
         for found in filter(wanted, itertools.chain.from_iterable(self._slots.values())):
@@ -256,17 +301,28 @@ class PluginSet:
         """Hash over plugins, versions and component names; ranks with another one refuse to start."""
         parts = [f"contract {CONTRACT}"]
         parts += [f"{source.name} {source.target} {source.origin}" for source in self.sources]
-        parts += [f"{slot}.{found.component.name}" for slot, all_found in self._slots.items() for found in all_found]
+        parts += [
+            f"{slot}.{found.component.name}"
+            for slot, all_found in self._slots.items()
+            for found in all_found
+        ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def load_plugins(extra: Sequence[str] = (), block: Sequence[str] = (), *, defaults: Sequence[str] = DEFAULT_PLUGINS,
-                 entry_points: bool = True, timeout: float = LOAD_TIMEOUT) -> PluginSet:
-    """Load built-ins, then entry points, then ``extra`` dotted modules, leaving out the names in ``block``.
+def load_plugins(
+    extra: Sequence[str] = (),
+    block: Sequence[str] = (),
+    *,
+    defaults: Sequence[str] = DEFAULT_PLUGINS,
+    entry_points: bool = True,
+    timeout: float = LOAD_TIMEOUT,
+) -> PluginSet:
+    """Load built-ins, then entry points, then ``extra`` dotted modules, leaving out the names in
+    ``block``.
 
-    Raises PluginLoadError, naming plugin, distribution and version, when one fails to load, takes longer than
-    ``timeout`` seconds, implements an unknown hook or claims a taken name; and for a name in ``block`` that is not
-    here.
+    Raises PluginLoadError, naming plugin, distribution and version, when one fails to load, takes
+    longer than ``timeout`` seconds, implements an unknown hook or claims a taken name; and for a
+    name in ``block`` that is not here.
     """
     sources = [PluginSource(name, name) for name in defaults]
     sources += _entry_points() if entry_points else []
@@ -274,13 +330,17 @@ def load_plugins(extra: Sequence[str] = (), block: Sequence[str] = (), *, defaul
     names = [source.name for source in sources]
     for name in block:
         if name not in names:
-            raise PluginLoadError(f"cannot block {name!r}: no such plugin; found: {', '.join(sorted(names))}")
+            raise PluginLoadError(
+                f"cannot block {name!r}: no such plugin; found: {', '.join(sorted(names))}"
+            )
     kept = [source for source in sources if source.name not in set(block)]
     return PluginSet(kept, block, timeout)
 
 
 def load_plugins_for(plan: EnginePlan) -> PluginSet:
-    """The plugin set a plan was made with, in a worker. PluginLoadError when this environment holds another one."""
+    """The plugin set a plan was made with, in a worker. PluginLoadError when this environment holds
+    another one.
+    """
     found = {source.name: source for source in _entry_points()}
     defaults = set(DEFAULT_PLUGINS)
     sources = []
@@ -291,23 +351,36 @@ def load_plugins_for(plan: EnginePlan) -> PluginSet:
             sources.append(found.get(name) or PluginSource(name, name, *_distribution_of(name)))
     plugins = PluginSet(sources)
     if plugins.fingerprint != plan.plugin_fingerprint:
-        others = ", ".join(source.label for source in plugins.sources if source.distribution != BUILT_IN) or "none"
-        raise PluginLoadError("this process loaded other plugins or versions than the plan was made with (fingerprint "
-                              f"{plugins.fingerprint}, plan {plan.plugin_fingerprint}); third-party plugins here: "
-                              f"{others}")
+        others = (
+            ", ".join(source.label for source in plugins.sources if source.distribution != BUILT_IN)
+            or "none"
+        )
+        raise PluginLoadError(
+            "this process loaded other plugins or versions than the plan was made with (fingerprint "
+            f"{plugins.fingerprint}, plan {plan.plugin_fingerprint}); third-party plugins here: "
+            f"{others}"
+        )
     return plugins
 
 
 def _entry_points() -> list[PluginSource]:
-    """Entry points of the group. PluginLoadError when two share a name: pluggy would skip the second silently."""
+    """Entry points of the group. PluginLoadError when two share a name: pluggy would skip the
+    second silently.
+    """
     sources: dict[str, PluginSource] = {}
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
         dist = point.dist
-        source = PluginSource(point.name, point.value, dist.name if dist else "unknown distribution",
-                              dist.version if dist else "")
+        source = PluginSource(
+            point.name,
+            point.value,
+            dist.name if dist else "unknown distribution",
+            dist.version if dist else "",
+        )
         if point.name in sources:
-            raise PluginLoadError(f"two distributions have an entry point named {point.name!r}: "
-                                  f"{sources[point.name].origin} and {source.origin}; uninstall one of them")
+            raise PluginLoadError(
+                f"two distributions have an entry point named {point.name!r}: "
+                f"{sources[point.name].origin} and {source.origin}; uninstall one of them"
+            )
         sources[point.name] = source
     return list(sources.values())
 
@@ -324,7 +397,9 @@ def _distribution_of(module: str) -> tuple[str, str]:
 
 
 def _changed(entry: str) -> int:
-    """Return when something was last added to or removed from an entry of ``sys.path``, in ns; 0 if it is no folder."""
+    """Return when something was last added to or removed from an entry of ``sys.path``, in ns; 0 if
+    it is no folder.
+    """
     try:
         return os.stat(entry or ".").st_mtime_ns
     except OSError:
@@ -335,9 +410,11 @@ def _changed(entry: str) -> int:
 def _owners(path: tuple[tuple[str, int], ...]) -> Mapping[str, list[str]]:
     """Return the installed distributions by the top-level modules they ship.
 
-    Reading the file lists of all distributions takes a third of a second in a full environment, so the result is kept.
+    Reading the file lists of all distributions takes a third of a second in a full environment, so
+    the result is kept.
 
     Args:
-        path: the entries of ``sys.path`` with the times of their last changes, the key of what is kept.
+        path: the entries of ``sys.path`` with the times of their last changes, the key of what is
+            kept.
     """
     return importlib.metadata.packages_distributions()

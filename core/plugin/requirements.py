@@ -1,4 +1,5 @@
 """Packages that a component needs against those that are installed. Plan zone: no torch."""
+
 from __future__ import annotations
 
 import re
@@ -12,10 +13,12 @@ NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")  #: of a distribu
 
 
 def normalised(packages: Mapping[str, str]) -> dict[str, str]:
-    """Return versions by normalised name of a sheet's table of packages; "" stays for one that is not installed.
+    """Return versions by normalised name of a sheet's table of packages; "" stays for one that is
+    not installed.
 
     Raises:
-        ValueError: an entry is no distribution's name, no version, or there twice; the message names it.
+        ValueError: an entry is no distribution's name, no version, or there twice; the message
+            names it.
     """
     from packaging.version import InvalidVersion, Version  # slow to import, as below
 
@@ -36,8 +39,11 @@ def normalised(packages: Mapping[str, str]) -> dict[str, str]:
 
 def missing_packages(component: Component, packages: Mapping[str, str]) -> list[tuple[str, str]]:
     """(requirement, what is installed) of each package that is missing or of the wrong version."""
-    return [(f"{package.name}{package.spec}", found) for package in component.requires
-            if (found := unmet(package, packages))]
+    return [
+        (f"{package.name}{package.spec}", found)
+        for package in component.requires
+        if (found := unmet(package, packages))
+    ]
 
 
 def unmet(package: Package, packages: Mapping[str, str]) -> str:
@@ -49,7 +55,9 @@ def unmet(package: Package, packages: Mapping[str, str]) -> str:
 
 
 def installation(requirement: str, machine: HardwareFacts) -> str:
-    """Return the fix for a package that is missing on ``machine``: a sheet that states packages has to state it too."""
+    """Return the fix for a package that is missing on ``machine``: a sheet that states packages has
+    to state it too.
+    """
     install = f'pip install "{requirement}"'
     if machine.packages is None:
         return install
@@ -58,7 +66,10 @@ def installation(requirement: str, machine: HardwareFacts) -> str:
 
 @cache
 def _matches(version: str, spec: str) -> bool:
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # only few components ask, and it is slow to import
+    from packaging.specifiers import (  # only few components ask, and it is slow to import
+        InvalidSpecifier,
+        SpecifierSet,
+    )
 
     try:
         return SpecifierSet(spec, prereleases=True).contains(version)

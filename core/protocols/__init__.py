@@ -1,11 +1,13 @@
-"""What each slot's runtime object must do. A handful of methods each; made by ``factory(options, plan, worker)``.
+"""What each slot's runtime object must do. A handful of methods each; made by ``factory(options,
+plan, worker)``.
 
-``reserve`` (allocate every persistent buffer; a device's memory is measured between two calls, and the second, of other
-``num_pages`` and ``kv``, replaces the first), ``plan_step`` (host work and copies, never captured) and the device-only
-methods mean the same in every slot. Shapes: B rows, T tokens, D decoding rows, W width, H heads,
-V vocabulary. Plugins import every name from here; its home in this package is nobody's business. Importing it imports
-torch only for type checking.
+``reserve`` (allocate every persistent buffer; a device's memory is measured between two calls, and
+the second, of other ``num_pages`` and ``kv``, replaces the first), ``plan_step`` (host work and
+copies, never captured) and the device-only methods mean the same in every slot. Shapes: B rows, T
+tokens, D decoding rows, W width, H heads, V vocabulary. Plugins import every name from here; its
+home in this package is nobody's business. Importing it imports torch only for type checking.
 """
+
 from __future__ import annotations
 
 from glowplug.core.protocols.attention import (

@@ -1,4 +1,7 @@
-"""What a model family and its layers receive while they build. Everything a layer binds, it binds here, once."""
+"""What a model family and its layers receive while they build. Everything a layer binds, it binds
+here, once.
+"""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -16,17 +19,18 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class BuildContext:
     """Attributes:
-        facts: the checkpoint's facts; ``facts.config`` is its config.json.
-        worker: rank and device.
-        dtype: activation and unquantized weight dtype.
-        context: longest sequence (rope tables).
-        spare: positions behind it that steps may touch with tokens of no consequence.
-        scheme: the chosen quantization scheme; ``plain`` is used for modules it does not cover.
-        parallel: the strategies in order, as one; layers ask it for their shards.
-        attention: the backend every attention layer calls.
-        cuts: through which layers call what a captured pass has to leave out, attention above all.
-        extension: through which a speculative algorithm calls its draft's pass over a step's tokens.
-        first_layer: KV-pool number of this model's first layer (a draft model's layers follow the target's).
+    facts: the checkpoint's facts; ``facts.config`` is its config.json.
+    worker: rank and device.
+    dtype: activation and unquantized weight dtype.
+    context: longest sequence (rope tables).
+    spare: positions behind it that steps may touch with tokens of no consequence.
+    scheme: the chosen quantization scheme; ``plain`` is used for modules it does not cover.
+    parallel: the strategies in order, as one; layers ask it for their shards.
+    attention: the backend every attention layer calls.
+    cuts: through which layers call what a captured pass has to leave out, attention above all.
+    extension: through which a speculative algorithm calls its draft's pass over a step's tokens.
+    first_layer: KV-pool number of this model's first layer (a draft model's layers follow the
+    target's).
     """
 
     facts: ModelFacts

@@ -1,4 +1,5 @@
 """What the front talks to: the executor of the ranks, and parsers of generated text."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -10,7 +11,9 @@ from glowplug.core.plan.plan import EnginePlan
 
 @dataclass(frozen=True)
 class Piece:
-    """Parsed output: ``kind`` is "content", "reasoning" or "tool_call"; ``data`` holds a tool call's fields."""
+    """Parsed output: ``kind`` is "content", "reasoning" or "tool_call"; ``data`` holds a tool
+    call's fields.
+    """
 
     kind: str
     text: str
@@ -27,22 +30,27 @@ class OutputParser(Protocol):
 
 class OutputParserFactory(Protocol):
     def start(self, prompt_tail: str, thinking: bool | None = None) -> OutputParser:
-        """``prompt_tail``: the last characters of the rendered prompt (it may already hold the opening tag)."""
+        """``prompt_tail``: the last characters of the rendered prompt (it may already hold the
+        opening tag).
+        """
         ...
 
 
 class Executor(Protocol):
-    """Runs the ranks. The only object the front talks to; messages are bytes (see ``core/step/messages.py``).
+    """Runs the ranks. The only object the front talks to; messages are bytes (see
+    ``core/step/messages.py``).
 
     Attributes:
-        leads: the front runs here. False: another host has it; here only call ``start``, then ``outputs`` until it
-            raises.
+        leads: the front runs here. False: another host has it; here only call ``start``, then
+            ``outputs`` until it raises.
     """
 
     leads: bool
 
     def start(self, plan: EnginePlan) -> None:
-        """Spawn, load, warm up; returns when every rank is ready. EngineDead with rank, phase and reason otherwise."""
+        """Spawn, load, warm up; returns when every rank is ready. EngineDead with rank, phase and
+        reason otherwise.
+        """
         ...
 
     def submit(self, data: bytes) -> None: ...
@@ -50,7 +58,8 @@ class Executor(Protocol):
     def outputs(self, timeout: float | None) -> bytes | None:
         """Next frame from the engine, or None after ``timeout`` seconds.
 
-        EngineDead when a rank has failed, with rank, phase and reason; EngineStopped after ``stop``.
+        EngineDead when a rank has failed, with rank, phase and reason; EngineStopped after
+        ``stop``.
         """
         ...
 

@@ -1,4 +1,5 @@
 """Graphs: what of a step is captured, and what replays it."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -20,10 +21,11 @@ class Steps(Protocol):
     Attributes:
         sampler: as the runner uses it.
         device: torch device it runs on.
-        forward: the target's pass over a step with prompts in it, which may also be captured by itself:
-            ``Model.forward``, or ``SampledLastLayer.trunk``.
+        forward: the target's pass over a step with prompts in it, which may also be captured by
+            itself: ``Model.forward``, or ``SampledLastLayer.trunk``.
         cuts: where such a pass is cut into pieces.
-        extension: a draft's pass over the tokens of such a step; a runner that captures it becomes its taker.
+        extension: a draft's pass over the tokens of such a step; a runner that captures it becomes
+            its taker.
     """
 
     sampler: Sampler
@@ -35,18 +37,18 @@ class Steps(Protocol):
     def forward(self) -> Callable[[Tensor, Tensor, Batch], Tensor]: ...
 
     def step(self, batch: Batch) -> tuple[Accepted, Tensor]:
-        """Run a batch whose device fields are filled in, piece by piece through ``batch.segments``: what it yields,
-        and its hidden states [T, hidden]. ``Sampler.plan_step`` comes before it."""
+        """Run a batch whose device fields are filled in, piece by piece through ``batch.segments``:
+        what it yields, and its hidden states [T, hidden]. ``Sampler.plan_step`` comes before it."""
         ...
 
 
 class GraphRunner(Protocol):
-    """Keeps slots: padded batches over fixed memory, with graphs of the pieces of their step; and passes of the model
-    over a padded number of tokens, replayed in pieces between its cuts."""
+    """Keeps slots: padded batches over fixed memory, with graphs of the pieces of their step; and
+    passes of the model over a padded number of tokens, replayed in pieces between its cuts."""
 
     def shapes(self, plan: EnginePlan) -> list[tuple[Mode, int, int]]:
-        """(mode, padded batch, width) to capture; passes alone are those of ``Sizes.pass_tokens`` and
-        ``Sizes.extend_tokens``."""
+        """(mode, padded batch, width) to capture; passes alone are those of ``Sizes.pass_tokens``
+        and ``Sizes.extend_tokens``."""
         ...
 
     def capture(self, steps: Steps, report: Callable[[int, int], None]) -> None:
@@ -54,17 +56,20 @@ class GraphRunner(Protocol):
         ...
 
     def slot_for(self, batch: Batch) -> object | None:
-        """The captured slot that can replay ``batch``, or None for an eager step. Ranks that agreed on a step get
-        slots of the same shape."""
+        """The captured slot that can replay ``batch``, or None for an eager step. Ranks that agreed
+        on a step get slots of the same shape."""
         ...
 
     def fill(self, slot: object, batch: Batch) -> Batch:
-        """The slot's own batch, holding the rows of ``batch`` first and then padding; ready for ``Steps.step``."""
+        """The slot's own batch, holding the rows of ``batch`` first and then padding; ready for
+        ``Steps.step``.
+        """
         ...
 
     def pass_for(self, batch: Batch) -> Callable[[Tensor, Tensor, Batch], Tensor] | None:
-        """For a step that no slot replays: what stands for ``Steps.forward`` in it, or None for that itself. Attention
-        has planned the step as it is, and what comes back is valid until the next pass."""
+        """For a step that no slot replays: what stands for ``Steps.forward`` in it, or None for
+        that itself. Attention has planned the step as it is, and what comes back is valid until the
+        next pass."""
         ...
 
     def close(self) -> None: ...

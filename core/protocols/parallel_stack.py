@@ -1,4 +1,7 @@
-"""Several parallelism strategies as one: what layers and the loop see of ``[[parallel]]``, in the operator's order."""
+"""Several parallelism strategies as one: what layers and the loop see of ``[[parallel]]``, in the
+operator's order.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
@@ -12,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class ParallelStack:
-    """A later strategy refines those before it: "tensor" splits the heads, "dp_attention" after it takes them back."""
+    """A later strategy refines those before it: "tensor" splits the heads, "dp_attention" after it
+    takes them back.
+    """
 
     def __init__(self, strategies: Seq[ParallelStrategy]) -> None:
         self.strategies = tuple(strategies)
@@ -33,7 +38,9 @@ class ParallelStack:
 
     def router(self) -> RequestRouter | None:
         """That of the last strategy that deals requests at all."""
-        found = [router for strategy in self.strategies if (router := strategy.router()) is not None]
+        found = [
+            router for strategy in self.strategies if (router := strategy.router()) is not None
+        ]
         return found[-1] if found else None
 
     def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
@@ -58,9 +65,14 @@ class ParallelStack:
         return None
 
     def expert_load(self) -> dict[str, list[int]]:
-        """Tokens that chose each expert on this rank, by layer; empty where nobody counts. Waits for the device."""
-        return {name: exchange.load.tolist() for name, exchange in self._exchanges.items()
-                if exchange.load is not None}
+        """Tokens that chose each expert on this rank, by layer; empty where nobody counts. Waits
+        for the device.
+        """
+        return {
+            name: exchange.load.tolist()
+            for name, exchange in self._exchanges.items()
+            if exchange.load is not None
+        }
 
     def forget_load(self) -> None:
         """Counts start again from nothing."""

@@ -1,4 +1,5 @@
 """Quantization: how linear layers and experts keep their weights and multiply."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ class LinearShape:
         parts: checkpoint names of the fused parts (module paths), one for a plain layer.
         outputs: rows of each part on this rank.
         inputs: columns on this rank.
-        row_starts: first row of each part in the checkpoint's tensor (tensor parallel slices), 0 without sharding.
+        row_starts: first row of each part in the checkpoint's tensor (tensor parallel slices), 0
+            without sharding.
         col_start: first column in the checkpoint's tensor.
         full: (rows, columns) of each part in the checkpoint.
         bias: the parts carry biases.
@@ -40,12 +42,14 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """Routed experts on this rank. Gate and up are fused: w13 [E, 2*inter, hidden], w2 [E, hidden, inter].
+    """Routed experts on this rank. Gate and up are fused: w13 [E, 2*inter, hidden], w2 [E, hidden,
+    inter].
 
-    ``prefix`` is the module path up to "experts"; checkpoint names are ``{prefix}.{e}.gate_proj.weight`` and so on.
-    ``first``..``first + count`` are the experts held here; ``inter_start``/``inter`` the slice of their width.
-    ``shared``: so many further experts of the same width follow them, which together are the shared expert
-    ``shared_prefix`` (the slices of its width, in order).
+    ``prefix`` is the module path up to "experts"; checkpoint names are
+    ``{prefix}.{e}.gate_proj.weight`` and so on. ``first``..``first + count`` are the experts held
+    here; ``inter_start``/``inter`` the slice of their width.
+    ``shared``: so many further experts of the same width follow them, which together are the shared
+    expert ``shared_prefix`` (the slices of its width, in order).
     ``parts``: results may be ``Parts``.
     """
 
@@ -63,18 +67,20 @@ class ExpertsShape:
 
 
 class Quantized(NamedTuple):
-    """Activations in a linear's ``input_format``. ``scales`` is None where the format keeps values already scaled."""
+    """Activations in a linear's ``input_format``. ``scales`` is None where the format keeps values
+    already scaled.
+    """
 
     values: Tensor
     scales: Tensor | None = None
 
 
 class Parts(NamedTuple):
-    """[T, hidden] that is still to be added up: rows [T * K, hidden], weighted already, and their experts' ids [T, K],
-    or rows of another sum, all with ids of 0.
+    """[T, hidden] that is still to be added up: rows [T * K, hidden], weighted already, and their
+    experts' ids [T, K], or rows of another sum, all with ids of 0.
 
-    The rows of negative ids do not count, and hold anything. Rows are of the activation dtype or float32; ids may be
-    strided in the first dimension.
+    The rows of negative ids do not count, and hold anything. Rows are of the activation dtype or
+    float32; ids may be strided in the first dimension.
     """
 
     rows: Tensor
@@ -84,11 +90,12 @@ class Parts(NamedTuple):
 class LinearMethod(Protocol):
     """How one linear layer keeps its weight and multiplies. Holds its own tensors.
 
-    A method may have ``apply_parts(x) -> Tensor | Parts`` too: as ``apply``, for a norm that adds parts up.
+    A method may have ``apply_parts(x) -> Tensor | Parts`` too: as ``apply``, for a norm that adds
+    parts up.
     """
 
-    #: what the producer may hand over as ``Quantized``: "plain" (nothing), "fp8_group128", "int8_token",
-    #: "fp8_group128_values" (E4M3 values times their scale, in the activation dtype)
+    #: what the producer may hand over as ``Quantized``: "plain" (nothing), "fp8_group128",
+    #: "int8_token", "fp8_group128_values" (E4M3 values times their scale, in the activation dtype)
     input_format: str
 
     def targets(self) -> Iterator[WeightTarget]: ...
@@ -98,17 +105,21 @@ class LinearMethod(Protocol):
         ...
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
-        """x [T, inputs] -> [T, sum(outputs)] in the activation dtype (or ``LinearShape.wide``), bias added."""
+        """x [T, inputs] -> [T, sum(outputs)] in the activation dtype (or ``LinearShape.wide``),
+        bias added.
+        """
         ...
 
     def dense(self) -> Tensor:
-        """The weight as [sum(outputs), inputs] in the compute dtype (MLA absorption needs kv_b's). After finalize."""
+        """The weight as [sum(outputs), inputs] in the compute dtype (MLA absorption needs kv_b's).
+        After finalize.
+        """
         ...
 
 
 class StartedExperts(Protocol):
-    """A layer's experts once x is there. The gate is called next, with ``begun`` (int32), whose first number it sets to
-    1 as soon as it may read x; then ``finish``."""
+    """A layer's experts once x is there. The gate is called next, with ``begun`` (int32), whose
+    first number it sets to 1 as soon as it may read x; then ``finish``."""
 
     @property
     def begun(self) -> Tensor: ...
@@ -121,9 +132,9 @@ class StartedExperts(Protocol):
 class ExpertsMethod(Protocol):
     """How the routed experts of one layer keep their weights and multiply.
 
-    A method may have ``start(x [T, hidden], width) -> StartedExperts | None`` too, for gates that choose ``width`` ids
-    a token, shared experts' among them; None: nothing is gained by beginning before the gate has chosen. It is called
-    only where the gate signals (``SignallingRoute``).
+    A method may have ``start(x [T, hidden], width) -> StartedExperts | None`` too, for gates that
+    choose ``width`` ids a token, shared experts' among them; None: nothing is gained by beginning
+    before the gate has chosen. It is called only where the gate signals (``SignallingRoute``).
     """
 
     input_format: str  #: as of ``LinearMethod``
@@ -133,9 +144,11 @@ class ExpertsMethod(Protocol):
     def finalize(self) -> None: ...
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
-        """x [T, hidden], ids [T, K] (of experts held, -1: not here), weights float32 [T, K] -> [T, hidden].
+        """x [T, hidden], ids [T, K] (of experts held, -1: not here), weights float32 [T, K] -> [T,
+        hidden].
 
-        ids are int64, or int32 where ``Ops.route`` chose them. ``Parts`` only where ``ExpertsShape.parts`` allows it.
+        ids are int64, or int32 where ``Ops.route`` chose them. ``Parts`` only where
+        ``ExpertsShape.parts`` allows it.
         """
         ...
 

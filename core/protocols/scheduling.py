@@ -1,4 +1,5 @@
 """Scheduling on the host: the prefix cache, the policy, and the scheduler that uses both."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
@@ -33,8 +34,12 @@ class PrefixCache(Protocol):
         """Longest cached prefix of ``tokens`` (whole pages) under ``salt``."""
         ...
 
-    def insert(self, tokens: NDArray[np.int32], pages: NDArray[np.int32], salt: str) -> NDArray[np.int32]:
-        """Take ownership of ``pages`` (covering ``tokens``, whole pages). Returns the pages it did not need."""
+    def insert(
+        self, tokens: NDArray[np.int32], pages: NDArray[np.int32], salt: str
+    ) -> NDArray[np.int32]:
+        """Take ownership of ``pages`` (covering ``tokens``, whole pages). Returns the pages it did
+        not need.
+        """
         ...
 
     def lock(self, match: PrefixMatch, delta: int) -> None:
@@ -42,7 +47,9 @@ class PrefixCache(Protocol):
         ...
 
     def evict(self, pages: int) -> NDArray[np.int32]:
-        """Give up at least ``pages`` pages if possible, least recently used leaves first. Returns them."""
+        """Give up at least ``pages`` pages if possible, least recently used leaves first. Returns
+        them.
+        """
         ...
 
     def size(self) -> tuple[int, int]:
@@ -58,10 +65,11 @@ class SchedulingPolicy(Protocol):
     """Pure choices; no state of its own."""
 
     def order(self, waiting: Seq[Sequence], cached: Mapping[int, int]) -> list[Sequence]:
-        """Waiting sequences in the order they should be admitted. ``cached``: id -> prefix-cache tokens.
+        """Waiting sequences in the order they should be admitted. ``cached``: id -> prefix-cache
+        tokens.
 
-        Returns each of ``waiting`` once. A sequence that is left out is not admitted; when nothing else runs any more,
-        the engine ends it with an error that names the policy (code "stalled").
+        Returns each of ``waiting`` once. A sequence that is left out is not admitted; when nothing
+        else runs any more, the engine ends it with an error that names the policy (code "stalled").
         """
         ...
 
@@ -73,11 +81,20 @@ class SchedulingPolicy(Protocol):
 class Scheduler(Protocol):
     """Host only; deterministic: every rank runs the same one on the same messages.
 
-    ``next_batch`` may be called before the batch before has been committed; batches are committed in order.
+    ``next_batch`` may be called before the batch before has been committed; batches are committed
+    in order.
     """
 
-    def bind(self, table: SequenceTable, pages: PageAllocator, cache: PrefixCache, policy: SchedulingPolicy) -> None:
-        """Called once, while the rank is assembled. The scheduler is the only writer of ``table`` and ``pages``."""
+    def bind(
+        self,
+        table: SequenceTable,
+        pages: PageAllocator,
+        cache: PrefixCache,
+        policy: SchedulingPolicy,
+    ) -> None:
+        """Called once, while the rank is assembled. The scheduler is the only writer of ``table``
+        and ``pages``.
+        """
         ...
 
     def add(self, sequence: Sequence) -> None:
@@ -89,10 +106,12 @@ class Scheduler(Protocol):
         ...
 
     def next_batch(self) -> Batch | None:
-        """The next step. None: nothing to do, or nothing before the batches in flight are committed.
+        """The next step. None: nothing to do, or nothing before the batches in flight are
+        committed.
 
-        With no batch in flight and a sequence waiting or running it is not None. The engine tolerates None for a second
-        then, and ends the sequences with an error that names the scheduler (code "stalled").
+        With no batch in flight and a sequence waiting or running it is not None. The engine
+        tolerates None for a second then, and ends the sequences with an error that names the
+        scheduler (code "stalled").
         """
         ...
 
@@ -101,7 +120,9 @@ class Scheduler(Protocol):
         ...
 
     def take_pending(self) -> StepOutput | None:
-        """What happened outside ``commit`` (deadlines passed) and has not been reported by one; None: nothing."""
+        """What happened outside ``commit`` (deadlines passed) and has not been reported by one;
+        None: nothing.
+        """
         ...
 
     def load(self) -> Stats: ...

@@ -1,8 +1,11 @@
-"""Builds one rank from a plan: components, model, weights, KV pool, loop; then warms it up and tests it.
+"""Builds one rank from a plan: components, model, weights, KV pool, loop; then warms it up and
+tests it.
 
-Its phases are what progress reports and failures name: ``build``, ``weights``, ``kernels`` (on a device: the largest
-steps run over a small pool, and what they take is measured), ``kv``, ``capture``, ``self-test``, ``ready``.
+Its phases are what progress reports and failures name: ``build``, ``weights``, ``kernels`` (on a
+device: the largest steps run over a small pool, and what they take is measured), ``kv``,
+``capture``, ``self-test``, ``ready``.
 """
+
 from __future__ import annotations
 
 import time
@@ -35,27 +38,48 @@ from glowplug.core.step.pages import PageAllocator
 from glowplug.core.step.sequence_table import SequenceTable
 
 
-def build_context(plan: EnginePlan, plugins: PluginSet, worker: Worker, *, facts: ModelFacts | None = None,
-                  context: int | None = None) -> BuildContext:
-    """What the plan's model builds from: fresh components. ``facts`` and ``context`` replace the plan's."""
-    made = {slot: plugins.build(plan.choice(slot), plan, worker)
-            for slot in ("quantization", "collectives", "attention", "ops")}
+def build_context(
+    plan: EnginePlan,
+    plugins: PluginSet,
+    worker: Worker,
+    *,
+    facts: ModelFacts | None = None,
+    context: int | None = None,
+) -> BuildContext:
+    """What the plan's model builds from: fresh components. ``facts`` and ``context`` replace the
+    plan's.
+    """
+    made = {
+        slot: plugins.build(plan.choice(slot), plan, worker)
+        for slot in ("quantization", "collectives", "attention", "ops")
+    }
     joined = replace(worker, collectives=made["collectives"])
     strategies = [plugins.build(choice, plan, joined) for choice in plan.choices_in("parallel")]
     return BuildContext(
-        facts=facts or plan.facts.model, worker=worker, dtype=worker.dtype,
-        context=context or plan.sizes.context_length, scheme=made["quantization"],
-        plain=_plain_scheme(plan, plugins, worker), parallel=ParallelStack(strategies), collectives=made["collectives"],
-        attention=made["attention"], ops=made["ops"], spare=plan.sizes.positions - plan.sizes.context_length,
+        facts=facts or plan.facts.model,
+        worker=worker,
+        dtype=worker.dtype,
+        context=context or plan.sizes.context_length,
+        scheme=made["quantization"],
+        plain=_plain_scheme(plan, plugins, worker),
+        parallel=ParallelStack(strategies),
+        collectives=made["collectives"],
+        attention=made["attention"],
+        ops=made["ops"],
+        spare=plan.sizes.positions - plan.sizes.context_length,
     )
 
 
 def _plain_scheme(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> QuantizationScheme:
-    """The scheme for modules that a checkpoint leaves unquantized: the first that reads plain weights."""
+    """The scheme for modules that a checkpoint leaves unquantized: the first that reads plain
+    weights.
+    """
     for component, _, _ in plugins.components("quantization"):
         offers = component.offers
         if isinstance(offers, QuantizationOffers) and "none" in offers.reads and not offers.online:
-            choice = Choice("quantization", component.name, component.factory, {"use": component.name})
+            choice = Choice(
+                "quantization", component.name, component.factory, {"use": component.name}
+            )
             scheme: QuantizationScheme = plugins.build(choice, plan, worker)
             return scheme
     raise GlowplugError("no registered quantization scheme reads unquantized weights")
@@ -64,7 +88,9 @@ def _plain_scheme(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> Quant
 class RankBuilder:
     """Makes the rank's objects in dependency order. One use; ``engine`` is the product."""
 
-    def __init__(self, plan: EnginePlan, worker: Worker, plugins: PluginSet, report: Report, note: Note) -> None:
+    def __init__(
+        self, plan: EnginePlan, worker: Worker, plugins: PluginSet, report: Report, note: Note
+    ) -> None:
         self.clock = RankClock()
         self.plan = plan
         self.plugins = plugins
@@ -96,13 +122,23 @@ class RankBuilder:
     def _engine(self, runner: Runner, context: BuildContext) -> Engine:
         scheduler = self.component("scheduler")
         policy = self.component("policy")
-        scheduler.bind(runner.table, PageAllocator(self.plan.sizes.num_pages), self.component("cache"), policy)
-        return Engine(scheduler=scheduler, runner=runner, parallel=context.parallel, collectives=context.collectives,
-                      overlap=self.plan.overlap, clock=self.clock,
-                      stalls=StallWatch(self.plan, policy, runner.table), ranks=self.worker.ranks,
-                      leads=self.worker.rank == 0, observers=self._observers(),
-                      controls=self._controls(scheduler, runner, context.parallel),
-                      closing=[self._stopping, runner.graphs.close, context.collectives.close])
+        scheduler.bind(
+            runner.table, PageAllocator(self.plan.sizes.num_pages), self.component("cache"), policy
+        )
+        return Engine(
+            scheduler=scheduler,
+            runner=runner,
+            parallel=context.parallel,
+            collectives=context.collectives,
+            overlap=self.plan.overlap,
+            clock=self.clock,
+            stalls=StallWatch(self.plan, policy, runner.table),
+            ranks=self.worker.ranks,
+            leads=self.worker.rank == 0,
+            observers=self._observers(),
+            controls=self._controls(scheduler, runner, context.parallel),
+            closing=[self._stopping, runner.graphs.close, context.collectives.close],
+        )
 
     def _models(self, context: BuildContext) -> tuple[Model, Model | None, Any]:
         speculative = self.component("speculative")
@@ -116,25 +152,42 @@ class RankBuilder:
 
     def _runner(self, context: BuildContext, model: Model, speculative: Any) -> Runner:
         sizes = self.plan.sizes
-        return Runner(model=model, attention=context.attention, speculative=speculative,
-                      sampler=self.component("sampling"), graphs=self.component("graphs"),
-                      table=SequenceTable(sizes.max_running, sizes.positions, sizes.page_size),
-                      device=self.worker.device, cuts=context.cuts, extension=context.extension,
-                      sampled_last_layer=self.plan.sampled_last_layer)
+        return Runner(
+            model=model,
+            attention=context.attention,
+            speculative=speculative,
+            sampler=self.component("sampling"),
+            graphs=self.component("graphs"),
+            table=SequenceTable(sizes.max_running, sizes.positions, sizes.page_size),
+            device=self.worker.device,
+            cuts=context.cuts,
+            extension=context.extension,
+            sampled_last_layer=self.plan.sampled_last_layer,
+        )
 
     def _behind(self, context: BuildContext) -> BuildContext:
-        """What a draft model builds from: cache layers behind the target's, and the facts of its own folder."""
+        """What a draft model builds from: cache layers behind the target's, and the facts of its
+        own folder.
+        """
         facts = self.plan.facts
-        return replace(context, first_layer=facts.model.num_layers, facts=facts.draft or facts.model)
+        return replace(
+            context, first_layer=facts.model.num_layers, facts=facts.draft or facts.model
+        )
 
     def _stopping(self) -> None:
         self.plugins.call_each("worker_stopping", worker=self.worker)
 
-    def _controls(self, scheduler: Scheduler, runner: Runner, parallel: ParallelStack) -> dict[str, ControlHandler]:
+    def _controls(
+        self, scheduler: Scheduler, runner: Runner, parallel: ParallelStack
+    ) -> dict[str, ControlHandler]:
         profiler = Profiler(self.worker.rank, self.worker.device, step_phases(scheduler, runner))
-        return {"info": lambda args: self.info(parallel), "check": lambda args: dict(scheduler.check()),
-                "memory": lambda args: dict(memory_now(self.memory.gauge)),
-                "profile_start": profiler.start, "profile_stop": profiler.stop}
+        return {
+            "info": lambda args: self.info(parallel),
+            "check": lambda args: dict(scheduler.check()),
+            "memory": lambda args: dict(memory_now(self.memory.gauge)),
+            "profile_start": profiler.start,
+            "profile_stop": profiler.stop,
+        }
 
     def _load(self, model: Model, draft: Model | None) -> None:
         facts = self.plan.facts
@@ -173,22 +226,30 @@ class RankBuilder:
             remarks += filter(None, [self.memory.check_cache(runner)])
             pool = self.memory.make_pool(runner)
             self.plan = self.memory.plan
-            remarks.append(f"{human(pool.bytes)}, {pool.num_pages} pages of {self.plan.sizes.page_size} tokens"
-                           + (f", {planned} planned" if planned != pool.num_pages else ""))
+            remarks.append(
+                f"{human(pool.bytes)}, {pool.num_pages} pages of {self.plan.sizes.page_size} tokens"
+                + (f", {planned} planned" if planned != pool.num_pages else "")
+            )
 
     def _observers(self) -> list[Any]:
         found = self.plugins.call_each("step_observers", worker=self.worker, plan=self.plan)
         return [observer for _, group in found for observer in group or ()]
 
     def info(self, parallel: ParallelStack) -> dict[str, Any]:
-        """What /server_info shows of this rank: start-up seconds by phase, planned and measured bytes by line, and
-        where ranks share the experts how many tokens of this rank's have chosen each, by layer.
+        """What /server_info shows of this rank: start-up seconds by phase, planned and measured
+        bytes by line, and where ranks share the experts how many tokens of this rank's have chosen
+        each, by layer.
 
-        On the CPU the KV pool's measured bytes are the touched part of it: untouched pages cost nothing.
+        On the CPU the KV pool's measured bytes are the touched part of it: untouched pages cost
+        nothing.
         """
         sizes = self.plan.sizes
-        info = {"startup_seconds": self.phases.seconds, "kv_bytes": sizes.kv_bytes, "memory": self.memory.report(),
-                "max_total_num_tokens": (sizes.num_pages - 1) * sizes.page_size}
+        info = {
+            "startup_seconds": self.phases.seconds,
+            "kv_bytes": sizes.kv_bytes,
+            "memory": self.memory.report(),
+            "max_total_num_tokens": (sizes.num_pages - 1) * sizes.page_size,
+        }
         load = parallel.expert_load()
         return {**info, "expert_load": load} if load else info
 
@@ -197,19 +258,33 @@ def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:
     """The rank's place: hosts hold neighbouring ranks, in equal numbers."""
     local = rank % -(-plan.ranks // plan.facts.hardware.hosts)
     device = plan.device if plan.device == "cpu" else f"{plan.device}:{local}"
-    return Worker(rank=rank, ranks=plan.ranks, device=device, dtype=getattr(torch, plan.dtype),
-                  coordinates=coordinates(rank, plan.mesh), rendezvous=rendezvous)
+    return Worker(
+        rank=rank,
+        ranks=plan.ranks,
+        device=device,
+        dtype=getattr(torch, plan.dtype),
+        coordinates=coordinates(rank, plan.mesh),
+        rendezvous=rendezvous,
+    )
 
 
-def build_rank(plan: EnginePlan, rank: int, plugins: PluginSet, report: Report, rendezvous: str = "",
-               note: Note = logger.info) -> Engine:
+def build_rank(
+    plan: EnginePlan,
+    rank: int,
+    plugins: PluginSet,
+    report: Report,
+    rendezvous: str = "",
+    note: Note = logger.info,
+) -> Engine:
     """One rank, ready to serve. Raises what went wrong; the last reported phase says where.
 
     ``note`` gets a line for the log as each phase ends.
     """
     if plugins.fingerprint != plan.plugin_fingerprint:
-        raise GlowplugError(f"rank {rank} loaded other plugins than the plan was made with "
-                            f"({plugins.fingerprint} against {plan.plugin_fingerprint})")
+        raise GlowplugError(
+            f"rank {rank} loaded other plugins than the plan was made with "
+            f"({plugins.fingerprint} against {plan.plugin_fingerprint})"
+        )
     worker = make_worker(plan, rank, rendezvous)
     if worker.device != "cpu":
         for remark in use_segments(plan.growing_segments):  # before the allocator has anything

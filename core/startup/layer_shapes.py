@@ -1,8 +1,10 @@
-"""What plugins that tune kernels provide, and which products a plan's model asks for. Plan zone: no torch.
+"""What plugins that tune kernels provide, and which products a plan's model asks for. Plan zone: no
+torch.
 
-A plugin names its tuners by the hook ``tuners``; ``glowplug tune NAME`` runs one. Tables lie where the plugin's own
-runtime looks for them.
+A plugin names its tuners by the hook ``tuners``; ``glowplug tune NAME`` runs one. Tables lie where
+the plugin's own runtime looks for them.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -23,10 +25,10 @@ Log = Callable[[str], None]
 @dataclass(frozen=True)
 class Tuner:
     """Attributes:
-        name: after ``glowplug tune``.
-        factory: ``"package.module:Class"`` of a ``TableTuner``; called as ``factory(plan)``.
-        summary: one line for ``--help``.
-        device: type of device that it measures on ("cuda"); "": any.
+    name: after ``glowplug tune``.
+    factory: ``"package.module:Class"`` of a ``TableTuner``; called as ``factory(plan)``.
+    summary: one line for ``--help``.
+    device: type of device that it measures on ("cuda"); "": any.
     """
 
     name: str
@@ -37,8 +39,8 @@ class Tuner:
 
 @dataclass(frozen=True)
 class LayerShapes:
-    """The different products of a model on one rank. ``quantized``: names (experts: prefixes) of those whose weights
-    the scheme keeps in another form than the compute dtype.
+    """The different products of a model on one rank. ``quantized``: names (experts: prefixes) of
+    those whose weights the scheme keeps in another form than the compute dtype.
 
     ``topk``: experts that a token picks, those that ride along not counted.
     """
@@ -51,7 +53,9 @@ class LayerShapes:
 
 @dataclass(frozen=True)
 class TuneTable:
-    """One file of measurements: ``rows`` are the numbers of tokens wanted, ``done`` those that it holds."""
+    """One file of measurements: ``rows`` are the numbers of tokens wanted, ``done`` those that it
+    holds.
+    """
 
     label: str
     path: Path
@@ -65,7 +69,9 @@ class TuneTable:
 
 
 class TableTuner(Protocol):
-    """Measures on the device it runs on. Both methods may be called again at any time: what is done stays done."""
+    """Measures on the device it runs on. Both methods may be called again at any time: what is done
+    stays done.
+    """
 
     def tables(self, shapes: LayerShapes, rows: tuple[int, ...]) -> list[TuneTable]:
         """Every table that these products want. ``rows``: numbers of tokens; (): the tuner's own."""
@@ -77,7 +83,9 @@ class TableTuner(Protocol):
 
 
 def layer_shapes(plan: EnginePlan, plugins: PluginSet) -> LayerShapes:
-    """What the plan's model asks of its quantization schemes, found by building it with none of their weights."""
+    """What the plan's model asks of its quantization schemes, found by building it with none of
+    their weights.
+    """
     from glowplug.core.startup.build_rank import build_context, make_worker
 
     worker = make_worker(plan, 0)
@@ -93,12 +101,21 @@ def layer_shapes(plan: EnginePlan, plugins: PluginSet) -> LayerShapes:
     offers = registered.component.offers if registered is not None else None
     quantizes = isinstance(offers, QuantizationOffers) and "none" not in offers.reads
     return LayerShapes(
-        linears=tuple(_different((shape for one in both for shape in one.linears),
-                                 lambda shape: (shape.outputs, shape.inputs, shape.name in scheme.names))),
-        experts=tuple(_different((shape for one in both for shape in one.grouped),
-                                 lambda shape: (shape.count, shape.hidden, shape.inter, shape.shared))),
+        linears=tuple(
+            _different(
+                (shape for one in both for shape in one.linears),
+                lambda shape: (shape.outputs, shape.inputs, shape.name in scheme.names),
+            )
+        ),
+        experts=tuple(
+            _different(
+                (shape for one in both for shape in one.grouped),
+                lambda shape: (shape.count, shape.hidden, shape.inter, shape.shared),
+            )
+        ),
         quantized=frozenset(scheme.names) if quantizes else frozenset(),
-        topk=int(plan.facts.model.config.get("num_experts_per_tok") or 0))
+        topk=int(plan.facts.model.config.get("num_experts_per_tok") or 0),
+    )
 
 
 def _different(shapes: Iterator[Any], key: Callable[[Any], object]) -> list[Any]:

@@ -1,4 +1,7 @@
-"""Fills a model from a weight source: every target exactly once, every tensor of the checkpoint accounted for."""
+"""Fills a model from a weight source: every target exactly once, every tensor of the checkpoint
+accounted for.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,14 +16,20 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]  #: tensors done, tensors in all
 SHOWN = 8  #: names listed in an error
-FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})  #: what a target of no fixed dtype can be made from
+FLOATING = frozenset(
+    {"float64", "float32", "float16", "bfloat16"}
+)  #: what a target of no fixed dtype can be made from
 
 
-def load_model(model: Model, source: WeightSource, facts: ModelFacts, progress: Progress | None = None) -> int:
-    """Match the model's targets with the source's tensors, store each, and finalize the model. Returns the bytes read.
+def load_model(
+    model: Model, source: WeightSource, facts: ModelFacts, progress: Progress | None = None
+) -> int:
+    """Match the model's targets with the source's tensors, store each, and finalize the model.
+    Returns the bytes read.
 
-    A source without entries is synthetic and is asked for every target that is not optional. WeightError lists what
-    is missing, unexpected or of another shape or dtype; nothing is read before all of them agree.
+    A source without entries is synthetic and is asked for every target that is not optional.
+    WeightError lists what is missing, unexpected or of another shape or dtype; nothing is read
+    before all of them agree.
     """
     targets = _by_name(model.targets())
     entries = source.entries()
@@ -43,7 +52,9 @@ def load_model(model: Model, source: WeightSource, facts: ModelFacts, progress: 
     return size
 
 
-def _values(source: WeightSource, wanted: list[WeightTarget]) -> Iterator[tuple[WeightTarget, Tensor]]:
+def _values(
+    source: WeightSource, wanted: list[WeightTarget]
+) -> Iterator[tuple[WeightTarget, Tensor]]:
     if isinstance(source, StreamingSource):
         yield from source.stream(wanted)
         return
@@ -60,32 +71,48 @@ def _by_name(targets: Iterable[WeightTarget]) -> dict[str, WeightTarget]:
     return found
 
 
-def _check(targets: dict[str, WeightTarget], entries: Mapping[str, TensorFact], model: Model,
-           facts: ModelFacts) -> None:
+def _check(
+    targets: dict[str, WeightTarget],
+    entries: Mapping[str, TensorFact],
+    model: Model,
+    facts: ModelFacts,
+) -> None:
     where = facts.path or "the checkpoint"
     problems = []
-    missing = [name for name, target in targets.items() if name not in entries and not target.optional]
+    missing = [
+        name for name, target in targets.items() if name not in entries and not target.optional
+    ]
     if missing:
         problems.append(f"{len(missing)} missing: {_listed(missing)}")
     unexpected = [name for name in entries if name not in targets and not model.ignored(name)]
     if unexpected:
         problems.append(f"{len(unexpected)} unexpected: {_listed(unexpected)}")
     found = [(name, target, entries[name]) for name, target in targets.items() if name in entries]
-    wrong = [f"{name} is {_size(entry.shape)}, {facts.architecture} needs {_size(target.shape)}"
-             for name, target, entry in found if tuple(entry.shape) != tuple(target.shape)]
+    wrong = [
+        f"{name} is {_size(entry.shape)}, {facts.architecture} needs {_size(target.shape)}"
+        for name, target, entry in found
+        if tuple(entry.shape) != tuple(target.shape)
+    ]
     if wrong:
         problems.append(f"{len(wrong)} of the wrong shape: {_listed(wrong)}")
-    typed = [f"{name} is {entry.dtype}, {facts.architecture} needs {target.dtype or 'a floating-point type'}"
-             for name, target, entry in found if not _readable(entry.dtype, target.dtype)]
+    typed = [
+        f"{name} is {entry.dtype}, {facts.architecture} needs {target.dtype or 'a floating-point type'}"
+        for name, target, entry in found
+        if not _readable(entry.dtype, target.dtype)
+    ]
     if typed:
         problems.append(f"{len(typed)} of the wrong dtype: {_listed(typed)}")
     if problems:
-        raise WeightError(f"{where}: tensors do not fit config.json: {'; '.join(problems)}. Fix: download the files "
-                          "again, config.json with them")
+        raise WeightError(
+            f"{where}: tensors do not fit config.json: {'; '.join(problems)}. Fix: download the files "
+            "again, config.json with them"
+        )
 
 
 def _readable(stored: str, fixed: str | None) -> bool:
-    """8-bit floats mean nothing without their scales, so only a format that fixes them may ask for them."""
+    """8-bit floats mean nothing without their scales, so only a format that fixes them may ask for
+    them.
+    """
     return stored == fixed if fixed is not None else stored in FLOATING
 
 

@@ -1,8 +1,10 @@
 """What a rank's memory goes to: measured while it starts, and the KV pool made of what is left.
 
-On a device, steps of the largest admitted shapes run over a pool of a few pages first. What they take is then known,
-kernels are compiled and libraries have their workspaces, so that the pool can have all the rest but a reserve.
+On a device, steps of the largest admitted shapes run over a pool of a few pages first. What they
+take is then known, kernels are compiled and libraries have their workspaces, so that the pool can
+have all the rest but a reserve.
 """
+
 from __future__ import annotations
 
 import gc
@@ -41,18 +43,21 @@ from glowplug.core.step.batch import Batch
 from glowplug.core.step.kv_pool import KVPool
 
 RUNTIME = "cuda runtime"
-#: of the largest step, what steps claim where segments grow: those of fewer tokens in turn leave some of it cut up
-#: (V3 on an H200: 5% beyond, 144 MiB of them more than its share)
+#: of the largest step, what steps claim where segments grow: those of fewer tokens in turn leave
+#: some of it cut up (V3 on an H200: 5% beyond, 144 MiB of them more than its share)
 LOOSE = 1.1
-FIXES = ("a smaller scheduler.chunk_size, fewer scheduler.max_running_requests, a smaller memory.fraction, "
-         "more memory.reserve_bytes")
+FIXES = (
+    "a smaller scheduler.chunk_size, fewer scheduler.max_running_requests, a smaller memory.fraction, "
+    "more memory.reserve_bytes"
+)
 
 
 class RankMemory:
     """Meter and maker of one rank's memory.
 
     Attributes:
-        measures: the rank's device can be measured; otherwise the plan's own number of pages stands.
+        measures: the rank's device can be measured; otherwise the plan's own number of pages
+            stands.
         plan: the plan, with the number of pages that the rank really has.
     """
 
@@ -72,7 +77,7 @@ class RankMemory:
         if isinstance(rope, Rope):
             self.meter.move(line, "rotary tables", rope.table.nbytes)
 
-    # ---- the KV pool ------------------------------------------------------------------------------------------------
+    # ---- the KV pool -----------------------------------------------------------------------------
 
     def fit(self, runner: Runner, parallel: ParallelStack, collectives: Collectives) -> Left:
         """Decide on the number of pages by measuring. GlowplugError when they are too few."""
@@ -82,7 +87,9 @@ class RankMemory:
             self._reserve(small, runner.speculative)
             self.meter.mark(RUNTIME)
             self._reserve(small, runner.attention)
-            self.meter.mark(RESERVED if any(line.name == RESERVED for line in self.plan.budget) else RUNTIME)
+            self.meter.mark(
+                RESERVED if any(line.name == RESERVED for line in self.plan.budget) else RUNTIME
+            )
             self._reserve(small, runner.sampler)
             self.meter.mark("sampling state")
             left = self._measure(runner, parallel)
@@ -99,7 +106,9 @@ class RankMemory:
         again = [] if self.measures else [runner.sampler]
 
         def lend(layout: KVLayout, pages: int) -> None:
-            self._reserve(KVPool(layout, pages, self._device), runner.attention, runner.speculative, *again)
+            self._reserve(
+                KVPool(layout, pages, self._device), runner.attention, runner.speculative, *again
+            )
 
         with self.naming("kv"):
             found = check_cache(runner, self.plan, lend)
@@ -122,8 +131,15 @@ class RankMemory:
     def _reserve(self, pool: KVPool, *parts: Any) -> None:
         sizes = self.plan.sizes
         model = self.plan.facts.model
-        limits = Limits(rows=sizes.max_running + 1, context=sizes.positions, num_pages=pool.num_pages,
-                        width=sizes.width, vocab=model.vocab_size, kv=pool.layers, hidden=model.hidden_size)
+        limits = Limits(
+            rows=sizes.max_running + 1,
+            context=sizes.positions,
+            num_pages=pool.num_pages,
+            width=sizes.width,
+            vocab=model.vocab_size,
+            kv=pool.layers,
+            hidden=model.hidden_size,
+        )
         for part in parts:
             part.reserve(limits)
 
@@ -149,13 +165,17 @@ class RankMemory:
 
     def _steps(self, runner: Runner) -> list[tuple[str, Callable[[], None]]]:
         """The largest steps by the line of the budget that they show."""
-        return [("activations", partial(most_tokens, runner, self.plan)),
-                ("logits", partial(most_logits, runner, self.plan))]
+        return [
+            ("activations", partial(most_tokens, runner, self.plan)),
+            ("logits", partial(most_logits, runner, self.plan)),
+        ]
 
     def _peak(self, runner: Runner, line: str, run: Callable[[], None]) -> int:
-        """Measures ``line``; returns what the allocator claimed for it, which is more by fragmentation.
+        """Measures ``line``; returns what the allocator claimed for it, which is more by
+        fragmentation.
 
-        NOTE: without graphs, whose memory is a line of its own; steps that no graph fits take theirs beside it.
+        NOTE: without graphs, whose memory is a line of its own; steps that no graph fits take
+        theirs beside it.
         """
         with self.meter.peak(line):
             return self._claims(runner, run)
@@ -169,36 +189,51 @@ class RankMemory:
         return max(0, self.gauge.most_claimed() - max(claimed, self.gauge.claimed()))
 
     def _graphs(self, runner: Runner) -> int:
-        """What capturing will take: the pool that all graphs share, what stays beside it, and the driver's.
+        """What capturing will take: the pool that all graphs share, what stays beside it, and the
+        driver's.
 
-        NOTE: a captured step is for the longest context, as its kernels' splits are those of every replay.
+        NOTE: a captured step is for the longest context, as its kernels' splits are those of every
+        replay.
         """
         shapes = runner.graphs.shapes(self.plan)
         counts = self.plan.sizes.pass_tokens
         if not shapes:
             return 0
         batch_sizes = [rows for _, rows, _ in shapes]
-        pool = pool_bytes(self._peak(runner, "graphs", partial(most_captured, runner, self.plan, batch_sizes)),
-                          self._claims(runner, partial(most_passed, runner, self.plan)), self.plan.growing_segments)
+        pool = pool_bytes(
+            self._peak(runner, "graphs", partial(most_captured, runner, self.plan, batch_sizes)),
+            self._claims(runner, partial(most_passed, runner, self.plan)),
+            self.plan.growing_segments,
+        )
         model = self.plan.facts.model
         sizes = self.plan.sizes
         beside = driver_bytes(
-            len(shapes), model.num_layers, len(counts), sizes.lookahead, len(sizes.extend_tokens)) + kept_bytes(
-            model, batch_sizes, counts, -(-sizes.positions // sizes.page_size),
-            DTYPE_BYTES[self.plan.dtype], self.plan.growing_segments, sizes.extend_tokens)
+            len(shapes), model.num_layers, len(counts), sizes.lookahead, len(sizes.extend_tokens)
+        ) + kept_bytes(
+            model,
+            batch_sizes,
+            counts,
+            -(-sizes.positions // sizes.page_size),
+            DTYPE_BYTES[self.plan.dtype],
+            self.plan.growing_segments,
+            sizes.extend_tokens,
+        )
         self.meter.lines["graphs"] = pool + beside
         return pool + beside
 
-    # ---- graphs and the self-test -----------------------------------------------------------------------------------
+    # ---- graphs and the self-test ----------------------------------------------------------------
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """What graphs take: of torch's memory and of the driver's.
 
-        NOTE: what their pool has from the device, since nothing else can use it, whether tensors live there or not.
+        NOTE: what their pool has from the device, since nothing else can use it, whether tensors
+        live there or not.
         """
         with self.naming("capture"):
-            if self.measures:  # what went out of use before is not to be counted against what graphs take
+            if (
+                self.measures
+            ):  # what went out of use before is not to be counted against what graphs take
                 gc.collect()
             outside = self.meter.outside
             with self.meter.taking("graphs"):
@@ -206,7 +241,9 @@ class RankMemory:
             self._of_graphs = max(0, self.meter.outside - outside)
 
     def test(self, runner: Runner, parallel: ParallelStack) -> None:
-        """First steps over the real pool; on a device the largest ones too, so that no request's is the first."""
+        """First steps over the real pool; on a device the largest ones too, so that no request's is
+        the first.
+        """
         with self.naming("self-test"):
             warm_up(runner, self.plan, parallel.router())
             if not self.measures:
@@ -219,7 +256,7 @@ class RankMemory:
             self.gauge.settle()  # blocks as these steps needed them fit few of the requests'
             self.gauge.restart()
 
-    # ---- words ------------------------------------------------------------------------------------------------------
+    # ---- words -----------------------------------------------------------------------------------
 
     @contextmanager
     def naming(self, phase: str) -> Iterator[None]:
@@ -227,11 +264,14 @@ class RankMemory:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise GlowplugError(f"out of device memory in phase {phase}; measured so far: "
-                                f"{compared(self.plan, self.meter.lines)}. Fix: {FIXES} ({error})") from error
+            raise GlowplugError(
+                f"out of device memory in phase {phase}; measured so far: "
+                f"{compared(self.plan, self.meter.lines)}. Fix: {FIXES} ({error})"
+            ) from error
 
     def report(self) -> dict[str, dict[str, int | None]]:
-        """Bytes by line: planned before loading, measured while starting, and ``served``, the same over the whole pool.
+        """Bytes by line: planned before loading, measured while starting, and ``served``, the same
+        over the whole pool.
 
         ``step`` (on a device): the most that a step has taken since the rank was ready.
         """
@@ -243,7 +283,11 @@ class RankMemory:
                 lines[name]["served"] = self.meter.again[name]
         if self.measures:
             lines[RUNTIME]["served"] = self.meter.outside + self._workspaces - self._of_graphs
-            lines["step"] = {"planned": None, "measured": self._most_of_steps(), "served": self._since_ready()}
+            lines["step"] = {
+                "planned": None,
+                "measured": self._most_of_steps(),
+                "served": self._since_ready(),
+            }
         return lines
 
     def _most_of_steps(self) -> int:
@@ -262,8 +306,12 @@ class RankMemory:
     def summary(self) -> str:
         """One line for the log: what each line of the budget came to, and how far the plan was off."""
         planned = {line.name: line.bytes for line in self.plan.budget}
-        parts = [f"{name} {human(size)}" + (f" ({size / planned[name] - 1:+.0%})" if planned.get(name) else "")
-                 for name, size in self.meter.lines.items() if size]
+        parts = [
+            f"{name} {human(size)}"
+            + (f" ({size / planned[name] - 1:+.0%})" if planned.get(name) else "")
+            for name, size in self.meter.lines.items()
+            if size
+        ]
         return "memory, against the plan: " + ", ".join(parts)
 
 

@@ -1,4 +1,5 @@
 """How many bytes this rank really holds, so that the plan's budget can be compared with the truth."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ import torch
 
 
 class Gauge(Protocol):
-    """Reads memory, in bytes. ``held``: what live tensors take; ``claimed``: what the allocator has from the device."""
+    """Reads memory, in bytes. ``held``: what live tensors take; ``claimed``: what the allocator has
+    from the device.
+    """
 
     measures: bool  #: peaks are known, and what is left of the device
 
@@ -70,7 +73,9 @@ class CudaGauge:
 
 
 class HostGauge:
-    """The resident set; 0 where /proc is missing. Untouched pages do not count, and there are no peaks."""
+    """The resident set; 0 where /proc is missing. Untouched pages do not count, and there are no
+    peaks.
+    """
 
     measures = False
 
@@ -97,16 +102,22 @@ def gauge_of(device: str) -> Gauge:
 
 
 def memory_now(gauge: Gauge) -> dict[str, int]:
-    """Bytes: this process's resident set; on its device what tensors take, the allocator has, and everybody uses."""
+    """Bytes: this process's resident set; on its device what tensors take, the allocator has, and
+    everybody uses.
+    """
     free, total = gauge.device()
     device = (gauge.held(), gauge.claimed()) if gauge.measures else (0, 0)
-    return {"host": HostGauge().held(), "device_held": device[0], "device_claimed": device[1],
-            "device_used": total - free}
+    return {
+        "host": HostGauge().held(),
+        "device_held": device[0],
+        "device_claimed": device[1],
+        "device_used": total - free,
+    }
 
 
 class MemoryMeter:
-    """Bytes by budget line. ``lines``: as measured before the port opens; ``again``: the same a second time, of lines
-    that are measured under the conditions of service too."""
+    """Bytes by budget line. ``lines``: as measured before the port opens; ``again``: the same a
+    second time, of lines that are measured under the conditions of service too."""
 
     def __init__(self, gauge: Gauge) -> None:
         self.gauge = gauge
@@ -149,7 +160,7 @@ class MemoryMeter:
 
     @property
     def outside(self) -> int:
-        """Bytes of the device that torch's allocator does not hold: the CUDA context, kernels, libraries' own memory,
-        and other processes."""
+        """Bytes of the device that torch's allocator does not hold: the CUDA context, kernels,
+        libraries' own memory, and other processes."""
         free, total = self.gauge.device()
         return max(0, total - free - self.gauge.claimed())

@@ -1,8 +1,10 @@
-"""The KV pool's size from what a device really has left, once weights are loaded and the largest steps have run.
+"""The KV pool's size from what a device really has left, once weights are loaded and the largest
+steps have run.
 
-Arithmetic only; readings come from ``MemoryMeter``. A plan that predicted too little ends here, before the port opens,
-with names and numbers.
+Arithmetic only; readings come from ``MemoryMeter``. A plan that predicted too little ends here,
+before the port opens, with names and numbers.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -35,10 +37,14 @@ class Left:
         return int(self.total * share) - used - self.step - self.graphs - reserve
 
 
-def pages_that_fit(plan: EnginePlan, left: Left, page_bytes: int, measured: Mapping[str, int]) -> int:
-    """Pages of the KV pool, the scratch page included, of ``page_bytes`` with all that is kept of a page.
+def pages_that_fit(
+    plan: EnginePlan, left: Left, page_bytes: int, measured: Mapping[str, int]
+) -> int:
+    """Pages of the KV pool, the scratch page included, of ``page_bytes`` with all that is kept of a
+    page.
 
-    GlowplugError where they are too few for the plan; ``measured``: bytes by budget line, for its message.
+    GlowplugError where they are too few for the plan; ``measured``: bytes by budget line, for its
+    message.
     """
     memory = plan.config.get("memory") or {}
     sizes = plan.sizes
@@ -52,11 +58,16 @@ def pages_that_fit(plan: EnginePlan, left: Left, page_bytes: int, measured: Mapp
         f"{human(least * page_bytes)} for {(least - 1) * sizes.page_size} tokens; measured against planned: "
         f"{compared(plan, measured)}; a step takes {human(left.step)}, graphs {human(left.graphs)}. Fix: "
         f"context_length or memory.kv_tokens = {max(1, (pages - 1) * sizes.page_size)} or less, fewer "
-        "scheduler.max_running_requests, a smaller scheduler.chunk_size, or a larger memory.fraction")
+        "scheduler.max_running_requests, a smaller scheduler.chunk_size, or a larger memory.fraction"
+    )
 
 
 def compared(plan: EnginePlan, measured: Mapping[str, int]) -> str:
     """ "weights 29.3 GiB (29.2 GiB planned), ..." for every line that was measured."""
     planned = {line.name: line.bytes for line in plan.budget}
-    return ", ".join(f"{name} {human(size)} ({human(planned[name])} planned)" if name in planned else
-                     f"{name} {human(size)}" for name, size in measured.items())
+    return ", ".join(
+        f"{name} {human(size)} ({human(planned[name])} planned)"
+        if name in planned
+        else f"{name} {human(size)}"
+        for name, size in measured.items()
+    )

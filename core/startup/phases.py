@@ -1,4 +1,5 @@
 """Start-up by phases: how long each took, and a line in the log for each."""
+
 from __future__ import annotations
 
 import logging

@@ -1,9 +1,11 @@
-"""Steps on the scratch page, before any request: the self-test, and the largest admitted steps, to measure memory.
+"""Steps on the scratch page, before any request: the self-test, and the largest admitted steps, to
+measure memory.
 
-The self-test is a short prefill, a longer one and one decode step. It pays first-use costs and refuses a model whose
-logits are not finite before any client can see it. Ranks take the same steps together; groups of ranks also one in
-which only the first group has work.
+The self-test is a short prefill, a longer one and one decode step. It pays first-use costs and
+refuses a model whose logits are not finite before any client can see it. Ranks take the same steps
+together; groups of ranks also one in which only the first group has work.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -24,15 +26,35 @@ from glowplug.core.step.request import MAX_LOGPROBS, SamplingParams, Sequence
 WARM_TOKENS = 2048  #: longest warm-up prefill; beyond it the cost is arithmetic, not first use
 SHORT_TOKENS = 13  #: the shortest: other kernels, and a captured pass where there are some
 FEW_PAGES = 2  #: enough of a pool for every step here
-CACHED_CHUNKS = 1  #: chunks before the one whose memory is measured; backends read longer prefixes in pieces
-BETWEEN = 24  #: steps with prompts between the captured and the largest ones, each with one decoding row more
+CACHED_CHUNKS = (
+    1  #: chunks before the one whose memory is measured; backends read longer prefixes in pieces
+)
+#: steps with prompts between the captured and the largest ones, each with one decoding row more
+BETWEEN = 24
 EVEN = 16  #: kernels are compiled apart for numbers that it divides
-WHOLE = 512  #: numbers that it divides come back, with prompts of round lengths: libraries compile for them, too
-EVERYTHING = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, presence_penalty=0.1,
-                            repetition_penalty=1.1, logprobs=MAX_LOGPROBS, allowed_token_ids=[0, 1, 2],
-                            logit_bias={1: 1.0}, max_tokens=1, seed=0)
+#: numbers that it divides come back, with prompts of round lengths: libraries compile for them, too
+WHOLE = 512
+EVERYTHING = SamplingParams(
+    temperature=1.0,
+    top_p=0.9,
+    top_k=50,
+    min_p=0.01,
+    presence_penalty=0.1,
+    repetition_penalty=1.1,
+    logprobs=MAX_LOGPROBS,
+    allowed_token_ids=[0, 1, 2],
+    logit_bias={1: 1.0},
+    max_tokens=1,
+    seed=0,
+)
 
-WAYS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9}, {"top_k": 50}, {"presence_penalty": 0.1}, {"logprobs": 1})
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_p": 0.9},
+    {"top_k": 50},
+    {"presence_penalty": 0.1},
+    {"logprobs": 1},
+)
 
 
 def warm_up(runner: Runner, plan: EnginePlan, router: RequestRouter | None = None) -> None:
@@ -46,8 +68,8 @@ def warm_up(runner: Runner, plan: EnginePlan, router: RequestRouter | None = Non
 
 
 def most_tokens(runner: Runner, plan: EnginePlan) -> None:
-    """Steps of as many tokens as there can be: long prompts, all of one after another's cached prefix, or all fresh,
-    beside short ones; and of as many as may hold more than these."""
+    """Steps of as many tokens as there can be: long prompts, all of one after another's cached
+    prefix, or all fresh, beside short ones; and of as many as may hold more than these."""
     sizes = plan.sizes
     longest = min(sizes.chunk_size, sizes.context_length - sizes.width)
     lengths = np.full(sizes.max_running, min(sizes.width, longest), np.int32)
@@ -65,8 +87,14 @@ def most_tokens(runner: Runner, plan: EnginePlan) -> None:
 
 def _run_chunks(runner: Runner, plan: EnginePlan, lengths: NDArray[np.int32], cached: int) -> None:
     """A chunk of each row's length, the first behind ``cached`` tokens; none ends its prompt."""
-    batch = _scratch_batch(plan, Mode.PREFILL, len(lengths), 1, cached + int(lengths[0]),
-                           _ids(plan, int(lengths.sum())))
+    batch = _scratch_batch(
+        plan,
+        Mode.PREFILL,
+        len(lengths),
+        1,
+        cached + int(lengths[0]),
+        _ids(plan, int(lengths.sum())),
+    )
     batch.query_lens = lengths.copy()
     batch.kv_lens = lengths.copy()
     batch.kv_lens[0] += cached
@@ -76,17 +104,23 @@ def _run_chunks(runner: Runner, plan: EnginePlan, lengths: NDArray[np.int32], ca
 
 
 def most_captured(runner: Runner, plan: EnginePlan, batch_sizes: Iterable[int]) -> None:
-    """As many rows as graphs have at most, and have that may hold more than these, decode at the end of the longest
-    sequence, and draw their tokens in each way by itself, as graphs hold them."""
+    """As many rows as graphs have at most, and have that may hold more than these, decode at the
+    end of the longest sequence, and draw their tokens in each way by itself, as graphs hold
+    them."""
     width = plan.sizes.width
     for rows in _most(batch_sizes, [turn // width for turn in plan.sizes.turns]):
         for way in WAYS:
-            _run_joined(runner, _decoding(plan, rows, plan.sizes.context_length),
-                        SamplingParams(max_tokens=1, seed=0, **way))
+            _run_joined(
+                runner,
+                _decoding(plan, rows, plan.sizes.context_length),
+                SamplingParams(max_tokens=1, seed=0, **way),
+            )
 
 
 def most_passed(runner: Runner, plan: EnginePlan) -> None:
-    """Steps of as many tokens as captured passes have at most, and have that may hold more than these."""
+    """Steps of as many tokens as captured passes have at most, and have that may hold more than
+    these.
+    """
     for tokens in _most(plan.sizes.pass_tokens, plan.sizes.turns):
         _run_prompts(runner, plan, tokens)
 
@@ -115,18 +149,21 @@ def most_logits(runner: Runner, plan: EnginePlan) -> None:
 
 
 def steps_between(runner: Runner, plan: EnginePlan) -> None:
-    """Steps with prompts that no graph holds, of fewer and fewer tokens and beside fewer and fewer decoding rows.
+    """Steps with prompts that no graph holds, of fewer and fewer tokens and beside fewer and fewer
+    decoding rows.
 
-    Which kernels run, and how they are compiled, depends on both numbers; no request is to wait for a compiler.
-    NOTE: the largest first, since tensors that grow from step to step fit none of the blocks of the steps before.
+    Which kernels run, and how they are compiled, depends on both numbers; no request is to wait for
+    a compiler.
+    NOTE: the largest first, since tensors that grow from step to step fit none of the blocks of the
+    steps before.
     """
     for decodes, tokens in reversed(counts_between(plan.sizes)):
         runner.launch(_mixed(plan, decodes, tokens - decodes)).wait()  # of garbage, finite or not
 
 
 def counts_between(sizes: Sizes) -> list[tuple[int, int]]:
-    """(decoding rows, tokens) of those steps, ascending: every multiple of WHOLE, and numbers between that are odd and
-    divisible by EVEN in turn."""
+    """(decoding rows, tokens) of those steps, ascending: every multiple of WHOLE, and numbers
+    between that are odd and divisible by EVEN in turn."""
     least = sizes.pass_tokens[-1] if sizes.pass_tokens else 0
     most = sizes.chunk_size
     steps = min(BETWEEN, sizes.max_running - 1)
@@ -152,7 +189,9 @@ def _mixed(plan: EnginePlan, decodes: int, tokens: int) -> Batch:
     batch = _scratch_batch(plan, Mode.PREFILL, len(lengths), 1, chunks[0], _ids(plan, sum(chunks)))
     batch.num_decodes = decodes
     batch.query_lens = lengths
-    batch.kv_lens = np.maximum(lengths, np.where(np.arange(len(lengths)) < decodes, chunks[0], 0)).astype(np.int32)
+    batch.kv_lens = np.maximum(
+        lengths, np.where(np.arange(len(lengths)) < decodes, chunks[0], 0)
+    ).astype(np.int32)
     batch.samples[decodes:] = False
     batch.next_ids = np.zeros(len(chunks), np.int32)
     batch.agreed = shape_of(batch)
@@ -161,7 +200,10 @@ def _mixed(plan: EnginePlan, decodes: int, tokens: int) -> Batch:
 
 def _run_joined(runner: Runner, batch: Batch, params: SamplingParams) -> None:
     """A step all of whose rows sample by ``params``."""
-    batch.joined = [Sequence(id=-1, prompt=np.zeros(1, np.int32), params=params, row=int(row)) for row in batch.rows]
+    batch.joined = [
+        Sequence(id=-1, prompt=np.zeros(1, np.int32), params=params, row=int(row))
+        for row in batch.rows
+    ]
     try:
         _run(runner, batch, batch)
     finally:
@@ -188,9 +230,11 @@ def _run(runner: Runner, batch: Batch, widest: Batch) -> None:
     """One step; ``widest`` is what the rank with the most work computes in it."""
     batch.agreed = shape_of(widest)
     if runner.launch(batch).wait().bad.any():
-        raise GlowplugError(f"self-test: the model's logits are not finite (NaN or all -inf) in a {batch.mode.value} "
-                            f"step of {batch.num_rows} rows, {batch.num_tokens} tokens. Fix: another dtype, if its "
-                            "range is too small for this model; else the checkpoint is damaged: download it again")
+        raise GlowplugError(
+            f"self-test: the model's logits are not finite (NaN or all -inf) in a {batch.mode.value} "
+            f"step of {batch.num_rows} rows, {batch.num_tokens} tokens. Fix: another dtype, if its "
+            "range is too small for this model; else the checkpoint is damaged: download it again"
+        )
 
 
 def _prompt_length(plan: EnginePlan) -> int:
@@ -213,10 +257,14 @@ def _ids(plan: EnginePlan, count: int) -> np.ndarray:
 
 
 def _decode(plan: EnginePlan, step: int = 1) -> Batch:
-    """Rows of width tokens; where lengths live on the device, the first of them is the prompt just computed, and
-    ``step`` is the number of this step behind it."""
+    """Rows of width tokens; where lengths live on the device, the first of them is the prompt just
+    computed, and ``step`` is the number of this step behind it."""
     width = plan.sizes.width
-    return _decoding(plan, min(plan.sizes.max_running, 8), width if width == 1 else _prompt_length(plan) + step * width)
+    return _decoding(
+        plan,
+        min(plan.sizes.max_running, 8),
+        width if width == 1 else _prompt_length(plan) + step * width,
+    )
 
 
 def _decoding(plan: EnginePlan, rows: int, most: int) -> Batch:
@@ -225,12 +273,23 @@ def _decoding(plan: EnginePlan, rows: int, most: int) -> Batch:
     return _scratch_batch(plan, mode, rows, width, most, np.zeros(0, np.int32))
 
 
-def _scratch_batch(plan: EnginePlan, mode: Mode, rows: int, tokens: int, most: int, ids: np.ndarray) -> Batch:
-    """``rows`` rows of ``tokens`` tokens whose cache is then ``most`` tokens long at most, all of it scratch."""
+def _scratch_batch(
+    plan: EnginePlan, mode: Mode, rows: int, tokens: int, most: int, ids: np.ndarray
+) -> Batch:
+    """``rows`` rows of ``tokens`` tokens whose cache is then ``most`` tokens long at most, all of
+    it scratch.
+    """
     decodes = 0 if mode is Mode.PREFILL else rows
     pages = np.zeros((rows, -(-(most + plan.sizes.lookahead) // plan.sizes.page_size)), np.int32)
     return Batch(
-        step=0, mode=mode, rows=np.arange(rows, dtype=np.int32), epochs=np.zeros(rows, np.int64), num_decodes=decodes,
-        query_lens=np.full(rows, tokens, np.int32), kv_lens=np.full(rows, most, np.int32),
-        samples=np.ones(rows, np.bool_), prompt_ids=ids, pages=pages,
+        step=0,
+        mode=mode,
+        rows=np.arange(rows, dtype=np.int32),
+        epochs=np.zeros(rows, np.int64),
+        num_decodes=decodes,
+        query_lens=np.full(rows, tokens, np.int32),
+        kv_lens=np.full(rows, most, np.int32),
+        samples=np.ones(rows, np.bool_),
+        prompt_ids=ids,
+        pages=pages,
     )

@@ -1,4 +1,5 @@
 """The KV pool: one tensor for each layer and entry, shaped by the attention backend's layout."""
+
 from __future__ import annotations
 
 import math
@@ -20,9 +21,11 @@ TORCH_DTYPES = {
 
 
 class KVPool:
-    """Zero-filled cache tensors ``[num_pages * page_size, *entry.shape]``. Page 0 is scratch: padding writes there.
+    """Zero-filled cache tensors ``[num_pages * page_size, *entry.shape]``. Page 0 is scratch:
+    padding writes there.
 
-    NOTE: zero-filled because an uninitialised cache can hold NaN, and 0 * NaN in a masked product is still NaN.
+    NOTE: zero-filled because an uninitialised cache can hold NaN, and 0 * NaN in a masked product
+    is still NaN.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: str) -> None:
@@ -45,5 +48,10 @@ class KVPool:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # NOTE: numpy's zeros are the operating system's untouched pages: a large pool costs time and memory only as used.
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    # NOTE: numpy's zeros are the operating system's untouched pages: a large pool costs time and
+    # memory only as used.
+    return (
+        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+        .view(dtype)
+        .view(shape)
+    )

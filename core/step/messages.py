@@ -1,7 +1,10 @@
-"""What crosses the pipe between the front (server or ``LLM``) and the engine: msgspec structs as msgpack bytes.
+"""What crosses the pipe between the front (server or ``LLM``) and the engine: msgspec structs as
+msgpack bytes.
 
-Front to engine: a list of :data:`Inbound`. Engine to front: a list of :data:`Outbound`. Never pickle.
+Front to engine: a list of :data:`Inbound`. Engine to front: a list of :data:`Outbound`. Never
+pickle.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
@@ -44,10 +47,11 @@ class Abort(msgspec.Struct, tag="a", array_like=True):
 
 
 class Control(msgspec.Struct, tag="c", array_like=True):
-    """A question or command outside the token path; answered by a :class:`Reply` with the same ``id``.
+    """A question or command outside the token path; answered by a :class:`Reply` with the same
+    ``id``.
 
-    Actions: "flush" (drop the prefix cache), "info" (sizes, memory, budget), "check" (integrity of pool and cache),
-    "memory" (bytes now), "profile_start", "profile_stop".
+    Actions: "flush" (drop the prefix cache), "info" (sizes, memory, budget), "check" (integrity of
+    pool and cache), "memory" (bytes now), "profile_start", "profile_stop".
     """
 
     id: int
@@ -61,7 +65,8 @@ Inbound = Submit | Abort | Control
 class Logprobs(msgspec.Struct, array_like=True):
     """Log-probabilities of consecutive tokens of one sequence.
 
-    ``token[i]`` belongs to the i-th token; ``top_ids[i]``/``top[i]`` are the k most likely, best first.
+    ``token[i]`` belongs to the i-th token; ``top_ids[i]``/``top[i]`` are the k most likely, best
+    first.
     """
 
     token: list[float]
@@ -76,7 +81,9 @@ class Logprobs(msgspec.Struct, array_like=True):
 
 
 class Finished(msgspec.Struct, array_like=True):
-    """The end of a sequence. ``reason``: stop, length, abort, timeout, error. ``stop_id``: the token that ended it."""
+    """The end of a sequence. ``reason``: stop, length, abort, timeout, error. ``stop_id``: the
+    token that ended it.
+    """
 
     id: int
     reason: str
@@ -86,7 +93,9 @@ class Finished(msgspec.Struct, array_like=True):
 
 
 class Admitted(msgspec.Struct, array_like=True):
-    """A sequence ran for the first time: queue time in seconds and prompt tokens found in the prefix cache."""
+    """A sequence ran for the first time: queue time in seconds and prompt tokens found in the
+    prefix cache.
+    """
 
     id: int
     queued: float
@@ -97,9 +106,12 @@ class Stats(msgspec.Struct, array_like=True):
     """Gauges and counters since start, for /metrics and the log line.
 
     Attributes:
-        prefix_queries, prefix_hits: look-ups in the prefix cache, one an admission, and those that found something.
-        prefix_query_tokens, prefix_hit_tokens: prompt tokens looked up at a first admission, and those found.
-        step_seconds: time in steps of this group; bubble_seconds: of it, in which the device waited for the host.
+        prefix_queries, prefix_hits: look-ups in the prefix cache, one an admission, and those that
+            found something.
+        prefix_query_tokens, prefix_hit_tokens: prompt tokens looked up at a first admission, and
+            those found.
+        step_seconds: time in steps of this group; bubble_seconds: of it, in which the device waited
+            for the host.
         busy_seconds: time in steps of any group, over which rates are formed.
     """
 
@@ -129,7 +141,9 @@ class Stats(msgspec.Struct, array_like=True):
 
 
 SHARED = frozenset({"page_size", "group"})  #: of ``Stats``: not added up over groups
-GREATEST = ("busy_seconds",)  #: of ``Stats``: the same in all groups but for the age of each group's report
+GREATEST = (
+    "busy_seconds",
+)  #: of ``Stats``: the same in all groups but for the age of each group's report
 
 
 def total(groups: Iterable[Stats]) -> Stats:
@@ -146,11 +160,13 @@ def total(groups: Iterable[Stats]) -> Stats:
 
 
 class StepOutput(msgspec.Struct, tag="o", array_like=True):
-    """All that one committed step produced. Columnar: ``ids[i]`` got the next ``counts[i]`` entries of ``tokens``.
+    """All that one committed step produced. Columnar: ``ids[i]`` got the next ``counts[i]`` entries
+    of ``tokens``.
 
-    ``counts`` empty means one token each. ``logprobs`` and ``prompt_logprobs`` are (id, values) for the sequences that
-    asked. The token that ends a sequence by id (eos) is included in ``tokens``. ``prefilled``: (id, seconds from
-    admission to the first token) of the sequences whose first token is among ``tokens``; the engine fills it in.
+    ``counts`` empty means one token each. ``logprobs`` and ``prompt_logprobs`` are (id, values) for
+    the sequences that asked. The token that ends a sequence by id (eos) is included in ``tokens``.
+    ``prefilled``: (id, seconds from admission to the first token) of the sequences whose first
+    token is among ``tokens``; the engine fills it in.
     """
 
     ids: list[int] = []
@@ -174,7 +190,8 @@ class Reply(msgspec.Struct, tag="r", array_like=True):
 
 
 class Progress(msgspec.Struct, tag="p", array_like=True):
-    """A rank lives. ``phase``: "build", "weights", "kernels", "kv", "capture", "self-test", "ready", "serve", "ended";
+    """A rank lives. ``phase``: "build", "weights", "kernels", "kv", "capture", "self-test",
+    "ready", "serve", "ended";
     done of total. ``note``: a line for the log of whoever started the rank."""
 
     rank: int
@@ -186,7 +203,9 @@ class Progress(msgspec.Struct, tag="p", array_like=True):
 
 
 class Failed(msgspec.Struct, tag="f", array_like=True):
-    """A rank has failed; the engine is over. ``consequence``: it only lost a peer, which is to blame."""
+    """A rank has failed; the engine is over. ``consequence``: it only lost a peer, which is to
+    blame.
+    """
 
     rank: int
     phase: str
@@ -199,7 +218,8 @@ Outbound = StepOutput | Reply | Progress | Failed
 
 
 class Turn(msgspec.Struct, array_like=True):
-    """What every rank takes in before a step, from rank 0: its time in seconds and the front's frames, in order.
+    """What every rank takes in before a step, from rank 0: its time in seconds and the front's
+    frames, in order.
 
     ``stop``: the front has gone; every rank leaves its loop.
     """
@@ -207,6 +227,7 @@ class Turn(msgspec.Struct, array_like=True):
     now: float
     frames: list[bytes] = []
     stop: bool = False
+
 
 _encoder = msgspec.msgpack.Encoder()
 _inbound = msgspec.msgpack.Decoder(list[Inbound])

@@ -1,4 +1,7 @@
-"""The page allocator: which pages of the KV pool are free. Host only; cost grows with the pages that change hands."""
+"""The page allocator: which pages of the KV pool are free. Host only; cost grows with the pages
+that change hands.
+"""
+
 from __future__ import annotations
 
 import numpy as np
@@ -10,16 +13,20 @@ SCRATCH_PAGE = 0  #: never handed out: padding rows and unused page-table entrie
 class PageAllocator:
     """Hands out pages 1 to ``num_pages - 1``, the last given back first.
 
-    Pages taken or given together keep their order: sequences tend to get neighbours, which attention reads in place.
+    Pages taken or given together keep their order: sequences tend to get neighbours, which
+    attention reads in place.
 
     Args:
         num_pages: pages of the pool, the scratch page included.
-        check: verify every ``give``; ValueError for a page that is foreign, free already or given twice.
+        check: verify every ``give``; ValueError for a page that is foreign, free already or given
+            twice.
     """
 
     def __init__(self, num_pages: int, check: bool = True) -> None:
         if num_pages < 2:
-            raise ValueError(f"a pool needs the scratch page and at least one more, got {num_pages} pages")
+            raise ValueError(
+                f"a pool needs the scratch page and at least one more, got {num_pages} pages"
+            )
         self.num_pages = num_pages
         self._stack = np.arange(num_pages - 1, 0, -1, dtype=np.int32)  # the free pages are [:_top]
         self._top = num_pages - 1
@@ -46,7 +53,9 @@ class PageAllocator:
         return pages
 
     def give(self, pages: NDArray[np.int32]) -> None:
-        """Take ``pages`` back. Their contents stay as they are: the next owner writes before it reads."""
+        """Take ``pages`` back. Their contents stay as they are: the next owner writes before it
+        reads.
+        """
         if self._taken is not None:
             self._verify(pages, self._taken)
             self._taken[pages] = False
@@ -57,7 +66,9 @@ class PageAllocator:
     def _verify(self, pages: NDArray[np.int32], taken: NDArray[np.bool_]) -> None:
         foreign = pages[(pages <= SCRATCH_PAGE) | (pages >= self.num_pages)]
         if len(foreign):
-            raise ValueError(f"pages {foreign.tolist()} are not of this pool (1 to {self.num_pages - 1})")
+            raise ValueError(
+                f"pages {foreign.tolist()} are not of this pool (1 to {self.num_pages - 1})"
+            )
         free = pages[~taken[pages]]
         if len(free):
             raise ValueError(f"pages {free.tolist()} are free already")

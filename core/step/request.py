@@ -1,4 +1,5 @@
 """Requests as the engine knows them: sampling parameters, and a sequence. Imports without torch."""
+
 from __future__ import annotations
 
 import math
@@ -19,12 +20,16 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How tokens are chosen and when generation ends. Field names and defaults follow vLLM's ``SamplingParams``.
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """How tokens are chosen and when generation ends. Field names and defaults follow vLLM's
+    ``SamplingParams``.
 
     ``temperature=0`` is greedy. ``top_k`` 0 or -1: off. ``seed=None``: the engine draws one.
-    ``max_tokens=None``: as many as the context holds. ``logprobs=k``: the sampled token's log-probability and the
-    k most likely. Raises RequestError, naming ``param``, for a value out of bounds.
+    ``max_tokens=None``: as many as the context holds. ``logprobs=k``: the sampled token's
+    log-probability and the k most likely. Raises RequestError, naming ``param``, for a value out of
+    bounds.
     """
 
     n: int = 1
@@ -49,7 +54,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        """NOTE: a field that still holds its default's very object is right, and most fields of most requests do."""
+        """NOTE: a field that still holds its default's very object is right, and most fields of
+        most requests do.
+        """
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", [self.stop])
         for name, default in _DEFAULTS:
@@ -80,9 +87,12 @@ def _whole(low: int, high: int, optional: bool = False) -> _Check:
 
 def _number(low: float, high: float, above: bool = False) -> _Check:
     """``above``: ``low`` itself is refused."""
+
     def check(params: SamplingParams, name: str) -> None:
         value = getattr(params, name)
-        if isinstance(value, float) and type(value) is not float:  # NumPy's, which another process would not accept
+        if (
+            isinstance(value, float) and type(value) is not float
+        ):  # NumPy's, which another process would not accept
             msgspec.structs.force_setattr(params, name, value := float(value))
         _between(name, value, low, high)
         if above and value == low:
@@ -93,13 +103,17 @@ def _number(low: float, high: float, above: bool = False) -> _Check:
 
 def _switch(params: SamplingParams, name: str) -> None:
     if type(getattr(params, name)) is not bool:
-        raise RequestError(f"{name} must be true or false, got {getattr(params, name)!r}", param=name)
+        raise RequestError(
+            f"{name} must be true or false, got {getattr(params, name)!r}", param=name
+        )
 
 
 def _stop(params: SamplingParams, name: str) -> None:
     _list_of(name, params.stop, str)
     if len(params.stop) > MAX_STOP_STRINGS:
-        raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(params.stop)}", param=name)
+        raise RequestError(
+            f"at most {MAX_STOP_STRINGS} stop strings, got {len(params.stop)}", param=name
+        )
     for text in params.stop:
         if not text:
             raise RequestError("a stop string must not be empty", param=name)
@@ -145,14 +159,27 @@ def _between(name: str, value: float, low: float, high: float) -> None:
 
 _Check = Callable[[SamplingParams, str], None]
 _CHECKS: dict[str, _Check] = {
-    "n": _whole(1, MAX_N), "max_tokens": _whole(1, 1 << 31, optional=True), "min_tokens": _whole(0, 1 << 31),
-    "temperature": _number(0.0, 100.0), "top_p": _number(0.0, 1.0, above=True), "top_k": _whole(-1, 1 << 31),
-    "min_p": _number(0.0, 1.0), "presence_penalty": _number(-2.0, 2.0), "frequency_penalty": _number(-2.0, 2.0),
-    "repetition_penalty": _number(0.0, 100.0, above=True), "logit_bias": _logit_bias,
-    "allowed_token_ids": _allowed_token_ids, "seed": _whole(-(1 << 63), (1 << 64) - 1, optional=True), "stop": _stop,
-    "stop_token_ids": _stop_token_ids, "ignore_eos": _switch, "logprobs": _whole(0, MAX_LOGPROBS, optional=True),
-    "prompt_logprobs": _whole(0, MAX_LOGPROBS, optional=True), "skip_special_tokens": _switch,
-    "include_stop_str_in_output": _switch}
+    "n": _whole(1, MAX_N),
+    "max_tokens": _whole(1, 1 << 31, optional=True),
+    "min_tokens": _whole(0, 1 << 31),
+    "temperature": _number(0.0, 100.0),
+    "top_p": _number(0.0, 1.0, above=True),
+    "top_k": _whole(-1, 1 << 31),
+    "min_p": _number(0.0, 1.0),
+    "presence_penalty": _number(-2.0, 2.0),
+    "frequency_penalty": _number(-2.0, 2.0),
+    "repetition_penalty": _number(0.0, 100.0, above=True),
+    "logit_bias": _logit_bias,
+    "allowed_token_ids": _allowed_token_ids,
+    "seed": _whole(-(1 << 63), (1 << 64) - 1, optional=True),
+    "stop": _stop,
+    "stop_token_ids": _stop_token_ids,
+    "ignore_eos": _switch,
+    "logprobs": _whole(0, MAX_LOGPROBS, optional=True),
+    "prompt_logprobs": _whole(0, MAX_LOGPROBS, optional=True),
+    "skip_special_tokens": _switch,
+    "include_stop_str_in_output": _switch,
+}
 _DEFAULTS = tuple((field.name, field.default) for field in msgspec.structs.fields(SamplingParams))
 
 
@@ -172,7 +199,8 @@ class Sequence:
         cached_tokens: prompt tokens found in the prefix cache at first admission.
         preemptions: how often its pages were taken back.
         stop_ids: token ids that end it (eos unless ignored, and ``stop_token_ids``).
-        timeout, queue_timeout: seconds from arrival after which it ends (0: never); the latter only while queued.
+        timeout, queue_timeout: seconds from arrival after which it ends (0: never); the latter only
+            while queued.
         started: seconds (monotonic, this rank's own) at which it first entered a row; None before.
         prefilled: its first token has been reported.
     """

@@ -1,8 +1,11 @@
-"""The sequence table: one persistent row a running sequence, so that a step touches only what changed.
+"""The sequence table: one persistent row a running sequence, so that a step touches only what
+changed.
 
-Owned and written by the scheduler; everyone else reads. Columns are numpy arrays; ``tokens`` and ``pages`` are
-allocated lazily by the operating system, so a long context costs nothing until it is used.
+Owned and written by the scheduler; everyone else reads. Columns are numpy arrays; ``tokens`` and
+``pages`` are allocated lazily by the operating system, so a long context costs nothing until it is
+used.
 """
+
 from __future__ import annotations
 
 import numpy as np
@@ -19,7 +22,8 @@ class SequenceTable:
         length int32 [R]: committed tokens (prompt + output).
         launched int32 [R]: tokens whose KV a launched step computes or has computed.
         prompt_len, max_length int32 [R].
-        pages int32 [R, P], num_pages int32 [R]: page numbers; unused entries are 0, the scratch page.
+        pages int32 [R, P], num_pages int32 [R]: page numbers; unused entries are 0, the scratch
+            page.
         epoch int64 [R]: grows whenever the row changes hands; stale results are recognised by it.
     """
 

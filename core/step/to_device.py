@@ -1,5 +1,6 @@
-"""Where tokens go in the paged cache, computed on the device; rows looked up there; small host arrays sent there in one
-copy."""
+"""Where tokens go in the paged cache, computed on the device; rows looked up there; small host
+arrays sent there in one copy."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
@@ -18,9 +19,11 @@ FEW = 16  #: rows that ``index_select`` copies one after the other on a CUDA dev
 
 
 def slots_at(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
-    """Cache slots int64 [B, W] of ``positions`` int64 [B, W] in the rows of ``page_table`` int32 [B, P].
+    """Cache slots int64 [B, W] of ``positions`` int64 [B, W] in the rows of ``page_table`` int32
+    [B, P].
 
-    A position behind the table's last column goes to the scratch page, as unused entries of the table do.
+    A position behind the table's last column goes to the scratch page, as unused entries of the
+    table do.
     """
     columns = page_table.shape[1]
     wanted = positions.div(page_size, rounding_mode="floor")
@@ -32,24 +35,27 @@ def slots_at(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
 def rows_at(table: Tensor, at: Tensor) -> Tensor:
     """The rows ``at`` int64 [N] of ``table`` [R, ...]: [N, ...].
 
-    NOTE: ``index_select`` takes 7 us for 8 rows of 4 KB and 2 us for 32; indexing copies all at once, however few.
+    NOTE: ``index_select`` takes 7 us for 8 rows of 4 KB and 2 us for 32; indexing copies all at
+    once, however few.
     """
     return table[at] if 1 < len(at) <= FEW and at.is_cuda else table.index_select(0, at)
 
 
 def send(parts: Seq[NDArray[Any]], device: torch.device) -> tuple[Tensor, ...]:
-    """One-dimensional integer ``parts`` on ``device``, those of int64 as such and all others as int32: one copy, which
-    the host does not wait for.
+    """One-dimensional integer ``parts`` on ``device``, those of int64 as such and all others as
+    int32: one copy, which the host does not wait for.
 
-    NOTE: each begins at a multiple of 16 bytes. Triton compiles a kernel anew for pointers of another alignment, in the
-    middle of serving where it depends on the lengths of a step.
+    NOTE: each begins at a multiple of 16 bytes. Triton compiles a kernel anew for pointers of
+    another alignment, in the middle of serving where it depends on the lengths of a step.
     """
     if device.type == "cpu":
         return tuple(torch.from_numpy(part.astype(width(part))) for part in parts)
     return sent(parts, lambda size: torch.empty(size, dtype=torch.int32, pin_memory=True), device)
 
 
-def sent(parts: Seq[NDArray[Any]], pinned: Callable[[int], Tensor], device: torch.device) -> tuple[Tensor, ...]:
+def sent(
+    parts: Seq[NDArray[Any]], pinned: Callable[[int], Tensor], device: torch.device
+) -> tuple[Tensor, ...]:
     """As :func:`send`, by way of memory that ``pinned`` makes: int32 of so many words.
 
     NOTE: torch keeps pinned memory that was given back until the copies out of it have happened.
@@ -65,7 +71,9 @@ def sent(parts: Seq[NDArray[Any]], pinned: Callable[[int], Tensor], device: torc
     for part, place in zip(parts, places):
         memory[place].view(width(part))[:] = part
     on_device = packed.to(device, non_blocking=True)
-    return tuple(on_device[place].view(ON_DEVICE[width(part)]) for part, place in zip(parts, places))
+    return tuple(
+        on_device[place].view(ON_DEVICE[width(part)]) for part, place in zip(parts, places)
+    )
 
 
 def width(part: NDArray[Any]) -> np.dtype[Any]:

@@ -1,6 +1,7 @@
-"""A step's small results on their way to the host, through pinned memory that is used in turns; and how long the device
-waited for the step.
+"""A step's small results on their way to the host, through pinned memory that is used in turns; and
+how long the device waited for the step.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
@@ -25,15 +26,20 @@ class Marks:
 
     @staticmethod
     def new() -> Marks:
-        return Marks(torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
-                     torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        return Marks(
+            torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
+            torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
+        )
 
 
 class Copy:
-    """Tensors being copied. ``wait`` may be called once, before ``TURNS`` more copies have begun; ``waited`` after it.
+    """Tensors being copied. ``wait`` may be called once, before ``TURNS`` more copies have begun;
+    ``waited`` after it.
     """
 
-    def __init__(self, memory: Tensor, tensors: Seq[Tensor], marks: Marks, before: Marks | None) -> None:
+    def __init__(
+        self, memory: Tensor, tensors: Seq[Tensor], marks: Marks, before: Marks | None
+    ) -> None:
         self._marks = marks
         self._before = before
         self._parts: list[Tensor] = []
@@ -50,8 +56,14 @@ class Copy:
         return [np.array(part.numpy()) for part in self._parts]
 
     def waited(self) -> float:
-        """Seconds from the end of the copy before to this step's beginning, as the device's own clock says."""
-        return 0.0 if self._before is None else self._before.ended.elapsed_time(self._marks.begun) / 1e3
+        """Seconds from the end of the copy before to this step's beginning, as the device's own
+        clock says.
+        """
+        return (
+            0.0
+            if self._before is None
+            else self._before.ended.elapsed_time(self._marks.begun) / 1e3
+        )
 
 
 class HostCopier:

@@ -1,8 +1,10 @@
 """Chat templates: Jinja from a model folder, rendered as the untrusted code that it is.
 
-The sandbox has no loader, refuses unsafe attributes and changes to its inputs (CVE-2026-5760, CVE-2024-34359: templates
-that reached Python's object graph), and stops at a deadline and at a size. Whatever goes wrong is a RequestError.
+The sandbox has no loader, refuses unsafe attributes and changes to its inputs (CVE-2026-5760,
+CVE-2024-34359: templates that reached Python's object graph), and stops at a deadline and at a
+size. Whatever goes wrong is a RequestError.
 """
+
 from __future__ import annotations
 
 import json
@@ -25,7 +27,9 @@ from glowplug.core.errors import FactsError, RequestError
 RENDER_SECONDS = 5.0
 RENDER_CHARACTERS = 16 << 20
 MAX_TEMPLATE = 1 << 20  #: bytes of a template's file
-LARGEST_ARGUMENT = 1 << 20  #: integers that functions may take; larger ones only serve to exhaust memory
+LARGEST_ARGUMENT = (
+    1 << 20
+)  #: integers that functions may take; larger ones only serve to exhaust memory
 
 
 class RaisedByTemplate(TemplateError):
@@ -63,7 +67,9 @@ class Guard(NodeTransformer):
 
 def _call(method: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
     """A call of the sandbox's method."""
-    return nodes.Call(nodes.EnvironmentAttribute(method, lineno=line), arguments, [], None, None, lineno=line)
+    return nodes.Call(
+        nodes.EnvironmentAttribute(method, lineno=line), arguments, [], None, None, lineno=line
+    )
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -72,9 +78,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation], cache_size=0)
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[loopcontrols, Generation],
+            cache_size=0,
+        )
         self.filters["tojson"] = to_json
-        self.globals = {**self.globals, "raise_exception": raise_exception, "strftime_now": strftime_now}
+        self.globals = {
+            **self.globals,
+            "raise_exception": raise_exception,
+            "strftime_now": strftime_now,
+        }
         self.globals.pop("lipsum", None)
         self._rendering = local()
 
@@ -103,7 +118,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.tick()
-        if any(isinstance(value, int) and abs(value) > LARGEST_ARGUMENT for value in (*args, *kwargs.values())):
+        if any(
+            isinstance(value, int) and abs(value) > LARGEST_ARGUMENT
+            for value in (*args, *kwargs.values())
+        ):
             raise TooMuch("a number passed to a function is too large")
         return super().call(context, function, *args, **kwargs)
 
@@ -133,15 +151,21 @@ def strftime_now(format: str) -> str:
 
 
 def to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
     """As transformers has it: no HTML escapes, non-ASCII characters kept."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 class ChatTemplate:
-    """One compiled template. Compiling happens at construction; RequestError when it is no template.
+    """One compiled template. Compiling happens at construction; RequestError when it is no
+    template.
 
     Safe to render from several threads at once.
     """
@@ -154,7 +178,9 @@ class ChatTemplate:
             raise _failed(error) from None
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text. RequestError (code ``template_error``) if the template raises, runs too long or makes too much."""
+        """The text. RequestError (code ``template_error``) if the template raises, runs too long or
+        makes too much.
+        """
         self._sandbox.start(time.monotonic() + RENDER_SECONDS)
         pieces: list[str] = []
         size = 0
@@ -162,9 +188,12 @@ class ChatTemplate:
             for piece in self._template.generate(**variables):
                 size += len(piece)
                 if size > RENDER_CHARACTERS:
-                    raise TooMuch(f"the rendered prompt is longer than {RENDER_CHARACTERS} characters")
+                    raise TooMuch(
+                        f"the rendered prompt is longer than {RENDER_CHARACTERS} characters"
+                    )
                 pieces.append(piece)
-        # NOTE: a template is a program of the model's author: any exception in it is that request's, not the server's.
+        # NOTE: a template is a program of the model's author: any exception in it is that
+        # request's, not the server's.
         except Exception as error:
             raise _failed(error) from None
         return "".join(pieces)
@@ -172,14 +201,21 @@ class ChatTemplate:
 
 def _failed(error: Exception) -> RequestError:
     if isinstance(error, RaisedByTemplate):
-        return RequestError(f"the chat template refused the messages: {error}", code="template_error", param="messages",
-                            confidential=True)
+        return RequestError(
+            f"the chat template refused the messages: {error}",
+            code="template_error",
+            param="messages",
+            confidential=True,
+        )
     text = str(error)[:300] or type(error).__name__
-    return RequestError(f"the chat template failed: {type(error).__name__}: {text}", code="template_error",
-                        confidential=True)
+    return RequestError(
+        f"the chat template failed: {type(error).__name__}: {text}",
+        code="template_error",
+        confidential=True,
+    )
 
 
-# ---- the operator's own template -------------------------------------------------------------------------------------
+# ---- the operator's own template -----------------------------------------------------------------
 
 TEMPLATE_FIX = "a Jinja file, or the template itself; leave chat_template out for the model's own"
 
@@ -192,8 +228,9 @@ def is_inline(given: str) -> bool:
 def read_template(given: str) -> str:
     """Return the source of the template that the operator gave, by path or written out.
 
-    In a template written out, backslash-n stands for a line break, as in other engines. FactsError with the fix for a
-    file that cannot be read and for a text that is no chat template: it does not compile, or reads no messages.
+    In a template written out, backslash-n stands for a line break, as in other engines. FactsError
+    with the fix for a file that cannot be read and for a text that is no chat template: it does not
+    compile, or reads no messages.
     """
     if is_inline(given):
         name = "the inline template"
@@ -206,7 +243,9 @@ def read_template(given: str) -> str:
         sandbox.from_string(source)
         read = meta.find_undeclared_variables(sandbox.parse(source))
     except TemplateSyntaxError as error:
-        raise FactsError(f"{name} is no chat template: line {error.lineno}: {error.message}", TEMPLATE_FIX) from None
+        raise FactsError(
+            f"{name} is no chat template: line {error.lineno}: {error.message}", TEMPLATE_FIX
+        ) from None
     except (TemplateError, RecursionError, ValueError) as error:
         raise FactsError(f"{name} is no chat template: {str(error)[:200]}", TEMPLATE_FIX) from None
     if "messages" not in read:
@@ -227,17 +266,25 @@ def _read_file(path: Path) -> str:
         reason = "it is not UTF-8"
     except ValueError as error:  # a null byte in the name
         reason = str(error)
-    raise FactsError(f"the chat template {path.name[:128]!r} could not be read: {reason}", TEMPLATE_FIX)
+    raise FactsError(
+        f"the chat template {path.name[:128]!r} could not be read: {reason}", TEMPLATE_FIX
+    )
 
 
 def cut_after_final_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """``text`` up to the end of the last message's content, for the model to continue. RequestError if not found."""
+    """``text`` up to the end of the last message's content, for the model to continue. RequestError
+    if not found.
+    """
     content = messages[-1].get("content") if messages else None
     if not isinstance(content, str) or not content.strip():
-        raise RequestError("continue_final_message needs a last message with text", param="messages")
+        raise RequestError(
+            "continue_final_message needs a last message with text", param="messages"
+        )
     for ending in (content, content.lstrip(), content.rstrip(), content.strip()):
         at = text.rfind(ending)
         if at >= 0:
             return text[: at + len(ending)]
     raise RequestError(
-        "continue_final_message: the chat template does not render the last message as it is", param="messages")
+        "continue_final_message: the chat template does not render the last message as it is",
+        param="messages",
+    )

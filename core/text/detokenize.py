@@ -1,9 +1,10 @@
 """Token ids to text, piece by piece: the pieces joined are the text decoded at once.
 
-Byte-level vocabularies (GPT-2, DeepSeek, Llama 3, Qwen) take :class:`ByteStream`: a table of bytes and Python's
-incremental UTF-8 decoder, constant work a token. All others take :class:`PrefixStream`, which decodes a short window
-through the tokenizer's own decoder.
+Byte-level vocabularies (GPT-2, DeepSeek, Llama 3, Qwen) take :class:`ByteStream`: a table of bytes
+and Python's incremental UTF-8 decoder, constant work a token. All others take
+:class:`PrefixStream`, which decodes a short window through the tokenizer's own decoder.
 """
+
 from __future__ import annotations
 
 import codecs
@@ -12,7 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
-WINDOW = 48  #: undecodable tokens after which PrefixStream stops waiting for the rest of a character
+WINDOW = (
+    48  #: undecodable tokens after which PrefixStream stops waiting for the rest of a character
+)
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
@@ -28,17 +31,23 @@ class StreamDecoder(Protocol):
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte, inverted (``bytes_to_unicode`` in openai/gpt-2, encoder.py)."""
+    """GPT-2's printable character for each byte, inverted (``bytes_to_unicode`` in openai/gpt-2,
+    encoder.py).
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 BYTE_OF = byte_alphabet()
 
 
 def byte_level(piece: str) -> bytes:
-    """Bytes of one piece of a byte-level vocabulary; a piece with any other character stands for itself."""
+    """Bytes of one piece of a byte-level vocabulary; a piece with any other character stands for
+    itself.
+    """
     try:
         return bytes([BYTE_OF[character] for character in piece])
     except KeyError:
@@ -55,7 +64,9 @@ def is_byte_level(decoder: Any) -> bool:
 
 
 class Pieces(dict[int, bytes]):
-    """Bytes by token id, filled on first use. Ids in ``silent`` and unknown ids have none. Safe to share by threads."""
+    """Bytes by token id, filled on first use. Ids in ``silent`` and unknown ids have none. Safe to
+    share by threads.
+    """
 
     def __init__(self, name_of: Callable[[int], str | None], silent: Iterable[int]) -> None:
         super().__init__(dict.fromkeys(silent, b""))
@@ -77,16 +88,20 @@ class ByteStream:
 
     def feed(self, ids: Sequence[int]) -> str:
         pieces = self._pieces
-        return self._decode(pieces[ids[0]] if len(ids) == 1 else b"".join([pieces[token] for token in ids]))
+        return self._decode(
+            pieces[ids[0]] if len(ids) == 1 else b"".join([pieces[token] for token in ids])
+        )
 
     def finish(self) -> str:
         return self._decode(b"", True)
 
 
 class PrefixStream:
-    """Stream decoder through any ``decode``: the text of a window less the text of the window's known part.
+    """Stream decoder through any ``decode``: the text of a window less the text of the window's
+    known part.
 
-    The known part stays in the window because decoders look at neighbours (leading spaces, runs of byte tokens).
+    The known part stays in the window because decoders look at neighbours (leading spaces, runs of
+    byte tokens).
     """
 
     __slots__ = ("_decode", "_known", "_window")

@@ -1,9 +1,10 @@
 """One sequence's tokens to text: incremental decoding and stop strings.
 
-Result of a stream, however it is cut into steps: the text up to the stop string that is complete first (of those
-complete at the same character, the longest), or all of it. Text that may turn out to be part of a stop string is held
-back until it is decided.
+Result of a stream, however it is cut into steps: the text up to the stop string that is complete
+first (of those complete at the same character, the longest), or all of it. Text that may turn out
+to be part of a stop string is held back until it is decided.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ from glowplug.core.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Output:
-    """``text``: new text. ``finished``: nothing follows. ``stop_reason``: the stop string that matched, or None."""
+    """``text``: new text. ``finished``: nothing follows. ``stop_reason``: the stop string that
+    matched, or None.
+    """
 
     text: str
     finished: bool = False
@@ -24,9 +27,11 @@ class Output:
 
 
 class StopStrings:
-    """Aho-Corasick automaton (CACM 18:6, 1975) over stop strings: one step a character, whatever their number.
+    """Aho-Corasick automaton (CACM 18:6, 1975) over stop strings: one step a character, whatever
+    their number.
 
-    State 0 is the root. ``depth[s]``: characters of the longest stop-string prefix that the text ends with;
+    State 0 is the root. ``depth[s]``: characters of the longest stop-string prefix that the text
+    ends with;
     ``match[s]``: the longest stop string that the text ends with, or None.
     """
 
@@ -34,7 +39,9 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
-        self._fail, self.depth, self.match = [0], [0], [None]  # type: list[int], list[int], list[str | None]
+        self._fail = [0]
+        self.depth = [0]
+        self.match: list[str | None] = [None]
         for text in strings:
             self._add(text)
         self._link()
@@ -75,13 +82,24 @@ def stop_strings(strings: tuple[str, ...]) -> StopStrings:
 
 
 class OutputProcessor:
-    """Makes one sequence's text. ``feed`` takes the committed ids of a step; ``finish`` gives out what was held back.
+    """Makes one sequence's text. ``feed`` takes the committed ids of a step; ``finish`` gives out
+    what was held back.
 
-    Stop strings count only in the text of tokens after the first ``min_tokens``. A matched stop string is cut off
-    unless ``include_stop_str_in_output``. After the end both methods give empty, finished outputs.
+    Stop strings count only in the text of tokens after the first ``min_tokens``. A matched stop
+    string is cut off unless ``include_stop_str_in_output``. After the end both methods give empty,
+    finished outputs.
     """
 
-    __slots__ = ("_finished", "_held", "_include", "_reason", "_state", "_stops", "_stream", "_unchecked")
+    __slots__ = (
+        "_finished",
+        "_held",
+        "_include",
+        "_reason",
+        "_state",
+        "_stops",
+        "_stream",
+        "_unchecked",
+    )
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._stream = tokenizer.stream(params.skip_special_tokens)
@@ -110,7 +128,9 @@ class OutputProcessor:
         return output
 
     def finish(self, reason: str) -> Output:
-        """The sequence has ended for ``reason`` ("stop", "length", "abort", ...): the rest of its text."""
+        """The sequence has ended for ``reason`` ("stop", "length", "abort", ...): the rest of its
+        text.
+        """
         if self._finished:
             return Output("", True, self._reason)
         text = self._stream.finish()

@@ -1,7 +1,10 @@
-"""Text to token ids and back, and chat templates. Over the ``tokenizers`` library; neither torch nor transformers.
+"""Text to token ids and back, and chat templates. Over the ``tokenizers`` library; neither torch
+nor transformers.
 
-A plugin that reads another format builds the same :class:`Tokenizer` from its own ``tokenizers.Tokenizer``.
+A plugin that reads another format builds the same :class:`Tokenizer` from its own
+``tokenizers.Tokenizer``.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -15,9 +18,17 @@ import tokenizers
 
 from glowplug.core.errors import RequestError
 from glowplug.core.text.chat_template import ChatTemplate, cut_after_final_message
-from glowplug.core.text.detokenize import ByteStream, Pieces, PrefixStream, StreamDecoder, is_byte_level
+from glowplug.core.text.detokenize import (
+    ByteStream,
+    Pieces,
+    PrefixStream,
+    StreamDecoder,
+    is_byte_level,
+)
 
-TEMPLATE_ARGUMENTS = frozenset({"thinking", "enable_thinking", "reasoning_effort"})  #: a request may pass these on
+TEMPLATE_ARGUMENTS = frozenset(
+    {"thinking", "enable_thinking", "reasoning_effort"}
+)  #: a request may pass these on
 
 
 class Tokenizer:
@@ -31,41 +42,64 @@ class Tokenizer:
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, *, chat_template: str | Mapping[str, str] | None = None,
-        special_tokens: Mapping[str, str] | None = None, eos_ids: Iterable[int] = (), add_bos: bool | None = None,
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        chat_template: str | Mapping[str, str] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        eos_ids: Iterable[int] = (),
+        add_bos: bool | None = None,
     ) -> None:
-        """``chat_template``: source, or sources by name ("default", "tool_use"). ``special_tokens``: "bos_token",
-        "eos_token" and the like, as text; templates see them. ``eos_ids``: further ids that end a sequence.
+        """``chat_template``: source, or sources by name ("default", "tool_use").
+        ``special_tokens``: "bos_token", "eos_token" and the like, as text; templates see them.
+        ``eos_ids``: further ids that end a sequence.
         ``add_bos``: True prepends bos even where the backend's post-processor does not."""
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
-        self._sources = {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template or {})
+        self._sources = (
+            {"default": chat_template}
+            if isinstance(chat_template, str)
+            else dict(chat_template or {})
+        )
         self._templates: dict[str, ChatTemplate] = {}
         self._special_text = dict(special_tokens or {})
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token for token, entry in added.items() if entry.special)
-        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        self.vocab_size = max(
+            backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1
+        )
         self.bos_id = self._id_of("bos_token")
         self.eos_id = self._id_of("eos_token")
         first = () if self.eos_id is None else (self.eos_id,)
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys((*first, *eos_ids)))
-        self._prepend_bos = bool(add_bos) and self.bos_id is not None and self._plain_ids("a")[:1] != [self.bos_id]
+        self._prepend_bos = (
+            bool(add_bos) and self.bos_id is not None and self._plain_ids("a")[:1] != [self.bos_id]
+        )
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """From ``tokenizer.json`` and, where present, ``tokenizer_config.json``, ``special_tokens_map.json``,
-        ``chat_template.jinja``, ``generation_config.json`` and ``config.json``. ValueError naming the file that cannot
-        be read."""
+        """From ``tokenizer.json`` and, where present, ``tokenizer_config.json``,
+        ``special_tokens_map.json``, ``chat_template.jinja``, ``generation_config.json`` and
+        ``config.json``. ValueError naming the file that cannot be read."""
         try:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # NOTE: the library raises bare Exception
             raise ValueError(f"{folder / 'tokenizer.json'}: {error}") from None
-        config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
-        named = ((name, _text_of(value)) for name, value in config.items() if name.endswith("_token"))
+        config = {
+            **_read_json(folder / "special_tokens_map.json"),
+            **_read_json(folder / "tokenizer_config.json"),
+        }
+        named = (
+            (name, _text_of(value)) for name, value in config.items() if name.endswith("_token")
+        )
         return cls(
-            backend, chat_template=_template_of(folder, config), eos_ids=_ends_of(folder),
-            special_tokens={name: text for name, text in named if text}, add_bos=config.get("add_bos_token"))
+            backend,
+            chat_template=_template_of(folder, config),
+            eos_ids=_ends_of(folder),
+            special_tokens={name: text for name, text in named if text},
+            add_bos=config.get("add_bos_token"),
+        )
 
     def _id_of(self, name: str) -> int | None:
         text = self._special_text.get(name)
@@ -75,28 +109,48 @@ class Tokenizer:
         return list(self.backend.encode(text).ids)
 
     def settings(self) -> dict[str, Any]:
-        """Return what a tokenizer_config.json would say: special tokens as text, whether texts begin with bos, and the
-        chat template. "bos_token", "eos_token", "pad_token" and "chat_template" are None where there is none."""
+        """Return what a tokenizer_config.json would say: special tokens as text, whether texts
+        begin with bos, and the chat template. "bos_token", "eos_token", "pad_token" and
+        "chat_template" are None where there is none.
+        """
         adds_bos = self.bos_id is not None and self.encode("a")[:1] == [self.bos_id]
-        return {"bos_token": None, "eos_token": None, "pad_token": None, **self._special_text,
-                "add_bos_token": adds_bos, "chat_template": self._sources.get("default")}
+        return {
+            "bos_token": None,
+            "eos_token": None,
+            "pad_token": None,
+            **self._special_text,
+            "add_bos_token": adds_bos,
+            "chat_template": self._sources.get("default"),
+        }
 
-    # ---- text and ids -----------------------------------------------------------------------------------------------
+    # ---- text and ids ----------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; special tokens written in it are recognised. RequestError for lone surrogates."""
+        """Token ids of ``text``; special tokens written in it are recognised. RequestError for lone
+        surrogates.
+        """
         try:
             ids = list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except (UnicodeEncodeError, TypeError):
-            raise RequestError("the text is not valid Unicode", code="invalid_unicode", param="prompt") from None
-        return [self.bos_id, *ids] if add_special_tokens and self._prepend_bos and self.bos_id is not None else ids
+            raise RequestError(
+                "the text is not valid Unicode", code="invalid_unicode", param="prompt"
+            ) from None
+        return (
+            [self.bos_id, *ids]
+            if add_special_tokens and self._prepend_bos and self.bos_id is not None
+            else ids
+        )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; invalid UTF-8 becomes U+FFFD, unknown ids nothing."""
         if self.byte_level:
             pieces = self._shown if skip_special_tokens else self._pieces
             return b"".join([pieces[token] for token in ids]).decode("utf-8", "replace")
-        return str(self.backend.decode([token for token in ids if token >= 0], skip_special_tokens=skip_special_tokens))
+        return str(
+            self.backend.decode(
+                [token for token in ids if token >= 0], skip_special_tokens=skip_special_tokens
+            )
+        )
 
     def stream(self, skip_special_tokens: bool = True) -> StreamDecoder:
         """A decoder for one sequence, fed as its ids come."""
@@ -105,7 +159,9 @@ class Tokenizer:
         return PrefixStream(lambda ids: self.decode(ids, skip_special_tokens))
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes a token stands for in running text (a byte token of "é" has one of its two); b"" if unknown."""
+        """The bytes a token stands for in running text (a byte token of "é" has one of its two);
+        b"" if unknown.
+        """
         return self._pieces[token] if self.byte_level else self._bytes_of(token)
 
     @cached_property
@@ -128,11 +184,13 @@ class Tokenizer:
             return bytes([int(name[3:5], 16)])
         return name.replace("\u2581", " ").encode()
 
-    # ---- conversations ----------------------------------------------------------------------------------------------
+    # ---- conversations ---------------------------------------------------------------------------
 
     @cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits for what turns text into ids and conversations into text, templates included."""
+        """16 hexadecimal digits for what turns text into ids and conversations into text, templates
+        included.
+        """
         own = [self._sources, self._special_text, self.eos_ids, self._prepend_bos]
         content = self.backend.to_str() + json.dumps(own, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -147,33 +205,50 @@ class Tokenizer:
         self._templates = {}
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
-        continue_final_message: bool = False, tools: Sequence[Mapping[str, Any]] | None = None, **arguments: Any,
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **arguments: Any,
     ) -> str:
         """The prompt text of a conversation: encode it with ``add_special_tokens=False``.
 
-        ``arguments``: any of TEMPLATE_ARGUMENTS. RequestError when there is no template, an argument is not allowed,
-        or the template fails (code ``template_error``).
+        ``arguments``: any of TEMPLATE_ARGUMENTS. RequestError when there is no template, an
+        argument is not allowed, or the template fails (code ``template_error``).
         """
         unknown = sorted(arguments.keys() - TEMPLATE_ARGUMENTS)
         if unknown:
             raise RequestError(
                 f"{unknown[0][:64]!r} is no argument of chat templates here; known are "
-                + ", ".join(sorted(TEMPLATE_ARGUMENTS)), param="chat_template_kwargs")
+                + ", ".join(sorted(TEMPLATE_ARGUMENTS)),
+                param="chat_template_kwargs",
+            )
         if continue_final_message and add_generation_prompt:
             raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message")
-        text = self._template("tool_use" if tools else "default").render({
-            **self._special_text, **arguments, "messages": list(messages), "tools": list(tools) if tools else None,
-            "add_generation_prompt": add_generation_prompt})
+                "continue_final_message and add_generation_prompt exclude each other",
+                param="continue_final_message",
+            )
+        text = self._template("tool_use" if tools else "default").render(
+            {
+                **self._special_text,
+                **arguments,
+                "messages": list(messages),
+                "tools": list(tools) if tools else None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
         return cut_after_final_message(text, messages) if continue_final_message else text
 
     def _template(self, name: str) -> ChatTemplate:
         name = name if name in self._sources else "default"
         if name not in self._sources:
             raise RequestError(
-                "this model has no chat template: send a prompt instead of messages", code="no_chat_template",
-                param="messages")
+                "this model has no chat template: send a prompt instead of messages",
+                code="no_chat_template",
+                param="messages",
+            )
         if name not in self._templates:
             self._templates[name] = ChatTemplate(self._sources[name])
         return self._templates[name]
@@ -198,19 +273,25 @@ def _text_of(value: Any) -> str | None:
 
 
 def _ends_of(folder: Path) -> list[int]:
-    """Ids that end a sequence, from ``generation_config.json`` or else ``config.json``: one or a list."""
+    """Ids that end a sequence, from ``generation_config.json`` or else ``config.json``: one or a
+    list.
+    """
     for name in ("generation_config.json", "config.json"):
         stated = _read_json(folder / name).get("eos_token_id")
         if stated is not None:
             ends = stated if isinstance(stated, list) else [stated]
             if not all(type(token) is int and 0 <= token < 1 << 31 for token in ends):
-                raise ValueError(f"{folder / name}: eos_token_id is {stated!r}, expected a token id or a list of them")
+                raise ValueError(
+                    f"{folder / name}: eos_token_id is {stated!r}, expected a token id or a list of them"
+                )
             return ends
     return []
 
 
 def _template_of(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """``chat_template.jinja`` wins over the config's entry, which is a string or a list of named templates."""
+    """``chat_template.jinja`` wins over the config's entry, which is a string or a list of named
+    templates.
+    """
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

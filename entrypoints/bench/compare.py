@@ -1,9 +1,11 @@
-"""``glowplug bench compare-transformers``: this engine and transformers' generate on one checkpoint, in one run.
+"""``glowplug bench compare-transformers``: this engine and transformers' generate on one
+checkpoint, in one run.
 
-Both sides are float32 on the CPU with the same number of threads, take turns in each round, and make the same number
-of greedy tokens from the same random prompts. Reported are medians over rounds. A last part serves the same requests
-over HTTP and compares with the offline engine.
+Both sides are float32 on the CPU with the same number of threads, take turns in each round, and
+make the same number of greedy tokens from the same random prompts. Reported are medians over
+rounds. A last part serves the same requests over HTTP and compares with the offline engine.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -35,12 +37,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("comparison")
     group.add_argument("--input-len", type=int, default=64)
     group.add_argument("--output-len", type=int, default=64)
-    group.add_argument("--concurrency", type=int, default=16, help="requests at once on our side, one by one on theirs")
-    group.add_argument("--reference-requests", type=int, help="one-by-one requests on their side; default: as many")
+    group.add_argument(
+        "--concurrency",
+        type=int,
+        default=16,
+        help="requests at once on our side, one by one on theirs",
+    )
+    group.add_argument(
+        "--reference-requests", type=int, help="one-by-one requests on their side; default: as many"
+    )
     group.add_argument("--repeat", type=int, default=3, help="rounds; medians are reported")
-    group.add_argument("--threads", type=int, help="torch threads of both sides; default: torch's own choice")
+    group.add_argument(
+        "--threads", type=int, help="torch threads of both sides; default: torch's own choice"
+    )
     group.add_argument("--skip-serving", action="store_true", help="leave out the part over HTTP")
-    group.add_argument("--result-filename", "--output-file", default=None, metavar="FILE", help="write JSON here")
+    group.add_argument(
+        "--result-filename", "--output-file", default=None, metavar="FILE", help="write JSON here"
+    )
     add_engine_options(parser)
 
 
@@ -51,7 +64,11 @@ def run(args: argparse.Namespace) -> int:
     except (GlowplugError, ImportError, RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    print("\n".join(report.line(key, value) for key, value in result.items() if not isinstance(value, dict)))
+    print(
+        "\n".join(
+            report.line(key, value) for key, value in result.items() if not isinstance(value, dict)
+        )
+    )
     if args.result_filename:
         report.write_json(Path(args.result_filename), result)
     return 0
@@ -68,8 +85,10 @@ def compare(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
     with LLM(**config, skip_tokenizer=True) as llm:
         rng = random.Random(llm.plan.seed)
         vocab = llm.plan.facts.model.vocab_size
-        rounds = [[[rng.randrange(vocab) for _ in range(args.input_len)] for _ in range(args.concurrency)]
-                  for _ in range(args.repeat + 1)]
+        rounds = [
+            [[rng.randrange(vocab) for _ in range(args.input_len)] for _ in range(args.concurrency)]
+            for _ in range(args.repeat + 1)
+        ]
         result = _conditions(args, llm) | _sides(args, llm, rounds)
         if not args.skip_serving:
             result |= _serving(args, llm, config, rounds[1:])
@@ -89,7 +108,7 @@ def _sides(args: argparse.Namespace, llm: LLM, rounds: list[Ids]) -> dict[str, A
         many, _ = _ours(llm, prompts, args.output_len)
         if number == 0:
             continue  # warm-up of both
-        some = prompts[:args.reference_requests or len(prompts)]
+        some = prompts[: args.reference_requests or len(prompts)]
         rates["ours_batch1"].append(one)
         rates["theirs_batch1"].append(args.output_len / their_seconds)
         rates["ours_concurrent"].append(many)
@@ -97,15 +116,19 @@ def _sides(args: argparse.Namespace, llm: LLM, rounds: list[Ids]) -> dict[str, A
         agreed.append(_agreement(tokens[0], expected))
     found = {name: median(values) for name, values in rates.items()}
     return {
-        "transformers": theirs.version, **{f"{name}_tokens_per_s": value for name, value in found.items()},
+        "transformers": theirs.version,
+        **{f"{name}_tokens_per_s": value for name, value in found.items()},
         "speedup_batch1": found["ours_batch1"] / found["theirs_batch1"],
         "speedup_concurrent": found["ours_concurrent"] / found["theirs_one_by_one"],
-        "equal_prefix_of_greedy_tokens": median(agreed), "all_rates": rates,
+        "equal_prefix_of_greedy_tokens": median(agreed),
+        "all_rates": rates,
     }
 
 
 def _ours(llm: LLM, prompts: Ids, count: int) -> tuple[float, Ids]:
-    """(output tokens a second, the tokens) of one ``generate`` call, nothing of it in the prefix cache."""
+    """(output tokens a second, the tokens) of one ``generate`` call, nothing of it in the prefix
+    cache.
+    """
     from glowplug.core.step.request import SamplingParams
 
     llm.control("flush")
@@ -130,7 +153,9 @@ def _agreement(ours: list[int], expected: list[int]) -> float:
     return same / len(expected)
 
 
-def _serving(args: argparse.Namespace, llm: LLM, config: dict[str, Any], rounds: list[Ids]) -> dict[str, Any]:
+def _serving(
+    args: argparse.Namespace, llm: LLM, config: dict[str, Any], rounds: list[Ids]
+) -> dict[str, Any]:
     """The same requests offline and through a server of its own, in turns."""
     offline = []
     served = []
@@ -140,17 +165,23 @@ def _serving(args: argparse.Namespace, llm: LLM, config: dict[str, Any], rounds:
         for prompts in rounds:
             offline.append(_ours(llm, prompts, args.output_len)[0])
             served.append(_served(target, prompts, args.output_len))
-    return {"offline_tokens_per_s": median(offline), "serving_tokens_per_s": median(served),
-            "serving_cost": 1.0 - median(served) / median(offline)}
+    return {
+        "offline_tokens_per_s": median(offline),
+        "serving_tokens_per_s": median(served),
+        "serving_cost": 1.0 - median(served) / median(offline),
+    }
 
 
 def _served(target: Target, prompts: Ids, count: int) -> float:
     requests = [Prompt(len(ids), count, ids=ids) for ids in prompts]
     status, body = event_loop.run(call(target, "POST", "/flush_cache", {}))
     if status != 200:
-        raise RuntimeError(f"POST /flush_cache answered {status}: {body.decode(errors='replace')[:300]}")
-    outcomes, seconds = event_loop.run(drive(target, BACKENDS["glowplug"], Request(MODEL), requests, Load(),
-                                          lambda: None))
+        raise RuntimeError(
+            f"POST /flush_cache answered {status}: {body.decode(errors='replace')[:300]}"
+        )
+    outcomes, seconds = event_loop.run(
+        drive(target, BACKENDS["glowplug"], Request(MODEL), requests, Load(), lambda: None)
+    )
     failed = [outcome.error for outcome in outcomes if not outcome.ok]
     if failed:
         raise RuntimeError(f"{len(failed)} served requests failed: {failed[0]}")
@@ -164,8 +195,16 @@ def _conditions(args: argparse.Namespace, llm: LLM) -> dict[str, Any]:
 
     plan = llm.plan
     return {
-        "model": plan.model, "architecture": plan.facts.model.architecture, "dtype": plan.dtype, "device": plan.device,
-        "torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine(),
-        "python": platform.python_version(), "input_len": args.input_len, "output_len": args.output_len,
-        "concurrency": args.concurrency, "rounds": args.repeat,
+        "model": plan.model,
+        "architecture": plan.facts.model.architecture,
+        "dtype": plan.dtype,
+        "device": plan.device,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "input_len": args.input_len,
+        "output_len": args.output_len,
+        "concurrency": args.concurrency,
+        "rounds": args.repeat,
     }

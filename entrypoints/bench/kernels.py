@@ -1,9 +1,11 @@
 """``glowplug bench kernels``: every kernel of a step by itself, every provider side by side.
 
-A model is cut to one layer of each kind and one step of it is run; each call that crosses a slot (ops, linear,
-experts, attention, sampling) is timed again alone and set against the bytes and products it cannot avoid. Providers are
-the components of a slot, and the values of component options marked as providers; none is named here.
+A model is cut to one layer of each kind and one step of it is run; each call that crosses a slot
+(ops, linear, experts, attention, sampling) is timed again alone and set against the bytes and
+products it cannot avoid. Providers are the components of a slot, and the values of component
+options marked as providers; none is named here.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -30,24 +32,54 @@ if TYPE_CHECKING:
     from glowplug.entrypoints.bench.kernel.calls import Call
     from glowplug.entrypoints.bench.kernel.world import StepShape
 
-#: products a second, dense, by a part of the card's name: of 16-bit numbers and of FP8 (measured; the table's floor)
+#: products a second, dense, by a part of the card's name: of 16-bit numbers and of FP8 (measured;
+#: the table's floor)
 PRODUCTS = {"H200": (7.9e14, 1.5e15), "H100": (7.9e14, 1.5e15)}
 SLOTS = ("attention", "ops", "linear", "experts", "sampling")
-VARIED = {"attention": "attention", "ops": "ops", "linear": "quantization", "experts": "quantization",
-          "sampling": "sampling"}  #: slot of a call -> section whose components provide it
-COLUMNS = ("slot", "kernel", "shapes", "layer", "provider", "us", "TB/s", "TFLOP/s", "of floor", "differs", "step us")
+VARIED = {
+    "attention": "attention",
+    "ops": "ops",
+    "linear": "quantization",
+    "experts": "quantization",
+    "sampling": "sampling",
+}  #: slot of a call -> section whose components provide it
+COLUMNS = (
+    "slot",
+    "kernel",
+    "shapes",
+    "layer",
+    "provider",
+    "us",
+    "TB/s",
+    "TFLOP/s",
+    "of floor",
+    "differs",
+    "step us",
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("kernels")
     group.add_argument("--batch-size", "--batch", type=int, nargs="+", default=[1, 8, 32, 128])
-    group.add_argument("--context", type=int, default=1024, help="tokens in the cache of each sequence")
-    group.add_argument("--prefill", type=int, nargs="*", default=[], metavar="TOKENS",
-                       help="also a prompt of this length")
+    group.add_argument(
+        "--context", type=int, default=1024, help="tokens in the cache of each sequence"
+    )
+    group.add_argument(
+        "--prefill",
+        type=int,
+        nargs="*",
+        default=[],
+        metavar="TOKENS",
+        help="also a prompt of this length",
+    )
     group.add_argument("--slots", nargs="+", choices=SLOTS, default=list(SLOTS))
-    group.add_argument("--auto-only", action="store_true", help="only what the plan chooses, no other providers")
+    group.add_argument(
+        "--auto-only", action="store_true", help="only what the plan chooses, no other providers"
+    )
     group.add_argument("--bandwidth", type=float, default=None, metavar="TB/S")
-    group.add_argument("--output-file", default=None, metavar="FILE", help="write conditions and every row as JSON")
+    group.add_argument(
+        "--output-file", default=None, metavar="FILE", help="write conditions and every row as JSON"
+    )
     add_engine_options(parser)
 
 
@@ -71,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# ---- what is compared -----------------------------------------------------------------------------------------------
+# ---- what is compared ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -90,7 +122,9 @@ def variants(plan: EnginePlan, plugins: PluginSet) -> Iterator[Variant]:
         chosen = plan.choice(section)
         for component, _, _ in plugins.components(section):
             if component.name == chosen.name:
-                if plan.device == "cuda":  # NOTE: elsewhere every provider is the same dequantised product
+                if (
+                    plan.device == "cuda"
+                ):  # NOTE: elsewhere every provider is the same dequantised product
                     yield from _providers(section, component, chosen.options, slots)
             elif section != "quantization" and _fits(component, plan):
                 yield Variant(component.name, {section: {"use": component.name}}, slots)
@@ -103,22 +137,30 @@ def _fits(component: Component, plan: EnginePlan) -> bool:
     return plan.device in offers.devices
 
 
-def _providers(section: str, component: Component, options: Mapping[str, Any],
-               slots: tuple[str, ...]) -> Iterator[Variant]:
-    """One variant for each value of an option marked ``json_schema_extra={"provider": ...}``: True, or the call slots
-    that it is about."""
+def _providers(
+    section: str, component: Component, options: Mapping[str, Any], slots: tuple[str, ...]
+) -> Iterator[Variant]:
+    """One variant for each value of an option marked ``json_schema_extra={"provider": ...}``: True,
+    or the call slots that it is about."""
     for name, about in component.options.provider_fields().items():
-        concerned = slots if about is True else tuple(slot for slot in slots if slot in str(about).split())
+        concerned = (
+            slots if about is True else tuple(slot for slot in slots if slot in str(about).split())
+        )
         for value in get_args(component.options.model_fields[name].annotation):
             if value not in ("auto", options.get(name)):
-                yield Variant(f"{component.name} {name}={value}",
-                              {section: {"use": component.name, name: value}}, concerned)
+                yield Variant(
+                    f"{component.name} {name}={value}",
+                    {section: {"use": component.name, name: value}},
+                    concerned,
+                )
 
 
-# ---- measuring ------------------------------------------------------------------------------------------------------
+# ---- measuring -----------------------------------------------------------------------------------
 
 
-def measure(args: argparse.Namespace, config: dict[str, Any], plugins: PluginSet, folder: Path) -> dict[str, Any]:
+def measure(
+    args: argparse.Namespace, config: dict[str, Any], plugins: PluginSet, folder: Path
+) -> dict[str, Any]:
     """Rows of every variant, and why the others were not measured."""
     from glowplug.entrypoints.bench.kernel.world import StepShape
 
@@ -132,34 +174,62 @@ def measure(args: argparse.Namespace, config: dict[str, Any], plugins: PluginSet
     refused: dict[str, str] = {}
     for variant in planned:
         try:
-            plan = make_plan(_settings(config, variant.overrides, folder, shapes), plugins=plugins,
-                             source="bench kernels")
+            plan = make_plan(
+                _settings(config, variant.overrides, folder, shapes),
+                plugins=plugins,
+                source="bench kernels",
+            )
             slots = [slot for slot in variant.slots if slot in args.slots]
             rows += _measure_variant(variant, plan, plugins, shapes, slots, rows, times, rates)
         except (PlanRefused, ConfigError) as error:
             refused[variant.label] = "; ".join(refusal.reason for refusal in error.refusals)
-        except Exception as error:  # a provider that fails is a row of its own, not the end of the comparison
+        except (
+            Exception
+        ) as error:  # a provider that fails is a row of its own, not the end of the comparison
             refused[variant.label] = f"{type(error).__name__}: {error}"
     return conditions(base.device) | {
-        "model": config.get("model", "embedded"), "dtype": base.dtype, "layers": times,
-        "chosen": {choice.slot: choice.options for choice in base.choices}, "rows": rows, "refused": refused}
+        "model": config.get("model", "embedded"),
+        "dtype": base.dtype,
+        "layers": times,
+        "chosen": {choice.slot: choice.options for choice in base.choices},
+        "rows": rows,
+        "refused": refused,
+    }
 
 
-def _settings(config: Mapping[str, Any], overrides: Mapping[str, Mapping[str, Any]], folder: Path,
-              shapes: list[StepShape]) -> dict[str, Any]:
-    """The configuration of one variant: the operator's, the cut model, and room for the largest step."""
+def _settings(
+    config: Mapping[str, Any],
+    overrides: Mapping[str, Mapping[str, Any]],
+    folder: Path,
+    shapes: list[StepShape],
+) -> dict[str, Any]:
+    """The configuration of one variant: the operator's, the cut model, and room for the largest
+    step.
+    """
     longest = max(shape.context for shape in shapes)
     defaults: dict[str, dict[str, Any]] = {
-        "scheduler": {"max_running_requests": max(shape.rows for shape in shapes),
-                      "chunk_size": max(64, *(shape.queries for shape in shapes))},
+        "scheduler": {
+            "max_running_requests": max(shape.rows for shape in shapes),
+            "chunk_size": max(64, *(shape.queries for shape in shapes)),
+        },
         "memory": {"kv_tokens": max(shape.rows * (shape.context + 1024) for shape in shapes)},
-        "cache": {"use": "none"}, "graphs": {"use": "eager"},
+        "cache": {"use": "none"},
+        "graphs": {"use": "eager"},
     }
-    sections = {name: {**defaults.get(name, {}), **config.get(name, {}), **overrides.get(name, {})}
-                for name in {*defaults, *overrides}}
+    sections = {
+        name: {**defaults.get(name, {}), **config.get(name, {}), **overrides.get(name, {})}
+        for name in {*defaults, *overrides}
+    }
     plain = {key: value for key, value in config.items() if key not in sections}
-    return {"context_length": longest + 16, **plain, **sections, "model": str(folder), "skip_tokenizer": True,
-            "weights": {"use": "random"}, "executor": {"use": "inline"}}
+    return {
+        "context_length": longest + 16,
+        **plain,
+        **sections,
+        "model": str(folder),
+        "skip_tokenizer": True,
+        "weights": {"use": "random"},
+        "executor": {"use": "inline"},
+    }
 
 
 def _rates(plan: EnginePlan, bandwidth: float | None) -> tuple[float, float]:
@@ -172,9 +242,16 @@ def _rates(plan: EnginePlan, bandwidth: float | None) -> tuple[float, float]:
     return (bandwidth * 1e12 if bandwidth else known), fp8 if quantized else plain
 
 
-def _measure_variant(variant: Variant, plan: EnginePlan, plugins: PluginSet, shapes: list[StepShape],
-                     slots: list[str], before: list[dict[str, Any]], times: Mapping[int, int],
-                     rates: tuple[float, float]) -> list[dict[str, Any]]:
+def _measure_variant(
+    variant: Variant,
+    plan: EnginePlan,
+    plugins: PluginSet,
+    shapes: list[StepShape],
+    slots: list[str],
+    before: list[dict[str, Any]],
+    times: Mapping[int, int],
+    rates: tuple[float, float],
+) -> list[dict[str, Any]]:
     import torch
 
     from glowplug.entrypoints.bench.kernel.timing import seconds
@@ -187,8 +264,12 @@ def _measure_variant(variant: Variant, plan: EnginePlan, plugins: PluginSet, sha
         for call, count in _grouped([call for call in world.calls(shape) if call.slot in slots]):
             spent, captured = seconds(call.run, world.worker.device)
             row = _row(call, shape.name, _provider(variant, plan, call.slot), spent, rates)
-            row |= {"captured": captured, "step_us": spent * 1e6 * count * times.get(call.layer, 1), "out": call.out,
-                    "differs": _difference(call.out, known.get((shape.name, *call.key)))}
+            row |= {
+                "captured": captured,
+                "step_us": spent * 1e6 * count * times.get(call.layer, 1),
+                "out": call.out,
+                "differs": _difference(call.out, known.get((shape.name, *call.key))),
+            }
             rows.append(row)
     if world.worker.device.startswith("cuda"):
         torch.cuda.empty_cache()
@@ -210,14 +291,29 @@ def _provider(variant: Variant, plan: EnginePlan, slot: str) -> str:
     return f"{plan.choice(VARIED[slot]).name} *"
 
 
-def _row(call: Call, step: str, provider: str, spent: float, rates: tuple[float, float]) -> dict[str, Any]:
+def _row(
+    call: Call, step: str, provider: str, spent: float, rates: tuple[float, float]
+) -> dict[str, Any]:
     bandwidth, products = rates
-    floor = max(call.moved / bandwidth if bandwidth else 0.0, call.flops / products if products else 0.0)
+    floor = max(
+        call.moved / bandwidth if bandwidth else 0.0, call.flops / products if products else 0.0
+    )
     spent = max(spent, 1e-9)
-    return {"step": step, "slot": call.slot, "kernel": call.name, "shapes": call.shape, "layer": call.layer,
-            "key": call.key, "provider": provider, "us": spent * 1e6, "tb_s": call.moved / spent / 1e12,
-            "tflop_s": call.flops / spent / 1e12, "moved_bytes": call.moved, "flops": call.flops,
-            "share_of_floor": floor / spent if floor else None}
+    return {
+        "step": step,
+        "slot": call.slot,
+        "kernel": call.name,
+        "shapes": call.shape,
+        "layer": call.layer,
+        "key": call.key,
+        "provider": provider,
+        "us": spent * 1e6,
+        "tb_s": call.moved / spent / 1e12,
+        "tflop_s": call.flops / spent / 1e12,
+        "moved_bytes": call.moved,
+        "flops": call.flops,
+        "share_of_floor": floor / spent if floor else None,
+    }
 
 
 def _difference(out: Any, reference: Any) -> float | None:
@@ -229,17 +325,21 @@ def _difference(out: Any, reference: Any) -> float | None:
     return float((out.float() - reference).norm()) / scale if scale else 0.0
 
 
-# ---- showing --------------------------------------------------------------------------------------------------------
+# ---- showing -------------------------------------------------------------------------------------
 
 
 def show(rows: list[dict[str, Any]]) -> str:
-    """A table for each step, providers of a call under one another, and the sum of what the plan chose."""
+    """A table for each step, providers of a call under one another, and the sum of what the plan
+    chose.
+    """
     parts = []
     for step in dict.fromkeys(row["step"] for row in rows):
         here = sorted((row for row in rows if row["step"] == step), key=_order)
         total = sum(row["step_us"] for row in here if row["provider"].endswith(" *"))
         table = report.table(COLUMNS, [_cells(row) for row in here])
-        parts.append(f"{step}: what the plan chooses (*) takes {total / 1e3:.3f} ms over all layers\n\n{table}")
+        parts.append(
+            f"{step}: what the plan chooses (*) takes {total / 1e3:.3f} ms over all layers\n\n{table}"
+        )
     return "\n\n".join(parts)
 
 
@@ -251,7 +351,16 @@ def _order(row: dict[str, Any]) -> tuple[Any, ...]:
 def _cells(row: dict[str, Any]) -> list[object]:
     share = row["share_of_floor"]
     differs = row["differs"]
-    return [row["slot"], row["kernel"], row["shapes"], "-" if row["layer"] is None else row["layer"], row["provider"],
-            f"{row['us']:.1f}" + ("" if row["captured"] else " e"), f"{row['tb_s']:.2f}", f"{row['tflop_s']:.1f}",
-            "-" if share is None else f"{share:.0%}", "-" if differs is None else f"{differs:.1e}",
-            f"{row['step_us']:.0f}"]
+    return [
+        row["slot"],
+        row["kernel"],
+        row["shapes"],
+        "-" if row["layer"] is None else row["layer"],
+        row["provider"],
+        f"{row['us']:.1f}" + ("" if row["captured"] else " e"),
+        f"{row['tb_s']:.2f}",
+        f"{row['tflop_s']:.1f}",
+        "-" if share is None else f"{share:.0%}",
+        "-" if differs is None else f"{differs:.1e}",
+        f"{row['step_us']:.0f}",
+    ]

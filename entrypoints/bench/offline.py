@@ -1,4 +1,7 @@
-"""``glowplug bench offline``: throughput of the offline engine on random prompts, continuous batching included."""
+"""``glowplug bench offline``: throughput of the offline engine on random prompts, continuous
+batching included.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -19,12 +22,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     group.add_argument("--num-prompts", type=int, default=64)
     group.add_argument("--random-input-len", "--random-input", "--input-len", type=int, default=256)
-    group.add_argument("--random-output-len", "--random-output", "--output-len", type=int, default=64)
-    group.add_argument("--random-range-ratio", type=float, default=1.0, help="lengths in [length * ratio, length]")
-    group.add_argument("--repeat", type=int, default=3, help="runs; the one of median duration is reported")
-    group.add_argument("--warmup-prompts", type=int, default=None, help="of the run that warms up; default: all")
-    group.add_argument("--profile", action="store_true", help="trace one further run with torch's profiler")
-    group.add_argument("--result-filename", "--output-file", default=None, metavar="FILE", help="append a JSON line")
+    group.add_argument(
+        "--random-output-len", "--random-output", "--output-len", type=int, default=64
+    )
+    group.add_argument(
+        "--random-range-ratio", type=float, default=1.0, help="lengths in [length * ratio, length]"
+    )
+    group.add_argument(
+        "--repeat", type=int, default=3, help="runs; the one of median duration is reported"
+    )
+    group.add_argument(
+        "--warmup-prompts", type=int, default=None, help="of the run that warms up; default: all"
+    )
+    group.add_argument(
+        "--profile", action="store_true", help="trace one further run with torch's profiler"
+    )
+    group.add_argument(
+        "--result-filename",
+        "--output-file",
+        default=None,
+        metavar="FILE",
+        help="append a JSON line",
+    )
     add_engine_options(parser)
 
 
@@ -51,9 +70,15 @@ def _measure(args: argparse.Namespace, config: dict[str, Any]) -> list[dict[str,
     with LLM(**config) as llm:
         rng = random.Random(llm.plan.seed)
         vocab = llm.plan.facts.model.vocab_size
-        inputs = random_lengths(rng, args.random_input_len, args.random_range_ratio, args.num_prompts)
-        outputs = random_lengths(rng, args.random_output_len, args.random_range_ratio, args.num_prompts)
-        params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in outputs]
+        inputs = random_lengths(
+            rng, args.random_input_len, args.random_range_ratio, args.num_prompts
+        )
+        outputs = random_lengths(
+            rng, args.random_output_len, args.random_range_ratio, args.num_prompts
+        )
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in outputs
+        ]
         records = []
         for index in range(args.repeat + 1):
             prompts = [[rng.randrange(vocab) for _ in range(length)] for length in inputs]
@@ -65,18 +90,30 @@ def _measure(args: argparse.Namespace, config: dict[str, Any]) -> list[dict[str,
             if index:
                 generated = sum(len(result.token_ids) for result in done)
                 llm.control("check")  # behind which the statistics are those of the whole run
-                records.append(_record(args, llm.plan.device, sum(inputs), generated, duration) | {
-                    "failed": sum(result.finish_reason != "length" for result in done),
-                    "device_idle_share": report.idle_share(before, asdict(llm.stats))})
+                records.append(
+                    _record(args, llm.plan.device, sum(inputs), generated, duration)
+                    | {
+                        "failed": sum(result.finish_reason != "length" for result in done),
+                        "device_idle_share": report.idle_share(before, asdict(llm.stats)),
+                    }
+                )
         if args.profile:
             print("trace:", traced(llm, "offline", lambda: llm.generate(prompts, params)))
     return records
 
 
-def _record(args: argparse.Namespace, device: str, prompt: int, generated: int, duration: float) -> dict[str, Any]:
+def _record(
+    args: argparse.Namespace, device: str, prompt: int, generated: int, duration: float
+) -> dict[str, Any]:
     return {
-        "num_prompts": args.num_prompts, "total_input_tokens": prompt, "total_output_tokens": generated,
-        "duration": duration, "request_throughput": args.num_prompts / duration, "input_throughput": prompt / duration,
-        "output_throughput": generated / duration, "total_throughput": (prompt + generated) / duration,
-        "runs": args.repeat, "device": device,
+        "num_prompts": args.num_prompts,
+        "total_input_tokens": prompt,
+        "total_output_tokens": generated,
+        "duration": duration,
+        "request_throughput": args.num_prompts / duration,
+        "input_throughput": prompt / duration,
+        "output_throughput": generated / duration,
+        "total_throughput": (prompt + generated) / duration,
+        "runs": args.repeat,
+        "device": device,
     }

@@ -1,4 +1,7 @@
-"""``glowplug bench one-batch``: latency of one static batch without a server; options as SGLang's bench_one_batch."""
+"""``glowplug bench one-batch``: latency of one static batch without a server; options as SGLang's
+bench_one_batch.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -13,41 +16,98 @@ from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions
 from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
 from glowplug.entrypoints.bench.others.floor import card_bandwidth, known_card, plan_floor
-from glowplug.entrypoints.bench.others.in_process import BatchTimes, median_run, random_ids, run_static_batch, traced
+from glowplug.entrypoints.bench.others.in_process import (
+    BatchTimes,
+    median_run,
+    random_ids,
+    run_static_batch,
+    traced,
+)
 
 if TYPE_CHECKING:
     from glowplug.entrypoints.front.llm import LLM
 
 SHOWN_STEPS = 5  #: decode steps printed one by one
 MAX_CHUNK = 32768  #: prompt tokens a step unless the operator says otherwise
-MIN_CONTEXT = 4096  #: longest sequence the engine is made for, likewise, where the model goes so far
-COLUMNS = ("batch_size", "input_len", "prefill_ms", "prefill_tokens_per_s", "decode_median_ms", "decode_mean_ms",
-           "decode_tokens_per_s", "floor_ms", "floor_share")
+MIN_CONTEXT = (
+    4096  #: longest sequence the engine is made for, likewise, where the model goes so far
+)
+COLUMNS = (
+    "batch_size",
+    "input_len",
+    "prefill_ms",
+    "prefill_tokens_per_s",
+    "decode_median_ms",
+    "decode_mean_ms",
+    "decode_tokens_per_s",
+    "floor_ms",
+    "floor_share",
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("batch")
-    group.add_argument("--batch-size", "--batch", type=int, nargs="+", default=[1], help="one run for each combination")
-    group.add_argument("--input-len", "--input", type=int, nargs="+", default=[1024], help="prompt tokens")
-    group.add_argument("--output-len", "--output", type=int, nargs="+", default=[16], help="tokens to generate")
-    group.add_argument("--repeat", type=int, default=3, help="measured runs of each; the median one is reported")
+    group.add_argument(
+        "--batch-size",
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="one run for each combination",
+    )
+    group.add_argument(
+        "--input-len", "--input", type=int, nargs="+", default=[1024], help="prompt tokens"
+    )
+    group.add_argument(
+        "--output-len", "--output", type=int, nargs="+", default=[16], help="tokens to generate"
+    )
+    group.add_argument(
+        "--repeat", type=int, default=3, help="measured runs of each; the median one is reported"
+    )
     group.add_argument("--run-name", default="default", help="kept in the record")
-    group.add_argument("--log-decode-step", type=int, default=0, metavar="N", help="also print every Nth decode step")
-    group.add_argument("--profile", action="store_true", help="trace one further run with torch's profiler")
-    group.add_argument("--bandwidth", type=float, default=None, metavar="TB/S",
-                       help="of the device's memory, for the floor; default: what a copy reaches on this card")
-    group.add_argument("--result-filename", "--output-file", default=None, metavar="FILE",
-                       help="append one JSON line for each combination")
-    group.add_argument("--save", default=None, metavar="FILE", help="write a JSON document: conditions, plan, results")
+    group.add_argument(
+        "--log-decode-step",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also print every Nth decode step",
+    )
+    group.add_argument(
+        "--profile", action="store_true", help="trace one further run with torch's profiler"
+    )
+    group.add_argument(
+        "--bandwidth",
+        type=float,
+        default=None,
+        metavar="TB/S",
+        help="of the device's memory, for the floor; default: what a copy reaches on this card",
+    )
+    group.add_argument(
+        "--result-filename",
+        "--output-file",
+        default=None,
+        metavar="FILE",
+        help="append one JSON line for each combination",
+    )
+    group.add_argument(
+        "--save",
+        default=None,
+        metavar="FILE",
+        help="write a JSON document: conditions, plan, results",
+    )
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0; 1 when a batch failed, whose record says why; 2 when the configuration or a shape is refused."""
+    """Exit status 0; 1 when a batch failed, whose record says why; 2 when the configuration or a
+    shape is refused.
+    """
     shapes = list(itertools.product(args.batch_size, args.input_len, args.output_len))
     try:
         given = engine_config(args)
-        config = static_config(given, shapes, _positions(given.get("model", "embedded"), args.extra_plugins))
+        config = static_config(
+            given, shapes, _positions(given.get("model", "embedded"), args.extra_plugins)
+        )
         return _run(args, config, shapes)
     except (GlowplugError, ValueError) as error:
         print(error, file=sys.stderr)
@@ -61,28 +121,44 @@ def _positions(model: str, extra: list[str]) -> int:
     return load_plugins(extra=extra).read_model(str(model)).facts.max_positions
 
 
-def static_config(config: dict[str, Any], shapes: list[tuple[int, int, int]], positions: int) -> dict[str, Any]:
-    """``config`` with what a static batch wants where the operator said nothing: room for the largest batch and its
-    longest sequence, all prompts before the first decode step, in few steps; no prefix cache, no tokenizer."""
+def static_config(
+    config: dict[str, Any], shapes: list[tuple[int, int, int]], positions: int
+) -> dict[str, Any]:
+    """``config`` with what a static batch wants where the operator said nothing: room for the
+    largest batch and its longest sequence, all prompts before the first decode step, in few steps;
+    no prefix cache, no tokenizer.
+    """
     if any(min(shape) < 1 for shape in shapes):
         raise ValueError("batch size, input length and output length are at least 1")
     scheduler: dict[str, Any] = {
         "max_running_requests": max(batch for batch, _, _ in shapes),
-        "chunk_size": min(MAX_CHUNK, max(batch * length for batch, length, _ in shapes))}
+        "chunk_size": min(MAX_CHUNK, max(batch * length for batch, length, _ in shapes)),
+    }
     given = config.get("scheduler", {})
     if given.get("use", "continuous") == "continuous":
         scheduler["mixed"] = False
     context = min(positions, max(MIN_CONTEXT, *(length + output for _, length, output in shapes)))
-    return {"skip_tokenizer": True, "cache": {"use": "none"}, "context_length": context, **config,
-             "scheduler": {**scheduler, **given}}
+    return {
+        "skip_tokenizer": True,
+        "cache": {"use": "none"},
+        "context_length": context,
+        **config,
+        "scheduler": {**scheduler, **given},
+    }
 
 
-def _run(args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[int, int, int]]) -> int:
+def _run(
+    args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[int, int, int]]
+) -> int:
     from glowplug.entrypoints.front.llm import LLM
 
     with LLM(**config) as llm:
         rng = random.Random(llm.plan.seed)
-        bandwidth = args.bandwidth * 1e12 if args.bandwidth else card_bandwidth(llm.plan.facts.hardware.devices)
+        bandwidth = (
+            args.bandwidth * 1e12
+            if args.bandwidth
+            else card_bandwidth(llm.plan.facts.hardware.devices)
+        )
         records: list[dict[str, Any]] = []
         for shape in shapes:
             try:
@@ -91,67 +167,115 @@ def _run(args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[in
                 raise
             except GlowplugError as error:
                 print(error, file=sys.stderr)
-                records.append({"batch_size": shape[0], "input_len": shape[1], "output_len": shape[2],
-                                "error": str(error)})
+                records.append(
+                    {
+                        "batch_size": shape[0],
+                        "input_len": shape[1],
+                        "output_len": shape[2],
+                        "error": str(error),
+                    }
+                )
             if args.result_filename:
                 report.append_line(Path(args.result_filename), records[-1])
             if args.save:  # after each, so that a run that is cut short has left what it had
                 report.write_json(Path(args.save), document(llm, records, bandwidth))
-    print(report.table(COLUMNS, [[found.get(column, "-") for column in COLUMNS] for found in records]))
+    print(
+        report.table(COLUMNS, [[found.get(column, "-") for column in COLUMNS] for found in records])
+    )
     return 1 if any("error" in found for found in records) else 0
 
 
-def _measure(args: argparse.Namespace, llm: LLM, rng: random.Random, shape: tuple[int, int, int]) -> BatchTimes:
+def _measure(
+    args: argparse.Namespace, llm: LLM, rng: random.Random, shape: tuple[int, int, int]
+) -> BatchTimes:
     """The median run of one shape, after a warm-up."""
     batch, length, output = shape
     vocab = llm.plan.facts.model.vocab_size
     print(f"Warmup (batch {batch}, input {length}, output {output}) ...")
     show(run_static_batch(llm, random_ids(rng, batch, length, vocab), min(output, 8)), 0)
     print("Benchmark ...")
-    times = median_run([run_static_batch(llm, random_ids(rng, batch, length, vocab), output)
-                        for _ in range(max(args.repeat, 1))])
+    times = median_run(
+        [
+            run_static_batch(llm, random_ids(rng, batch, length, vocab), output)
+            for _ in range(max(args.repeat, 1))
+        ]
+    )
     show(times, args.log_decode_step)
     if args.profile:
         prompts = random_ids(rng, batch, length, vocab)
-        print("trace:", traced(llm, f"one-batch-{batch}-{length}-{output}",
-                               lambda: run_static_batch(llm, prompts, output)))
+        print(
+            "trace:",
+            traced(
+                llm,
+                f"one-batch-{batch}-{length}-{output}",
+                lambda: run_static_batch(llm, prompts, output),
+            ),
+        )
     return times
 
 
 def show(times: BatchTimes, every: int) -> None:
     """Prefill, the first decode steps, every Nth one, the median and the total."""
-    print(f"Prefill. latency: {times.prefill:8.5f} s, throughput: {times.prefill_throughput:10.2f} token/s")
+    print(
+        f"Prefill. latency: {times.prefill:8.5f} s, throughput: {times.prefill_throughput:10.2f} token/s"
+    )
     for index, seconds in enumerate(times.decodes):
         if index < SHOWN_STEPS or (every and index % every == 0):
-            print(f"Decode {index}. Batch size: {times.batch}, latency: {seconds:8.5f} s, "
-                  f"throughput: {times.batch / seconds:10.2f} token/s")
+            print(
+                f"Decode {index}. Batch size: {times.batch}, latency: {seconds:8.5f} s, "
+                f"throughput: {times.batch / seconds:10.2f} token/s"
+            )
     if times.decodes:
-        print(f"Decode.  median latency: {times.median_decode:8.5f} s, mean latency: {times.mean_decode:8.5f} s, "
-              f"median throughput: {times.decode_throughput:10.2f} token/s")
-    print(f"Total. latency: {times.total:7.3f} s, throughput: {times.throughput:10.2f} token/s", flush=True)
+        print(
+            f"Decode.  median latency: {times.median_decode:8.5f} s, mean latency: {times.mean_decode:8.5f} s, "
+            f"median throughput: {times.decode_throughput:10.2f} token/s"
+        )
+    print(
+        f"Total. latency: {times.total:7.3f} s, throughput: {times.throughput:10.2f} token/s",
+        flush=True,
+    )
 
 
-def record(times: BatchTimes, args: argparse.Namespace, llm: LLM, bandwidth: float) -> dict[str, Any]:
+def record(
+    times: BatchTimes, args: argparse.Namespace, llm: LLM, bandwidth: float
+) -> dict[str, Any]:
     """SGLang's keys in seconds, then ours in milliseconds. ``bandwidth`` 0: the floor is not known."""
     found: dict[str, Any] = {
-        "run_name": args.run_name, "batch_size": times.batch, "input_len": times.input_len,
-        "output_len": times.output_len, "prefill_latency": times.prefill,
-        "prefill_throughput": times.prefill_throughput, "median_decode_latency": times.median_decode,
-        "median_decode_throughput": times.decode_throughput, "total_latency": times.total,
-        "overall_throughput": times.throughput, "runs": max(args.repeat, 1), "device": llm.plan.device,
-        "prefill_ms": times.prefill * 1e3, "prefill_tokens_per_s": times.prefill_throughput,
-        "decode_median_ms": times.median_decode * 1e3, "decode_mean_ms": times.mean_decode * 1e3,
-        "decode_steps": len(times.steady), "decode_tokens_per_s": times.decode_throughput,
+        "run_name": args.run_name,
+        "batch_size": times.batch,
+        "input_len": times.input_len,
+        "output_len": times.output_len,
+        "prefill_latency": times.prefill,
+        "prefill_throughput": times.prefill_throughput,
+        "median_decode_latency": times.median_decode,
+        "median_decode_throughput": times.decode_throughput,
+        "total_latency": times.total,
+        "overall_throughput": times.throughput,
+        "runs": max(args.repeat, 1),
+        "device": llm.plan.device,
+        "prefill_ms": times.prefill * 1e3,
+        "prefill_tokens_per_s": times.prefill_throughput,
+        "decode_median_ms": times.median_decode * 1e3,
+        "decode_mean_ms": times.mean_decode * 1e3,
+        "decode_steps": len(times.steady),
+        "decode_tokens_per_s": times.decode_throughput,
     }
     if bandwidth and times.decodes:
         moved = plan_floor(llm.plan, times.batch, times.input_len)
         floor = moved.seconds(bandwidth)
-        found |= {"floor_gb": moved.total / 1e9, "floor_ms": floor * 1e3, "floor_share": floor / times.median_decode}
+        found |= {
+            "floor_gb": moved.total / 1e9,
+            "floor_ms": floor * 1e3,
+            "floor_share": floor / times.median_decode,
+        }
     devices = llm.plan.facts.hardware.devices
     card = known_card(devices[0].name) if devices else None
     if card:
         floor = card.prefill(llm.plan.facts.model, times.batch, times.input_len)
-        found |= {"floor_prefill_ms": floor * 1e3, "floor_prefill_tokens_per_s": times.batch * times.input_len / floor}
+        found |= {
+            "floor_prefill_ms": floor * 1e3,
+            "floor_prefill_tokens_per_s": times.batch * times.input_len / floor,
+        }
     return found
 
 
@@ -159,8 +283,14 @@ def document(llm: LLM, records: list[dict[str, Any]], bandwidth: float) -> dict[
     """What ``--save`` writes: the conditions, what the plan chose for each slot, and every record."""
     plan = llm.plan
     return conditions(plan.device) | {
-        "engine": "glowplug", "model": plan.model, "architecture": plan.facts.model.architecture, "dtype": plan.dtype,
-        "kv_dtype": plan.kv_dtype, "overlap": plan.overlap, "bandwidth_tb_s": bandwidth / 1e12,
+        "engine": "glowplug",
+        "model": plan.model,
+        "architecture": plan.facts.model.architecture,
+        "dtype": plan.dtype,
+        "kv_dtype": plan.kv_dtype,
+        "overlap": plan.overlap,
+        "bandwidth_tb_s": bandwidth / 1e12,
         "chosen": {choice.slot: choice.options for choice in plan.choices},
-        "startup_seconds": llm.control("info").get("startup_seconds"), "results": records,
+        "startup_seconds": llm.control("info").get("startup_seconds"),
+        "results": records,
     }

@@ -1,12 +1,15 @@
-"""``glowplug bench peers``: our static-batch or serving results beside those of other engines, with ratios.
+"""``glowplug bench peers``: our static-batch or serving results beside those of other engines, with
+ratios.
 
-Reads what each tool writes: ``bench one-batch --save``, SGLang's ``bench_one_batch --result-filename`` (JSON lines, one
-shape each), lines of ``batch N: prefill A ms (B tokens/s), decode step C ms (D tokens/s)`` from a log, and the JSON
-lines of ``bench serving`` (any of the three tools'). With ``--offline`` it also says what share of the offline engine's
-throughput the server reaches. Of several runs of one engine at one point the fastest counts. Each point stands beside
-its floor (``bench/floor.py``) where that is known: one-batch records carry theirs, a server's is that of
-``--floor-model`` on ``--floor-card``.
+Reads what each tool writes: ``bench one-batch --save``, SGLang's ``bench_one_batch
+--result-filename`` (JSON lines, one shape each), lines of ``batch N: prefill A ms (B tokens/s),
+decode step C ms (D tokens/s)`` from a log, and the JSON lines of ``bench serving`` (any of the
+three tools'). With ``--offline`` it also says what share of the offline engine's throughput the
+server reaches. Of several runs of one engine at one point the fastest counts. Each point stands
+beside its floor (``bench/floor.py``) where that is known: one-batch records carry theirs, a
+server's is that of ``--floor-model`` on ``--floor-card``.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -24,8 +27,16 @@ from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.floor import measured_card
 from glowplug.entrypoints.bench.others.peer_engines import OURS
 
-BESIDE = ("offline", "times_best_peer", "floor", "share_of_floor", "share_of_offline")  #: columns behind the engines'
-LOG_LINE = re.compile(r"batch (\d+): prefill ([\d.]+) ms \(([\d.]+) tokens/s\), decode step ([\d.]+) ms")
+BESIDE = (
+    "offline",
+    "times_best_peer",
+    "floor",
+    "share_of_floor",
+    "share_of_offline",
+)  #: columns behind the engines'
+LOG_LINE = re.compile(
+    r"batch (\d+): prefill ([\d.]+) ms \(([\d.]+) tokens/s\), decode step ([\d.]+) ms"
+)
 
 Record = Mapping[str, Any]
 Points = dict[int, dict[str, float]]  #: batch size or concurrency -> metric -> value
@@ -34,7 +45,9 @@ Tables = dict[str, list[dict[str, Any]]]  #: title -> rows
 
 @dataclass(frozen=True)
 class Metric:
-    """``key`` in results, ``floor`` of its floor; ``title`` of its table; ``lower`` is better, or higher."""
+    """``key`` in results, ``floor`` of its floor; ``title`` of its table; ``lower`` is better, or
+    higher.
+    """
 
     key: str
     title: str
@@ -45,19 +58,46 @@ class Metric:
         return f"floor_{self.key}"
 
 
-STATIC = (Metric("decode_ms", "decode step, ms", True), Metric("prefill_tokens_per_s", "prefill, tokens/s", False))
-SERVED = (Metric("output_throughput", "serving, output tokens/s", False),
-          Metric("mean_ttft_ms", "serving, mean TTFT in ms", True),
-          Metric("mean_tpot_ms", "serving, mean TPOT in ms", True))
+STATIC = (
+    Metric("decode_ms", "decode step, ms", True),
+    Metric("prefill_tokens_per_s", "prefill, tokens/s", False),
+)
+SERVED = (
+    Metric("output_throughput", "serving, output tokens/s", False),
+    Metric("mean_ttft_ms", "serving, mean TTFT in ms", True),
+    Metric("mean_tpot_ms", "serving, mean TPOT in ms", True),
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("ours", type=Path, help="file of `bench one-batch --save`, or of `bench serving --output-file`")
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=FILE", help="a peer's result file or log")
-    parser.add_argument("--offline", type=Path, default=None, metavar="FILE", help="of `bench offline --output-file`")
-    parser.add_argument("--floor-model", default=None, metavar="MODEL", help="a serving run's model, for its floors")
-    parser.add_argument("--floor-card", default="H200", metavar="NAME", help="the card it ran on (default H200)")
-    parser.add_argument("--output-file", type=Path, default=None, help="write conditions, points and ratios as JSON")
+    parser.add_argument(
+        "ours",
+        type=Path,
+        help="file of `bench one-batch --save`, or of `bench serving --output-file`",
+    )
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="a peer's result file or log",
+    )
+    parser.add_argument(
+        "--offline",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="of `bench offline --output-file`",
+    )
+    parser.add_argument(
+        "--floor-model", default=None, metavar="MODEL", help="a serving run's model, for its floors"
+    )
+    parser.add_argument(
+        "--floor-card", default="H200", metavar="NAME", help="the card it ran on (default H200)"
+    )
+    parser.add_argument(
+        "--output-file", type=Path, default=None, help="write conditions, points and ratios as JSON"
+    )
     parser.add_argument("--markdown", type=Path, default=None, help="write the tables")
 
 
@@ -87,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def points(path: Path) -> Points:
@@ -104,8 +144,14 @@ def _records(path: Path) -> list[Record]:
     text = path.read_text(encoding="utf-8", errors="replace")
     lines = [match.groups() for match in LOG_LINE.finditer(text)]
     if lines:
-        return [{"batch_size": int(batch), "prefill_tokens_per_s": float(rate), "decode_median_ms": float(step)}
-                for batch, _, rate, step in lines]
+        return [
+            {
+                "batch_size": int(batch),
+                "prefill_tokens_per_s": float(rate),
+                "decode_median_ms": float(step),
+            }
+            for batch, _, rate, step in lines
+        ]
     try:
         whole = orjson.loads(text)
         return whole["results"] if "results" in whole else [whole]
@@ -115,10 +161,16 @@ def _records(path: Path) -> list[Record]:
 
 def _point(record: Record) -> tuple[int, dict[str, float]]:
     if "max_concurrency" in record:
-        return int(record["max_concurrency"] or 0), {metric.key: float(record[metric.key]) for metric in SERVED}
+        return int(record["max_concurrency"] or 0), {
+            metric.key: float(record[metric.key]) for metric in SERVED
+        }
     step = record.get("decode_median_ms") or 1e3 * record["median_decode_latency"]
-    values = {"decode_ms": float(step),
-              "prefill_tokens_per_s": float(record.get("prefill_tokens_per_s") or record["prefill_throughput"])}
+    values = {
+        "decode_ms": float(step),
+        "prefill_tokens_per_s": float(
+            record.get("prefill_tokens_per_s") or record["prefill_throughput"]
+        ),
+    }
     for kept, said in (("floor_decode_ms", "floor_ms"), ("floor_prefill_tokens_per_s",) * 2):
         if said in record:
             values[kept] = float(record[said])
@@ -137,7 +189,9 @@ def merged(one: Points, other: Points) -> Points:
 
 
 def with_floors(ours: Points, path: Path, model_path: str, card_name: str) -> Points:
-    """``ours``, read from ``path``, with the floors of its serving points. ValueError for an unknown card."""
+    """``ours``, read from ``path``, with the floors of its serving points. ValueError for an
+    unknown card.
+    """
     from glowplug.core.plugin.registry import load_plugins
 
     card = measured_card(card_name)
@@ -145,17 +199,48 @@ def with_floors(ours: Points, path: Path, model_path: str, card_name: str) -> Po
     line = _records(path)[0]
     prompt = int(line["random_input_len"])
     output = int(line["random_output_len"])
-    return {at: values | {f"floor_{key}": floor for key, floor in card.served(model, at, prompt, output).items()}
-            for at, values in ours.items()}
+    return {
+        at: values
+        | {f"floor_{key}": floor for key, floor in card.served(model, at, prompt, output).items()}
+        for at, values in ours.items()
+    }
 
 
-CONDITIONS = ("date", "model_id", "backend", "dataset_name", "random_input_len", "random_output_len",
-              "random_range_ratio", "request_rate", "seed")  #: of a serving run, that its lines repeat
+CONDITIONS = (
+    "date",
+    "model_id",
+    "backend",
+    "dataset_name",
+    "random_input_len",
+    "random_output_len",
+    "random_range_ratio",
+    "request_rate",
+    "seed",
+)  #: of a serving run, that its lines repeat
 
 
-RUN = ("date", "max_concurrency", "num_prompts", "seed", "duration", "completed", "failed", "output_throughput",
-       "total_token_throughput", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "median_tpot_ms",
-       "p99_tpot_ms", "mean_itl_ms", "p99_itl_ms", "mean_e2el_ms", "p99_e2el_ms", "device_idle_share")
+RUN = (
+    "date",
+    "max_concurrency",
+    "num_prompts",
+    "seed",
+    "duration",
+    "completed",
+    "failed",
+    "output_throughput",
+    "total_token_throughput",
+    "mean_ttft_ms",
+    "median_ttft_ms",
+    "p99_ttft_ms",
+    "mean_tpot_ms",
+    "median_tpot_ms",
+    "p99_tpot_ms",
+    "mean_itl_ms",
+    "p99_itl_ms",
+    "mean_e2el_ms",
+    "p99_e2el_ms",
+    "device_idle_share",
+)
 
 
 def runs(path: Path) -> list[Record]:
@@ -164,7 +249,9 @@ def runs(path: Path) -> list[Record]:
 
 
 def header(path: Path) -> dict[str, Any]:
-    """Conditions of a ``--save`` document, or of the first line of a serving run with its requests by concurrency."""
+    """Conditions of a ``--save`` document, or of the first line of a serving run with its requests
+    by concurrency.
+    """
     try:
         whole = orjson.loads(path.read_bytes())
     except orjson.JSONDecodeError:
@@ -173,17 +260,20 @@ def header(path: Path) -> dict[str, Any]:
         return {key: value for key, value in whole.items() if key != "results"}
     lines = _records(path)
     found = {key: lines[0][key] for key in CONDITIONS if key in lines[0]}
-    requests = {str(line["max_concurrency"]): line["completed"] for line in lines if "completed" in line}
+    requests = {
+        str(line["max_concurrency"]): line["completed"] for line in lines if "completed" in line
+    }
     return found | ({"requests": requests} if requests else {})
 
 
-# ---- comparing ------------------------------------------------------------------------------------------------------
+# ---- comparing -----------------------------------------------------------------------------------
 
 
 def comparison(engines: Mapping[str, Points]) -> Tables:
     """For each metric a row a point: every engine's value, and how many times the best peer we are.
 
-    ``times_best_peer`` above 1: we are the faster. Floor and our share of its speed where they are known.
+    ``times_best_peer`` above 1: we are the faster. Floor and our share of its speed where they are
+    known.
     """
     ours = engines[OURS]
     metrics = SERVED if SERVED[0].key in next(iter(ours.values())) else STATIC
@@ -191,7 +281,9 @@ def comparison(engines: Mapping[str, Points]) -> Tables:
 
 
 def beside_offline(ours: Points, path: Path) -> Tables:
-    """One more table: throughput at the highest concurrency over the offline engine's on the same kind of load."""
+    """One more table: throughput at the highest concurrency over the offline engine's on the same
+    kind of load.
+    """
     offline = max(float(record["output_throughput"]) for record in _records(path))
     at = max(ours)
     served = ours[at]["output_throughput"]
@@ -200,7 +292,11 @@ def beside_offline(ours: Points, path: Path) -> Tables:
 
 
 def _row(metric: Metric, at: int, engines: Mapping[str, Points]) -> dict[str, Any]:
-    values = {name: found[at][metric.key] for name, found in engines.items() if metric.key in found.get(at, {})}
+    values = {
+        name: found[at][metric.key]
+        for name, found in engines.items()
+        if metric.key in found.get(at, {})
+    }
     row: dict[str, Any] = {"point": at, **values}
     peers = [value for name, value in values.items() if name != OURS]
     if peers:
@@ -208,14 +304,19 @@ def _row(metric: Metric, at: int, engines: Mapping[str, Points]) -> dict[str, An
         row["times_best_peer"] = best / values[OURS] if metric.lower else values[OURS] / best
     floor = engines[OURS][at].get(metric.floor)
     if floor:
-        row |= {"floor": floor, "share_of_floor": floor / values[OURS] if metric.lower else values[OURS] / floor}
+        row |= {
+            "floor": floor,
+            "share_of_floor": floor / values[OURS] if metric.lower else values[OURS] / floor,
+        }
     return row
 
 
 def markdown(found: Mapping[str, Sequence[Record]], engines: Sequence[str]) -> str:
     parts = []
     for title, rows in found.items():
-        columns = [column for column in ("point", *engines, *BESIDE) if any(column in row for row in rows)]
+        columns = [
+            column for column in ("point", *engines, *BESIDE) if any(column in row for row in rows)
+        ]
         cells = [[row.get(column, "-") for column in columns] for row in rows]
         parts.append(f"{title}\n\n{report.table(columns, cells)}")
     return "\n\n".join(parts)

@@ -1,4 +1,7 @@
-"""``glowplug bench serving``: load on a server, ours or another; options and result keys as vLLM's and SGLang's."""
+"""``glowplug bench serving``: load on a server, ours or another; options and result keys as vLLM's
+and SGLang's.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -35,7 +38,9 @@ class Server:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0 when every request succeeded, 1 when some failed, 2 when the run could not start."""
+    """Exit status 0 when every request succeeded, 1 when some failed, 2 when the run could not
+    start.
+    """
     try:
         return event_loop.run(_run(args))
     except (OSError, ValueError) as error:
@@ -53,7 +58,10 @@ async def _run(args: argparse.Namespace) -> int:
         record, outcomes = await _measure_one(args, target, server, prompts, concurrency)
         server = replace(server, info=await _info(target))
         failed += record["failed"]
-        print(report.serving_report(record, args.percentile_metrics, args.metric_percentiles), flush=True)
+        print(
+            report.serving_report(record, args.percentile_metrics, args.metric_percentiles),
+            flush=True,
+        )
         for error in sorted({outcome.error for outcome in outcomes if outcome.error})[:5]:
             print(f"failed: {error}", file=sys.stderr)
         _save(args, record, outcomes)
@@ -67,7 +75,9 @@ def _sweep(args: argparse.Namespace) -> list[tuple[int | None, int]]:
     if len(counts) == 1:
         counts = counts * len(levels)
     if len(counts) != len(levels):
-        raise ValueError(f"--num-prompts has {len(counts)} values and --max-concurrency {len(levels)}")
+        raise ValueError(
+            f"--num-prompts has {len(counts)} values and --max-concurrency {len(levels)}"
+        )
     return list(zip(levels, counts))
 
 
@@ -82,7 +92,9 @@ def _target(args: argparse.Namespace) -> Target:
 
 
 async def _look(target: Target, args: argparse.Namespace) -> Server:
-    """Wait for the server (``--ready-check-timeout``), then ask its model's name and, where it says so, vocabulary."""
+    """Wait for the server (``--ready-check-timeout``), then ask its model's name and, where it says
+    so, vocabulary.
+    """
     await _ready(target, args.ready_check_timeout)
     status, body = await call(target, "GET", "/v1/models")
     models = orjson.loads(body).get("data", []) if status == 200 else []
@@ -96,7 +108,9 @@ async def _look(target: Target, args: argparse.Namespace) -> Server:
 
 
 async def _ready(target: Target, timeout: float) -> None:
-    """Until ``/ready`` answers other than 503 (servers without that route answer 404 once they are up)."""
+    """Until ``/ready`` answers other than 503 (servers without that route answer 404 once they are
+    up).
+    """
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -131,11 +145,15 @@ async def _json(target: Target, path: str) -> dict[str, Any] | None:
 
 
 def _prompts(args: argparse.Namespace, server: Server, count: int) -> list[datasets.Prompt]:
-    encode, decode, vocab = (datasets.file_tokenizer(args.tokenizer) if args.tokenizer else (None, None, None))
+    encode, decode, vocab = (
+        datasets.file_tokenizer(args.tokenizer) if args.tokenizer else (None, None, None)
+    )
     if args.dataset_name == "custom":
         if not args.dataset_path:
             raise ValueError("--dataset-name custom needs --dataset-path")
-        return datasets.custom_prompts(Path(args.dataset_path), count, args.random_output_len, encode)
+        return datasets.custom_prompts(
+            Path(args.dataset_path), count, args.random_output_len, encode
+        )
     rng = random.Random(args.seed)
     as_text = args.prompt_format == "text" or not BACKENDS[args.backend].takes_ids
     vocab = args.vocab_size or server.vocab or vocab or FALLBACK_VOCAB
@@ -143,14 +161,28 @@ def _prompts(args: argparse.Namespace, server: Server, count: int) -> list[datas
         decode = None
     elif decode is None:
         decode = datasets.word_decoder(args.seed)
-    return datasets.random_prompts(rng, count, args.random_input_len, args.random_output_len,
-                                   args.random_range_ratio, vocab, decode)
+    return datasets.random_prompts(
+        rng,
+        count,
+        args.random_input_len,
+        args.random_output_len,
+        args.random_range_ratio,
+        vocab,
+        decode,
+    )
 
 
-async def _measure_one(args: argparse.Namespace, target: Target, server: Server, prompts: list[datasets.Prompt],
-                       concurrency: int | None) -> tuple[metrics.Record, list[Outcome]]:
+async def _measure_one(
+    args: argparse.Namespace,
+    target: Target,
+    server: Server,
+    prompts: list[datasets.Prompt],
+    concurrency: int | None,
+) -> tuple[metrics.Record, list[Outcome]]:
     backend = BACKENDS[args.backend]
-    request = Request(server.model, args.temperature, not args.disable_ignore_eos, args.extra_request_body)
+    request = Request(
+        server.model, args.temperature, not args.disable_ignore_eos, args.extra_request_body
+    )
     for _ in range(args.warmup_requests):
         outcome = outcome_of(await ask(target, backend, prompts[0], request), backend)
         if not outcome.ok:
@@ -166,9 +198,15 @@ async def _measure_one(args: argparse.Namespace, target: Target, server: Server,
     if args.profile:
         await _expect_ok(target, "/stop_profile")
     record = _conditions(args, server, len(prompts), concurrency)
-    record["device_idle_share"] = report.idle_share(_stats(server.info), _stats(await _info(target)))
-    record |= metrics.measure(outcomes, duration, percentiles=args.metric_percentiles,
-                              goodput=metrics.parse_goodput(args.goodput))
+    record["device_idle_share"] = report.idle_share(
+        _stats(server.info), _stats(await _info(target))
+    )
+    record |= metrics.measure(
+        outcomes,
+        duration,
+        percentiles=args.metric_percentiles,
+        goodput=metrics.parse_goodput(args.goodput),
+    )
     record["total_output_tokens_retokenized"] = _retokenized(args, outcomes)
     return record, outcomes
 
@@ -180,24 +218,44 @@ async def _expect_ok(target: Target, path: str) -> None:
 
 
 def _retokenized(args: argparse.Namespace, outcomes: list[Outcome]) -> int | None:
-    """Output tokens counted again from the texts: shows a server that reports more tokens than it sends."""
+    """Output tokens counted again from the texts: shows a server that reports more tokens than it
+    sends.
+    """
     if not args.tokenizer:
         return None
     encode, _, _ = datasets.file_tokenizer(args.tokenizer)
     return sum(len(encode(outcome.text)) for outcome in outcomes if outcome.ok)
 
 
-def _conditions(args: argparse.Namespace, server: Server, count: int, concurrency: int | None) -> metrics.Record:
-    """The part of a record that says what was asked. ``server_info`` is what the server itself reports."""
+def _conditions(
+    args: argparse.Namespace, server: Server, count: int, concurrency: int | None
+) -> metrics.Record:
+    """The part of a record that says what was asked. ``server_info`` is what the server itself
+    reports.
+    """
     rate = "inf" if math.isinf(args.request_rate) else args.request_rate
     return {
-        "schema_version": metrics.SCHEMA_VERSION, "date": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"),
-        "tag": args.tag, "label": args.tag, "backend": args.backend, "endpoint_type": args.backend,
-        "model_id": server.model, "tokenizer_id": args.tokenizer or server.model, "dataset_name": args.dataset_name,
-        "num_prompts": count, "request_rate": rate, "burstiness": args.burstiness, "max_concurrency": concurrency,
-        "random_input_len": args.random_input_len, "random_output_len": args.random_output_len,
-        "random_range_ratio": args.random_range_ratio, "seed": args.seed, "server_info": server.info,
-        "accept_length": ((server.info or {}).get("internal_states") or [{}])[0].get("avg_spec_accept_length"),
+        "schema_version": metrics.SCHEMA_VERSION,
+        "date": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "tag": args.tag,
+        "label": args.tag,
+        "backend": args.backend,
+        "endpoint_type": args.backend,
+        "model_id": server.model,
+        "tokenizer_id": args.tokenizer or server.model,
+        "dataset_name": args.dataset_name,
+        "num_prompts": count,
+        "request_rate": rate,
+        "burstiness": args.burstiness,
+        "max_concurrency": concurrency,
+        "random_input_len": args.random_input_len,
+        "random_output_len": args.random_output_len,
+        "random_range_ratio": args.random_range_ratio,
+        "seed": args.seed,
+        "server_info": server.info,
+        "accept_length": ((server.info or {}).get("internal_states") or [{}])[0].get(
+            "avg_spec_accept_length"
+        ),
     }
 
 
@@ -208,5 +266,7 @@ def _save(args: argparse.Namespace, record: metrics.Record, outcomes: list[Outco
     if args.save_result:
         model = record["model_id"].rsplit("/", 1)[-1]
         level = f"-concurrency{record['max_concurrency']}" if record["max_concurrency"] else ""
-        name = f"{record['backend']}-{record['request_rate']}qps{level}-{model}-{record['date']}.json"
+        name = (
+            f"{record['backend']}-{record['request_rate']}qps{level}-{model}-{record['date']}.json"
+        )
         report.write_json(Path(args.result_dir) / (args.result_filename or name), whole)

@@ -1,8 +1,11 @@
-"""``glowplug bench single-query``: one query under every mixture of radix cache, NextN, EP-MoE and DP attention.
+"""``glowplug bench single-query``: one query under every mixture of radix cache, NextN, EP-MoE and
+DP attention.
 
-The table that published ablations of DeepSeek engines print: a row a mixture, whether it runs, and how fast a single
-query is then. Each row is a fresh engine on real ranks; a row that cannot run prints why.
+The table that published ablations of DeepSeek engines print: a row a mixture, whether it runs, and
+how fast a single query is then. Each row is a fresh engine on real ranks; a row that cannot run
+prints why.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -24,10 +27,28 @@ from glowplug.entrypoints.bench.others.engine_options import add_engine_options,
 if TYPE_CHECKING:
     from glowplug.entrypoints.front.llm import LLM
 
-QUESTIONS = ("What is 347 + 258?", "What is 902 - 417?", "Reverse the list: k, d, r, b, z, m", "Who are you?",
-             "Sort these numbers: 41, 7, 93, 18, 66", "What is a harbour?")
-COLUMNS = ("ranks", "radix", "NextN", "EP-MoE", "DP-attention", "runs", "start s", "TTFT ms", "latency ms", "TPS@1",
-           "accept length", "same output")
+QUESTIONS = (
+    "What is 347 + 258?",
+    "What is 902 - 417?",
+    "Reverse the list: k, d, r, b, z, m",
+    "Who are you?",
+    "Sort these numbers: 41, 7, 93, 18, 66",
+    "What is a harbour?",
+)
+COLUMNS = (
+    "ranks",
+    "radix",
+    "NextN",
+    "EP-MoE",
+    "DP-attention",
+    "runs",
+    "start s",
+    "TTFT ms",
+    "latency ms",
+    "TPS@1",
+    "accept length",
+    "same output",
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +62,9 @@ class Mixture:
     dp: bool
 
     def config(self, given: dict[str, Any], threads: int) -> dict[str, Any]:
-        """The operator's configuration with this row's parts put in their place. ``threads``: torch's, in each rank."""
+        """The operator's configuration with this row's parts put in their place. ``threads``:
+        torch's, in each rank.
+        """
         strategies = [("tensor", self.ranks > 1), ("ep_moe", self.ep), ("dp_attention", self.dp)]
         config = {**given, "cache": {"use": "radix" if self.radix else "none"}}
         parallel = [{"use": use, "size": self.ranks} for use, wanted in strategies if wanted]
@@ -54,8 +77,13 @@ class Mixture:
 
     @property
     def marks(self) -> dict[str, object]:
-        return {"ranks": self.ranks, "radix": _mark(self.radix), "NextN": self.steps or "", "EP-MoE": _mark(self.ep),
-                "DP-attention": _mark(self.dp)}
+        return {
+            "ranks": self.ranks,
+            "radix": _mark(self.radix),
+            "NextN": self.steps or "",
+            "EP-MoE": _mark(self.ep),
+            "DP-attention": _mark(self.dp),
+        }
 
 
 def _mark(on: bool) -> str:
@@ -64,18 +92,28 @@ def _mark(on: bool) -> str:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("table")
-    group.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="ranks of the rows (default: 1 and 2)")
+    group.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2], help="ranks of the rows (default: 1 and 2)"
+    )
     group.add_argument("--steps", type=int, default=1, help="tokens that NextN drafts")
-    group.add_argument("--question", action="append", dest="questions", help="ask this; may be given several times")
+    group.add_argument(
+        "--question", action="append", dest="questions", help="ask this; may be given several times"
+    )
     group.add_argument("--max-tokens", type=int, default=128)
     group.add_argument("--threads", type=int, default=1, help="torch threads of each rank")
-    group.add_argument("--repeat", type=int, default=3, help="rounds over the questions; medians are reported")
-    group.add_argument("--result-filename", "--output-file", default=None, metavar="FILE", help="write JSON here")
+    group.add_argument(
+        "--repeat", type=int, default=3, help="rounds over the questions; medians are reported"
+    )
+    group.add_argument(
+        "--result-filename", "--output-file", default=None, metavar="FILE", help="write JSON here"
+    )
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0 when every row ran or was refused, 1 when one failed, 2 when the options cannot be read."""
+    """Exit status 0 when every row ran or was refused, 1 when one failed, 2 when the options cannot
+    be read.
+    """
     try:
         given = engine_config(args)
     except ConfigError as error:
@@ -90,7 +128,9 @@ def run(args: argparse.Namespace) -> int:
             found["same output"] = "yes" if tokens == reference else "no"
         rows.append({**mixture.marks, **found})
         print(one_line(rows[-1]), flush=True)
-    print("\n" + report.table(COLUMNS, ([row.get(column, "-") for column in COLUMNS] for row in rows)))
+    print(
+        "\n" + report.table(COLUMNS, ([row.get(column, "-") for column in COLUMNS] for row in rows))
+    )
     for reason in dict.fromkeys(row["reason"] for row in rows if "reason" in row):
         print("\n" + reason)
     if args.result_filename:
@@ -101,12 +141,18 @@ def run(args: argparse.Namespace) -> int:
 def mixtures(ranks: Iterable[int], steps: int) -> list[Mixture]:
     """Every mixture for each number of ranks, the plainest first."""
     switches = list(itertools.product((False, True), repeat=4))
-    return [Mixture(count, radix, steps if nextn else 0, ep, dp)
-            for count in ranks for dp, ep, nextn, radix in switches]
+    return [
+        Mixture(count, radix, steps if nextn else 0, ep, dp)
+        for count in ranks
+        for dp, ep, nextn, radix in switches
+    ]
 
 
-def measure(mixture: Mixture, args: argparse.Namespace, given: dict[str, Any],
-            ) -> tuple[dict[str, Any], list[list[int]] | None]:
+def measure(
+    mixture: Mixture,
+    args: argparse.Namespace,
+    given: dict[str, Any],
+) -> tuple[dict[str, Any], list[list[int]] | None]:
     """(the row's figures, the tokens of each answer), or why there are none."""
     from glowplug.entrypoints.front.llm import LLM
 
@@ -115,7 +161,12 @@ def measure(mixture: Mixture, args: argparse.Namespace, given: dict[str, Any],
         with LLM(**mixture.config(given, args.threads)) as llm:
             ready = time.perf_counter() - started
             figures, tokens = _ask_all(llm, args)
-            return {"runs": "yes", "start s": round(ready, 2), "dtype": llm.plan.dtype, **figures}, tokens
+            return {
+                "runs": "yes",
+                "start s": round(ready, 2),
+                "dtype": llm.plan.dtype,
+                **figures,
+            }, tokens
     except PlanRefused as refused:
         return {"runs": "refused", "reason": str(refused)}, None
     except EngineDead as error:
@@ -135,23 +186,32 @@ def _ask_all(llm: LLM, args: argparse.Namespace) -> tuple[dict[str, Any], list[l
     questions = args.questions or QUESTIONS
     _ask(llm, questions[0], args.max_tokens)  # warm-up
     before = _drafts(llm)
-    rounds = [[_ask(llm, question, args.max_tokens) for question in questions] for _ in range(args.repeat)]
+    rounds = [
+        [_ask(llm, question, args.max_tokens) for question in questions] for _ in range(args.repeat)
+    ]
     drafted, accepted = (after - at for after, at in zip(_drafts(llm), before, strict=True))
-    rates = [sum(len(one.tokens) - 1 for one in answers) / sum(one.last - one.first for one in answers)
-             for answers in rounds]
+    rates = [
+        sum(len(one.tokens) - 1 for one in answers) / sum(one.last - one.first for one in answers)
+        for answers in rounds
+    ]
     every = [one for answers in rounds for one in answers]
     steps = llm.plan.sizes.width - 1
     return {
         "TTFT ms": round(1e3 * median(one.first for one in every), 1),
-        "latency ms": round(1e3 * median(sum(one.last for one in answers) / len(answers) for answers in rounds), 1),
-        "TPS@1": round(median(rates), 1), "rates": rates,
+        "latency ms": round(
+            1e3 * median(sum(one.last for one in answers) / len(answers) for answers in rounds), 1
+        ),
+        "TPS@1": round(median(rates), 1),
+        "rates": rates,
         "accept length": round(1 + accepted / (drafted / steps), 3) if drafted else "-",
         "output tokens": sum(len(one.tokens) for one in rounds[0]),
     }, [one.tokens for one in rounds[0]]
 
 
 def _ask(llm: LLM, question: str, most: int) -> Answer:
-    """One greedy answer, nothing of it in the prefix cache. Form with working where the model has one."""
+    """One greedy answer, nothing of it in the prefix cache. Form with working where the model has
+    one.
+    """
     from glowplug.core.step.request import SamplingParams
 
     llm.control("flush")
@@ -183,7 +243,15 @@ def one_line(row: dict[str, Any]) -> str:
 def _conditions(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    return {"command": "glowplug " + " ".join(sys.argv[1:]), "date": time.strftime("%Y-%m-%d"),
-            "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine(),
-            "cores": os.cpu_count(), "threads": args.threads, "load_average": os.getloadavg()[1], "rounds": args.repeat,
-            "questions": list(args.questions or QUESTIONS)}
+    return {
+        "command": "glowplug " + " ".join(sys.argv[1:]),
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": args.threads,
+        "load_average": os.getloadavg()[1],
+        "rounds": args.repeat,
+        "questions": list(args.questions or QUESTIONS),
+    }

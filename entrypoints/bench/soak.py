@@ -1,10 +1,13 @@
-"""``glowplug bench soak``: hours of mixed requests on the engine in this process, which must stay as it was.
+"""``glowplug bench soak``: hours of mixed requests on the engine in this process, which must stay
+as it was.
 
-Requests of all lengths, ways of sampling and shared beginnings run together, more of them than fit; some are given up,
-some are refused. In pauses nothing runs, and then every page must be free, memory must be where it was, and the same
-questions must get the same answers. One JSON document, written anew in every pause, says whether all of that held.
-Device memory is this process's own where the driver tells it, otherwise the whole device's.
+Requests of all lengths, ways of sampling and shared beginnings run together, more of them than fit;
+some are given up, some are refused. In pauses nothing runs, and then every page must be free,
+memory must be where it was, and the same questions must get the same answers. One JSON document,
+written anew in every pause, says whether all of that held. Device memory is this process's own
+where the driver tells it, otherwise the whole device's.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -35,25 +38,56 @@ SHOWN = 20  #: errors kept word for word
 WARM = 1 / 3  #: of the pauses, those before memory must be level
 FULL = 0.01  #: share of the pages, at least one, that may be left in a cache that is called full
 LOOK = 0.2  #: seconds between two looks at the file of --hold
-PATIENCE = 5.0  #: seconds that requests have to end in when it is told to hold; the others are given up
+PATIENCE = (
+    5.0  #: seconds that requests have to end in when it is told to hold; the others are given up
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("soak")
     group.add_argument("--minutes", type=float, default=20.0)
     group.add_argument("--pauses", type=int, default=20, help="how often it stops and looks")
-    group.add_argument("--in-flight", type=int, default=None, help="requests at once (default: 1.25 times what runs)")
-    group.add_argument("--abort-share", type=float, default=0.1, help="share of requests that are given up")
-    group.add_argument("--shared-share", type=float, default=0.3, help="share that begin like others")
-    group.add_argument("--device-growth-mib", type=float, default=32.0, help="most that device memory may grow")
-    group.add_argument("--host-growth-mib", type=float, default=64.0, help="most that host memory may grow")
-    group.add_argument("--exact", action="store_true", help="an answer that changes is a failure, too")
-    group.add_argument("--expect-full", action="store_true", help="a KV cache that never was full is a failure, too")
-    group.add_argument("--hold", type=Path, default=None, metavar="FILE",
-                       help="while this file exists nothing runs: it stops for a pause and stays in it; --minutes "
-                            "count the time under load alone")
-    group.add_argument("--result-filename", "--output-file", default=None, metavar="FILE",
-                       help="write JSON here, in every pause and at the end")
+    group.add_argument(
+        "--in-flight",
+        type=int,
+        default=None,
+        help="requests at once (default: 1.25 times what runs)",
+    )
+    group.add_argument(
+        "--abort-share", type=float, default=0.1, help="share of requests that are given up"
+    )
+    group.add_argument(
+        "--shared-share", type=float, default=0.3, help="share that begin like others"
+    )
+    group.add_argument(
+        "--device-growth-mib", type=float, default=32.0, help="most that device memory may grow"
+    )
+    group.add_argument(
+        "--host-growth-mib", type=float, default=64.0, help="most that host memory may grow"
+    )
+    group.add_argument(
+        "--exact", action="store_true", help="an answer that changes is a failure, too"
+    )
+    group.add_argument(
+        "--expect-full",
+        action="store_true",
+        help="a KV cache that never was full is a failure, too",
+    )
+    group.add_argument(
+        "--hold",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="while this file exists nothing runs: it stops for a pause and stays in it; --minutes "
+        "count the time under load alone",
+    )
+    group.add_argument(
+        "--result-filename",
+        "--output-file",
+        default=None,
+        metavar="FILE",
+        help="write JSON here, in every pause and at the end",
+    )
     group.add_argument("--load-seed", type=int, default=0, help="seed of the requests")
     add_engine_options(parser)
 
@@ -71,16 +105,31 @@ def run(args: argparse.Namespace) -> int:
         soak = Soak(llm, args, conditions(llm.plan.device))
         soak.run()
         found = soak.write(finished=True)
-    for key in ("minutes", "held_minutes", "requests", "ends", "preemptions", "cached_tokens", "output_tokens",
-                "least_free_share", "was_full", "device_memory", "growth_mib", "answers_changed", "failures"):
+    for key in (
+        "minutes",
+        "held_minutes",
+        "requests",
+        "ends",
+        "preemptions",
+        "cached_tokens",
+        "output_tokens",
+        "least_free_share",
+        "was_full",
+        "device_memory",
+        "growth_mib",
+        "answers_changed",
+        "failures",
+    ):
         print(report.line(key, found[key]))
     return 1 if found["failures"] else 0
 
 
 @dataclass
 class Sample:
-    """One pause, ``seconds`` after the start, ``loaded`` of them under load. Bytes; ``device_used`` is everybody's on
-    the device, ``device_process`` ours where the driver says it; ``pages`` as the control "check" says."""
+    """One pause, ``seconds`` after the start, ``loaded`` of them under load. Bytes; ``device_used``
+    is everybody's on the device, ``device_process`` ours where the driver says it; ``pages`` as the
+    control "check" says.
+    """
 
     seconds: float
     loaded: float
@@ -95,7 +144,9 @@ class Sample:
 class Soak:
     """Drives one engine. ``failures``: what did not hold, in words."""
 
-    def __init__(self, llm: LLM, args: argparse.Namespace, conditions: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, llm: LLM, args: argparse.Namespace, conditions: Mapping[str, Any] | None = None
+    ) -> None:
         self.llm = llm
         self.args = args
         self.conditions = conditions or {}
@@ -114,10 +165,12 @@ class Soak:
         self._running: dict[Stream, Wanted] = {}
         self._answers: list[list[int]] = []
 
-    # ---- the run ----------------------------------------------------------------------------------------------------
+    # ---- the run ---------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until the time is up, or too much has failed. A failing engine ends it too, and is one of the failures."""
+        """Until the time is up, or too much has failed. A failing engine ends it too, and is one of
+        the failures.
+        """
         self._started = time.monotonic()
         seconds = self.args.minutes * 60
         try:
@@ -132,7 +185,9 @@ class Soak:
             self.failures.append(f"{type(error).__name__}: {error}")
 
     def _load_until(self, loaded: float) -> bool:
-        """Load until there were ``loaded`` seconds of it, all requests ended. False when it was told to hold before."""
+        """Load until there were ``loaded`` seconds of it, all requests ended. False when it was
+        told to hold before.
+        """
         began = time.monotonic()
         deadline = began + loaded - self.loaded
         held = False
@@ -205,23 +260,37 @@ class Soak:
         elif reason == "length" and wanted.seen != wanted.params.max_tokens:
             self.failures.append(f"{wanted.seen} tokens instead of {wanted.params.max_tokens}")
 
-    # ---- pauses -----------------------------------------------------------------------------------------------------
+    # ---- pauses ----------------------------------------------------------------------------------
 
     def _pause(self) -> None:
         pages = self.llm.control("check")
         if pages["free"] + pages["evictable"] != pages["total"]:
-            self.failures.append(f"nothing runs, and {pages['free']} pages are free and {pages['evictable']} to be had "
-                                 f"of {pages['total']}")
+            self.failures.append(
+                f"nothing runs, and {pages['free']} pages are free and {pages['evictable']} to be had "
+                f"of {pages['total']}"
+            )
         self.llm.control("flush")
         pages = self.llm.control("check")
         if pages["free"] != pages["total"]:
-            self.failures.append(f"the cache is empty, and {pages['free']} pages are free of {pages['total']}")
+            self.failures.append(
+                f"the cache is empty, and {pages['free']} pages are free of {pages['total']}"
+            )
         self._ask_again()
         self.llm.control("flush")
         memory = self.llm.control("memory")
         own = self.memory.bytes() if self.llm.plan.device == "cuda" else None
-        self.samples.append(Sample(time.monotonic() - self._started, self.loaded, memory["host"],
-                                   memory["device_held"], memory["device_claimed"], memory["device_used"], own, pages))
+        self.samples.append(
+            Sample(
+                time.monotonic() - self._started,
+                self.loaded,
+                memory["host"],
+                memory["device_held"],
+                memory["device_claimed"],
+                memory["device_used"],
+                own,
+                pages,
+            )
+        )
         self.write()
         self._hold()
 
@@ -229,24 +298,36 @@ class Soak:
         from glowplug.core.step.request import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
-        answers = [done.token_ids for done in self.llm.generate(self.mix.questions(QUESTIONS, ANSWER), params)]
+        answers = [
+            done.token_ids
+            for done in self.llm.generate(self.mix.questions(QUESTIONS, ANSWER), params)
+        ]
         self._answers = self._answers or answers
         changed = sum(one != other for one, other in zip(answers, self._answers, strict=True))
         self.answers_changed += changed
         if changed and self.args.exact:
-            self.failures.append(f"{changed} of {QUESTIONS} questions were answered otherwise than at first")
+            self.failures.append(
+                f"{changed} of {QUESTIONS} questions were answered otherwise than at first"
+            )
 
-    # ---- the result -------------------------------------------------------------------------------------------------
+    # ---- the result ------------------------------------------------------------------------------
 
     def write(self, finished: bool = False, holding: bool = False) -> dict[str, Any]:
         """What is known by now, also into the file."""
-        found = {"conditions": self.conditions, "finished": finished, "holding": holding, **self.result(finished)}
+        found = {
+            "conditions": self.conditions,
+            "finished": finished,
+            "holding": holding,
+            **self.result(finished),
+        }
         if self.args.result_filename:
             report.write_json(Path(self.args.result_filename), found)
         return found
 
     def judged(self) -> tuple[str, ...]:
-        """The kinds of memory that must not grow: this process's own on the device if each sample knows it."""
+        """The kinds of memory that must not grow: this process's own on the device if each sample
+        knows it.
+        """
         known = self.samples and all(sample.device_process is not None for sample in self.samples)
         return "host", "device_held", "device_claimed", "device_process" if known else "device_used"
 
@@ -255,9 +336,11 @@ class Soak:
         if len(self.samples) < 3:
             return {}
         first = self.samples[max(1, int(len(self.samples) * WARM))]
-        late = self.samples[-max(1, len(self.samples) // 3):]
-        return {name: (max(getattr(one, name) for one in late) - getattr(first, name)) / 2**20
-                for name in self.judged()}
+        late = self.samples[-max(1, len(self.samples) // 3) :]
+        return {
+            name: (max(getattr(one, name) for one in late) - getattr(first, name)) / 2**20
+            for name in self.judged()
+        }
 
     def not_held(self, finished: bool) -> list[str]:
         """What did not hold. Only at the end is it asked whether the cache was full."""
@@ -267,8 +350,10 @@ class Soak:
             if value > most:
                 found.append(f"{name} memory grew by {value:.1f} MiB")
         if finished and self.args.expect_full and not self._was_full():
-            found.append(f"the KV cache never was full: {self._least_share():.1%} of its pages were always to be had, "
-                         f"{self.llm.stats.preemptions} preemptions")
+            found.append(
+                f"the KV cache never was full: {self._least_share():.1%} of its pages were always to be had, "
+                f"{self.llm.stats.preemptions} preemptions"
+            )
         return found[:SHOWN]
 
     @property
@@ -290,13 +375,23 @@ class Soak:
     def result(self, finished: bool = True) -> dict[str, Any]:
         stats = self.llm.stats
         return {
-            "minutes": round(self.loaded / 60, 3), "held_minutes": round(self.held / 60, 3),
-            "in_flight": self.in_flight, "requests": self.ends.total(), "ends": dict(self.ends),
-            "preemptions": stats.preemptions, "prompt_tokens": stats.prompt_tokens,
-            "cached_tokens": stats.cached_tokens, "output_tokens": stats.output_tokens,
-            "drafted_tokens": stats.drafted_tokens, "accepted_tokens": stats.accepted_tokens,
-            "pages": self._pages, "least_free_share": self._least_share(),
-            "was_full": self._was_full(), "device_memory": self._device_memory(), "growth_mib": self.growth(),
-            "answers_changed": self.answers_changed, "failures": self.not_held(finished),
+            "minutes": round(self.loaded / 60, 3),
+            "held_minutes": round(self.held / 60, 3),
+            "in_flight": self.in_flight,
+            "requests": self.ends.total(),
+            "ends": dict(self.ends),
+            "preemptions": stats.preemptions,
+            "prompt_tokens": stats.prompt_tokens,
+            "cached_tokens": stats.cached_tokens,
+            "output_tokens": stats.output_tokens,
+            "drafted_tokens": stats.drafted_tokens,
+            "accepted_tokens": stats.accepted_tokens,
+            "pages": self._pages,
+            "least_free_share": self._least_share(),
+            "was_full": self._was_full(),
+            "device_memory": self._device_memory(),
+            "growth_mib": self.growth(),
+            "answers_changed": self.answers_changed,
+            "failures": self.not_held(finished),
             "samples": [asdict(sample) for sample in self.samples],
         }

@@ -1,9 +1,12 @@
-"""``glowplug bench versus``: this engine and its peers on one checkpoint and one device, in one go, beside the floor.
+"""``glowplug bench versus``: this engine and its peers on one checkpoint and one device, in one go,
+beside the floor.
 
-Static batches (prefill and decode steps) first, then servers under load with ``--serving``, each engine by itself in
-its turn. With ``--together`` all load at once, so that a comparison takes the time of the slowest start; memory has to
-suffice for all of them, which is the caller's to say (``--options``). Writes tables, records and every engine's log.
+Static batches (prefill and decode steps) first, then servers under load with ``--serving``, each
+engine by itself in its turn. With ``--together`` all load at once, so that a comparison takes the
+time of the slowest start; memory has to suffice for all of them, which is the caller's to say
+(``--options``). Writes tables, records and every engine's log.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -43,40 +46,83 @@ KINDS = ("static", "serving")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engines")
-    group.add_argument("--model", required=True, help="a checkpoint's folder, which all of them read")
-    group.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON",
-                       help="sglang or vllm, and the interpreter that has it (or a script that starts one)")
-    group.add_argument("--options", action="append", default=[], metavar="NAME[.KIND]=WORDS",
-                       help="further options of an engine, ours too; KIND: of its static or its serving run alone")
-    group.add_argument("--together", action="store_true",
-                       help="load all engines at once, then measure one after another while the others are stopped")
-    group.add_argument("--timeout", type=float, default=1800.0,
-                       help="seconds for an engine to load, and as many to be measured")
+    group.add_argument(
+        "--model", required=True, help="a checkpoint's folder, which all of them read"
+    )
+    group.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=PYTHON",
+        help="sglang or vllm, and the interpreter that has it (or a script that starts one)",
+    )
+    group.add_argument(
+        "--options",
+        action="append",
+        default=[],
+        metavar="NAME[.KIND]=WORDS",
+        help="further options of an engine, ours too; KIND: of its static or its serving run alone",
+    )
+    group.add_argument(
+        "--together",
+        action="store_true",
+        help="load all engines at once, then measure one after another while the others are stopped",
+    )
+    group.add_argument(
+        "--timeout",
+        type=float,
+        default=1800.0,
+        help="seconds for an engine to load, and as many to be measured",
+    )
     group = parser.add_argument_group("static batches")
-    group.add_argument("--batch-size", type=int, nargs="*", default=[1, 8, 32, 128], help="without a value: none")
+    group.add_argument(
+        "--batch-size", type=int, nargs="*", default=[1, 8, 32, 128], help="without a value: none"
+    )
     group.add_argument("--input-len", type=int, default=1024, help="prompt tokens, of serving too")
     group.add_argument("--output-len", type=int, default=64, help="tokens to generate")
     group.add_argument("--repeat", type=int, default=3, help="measured runs of each")
     group = parser.add_argument_group("serving")
-    group.add_argument("--serving", type=int, nargs="*", default=[], metavar="CONCURRENCY", help="e.g. 1 32 256")
-    group.add_argument("--num-prompts", type=int, nargs="+", default=None, help="of each; default: four times as many")
-    group.add_argument("--serving-output-len", type=int, default=256, help="tokens to generate, of each request")
-    group.add_argument("--offline", action="store_true", help="our offline engine's throughput on the same load, too")
-    parser.add_argument("--floor-card", default="H200", metavar="NAME", help="the card, for serving's floors")
-    parser.add_argument("--output-dir", type=Path, default=Path("versus"), help="records, tables and logs")
+    group.add_argument(
+        "--serving", type=int, nargs="*", default=[], metavar="CONCURRENCY", help="e.g. 1 32 256"
+    )
+    group.add_argument(
+        "--num-prompts",
+        type=int,
+        nargs="+",
+        default=None,
+        help="of each; default: four times as many",
+    )
+    group.add_argument(
+        "--serving-output-len", type=int, default=256, help="tokens to generate, of each request"
+    )
+    group.add_argument(
+        "--offline",
+        action="store_true",
+        help="our offline engine's throughput on the same load, too",
+    )
+    parser.add_argument(
+        "--floor-card", default="H200", metavar="NAME", help="the card, for serving's floors"
+    )
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path("versus"), help="records, tables and logs"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0; 1 when an engine failed, whose log's end is shown and which tables lack; 2 when the comparison
-    cannot begin."""
+    """Exit status 0; 1 when an engine failed, whose log's end is shown and which tables lack; 2
+    when the comparison cannot begin."""
     try:
         engines = interpreters(args.peer)
         options = _options(args.options)
-        versions = {OURS: __version__} | {name: version(ENGINES[name], python)
-                                            for name, python in engines.items() if name != OURS}
+        versions = {OURS: __version__} | {
+            name: version(ENGINES[name], python) for name, python in engines.items() if name != OURS
+        }
         if not args.batch_size and not args.serving:
             raise ValueError("nothing to measure: --batch-size or --serving")
-        if min(*args.batch_size, *args.serving, args.input_len, args.output_len, args.repeat, 1) < 1:
+        if (
+            min(*args.batch_size, *args.serving, args.input_len, args.output_len, args.repeat, 1)
+            < 1
+        ):
             raise ValueError("sizes, lengths and repetitions are at least 1")
         if args.serving and len(args.num_prompts or args.serving) != len(args.serving):
             raise ValueError("--num-prompts has one value for each of --serving")
@@ -93,7 +139,10 @@ def run(args: argparse.Namespace) -> int:
         if args.serving:
             comparison.serve()
     except (RuntimeError, OSError, ValueError, KeyError, GlowplugError) as error:
-        print(f"glowplug bench versus: {error} (what was measured before is in {args.output_dir})", file=sys.stderr)
+        print(
+            f"glowplug bench versus: {error} (what was measured before is in {args.output_dir})",
+            file=sys.stderr,
+        )
         return 1
     return 1 if comparison.failed else 0
 
@@ -105,8 +154,10 @@ def _options(given: list[str]) -> dict[tuple[str, str], list[str]]:
         target, equals, words = pair.partition("=")
         name, _, kind = target.partition(".")
         if not equals or name not in ENGINES or kind not in ("", *KINDS):
-            raise ValueError(f"--options {pair}: expected NAME=WORDS or NAME.KIND=WORDS, of {', '.join(ENGINES)} and "
-                             f"{', '.join(KINDS)}")
+            raise ValueError(
+                f"--options {pair}: expected NAME=WORDS or NAME.KIND=WORDS, of {', '.join(ENGINES)} and "
+                f"{', '.join(KINDS)}"
+            )
         for one in (kind,) if kind else KINDS:
             found.setdefault((name, one), []).extend(shlex.split(words))
     return found
@@ -123,20 +174,30 @@ def _answers(url: str, log: str) -> bool:
 class Comparison:
     """One run of the command: how the engines are started, and where their figures go."""
 
-    def __init__(self, args: argparse.Namespace, engines: Mapping[str, str],
-                 options: Mapping[tuple[str, str], list[str]], versions: Mapping[str, str], model: ModelFacts) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        engines: Mapping[str, str],
+        options: Mapping[tuple[str, str], list[str]],
+        versions: Mapping[str, str],
+        model: ModelFacts,
+    ) -> None:
         self._args = args
         self._engines = engines
         self._options = options
         self._versions = versions
         self._folder: Path = args.output_dir
         self._vocab = model.vocab_size
-        self._prompts = args.num_prompts or [4 * level for level in args.serving]  #: of each concurrency
-        self._context = min(model.max_positions, max(MIN_CONTEXT, args.input_len + args.serving_output_len))
+        self._prompts = args.num_prompts or [
+            4 * level for level in args.serving
+        ]  #: of each concurrency
+        self._context = min(
+            model.max_positions, max(MIN_CONTEXT, args.input_len + args.serving_output_len)
+        )
         self._commands: dict[str, str] = {}
         self.failed: dict[tuple[str, str], str] = {}  #: (kind, engine) -> how
 
-    # ---- static batches ---------------------------------------------------------------------------------------------
+    # ---- static batches --------------------------------------------------------------------------
 
     def static(self) -> None:
         args = self._args
@@ -147,10 +208,19 @@ class Comparison:
             engine = ENGINES[name]
             result = self._folder / f"static-{name}.json"
             result.unlink(missing_ok=True)  # a tool may add to what is there
-            shapes = StaticRun(args.model, tuple(args.batch_size), args.input_len, args.output_len,
-                               self._vocab, args.repeat, result)
+            shapes = StaticRun(
+                args.model,
+                tuple(args.batch_size),
+                args.input_len,
+                args.output_len,
+                self._vocab,
+                args.repeat,
+                result,
+            )
             files[name] = self._log("static", name) if engine.in_log else result
-            starts.append(self._start(engine, "static", engine.static(shapes), partial(_says, engine.mark)))
+            starts.append(
+                self._start(engine, "static", engine.static(shapes), partial(_says, engine.mark))
+            )
         with closing(in_turns(starts, args.together, args.timeout)) as turns:
             for turn in turns:
                 with self._blamed("static", turn.name):
@@ -158,7 +228,7 @@ class Comparison:
                     found[turn.name] = peers.points(files[turn.name])
         self._write("static", found, files[OURS])
 
-    # ---- serving ----------------------------------------------------------------------------------------------------
+    # ---- serving ---------------------------------------------------------------------------------
 
     def serve(self) -> None:
         args = self._args
@@ -173,7 +243,9 @@ class Comparison:
             files[name].unlink(missing_ok=True)
             served = ServedRun(args.model, port, max(args.serving), self._context)
             url = f"http://127.0.0.1:{port}{engine.ready}"
-            starts.append(self._start(engine, "serving", engine.server(served), partial(_answers, url)))
+            starts.append(
+                self._start(engine, "serving", engine.server(served), partial(_answers, url))
+            )
         with closing(in_turns(starts, args.together, args.timeout)) as turns:
             for turn in turns:
                 with self._blamed("serving", turn.name):
@@ -186,50 +258,105 @@ class Comparison:
         if args.offline and OURS in found:
             with self._blamed("serving", "offline"):
                 beside = peers.beside_offline(found[OURS], self._offline())
-        self._write("serving", found, files[OURS], beside, {name: peers.runs(files[name]) for name in found})
+        self._write(
+            "serving", found, files[OURS], beside, {name: peers.runs(files[name]) for name in found}
+        )
 
     def _load_on(self, engine: PeerEngine, port: int, result: Path) -> None:
         """A pass that does not count, then all concurrencies."""
         levels = map(str, self._args.serving)
         counts = map(str, self._prompts)
         for log, tokens, words in (
-                (f"warm-{engine.name}", WARM_TOKENS,
-                 ["--num-prompts", str(WARM_PROMPTS), "--max-concurrency", str(WARM_PROMPTS)]),
-                (f"load-{engine.name}", self._args.serving_output_len,
-                 ["--num-prompts", *counts, "--max-concurrency", *levels, "--output-file", str(result)])):
-            self._ours(log, ["serving", "--backend", engine.backend, "--base-url", f"http://127.0.0.1:{port}",
-                             "--random-input-len", str(self._args.input_len), "--random-output-len", str(tokens),
-                             "--random-range-ratio", "1", "--disable-tqdm", *words])
+            (
+                f"warm-{engine.name}",
+                WARM_TOKENS,
+                ["--num-prompts", str(WARM_PROMPTS), "--max-concurrency", str(WARM_PROMPTS)],
+            ),
+            (
+                f"load-{engine.name}",
+                self._args.serving_output_len,
+                [
+                    "--num-prompts",
+                    *counts,
+                    "--max-concurrency",
+                    *levels,
+                    "--output-file",
+                    str(result),
+                ],
+            ),
+        ):
+            self._ours(
+                log,
+                [
+                    "serving",
+                    "--backend",
+                    engine.backend,
+                    "--base-url",
+                    f"http://127.0.0.1:{port}",
+                    "--random-input-len",
+                    str(self._args.input_len),
+                    "--random-output-len",
+                    str(tokens),
+                    "--random-range-ratio",
+                    "1",
+                    "--disable-tqdm",
+                    *words,
+                ],
+            )
 
     def _offline(self) -> Path:
         args = self._args
         result = self._folder / "offline-glowplug.jsonl"
         result.unlink(missing_ok=True)
         count = dict(zip(args.serving, self._prompts))[max(args.serving)]
-        self._ours("offline", ["offline", "--model", args.model, "--num-prompts", str(count),
-                               "--input-len", str(args.input_len), "--output-len", str(args.serving_output_len),
-                               "--context-length", str(self._context), "--max-running-requests",
-                               str(max(args.serving)), "--output-file", str(result),
-                               *self._options.get((OURS, "serving"), [])])
+        self._ours(
+            "offline",
+            [
+                "offline",
+                "--model",
+                args.model,
+                "--num-prompts",
+                str(count),
+                "--input-len",
+                str(args.input_len),
+                "--output-len",
+                str(args.serving_output_len),
+                "--context-length",
+                str(self._context),
+                "--max-running-requests",
+                str(max(args.serving)),
+                "--output-file",
+                str(result),
+                *self._options.get((OURS, "serving"), []),
+            ],
+        )
         return result
 
     def _ours(self, name: str, words: list[str]) -> None:
-        """One of our own bench commands, with a log of that name. RuntimeError with its end where it fails."""
+        """One of our own bench commands, with a log of that name. RuntimeError with its end where
+        it fails.
+        """
         command = [sys.executable, "-m", "glowplug", "bench", *words]
         with Turn(f"bench {words[0]}", command, self._folder / f"{name}.log", {}) as turn:
             turn.finish(self._args.timeout)
 
-    # ---- engines in turns -------------------------------------------------------------------------------------------
+    # ---- engines in turns ------------------------------------------------------------------------
 
-    def _start(self, engine: PeerEngine, kind: str, words: list[str], loaded: Loaded) -> Callable[[], Turn]:
+    def _start(
+        self, engine: PeerEngine, kind: str, words: list[str], loaded: Loaded
+    ) -> Callable[[], Turn]:
         """What starts this run of an engine; its command is noted for the record."""
         command = [self._engines[engine.name], *words, *self._options.get((engine.name, kind), [])]
         self._commands[f"{engine.name}, {kind}"] = shlex.join(command)
-        return partial(Turn, engine.name, command, self._log(kind, engine.name), engine.environment, loaded)
+        return partial(
+            Turn, engine.name, command, self._log(kind, engine.name), engine.environment, loaded
+        )
 
     @contextmanager
     def _blamed(self, kind: str, name: str) -> Iterator[None]:
-        """What goes wrong is that engine's fault: it is told at once, and the others are measured all the same."""
+        """What goes wrong is that engine's fault: it is told at once, and the others are measured
+        all the same.
+        """
         try:
             yield
         except (RuntimeError, OSError, ValueError, KeyError) as error:
@@ -239,23 +366,49 @@ class Comparison:
     def _log(self, kind: str, name: str) -> Path:
         return self._folder / f"{kind}-{name}.log"
 
-    # ---- results ----------------------------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------
 
-    def _write(self, kind: str, engines: Mapping[str, peers.Points], ours: Path, beside: peers.Tables | None = None,
-               runs: Mapping[str, object] | None = None) -> None:
-        """Tables of those that were measured. RuntimeError where we are not among them: nothing to compare with."""
+    def _write(
+        self,
+        kind: str,
+        engines: Mapping[str, peers.Points],
+        ours: Path,
+        beside: peers.Tables | None = None,
+        runs: Mapping[str, object] | None = None,
+    ) -> None:
+        """Tables of those that were measured. RuntimeError where we are not among them: nothing to
+        compare with.
+        """
         if OURS not in engines:
             raise RuntimeError(f"{kind}: without {OURS} there is no comparison")
         found = peers.comparison(engines) | (beside or {})
         tables = peers.markdown(found, list(engines))
         print(tables, flush=True)
         (self._folder / f"{kind}.md").write_text(tables + "\n", encoding="utf-8")
-        order = ("all loaded side by side, then each measured alone while the others were stopped: "
-                 if self._args.together else "one after another: ") + ", ".join(engines)
+        order = (
+            "all loaded side by side, then each measured alone while the others were stopped: "
+            if self._args.together
+            else "one after another: "
+        ) + ", ".join(engines)
         here = conditions_apart()
-        said = {**here, **peers.header(ours), "command": here["command"], "versions": dict(self._versions),
-                "order": order,
-                "commands": {name: text for name, text in self._commands.items() if name.endswith(kind)}}
-        failed = {name: text.partition("\n")[0] for (of, name), text in self.failed.items() if of == kind}
-        report.write_json(self._folder / f"{kind}.json", {"conditions": said | ({"failed": failed} if failed else {}),
-                                                          "tables": found, **({"runs": runs} if runs else {})})
+        said = {
+            **here,
+            **peers.header(ours),
+            "command": here["command"],
+            "versions": dict(self._versions),
+            "order": order,
+            "commands": {
+                name: text for name, text in self._commands.items() if name.endswith(kind)
+            },
+        }
+        failed = {
+            name: text.partition("\n")[0] for (of, name), text in self.failed.items() if of == kind
+        }
+        report.write_json(
+            self._folder / f"{kind}.json",
+            {
+                "conditions": said | ({"failed": failed} if failed else {}),
+                "tables": found,
+                **({"runs": runs} if runs else {}),
+            },
+        )

@@ -1,4 +1,5 @@
 """A tokenizer of one token a byte, with DeepSeek-style special tokens and a small chat template."""
+
 from __future__ import annotations
 
 import json
@@ -13,18 +14,34 @@ TEMPLATE = (
     "{% if message.role == 'system' %}{{ message.content }}\n"
     "{% elif message.role == 'user' %}<｜User｜>{{ message.content }}"
     "{% else %}<｜Assistant｜>{{ message.content }}{{ eos_token }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}")
+    "{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
+)
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json and generation_config.json. Ids 0 and 1 begin and end a sequence."""
+    """tokenizer.json, tokenizer_config.json and generation_config.json. Ids 0 and 1 begin and end a
+    sequence.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*SPECIAL, *alphabet])}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate([*SPECIAL, *alphabet])}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIAL[0], "eos_token": SPECIAL[1],
-              "add_bos_token": True, "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}) + "\n")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL[0],
+        "eos_token": SPECIAL[1],
+        "add_bos_token": True,
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=1, ensure_ascii=False) + "\n"
+    )
+    (folder / "generation_config.json").write_text(
+        json.dumps({"bos_token_id": 0, "eos_token_id": 1}) + "\n"
+    )

@@ -1,4 +1,7 @@
-"""A model of the published layer shapes with one layer of each kind: enough to measure and to tune its kernels."""
+"""A model of the published layer shapes with one layer of each kind: enough to measure and to tune
+its kernels.
+"""
+
 from __future__ import annotations
 
 import json
@@ -22,7 +25,9 @@ def model_config(name: str, plugins: PluginSet) -> dict[str, Any]:
 
 
 def cut_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, int]]:
-    """``config`` with one layer of each kind, and how many layers of the whole model each stands for."""
+    """``config`` with one layer of each kind, and how many layers of the whole model each stands
+    for.
+    """
     layers = int(config["num_hidden_layers"])
     dense = int(config.get("first_k_dense_replace") or 0)
     if not config.get("n_routed_experts"):

@@ -1,8 +1,10 @@
-"""Takes the next-token layer out of a checkpoint: its tensors as they are, renamed, in a folder that drafts. No torch.
+"""Takes the next-token layer out of a checkpoint: its tensors as they are, renamed, in a folder
+that drafts. No torch.
 
-Tensors are copied as bytes from file to file in pieces, so that memory does not grow with the layer; the folder appears
-under its name only when it is complete.
+Tensors are copied as bytes from file to file in pieces, so that memory does not grow with the
+layer; the folder appears under its name only when it is complete.
 """
+
 from __future__ import annotations
 
 import json
@@ -37,16 +39,18 @@ class Stored:
 
 
 def export(facts: ModelFacts, output: Path, *, force: bool = False) -> tuple[int, int]:
-    """Write the first next-token layer of ``facts.path`` to ``output``: (tensors, bytes). FactsError before anything is
-    written when there is none, or when ``output`` is in the way."""
+    """Write the first next-token layer of ``facts.path`` to ``output``: (tensors, bytes).
+    FactsError before anything is written when there is none, or when ``output`` is in the way."""
     model = Path(facts.path)
     if facts.architecture.endswith(NEXTN_ALONE):
         raise FactsError(f"{model} is a next-token layer already", "draft with it as it is")
     tensors = _stored(model, facts)
     if not tensors:
         told = f" ({'; '.join(facts.notes)})" if facts.notes else ""
-        raise FactsError(f"{model} holds no next-token layer behind its {facts.num_layers} layers{told}",
-                         "a checkpoint that has one: DeepSeek-V3 or R1 as published")
+        raise FactsError(
+            f"{model} holds no next-token layer behind its {facts.num_layers} layers{told}",
+            "a checkpoint that has one: DeepSeek-V3 or R1 as published",
+        )
     _check_output(model, output, force)
     size = sum(tensor.stop - tensor.start for tensor in tensors.values())
     parent = output.absolute().parent
@@ -72,7 +76,9 @@ def _check_output(model: Path, output: Path, force: bool) -> None:
     if target == inside or target in inside.parents:
         raise FactsError(f"{output} holds the checkpoint itself", "another --output")
     if any(output.iterdir()) and not force:
-        raise FactsError(f"{output} exists and is not empty", "another --output, or --force to replace it")
+        raise FactsError(
+            f"{output} exists and is not empty", "another --output, or --force to replace it"
+        )
 
 
 def _put(made: Path, output: Path, old: Path) -> None:
@@ -87,11 +93,14 @@ def _put(made: Path, output: Path, old: Path) -> None:
         raise
 
 
-# ---- what is written ------------------------------------------------------------------------------------------------
+# ---- what is written -----------------------------------------------------------------------------
 
 
 def _write(folder: Path, model: Path, facts: ModelFacts, tensors: dict[str, Stored]) -> None:
-    text = json.dumps(draft_config(read_json(model / "config.json"), facts.num_layers), indent=2) + "\n"
+    text = (
+        json.dumps(draft_config(read_json(model / "config.json"), facts.num_layers), indent=2)
+        + "\n"
+    )
     (folder / "config.json").write_text(text, encoding="utf-8")
     for name in TOKENIZER_FILES:
         if (model / name).is_file():
@@ -106,14 +115,22 @@ def _write(folder: Path, model: Path, facts: ModelFacts, tensors: dict[str, Stor
 
 
 def draft_config(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """config.json of the draft: one layer, a mixture, quantised as it was. ``layers``: of the checkpoint."""
+    """config.json of the draft: one layer, a mixture, quantised as it was. ``layers``: of the
+    checkpoint.
+    """
     own = dict(config)
-    own["architectures"] = [f"{str(config['architectures'][0]).removesuffix('ForCausalLM')}{NEXTN_ALONE}"]
+    own["architectures"] = [
+        f"{str(config['architectures'][0]).removesuffix('ForCausalLM')}{NEXTN_ALONE}"
+    ]
     own |= {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 1}
     quantization = config.get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("modules_to_not_convert"):
-        own["quantization_config"] = {**quantization, "modules_to_not_convert": list(
-            _left_alone(quantization["modules_to_not_convert"], layers))}
+        own["quantization_config"] = {
+            **quantization,
+            "modules_to_not_convert": list(
+                _left_alone(quantization["modules_to_not_convert"], layers)
+            ),
+        }
     return own
 
 
@@ -132,12 +149,18 @@ def renamed(name: str, layers: int) -> str:
     return f"{LAYER}0{name.removeprefix(f'{LAYER}{layers}')}"
 
 
-# ---- safetensors ----------------------------------------------------------------------------------------------------
+# ---- safetensors ---------------------------------------------------------------------------------
 
 
 def _stored(model: Path, facts: ModelFacts) -> dict[str, Stored]:
-    """The layer's tensors by their new names, in the checkpoint's order. Headers were checked when facts were read."""
-    wanted = {name: fact for name, fact in facts.tensors.items() if next_token_layer(name, facts.num_layers) == 0}
+    """The layer's tensors by their new names, in the checkpoint's order. Headers were checked when
+    facts were read.
+    """
+    wanted = {
+        name: fact
+        for name, fact in facts.tensors.items()
+        if next_token_layer(name, facts.num_layers) == 0
+    }
     headers: dict[str, tuple[int, dict[str, Any]]] = {}
     found = {}
     for name, fact in wanted.items():
@@ -145,8 +168,13 @@ def _stored(model: Path, facts: ModelFacts) -> dict[str, Stored]:
             headers[fact.file] = _read_header(model / fact.file)
         data, entries = headers[fact.file]
         start, stop = entries[name]["data_offsets"]
-        found[renamed(name, facts.num_layers)] = Stored(model / fact.file, data + start, data + stop,
-                                                        entries[name]["dtype"], entries[name]["shape"])
+        found[renamed(name, facts.num_layers)] = Stored(
+            model / fact.file,
+            data + start,
+            data + stop,
+            entries[name]["dtype"],
+            entries[name]["shape"],
+        )
     return found
 
 
@@ -163,7 +191,11 @@ def _header(tensors: dict[str, Stored]) -> bytes:
     at = 0
     for name, tensor in tensors.items():
         size = tensor.stop - tensor.start
-        entries[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, at + size]}
+        entries[name] = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "data_offsets": [at, at + size],
+        }
         at += size
     raw = json.dumps(entries, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)  # the format wants the data aligned
@@ -178,6 +210,8 @@ def _pieces(tensor: Stored) -> Iterator[bytes]:
         while left:
             piece = file.read(min(PIECE, left))
             if not piece:
-                raise FactsError(f"{tensor.file} ended {left} bytes early", "download the checkpoint again")
+                raise FactsError(
+                    f"{tensor.file} ended {left} bytes early", "download the checkpoint again"
+                )
             left -= len(piece)
             yield piece

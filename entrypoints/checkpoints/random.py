@@ -1,8 +1,10 @@
-"""``glowplug checkpoint random OUT``: a complete model folder of a named shape, with seeded random weights.
+"""``glowplug checkpoint random OUT``: a complete model folder of a named shape, with seeded random
+weights.
 
-For tests, benchmarks and plans of models that are too large, or not yet there, to download. This module declares the
-command; the work is in ``checkpoint_writer.py``, which needs torch.
+For tests, benchmarks and plans of models that are too large, or not yet there, to download. This
+module declares the command; the work is in ``checkpoint_writer.py``, which needs torch.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -17,9 +19,19 @@ from glowplug.entrypoints.cli.usage import without_command
 COMMANDS = {"random": "write a checkpoint of random weights"}
 BYTES = "bytes"
 NONE = "none"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-                   "generation_config.json")
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
 
 
 def shapes() -> dict[str, Path]:
@@ -30,19 +42,32 @@ def shapes() -> dict[str, Path]:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="checkpoint_command", metavar="COMMAND")
-    random = commands.add_parser("random", help=COMMANDS["random"],
-                                 description="Write a complete model folder with seeded random weights.")
+    random = commands.add_parser(
+        "random",
+        help=COMMANDS["random"],
+        description="Write a complete model folder with seeded random weights.",
+    )
     random.add_argument("out", type=Path, help="folder to write; must be empty or not exist")
     source = random.add_mutually_exclusive_group(required=True)
     source.add_argument("--shape", choices=list(shapes()), help="a shape that is shipped")
     source.add_argument("--config", type=Path, help="a config.json, or a folder with one")
-    random.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the config's torch_dtype")
+    random.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default: the config's torch_dtype",
+    )
     random.add_argument("--quantization", choices=("fp8", NONE), help="default: the config's")
     random.add_argument("--layers", type=int, help="number of layers; default: the config's")
     random.add_argument("--seed", type=int, default=0)
-    random.add_argument("--shard-mb", type=int, default=4096, help="largest file, in MiB (default 4096)")
-    random.add_argument("--tokenizer", default=BYTES, metavar="bytes|none|FOLDER",
-                        help="a byte-level tokenizer with a chat template (default), none, or a folder to copy it from")
+    random.add_argument(
+        "--shard-mb", type=int, default=4096, help="largest file, in MiB (default 4096)"
+    )
+    random.add_argument(
+        "--tokenizer",
+        default=BYTES,
+        metavar="bytes|none|FOLDER",
+        help="a byte-level tokenizer with a chat template (default), none, or a folder to copy it from",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,8 +77,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = read_config(args)
         from glowplug.entrypoints.checkpoints.writer import write_random
-        total = write_random(args.out, config, seed=args.seed, shard_bytes=args.shard_mb << 20,
-                             tokenizer=args.tokenizer)
+
+        total = write_random(
+            args.out,
+            config,
+            seed=args.seed,
+            shard_bytes=args.shard_mb << 20,
+            tokenizer=args.tokenizer,
+        )
     except (GlowplugError, OSError) as error:
         print(f"glowplug checkpoint: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,7 @@
-"""Writes random checkpoints. Names and shapes are the model's own weight targets, built on torch's meta device."""
+"""Writes random checkpoints. Names and shapes are the model's own weight targets, built on torch's
+meta device.
+"""
+
 from __future__ import annotations
 
 import json
@@ -27,15 +30,21 @@ from glowplug.entrypoints.checkpoints.byte_tokenizer import TOKENS, write_byte_t
 from glowplug.entrypoints.checkpoints.random import BYTES, NONE, TOKENIZER_FILES
 
 
-def write_random(out: Path, config: dict[str, Any], *, seed: int, shard_bytes: int, tokenizer: str) -> int:
-    """Write a model folder; bytes of its weights. GlowplugError or PlanRefused before anything is written."""
+def write_random(
+    out: Path, config: dict[str, Any], *, seed: int, shard_bytes: int, tokenizer: str
+) -> int:
+    """Write a model folder; bytes of its weights. GlowplugError or PlanRefused before anything is
+    written.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise GlowplugError(f"{out} exists and is not an empty folder")
     plugins = load_plugins()
     plan = _plan(config, seed, plugins)
     targets = list(weight_targets(plan, plugins))
     needed, shards = _deal(targets, plan.facts.model.dtype, shard_bytes)
-    free = shutil.disk_usage(next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())).free
+    free = shutil.disk_usage(
+        next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
+    ).free
     if needed > free:
         raise GlowplugError(f"{out}: {needed} bytes are needed, {free} are free")
     copied = _tokenizer_files(tokenizer, int(config["vocab_size"]))
@@ -51,17 +60,23 @@ def write_random(out: Path, config: dict[str, Any], *, seed: int, shard_bytes: i
 
 
 def _plan(config: dict[str, Any], seed: int, plugins: PluginSet) -> EnginePlan:
-    """A plan for the config alone, on a machine that holds anything: nothing of it is ever allocated."""
+    """A plan for the config alone, on a machine that holds anything: nothing of it is ever
+    allocated.
+    """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         return make_plan(
             {"model": folder, "device": "cpu", "weights": {"use": "random", "seed": seed}},
-            source="the checkpoint's config.json", plugins=plugins,
-            hardware=HardwareFacts(cpu_cores=1, cpu_memory=1 << 60, name="no machine"))
+            source="the checkpoint's config.json",
+            plugins=plugins,
+            hardware=HardwareFacts(cpu_cores=1, cpu_memory=1 << 60, name="no machine"),
+        )
 
 
 def weight_targets(plan: EnginePlan, plugins: PluginSet) -> Iterator[WeightTarget]:
-    """Every tensor of a published checkpoint of the plan's model, its NextN layers included, in order."""
+    """Every tensor of a published checkpoint of the plan's model, its NextN layers included, in
+    order.
+    """
     worker = Worker(device="meta", dtype=getattr(torch, plan.dtype))
 
     facts = _with_nextn(plan.facts.model)
@@ -75,13 +90,18 @@ def weight_targets(plan: EnginePlan, plugins: PluginSet) -> Iterator[WeightTarge
 
 def _with_nextn(facts: ModelFacts) -> ModelFacts:
     """NextN layers bring copies of embedding and head, as the published checkpoints' do."""
-    shared = (f"model.layers.{facts.num_layers + number}.{name}.weight" for number in range(facts.nextn_layers)
-              for name in ("embed_tokens", "shared_head.head"))
+    shared = (
+        f"model.layers.{facts.num_layers + number}.{name}.weight"
+        for number in range(facts.nextn_layers)
+        for name in ("embed_tokens", "shared_head.head")
+    )
     table = TensorFact(facts.dtype, (facts.vocab_size, facts.hidden_size))
     return replace(facts, tensors=dict.fromkeys(shared, table))
 
 
-def _deal(targets: list[WeightTarget], dtype: str, shard_bytes: int) -> tuple[int, list[list[WeightTarget]]]:
+def _deal(
+    targets: list[WeightTarget], dtype: str, shard_bytes: int
+) -> tuple[int, list[list[WeightTarget]]]:
     """(bytes in all, targets of each file): a file closes before it would exceed ``shard_bytes``."""
     shards: list[list[WeightTarget]] = [[]]
     held = total = 0
@@ -99,15 +119,23 @@ def _deal(targets: list[WeightTarget], dtype: str, shard_bytes: int) -> tuple[in
 def _write_shards(out: Path, shards: list[list[WeightTarget]], source: WeightSource) -> int:
     weight_map: dict[str, str] = {}
     total = 0
-    progress = tqdm(total=sum(map(len, shards)), desc="Writing weights", unit="tensor", disable=None)
+    progress = tqdm(
+        total=sum(map(len, shards)), desc="Writing weights", unit="tensor", disable=None
+    )
     for number, shard in enumerate(shards, 1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = (
+            "model.safetensors"
+            if len(shards) == 1
+            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
         tensors = {}
         for target in shard:
             tensors[target.name] = source.read(target).contiguous()
             progress.update()
         save_file(tensors, out / name, metadata={"format": "pt"})
-        shutil.copymode(out / "config.json", out / name)  # NOTE: safetensors writes files that only their owner reads
+        shutil.copymode(
+            out / "config.json", out / name
+        )  # NOTE: safetensors writes files that only their owner reads
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
     progress.close()
@@ -120,10 +148,14 @@ def _write_shards(out: Path, shards: list[list[WeightTarget]], source: WeightSou
 def _tokenizer_files(tokenizer: str, vocab_size: int) -> list[Path]:
     """The files to copy; none for a byte tokenizer, which must fit the vocabulary."""
     if tokenizer == BYTES and vocab_size < TOKENS:
-        raise GlowplugError(f"a byte tokenizer needs {TOKENS} token ids, the config's vocab_size is {vocab_size}; "
-                            "write --tokenizer none")
+        raise GlowplugError(
+            f"a byte tokenizer needs {TOKENS} token ids, the config's vocab_size is {vocab_size}; "
+            "write --tokenizer none"
+        )
     if tokenizer in (BYTES, NONE):
         return []
     if not (Path(tokenizer) / "tokenizer.json").is_file():
         raise GlowplugError(f"{tokenizer} holds no tokenizer.json")
-    return [Path(tokenizer) / name for name in TOKENIZER_FILES if (Path(tokenizer) / name).is_file()]
+    return [
+        Path(tokenizer) / name for name in TOKENIZER_FILES if (Path(tokenizer) / name).is_file()
+    ]

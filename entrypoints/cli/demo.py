@@ -1,4 +1,7 @@
-"""``glowplug demo``: the plan, then streamed answers of the embedded model and their speed. Offline, on any machine."""
+"""``glowplug demo``: the plan, then streamed answers of the embedded model and their speed.
+Offline, on any machine.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -15,13 +18,22 @@ PROMPTS = ("What is 27 + 15?", "Who are you?")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompts", nargs="*", default=PROMPTS, metavar="PROMPT",
-                        help=f"what to ask, each on its own (default: {' and '.join(map(repr, PROMPTS))})")
-    parser.add_argument("--model", default="embedded", help="another model folder (default: the embedded model)")
+    parser.add_argument(
+        "prompts",
+        nargs="*",
+        default=PROMPTS,
+        metavar="PROMPT",
+        help=f"what to ask, each on its own (default: {' and '.join(map(repr, PROMPTS))})",
+    )
+    parser.add_argument(
+        "--model", default="embedded", help="another model folder (default: the embedded model)"
+    )
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0)
     add_plan_option(parser, "brief")
-    parser.add_argument("--think", action="store_true", help="ask for the reasoning form of the answer")
+    parser.add_argument(
+        "--think", action="store_true", help="ask for the reasoning form of the answer"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,8 +62,10 @@ class Speed:
     total: float = 0.0
 
     def __str__(self) -> str:
-        text = (f"{self.prompt_tokens} prompt tokens, {self.output_tokens} output tokens: "
-                f"first after {self.first * 1000:.0f} ms")
+        text = (
+            f"{self.prompt_tokens} prompt tokens, {self.output_tokens} output tokens: "
+            f"first after {self.first * 1000:.0f} ms"
+        )
         if self.output_tokens < 2 or self.total <= self.first:
             return text
         return f"{text}, then {(self.output_tokens - 1) / (self.total - self.first):.1f} tokens/s"

@@ -1,4 +1,7 @@
-"""How a command ends: 0 done, 1 failed, 2 refused (configuration, plugins, flags, hosts that do not agree)."""
+"""How a command ends: 0 done, 1 failed, 2 refused (configuration, plugins, flags, hosts that do not
+agree).
+"""
+
 from __future__ import annotations
 
 OK = 0

@@ -1,7 +1,10 @@
-"""The command line as configuration: flags, ``--set``, ``--config``, ``--facts``; and from there to a plan. No torch.
+"""The command line as configuration: flags, ``--set``, ``--config``, ``--facts``; and from there to
+a plan. No torch.
 
-Precedence: command line over file over contributed default over default; the place of each value is kept for messages.
+Precedence: command line over file over contributed default over default; the place of each value is
+kept for messages.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -33,7 +36,9 @@ _ITEM = re.compile(r"(\w+)\[([\w*]+)\]\.(\w+)")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with hyphens and underscores alike, no abbreviations, and "did you mean" for an unknown flag."""
+    """argparse with hyphens and underscores alike, no abbreviations, and "did you mean" for an
+    unknown flag.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -50,7 +55,9 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def _unexpected(self, words: Sequence[str]) -> Iterator[str]:
-        """Yield what is wrong with each of the words that no option takes; those behind a flag count as its values."""
+        """Yield what is wrong with each of the words that no option takes; those behind a flag
+        count as its values.
+        """
         valued = False
         for word in words:
             if word.startswith("-") and not _NUMBER.fullmatch(word):
@@ -88,8 +95,13 @@ class _Given(argparse.Action):
         self.flag = flag
         super().__init__(**kwargs)
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
         given = list(getattr(namespace, "engine_flags", None) or [])
         value = self.flag.value if self.flag.convert is None else values
         namespace.engine_flags = [*given, (self.flag, option_string or self.flag.names[0], value)]
@@ -98,8 +110,13 @@ class _Given(argparse.Action):
 class _Once(argparse.Action):
     """A value that no second one replaces: another value is an error."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
         if getattr(namespace, self.dest, None) not in (None, values):
             raise argparse.ArgumentError(self, "given twice, differently")
         setattr(namespace, self.dest, values)
@@ -108,29 +125,68 @@ class _Once(argparse.Action):
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Every engine flag, ``--set``, ``--config``, ``--facts``, ``--plugin``, ``--block-plugin``."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--config", action=_Once, metavar="FILE", help="configuration in TOML, YAML or JSON")
-    group.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", dest="overrides",
-                       help="set any configuration field")
-    group.add_argument("--facts", action=_Once, metavar="SHEET",
-                       help=f"plan for another machine: a file, or {', '.join(sheet_names())}")
-    group.add_argument("--plugin", action="append", default=[], metavar="MODULE", dest="extra_plugins",
-                       help="load one more plugin module")
-    group.add_argument("--block-plugin", action="append", default=[], metavar="NAME", dest="blocked_plugins",
-                       help="leave a plugin out")
+    group.add_argument(
+        "--config", action=_Once, metavar="FILE", help="configuration in TOML, YAML or JSON"
+    )
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=VALUE",
+        dest="overrides",
+        help="set any configuration field",
+    )
+    group.add_argument(
+        "--facts",
+        action=_Once,
+        metavar="SHEET",
+        help=f"plan for another machine: a file, or {', '.join(sheet_names())}",
+    )
+    group.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        dest="extra_plugins",
+        help="load one more plugin module",
+    )
+    group.add_argument(
+        "--block-plugin",
+        action="append",
+        default=[],
+        metavar="NAME",
+        dest="blocked_plugins",
+        help="leave a plugin out",
+    )
     for flag in FLAGS:
         nargs: Any = 0 if flag.convert is None else "+" if flag.many else None
         metavar = None if flag.convert is None else flag.path.rpartition(".")[2].upper()
-        group.add_argument(*flag.names, action=_Given, flag=flag, nargs=nargs, type=flag.convert or str, help=flag.help,
-                           dest="engine_flags", default=argparse.SUPPRESS, metavar=metavar)
+        group.add_argument(
+            *flag.names,
+            action=_Given,
+            flag=flag,
+            nargs=nargs,
+            type=flag.convert or str,
+            help=flag.help,
+            dest="engine_flags",
+            default=argparse.SUPPRESS,
+            metavar=metavar,
+        )
     for name, why in ALWAYS.items():
-        group.add_argument(name, action="append_const", const=name, dest="always_so", help=f"accepted: {why}")
+        group.add_argument(
+            name, action="append_const", const=name, dest="always_so", help=f"accepted: {why}"
+        )
 
 
-def serve_defaults(config: Mapping[str, Any], hardware: HardwareFacts | None = None,
-                   environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def serve_defaults(
+    config: Mapping[str, Any],
+    hardware: HardwareFacts | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> dict[str, Any]:
     """What serving does unless the operator says otherwise: the embedded model, a process a rank.
 
-    Several hosts (asked for, on the fact sheet, or as torchrun started this process) make the executor "torchrun".
+    Several hosts (asked for, on the fact sheet, or as torchrun started this process) make the
+    executor "torchrun".
     """
     found: dict[str, Any] = {"model": EMBEDDED, "executor.use": "multiprocess"}
     given = config.get("executor")
@@ -139,13 +195,17 @@ def serve_defaults(config: Mapping[str, Any], hardware: HardwareFacts | None = N
     if spans or (hardware is not None and hardware.hosts > 1):
         found["executor.use"] = "torchrun"
     if "TORCHELASTIC_RUN_ID" in environment:
-        found |= {"executor.use": "torchrun", "executor.hosts": int(environment.get("GROUP_WORLD_SIZE", "1"))}
+        found |= {
+            "executor.use": "torchrun",
+            "executor.hosts": int(environment.get("GROUP_WORLD_SIZE", "1")),
+        }
     return found
 
 
 @dataclass
 class Given:
-    """What a command line says: configuration with the place of each value, faults found so far, and notes.
+    """What a command line says: configuration with the place of each value, faults found so far,
+    and notes.
 
     ``source``: what to call it in messages.
     """
@@ -168,34 +228,50 @@ class Given:
         if contributed is None:
             contributed = serve_defaults(self.config, self.hardware)
         layer, wrong = without_wrong_parsers(self.layer, self.plugins)
-        return make_plan(layer.data, source=self.source, origins=layer.origins, plugins=self.plugins,
-                         hardware=self.hardware, contributed=contributed, prior=[*layer.refusals, *wrong],
-                         notes=self.notes)
+        return make_plan(
+            layer.data,
+            source=self.source,
+            origins=layer.origins,
+            plugins=self.plugins,
+            hardware=self.hardware,
+            contributed=contributed,
+            prior=[*layer.refusals, *wrong],
+            notes=self.notes,
+        )
 
 
 def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None) -> Given:
     """Plugins loaded, file read, flags and ``--set`` laid over it. PluginLoadError, ConfigError."""
     plugins = plugins or load_plugins(extra=args.extra_plugins, block=args.blocked_plugins)
     layer, notes = command_line_layer(getattr(args, "engine_flags", []), args.overrides)
-    notes += [Decision(name, "no effect", "operator", ALWAYS[name])
-              for name in dict.fromkeys(getattr(args, "always_so", None) or ())]
+    notes += [
+        Decision(name, "no effect", "operator", ALWAYS[name])
+        for name in dict.fromkeys(getattr(args, "always_so", None) or ())
+    ]
     if args.config:
         layer = merge(layer, read_config(Path(args.config), plugins))
     notes += [Decision(path, value, "operator", why) for path, value, why in layer.replaced]
-    notes += [*arrange(layer, getattr(args, "engine_flags", [])), *_alone(layer, getattr(args, "engine_flags", []))]
+    notes += [
+        *arrange(layer, getattr(args, "engine_flags", [])),
+        *_alone(layer, getattr(args, "engine_flags", [])),
+    ]
     _attention_of_kind(layer, plugins)
     hardware = None
     if args.facts:
         try:
             hardware = read_sheet(args.facts)
         except FactsError as error:
-            raise ConfigError([*layer.refusals, Refusal("facts", "--facts", str(error), error.fix)]) from None
+            raise ConfigError(
+                [*layer.refusals, Refusal("facts", "--facts", str(error), error.fix)]
+            ) from None
     source = Path(args.config).name if args.config else "the command line"
     return Given(layer, source, plugins, hardware, notes)
 
 
 def _attention_of_kind(layer: Layer, plugins: PluginSet) -> None:
-    """``--attention-backend fa3``, other engines' word for both kinds of attention: the backend for this model's."""
+    """``--attention-backend fa3``, other engines' word for both kinds of attention: the backend for
+    this model's.
+    """
     path = "attention.use"
     if not layer.origins.get(path, "").startswith("--attention-backend"):
         return
@@ -208,8 +284,9 @@ def _attention_of_kind(layer: Layer, plugins: PluginSet) -> None:
         set_path(layer.data, path, f"{asked}_{kind}")
 
 
-def command_line_layer(given: Sequence[tuple[Flag, str, Any]],
-                       overrides: Sequence[str]) -> tuple[Layer, list[Decision]]:
+def command_line_layer(
+    given: Sequence[tuple[Flag, str, Any]], overrides: Sequence[str]
+) -> tuple[Layer, list[Decision]]:
     """Flags in order, then ``--set``, as one layer; flags that have no effect become notes."""
     layer = Layer()
     spelled = {flag.names[0] for flag, _, _ in given}
@@ -220,7 +297,9 @@ def command_line_layer(given: Sequence[tuple[Flag, str, Any]],
         if moot:
             notes.append(Decision(spelling, "no effect", "operator", moot))
             continue
-        _assign(layer, {**flag.also, flag.path: _meant(flag, value)}, _written(flag, spelling, value))
+        _assign(
+            layer, {**flag.also, flag.path: _meant(flag, value)}, _written(flag, spelling, value)
+        )
     for override in overrides:
         _override(layer, override)
     for number, shown in larger_than_one(layer, once):
@@ -230,13 +309,18 @@ def command_line_layer(given: Sequence[tuple[Flag, str, Any]],
 
 
 def _once_each(given: Sequence[tuple[Flag, str, Any]], layer: Layer) -> list[tuple[Flag, str, Any]]:
-    """Each flag the first time it is given; one given again with another value is a refusal in ``layer``."""
+    """Each flag the first time it is given; one given again with another value is a refusal in
+    ``layer``.
+    """
     first: dict[str, tuple[Flag, str, Any]] = {}
     for flag, spelling, value in given:
         _, before, held = first.setdefault(flag.names[0], (flag, spelling, value))
         if _meant(flag, held) != _meant(flag, value):
-            layer.refusals.append(_contradiction(flag.path, _written(flag, before, held),
-                                                 _written(flag, spelling, value)))
+            layer.refusals.append(
+                _contradiction(
+                    flag.path, _written(flag, before, held), _written(flag, spelling, value)
+                )
+            )
     return list(first.values())
 
 
@@ -264,7 +348,12 @@ def _alone(layer: Layer, given: Sequence[tuple[Flag, str, Any]]) -> list[Decisio
         other, when_given, why = MOOT.get(flag.names[0], ("", True, ""))
         section, _, key = flag.path.partition(".")
         held = layer.data.get(section)
-        if not when_given and isinstance(held, dict) and key in held and held.get("use") in (None, "auto"):
+        if (
+            not when_given
+            and isinstance(held, dict)
+            and key in held
+            and held.get("use") in (None, "auto")
+        ):
             del held[key], layer.origins[flag.path]
             notes.append(Decision(spelling, "no effect", "operator", f"{why} (no {other})"))
     return notes
@@ -278,9 +367,14 @@ def _shown(value: Any) -> str:
 
 
 def _assign(layer: Layer, fields: Mapping[str, Any], shown: str) -> None:
-    """Set what a flag does, or nothing where one of these fields has another value: a refusal naming both flags."""
-    resolved = {_resolve_item(layer, path, shown): value for path, value in fields.items()
-                if path not in ONE_RANK or value != 1}
+    """Set what a flag does, or nothing where one of these fields has another value: a refusal
+    naming both flags.
+    """
+    resolved = {
+        _resolve_item(layer, path, shown): value
+        for path, value in fields.items()
+        if path not in ONE_RANK or value != 1
+    }
     for path, value in resolved.items():
         before = layer.origins.get(path)
         if before is not None and not _same(path, _get(layer.data, path), value):
@@ -294,13 +388,20 @@ def _assign(layer: Layer, fields: Mapping[str, Any], shown: str) -> None:
 
 
 def _same(path: str, held: Any, value: Any) -> bool:
-    """Do two values mean one? Those of attention do where one is another engine's word for a library and the other this
-    engine's name of its latent attention, which flags of such models say."""
-    return bool(held == value or path == "attention.use" and (held == f"{value}_mla" or value == f"{held}_mla"))
+    """Do two values mean one? Those of attention do where one is another engine's word for a
+    library and the other this engine's name of its latent attention, which flags of such models
+    say."""
+    return bool(
+        held == value
+        or path == "attention.use"
+        and (held == f"{value}_mla" or value == f"{held}_mla")
+    )
 
 
 def _resolve_item(layer: Layer, path: str, shown: str) -> str:
-    """``parallel[tensor].size`` as ``parallel.0.size``: the list item with that ``use``, added when it is missing."""
+    """``parallel[tensor].size`` as ``parallel.0.size``: the list item with that ``use``, added when
+    it is missing.
+    """
     match = _ITEM.fullmatch(path)
     if match is None:
         return path
@@ -325,7 +426,9 @@ def _get(data: Any, path: str) -> Any:
 
 
 def _override(layer: Layer, override: str) -> None:
-    """Set what ``--set A.B=VALUE`` says; each value of a section or of a list of sections counts as set alone."""
+    """Set what ``--set A.B=VALUE`` says; each value of a section or of a list of sections counts as
+    set alone.
+    """
     path, equals, text = override.partition("=")
     path = path.strip()
     try:
@@ -339,7 +442,9 @@ def _override(layer: Layer, override: str) -> None:
             set_path(layer.data, leaf, value)
             layer.origins[leaf] = f"--set {path}"
     except ValueError as error:
-        layer.refusals.append(Refusal("config", f"--set {path}", str(error), "--set section.key=value"))
+        layer.refusals.append(
+            Refusal("config", f"--set {path}", str(error), "--set section.key=value")
+        )
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -355,7 +460,9 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _origin(layer: Layer, path: str) -> str:
-    """Where the value at ``path``, one in it, or one that it is in was written; "" where it was not."""
+    """Where the value at ``path``, one in it, or one that it is in was written; "" where it was
+    not.
+    """
     for written, origin in layer.origins.items():
         if f"{written}.".startswith(f"{path}.") or path.startswith(f"{written}."):
             return origin
@@ -363,7 +470,11 @@ def _origin(layer: Layer, path: str) -> str:
 
 
 def _contradiction(path: str, before: str, now: str) -> Refusal:
-    what = f"{before} and {now} contradict each other" if before != now else f"{now} is given twice, differently"
+    what = (
+        f"{before} and {now} contradict each other"
+        if before != now
+        else f"{now} is given twice, differently"
+    )
     return Refusal("config", path, what, "write one of them")
 
 

@@ -1,7 +1,10 @@
-"""Flags of SGLang and vLLM that this engine does not have, and what to use instead. Loaded for messages only.
+"""Flags of SGLang and vLLM that this engine does not have, and what to use instead. Loaded for
+messages only.
 
-Names without dashes, from SGLang 0.3.6 to 0.5.23 and vLLM 0.6.3 to 0.33.0, less those of ``flag_table.py``.
+Names without dashes, from SGLang 0.3.6 to 0.5.23 and vLLM 0.6.3 to 0.33.0, less those of
+``flag_table.py``.
 """
+
 from __future__ import annotations
 
 import re
@@ -11,34 +14,75 @@ from glowplug.entrypoints.cli.flag_table import ALWAYS
 
 #: (pattern somewhere in a name, what to do instead), the first that fits
 INSTEAD: tuple[tuple[str, str], ...] = (
-    (r"^max-(num-batched-tokens|prefill-tokens)$", "--chunked-prefill-size bounds the prompt tokens of a step"),
+    (
+        r"^max-(num-batched-tokens|prefill-tokens)$",
+        "--chunked-prefill-size bounds the prompt tokens of a step",
+    ),
     (r"^swap-space$", "leave it out: preempted sequences are computed again"),
-    (r"offload|hicache|hierarchical-cache", "weights and cache stay on the devices, over which --tp-size spreads them"),
+    (
+        r"offload|hicache|hierarchical-cache",
+        "weights and cache stay on the devices, over which --tp-size spreads them",
+    ),
     (r"^num-gpu-blocks-override$", "--max-total-tokens gives the size of the KV pool in tokens"),
-    (r"^(pp-|pipeline-parallel)", "--tp-size, --ep-size and --enable-dp-attention spread a model over devices"),
-    (r"^(cudagraph-capture-sizes|cuda-graph-sizes)$", "--cuda-graph-bs names the batch sizes to capture"),
-    (r"^max-cudagraph-capture-size$", "--cuda-graph-max-bs gives the largest batch size to capture"),
-    (r"^cuda-graph-(max-)?bs-prefill$", "--piecewise-cuda-graph-tokens and --piecewise-cuda-graph-max-tokens"),
+    (
+        r"^(pp-|pipeline-parallel)",
+        "--tp-size, --ep-size and --enable-dp-attention spread a model over devices",
+    ),
+    (
+        r"^(cudagraph-capture-sizes|cuda-graph-sizes)$",
+        "--cuda-graph-bs names the batch sizes to capture",
+    ),
+    (
+        r"^max-cudagraph-capture-size$",
+        "--cuda-graph-max-bs gives the largest batch size to capture",
+    ),
+    (
+        r"^cuda-graph-(max-)?bs-prefill$",
+        "--piecewise-cuda-graph-tokens and --piecewise-cuda-graph-max-tokens",
+    ),
     (r"^(compilation-config|optimization-level)$", "--enable-torch-compile and --cuda-graph-bs"),
     (r"^speculative-config$", "--speculative-algorithm NEXTN --speculative-num-steps N"),
     (r"lora|prompt-adapter", "merge the adapter into the checkpoint"),
-    (r"(^|-)(mm|asr|media|image|video)(-|$)|multimodal|^language-|^encoder-", "models here take text only"),
+    (
+        r"(^|-)(mm|asr|media|image|video)(-|$)|multimodal|^language-|^encoder-",
+        "models here take text only",
+    ),
     (r"tool", "answers carry no tool calls yet"),
-    (r"guided|grammar|structured-outputs|constrained|jump-forward|outlines", "requests for JSON output are refused"),
-    (r"disagg|kv-transfer|kv-events|pdlb|pd-role|pdmux|ec-transfer", "one engine does prefill and decode"),
+    (
+        r"guided|grammar|structured-outputs|constrained|jump-forward|outlines",
+        "requests for JSON output are refused",
+    ),
+    (
+        r"disagg|kv-transfer|kv-events|pdlb|pd-role|pdmux|ec-transfer",
+        "one engine does prefill and decode",
+    ),
     (r"^(task|runner|convert|is-embedding)$|pooler", "models here generate text"),
-    (r"^(decode|prefill)-attention-backend$|^attention-config$|^disable-flashinfer$", "--attention-backend NAME"),
+    (
+        r"^(decode|prefill)-attention-backend$|^attention-config$|^disable-flashinfer$",
+        "--attention-backend NAME",
+    ),
     (r"^(fp8-gemm|linear)-backend$", "--set quantization.gemm=NAME"),
     (r"^moe-(runner-)?backend$", "--set quantization.experts=NAME"),
-    (r"^(all2all|moe-a2a)-backend$|^enable-deepep-moe$", 'exchange = NAME in the [[parallel]] section of "ep_moe"'),
+    (
+        r"^(all2all|moe-a2a)-backend$|^enable-deepep-moe$",
+        'exchange = NAME in the [[parallel]] section of "ep_moe"',
+    ),
     (r"^(master-addr|master-port|nccl-port)$", "--dist-init-addr HOST:PORT"),
     (r"^(use-ray|worker-use-ray)$", "--distributed-executor-backend ray"),
     (r"^(base-gpu-id|gpu-id-step|device-ids)$", "CUDA_VISIBLE_DEVICES picks the devices"),
     (r"^data-parallel-", "--dp-size groups share one server"),
-    (r"^(download-dir|code-revision|tokenizer-revision|hf-token)$",
-     "nothing is downloaded: --model FOLDER, or hf download before"),
-    (r"^(hf-overrides|json-model-override-args|rope-scaling|rope-theta)$", "edit config.json of the model's folder"),
-    (r"generation-config|^sampling-defaults$|^preferred-sampling-params$", "requests state their sampling parameters"),
+    (
+        r"^(download-dir|code-revision|tokenizer-revision|hf-token)$",
+        "nothing is downloaded: --model FOLDER, or hf download before",
+    ),
+    (
+        r"^(hf-overrides|json-model-override-args|rope-scaling|rope-theta)$",
+        "edit config.json of the model's folder",
+    ),
+    (
+        r"generation-config|^sampling-defaults$|^preferred-sampling-params$",
+        "requests state their sampling parameters",
+    ),
     (r"^(uvicorn-log-level|log-level-http)$", "--log-level"),
     (r"^decode-log-interval$", "--set log.stats_interval=SECONDS"),
     (r"^(tokenizer-worker-num|renderer-num-workers)$", "--set server.tokenizer_threads=N"),
@@ -51,13 +95,20 @@ INSTEAD: tuple[tuple[str, str], ...] = (
     (r"^default-chat-template-kwargs$", "requests carry chat_template_kwargs"),
     (r"^trust-request-chat-template$", "--chat-template FILE: a request cannot bring one"),
     (r"^return-tokens-as-token-ids$", "requests ask for it: return_tokens_as_token_ids"),
-    (r"force-include-usage$|default-include-usage$", "requests ask for it: stream_options.include_usage"),
-    (r"^enable-priority-scheduling$", "--schedule-policy priority, by which the smallest number goes first"),
+    (
+        r"force-include-usage$|default-include-usage$",
+        "requests ask for it: stream_options.include_usage",
+    ),
+    (
+        r"^enable-priority-scheduling$",
+        "--schedule-policy priority, by which the smallest number goes first",
+    ),
     (r"^radix-eviction-policy$", "leave it out: the least recently used leaves go first"),
 )
 
 #: flags of both engines
-BOTH = frozenset("""
+BOTH = frozenset(
+    """
     allowed-media-domains cpu-offload-gb dcp-comm-backend decode-context-parallel-size default-chat-template-kwargs
     download-dir enable-eplb enable-lora enable-mamba-cache-stochastic-rounding enable-mfu-metrics
     enable-return-routed-experts enable-ssl-refresh grpc-port kv-events-config language-model-only
@@ -65,9 +116,11 @@ BOTH = frozenset("""
     offload-group-size offload-num-in-group offload-prefetch-step otlp-traces-endpoint pipeline-parallel-size
     quantization-param-path ssl-ca-certs ssl-certfile ssl-keyfile tokenizer-mode tool-server
     trust-request-chat-template watermark-config
-""".split())
+""".split()
+)
 
-SGLANG = frozenset("""
+SGLANG = frozenset(
+    """
     abort-on-priority-when-disabled allow-auto-truncate asr-max-buffer-seconds asr-max-concurrent-sessions
     attention-context-parallel-size attn-cp-size base-gpu-id batch-notify-size bf16-gemm-backend boundary-reduction
     bucket-e2e-request-latency bucket-inter-token-latency bucket-time-to-first-token c128-page-size
@@ -194,9 +247,11 @@ SGLANG = frozenset("""
     use-ray uvicorn-access-log-exclude-prefixes warmups weight-cache-mode weight-cache-socket weight-cache-timeout
     weight-loader-disable-mmap weight-loader-drop-cache-after-load weight-loader-prefetch-checkpoints
     weight-loader-prefetch-num-threads weight-version
-""".split())
+""".split()
+)
 
-VLLM = frozenset("""
+VLLM = frozenset(
+    """
     additional-config aggregate-engine-logging all2all-backend allow-credentials allow-deprecated-quantization
     allowed-headers allowed-local-media-path allowed-methods anthropic-disabled-thinking-effort api-server-count
     attention-config aux-output-config calculate-kv-scales chat-template-content-format code-revision cohere-format
@@ -262,11 +317,13 @@ VLLM = frozenset("""
     use-fp64-gumbel use-replayssm use-tqdm-on-load use-v2-block-manager uvicorn-log-level video-pruning-method
     video-pruning-rate watchdog-config watermark weight-transfer-config worker-cls worker-extension-cls
     worker-use-ray
-""".split())
+""".split()
+)
 
 
 def unsupported(name: str, known: Collection[str]) -> str:
-    """Return why a flag of SGLang or vLLM is not taken, with what to do instead; "" for a flag of neither.
+    """Return why a flag of SGLang or vLLM is not taken, with what to do instead; "" for a flag of
+    neither.
 
     Args:
         name: the flag, with its dashes; behind a dot vLLM names a key of it.
@@ -277,8 +334,14 @@ def unsupported(name: str, known: Collection[str]) -> str:
     if positive != bare and f"--{positive}" in known:
         return f"unknown flag {name}: " + ALWAYS.get(f"--{positive}", f"leave --{positive} out")
     names = {bare, positive}
-    owners = [owner for owner, flags in (("SGLang", SGLANG | BOTH), ("vLLM", VLLM | BOTH)) if names & flags]
+    owners = [
+        owner
+        for owner, flags in (("SGLang", SGLANG | BOTH), ("vLLM", VLLM | BOTH))
+        if names & flags
+    ]
     if not owners or not name.startswith("--"):
         return ""
-    instead = next((text for pattern, text in INSTEAD if re.search(pattern, positive)), "leave it out")
+    instead = next(
+        (text for pattern, text in INSTEAD if re.search(pattern, positive)), "leave it out"
+    )
     return f"{name} is a flag of {' and '.join(owners)} that glowplug does not support; {instead}"

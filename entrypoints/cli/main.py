@@ -1,4 +1,7 @@
-"""The ``glowplug`` command. Only the named sub-command's module is imported, and planning needs no torch."""
+"""The ``glowplug`` command. Only the named sub-command's module is imported, and planning needs no
+torch.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -23,19 +26,38 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "serve": Command("glowplug.entrypoints.cli.commands.serve", "serve a model over HTTP (OpenAI API)"),
-    "demo": Command("glowplug.entrypoints.cli.demo", "plan, then a streamed answer of the embedded model"),
-    "check": Command("glowplug.entrypoints.cli.commands.check",
-                     "plan only: print the table, or every reason against it"),
-    "facts": Command("glowplug.entrypoints.cli.commands.facts", "this machine's fact sheet, to plan for it elsewhere"),
-    "plugins": Command("glowplug.entrypoints.cli.commands.plugins", "list plugins and what they register"),
-    "schema": Command("glowplug.entrypoints.cli.commands.schema", "JSON Schema of the configuration, for editors"),
+    "serve": Command(
+        "glowplug.entrypoints.cli.commands.serve", "serve a model over HTTP (OpenAI API)"
+    ),
+    "demo": Command(
+        "glowplug.entrypoints.cli.demo", "plan, then a streamed answer of the embedded model"
+    ),
+    "check": Command(
+        "glowplug.entrypoints.cli.commands.check",
+        "plan only: print the table, or every reason against it",
+    ),
+    "facts": Command(
+        "glowplug.entrypoints.cli.commands.facts",
+        "this machine's fact sheet, to plan for it elsewhere",
+    ),
+    "plugins": Command(
+        "glowplug.entrypoints.cli.commands.plugins", "list plugins and what they register"
+    ),
+    "schema": Command(
+        "glowplug.entrypoints.cli.commands.schema", "JSON Schema of the configuration, for editors"
+    ),
     "bench": Command("glowplug.entrypoints.bench", "benchmarks: one-batch, serving, ..."),
-    "tune": Command("glowplug.entrypoints.cli.commands.tune",
-                    "measure kernels for a model on this card, keep the fastest"),
-    "export-nextn": Command("glowplug.entrypoints.cli.commands.export_nextn",
-                            "write a checkpoint's next-token layer as a draft folder"),
-    "checkpoint": Command("glowplug.entrypoints.checkpoints.random", "make and inspect checkpoints"),
+    "tune": Command(
+        "glowplug.entrypoints.cli.commands.tune",
+        "measure kernels for a model on this card, keep the fastest",
+    ),
+    "export-nextn": Command(
+        "glowplug.entrypoints.cli.commands.export_nextn",
+        "write a checkpoint's next-token layer as a draft folder",
+    ),
+    "checkpoint": Command(
+        "glowplug.entrypoints.checkpoints.random", "make and inspect checkpoints"
+    ),
     "version": Command("glowplug.entrypoints.cli.commands.version", "print the version"),
 }
 
@@ -66,7 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    return command_list.usage("glowplug", {name: command.help for name, command in COMMANDS.items()})
+    return command_list.usage(
+        "glowplug", {name: command.help for name, command in COMMANDS.items()}
+    )
 
 
 def _run(name: str, words: Sequence[str]) -> int:
@@ -81,7 +105,9 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 
 def _plugin_command(name: str, words: Sequence[str]) -> int:
-    """A command that a plugin adds by ``extend_cli``: its parser sets ``run`` to a function of the parsed options."""
+    """A command that a plugin adds by ``extend_cli``: its parser sets ``run`` to a function of the
+    parsed options.
+    """
     import difflib
 
     from glowplug.core.plugin.registry import load_plugins
@@ -97,5 +123,3 @@ def _plugin_command(name: str, words: Sequence[str]) -> int:
     args = parser.parse_args([name, *words])
     run: Callable[[argparse.Namespace], int] = args.run
     return run(args)
-
-

@@ -1,4 +1,7 @@
-"""``--tool-call-parser``: refused with its own reason where the parser that it names makes no tool calls."""
+"""``--tool-call-parser``: refused with its own reason where the parser that it names makes no tool
+calls.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -16,7 +19,8 @@ OUTPUTS = next(slot for slot in SLOTS if slot.name == "outputs")
 
 
 def without_wrong_parsers(layer: Layer, plugins: PluginSet) -> tuple[Layer, list[Refusal]]:
-    """``layer`` less the output parsers that the flag named and that make no tool calls, and a refusal of each.
+    """``layer`` less the output parsers that the flag named and that make no tool calls, and a
+    refusal of each.
 
     Parsers that make them stay: the plan's checks say whether answers carry tool calls.
     """
@@ -41,11 +45,19 @@ def without_wrong_parsers(layer: Layer, plugins: PluginSet) -> tuple[Layer, list
 
 def _refusal(path: str, said: str, name: str, plugins: PluginSet) -> Refusal | None:
     """A refusal that says why ``name`` is no tool-call parser; None for one that is."""
-    kinds = {found.component.name: found.component.offers.kinds for found in plugins.components(OUTPUTS.name)
-             if isinstance(found.component.offers, OutputOffers)}
+    kinds = {
+        found.component.name: found.component.offers.kinds
+        for found in plugins.components(OUTPUTS.name)
+        if isinstance(found.component.offers, OutputOffers)
+    }
     meant = canonical(OUTPUTS, name, plugins)
     if "tool_call" in kinds.get(meant, ()):
         return None
-    reason = f"{said}: " + (f"{meant} parses {' and '.join(sorted(kinds[meant]))}, no tool calls" if meant in kinds
-                            else f"no tool-call parser named {name!r} is registered")
-    return Refusal("config", path, reason, f"leave {FLAG} out: requests that bring tools are refused")
+    reason = f"{said}: " + (
+        f"{meant} parses {' and '.join(sorted(kinds[meant]))}, no tool calls"
+        if meant in kinds
+        else f"no tool-call parser named {name!r} is registered"
+    )
+    return Refusal(
+        "config", path, reason, f"leave {FLAG} out: requests that bring tools are refused"
+    )

@@ -1,4 +1,5 @@
 """Shares tables out to processes, one a GPU: of this host, or of a Ray cluster."""
+
 from __future__ import annotations
 
 import os
@@ -10,14 +11,18 @@ from typing import Any
 
 
 def run_workers(labels: Sequence[str], gpus: int, seconds: float, ray: bool) -> None:
-    """Tune ``labels`` by ``gpus`` runs of this very command, each with its own tables, for ``seconds`` at most."""
+    """Tune ``labels`` by ``gpus`` runs of this very command, each with its own tables, for
+    ``seconds`` at most.
+    """
     shares = [list(labels[start::gpus]) for start in range(gpus)]
     commands = [_command(share, seconds) for share in shares if share]
     if ray:
         _by_ray(commands)
         return
-    running = [subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": card})
-               for command, card in zip(commands, _cards(gpus))]
+    running = [
+        subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": card})
+        for command, card in zip(commands, _cards(gpus))
+    ]
     failed = [process.args for process in running if process.wait()]
     if failed:
         raise ValueError(f"{len(failed)} of {len(running)} tuning processes failed")
@@ -28,23 +33,41 @@ def _cards(count: int) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     cards = visible.split(",") if visible else [str(number) for number in range(count)]
     if len(cards) < count:
-        raise ValueError(f"--gpus {count}: only {len(cards)} are visible (CUDA_VISIBLE_DEVICES={visible})")
+        raise ValueError(
+            f"--gpus {count}: only {len(cards)} are visible (CUDA_VISIBLE_DEVICES={visible})"
+        )
     return cards[:count]
 
 
 def _command(labels: list[str], seconds: float) -> list[str]:
-    """This process' own command line, for one GPU and these tables. The last value of an option counts."""
+    """This process' own command line, for one GPU and these tables. The last value of an option
+    counts.
+    """
     words = [word for word in sys.argv[1:] if word != "--ray"]
-    return [sys.executable, "-m", "glowplug", *words, "--gpus", "1", "--max-minutes", f"{seconds / 60:.3f}",
-            "--tables", *labels]
+    return [
+        sys.executable,
+        "-m",
+        "glowplug",
+        *words,
+        "--gpus",
+        "1",
+        "--max-minutes",
+        f"{seconds / 60:.3f}",
+        "--tables",
+        *labels,
+    ]
 
 
 def _by_ray(commands: list[list[str]]) -> None:
-    """One task a command with a GPU each; the tables that a task wrote on another host are written here as well."""
+    """One task a command with a GPU each; the tables that a task wrote on another host are written
+    here as well.
+    """
     try:
         import ray
     except ImportError:
-        raise ValueError("--ray needs Ray: pip install 'glowplug[ray]', or leave --ray out") from None
+        raise ValueError(
+            "--ray needs Ray: pip install 'glowplug[ray]', or leave --ray out"
+        ) from None
     ray.init(ignore_reinit_error=True, log_to_driver=True)
     task: Any = ray.remote(num_gpus=1)(_task)
     for written in ray.get([task.remote(command) for command in commands]):
@@ -55,5 +78,9 @@ def _by_ray(commands: list[list[str]]) -> None:
 def _task(command: list[str]) -> dict[str, str]:
     """Run one command; the tables it reports, by path."""
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    paths = {line.split(" in ", 1)[1].split(", missing")[0] for line in done.stdout.splitlines() if " in /" in line}
+    paths = {
+        line.split(" in ", 1)[1].split(", missing")[0]
+        for line in done.stdout.splitlines()
+        if " in /" in line
+    }
     return {path: Path(path).read_text() for path in paths if Path(path).is_file()}

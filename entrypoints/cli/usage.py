@@ -1,4 +1,5 @@
 """Commands with a line each, for those who name none."""
+
 from __future__ import annotations
 
 import sys
@@ -11,8 +12,15 @@ def usage(program: str, commands: Mapping[str, str]) -> str:
     """``commands``: summary by name."""
     width = max(map(len, commands))
     lines = [f"  {name:<{width}}  {summary}" for name, summary in commands.items()]
-    return "\n".join([f"usage: {program} COMMAND [options]", "", *lines, "",
-                      f"{program} COMMAND --help shows a command's options."])
+    return "\n".join(
+        [
+            f"usage: {program} COMMAND [options]",
+            "",
+            *lines,
+            "",
+            f"{program} COMMAND --help shows a command's options.",
+        ]
+    )
 
 
 def without_command(program: str, commands: Mapping[str, str]) -> int:

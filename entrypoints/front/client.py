@@ -1,8 +1,10 @@
 """The asyncio face of the engine: one :class:`EngineClient` on the server's event loop.
 
-A pump thread waits on the executor and hands decoded frames to the loop; everything else happens on the loop. Closing
-or cancelling a ``generate`` iterator aborts its sequence, so a dropped client frees its pages at once.
+A pump thread waits on the executor and hands decoded frames to the loop; everything else happens on
+the loop. Closing or cancelling a ``generate`` iterator aborts its sequence, so a dropped client
+frees its pages at once.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -16,7 +18,15 @@ from glowplug.core.errors import EngineDead, QueueFull, RequestError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import ServerOptions
 from glowplug.core.protocols import Executor
-from glowplug.core.step.messages import Control, Inbound, Outbound, Reply, Stats, decode_outbound, encode
+from glowplug.core.step.messages import (
+    Control,
+    Inbound,
+    Outbound,
+    Reply,
+    Stats,
+    decode_outbound,
+    encode,
+)
 from glowplug.core.step.request import SamplingParams
 from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.front.delta import Delta
@@ -41,7 +51,9 @@ class _Mailbox:
         self._loop = loop
         self._items: deque[Delta | Exception] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._started = self._open = False  # open: the last item has fewer tokens than wanted and waits for more
+        self._started = self._open = (
+            False  # open: the last item has fewer tokens than wanted and waits for more
+        )
 
     def put(self, item: Delta | Exception) -> None:
         last = self._items[-1] if self._open else item
@@ -50,8 +62,12 @@ class _Mailbox:
         else:
             last = item
             self._items.append(item)
-        self._open = (self._started and isinstance(last, Delta) and last.finish_reason is None
-                      and len(last.token_ids) < self._interval)
+        self._open = (
+            self._started
+            and isinstance(last, Delta)
+            and last.finish_reason is None
+            and len(last.token_ids) < self._interval
+        )
         self._started = True
         if self._waiter is not None and self.ready and not self._waiter.done():
             self._waiter.set_result(None)
@@ -72,12 +88,15 @@ class _Mailbox:
 
 
 class EngineClient:
-    """Create it on the event loop with a started executor, or call ``start`` with a function that starts one.
+    """Create it on the event loop with a started executor, or call ``start`` with a function that
+    starts one.
 
     ``state``: starting, ready, draining, dead. Not thread-safe: every coroutine runs on the loop.
     """
 
-    def __init__(self, plan: EnginePlan, tokenizer: Tokenizer | None, eos_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, plan: EnginePlan, tokenizer: Tokenizer | None, eos_ids: tuple[int, ...]
+    ) -> None:
         self.plan = plan
         self.tokenizer = tokenizer
         self.state = "starting"
@@ -94,10 +113,12 @@ class EngineClient:
         self._dead = asyncio.Event()
         self._pump: threading.Thread | None = None
 
-    # ---- life -------------------------------------------------------------------------------------------------------
+    # ---- life ------------------------------------------------------------------------------------
 
     async def start(self, make: Callable[[], Executor]) -> None:
-        """Run ``make`` in a thread (it loads the model), then serve. EngineDead or PlanRefused when it fails."""
+        """Run ``make`` in a thread (it loads the model), then serve. EngineDead or PlanRefused when
+        it fails.
+        """
         try:
             self._executor = await asyncio.to_thread(make)
         except BaseException as error:
@@ -106,14 +127,20 @@ class EngineClient:
         if self._stopping.is_set():
             self._executor.stop()
             return
-        self._pump = threading.Thread(target=self._pump_frames, args=(asyncio.get_running_loop(),), daemon=True,
-                                      name="glowplug-pump")
+        self._pump = threading.Thread(
+            target=self._pump_frames,
+            args=(asyncio.get_running_loop(),),
+            daemon=True,
+            name="glowplug-pump",
+        )
         self._front.heard = time.monotonic()
         self.state = "ready"
         self._pump.start()
 
     async def drain(self, timeout: float) -> bool:
-        """Take no new work and wait for the running; False when ``timeout`` seconds were not enough."""
+        """Take no new work and wait for the running; False when ``timeout`` seconds were not
+        enough.
+        """
         if self.state == "ready":
             self.state = "draining"
         deadline = time.monotonic() + timeout
@@ -154,27 +181,50 @@ class EngineClient:
         """Latest start-up progress by rank."""
         return dict(self._front.progress)
 
-    # ---- requests ---------------------------------------------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------------
 
     def check_request(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        """RequestError when ``generate`` would refuse it: lets a server answer before it starts a stream."""
+        """RequestError when ``generate`` would refuse it: lets a server answer before it starts a
+        stream.
+        """
         self._front.check_request(prompt_ids, params)
 
-    async def generate(self, prompt_ids: list[int], params: SamplingParams, *, request_id: str, priority: int = 0,
-                       salt: str = "", timeout: float = 0.0, queue_timeout: float = 0.0) -> AsyncIterator[Delta]:
-        """Deltas of one sequence; the last has ``finish_reason``. RequestError, QueueFull or EngineDead."""
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        salt: str = "",
+        timeout: float = 0.0,
+        queue_timeout: float = 0.0,
+    ) -> AsyncIterator[Delta]:
+        """Deltas of one sequence; the last has ``finish_reason``. RequestError, QueueFull or
+        EngineDead.
+        """
         if self.state != "ready":
             raise EngineDead(self.reason or f"the engine is {self.state}")
-        stream, message = self._front.submit(prompt_ids, params, priority=priority, salt=salt, timeout=timeout,
-                                             queue_timeout=queue_timeout)
+        stream, message = self._front.submit(
+            prompt_ids,
+            params,
+            priority=priority,
+            salt=salt,
+            timeout=timeout,
+            queue_timeout=queue_timeout,
+        )
         mail = self._mail[stream.id] = _Mailbox(self._interval, asyncio.get_running_loop())
         self._requests[request_id].append(stream)
         self._send(message)
         try:
             while not stream.done or mail.ready:
                 delta = await mail.get()
-                if delta.finish_reason == "error" and delta.error_code in ("queue_full", "context_length_exceeded",
-                                                                            "kv_too_small", "invalid_request"):
+                if delta.finish_reason == "error" and delta.error_code in (
+                    "queue_full",
+                    "context_length_exceeded",
+                    "kv_too_small",
+                    "invalid_request",
+                ):
                     raise _as_exception(delta)
                 yield delta
         finally:
@@ -206,7 +256,9 @@ class EngineClient:
             self._send(Abort(live))
 
     async def control(self, action: str, **args: Any) -> dict[str, Any]:
-        """Ask the engine: flush, info, check, profile_start, profile_stop. RequestError when it refuses."""
+        """Ask the engine: flush, info, check, profile_start, profile_stop. RequestError when it
+        refuses.
+        """
         if self.state not in ("ready", "draining"):
             raise EngineDead(self.reason or f"the engine is {self.state}")
         self._control_id += 1
@@ -218,7 +270,7 @@ class EngineClient:
             raise RequestError(reply.error)
         return reply.data
 
-    # ---- bytes ------------------------------------------------------------------------------------------------------
+    # ---- bytes -----------------------------------------------------------------------------------
 
     def _send(self, message: Inbound) -> None:
         """Messages of one loop turn travel as one frame."""

@@ -1,4 +1,5 @@
 """What the front hands out for one sequence: the next piece of text, its tokens, and how it ended."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field

@@ -1,4 +1,5 @@
 """Which event loop carries HTTP: uvloop's where it is installed, asyncio's own otherwise."""
+
 from __future__ import annotations
 
 import asyncio

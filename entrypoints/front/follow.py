@@ -1,4 +1,7 @@
-"""``glowplug serve`` on a host that does not run the front: supervise this host's ranks until the engine ends."""
+"""``glowplug serve`` on a host that does not run the front: supervise this host's ranks until the
+engine ends.
+"""
+
 from __future__ import annotations
 
 import logging
@@ -21,15 +24,19 @@ MARGIN = 10.0  #: seconds beyond the front's own drain limit
 
 
 def follow(plan: EnginePlan, plugins: PluginSet, executor: Executor) -> int:
-    """Exit code 0 when the engine was told to stop, 1 when it failed. PlanRefused when hosts do not agree.
+    """Exit code 0 when the engine was told to stop, 1 when it failed. PlanRefused when hosts do not
+    agree.
 
-    A signal waits for host 0, which drains and then ends the engine on every host; the second one exits at once.
+    A signal waits for host 0, which drains and then ends the engine on every host; the second one
+    exits at once.
     """
     plugins.call_each("plan_ready", plan=plan)
     try:
         executor.start(plan)
         logger.info("this host's ranks are ready; host 0 answers requests")
-        _supervise(executor, ServerOptions.model_validate(plan.config.get("server", {})).drain_timeout)
+        _supervise(
+            executor, ServerOptions.model_validate(plan.config.get("server", {})).drain_timeout
+        )
     except EngineStopped:
         logger.info("the engine has ended")
         return exit_codes.OK
@@ -44,7 +51,9 @@ def follow(plan: EnginePlan, plugins: PluginSet, executor: Executor) -> int:
 
 
 def _supervise(executor: Executor, drain: float) -> None:
-    """Returns when a signal came and host 0 has not ended the engine within its drain limit; else raises as it ends."""
+    """Returns when a signal came and host 0 has not ended the engine within its drain limit; else
+    raises as it ends.
+    """
     signals: list[float] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,10 @@
-"""The front's bookkeeping, without any I/O: numbers sequences, checks requests, turns engine output into deltas.
+"""The front's bookkeeping, without any I/O: numbers sequences, checks requests, turns engine output
+into deltas.
 
-``LLM`` (synchronous) and ``EngineClient`` (asyncio) both drive one :class:`Front`; they differ only in how bytes move.
+``LLM`` (synchronous) and ``EngineClient`` (asyncio) both drive one :class:`Front`; they differ only
+in how bytes move.
 """
+
 from __future__ import annotations
 
 import random
@@ -37,8 +40,8 @@ from glowplug.entrypoints.front.delta import Delta, Times
 class Stream:
     """One sequence as the front knows it. ``text`` is None when there is no tokenizer.
 
-    ``queued`` and ``prefill``: seconds that the engine measured, see :class:`Times`. ``first`` and ``last``: when the
-    first and the last token came, seconds (monotonic).
+    ``queued`` and ``prefill``: seconds that the engine measured, see :class:`Times`. ``first`` and
+    ``last``: when the first and the last token came, seconds (monotonic).
     """
 
     id: int
@@ -70,7 +73,9 @@ class Front:
     ``outbox`` collects messages the front wants sent (ends of sequences whose stop string matched).
     """
 
-    def __init__(self, plan: EnginePlan, tokenizer: Tokenizer | None, eos_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, plan: EnginePlan, tokenizer: Tokenizer | None, eos_ids: tuple[int, ...]
+    ) -> None:
         self.plan = plan
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
@@ -83,27 +88,45 @@ class Front:
         self._next_id = 1
         self._seeds = random.Random(plan.seed)
 
-    # ---- requests ---------------------------------------------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------------
 
-    def submit(self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "",
-               timeout: float = 0.0, queue_timeout: float = 0.0) -> tuple[Stream, Submit]:
-        """A new sequence (``params.n`` is ignored: one call, one sequence). RequestError when it cannot be served."""
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        timeout: float = 0.0,
+        queue_timeout: float = 0.0,
+    ) -> tuple[Stream, Submit]:
+        """A new sequence (``params.n`` is ignored: one call, one sequence). RequestError when it
+        cannot be served.
+        """
         ids, params = self._checked(prompt, params)
         text = OutputProcessor(self.tokenizer, params) if self.tokenizer is not None else None
         stream = Stream(self._next_id, params, len(prompt), text, time.monotonic())
         self._next_id += 1
         self.streams[stream.id] = stream
         stop_ids = list(params.stop_token_ids) + ([] if params.ignore_eos else list(self.eos_ids))
-        return stream, Submit(stream.id, packed_ids(ids), params, priority, salt, stop_ids, timeout, queue_timeout)
+        return stream, Submit(
+            stream.id, packed_ids(ids), params, priority, salt, stop_ids, timeout, queue_timeout
+        )
 
     def check_request(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
-        """The parameters with ``max_tokens`` and ``seed`` filled in. RequestError when it cannot be served."""
+        """The parameters with ``max_tokens`` and ``seed`` filled in. RequestError when it cannot be
+        served.
+        """
         return self._checked(prompt, params)[1]
 
-    def _checked(self, prompt: list[int], params: SamplingParams) -> tuple[NDArray[np.int64], SamplingParams]:
+    def _checked(
+        self, prompt: list[int], params: SamplingParams
+    ) -> tuple[NDArray[np.int64], SamplingParams]:
         ids = self._ids(prompt)
         if self.tokenizer is None and params.stop:
-            raise RequestError("stop strings need a tokenizer, and this engine runs without one", param="stop")
+            raise RequestError(
+                "stop strings need a tokenizer, and this engine runs without one", param="stop"
+            )
         return ids, self._filled(params, len(prompt))
 
     def _ids(self, prompt: list[int]) -> NDArray[np.int64]:
@@ -120,8 +143,11 @@ class Front:
             high = max(prompt)
         if low < 0 or high >= vocab:
             wrong = low if low < 0 else high
-            raise RequestError(f"token id {wrong} is outside the model's vocabulary of {vocab}", param="prompt",
-                               code="invalid_token_id")
+            raise RequestError(
+                f"token id {wrong} is outside the model's vocabulary of {vocab}",
+                param="prompt",
+                code="invalid_token_id",
+            )
         return ids
 
     def _filled(self, params: SamplingParams, prompt: int) -> SamplingParams:
@@ -131,33 +157,50 @@ class Front:
             raise prompt_too_long(context, prompt)
         if params.max_tokens is not None and params.max_tokens > room:
             raise context_exceeded(
-                context, f"you requested {prompt + params.max_tokens} tokens ({prompt} in the prompt, "
+                context,
+                f"you requested {prompt + params.max_tokens} tokens ({prompt} in the prompt, "
                 f"{params.max_tokens} for the completion): the prompt is too long for that many; max_tokens may be "
-                f"{room}", "max_tokens")
+                f"{room}",
+                "max_tokens",
+            )
         self._check_vocabulary(params)
         sizes = self.plan.sizes
-        pool = (sizes.num_pages - 1) * sizes.page_size - prompt  # what "as many as fit" can mean when the pool is small
-        return params.replace(n=1, max_tokens=params.max_tokens or max(1, min(room, pool)),
-                              seed=self._seeds.getrandbits(63) if params.seed is None else params.seed)
+        pool = (
+            sizes.num_pages - 1
+        ) * sizes.page_size - prompt  # what "as many as fit" can mean when the pool is small
+        return params.replace(
+            n=1,
+            max_tokens=params.max_tokens or max(1, min(room, pool)),
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+        )
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
         vocab = self.plan.facts.model.vocab_size
-        named = (("logit_bias", params.logit_bias or ()), ("allowed_token_ids", params.allowed_token_ids or ()),
-                 ("stop_token_ids", params.stop_token_ids))
+        named = (
+            ("logit_bias", params.logit_bias or ()),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("stop_token_ids", params.stop_token_ids),
+        )
         for name, ids in named:
             for token in ids:
                 if not 0 <= token < vocab:
-                    raise RequestError(f"{name}: token id {token} is outside the model's vocabulary of {vocab}",
-                                       param=name)
+                    raise RequestError(
+                        f"{name}: token id {token} is outside the model's vocabulary of {vocab}",
+                        param=name,
+                    )
 
     def abandon(self, streams: list[Stream]) -> Abort | None:
         """The client is gone: forget these; returns the message that frees them in the engine."""
-        ids = [stream.id for stream in streams if self.streams.pop(stream.id, None) is not None and not stream.done]
+        ids = [
+            stream.id
+            for stream in streams
+            if self.streams.pop(stream.id, None) is not None and not stream.done
+        ]
         for stream in streams:
             stream.done = True
         return Abort(ids) if ids else None
 
-    # ---- engine output ----------------------------------------------------------------------------------------------
+    # ---- engine output ---------------------------------------------------------------------------
 
     def receive(self, messages: list[Outbound]) -> Received:
         self.heard = time.monotonic()
@@ -195,7 +238,9 @@ class Front:
             at += count
             stream = self.streams.get(id)
             if stream is not None:
-                received.deltas.append((stream, self._delta(stream, tokens, logprobs.get(id), ends.pop(id, None))))
+                received.deltas.append(
+                    (stream, self._delta(stream, tokens, logprobs.get(id), ends.pop(id, None)))
+                )
         for finished in ends.values():
             stream = self.streams.get(finished.id)
             if stream is not None:
@@ -210,14 +255,21 @@ class Front:
         else:
             stream.prompt_logprobs.extend(scores)
 
-    def _delta(self, stream: Stream, tokens: list[int], logprobs: Logprobs | None, end: Finished | None) -> Delta:
+    def _delta(
+        self, stream: Stream, tokens: list[int], logprobs: Logprobs | None, end: Finished | None
+    ) -> Delta:
         if tokens:
             stream.output_tokens += len(tokens)
             stream.last = self.heard
             if stream.first is None:
                 stream.first = self.heard
-        delta = Delta(token_ids=tokens, logprobs=logprobs, prompt_tokens=stream.prompt_tokens,
-                      cached_tokens=stream.cached_tokens, output_tokens=stream.output_tokens)
+        delta = Delta(
+            token_ids=tokens,
+            logprobs=logprobs,
+            prompt_tokens=stream.prompt_tokens,
+            cached_tokens=stream.cached_tokens,
+            output_tokens=stream.output_tokens,
+        )
         if stream.prompt_logprobs is not None and stream.output_tokens == len(tokens):
             delta.prompt_logprobs = stream.prompt_logprobs
         if stream.text is not None:

@@ -1,4 +1,7 @@
-"""What callers of the offline engine may pass, made plain: texts, token ids, conversations, sampling parameters."""
+"""What callers of the offline engine may pass, made plain: texts, token ids, conversations,
+sampling parameters.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -27,14 +30,20 @@ def prompt(given: Any) -> str | list[int]:
     if isinstance(given, str):
         return given
     ids = _listed(given, "a prompt")
-    if set(map(type, ids)) == {int}:  # as prompts are, and found out without a step of Python for each
+    if set(map(type, ids)) == {
+        int
+    }:  # as prompts are, and found out without a step of Python for each
         return ids
     if any(isinstance(token, bool) for token in ids):
-        raise RequestError("a prompt is a text or a list of token ids, got a list with a boolean", param="prompt")
+        raise RequestError(
+            "a prompt is a text or a list of token ids, got a list with a boolean", param="prompt"
+        )
     try:
         return [index(token) for token in ids]
     except TypeError as error:
-        raise RequestError(f"a prompt is a text or a list of token ids: {error}", param="prompt") from None
+        raise RequestError(
+            f"a prompt is a text or a list of token ids: {error}", param="prompt"
+        ) from None
 
 
 def is_prompt(given: Any) -> bool:
@@ -45,26 +54,37 @@ def is_prompt(given: Any) -> bool:
 def conversations(given: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
     """One conversation or several. RequestError for what is not a list of messages."""
     found = _listed(given, "a conversation")
-    return [messages(found)] if found and isinstance(found[0], dict) else [messages(one) for one in found]
+    return (
+        [messages(found)]
+        if found and isinstance(found[0], dict)
+        else [messages(one) for one in found]
+    )
 
 
 def messages(given: Any) -> list[Message]:
-    """Messages with text content; parts of type "text" are joined. RequestError naming the one at fault."""
+    """Messages with text content; parts of type "text" are joined. RequestError naming the one at
+    fault.
+    """
     found = _listed(given, "a conversation")
     if not found:
         raise RequestError("a conversation needs at least one message", param="messages")
     return [_message(one, f"messages.{i}") for i, one in enumerate(found)]
 
 
-def params_for(params: SamplingParams | Iterable[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def params_for(
+    params: SamplingParams | Iterable[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
     """One for each of ``count`` prompts. RequestError for another number or another type."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     each: list[Any] = list(params) if isinstance(params, list | tuple) else [params]
     for one in each:
         if not isinstance(one, SamplingParams):
-            raise RequestError(f"expected SamplingParams, or a list with one for each prompt; got "
-                               f"{type(one).__name__}", param="params")
+            raise RequestError(
+                f"expected SamplingParams, or a list with one for each prompt; got "
+                f"{type(one).__name__}",
+                param="params",
+            )
     if len(each) != count:
         raise RequestError(f"{count} prompts but {len(each)} SamplingParams", param="params")
     return each
@@ -73,7 +93,11 @@ def params_for(params: SamplingParams | Iterable[SamplingParams] | None, count: 
 def _is_ids(given: Any) -> bool:
     if isinstance(given, np.ndarray):
         return given.ndim == 1
-    return isinstance(given, list | tuple | range) and bool(given) and isinstance(given[0], int | np.integer)
+    return (
+        isinstance(given, list | tuple | range)
+        and bool(given)
+        and isinstance(given[0], int | np.integer)
+    )
 
 
 def _listed(given: Any, what: str) -> list[Any]:
@@ -83,7 +107,9 @@ def _listed(given: Any, what: str) -> list[Any]:
     found = tolist() if callable(tolist) else None
     if isinstance(found, list):
         return found
-    raise RequestError(f"{what} cannot be of type {type(given).__name__}; pass a list", param="prompt")
+    raise RequestError(
+        f"{what} cannot be of type {type(given).__name__}; pass a list", param="prompt"
+    )
 
 
 def _message(given: Any, where: str) -> Message:
@@ -91,9 +117,16 @@ def _message(given: Any, where: str) -> Message:
         raise RequestError(f"{where}: a message is a dict with a role and content", param=where)
     content = given.get("content")
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise RequestError(f"{where}.content: this model takes text only", param=f"{where}.content")
+        if not all(
+            isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+        ):
+            raise RequestError(
+                f"{where}.content: this model takes text only", param=f"{where}.content"
+            )
         return {**given, "content": "".join(part["text"] for part in content)}
     if not isinstance(content, str) and not (content is None and given.get("tool_calls")):
-        raise RequestError(f"{where}.content: expected text, got {type(content).__name__}", param=f"{where}.content")
+        raise RequestError(
+            f"{where}.content: expected text, got {type(content).__name__}",
+            param=f"{where}.content",
+        )
     return given

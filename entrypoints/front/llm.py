@@ -1,9 +1,12 @@
-"""The offline engine: ``LLM(model=...)`` with ``generate``, ``chat`` and ``stream``, in the calling process.
+"""The offline engine: ``LLM(model=...)`` with ``generate``, ``chat`` and ``stream``, in the calling
+process.
 
 >>> with LLM(model="embedded", scheduler={"max_running_requests": 8}) as llm:
-...     out = llm.chat([{"role": "user", "content": "What is 17 + 25?"}], SamplingParams(temperature=0))[0]
+...     out = llm.chat([{"role": "user", "content": "What is 17 + 25?"}],
+SamplingParams(temperature=0))[0]
 ...     out.text, out.finish_reason
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -34,11 +37,13 @@ class Completion:
     """One finished sequence.
 
     Attributes:
-        text: generated text, special tokens removed unless ``skip_special_tokens=False``; "" without a tokenizer.
+        text: generated text, special tokens removed unless ``skip_special_tokens=False``; ""
+            without a tokenizer.
         token_ids: generated ids, the ending eos included.
         finish_reason: stop, length, abort, timeout or error (``error`` then says what).
         stop_reason: the stop string or token id that matched.
-        logprobs: of ``token_ids``; prompt_logprobs: of prompt tokens 1.. (both only when asked for).
+        logprobs: of ``token_ids``; prompt_logprobs: of prompt tokens 1.. (both only when asked
+            for).
         choices: all ``n`` completions of the prompt, this one first.
     """
 
@@ -73,45 +78,72 @@ class Completion:
 class LLM:
     """An engine in this process (executor ``inline`` unless configured otherwise).
 
-    ``model`` is a folder, a file a plugin can read, or "embedded"; every other keyword is a top-level key of the
-    configuration (``dtype="float32"``, ``attention={"use": "torch_mla"}``, ``skip_tokenizer=True``). Raises PlanRefused
-    before anything is loaded, with every reason.
+    ``model`` is a folder, a file a plugin can read, or "embedded"; every other keyword is a
+    top-level key of the configuration (``dtype="float32"``, ``attention={"use": "torch_mla"}``,
+    ``skip_tokenizer=True``). Raises PlanRefused before anything is loaded, with every reason.
     """
 
-    def __init__(self, model: str = "embedded", *, plugins: Sequence[str] = (), **config: Any) -> None:
+    def __init__(
+        self, model: str = "embedded", *, plugins: Sequence[str] = (), **config: Any
+    ) -> None:
         self._plugins = load_plugins(extra=tuple(plugins))
-        self.plan: EnginePlan = make_plan({"model": model, **config}, source="LLM(...)", plugins=self._plugins,
-                                          contributed={"executor.use": "inline"}, unused=UNUSED)
+        self.plan: EnginePlan = make_plan(
+            {"model": model, **config},
+            source="LLM(...)",
+            plugins=self._plugins,
+            contributed={"executor.use": "inline"},
+            unused=UNUSED,
+        )
         self.tokenizer = open_tokenizer(self.plan, self._plugins)
         self._front = Front(self.plan, self.tokenizer, eos_ids(self.plan, self.tokenizer))
         self._executor = start_executor(self.plan, self._plugins)
         self._closed = False
         self._control_id = 0
-        self._boxes: dict[Stream, list[News]] = {}  # whose news goes where; all the rest is for ``poll``
+        self._boxes: dict[
+            Stream, list[News]
+        ] = {}  # whose news goes where; all the rest is for ``poll``
         self._news: list[News] = []
 
-    # ---- public -----------------------------------------------------------------------------------------------------
+    # ---- public ----------------------------------------------------------------------------------
 
-    def generate(self, prompts: Prompt | Sequence[Prompt],
-                 params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[Completion]:
-        """Texts or token-id lists in, one Completion each, in order. RequestError (nothing is run) for a bad one."""
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Texts or token-id lists in, one Completion each, in order. RequestError (nothing is run)
+        for a bad one.
+        """
         batch = inputs.prompts(prompts)
         each = inputs.params_for(params, len(batch))
         return self._run([self._ids(prompt) for prompt in batch], each)
 
-    def chat(self, conversations: Sequence[Message] | Sequence[Sequence[Message]],
-             params: SamplingParams | Sequence[SamplingParams] | None = None, **template: Any) -> list[Completion]:
-        """Conversations (lists of ``{"role", "content"}``) through the chat template. ``template``: its keywords."""
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template: Any,
+    ) -> list[Completion]:
+        """Conversations (lists of ``{"role", "content"}``) through the chat template. ``template``:
+        its keywords.
+        """
         batch = inputs.conversations(conversations)
         each = inputs.params_for(params, len(batch))
         return self._run([self._chat_ids(messages, template) for messages in batch], each)
 
-    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None,
-               **template: Any) -> Iterator[Delta]:
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        **template: Any,
+    ) -> Iterator[Delta]:
         """Deltas of one sequence as they come. Closing the iterator aborts it."""
         given: Any = prompt
-        ids = self._ids(inputs.prompt(given)) if inputs.is_prompt(given) else self._chat_ids(
-            inputs.messages(given), template)
+        ids = (
+            self._ids(inputs.prompt(given))
+            if inputs.is_prompt(given)
+            else self._chat_ids(inputs.messages(given), template)
+        )
         stream = self._submit(ids, inputs.params_for(params, 1)[0])
         box = self._boxes[stream] = []
         try:
@@ -124,11 +156,15 @@ class LLM:
             self._abandon([stream])
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> Stream:
-        """Start one sequence and return at once (``params.n`` is ignored). Its deltas come from ``poll``."""
+        """Start one sequence and return at once (``params.n`` is ignored). Its deltas come from
+        ``poll``.
+        """
         return self._submit(self._ids(inputs.prompt(prompt)), inputs.params_for(params, 1)[0])
 
     def poll(self) -> list[News]:
-        """News of submitted sequences; [] when a second passes without any. One call, at most one engine step."""
+        """News of submitted sequences; [] when a second passes without any. One call, at most one
+        engine step.
+        """
         if not self._news:
             self._turn()
         news = self._news
@@ -136,7 +172,9 @@ class LLM:
         return news
 
     def abort(self, streams: Sequence[Stream]) -> None:
-        """Give submitted sequences up: no more of their news comes. Unknown and ended ones are ignored."""
+        """Give submitted sequences up: no more of their news comes. Unknown and ended ones are
+        ignored.
+        """
         self._abandon(list(streams))
 
     def control(self, action: str, **args: Any) -> dict[str, Any]:
@@ -168,7 +206,7 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # ---- inside -----------------------------------------------------------------------------------------------------
+    # ---- inside ----------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:
@@ -178,12 +216,16 @@ class LLM:
         if not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
-            raise RequestError("this engine runs without a tokenizer: pass token ids", param="prompt")
+            raise RequestError(
+                "this engine runs without a tokenizer: pass token ids", param="prompt"
+            )
         return self.tokenizer.encode(prompt)
 
     def _chat_ids(self, messages: list[Message], template: dict[str, Any]) -> list[int]:
         if self.tokenizer is None:
-            raise RequestError("this engine runs without a tokenizer: chat needs one", param="messages")
+            raise RequestError(
+                "this engine runs without a tokenizer: chat needs one", param="messages"
+            )
         text = self.tokenizer.apply_chat_template(messages, **template)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
@@ -198,8 +240,11 @@ class LLM:
         for ids, one in zip(prompts, params, strict=True):
             self._front.check_request(ids, one)
         results = [Completion(ids) for ids in prompts]
-        jobs = [(result, ids, one, k) for result, ids, one in zip(results, prompts, params, strict=True)
-                for k in range(one.n)]
+        jobs = [
+            (result, ids, one, k)
+            for result, ids, one in zip(results, prompts, params, strict=True)
+            for k in range(one.n)
+        ]
         running: dict[Stream, Completion] = {}
         box: list[News] = []
         room = self.plan.sizes.max_running + self.plan.sizes.max_queued
@@ -218,8 +263,11 @@ class LLM:
             self._abandon(list(running))
         return results
 
-    def _start(self, job: tuple[Completion, list[int], SamplingParams, int],
-               running: dict[Stream, Completion]) -> Stream:
+    def _start(
+        self,
+        job: tuple[Completion, list[int], SamplingParams, int],
+        running: dict[Stream, Completion],
+    ) -> Stream:
         first, ids, params, index = job
         choice = first if index == 0 else Completion(ids, index)
         first.choices.append(choice)

@@ -1,4 +1,5 @@
 """A plan's tokenizer, and the ids that end a sequence. Light: ``glowplug check`` looks at it too."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
     """The model's tokenizer, or None when the configuration says ``skip_tokenizer``.
 
-    PlanRefused when there is none, and for a template of the operator's that renders no conversation.
+    PlanRefused when there is none, and for a template of the operator's that renders no
+    conversation.
     """
     if plan.config.get("skip_tokenizer"):
         return None
@@ -25,15 +27,33 @@ def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
         path = Path(locate_model(str(named)) if named else plan.facts.model.path)
         found = plugins.hook.open_tokenizer(path=path, facts=plan.facts.model)
     except FactsError as error:
-        raise PlanRefused([Refusal(by="tokenizer", field="tokenizer", reason=str(error), fix=error.fix)]) from None
+        raise PlanRefused(
+            [Refusal(by="tokenizer", field="tokenizer", reason=str(error), fix=error.fix)]
+        ) from None
     except ValueError as error:
-        raise PlanRefused([Refusal(by="tokenizer", field="tokenizer", reason=str(error),
-                                   fix="download the file again, or set tokenizer = FOLDER")]) from None
+        raise PlanRefused(
+            [
+                Refusal(
+                    by="tokenizer",
+                    field="tokenizer",
+                    reason=str(error),
+                    fix="download the file again, or set tokenizer = FOLDER",
+                )
+            ]
+        ) from None
     if found is None:
-        raise PlanRefused([Refusal(
-            by="tokenizer", field="tokenizer", reason=f"no tokenizer was found at {path.name!r}",
-            fix="put tokenizer.json beside the weights, set tokenizer = FOLDER, or skip_tokenizer = true")])
-    # NOTE: it may know more ids than the embedding has (padding ids); such ids are refused request by request.
+        raise PlanRefused(
+            [
+                Refusal(
+                    by="tokenizer",
+                    field="tokenizer",
+                    reason=f"no tokenizer was found at {path.name!r}",
+                    fix="put tokenizer.json beside the weights, set tokenizer = FOLDER, or skip_tokenizer = true",
+                )
+            ]
+        )
+    # NOTE: it may know more ids than the embedding has (padding ids); such ids are refused request
+    # by request.
     tokenizer: Tokenizer = found
     if plan.chat_template:
         tokenizer.use_chat_template(plan.chat_template)
@@ -42,18 +62,24 @@ def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
 
 
 def _try_template(tokenizer: Tokenizer) -> None:
-    """Render one message. PlanRefused when that fails, unless the template itself refuses such a conversation."""
+    """Render one message. PlanRefused when that fails, unless the template itself refuses such a
+    conversation.
+    """
     from glowplug.core.text.chat_template import TEMPLATE_FIX
 
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
     except RequestError as error:
         if error.param != "messages":
-            raise PlanRefused([Refusal("tokenizer", "chat_template", str(error), TEMPLATE_FIX)]) from None
+            raise PlanRefused(
+                [Refusal("tokenizer", "chat_template", str(error), TEMPLATE_FIX)]
+            ) from None
 
 
 def eos_ids(plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Token ids that end a sequence: the tokenizer's (generation_config included), else config.json's."""
+    """Token ids that end a sequence: the tokenizer's (generation_config included), else
+    config.json's.
+    """
     if tokenizer is not None and tokenizer.eos_ids:
         return tuple(tokenizer.eos_ids)
     stated: Any = plan.facts.model.config.get("eos_token_id")
@@ -62,5 +88,7 @@ def eos_ids(plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     ends = stated if isinstance(stated, list) else [stated]
     if not all(type(token) is int and token >= 0 for token in ends):
         reason = f"config.json: eos_token_id is {stated!r}, expected a token id or a list of them"
-        raise PlanRefused([Refusal("tokenizer", "model", reason, "use the checkpoint's own config.json")])
+        raise PlanRefused(
+            [Refusal("tokenizer", "model", reason, "use the checkpoint's own config.json")]
+        )
     return tuple(ends)

@@ -1,4 +1,5 @@
 """From a plan to a running engine. Shared by the server and the offline class."""
+
 from __future__ import annotations
 
 from glowplug.core.errors import PlanRefused, Refusal
@@ -13,13 +14,25 @@ def make_executor(plan: EnginePlan, plugins: PluginSet) -> Executor:
     return executor
 
 
-def start_executor(plan: EnginePlan, plugins: PluginSet, executor: Executor | None = None) -> Executor:
-    """The plan's executor (or ``executor``, made before), started: every rank is ready when this returns."""
+def start_executor(
+    plan: EnginePlan, plugins: PluginSet, executor: Executor | None = None
+) -> Executor:
+    """The plan's executor (or ``executor``, made before), started: every rank is ready when this
+    returns.
+    """
     plugins.call_each("plan_ready", plan=plan)
     executor = executor or make_executor(plan, plugins)
     if not executor.leads:
-        raise PlanRefused([Refusal("launch", "executor.host_rank", "the front of this engine belongs to host 0",
-                                   "glowplug serve with the same flags on the other hosts")])
+        raise PlanRefused(
+            [
+                Refusal(
+                    "launch",
+                    "executor.host_rank",
+                    "the front of this engine belongs to host 0",
+                    "glowplug serve with the same flags on the other hosts",
+                )
+            ]
+        )
     return _started(executor, plan)
 
 

@@ -1,4 +1,7 @@
-"""The HTTP server: OpenAI routes, native routes and operations, over one :class:`EngineClient`. Imports no torch."""
+"""The HTTP server: OpenAI routes, native routes and operations, over one :class:`EngineClient`.
+Imports no torch.
+"""
+
 from __future__ import annotations
 
 from glowplug.entrypoints.server.app import create_app

@@ -1,4 +1,7 @@
-"""The app: routes, one authentication dependency over all of them, one error form, one outer layer of limits."""
+"""The app: routes, one authentication dependency over all of them, one error form, one outer layer
+of limits.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -21,33 +24,64 @@ from glowplug.entrypoints.server.transport.limits import Gate
 from glowplug.entrypoints.server.transport.streaming import json_response
 
 
-def create_app(plan: EnginePlan, client: EngineClient, tokenizer: Tokenizer | None,
-               parsers: Sequence[OutputParserFactory] = (), plugins: Any = None) -> FastAPI:
-    """The server's app. ``parsers``: output parsers of the plan, in order. ``plugins``: a PluginSet whose
-    ``extend_app`` hooks may add routes, which are authenticated like all others.
+def create_app(
+    plan: EnginePlan,
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    parsers: Sequence[OutputParserFactory] = (),
+    plugins: Any = None,
+) -> FastAPI:
+    """The server's app. ``parsers``: output parsers of the plan, in order. ``plugins``: a PluginSet
+    whose ``extend_app`` hooks may add routes, which are authenticated like all others.
     """
     context = Context.of(plan, client, tokenizer, parsers)
     authoriser = auth.Authoriser(context.options, [route.path for route in ROUTES if route.admin])
-    # NOTE: no /docs: its page loads scripts from another host. /openapi.json is a route like any other, with a key.
-    app = FastAPI(title="glowplug", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False,
-                  dependencies=[Depends(authoriser.dependency())])
+    # NOTE: no /docs: its page loads scripts from another host. /openapi.json is a route like any
+    # other, with a key.
+    app = FastAPI(
+        title="glowplug",
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        dependencies=[Depends(authoriser.dependency())],
+    )
     app.state.context = context
     for route in ROUTES:
         for method in route.methods:
-            app.add_api_route(route.path, route.endpoint, methods=[method], tags=[route.tag], response_model=None,
-                              responses=route.responses(), openapi_extra=route.request())
-    app.add_api_route("/openapi.json", _openapi_route(app), methods=["GET"], include_in_schema=False)
+            app.add_api_route(
+                route.path,
+                route.endpoint,
+                methods=[method],
+                tags=[route.tag],
+                response_model=None,
+                responses=route.responses(),
+                openapi_extra=route.request(),
+            )
+    app.add_api_route(
+        "/openapi.json", _openapi_route(app), methods=["GET"], include_in_schema=False
+    )
     if plugins is not None:
         plugins.call_each("extend_app", app=app, plan=plan)
     auth.require_guarded(app)
     errors.install(app)
-    install_schema(app, list(dict.fromkeys(route.body for route in ROUTES if route.body is not None)))
+    install_schema(
+        app, list(dict.fromkeys(route.body for route in ROUTES if route.body is not None))
+    )
     if context.options.cors_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=list(context.options.cors_origins),
-                           allow_methods=["GET", "POST"],
-                           allow_headers=["authorization", "content-type", "x-request-id"])
-    app.add_middleware(Gate, max_body_bytes=context.options.max_body_bytes, metrics=context.metrics,
-                       log=context.log, polls=[route.path for route in ROUTES if route.poll])
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(context.options.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+        )
+    app.add_middleware(
+        Gate,
+        max_body_bytes=context.options.max_body_bytes,
+        metrics=context.metrics,
+        log=context.log,
+        polls=[route.path for route in ROUTES if route.poll],
+    )
     return app
 
 

@@ -1,4 +1,5 @@
 """What every route needs, in one object on ``app.state``; nothing of it is global."""
+
 from __future__ import annotations
 
 import time
@@ -45,29 +46,53 @@ class Context:
     draining: bool = False
 
     @staticmethod
-    def of(plan: EnginePlan, client: EngineClient, tokenizer: Tokenizer | None,
-           parsers: Sequence[OutputParserFactory]) -> Context:
+    def of(
+        plan: EnginePlan,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        parsers: Sequence[OutputParserFactory],
+    ) -> Context:
         options = ServerOptions.model_validate(plan.config.get("server", {}))
         metrics_options = MetricsOptions.model_validate(plan.config.get("metrics", {}))
         cap = options.max_prompt_bytes or BYTES_A_TOKEN * plan.sizes.context_length
-        metrics = Metrics(options.served_model_name or _base_name(plan.model), client.stats, metrics_options,
-                          client.group_stats)
-        return Context(plan, client, tokenizer, parsers, options, metrics, Jobs(),
-                       TextWorkers(tokenizer, options.tokenizer_threads, cap, plan.sizes.context_length),
-                       TokenNames(tokenizer), frozenset(tokenizer.eos_ids if tokenizer is not None else ()),
-                       "fp_" + answers_fingerprint(plan, tokenizer.digest if tokenizer is not None else "")[:10],
-                       RequestLog(LogOptions.model_validate(plan.config.get("log", {})).requests))
+        metrics = Metrics(
+            options.served_model_name or _base_name(plan.model),
+            client.stats,
+            metrics_options,
+            client.group_stats,
+        )
+        return Context(
+            plan,
+            client,
+            tokenizer,
+            parsers,
+            options,
+            metrics,
+            Jobs(),
+            TextWorkers(tokenizer, options.tokenizer_threads, cap, plan.sizes.context_length),
+            TokenNames(tokenizer),
+            frozenset(tokenizer.eos_ids if tokenizer is not None else ()),
+            "fp_"
+            + answers_fingerprint(plan, tokenizer.digest if tokenizer is not None else "")[:10],
+            RequestLog(LogOptions.model_validate(plan.config.get("log", {})).requests),
+        )
 
     @property
     def model_name(self) -> str:
         return self.options.served_model_name or _base_name(self.plan.model)
 
     def check_model(self, name: str | None) -> None:
-        """RequestError 404 for a model that is not served. None, "default" and the configured path are this one."""
+        """RequestError 404 for a model that is not served. None, "default" and the configured path
+        are this one.
+        """
         if name is None or name in (self.model_name, self.plan.model, "default"):
             return
-        raise RequestError(f"the model {name[:128]!r} does not exist; this server has {self.model_name!r}",
-                           code="model_not_found", param="model", status=404)
+        raise RequestError(
+            f"the model {name[:128]!r} does not exist; this server has {self.model_name!r}",
+            code="model_not_found",
+            param="model",
+            status=404,
+        )
 
     def require_ready(self) -> None:
         """Unavailable (503) unless new work can be taken."""

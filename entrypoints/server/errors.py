@@ -1,4 +1,7 @@
-"""Every error body is ``{"error": {"message", "type", "param", "code"}}``, and none tells of paths or addresses."""
+"""Every error body is ``{"error": {"message", "type", "param", "code"}}``, and none tells of paths
+or addresses.
+"""
+
 from __future__ import annotations
 
 import logging
@@ -23,11 +26,29 @@ MAX_MESSAGE = 1000  #: characters of a message that come from outside
 RETRY_AFTER = 5  #: seconds a client should wait while the server starts or drains
 
 _TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
-    429: "rate_limit_error", 431: "invalid_request_error", 503: "service_unavailable_error", 504: "timeout_error"}
-_STATUS_BY_CODE = {"queue_full": 429, "queue_timeout": 503, "timeout": 504, "request_timeout": 504,
-                   "context_length_exceeded": 400, "kv_too_small": 400, "invalid_request": 400, "nan_logits": 500}
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_STATUS_BY_CODE = {
+    "queue_full": 429,
+    "queue_timeout": 503,
+    "timeout": 504,
+    "request_timeout": 504,
+    "context_length_exceeded": 400,
+    "kv_too_small": 400,
+    "invalid_request": 400,
+    "nan_logits": 500,
+}
 _PATH = re.compile(r"(?:(?<![\w.])|(?<=\s))/(?:[\w.@+-]+/)+[\w.@+-]*|\b0x[0-9a-fA-F]{6,}\b")
 
 
@@ -49,24 +70,43 @@ def _shown(path: str) -> str:
     return path[:256].strip("/") or "/"
 
 
-def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> bytes:
+def error_body(
+    message: str, status: int, *, param: str | None = None, code: str | None = None
+) -> bytes:
     """The OpenAI error object as JSON bytes."""
-    detail = {"message": sanitise(message), "type": _TYPES.get(status, "server_error"), "param": param, "code": code}
+    detail = {
+        "message": sanitise(message),
+        "type": _TYPES.get(status, "server_error"),
+        "param": param,
+        "code": code,
+    }
     return orjson.dumps({"error": detail})
 
 
-def error_response(message: str, status: int, *, param: str | None = None, code: str | None = None,
-                   headers: Mapping[str, str] | None = None) -> Response:
-    return Response(error_body(message, status, param=param, code=code), status, headers, "application/json")
+def error_response(
+    message: str,
+    status: int,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    return Response(
+        error_body(message, status, param=param, code=code), status, headers, "application/json"
+    )
 
 
 def from_exception(error: Exception) -> Response:
-    """The answer to a failed request. What we did not raise on purpose is "internal error" and nothing more."""
+    """The answer to a failed request. What we did not raise on purpose is "internal error" and
+    nothing more.
+    """
     if isinstance(error, RequestError):
         headers = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFull) else {}
         if error.status == 503:
             headers["Retry-After"] = str(RETRY_AFTER)
-        return error_response(str(error), error.status, param=error.param, code=error.code, headers=headers)
+        return error_response(
+            str(error), error.status, param=error.param, code=error.code, headers=headers
+        )
     if isinstance(error, EngineDead):
         return error_response("the engine has stopped", 500, code="engine_dead")
     return error_response("internal error", 500, code="internal_error")
@@ -79,18 +119,23 @@ def from_delta(delta: Delta) -> RequestError | None:
     if delta.finish_reason != "error":
         return None
     code = delta.error_code or "engine_error"
-    return RequestError(delta.error or "the engine could not finish this request", code=code,
-                        status=_STATUS_BY_CODE.get(code, 500))
+    return RequestError(
+        delta.error or "the engine could not finish this request",
+        code=code,
+        status=_STATUS_BY_CODE.get(code, 500),
+    )
 
 
 def from_validation(errors: list[Any]) -> RequestError:
     """The first problem pydantic found, as a sentence with the field's name.
 
-    Of a union every member complains; one that got past the type says more than one that did not, as does one that
-    came as far as a field of an object. When none did, all are named.
+    Of a union every member complains; one that got past the type says more than one that did not,
+    as does one that came as far as a field of an object. When none did, all are named.
     """
     first = next((error for error in errors if not error["type"].endswith("_type")), None)
-    first = first or next((error for error in errors if _in_a_members_field(error["loc"])), errors[0])
+    first = first or next(
+        (error for error in errors if _in_a_members_field(error["loc"])), errors[0]
+    )
     where = [str(part) for part in first["loc"] if not _is_union_member(str(part))]
     param = ".".join(where) or None
     message = str(first["msg"])
@@ -98,22 +143,36 @@ def from_validation(errors: list[Any]) -> RequestError:
     if first["type"].endswith("_type") and len(members) > 1:
         message = f"Input should be {', '.join(members[:-1])} or {members[-1]}"
     # NOTE: of numbers in lists only token ids have bounds.
-    an_id = isinstance(first["loc"][-1], int) and first["type"] in ("greater_than_equal", "less_than_equal")
-    return RequestError(f"{param}: {message}" if param else message, param=param,
-                        code="invalid_token_id" if an_id else None)
+    an_id = isinstance(first["loc"][-1], int) and first["type"] in (
+        "greater_than_equal",
+        "less_than_equal",
+    )
+    return RequestError(
+        f"{param}: {message}" if param else message,
+        param=param,
+        code="invalid_token_id" if an_id else None,
+    )
 
 
 def _in_a_members_field(loc: tuple[Any, ...]) -> bool:
-    member = next((place for place, part in enumerate(loc) if _is_union_member(str(part))), len(loc))
+    member = next(
+        (place for place, part in enumerate(loc) if _is_union_member(str(part))), len(loc)
+    )
     return any(isinstance(part, str) and not _is_union_member(part) for part in loc[member:])
 
 
 def _members(loc: tuple[Any, ...], errors: list[Any]) -> list[str]:
-    """Members of the union in which ``loc`` ends, in order: they complain beside it, at the same place or below."""
+    """Members of the union in which ``loc`` ends, in order: they complain beside it, at the same
+    place or below.
+    """
     if not _is_union_member(str(loc[-1])):
         return []
     place = len(loc) - 1
-    beside = (error["loc"] for error in errors if error["loc"][:place] == loc[:place] and len(error["loc"]) > place)
+    beside = (
+        error["loc"]
+        for error in errors
+        if error["loc"][:place] == loc[:place] and len(error["loc"]) > place
+    )
     return list(dict.fromkeys(str(found[place]) for found in beside))
 
 
@@ -155,8 +214,10 @@ def install(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         _note(request, RequestError(str(error.detail)))
-        message = {404: f"no such route: {request.method} {_shown(request.url.path)}",
-                   405: f"method {request.method} is not allowed here"}.get(error.status_code, str(error.detail))
+        message = {
+            404: f"no such route: {request.method} {_shown(request.url.path)}",
+            405: f"method {request.method} is not allowed here",
+        }.get(error.status_code, str(error.detail))
         return error_response(message, error.status_code, headers=error.headers)
 
     async def unexpected(request: Request, error: Exception) -> Response:

@@ -1,4 +1,5 @@
 """Log set-up of the server process: one line an event, human or JSON; prompts are never logged."""
+
 from __future__ import annotations
 
 import asyncio
@@ -23,7 +24,10 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
 
 
 class OneLine(logging.Formatter):
@@ -36,13 +40,19 @@ class OneLine(logging.Formatter):
 
 
 class JsonLine(logging.Formatter):
-    """One JSON object a line. An object with ``fields()`` in place of the message gives its own, "message" included."""
+    """One JSON object a line. An object with ``fields()`` in place of the message gives its own,
+    "message" included.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record.msg, "fields", None)
         said = {"message": printable(record.getMessage())} if fields is None else fields()
-        body: dict[str, Any] = {"time": record.created, "level": record.levelname.lower(), "logger": record.name,
-                                **said}
+        body: dict[str, Any] = {
+            "time": record.created,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            **said,
+        }
         if record.exc_info:
             body["traceback"] = self.formatException(record.exc_info)
         return orjson.dumps(body).decode()
@@ -61,19 +71,25 @@ def set_up_logging(options: LogOptions) -> None:
 
 
 def _said_elsewhere(record: logging.LogRecord) -> bool:
-    """Return False for uvicorn's line on bytes that are not HTTP, since the request log has its own."""
+    """Return False for uvicorn's line on bytes that are not HTTP, since the request log has its
+    own.
+    """
     return record.getMessage() != "Invalid HTTP request received."
 
 
 def _by_group(groups: list[Stats]) -> str:
     """How the running sequences lie over data-parallel groups; "" while there is one."""
-    return f", by group {'+'.join(str(stats.running) for stats in groups)}" if len(groups) > 1 else ""
+    return (
+        f", by group {'+'.join(str(stats.running) for stats in groups)}" if len(groups) > 1 else ""
+    )
 
 
 def stats_line(last: Stats, now: Stats, groups: list[Stats]) -> str | None:
-    """Return the statistics line for the time between two snapshots; None without a finished step or a token.
+    """Return the statistics line for the time between two snapshots; None without a finished step
+    or a token.
 
-    Tokens a second are rates over busy time, in which steps ran, so that idle time does not lower them.
+    Tokens a second are rates over busy time, in which steps ran, so that idle time does not lower
+    them.
     """
     output = now.output_tokens - last.output_tokens
     prompt = now.prompt_tokens - last.prompt_tokens
@@ -81,9 +97,11 @@ def stats_line(last: Stats, now: Stats, groups: list[Stats]) -> str | None:
     if busy <= 0 or not (output or prompt):
         return None
     used = now.pages_total - now.pages_free - now.pages_evictable
-    return (f"prompt {prompt / busy:.1f} tok/s, output {output / busy:.1f} tok/s in {busy:.1f} s busy, "
-            f"running {now.running}, waiting {now.waiting}, KV {100 * used / max(1, now.pages_total):.1f}%, "
-            f"prefix hits {100 * hit_rate(now):.1f}%{_by_group(groups)}")
+    return (
+        f"prompt {prompt / busy:.1f} tok/s, output {output / busy:.1f} tok/s in {busy:.1f} s busy, "
+        f"running {now.running}, waiting {now.waiting}, KV {100 * used / max(1, now.pages_total):.1f}%, "
+        f"prefix hits {100 * hit_rate(now):.1f}%{_by_group(groups)}"
+    )
 
 
 async def stats_lines(client: EngineClient, options: LogOptions) -> None:

@@ -1,22 +1,113 @@
-"""Names and bucket edges of the metrics: ours keep vLLM's stems; ``COMPAT`` has the core series under other names."""
+"""Names and bucket edges of the metrics: ours keep vLLM's stems; ``COMPAT`` has the core series
+under other names.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from glowplug.core.step.messages import Stats
 
-TTFT_EDGES = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
-              80.0, 160.0, 640.0, 2560.0)
-ITL_EDGES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
-             10.0, 20.0, 40.0, 80.0)
-LATENCY_EDGES = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
-                 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
-LENGTH_EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+TTFT_EDGES = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+    2560.0,
+)
+ITL_EDGES = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+LATENCY_EDGES = (
+    0.01,
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+    1920.0,
+    7680.0,
+)
+LENGTH_EDGES = (
+    1,
+    2,
+    5,
+    10,
+    20,
+    50,
+    100,
+    200,
+    500,
+    1000,
+    2000,
+    5000,
+    10000,
+    20000,
+    50000,
+    100000,
+    200000,
+)
 N_EDGES = (1, 2, 5, 10, 20, 50, 128)
 
 
 def _used_share(stats: Stats) -> float:
-    """Pages that running sequences hold, as a share of the pool (cached but evictable pages count as free)."""
+    """Pages that running sequences hold, as a share of the pool (cached but evictable pages count
+    as free).
+    """
     if not stats.pages_total:
         return 0.0
     return 1.0 - (stats.pages_free + stats.pages_evictable) / stats.pages_total
@@ -41,48 +132,133 @@ STATS_SERIES: tuple[tuple[str, str, str, Callable[[Stats], float]], ...] = (
     ("num_requests_running", "gauge", "Sequences running.", lambda s: s.running),
     ("num_requests_waiting", "gauge", "Sequences waiting.", lambda s: s.waiting),
     ("kv_cache_usage_perc", "gauge", "Share of the KV pool in use, 0 to 1.", _used_share),
-    ("kv_used_tokens", "gauge", "Token slots in use.",
-     lambda s: (s.pages_total - s.pages_free - s.pages_evictable) * s.page_size),
+    (
+        "kv_used_tokens",
+        "gauge",
+        "Token slots in use.",
+        lambda s: (s.pages_total - s.pages_free - s.pages_evictable) * s.page_size,
+    ),
     ("kv_available_tokens", "gauge", "Token slots free.", lambda s: s.pages_free * s.page_size),
-    ("kv_evictable_tokens", "gauge", "Token slots held by the prefix cache alone.",
-     lambda s: s.pages_evictable * s.page_size),
-    ("max_total_num_tokens", "gauge", "Token slots of the KV pool.", lambda s: s.pages_total * s.page_size),
-    ("prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache.",
-     lambda s: s.prefix_query_tokens),
-    ("prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hit_tokens),
+    (
+        "kv_evictable_tokens",
+        "gauge",
+        "Token slots held by the prefix cache alone.",
+        lambda s: s.pages_evictable * s.page_size,
+    ),
+    (
+        "max_total_num_tokens",
+        "gauge",
+        "Token slots of the KV pool.",
+        lambda s: s.pages_total * s.page_size,
+    ),
+    (
+        "prefix_cache_queries_total",
+        "counter",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda s: s.prefix_query_tokens,
+    ),
+    (
+        "prefix_cache_hits_total",
+        "counter",
+        "Prompt tokens found in the prefix cache.",
+        lambda s: s.prefix_hit_tokens,
+    ),
     ("cache_hit_rate", "gauge", "Prompt tokens found of those looked up, since start.", hit_rate),
-    ("prefix_cache_lookups_total", "counter", "Look-ups in the prefix cache, one an admission.",
-     lambda s: s.prefix_queries),
-    ("prefix_cache_lookup_hits_total", "counter", "Look-ups that found a prefix.", lambda s: s.prefix_hits),
-    ("num_preemptions_total", "counter", "Sequences that had their pages taken back.", lambda s: s.preemptions),
+    (
+        "prefix_cache_lookups_total",
+        "counter",
+        "Look-ups in the prefix cache, one an admission.",
+        lambda s: s.prefix_queries,
+    ),
+    (
+        "prefix_cache_lookup_hits_total",
+        "counter",
+        "Look-ups that found a prefix.",
+        lambda s: s.prefix_hits,
+    ),
+    (
+        "num_preemptions_total",
+        "counter",
+        "Sequences that had their pages taken back.",
+        lambda s: s.preemptions,
+    ),
     ("num_aborted_requests_total", "counter", "Sequences aborted.", lambda s: s.aborted),
-    ("prompt_tokens_per_second", "gauge", "Prompt tokens a second of busy time, since start.",
-     lambda s: per_busy_second(s.prompt_tokens, s.busy_seconds)),
-    ("generation_tokens_per_second", "gauge", "Output tokens a second of busy time, since start.",
-     lambda s: per_busy_second(s.output_tokens, s.busy_seconds)),
-    ("engine_busy_seconds_total", "counter", "Time in which steps ran, in any group.", lambda s: s.busy_seconds),
+    (
+        "prompt_tokens_per_second",
+        "gauge",
+        "Prompt tokens a second of busy time, since start.",
+        lambda s: per_busy_second(s.prompt_tokens, s.busy_seconds),
+    ),
+    (
+        "generation_tokens_per_second",
+        "gauge",
+        "Output tokens a second of busy time, since start.",
+        lambda s: per_busy_second(s.output_tokens, s.busy_seconds),
+    ),
+    (
+        "engine_busy_seconds_total",
+        "counter",
+        "Time in which steps ran, in any group.",
+        lambda s: s.busy_seconds,
+    ),
     ("engine_steps_total", "counter", "Steps of the engine.", lambda s: s.steps),
     ("engine_step_seconds_total", "counter", "Host time in steps.", lambda s: s.step_seconds),
-    ("engine_bubble_seconds_total", "counter", "Time in which the device waited for the host.",
-     lambda s: s.bubble_seconds),
-    ("spec_decode_num_draft_tokens_total", "counter", "Tokens drafted.", lambda s: s.drafted_tokens),
-    ("spec_decode_num_accepted_tokens_total", "counter", "Drafted tokens accepted.", lambda s: s.accepted_tokens),
+    (
+        "engine_bubble_seconds_total",
+        "counter",
+        "Time in which the device waited for the host.",
+        lambda s: s.bubble_seconds,
+    ),
+    (
+        "spec_decode_num_draft_tokens_total",
+        "counter",
+        "Tokens drafted.",
+        lambda s: s.drafted_tokens,
+    ),
+    (
+        "spec_decode_num_accepted_tokens_total",
+        "counter",
+        "Drafted tokens accepted.",
+        lambda s: s.accepted_tokens,
+    ),
     ("spec_accept_length", "gauge", "Tokens a decoding step, since start.", _accept_length),
 )
 
 #: series that are also shown by data-parallel group, as ``group_...``
-BY_GROUP = frozenset({"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_hit_rate"})
+BY_GROUP = frozenset(
+    {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_hit_rate"}
+)
 
 #: prefix -> their name -> our stem. The series that boards, gateways and autoscalers read.
 COMPAT: dict[str, dict[str, str]] = {
-    "vllm": {name: name for name in (
-        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
-        "prefix_cache_hits_total", "num_preemptions_total", "prompt_tokens_total", "generation_tokens_total",
-        "request_success_total", "time_to_first_token_seconds", "inter_token_latency_seconds",
-        "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
-        "request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds",
-        "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total", "request_prompt_tokens",
-        "request_generation_tokens", "request_params_n", "request_params_max_tokens")},
+    "vllm": {
+        name: name
+        for name in (
+            "num_requests_running",
+            "num_requests_waiting",
+            "kv_cache_usage_perc",
+            "prefix_cache_queries_total",
+            "prefix_cache_hits_total",
+            "num_preemptions_total",
+            "prompt_tokens_total",
+            "generation_tokens_total",
+            "request_success_total",
+            "time_to_first_token_seconds",
+            "inter_token_latency_seconds",
+            "request_time_per_output_token_seconds",
+            "e2e_request_latency_seconds",
+            "request_queue_time_seconds",
+            "request_prefill_time_seconds",
+            "request_decode_time_seconds",
+            "request_inference_time_seconds",
+            "spec_decode_num_draft_tokens_total",
+            "spec_decode_num_accepted_tokens_total",
+            "request_prompt_tokens",
+            "request_generation_tokens",
+            "request_params_n",
+            "request_params_max_tokens",
+        )
+    },
     "sglang": {
         "num_running_reqs": "num_requests_running",
         "num_queue_reqs": "num_requests_waiting",

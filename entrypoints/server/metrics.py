@@ -1,7 +1,10 @@
-"""Prometheus metrics under ``glowplug:``, with vLLM's stems; ``metrics.compat`` exports the core series again.
+"""Prometheus metrics under ``glowplug:``, with vLLM's stems; ``metrics.compat`` exports the core
+series again.
 
-A small registry of our own: three kinds, fixed labels, no client library. Label values never come from a user.
+A small registry of our own: three kinds, fixed labels, no client library. Label values never come
+from a user.
 """
+
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -76,10 +79,18 @@ class Histogram:
 
 
 class EngineSeries:
-    """A gauge or counter that the engine keeps: ``value`` of its latest statistics, read when scraped."""
+    """A gauge or counter that the engine keeps: ``value`` of its latest statistics, read when
+    scraped.
+    """
 
-    def __init__(self, name: str, kind: str, help: str, value: Callable[[Stats], float],
-                 stats: Callable[[], Stats]) -> None:
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        help: str,
+        value: Callable[[Stats], float],
+        stats: Callable[[], Stats],
+    ) -> None:
         self.name = name
         self.kind = kind
         self.help = help
@@ -91,12 +102,19 @@ class EngineSeries:
 
 
 class GroupSeries:
-    """A gauge of each data-parallel group, labelled with its number. Nothing while there is one group."""
+    """A gauge of each data-parallel group, labelled with its number. Nothing while there is one
+    group.
+    """
 
     kind = "gauge"
 
-    def __init__(self, name: str, help: str, value: Callable[[Stats], float],
-                 groups: Callable[[], Sequence[Stats]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        help: str,
+        value: Callable[[Stats], float],
+        groups: Callable[[], Sequence[Stats]],
+    ) -> None:
         self.name = name
         self.help = help
         self._value = value
@@ -113,42 +131,98 @@ M = TypeVar("M", Counter, Histogram, EngineSeries, GroupSeries)
 
 
 class Metrics:
-    """All of the server's metrics. ``stats`` gives the engine's latest statistics, ``groups`` each group's own."""
+    """All of the server's metrics. ``stats`` gives the engine's latest statistics, ``groups`` each
+    group's own.
+    """
 
-    def __init__(self, model: str, stats: Callable[[], Stats], options: MetricsOptions,
-                 groups: Callable[[], Sequence[Stats]]) -> None:
+    def __init__(
+        self,
+        model: str,
+        stats: Callable[[], Stats],
+        options: MetricsOptions,
+        groups: Callable[[], Sequence[Stats]],
+    ) -> None:
         self._model = model
         self._options = options
         self._all: dict[str, Metric] = {}
         add = self._add
-        self.ttft = add(Histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT_EDGES))
-        self.itl = add(Histogram("inter_token_latency_seconds", "Between tokens of one sequence.", ITL_EDGES))
-        self.tpot = add(Histogram("request_time_per_output_token_seconds", "Decode time a token.", ITL_EDGES))
-        self.e2e = add(Histogram("e2e_request_latency_seconds", "From arrival to the last token.", LATENCY_EDGES))
-        self._queue = add(Histogram("request_queue_time_seconds", "From arrival in the engine to admission.",
-                                    LATENCY_EDGES))
-        self._prefill = add(Histogram("request_prefill_time_seconds", "From admission to the first token.",
-                                      LATENCY_EDGES))
-        self._decode = add(Histogram("request_decode_time_seconds", "From the first token to the last.", LATENCY_EDGES))
-        self._inference = add(Histogram("request_inference_time_seconds", "From admission to the last token.",
-                                        LATENCY_EDGES))
-        self.prompt_length = add(Histogram("request_prompt_tokens", "Prompt tokens a request.", LENGTH_EDGES))
-        self.output_length = add(Histogram("request_generation_tokens", "Output tokens a request.", LENGTH_EDGES))
-        self.max_tokens = add(Histogram("request_params_max_tokens", "The max_tokens asked for.", LENGTH_EDGES))
+        self.ttft = add(
+            Histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT_EDGES)
+        )
+        self.itl = add(
+            Histogram("inter_token_latency_seconds", "Between tokens of one sequence.", ITL_EDGES)
+        )
+        self.tpot = add(
+            Histogram("request_time_per_output_token_seconds", "Decode time a token.", ITL_EDGES)
+        )
+        self.e2e = add(
+            Histogram(
+                "e2e_request_latency_seconds", "From arrival to the last token.", LATENCY_EDGES
+            )
+        )
+        self._queue = add(
+            Histogram(
+                "request_queue_time_seconds",
+                "From arrival in the engine to admission.",
+                LATENCY_EDGES,
+            )
+        )
+        self._prefill = add(
+            Histogram(
+                "request_prefill_time_seconds", "From admission to the first token.", LATENCY_EDGES
+            )
+        )
+        self._decode = add(
+            Histogram(
+                "request_decode_time_seconds", "From the first token to the last.", LATENCY_EDGES
+            )
+        )
+        self._inference = add(
+            Histogram(
+                "request_inference_time_seconds", "From admission to the last token.", LATENCY_EDGES
+            )
+        )
+        self.prompt_length = add(
+            Histogram("request_prompt_tokens", "Prompt tokens a request.", LENGTH_EDGES)
+        )
+        self.output_length = add(
+            Histogram("request_generation_tokens", "Output tokens a request.", LENGTH_EDGES)
+        )
+        self.max_tokens = add(
+            Histogram("request_params_max_tokens", "The max_tokens asked for.", LENGTH_EDGES)
+        )
         self.n = add(Histogram("request_params_n", "The n asked for.", N_EDGES))
-        self.prompt_tokens = add(Counter("prompt_tokens_total", "Prompt tokens of served sequences."))
-        self.cached_tokens = add(Counter("cached_tokens_total", "Prompt tokens found in the prefix cache."))
+        self.prompt_tokens = add(
+            Counter("prompt_tokens_total", "Prompt tokens of served sequences.")
+        )
+        self.cached_tokens = add(
+            Counter("cached_tokens_total", "Prompt tokens found in the prefix cache.")
+        )
         self.output_tokens = add(Counter("generation_tokens_total", "Tokens generated."))
         self.requests = add(Counter("num_requests_total", "Requests admitted by the server."))
-        self.success = add(Counter("request_success_total", "Sequences by how they ended.", ["finished_reason"]))
-        self.rejected = add(Counter("requests_rejected_total", "Requests answered with an error.", ["status"]))
-        self.disconnected = add(Counter("requests_disconnected_total", "Clients that left before the answer."))
-        self._http = add(Counter("http_requests_total", "HTTP requests.", ["handler", "method", "status"]))
-        self._http_seconds = add(Counter("http_request_seconds_total", "Time in HTTP requests.", ["handler"]))
+        self.success = add(
+            Counter("request_success_total", "Sequences by how they ended.", ["finished_reason"])
+        )
+        self.rejected = add(
+            Counter("requests_rejected_total", "Requests answered with an error.", ["status"])
+        )
+        self.disconnected = add(
+            Counter("requests_disconnected_total", "Clients that left before the answer.")
+        )
+        self._http = add(
+            Counter("http_requests_total", "HTTP requests.", ["handler", "method", "status"])
+        )
+        self._http_seconds = add(
+            Counter("http_request_seconds_total", "Time in HTTP requests.", ["handler"])
+        )
         for name, kind, help, value in STATS_SERIES:
             add(EngineSeries(name, kind, help, value, stats))
             if name in BY_GROUP:
-                add(GroupSeries(f"group_{name}", f"Of one data-parallel group: {help}", value, groups))
+                add(
+                    GroupSeries(
+                        f"group_{name}", f"Of one data-parallel group: {help}", value, groups
+                    )
+                )
 
     def _add(self, metric: M) -> M:
         self._all[metric.name] = metric
@@ -168,7 +242,11 @@ class Metrics:
             self._inference.observe(times.prefill + times.decode)
 
     def http(self, handler: str, method: str, status: int, seconds: float) -> None:
-        known = method if method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH") else "other"
+        known = (
+            method
+            if method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
+            else "other"
+        )
         self._http.inc(labels=(handler, known, str(status)))
         self._http_seconds.inc(seconds, (handler,))
 

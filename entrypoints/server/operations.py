@@ -1,4 +1,5 @@
 """Health, information, metrics and the operator's commands."""
+
 from __future__ import annotations
 
 import asyncio
@@ -22,12 +23,16 @@ from glowplug.entrypoints.server.transport.streaming import json_response
 Server = Annotated[Context, Depends(get_context)]
 
 PROBE_SECONDS = 20.0  #: most time the one-token probe may take
-INFO_SECONDS = 5.0  #: most time information waits for the engine, without which it is still worth having
+INFO_SECONDS = (
+    5.0  #: most time information waits for the engine, without which it is still worth having
+)
 CONTROL_SECONDS = 30.0  #: most time a command may wait for the engine's answer
 
 
 async def health(context: Server) -> Response:
-    """Liveness: 200 while the engine is heard from, and while it loads; 503 when it is dead or silent."""
+    """Liveness: 200 while the engine is heard from, and while it loads; 503 when it is dead or
+    silent.
+    """
     if not context.client.healthy():
         raise Unavailable("the engine has stopped or does not answer", "engine_dead")
     return json_response({"status": "draining" if context.draining else context.client.state})
@@ -42,7 +47,9 @@ async def ready(context: Server) -> Response:
 
 
 async def health_generate(context: Server) -> Response:
-    """Generates one token. A busy engine that is heard from proves itself already, so then nothing is added."""
+    """Generates one token. A busy engine that is heard from proves itself already, so then nothing
+    is added.
+    """
     context.require_ready()
     if not (context.client.healthy() and context.client.stats().running):
         try:
@@ -54,7 +61,12 @@ async def health_generate(context: Server) -> Response:
 
 
 async def _probe(context: Context) -> None:
-    job = Job("health", [[0]], [SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)], priority=-(1 << 20))
+    job = Job(
+        "health",
+        [[0]],
+        [SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)],
+        priority=-(1 << 20),
+    )
     async with aclosing(job.run(context)) as source:
         async for _ in source:
             pass
@@ -62,7 +74,9 @@ async def _probe(context: Context) -> None:
 
 async def metrics(context: Server) -> Response:
     if not context.metrics.enabled:
-        raise RequestError("metrics are switched off (metrics.enabled)", status=404, code="metrics_off")
+        raise RequestError(
+            "metrics are switched off (metrics.enabled)", status=404, code="metrics_off"
+        )
     return Response(context.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -73,30 +87,69 @@ async def version() -> Response:
 async def model_info(context: Server) -> Response:
     """The model and its limits."""
     facts = context.plan.facts.model
-    return json_response({
-        "model_path": context.model_name, "tokenizer_path": context.model_name, "is_generation": True,
-        "served_model_name": context.model_name, "architecture": facts.architecture, "vocab_size": facts.vocab_size,
-        "context_length": context.plan.sizes.context_length, "dtype": context.plan.dtype,
-        "quantization": facts.quant_method, "status": context.client.state})
+    return json_response(
+        {
+            "model_path": context.model_name,
+            "tokenizer_path": context.model_name,
+            "is_generation": True,
+            "served_model_name": context.model_name,
+            "architecture": facts.architecture,
+            "vocab_size": facts.vocab_size,
+            "context_length": context.plan.sizes.context_length,
+            "dtype": context.plan.dtype,
+            "quantization": facts.quant_method,
+            "status": context.client.state,
+        }
+    )
 
 
 async def server_info(context: Server) -> Response:
-    """The plan as it was decided, the engine's latest statistics, and what its ranks say of themselves."""
+    """The plan as it was decided, the engine's latest statistics, and what its ranks say of
+    themselves.
+    """
     plan = context.plan
     groups = context.client.group_stats()
-    return json_response(msgspec.to_builtins({
-        "version": __version__, "status": context.client.state, "model": context.model_name, "dtype": plan.dtype,
-        "kv_dtype": plan.kv_dtype, "device": plan.device, "overlap": plan.overlap, "sizes": plan.sizes,
-        "mesh": plan.mesh, "choices": {choice.slot: ", ".join(held.name for held in plan.choices_in(choice.slot))
-                                       for choice in plan.choices},
-        "decisions": [{"field": d.field, "value": _shown(d.field, d.value), "by": d.by, "why": sanitise(d.why)}
-                      for d in plan.decisions],
-        "budget": plan.budget, "plugins": plan.plugins, "fingerprint": plan.fingerprint,
-        "plugin_fingerprint": plan.plugin_fingerprint, "system_fingerprint": context.fingerprint,
-        "max_total_num_tokens": plan.sizes.num_pages * plan.sizes.page_size * plan.mesh.get("dp", 1),
-        "stats": msgspec.structs.asdict(context.client.stats()),
-        "groups": [msgspec.structs.asdict(stats) for stats in groups] if len(groups) > 1 else [],
-        "engine": await _engine_info(context)}))
+    return json_response(
+        msgspec.to_builtins(
+            {
+                "version": __version__,
+                "status": context.client.state,
+                "model": context.model_name,
+                "dtype": plan.dtype,
+                "kv_dtype": plan.kv_dtype,
+                "device": plan.device,
+                "overlap": plan.overlap,
+                "sizes": plan.sizes,
+                "mesh": plan.mesh,
+                "choices": {
+                    choice.slot: ", ".join(held.name for held in plan.choices_in(choice.slot))
+                    for choice in plan.choices
+                },
+                "decisions": [
+                    {
+                        "field": d.field,
+                        "value": _shown(d.field, d.value),
+                        "by": d.by,
+                        "why": sanitise(d.why),
+                    }
+                    for d in plan.decisions
+                ],
+                "budget": plan.budget,
+                "plugins": plan.plugins,
+                "fingerprint": plan.fingerprint,
+                "plugin_fingerprint": plan.plugin_fingerprint,
+                "system_fingerprint": context.fingerprint,
+                "max_total_num_tokens": plan.sizes.num_pages
+                * plan.sizes.page_size
+                * plan.mesh.get("dp", 1),
+                "stats": msgspec.structs.asdict(context.client.stats()),
+                "groups": [msgspec.structs.asdict(stats) for stats in groups]
+                if len(groups) > 1
+                else [],
+                "engine": await _engine_info(context),
+            }
+        )
+    )
 
 
 async def _engine_info(context: Context) -> dict[str, Any]:
@@ -124,7 +177,9 @@ async def flush_cache(context: Server) -> Response:
     return json_response({"success": True, "message": "the prefix cache is empty"})
 
 
-async def abort_request(body: Annotated[AbortRequest, Depends(body_of(AbortRequest))], context: Server) -> Response:
+async def abort_request(
+    body: Annotated[AbortRequest, Depends(body_of(AbortRequest))], context: Server
+) -> Response:
     """End a request by its id, or all. Unknown and finished ids are no error."""
     if body.abort_all:
         await context.client.abort_all()
@@ -135,8 +190,10 @@ async def abort_request(body: Annotated[AbortRequest, Depends(body_of(AbortReque
     return json_response({"success": True, "message": "aborted"})
 
 
-async def start_profile(body: Annotated[ProfileRequest, Depends(body_of(ProfileRequest, optional=True))],
-                        context: Server) -> Response:
+async def start_profile(
+    body: Annotated[ProfileRequest, Depends(body_of(ProfileRequest, optional=True))],
+    context: Server,
+) -> Response:
     """Record a trace under a label (never a path) in the configured folder."""
     extra = {} if body.num_steps is None else {"num_steps": body.num_steps}
     await _command(context, "profile_start", label=body.label, **extra)
@@ -145,15 +202,21 @@ async def start_profile(body: Annotated[ProfileRequest, Depends(body_of(ProfileR
 
 async def stop_profile(context: Server) -> Response:
     done = await _command(context, "profile_stop")
-    return json_response({"success": True, "message": f"the trace is written: {done.get('file') or 'no file'}"})
+    return json_response(
+        {"success": True, "message": f"the trace is written: {done.get('file') or 'no file'}"}
+    )
 
 
 async def _command(context: Context, action: str, **arguments: Any) -> dict[str, Any]:
-    """What the engine answers. RequestError when it refuses, Unavailable while it loads and when it does not answer."""
+    """What the engine answers. RequestError when it refuses, Unavailable while it loads and when it
+    does not answer.
+    """
     if context.client.state == "starting":
         raise Unavailable("the model is still loading", "starting")
     try:
         async with asyncio.timeout(CONTROL_SECONDS):
             return await context.client.control(action, **arguments)
     except TimeoutError:
-        raise Unavailable(f"no answer from the engine within {CONTROL_SECONDS:.0f} s", "engine_silent") from None
+        raise Unavailable(
+            f"no answer from the engine within {CONTROL_SECONDS:.0f} s", "engine_silent"
+        ) from None

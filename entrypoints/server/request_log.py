@@ -1,8 +1,12 @@
-"""The request log: one line for each HTTP request, when it has been answered. Prompts and answers never appear.
+"""The request log: one line for each HTTP request, when it has been answered. Prompts and answers
+never appear.
 
-A :class:`RequestRecord` travels in the ASGI scope under ``RECORD``. The outermost layer makes it and logs it. The
-layers below fill in their part: the job the counts of tokens, the error handlers the reason of a refusal.
+A :class:`RequestRecord` travels in the ASGI scope under ``RECORD``. The outermost layer makes it
+and logs it. The
+layers below fill in their part: the job the counts of tokens, the error handlers the reason of a
+refusal.
 """
+
 from __future__ import annotations
 
 import logging
@@ -24,7 +28,9 @@ CLIENT_CLOSED = 499  #: status of a request whose client left before the answer;
 UNANSWERED = 500  #: status until the answer starts, as of a server error that never got that far
 MAX_TEXT = 300  #: characters of a path or a reason
 
-_PLAIN = re.compile(r"[!#-~]{1,300}")  #: what a line shows without quotes: visible ASCII, no quotation mark
+_PLAIN = re.compile(
+    r"[!#-~]{1,300}"
+)  #: what a line shows without quotes: visible ASCII, no quotation mark
 
 
 @dataclass(slots=True)
@@ -79,14 +85,18 @@ class RequestRecord:
             self.status = CLIENT_CLOSED
 
     def end_sequence(self, prompt: int, last: Delta) -> None:
-        """Add the counts of a sequence of prompt number ``prompt`` from its last delta, finished or not."""
+        """Add the counts of a sequence of prompt number ``prompt`` from its last delta, finished or
+        not.
+        """
         self.output_tokens += last.output_tokens
         self.cached[prompt] = max(self.cached.get(prompt, 0), last.cached_tokens)
         if last.finish_reason is not None:
             self.finish[last.finish_reason] = None
 
     def fail(self, error: Exception) -> None:
-        """Note why the request failed: code and message of a RequestError, the type alone of an unexpected error."""
+        """Note why the request failed: code and message of a RequestError, the type alone of an
+        unexpected error.
+        """
         if isinstance(error, EngineDead):
             self.code = "engine_dead"
             self.reason = "the engine has stopped"
@@ -100,18 +110,31 @@ class RequestRecord:
             self.reason = None if error.confidential else str(error)
 
     def fields(self) -> dict[str, Any]:
-        """Return the record's fields for the JSON format, with text from the client escaped and cut."""
+        """Return the record's fields for the JSON format, with text from the client escaped and
+        cut.
+        """
         found: dict[str, Any] = {
-            "message": f"{_shown(self.method)} {_shown(self.route)} {self.status}", "id": self.id,
-            "method": _cut(self.method), "route": _cut(self.route), "status": self.status,
-            "client": _cut(self.client), "seconds": round(self.seconds, 6)}
+            "message": f"{_shown(self.method)} {_shown(self.route)} {self.status}",
+            "id": self.id,
+            "method": _cut(self.method),
+            "route": _cut(self.route),
+            "status": self.status,
+            "client": _cut(self.client),
+            "seconds": round(self.seconds, 6),
+        }
         if self.job:
             found["rid"] = self.job
         if self.generates:
-            found |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens,
-                      "cached_tokens": sum(self.cached.values()), "stream": self.streamed,
-                      "first_token_seconds": None if self.first is None else round(self.first - self.started, 6),
-                      "finish_reason": ",".join(self.finish) or None}
+            found |= {
+                "prompt_tokens": self.prompt_tokens,
+                "output_tokens": self.output_tokens,
+                "cached_tokens": sum(self.cached.values()),
+                "stream": self.streamed,
+                "first_token_seconds": None
+                if self.first is None
+                else round(self.first - self.started, 6),
+                "finish_reason": ",".join(self.finish) or None,
+            }
         if self.code is not None or self.reason is not None:
             found |= {"code": self.code, "error": _cut(self.reason or "")}
         if self.left:
@@ -119,18 +142,27 @@ class RequestRecord:
         return found
 
     def __str__(self) -> str:
-        """Return the record for the human format: ``POST /v1/completions 200 id=... in=5 out=16 ... finish=length``."""
+        """Return the record for the human format: ``POST /v1/completions 200 id=... in=5 out=16 ...
+        finish=length``.
+        """
         parts = [_shown(self.method), _shown(self.route), str(self.status), f"id={_shown(self.id)}"]
         if self.job:
             parts.append(f"rid={_shown(self.job)}")
         parts.append(f"client={_shown(self.client)}")
         if self.generates:
             first = "-" if self.first is None else f"{self.first - self.started:.3f}s"
-            parts += [f"in={self.prompt_tokens}", f"out={self.output_tokens}", f"cached={sum(self.cached.values())}",
-                      f"first={first}"]
+            parts += [
+                f"in={self.prompt_tokens}",
+                f"out={self.output_tokens}",
+                f"cached={sum(self.cached.values())}",
+                f"first={first}",
+            ]
         parts.append(f"total={self.seconds:.3f}s")
         if self.generates:
-            parts += [f"finish={','.join(self.finish) or '-'}", *(["stream"] if self.streamed else [])]
+            parts += [
+                f"finish={','.join(self.finish) or '-'}",
+                *(["stream"] if self.streamed else []),
+            ]
         if self.left:
             parts.append("client left")
         if self.code is not None:
@@ -141,13 +173,17 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Writes records. Polls (health, metrics) have level debug, unless they are refused with a 4xx status."""
+    """Writes records. Polls (health, metrics) have level debug, unless they are refused with a 4xx
+    status.
+    """
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
 
     def write(self, record: RequestRecord, poll: bool = False) -> None:
-        """Log an answered request: server errors and failed streams as warnings, others at level info."""
+        """Log an answered request: server errors and failed streams as warnings, others at level
+        info.
+        """
         if not self._enabled:
             return
         failed = record.status >= 500 or (record.status == 200 and record.code is not None)

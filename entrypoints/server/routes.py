@@ -1,4 +1,5 @@
 """Every route of the server in one table."""
+
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
@@ -23,18 +24,28 @@ from glowplug.entrypoints.server.protocol.native import (
 )
 
 ERRORS = {
-    400: "The request is wrong; `error.param` names the field.", 401: "Missing or wrong API key.",
-    403: "The route needs the admin key.", 404: "Unknown model.", 408: "The body took too long to arrive.",
-    413: "The body is too large.", 415: "The body is not JSON.", 429: "The queue is full; see `Retry-After`.",
-    431: "Too many or too large headers.", 500: "Our fault.", 503: "Starting, draining, or the engine has stopped.",
-    504: "The request ran out of time."}
+    400: "The request is wrong; `error.param` names the field.",
+    401: "Missing or wrong API key.",
+    403: "The route needs the admin key.",
+    404: "Unknown model.",
+    408: "The body took too long to arrive.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "The queue is full; see `Retry-After`.",
+    431: "Too many or too large headers.",
+    500: "Our fault.",
+    503: "Starting, draining, or the engine has stopped.",
+    504: "The request ran out of time.",
+}
 
 
 @dataclass(frozen=True)
 class Route:
-    """``answer`` (None: text) and ``body`` are for ``/openapi.json``; ``stream``: it can also answer with events.
+    """``answer`` (None: text) and ``body`` are for ``/openapi.json``; ``stream``: it can also
+    answer with events.
 
-    ``admin``: needs the admin key. ``poll``: called periodically by monitors, and logged at level debug.
+    ``admin``: needs the admin key. ``poll``: called periodically by monitors, and logged at level
+    debug.
     """
 
     path: str
@@ -54,15 +65,27 @@ class Route:
         else:
             good["content"] = {"text/plain": {"schema": {"type": "string"}}}
         if self.stream:
-            good["content"] = {"text/event-stream": {"schema": {"description": "data: events, then data: [DONE]"}}}
-        return {200: good, **{code: {"model": answers.ErrorBody, "description": text} for code, text in ERRORS.items()}}
+            good["content"] = {
+                "text/event-stream": {"schema": {"description": "data: events, then data: [DONE]"}}
+            }
+        return {
+            200: good,
+            **{
+                code: {"model": answers.ErrorBody, "description": text}
+                for code, text in ERRORS.items()
+            },
+        }
 
     def request(self) -> dict[str, Any] | None:
         if self.body is None:
             return None
         reference = {"$ref": f"#/components/schemas/{self.body.__name__}"}
-        return {"requestBody": {"required": self.body is not ProfileRequest,
-                                "content": {"application/json": {"schema": reference}}}}
+        return {
+            "requestBody": {
+                "required": self.body is not ProfileRequest,
+                "content": {"application/json": {"schema": reference}},
+            }
+        }
 
 
 _GET = ("GET",)
@@ -74,29 +97,73 @@ _TEXT = "text"
 _OPERATIONS = "operations"
 
 ROUTES: tuple[Route, ...] = (
-    Route("/v1/chat/completions", chat.chat, _POST, _OPENAI, answers.ChatCompletion, ChatRequest, stream=True),
-    Route("/v1/completions", completions.completions, _POST, _OPENAI, answers.Completion, CompletionRequest,
-          stream=True),
+    Route(
+        "/v1/chat/completions",
+        chat.chat,
+        _POST,
+        _OPENAI,
+        answers.ChatCompletion,
+        ChatRequest,
+        stream=True,
+    ),
+    Route(
+        "/v1/completions",
+        completions.completions,
+        _POST,
+        _OPENAI,
+        answers.Completion,
+        CompletionRequest,
+        stream=True,
+    ),
     Route("/v1/models", text_routes.models, _GET, _OPENAI, answers.ModelList),
     Route("/v1/models/{model:path}", text_routes.model, _GET, _OPENAI, answers.ModelCard),
-    Route("/generate", native.generate, ("POST", "PUT"), _NATIVE, answers.AnyGenerated, GenerateRequest, stream=True),
+    Route(
+        "/generate",
+        native.generate,
+        ("POST", "PUT"),
+        _NATIVE,
+        answers.AnyGenerated,
+        GenerateRequest,
+        stream=True,
+    ),
     Route("/tokenize", text_routes.tokenize, _POST, _TEXT, answers.Tokenized, TokenizeRequest),
     Route("/v1/tokenize", text_routes.tokenize, _POST, _TEXT, answers.Tokenized, TokenizeRequest),
-    Route("/detokenize", text_routes.detokenize, _POST, _TEXT, answers.Detokenized, DetokenizeRequest),
-    Route("/v1/detokenize", text_routes.detokenize, _POST, _TEXT, answers.Detokenized, DetokenizeRequest),
+    Route(
+        "/detokenize", text_routes.detokenize, _POST, _TEXT, answers.Detokenized, DetokenizeRequest
+    ),
+    Route(
+        "/v1/detokenize",
+        text_routes.detokenize,
+        _POST,
+        _TEXT,
+        answers.Detokenized,
+        DetokenizeRequest,
+    ),
     Route("/tokenizer_info", text_routes.tokenizer_info, _GET, _TEXT, answers.TokenizerInfo),
     Route("/v1/tokenizer_info", text_routes.tokenizer_info, _GET, _TEXT, answers.TokenizerInfo),
     Route("/health", operations.health, _GET, _OPERATIONS, answers.Status, poll=True),
     Route("/ready", operations.ready, _GET, _OPERATIONS, answers.Status, poll=True),
-    Route("/health_generate", operations.health_generate, _GET, _OPERATIONS, answers.Status, poll=True),
+    Route(
+        "/health_generate", operations.health_generate, _GET, _OPERATIONS, answers.Status, poll=True
+    ),
     Route("/metrics", operations.metrics, _GET, _OPERATIONS, poll=True),
     Route("/version", operations.version, _GET, _OPERATIONS, answers.Version),
     Route("/model_info", operations.model_info, _GET, _OPERATIONS, answers.ModelInfo),
     Route("/get_model_info", operations.model_info, _GET, _OPERATIONS, answers.ModelInfo),
     Route("/server_info", operations.server_info, _GET, _OPERATIONS, answers.ServerInfo),
     Route("/get_server_info", operations.server_info, _GET, _OPERATIONS, answers.ServerInfo),
-    Route("/abort_request", operations.abort_request, _POST, _OPERATIONS, answers.Done, AbortRequest),
+    Route(
+        "/abort_request", operations.abort_request, _POST, _OPERATIONS, answers.Done, AbortRequest
+    ),
     Route("/flush_cache", operations.flush_cache, _EITHER, _OPERATIONS, answers.Done, admin=True),
-    Route("/start_profile", operations.start_profile, _EITHER, _OPERATIONS, answers.Done, ProfileRequest, admin=True),
+    Route(
+        "/start_profile",
+        operations.start_profile,
+        _EITHER,
+        _OPERATIONS,
+        answers.Done,
+        ProfileRequest,
+        admin=True,
+    ),
     Route("/stop_profile", operations.stop_profile, _EITHER, _OPERATIONS, answers.Done, admin=True),
 )

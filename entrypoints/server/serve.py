@@ -1,8 +1,9 @@
 """``glowplug serve``: bind, load, serve, drain.
 
-The port is bound before anything is loaded, so a taken port costs nothing; it answers /health from then on, while
-/ready and all work say 503 until every rank is ready.
+The port is bound before anything is loaded, so a taken port costs nothing; it answers /health from
+then on, while /ready and all work say 503 until every rank is ready.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -40,13 +41,14 @@ from glowplug.entrypoints.server.transport.http_protocol import GuardedProtocol
 logger = logging.getLogger("glowplug.server")
 
 LAST_WORDS = 2.0  #: seconds for answers on their way out once the engine has stopped
-SWITCH = 0.0005  #: seconds after which the thread that reads the engine's frames gets its turn; Python's own is 5 ms
+#: seconds after which the thread that reads the engine's frames gets its turn; Python's own is 5 ms
+SWITCH = 0.0005
 KEEP_ALIVE = 75  #: seconds an idle connection is kept
 
 
 def main(plan: EnginePlan, plugins: PluginSet) -> int:
-    """Serve until a signal. Exit code 0 after a drain, 1 when the port is taken, loading fails or the engine dies,
-    2 when hosts do not agree and nothing was loaded.
+    """Serve until a signal. Exit code 0 after a drain, 1 when the port is taken, loading fails or
+    the engine dies, 2 when hosts do not agree and nothing was loaded.
 
     On a host that only lends its ranks there is no HTTP: see ``follow``.
     """
@@ -59,16 +61,26 @@ def main(plan: EnginePlan, plugins: PluginSet) -> int:
     try:
         listener = bind(options.host, options.port)
     except OSError as error:
-        print(f"glowplug: cannot listen on {options.host}:{options.port}: {error.strerror or error} | fix: an address "
-              "of this machine (--host) and a port that is free (--port)", file=sys.stderr)
+        print(
+            f"glowplug: cannot listen on {options.host}:{options.port}: {error.strerror or error} | fix: an address "
+            "of this machine (--host) and a port that is free (--port)",
+            file=sys.stderr,
+        )
         return 1
     set_up_logging(log)
     sys.setswitchinterval(SWITCH)
     with listener:
         tokenizer = open_tokenizer(plan, plugins)
         parsers = [plugins.build(choice, plan, Worker()) for choice in plan.choices_in("outputs")]
-        code = serve_until_done(plan, tokenizer, parsers, listener=listener, plugins=plugins, log=log,
-                                make=lambda: start_executor(plan, plugins, executor))
+        code = serve_until_done(
+            plan,
+            tokenizer,
+            parsers,
+            listener=listener,
+            plugins=plugins,
+            log=log,
+            make=lambda: start_executor(plan, plugins, executor),
+        )
     if code:
         _leave(code)
     return code
@@ -77,7 +89,8 @@ def main(plan: EnginePlan, plugins: PluginSet) -> int:
 def _leave(code: int) -> NoReturn:
     """End the process at once, everything said and closed.
 
-    NOTE: a thread may wait for a host behind a broken link, and taking torch down around it takes seconds.
+    NOTE: a thread may wait for a host behind a broken link, and taking torch down around it takes
+    seconds.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -85,10 +98,19 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def serve_until_done(plan: EnginePlan, tokenizer: Tokenizer | None, parsers: Sequence[OutputParserFactory], *,
-                     listener: socket.socket, make: Callable[[], Executor], plugins: Any = None,
-                     log: LogOptions | None = None) -> int:
-    """:func:`run` in a loop of its own. Ends the process itself when a signal came while ``make`` was still loading."""
+def serve_until_done(
+    plan: EnginePlan,
+    tokenizer: Tokenizer | None,
+    parsers: Sequence[OutputParserFactory],
+    *,
+    listener: socket.socket,
+    make: Callable[[], Executor],
+    plugins: Any = None,
+    log: LogOptions | None = None,
+) -> int:
+    """:func:`run` in a loop of its own. Ends the process itself when a signal came while ``make``
+    was still loading.
+    """
     loading = threading.Event()
 
     def load() -> Executor:
@@ -100,9 +122,12 @@ def serve_until_done(plan: EnginePlan, tokenizer: Tokenizer | None, parsers: Seq
 
     async def serve() -> int:
         client = EngineClient(plan, tokenizer, eos_ids(plan, tokenizer))
-        code = await run(plan, client, tokenizer, parsers, listener=listener, make=load, plugins=plugins, log=log)
+        code = await run(
+            plan, client, tokenizer, parsers, listener=listener, make=load, plugins=plugins, log=log
+        )
         if loading.is_set():
-            # NOTE: a thread cannot be stopped and leaving the loop would wait for it; ranks end when their pipe closes.
+            # NOTE: a thread cannot be stopped and leaving the loop would wait for it; ranks end
+            # when their pipe closes.
             logging.shutdown()
             os._exit(code)
         return code
@@ -118,7 +143,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # NOTE: two sockets may bind one port with SO_REUSEADDR as long as neither listens, so listen now.
+        # NOTE: two sockets may bind one port with SO_REUSEADDR as long as neither listens, so
+        # listen now.
         listener.listen(2048)
     except OSError:
         listener.close()
@@ -126,9 +152,17 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def run(plan: EnginePlan, client: EngineClient, tokenizer: Tokenizer | None,
-              parsers: Sequence[OutputParserFactory] = (), *, listener: socket.socket,
-              make: Callable[[], Executor] | None = None, plugins: Any = None, log: LogOptions | None = None) -> int:
+async def run(
+    plan: EnginePlan,
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    parsers: Sequence[OutputParserFactory] = (),
+    *,
+    listener: socket.socket,
+    make: Callable[[], Executor] | None = None,
+    plugins: Any = None,
+    log: LogOptions | None = None,
+) -> int:
     """Serve on ``listener`` until a signal or the engine's death; returns the exit code.
 
     ``make`` starts the executor (None: the client is started already).
@@ -157,10 +191,19 @@ class Server:
         self._context = context
         self._client = context.client
         self._listener = listener
-        self._http = _Uvicorn(uvicorn.Config(
-            app, http=partial(GuardedProtocol, log=context.log),  # type: ignore[arg-type]
-            ws="none", lifespan="off", log_config=None, access_log=False,
-            server_header=False, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=int(LAST_WORDS)))
+        self._http = _Uvicorn(
+            uvicorn.Config(
+                app,
+                http=partial(GuardedProtocol, log=context.log),  # type: ignore[arg-type]
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE,
+                timeout_graceful_shutdown=int(LAST_WORDS),
+            )
+        )
         self._signalled = asyncio.Event()
         self._failed = exit_codes.FAILED
 
@@ -175,12 +218,18 @@ class Server:
                 await self._client.close()
                 self._context.texts.close()
 
-    async def _supervise(self, http: asyncio.Task[None], make: Callable[[], Executor] | None) -> int:
+    async def _supervise(
+        self, http: asyncio.Task[None], make: Callable[[], Executor] | None
+    ) -> int:
         """Returns the exit code once it is time to stop."""
         host, port = self._listener.getsockname()[:2]
         logger.info("listening on http://%s:%d (not ready yet)", host, port)
         starting = asyncio.create_task(self._start(make))
-        waits = {http, asyncio.create_task(self._signalled.wait()), asyncio.create_task(self._client.wait_dead())}
+        waits = {
+            http,
+            asyncio.create_task(self._signalled.wait()),
+            asyncio.create_task(self._client.wait_dead()),
+        }
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -194,7 +243,9 @@ class Server:
         return self._failed
 
     async def _start(self, make: Callable[[], Executor] | None) -> None:
-        """NOTE: a failure is not lost: the client turns dead with the reason, which ends ``_supervise``."""
+        """NOTE: a failure is not lost: the client turns dead with the reason, which ends
+        ``_supervise``.
+        """
         if make is not None:
             try:
                 await self._client.start(make)
@@ -211,11 +262,17 @@ class Server:
         logger.info("ready: %s on http://%s:%d/v1", self._context.model_name, host, port)
 
     async def _drain(self) -> int:
-        """Running work finishes, up to the limit; what is left then ends with finish reason "abort"."""
+        """Running work finishes, up to the limit; what is left then ends with finish reason
+        "abort".
+        """
         limit = self._context.options.drain_timeout
         running = self._context.jobs.running
-        logger.info("draining %d request%s, at most %.0f s; a second signal exits at once",
-                    running, "" if running == 1 else "s", limit)
+        logger.info(
+            "draining %d request%s, at most %.0f s; a second signal exits at once",
+            running,
+            "" if running == 1 else "s",
+            limit,
+        )
         if self._client.state != "starting" and not await self._client.drain(limit):
             logger.warning("the drain timeout is over: what still runs is aborted")
             await self._client.abort_all()

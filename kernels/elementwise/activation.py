@@ -1,4 +1,5 @@
 """Gated activations."""
+
 from __future__ import annotations
 
 import torch
@@ -22,7 +23,9 @@ def _silu_and_mul(x, out, x_stride, size, BLOCK: tl.constexpr, DEPENDENT: tl.con
     inside = at < size
     gate = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + size + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * size + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + row * size + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside
+    )
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -32,6 +35,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     size = x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     if rows:
-        _silu_and_mul[(rows, cdiv(size, BLOCK))](flat, out, flat.stride(0), size, BLOCK=BLOCK,
-                                                 **dependent.options())
+        _silu_and_mul[(rows, cdiv(size, BLOCK))](
+            flat, out, flat.stride(0), size, BLOCK=BLOCK, **dependent.options()
+        )
     return out

@@ -1,4 +1,5 @@
 """Gated activations."""
+
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,7 @@
-"""Root-mean-square normalisation (Zhang and Sennrich, 2019), alone and with the residual add before it."""
+"""Root-mean-square normalisation (Zhang and Sennrich, 2019), alone and with the residual add before
+it.
+"""
+
 from __future__ import annotations
 
 import torch
@@ -9,7 +12,9 @@ from glowplug.kernels.elementwise import cpu_small as few
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., N], weight [N] -> x / sqrt(mean(x^2) + eps) * weight in x's dtype, computed in float32."""
+    """x [..., N], weight [N] -> x / sqrt(mean(x^2) + eps) * weight in x's dtype, computed in
+    float32.
+    """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype)

@@ -1,4 +1,7 @@
-"""Rotary position embedding of queries and keys in one launch; frequencies and tables are those of ``kernels.rope``."""
+"""Rotary position embedding of queries and keys in one launch; frequencies and tables are those of
+``kernels.rope``.
+"""
+
 from __future__ import annotations
 
 import torch
@@ -13,8 +16,18 @@ ELEMENTS = 2048  #: about what one program rotates
 
 
 @triton.jit
-def _turn(x, out, cos_sin, head_stride, heads, first, half, HEADS: tl.constexpr, HALF: tl.constexpr,
-          INTERLEAVED: tl.constexpr):
+def _turn(
+    x,
+    out,
+    cos_sin,
+    head_stride,
+    heads,
+    first,
+    half,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     """Rotate heads ``first`` to ``first + HEADS`` of one token; x and out point at the token."""
     pair = tl.arange(0, HALF)
     head = first + tl.arange(0, HEADS)
@@ -34,19 +47,56 @@ def _turn(x, out, cos_sin, head_stride, heads, first, half, HEADS: tl.constexpr,
 
 
 @triton.jit
-def _rope(q, k, q_out, k_out, cos_sin, q_token, q_head, k_token, k_head, q_heads, k_heads, half, q_blocks,
-          HEADS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, DEPENDENT: tl.constexpr):
+def _rope(
+    q,
+    k,
+    q_out,
+    k_out,
+    cos_sin,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    q_heads,
+    k_heads,
+    half,
+    q_blocks,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row = cos_sin + token * half * 2
     if block < q_blocks:
-        _turn(q + token * q_token, q_out + token * q_heads * half * 2, row, q_head, q_heads, block * HEADS, half, HEADS,
-              HALF, INTERLEAVED)
+        _turn(
+            q + token * q_token,
+            q_out + token * q_heads * half * 2,
+            row,
+            q_head,
+            q_heads,
+            block * HEADS,
+            half,
+            HEADS,
+            HALF,
+            INTERLEAVED,
+        )
     else:
-        _turn(k + token * k_token, k_out + token * k_heads * half * 2, row, k_head, k_heads,
-              (block - q_blocks) * HEADS, half, HEADS, HALF, INTERLEAVED)
+        _turn(
+            k + token * k_token,
+            k_out + token * k_heads * half * 2,
+            row,
+            k_head,
+            k_heads,
+            (block - q_blocks) * HEADS,
+            half,
+            HEADS,
+            HALF,
+            INTERLEAVED,
+        )
 
 
 def _even(x: Tensor) -> Tensor:
@@ -54,7 +104,9 @@ def _even(x: Tensor) -> Tensor:
 
 
 def rotate(q: Tensor, k: Tensor, cos_sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """q [T, H, R] and k [T, G, R], either possibly without heads, by cos_sin float32 [T, R] -> rotated, contiguous."""
+    """q [T, H, R] and k [T, G, R], either possibly without heads, by cos_sin float32 [T, R] ->
+    rotated, contiguous.
+    """
     q = _even(q)
     k = _even(k)
     tokens, q_heads, size = q.shape
@@ -67,7 +119,22 @@ def rotate(q: Tensor, k: Tensor, cos_sin: Tensor, interleaved: bool) -> tuple[Te
     k_blocks = cdiv(k_heads, heads)
     if tokens and q_blocks + k_blocks:
         _rope[(tokens, q_blocks + k_blocks)](
-            q, k, q_out, k_out, cos_sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1), q_heads, k_heads,
-            size // 2, q_blocks, HEADS=heads, HALF=half, INTERLEAVED=interleaved,
-            **dependent.options())
+            q,
+            k,
+            q_out,
+            k_out,
+            cos_sin,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            q_heads,
+            k_heads,
+            size // 2,
+            q_blocks,
+            HEADS=heads,
+            HALF=half,
+            INTERLEAVED=interleaved,
+            **dependent.options(),
+        )
     return q_out, k_out

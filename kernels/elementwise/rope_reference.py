@@ -1,9 +1,11 @@
-"""Rotary position embedding: frequencies with every published scaling, tables, and the two rotations.
+"""Rotary position embedding: frequencies with every published scaling, tables, and the two
+rotations.
 
-"Interleaved" rotates neighbouring elements (2i, 2i+1), as DeepSeek's checkpoints do; otherwise element i pairs with
-i + R/2 (NeoX style, Llama). A table is float32 [positions, R]: cosines of the R/2 frequencies, then sines, both times
-the attention factor of YaRN.
+"Interleaved" rotates neighbouring elements (2i, 2i+1), as DeepSeek's checkpoints do; otherwise
+element i pairs with i + R/2 (NeoX style, Llama). A table is float32 [positions, R]: cosines of the
+R/2 frequencies, then sines, both times the attention factor of YaRN.
 """
+
 from __future__ import annotations
 
 import math
@@ -24,13 +26,17 @@ def rope_type(scaling: Mapping[str, Any] | None) -> str:
 
 
 def inverse_frequencies(
-    dim: int, theta: float, scaling: Mapping[str, Any] | None = None, max_positions: int = 0, context: int = 0,
+    dim: int,
+    theta: float,
+    scaling: Mapping[str, Any] | None = None,
+    max_positions: int = 0,
+    context: int = 0,
 ) -> tuple[Tensor, float]:
     """Frequencies float32 [dim / 2] and the factor on cosines and sines.
 
-    ``max_positions``: the config's ``max_position_embeddings``; ``context``: the longest sequence served. Both matter
-    to dynamic NTK only, which uses one base for the whole context (the plain one when it fits ``max_positions``).
-    Raises ValueError for an unknown scaling.
+    ``max_positions``: the config's ``max_position_embeddings``; ``context``: the longest sequence
+    served. Both matter to dynamic NTK only, which uses one base for the whole context (the plain
+    one when it fits ``max_positions``). Raises ValueError for an unknown scaling.
     """
     kind = rope_type(scaling)
     scaling = scaling or {}
@@ -60,20 +66,29 @@ def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's growth of attention logits: 0.1 * mscale * ln(factor) + 1 (Peng et al., 2023, section 3.4)."""
+    """YaRN's growth of attention logits: 0.1 * mscale * ln(factor) + 1 (Peng et al., 2023, section
+    3.4).
+    """
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _yarn(
-    plain: Tensor, dim: int, theta: float, scaling: Mapping[str, Any], max_positions: int,
+    plain: Tensor,
+    dim: int,
+    theta: float,
+    scaling: Mapping[str, Any],
+    max_positions: int,
 ) -> tuple[Tensor, float]:
     original = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or max_positions / original
     attention = scaling.get("attention_factor")
     if attention is None:
         both = scaling.get("mscale") and scaling.get("mscale_all_dim")
-        attention = (yarn_mscale(factor, scaling["mscale"]) / yarn_mscale(factor, scaling["mscale_all_dim"])
-                     if both else yarn_mscale(factor))
+        attention = (
+            yarn_mscale(factor, scaling["mscale"]) / yarn_mscale(factor, scaling["mscale_all_dim"])
+            if both
+            else yarn_mscale(factor)
+        )
 
     def boundary(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))

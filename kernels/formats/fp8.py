@@ -1,9 +1,11 @@
-"""Block FP8 as DeepSeek-V3 publishes it (DeepSeek-AI, 2024, section 3.3): E4M3 weights with one float32 scale a
-128x128 block, activations quantised on the fly with one scale a token and 128 channels.
+"""Block FP8 as DeepSeek-V3 publishes it (DeepSeek-AI, 2024, section 3.3): E4M3 weights with one
+float32 scale a 128x128 block, activations quantised on the fly with one scale a token and 128
+channels.
 
-The last block of a dimension may be ragged (576 rows are four blocks and a half). ``scale`` always multiplies:
-value = stored * scale.
+The last block of a dimension may be ragged (576 rows are four blocks and a half). ``scale`` always
+multiplies: value = stored * scale.
 """
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -21,14 +23,18 @@ BLOCK = 128
 E4M3_MAX = 448.0
 E4M3_SMALLEST_EXPONENT = 2.0**-6  #: below it the grid stays 2^-9 wide (subnormals)
 EXPONENT_BITS = 0x7F800000  #: of a float32
-ROUNDING = 1.5 * 2.0**20  #: keeps 3 of a float32's 23 mantissa bits when added to its power of two and taken away
+ROUNDING = (
+    1.5 * 2.0**20
+)  #: keeps 3 of a float32's 23 mantissa bits when added to its power of two and taken away
 
 
 def round_e4m3(x: Tensor) -> Tensor:
-    """float32 x, |x| <= 448, rounded as a cast to float8_e4m3fn and back would: to nearest, ties to even.
+    """float32 x, |x| <= 448, rounded as a cast to float8_e4m3fn and back would: to nearest, ties to
+    even.
 
-    NOTE: torch's CPU casts to and from float8 take one element at a time. Adding and subtracting 1.5 * 2^20 times a
-    number's power of two leaves exactly its three mantissa bits, in vector instructions.
+    NOTE: torch's CPU casts to and from float8 take one element at a time. Adding and subtracting
+    1.5 * 2^20 times a number's power of two leaves exactly its three mantissa bits, in vector
+    instructions.
     """
     if x.device.type != "cpu":
         return x.to(torch.float8_e4m3fn).to(torch.float32)
@@ -86,8 +92,8 @@ def _block_index(size: int, offset: int, device: torch.device) -> Tensor:
 
 
 class Blocks(NamedTuple):
-    """A weight as it is stored: E4M3 [..., N, K], and float32 scales [..., ceil(N / 128), ceil(K / 128)] of its blocks.
-    Both may be views, transposed too."""
+    """A weight as it is stored: E4M3 [..., N, K], and float32 scales [..., ceil(N / 128), ceil(K /
+    128)] of its blocks. Both may be views, transposed too."""
 
     values: Tensor
     scales: Tensor
@@ -99,17 +105,24 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     padded = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scales = blocks.abs().amax((1, 3)).clamp_(min=1e-12).div_(E4M3_MAX)
-    stored = (blocks / scales[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).flatten(2).flatten(0, 1)
+    stored = (
+        (blocks / scales[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).flatten(2).flatten(0, 1)
+    )
     return stored[:rows, :columns].to(torch.float8_e4m3fn), scales
 
 
 def dequantize_weight(
-    stored: Tensor, scales: Tensor, dtype: torch.dtype, row_offset: int = 0, column_offset: int = 0,
+    stored: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    row_offset: int = 0,
+    column_offset: int = 0,
 ) -> Tensor:
-    """stored [..., N, K] E4M3, scales [..., B, C] -> [..., N, K] in ``dtype``; leading dimensions are batches.
+    """stored [..., N, K] E4M3, scales [..., B, C] -> [..., N, K] in ``dtype``; leading dimensions
+    are batches.
 
-    The tensor may begin inside a block: its first row is row ``row_offset`` of the first block of ``scales``, and
-    likewise its columns.
+    The tensor may begin inside a block: its first row is row ``row_offset`` of the first block of
+    ``scales``, and likewise its columns.
     """
     rows = _block_index(stored.shape[-2], row_offset, stored.device)
     columns = _block_index(stored.shape[-1], column_offset, stored.device)
@@ -118,9 +131,11 @@ def dequantize_weight(
 
 
 def block_scaled_mm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
-    """Reference GEMM: x E4M3 [T, K] with [T, ceil(K / 128)], weight E4M3 [N, K] with its blocks -> float32 [T, N].
+    """Reference GEMM: x E4M3 [T, K] with [T, ceil(K / 128)], weight E4M3 [N, K] with its blocks ->
+    float32 [T, N].
 
-    Each 128-deep partial product is scaled and accumulated in float32, as FP8 tensor cores with promotion do.
+    Each 128-deep partial product is scaled and accumulated in float32, as FP8 tensor cores with
+    promotion do.
     """
     rows = _block_index(weight.shape[0], 0, weight.device)
     total = torch.zeros(x.shape[0], weight.shape[0], device=x.device)

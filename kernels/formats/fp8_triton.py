@@ -1,10 +1,11 @@
-"""Activations to E4M3 with one float32 scale a token and 128 channels, alone and behind the gated activation (``norm``
-does it behind a norm).
+"""Activations to E4M3 with one float32 scale a token and 128 channels, alone and behind the gated
+activation (``norm`` does it behind a norm).
 
-Every function returns (values E4M3 [T, N], scales float32 [T, ceil(N / 128)]). Scales lie channel group after channel
-group with tokens side by side, a group's tokens filled up to a multiple of four: the layout that TMA loads want. The
-last group of a token may be ragged.
+Every function returns (values E4M3 [T, N], scales float32 [T, ceil(N / 128)]). Scales lie channel
+group after channel group with tokens side by side, a group's tokens filled up to a multiple of
+four: the layout that TMA loads want. The last group of a token may be ragged.
 """
+
 from __future__ import annotations
 
 import torch
@@ -25,7 +26,9 @@ ROWS = 2  #: rows a program activates where some only fill tiles up
 
 @triton.jit
 def quantize_rows(x):
-    """float32 x [R, 128] -> E4M3 [R, 128] and float32 scales [R], the largest value of a row becoming 448."""
+    """float32 x [R, 128] -> E4M3 [R, 128] and float32 scales [R], the largest value of a row
+    becoming 448.
+    """
     scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-10) / 448.0
     return (x / scale[:, None]).to(tl.float8e4nv), scale
 
@@ -39,7 +42,9 @@ def store_quantized(x, values, scales, row, group, column, size, scale_stride):
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
-def _quantize(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):
+def _quantize(
+    x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -50,7 +55,9 @@ def _quantize(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.conste
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
-def _silu_and_mul(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):
+def _silu_and_mul(
+    x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -59,12 +66,26 @@ def _silu_and_mul(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.co
     dependent.wait(DEPENDENT)
     gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
-    store_quantized(gate / (1.0 + tl.exp(-gate)) * up, values, scales, row, group, column, size, scale_stride)
+    store_quantized(
+        gate / (1.0 + tl.exp(-gate)) * up, values, scales, row, group, column, size, scale_stride
+    )
 
 
 @triton.jit(do_not_specialize=["total_pairs", "scale_stride"])
-def _silu_and_mul_pairs(x, pairs, filled, values, scales, total_pairs, x_stride, size, scale_stride, ROWS: tl.constexpr,
-                        GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):
+def _silu_and_mul_pairs(
+    x,
+    pairs,
+    filled,
+    values,
+    scales,
+    total_pairs,
+    x_stride,
+    size,
+    scale_stride,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """ROWS rows a program, of which those without a pair are neither read nor written."""
     at = tl.arange(0, ROWS * GROUPS)
     row, group = tl.program_id(0) * ROWS + at // GROUPS, tl.program_id(1) * GROUPS + at % GROUPS
@@ -79,17 +100,22 @@ def _silu_and_mul_pairs(x, pairs, filled, values, scales, total_pairs, x_stride,
     up = tl.load(x + line * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
     stored, scale = quantize_rows(gate / (1.0 + tl.exp(-gate)) * up)
     tl.store(values + line * size + column, stored, mask=inside)
-    tl.store(scales + group.to(tl.int64) * scale_stride + row, scale, mask=real & (group * 128 < size))
+    tl.store(
+        scales + group.to(tl.int64) * scale_stride + row, scale, mask=real & (group * 128 < size)
+    )
 
 
 def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Values [rows, size] and scales [rows, ceil(size / 128)] in the module's layout, neither filled.
+    """Values [rows, size] and scales [rows, ceil(size / 128)] in the module's layout, neither
+    filled.
 
     Both lie in memory for a multiple of four rows, which some products read.
     """
     held = -(-rows // 4) * 4
     scales = torch.empty(-(-size // GROUP), held, dtype=torch.float32, device=device)
-    return torch.empty(held, size, dtype=torch.float8_e4m3fn, device=device)[:rows], scales.t()[:rows]
+    return torch.empty(held, size, dtype=torch.float8_e4m3fn, device=device)[:rows], scales.t()[
+        :rows
+    ]
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +126,16 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     if rows:
         groups = CHUNK if rows < MANY else CHUNK_OF_MANY
         _quantize[(rows, cdiv(scales.shape[1], groups))](
-            x, values, scales, x.stride(0), size, scales.stride(1), GROUPS=groups, num_warps=4, **dependent.options())
+            x,
+            values,
+            scales,
+            x.stride(0),
+            size,
+            scales.stride(1),
+            GROUPS=groups,
+            num_warps=4,
+            **dependent.options(),
+        )
     return values, scales
 
 
@@ -113,19 +148,44 @@ def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
     if rows:
         groups = CHUNK if rows < MANY else CHUNK_OF_MANY
         _silu_and_mul[(rows, cdiv(scales.shape[1], groups))](
-            x, values, scales, x.stride(0), size, scales.stride(1), GROUPS=groups, num_warps=4, **dependent.options())
+            x,
+            values,
+            scales,
+            x.stride(0),
+            size,
+            scales.stride(1),
+            GROUPS=groups,
+            num_warps=4,
+            **dependent.options(),
+        )
     return values, scales
 
 
-def silu_and_mul_pairs(x: Tensor, pairs: Tensor, filled: Tensor, total_pairs: int) -> tuple[Tensor, Tensor]:
-    """The same of rows in order of experts, x [R, 2N] with R even: of the first ``filled`` int32 [1] (even, too) those
-    whose ``pairs`` int32 [R] are below ``total_pairs``. The others, which fill tiles up, are not written."""
+def silu_and_mul_pairs(
+    x: Tensor, pairs: Tensor, filled: Tensor, total_pairs: int
+) -> tuple[Tensor, Tensor]:
+    """The same of rows in order of experts, x [R, 2N] with R even: of the first ``filled`` int32
+    [1] (even, too) those whose ``pairs`` int32 [R] are below ``total_pairs``. The others, which
+    fill tiles up, are not written.
+    """
     x = rows_of(x)
     rows = x.shape[0]
     size = x.shape[1] // 2
     values, scales = empty_quantized(rows, size, x.device)
     groups = min(CHUNK_OF_MANY, next_power_of_2(scales.shape[1]))
     _silu_and_mul_pairs[(rows // ROWS, cdiv(scales.shape[1], groups))](
-        x, pairs, filled, values, scales, total_pairs, x.stride(0), size, scales.stride(1), ROWS=ROWS, GROUPS=groups,
-        num_warps=4, **dependent.options())
+        x,
+        pairs,
+        filled,
+        values,
+        scales,
+        total_pairs,
+        x.stride(0),
+        size,
+        scales.stride(1),
+        ROWS=ROWS,
+        GROUPS=groups,
+        num_warps=4,
+        **dependent.options(),
+    )
     return values, scales

@@ -1,7 +1,10 @@
-"""Int8 products: weights with one float32 scale a row, activations with one a token, both symmetric, found on the fly.
+"""Int8 products: weights with one float32 scale a row, activations with one a token, both
+symmetric, found on the fly.
 
-``scale`` always multiplies: value = stored * scale. Codes are -127 to 127; -128 is read, but never made.
+``scale`` always multiplies: value = stored * scale. Codes are -127 to 127; -128 is read, but never
+made.
 """
+
 from __future__ import annotations
 
 import torch
@@ -23,7 +26,9 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, K] -> int8 [T, K] and float32 scales [T]. The largest value of a token becomes 127 or -127."""
+    """x [T, K] -> int8 [T, K] and float32 scales [T]. The largest value of a token becomes 127 or
+    -127.
+    """
     if not x.numel():
         return x.to(torch.int8), torch.zeros(x.shape[0], device=x.device)
     values, scales = _quantize_rows(_wide(x))
@@ -52,7 +57,8 @@ def scaled_mm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor
 
     Sums are exact (int32, or float64 on devices without such a product) and scaled once.
     """
-    # NOTE: torch 2.13's integer product reads past a transposed weight of depth 1 on some processors.
+    # NOTE: torch 2.13's integer product reads past a transposed weight of depth 1 on some
+    # processors.
     if x.is_cpu and x.numel() and weight.numel() and x.shape[1] > 1:
         total = torch._int_mm(x, weight.t()).float()
     else:

@@ -1,7 +1,9 @@
 """Activations to int8 with one float32 scale a token, alone and at the end of what produces them.
 
-Every function returns (values int8 [T, N], scales float32 [T]). A program holds one token in registers.
+Every function returns (values int8 [T, N], scales float32 [T]). A program holds one token in
+registers.
 """
+
 from __future__ import annotations
 
 import torch
@@ -16,7 +18,9 @@ from glowplug.kernels.launch.rows import rows_of
 
 @triton.jit
 def _store(x, values, scales, row, column, size):
-    """Quantise one token, zeros behind its end; adding 1.5 * 2^23 and taking it away rounds to the nearest integer."""
+    """Quantise one token, zeros behind its end; adding 1.5 * 2^23 and taking it away rounds to the
+    nearest integer.
+    """
     scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-10) / 127.0
     rounded = x / scale + 12582912.0
     tl.store(values + row * size + column, (rounded - 12582912.0).to(tl.int8), mask=column < size)
@@ -46,8 +50,23 @@ def _silu_and_mul(x, values, scales, x_stride, size, BLOCK: tl.constexpr, DEPEND
 
 
 @triton.jit
-def _rms_norm(x, residual, weight, total, plain, values, scales, x_stride, residual_stride, size, eps,
-              ADD: tl.constexpr, BOTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def _rms_norm(
+    x,
+    residual,
+    weight,
+    total,
+    plain,
+    values,
+    scales,
+    x_stride,
+    residual_stride,
+    size,
+    eps,
+    ADD: tl.constexpr,
+    BOTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -56,10 +75,14 @@ def _rms_norm(x, residual, weight, total, plain, values, scales, x_stride, resid
     dependent.wait(DEPENDENT)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + row * size + column, rounded, mask=inside)
-        value = rounded.to(tl.float32)  # what the next layer will read, not what the sum was before rounding
+        value = rounded.to(
+            tl.float32
+        )  # what the next layer will read, not what the sum was before rounding
     root = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
     normed = value * root * gain
     if BOTH:
@@ -69,12 +92,17 @@ def _rms_norm(x, residual, weight, total, plain, values, scales, x_stride, resid
 
 def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Values [rows, size] and scales [rows], neither filled."""
-    return torch.empty(rows, size, dtype=torch.int8, device=device), torch.empty(rows, device=device)
+    return torch.empty(rows, size, dtype=torch.int8, device=device), torch.empty(
+        rows, device=device
+    )
 
 
 def _shape(size: int) -> dict[str, int]:
     block = next_power_of_2(size)
-    return {"BLOCK": block, "num_warps": 2 if block <= 512 else 4 if block <= 2048 else 8 if block <= 4096 else 16}
+    return {
+        "BLOCK": block,
+        "num_warps": 2 if block <= 512 else 4 if block <= 2048 else 8 if block <= 4096 else 16,
+    }
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +111,9 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, size = x.shape
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
-        _quantize[(rows,)](x, values, scales, x.stride(0), size, **_shape(size), **dependent.options())
+        _quantize[(rows,)](
+            x, values, scales, x.stride(0), size, **_shape(size), **dependent.options()
+        )
     return values, scales
 
 
@@ -94,32 +124,72 @@ def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
     size = x.shape[1] // 2
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
-        _silu_and_mul[(rows,)](x, values, scales, x.stride(0), size, **_shape(size), **dependent.options())
+        _silu_and_mul[(rows,)](
+            x, values, scales, x.stride(0), size, **_shape(size), **dependent.options()
+        )
     return values, scales
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x [T, N] -> x / sqrt(mean(x^2) + eps) * weight, quantised from float32; as it is into ``plain`` [T, N], too."""
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x [T, N] -> x / sqrt(mean(x^2) + eps) * weight, quantised from float32; as it is into
+    ``plain`` [T, N], too.
+    """
     x = rows_of(x)
     rows, size = x.shape
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
-        _rms_norm[(rows,)](x, x, weight, x, x if plain is None else plain, values, scales, x.stride(0), 0, size, eps,
-                           ADD=False, BOTH=plain is not None, **_shape(size), **dependent.options())
+        _rms_norm[(rows,)](
+            x,
+            x,
+            weight,
+            x,
+            x if plain is None else plain,
+            values,
+            scales,
+            x.stride(0),
+            0,
+            size,
+            eps,
+            ADD=False,
+            BOTH=plain is not None,
+            **_shape(size),
+            **dependent.options(),
+        )
     return values, scales
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None,
-                 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """x and residual [T, N] -> (:func:`rms_norm` of their sum as rounded to residual's dtype, the sum). Neither is
-    written; x may be float32."""
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    plain: Tensor | None = None,
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """x and residual [T, N] -> (:func:`rms_norm` of their sum as rounded to residual's dtype, the
+    sum). Neither is written; x may be float32."""
     x = rows_of(x)
     residual = rows_of(residual)
     rows, size = x.shape
     values, scales = empty_quantized(rows, size, x.device)
     total = torch.empty(rows, size, dtype=residual.dtype, device=x.device)
     if rows:
-        _rms_norm[(rows,)](x, residual, weight, total, total if plain is None else plain, values, scales, x.stride(0),
-                           residual.stride(0), size, eps, ADD=True, BOTH=plain is not None, **_shape(size),
-                           **dependent.options())
+        _rms_norm[(rows,)](
+            x,
+            residual,
+            weight,
+            total,
+            total if plain is None else plain,
+            values,
+            scales,
+            x.stride(0),
+            residual.stride(0),
+            size,
+            eps,
+            ADD=True,
+            BOTH=plain is not None,
+            **_shape(size),
+            **dependent.options(),
+        )
     return (values, scales), total

@@ -1,8 +1,11 @@
-"""Block-scaled FP8 product: y = x W^T with x E4M3 in groups of 128 channels and W E4M3 in blocks of 128x128.
+"""Block-scaled FP8 product: y = x W^T with x E4M3 in groups of 128 channels and W E4M3 in blocks of
+128x128.
 
-Each 128-deep partial product is scaled and accumulated in float32. N and K may be ragged. Few rows are multiplied as
-(W x^T)^T (``SWAP``): the weight then fills the rows of a warpgroup product and the tokens its narrow side.
+Each 128-deep partial product is scaled and accumulated in float32. N and K may be ragged. Few rows
+are multiplied as (W x^T)^T (``SWAP``): the weight then fills the rows of a warpgroup product and
+the tokens its narrow side.
 """
+
 from __future__ import annotations
 
 from functools import lru_cache
@@ -22,16 +25,22 @@ from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.tuned_tables import Config
 
 BLOCK = 128
-FETCH = 4  #: groups of a few tokens' weights that a program asks for while the kernel in front drains
+FETCH = (
+    4  #: groups of a few tokens' weights that a program asks for while the kernel in front drains
+)
 
 
 @triton.jit
 def load_tile(at, group, depth, EVEN: tl.constexpr):
-    """Columns 128 * group to 128 * (group + 1) of the rows that ``at`` [R, 128] points to; zeros behind ``depth``."""
+    """Columns 128 * group to 128 * (group + 1) of the rows that ``at`` [R, 128] points to; zeros
+    behind ``depth``.
+    """
     if EVEN:
         tile = tl.load(at + group * 128)
     else:
-        tile = tl.load(at + group * 128, mask=(group * 128 + tl.arange(0, 128) < depth)[None, :], other=0.0)
+        tile = tl.load(
+            at + group * 128, mask=(group * 128 + tl.arange(0, 128) < depth)[None, :], other=0.0
+        )
     return tile
 
 
@@ -47,7 +56,9 @@ def load_weight(weight, row, at, group, depth, TMA: tl.constexpr, EVEN: tl.const
 
 @triton.jit
 def add_scaled(total, x, weight, x_scale, w_scale, ROW_SCALES: tl.constexpr, SWAP: tl.constexpr):
-    """total [M, N] ([N, M] swapped) + x [M, 128] times weight [N, 128], scales [M] and a number ([N] by row)."""
+    """total [M, N] ([N, M] swapped) + x [M, 128] times weight [N, 128], scales [M] and a number
+    ([N] by row).
+    """
     if SWAP:
         product = tl.dot(weight, x.T)
         if ROW_SCALES:
@@ -65,16 +76,38 @@ def add_scaled(total, x, weight, x_scale, w_scale, ROW_SCALES: tl.constexpr, SWA
 
 @triton.jit
 def fetch_weight(weight, first, rows, group, depth, BLOCK_N: tl.constexpr, FETCH: tl.constexpr):
-    """Ask for ``FETCH`` groups of columns of the weight's rows ``first`` and following, while nothing else can run."""
+    """Ask for ``FETCH`` groups of columns of the weight's rows ``first`` and following, while
+    nothing else can run.
+    """
     row = tl.minimum(first + tl.arange(0, BLOCK_N), rows - 1).to(tl.int64)
     column = tl.minimum((group + tl.arange(0, FETCH)) * 128, depth - 1)
     dependent.fetch(weight + row[:, None] * depth + column[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "xs_stride", "ws_stride"])
-def _gemm(x, x_scales, weight, stored, w_scales, out, rows, columns, depth, x_stride, xs_stride, ws_stride, out_stride,
-          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, ROW_SCALES: tl.constexpr,
-          EVEN: tl.constexpr, FETCH: tl.constexpr, DEPENDENT: tl.constexpr):
+def _gemm(
+    x,
+    x_scales,
+    weight,
+    stored,
+    w_scales,
+    out,
+    rows,
+    columns,
+    depth,
+    x_stride,
+    xs_stride,
+    ws_stride,
+    out_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SWAP: tl.constexpr,
+    TMA: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
+    EVEN: tl.constexpr,
+    FETCH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """``weight``: ``stored`` or its descriptor. The second grid dimension splits the depth."""
     dependent.begin(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -121,30 +154,57 @@ def _gemm(x, x_scales, weight, stored, w_scales, out, rows, columns, depth, x_st
 
 
 def rule(rows: int, columns: int, depth: int) -> Config:
-    """A configuration for a problem that nobody has tuned: enough programs to read the weight with every core."""
+    """A configuration for a problem that nobody has tuned: enough programs to read the weight with
+    every core.
+    """
     if rows > 64:
-        return {"BLOCK_M": 128, "BLOCK_N": 128, "SPLIT_K": 1, "SWAP": False, "TMA": False, "num_warps": 8,
-                "num_stages": 4}
+        return {
+            "BLOCK_M": 128,
+            "BLOCK_N": 128,
+            "SPLIT_K": 1,
+            "SWAP": False,
+            "TMA": False,
+            "num_warps": 8,
+            "num_stages": 4,
+        }
     block_m = max(16, next_power_of_2(rows))
     split = splits_for(columns // 64, depth, MULTIPROCESSORS)
-    return {"BLOCK_M": block_m, "BLOCK_N": 64, "SPLIT_K": split, "SWAP": True, "TMA": False, "num_warps": 4,
-            "num_stages": 5}
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": 64,
+        "SPLIT_K": split,
+        "SWAP": True,
+        "TMA": False,
+        "num_warps": 4,
+        "num_stages": 5,
+    }
 
 
 @lru_cache(maxsize=4096)
 def config_for(rows: int, columns: int, depth: int) -> Config:
-    """The table's or the rule's: tiles of ``_gemm``, or rows of the weight that a program of ``skinny_gemm_fp8`` holds
-    (``HELD``), warps and the parts of the depth (``SPLIT_K``)."""
+    """The table's or the rule's: tiles of ``_gemm``, or rows of the weight that a program of
+    ``skinny_gemm_fp8`` holds (``HELD``), warps and the parts of the depth (``SPLIT_K``)."""
     name = tuned.file_name(tuned.problem(columns, depth), tuned.FP8, (BLOCK, BLOCK))
-    return tuned.measured_for(name, rows, lambda config: "HELD" not in config or skinny_gemm_fp8.fits(
-        rows, config["HELD"])) or rule(rows, columns, depth)
+    return tuned.measured_for(
+        name,
+        rows,
+        lambda config: "HELD" not in config or skinny_gemm_fp8.fits(rows, config["HELD"]),
+    ) or rule(rows, columns, depth)
 
 
-def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype,
-         config: Config | None = None) -> Tensor:
-    """x E4M3 [M, K] with scales float32 [M, ceil(K / 128)] whose tokens lie side by side; weight E4M3 [N, K] -> [M, N].
+def gemm(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    w_scales: Tensor,
+    dtype: torch.dtype,
+    config: Config | None = None,
+) -> Tensor:
+    """x E4M3 [M, K] with scales float32 [M, ceil(K / 128)] whose tokens lie side by side; weight
+    E4M3 [N, K] -> [M, N].
 
-    w_scales float32 [ceil(N / 128), ceil(K / 128)], or one row a row of the weight: [N, ceil(K / 128)].
+    w_scales float32 [ceil(N / 128), ceil(K / 128)], or one row a row of the weight: [N, ceil(K /
+    128)].
     """
     rows, depth = x.shape
     columns = weight.shape[0]
@@ -155,20 +215,51 @@ def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: t
     if "HELD" in chosen and row_scales:
         chosen = dict(rule(rows, columns, depth))
     elif "HELD" in chosen:
-        return skinny_gemm_fp8.multiply(x, x_scales, weight, w_scales, dtype, chosen["HELD"], chosen["SPLIT_K"],
-                                        chosen["num_warps"])
+        return skinny_gemm_fp8.multiply(
+            x,
+            x_scales,
+            weight,
+            w_scales,
+            dtype,
+            chosen["HELD"],
+            chosen["SPLIT_K"],
+            chosen["num_warps"],
+        )
     split = chosen.pop("SPLIT_K")
     block_n = chosen["BLOCK_N"]
     chosen["TMA"] = chosen["TMA"] and depth % 16 == 0
     chosen.setdefault("FETCH", FETCH if rows <= chosen["BLOCK_M"] <= 32 else 0)
-    held = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [block_n, BLOCK]) if chosen["TMA"] \
+    held = (
+        TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [block_n, BLOCK])
+        if chosen["TMA"]
         else weight
+    )
     out = torch.empty(rows, columns, dtype=dtype, device=x.device)
-    into = out if split == 1 else torch.empty(split, rows, columns, dtype=torch.float32, device=x.device)
+    into = (
+        out
+        if split == 1
+        else torch.empty(split, rows, columns, dtype=torch.float32, device=x.device)
+    )
     grid = (cdiv(rows, chosen["BLOCK_M"]) * cdiv(columns, block_n), split)
-    _gemm[grid](x, x_scales, held, weight, w_scales, into, rows, columns, depth, x.stride(0), x_scales.stride(1),
-                w_scales.stride(0), columns, ROW_SCALES=row_scales, EVEN=depth % BLOCK == 0, **chosen,
-                **dependent.options())
+    _gemm[grid](
+        x,
+        x_scales,
+        held,
+        weight,
+        w_scales,
+        into,
+        rows,
+        columns,
+        depth,
+        x.stride(0),
+        x_scales.stride(1),
+        w_scales.stride(0),
+        columns,
+        ROW_SCALES=row_scales,
+        EVEN=depth % BLOCK == 0,
+        **chosen,
+        **dependent.options(),
+    )
     if split > 1:
         sum_parts(into, out)
     return out

@@ -1,10 +1,12 @@
-"""Products with int4 weights in the layout of ``kernels/formats/awq.py``: y = x W^T, x in 16 bits (float32 when
-interpreted).
+"""Products with int4 weights in the layout of ``kernels/formats/awq.py``: y = x W^T, x in 16 bits
+(float32 when interpreted).
 
-Numbers are unpacked in registers, two an instruction: a shift, and one operation that masks four bits of each half and
-puts them into the mantissa of OFFSET, from which OFFSET + z is taken away. What is left is a small integer, exact in
-16 bits; partial products of a group are scaled in float32. Always as (W x^T)^T, so that the weight stays in registers.
+Numbers are unpacked in registers, two an instruction: a shift, and one operation that masks four
+bits of each half and puts them into the mantissa of OFFSET, from which OFFSET + z is taken away.
+What is left is a small integer, exact in 16 bits; partial products of a group are scaled in
+float32. Always as (W x^T)^T, so that the weight stays in registers.
 """
+
 from __future__ import annotations
 
 from functools import lru_cache
@@ -23,11 +25,17 @@ from glowplug.kernels.launch.tuned_tables import Config
 
 DTYPE = "int4_w4a16"
 BLOCK: tl.constexpr = tl.constexpr(128)  # inputs of a packed block
-LARGE = 1 << 24  #: numbers of a weight from which tiles of 32 rows beat 16 (H200: 17.0 against 24.1 us for 45 million)
+LARGE = (
+    1 << 24
+    #: numbers of a weight from which tiles of 32 rows beat 16 (H200: 17.0 against 24.1 us for 45
+    #: million)
+)
 PLANE: tl.constexpr = tl.constexpr(32)  # neighbouring inputs that one shift yields
 
-_BF16 = ("{.reg .b32 t, m; mov.b32 m, 0xBF80BF80; shr.b32 t, $1, %d; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; "
-         "fma.rn.bf16x2 $0, $2, m, t;}")  # t - zero; there is no subtraction of two before SM90
+_BF16 = (
+    "{.reg .b32 t, m; mov.b32 m, 0xBF80BF80; shr.b32 t, $1, %d; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; "
+    "fma.rn.bf16x2 $0, $2, m, t;}"
+)  # t - zero; there is no subtraction of two before SM90
 _FP16 = "{.reg .b32 t; shr.b32 t, $1, %d; lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA; sub.f16x2 $0, t, $2;}"
 BF16_0, BF16_1, BF16_2, BF16_3 = (tl.constexpr(_BF16 % (4 * plane)) for plane in range(4))
 FP16_0, FP16_1, FP16_2, FP16_3 = (tl.constexpr(_FP16 % (4 * plane)) for plane in range(4))
@@ -35,7 +43,9 @@ FP16_0, FP16_1, FP16_2, FP16_3 = (tl.constexpr(_FP16 % (4 * plane)) for plane in
 
 @triton.jit
 def _half(packed, zero, ASM: tl.constexpr):
-    return tl.inline_asm_elementwise(ASM, "=r,r,r", [packed, zero], dtype=zero.dtype, is_pure=True, pack=2)
+    return tl.inline_asm_elementwise(
+        ASM, "=r,r,r", [packed, zero], dtype=zero.dtype, is_pure=True, pack=2
+    )
 
 
 @triton.jit
@@ -103,14 +113,34 @@ def load_rows(at, inside, EVEN_N: tl.constexpr):
 @triton.jit
 def times(packed, factors, x, part, PLANE_NUMBER: tl.constexpr):
     """part float32 [N, M] + one plane of the weight times x [M, 32]^T."""
-    return tl.dot(unpack(packed, factors, x.dtype, PLANE_NUMBER), tl.trans(x), part, input_precision="ieee")
+    return tl.dot(
+        unpack(packed, factors, x.dtype, PLANE_NUMBER), tl.trans(x), part, input_precision="ieee"
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _gemm(x, packed, factors, bias, out, rows, columns, depth, x_stride,
-          GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-          EVEN_N: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr):
-    """The second grid dimension splits the depth into parts, [parts, M, N]. A group is 32, 64 or so many blocks."""
+def _gemm(
+    x,
+    packed,
+    factors,
+    bias,
+    out,
+    rows,
+    columns,
+    depth,
+    x_stride,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """The second grid dimension splits the depth into parts, [parts, M, N]. A group is 32, 64 or so
+    many blocks.
+    """
     dependent.begin(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tile = tl.program_id(0)
@@ -144,12 +174,22 @@ def _gemm(x, packed, factors, bias, out, rows, columns, depth, x_stride,
         if tl.program_id(1) == 0:
             total += load_rows(bias + n, inside, EVEN_N).to(tl.float32)[:, None]
     at = (tl.program_id(1) * rows + m).to(tl.int64)[:, None] * columns + n[None, :]
-    tl.store(out + at, tl.trans(total).to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    tl.store(
+        out + at, tl.trans(total).to(out.dtype.element_ty), mask=real[:, None] & inside[None, :]
+    )
 
 
 @triton.jit
-def _dequantize(packed, factors, out, columns, depth, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
-                DEPENDENT: tl.constexpr):
+def _dequantize(
+    packed,
+    factors,
+    out,
+    columns,
+    depth,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     dependent.begin(DEPENDENT)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     block = tl.program_id(1)
@@ -163,31 +203,55 @@ def _dequantize(packed, factors, out, columns, depth, GROUP: tl.constexpr, BLOCK
         group = first // GROUP * columns + n
         known = tl.where(first < depth, n, columns) < columns
         factor = tl.load(factors + group, mask=known, other=0)
-        value = unpack(words, factor, out.dtype.element_ty, plane).to(tl.float32) * scale_of(factor)[:, None]
+        value = (
+            unpack(words, factor, out.dtype.element_ty, plane).to(tl.float32)
+            * scale_of(factor)[:, None]
+        )
         k = first + lane
-        tl.store(out + n.to(tl.int64)[:, None] * depth + k[None, :], value.to(out.dtype.element_ty),
-                 mask=inside[:, None] & (k < depth)[None, :])
+        tl.store(
+            out + n.to(tl.int64)[:, None] * depth + k[None, :],
+            value.to(out.dtype.element_ty),
+            mask=inside[:, None] & (k < depth)[None, :],
+        )
 
 
 def rule(rows: int, columns: int, depth: int) -> Config:
-    """A configuration for a problem that nobody has tuned: enough programs to read the weight with every core."""
+    """A configuration for a problem that nobody has tuned: enough programs to read the weight with
+    every core.
+    """
     few = rows <= 64
     least = 32 if columns * depth >= LARGE else 16
-    block_m, block_n = (max(least, next_power_of_2(rows)), 64) if few else (64 if rows <= 256 else 128, 128)
+    block_m, block_n = (
+        (max(least, next_power_of_2(rows)), 64) if few else (64 if rows <= 256 else 128, 128)
+    )
     tiles = cdiv(rows, block_m) * cdiv(columns, block_n)
     split = splits_for(tiles, depth, 2 * MULTIPROCESSORS if few else MULTIPROCESSORS)
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLIT_K": split, "num_warps": 4 if few else 8,
-            "STAGES": 4 if few else 3}
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "SPLIT_K": split,
+        "num_warps": 4 if few else 8,
+        "STAGES": 4 if few else 3,
+    }
 
 
 @lru_cache(maxsize=4096)
 def config_for(rows: int, columns: int, depth: int) -> Config:
-    return tuned.measured_for(tuned.file_name(tuned.problem(columns, depth), DTYPE), rows) or rule(rows, columns, depth)
+    return tuned.measured_for(tuned.file_name(tuned.problem(columns, depth), DTYPE), rows) or rule(
+        rows, columns, depth
+    )
 
 
-def gemm(x: Tensor, packed: Tensor, factors: Tensor, group: int, bias: Tensor | None = None,
-         config: Config | None = None) -> Tensor:
-    """x [M, K], packed int16 [ceil(K / 128), N, 32], factors int32 [ceil(K / group), N] for x's dtype -> [M, N].
+def gemm(
+    x: Tensor,
+    packed: Tensor,
+    factors: Tensor,
+    group: int,
+    bias: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """x [M, K], packed int16 [ceil(K / 128), N, 32], factors int32 [ceil(K / group), N] for x's
+    dtype -> [M, N].
 
     ``group``: 32, 64, or a multiple of 128 (or all of K). bias [N] is added.
     """
@@ -198,20 +262,48 @@ def gemm(x: Tensor, packed: Tensor, factors: Tensor, group: int, bias: Tensor | 
         return out
     chosen: dict[str, Any] = dict(config or config_for(rows, columns, depth))
     split = chosen.pop("SPLIT_K")
-    into = out if split == 1 else torch.empty(split, rows, columns, dtype=torch.float32, device=x.device)
+    into = (
+        out
+        if split == 1
+        else torch.empty(split, rows, columns, dtype=torch.float32, device=x.device)
+    )
     _gemm[(cdiv(rows, chosen["BLOCK_M"]) * cdiv(columns, chosen["BLOCK_N"]), split)](
-        x, packed, factors, factors if bias is None else bias, into, rows, columns, depth, x.stride(0),
-        GROUP=group, EVEN=depth % 128 == 0, EVEN_N=columns % chosen["BLOCK_N"] == 0, BIAS=bias is not None, **chosen,
-        **dependent.options())
+        x,
+        packed,
+        factors,
+        factors if bias is None else bias,
+        into,
+        rows,
+        columns,
+        depth,
+        x.stride(0),
+        GROUP=group,
+        EVEN=depth % 128 == 0,
+        EVEN_N=columns % chosen["BLOCK_N"] == 0,
+        BIAS=bias is not None,
+        **chosen,
+        **dependent.options(),
+    )
     if split > 1:
         sum_parts(into, out)
     return out
 
 
-def dequantize(packed: Tensor, factors: Tensor, depth: int, group: int, dtype: torch.dtype) -> Tensor:
+def dequantize(
+    packed: Tensor, factors: Tensor, depth: int, group: int, dtype: torch.dtype
+) -> Tensor:
     """[N, depth] in ``dtype``, which ``factors`` were made for."""
     blocks, columns, _ = packed.shape
     out = torch.empty(columns, depth, dtype=dtype, device=packed.device)
-    _dequantize[(cdiv(columns, 64), blocks)](packed, factors, out, columns, depth, GROUP=group, BLOCK_N=64,
-                                             num_warps=4, **dependent.options())
+    _dequantize[(cdiv(columns, 64), blocks)](
+        packed,
+        factors,
+        out,
+        columns,
+        depth,
+        GROUP=group,
+        BLOCK_N=64,
+        num_warps=4,
+        **dependent.options(),
+    )
     return out

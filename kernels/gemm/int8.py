@@ -1,8 +1,9 @@
 """Int8 product: y = x W^T with x int8 and a scale a token, W int8 [N, K] and a scale a row.
 
-Sums are int32, exact, and scaled once. Few rows are multiplied as (W x^T)^T (``SWAP``): the weight then fills the rows
-of a warpgroup product and the tokens its narrow side.
+Sums are int32, exact, and scaled once. Few rows are multiplied as (W x^T)^T (``SWAP``): the weight
+then fills the rows of a warpgroup product and the tokens its narrow side.
 """
+
 from __future__ import annotations
 
 from functools import lru_cache
@@ -24,7 +25,9 @@ DTYPE = "int8_w8a8"
 
 @triton.jit
 def load_tile(at, first, depth, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Columns ``first`` to ``first + BLOCK_K`` of the rows that ``at`` points to; zeros behind ``depth``."""
+    """Columns ``first`` to ``first + BLOCK_K`` of the rows that ``at`` points to; zeros behind
+    ``depth``.
+    """
     if EVEN:
         tile = tl.load(at + first)
     else:
@@ -51,10 +54,29 @@ def zeros_of(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _gemm(x, x_scales, weight, w_scales, bias, out, rows, columns, depth, x_stride,
-          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
-          BIAS: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr):
-    """The second grid dimension splits the depth; ``SPLIT`` parts are stored as they are, int32 [parts, M, N]."""
+def _gemm(
+    x,
+    x_scales,
+    weight,
+    w_scales,
+    bias,
+    out,
+    rows,
+    columns,
+    depth,
+    x_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """The second grid dimension splits the depth; ``SPLIT`` parts are stored as they are, int32
+    [parts, M, N].
+    """
     dependent.begin(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tile = tl.program_id(0)
@@ -88,8 +110,19 @@ def _gemm(x, x_scales, weight, w_scales, bias, out, rows, columns, depth, x_stri
 
 
 @triton.jit(do_not_specialize=["rows", "count"])
-def _finish(parts, x_scales, w_scales, bias, out, rows, columns, count, BIAS: tl.constexpr, BLOCK: tl.constexpr,
-            DEPENDENT: tl.constexpr):
+def _finish(
+    parts,
+    x_scales,
+    w_scales,
+    bias,
+    out,
+    rows,
+    columns,
+    count,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """out [M, N] = scaled sum of parts int32 [count, M, N]."""
     dependent.begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -107,25 +140,56 @@ def _finish(parts, x_scales, w_scales, bias, out, rows, columns, count, BIAS: tl
 
 
 def rule(rows: int, columns: int, depth: int) -> Config:
-    """A configuration for a problem that nobody has tuned: enough programs to read the weight with every core."""
+    """A configuration for a problem that nobody has tuned: enough programs to read the weight with
+    every core.
+    """
     few = rows <= 256
-    block_m = min(64, max(32, next_power_of_2(rows))) if few else 128  # 16 was measured slower, for one row, too
-    split = splits_for(cdiv(rows, block_m) * cdiv(columns, 64 if few else 128), depth, MULTIPROCESSORS)
+    block_m = (
+        min(64, max(32, next_power_of_2(rows))) if few else 128
+    )  # 16 was measured slower, for one row, too
+    split = splits_for(
+        cdiv(rows, block_m) * cdiv(columns, 64 if few else 128), depth, MULTIPROCESSORS
+    )
     if few:
-        return {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": split, "SWAP": True, "num_warps": 4,
-                "num_stages": 5}
-    return {"BLOCK_M": block_m, "BLOCK_N": 128, "BLOCK_K": 128, "SPLIT_K": split, "SWAP": False, "num_warps": 8,
-            "num_stages": 3}
+        return {
+            "BLOCK_M": block_m,
+            "BLOCK_N": 64,
+            "BLOCK_K": 128,
+            "SPLIT_K": split,
+            "SWAP": True,
+            "num_warps": 4,
+            "num_stages": 5,
+        }
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": 128,
+        "BLOCK_K": 128,
+        "SPLIT_K": split,
+        "SWAP": False,
+        "num_warps": 8,
+        "num_stages": 3,
+    }
 
 
 @lru_cache(maxsize=4096)
 def config_for(rows: int, columns: int, depth: int) -> Config:
-    return tuned.measured_for(tuned.file_name(tuned.problem(columns, depth), DTYPE), rows) or rule(rows, columns, depth)
+    return tuned.measured_for(tuned.file_name(tuned.problem(columns, depth), DTYPE), rows) or rule(
+        rows, columns, depth
+    )
 
 
-def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None,
-         config: Config | None = None) -> Tensor:
-    """x int8 [M, K] with scales float32 [M], weight int8 [N, K] with scales float32 [N] -> [M, N], bias [N] added."""
+def gemm(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    w_scales: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """x int8 [M, K] with scales float32 [M], weight int8 [N, K] with scales float32 [N] -> [M, N],
+    bias [N] added.
+    """
     rows, depth = x.shape
     columns = weight.shape[0]
     out = torch.empty(rows, columns, dtype=dtype, device=x.device)
@@ -133,12 +197,39 @@ def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: t
         return out
     chosen: dict[str, Any] = dict(config or config_for(rows, columns, depth))
     split = chosen.pop("SPLIT_K")
-    into = out if split == 1 else torch.empty(split, rows, columns, dtype=torch.int32, device=x.device)
+    into = (
+        out if split == 1 else torch.empty(split, rows, columns, dtype=torch.int32, device=x.device)
+    )
     added = w_scales if bias is None else bias
     _gemm[(cdiv(rows, chosen["BLOCK_M"]) * cdiv(columns, chosen["BLOCK_N"]), split)](
-        x, x_scales, weight, w_scales, added, into, rows, columns, depth, x.stride(0),
-        EVEN=depth % chosen["BLOCK_K"] == 0, BIAS=bias is not None, SPLIT=split > 1, **chosen, **dependent.options())
+        x,
+        x_scales,
+        weight,
+        w_scales,
+        added,
+        into,
+        rows,
+        columns,
+        depth,
+        x.stride(0),
+        EVEN=depth % chosen["BLOCK_K"] == 0,
+        BIAS=bias is not None,
+        SPLIT=split > 1,
+        **chosen,
+        **dependent.options(),
+    )
     if split > 1:
-        _finish[(rows, cdiv(columns, 512))](into, x_scales, w_scales, added, out, rows, columns, split,
-                                            BIAS=bias is not None, BLOCK=512, **dependent.options())
+        _finish[(rows, cdiv(columns, 512))](
+            into,
+            x_scales,
+            w_scales,
+            added,
+            out,
+            rows,
+            columns,
+            split,
+            BIAS=bias is not None,
+            BLOCK=512,
+            **dependent.options(),
+        )
     return out

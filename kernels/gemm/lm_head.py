@@ -1,8 +1,10 @@
 """x W^T in float32 for few rows of x and a W of very many rows: the head that scores every token.
 
-Reading W is all the time it takes. A result is summed over the whole depth in one program, so that it does not depend
-on other rows of x. cuBLAS multiplies where no table of this card says that these tiles are faster.
+Reading W is all the time it takes. A result is summed over the whole depth in one program, so that
+it does not depend on other rows of x. cuBLAS multiplies where no table of this card says that these
+tiles are faster.
 """
+
 from __future__ import annotations
 
 from functools import lru_cache
@@ -31,9 +33,20 @@ def _x_tile(x, token, tokens, start, depth, x_stride, BLOCK_K: tl.constexpr, EVE
 
 
 @triton.jit
-def _w_tile(weight, first, start, size, depth, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-            EVEN: tl.constexpr):
-    """Columns from ``start`` on of the weight's rows from ``first`` on; behind the last row whatever is there."""
+def _w_tile(
+    weight,
+    first,
+    start,
+    size,
+    depth,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Columns from ``start`` on of the weight's rows from ``first`` on; behind the last row
+    whatever is there.
+    """
     if TMA:
         tile = weight.load([first, start])
     else:
@@ -47,10 +60,25 @@ def _w_tile(weight, first, start, size, depth, BLOCK_N: tl.constexpr, BLOCK_K: t
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def tiles_kernel(x, weight, stored, out, tokens, size, depth, x_stride, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
-                 BLOCK_K: tl.constexpr, TMA: tl.constexpr, FETCH: tl.constexpr, EVEN: tl.constexpr,
-                 DEPENDENT: tl.constexpr):
-    """out float32 [tokens, size], a program each ``BLOCK_N`` columns; ``weight``: ``stored`` or its descriptor.
+def tiles_kernel(
+    x,
+    weight,
+    stored,
+    out,
+    tokens,
+    size,
+    depth,
+    x_stride,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+    FETCH: tl.constexpr,
+    EVEN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """out float32 [tokens, size], a program each ``BLOCK_N`` columns; ``weight``: ``stored`` or its
+    descriptor.
     ``FETCH``: tiles of W to ask for before x is there."""
     dependent.begin(DEPENDENT)
     first = tl.program_id(0) * BLOCK_N
@@ -66,16 +94,20 @@ def tiles_kernel(x, weight, stored, out, tokens, size, depth, x_stride, TOKENS: 
         values = _x_tile(x, token, tokens, start, depth, x_stride, BLOCK_K, EVEN)
         held = _w_tile(weight, first, start, size, depth, BLOCK_N, BLOCK_K, TMA, EVEN)
         total = tl.dot(held, values.T, total, input_precision="ieee")
-    tl.store(out + token.to(tl.int64)[None, :] * size + n[:, None], total,
-             mask=(token < tokens)[None, :] & (n < size)[:, None])
+    tl.store(
+        out + token.to(tl.int64)[None, :] * size + n[:, None],
+        total,
+        mask=(token < tokens)[None, :] & (n < size)[:, None],
+    )
 
 
 @lru_cache(maxsize=4096)
 def config_for(tokens: int, size: int, depth: int) -> Config | None:
-    """How to multiply x [tokens, depth] by W [size, depth], as a table of this card has it for the nearest number of
-    tokens; None: cuBLAS.
+    """How to multiply x [tokens, depth] by W [size, depth], as a table of this card has it for the
+    nearest number of tokens; None: cuBLAS.
 
-    A configuration's "way" is "cublas" or "tiles" (BLOCK_N, BLOCK_K, TMA, FETCH, num_warps, num_stages).
+    A configuration's "way" is "cublas" or "tiles" (BLOCK_N, BLOCK_K, TMA, FETCH, num_warps,
+    num_stages).
     """
     if not 0 < tokens <= MOST:
         return None
@@ -85,8 +117,14 @@ def config_for(tokens: int, size: int, depth: int) -> Config | None:
 
 def fits(x: Tensor, weight: Tensor) -> bool:
     """Can ``multiply`` do it?"""
-    return (x.dtype == weight.dtype == torch.bfloat16 and x.is_contiguous() and weight.is_contiguous()
-            and 0 < len(x) <= MOST and weight.shape[1] % 8 == 0 and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0)
+    return (
+        x.dtype == weight.dtype == torch.bfloat16
+        and x.is_contiguous()
+        and weight.is_contiguous()
+        and 0 < len(x) <= MOST
+        and weight.shape[1] % 8 == 0
+        and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+    )
 
 
 def multiply(x: Tensor, weight: Tensor, config: Config) -> Tensor:
@@ -96,10 +134,28 @@ def multiply(x: Tensor, weight: Tensor, config: Config) -> Tensor:
     size = len(weight)
     block_n = config["BLOCK_N"]
     block_k = config["BLOCK_K"]
-    held = TensorDescriptor(weight, [size, depth], [depth, 1], [block_n, block_k]) if config["TMA"] else weight
+    held = (
+        TensorDescriptor(weight, [size, depth], [depth, 1], [block_n, block_k])
+        if config["TMA"]
+        else weight
+    )
     tiles_kernel[(cdiv(size, block_n),)](
-        x, held, weight, out, tokens, size, depth, x.stride(0), TOKENS=max(16, next_power_of_2(tokens)),
-        BLOCK_N=block_n, BLOCK_K=block_k, TMA=config["TMA"], FETCH=config["FETCH"], EVEN=depth % block_k == 0,
-        num_warps=config["num_warps"], num_stages=config["num_stages"],
-        **dependent.options())
+        x,
+        held,
+        weight,
+        out,
+        tokens,
+        size,
+        depth,
+        x.stride(0),
+        TOKENS=max(16, next_power_of_2(tokens)),
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        TMA=config["TMA"],
+        FETCH=config["FETCH"],
+        EVEN=depth % block_k == 0,
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
+        **dependent.options(),
+    )
     return out

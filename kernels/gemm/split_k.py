@@ -1,4 +1,5 @@
 """Products whose depth is split among programs: into how many parts, and the sum of the parts."""
+
 from __future__ import annotations
 
 import triton
@@ -14,7 +15,9 @@ FEWEST = 4  #: steps of a part
 
 
 def splits_for(tiles: int, depth: int, programs: int) -> int:
-    """A power of two of parts, so that ``tiles`` of the output come to ``programs``, or parts become too short."""
+    """A power of two of parts, so that ``tiles`` of the output come to ``programs``, or parts
+    become too short.
+    """
     split = 1
     while tiles * split < programs and depth // STEP // (2 * split) >= FEWEST:
         split *= 2
@@ -35,5 +38,6 @@ def _sum_parts(parts, out, size, count, BLOCK_SIZE: tl.constexpr, DEPENDENT: tl.
 def sum_parts(parts: Tensor, out: Tensor) -> None:
     """parts float32 [S, M, N], added up in order into out [M, N]."""
     size = out.numel()
-    _sum_parts[(cdiv(size, BLOCK_SIZE),)](parts, out, size, len(parts), BLOCK_SIZE=BLOCK_SIZE,
-                                          **dependent.options())
+    _sum_parts[(cdiv(size, BLOCK_SIZE),)](
+        parts, out, size, len(parts), BLOCK_SIZE=BLOCK_SIZE, **dependent.options()
+    )

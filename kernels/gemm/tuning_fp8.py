@@ -1,8 +1,11 @@
-"""Measures configurations of the block-scaled FP8 product and writes the tables that ``fp8_gemm`` reads.
+"""Measures configurations of the block-scaled FP8 product and writes the tables that ``fp8_gemm``
+reads.
 
-Each is timed inside a graph over several weights in turn, so that they come from memory as they do in a model. Kernels
-are compiled ahead in processes of their own, because that takes longer than measuring them.
+Each is timed inside a graph over several weights in turn, so that they come from memory as they do
+in a model. Kernels are compiled ahead in processes of their own, because that takes longer than
+measuring them.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +19,15 @@ from torch import Tensor
 from glowplug.kernels.formats import fp8_triton as fp8_quant
 from glowplug.kernels.gemm import few_rows_fp8 as skinny_gemm_fp8, fp8 as fp8_gemm
 from glowplug.kernels.gemm.fp8 import BLOCK
-from glowplug.kernels.gemm.tuning_fp8_run import Log, Table, TuningRun, check_refusal, fitting_tiles, key, without
+from glowplug.kernels.gemm.tuning_fp8_run import (
+    Log,
+    Table,
+    TuningRun,
+    check_refusal,
+    fitting_tiles,
+    key,
+    without,
+)
 from glowplug.kernels.launch.cuda_arch import MULTIPROCESSORS
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.tuned_tables import Config
@@ -32,19 +43,30 @@ COLD = 400 << 20  #: bytes of weights to go through in turn
 def _gemm_tiles(rows: int) -> list[dict[str, Any]]:
     if rows <= 64:
         block = max(16, next_power_of_2(rows))
-        return [{"BLOCK_M": block, **tile} for tile in fitting_tiles(True, block, (64, 128), (4, 8), (3, 4, 6))]
-    return [{"BLOCK_M": block, **tile} for block in (64, 128) for swap in ((False, True) if rows <= 256 else (False,))
-            for tile in fitting_tiles(swap, block, (128,) if rows > 256 else (64, 128), (4, 8), (3, 4))]
+        return [
+            {"BLOCK_M": block, **tile}
+            for tile in fitting_tiles(True, block, (64, 128), (4, 8), (3, 4, 6))
+        ]
+    return [
+        {"BLOCK_M": block, **tile}
+        for block in (64, 128)
+        for swap in ((False, True) if rows <= 256 else (False,))
+        for tile in fitting_tiles(swap, block, (128,) if rows > 256 else (64, 128), (4, 8), (3, 4))
+    ]
 
 
 def gemm_candidates(rows: int, columns: int, depth: int) -> list[Config]:
-    """Splits of the depth where tiles alone do not keep every core busy; for one row also weights that programs hold.
+    """Splits of the depth where tiles alone do not keep every core busy; for one row also weights
+    that programs hold.
     """
     found: list[Config] = held_candidates(depth) if rows == 1 else []
     for tile in _gemm_tiles(rows):
         tiles = cdiv(rows, tile["BLOCK_M"]) * cdiv(columns, tile["BLOCK_N"])
-        found += [{**tile, "SPLIT_K": split} for split in range(1, 9)
-                  if split == 1 or (depth // BLOCK // split >= 4 and tiles * split <= 4 * MULTIPROCESSORS)]
+        found += [
+            {**tile, "SPLIT_K": split}
+            for split in range(1, 9)
+            if split == 1 or (depth // BLOCK // split >= 4 and tiles * split <= 4 * MULTIPROCESSORS)
+        ]
     return found
 
 
@@ -67,7 +89,9 @@ def _kernel(config: Config, rows: int, depth: int) -> Config:
     return {**without(config, "SPLIT_K"), "FETCH": fetch_of(rows, config["BLOCK_M"])}
 
 
-def _operands(rows: int, columns: int, depth: int, copies: int) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+def _operands(
+    rows: int, columns: int, depth: int, copies: int
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
     x = fp8_quant.quantize(torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16))
     weights = [random_fp8(columns, depth) for _ in range(copies)]
     return *x, weights, torch.rand(cdiv(columns, BLOCK), cdiv(depth, BLOCK), device="cuda")
@@ -86,8 +110,14 @@ def _compile_gemm(wanted: Sequence[Config]) -> list[str]:
         x, scales, (weight,), w_scales = _operands(1 if held else 16, 256, depth, 1)
         try:
             for splits in (config["SPLIT_K"],) if held else (1, 2):
-                fp8_gemm.gemm(x, scales, weight, w_scales, torch.bfloat16,
-                              {**without(config, "GROUPS"), "SPLIT_K": splits})
+                fp8_gemm.gemm(
+                    x,
+                    scales,
+                    weight,
+                    w_scales,
+                    torch.bfloat16,
+                    {**without(config, "GROUPS"), "SPLIT_K": splits},
+                )
             torch.cuda.synchronize()
         except Exception as error:  # a compiler's refusal has no type of its own
             check_refusal(error)
@@ -95,20 +125,47 @@ def _compile_gemm(wanted: Sequence[Config]) -> list[str]:
     return failed
 
 
-def tune_gemm(columns: int, depth: int, path: Path, *, rows: Sequence[int] = ROWS, seconds: float = 60.0,
-              workers: int = 8, log: Log = print) -> Table:
-    """Measure each number of rows that ``path`` does not hold yet, writing it after each; stop after ``seconds``."""
+def tune_gemm(
+    columns: int,
+    depth: int,
+    path: Path,
+    *,
+    rows: Sequence[int] = ROWS,
+    seconds: float = 60.0,
+    workers: int = 8,
+    log: Log = print,
+) -> Table:
+    """Measure each number of rows that ``path`` does not hold yet, writing it after each; stop
+    after ``seconds``.
+    """
+
     def candidates(number: int) -> list[Config]:
         return gemm_candidates(number, columns, depth)
 
     def kernels(number: int) -> list[Config]:
-        return list({key(made): made for made in (_kernel(c, number, depth) for c in candidates(number))}.values())
+        return list(
+            {
+                key(made): made for made in (_kernel(c, number, depth) for c in candidates(number))
+            }.values()
+        )
 
     def measure(number: int, configs: Sequence[Config]) -> Iterator[tuple[float, Config]]:
-        x, scales, weights, w_scales = _operands(number, columns, depth, max(2, min(16, COLD // (columns * depth))))
+        x, scales, weights, w_scales = _operands(
+            number, columns, depth, max(2, min(16, COLD // (columns * depth)))
+        )
         for config in configs:
-            yield microseconds([lambda w=weight, c=config: fp8_gemm.gemm(x, scales, w, w_scales, torch.bfloat16, c)
-                                for weight in weights], 2), config
+            yield (
+                microseconds(
+                    [
+                        lambda w=weight, c=config: fp8_gemm.gemm(
+                            x, scales, w, w_scales, torch.bfloat16, c
+                        )
+                        for weight in weights
+                    ],
+                    2,
+                ),
+                config,
+            )
 
     run = TuningRun(path, seconds, workers, log)
     for number in run.compiled(rows, kernels, _compile_gemm):

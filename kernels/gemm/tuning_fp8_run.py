@@ -1,4 +1,7 @@
-"""What the tuners of FP8 products share: tiles that fit, a table filled within a time, kernels compiled ahead."""
+"""What the tuners of FP8 products share: tiles that fit, a table filled within a time, kernels
+compiled ahead.
+"""
+
 from __future__ import annotations
 
 import json
@@ -19,11 +22,23 @@ Table = dict[int, Config]
 Log = Callable[[str], None]
 
 
-def fitting_tiles(swap: bool, block_m: int, blocks_n: Sequence[int], warps: Sequence[int], stages: Sequence[int],
-                  weights: int = 1) -> Iterator[dict[str, Any]]:
+def fitting_tiles(
+    swap: bool,
+    block_m: int,
+    blocks_n: Sequence[int],
+    warps: Sequence[int],
+    stages: Sequence[int],
+    weights: int = 1,
+) -> Iterator[dict[str, Any]]:
     for block_n, warp, stage, tma in product(blocks_n, warps, stages, (True, False)):
         if stage * (weights * block_n + block_m) * BLOCK <= SHARED_MEMORY:
-            yield {"BLOCK_N": block_n, "SWAP": swap, "TMA": tma, "num_warps": warp, "num_stages": stage}
+            yield {
+                "BLOCK_N": block_n,
+                "SWAP": swap,
+                "TMA": tma,
+                "num_warps": warp,
+                "num_stages": stage,
+            }
 
 
 def key(what: object) -> str:
@@ -48,27 +63,40 @@ class TuningRun:
         self._workers = workers
         self._log = log
         self._end = time.monotonic() + seconds
-        self.table: Table = {int(k): v for k, v in json.loads(path.read_text()).items()} if path.is_file() else {}
+        self.table: Table = (
+            {int(k): v for k, v in json.loads(path.read_text()).items()} if path.is_file() else {}
+        )
         self.failed: set[str] = set()
 
-    def compiled(self, rows: Sequence[int], candidates: Callable[[int], Any], compile_: Callable[..., list[str]],
-                 *more: object) -> Iterator[int]:
+    def compiled(
+        self,
+        rows: Sequence[int],
+        candidates: Callable[[int], Any],
+        compile_: Callable[..., list[str]],
+        *more: object,
+    ) -> Iterator[int]:
         """Numbers of rows still to be measured, once every candidate is compiled, until time is up."""
         left = [number for number in rows if number not in self.table]
         wanted = list({key(c): c for number in left for c in candidates(number)}.values())
-        shares = [share for number in range(self._workers) if (share := wanted[number :: self._workers])]
+        shares = [
+            share for number in range(self._workers) if (share := wanted[number :: self._workers])
+        ]
         if shares:
             with ProcessPoolExecutor(len(shares), get_context("spawn")) as pool:
                 done = [pool.submit(compile_, share, *more) for share in shares]
                 self.failed = {name for share in done for name in share.result()}
-            self._log(f"{self.path.name}: {len(wanted)} compiled, {len(self.failed)} of them refused")
+            self._log(
+                f"{self.path.name}: {len(wanted)} compiled, {len(self.failed)} of them refused"
+            )
         for position, number in enumerate(left):
             if time.monotonic() > self._end:
                 self._log(f"out of time; not measured: {left[position:]}")
                 return
             yield number
 
-    def within_time(self, measured: Iterator[tuple[float, Config]]) -> Iterator[tuple[float, Config]]:
+    def within_time(
+        self, measured: Iterator[tuple[float, Config]]
+    ) -> Iterator[tuple[float, Config]]:
         """At least one measurement, and no more once time is up."""
         for item in measured:
             yield item

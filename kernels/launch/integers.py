@@ -1,8 +1,10 @@
 """Whole numbers that launches are made of.
 
-NOTE: triton has both, for the host and for kernels alike, and takes every argument apart for that: 2 to 5 us a call, of
-which a layer of a prompt's pass makes dozens. Inside kernels there is ``tl.cdiv``.
+NOTE: triton has both, for the host and for kernels alike, and takes every argument apart for that:
+2 to 5 us a call, of which a layer of a prompt's pass makes dozens. Inside kernels there is
+``tl.cdiv``.
 """
+
 from __future__ import annotations
 
 

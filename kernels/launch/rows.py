@@ -1,4 +1,5 @@
 """Tensors as kernels that work row by row take them."""
+
 from __future__ import annotations
 
 from torch import Tensor

@@ -1,11 +1,14 @@
 """Sums whose order is fixed."""
+
 from __future__ import annotations
 
 from torch import Tensor
 
 
 def add_pairs(rows: Tensor, ids: Tensor) -> Tensor:
-    """rows [T * K, N], ids [T, K] -> [T, N]: each token's rows in float32, but those of negative ids."""
+    """rows [T * K, N], ids [T, K] -> [T, N]: each token's rows in float32, but those of negative
+    ids.
+    """
     return sum_of_pairs(rows.view(*ids.shape, rows.shape[1]), ids).to(rows.dtype)
 
 

@@ -1,8 +1,12 @@
-"""Tuned launch configurations: JSON tables beside the kernels, one a problem, card and Triton version.
+"""Tuned launch configurations: JSON tables beside the kernels, one a problem, card and Triton
+version.
 
-A table maps a number of rows, as a string, to a configuration. A problem without one for this card uses the kernel's
-own rule: configurations measured elsewhere are not trusted. Tables are read without torch or Triton.
+A table maps a number of rows, as a string, to a configuration. A problem without one for this card
+uses the kernel's
+own rule: configurations measured elsewhere are not trusted. Tables are read without torch or
+Triton.
 """
+
 from __future__ import annotations
 
 import json
@@ -41,11 +45,17 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def file_name(problem: str, dtype: str, block_shape: tuple[int, int] | None = None,
-              machine: tuple[str, str] | None = None) -> str:
-    """``problem``: its sizes, "N=2112,K=7168" or "E=257,N=2048,H=7168". ``machine``: name of a card and version of
-    Triton; None: this one's."""
-    card, version = (spelt(machine[0]), minor(machine[1])) if machine else (device_name(), triton_version())
+def file_name(
+    problem: str,
+    dtype: str,
+    block_shape: tuple[int, int] | None = None,
+    machine: tuple[str, str] | None = None,
+) -> str:
+    """``problem``: its sizes, "N=2112,K=7168" or "E=257,N=2048,H=7168". ``machine``: name of a card
+    and version of Triton; None: this one's."""
+    card, version = (
+        (spelt(machine[0]), minor(machine[1])) if machine else (device_name(), triton_version())
+    )
     blocks = f",block_shape={list(block_shape)}" if block_shape else ""
     return f"{problem},device_name={card},dtype={dtype}{blocks},triton={version}.json"
 
@@ -66,7 +76,10 @@ def table(name: str) -> dict[int, Config] | None:
     path = FOLDER / name
     if not path.is_file():
         return None
-    return {int(rows): config for rows, config in sorted(json.loads(path.read_text()).items(), key=lambda i: int(i[0]))}
+    return {
+        int(rows): config
+        for rows, config in sorted(json.loads(path.read_text()).items(), key=lambda i: int(i[0]))
+    }
 
 
 def keep(path: Path, table: Mapping[int, Config]) -> None:
@@ -77,9 +90,11 @@ def keep(path: Path, table: Mapping[int, Config]) -> None:
     part.replace(path)
 
 
-def measured_for(name: str, rows: int, fits: Callable[[Config], bool] = lambda config: True) -> Config | None:
-    """The configuration for ``rows`` in the table of this name, of those that ``fits``; None where no more than half as
-    many were measured, since tiles for few rows are no good for many."""
+def measured_for(
+    name: str, rows: int, fits: Callable[[Config], bool] = lambda config: True
+) -> Config | None:
+    """The configuration for ``rows`` in the table of this name, of those that ``fits``; None where
+    no more than half as many were measured, since tiles for few rows are no good for many."""
     found = {measured: config for measured, config in (table(name) or {}).items() if fits(config)}
     return nearest(found, rows) if found and rows <= 2 * max(found) else None
 

@@ -1,9 +1,11 @@
 """Multi-head, grouped-query and multi-query attention over a paged cache, few query tokens a row.
 
-The query heads of one key head, times the row's query tokens, fill a block of the tensor cores, so that a key is loaded
-once for all of them. The keys of a row are divided among ``splits`` programs whose partial results ``mla_merge`` joins;
-the grid depends on the padded batch only, lengths are read on the device (FlashDecoding, Dao 2023).
+The query heads of one key head, times the row's query tokens, fill a block of the tensor cores, so
+that a key is loaded once for all of them. The keys of a row are divided among ``splits`` programs
+whose partial results ``mla_merge`` joins; the grid depends on the padded batch only, lengths are
+read on the device (FlashDecoding, Dao 2023).
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -30,18 +32,48 @@ def _tile(at, filled, D: tl.constexpr, BLOCK_D: tl.constexpr):
     return tl.load(at[:, None] + d[None, :], mask=filled[:, None] & (d < D)[None, :], other=0.0)
 
 
-# NOTE: rows may begin anywhere in a batch's tensors, and a variant for each alignment would be compiled while serving
-@triton.jit(do_not_specialize=["splits", "first_key", "width", "table_stride"],
-            do_not_specialize_on_alignment=["page_table", "kv_lens", "tree_mask"])
-def mha_decode_kernel(query, k_cache, v_cache, page_table, kv_lens, tree_mask, out, lse, scale, splits, first_key,
-                      width, kv_heads, table_stride, q_token, q_head, D: tl.constexpr, GROUP: tl.constexpr,
-                      slot_stride: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                      PAGE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, TREE: tl.constexpr,
-                      PRECISION: tl.constexpr, NARROW: tl.constexpr, DEPENDENT: tl.constexpr):
-    """A program: ``BLOCK_M`` (query token, head of the group) pairs of a row and key head, one split of its keys.
+# NOTE: rows may begin anywhere in a batch's tensors, and a variant for each alignment would be
+# compiled while serving
+@triton.jit(
+    do_not_specialize=["splits", "first_key", "width", "table_stride"],
+    do_not_specialize_on_alignment=["page_table", "kv_lens", "tree_mask"],
+)
+def mha_decode_kernel(
+    query,
+    k_cache,
+    v_cache,
+    page_table,
+    kv_lens,
+    tree_mask,
+    out,
+    lse,
+    scale,
+    splits,
+    first_key,
+    width,
+    kv_heads,
+    table_stride,
+    q_token,
+    q_head,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    slot_stride: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    TREE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NARROW: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """A program: ``BLOCK_M`` (query token, head of the group) pairs of a row and key head, one
+    split of its keys.
 
-    Softmax in base 2: ``scale`` carries log2(e). NARROW: FP8 is widened to float16, which is one instruction and exact.
-    Writes ``out`` at [token, head, D] if there is one split, else at
+    Softmax in base 2: ``scale`` carries log2(e). NARROW: FP8 is widened to float16, which is one
+    instruction and exact. Writes ``out`` at [token, head, D] if there is one split, else at
     [token, head, split, D], and ``lse`` (base 2) at [token, head, split].
     """
     dependent.begin(DEPENDENT)
@@ -80,8 +112,11 @@ def mha_decode_kernel(query, k_cache, v_cache, page_table, kv_lens, tree_mask, o
     norm = tl.sum(total, axis=1)
     inverse = (1.0 / tl.where(norm == 0.0, 1.0, norm))[:, None]
     line = (token * kv_heads * GROUP + q_number) * splits + split
-    tl.store(out + line[:, None] * D + d[None, :], (acc * inverse).to(out.dtype.element_ty),
-             mask=real[:, None] & (d < D)[None, :])
+    tl.store(
+        out + line[:, None] * D + d[None, :],
+        (acc * inverse).to(out.dtype.element_ty),
+        mask=real[:, None] & (d < D)[None, :],
+    )
     if SPLIT:
         tl.store(lse + line, top + tl.log2(norm), mask=real)
 
@@ -98,7 +133,9 @@ class Tiling:
 
 
 @lru_cache(maxsize=4096)
-def tiling(rows: int, width: int, heads: int, kv_heads: int, dim: int, context: int, dtype: torch.dtype) -> Tiling:
+def tiling(
+    rows: int, width: int, heads: int, kv_heads: int, dim: int, context: int, dtype: torch.dtype
+) -> Tiling:
     """For ``rows`` (padded) rows of ``width`` query tokens and of ``context`` keys at most."""
     pairs = width * (heads // kv_heads)
     block_m = min(64 if dtype.itemsize <= 2 else 32, max(16, next_power_of_2(pairs)))
@@ -108,13 +145,24 @@ def tiling(rows: int, width: int, heads: int, kv_heads: int, dim: int, context: 
     return Tiling(block_m, block_n, splits, 4, 3 if dtype.itemsize > 2 else 7 if dim <= 128 else 5)
 
 
-def mha_decode(query: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, scale: float,
-               page_size: int, cut: Tiling, first_key: int = 0, tree: Tensor | None = None) -> Tensor:
-    """query [B * W, H, D] over caches [slots, K, D] -> [B * W, H, D]; a cache in FP8 is read as it is.
+def mha_decode(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+    page_size: int,
+    cut: Tiling,
+    first_key: int = 0,
+    tree: Tensor | None = None,
+) -> Tensor:
+    """query [B * W, H, D] over caches [slots, K, D] -> [B * W, H, D]; a cache in FP8 is read as it
+    is.
 
-    page_table int32 [B, P], kv_lens int32 [B] on the device; W is what B leaves of the tokens. Query token i of a row
-    sees the keys from ``first_key`` to the row's last but W - 1 - i, or with ``tree`` int64 [B, W] those before the
-    row's W own tokens, and own token j where bit j is set.
+    page_table int32 [B, P], kv_lens int32 [B] on the device; W is what B leaves of the tokens.
+    Query token i of a row sees the keys from ``first_key`` to the row's last but W - 1 - i, or with
+    ``tree`` int64 [B, W] those before the row's W own tokens, and own token j where bit j is set.
     """
     (tokens, heads, dim) = query.shape
     (rows,) = kv_lens.shape
@@ -131,13 +179,38 @@ def mha_decode(query: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tens
         partial = query.new_empty(tokens, heads, splits, dim)
         lse = torch.empty((tokens, heads, splits), dtype=torch.float32, device=query.device)
     mha_decode_kernel[(kv_heads * cdiv(tokens // rows * group, cut.block_m), rows, splits)](
-        query, k_cache, v_cache, page_table, kv_lens, tree if tree is not None else kv_lens, partial, lse,
-        scale * paged.LOG2_E, splits, first_key, tokens // rows, kv_heads, page_table.stride(0), query.stride(0),
-        query.stride(1), D=dim, GROUP=group, slot_stride=kv_heads * dim, BLOCK_D=max(16, next_power_of_2(dim)),
-        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, PAGE=page_size, SPLIT=splits > 1, STAGES=cut.stages,
-        TREE=tree is not None, PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
-        NARROW=k_cache.dtype.itemsize == 1 and query.dtype.itemsize == 2, num_warps=cut.warps,
-        num_stages=cut.stages, **dependent.options())
+        query,
+        k_cache,
+        v_cache,
+        page_table,
+        kv_lens,
+        tree if tree is not None else kv_lens,
+        partial,
+        lse,
+        scale * paged.LOG2_E,
+        splits,
+        first_key,
+        tokens // rows,
+        kv_heads,
+        page_table.stride(0),
+        query.stride(0),
+        query.stride(1),
+        D=dim,
+        GROUP=group,
+        slot_stride=kv_heads * dim,
+        BLOCK_D=max(16, next_power_of_2(dim)),
+        BLOCK_M=cut.block_m,
+        BLOCK_N=cut.block_n,
+        PAGE=page_size,
+        SPLIT=splits > 1,
+        STAGES=cut.stages,
+        TREE=tree is not None,
+        PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
+        NARROW=k_cache.dtype.itemsize == 1 and query.dtype.itemsize == 2,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        **dependent.options(),
+    )
     if splits > 1:
         merge(partial, lse, kv_lens, out, tokens // rows * heads, cut.block_n)
     return out

@@ -1,10 +1,11 @@
-"""Ragged attention over a paged cache: chunks of prompts, with or without a cached prefix, that are in the cache
-already.
+"""Ragged attention over a paged cache: chunks of prompts, with or without a cached prefix, that are
+in the cache already.
 
-FlashAttention-2's loop (Dao, 2023): a block of one row's queries against the row's keys tile by tile, tiles that every
-query of the block sees in full without a mask. The grid follows from the numbers of tokens and rows alone: a program
-finds its row on the device.
+FlashAttention-2's loop (Dao, 2023): a block of one row's queries against the row's keys tile by
+tile, tiles that every query of the block sees in full without a mask. The grid follows from the
+numbers of tokens and rows alone: a program finds its row on the device.
 """
+
 from __future__ import annotations
 
 import torch
@@ -20,7 +21,9 @@ ROWS = 128  #: for so many rows one kernel serves, more take others
 
 @triton.jit
 def _block(q_starts, rows, number, BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Block ``number`` of all rows' queries: its row (``rows`` where there is none) and its place in the row."""
+    """Block ``number`` of all rows' queries: its row (``rows`` where there is none) and its place
+    in the row.
+    """
     r = tl.arange(0, BLOCK_R)
     first = tl.load(q_starts + r, mask=r < rows, other=0)
     blocks = tl.cdiv(tl.load(q_starts + r + 1, mask=r < rows, other=0) - first, BLOCK_Q)
@@ -37,12 +40,36 @@ def _tile(at, filled, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constex
 
 
 @triton.jit
-def _tiles(acc, top, total, q, k_cache, v_cache, table, low, high, end, last, scale, base, slot_stride: tl.constexpr,
-           FIRST_KEY: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, PAGE: tl.constexpr,
-           STAGES: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Keys at positions ``low`` to ``high`` in tiles; query i sees those up to position ``last[i]``."""
+def _tiles(
+    acc,
+    top,
+    total,
+    q,
+    k_cache,
+    v_cache,
+    table,
+    low,
+    high,
+    end,
+    last,
+    scale,
+    base,
+    slot_stride: tl.constexpr,
+    FIRST_KEY: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PAGE: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Keys at positions ``low`` to ``high`` in tiles; query i sees those up to position
+    ``last[i]``.
+    """
     j = tl.arange(0, BLOCK_K)
-    # NOTE: tiles begin at the first key; with one behind position 0 none of them lies within a page for sure
+    # NOTE: tiles begin at the first key; with one behind position 0 none of them lies within a page
+    # for sure
     STEP: tl.constexpr = BLOCK_K if FIRST_KEY == 0 else PAGE + 1
     for first in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         at = paged.entries(base, table, first, j, end, slot_stride, PAGE, STEP)
@@ -62,13 +89,38 @@ def _tiles(acc, top, total, q, k_cache, v_cache, table, low, high, end, last, sc
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["rows", "skip", "heads", "table_stride"],
-            do_not_specialize_on_alignment=["page_table", "kv_lens", "q_starts"])
-def mha_prefill_kernel(q, k_cache, v_cache, page_table, kv_lens, q_starts, out, scale, rows, skip, heads,
-                       table_stride, q_token, q_head, slot_stride: tl.constexpr, GROUP: tl.constexpr,
-                       FIRST_KEY: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
-                       BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
-                       PRECISION: tl.constexpr, NARROW: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["rows", "skip", "heads", "table_stride"],
+    do_not_specialize_on_alignment=["page_table", "kv_lens", "q_starts"],
+)
+def mha_prefill_kernel(
+    q,
+    k_cache,
+    v_cache,
+    page_table,
+    kv_lens,
+    q_starts,
+    out,
+    scale,
+    rows,
+    skip,
+    heads,
+    table_stride,
+    q_token,
+    q_head,
+    slot_stride: tl.constexpr,
+    GROUP: tl.constexpr,
+    FIRST_KEY: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PAGE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NARROW: tl.constexpr,
+):
     """A program: ``BLOCK_Q`` queries of one row and head. ``scale`` carries log2(e)."""
     head, number = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     row, block = _block(q_starts, rows, number, BLOCK_Q, BLOCK_R)
@@ -88,25 +140,80 @@ def mha_prefill_kernel(q, k_cache, v_cache, page_table, kv_lens, q_starts, out, 
     high = tl.minimum(end, end - queries + (block + 1) * BLOCK_Q)
     whole = FIRST_KEY + tl.maximum(seen - FIRST_KEY, 0) // BLOCK_K * BLOCK_K
     base, table = head // GROUP * D, page_table + row * table_stride
-    acc, top, total = _tiles(acc, top, total, query, k_cache, v_cache, table, FIRST_KEY, whole, end, last, scale, base,
-                             slot_stride, FIRST_KEY, D, BLOCK_D, BLOCK_K, PAGE, STAGES, False,
-                             PRECISION)
-    acc, top, total = _tiles(acc, top, total, query, k_cache, v_cache, table, whole, high, end, last, scale, base,
-                             slot_stride, FIRST_KEY, D, BLOCK_D, BLOCK_K, PAGE, STAGES, True,
-                             PRECISION)
+    acc, top, total = _tiles(
+        acc,
+        top,
+        total,
+        query,
+        k_cache,
+        v_cache,
+        table,
+        FIRST_KEY,
+        whole,
+        end,
+        last,
+        scale,
+        base,
+        slot_stride,
+        FIRST_KEY,
+        D,
+        BLOCK_D,
+        BLOCK_K,
+        PAGE,
+        STAGES,
+        False,
+        PRECISION,
+    )
+    acc, top, total = _tiles(
+        acc,
+        top,
+        total,
+        query,
+        k_cache,
+        v_cache,
+        table,
+        whole,
+        high,
+        end,
+        last,
+        scale,
+        base,
+        slot_stride,
+        FIRST_KEY,
+        D,
+        BLOCK_D,
+        BLOCK_K,
+        PAGE,
+        STAGES,
+        True,
+        PRECISION,
+    )
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     d = tl.arange(0, BLOCK_D)
-    tl.store(out + ((token * heads + head) * D)[:, None] + d[None, :], acc.to(out.dtype.element_ty),
-             mask=real[:, None] & (d < D)[None, :])
+    tl.store(
+        out + ((token * heads + head) * D)[:, None] + d[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=real[:, None] & (d < D)[None, :],
+    )
 
 
-def mha_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, q_starts: Tensor,
-                scale: float, page_size: int, first_key: int = 0, skip: int = 0) -> Tensor:
+def mha_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    q_starts: Tensor,
+    scale: float,
+    page_size: int,
+    first_key: int = 0,
+    skip: int = 0,
+) -> Tensor:
     """q [T, H, D] over caches [slots, K, D] -> [T, H, D]; a cache in FP8 is read as it is.
 
-    Row b's queries are tokens q_starts[b] - skip to q_starts[b + 1] - skip (int32 [B + 1]), its keys lie in the pages
-    page_table[b] (int32 [B, P]) at positions ``first_key`` to kv_lens[b] (int32 [B]), all on the device: its last query
-    sees all of them and each one before it one less.
+    Row b's queries are tokens q_starts[b] - skip to q_starts[b + 1] - skip (int32 [B + 1]), its
+    keys lie in the pages page_table[b] (int32 [B, P]) at positions ``first_key`` to kv_lens[b]
+    (int32 [B]), all on the device: its last query sees all of them and each one before it one less.
     """
     (tokens, heads, dim) = q.shape
     kv_heads = k_cache.shape[1]
@@ -117,12 +224,35 @@ def mha_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor,
     assert q.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     block_q, block_k, warps, stages = _sizes(dim, q.element_size())
     mha_prefill_kernel[(heads, tokens // block_q + rows)](
-        q, k_cache, v_cache, page_table, kv_lens, q_starts, out, scale * paged.LOG2_E, rows, skip, heads,
-        page_table.stride(0), q.stride(0), q.stride(1), slot_stride=kv_heads * dim, GROUP=heads // kv_heads,
-        FIRST_KEY=first_key, D=dim, BLOCK_D=max(16, next_power_of_2(dim)), BLOCK_Q=block_q, BLOCK_K=block_k,
-        BLOCK_R=max(ROWS, next_power_of_2(rows)), PAGE=page_size, STAGES=stages,
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        kv_lens,
+        q_starts,
+        out,
+        scale * paged.LOG2_E,
+        rows,
+        skip,
+        heads,
+        page_table.stride(0),
+        q.stride(0),
+        q.stride(1),
+        slot_stride=kv_heads * dim,
+        GROUP=heads // kv_heads,
+        FIRST_KEY=first_key,
+        D=dim,
+        BLOCK_D=max(16, next_power_of_2(dim)),
+        BLOCK_Q=block_q,
+        BLOCK_K=block_k,
+        BLOCK_R=max(ROWS, next_power_of_2(rows)),
+        PAGE=page_size,
+        STAGES=stages,
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
-        NARROW=k_cache.dtype.itemsize == 1 and q.dtype.itemsize == 2, num_warps=warps, num_stages=stages)
+        NARROW=k_cache.dtype.itemsize == 1 and q.dtype.itemsize == 2,
+        num_warps=warps,
+        num_stages=stages,
+    )
     return out
 
 

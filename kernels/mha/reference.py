@@ -1,7 +1,10 @@
-"""Multi-head and grouped-query attention on plain tensors. Pure functions; references in float64 beside them.
+"""Multi-head and grouped-query attention on plain tensors. Pure functions; references in float64
+beside them.
 
-R rows, W queries a row, L keys a row, H query heads, K key heads (H a multiple of K), D head size, V value size.
+R rows, W queries a row, L keys a row, H query heads, K key heads (H a multiple of K), D head size,
+V value size.
 """
+
 from __future__ import annotations
 
 import torch
@@ -9,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-# NOTE: cuDNN's attention, first choice for 16-bit types, builds a plan for every new length: 1 ms a layer and step.
+# NOTE: cuDNN's attention, first choice for 16-bit types, builds a plan for every new length: 1 ms a
+# layer and step.
 CUDA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 MAX_SCORES = 1 << 24  #: float32 scores that ``partial_attention`` keeps at once
 
@@ -17,14 +21,19 @@ MAX_SCORES = 1 << 24  #: float32 scores that ``partial_attention`` keeps at once
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor) -> Tensor:
     """q [R, W, H, D], k [R, L, K, D], v [R, L, K, V] -> [R, W, H, V], all of one dtype.
 
-    ``bias`` [R, W, L], of q's dtype, is added to every head's scores: 0 where a query sees a key, -inf elsewhere; each
-    query must see at least one.
+    ``bias`` [R, W, L], of q's dtype, is added to every head's scores: 0 where a query sees a key,
+    -inf elsewhere; each query must see at least one.
     """
     rows, width, heads, dim = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
-    # NOTE: queries of one key head become rows of its query matrix, so that keys are never repeated for their group.
-    folded = q.view(rows, width, kv_heads, group, dim).transpose(1, 2).reshape(rows, kv_heads, width * group, dim)
+    # NOTE: queries of one key head become rows of its query matrix, so that keys are never repeated
+    # for their group.
+    folded = (
+        q.view(rows, width, kv_heads, group, dim)
+        .transpose(1, 2)
+        .reshape(rows, kv_heads, width * group, dim)
+    )
     if group > 1 and width > 1:
         bias = bias.repeat_interleave(group, dim=1)
     out = _sdpa(folded, k.transpose(1, 2), v.transpose(1, 2), scale, bias.unsqueeze(1))
@@ -33,7 +42,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor) -> Tenso
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q [R, W, H, D], k [R, W, K, D], v [R, W, K, V] -> [R, W, H, V]: query i of a row sees keys 0 to i of it."""
+    """q [R, W, H, D], k [R, W, K, D], v [R, W, K, V] -> [R, W, H, V]: query i of a row sees keys 0
+    to i of it.
+    """
     group = q.shape[2] // k.shape[2]
     if group > 1:
         k = k.repeat_interleave(group, dim=2)
@@ -48,19 +59,25 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) ->
     value_dim = v.shape[-1]
     if q.is_cuda and q.dtype != torch.float32:
         with sdpa_kernel(CUDA_BACKENDS):
-            return scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale)
-    # NOTE: torch's fused CPU kernel needs equal head sizes; padding the values is far cheaper than its fallback.
+            return scaled_dot_product_attention(
+                q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale
+            )
+    # NOTE: torch's fused CPU kernel needs equal head sizes; padding the values is far cheaper than
+    # its fallback.
     if not q.is_cuda and value_dim < dim:
         v = pad(v, (0, dim - value_dim))
     out = scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale)
     return out[..., :value_dim]
 
 
-def partial_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def partial_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
     """One row's queries over one set of keys, as a partial state for ``merge_states``.
 
-    q [N, H, D], k [M, K, D], v [M, K, V] -> out float32 [N, H, V], lse float32 [N, H]. With ``causal`` the last query
-    sees every key and each query before it one key less (M >= N). Queries go in blocks of at most MAX_SCORES scores.
+    q [N, H, D], k [M, K, D], v [M, K, V] -> out float32 [N, H, V], lse float32 [N, H]. With
+    ``causal`` the last query sees every key and each query before it one key less (M >= N). Queries
+    go in blocks of at most MAX_SCORES scores.
     """
     count, heads, dim = q.shape
     keys, kv_heads, _ = k.shape
@@ -87,7 +104,9 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
 
 
 def mha_reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """One row by the definition, in float64: q [N, H, D], k [M, K, D], v [M, K, V] -> [N, H, V], causal at the end."""
+    """One row by the definition, in float64: q [N, H, D], k [M, K, D], v [M, K, V] -> [N, H, V],
+    causal at the end.
+    """
     count, heads, _ = q.shape
     keys, kv_heads, _ = k.shape
     out = torch.zeros(count, heads, v.shape[-1], dtype=torch.float64, device=q.device)
@@ -100,13 +119,23 @@ def mha_reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out
 
 
-def paged_reference(query: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, scale: float,
-                    page_size: int, first_key: int = 0, tree: Tensor | None = None) -> Tensor:
-    """Decoding rows over a paged cache by the definition, in float64: query [B * W, H, D], caches [slots, K, D],
-    page_table int32 [B, P], kv_lens int32 [B] -> [B * W, H, D].
+def paged_reference(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+    page_size: int,
+    first_key: int = 0,
+    tree: Tensor | None = None,
+) -> Tensor:
+    """Decoding rows over a paged cache by the definition, in float64: query [B * W, H, D], caches
+    [slots, K, D], page_table int32 [B, P], kv_lens int32 [B] -> [B * W, H, D].
 
-    Query token i of a row sees the keys from ``first_key`` to the row's last but W - 1 - i, or with ``tree`` int64
-    [B, W] those before the row's W own tokens, and own token j where bit j is set. Zeros where it sees none.
+    Query token i of a row sees the keys from ``first_key`` to the row's last but W - 1 - i, or with
+    ``tree`` int64 [B, W] those before the row's W own tokens, and own token j where bit j is set.
+    Zeros where it sees none.
     """
     rows = len(kv_lens)
     heads = query.shape[1]
@@ -117,13 +146,24 @@ def paged_reference(query: Tensor, k_cache: Tensor, v_cache: Tensor, page_table:
         length = int(kv_lens[row])
         begin = length - width
         for own in range(width):
-            seen = [p for p in range(first_key, length)
-                    if (p <= begin + own if tree is None or p < begin else int(tree[row, own]) >> (p - begin) & 1)]
+            seen = [
+                p
+                for p in range(first_key, length)
+                if (
+                    p <= begin + own
+                    if tree is None or p < begin
+                    else int(tree[row, own]) >> (p - begin) & 1
+                )
+            ]
             if not seen:
                 continue
             at = torch.tensor(seen, device=query.device)
             slots = page_table[row].long()[at // page_size] * page_size + at % page_size
-            key, value = (x[slots].double().repeat_interleave(group, dim=1) for x in (k_cache, v_cache))
+            key, value = (
+                x[slots].double().repeat_interleave(group, dim=1) for x in (k_cache, v_cache)
+            )
             scores = scale * torch.einsum("hd,mhd->hm", query[row * width + own].double(), key)
-            out[row * width + own] = torch.einsum("hm,mhv->hv", torch.softmax(scores, dim=-1), value)
+            out[row * width + own] = torch.einsum(
+                "hm,mhv->hv", torch.softmax(scores, dim=-1), value
+            )
     return out

@@ -1,4 +1,5 @@
 """Keys and values of a step into the paged cache, in the cache's own dtype."""
+
 from __future__ import annotations
 
 import torch
@@ -9,7 +10,10 @@ from torch import Tensor
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import next_power_of_2
 
-MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  #: largest number of the FP8 formats
+MOST = {
+    torch.float8_e4m3fn: 448.0,
+    torch.float8_e5m2: 57344.0,
+}  #: largest number of the FP8 formats
 
 
 @triton.jit
@@ -22,8 +26,20 @@ def _copy(source, target, inside, at, MOST: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
-def mha_store_kernel(k, v, k_cache, v_cache, slots, k_token, v_token, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-                     MOST: tl.constexpr, DEPENDENT: tl.constexpr, LEADS: tl.constexpr):
+def mha_store_kernel(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    slots,
+    k_token,
+    v_token,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    LEADS: tl.constexpr,
+):
     """A program: one token's ``SIZE`` numbers of keys and as many of values."""
     dependent.begin(LEADS)
     token = tl.program_id(0).to(tl.int64)
@@ -35,7 +51,9 @@ def mha_store_kernel(k, v, k_cache, v_cache, slots, k_token, v_token, SIZE: tl.c
     _copy(v + token * v_token, v_cache + slot * SIZE, inside, at, MOST)
 
 
-def mha_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, follows: bool) -> None:
+def mha_store(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, follows: bool
+) -> None:
     """k, v [T, K, D] (tokens may be strided) to ``slots`` int64 [T] of the caches [slots, K, D].
 
     ``follows``: the next kernel waits for this one (see ``dependent``), so that it may start early.
@@ -46,6 +64,16 @@ def mha_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Ten
     if tokens:
         options = dependent.options()
         mha_store_kernel[(tokens,)](
-            k, v, k_cache, v_cache, slots, k.stride(0), v.stride(0), SIZE=heads * dim,
-            BLOCK=next_power_of_2(heads * dim), MOST=MOST.get(k_cache.dtype, 0.0),
-            LEADS=follows and options["DEPENDENT"], **options)
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slots,
+            k.stride(0),
+            v.stride(0),
+            SIZE=heads * dim,
+            BLOCK=next_power_of_2(heads * dim),
+            MOST=MOST.get(k_cache.dtype, 0.0),
+            LEADS=follows and options["DEPENDENT"],
+            **options,
+        )

@@ -1,8 +1,11 @@
-"""Latent attention's absorbed products by weights that stay E4M3 in 128 x 128 blocks, for few tokens.
+"""Latent attention's absorbed products by weights that stay E4M3 in 128 x 128 blocks, for few
+tokens.
 
-With few tokens the weights are what moves: half the bytes of 16 bits. Activations stay as they are; codes become 16
-bits in registers, exactly, and each block's sum is scaled. The reference is the product of the dequantised weights.
+With few tokens the weights are what moves: half the bytes of 16 bits. Activations stay as they are;
+codes become 16 bits in registers, exactly, and each block's sum is scaled. The reference is the
+product of the dequantised weights.
 """
+
 from __future__ import annotations
 
 import triton
@@ -17,52 +20,147 @@ BLOCK = 128  #: rows and columns with one scale
 
 
 @triton.jit
-def scaled_product(x, w, scales, out, head, column, rows, x_row, x_head, w_head, w_depth, w_column, s_head, s_depth,
-                   s_column, out_row, out_head, SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-                   WIDTH: tl.constexpr, DEPENDENT: tl.constexpr):
-    """out[:, head, column to column + WIDTH] = x[:, head] w[head]: x [rows, H, SIZE], w E4M3 [H, SIZE, COLUMNS].
+def scaled_product(
+    x,
+    w,
+    scales,
+    out,
+    head,
+    column,
+    rows,
+    x_row,
+    x_head,
+    w_head,
+    w_depth,
+    w_column,
+    s_head,
+    s_depth,
+    s_column,
+    out_row,
+    out_head,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """out[:, head, column to column + WIDTH] = x[:, head] w[head]: x [rows, H, SIZE], w E4M3 [H,
+    SIZE, COLUMNS].
 
-    SIZE is whole blocks, and WIDTH columns lie in one. Weights and scales come in before it waits for the kernel that
-    makes x.
+    SIZE is whole blocks, and WIDTH columns lie in one. Weights and scales come in before it waits
+    for the kernel that makes x.
     """
     row, at, depth = tl.arange(0, ROWS), column + tl.arange(0, WIDTH), tl.arange(0, 128)
     inside = at < COLUMNS
     codes, factors = (), ()
     for part in tl.static_range(SIZE // 128):
-        codes = codes + (tl.load(w + head * w_head + (part * 128 + depth)[:, None] * w_depth + at[None, :] * w_column,
-                                 mask=inside[None, :], other=0.0),)
-        factors = factors + (tl.load(scales + head * s_head + part * s_depth + column // 128 * s_column),)
+        codes = codes + (
+            tl.load(
+                w
+                + head * w_head
+                + (part * 128 + depth)[:, None] * w_depth
+                + at[None, :] * w_column,
+                mask=inside[None, :],
+                other=0.0,
+            ),
+        )
+        factors = factors + (
+            tl.load(scales + head * s_head + part * s_depth + column // 128 * s_column),
+        )
     dependent.wait(DEPENDENT)
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     for part in tl.static_range(SIZE // 128):
-        a = tl.load(x + head * x_head + row[:, None] * x_row + (part * 128 + depth)[None, :],
-                    mask=(row < rows)[:, None], other=0.0)
+        a = tl.load(
+            x + head * x_head + row[:, None] * x_row + (part * 128 + depth)[None, :],
+            mask=(row < rows)[:, None],
+            other=0.0,
+        )
         total += tl.dot(a, codes[part].to(a.dtype), input_precision="ieee") * factors[part]
-    tl.store(out + head * out_head + row[:, None] * out_row + at[None, :], total.to(out.dtype.element_ty),
-             mask=(row < rows)[:, None] & inside[None, :])
+    tl.store(
+        out + head * out_head + row[:, None] * out_row + at[None, :],
+        total.to(out.dtype.element_ty),
+        mask=(row < rows)[:, None] & inside[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _by_heads_fp8(x, w, scales, out, rows, x_row, x_head, w_head, w_depth, w_column, s_head, s_depth, s_column, out_row,
-                  out_head, SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-                  DEPENDENT: tl.constexpr):
+def _by_heads_fp8(
+    x,
+    w,
+    scales,
+    out,
+    rows,
+    x_row,
+    x_head,
+    w_head,
+    w_depth,
+    w_column,
+    s_head,
+    s_depth,
+    s_column,
+    out_row,
+    out_head,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     dependent.begin(DEPENDENT)
-    scaled_product(x, w, scales, out, tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH, rows, x_row, x_head,
-                   w_head, w_depth, w_column, s_head, s_depth, s_column, out_row, out_head, SIZE, COLUMNS, ROWS, WIDTH,
-                   DEPENDENT)
+    scaled_product(
+        x,
+        w,
+        scales,
+        out,
+        tl.program_id(0).to(tl.int64),
+        tl.program_id(1) * WIDTH,
+        rows,
+        x_row,
+        x_head,
+        w_head,
+        w_depth,
+        w_column,
+        s_head,
+        s_depth,
+        s_column,
+        out_row,
+        out_head,
+        SIZE,
+        COLUMNS,
+        ROWS,
+        WIDTH,
+        DEPENDENT,
+    )
 
 
-def multiply(x: Tensor, weight: Blocks, out: Tensor, width: int, warps: int = 4, follows: bool = False) -> None:
-    """x [T, H, K] times weight [H, K, N] into out [T, H, N]; K is whole blocks, ``width`` columns go to a program.
+def multiply(
+    x: Tensor, weight: Blocks, out: Tensor, width: int, warps: int = 4, follows: bool = False
+) -> None:
+    """x [T, H, K] times weight [H, K, N] into out [T, H, N]; K is whole blocks, ``width`` columns
+    go to a program.
 
-    x and out are contiguous in their last dimension. ``follows``: the kernel before waits for those before it, as
-    ``dependent`` asks, so that this one may start early.
+    x and out are contiguous in their last dimension. ``follows``: the kernel before waits for those
+    before it, as ``dependent`` asks, so that this one may start early.
     """
     tokens, heads, size = x.shape
     columns = weight.values.shape[2]
     assert size % BLOCK == 0 and BLOCK % width == 0
     if tokens:
         _by_heads_fp8[(heads, cdiv(columns, width))](
-            x, *weight, out, tokens, x.stride(0), x.stride(1), *weight.values.stride(), *weight.scales.stride(),
-            out.stride(0), out.stride(1), SIZE=size, COLUMNS=columns, ROWS=max(16, next_power_of_2(tokens)),
-            WIDTH=width, num_warps=warps, **(dependent.options() if follows else {"DEPENDENT": False}))
+            x,
+            *weight,
+            out,
+            tokens,
+            x.stride(0),
+            x.stride(1),
+            *weight.values.stride(),
+            *weight.scales.stride(),
+            out.stride(0),
+            out.stride(1),
+            SIZE=size,
+            COLUMNS=columns,
+            ROWS=max(16, next_power_of_2(tokens)),
+            WIDTH=width,
+            num_warps=warps,
+            **(dependent.options() if follows else {"DEPENDENT": False}),
+        )

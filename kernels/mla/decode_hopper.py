@@ -1,11 +1,13 @@
-"""Latent attention over a paged cache on Hopper, in Gluon: what ``mla_decode`` computes, with the copies and products
-of this one architecture under control.
+"""Latent attention over a paged cache on Hopper, in Gluon: what ``mla_decode`` computes, with the
+copies and products of this one architecture under control.
 
-A ring of tiles of 64 keys is refilled by the tensor memory accelerator as soon as a tile is done with, so that memory
-never waits for arithmetic; tiles of an FP8 cache are widened into one more before they are multiplied. Few pairs of
-query token and head (up to 32) are the columns of the score tile, whose rows are the keys: then the cores work without
-padding. With 64 pairs two warp groups share their rows.
+A ring of tiles of 64 keys is refilled by the tensor memory accelerator as soon as a tile is done
+with, so that memory never waits for arithmetic; tiles of an FP8 cache are widened into one more
+before they are multiplied. Few pairs of query token and head (up to 32) are the columns of the
+score tile, whose rows are the keys: then the cores work without padding. With 64 pairs two warp
+groups share their rows.
 """
+
 from __future__ import annotations
 
 import torch
@@ -38,10 +40,11 @@ def _fetch(latent_at, rope_at, page, n0, latent, rope, ready, PAGE: gl.constexpr
 
 @gluon.jit
 def _written():
-    """What all threads stored in shared memory is there for the tensor cores and for copies into it.
+    """What all threads stored in shared memory is there for the tensor cores and for copies into
+    it.
 
-    NOTE: the compiler adds neither: without the fence products read what lay there before, once in some thousand steps,
-    and without the barrier they begin before slower warps have stored.
+    NOTE: the compiler adds neither: without the fence products read what lay there before, once in
+    some thousand steps, and without the barrier they begin before slower warps have stored.
     """
     fence_async_shared()
     barrier()
@@ -49,20 +52,26 @@ def _written():
 
 @gluon.jit
 def _copy(source, target, low, high, COLUMNS: gl.constexpr):
-    """Rows ``low`` to ``high`` of a tile in target's dtype, zeros before and behind: unwritten slots may hold NaN, and
-    0 * NaN is NaN. Source and target may be the same."""
+    """Rows ``low`` to ``high`` of a tile in target's dtype, zeros before and behind: unwritten
+    slots may hold NaN, and 0 * NaN is NaN. Source and target may be the same."""
     STEP: gl.constexpr = min(COLUMNS, 128)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // STEP, STEP // 8], [gl.num_warps(), 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 * 8 // STEP, STEP // 8], [gl.num_warps(), 1], [1, 0]
+    )
     row = gl.arange(0, TILE, gl.SliceLayout(1, layout))
     kept = ((row >= low) & (row < high))[:, None]
     for column in gl.static_range(0, COLUMNS, STEP):
         value = source.slice(column, STEP, 1).load(layout)
-        target.slice(column, STEP, 1).store(gl.where(kept, value.to(target.dtype), 0.0).to(target.dtype))
+        target.slice(column, STEP, 1).store(
+            gl.where(kept, value.to(target.dtype), 0.0).to(target.dtype)
+        )
 
 
 @gluon.jit
 def _take(latent, rope, wide, wide_r, low, high, C: gl.constexpr, R: gl.constexpr):
-    """What is to be multiplied of the tile that has come: itself, or where its numbers are narrow, its copy."""
+    """What is to be multiplied of the tile that has come: itself, or where its numbers are narrow,
+    its copy.
+    """
     if latent.dtype == wide.dtype:
         if (low > 0) | (high < TILE):
             _copy(latent, latent, low, high, C)
@@ -88,17 +97,32 @@ def _score_layout(block_m, warps):
 def _sum_layout(block_m, columns, warps):
     if block_m < 64:
         return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block_m, 16])
-    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, min(256, columns // (warps // 4)), 16])
+    return gl.NVMMADistributedLayout(
+        [3, 0], [4, warps // 4], [16, min(256, columns // (warps // 4)), 16]
+    )
 
 
 @gluon.jit
-def _ring(latent_at, rope_at, table, start, tiles, known, dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr,
-          RING: gl.constexpr, PAGE: gl.constexpr, DEPENDENT: gl.constexpr):
-    """Shared memory for the tiles, with the first of them on their way: latents, rotary parts and their barriers; and
-    for a tile of ``dtype`` if theirs is another.
+def _ring(
+    latent_at,
+    rope_at,
+    table,
+    start,
+    tiles,
+    known,
+    dtype: gl.constexpr,
+    C: gl.constexpr,
+    R: gl.constexpr,
+    RING: gl.constexpr,
+    PAGE: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """Shared memory for the tiles, with the first of them on their way: latents, rotary parts and
+    their barriers; and for a tile of ``dtype`` if theirs is another.
 
-    NOTE: lengths, pages and the first ``known`` keys are older than the step's first kernel, so they are asked for
-    before the prologue ends, which adds the other keys: 0.8, 1.9 and 0.4 us of 17, 25 and 50 at 8, 32 and 128 rows.
+    NOTE: lengths, pages and the first ``known`` keys are older than the step's first kernel, so
+    they are asked for before the prologue ends, which adds the other keys: 0.8, 1.9 and 0.4 us of
+    17, 25 and 50 at 8, 32 and 128 rows.
     """
     latent = gl.allocate_shared_memory(latent_at.dtype, [RING, TILE, C], latent_at.layout)
     rope = gl.allocate_shared_memory(latent_at.dtype, [RING, TILE, R], rope_at.layout)
@@ -109,14 +133,30 @@ def _ring(latent_at, rope_at, table, start, tiles, known, dtype: gl.constexpr, C
     for i in gl.static_range(RING):
         first = start + i * TILE
         if (i < tiles) & (first + TILE <= known):
-            _fetch(latent_at, rope_at, gl.load(table + first // PAGE), first, latent.index(i), rope.index(i),
-                   ready.index(i), PAGE)
+            _fetch(
+                latent_at,
+                rope_at,
+                gl.load(table + first // PAGE),
+                first,
+                latent.index(i),
+                rope.index(i),
+                ready.index(i),
+                PAGE,
+            )
     dependent.wait(DEPENDENT)
     for i in gl.static_range(RING):
         first = start + i * TILE
         if (i < tiles) & (first + TILE > known):
-            _fetch(latent_at, rope_at, gl.load(table + first // PAGE), first, latent.index(i), rope.index(i),
-                   ready.index(i), PAGE)
+            _fetch(
+                latent_at,
+                rope_at,
+                gl.load(table + first // PAGE),
+                first,
+                latent.index(i),
+                rope.index(i),
+                ready.index(i),
+                PAGE,
+            )
     if latent_at.dtype == dtype:
         return latent, rope, ready, latent.index(0), rope.index(0)
     else:
@@ -126,16 +166,30 @@ def _ring(latent_at, rope_at, table, start, tiles, known, dtype: gl.constexpr, C
 
 
 @gluon.jit
-def _queries(query, first, pairs, dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Pairs ``first`` and following of a row's ``pairs``, at ``query``, in shared memory: [M, C] and [M, R]."""
+def _queries(
+    query,
+    first,
+    pairs,
+    dtype: gl.constexpr,
+    C: gl.constexpr,
+    R: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+):
+    """Pairs ``first`` and following of a row's ``pairs``, at ``query``, in shared memory: [M, C]
+    and [M, R].
+    """
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     pair = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, flat))
     at = query + pair[:, None] * (C + R)
     c, r = gl.arange(0, C, gl.SliceLayout(0, flat)), gl.arange(0, R, gl.SliceLayout(0, flat))
     real = (pair < pairs)[:, None]
-    q_c = gl.allocate_shared_memory(dtype, [BLOCK_M, C], shared, gl.load(at + c[None, :], mask=real, other=0.0))
-    q_r = gl.allocate_shared_memory(dtype, [BLOCK_M, R], shared, gl.load(at + C + r[None, :], mask=real, other=0.0))
+    q_c = gl.allocate_shared_memory(
+        dtype, [BLOCK_M, C], shared, gl.load(at + c[None, :], mask=real, other=0.0)
+    )
+    q_r = gl.allocate_shared_memory(
+        dtype, [BLOCK_M, R], shared, gl.load(at + C + r[None, :], mask=real, other=0.0)
+    )
     _written()
     return q_c, q_r
 
@@ -152,7 +206,9 @@ def _scores(q_c, q_r, latent, rope, blank, SWAP: gl.constexpr):
 
 @gluon.jit
 def _visible(pos, begin, own, tree, first_key, end, AXIS: gl.constexpr, TREE: gl.constexpr):
-    """Which keys at ``pos`` [N] the query tokens ``own`` [M] see; the row's own tokens begin at ``begin``."""
+    """Which keys at ``pos`` [N] the query tokens ``own`` [M] see; the row's own tokens begin at
+    ``begin``.
+    """
     key = gl.expand_dims(pos, 1 - AXIS)
     if TREE:
         bits = gl.expand_dims(tree, AXIS) >> gl.maximum(key - begin, 0).to(gl.int64)
@@ -164,7 +220,9 @@ def _visible(pos, begin, own, tree, first_key, end, AXIS: gl.constexpr, TREE: gl
 
 @gluon.jit
 def _weights(scores, top, total, AXIS: gl.constexpr):
-    """Softmax goes on over one more tile: its weights, what is kept of the sums so far, and top and total after it."""
+    """Softmax goes on over one more tile: its weights, what is kept of the sums so far, and top and
+    total after it.
+    """
     higher = gl.maximum(top, gl.max(scores, AXIS))
     base = gl.where(higher == float("-inf"), 0.0, higher)
     weights = gl.exp2(scores - gl.expand_dims(base, AXIS))
@@ -185,9 +243,11 @@ def _add(acc, kept, weights, p_smem, latent, AXIS: gl.constexpr):
 
 
 @gluon.jit
-def _store(out, acc, norm, kv_scale, line, real, C: gl.constexpr, AXIS: gl.constexpr, FLAT: gl.constexpr):
-    """out[line] = acc / norm * kv_scale. FLAT (with pairs as columns): by way of shared memory, so that a thread stores
-    16 bytes of a pair side by side and not two."""
+def _store(
+    out, acc, norm, kv_scale, line, real, C: gl.constexpr, AXIS: gl.constexpr, FLAT: gl.constexpr
+):
+    """out[line] = acc / norm * kv_scale. FLAT (with pairs as columns): by way of shared memory, so
+    that a thread stores 16 bytes of a pair side by side and not two."""
     layout: gl.constexpr = acc.type.layout
     side: gl.constexpr = gl.SliceLayout(AXIS, layout)
     inverse = gl.convert_layout(kv_scale / gl.where(norm == 0.0, 1.0, norm), side)
@@ -197,11 +257,15 @@ def _store(out, acc, norm, kv_scale, line, real, C: gl.constexpr, AXIS: gl.const
         here = gl.convert_layout(line, gl.SliceLayout(1, flat)) * C
         kept = gl.convert_layout(real.to(gl.int32), gl.SliceLayout(1, flat)) != 0
         c = gl.arange(0, C, gl.SliceLayout(0, flat))
-        gl.store(out + here[:, None] + c[None, :], gl.convert_layout(value, flat),
-                 mask=kept[:, None] & (c >= 0)[None, :])
+        gl.store(
+            out + here[:, None] + c[None, :],
+            gl.convert_layout(value, flat),
+            mask=kept[:, None] & (c >= 0)[None, :],
+        )
         return
     at = gl.expand_dims(gl.convert_layout(line, side) * C, AXIS) + gl.expand_dims(
-        gl.arange(0, C, gl.SliceLayout(1 - AXIS, layout)), 1 - AXIS)
+        gl.arange(0, C, gl.SliceLayout(1 - AXIS, layout)), 1 - AXIS
+    )
     mask = gl.expand_dims(gl.convert_layout(real.to(gl.int32), side) != 0, AXIS) & (at >= 0)
     gl.store(out + at, (acc * gl.expand_dims(inverse, AXIS)).to(out.dtype.element_ty), mask=mask)
 
@@ -217,39 +281,91 @@ def _last_of(tickets, programs):
 
 
 @gluon.jit
-def _join(partial, lse, out, line, first, pairs, count, SPLITS: gl.constexpr, C: gl.constexpr,
-          BLOCK_M: gl.constexpr):
-    """Pairs ``first`` and following of the row whose pairs begin at ``line``: ``count`` of SPLITS parts become one,
-    and no parts zeros."""
+def _join(
+    partial,
+    lse,
+    out,
+    line,
+    first,
+    pairs,
+    count,
+    SPLITS: gl.constexpr,
+    C: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+):
+    """Pairs ``first`` and following of the row whose pairs begin at ``line``: ``count`` of SPLITS
+    parts become one, and no parts zeros."""
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     pair = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, flat))
     real, c = pair < pairs, gl.arange(0, C, gl.SliceLayout(0, flat))
     top = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, flat))
     for split in gl.static_range(SPLITS):
-        top = gl.maximum(top, gl.load(lse + (line + pair) * SPLITS + split, mask=real & (split < count),
-                                      other=float("-inf"), cache_modifier=".cg"))
+        top = gl.maximum(
+            top,
+            gl.load(
+                lse + (line + pair) * SPLITS + split,
+                mask=real & (split < count),
+                other=float("-inf"),
+                cache_modifier=".cg",
+            ),
+        )
     top = gl.where(top == float("-inf"), 0.0, top)
     total, acc = gl.zeros_like(top), gl.zeros([BLOCK_M, C], gl.float32, flat)
     for split in gl.static_range(SPLITS):
         at, held = (line + pair) * SPLITS + split, real & (split < count)
-        weight = gl.exp2(gl.load(lse + at, mask=held, other=float("-inf"), cache_modifier=".cg") - top)
-        value = gl.load(partial + at[:, None] * C + c[None, :], mask=held[:, None], other=0.0, cache_modifier=".cg")
+        weight = gl.exp2(
+            gl.load(lse + at, mask=held, other=float("-inf"), cache_modifier=".cg") - top
+        )
+        value = gl.load(
+            partial + at[:, None] * C + c[None, :],
+            mask=held[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
         total += weight
         acc += value.to(gl.float32) * weight[:, None]
     acc = acc / gl.where(total == 0.0, 1.0, total)[:, None]
-    gl.store(out + (line + pair)[:, None] * C + c[None, :], acc.to(out.dtype.element_ty), mask=real[:, None])
+    gl.store(
+        out + (line + pair)[:, None] * C + c[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=real[:, None],
+    )
 
 
 @gluon.jit(do_not_specialize=["splits", "first_key", "width", "table_stride"])
-def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tree_mask, out, lse, joined, tickets,
-                             scale, kv_scale, splits, first_key, width, heads, table_stride, C: gl.constexpr,
-                             R: gl.constexpr, BLOCK_M: gl.constexpr, RING: gl.constexpr, PAGE: gl.constexpr,
-                             SPLIT: gl.constexpr, TREE: gl.constexpr, JOIN: gl.constexpr, FLAT: gl.constexpr,
-                             DEPENDENT: gl.constexpr):
-    """As ``mla_decode_kernel``, with the same arguments; ``latent_at`` and ``rope_at`` describe the cache
-    [slots, C + R] in tiles of 64 rows of C and of R numbers. With ``JOIN``, the number of splits, who ends last of
-    those with the same queries joins their parts into ``joined`` [B * W, H, C]. ``FLAT``, below 64 pairs only:
-    see ``_store``."""
+def mla_decode_hopper_kernel(
+    query,
+    latent_at,
+    rope_at,
+    page_table,
+    kv_lens,
+    tree_mask,
+    out,
+    lse,
+    joined,
+    tickets,
+    scale,
+    kv_scale,
+    splits,
+    first_key,
+    width,
+    heads,
+    table_stride,
+    C: gl.constexpr,
+    R: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    RING: gl.constexpr,
+    PAGE: gl.constexpr,
+    SPLIT: gl.constexpr,
+    TREE: gl.constexpr,
+    JOIN: gl.constexpr,
+    FLAT: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """As ``mla_decode_kernel``, with the same arguments; ``latent_at`` and ``rope_at`` describe the
+    cache [slots, C + R] in tiles of 64 rows of C and of R numbers. With ``JOIN``, the number of
+    splits, who ends last of those with the same queries joins their parts into ``joined`` [B * W,
+    H, C]. ``FLAT``, below 64 pairs only: see ``_store``."""
     AXIS: gl.constexpr = 0 if BLOCK_M < 64 else 1  # along which keys lie
     s_layout: gl.constexpr = _score_layout(BLOCK_M, gl.num_warps())
     o_layout: gl.constexpr = _sum_layout(BLOCK_M, C, gl.num_warps())
@@ -272,10 +388,13 @@ def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tre
                     _join(out, lse, joined, line, block * BLOCK_M, pairs, 0, 0, C, BLOCK_M)
             return
     tiles, table = gl.cdiv(end - start, TILE), page_table + row * table_stride
-    latent, rope, ready, wide, wide_r = _ring(latent_at, rope_at, table, start, tiles, length - width, dtype, C, R,
-                                              RING, PAGE, DEPENDENT)
+    latent, rope, ready, wide, wide_r = _ring(
+        latent_at, rope_at, table, start, tiles, length - width, dtype, C, R, RING, PAGE, DEPENDENT
+    )
     q_c, q_r = _queries(query + line * (C + R), block * BLOCK_M, pairs, dtype, C, R, BLOCK_M)
-    p_smem = gl.allocate_shared_memory(dtype, [TILE, BLOCK_M] if AXIS == 0 else [BLOCK_M, TILE], p_layout)
+    p_smem = gl.allocate_shared_memory(
+        dtype, [TILE, BLOCK_M] if AXIS == 0 else [BLOCK_M, TILE], p_layout
+    )
     acc = gl.zeros([C, BLOCK_M] if AXIS == 0 else [BLOCK_M, C], gl.float32, o_layout)
     blank = gl.zeros([TILE, BLOCK_M] if AXIS == 0 else [BLOCK_M, TILE], gl.float32, s_layout)
     pair = block * BLOCK_M + gl.arange(0, BLOCK_M, m_layout)
@@ -288,28 +407,60 @@ def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tre
         ahead, more = n0 + RING * TILE, tile + RING < tiles
         page = gl.load(table + ahead // PAGE, mask=more, other=0)
         mbarrier.wait(ready.index(stage), (tile // RING) & 1)
-        here, here_r = _take(latent.index(stage), rope.index(stage), wide, wide_r, first_key - n0, end - n0, C, R)
+        here, here_r = _take(
+            latent.index(stage), rope.index(stage), wide, wide_r, first_key - n0, end - n0, C, R
+        )
         scores = _scores(q_c, q_r, here, here_r, blank, AXIS == 0)
         seen = _visible(n0 + n, length - width, own, tree, first_key, end, AXIS, TREE)
-        weights, kept, top, total = _weights(gl.where(seen, scores * scale, float("-inf")), top, total, AXIS)
+        weights, kept, top, total = _weights(
+            gl.where(seen, scores * scale, float("-inf")), top, total, AXIS
+        )
         acc = _add(acc, kept, weights, p_smem, here, AXIS)
         barrier()
         if more:
-            _fetch(latent_at, rope_at, page, ahead, latent.index(stage), rope.index(stage), ready.index(stage), PAGE)
+            _fetch(
+                latent_at,
+                rope_at,
+                page,
+                ahead,
+                latent.index(stage),
+                rope.index(stage),
+                ready.index(stage),
+                PAGE,
+            )
     at, norm = (line + pair) * splits + split, gl.sum(total, AXIS)
     if SPLIT:
         gl.store(lse + at, top + gl.log2(norm), mask=pair < pairs)
     _store(out, acc, norm, kv_scale, at, pair < pairs, C, AXIS, FLAT)
     if JOIN > 0:
         if _last_of(tickets + row * gl.num_programs(0) + block, gl.cdiv(length, each)):
-            _join(out, lse, joined, line, block * BLOCK_M, pairs, gl.cdiv(length, each), JOIN, C, BLOCK_M)
+            _join(
+                out,
+                lse,
+                joined,
+                line,
+                block * BLOCK_M,
+                pairs,
+                gl.cdiv(length, each),
+                JOIN,
+                C,
+                BLOCK_M,
+            )
 
 
 def described(kv: Tensor, lora: int) -> tuple[TensorDescriptor, TensorDescriptor]:
     """The cache kv [slots, C + R] in tiles of its first ``lora`` numbers and of those behind them."""
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}[kv.dtype]
+    dtype = {
+        torch.bfloat16: gl.bfloat16,
+        torch.float16: gl.float16,
+        torch.float8_e4m3fn: gl.float8e4nv,
+    }[kv.dtype]
     made = []
     for columns in (lora, kv.shape[1] - lora):
         block = [TILE.value, columns]
-        made.append(TensorDescriptor.from_tensor(kv, block, gl.NVMMASharedLayout.get_default_for(block, dtype)))
+        made.append(
+            TensorDescriptor.from_tensor(
+                kv, block, gl.NVMMASharedLayout.get_default_for(block, dtype)
+            )
+        )
     return made[0], made[1]

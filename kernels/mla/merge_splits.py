@@ -1,4 +1,5 @@
 """Joins what the programs of ``mla_decode`` found in their parts of a row's keys."""
+
 from __future__ import annotations
 
 import triton
@@ -10,12 +11,26 @@ from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["pairs", "splits"])
-def mla_merge_kernel(partial, lse, kv_lens, out, pairs, splits, C: tl.constexpr, BLOCK_D: tl.constexpr,
-                     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """A program: ``BLOCK_D`` numbers of one (query token, head) pair; ``pairs`` of a row lie side by side.
+def mla_merge_kernel(
+    partial,
+    lse,
+    kv_lens,
+    out,
+    pairs,
+    splits,
+    C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """A program: ``BLOCK_D`` numbers of one (query token, head) pair; ``pairs`` of a row lie side
+    by side.
 
-    partial [pair, split, C], lse float32 [pair, split] in base 2 -> out [pair, C]. How many splits of a row hold
-    anything follows from its length as in the kernel before; the first ``CHUNK`` are fetched before that is known.
+    partial [pair, split, C], lse float32 [pair, split] in base 2 -> out [pair, C]. How many splits
+    of a row hold anything follows from its length as in the kernel before; the first ``CHUNK`` are
+    fetched before that is known.
     """
     dependent.begin(DEPENDENT)
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -36,18 +51,34 @@ def mla_merge_kernel(partial, lse, kv_lens, out, pairs, splits, C: tl.constexpr,
     acc = tl.where((i < count)[:, None], value.to(tl.float32), 0.0) * weight[:, None]
     for done in range(CHUNK, count, CHUNK):
         more = done + i < count
-        weight = tl.exp2(tl.load(lse + pair * splits + done + i, mask=more, other=float("-inf")) - top)
+        weight = tl.exp2(
+            tl.load(lse + pair * splits + done + i, mask=more, other=float("-inf")) - top
+        )
         value = tl.load(first + done * C, mask=more[:, None] & inside, other=0.0)
         acc += value.to(tl.float32) * weight[:, None]
     result = tl.sum(acc, axis=0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + pair * C + d, result.to(out.dtype.element_ty), mask=d < C)
 
 
-def merge(partial: Tensor, lse: Tensor, kv_lens: Tensor, out: Tensor, pairs: int, block_n: int) -> None:
+def merge(
+    partial: Tensor, lse: Tensor, kv_lens: Tensor, out: Tensor, pairs: int, block_n: int
+) -> None:
     """partial [B * W, H, S, C], lse float32 [B * W, H, S], kv_lens int32 [B] -> out [B * W, H, C]."""
     tokens, heads, splits, size = partial.shape
     padded = next_power_of_2(splits)
     block_d = min(128, next_power_of_2(size))
     mla_merge_kernel[(tokens * heads, cdiv(size, block_d))](
-        partial, lse, kv_lens, out, pairs, splits, C=size, BLOCK_D=block_d, BLOCK_N=block_n, BLOCK_S=padded,
-        CHUNK=min(16, padded), num_warps=4, **dependent.options())
+        partial,
+        lse,
+        kv_lens,
+        out,
+        pairs,
+        splits,
+        C=size,
+        BLOCK_D=block_d,
+        BLOCK_N=block_n,
+        BLOCK_S=padded,
+        CHUNK=min(16, padded),
+        num_warps=4,
+        **dependent.options(),
+    )

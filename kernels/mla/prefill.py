@@ -1,9 +1,11 @@
-"""Ragged attention over expanded keys and values, for prefill of MLA: scores over N + R numbers, values of V.
+"""Ragged attention over expanded keys and values, for prefill of MLA: scores over N + R numbers,
+values of V.
 
-FlashAttention-2's loop (Dao, 2023): a block of one row's queries against its keys tile by tile, tiles that every query
-of the block sees in full without a mask. The rotary part of the keys is a tensor of its own, so that one for all heads
-need not be copied to each.
+FlashAttention-2's loop (Dao, 2023): a block of one row's queries against its keys tile by tile,
+tiles that every query of the block sees in full without a mask. The rotary part of the keys is a
+tensor of its own, so that one for all heads need not be copied to each.
 """
+
 from __future__ import annotations
 
 import torch
@@ -17,20 +19,56 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _tiles(acc, top, total, q_n, q_r, k_nope, k_rope, v, low, high, keys, last, scale, kn_stride, kr_stride, v_stride,
-           N: tl.constexpr, R: tl.constexpr, V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-           BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
-           PRECISION: tl.constexpr):
-    """Keys ``low`` to ``high`` in tiles of ``BLOCK_K``; query i sees those up to number ``last[i]`` of ``keys``."""
+def _tiles(
+    acc,
+    top,
+    total,
+    q_n,
+    q_r,
+    k_nope,
+    k_rope,
+    v,
+    low,
+    high,
+    keys,
+    last,
+    scale,
+    kn_stride,
+    kr_stride,
+    v_stride,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Keys ``low`` to ``high`` in tiles of ``BLOCK_K``; query i sees those up to number ``last[i]``
+    of ``keys``.
+    """
     n, r, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_V)
     j = tl.arange(0, BLOCK_K)
     for first in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         at = (first + j).to(tl.int64)
         inside = (at < keys)[:, None]
         if MASKED or N != BLOCK_N or R != BLOCK_R or V != BLOCK_V:
-            key_n = tl.load(k_nope + at[:, None] * kn_stride + n[None, :], mask=inside & (n < N)[None, :], other=0.0)
-            key_r = tl.load(k_rope + at[:, None] * kr_stride + r[None, :], mask=inside & (r < R)[None, :], other=0.0)
-            value = tl.load(v + at[:, None] * v_stride + d[None, :], mask=inside & (d < V)[None, :], other=0.0)
+            key_n = tl.load(
+                k_nope + at[:, None] * kn_stride + n[None, :],
+                mask=inside & (n < N)[None, :],
+                other=0.0,
+            )
+            key_r = tl.load(
+                k_rope + at[:, None] * kr_stride + r[None, :],
+                mask=inside & (r < R)[None, :],
+                other=0.0,
+            )
+            value = tl.load(
+                v + at[:, None] * v_stride + d[None, :], mask=inside & (d < V)[None, :], other=0.0
+            )
         else:
             key_n = tl.load(k_nope + at[:, None] * kn_stride + n[None, :])
             key_r = tl.load(k_rope + at[:, None] * kr_stride + r[None, :])
@@ -53,14 +91,42 @@ def _tiles(acc, top, total, q_n, q_r, k_nope, k_rope, v, low, high, keys, last, 
 
 
 @triton.jit(do_not_specialize=["heads"])
-def mla_prefill_kernel(q, k_nope, k_rope, v, out, lse, q_starts, k_starts, scale, heads, q_stride, q_head, kn_stride,
-                       kn_head, kr_stride, kr_head, v_stride, v_head, N: tl.constexpr, R: tl.constexpr,
-                       V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
-                       BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr,
-                       PRECISION: tl.constexpr):
-    """A program: ``BLOCK_Q`` queries of one row and head, the row's last ones first, since they see the most keys.
+def mla_prefill_kernel(
+    q,
+    k_nope,
+    k_rope,
+    v,
+    out,
+    lse,
+    q_starts,
+    k_starts,
+    scale,
+    heads,
+    q_stride,
+    q_head,
+    kn_stride,
+    kn_head,
+    kr_stride,
+    kr_head,
+    v_stride,
+    v_head,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A program: ``BLOCK_Q`` queries of one row and head, the row's last ones first, since they see
+    the most keys.
 
-    ``scale`` carries log2(e). lse float32 [token, head] is the natural logarithm, -inf where a query sees no key.
+    ``scale`` carries log2(e). lse float32 [token, head] is the natural logarithm, -inf where a
+    query sees no key.
     """
     block, head, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     q_first, k_first = tl.load(q_starts + row).to(tl.int64), tl.load(k_starts + row).to(tl.int64)
@@ -72,8 +138,14 @@ def mla_prefill_kernel(q, k_nope, k_rope, v, out, lse, q_starts, k_starts, scale
     n, r, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_V)
     token = (q_first + i)[:, None]
     q += head * q_head
-    q_n = tl.load(q + token * q_stride + n[None, :], mask=(i < queries)[:, None] & (n < N)[None, :], other=0.0)
-    q_r = tl.load(q + token * q_stride + (N + r)[None, :], mask=(i < queries)[:, None] & (r < R)[None, :], other=0.0)
+    q_n = tl.load(
+        q + token * q_stride + n[None, :], mask=(i < queries)[:, None] & (n < N)[None, :], other=0.0
+    )
+    q_r = tl.load(
+        q + token * q_stride + (N + r)[None, :],
+        mask=(i < queries)[:, None] & (r < R)[None, :],
+        other=0.0,
+    )
     acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
     top, total = tl.full([BLOCK_Q], float("-inf"), tl.float32), tl.zeros([BLOCK_Q], tl.float32)
     k_nope += k_first * kn_stride + head * kn_head
@@ -86,25 +158,92 @@ def mla_prefill_kernel(q, k_nope, k_rope, v, out, lse, q_starts, k_starts, scale
     else:
         seen, last, high = keys, tl.zeros_like(i) + keys - 1, keys
     whole = tl.maximum(tl.minimum(seen, keys), 0) // BLOCK_K * BLOCK_K
-    acc, top, total = _tiles(acc, top, total, q_n, q_r, k_nope, k_rope, v, 0, whole, keys, last, scale, kn_stride,
-                             kr_stride, v_stride, N, R, V, BLOCK_N, BLOCK_R, BLOCK_V, BLOCK_K, STAGES, False, PRECISION)
-    acc, top, total = _tiles(acc, top, total, q_n, q_r, k_nope, k_rope, v, whole, high, keys, last, scale, kn_stride,
-                             kr_stride, v_stride, N, R, V, BLOCK_N, BLOCK_R, BLOCK_V, BLOCK_K, STAGES, True, PRECISION)
+    acc, top, total = _tiles(
+        acc,
+        top,
+        total,
+        q_n,
+        q_r,
+        k_nope,
+        k_rope,
+        v,
+        0,
+        whole,
+        keys,
+        last,
+        scale,
+        kn_stride,
+        kr_stride,
+        v_stride,
+        N,
+        R,
+        V,
+        BLOCK_N,
+        BLOCK_R,
+        BLOCK_V,
+        BLOCK_K,
+        STAGES,
+        False,
+        PRECISION,
+    )
+    acc, top, total = _tiles(
+        acc,
+        top,
+        total,
+        q_n,
+        q_r,
+        k_nope,
+        k_rope,
+        v,
+        whole,
+        high,
+        keys,
+        last,
+        scale,
+        kn_stride,
+        kr_stride,
+        v_stride,
+        N,
+        R,
+        V,
+        BLOCK_N,
+        BLOCK_R,
+        BLOCK_V,
+        BLOCK_K,
+        STAGES,
+        True,
+        PRECISION,
+    )
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     line = (q_first + i) * heads + head
-    tl.store(out + line[:, None] * V + d[None, :], acc.to(out.dtype.element_ty),
-             mask=(i < queries)[:, None] & (d < V)[None, :])
+    tl.store(
+        out + line[:, None] * V + d[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=(i < queries)[:, None] & (d < V)[None, :],
+    )
     tl.store(lse + line, (top + tl.log2(total)) * 0.6931471805599453, mask=i < queries)
 
 
-def mla_prefill(q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int,
-                scale: float, causal: bool, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """q [n, H, N + R], k_nope [m, H, N], k_rope [m, R] or [m, H, R], v [m, H, V] -> out [n, H, V], lse float32 [n, H].
+def mla_prefill(
+    q: Tensor,
+    k_nope: Tensor,
+    k_rope: Tensor,
+    v: Tensor,
+    q_starts: Tensor,
+    k_starts: Tensor,
+    max_q: int,
+    scale: float,
+    causal: bool,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """q [n, H, N + R], k_nope [m, H, N], k_rope [m, R] or [m, H, R], v [m, H, V] -> out [n, H, V],
+    lse float32 [n, H].
 
-    Row b's queries are tokens q_starts[b] to q_starts[b + 1] (int32 [B + 1], on the device), its keys likewise; with
-    ``causal`` its last query sees all its keys and each one before it one less. Any strides but of the last dimension.
-    ``lse``: natural logarithm of each query's summed exponentials; where it sees no key, -inf, and ``out`` is zero.
-    With ``out``, which is contiguous, that is written.
+    Row b's queries are tokens q_starts[b] to q_starts[b + 1] (int32 [B + 1], on the device), its
+    keys likewise; with ``causal`` its last query sees all its keys and each one before it one less.
+    Any strides but of the last dimension.
+    ``lse``: natural logarithm of each query's summed exponentials; where it sees no key, -inf, and
+    ``out`` is zero. With ``out``, which is contiguous, that is written.
     """
     (tokens, heads, _) = q.shape
     nope = k_nope.shape[2]
@@ -117,11 +256,38 @@ def mla_prefill(q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, q_starts: 
     assert out.is_contiguous() and all(x.stride(-1) == 1 for x in (q, k_nope, k_rope, v))
     block_q, block_k, warps, stages = _tile(max_q, q.element_size())
     mla_prefill_kernel[(cdiv(max_q, block_q), heads, q_starts.shape[0] - 1)](
-        q, k_nope, k_rope, v, out, lse, q_starts, k_starts, scale * LOG2_E, heads, q.stride(0), q.stride(1),
-        k_nope.stride(0), k_nope.stride(1), k_rope.stride(0), k_rope.stride(1) if k_rope.dim() == 3 else 0, v.stride(0),
-        v.stride(1), N=nope, R=rope, V=size, BLOCK_N=_padded(nope), BLOCK_R=_padded(rope), BLOCK_V=_padded(size),
-        BLOCK_Q=block_q, BLOCK_K=block_k, STAGES=stages, CAUSAL=causal,
-        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages)
+        q,
+        k_nope,
+        k_rope,
+        v,
+        out,
+        lse,
+        q_starts,
+        k_starts,
+        scale * LOG2_E,
+        heads,
+        q.stride(0),
+        q.stride(1),
+        k_nope.stride(0),
+        k_nope.stride(1),
+        k_rope.stride(0),
+        k_rope.stride(1) if k_rope.dim() == 3 else 0,
+        v.stride(0),
+        v.stride(1),
+        N=nope,
+        R=rope,
+        V=size,
+        BLOCK_N=_padded(nope),
+        BLOCK_R=_padded(rope),
+        BLOCK_V=_padded(size),
+        BLOCK_Q=block_q,
+        BLOCK_K=block_k,
+        STAGES=stages,
+        CAUSAL=causal,
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+        num_warps=warps,
+        num_stages=stages,
+    )
     return out, lse
 
 

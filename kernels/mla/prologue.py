@@ -1,7 +1,9 @@
-"""Latent attention's prologue in one launch: norm, both rotations, the cache write, and W_UK's product; and W_UV's.
+"""Latent attention's prologue in one launch: norm, both rotations, the cache write, and W_UK's
+product; and W_UV's.
 
 References are in ``kernels.mla``.
 """
+
 from __future__ import annotations
 
 import torch
@@ -20,8 +22,10 @@ GATHERED = 8  #: cache entries a program of ``gather`` copies
 #: numbers of a line of a query, of which all are full, and lines a program of ``in_e4m3`` rounds
 LINE = 64
 LINES = 32
-FEW = 64  #: decoding tokens up to which W_UK's product is quicker in the prologue than as one of cuBLAS,
-FEW_PAIRS = 2048  #: twice as many where tokens times heads are no more than these; of W_UV's product as well
+#: decoding tokens up to which W_UK's product is quicker in the prologue than as one of cuBLAS,
+FEW = 64
+#: twice as many where tokens times heads are no more than these; of W_UV's product as well
+FEW_PAIRS = 2048
 UV_STORED = 64  #: columns of W_UV's product that a program makes of stored weights
 UK_COLUMNS = 64  #: of one head's product that a program makes
 #: the same of W_UV's, and tokens of them
@@ -31,84 +35,274 @@ UV_ROWS = 32
 
 @triton.jit
 def _put(target, value, FP8: tl.constexpr, inside):
-    """Store float32 ``value`` in target's dtype; FP8 saturates, as the hardware's conversion alone might not."""
+    """Store float32 ``value`` in target's dtype; FP8 saturates, as the hardware's conversion alone
+    might not.
+    """
     if FP8:
         value = tl.clamp(value, -448.0, 448.0)
     tl.store(target, value.to(target.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _product(x, w, out, head, first, column, rows, x_row, x_head, w_head, w_depth, w_column, out_row, out_head,
-             SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
-             DEPENDENT: tl.constexpr):
-    """out[rows, head, columns] = x[rows, head] w[head], ROWS rows from ``first`` and BLOCK columns from ``column`` on:
-    x [rows, H, SIZE], w [H, SIZE, COLUMNS].
+def _product(
+    x,
+    w,
+    out,
+    head,
+    first,
+    column,
+    rows,
+    x_row,
+    x_head,
+    w_head,
+    w_depth,
+    w_column,
+    out_row,
+    out_head,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """out[rows, head, columns] = x[rows, head] w[head], ROWS rows from ``first`` and BLOCK columns
+    from ``column`` on: x [rows, H, SIZE], w [H, SIZE, COLUMNS].
 
     The weights come in before it waits for the kernel that makes x.
     """
     row, at, depth = first + tl.arange(0, ROWS), column + tl.arange(0, BLOCK), tl.arange(0, DEPTH)
-    b = tl.load(w + head * w_head + at[None, :] * w_column + depth[:, None] * w_depth,
-                mask=(depth < SIZE)[:, None] & (at < COLUMNS)[None, :], other=0.0)
+    b = tl.load(
+        w + head * w_head + at[None, :] * w_column + depth[:, None] * w_depth,
+        mask=(depth < SIZE)[:, None] & (at < COLUMNS)[None, :],
+        other=0.0,
+    )
     dependent.wait(DEPENDENT)
-    a = tl.load(x + head * x_head + row[:, None] * x_row + depth[None, :],
-                mask=(row < rows)[:, None] & (depth < SIZE)[None, :], other=0.0)
+    a = tl.load(
+        x + head * x_head + row[:, None] * x_row + depth[None, :],
+        mask=(row < rows)[:, None] & (depth < SIZE)[None, :],
+        other=0.0,
+    )
     target = out + head * out_head + row[:, None] * out_row + at[None, :]
-    tl.store(target, tl.dot(a, b, input_precision="ieee").to(out.dtype.element_ty),
-             mask=(row < rows)[:, None] & (at < COLUMNS)[None, :])
+    tl.store(
+        target,
+        tl.dot(a, b, input_precision="ieee").to(out.dtype.element_ty),
+        mask=(row < rows)[:, None] & (at < COLUMNS)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _by_heads(x, w, out, rows, x_row, x_head, w_head, w_depth, w_column, out_row, out_head,
-              SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
-              DEPENDENT: tl.constexpr):
+def _by_heads(
+    x,
+    w,
+    out,
+    rows,
+    x_row,
+    x_head,
+    w_head,
+    w_depth,
+    w_column,
+    out_row,
+    out_head,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     dependent.begin(DEPENDENT)
     head = tl.program_id(0).to(tl.int64)
-    _product(x, w, out, head, tl.program_id(2) * ROWS, tl.program_id(1) * BLOCK, rows, x_row, x_head, w_head, w_depth,
-             w_column, out_row, out_head, SIZE, COLUMNS, ROWS, BLOCK, DEPTH, DEPENDENT)
+    _product(
+        x,
+        w,
+        out,
+        head,
+        tl.program_id(2) * ROWS,
+        tl.program_id(1) * BLOCK,
+        rows,
+        x_row,
+        x_head,
+        w_head,
+        w_depth,
+        w_column,
+        out_row,
+        out_head,
+        SIZE,
+        COLUMNS,
+        ROWS,
+        BLOCK,
+        DEPTH,
+        DEPENDENT,
+    )
 
 
 @triton.jit(do_not_specialize=["tokens", "decode", "heads"])
-def _prologue(query, compressed, weight, cos_sin, cache, slots, absorbed, own, w_uk, scales, tokens, decode, eps,
-              query_token, query_head, compressed_token, cos_token, cache_slot, absorbed_token, absorbed_head,
-              own_token, uk_head, uk_depth, uk_column, scale_head, scale_depth, scale_column, heads, NOPE: tl.constexpr,
-              LORA: tl.constexpr, HALF: tl.constexpr, LORA_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
-              HEAD_BLOCK: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr,
-              UK_BLOCKS: tl.constexpr, UK_BLOCK: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-              STORED: tl.constexpr, DEPENDENT: tl.constexpr, LEADS: tl.constexpr):
-    """Programs 0 to tokens * PARTS - 1: a token's key, or some of its query heads; those behind: W_UK's product, of
-    codes and the scales of their blocks where it is STORED."""
+def _prologue(
+    query,
+    compressed,
+    weight,
+    cos_sin,
+    cache,
+    slots,
+    absorbed,
+    own,
+    w_uk,
+    scales,
+    tokens,
+    decode,
+    eps,
+    query_token,
+    query_head,
+    compressed_token,
+    cos_token,
+    cache_slot,
+    absorbed_token,
+    absorbed_head,
+    own_token,
+    uk_head,
+    uk_depth,
+    uk_column,
+    scale_head,
+    scale_depth,
+    scale_column,
+    heads,
+    NOPE: tl.constexpr,
+    LORA: tl.constexpr,
+    HALF: tl.constexpr,
+    LORA_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FP8: tl.constexpr,
+    UK_BLOCKS: tl.constexpr,
+    UK_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STORED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    LEADS: tl.constexpr,
+):
+    """Programs 0 to tokens * PARTS - 1: a token's key, or some of its query heads; those behind:
+    W_UK's product, of codes and the scales of their blocks where it is STORED."""
     dependent.begin(LEADS)
     program = tl.program_id(0)
     if program < tokens * PARTS:
         dependent.wait(DEPENDENT)
-        _token(query, compressed, weight, cos_sin, cache, slots, absorbed, own, (program // PARTS).to(tl.int64),
-               program % PARTS, decode, eps, query_token, query_head, compressed_token, cos_token, cache_slot,
-               absorbed_token, absorbed_head, own_token, heads, NOPE, LORA, HALF, LORA_BLOCK, HALF_BLOCK, HEAD_BLOCK,
-               INTERLEAVED, FP8)
+        _token(
+            query,
+            compressed,
+            weight,
+            cos_sin,
+            cache,
+            slots,
+            absorbed,
+            own,
+            (program // PARTS).to(tl.int64),
+            program % PARTS,
+            decode,
+            eps,
+            query_token,
+            query_head,
+            compressed_token,
+            cos_token,
+            cache_slot,
+            absorbed_token,
+            absorbed_head,
+            own_token,
+            heads,
+            NOPE,
+            LORA,
+            HALF,
+            LORA_BLOCK,
+            HALF_BLOCK,
+            HEAD_BLOCK,
+            INTERLEAVED,
+            FP8,
+        )
     elif UK_BLOCKS > 0:
         program -= tokens * PARTS
         head, column = (program // UK_BLOCKS).to(tl.int64), program % UK_BLOCKS * UK_BLOCK
         if STORED:
-            scaled_product(query, w_uk, scales, absorbed, head, column, decode, query_token, query_head, uk_head,
-                           uk_depth, uk_column, scale_head, scale_depth, scale_column, absorbed_token, absorbed_head,
-                           NOPE, LORA, ROWS, UK_BLOCK, DEPENDENT)
+            scaled_product(
+                query,
+                w_uk,
+                scales,
+                absorbed,
+                head,
+                column,
+                decode,
+                query_token,
+                query_head,
+                uk_head,
+                uk_depth,
+                uk_column,
+                scale_head,
+                scale_depth,
+                scale_column,
+                absorbed_token,
+                absorbed_head,
+                NOPE,
+                LORA,
+                ROWS,
+                UK_BLOCK,
+                DEPENDENT,
+            )
         else:
-            _product(query, w_uk, absorbed, head, 0, column, decode, query_token, query_head, uk_head, uk_depth,
-                     uk_column, absorbed_token, absorbed_head, NOPE, LORA, ROWS, UK_BLOCK, DEPTH, DEPENDENT)
+            _product(
+                query,
+                w_uk,
+                absorbed,
+                head,
+                0,
+                column,
+                decode,
+                query_token,
+                query_head,
+                uk_head,
+                uk_depth,
+                uk_column,
+                absorbed_token,
+                absorbed_head,
+                NOPE,
+                LORA,
+                ROWS,
+                UK_BLOCK,
+                DEPTH,
+                DEPENDENT,
+            )
 
 
 @triton.jit
-def _turn(source, target, own, keep, cos, sin, source_head, target_head, first, heads, HALF: tl.constexpr,
-          HALF_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr):
-    """HEAD_BLOCK rotary parts [2 * HALF] of one token, rotated, into ``target``, which may be ``source``; with
-    ``keep`` into ``own``, too. Neighbours are read and written side by side."""
+def _turn(
+    source,
+    target,
+    own,
+    keep,
+    cos,
+    sin,
+    source_head,
+    target_head,
+    first,
+    heads,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """HEAD_BLOCK rotary parts [2 * HALF] of one token, rotated, into ``target``, which may be
+    ``source``; with ``keep`` into ``own``, too. Neighbours are read and written side by side."""
     head = first + tl.arange(0, HEAD_BLOCK)[:, None]
     if INTERLEAVED:
         at = tl.arange(0, 2 * HALF_BLOCK)[None, :]
         inside = (head < heads) & (at < 2 * HALF)
         pairs = tl.load(source + head * source_head + at, mask=inside, other=0.0).to(tl.float32)
         a, b = tl.split(tl.reshape(pairs, (HEAD_BLOCK, HALF_BLOCK, 2)))
-        turned = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (HEAD_BLOCK, 2 * HALF_BLOCK))
+        turned = tl.reshape(
+            tl.join(a * cos - b * sin, b * cos + a * sin), (HEAD_BLOCK, 2 * HALF_BLOCK)
+        )
         _put(target + head * target_head + at, turned, FP8, inside)
         if keep:
             _put(own + at, turned, False, inside)
@@ -116,7 +310,9 @@ def _turn(source, target, own, keep, cos, sin, source_head, target_head, first, 
         column = tl.arange(0, HALF_BLOCK)[None, :]
         both = (head < heads) & (column < HALF)
         left = tl.load(source + head * source_head + column, mask=both, other=0.0).to(tl.float32)
-        right = tl.load(source + head * source_head + HALF + column, mask=both, other=0.0).to(tl.float32)
+        right = tl.load(source + head * source_head + HALF + column, mask=both, other=0.0).to(
+            tl.float32
+        )
         _put(target + head * target_head + column, left * cos - right * sin, FP8, both)
         _put(target + head * target_head + HALF + column, right * cos + left * sin, FP8, both)
         if keep:
@@ -125,16 +321,46 @@ def _turn(source, target, own, keep, cos, sin, source_head, target_head, first, 
 
 
 @triton.jit
-def _token(query, compressed, weight, cos_sin, cache, slots, absorbed, own, token, part, decode, eps, query_token,
-           query_head, compressed_token, cos_token, cache_slot, absorbed_token, absorbed_head, own_token, heads,
-           NOPE: tl.constexpr, LORA: tl.constexpr, HALF: tl.constexpr, LORA_BLOCK: tl.constexpr,
-           HALF_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr):
+def _token(
+    query,
+    compressed,
+    weight,
+    cos_sin,
+    cache,
+    slots,
+    absorbed,
+    own,
+    token,
+    part,
+    decode,
+    eps,
+    query_token,
+    query_head,
+    compressed_token,
+    cos_token,
+    cache_slot,
+    absorbed_token,
+    absorbed_head,
+    own_token,
+    heads,
+    NOPE: tl.constexpr,
+    LORA: tl.constexpr,
+    HALF: tl.constexpr,
+    LORA_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FP8: tl.constexpr,
+):
     """The key of a token (part 0), or HEAD_BLOCK of its query heads."""
     pair = tl.arange(0, HALF_BLOCK)
     cos = tl.load(cos_sin + token * cos_token + pair, mask=pair < HALF, other=0.0)[None, :]
     sin = tl.load(cos_sin + token * cos_token + HALF + pair, mask=pair < HALF, other=0.0)[None, :]
     if part == 0:
-        source, target = compressed + token * compressed_token, cache + tl.load(slots + token) * cache_slot
+        source, target = (
+            compressed + token * compressed_token,
+            cache + tl.load(slots + token) * cache_slot,
+        )
         mine, behind = own + (token - decode) * own_token, token >= decode
         column = tl.arange(0, LORA_BLOCK)
         held = column < LORA
@@ -144,48 +370,130 @@ def _token(query, compressed, weight, cos_sin, cache, slots, absorbed, own, toke
         _put(target + column, latent, FP8, held)
         if behind:
             _put(mine + column, latent, False, held)
-        _turn(source + LORA, target + LORA, mine + LORA, behind, cos, sin, 0, 0, 0, 1, HALF, HALF_BLOCK, 1, INTERLEAVED,
-              FP8)
+        _turn(
+            source + LORA,
+            target + LORA,
+            mine + LORA,
+            behind,
+            cos,
+            sin,
+            0,
+            0,
+            0,
+            1,
+            HALF,
+            HALF_BLOCK,
+            1,
+            INTERLEAVED,
+            FP8,
+        )
     else:
         rotary, first = query + token * query_token + NOPE, (part - 1) * HEAD_BLOCK
         if token < decode:
-            _turn(rotary, absorbed + token * absorbed_token + LORA, rotary, False, cos, sin, query_head, absorbed_head,
-                  first, heads, HALF, HALF_BLOCK, HEAD_BLOCK, INTERLEAVED, False)
+            _turn(
+                rotary,
+                absorbed + token * absorbed_token + LORA,
+                rotary,
+                False,
+                cos,
+                sin,
+                query_head,
+                absorbed_head,
+                first,
+                heads,
+                HALF,
+                HALF_BLOCK,
+                HEAD_BLOCK,
+                INTERLEAVED,
+                False,
+            )
         else:
-            _turn(rotary, rotary, rotary, False, cos, sin, query_head, query_head, first, heads, HALF, HALF_BLOCK,
-                  HEAD_BLOCK, INTERLEAVED, False)
+            _turn(
+                rotary,
+                rotary,
+                rotary,
+                False,
+                cos,
+                sin,
+                query_head,
+                query_head,
+                first,
+                heads,
+                HALF,
+                HALF_BLOCK,
+                HEAD_BLOCK,
+                INTERLEAVED,
+                False,
+            )
 
 
 @triton.jit
-def _store(latent, k_rope, cache, slots, latent_token, rope_token, cache_slot, LORA: tl.constexpr, ROPE: tl.constexpr,
-           BLOCK: tl.constexpr, FP8: tl.constexpr):
+def _store(
+    latent,
+    k_rope,
+    cache,
+    slots,
+    latent_token,
+    rope_token,
+    cache_slot,
+    LORA: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     first = column < LORA
     value = tl.load(latent + token * latent_token + column, mask=first, other=0.0).to(tl.float32)
     second = (column >= LORA) & (column < LORA + ROPE)
-    value += tl.load(k_rope + token * rope_token + column - LORA, mask=second, other=0.0).to(tl.float32)
+    value += tl.load(k_rope + token * rope_token + column - LORA, mask=second, other=0.0).to(
+        tl.float32
+    )
     _put(cache + tl.load(slots + token) * cache_slot + column, value, FP8, column < LORA + ROPE)
 
 
 @triton.jit(do_not_specialize=["count"])
-def _gather(cache, slots, out, count, cache_slot, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _gather(
+    cache,
+    slots,
+    out,
+    count,
+    cache_slot,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < count)[:, None] & (column < SIZE)[None, :]
     slot = tl.load(slots + row, mask=row < count, other=0).to(tl.int64)
-    value = tl.load(cache + (slot * cache_slot)[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(
+        cache + (slot * cache_slot)[:, None] + column[None, :], mask=inside, other=0.0
+    ).to(tl.float32)
     target = out + (row.to(tl.int64) * SIZE)[:, None] + column[None, :]
     tl.store(target, value.to(out.dtype.element_ty), mask=inside)
 
 
-def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, interleaved: bool,
-             cache: Tensor, slots: Tensor, absorbed: Tensor, own: Tensor, w_uk: Tensor, leads: bool = False,
-             stored: Blocks | None = None) -> None:
-    """As ``kernels.mla.prologue``. Tokens may be strided; within a token the last dimension is contiguous.
+def prologue(
+    query: Tensor,
+    compressed: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    interleaved: bool,
+    cache: Tensor,
+    slots: Tensor,
+    absorbed: Tensor,
+    own: Tensor,
+    w_uk: Tensor,
+    leads: bool = False,
+    stored: Blocks | None = None,
+) -> None:
+    """As ``kernels.mla.prologue``. Tokens may be strided; within a token the last dimension is
+    contiguous.
 
-    ``leads``: the kernel behind waits for this one as ``dependent`` asks, so that it may start early. ``stored`` only
-    for few decoding tokens.
+    ``leads``: the kernel behind waits for this one as ``dependent`` asks, so that it may start
+    early. ``stored`` only for few decoding tokens.
     """
     tokens, heads, size = query.shape
     lora = norm_weight.shape[0]
@@ -201,14 +509,48 @@ def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float,
     uk_block = min(UK_COLUMNS, next_power_of_2(lora)) if stored is None else mla_absorbed_fp8.BLOCK
     uk_blocks = cdiv(lora, uk_block) if few else 0
     _prologue[(tokens * parts + heads * uk_blocks,)](
-        query, compressed, norm_weight, cos_sin, cache, slots, absorbed, own, weight, scales, tokens, decode, eps,
-        query.stride(0), query.stride(1), compressed.stride(0), cos_sin.stride(0), cache.stride(0), absorbed.stride(0),
-        absorbed.stride(1), own.stride(0), *weight.stride(), *scales.stride(), heads, NOPE=size - rope, LORA=lora,
-        HALF=rope // 2, LORA_BLOCK=next_power_of_2(lora), HALF_BLOCK=next_power_of_2(rope // 2),
-        HEAD_BLOCK=block, PARTS=parts, INTERLEAVED=interleaved, FP8=cache.dtype is torch.float8_e4m3fn,
-        UK_BLOCKS=uk_blocks, UK_BLOCK=uk_block, ROWS=_tile(decode) if few else 16, DEPTH=_tile(size - rope),
-        STORED=stored is not None, num_warps=8 if few and decode > FEW else 4, **(options := dependent.options()),
-        LEADS=options["DEPENDENT"] and leads and few)
+        query,
+        compressed,
+        norm_weight,
+        cos_sin,
+        cache,
+        slots,
+        absorbed,
+        own,
+        weight,
+        scales,
+        tokens,
+        decode,
+        eps,
+        query.stride(0),
+        query.stride(1),
+        compressed.stride(0),
+        cos_sin.stride(0),
+        cache.stride(0),
+        absorbed.stride(0),
+        absorbed.stride(1),
+        own.stride(0),
+        *weight.stride(),
+        *scales.stride(),
+        heads,
+        NOPE=size - rope,
+        LORA=lora,
+        HALF=rope // 2,
+        LORA_BLOCK=next_power_of_2(lora),
+        HALF_BLOCK=next_power_of_2(rope // 2),
+        HEAD_BLOCK=block,
+        PARTS=parts,
+        INTERLEAVED=interleaved,
+        FP8=cache.dtype is torch.float8_e4m3fn,
+        UK_BLOCKS=uk_blocks,
+        UK_BLOCK=uk_block,
+        ROWS=_tile(decode) if few else 16,
+        DEPTH=_tile(size - rope),
+        STORED=stored is not None,
+        num_warps=8 if few and decode > FEW else 4,
+        **(options := dependent.options()),
+        LEADS=options["DEPENDENT"] and leads and few,
+    )
     if decode and not few:
         _bmm(query[:decode, :, : size - rope], w_uk, absorbed[..., :lora])
 
@@ -218,11 +560,13 @@ def absorb(q_nope: Tensor, w_uk: Tensor, absorbed: Tensor) -> None:
     _bmm(q_nope, w_uk, absorbed[..., : w_uk.shape[2]])
 
 
-def project(latent: Tensor, w_uv: Tensor, out: Tensor, follows: bool = False, stored: Blocks | None = None) -> None:
+def project(
+    latent: Tensor, w_uv: Tensor, out: Tensor, follows: bool = False, stored: Blocks | None = None
+) -> None:
     """As ``kernels.mla.project``. latent and out are contiguous in their last dimension.
 
-    ``follows``: the kernel before waits for those before it, as ``dependent`` asks, so that this one may start early.
-    ``stored`` only for few tokens.
+    ``follows``: the kernel before waits for those before it, as ``dependent`` asks, so that this
+    one may start early. ``stored`` only for few tokens.
     """
     tokens, heads, _ = latent.shape
     if stored is not None:
@@ -239,9 +583,23 @@ def by_heads(x: Tensor, w: Tensor, out: Tensor, block: int, follows: bool) -> No
     columns = w.shape[2]
     tile = min(UV_ROWS, _tile(tokens))
     _by_heads[(heads, cdiv(columns, block), cdiv(tokens, tile))](
-        x, w, out, tokens, x.stride(0), x.stride(1), *w.stride(), out.stride(0), out.stride(1), SIZE=size,
-        COLUMNS=columns, ROWS=tile, BLOCK=block, DEPTH=_tile(size), num_warps=4,
-        **(dependent.options() if follows else {"DEPENDENT": False}))
+        x,
+        w,
+        out,
+        tokens,
+        x.stride(0),
+        x.stride(1),
+        *w.stride(),
+        out.stride(0),
+        out.stride(1),
+        SIZE=size,
+        COLUMNS=columns,
+        ROWS=tile,
+        BLOCK=block,
+        DEPTH=_tile(size),
+        num_warps=4,
+        **(dependent.options() if follows else {"DEPENDENT": False}),
+    )
 
 
 def _bmm(x: Tensor, w: Tensor, out: Tensor) -> None:
@@ -260,8 +618,19 @@ def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:
     rope = k_rope.shape[1]
     if not tokens:
         return
-    _store[(tokens,)](latent, k_rope, cache, slots, latent.stride(0), k_rope.stride(0), cache.stride(0), LORA=lora,
-                      ROPE=rope, BLOCK=next_power_of_2(lora + rope), FP8=cache.dtype is torch.float8_e4m3fn)
+    _store[(tokens,)](
+        latent,
+        k_rope,
+        cache,
+        slots,
+        latent.stride(0),
+        k_rope.stride(0),
+        cache.stride(0),
+        LORA=lora,
+        ROPE=rope,
+        BLOCK=next_power_of_2(lora + rope),
+        FP8=cache.dtype is torch.float8_e4m3fn,
+    )
 
 
 def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
@@ -270,8 +639,16 @@ def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     size = cache.shape[1]
     out = torch.empty(count, size, dtype=dtype, device=cache.device)
     if count:
-        _gather[(cdiv(count, GATHERED),)](cache, slots, out, count, cache.stride(0), SIZE=size,
-                                          BLOCK=next_power_of_2(size), ROWS=GATHERED)
+        _gather[(cdiv(count, GATHERED),)](
+            cache,
+            slots,
+            out,
+            count,
+            cache.stride(0),
+            SIZE=size,
+            BLOCK=next_power_of_2(size),
+            ROWS=GATHERED,
+        )
     return out
 
 

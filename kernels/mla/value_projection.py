@@ -1,8 +1,11 @@
-"""W_UV's product of what the programs of ``mla_decode`` found in their parts of a row's keys, which it joins itself.
+"""W_UV's product of what the programs of ``mla_decode`` found in their parts of a row's keys, which
+it joins itself.
 
-One launch less than ``mla_merge`` and ``mla_prologue.project``, and one pass over memory and one wait less than where
-the last program of a row joins its parts. References: ``mla_merge``, then ``kernels.mla.project``.
+One launch less than ``mla_merge`` and ``mla_prologue.project``, and one pass over memory and one
+wait less than where the last program of a row joins its parts. References: ``mla_merge``, then
+``kernels.mla.project``.
 """
+
 from __future__ import annotations
 
 import torch
@@ -22,13 +25,33 @@ WIDE = 16  #: rows above which a program has 8 warps; both measured with 16 head
 
 
 @triton.jit(do_not_specialize=["rows", "heads"])
-def _joined(partial, lse, lens, w, out, rows, heads, w_head, w_depth, w_column, out_row, out_head,
-            SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_S: tl.constexpr, SHARES: tl.constexpr, DEPTH: tl.constexpr,
-            ROWS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr):
+def _joined(
+    partial,
+    lse,
+    lens,
+    w,
+    out,
+    rows,
+    heads,
+    w_head,
+    w_depth,
+    w_column,
+    out_row,
+    out_head,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SHARES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """A program: BLOCK columns of one head's product for ROWS rows.
 
-    How many of SPLITS parts a row has follows from its length as in the kernel before. Weights and, as there, lengths
-    are older than the step's first kernel, so they come in before it waits.
+    How many of SPLITS parts a row has follows from its length as in the kernel before. Weights and,
+    as there, lengths are older than the step's first kernel, so they come in before it waits.
     """
     dependent.begin(DEPENDENT)
     head = tl.program_id(0).to(tl.int64)
@@ -41,8 +64,11 @@ def _joined(partial, lse, lens, w, out, rows, heads, w_head, w_depth, w_column, 
     count = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, SPLITS), 1))
     line = (row.to(tl.int64) * heads + head) * SPLITS
     dependent.wait(DEPENDENT)
-    state = tl.load(lse + line[:, None] + s[None, :], mask=real[:, None] & (s[None, :] < count[:, None]),
-                    other=float("-inf"))
+    state = tl.load(
+        lse + line[:, None] + s[None, :],
+        mask=real[:, None] & (s[None, :] < count[:, None]),
+        other=float("-inf"),
+    )
     top = tl.max(state, 1)
     share = tl.exp2(state - tl.where(top == float("-inf"), 0.0, top)[:, None])
     total = tl.sum(share, 1)
@@ -52,8 +78,11 @@ def _joined(partial, lse, lens, w, out, rows, heads, w_head, w_depth, w_column, 
     for first in tl.static_range(0, SPLITS, CHUNK):
         if first == 0 or first < most:
             for split in tl.static_range(first, min(first + CHUNK, SPLITS)):
-                value = tl.load(partial + (line + split)[None, :, None] * (SHARES * DEPTH) + depth,
-                                mask=(real & (split < count))[None, :, None], other=0.0)
+                value = tl.load(
+                    partial + (line + split)[None, :, None] * (SHARES * DEPTH) + depth,
+                    mask=(real & (split < count))[None, :, None],
+                    other=0.0,
+                )
                 mine = tl.sum(tl.where(s[None, :] == split, share, 0.0), 1)
                 latent += value.to(tl.float32) * mine[None, :, None]
     product = tl.dot(weights, tl.trans(latent.to(weights.dtype), 0, 2, 1), input_precision="ieee")
@@ -62,23 +91,50 @@ def _joined(partial, lse, lens, w, out, rows, heads, w_head, w_depth, w_column, 
 
 
 def fits(lora: int, value: int) -> bool:
-    """Are these sizes of the latent and of a head's value ones that programs share out without a rest?"""
+    """Are these sizes of the latent and of a head's value ones that programs share out without a
+    rest?
+    """
     return lora >= 16 * SHARES and lora & (lora - 1) == 0 and value % COLUMNS == 0
 
 
-def project(partial: Tensor, lse: Tensor, kv_lens: Tensor, w_uv: Tensor, out: Tensor, block_n: int) -> None:
-    """What ``decode_parts`` gives of rows with one query token each: partial [B, H, S, C], lse float32 [B, H, S] in
-    base 2; kv_lens int32 [B], w_uv [H, C, V], by tiles of ``block_n`` keys -> out [B, H, V], each row contiguous.
+def project(
+    partial: Tensor, lse: Tensor, kv_lens: Tensor, w_uv: Tensor, out: Tensor, block_n: int
+) -> None:
+    """What ``decode_parts`` gives of rows with one query token each: partial [B, H, S, C], lse
+    float32 [B, H, S] in base 2; kv_lens int32 [B], w_uv [H, C, V], by tiles of ``block_n`` keys ->
+    out [B, H, V], each row contiguous.
 
     Rows without any key become zeros. The kernel before has to wait as ``dependent`` asks.
     """
     rows, heads, splits, lora = partial.shape
-    assert len(kv_lens) == rows and partial.is_contiguous() and lse.is_contiguous() and out.stride(2) == 1
+    assert (
+        len(kv_lens) == rows
+        and partial.is_contiguous()
+        and lse.is_contiguous()
+        and out.stride(2) == 1
+    )
     assert fits(lora, w_uv.shape[2]) and lse.dtype is torch.float32
     if not rows:
         return
     _joined[(heads, w_uv.shape[2] // COLUMNS, cdiv(rows, ROWS))](
-        partial, lse, kv_lens, w_uv, out, rows, heads, *w_uv.stride(), out.stride(0), out.stride(1), SPLITS=splits,
+        partial,
+        lse,
+        kv_lens,
+        w_uv,
+        out,
+        rows,
+        heads,
+        *w_uv.stride(),
+        out.stride(0),
+        out.stride(1),
+        SPLITS=splits,
         CHUNK=splits if splits <= AT_ONCE else CHUNK,
-        BLOCK_S=next_power_of_2(splits), SHARES=SHARES, DEPTH=lora // SHARES, ROWS=ROWS, BLOCK=COLUMNS,
-        TILE=block_n, num_warps=8 if rows > WIDE else 4, **dependent.options())
+        BLOCK_S=next_power_of_2(splits),
+        SHARES=SHARES,
+        DEPTH=lora // SHARES,
+        ROWS=ROWS,
+        BLOCK=COLUMNS,
+        TILE=block_n,
+        num_warps=8 if rows > WIDE else 4,
+        **dependent.options(),
+    )

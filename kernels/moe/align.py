@@ -1,8 +1,10 @@
-"""Tokens in order of their experts, each expert's filled up to whole tiles: what a grouped product walks over.
+"""Tokens in order of their experts, each expert's filled up to whole tiles: what a grouped product
+walks over.
 
-Nothing here depends on a value on the host: grids and sizes follow from the shape of the ids alone. Within an expert
-the order is that of the tokens, so results repeat bit by bit.
+Nothing here depends on a value on the host: grids and sizes follow from the shape of the ids alone.
+Within an expert the order is that of the tokens, so results repeat bit by bit.
 """
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -23,11 +25,13 @@ class Alignment(NamedTuple):
     """Pair t * K + k is token t's k-th expert.
 
     Attributes:
-        sorted_pairs: int32 [padded pairs at most]: pairs in order of expert, T * K in the padding; undefined from
-            ``num_padded`` on.
-        expert_of_block: int32 [blocks at most]: the expert of each ``block_m`` of them, -1 from the last block on.
+        sorted_pairs: int32 [padded pairs at most]: pairs in order of expert, T * K in the padding;
+            undefined from ``num_padded`` on.
+        expert_of_block: int32 [blocks at most]: the expert of each ``block_m`` of them, -1 from the
+            last block on.
         num_padded: int32 [1].
-        ends: int32 [experts]: the place behind each expert's last pair; where its first would be if it has none.
+        ends: int32 [experts]: the place behind each expert's last pair; where its first would be if
+            it has none.
     """
 
     sorted_pairs: Tensor
@@ -42,9 +46,22 @@ def max_blocks(pairs: int, experts: int, block_m: int) -> int:
 
 
 @triton.jit
-def _fill(sorted_pairs, expert_of_block, num_padded, ends, padded, counts, expert, pairs, blocks,
-          BLOCK_M: tl.constexpr, BINS: tl.constexpr, WIDTH: tl.constexpr):
-    """What belongs to ``expert`` beside its pairs: its padding and its blocks; the first expert closes the lists.
+def _fill(
+    sorted_pairs,
+    expert_of_block,
+    num_padded,
+    ends,
+    padded,
+    counts,
+    expert,
+    pairs,
+    blocks,
+    BLOCK_M: tl.constexpr,
+    BINS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """What belongs to ``expert`` beside its pairs: its padding and its blocks; the first expert
+    closes the lists.
 
     Returns its first place.
     """
@@ -75,8 +92,21 @@ def _load_ids(ids, place, pairs, experts, BINS: tl.constexpr):
 
 
 @triton.jit
-def _by_expert(ids, sorted_pairs, expert_of_block, num_padded, ends, pairs, experts, blocks, BLOCK_M: tl.constexpr,
-               BINS: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr):
+def _by_expert(
+    ids,
+    sorted_pairs,
+    expert_of_block,
+    num_padded,
+    ends,
+    pairs,
+    experts,
+    blocks,
+    BLOCK_M: tl.constexpr,
+    BINS: tl.constexpr,
+    SPAN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """One program an expert."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
@@ -84,11 +114,25 @@ def _by_expert(ids, sorted_pairs, expert_of_block, num_padded, ends, pairs, expe
     bins = tl.arange(0, BINS)
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, pairs, SPAN):
-        counts += tl.histogram(_load_ids(ids, start + tl.arange(0, SPAN), pairs, experts, BINS), BINS)
+        counts += tl.histogram(
+            _load_ids(ids, start + tl.arange(0, SPAN), pairs, experts, BINS), BINS
+        )
     counts = tl.where(bins < experts, counts, 0)
     padded = (counts + BLOCK_M - 1) // BLOCK_M * BLOCK_M
-    place = _fill(sorted_pairs, expert_of_block, num_padded, ends, padded, counts, expert, pairs, blocks, BLOCK_M, BINS,
-                  WIDTH)
+    place = _fill(
+        sorted_pairs,
+        expert_of_block,
+        num_padded,
+        ends,
+        padded,
+        counts,
+        expert,
+        pairs,
+        blocks,
+        BLOCK_M,
+        BINS,
+        WIDTH,
+    )
     for start in range(0, pairs, SPAN):
         pair = start + tl.arange(0, SPAN)
         mine = _load_ids(ids, pair, pairs, experts, BINS) == expert
@@ -98,13 +142,23 @@ def _by_expert(ids, sorted_pairs, expert_of_block, num_padded, ends, pairs, expe
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _count(ids, counts, pairs, experts, chunks, BINS: tl.constexpr, SPAN: tl.constexpr,
-           DEPENDENT: tl.constexpr):
+def _count(
+    ids,
+    counts,
+    pairs,
+    experts,
+    chunks,
+    BINS: tl.constexpr,
+    SPAN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """counts [BINS, chunks]: how often each chunk of ids names each expert."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     chunk = tl.program_id(0)
-    found = tl.histogram(_load_ids(ids, chunk * SPAN + tl.arange(0, SPAN), pairs, experts, BINS), BINS)
+    found = tl.histogram(
+        _load_ids(ids, chunk * SPAN + tl.arange(0, SPAN), pairs, experts, BINS), BINS
+    )
     tl.store(counts + tl.arange(0, BINS) * chunks + chunk, found)
 
 
@@ -124,9 +178,24 @@ def _scan(counts, totals, chunks, SPAN: tl.constexpr, DEPENDENT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["chunks", "blocks"])
-def _place(ids, counts, totals, sorted_pairs, expert_of_block, num_padded, ends, pairs, experts, chunks, blocks,
-           BLOCK_M: tl.constexpr, BINS: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr,
-           DEPENDENT: tl.constexpr):
+def _place(
+    ids,
+    counts,
+    totals,
+    sorted_pairs,
+    expert_of_block,
+    num_padded,
+    ends,
+    pairs,
+    experts,
+    chunks,
+    blocks,
+    BLOCK_M: tl.constexpr,
+    BINS: tl.constexpr,
+    SPAN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """One program a chunk of ids, then one an expert."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
@@ -136,8 +205,20 @@ def _place(ids, counts, totals, sorted_pairs, expert_of_block, num_padded, ends,
     found = tl.where(bins < experts, found, 0)
     padded = (found + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     if program >= chunks:
-        _fill(sorted_pairs, expert_of_block, num_padded, ends, padded, found, program - chunks, pairs, blocks, BLOCK_M,
-              BINS, WIDTH)
+        _fill(
+            sorted_pairs,
+            expert_of_block,
+            num_padded,
+            ends,
+            padded,
+            found,
+            program - chunks,
+            pairs,
+            blocks,
+            BLOCK_M,
+            BINS,
+            WIDTH,
+        )
     else:
         starts = tl.cumsum(padded, 0) - padded
         lane = tl.arange(0, SPAN)
@@ -152,28 +233,57 @@ def _place(ids, counts, totals, sorted_pairs, expert_of_block, num_padded, ends,
 
 
 def align(ids: Tensor, experts: int, block_m: int, others: int = 0) -> Alignment:
-    """ids int32 or int64 [T, K]; ``block_m``: a tile's rows, any number. Numbers that are not below ``experts``, or
-    negative, are left out; at least ``others`` of each token are.
+    """ids int32 or int64 [T, K]; ``block_m``: a tile's rows, any number. Numbers that are not below
+    ``experts``, or negative, are left out; at least ``others`` of each token are.
 
     One launch for few pairs, three for many.
     """
     pairs = ids.numel()
     device = ids.device
     blocks = max_blocks(pairs - others * ids.shape[0], experts, block_m)
-    found = Alignment(*(torch.empty(size, dtype=torch.int32, device=device)
-                        for size in (blocks * block_m, blocks, 1, experts)))
+    found = Alignment(
+        *(
+            torch.empty(size, dtype=torch.int32, device=device)
+            for size in (blocks * block_m, blocks, 1, experts)
+        )
+    )
     bins = next_power_of_2(experts + 1)
     width = max(32, min(256, next_power_of_2(block_m)))
     if pairs <= ONE_LAUNCH:
         span = max(32, min(1024, next_power_of_2(pairs)))
-        _by_expert[(experts,)](ids, *found, pairs, experts, blocks, BLOCK_M=block_m, BINS=bins, SPAN=span,
-                               WIDTH=width, **dependent.options())
+        _by_expert[(experts,)](
+            ids,
+            *found,
+            pairs,
+            experts,
+            blocks,
+            BLOCK_M=block_m,
+            BINS=bins,
+            SPAN=span,
+            WIDTH=width,
+            **dependent.options(),
+        )
         return found
     chunks = cdiv(pairs, CHUNK)
     counts = torch.empty(bins, chunks, dtype=torch.int32, device=device)
     totals = torch.empty(bins, dtype=torch.int32, device=device)
-    _count[(chunks,)](ids, counts, pairs, experts, chunks, BINS=bins, SPAN=CHUNK, **dependent.options())
+    _count[(chunks,)](
+        ids, counts, pairs, experts, chunks, BINS=bins, SPAN=CHUNK, **dependent.options()
+    )
     _scan[(bins,)](counts, totals, chunks, SPAN=1024, **dependent.options())
-    _place[(chunks + experts,)](ids, counts, totals, *found, pairs, experts, chunks, blocks, BLOCK_M=block_m,
-                                BINS=bins, SPAN=CHUNK, WIDTH=width, **dependent.options())
+    _place[(chunks + experts,)](
+        ids,
+        counts,
+        totals,
+        *found,
+        pairs,
+        experts,
+        chunks,
+        blocks,
+        BLOCK_M=block_m,
+        BINS=bins,
+        SPAN=CHUNK,
+        WIDTH=width,
+        **dependent.options(),
+    )
     return found

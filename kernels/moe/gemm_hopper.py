@@ -1,10 +1,11 @@
-"""Grouped products of routed experts on Hopper for loads at which tensor cores are what takes time, in Gluon: what
-``moe_gemm`` computes over an ``Alignment`` of 128 rows a tile, with roles for warps.
+"""Grouped products of routed experts on Hopper for loads at which tensor cores are what takes time,
+in Gluon: what ``moe_gemm`` computes over an ``Alignment`` of 128 rows a tile, with roles for warps.
 
-Four warps fetch, two groups of four multiply 64 rows of a tile each, so that one's last touches (silu, the routing
-weight, storing) fall into the other's products. Programs stay and take one tile after another; a half of a tile that
-holds nothing but padding is neither fetched nor multiplied.
+Four warps fetch, two groups of four multiply 64 rows of a tile each, so that one's last touches
+(silu, the routing weight, storing) fall into the other's products. Programs stay and take one tile
+after another; a half of a tile that holds nothing but padding is neither fetched nor multiplied.
 """
+
 from __future__ import annotations
 
 from functools import cache
@@ -29,7 +30,8 @@ from glowplug.kernels.moe.align import Alignment
 
 COLUMNS = 256  #: of a tile; half of them gates and half ups in the first product
 DEPTH = 64
-#: by 64 rows of a tile: tiles that are on their way or being multiplied, registers of a thread that multiplies, fetches
+#: by 64 rows of a tile: tiles that are on their way or being multiplied, registers of a thread that
+#: multiplies, fetches
 RINGS = {2: (4, 216, 72), 3: (3, 160, 32)}
 
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -52,13 +54,17 @@ def place_of(tile, m_blocks, n_blocks, group):
     """Row and column block of a tile: down ``group`` tiles of rows, then on to the next columns."""
     each = group * n_blocks
     first = tile // each * group
-    height = gl.maximum(gl.minimum(m_blocks - first, group), 1)  # behind the last tile: no remainder by 0
+    height = gl.maximum(
+        gl.minimum(m_blocks - first, group), 1
+    )  # behind the last tile: no remainder by 0
     return first + tile % each % height, tile % each // height
 
 
 @gluon.jit
 def _rows_of(x, sorted_pairs, place, pairs, depth, TOPK: gl.constexpr, DEPTH: gl.constexpr):
-    """Where the tokens at ``place`` and following of the sorted list begin, [64, DEPTH], and which are there."""
+    """Where the tokens at ``place`` and following of the sorted list begin, [64, DEPTH], and which
+    are there.
+    """
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DEPTH, DEPTH // 8], [4, 1], [1, 0])
     pair = gl.load(sorted_pairs + place + gl.arange(0, 64, gl.SliceLayout(1, flat)))
     token = gl.where(pair < pairs, pair // TOPK, 0)
@@ -67,11 +73,36 @@ def _rows_of(x, sorted_pairs, place, pairs, depth, TOPK: gl.constexpr, DEPTH: gl
 
 
 @gluon.jit
-def _fetch(given, UP: gl.constexpr, GATHER: gl.constexpr, TOPK: gl.constexpr, PARTS: gl.constexpr,
-           COLUMNS: gl.constexpr, DEPTH: gl.constexpr, RING: gl.constexpr):
-    """Every tile of this program: its rows of x, gathered or as they lie, and of its expert's weight."""
-    (x, x_at, w_at, sorted_pairs, expert_of_block, m_blocks, n_blocks, group, pairs, columns, depth, x_ring, w_ring,
-     full, empty) = given
+def _fetch(
+    given,
+    UP: gl.constexpr,
+    GATHER: gl.constexpr,
+    TOPK: gl.constexpr,
+    PARTS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    RING: gl.constexpr,
+):
+    """Every tile of this program: its rows of x, gathered or as they lie, and of its expert's
+    weight.
+    """
+    (
+        x,
+        x_at,
+        w_at,
+        sorted_pairs,
+        expert_of_block,
+        m_blocks,
+        n_blocks,
+        group,
+        pairs,
+        columns,
+        depth,
+        x_ring,
+        w_ring,
+        full,
+        empty,
+    ) = given
     size: gl.constexpr = (COLUMNS + (0 if GATHER else 64 * PARTS)) * DEPTH * 2
     step = 0
     for tile in range(gl.program_id(0), m_blocks * n_blocks, gl.num_programs(0)):
@@ -102,7 +133,12 @@ def _fetch(given, UP: gl.constexpr, GATHER: gl.constexpr, TOPK: gl.constexpr, PA
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             else:
                 for part in gl.static_range(PARTS):
-                    copy_tile(x_at, [place + 64 * part, start], full.index(stage), x_ring.index(PARTS * stage + part))
+                    copy_tile(
+                        x_at,
+                        [place + 64 * part, start],
+                        full.index(stage),
+                        x_ring.index(PARTS * stage + part),
+                    )
             step += 1
 
 
@@ -113,9 +149,11 @@ def store_rows(out, value, row, real, first, columns):
     column = first + gl.arange(0, value.shape[1], gl.SliceLayout(0, flat))
     row = gl.convert_layout(row, gl.SliceLayout(1, flat))
     real = gl.convert_layout(real, gl.SliceLayout(1, flat))
-    gl.store(out + row.to(gl.int64)[:, None] * columns + column[None, :],
-             gl.convert_layout(value.to(out.dtype.element_ty), flat),
-             mask=(real != 0)[:, None] & (column < columns)[None, :])
+    gl.store(
+        out + row.to(gl.int64)[:, None] * columns + column[None, :],
+        gl.convert_layout(value.to(out.dtype.element_ty), flat),
+        mask=(real != 0)[:, None] & (column < columns)[None, :],
+    )
 
 
 @gluon.jit
@@ -127,7 +165,9 @@ def cut(value):
 @gluon.jit
 def store_gated(out, gate, up, row, real, column_block, columns):
     """silu(gate) * up into rows ``row`` of out [., columns]."""
-    store_rows(out, gate / (1.0 + gl.exp(-gate)) * up, row, real, column_block * gate.shape[1], columns)
+    store_rows(
+        out, gate / (1.0 + gl.exp(-gate)) * up, row, real, column_block * gate.shape[1], columns
+    )
 
 
 @gluon.jit
@@ -150,13 +190,39 @@ def pass_over(full, empty, step, steps, RING: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(given, PART: gl.constexpr, UP: gl.constexpr, GATHER: gl.constexpr, TOPK: gl.constexpr,
-              KEPT: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, RING: gl.constexpr,
-              LEAD: gl.constexpr):
+def _multiply(
+    given,
+    PART: gl.constexpr,
+    UP: gl.constexpr,
+    GATHER: gl.constexpr,
+    TOPK: gl.constexpr,
+    KEPT: gl.constexpr,
+    PARTS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    RING: gl.constexpr,
+    LEAD: gl.constexpr,
+):
     """The 64 rows from 64 * PART on of every tile of this program."""
-    (out, weights, sorted_pairs, m_blocks, n_blocks, group, pairs, columns, depth, x_ring, w_ring, full, empty,
-     turn) = given
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS if PARTS == 2 else 128, 16])
+    (
+        out,
+        weights,
+        sorted_pairs,
+        m_blocks,
+        n_blocks,
+        group,
+        pairs,
+        columns,
+        depth,
+        x_ring,
+        w_ring,
+        full,
+        empty,
+        turn,
+    ) = given
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, COLUMNS if PARTS == 2 else 128, 16]
+    )
     side: gl.constexpr = gl.SliceLayout(1, acc_layout)
     step = 0
     steps = gl.cdiv(depth, DEPTH)
@@ -175,7 +241,9 @@ def _multiply(given, PART: gl.constexpr, UP: gl.constexpr, GATHER: gl.constexpr,
         filled = leader < pairs
         after = tile + gl.num_programs(0)
         next_block, _ = place_of(after, m_blocks, n_blocks, group)
-        leader = gl.load(sorted_pairs + (next_block * PARTS + PART) * 64, mask=after < tiles, other=pairs)
+        leader = gl.load(
+            sorted_pairs + (next_block * PARTS + PART) * 64, mask=after < tiles, other=pairs
+        )
         if filled:
             acc = gl.zeros([64, COLUMNS], gl.float32, acc_layout)
             for k in range(steps):
@@ -183,8 +251,12 @@ def _multiply(given, PART: gl.constexpr, UP: gl.constexpr, GATHER: gl.constexpr,
                 mbarrier.wait(full.index(stage), (step // RING) & 1)
                 if GATHER:
                     fence_async_shared()
-                acc = warpgroup_mma(x_ring.index(PARTS * stage + PART), w_ring.index(stage).permute((1, 0)), acc,
-                                    is_async=True)
+                acc = warpgroup_mma(
+                    x_ring.index(PARTS * stage + PART),
+                    w_ring.index(stage).permute((1, 0)),
+                    acc,
+                    is_async=True,
+                )
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 if k > 0:
                     mbarrier.arrive(empty.index((step + RING - 1) % RING), count=1)
@@ -208,11 +280,35 @@ def _multiply(given, PART: gl.constexpr, UP: gl.constexpr, GATHER: gl.constexpr,
 
 
 @gluon.jit(do_not_specialize=["pairs", "group"])
-def _grouped_hopper(x, x_at, w_at, out, weights, sorted_pairs, expert_of_block, num_padded, pairs, columns, depth,
-                    n_blocks, group, UP: gl.constexpr, GATHER: gl.constexpr, TOPK: gl.constexpr, KEPT: gl.constexpr,
-                    PARTS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, RING: gl.constexpr,
-                    LEAD: gl.constexpr, MULTIPLYING: gl.constexpr, FETCHING: gl.constexpr, DEPENDENT: gl.constexpr):
-    """As ``moe_gemm._grouped`` of sorted pairs. ``x_at``, ``w_at``: x and w in tiles; x is gathered with ``GATHER``.
+def _grouped_hopper(
+    x,
+    x_at,
+    w_at,
+    out,
+    weights,
+    sorted_pairs,
+    expert_of_block,
+    num_padded,
+    pairs,
+    columns,
+    depth,
+    n_blocks,
+    group,
+    UP: gl.constexpr,
+    GATHER: gl.constexpr,
+    TOPK: gl.constexpr,
+    KEPT: gl.constexpr,
+    PARTS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    RING: gl.constexpr,
+    LEAD: gl.constexpr,
+    MULTIPLYING: gl.constexpr,
+    FETCHING: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """As ``moe_gemm._grouped`` of sorted pairs. ``x_at``, ``w_at``: x and w in tiles; x is gathered
+    with ``GATHER``.
 
     The first group of warps begins ``LEAD`` steps ahead of the others, and stays so.
     """
@@ -231,23 +327,135 @@ def _grouped_hopper(x, x_at, w_at, out, weights, sorted_pairs, expert_of_block, 
     mbarrier.init(turn, count=1)
     fence_async_shared()
     m_blocks = gl.load(num_padded) // (64 * PARTS)
-    given = (out, weights, sorted_pairs, m_blocks, n_blocks, group, pairs, columns, depth, x_ring, w_ring, full, empty,
-             turn)
-    fetched = (x, x_at, w_at, sorted_pairs, expert_of_block, m_blocks, n_blocks, group, pairs, columns, depth, x_ring,
-               halves(w_ring, shared), full, empty)
+    given = (
+        out,
+        weights,
+        sorted_pairs,
+        m_blocks,
+        n_blocks,
+        group,
+        pairs,
+        columns,
+        depth,
+        x_ring,
+        w_ring,
+        full,
+        empty,
+        turn,
+    )
+    fetched = (
+        x,
+        x_at,
+        w_at,
+        sorted_pairs,
+        expert_of_block,
+        m_blocks,
+        n_blocks,
+        group,
+        pairs,
+        columns,
+        depth,
+        x_ring,
+        halves(w_ring, shared),
+        full,
+        empty,
+    )
     if PARTS == 2:
-        gl.warp_specialize([
-            (_multiply, (given, gl.constexpr(0), UP, GATHER, TOPK, KEPT, PARTS, COLUMNS, DEPTH, RING, LEAD)),
-            (_multiply, (given, gl.constexpr(1), UP, GATHER, TOPK, KEPT, PARTS, COLUMNS, DEPTH, RING, LEAD)),
-            (_fetch, (fetched, UP, GATHER, TOPK, PARTS, COLUMNS, DEPTH, RING))],
-            [4, 4], [MULTIPLYING, FETCHING])
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        given,
+                        gl.constexpr(0),
+                        UP,
+                        GATHER,
+                        TOPK,
+                        KEPT,
+                        PARTS,
+                        COLUMNS,
+                        DEPTH,
+                        RING,
+                        LEAD,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        given,
+                        gl.constexpr(1),
+                        UP,
+                        GATHER,
+                        TOPK,
+                        KEPT,
+                        PARTS,
+                        COLUMNS,
+                        DEPTH,
+                        RING,
+                        LEAD,
+                    ),
+                ),
+                (_fetch, (fetched, UP, GATHER, TOPK, PARTS, COLUMNS, DEPTH, RING)),
+            ],
+            [4, 4],
+            [MULTIPLYING, FETCHING],
+        )
     else:
-        gl.warp_specialize([
-            (_multiply, (given, gl.constexpr(0), UP, GATHER, TOPK, KEPT, PARTS, COLUMNS, DEPTH, RING, LEAD)),
-            (_multiply, (given, gl.constexpr(1), UP, GATHER, TOPK, KEPT, PARTS, COLUMNS, DEPTH, RING, LEAD)),
-            (_multiply, (given, gl.constexpr(2), UP, GATHER, TOPK, KEPT, PARTS, COLUMNS, DEPTH, RING, LEAD)),
-            (_fetch, (fetched, UP, GATHER, TOPK, PARTS, COLUMNS, DEPTH, RING))],
-            [4, 4, 4], [MULTIPLYING, MULTIPLYING, FETCHING])
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        given,
+                        gl.constexpr(0),
+                        UP,
+                        GATHER,
+                        TOPK,
+                        KEPT,
+                        PARTS,
+                        COLUMNS,
+                        DEPTH,
+                        RING,
+                        LEAD,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        given,
+                        gl.constexpr(1),
+                        UP,
+                        GATHER,
+                        TOPK,
+                        KEPT,
+                        PARTS,
+                        COLUMNS,
+                        DEPTH,
+                        RING,
+                        LEAD,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        given,
+                        gl.constexpr(2),
+                        UP,
+                        GATHER,
+                        TOPK,
+                        KEPT,
+                        PARTS,
+                        COLUMNS,
+                        DEPTH,
+                        RING,
+                        LEAD,
+                    ),
+                ),
+                (_fetch, (fetched, UP, GATHER, TOPK, PARTS, COLUMNS, DEPTH, RING)),
+            ],
+            [4, 4, 4],
+            [MULTIPLYING, MULTIPLYING, FETCHING],
+        )
 
 
 def supported() -> bool:
@@ -261,26 +469,60 @@ def processors(device: torch.device) -> int:
 
 
 def _tiled(value: Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(value.view(-1, value.shape[-1]), [rows, DEPTH],
-                                        gl.NVMMASharedLayout(128, 16, 2))
+    return TensorDescriptor.from_tensor(
+        value.view(-1, value.shape[-1]), [rows, DEPTH], gl.NVMMASharedLayout(128, 16, 2)
+    )
 
 
-def _launch(x: Tensor, w: Tensor, out: Tensor, weights: Tensor | None, aligned: Alignment, pairs: int, topk: int,
-            kept: int, config: Config) -> Tensor:
+def _launch(
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    weights: Tensor | None,
+    aligned: Alignment,
+    pairs: int,
+    topk: int,
+    kept: int,
+    config: Config,
+) -> Tensor:
     columns = out.shape[-1]
     depth = w.shape[2]
     width = COLUMNS // (2 if weights is None else 1)
-    assert depth % DEPTH == 0 and columns % 8 == 0 and x.element_size() == 2, "sizes that tiles do not fit"
+    assert depth % DEPTH == 0 and columns % 8 == 0 and x.element_size() == 2, (
+        "sizes that tiles do not fit"
+    )
     n_blocks = -(-columns // width)
     parts = config["block_m"] // 64
     ring, multiplying, fetching = RINGS[parts]
     programs = min(processors(x.device), len(aligned.expert_of_block) * n_blocks)
     _grouped_hopper[(programs,)](
-        x, _tiled(x, 64), _tiled(w, COLUMNS // 2), out, out if weights is None else weights, aligned.sorted_pairs,
-        aligned.expert_of_block, aligned.num_padded, pairs, columns, depth, n_blocks, config["group"],
-        UP=weights is None, GATHER=weights is None, TOPK=topk, KEPT=kept, PARTS=parts, COLUMNS=COLUMNS, DEPTH=DEPTH,
-        RING=ring, LEAD=min(config["lead"], depth // DEPTH), MULTIPLYING=multiplying, FETCHING=fetching, num_warps=4,
-        **dependent.options())
+        x,
+        _tiled(x, 64),
+        _tiled(w, COLUMNS // 2),
+        out,
+        out if weights is None else weights,
+        aligned.sorted_pairs,
+        aligned.expert_of_block,
+        aligned.num_padded,
+        pairs,
+        columns,
+        depth,
+        n_blocks,
+        config["group"],
+        UP=weights is None,
+        GATHER=weights is None,
+        TOPK=topk,
+        KEPT=kept,
+        PARTS=parts,
+        COLUMNS=COLUMNS,
+        DEPTH=DEPTH,
+        RING=ring,
+        LEAD=min(config["lead"], depth // DEPTH),
+        MULTIPLYING=multiplying,
+        FETCHING=fetching,
+        num_warps=4,
+        **dependent.options(),
+    )
     return out
 
 
@@ -290,9 +532,14 @@ def up(x: Tensor, w13: Tensor, ids: Tensor, aligned: Alignment, config: Config) 
     return _launch(x, w13, out, None, aligned, ids.numel(), ids.shape[1], ids.shape[1], config)
 
 
-def down(h: Tensor, w2: Tensor, weights: Tensor, aligned: Alignment, config: Config, out: Tensor) -> Tensor:
-    """As ``moe_gemm.down``: h of ``up``, weights float32 [T, K] -> weighted rows into out [T, K', H].
+def down(
+    h: Tensor, w2: Tensor, weights: Tensor, aligned: Alignment, config: Config, out: Tensor
+) -> Tensor:
+    """As ``moe_gemm.down``: h of ``up``, weights float32 [T, K] -> weighted rows into out [T, K',
+    H].
 
     K' < K where the K - K' last experts of no token are in ``aligned``.
     """
-    return _launch(h, w2, out, weights, aligned, weights.numel(), weights.shape[1], out.shape[1], config)
+    return _launch(
+        h, w2, out, weights, aligned, weights.numel(), weights.shape[1], out.shape[1], config
+    )

@@ -1,8 +1,12 @@
-"""Routed experts of one or a few tokens: matrix-vector products that stream each pair's weights once.
+"""Routed experts of one or a few tokens: matrix-vector products that stream each pair's weights
+once.
 
-Without tensor cores and without an alignment; the second product adds up a token's experts as it goes. It begins while
-the first one drains: the first lets it begin only once the ids are there, so that it may fetch weights by them.
+Without tensor cores and without an alignment; the second product adds up a token's experts as it
+goes. It begins while
+the first one drains: the first lets it begin only once the ids are there, so that it may fetch
+weights by them.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -20,8 +24,19 @@ FETCHED: tl.constexpr = tl.constexpr(2)  # experts of a token whose weights are 
 
 
 @triton.jit
-def _up(x, w, out, ids, columns, depth, TOPK: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr,
-        BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr):
+def _up(
+    x,
+    w,
+    out,
+    ids,
+    columns,
+    depth,
+    TOPK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dependent.wait(DEPENDENT)
     dependent.begin(DEPENDENT)
@@ -30,7 +45,9 @@ def _up(x, w, out, ids, columns, depth, TOPK: tl.constexpr, DEPTH: tl.constexpr,
     if expert < 0:
         return
     k = tl.arange(0, BLOCK_K)
-    gates = w + expert * 2 * columns * depth + tl.where(n < columns, n, 0)[:, None] * depth + k[None, :]
+    gates = (
+        w + expert * 2 * columns * depth + tl.where(n < columns, n, 0)[:, None] * depth + k[None, :]
+    )
     ups = gates + columns.to(tl.int64) * depth
     x_at = x + (pair // TOPK).to(tl.int64) * depth + k
     gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -42,21 +59,43 @@ def _up(x, w, out, ids, columns, depth, TOPK: tl.constexpr, DEPTH: tl.constexpr,
         up += tl.load(ups + start, mask=inside[None, :], other=0.0).to(tl.float32) * value
     total = tl.sum(gate, 1)
     total = total / (1.0 + tl.exp(-total)) * tl.sum(up, 1)
-    tl.store(out + pair.to(tl.int64) * columns + n, total.to(out.dtype.element_ty), mask=n < columns)
+    tl.store(
+        out + pair.to(tl.int64) * columns + n, total.to(out.dtype.element_ty), mask=n < columns
+    )
 
 
 @triton.jit
-def _down(h, w, out, ids, weights, columns, depth, TOPK: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr,
-          BLOCK_K: tl.constexpr, LINES: tl.constexpr, DEPENDENT: tl.constexpr):
+def _down(
+    h,
+    w,
+    out,
+    ids,
+    weights,
+    columns,
+    depth,
+    TOPK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LINES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     dependent.begin(DEPENDENT)
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     row = tl.where(n < columns, n, 0)[:, None] * depth + k[None, :]
     if DEPENDENT:
-        line = tl.where(n < columns, n, 0)[:, None] * depth + tl.minimum(tl.arange(0, LINES) * 64, depth - 1)[None, :]
+        line = (
+            tl.where(n < columns, n, 0)[:, None] * depth
+            + tl.minimum(tl.arange(0, LINES) * 64, depth - 1)[None, :]
+        )
         for j in tl.static_range(min(TOPK, FETCHED)):
-            dependent.fetch(w + tl.maximum(tl.load(ids + token * TOPK + j).to(tl.int64), 0) * columns * depth + line)
+            dependent.fetch(
+                w
+                + tl.maximum(tl.load(ids + token * TOPK + j).to(tl.int64), 0) * columns * depth
+                + line
+            )
         dependent.wait(DEPENDENT)
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for j in tl.static_range(TOPK):
@@ -67,8 +106,15 @@ def _down(h, w, out, ids, weights, columns, depth, TOPK: tl.constexpr, DEPTH: tl
         at = w + tl.maximum(expert, 0) * columns * depth + row
         for start in tl.static_range(0, DEPTH, BLOCK_K):
             inside = start + k < end
-            value = tl.load(h + (token * TOPK + j) * depth + start + k, mask=inside, other=0.0).to(tl.float32) * weight
-            total += tl.load(at + start, mask=inside[None, :], other=0.0).to(tl.float32) * value[None, :]
+            value = (
+                tl.load(h + (token * TOPK + j) * depth + start + k, mask=inside, other=0.0).to(
+                    tl.float32
+                )
+                * weight
+            )
+            total += (
+                tl.load(at + start, mask=inside[None, :], other=0.0).to(tl.float32) * value[None, :]
+            )
     tl.store(out + token * columns + n, tl.sum(total, 1).to(out.dtype.element_ty), mask=n < columns)
 
 
@@ -83,18 +129,43 @@ def up(x: Tensor, w13: Tensor, ids: Tensor, config: Mapping[str, Any]) -> Tensor
     depth = w13.shape[2]
     out = torch.empty(ids.numel(), columns, dtype=x.dtype, device=x.device)
     _up[(cdiv(columns, config["block_n"]), ids.numel())](
-        x, w13, out, ids, columns, depth, TOPK=ids.shape[1], DEPTH=depth, BLOCK_N=config["block_n"],
-        BLOCK_K=config["block_k"], num_warps=config["warps"],
-        **dependent.options())
+        x,
+        w13,
+        out,
+        ids,
+        columns,
+        depth,
+        TOPK=ids.shape[1],
+        DEPTH=depth,
+        BLOCK_N=config["block_n"],
+        BLOCK_K=config["block_k"],
+        num_warps=config["warps"],
+        **dependent.options(),
+    )
     return out
 
 
 def down(h: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """h [T * K, I], w2 [E, H, I], weights float32 [T, K] -> the weighted sum of each token's experts [T, H]."""
+    """h [T * K, I], w2 [E, H, I], weights float32 [T, K] -> the weighted sum of each token's
+    experts [T, H].
+    """
     columns = w2.shape[1]
     depth = w2.shape[2]
     out = torch.empty(ids.shape[0], columns, dtype=h.dtype, device=h.device)
     _down[(cdiv(columns, config["block_n"]), ids.shape[0])](
-        h, w2, out, ids, weights, columns, depth, TOPK=ids.shape[1], DEPTH=depth, BLOCK_N=config["block_n"],
-        BLOCK_K=config["block_k"], LINES=_lines(w2), num_warps=config["warps"], **dependent.options())
+        h,
+        w2,
+        out,
+        ids,
+        weights,
+        columns,
+        depth,
+        TOPK=ids.shape[1],
+        DEPTH=depth,
+        BLOCK_N=config["block_n"],
+        BLOCK_K=config["block_k"],
+        LINES=_lines(w2),
+        num_warps=config["warps"],
+        **dependent.options(),
+    )
     return out

@@ -1,7 +1,10 @@
-"""Routed experts in plain torch: w13 [E, H, 2I] (gate then up) and w2 [E, I, H], both stored input-major.
+"""Routed experts in plain torch: w13 [E, H, 2I] (gate then up) and w2 [E, I, H], both stored
+input-major.
 
-``activate`` turns [P, 2I] into [P, I]. ids int64 [T, K] name experts of these tensors; weights float32 [T, K].
+``activate`` turns [P, 2I] into [P, I]. ids int64 [T, K] name experts of these tensors; weights
+float32 [T, K].
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,14 +16,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Activation = Callable[[Tensor], Tensor]
-MAX_PADDING = 4  #: padded rows for each real one up to which one batched product beats a loop over experts
+MAX_PADDING = (
+    4  #: padded rows for each real one up to which one batched product beats a loop over experts
+)
 MAX_PAIRWISE = 16  #: (token, expert) pairs up to which single matrix-vector products may win
 
 
 def experts_reference(
-    x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation,
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    activate: Activation,
 ) -> Tensor:
-    """x [T, H] -> [T, H]: every expert on the tokens that chose it. Ids of -1 are experts held elsewhere."""
+    """x [T, H] -> [T, H]: every expert on the tokens that chose it. Ids of -1 are experts held
+    elsewhere.
+    """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(w13.shape[0]):
         token, slot = (ids == expert).nonzero(as_tuple=True)
@@ -29,11 +41,13 @@ def experts_reference(
     return out.to(x.dtype)
 
 
-def experts_host(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation) -> Tensor:
+def experts_host(
+    x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation
+) -> Tensor:
     """As the reference, for the CPU, where reading the ids costs nothing. All ids must be valid.
 
-    Few pairs: matrix-vector products. Even loads: one padded batched product over all experts, which uses every core.
-    Otherwise (many experts, few hit): a loop over the experts hit.
+    Few pairs: matrix-vector products. Even loads: one padded batched product over all experts,
+    which uses every core. Otherwise (many experts, few hit): a loop over the experts hit.
     """
     tokens = ids.shape[0]
     pairs = ids.numel()
@@ -52,10 +66,14 @@ def experts_host(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tenso
     return torch.bmm(weights.to(y.dtype).unsqueeze(1), y.view(tokens, -1, y.shape[-1])).squeeze(1)
 
 
-def _pairwise(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation) -> Tensor:
+def _pairwise(
+    x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation
+) -> Tensor:
     chosen = ids.tolist()
     rows = x.unsqueeze(1).unbind()
-    hidden = torch.cat([torch.mm(row, w13[e]) for row, experts in zip(rows, chosen) for e in experts])
+    hidden = torch.cat(
+        [torch.mm(row, w13[e]) for row, experts in zip(rows, chosen) for e in experts]
+    )
     inner = (activate(hidden) * weights.to(x.dtype).view(-1, 1)).unsqueeze(1).unbind()
     out = []
     pair = iter(inner)
@@ -68,9 +86,16 @@ def _pairwise(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, 
 
 
 def experts_some_host(
-    x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation,
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    activate: Activation,
 ) -> Tensor:
-    """As the reference, for the CPU, where many ids may be -1: only the pairs of experts held here are computed."""
+    """As the reference, for the CPU, where many ids may be -1: only the pairs of experts held here
+    are computed.
+    """
     chosen = ids.numpy().ravel()
     here = np.flatnonzero(chosen >= 0)
     if len(here) == len(chosen):
@@ -84,13 +109,17 @@ def experts_some_host(
     each = sizes.tolist()
     token = torch.from_numpy(pairs // ids.shape[1])
     rows = torch.split(x.index_select(0, token), each)
-    inner = torch.split(activate(torch.cat([torch.mm(part, w13[e]) for part, e in zip(rows, experts)])), each)
+    inner = torch.split(
+        activate(torch.cat([torch.mm(part, w13[e]) for part, e in zip(rows, experts)])), each
+    )
     y = torch.cat([torch.mm(part, w2[e]) for part, e in zip(inner, experts)])
     y = y * weights.flatten().index_select(0, torch.from_numpy(pairs)).unsqueeze(1)
     return out.index_add_(0, token, y).to(x.dtype)
 
 
-def _sorted_places(flat: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _sorted_places(
+    flat: NDArray[np.int64], counts: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Pairs in order of expert, and each sorted pair's place within its expert."""
     order = np.argsort(flat, kind="stable")
     firsts = np.cumsum(counts) - counts
@@ -98,7 +127,12 @@ def _sorted_places(flat: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[
 
 
 def _padded(
-    x: Tensor, w13: Tensor, w2: Tensor, flat: NDArray[np.int64], counts: NDArray[np.int64], most: int,
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    flat: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    most: int,
     activate: Activation,
 ) -> Tensor:
     """[T * K, H], one row a pair, from [E, most, .] batched products; padding rows repeat token 0."""
@@ -117,7 +151,12 @@ def _padded(
 
 
 def _looped(
-    x: Tensor, w13: Tensor, w2: Tensor, flat: NDArray[np.int64], counts: NDArray[np.int64], activate: Activation,
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    flat: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    activate: Activation,
 ) -> Tensor:
     """[T * K, H], one row a pair, one product for each expert hit."""
     width = len(flat) // x.shape[0]
@@ -133,8 +172,11 @@ def _looped(
     return y.index_select(0, torch.from_numpy(back))
 
 
-def experts_device(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation) -> Tensor:
-    """As the reference, on a device: sorted by expert and multiplied in groups, without waiting for the device.
+def experts_device(
+    x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation
+) -> Tensor:
+    """As the reference, on a device: sorted by expert and multiplied in groups, without waiting for
+    the device.
 
     Ids of -1 sort first. Rows of every operand must be a multiple of 16 bytes (grouped_mm).
     """

@@ -1,8 +1,11 @@
-"""Expert gates of DeepSeek-V2 (softmax) and V3 (sigmoid with a correction bias), limited to groups or not.
+"""Expert gates of DeepSeek-V2 (softmax) and V3 (sigmoid with a correction bias), limited to groups
+or not.
 
-Logits are float32 [T, E]; the result is weights float32 [T, K] and expert ids int64 [T, K], in no particular order.
-E experts form ``groups`` equal groups of which only the best ``topk_groups`` may be chosen; one group means no limit.
+Logits are float32 [T, E]; the result is weights float32 [T, K] and expert ids int64 [T, K], in no
+particular order. E experts form ``groups`` equal groups of which only the best ``topk_groups`` may
+be chosen; one group means no limit.
 """
+
 from __future__ import annotations
 
 import torch
@@ -26,9 +29,16 @@ def _finish(weights: Tensor, renormalize: bool, scale: float) -> Tensor:
 
 
 def topk_softmax(
-    logits: Tensor, k: int, groups: int = 1, topk_groups: int = 1, renormalize: bool = False, scale: float = 1.0,
+    logits: Tensor,
+    k: int,
+    groups: int = 1,
+    topk_groups: int = 1,
+    renormalize: bool = False,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """DeepSeek-V2: softmax scores; a group counts as much as its best expert ("group_limited_greedy")."""
+    """DeepSeek-V2: softmax scores; a group counts as much as its best expert
+    ("group_limited_greedy").
+    """
     scores = logits.softmax(-1, dtype=torch.float32)
     if topk_groups < groups:
         by_group = scores.view(scores.shape[0], groups, scores.shape[1] // groups)
@@ -38,7 +48,12 @@ def topk_softmax(
 
 
 def topk_sigmoid(
-    logits: Tensor, bias: Tensor, k: int, groups: int = 1, topk_groups: int = 1, renormalize: bool = True,
+    logits: Tensor,
+    bias: Tensor,
+    k: int,
+    groups: int = 1,
+    topk_groups: int = 1,
+    renormalize: bool = True,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """DeepSeek-V3 ("noaux_tc"): chosen by sigmoid + bias, weighted by the sigmoid alone.
@@ -46,13 +61,21 @@ def topk_sigmoid(
     bias float32 [E]. A group counts as much as its two best experts together.
     """
     if few.is_few(logits):
-        found = few.topk_sigmoid(logits.numpy(), bias.numpy(), k, groups, topk_groups, renormalize, scale)
+        found = few.topk_sigmoid(
+            logits.numpy(), bias.numpy(), k, groups, topk_groups, renormalize, scale
+        )
         return torch.from_numpy(found[0]), torch.from_numpy(found[1])
     return topk_sigmoid_reference(logits, bias, k, groups, topk_groups, renormalize, scale)
 
 
 def topk_sigmoid_reference(
-    logits: Tensor, bias: Tensor, k: int, groups: int, topk_groups: int, renormalize: bool, scale: float,
+    logits: Tensor,
+    bias: Tensor,
+    k: int,
+    groups: int,
+    topk_groups: int,
+    renormalize: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`topk_sigmoid`, in torch for any number of tokens."""
     scores = logits.sigmoid()

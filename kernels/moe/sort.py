@@ -1,4 +1,7 @@
-"""Activations in the order of their experts and back: for grouped products that want an expert's rows side by side."""
+"""Activations in the order of their experts and back: for grouped products that want an expert's
+rows side by side.
+"""
+
 from __future__ import annotations
 
 import torch
@@ -10,13 +13,27 @@ from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.moe.align import Alignment
 
-ROWS = 16  #: places whose scales a program brings in order; alignments of so many rows a block, or a multiple
+#: places whose scales a program brings in order; alignments of so many rows a block, or a multiple
+ROWS = 16
 WIDTH = 8192  #: numbers of a token that a program writes to all its places
 
 
 @triton.jit(do_not_specialize=["total_pairs", "scale_stride", "to_stride"])
-def _place(x_scales, pairs, filled, scales, place, total_pairs, groups, scale_stride, to_stride,
-           PER_TOKEN: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):
+def _place(
+    x_scales,
+    pairs,
+    filled,
+    scales,
+    place,
+    total_pairs,
+    groups,
+    scale_stride,
+    to_stride,
+    PER_TOKEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     first = tl.program_id(0) * ROWS
@@ -29,13 +46,24 @@ def _place(x_scales, pairs, filled, scales, place, total_pairs, groups, scale_st
     token = tl.where(real, pair // PER_TOKEN, 0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     inside = (group < groups)[:, None] & real[None, :]
-    scale = tl.load(x_scales + group[:, None] * scale_stride + token[None, :], mask=inside, other=0.0)
+    scale = tl.load(
+        x_scales + group[:, None] * scale_stride + token[None, :], mask=inside, other=0.0
+    )
     tl.store(scales + group.to(tl.int64)[:, None] * to_stride + row[None, :], scale, mask=inside)
 
 
 @triton.jit
-def _spread(x, ids, place, values, depth, x_stride, PER_TOKEN: tl.constexpr, WIDTH: tl.constexpr,
-            DEPENDENT: tl.constexpr):
+def _spread(
+    x,
+    ids,
+    place,
+    values,
+    depth,
+    x_stride,
+    PER_TOKEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
@@ -49,7 +77,17 @@ def _spread(x, ids, place, values, depth, x_stride, PER_TOKEN: tl.constexpr, WID
 
 
 @triton.jit
-def _sum(y, place, ids, weights, out, size, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def _sum(
+    y,
+    place,
+    ids,
+    weights,
+    out,
+    size,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
@@ -64,11 +102,14 @@ def _sum(y, place, ids, weights, out, size, WIDTH: tl.constexpr, BLOCK: tl.const
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=column < size)
 
 
-def gather_rows(x: Tensor, x_scales: Tensor, order: Alignment, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x E4M3 [T, N] and its scales in the order of ``order.sorted_pairs`` [R], and where each pair of ids [T, K] went.
+def gather_rows(
+    x: Tensor, x_scales: Tensor, order: Alignment, ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x E4M3 [T, N] and its scales in the order of ``order.sorted_pairs`` [R], and where each pair
+    of ids [T, K] went.
 
-    Returns values [R, N], scales [R, ceil(N / 128)] with rows side by side, place int32 [T * K]. Rows of padding are
-    not written. R is a multiple of 16.
+    Returns values [R, N], scales [R, ceil(N / 128)] with rows side by side, place int32 [T * K].
+    Rows of padding are not written. R is a multiple of 16.
     """
     rows = order.sorted_pairs.shape[0]
     (tokens, depth) = x.shape
@@ -78,15 +119,29 @@ def gather_rows(x: Tensor, x_scales: Tensor, order: Alignment, ids: Tensor) -> t
     place = torch.empty(ids.numel(), dtype=torch.int32, device=x.device)
     options = {"PER_TOKEN": ids.shape[1], "num_warps": 4, **dependent.options()}
     _place[(cdiv(rows, ROWS),)](
-        x_scales, order.sorted_pairs, order.num_padded, scales, place, ids.numel(), groups, x_scales.stride(1), rows,
-        ROWS=ROWS, GROUPS=next_power_of_2(groups), **options)
+        x_scales,
+        order.sorted_pairs,
+        order.num_padded,
+        scales,
+        place,
+        ids.numel(),
+        groups,
+        x_scales.stride(1),
+        rows,
+        ROWS=ROWS,
+        GROUPS=next_power_of_2(groups),
+        **options,
+    )
     width = min(WIDTH, next_power_of_2(depth))
-    _spread[(tokens, cdiv(depth, width))](x, ids, place, values, depth, x.stride(0), WIDTH=width, **options)
+    _spread[(tokens, cdiv(depth, width))](
+        x, ids, place, values, depth, x.stride(0), WIDTH=width, **options
+    )
     return values, scales.t(), place
 
 
 def sum_placed(y: Tensor, place: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """y [R, H], place int32 [T * K], ids and weights float32 [T, K] -> [T, H]: the weighted sum of a token's rows.
+    """y [R, H], place int32 [T * K], ids and weights float32 [T, K] -> [T, H]: the weighted sum of
+    a token's rows.
 
     Float32, in the order of K; rows of experts held elsewhere (-1) are not read.
     """
@@ -94,6 +149,7 @@ def sum_placed(y: Tensor, place: Tensor, ids: Tensor, weights: Tensor) -> Tensor
     size = y.shape[1]
     out = torch.empty(tokens, size, dtype=y.dtype, device=y.device)
     block = min(1024, next_power_of_2(size))
-    _sum[(tokens, cdiv(size, block))](y, place, ids, weights, out, size, WIDTH=width, BLOCK=block,
-                                      **dependent.options())
+    _sum[(tokens, cdiv(size, block))](
+        y, place, ids, weights, out, size, WIDTH=width, BLOCK=block, **dependent.options()
+    )
     return out

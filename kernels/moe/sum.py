@@ -1,4 +1,5 @@
 """The rows of a token's experts added up."""
+
 from __future__ import annotations
 
 import torch
@@ -11,8 +12,16 @@ from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["ids_stride"])
-def _sum(parts, ids, out, ids_stride, size, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-         DEPENDENT: tl.constexpr):
+def _sum(
+    parts,
+    ids,
+    out,
+    ids_stride,
+    size,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
@@ -20,12 +29,15 @@ def _sum(parts, ids, out, ids_stride, size, WIDTH: tl.constexpr, BLOCK: tl.const
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(WIDTH):
         end = tl.where(tl.load(ids + token * ids_stride + k) >= 0, size, 0)
-        total += tl.load(parts + (token * WIDTH + k) * size + column, mask=column < end, other=0.0).to(tl.float32)
+        total += tl.load(
+            parts + (token * WIDTH + k) * size + column, mask=column < end, other=0.0
+        ).to(tl.float32)
     tl.store(out + token * size + column, total, mask=column < size)
 
 
 def moe_sum(parts: Tensor, ids: Tensor) -> Tensor:
-    """parts [T * K, H], ids [T, K] with rows strided at will -> [T, H], summed in float32 in the order of K.
+    """parts [T * K, H], ids [T, K] with rows strided at will -> [T, H], summed in float32 in the
+    order of K.
 
     Rows of ids of -1 are not read.
     """
@@ -34,6 +46,7 @@ def moe_sum(parts: Tensor, ids: Tensor) -> Tensor:
     out = torch.empty(tokens, size, dtype=parts.dtype, device=parts.device)
     if tokens:
         block = min(1024, next_power_of_2(size))
-        _sum[(tokens, cdiv(size, block))](parts, ids, out, ids.stride(0), size, WIDTH=width, BLOCK=block,
-                                          **dependent.options())
+        _sum[(tokens, cdiv(size, block))](
+            parts, ids, out, ids.stride(0), size, WIDTH=width, BLOCK=block, **dependent.options()
+        )
     return out

@@ -1,8 +1,10 @@
 """Measures tiles for routed experts and writes the table that ``moe_tiles`` reads.
 
-Products are timed apart, inside a graph, over several routings in turn, so that weights come from memory as they do
-in a model. Kernels are compiled ahead in processes of their own, because that takes longer than measuring them.
+Products are timed apart, inside a graph, over several routings in turn, so that weights come from
+memory as they do in a model. Kernels are compiled ahead in processes of their own, because that
+takes longer than measuring them.
 """
+
 from __future__ import annotations
 
 import json
@@ -35,7 +37,9 @@ Measured = tuple[float, Config]
 
 
 def _fits(product: str, config: Config, problem: Problem, tokens: int, width: int = 2) -> bool:
-    """Into a program's shared memory, everybody's experts' tiles too; wide ones only where no column is left over."""
+    """Into a program's shared memory, everybody's experts' tiles too; wide ones only where no
+    column is left over.
+    """
     columns, products = (problem.inter, 2) if product == "up" else (problem.hidden, 1)
     tiles = [(config["block_m"], config["block_n"], config["block_k"])]
     if has_wide_tiles(config, tokens):
@@ -49,32 +53,79 @@ def _streaming() -> Iterator[Config]:
     """For loads so low that weights are what takes time."""
     for way, block_m in (("dense", 16), ("dense", 32), ("sorted", 16), ("sorted", 32)):
         for block_n, block_k, warps, stages, swap, tma in (
-            (64, 128, 4, 3, 0, 0), (64, 128, 4, 4, 0, 0), (64, 64, 4, 5, 0, 0), (128, 64, 4, 4, 0, 0),
-            (128, 128, 4, 2, 0, 0), (32, 128, 4, 4, 0, 0), (32, 256, 4, 3, 0, 0), (64, 128, 4, 3, 0, 1),
-            (64, 128, 4, 4, 0, 1), (32, 128, 4, 5, 0, 1), (64, 128, 4, 2, 1, 1), (64, 128, 4, 3, 1, 1),
-            (64, 128, 4, 4, 1, 1), (64, 64, 4, 5, 1, 1), (64, 256, 4, 3, 1, 1), (128, 64, 4, 4, 1, 1),
-            (128, 128, 4, 3, 1, 1), (128, 128, 8, 3, 1, 1), (128, 64, 4, 3, 1, 0),
+            (64, 128, 4, 3, 0, 0),
+            (64, 128, 4, 4, 0, 0),
+            (64, 64, 4, 5, 0, 0),
+            (128, 64, 4, 4, 0, 0),
+            (128, 128, 4, 2, 0, 0),
+            (32, 128, 4, 4, 0, 0),
+            (32, 256, 4, 3, 0, 0),
+            (64, 128, 4, 3, 0, 1),
+            (64, 128, 4, 4, 0, 1),
+            (32, 128, 4, 5, 0, 1),
+            (64, 128, 4, 2, 1, 1),
+            (64, 128, 4, 3, 1, 1),
+            (64, 128, 4, 4, 1, 1),
+            (64, 64, 4, 5, 1, 1),
+            (64, 256, 4, 3, 1, 1),
+            (128, 64, 4, 4, 1, 1),
+            (128, 128, 4, 3, 1, 1),
+            (128, 128, 8, 3, 1, 1),
+            (128, 64, 4, 3, 1, 0),
         ):
-            yield tile(way, block_m, block_n, block_k, warps, stages, swap=bool(swap), tma=bool(tma))
-    for block_m in (32, 64):  # columns of an expert side by side: V2-Lite's gates and ups of 192 to 384 tokens
+            yield tile(
+                way, block_m, block_n, block_k, warps, stages, swap=bool(swap), tma=bool(tma)
+            )
+    for block_m in (
+        32,
+        64,
+    ):  # columns of an expert side by side: V2-Lite's gates and ups of 192 to 384 tokens
         yield tile("sorted", block_m, 128, 64, 4, 5, group=4, swap=True, tma=True)
     yield tile("sorted", 32, 64, 128, 4, 3, group=8, swap=True)
-    for block_m in (16, 32):  # activations fetched for more columns at once, everybody's experts' above all
+    for block_m in (
+        16,
+        32,
+    ):  # activations fetched for more columns at once, everybody's experts' above all
         for block_n, block_k, warps, stages, tma, wide in (
-            (128, 64, 4, 3, 0, 128), (128, 128, 8, 3, 1, 128), (256, 64, 8, 3, 0, 128), (256, 64, 8, 3, 1, 128),
-            (256, 64, 8, 4, 0, 128), (256, 64, 4, 3, 0, 64), (256, 64, 8, 3, 0, 256),
+            (128, 64, 4, 3, 0, 128),
+            (128, 128, 8, 3, 1, 128),
+            (256, 64, 8, 3, 0, 128),
+            (256, 64, 8, 3, 1, 128),
+            (256, 64, 8, 4, 0, 128),
+            (256, 64, 4, 3, 0, 64),
+            (256, 64, 8, 3, 0, 256),
         ):
             for group in (8, 64):
-                yield tile("sorted", block_m, block_n, block_k, warps, stages, group=group, swap=True, tma=bool(tma),
-                           wide=wide)
+                yield tile(
+                    "sorted",
+                    block_m,
+                    block_n,
+                    block_k,
+                    warps,
+                    stages,
+                    group=group,
+                    swap=True,
+                    tma=bool(tma),
+                    wide=wide,
+                )
 
 
 def _computing() -> Iterator[Config]:
     """For loads at which tensor cores are what takes time."""
     for block_m, block_n, block_k, warps, stages in (
-        (64, 64, 64, 4, 4), (64, 64, 128, 4, 3), (64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 8, 3),
-        (128, 64, 64, 4, 4), (128, 64, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3),
-        (128, 256, 64, 8, 4), (256, 64, 64, 8, 3), (256, 128, 64, 8, 3),
+        (64, 64, 64, 4, 4),
+        (64, 64, 128, 4, 3),
+        (64, 128, 64, 4, 3),
+        (64, 128, 64, 4, 4),
+        (64, 256, 64, 8, 3),
+        (128, 64, 64, 4, 4),
+        (128, 64, 64, 8, 4),
+        (128, 128, 64, 8, 3),
+        (128, 128, 64, 8, 4),
+        (128, 256, 64, 8, 3),
+        (128, 256, 64, 8, 4),
+        (256, 64, 64, 8, 3),
+        (256, 128, 64, 8, 3),
     ):
         for tma in (False, True):
             for group in (8, 32):
@@ -83,7 +134,11 @@ def _computing() -> Iterator[Config]:
 
 def _hopper(problem: Problem) -> Iterator[Config]:
     """For such loads on Hopper, where sizes fit."""
-    if problem.dtype == "float32" or problem.hidden % moe_gemm_hopper.DEPTH or problem.inter % moe_gemm_hopper.DEPTH:
+    if (
+        problem.dtype == "float32"
+        or problem.hidden % moe_gemm_hopper.DEPTH
+        or problem.inter % moe_gemm_hopper.DEPTH
+    ):
         return
     for block_m, lead in ((128, 2), (192, 1)):
         for group in (4, 8):
@@ -91,9 +146,22 @@ def _hopper(problem: Problem) -> Iterator[Config]:
 
 
 def _vectors() -> Iterator[Config]:
-    for block_n, block_k, warps in ((2, 512, 2), (2, 512, 4), (4, 256, 2), (4, 512, 2), (4, 512, 4), (8, 256, 4),
-                                    (8, 512, 4), (1, 1024, 2), (2, 1024, 2), (2, 1024, 4), (4, 1024, 4), (1, 2048, 4),
-                                    (2, 2048, 4), (16, 256, 4)):
+    for block_n, block_k, warps in (
+        (2, 512, 2),
+        (2, 512, 4),
+        (4, 256, 2),
+        (4, 512, 2),
+        (4, 512, 4),
+        (8, 256, 4),
+        (8, 512, 4),
+        (1, 1024, 2),
+        (2, 1024, 2),
+        (2, 1024, 4),
+        (4, 1024, 4),
+        (1, 2048, 4),
+        (2, 2048, 4),
+        (16, 256, 4),
+    ):
         yield {"way": "gemv", "block_n": block_n, "block_k": block_k, "warps": warps}
 
 
@@ -102,13 +170,24 @@ def candidates(product: str, problem: Problem, tokens: int, hopper: bool = False
     load = tokens * problem.topk / problem.experts
     found: list[Config] = [*_vectors()] if tokens <= 4 else []
     if load <= 64:
-        found += [c for c in _streaming() if (c["block_m"] == max(16, next_power_of_2(tokens))
-                                              if c["way"] == "dense" else 8 < tokens and c["block_m"] <= 4 * load + 16)]
+        found += [
+            c
+            for c in _streaming()
+            if (
+                c["block_m"] == max(16, next_power_of_2(tokens))
+                if c["way"] == "dense"
+                else 8 < tokens and c["block_m"] <= 4 * load + 16
+            )
+        ]
     found = [c for c in found if "wide" not in c or has_wide_tiles(c, tokens)]
     if load >= 6:
         found += [c for c in _computing() if c["block_m"] <= max(64, 4 * load)]
     found = [c for c in found if c["way"] == "gemv" or _fits(product, c, problem, tokens)]
-    return [*found, *_hopper(problem)] if load >= 48 and (hopper or moe_gemm_hopper.supported()) else found
+    return (
+        [*found, *_hopper(problem)]
+        if load >= 48 and (hopper or moe_gemm_hopper.supported())
+        else found
+    )
 
 
 @dataclass
@@ -124,8 +203,12 @@ class Bench:
     def make(problem: Problem, shared: int, held: int = 0, device: str = "cuda") -> Bench:
         count = held or problem.experts
         dtype = getattr(torch, problem.dtype)
-        w13 = torch.empty(count, 2 * problem.inter, problem.hidden, dtype=dtype, device=device).normal_(std=0.02)
-        w2 = torch.empty(count, problem.hidden, problem.inter, dtype=dtype, device=device).normal_(std=0.02)
+        w13 = torch.empty(
+            count, 2 * problem.inter, problem.hidden, dtype=dtype, device=device
+        ).normal_(std=0.02)
+        w2 = torch.empty(count, problem.hidden, problem.inter, dtype=dtype, device=device).normal_(
+            std=0.02
+        )
         return Bench(problem, w13, w2, shared)
 
     def routing(self, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -135,7 +218,9 @@ class Bench:
         routed = len(self.w13) - self.shared
         ids = torch.rand(tokens, routed, generator=generator, device=device)
         ids = ids.topk(min(routed, self.problem.topk - self.shared), 1).indices.int()
-        always = torch.arange(routed, routed + self.shared, dtype=torch.int32, device=device).expand(tokens, -1)
+        always = torch.arange(
+            routed, routed + self.shared, dtype=torch.int32, device=device
+        ).expand(tokens, -1)
         ids = torch.cat([ids, always], 1)
         return ids, torch.rand(ids.shape, generator=generator, device=device)
 
@@ -153,22 +238,44 @@ class Bench:
         if aligned is not None:
             wide = 0 if config["way"] == "hopper" else self.wide(config, tokens)
             pairs = len(aligned.sorted_pairs) + wide * tokens
-        rows, depth = (tokens, self.problem.hidden) if product == "up" else (pairs, self.problem.inter)
+        rows, depth = (
+            (tokens, self.problem.hidden) if product == "up" else (pairs, self.problem.inter)
+        )
         return torch.empty(rows, depth, dtype=self.w13.dtype, device=self.w13.device).normal_()
 
-    def run(self, product: str, config: Config, x: Tensor, ids: Tensor, weights: Tensor,
-            aligned: Alignment | None) -> Tensor:
+    def run(
+        self,
+        product: str,
+        config: Config,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        aligned: Alignment | None,
+    ) -> Tensor:
         wide = self.wide(config, len(ids))
         if config["way"] == "hopper":
             return self._run_hopper(product, config, x, ids, weights, aligned)
         if product == "up":
-            return (moe_gemv.up(x, self.w13, ids, config) if config["way"] == "gemv" else
-                    moe_gemm.up(x, self.w13, ids, aligned, config, wide))
-        return (moe_gemv.down(x, self.w2, ids, weights, config) if config["way"] == "gemv" else
-                moe_gemm.down(x, self.w2, ids, weights, aligned, config, wide))
+            return (
+                moe_gemv.up(x, self.w13, ids, config)
+                if config["way"] == "gemv"
+                else moe_gemm.up(x, self.w13, ids, aligned, config, wide)
+            )
+        return (
+            moe_gemv.down(x, self.w2, ids, weights, config)
+            if config["way"] == "gemv"
+            else moe_gemm.down(x, self.w2, ids, weights, aligned, config, wide)
+        )
 
-    def _run_hopper(self, product: str, config: Config, x: Tensor, ids: Tensor, weights: Tensor,
-                    aligned: Alignment | None) -> Tensor:
+    def _run_hopper(
+        self,
+        product: str,
+        config: Config,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        aligned: Alignment | None,
+    ) -> Tensor:
         """Dense products of everybody's experts, both of them, count with the first."""
         assert aligned is not None
         kept = ids.shape[1] - max(self.shared - 1, 0)
@@ -206,8 +313,8 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 3) -> flo
 
 
 def _compile(problem: Problem, shared: int, wanted: Sequence[tuple[str, Config, int]]) -> list[str]:
-    """Run each configuration once for so many tokens of a few experts, so that its kernel is in the cache on disk; what
-    failed."""
+    """Run each configuration once for so many tokens of a few experts, so that its kernel is in the
+    cache on disk; what failed."""
     bench = Bench.make(problem, shared, held=problem.topk)
     failed = []
     for product, config, tokens in wanted:
@@ -231,27 +338,39 @@ def _alike(config: Config, tokens: int, shared: int) -> int:
 
 def compile_ahead(problem: Problem, shared: int, tokens: Sequence[int], workers: int) -> set[str]:
     """Compile every candidate, ``workers`` at a time. Returns those that do not compile."""
-    wanted = {json.dumps([product, config, alike]): (product, config, alike) for number in tokens
-              for product in ("up", "down") for config in candidates(product, problem, number)
-              for alike in (_alike(config, number, shared),)}
+    wanted = {
+        json.dumps([product, config, alike]): (product, config, alike)
+        for number in tokens
+        for product in ("up", "down")
+        for config in candidates(product, problem, number)
+        for alike in (_alike(config, number, shared),)
+    }
     shares = [list(wanted.values())[number::workers] for number in range(workers)]
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         done = [pool.submit(_compile, problem, shared, share) for share in shares if share]
         return {name for share in done for name in share.result()}
 
 
-def measure(bench: Bench, tokens: int, failed: set[str], deadline: float) -> dict[str, list[Measured]]:
-    """Every candidate's time for ``tokens``, fastest first. One of each kind of product at least is measured."""
+def measure(
+    bench: Bench, tokens: int, failed: set[str], deadline: float
+) -> dict[str, list[Measured]]:
+    """Every candidate's time for ``tokens``, fastest first. One of each kind of product at least is
+    measured.
+    """
     routings = [bench.routing(tokens, seed) for seed in range(8 if tokens <= 64 else 3)]
     found: dict[str, list[Measured]] = {"up": [], "down": []}
     for product in ("up", "down"):
         for config in candidates(product, bench.problem, tokens):
-            if json.dumps([product, config]) in failed or (found[product] and time.monotonic() > deadline):
+            if json.dumps([product, config]) in failed or (
+                found[product] and time.monotonic() > deadline
+            ):
                 continue
             lists = [bench.align(config, ids) for ids, _ in routings]
             x = bench.rows(product, config, tokens, lists[0])
-            calls = [lambda r=r, a=a, c=config, p=product, v=x: bench.run(p, c, v, *r, a)
-                     for r, a in zip(routings, lists)]
+            calls = [
+                lambda r=r, a=a, c=config, p=product, v=x: bench.run(p, c, v, *r, a)
+                for r, a in zip(routings, lists)
+            ]
             found[product].append((microseconds(calls), config))
         found[product].sort(key=lambda item: item[0])
     return found
@@ -260,13 +379,22 @@ def measure(bench: Bench, tokens: int, failed: set[str], deadline: float) -> dic
 def overheads(bench: Bench, tokens: int) -> tuple[float, float]:
     """Microseconds of an alignment and of the last sum."""
     ids, _ = bench.routing(tokens, 0)
-    parts = torch.empty(ids.numel(), bench.problem.hidden, dtype=bench.w13.dtype, device="cuda").normal_()
-    return (microseconds([lambda: align(ids, len(bench.w13), 32)] * 4),
-            microseconds([lambda: moe_sum(parts, ids)] * 4))
+    parts = torch.empty(
+        ids.numel(), bench.problem.hidden, dtype=bench.w13.dtype, device="cuda"
+    ).normal_()
+    return (
+        microseconds([lambda: align(ids, len(bench.w13), 32)] * 4),
+        microseconds([lambda: moe_sum(parts, ids)] * 4),
+    )
 
 
-def best_pair(found: dict[str, list[Measured]], aligning: float, summing: float) -> tuple[float, dict[str, Config]]:
-    """(microseconds, {"up", "down"}) of the best two products that go together, with the alignment and the sum."""
+def best_pair(
+    found: dict[str, list[Measured]], aligning: float, summing: float
+) -> tuple[float, dict[str, Config]]:
+    """(microseconds, {"up", "down"}) of the best two products that go together, with the alignment
+    and the sum.
+    """
+
     def order(config: Config) -> tuple[bool, int]:
         return config["way"] == "hopper", config["block_m"] if aligns(config) else 0
 
@@ -274,16 +402,33 @@ def best_pair(found: dict[str, list[Measured]], aligning: float, summing: float)
         aligned = aligning if aligns(up[1]) else 0.0
         return up[0] + down[0] + aligned + (0.0 if down[1]["way"] == "gemv" else summing)
 
-    time_, up, down = min(((total(up, down), up, down) for up in found["up"] for down in found["down"]
-                           if order(up[1]) == order(down[1])), key=lambda item: item[0])
+    time_, up, down = min(
+        (
+            (total(up, down), up, down)
+            for up in found["up"]
+            for down in found["down"]
+            if order(up[1]) == order(down[1])
+        ),
+        key=lambda item: item[0],
+    )
     return time_, {"up": up[1], "down": down[1]}
 
 
-def tune_experts(problem: Problem, shared: int, path: Path, *, tokens: Sequence[int] = TOKENS, seconds: float = 300.0,
-                 workers: int = 8, log: Callable[[str], None] = print) -> dict[int, dict[str, Config]]:
-    """Measure each number of tokens that ``path`` does not hold yet, writing it after each; stop after ``seconds``.
+def tune_experts(
+    problem: Problem,
+    shared: int,
+    path: Path,
+    *,
+    tokens: Sequence[int] = TOKENS,
+    seconds: float = 300.0,
+    workers: int = 8,
+    log: Callable[[str], None] = print,
+) -> dict[int, dict[str, Config]]:
+    """Measure each number of tokens that ``path`` does not hold yet, writing it after each; stop
+    after ``seconds``.
 
-    ``path``: ``tuned.FOLDER / problem.table_name``. ``shared``: the last so many of the experts are everybody's.
+    ``path``: ``tuned.FOLDER / problem.table_name``. ``shared``: the last so many of the experts are
+    everybody's.
     """
     begin = time.monotonic()
     table = {int(k): v for k, v in json.loads(path.read_text()).items()} if path.is_file() else {}
@@ -291,17 +436,26 @@ def tune_experts(problem: Problem, shared: int, path: Path, *, tokens: Sequence[
     if not open_:
         return table
     failed = compile_ahead(problem, shared, open_, workers)
-    log(f"{asdict(problem)}: compiled in {time.monotonic() - begin:.0f} s, {len(failed)} do not compile")
+    log(
+        f"{asdict(problem)}: compiled in {time.monotonic() - begin:.0f} s, {len(failed)} do not compile"
+    )
     bench = Bench.make(problem, shared)
     for position, number in enumerate(open_):
         left = begin + seconds - time.monotonic()
         if left <= 0:
             log(f"out of time; not measured: {open_[position:]}")
             break
-        found = measure(bench, number, failed, time.monotonic() + left / (len(open_) - position) * 2)
+        found = measure(
+            bench, number, failed, time.monotonic() + left / (len(open_) - position) * 2
+        )
         aligning, summing = overheads(bench, number)
         spent, table[number] = best_pair(found, aligning, summing)
         tuned.keep(path, table)
-        log(f"{number} tokens: {spent:.1f} us; align {aligning:.1f}, sum {summing:.1f}; "
-            + "; ".join(f"{product} {found[product][0][0]:.1f} {found[product][0][1]}" for product in ("up", "down")))
+        log(
+            f"{number} tokens: {spent:.1f} us; align {aligning:.1f}, sum {summing:.1f}; "
+            + "; ".join(
+                f"{product} {found[product][0][0]:.1f} {found[product][0][1]}"
+                for product in ("up", "down")
+            )
+        )
     return table

@@ -1,4 +1,5 @@
 """Merging attention over disjoint sets of keys in place; the reference is in ``kernels.merge``."""
+
 from __future__ import annotations
 
 import triton
@@ -11,14 +12,29 @@ ROWS = 8  #: (token, head) pairs of a program
 
 
 @triton.jit(do_not_specialize=["count"])
-def _merge_into(out, lse, part, part_lse, count, heads, lse_token, lse_head, part_lse_token, part_lse_head,
-                SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _merge_into(
+    out,
+    lse,
+    part,
+    part_lse,
+    count,
+    heads,
+    lse_token,
+    lse_head,
+    part_lse_token,
+    part_lse_head,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = pair < count
     token, head = pair // heads, pair % heads
     old_at = lse + token.to(tl.int64) * lse_token + head * lse_head
     old = tl.load(old_at, mask=real, other=0.0)
-    new = tl.load(part_lse + token.to(tl.int64) * part_lse_token + head * part_lse_head, mask=real, other=0.0)
+    new = tl.load(
+        part_lse + token.to(tl.int64) * part_lse_token + head * part_lse_head, mask=real, other=0.0
+    )
     top = tl.maximum(old, new)
     base = tl.where(top == float("-inf"), 0.0, top)
     old_weight, new_weight = tl.exp(old - base), tl.exp(new - base)
@@ -30,15 +46,31 @@ def _merge_into(out, lse, part, part_lse, count, heads, lse_token, lse_head, par
     # NOTE: what a state over no keys holds may be NaN: it is left out, not multiplied by zero
     before = tl.load(out + at, mask=inside & (old_weight > 0.0)[:, None], other=0.0)
     added = tl.load(part + at, mask=inside & (new_weight > 0.0)[:, None], other=0.0).to(tl.float32)
-    tl.store(out + at, before * (old_weight * scale)[:, None] + added * (new_weight * scale)[:, None], mask=inside)
+    tl.store(
+        out + at,
+        before * (old_weight * scale)[:, None] + added * (new_weight * scale)[:, None],
+        mask=inside,
+    )
     tl.store(old_at, base + tl.log(total), mask=real)
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """As ``kernels.merge.merge_into``. out and part are contiguous; the log-sum-exps may be strided."""
+    """As ``kernels.merge.merge_into``. out and part are contiguous; the log-sum-exps may be
+    strided.
+    """
     tokens, heads, size = out.shape
     assert out.is_contiguous() and part.is_contiguous()
     if tokens:
         _merge_into[(cdiv(tokens * heads, ROWS),)](
-            out, lse, part, part_lse, tokens * heads, heads, *lse.stride(), *part_lse.stride(), SIZE=size,
-            BLOCK=next_power_of_2(size), ROWS=ROWS)
+            out,
+            lse,
+            part,
+            part_lse,
+            tokens * heads,
+            heads,
+            *lse.stride(),
+            *part_lse.stride(),
+            SIZE=size,
+            BLOCK=next_power_of_2(size),
+            ROWS=ROWS,
+        )

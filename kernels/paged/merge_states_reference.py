@@ -1,26 +1,32 @@
-"""Merging attention over disjoint sets of keys, by the log-sum-exp of their scores (FlashInfer, arXiv 2501.01005).
+"""Merging attention over disjoint sets of keys, by the log-sum-exp of their scores (FlashInfer,
+arXiv 2501.01005).
 
-A partial state is ``(out, lse)``: ``out`` is attention over one set of keys, normalised within it, and ``lse`` the
-natural log of the sum of its exponentiated scores. States merge in any order.
+A partial state is ``(out, lse)``: ``out`` is attention over one set of keys, normalised within it,
+and ``lse`` the natural log of the sum of its exponentiated scores. States merge in any order.
 """
+
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
 
-def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge two partial states: ``out`` float32 [..., D], ``lse`` float32 [...]. Inputs are left as they are.
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merge two partial states: ``out`` float32 [..., D], ``lse`` float32 [...]. Inputs are left as
+    they are.
 
-    A state over no keys has ``lse == -inf`` and any ``out``, NaN included; it adds nothing. Two such states give
-    zeros and ``-inf``.
+    A state over no keys has ``lse == -inf`` and any ``out``, NaN included; it adds nothing. Two
+    such states give zeros and ``-inf``.
     """
     lse = torch.logaddexp(lse_a, lse_b)
     return _weighted(out_a, lse_a, lse) + _weighted(out_b, lse_b, lse), lse
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge a partial state into another: ``out`` float32 [T, H, D] and ``lse`` float32 [T, H] are overwritten.
+    """Merge a partial state into another: ``out`` float32 [T, H, D] and ``lse`` float32 [T, H] are
+    overwritten.
 
     ``part`` [T, H, D] of any floating dtype.
     """
@@ -36,6 +42,8 @@ def _weighted(out: Tensor, lse: Tensor, total: Tensor) -> Tensor:
 
 
 def merge_states_reference(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition, for S stacked states at once, in float64: ``outs`` [S, ..., D], ``lses`` [S, ...], all finite."""
+    """The definition, for S stacked states at once, in float64: ``outs`` [S, ..., D], ``lses`` [S,
+    ...], all finite.
+    """
     weights = torch.softmax(lses.double(), dim=0)
     return (outs.double() * weights.unsqueeze(-1)).sum(dim=0), torch.logsumexp(lses.double(), dim=0)

@@ -1,8 +1,10 @@
-"""Logits changed before a token is chosen from them, by what each row of the sequence table asks for; in Triton.
+"""Logits changed before a token is chosen from them, by what each row of the sequence table asks
+for; in Triton.
 
-The rules are those of ``kernels.sampling.apply_penalties``; listed tokens and masks come before, as in vLLM. A row that
-asks for nothing costs a look at its flags.
+The rules are those of ``kernels.sampling.apply_penalties``; listed tokens and masks come before, as
+in vLLM. A row that asks for nothing costs a look at its flags.
 """
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -18,7 +20,8 @@ from glowplug.kernels.launch.integers import next_power_of_2
 PENALTIES = 1
 ALLOWED = 2
 LISTED = 4
-#: bits of a token's entry in the table: it is not allowed; it is in the prompt. The rest counts it in the output
+#: bits of a token's entry in the table: it is not allowed; it is in the prompt. The rest counts it
+#: in the output
 FORBIDDEN = -(1 << 31)
 IN_PROMPT = 1 << 30
 
@@ -32,11 +35,11 @@ class RowEdits(NamedTuple):
     """What rows of the sequence table ask for. R rows, V vocabulary, L entries of a list at most.
 
     Attributes:
-        flags, min_length, added, listed: int64 columns [R] of one table. The first ``added`` of a row's list always
-            count, the others, ``listed`` in all, before position ``min_length``.
+        flags, min_length, added, listed: int64 columns [R] of one table. The first ``added`` of a
+            row's list always count, the others, ``listed`` in all, before position ``min_length``.
         repetition, frequency, presence: float32 columns [R] of one table.
-        ids, values: int32, float32 [R, L]: numbers added to logits of these tokens, which differ among the added ones
-            and among the others.
+        ids, values: int32, float32 [R, L]: numbers added to logits of these tokens, which differ
+            among the added ones and among the others.
         table: int32 [R, V], of rows with penalties or allowed tokens.
     """
 
@@ -57,8 +60,20 @@ class RowEdits(NamedTuple):
 
 
 @triton.jit
-def _add_listed(source, state, first, last, position, min_length, added, listed, ids, values, width,
-                LIST: tl.constexpr):
+def _add_listed(
+    source,
+    state,
+    first,
+    last,
+    position,
+    min_length,
+    added,
+    listed,
+    ids,
+    values,
+    width,
+    LIST: tl.constexpr,
+):
     """Add to the logits of listed tokens ``first`` to ``last`` in place."""
     always, count = tl.load(added), tl.load(listed)
     until = tl.where(position < tl.load(min_length), count, always)
@@ -85,30 +100,85 @@ def _penalised(value, held, index, ahead, ahead_count, repetition, frequency, pr
 
 
 @triton.jit
-def edited(source, state, index, block, position, ahead, ahead_count, flags, min_length, added, listed, repetition,
-           frequency, presence, ids, values, table, int_stride, float_stride, width, vocab, BLOCK: tl.constexpr,
-           LIST: tl.constexpr):
-    """The row's logits at ``index``, -inf behind the vocabulary, edited and written back to ``source``."""
+def edited(
+    source,
+    state,
+    index,
+    block,
+    position,
+    ahead,
+    ahead_count,
+    flags,
+    min_length,
+    added,
+    listed,
+    repetition,
+    frequency,
+    presence,
+    ids,
+    values,
+    table,
+    int_stride,
+    float_stride,
+    width,
+    vocab,
+    BLOCK: tl.constexpr,
+    LIST: tl.constexpr,
+):
+    """The row's logits at ``index``, -inf behind the vocabulary, edited and written back to
+    ``source``.
+    """
     inside = index < vocab
     asked = tl.load(flags + state * int_stride)
     if asked & _LISTED != 0:
         at = state * int_stride
-        _add_listed(source, state, block * BLOCK, tl.minimum(block * BLOCK + BLOCK, vocab), position, min_length + at,
-                    added + at, listed + at, ids, values, width, LIST)
+        _add_listed(
+            source,
+            state,
+            block * BLOCK,
+            tl.minimum(block * BLOCK + BLOCK, vocab),
+            position,
+            min_length + at,
+            added + at,
+            listed + at,
+            ids,
+            values,
+            width,
+            LIST,
+        )
     value = tl.load(source + index, mask=inside, other=float("-inf"), cache_modifier=".cg")
     if asked & (_PENALTIES | _ALLOWED) != 0:
         held = tl.load(table + state * vocab + index, mask=inside, other=0)
         if asked & _PENALTIES != 0:
             at = state * float_stride
-            value = _penalised(value, held, index, ahead, ahead_count, repetition + at, frequency + at, presence + at)
+            value = _penalised(
+                value,
+                held,
+                index,
+                ahead,
+                ahead_count,
+                repetition + at,
+                frequency + at,
+                presence + at,
+            )
         value = tl.where(held < 0, float("-inf"), value)
         tl.store(source + index, value, mask=inside)
     return value
 
 
 @triton.jit
-def _observe(rows, tokens, counts, flags, table, int_stride, tokens_stride, vocab, WIDTH: tl.constexpr,
-             DEPENDENT: tl.constexpr):
+def _observe(
+    rows,
+    tokens,
+    counts,
+    flags,
+    table,
+    int_stride,
+    tokens_stride,
+    vocab,
+    WIDTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     row = tl.program_id(0)
@@ -121,8 +191,21 @@ def _observe(rows, tokens, counts, flags, table, int_stride, tokens_stride, voca
 
 
 def observe(tokens: Tensor, counts: Tensor, rows: Tensor, edits: RowEdits) -> None:
-    """Count the first ``counts`` int32 [B] of tokens int64 [B, W] in the table, for rows int64 [B] with penalties."""
+    """Count the first ``counts`` int32 [B] of tokens int64 [B, W] in the table, for rows int64 [B]
+    with penalties.
+    """
     if len(rows):
         width = next_power_of_2(max(2, tokens.shape[1]))
-        _observe[(len(rows),)](rows, tokens, counts, edits.flags, edits.table, edits.flags.stride(0), tokens.stride(0),
-                               edits.table.shape[1], WIDTH=width, num_warps=1, **dependent.options())
+        _observe[(len(rows),)](
+            rows,
+            tokens,
+            counts,
+            edits.flags,
+            edits.table,
+            edits.flags.stride(0),
+            tokens.stride(0),
+            edits.table.shape[1],
+            WIDTH=width,
+            num_warps=1,
+            **dependent.options(),
+        )

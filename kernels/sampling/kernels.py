@@ -1,8 +1,11 @@
-"""Choosing tokens from logits in a few passes, by the rules of ``kernels.sampling``: no sort, no host synchronisation.
+"""Choosing tokens from logits in a few passes, by the rules of ``kernels.sampling``: no sort, no
+host synchronisation.
 
-A pass cuts each row into blocks of the vocabulary, one program a block; the last program of a row to finish combines
-what the blocks found, in order, so a result depends on its row alone. N rows, V vocabulary, B blocks a row.
+A pass cuts each row into blocks of the vocabulary, one program a block; the last program of a row
+to finish combines what the blocks found, in order, so a result depends on its row alone. N rows, V
+vocabulary, B blocks a row.
 """
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -20,7 +23,8 @@ from glowplug.kernels.sampling.edits import RowEdits
 BLOCK = 2048  #: vocabulary entries a program; the same for every batch, since sums depend on it
 LIST = 64  #: listed tokens looked at together
 PIVOTS = 16
-#: bits in which the thresholds of a pass are apart; weights are at most 1, whose bits are below 2^30
+#: bits in which the thresholds of a pass are apart; weights are at most 1, whose bits are below
+#: 2^30
 SHIFTS = (26, 22, 18, 14, 10, 6, 2, 0)
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -30,7 +34,9 @@ BELOW_ONE = tl.constexpr(1.0 - 2.0**-53)
 
 
 class RowParameters(NamedTuple):
-    """Columns [R] over rows of the sequence table, each possibly strided; float32 but for ``seed``, ``top_k`` int64."""
+    """Columns [R] over rows of the sequence table, each possibly strided; float32 but for ``seed``,
+    ``top_k`` int64.
+    """
 
     temperature: Tensor
     min_p: Tensor
@@ -40,8 +46,8 @@ class RowParameters(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Of N rows: the most likely token int64, its logit float32, is that no finite number bool, and a cut-off float32
-    bits int32 (0: none yet)."""
+    """Of N rows: the most likely token int64, its logit float32, is that no finite number bool, and
+    a cut-off float32 bits int32 (0: none yet)."""
 
     tokens: Tensor
     peaks: Tensor
@@ -51,7 +57,9 @@ class Choice(NamedTuple):
 
 @triton.jit
 def finished(arrived, row, blocks):
-    """Is this the last program of ``row``? What the others stored is visible to it, and the counter is zero again."""
+    """Is this the last program of ``row``? What the others stored is visible to it, and the counter
+    is zero again.
+    """
     tl.debug_barrier()
     last = tl.atomic_add(arrived + row, 1, sem="acq_rel") == blocks - 1
     if last:
@@ -83,42 +91,156 @@ def key_of(value, index):
 
 
 @triton.jit
-def _best(logits, keys, arrived, tokens, peaks, bad, least, vocab, stride, blocks, BLOCK: tl.constexpr,
-          BLOCKS: tl.constexpr, DEPENDENT: tl.constexpr):
+def _best(
+    logits,
+    keys,
+    arrived,
+    tokens,
+    peaks,
+    bad,
+    least,
+    vocab,
+    stride,
+    blocks,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
     index = block * BLOCK + tl.arange(0, BLOCK)
     source = logits + row.to(tl.int64) * stride
     value = tl.load(source + index, mask=index < vocab, other=float("-inf"))
-    _best_of_row(source, value, index, row, block, keys, arrived, tokens, peaks, bad, least, vocab, blocks, BLOCKS)
+    _best_of_row(
+        source,
+        value,
+        index,
+        row,
+        block,
+        keys,
+        arrived,
+        tokens,
+        peaks,
+        bad,
+        least,
+        vocab,
+        blocks,
+        BLOCKS,
+    )
 
 
 @triton.jit
-def _best_edited(logits, keys, arrived, tokens, peaks, bad, least, rows, positions, ahead, ahead_stride, ahead_count,
-                 flags, min_length, added, listed, repetition, frequency, presence, ids, values, table, int_stride,
-                 float_stride, width, vocab, stride, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-                 LIST: tl.constexpr, DEPENDENT: tl.constexpr):
+def _best_edited(
+    logits,
+    keys,
+    arrived,
+    tokens,
+    peaks,
+    bad,
+    least,
+    rows,
+    positions,
+    ahead,
+    ahead_stride,
+    ahead_count,
+    flags,
+    min_length,
+    added,
+    listed,
+    repetition,
+    frequency,
+    presence,
+    ids,
+    values,
+    table,
+    int_stride,
+    float_stride,
+    width,
+    vocab,
+    stride,
+    blocks,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LIST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
     index = block * BLOCK + tl.arange(0, BLOCK)
     source = logits + row.to(tl.int64) * stride
     value = sampling_edits.edited(
-        source, tl.load(rows + row), index, block, tl.load(positions + row), ahead + row * ahead_stride, ahead_count,
-        flags, min_length, added, listed, repetition, frequency, presence, ids, values, table, int_stride,
-        float_stride, width, vocab, BLOCK, LIST)
-    _best_of_row(source, value, index, row, block, keys, arrived, tokens, peaks, bad, least, vocab, blocks, BLOCKS)
+        source,
+        tl.load(rows + row),
+        index,
+        block,
+        tl.load(positions + row),
+        ahead + row * ahead_stride,
+        ahead_count,
+        flags,
+        min_length,
+        added,
+        listed,
+        repetition,
+        frequency,
+        presence,
+        ids,
+        values,
+        table,
+        int_stride,
+        float_stride,
+        width,
+        vocab,
+        BLOCK,
+        LIST,
+    )
+    _best_of_row(
+        source,
+        value,
+        index,
+        row,
+        block,
+        keys,
+        arrived,
+        tokens,
+        peaks,
+        bad,
+        least,
+        vocab,
+        blocks,
+        BLOCKS,
+    )
 
 
 @triton.jit
-def _best_of_row(source, value, index, row, block, keys, arrived, tokens, peaks, bad, least, vocab, blocks,
-                 BLOCKS: tl.constexpr):
+def _best_of_row(
+    source,
+    value,
+    index,
+    row,
+    block,
+    keys,
+    arrived,
+    tokens,
+    peaks,
+    bad,
+    least,
+    vocab,
+    blocks,
+    BLOCKS: tl.constexpr,
+):
     tl.store(keys + row * blocks + block, tl.max(key_of(value, index)))
     if finished(arrived, row, blocks):
         each = tl.arange(0, BLOCKS)
-        found = tl.max(tl.load(keys + row * blocks + each, mask=each < blocks, other=-0x7FFFFFFFFFFFFFFF,
-                               cache_modifier=".cg"))
+        found = tl.max(
+            tl.load(
+                keys + row * blocks + each,
+                mask=each < blocks,
+                other=-0x7FFFFFFFFFFFFFFF,
+                cache_modifier=".cg",
+            )
+        )
         token = tl.minimum(0x7FFFFFFF - (found & 0xFFFFFFFF), vocab - 1)
         peak = tl.load(source + token, cache_modifier=".cg")  # another program may have edited it
         tl.store(tokens + row, token)
@@ -141,9 +263,20 @@ def _either(a, b):
 
 
 @triton.jit
-def _shares(parts, held, place, weight, index, vocab, start, shift, COUNT: tl.constexpr, PIVOTS: tl.constexpr):
-    """What of a block lies at or above each of PIVOTS + 1 thresholds goes to ``parts``; to ``held`` bit j: some of it
-    lies between threshold j and the next."""
+def _shares(
+    parts,
+    held,
+    place,
+    weight,
+    index,
+    vocab,
+    start,
+    shift,
+    COUNT: tl.constexpr,
+    PIVOTS: tl.constexpr,
+):
+    """What of a block lies at or above each of PIVOTS + 1 thresholds goes to ``parts``; to ``held``
+    bit j: some of it lies between threshold j and the next."""
     bits = weight.to(tl.int32, bitcast=True)
     inside = (bits >= start) & (index < vocab)
     worth = tl.where(inside, 1.0, 0.0) if COUNT else tl.where(inside, weight, 0.0)
@@ -153,18 +286,46 @@ def _shares(parts, held, place, weight, index, vocab, start, shift, COUNT: tl.co
     between = (worth > 0) & (step < PIVOTS)
     some = tl.reduce(tl.where(between, 1 << tl.where(between, step, 0), 0), 0, _either)
     for pivot in tl.static_range(1, PIVOTS):
-        part = tl.where(each == pivot, tl.sum(tl.where(bits >= start + (pivot << shift), worth, 0.0)), part)
+        part = tl.where(
+            each == pivot, tl.sum(tl.where(bits >= start + (pivot << shift), worth, 0.0)), part
+        )
     tl.store(parts + place * (PIVOTS + 1) + each, part)
     tl.store(parts + place * (PIVOTS + 1) + PIVOTS, beyond)
     tl.store(held + place, some)
 
 
 @triton.jit(do_not_specialize=["shift"])
-def _narrow(logits, rows, peaks, least, low, steps, goals, parts, held, arrived, temperatures, temperature_stride,
-            min_ps, min_p_stride, limits, limit_stride, vocab, stride, blocks, shift, coldest, FIRST: tl.constexpr,
-            COUNT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-            PIVOTS: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Raise ``low``, the bits of the largest weight known to leave enough, by the next four bits of it.
+def _narrow(
+    logits,
+    rows,
+    peaks,
+    least,
+    low,
+    steps,
+    goals,
+    parts,
+    held,
+    arrived,
+    temperatures,
+    temperature_stride,
+    min_ps,
+    min_p_stride,
+    limits,
+    limit_stride,
+    vocab,
+    stride,
+    blocks,
+    shift,
+    coldest,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Raise ``low``, the bits of the largest weight known to leave enough, by the next four bits of
+    it.
 
     A block none of whose weights lie in what is left of the search is not read again.
     """
@@ -184,13 +345,23 @@ def _narrow(logits, rows, peaks, least, low, steps, goals, parts, held, arrived,
             source = logits + row.to(tl.int64) * stride
             cut = tl.load(least + row).to(tl.float32, bitcast=True)
             index = block * BLOCK + tl.arange(0, BLOCK)
-            weight = _weights(source, index, vocab, tl.load(peaks + row), temperature,
-                              tl.load(min_ps + state * min_p_stride), cut)
+            weight = _weights(
+                source,
+                index,
+                vocab,
+                tl.load(peaks + row),
+                temperature,
+                tl.load(min_ps + state * min_p_stride),
+                cut,
+            )
             _shares(parts, held, place, weight, index, vocab, start, shift, COUNT, PIVOTS)
         else:
             above = tl.load(parts + place * (PIVOTS + 1) + step + 1)
             tl.debug_barrier()
-            tl.store(parts + place * (PIVOTS + 1) + tl.arange(0, PIVOTS), tl.zeros((PIVOTS,), tl.float32) + above)
+            tl.store(
+                parts + place * (PIVOTS + 1) + tl.arange(0, PIVOTS),
+                tl.zeros((PIVOTS,), tl.float32) + above,
+            )
             tl.store(parts + place * (PIVOTS + 1) + PIVOTS, above)
             tl.store(held + place, 0)
         if finished(arrived, row, blocks):
@@ -205,29 +376,57 @@ def _narrow(logits, rows, peaks, least, low, steps, goals, parts, held, arrived,
             chosen = tl.maximum(tl.sum((total >= goal).to(tl.int32), 0), 1) - 1
             tl.store(steps + row, chosen)
             tl.store(low + row, start + (chosen << shift))
-            tl.store(least + row, start + (chosen << shift))  # which passes to come may know already
+            tl.store(
+                least + row, start + (chosen << shift)
+            )  # which passes to come may know already
 
 
 @triton.jit
 def _totals(parts, row, blocks, BLOCKS: tl.constexpr, PIVOTS: tl.constexpr):
     """float64 [PIVOTS]: all blocks of a row together."""
     each = tl.arange(0, BLOCKS)
-    found = tl.load(parts + (row * blocks + each)[:, None] * (PIVOTS + 1) + tl.arange(0, PIVOTS)[None, :],
-                    mask=(each < blocks)[:, None], other=0.0, cache_modifier=".cg")
+    found = tl.load(
+        parts + (row * blocks + each)[:, None] * (PIVOTS + 1) + tl.arange(0, PIVOTS)[None, :],
+        mask=(each < blocks)[:, None],
+        other=0.0,
+        cache_modifier=".cg",
+    )
     return tl.sum(found.to(tl.float64), 0)
 
 
 @triton.jit
 def _first_above(weight, cumulative, target, SIZE: tl.constexpr):
-    """Position of the first positive ``weight`` whose cumulative sum exceeds ``target``; at most SIZE - 1."""
+    """Position of the first positive ``weight`` whose cumulative sum exceeds ``target``; at most
+    SIZE - 1.
+    """
     at = tl.arange(0, SIZE)
     return tl.minimum(tl.min(tl.where((cumulative > target) & (weight > 0), at, SIZE)), SIZE - 1)
 
 
 @triton.jit
-def _draw(logits, rows, positions, tokens, peaks, least, masses, arrived, temperatures, temperature_stride, min_ps,
-          min_p_stride, seeds, seed_stride, vocab, stride, blocks, coldest, BLOCK: tl.constexpr,
-          BLOCKS: tl.constexpr, DEPENDENT: tl.constexpr):
+def _draw(
+    logits,
+    rows,
+    positions,
+    tokens,
+    peaks,
+    least,
+    masses,
+    arrived,
+    temperatures,
+    temperature_stride,
+    min_ps,
+    min_p_stride,
+    seeds,
+    seed_stride,
+    vocab,
+    stride,
+    blocks,
+    coldest,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
@@ -237,18 +436,24 @@ def _draw(logits, rows, positions, tokens, peaks, least, masses, arrived, temper
         source = logits + row.to(tl.int64) * stride
         peak, min_p = tl.load(peaks + row), tl.load(min_ps + state * min_p_stride)
         cut = tl.load(least + row).to(tl.float32, bitcast=True)
-        weight = _weights(source, block * BLOCK + tl.arange(0, BLOCK), vocab, peak, temperature, min_p, cut)
+        weight = _weights(
+            source, block * BLOCK + tl.arange(0, BLOCK), vocab, peak, temperature, min_p, cut
+        )
         tl.store(masses + row * blocks + block, tl.sum(weight.to(tl.float64)))
         if finished(arrived, row, blocks):
             each = tl.arange(0, BLOCKS)
-            mass = tl.load(masses + row * blocks + each, mask=each < blocks, other=0.0, cache_modifier=".cg")
+            mass = tl.load(
+                masses + row * blocks + each, mask=each < blocks, other=0.0, cache_modifier=".cg"
+            )
             cumulative = tl.cumsum(mass, 0)
             total = tl.max(cumulative)
             uniform = _uniform(tl.load(seeds + state * seed_stride), tl.load(positions + row))
             target = tl.minimum(uniform * total, total * BELOW_ONE)
             chosen = _first_above(mass, cumulative, target, BLOCKS)
             before = tl.max(tl.where(each < chosen, cumulative, 0.0))
-            weight = _weights(source, chosen * BLOCK + tl.arange(0, BLOCK), vocab, peak, temperature, min_p, cut)
+            weight = _weights(
+                source, chosen * BLOCK + tl.arange(0, BLOCK), vocab, peak, temperature, min_p, cut
+            )
             inside = tl.cumsum(weight.to(tl.float64), 0)
             target = tl.minimum(target - before, tl.max(inside) * BELOW_ONE)
             token = chosen * BLOCK + _first_above(weight, inside, target, BLOCK)
@@ -265,26 +470,47 @@ class Grid(NamedTuple):
     @classmethod
     def over(cls, logits: Tensor) -> Grid:
         blocks = cdiv(logits.shape[1], BLOCK)
-        return cls((logits.shape[0], blocks), (logits.shape[1], logits.stride(0), blocks),
-                   max(2, next_power_of_2(blocks)))
+        return cls(
+            (logits.shape[0], blocks),
+            (logits.shape[1], logits.stride(0), blocks),
+            max(2, next_power_of_2(blocks)),
+        )
 
 
 def best(logits: Tensor, arrived: Tensor) -> Choice:
-    """logits float32 [N, V], rows may be strided; ``arrived`` int32 [N or more], zeros before and after."""
+    """logits float32 [N, V], rows may be strided; ``arrived`` int32 [N or more], zeros before and
+    after.
+    """
     grid = Grid.over(logits)
     choice = _choice(logits)
     if len(logits):
         keys = torch.empty(grid.programs, dtype=torch.int64, device=logits.device)
-        _best[grid.programs](logits, keys, arrived, *choice, *grid.sizes, BLOCK=BLOCK, BLOCKS=grid.blocks,
-                             **dependent.options())
+        _best[grid.programs](
+            logits,
+            keys,
+            arrived,
+            *choice,
+            *grid.sizes,
+            BLOCK=BLOCK,
+            BLOCKS=grid.blocks,
+            **dependent.options(),
+        )
     return choice
 
 
-def best_edited(logits: Tensor, arrived: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None,
-                edits: RowEdits) -> Choice:
-    """The same of logits edited first, in place, by what ``rows`` int64 [N] ask for; positions int64 [N].
+def best_edited(
+    logits: Tensor,
+    arrived: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    ahead: Tensor | None,
+    edits: RowEdits,
+) -> Choice:
+    """The same of logits edited first, in place, by what ``rows`` int64 [N] ask for; positions
+    int64 [N].
 
-    ``ahead`` int64 [N, W - 1]: tokens that penalties count although they were not observed yet, -1: none.
+    ``ahead`` int64 [N, W - 1]: tokens that penalties count although they were not observed yet, -1:
+    none.
     """
     grid = Grid.over(logits)
     choice = _choice(logits)
@@ -293,23 +519,49 @@ def best_edited(logits: Tensor, arrived: Tensor, rows: Tensor, positions: Tensor
         count = 0 if ahead is None else ahead.shape[1]
         # NOTE: products and sums are rounded one by one, as torch does, so that ties fall alike.
         _best_edited[grid.programs](
-            logits, keys, arrived, *choice, rows, positions, rows if ahead is None else ahead,
-            0 if ahead is None else ahead.stride(0), count, *edits, *edits.strides, *grid.sizes, BLOCK=BLOCK,
-            BLOCKS=grid.blocks, LIST=LIST, enable_fp_fusion=False, **dependent.options())
+            logits,
+            keys,
+            arrived,
+            *choice,
+            rows,
+            positions,
+            rows if ahead is None else ahead,
+            0 if ahead is None else ahead.stride(0),
+            count,
+            *edits,
+            *edits.strides,
+            *grid.sizes,
+            BLOCK=BLOCK,
+            BLOCKS=grid.blocks,
+            LIST=LIST,
+            enable_fp_fusion=False,
+            **dependent.options(),
+        )
     return choice
 
 
 def _choice(logits: Tensor) -> Choice:
     rows = logits.shape[0]
     device = logits.device
-    return Choice(torch.empty(rows, dtype=torch.int64, device=device), torch.empty(rows, device=device),
-                  torch.empty(rows, dtype=torch.bool, device=device),
-                  torch.empty(rows, dtype=torch.int32, device=device))
+    return Choice(
+        torch.empty(rows, dtype=torch.int64, device=device),
+        torch.empty(rows, device=device),
+        torch.empty(rows, dtype=torch.bool, device=device),
+        torch.empty(rows, dtype=torch.int32, device=device),
+    )
 
 
-def cut_off(logits: Tensor, choice: Choice, rows: Tensor, parameters: RowParameters, coldest: float, count: bool,
-            arrived: Tensor) -> None:
-    """Set ``choice.least`` by top-k (``count``) or, of what that left, by top-p. Equal weights survive together.
+def cut_off(
+    logits: Tensor,
+    choice: Choice,
+    rows: Tensor,
+    parameters: RowParameters,
+    coldest: float,
+    count: bool,
+    arrived: Tensor,
+) -> None:
+    """Set ``choice.least`` by top-k (``count``) or, of what that left, by top-p. Equal weights
+    survive together.
 
     Rows colder than ``coldest`` are greedy and left alone, as are rows whose limit is off.
     """
@@ -322,21 +574,60 @@ def cut_off(logits: Tensor, choice: Choice, rows: Tensor, parameters: RowParamet
     limits = parameters.top_k if count else parameters.top_p
     for shift in SHIFTS if len(rows) else ():
         _narrow[grid.programs](
-            logits, rows, choice.peaks, choice.least, low, steps, goals, parts, held, arrived,
-            *_columns(parameters, limits), *grid.sizes, shift, coldest, FIRST=shift == SHIFTS[0],
-            COUNT=count, BLOCK=BLOCK, BLOCKS=grid.blocks, PIVOTS=PIVOTS, **dependent.options())
+            logits,
+            rows,
+            choice.peaks,
+            choice.least,
+            low,
+            steps,
+            goals,
+            parts,
+            held,
+            arrived,
+            *_columns(parameters, limits),
+            *grid.sizes,
+            shift,
+            coldest,
+            FIRST=shift == SHIFTS[0],
+            COUNT=count,
+            BLOCK=BLOCK,
+            BLOCKS=grid.blocks,
+            PIVOTS=PIVOTS,
+            **dependent.options(),
+        )
 
 
-def draw(logits: Tensor, choice: Choice, rows: Tensor, positions: Tensor, parameters: RowParameters, coldest: float,
-         arrived: Tensor) -> None:
-    """Replace ``choice.tokens`` of the rows that are not greedy by a draw at the uniform of (seed, position)."""
+def draw(
+    logits: Tensor,
+    choice: Choice,
+    rows: Tensor,
+    positions: Tensor,
+    parameters: RowParameters,
+    coldest: float,
+    arrived: Tensor,
+) -> None:
+    """Replace ``choice.tokens`` of the rows that are not greedy by a draw at the uniform of (seed,
+    position).
+    """
     grid = Grid.over(logits)
     if len(rows):
         masses = torch.empty(grid.programs, dtype=torch.float64, device=logits.device)
         _draw[grid.programs](
-            logits, rows, positions, choice.tokens, choice.peaks, choice.least, masses, arrived,
-            *_columns(parameters, parameters.seed), *grid.sizes, coldest, BLOCK=BLOCK, BLOCKS=grid.blocks,
-            **dependent.options())
+            logits,
+            rows,
+            positions,
+            choice.tokens,
+            choice.peaks,
+            choice.least,
+            masses,
+            arrived,
+            *_columns(parameters, parameters.seed),
+            *grid.sizes,
+            coldest,
+            BLOCK=BLOCK,
+            BLOCKS=grid.blocks,
+            **dependent.options(),
+        )
 
 
 def _columns(parameters: RowParameters, last: Tensor) -> tuple[Tensor | int, ...]:

@@ -1,7 +1,10 @@
-"""Log-probabilities of drawn tokens and of the most likely ones, in one launch, without a sort or a copy of the logits.
+"""Log-probabilities of drawn tokens and of the most likely ones, in one launch, without a sort or a
+copy of the logits.
 
-As in ``sampling``, a row's blocks find their part each, and the last of them to finish puts the parts together.
+As in ``sampling``, a row's blocks find their part each, and the last of them to finish puts the
+parts together.
 """
+
 from __future__ import annotations
 
 import torch
@@ -17,9 +20,25 @@ NONE: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # below the key of any l
 
 
 @triton.jit
-def _scores(logits, tokens, peaks, masses, found, token_scores, top_ids, top, arrived, vocab, stride, blocks,
-            K: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PLACES: tl.constexpr,
-            DEPENDENT: tl.constexpr):
+def _scores(
+    logits,
+    tokens,
+    peaks,
+    masses,
+    found,
+    token_scores,
+    top_ids,
+    top,
+    arrived,
+    vocab,
+    stride,
+    blocks,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PLACES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
@@ -35,11 +54,18 @@ def _scores(logits, tokens, peaks, masses, found, token_scores, top_ids, top, ar
         key = tl.where(key == best, NONE, key)
     if sampling.finished(arrived, row, blocks):
         each = tl.arange(0, BLOCKS)
-        mass = tl.load(masses + row * blocks + each, mask=each < blocks, other=0.0, cache_modifier=".cg")
+        mass = tl.load(
+            masses + row * blocks + each, mask=each < blocks, other=0.0, cache_modifier=".cg"
+        )
         norm = peak + tl.log(tl.sum(mass.to(tl.float64))).to(tl.float32)
         tl.store(token_scores + row, tl.load(source + tl.load(tokens + row)) - norm)
         place = tl.arange(0, PLACES)
-        held = tl.load(found + row * blocks * K + place, mask=place < blocks * K, other=NONE, cache_modifier=".cg")
+        held = tl.load(
+            found + row * blocks * K + place,
+            mask=place < blocks * K,
+            other=NONE,
+            cache_modifier=".cg",
+        )
         for j in range(K):
             best = tl.max(held)
             token = tl.minimum(0x7FFFFFFF - (best & 0xFFFFFFFF), vocab - 1)
@@ -48,10 +74,11 @@ def _scores(logits, tokens, peaks, masses, found, token_scores, top_ids, top, ar
             held = tl.where(held == best, NONE, held)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, peaks: Tensor, k: int,
-                   arrived: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``kernels.sampling.token_logprobs``, of equal ones the lower id first. peaks float32 [N]: each row's largest
-    logit; ``arrived`` as in ``sampling.best``."""
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, peaks: Tensor, k: int, arrived: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``kernels.sampling.token_logprobs``, of equal ones the lower id first. peaks float32 [N]:
+    each row's largest logit; ``arrived`` as in ``sampling.best``."""
     grid = sampling.Grid.over(logits)
     rows = len(logits)
     device = logits.device
@@ -64,7 +91,20 @@ def token_logprobs(logits: Tensor, tokens: Tensor, peaks: Tensor, k: int,
         masses = torch.empty(grid.programs, device=device)
         found = torch.empty(*grid.programs, most, dtype=torch.int64, device=device)
         _scores[grid.programs](
-            logits, tokens, peaks, masses, found, scores, top_ids, top, arrived, *grid.sizes, K=most,
-            BLOCK=sampling.BLOCK, BLOCKS=grid.blocks, PLACES=max(2, next_power_of_2(grid.sizes[2] * most)),
-            **dependent.options())
+            logits,
+            tokens,
+            peaks,
+            masses,
+            found,
+            scores,
+            top_ids,
+            top,
+            arrived,
+            *grid.sizes,
+            K=most,
+            BLOCK=sampling.BLOCK,
+            BLOCKS=grid.blocks,
+            PLACES=max(2, next_power_of_2(grid.sizes[2] * most)),
+            **dependent.options(),
+        )
     return scores, top_ids[:, :k], top[:, :k]

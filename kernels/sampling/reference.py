@@ -1,9 +1,12 @@
-"""Sampling on tensors: counter-based uniforms, inverse-CDF draws, top-k/top-p cut-offs, penalties, log-probabilities.
+"""Sampling on tensors: counter-based uniforms, inverse-CDF draws, top-k/top-p cut-offs, penalties,
+log-probabilities.
 
-Pure functions, no host synchronisation on an accelerator. N logits rows, V vocabulary. Every result of a row depends
-on that row alone: the draw walks the vocabulary in its own order, and a cut-off is a *value*, so a batch that sorts for
-one row draws the same token for the others as a batch that does not.
+Pure functions, no host synchronisation on an accelerator. N logits rows, V vocabulary. Every result
+of a row depends
+on that row alone: the draw walks the vocabulary in its own order, and a cut-off is a *value*, so a
+batch that sorts for one row draws the same token for the others as a batch that does not.
 """
+
 from __future__ import annotations
 
 import numpy as np
@@ -39,7 +42,8 @@ def mix64(x: Tensor) -> Tensor:
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
-    """Float64 [N] in [0, 1), a function of (seed, position, stream) only: int64 [N], int64 [N], a small int.
+    """Float64 [N] in [0, 1), a function of (seed, position, stream) only: int64 [N], int64 [N], a
+    small int.
 
     Stream 0 draws tokens; speculation takes others for acceptance tests and draft tokens.
     """
@@ -49,7 +53,8 @@ def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Index int64 [N] of the first entry of ``cumulative`` float64 [N, K] greater than ``target`` [N, 1].
+    """Index int64 [N] of the first entry of ``cumulative`` float64 [N, K] greater than ``target``
+    [N, 1].
 
     ``target`` is held below the total, so the entry found has a positive share. NaN gives 0.
     """
@@ -59,9 +64,11 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """One index int64 [N] for each row of ``weights`` float32 [N, V] >= 0 (unnormalised), by inverse CDF at u [N].
+    """One index int64 [N] for each row of ``weights`` float32 [N, V] >= 0 (unnormalised), by
+    inverse CDF at u [N].
 
-    Two levels (block sums, then one block) in float64: no [N, V] float64 temporary. A zero weight is never drawn.
+    Two levels (block sums, then one block) in float64: no [N, V] float64 temporary. A zero weight
+    is never drawn.
     """
     rows, vocab = weights.shape
     if vocab % BLOCK:
@@ -71,7 +78,11 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     target = u[:, None] * cumulative[:, -1:]
     block = _first_above(cumulative, target)[:, None]
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp_(min=0)), 0.0)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1).cumsum(-1, dtype=torch.float64)
+    inside = (
+        blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))
+        .squeeze(1)
+        .cumsum(-1, dtype=torch.float64)
+    )
     index = block.squeeze(1) * BLOCK + _first_above(inside, target - before)
     return index.clamp_(max=vocab - 1)
 
@@ -79,16 +90,21 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
 def _sort_descending(weights: Tensor) -> Tensor:
     if weights.device.type != "cpu":
         return weights.sort(-1, descending=True).values
-    # NOTE: numpy's vectorised sort is 7 to 18 times faster than torch.sort on a CPU (torch also sorts indices).
+    # NOTE: numpy's vectorised sort is 7 to 18 times faster than torch.sort on a CPU (torch also
+    # sorts indices).
     return torch.from_numpy(np.sort(weights.numpy(), axis=-1)).flip(-1)
 
 
 def cutoff(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Smallest weight float32 [N] that survives top-k and then top-p (of what top-k left). Ties survive together.
+    """Smallest weight float32 [N] that survives top-k and then top-p (of what top-k left). Ties
+    survive together.
 
-    weights float32 [N, V] >= 0, unnormalised; top_k int64 [N], 0: off; top_p float32 [N] in (0, 1], 1: off.
+    weights float32 [N, V] >= 0, unnormalised; top_k int64 [N], 0: off; top_p float32 [N] in (0, 1],
+    1: off.
     """
-    chunks = zip(weights.split(SORT_ROWS), top_k.split(SORT_ROWS), top_p.split(SORT_ROWS), strict=True)
+    chunks = zip(
+        weights.split(SORT_ROWS), top_k.split(SORT_ROWS), top_p.split(SORT_ROWS), strict=True
+    )
     return torch.cat([_cutoff(*chunk) for chunk in chunks])
 
 
@@ -106,13 +122,19 @@ def _cutoff(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def apply_penalties(
-    logits: Tensor, seen: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+    logits: Tensor,
+    seen: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
 ) -> Tensor:
     """Penalised logits float32 [N, V], in place.
 
-    seen bool [N, V]: token is in the prompt or the output; counts int32 [N, V]: times in the output; the rest [N].
-    Repetition divides positive and multiplies negative logits of seen tokens (Keskar et al. 2019); frequency and
-    presence are OpenAI's: ``logit - count * frequency - (count > 0) * presence``.
+    seen bool [N, V]: token is in the prompt or the output; counts int32 [N, V]: times in the
+    output; the rest [N]. Repetition divides positive and multiplies negative logits of seen tokens
+    (Keskar et al. 2019); frequency and presence are OpenAI's: ``logit - count * frequency - (count
+    > 0) * presence``.
     """
     factor = torch.where(seen, repetition[:, None], 1.0)
     logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
@@ -121,10 +143,11 @@ def apply_penalties(
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities under ``log_softmax(logits)``: of ``tokens`` and of the k most likely, best first.
+    """Log-probabilities under ``log_softmax(logits)``: of ``tokens`` and of the k most likely, best
+    first.
 
-    logits float32 [N, V], tokens int64 [N] -> token float32 [N], top_ids int64 [N, k], top float32 [N, k]. Works on
-    chunks of rows, so that the temporaries stay small for a long prompt.
+    logits float32 [N, V], tokens int64 [N] -> token float32 [N], top_ids int64 [N, k], top float32
+    [N, k]. Works on chunks of rows, so that the temporaries stay small for a long prompt.
     """
     chunks = zip(logits.split(LOGPROB_ROWS), tokens.split(LOGPROB_ROWS), strict=True)
     parts = [_token_logprobs(*chunk, k) for chunk in chunks]

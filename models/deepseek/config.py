@@ -1,4 +1,7 @@
-"""The part of a DeepSeek config.json that the model is built from. V2, V2-Lite, Coder-V2, V3 and R1. No torch."""
+"""The part of a DeepSeek config.json that the model is built from. V2, V2-Lite, Coder-V2, V3 and
+R1. No torch.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -13,7 +16,9 @@ TOPK_METHODS = GROUPED | {"greedy"}
 
 @dataclass(frozen=True)
 class DeepseekConfig:
-    """Names as in config.json. ``sigmoid``: V3's gate; ``groups`` is 1 where the gate is not limited to groups."""
+    """Names as in config.json. ``sigmoid``: V3's gate; ``groups`` is 1 where the gate is not
+    limited to groups.
+    """
 
     hidden: int
     heads: int
@@ -47,17 +52,31 @@ class DeepseekConfig:
         method = topk_method(facts)
         grouped = method in GROUPED
         return cls(
-            hidden=facts.hidden_size, heads=facts.num_heads, nope=c["qk_nope_head_dim"], rope=c["qk_rope_head_dim"],
-            v=c["v_head_dim"], kv_lora=c["kv_lora_rank"], q_lora=c.get("q_lora_rank") or None,
-            eps=c.get("rms_norm_eps", 1e-6), intermediate=c["intermediate_size"],
-            moe_intermediate=c.get("moe_intermediate_size") or 0, experts=c.get("n_routed_experts") or 0,
-            topk=c.get("num_experts_per_tok") or 0, shared=c.get("n_shared_experts") or 0,
-            first_dense=c.get("first_k_dense_replace") or 0, moe_every=c.get("moe_layer_freq") or 1,
-            sigmoid=method == "noaux_tc", groups=(c.get("n_group") or 1) if grouped else 1,
-            topk_groups=(c.get("topk_group") or 1) if grouped else 1, renormalize=_renormalize(c, method),
-            scale=float(c.get("routed_scaling_factor") or 1.0), attention_bias=bool(c.get("attention_bias")),
-            mlp_bias=bool(c.get("mlp_bias")), interleaved=c.get("rope_interleave") is not False,
-            tied=bool(c.get("tie_word_embeddings")))
+            hidden=facts.hidden_size,
+            heads=facts.num_heads,
+            nope=c["qk_nope_head_dim"],
+            rope=c["qk_rope_head_dim"],
+            v=c["v_head_dim"],
+            kv_lora=c["kv_lora_rank"],
+            q_lora=c.get("q_lora_rank") or None,
+            eps=c.get("rms_norm_eps", 1e-6),
+            intermediate=c["intermediate_size"],
+            moe_intermediate=c.get("moe_intermediate_size") or 0,
+            experts=c.get("n_routed_experts") or 0,
+            topk=c.get("num_experts_per_tok") or 0,
+            shared=c.get("n_shared_experts") or 0,
+            first_dense=c.get("first_k_dense_replace") or 0,
+            moe_every=c.get("moe_layer_freq") or 1,
+            sigmoid=method == "noaux_tc",
+            groups=(c.get("n_group") or 1) if grouped else 1,
+            topk_groups=(c.get("topk_group") or 1) if grouped else 1,
+            renormalize=_renormalize(c, method),
+            scale=float(c.get("routed_scaling_factor") or 1.0),
+            attention_bias=bool(c.get("attention_bias")),
+            mlp_bias=bool(c.get("mlp_bias")),
+            interleaved=c.get("rope_interleave") is not False,
+            tied=bool(c.get("tie_word_embeddings")),
+        )
 
     def dense(self, layer: int) -> bool:
         """Has this layer a plain feed-forward part?"""

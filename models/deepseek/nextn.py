@@ -1,7 +1,10 @@
-"""DeepSeek-V3's multi-token-prediction layer (arXiv 2412.19437, section 2.2), from the checkpoint's own extra layer.
+"""DeepSeek-V3's multi-token-prediction layer (arXiv 2412.19437, section 2.2), from the checkpoint's
+own extra layer.
 
-At position i it reads the target's hidden state of token i and the embedding of token i + 1, and predicts token i + 2.
+At position i it reads the target's hidden state of token i and the embedding of token i + 1, and
+predicts token i + 2.
 """
+
 from __future__ import annotations
 
 import torch
@@ -17,11 +20,14 @@ from glowplug.core.step.batch import Batch
 from glowplug.models.deepseek.config import DeepseekConfig
 from glowplug.models.deepseek.model import deepseek_layer, deepseek_rope
 
-PREVIOUS_HIDDEN = "previous_hidden"  #: key of ``Batch.extra``: [T, hidden], the target's normed hidden states
+PREVIOUS_HIDDEN = (
+    "previous_hidden"  #: key of ``Batch.extra``: [T, hidden], the target's normed hidden states
+)
 
 
 class DeepseekNextN(Module):
-    """``protocols.Model`` of NextN layer ``number``. Its KV-pool layer is ``context.first_layer + number``.
+    """``protocols.Model`` of NextN layer ``number``. Its KV-pool layer is ``context.first_layer +
+    number``.
 
     Embedding and head are the target's unless the checkpoint brings its own for this layer.
     """
@@ -32,23 +38,36 @@ class DeepseekNextN(Module):
         hidden = config.hidden
         self.layer_number = facts.num_layers + number
         self.prefix = f"model.layers.{self.layer_number}"
-        self.own_embed = Embedding(context, f"{self.prefix}.embed_tokens", facts.vocab_size, hidden) \
-            if f"{self.prefix}.embed_tokens.weight" in facts.tensors else None
-        self.own_head = LmHead(context, f"{self.prefix}.shared_head.head", facts.vocab_size, hidden) \
-            if f"{self.prefix}.shared_head.head.weight" in facts.tensors else None
+        self.own_embed = (
+            Embedding(context, f"{self.prefix}.embed_tokens", facts.vocab_size, hidden)
+            if f"{self.prefix}.embed_tokens.weight" in facts.tensors
+            else None
+        )
+        self.own_head = (
+            LmHead(context, f"{self.prefix}.shared_head.head", facts.vocab_size, hidden)
+            if f"{self.prefix}.shared_head.head.weight" in facts.tensors
+            else None
+        )
         self._embed = (self.own_embed or target.embed).forward
         self._head = (self.own_head or target.head).forward
         self.enorm = RmsNorm(context, f"{self.prefix}.enorm", hidden, config.eps)
         self.hnorm = RmsNorm(context, f"{self.prefix}.hnorm", hidden, config.eps)
-        self.eh_proj = Linear(context, f"{self.prefix}.eh_proj", 2 * hidden,
-                              [Part(f"{self.prefix}.eh_proj", hidden, "replicated")])
-        self.layer = deepseek_layer(context, config, self.prefix, self.layer_number, context.first_layer + number)
+        self.eh_proj = Linear(
+            context,
+            f"{self.prefix}.eh_proj",
+            2 * hidden,
+            [Part(f"{self.prefix}.eh_proj", hidden, "replicated")],
+        )
+        self.layer = deepseek_layer(
+            context, config, self.prefix, self.layer_number, context.first_layer + number
+        )
         self.norm = RmsNorm(context, f"{self.prefix}.shared_head.norm", hidden, config.eps)
         self.rope = deepseek_rope(context, config)
         self._elsewhere = frozenset(self.elsewhere())
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """input_ids int64 [T]: the token after each position; ``batch.extra[PREVIOUS_HIDDEN]`` [T, hidden].
+        """input_ids int64 [T]: the token after each position; ``batch.extra[PREVIOUS_HIDDEN]`` [T,
+        hidden].
 
         Returns normed hidden states [T, hidden]: what ``logits`` and a further NextN step read.
         """
@@ -57,7 +76,8 @@ class DeepseekNextN(Module):
         return self.norm.add(x, residual)[0]  # type: ignore[no-any-return]
 
     def fill(self, input_ids: Tensor, positions: Tensor, slots: Tensor, previous: Tensor) -> None:
-        """Cache tokens that nothing is drafted from: this is the only layer, so that later tokens read no more of them.
+        """Cache tokens that nothing is drafted from: this is the only layer, so that later tokens
+        read no more of them.
 
         input_ids, positions, slots int64 [T]; previous [T, hidden] as in ``forward``.
         """
@@ -73,5 +93,8 @@ class DeepseekNextN(Module):
 
     def ignored(self, name: str) -> bool:
         """Everything but this layer belongs to the target; experts of other ranks."""
-        return (not name.startswith(f"{self.prefix}.") or name.endswith("rotary_emb.inv_freq")
-                or name.rpartition(".")[0] in self._elsewhere)
+        return (
+            not name.startswith(f"{self.prefix}.")
+            or name.endswith("rotary_emb.inv_freq")
+            or name.rpartition(".")[0] in self._elsewhere
+        )

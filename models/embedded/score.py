@@ -2,7 +2,8 @@
 
     python -m glowplug.models.embedded.score [--model DIR] [--count 500]
 
-scores a checkpoint folder through the engine; the functions below score the training network, without a KV cache.
+scores a checkpoint folder through the engine; the functions below score the training network,
+without a KV cache.
 """
 
 import argparse
@@ -31,7 +32,9 @@ MOST_NEW_PLAIN = 48
 
 @torch.no_grad()
 def greedy(model: Network, prompts: Sequence[list[int]], most: int) -> list[list[int]]:
-    """Greedy continuations of all prompts in one right-padded batch, recomputed in full at every step."""
+    """Greedy continuations of all prompts in one right-padded batch, recomputed in full at every
+    step.
+    """
     device = model.frequencies.device
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     width = (max(map(len, prompts)) + most + 63) // 64 * 64
@@ -119,7 +122,10 @@ def agreement(model: Network, folder: Path, count: int = 400) -> dict[str, float
 
 def main() -> None:
     """Score a checkpoint through the engine."""
-    from glowplug import LLM, SamplingParams  # NOTE: the one import of an entry point, only to run as a script
+    from glowplug import (  # NOTE: the one import of an entry point, only to run as a script
+        LLM,
+        SamplingParams,
+    )
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="embedded")
@@ -137,7 +143,11 @@ def main() -> None:
     engine.close()
     texts = [output.text for output in outputs]
     print(json.dumps({name: round(value, 2) for name, value in score(tasks, texts).items()}))
-    wrong = [(t.prompt, t.answer, text) for t, text in zip(tasks, texts, strict=True) if not is_correct(t, text)]
+    wrong = [
+        (t.prompt, t.answer, text)
+        for t, text in zip(tasks, texts, strict=True)
+        if not is_correct(t, text)
+    ]
     for line in wrong[: options.show]:
         print(line)
 

@@ -1,7 +1,8 @@
 """Synthetic chat tasks with one exact answer each, their held-out split, and the scorer.
 
-Torch-free. A task is held out when a hash of its *content* (kind and operands, not its wording) falls in a fixed
-bucket, so the train and held-out sets are disjoint by construction, whatever seeds draw them.
+Torch-free. A task is held out when a hash of its *content* (kind and operands, not its wording)
+falls in a fixed bucket, so the train and held-out sets are disjoint by construction, whatever seeds
+draw them.
 """
 
 import hashlib
@@ -9,7 +10,15 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from glowplug.models.embedded.training.words import ADJECTIVES, COLOURS, LETTERS, NAMES, NOUNS, VERBS, plural
+from glowplug.models.embedded.training.words import (
+    ADJECTIVES,
+    COLOURS,
+    LETTERS,
+    NAMES,
+    NOUNS,
+    VERBS,
+    plural,
+)
 
 HELD_OUT_BUCKETS = 40  # one content in this many is never trained on
 THINK_SHARE = 0.06
@@ -19,8 +28,8 @@ THINK_SHARE = 0.06
 class Task:
     """One question.
 
-    `key` names the content irrespective of wording; `reasoning` is the short working that think form writes before
-    the answer; `think` says which form the question is asked in.
+    `key` names the content irrespective of wording; `reasoning` is the short working that think
+    form writes before the answer; `think` says which form the question is asked in.
     """
 
     kind: str
@@ -62,7 +71,9 @@ def _add_working(a: int, b: int) -> str:
         total = x + y + carry
         carried = f" + {carry}" if carry else ""
         carry = total // 10
-        steps.append(f"{COLUMNS[column]}: {x} + {y}{carried} = {total}, write {total % 10}, carry {carry}.")
+        steps.append(
+            f"{COLUMNS[column]}: {x} + {y}{carried} = {total}, write {total % 10}, carry {carry}."
+        )
     return " ".join([*steps, f"So {a} + {b} = {a + b}."])
 
 
@@ -77,7 +88,9 @@ def _subtract_working(a: int, b: int) -> str:
         digit = x - y - borrow
         borrowed = f" - {borrow}" if borrow else ""
         borrow = int(digit < 0)
-        steps.append(f"{COLUMNS[column]}: {x} - {y}{borrowed} = {digit}, write {digit % 10}, borrow {borrow}.")
+        steps.append(
+            f"{COLUMNS[column]}: {x} - {y}{borrowed} = {digit}, write {digit % 10}, borrow {borrow}."
+        )
     return " ".join([*steps, f"So {a} - {b} = {a - b}."])
 
 
@@ -125,7 +138,9 @@ def _sentence(rng: random.Random) -> str:
 def _items(rng: random.Random, low: int, high: int) -> list[str]:
     """Distinct items of one sort: words, letters or numbers."""
     size = rng.randint(low, high)
-    pool: Sequence[str] = rng.choice((NOUNS, NOUNS, LETTERS.upper(), NAMES, [str(n) for n in range(100)]))
+    pool: Sequence[str] = rng.choice(
+        (NOUNS, NOUNS, LETTERS.upper(), NAMES, [str(n) for n in range(100)])
+    )
     return rng.sample(list(pool), size)
 
 
@@ -158,13 +173,22 @@ REVERSE = (
     "Please reverse: {x}", "Put these in reverse order: {x}", "What is this list in reverse order? {x}",
     "Can you reverse this list? {x}", "List these from last to first: {x}",
 )  # fmt: skip
-DIGITS = ("Reverse the digits of {x}.", "Write the number {x} backwards.", "What is {x} with its digits reversed?")
+DIGITS = (
+    "Reverse the digits of {x}.",
+    "Write the number {x} backwards.",
+    "What is {x} with its digits reversed?",
+)
 
 
 def _reverse(rng: random.Random) -> Draft:
     if rng.random() < 0.2:
         number = str(rng.randrange(10**6)) if rng.random() < 0.5 else str(rng.randrange(10**4))
-        return number, rng.choice(DIGITS).format(x=number), number[::-1], f"The digits are {' '.join(number)}."
+        return (
+            number,
+            rng.choice(DIGITS).format(x=number),
+            number[::-1],
+            f"The digits are {' '.join(number)}.",
+        )
     items = _items(rng, 2, 7)
     text = ", ".join(items)
     answer = ", ".join(reversed(items))
@@ -201,7 +225,12 @@ def _sort(rng: random.Random) -> Draft:
     shown = _listed(rng, [str(number) for number in numbers])
     if rng.random() < 0.25:
         answer = ", ".join(map(str, sorted(numbers, reverse=True)))
-        return f"down {text}", rng.choice(DESCENDING).format(x=shown), answer, f"The largest is {max(numbers)}."
+        return (
+            f"down {text}",
+            rng.choice(DESCENDING).format(x=shown),
+            answer,
+            f"The largest is {max(numbers)}.",
+        )
     answer = ", ".join(map(str, sorted(numbers)))
     return text, rng.choice(ASCENDING).format(x=shown), answer, f"The smallest is {min(numbers)}."
 
@@ -223,8 +252,17 @@ def _count(rng: random.Random) -> Draft:
         items = rng.choices(kinds, k=rng.randint(2, 8))
         text = ", ".join(items)
         word = kinds[0]
-        working = f"I look for {word}: " + " ".join("yes" if item == word else "no" for item in items) + "."
-        return f"{word}: {text}", rng.choice(OCCURRENCES).format(w=word, x=text), str(items.count(word)), working
+        working = (
+            f"I look for {word}: "
+            + " ".join("yes" if item == word else "no" for item in items)
+            + "."
+        )
+        return (
+            f"{word}: {text}",
+            rng.choice(OCCURRENCES).format(w=word, x=text),
+            str(items.count(word)),
+            working,
+        )
     items = rng.sample(NOUNS, rng.randint(1, 10))
     text = ", ".join(items)
     working = " ".join(f"{place}: {item}." for place, item in enumerate(items, 1))
@@ -239,7 +277,9 @@ def _lookup(rng: random.Random) -> Draft:
         keys = rng.sample(NOUNS, size)
         values = [str(n) for n in rng.sample(range(100), size)]
         wanted = rng.randrange(size)
-        table = ", ".join(f"{k}={v}" if form else f"{k}: {v}" for k, v in zip(keys, values, strict=True))
+        table = ", ".join(
+            f"{k}={v}" if form else f"{k}: {v}" for k, v in zip(keys, values, strict=True)
+        )
         asks = ("{t}. What is {k}?", "Given {t}. What is the value of {k}?", "Look up {k} in this list: {t}",
                 "In this list, what is {k}? {t}", "List: {t}. Find {k}.")  # fmt: skip
     elif form == 2:
@@ -257,7 +297,12 @@ def _lookup(rng: random.Random) -> Draft:
         asks = ("{t}. What color is the {k}?", "{t}. Which color is the {k}?")
     key = keys[wanted]
     value = values[wanted]
-    return f"{table}|{key}", rng.choice(asks).format(t=table, k=key), value, f"I look for {key} and find {value}."
+    return (
+        f"{table}|{key}",
+        rng.choice(asks).format(t=table, k=key),
+        value,
+        f"I look for {key} and find {value}.",
+    )
 
 
 MAKERS: dict[str, Callable[[random.Random], Draft]] = {
@@ -267,7 +312,9 @@ MAKERS: dict[str, Callable[[random.Random], Draft]] = {
 KINDS: tuple[str, ...] = tuple(MAKERS)
 
 
-def make_task(rng: random.Random, *, kind: str | None = None, test: bool = False, think: bool | None = None) -> Task:
+def make_task(
+    rng: random.Random, *, kind: str | None = None, test: bool = False, think: bool | None = None
+) -> Task:
     """Draw one task of the training set, or of the held-out set when `test`."""
     kind = kind or rng.choice(KINDS)
     while True:

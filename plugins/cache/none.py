@@ -1,4 +1,5 @@
 """No prefix cache: every prompt is computed in full."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -15,6 +16,12 @@ class NoCacheOptions(CacheOptions):
 
 @hookimpl
 def register_prefix_caches() -> list[Component]:
-    return [Component(
-        name="none", options=NoCacheOptions, factory="glowplug.plugins.cache.none_runtime:NoCache",
-        offers=CacheOffers(shares=False), summary="keeps nothing")]
+    return [
+        Component(
+            name="none",
+            options=NoCacheOptions,
+            factory="glowplug.plugins.cache.none_runtime:NoCache",
+            offers=CacheOffers(shares=False),
+            summary="keeps nothing",
+        )
+    ]

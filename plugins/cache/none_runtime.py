@@ -1,4 +1,5 @@
 """The prefix cache that keeps nothing."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -20,7 +21,9 @@ class NoCache:
     def match(self, tokens: NDArray[np.int32], salt: str) -> PrefixMatch:
         return PrefixMatch(0, NOTHING)
 
-    def insert(self, tokens: NDArray[np.int32], pages: NDArray[np.int32], salt: str) -> NDArray[np.int32]:
+    def insert(
+        self, tokens: NDArray[np.int32], pages: NDArray[np.int32], salt: str
+    ) -> NDArray[np.int32]:
         return pages
 
     def lock(self, match: PrefixMatch, delta: int) -> None:

@@ -1,4 +1,5 @@
 """Radix prefix cache: requests that begin alike share the pages of what they have in common."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -13,12 +14,19 @@ from glowplug.core.plugin.options import CacheOptions
 
 class RadixOptions(CacheOptions):
     use: Literal["radix"] = "radix"
-    max_pages: int | None = Field(None, ge=1, description="most pages kept; None: as many as the pool can spare")
+    max_pages: int | None = Field(
+        None, ge=1, description="most pages kept; None: as many as the pool can spare"
+    )
 
 
 @hookimpl
 def register_prefix_caches() -> list[Component]:
-    return [Component(
-        name="radix", options=RadixOptions, factory="glowplug.plugins.cache.radix_runtime:RadixCache",
-        offers=CacheOffers(shares=True),
-        summary="shared prefixes in a radix tree of whole pages, salted, evicting least recently used leaves first")]
+    return [
+        Component(
+            name="radix",
+            options=RadixOptions,
+            factory="glowplug.plugins.cache.radix_runtime:RadixCache",
+            offers=CacheOffers(shares=True),
+            summary="shared prefixes in a radix tree of whole pages, salted, evicting least recently used leaves first",
+        )
+    ]

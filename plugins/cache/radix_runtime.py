@@ -1,8 +1,11 @@
-"""The radix tree. Edges are runs of whole pages; tokens themselves are compared, so no two prompts can collide.
+"""The radix tree. Edges are runs of whole pages; tokens themselves are compared, so no two prompts
+can collide.
 
-A lock on a match counts on every node from there to the root, so a node without locks has no locked descendant: all
-unlocked pages can be evicted, leaves first. Age is a counter of uses, not a clock, so that every rank evicts alike.
+A lock on a match counts on every node from there to the root, so a node without locks has no locked
+descendant: all unlocked pages can be evicted, leaves first. Age is a counter of uses, not a clock,
+so that every rank evicts alike.
 """
+
 from __future__ import annotations
 
 import heapq
@@ -22,7 +25,9 @@ NOTHING: Ints = np.zeros(0, np.int32)
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A run of whole pages. ``children`` by the bytes of their first page's tokens; ``pages`` empty at a root."""
+    """A run of whole pages. ``children`` by the bytes of their first page's tokens; ``pages`` empty
+    at a root.
+    """
 
     tokens: Ints
     pages: Ints
@@ -39,16 +44,20 @@ END = -1  #: a spot at the end of its node, wherever later splits put that
 
 @dataclass(eq=False, slots=True)
 class Spot:
-    """Where a match ends: ``pages`` pages into ``node``. Locking splits the node there and pins the spot to its end."""
+    """Where a match ends: ``pages`` pages into ``node``. Locking splits the node there and pins the
+    spot to its end.
+    """
 
     node: Node
     pages: int
 
 
 class RadixCache:
-    """A :class:`~glowplug.core.protocols.PrefixCache` over pages of ``plan.sizes.page_size`` tokens.
+    """A :class:`~glowplug.core.protocols.PrefixCache` over pages of ``plan.sizes.page_size``
+    tokens.
 
-    A handle is valid until the next ``insert`` or ``evict`` unless it is locked; a locked one until it is unlocked.
+    A handle is valid until the next ``insert`` or ``evict`` unless it is locked; a locked one until
+    it is unlocked.
     """
 
     shares = True
@@ -57,14 +66,16 @@ class RadixCache:
         self.page_size = plan.sizes.page_size
         self.max_pages = options.max_pages
         self._roots: dict[str, Node] = {}
-        self._leaves: list[tuple[int, int, Node]] = []  # (used, tie, node); stale entries are skipped when popped
+        self._leaves: list[
+            tuple[int, int, Node]
+        ] = []  # (used, tie, node); stale entries are skipped when popped
         self._clock = 0
         self._ties = 0
         self._nodes = 0
         self._held = 0
         self._locked = 0
 
-    # ---- the protocol -----------------------------------------------------------------------------------------------
+    # ---- the protocol ----------------------------------------------------------------------------
 
     def match(self, tokens: Ints, salt: str) -> PrefixMatch:
         """Changes nothing, not even ages: asking is free."""
@@ -73,10 +84,14 @@ class RadixCache:
             return PrefixMatch(0, NOTHING)
         spot, found = self._walk(root, tokens)
         count = sum(len(part) for part in found)
-        return PrefixMatch(count * self.page_size, np.concatenate(found) if found else NOTHING, spot)
+        return PrefixMatch(
+            count * self.page_size, np.concatenate(found) if found else NOTHING, spot
+        )
 
     def insert(self, tokens: Ints, pages: Ints, salt: str) -> Ints:
-        """Returns given pages whose tokens it already holds in others, and those beyond ``max_pages``."""
+        """Returns given pages whose tokens it already holds in others, and those beyond
+        ``max_pages``.
+        """
         if not len(pages):
             return NOTHING
         assert len(tokens) == len(pages) * self.page_size, "insert takes whole pages"
@@ -132,10 +147,14 @@ class RadixCache:
         locked = nodes = 0
         offered = {id(node) for used, _, node in self._leaves if node.used == used}
         for salt, root in self._roots.items():
-            assert root.salt == salt and root.parent is None and not len(root.pages), f"bad root for salt {salt!r}"
+            assert root.salt == salt and root.parent is None and not len(root.pages), (
+                f"bad root for salt {salt!r}"
+            )
             for node in self._below(root):
                 self._check_node(node)
-                assert not self._evictable(node) or id(node) in offered, "an evictable leaf is not queued for eviction"
+                assert not self._evictable(node) or id(node) in offered, (
+                    "an evictable leaf is not queued for eviction"
+                )
                 seen.append(node.pages)
                 locked += len(node.pages) if node.locks else 0
                 nodes += 1
@@ -147,7 +166,7 @@ class RadixCache:
         assert nodes == self._nodes, f"{self._nodes} nodes counted, {nodes} found"
         assert self.max_pages is None or self._held <= self.max_pages, "more pages than max_pages"
 
-    # ---- the tree ---------------------------------------------------------------------------------------------------
+    # ---- the tree --------------------------------------------------------------------------------
 
     def _root(self, salt: str) -> Node:
         if salt not in self._roots:
@@ -190,8 +209,14 @@ class RadixCache:
             return node
         assert 0 < at < len(node.pages) and node.parent is not None
         cut = at * self.page_size
-        upper = Node(node.tokens[:cut].copy(), node.pages[:at].copy(), node.parent, node.salt,
-                     locks=node.locks, used=node.used)
+        upper = Node(
+            node.tokens[:cut].copy(),
+            node.pages[:at].copy(),
+            node.parent,
+            node.salt,
+            locks=node.locks,
+            used=node.used,
+        )
         node.parent.children[self._key(upper)] = upper
         node.tokens = node.tokens[cut:].copy()
         node.pages = node.pages[at:].copy()
@@ -202,7 +227,13 @@ class RadixCache:
         return upper
 
     def _add(self, parent: Node, tokens: Ints, pages: Ints) -> Node:
-        node = Node(np.array(tokens, np.int32), np.array(pages, np.int32), parent, parent.salt, used=self._clock)
+        node = Node(
+            np.array(tokens, np.int32),
+            np.array(pages, np.int32),
+            parent,
+            parent.salt,
+            used=self._clock,
+        )
         parent.children[self._key(node)] = node
         self._nodes += 1
         self._held += len(pages)
@@ -229,12 +260,19 @@ class RadixCache:
 
     def _prune(self, node: Node) -> None:
         """Forget a salt whose root holds nothing any more. Nothing happens to other nodes."""
-        if node.parent is None and not node.children and not node.locks and self._roots.get(node.salt) is node:
+        if (
+            node.parent is None
+            and not node.children
+            and not node.locks
+            and self._roots.get(node.salt) is node
+        ):
             del self._roots[node.salt]
             node.alive = False
 
     def _room(self, node: Node, wanted: int) -> tuple[int, Ints]:
-        """How many of ``wanted`` new pages may be kept below ``node``, and what was evicted for them."""
+        """How many of ``wanted`` new pages may be kept below ``node``, and what was evicted for
+        them.
+        """
         if self.max_pages is None or self._held + wanted <= self.max_pages:
             return wanted, NOTHING
         self._count_locks(node, 1)
@@ -245,10 +283,12 @@ class RadixCache:
     def _key(self, node: Node) -> bytes:
         return node.tokens[: self.page_size].tobytes()
 
-    # ---- age and locks ----------------------------------------------------------------------------------------------
+    # ---- age and locks ---------------------------------------------------------------------------
 
     def _touch(self, node: Node) -> None:
-        """Everything on the path was just used; ancestors are never older than what hangs below them."""
+        """Everything on the path was just used; ancestors are never older than what hangs below
+        them.
+        """
         self._clock += 1
         at: Node | None = node
         while at is not None:
@@ -277,12 +317,16 @@ class RadixCache:
         if not self._evictable(node):
             return
         if len(self._leaves) > 4 * self._nodes + 64:
-            self._leaves = [entry for entry in self._leaves if self._evictable(entry[2]) and entry[2].used == entry[0]]
+            self._leaves = [
+                entry
+                for entry in self._leaves
+                if self._evictable(entry[2]) and entry[2].used == entry[0]
+            ]
             heapq.heapify(self._leaves)
         self._ties += 1
         heapq.heappush(self._leaves, (node.used, self._ties, node))
 
-    # ---- inspection -------------------------------------------------------------------------------------------------
+    # ---- inspection ------------------------------------------------------------------------------
 
     def _below(self, node: Node) -> Iterator[Node]:
         stack = list(node.children.values())
@@ -293,6 +337,12 @@ class RadixCache:
 
     def _check_node(self, node: Node) -> None:
         assert node.alive and len(node.pages) > 0, "an empty node is in the tree"
-        assert len(node.tokens) == len(node.pages) * self.page_size, "tokens and pages of a node disagree"
-        assert node.parent is not None and node.parent.children.get(self._key(node)) is node, "a link is broken"
-        assert node.locks >= sum(child.locks for child in node.children.values()), "a lock is lost on the way up"
+        assert len(node.tokens) == len(node.pages) * self.page_size, (
+            "tokens and pages of a node disagree"
+        )
+        assert node.parent is not None and node.parent.children.get(self._key(node)) is node, (
+            "a link is broken"
+        )
+        assert node.locks >= sum(child.locks for child in node.children.values()), (
+            "a lock is lost on the way up"
+        )

@@ -1,4 +1,5 @@
 """Collectives of one rank: the identity."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -15,10 +16,12 @@ class LocalOptions(CollectivesOptions):
 
 @hookimpl
 def register_collectives() -> list[Component]:
-    return [Component(
-        name="local",
-        options=LocalOptions,
-        factory="glowplug.plugins.collectives.local_runtime:Local",
-        offers=CollectiveOffers(ranks=False, growing_segments=True),
-        summary="one rank, nothing to exchange",
-    )]
+    return [
+        Component(
+            name="local",
+            options=LocalOptions,
+            factory="glowplug.plugins.collectives.local_runtime:Local",
+            offers=CollectiveOffers(ranks=False, growing_segments=True),
+            summary="one rank, nothing to exchange",
+        )
+    ]

@@ -1,4 +1,5 @@
 """Every collective of a single rank returns its input."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -35,7 +36,9 @@ class Local:
     def all_to_all(self, x: Tensor, axis: str) -> Tensor:
         return x
 
-    def all_to_all_rows(self, x: Tensor, counts: Sequence[int], received: Sequence[int], axis: str) -> Tensor:
+    def all_to_all_rows(
+        self, x: Tensor, counts: Sequence[int], received: Sequence[int], axis: str
+    ) -> Tensor:
         return x
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:

@@ -1,4 +1,5 @@
 """Where ranks find one another: the key-value store that process groups are built over."""
+
 from __future__ import annotations
 
 import os
@@ -15,10 +16,11 @@ POLL = 0.02  #: seconds between looks for ranks that have not come
 
 
 def open_store(address: str, rank: int, ranks: int, timeout: float) -> Store:
-    """The store at ``address``: "file://PATH", "tcp://HOST:PORT" (rank 0 listens) or "env://" (as torchrun sets it up).
+    """The store at ``address``: "file://PATH", "tcp://HOST:PORT" (rank 0 listens) or "env://" (as
+    torchrun sets it up).
 
-    "tcp://HOST:PORT/PREFIX?held" is a part of a store that another process holds. CollectiveError when it cannot be
-    opened within ``timeout`` seconds.
+    "tcp://HOST:PORT/PREFIX?held" is a part of a store that another process holds. CollectiveError
+    when it cannot be opened within ``timeout`` seconds.
     """
     place = urlsplit(address)
     try:
@@ -26,35 +28,55 @@ def open_store(address: str, rank: int, ranks: int, timeout: float) -> Store:
             return FileStore(address.removeprefix("file://"), ranks)
         if place.scheme == "tcp" and place.hostname and place.port:
             listens = rank == 0 and place.query != "held"
-            store = TCPStore(place.hostname, place.port, ranks, listens, timedelta(seconds=timeout),
-                             wait_for_workers=False)
+            store = TCPStore(
+                place.hostname,
+                place.port,
+                ranks,
+                listens,
+                timedelta(seconds=timeout),
+                wait_for_workers=False,
+            )
             return PrefixStore(f"ranks {place.path[1:]}", store) if place.path else store
         if place.scheme == "env":
             return _environment_store(rank, ranks, timeout)
     except (RuntimeError, OSError, KeyError) as error:
-        raise CollectiveError(f"rank {rank} of {ranks} could not reach the rendezvous {address}: {error}") from error
-    raise CollectiveError(f"rank {rank} of {ranks} has no rendezvous: {address!r} is none of file://PATH, "
-                          "tcp://HOST:PORT, env://")
+        raise CollectiveError(
+            f"rank {rank} of {ranks} could not reach the rendezvous {address}: {error}"
+        ) from error
+    raise CollectiveError(
+        f"rank {rank} of {ranks} has no rendezvous: {address!r} is none of file://PATH, "
+        "tcp://HOST:PORT, env://"
+    )
 
 
 def _environment_store(rank: int, ranks: int, timeout: float) -> Store:
-    """MASTER_ADDR and MASTER_PORT; the torchrun agent may host the store already, and reuse it after a restart."""
+    """MASTER_ADDR and MASTER_PORT; the torchrun agent may host the store already, and reuse it
+    after a restart.
+    """
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, rank == 0 and not hosted,
-                     timedelta(seconds=timeout), wait_for_workers=False)
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        ranks,
+        rank == 0 and not hosted,
+        timedelta(seconds=timeout),
+        wait_for_workers=False,
+    )
     return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def await_ranks(store: Store, rank: int, ranks: int, timeout: float, what: str) -> None:
-    """Returns when every rank has called it with this ``what`` ("start"); CollectiveError naming those that have not
-    within ``timeout`` seconds."""
+    """Returns when every rank has called it with this ``what`` ("start"); CollectiveError naming
+    those that have not within ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     missing = list(range(ranks))
     try:
         store.set(f"{what} {rank}", b"done")
         while missing := [other for other in missing if not store.check([f"{what} {other}"])]:
             if time.monotonic() > deadline:
-                raise CollectiveError(f"rank {rank} of {ranks} waited {timeout:g} s for ranks {missing} to {what}")
+                raise CollectiveError(
+                    f"rank {rank} of {ranks} waited {timeout:g} s for ranks {missing} to {what}"
+                )
             time.sleep(POLL)
     except RuntimeError as error:
         raise CollectiveError(f"rank {rank} of {ranks} lost the rendezvous: {error}") from error
@@ -66,7 +88,9 @@ def own_address(address: str) -> str:
     host = os.environ.get("MASTER_ADDR") if place.scheme == "env" else place.hostname
     if place.scheme == "file" or not host:
         return "127.0.0.1"
-    family, kind, _, _, target = socket.getaddrinfo(host, place.port or 1, type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, target = socket.getaddrinfo(host, place.port or 1, type=socket.SOCK_DGRAM)[
+        0
+    ]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # NOTE: sends nothing, but makes the kernel choose the route
         return str(probe.getsockname()[0])

@@ -1,4 +1,7 @@
-"""Collectives among ranks by torch.distributed's process groups: gloo between CPUs, NCCL between CUDA devices."""
+"""Collectives among ranks by torch.distributed's process groups: gloo between CPUs, NCCL between
+CUDA devices.
+"""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -14,9 +17,12 @@ RUNTIME = "glowplug.plugins.collectives.torch_distributed_runtime"
 
 
 class TorchDistributedOptions(CollectivesOptions):
-    interface: str | None = Field(None, description="network interface over which gloo reaches other hosts; None: the "
-                                                    "one that leads to rank 0's address, loopback on a single host",
-                                  json_schema_extra=OPERATIONAL)
+    interface: str | None = Field(
+        None,
+        description="network interface over which gloo reaches other hosts; None: the "
+        "one that leads to rank 0's address, loopback on a single host",
+        json_schema_extra=OPERATIONAL,
+    )
 
 
 class GlooOptions(TorchDistributedOptions):
@@ -30,11 +36,20 @@ class NcclOptions(TorchDistributedOptions):
 @hookimpl
 def register_collectives() -> list[Component]:
     return [
-        Component(name="gloo", options=GlooOptions, factory=f"{RUNTIME}:Gloo",
-                  offers=CollectiveOffers(devices=frozenset({"cpu"}), ranks=True), requires=(Package("torch"),),
-                  summary="ranks on CPUs, of one host or several"),
-        Component(name="nccl", options=NcclOptions, factory=f"{RUNTIME}:Nccl",
-                  offers=CollectiveOffers(devices=frozenset({"cuda"}), ranks=True, growing_segments=True),
-                  requires=(Package("torch"),),
-                  summary="ranks on CUDA devices; what the host exchanges goes by gloo"),
+        Component(
+            name="gloo",
+            options=GlooOptions,
+            factory=f"{RUNTIME}:Gloo",
+            offers=CollectiveOffers(devices=frozenset({"cpu"}), ranks=True),
+            requires=(Package("torch"),),
+            summary="ranks on CPUs, of one host or several",
+        ),
+        Component(
+            name="nccl",
+            options=NcclOptions,
+            factory=f"{RUNTIME}:Nccl",
+            offers=CollectiveOffers(devices=frozenset({"cuda"}), ranks=True, growing_segments=True),
+            requires=(Package("torch"),),
+            summary="ranks on CUDA devices; what the host exchanges goes by gloo",
+        ),
     ]

@@ -1,8 +1,9 @@
 """Process groups of torch.distributed, one for each set of ranks that an axis connects.
 
-The groups are built straight over a store: there is no default group and no global state, so ranks may be processes or
-threads of one process.
+The groups are built straight over a store: there is no default group and no global state, so ranks
+may be processes or threads of one process.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -36,8 +37,13 @@ class Gloo:
     ``store`` replaces the one at ``worker.rendezvous``.
     """
 
-    def __init__(self, options: TorchDistributedOptions, plan: EnginePlan, worker: Worker,
-                 store: dist.Store | None = None) -> None:
+    def __init__(
+        self,
+        options: TorchDistributedOptions,
+        plan: EnginePlan,
+        worker: Worker,
+        store: dist.Store | None = None,
+    ) -> None:
         self._rank = worker.rank
         self._ranks = worker.ranks
         self._device = worker.device
@@ -46,19 +52,26 @@ class Gloo:
         self._rendezvous = worker.rendezvous
         self._groups: dict[tuple[int, ...], Any] = {}
         self._of: dict[str, Any] = {}
-        self._store = store or open_store(worker.rendezvous, worker.rank, worker.ranks, options.timeout)
+        self._store = store or open_store(
+            worker.rendezvous, worker.rank, worker.ranks, options.timeout
+        )
         await_ranks(self._store, worker.rank, worker.ranks, options.timeout, "start")
-        self._host = self._call("connecting", WORLD, lambda: self._host_group(tuple(range(worker.ranks)), WORLD))
+        self._host = self._call(
+            "connecting", WORLD, lambda: self._host_group(tuple(range(worker.ranks)), WORLD)
+        )
         for axis in AXES:
             if axis_size(axis, plan.mesh) > 1:
                 self._of[axis] = self._shared(axis, group(axis, self._rank, plan.mesh))
-        # NOTE: a rank that fails and goes while others still connect to it would end them in its place.
+        # NOTE: a rank that fails and goes while others still connect to it would end them in its
+        # place.
         await_ranks(self._store, worker.rank, worker.ranks, options.timeout, "connect")
 
     def _shared(self, axis: str, members: tuple[int, ...]) -> Any:
         """The group of an axis; axes that connect the same ranks share one."""
         if members not in self._groups:
-            self._groups[members] = self._call("connecting", axis, lambda: self._axis_group(members))
+            self._groups[members] = self._call(
+                "connecting", axis, lambda: self._axis_group(members)
+            )
         return self._groups[members]
 
     def _axis_group(self, members: tuple[int, ...]) -> Any:
@@ -84,13 +97,14 @@ class Gloo:
         try:
             return work()
         except (RuntimeError, OSError) as error:
-            raise CollectiveError(f"{operation} over {axis} failed on rank {self._rank} of {self._ranks}: "
-                                  f"{error}") from error
+            raise CollectiveError(
+                f"{operation} over {axis} failed on rank {self._rank} of {self._ranks}: {error}"
+            ) from error
 
     def _await(self, operation: str, axis: str, start: Callable[[], Any]) -> None:
         self._call(operation, axis, lambda: start().wait())
 
-    # ---- over an axis, on the device --------------------------------------------------------------------------------
+    # ---- over an axis, on the device -------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, axis: str) -> Tensor:
         members = self._of.get(axis)
@@ -99,8 +113,10 @@ class Gloo:
         return self._sum(members, x.contiguous(), axis)
 
     def _sum(self, members: Any, x: Tensor, axis: str) -> Tensor:
-        """NOTE: gloo's ring adds in an order that depends on where in x a number lies, so from three ranks on a token's
-        bits would depend on its neighbours. Here every number is added up in float32 and in order of rank."""
+        """NOTE: gloo's ring adds in an order that depends on where in x a number lies, so from
+        three ranks on a token's bits would depend on its neighbours. Here every number is added up
+        in float32 and in order of rank.
+        """
         ranks = members.size()
         if ranks <= 2:  # two terms have one order only
             self._await("all_reduce", axis, lambda: members.allreduce([x]))
@@ -115,7 +131,9 @@ class Gloo:
         """part [...], contiguous -> [ranks, ...]."""
         every = part.new_empty(members.size(), *part.shape)
         if part.numel():
-            self._await(operation, axis, lambda: members._allgather_base(every.view(-1), part.view(-1)))
+            self._await(
+                operation, axis, lambda: members._allgather_base(every.view(-1), part.view(-1))
+            )
         return every
 
     def _exchanged(self, members: Any, sent: Tensor, operation: str, axis: str) -> Tensor:
@@ -147,27 +165,32 @@ class Gloo:
             return x
         return self._exchanged(members, x.contiguous(), "all_to_all", axis)
 
-    def all_to_all_rows(self, x: Tensor, counts: Sequence[int], received: Sequence[int], axis: str) -> Tensor:
+    def all_to_all_rows(
+        self, x: Tensor, counts: Sequence[int], received: Sequence[int], axis: str
+    ) -> Tensor:
         members = self._of.get(axis)
         if members is None:
             return x
         sent = x.contiguous()
         arrived = sent.new_empty(sum(received), *sent.shape[1:])
-        self._await("all_to_all_rows", axis,
-                    lambda: members.alltoall_base(arrived, sent, list(received), list(counts)))
+        self._await(
+            "all_to_all_rows",
+            axis,
+            lambda: members.alltoall_base(arrived, sent, list(received), list(counts)),
+        )
         return arrived
 
-    # ---- among all ranks, on the host -------------------------------------------------------------------------------
+    # ---- among all ranks, on the host ------------------------------------------------------------
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         head = torch.zeros(8 + INLINE, dtype=torch.uint8)
         if self._rank == 0:
             assert data is not None, "rank 0 has the bytes"
             head.numpy()[:8].view(np.int64)[0] = len(data)
-            head.numpy()[8:8 + len(data[:INLINE])] = np.frombuffer(data[:INLINE], np.uint8)
+            head.numpy()[8 : 8 + len(data[:INLINE])] = np.frombuffer(data[:INLINE], np.uint8)
         self._broadcast(head)
         size = int(head.numpy()[:8].view(np.int64)[0])
-        first = head.numpy()[8:8 + min(size, INLINE)].tobytes()
+        first = head.numpy()[8 : 8 + min(size, INLINE)].tobytes()
         if size <= INLINE:
             return first
         rest = torch.empty(size - INLINE, dtype=torch.uint8)
@@ -189,14 +212,20 @@ class Gloo:
         return [row[:size].tobytes() for row, size in zip(every.numpy(), sizes, strict=True)]
 
     def all_gather_numbers(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        found: NDArray[np.int64] = self._host_gather("all_gather_numbers", torch.from_numpy(values)).numpy()
+        found: NDArray[np.int64] = self._host_gather(
+            "all_gather_numbers", torch.from_numpy(values)
+        ).numpy()
         return found
 
     def _host_gather(self, operation: str, part: Tensor) -> Tensor:
         """part [N] -> [ranks, N]."""
         every = part.new_empty(self._ranks, *part.shape)
         if part.numel():
-            self._await(operation, WORLD, lambda: self._host._allgather_base(every.view(-1), part.contiguous()))
+            self._await(
+                operation,
+                WORLD,
+                lambda: self._host._allgather_base(every.view(-1), part.contiguous()),
+            )
         return every
 
     def close(self) -> None:
@@ -217,7 +246,9 @@ class Nccl(Gloo):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         with torch.cuda.device(self._device):
-            return dist.ProcessGroupNCCL(self._part(members, "nccl"), members.index(self._rank), len(members), options)
+            return dist.ProcessGroupNCCL(
+                self._part(members, "nccl"), members.index(self._rank), len(members), options
+            )
 
     def close(self) -> None:
         for members in self._groups.values():

@@ -1,4 +1,5 @@
 """The engine in the caller's own process and thread: the offline default."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -13,16 +14,20 @@ class InlineOptions(ExecutorOptions):
     use: Literal["inline"] = "inline"
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
-        return {**super().without_effect(context),
-                **dict.fromkeys(("start_timeout", "watchdog"), "the rank runs in the calling process")}
+        return {
+            **super().without_effect(context),
+            **dict.fromkeys(("start_timeout", "watchdog"), "the rank runs in the calling process"),
+        }
 
 
 @hookimpl
 def register_executors() -> list[Component]:
-    return [Component(
-        name="inline",
-        options=InlineOptions,
-        factory="glowplug.plugins.executors.inline_runtime:InlineExecutor",
-        offers=ExecutorOffers(ranks=False, hosts=False),
-        summary="one rank in the calling process",
-    )]
+    return [
+        Component(
+            name="inline",
+            options=InlineOptions,
+            factory="glowplug.plugins.executors.inline_runtime:InlineExecutor",
+            offers=ExecutorOffers(ranks=False, hosts=False),
+            summary="one rank in the calling process",
+        )
+    ]

@@ -1,4 +1,5 @@
 """Runs the rank inside ``outputs``: whoever waits for tokens computes them."""
+
 from __future__ import annotations
 
 import logging
@@ -43,7 +44,9 @@ class InlineExecutor:
         except GlowplugError:
             raise
         except Exception as error:
-            raise EngineDead(f"rank 0 failed in phase {self.phase}: {type(error).__name__}: {error}") from error
+            raise EngineDead(
+                f"rank 0 failed in phase {self.phase}: {type(error).__name__}: {error}"
+            ) from error
 
     def _report(self, phase: str, done: int, total: int) -> None:
         self.phase = phase

@@ -1,4 +1,5 @@
 """One process a rank, spawned on this host, talking bytes over pipes: the server's default."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -13,15 +14,19 @@ from glowplug.core.plugin.options import ExecutorOptions
 
 class MultiprocessOptions(ExecutorOptions):
     use: Literal["multiprocess"] = "multiprocess"
-    threads: int | None = Field(None, ge=1, description="torch threads in each rank; None: torch's own choice")
+    threads: int | None = Field(
+        None, ge=1, description="torch threads in each rank; None: torch's own choice"
+    )
 
 
 @hookimpl
 def register_executors() -> list[Component]:
-    return [Component(
-        name="multiprocess",
-        options=MultiprocessOptions,
-        factory="glowplug.plugins.executors.multiprocess_runtime:MultiprocessExecutor",
-        offers=ExecutorOffers(ranks=True, hosts=False),
-        summary="one spawned process a rank on this host",
-    )]
+    return [
+        Component(
+            name="multiprocess",
+            options=MultiprocessOptions,
+            factory="glowplug.plugins.executors.multiprocess_runtime:MultiprocessExecutor",
+            offers=ExecutorOffers(ranks=True, hosts=False),
+            summary="one spawned process a rank on this host",
+        )
+    ]

@@ -1,4 +1,5 @@
 """Spawns the ranks of one host, watches them, and moves message frames. No torch in this process."""
+
 from __future__ import annotations
 
 import tempfile
@@ -17,16 +18,22 @@ if TYPE_CHECKING:
 
 
 class MultiprocessExecutor:
-    """``Executor`` over spawned processes. ``submit`` may be called from another thread than ``outputs``."""
+    """``Executor`` over spawned processes. ``submit`` may be called from another thread than
+    ``outputs``.
+    """
 
     leads = True
 
-    def __init__(self, options: MultiprocessOptions, plan: EnginePlan, worker: Worker | None) -> None:
+    def __init__(
+        self, options: MultiprocessOptions, plan: EnginePlan, worker: Worker | None
+    ) -> None:
         self.options = options
         self._ranks = LocalRanks(range(plan.ranks), options.watchdog, options.threads)
         self._frames: deque[bytes] = deque()
         self._dead: EngineDead | None = None
-        self._meeting: tempfile.TemporaryDirectory[str] | None = None  # where several ranks find one another
+        self._meeting: tempfile.TemporaryDirectory[str] | None = (
+            None  # where several ranks find one another
+        )
 
     @property
     def pids(self) -> list[int]:
@@ -40,10 +47,18 @@ class MultiprocessExecutor:
             rendezvous = f"file://{self._meeting.name}/ranks"
         deadline = time.monotonic() + self.options.start_timeout
         self._ranks.spawn(plan, rendezvous)
-        while slow := [rank for rank, phase in self._ranks.watch.phases.items() if phase not in LOADED]:
+        while slow := [
+            rank for rank, phase in self._ranks.watch.phases.items() if phase not in LOADED
+        ]:
             self._read(max(0.0, min(SETTLE, deadline - time.monotonic())))
             if time.monotonic() > deadline:
-                self._die(EngineDead(not_ready(slow[0], self._ranks.watch.phase(slow[0]), self.options.start_timeout)))
+                self._die(
+                    EngineDead(
+                        not_ready(
+                            slow[0], self._ranks.watch.phase(slow[0]), self.options.start_timeout
+                        )
+                    )
+                )
 
     def submit(self, data: bytes) -> None:
         """To rank 0, which broadcasts."""

@@ -1,4 +1,5 @@
 """The actor of one rank: the rank's loop in a thread, frames in and out as bytes."""
+
 from __future__ import annotations
 
 import os
@@ -39,7 +40,9 @@ class Queues:
         """EOFError once it is closed and empty."""
         if self._next is None:
             try:
-                self._next = self._inbox.get(timeout=timeout) if timeout > 0 else self._inbox.get_nowait()
+                self._next = (
+                    self._inbox.get(timeout=timeout) if timeout > 0 else self._inbox.get_nowait()
+                )
             except Empty:
                 return False
         if self._next == b"":
@@ -56,8 +59,8 @@ class Queues:
 class RankActor:
     """Methods are called by the executor through Ray; several at a time.
 
-    Once started, an executor that has not polled for ``limit`` seconds has gone, or cannot be reached: the process
-    ends itself then.
+    Once started, an executor that has not polled for ``limit`` seconds has gone, or cannot be
+    reached: the process ends itself then.
     """
 
     def __init__(self, rank: int, limit: float) -> None:
@@ -67,7 +70,8 @@ class RankActor:
         self._unpolled = 0
 
     def _end_alone(self) -> None:
-        # NOTE: turns are counted, not seconds: an import that holds the interpreter's lock stops polls and turns alike.
+        # NOTE: turns are counted, not seconds: an import that holds the interpreter's lock stops
+        # polls and turns alike.
         while self._unpolled * BEAT < self._limit:
             self._unpolled += 1
             time.sleep(BEAT)
@@ -85,8 +89,12 @@ class RankActor:
 
     def start(self, plan_json: bytes, threads: int | None, rendezvous: str) -> None:
         threading.Thread(target=self._end_alone, daemon=True).start()
-        threading.Thread(target=run_rank, args=(self._pipe, plan_json, self._rank, threads, rendezvous),
-                         daemon=True, name=f"glowplug-rank-{self._rank}").start()
+        threading.Thread(
+            target=run_rank,
+            args=(self._pipe, plan_json, self._rank, threads, rendezvous),
+            daemon=True,
+            name=f"glowplug-rank-{self._rank}",
+        ).start()
 
     def submit(self, data: bytes) -> None:
         self._pipe.put(data)

@@ -1,4 +1,5 @@
 """One Ray actor a rank, on this host or on those of a Ray cluster. Messages stay bytes."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -13,17 +14,23 @@ from glowplug.core.plugin.options import ExecutorOptions
 
 class RayOptions(ExecutorOptions):
     use: Literal["ray"] = "ray"
-    address: str | None = Field(None, description='a running Ray: "auto" or HOST:PORT; None: start one on this host')
-    threads: int | None = Field(None, ge=1, description="torch threads in each rank; None: torch's own choice")
+    address: str | None = Field(
+        None, description='a running Ray: "auto" or HOST:PORT; None: start one on this host'
+    )
+    threads: int | None = Field(
+        None, ge=1, description="torch threads in each rank; None: torch's own choice"
+    )
 
 
 @hookimpl
 def register_executors() -> list[Component]:
-    return [Component(
-        name="ray",
-        options=RayOptions,
-        factory="glowplug.plugins.executors.ray_runtime:RayExecutor",
-        offers=ExecutorOffers(ranks=True, hosts=True),
-        requires=(Package("ray", ">=2.40"),),
-        summary="a Ray actor a rank, on one host or several",
-    )]
+    return [
+        Component(
+            name="ray",
+            options=RayOptions,
+            factory="glowplug.plugins.executors.ray_runtime:RayExecutor",
+            offers=ExecutorOffers(ranks=True, hosts=True),
+            requires=(Package("ray", ">=2.40"),),
+            summary="a Ray actor a rank, on one host or several",
+        )
+    ]

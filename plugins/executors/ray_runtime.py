@@ -1,4 +1,7 @@
-"""Starts an actor a rank and polls them all from one thread. Placement, scheduling and restarts of hosts are Ray's."""
+"""Starts an actor a rank and polls them all from one thread. Placement, scheduling and restarts of
+hosts are Ray's.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -37,14 +40,18 @@ PLACE = 60.0  #: seconds Ray may take to find room for the ranks
 
 
 class RayExecutor:
-    """``Executor`` over Ray actors. The caller's process is Ray's driver; it may be on any host of the cluster."""
+    """``Executor`` over Ray actors. The caller's process is Ray's driver; it may be on any host of
+    the cluster.
+    """
 
     leads = True
 
     def __init__(self, options: RayOptions, plan: EnginePlan, worker: Worker | None) -> None:
         self.options = options
         timeout = float(plan.choice("collectives").options.get("timeout", 600.0))
-        self._limit = options.watchdog if plan.hosts == 1 else min(options.watchdog, host_limit(timeout))
+        self._limit = (
+            options.watchdog if plan.hosts == 1 else min(options.watchdog, host_limit(timeout))
+        )
         self._watch = Watch(range(plan.ranks), options.watchdog)
         self._frames: SimpleQueue[bytes] = SimpleQueue()
         self._actors: list[Any] = []
@@ -57,10 +64,12 @@ class RayExecutor:
         self._where = ""  # the hosts of the ranks, for messages
         self.pids: list[int] = []
 
-    # ---- start ------------------------------------------------------------------------------------------------------
+    # ---- start -----------------------------------------------------------------------------------
 
     def start(self, plan: EnginePlan) -> None:
-        """Place the actors, compare what they would load with our plan, load, and wait until every rank is ready."""
+        """Place the actors, compare what they would load with our plan, load, and wait until every
+        rank is ready.
+        """
         deadline = time.monotonic() + self.options.start_timeout
         self._connect(plan)
         self._place(plan)
@@ -76,8 +85,12 @@ class RayExecutor:
             if self._dead is not None:
                 raise self._dead
             if time.monotonic() > deadline:
-                raise EngineDead(not_ready(slow[0], self._watch.phase(slow[0]), self.options.start_timeout))
-        self._watch.limit = self._limit  # NOTE: while ranks import and load they may be kept from signs of life
+                raise EngineDead(
+                    not_ready(slow[0], self._watch.phase(slow[0]), self.options.start_timeout)
+                )
+        self._watch.limit = (
+            self._limit
+        )  # NOTE: while ranks import and load they may be kept from signs of life
 
     def _connect(self, plan: EnginePlan) -> None:
         import ray
@@ -87,12 +100,23 @@ class RayExecutor:
         cards = {"num_gpus": plan.ranks} if plan.device != "cpu" else {}
         here: dict[str, Any] = {"num_cpus": plan.ranks, "include_dashboard": False, **cards}
         try:
-            ray.init(address=self.options.address or "local", logging_level=logging.WARNING, log_to_driver=False,
-                     **({} if self.options.address else here))
+            ray.init(
+                address=self.options.address or "local",
+                logging_level=logging.WARNING,
+                log_to_driver=False,
+                **({} if self.options.address else here),
+            )
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise PlanRefused([Refusal("ray", "executor.address", f"no Ray answers: {_line(error)}",
-                                       "ray start --head on one host, --address on the others, or leave address out")
-                               ]) from error
+            raise PlanRefused(
+                [
+                    Refusal(
+                        "ray",
+                        "executor.address",
+                        f"no Ray answers: {_line(error)}",
+                        "ray start --head on one host, --address on the others, or leave address out",
+                    )
+                ]
+            ) from error
         self._own = True
 
     def _place(self, plan: EnginePlan) -> None:
@@ -106,18 +130,40 @@ class RayExecutor:
         per = plan.ranks // plan.hosts
         cards = int(plan.device != "cpu")
         bundle = {"CPU": per, **({"GPU": per} if cards else {})}
-        self._group = placement_group([bundle] * plan.hosts, "STRICT_SPREAD" if plan.hosts > 1 else "STRICT_PACK")
+        self._group = placement_group(
+            [bundle] * plan.hosts, "STRICT_SPREAD" if plan.hosts > 1 else "STRICT_PACK"
+        )
         if not self._group.wait(PLACE):
-            raise PlanRefused([Refusal("ray", "executor.hosts", f"Ray has no room for {plan.hosts} x {bundle}: "
-                                       f"{ray.available_resources()}", "more hosts in the cluster, or fewer ranks")])
-        # NOTE: ranks choose their device by number, so Ray must not hide the others of the host from them.
-        environment = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}} if cards else None
+            raise PlanRefused(
+                [
+                    Refusal(
+                        "ray",
+                        "executor.hosts",
+                        f"Ray has no room for {plan.hosts} x {bundle}: {ray.available_resources()}",
+                        "more hosts in the cluster, or fewer ranks",
+                    )
+                ]
+            )
+        # NOTE: ranks choose their device by number, so Ray must not hide the others of the host
+        # from them.
+        environment = (
+            {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}} if cards else None
+        )
         remote = ray.remote(RankActor)
         for rank in range(plan.ranks):
-            place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank // per)
-            self._actors.append(remote.options(
-                num_cpus=1, num_gpus=cards, max_restarts=0, max_concurrency=8, scheduling_strategy=place,
-                runtime_env=environment).remote(rank, self._limit))
+            place = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=rank // per
+            )
+            self._actors.append(
+                remote.options(
+                    num_cpus=1,
+                    num_gpus=cards,
+                    max_restarts=0,
+                    max_concurrency=8,
+                    scheduling_strategy=place,
+                    runtime_env=environment,
+                ).remote(rank, self._limit)
+            )
 
     def _compare(self, plan: EnginePlan) -> None:
         import ray
@@ -128,10 +174,14 @@ class RayExecutor:
             found = ray.get([actor.identity.remote(data) for actor in self._actors], timeout=PLACE)
             places = ray.get([actor.place.remote() for actor in self._actors], timeout=PLACE)
         except RayError as error:
-            raise EngineDead(f"a rank's actor could not start in phase spawn: {_line(error)}") from error
+            raise EngineDead(
+                f"a rank's actor could not start in phase spawn: {_line(error)}"
+            ) from error
         self.pids = [pid for _, pid in places]
         if plan.hosts > 1:
-            self._where = "; " + ", ".join(f"rank {rank} is on {host}" for rank, (host, _) in enumerate(places))
+            self._where = "; " + ", ".join(
+                f"rank {rank} is on {host}" for rank, (host, _) in enumerate(places)
+            )
         names = ["the driver", *(f"rank {rank} on {host}" for rank, (host, _) in enumerate(places))]
         refusals = differences([identity(plan), *found], names)
         if refusals:
@@ -146,7 +196,7 @@ class RayExecutor:
         self._store = hold_store(ray.util.get_node_ip_address(), 0, PLACE)
         return f"tcp://{self._store.host}:{self._store.port}/ray?held"
 
-    # ---- serve ------------------------------------------------------------------------------------------------------
+    # ---- serve -----------------------------------------------------------------------------------
 
     def submit(self, data: bytes) -> None:
         """To rank 0, which broadcasts."""
@@ -212,7 +262,9 @@ class RayExecutor:
         return True
 
     def _settle(self) -> None:
-        """Reads on for a moment, longer when ranks have only lost peers; then the first cause is what we died of."""
+        """Reads on for a moment, longer when ranks have only lost peers; then the first cause is
+        what we died of.
+        """
         started = time.monotonic()
         for _ in self._rounds():
             waited = time.monotonic() - started
@@ -225,10 +277,12 @@ class RayExecutor:
         cause = first_cause(self._watch.troubles)
         self._dead = self._dead or EngineDead(str(replace(cause, text=cause.text + self._where)))
 
-    # ---- end --------------------------------------------------------------------------------------------------------
+    # ---- end -------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Idempotent. Ranks leave their loop within GRACE seconds or are killed; a Ray that we started ends too."""
+        """Idempotent. Ranks leave their loop within GRACE seconds or are killed; a Ray that we
+        started ends too.
+        """
         orderly = self._dead is None and self._poller is not None
         if orderly:
             for actor in self._actors:

@@ -1,4 +1,5 @@
 """Looks after this site's ranks, and agrees with the other sites on when to start and why to end."""
+
 from __future__ import annotations
 
 import time
@@ -32,7 +33,9 @@ TURN = 0.5  #: seconds between looks at the other hosts
 
 
 class TorchrunExecutor:
-    """``Executor`` of one site. On site 0 it is the front's; elsewhere it supervises (``leads`` is False)."""
+    """``Executor`` of one site. On site 0 it is the front's; elsewhere it supervises (``leads`` is
+    False).
+    """
 
     def __init__(self, options: TorchrunOptions, plan: EnginePlan, worker: Worker | None) -> None:
         self.options = options
@@ -51,10 +54,11 @@ class TorchrunExecutor:
     def pids(self) -> list[int]:
         return self._ranks.pids
 
-    # ---- start ------------------------------------------------------------------------------------------------------
+    # ---- start -----------------------------------------------------------------------------------
 
     def start(self, plan: EnginePlan) -> None:
-        """Meet the other sites, compare, spawn, and wait until every rank is ready (elsewhere: until ours are).
+        """Meet the other sites, compare, spawn, and wait until every rank is ready (elsewhere:
+        until ours are).
 
         PlanRefused on every site when they do not mean the same engine; nothing is loaded then.
         """
@@ -74,7 +78,9 @@ class TorchrunExecutor:
             self._read(min(SETTLE, max(0.0, deadline - time.monotonic())))
             if time.monotonic() > deadline:
                 phase = self._phases().get(slow[0], "unknown")
-                self._die(Trouble(Kind.FAILED, not_ready(slow[0], phase, self.options.start_timeout)))
+                self._die(
+                    Trouble(Kind.FAILED, not_ready(slow[0], phase, self.options.start_timeout))
+                )
 
     def _phases(self) -> dict[int, str]:
         assert self._link is not None
@@ -82,9 +88,13 @@ class TorchrunExecutor:
 
     def _loading(self, ranks: int) -> list[int]:
         phases = self._phases()
-        return [rank for rank in (range(ranks) if self.leads else self._site.ranks) if phases.get(rank) not in LOADED]
+        return [
+            rank
+            for rank in (range(ranks) if self.leads else self._site.ranks)
+            if phases.get(rank) not in LOADED
+        ]
 
-    # ---- serve ------------------------------------------------------------------------------------------------------
+    # ---- serve -----------------------------------------------------------------------------------
 
     def submit(self, data: bytes) -> None:
         """To rank 0, which broadcasts. On site 0 only."""
@@ -98,7 +108,9 @@ class TorchrunExecutor:
         return self._frames.popleft() if self._frames else None
 
     def _read(self, timeout: float | None) -> None:
-        """One look at our ranks and at the other sites; frames go to the front, which may be elsewhere."""
+        """One look at our ranks and at the other sites; frames go to the front, which may be
+        elsewhere.
+        """
         link = self._link
         assert link is not None
         timeout = TURN if timeout is None else min(timeout, TURN)
@@ -117,7 +129,9 @@ class TorchrunExecutor:
             self._die(self._settle(link))
 
     def _settle(self, link: HostLink) -> Trouble:
-        """Reads on for a moment, longer when all that is known is that peers were lost, and names the first cause."""
+        """Reads on for a moment, longer when all that is known is that peers were lost, and names
+        the first cause.
+        """
         started = time.monotonic()
         while True:
             waited = time.monotonic() - started
@@ -146,7 +160,9 @@ class TorchrunExecutor:
         raise error
 
     def stop(self) -> None:
-        """On site 0: the engine ends, everywhere. Elsewhere this site leaves, and the engine ends for that reason."""
+        """On site 0: the engine ends, everywhere. Elsewhere this site leaves, and the engine ends
+        for that reason.
+        """
         if self._dead is not None:
             return
         self._dead = EngineStopped("the engine was stopped")

@@ -1,10 +1,12 @@
-"""CUDA graphs: decoding steps are captured once for a list of batch sizes and replayed, without launching their kernels
-one by one. A batch between two sizes is filled up to the larger one.
+"""CUDA graphs: decoding steps are captured once for a list of batch sizes and replayed, without
+launching their kernels one by one. A batch between two sizes is filled up to the larger one.
 
-Steps with prompts in them are replayed in pieces, for a list of token counts up to which launching takes longer than
-computing: what lies between two layers' attention is a graph, attention itself runs as it comes. A draft's pass over
-the tokens of such a step (draft extend) attends to none and is one graph.
+Steps with prompts in them are replayed in pieces, for a list of token counts up to which launching
+takes longer than
+computing: what lies between two layers' attention is a graph, attention itself runs as it comes. A
+draft's pass over the tokens of such a step (draft extend) attends to none and is one graph.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -23,10 +25,18 @@ from glowplug.core.plugin.options import GraphOptions
 NAME = "cuda_graph"
 CAPTURES = frozenset({Mode.DECODE, Mode.VERIFY, Mode.DRAFT_DECODE})
 MOST_ROWS = 512  #: of the default list
-SMALL = (1, 2, 3, 4, 6, 8, 12)  #: sizes below 16 of the default list, where a row added costs the most
+SMALL = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    12,
+)  #: sizes below 16 of the default list, where a row added costs the most
 FURTHER = 128  #: between token counts behind the default list, where a larger limit is given
-#: token counts of the default list. Up to some hundred tokens a step reads every weight, whatever their number; beyond
-#: the last one computing takes as long as launching.
+#: token counts of the default list. Up to some hundred tokens a step reads every weight, whatever
+#: their number; beyond the last one computing takes as long as launching.
 TOKEN_COUNTS = (16, 32, *range(64, 513, 64), *range(640, 1537, 128))
 
 Size = Annotated[int, Field(ge=1)]
@@ -35,25 +45,48 @@ Size = Annotated[int, Field(ge=1)]
 class CudaGraphOptions(GraphOptions):
     use: Literal["cuda_graph"] = "cuda_graph"
     batch_sizes: tuple[Size, ...] | None = Field(
-        None, min_length=1, description="sequences in a step to capture; None: 1, 2, 3, 4, 6, 8, 12, 16, and on in "
-                                        "steps of 8 to 64, 16 to 256 and 32")
-    max_batch: int | None = Field(None, ge=1, description="the largest of them; None: scheduler.max_running_requests, "
-                                                          f"{MOST_ROWS} at most")
+        None,
+        min_length=1,
+        description="sequences in a step to capture; None: 1, 2, 3, 4, 6, 8, 12, 16, and on in "
+        "steps of 8 to 64, 16 to 256 and 32",
+    )
+    max_batch: int | None = Field(
+        None,
+        ge=1,
+        description="the largest of them; None: scheduler.max_running_requests, "
+        f"{MOST_ROWS} at most",
+    )
     prefill_tokens: tuple[Size, ...] | None = Field(
-        None, min_length=1, description="tokens in such a step to capture; None: 16, 32, 64, and on in steps of 64 "
-                                        f"to 512 and 128 to {TOKEN_COUNTS[-1]}")
-    max_prefill_tokens: int | None = Field(None, ge=1, description="the largest of them; None: that of the list, "
-                                                                   f"or {TOKEN_COUNTS[-1]}")
+        None,
+        min_length=1,
+        description="tokens in such a step to capture; None: 16, 32, 64, and on in steps of 64 "
+        f"to 512 and 128 to {TOKEN_COUNTS[-1]}",
+    )
+    max_prefill_tokens: int | None = Field(
+        None,
+        ge=1,
+        description=f"the largest of them; None: that of the list, or {TOKEN_COUNTS[-1]}",
+    )
     on_failure: Literal["stop", "eager"] = Field(
-        "stop", description="when a capture fails: stop loading, or run the steps of that size and mode eagerly (as "
-                            "those with prompts in them always do, unless graphs.prefill is true)")
+        "stop",
+        description="when a capture fails: stop loading, or run the steps of that size and mode eagerly (as "
+        "those with prompts in them always do, unless graphs.prefill is true)",
+    )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         found = super().without_effect(context)
-        loose = [chosen.name for slot in INSIDE for chosen in context.chosen[slot]
-                 if Mode.PREFILL not in chosen.offers.captures_in]
+        loose = [
+            chosen.name
+            for slot in INSIDE
+            for chosen in context.chosen[slot]
+            if Mode.PREFILL not in chosen.offers.captures_in
+        ]
         why = f"{', '.join(loose)} syncs with the host or allocates in prefill"
-        return {**found, **dict.fromkeys(("prefill_tokens", "max_prefill_tokens"), why)} if loose else found
+        return (
+            {**found, **dict.fromkeys(("prefill_tokens", "max_prefill_tokens"), why)}
+            if loose
+            else found
+        )
 
     def sizes(self, rows: int) -> tuple[int, ...]:
         most = min(rows, self.max_batch or MOST_ROWS)
@@ -83,41 +116,79 @@ def check_cuda_graph(context: CheckContext) -> Iterator[Refusal]:
     asked = context.config.scheduler.max_running_requests
     rows = asked or DEFAULTS["cuda"][0]
     if options.max_batch is not None and smallest > options.max_batch:
-        yield Refusal(NAME, "graphs.max_batch", f"every batch size to capture is above {options.max_batch}, the "
-                      "largest allowed", f"graphs.max_batch = {max(options.batch_sizes or ())}")
+        yield Refusal(
+            NAME,
+            "graphs.max_batch",
+            f"every batch size to capture is above {options.max_batch}, the largest allowed",
+            f"graphs.max_batch = {max(options.batch_sizes or ())}",
+        )
     elif smallest > rows:
         by = "" if asked else " by default"
-        yield Refusal(NAME, "graphs.batch_sizes", f"every batch size to capture is above the {rows} sequences that may "
-                      f"run{by}", f"graphs.batch_sizes = [{rows}], or scheduler.max_running_requests = {smallest}")
+        yield Refusal(
+            NAME,
+            "graphs.batch_sizes",
+            f"every batch size to capture is above the {rows} sequences that may run{by}",
+            f"graphs.batch_sizes = [{rows}], or scheduler.max_running_requests = {smallest}",
+        )
     if context.values["ranks"] > 1:
-        yield Refusal(NAME, "graphs.use", f"steps of {context.values['ranks']} ranks exchange through collectives, "
-                      f"which {NAME} does not capture", 'graphs.use = "eager"')
+        yield Refusal(
+            NAME,
+            "graphs.use",
+            f"steps of {context.values['ranks']} ranks exchange through collectives, "
+            f"which {NAME} does not capture",
+            'graphs.use = "eager"',
+        )
     yield from _prefill(options, context)
 
 
 def _prefill(options: CudaGraphOptions, context: CheckContext) -> Iterator[Refusal]:
-    """Steps with prompts in them: token counts that leave something to capture, one rank, and components that can."""
+    """Steps with prompts in them: token counts that leave something to capture, one rank, and
+    components that can.
+    """
     smallest = min(options.prefill_tokens or (1,))
     if options.prefill is False and (options.prefill_tokens or options.max_prefill_tokens):
-        yield Refusal(NAME, "graphs.prefill", "token counts are given for steps that are not to be captured",
-                      "leave graphs.prefill out, or the token counts")
+        yield Refusal(
+            NAME,
+            "graphs.prefill",
+            "token counts are given for steps that are not to be captured",
+            "leave graphs.prefill out, or the token counts",
+        )
     elif options.max_prefill_tokens is not None and smallest > options.max_prefill_tokens:
-        yield Refusal(NAME, "graphs.max_prefill_tokens", "every token count to capture is above "
-                      f"{options.max_prefill_tokens}, the largest allowed",
-                      f"graphs.max_prefill_tokens = {max(options.prefill_tokens or ())}")
+        yield Refusal(
+            NAME,
+            "graphs.max_prefill_tokens",
+            "every token count to capture is above "
+            f"{options.max_prefill_tokens}, the largest allowed",
+            f"graphs.max_prefill_tokens = {max(options.prefill_tokens or ())}",
+        )
     elif options.prefill and context.values["ranks"] > 1:
-        yield Refusal(NAME, "graphs.prefill", f"steps with prompts of {context.values['ranks']} ranks exchange rows of "
-                      "each step's own number", "leave graphs.prefill out")
+        yield Refusal(
+            NAME,
+            "graphs.prefill",
+            f"steps with prompts of {context.values['ranks']} ranks exchange rows of "
+            "each step's own number",
+            "leave graphs.prefill out",
+        )
     for chosen in [chosen for slot in INSIDE for chosen in context.chosen.get(slot, ())]:
         if options.prefill and Mode.PREFILL not in chosen.offers.captures_in:
-            yield Refusal(NAME, "graphs.prefill", f"{chosen.name} syncs with the host or allocates in prefill, so such "
-                          "steps cannot be captured", "leave graphs.prefill out")
+            yield Refusal(
+                NAME,
+                "graphs.prefill",
+                f"{chosen.name} syncs with the host or allocates in prefill, so such "
+                "steps cannot be captured",
+                "leave graphs.prefill out",
+            )
 
 
 @hookimpl
 def register_graph_runners() -> list[Component]:
-    return [Component(
-        name=NAME, options=CudaGraphOptions, check=check_cuda_graph,
-        factory="glowplug.plugins.graphs.cuda_graph_runtime:CudaGraph",
-        offers=GraphOffers(devices=frozenset({"cuda"}), captures=CAPTURES),
-        summary="decoding steps replayed from CUDA graphs, filled up to captured batch sizes")]
+    return [
+        Component(
+            name=NAME,
+            options=CudaGraphOptions,
+            check=check_cuda_graph,
+            factory="glowplug.plugins.graphs.cuda_graph_runtime:CudaGraph",
+            offers=GraphOffers(devices=frozenset({"cuda"}), captures=CAPTURES),
+            summary="decoding steps replayed from CUDA graphs, filled up to captured batch sizes",
+        )
+    ]

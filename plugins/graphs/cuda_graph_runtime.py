@@ -1,4 +1,5 @@
 """Runtime of the graph runner "cuda_graph"."""
+
 from __future__ import annotations
 
 import gc
@@ -23,19 +24,27 @@ from glowplug.plugins.graphs.capture.staging import Staging
 from glowplug.plugins.graphs.capture.tape import CudaTape
 from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions
 
-#: how rows may sample in a step whose sampling is captured with it, as far as the sampler has a word for each
+#: how rows may sample in a step whose sampling is captured with it, as far as the sampler has a
+#: word for each
 SAMPLED = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5))
-#: the same, captured for batch sizes that are powers of two only, since each takes start-up time; others sample eagerly
+#: the same, captured for batch sizes that are powers of two only, since each takes start-up time;
+#: others sample eagerly
 SELDOM = (SamplingParams(top_k=2), SamplingParams(presence_penalty=1.0), SamplingParams(logprobs=0))
 
 
 class CudaGraph:
-    """See ``protocols.GraphRunner``. Captures from the largest batch size to the smallest, so that each finds room in
-    the memory of the one before, and then some of them again for short rows (``Sizes.short_rows``). ``recorder`` and
-    ``tape`` replace CUDA's graphs."""
+    """See ``protocols.GraphRunner``. Captures from the largest batch size to the smallest, so that
+    each finds room in the memory of the one before, and then some of them again for short rows
+    (``Sizes.short_rows``). ``recorder`` and ``tape`` replace CUDA's graphs."""
 
-    def __init__(self, options: CudaGraphOptions, plan: EnginePlan, worker: Worker,
-                 recorder: Recorder | None = None, tape: Tape | None = None) -> None:
+    def __init__(
+        self,
+        options: CudaGraphOptions,
+        plan: EnginePlan,
+        worker: Worker,
+        recorder: Recorder | None = None,
+        tape: Tape | None = None,
+    ) -> None:
         self._options = options
         self._plan = plan
         self._device = torch.device(worker.device)
@@ -52,8 +61,13 @@ class CudaGraph:
 
     def _shapes(self, sizes: Sizes) -> list[Shape]:
         mode = Mode.DECODE if sizes.width == 1 else Mode.VERIFY
-        return [*(Shape.of(mode, rows, sizes) for rows in reversed(self._options.sizes(sizes.max_running))),
-                *(Shape.of(mode, rows, sizes, sizes.short_keys) for rows in reversed(sizes.short_rows))]
+        return [
+            *(
+                Shape.of(mode, rows, sizes)
+                for rows in reversed(self._options.sizes(sizes.max_running))
+            ),
+            *(Shape.of(mode, rows, sizes, sizes.short_keys) for rows in reversed(sizes.short_rows)),
+        ]
 
     def capture(self, steps: Steps, report: Callable[[int, int], None]) -> None:
         sizes = self._plan.sizes
@@ -72,18 +86,32 @@ class CudaGraph:
             with torch.inference_mode():
                 self._capture_slots(steps, made, recorder, lambda done: report(done, total))
                 if tape is not None:
-                    self._passes.capture(steps, sizes.pass_tokens, tape, self._pass_failed,
-                                         lambda done: report(len(made) + done, total))
-                    self._extends.capture(steps.extension, sizes.extend_tokens, self._device, tape, self._extend_failed,
-                                          lambda done: report(behind + done, total))
+                    self._passes.capture(
+                        steps,
+                        sizes.pass_tokens,
+                        tape,
+                        self._pass_failed,
+                        lambda done: report(len(made) + done, total),
+                    )
+                    self._extends.capture(
+                        steps.extension,
+                        sizes.extend_tokens,
+                        self._device,
+                        tape,
+                        self._extend_failed,
+                        lambda done: report(behind + done, total),
+                    )
         finally:
             if collecting:
                 gc.enable()
         report(total, total)
 
-    def _capture_slots(self, steps: Steps, made: list[Shape], recorder: Recorder,
-                       report: Callable[[int], None]) -> None:
-        room = max((max(shape.offsets[-1], 4 * shape.rows * shape.columns) for shape in made), default=0)
+    def _capture_slots(
+        self, steps: Steps, made: list[Shape], recorder: Recorder, report: Callable[[int], None]
+    ) -> None:
+        room = max(
+            (max(shape.offsets[-1], 4 * shape.rows * shape.columns) for shape in made), default=0
+        )
         staging = Staging(room, self._device)
         for done, shape in enumerate(made):
             report(done)
@@ -113,16 +141,27 @@ class CudaGraph:
     def _pass_failed(self, error: Exception, made: Pass) -> None:
         """Who has not asked for passes is better served without one than not at all."""
         stops = self._options.on_failure == "stop" and self._options.prefill is True
-        self._failed(error, stops, CaptureError(
-            f"a pass of {made.tokens} tokens could not be captured: {type(error).__name__} behind its cut {made.cuts}, "
-            f"by {_component(error)}: {error}. Leave this count out (graphs.prefill_tokens, "
-            "graphs.max_prefill_tokens), or graphs.prefill = false"))
+        self._failed(
+            error,
+            stops,
+            CaptureError(
+                f"a pass of {made.tokens} tokens could not be captured: {type(error).__name__} behind its "
+                f"cut {made.cuts}, by {_component(error)}: {error}. Leave this count out (graphs.prefill_tokens, "
+                "graphs.max_prefill_tokens), or graphs.prefill = false"
+            ),
+        )
 
     def _extend_failed(self, error: Exception, tokens: int) -> None:
-        self._failed(error, self._options.on_failure == "stop" and self._options.prefill is True, CaptureError(
-            f"a draft's pass of {tokens} tokens could not be captured: {type(error).__name__} by {_component(error)}: "
-            f"{error}. Leave this count out (graphs.prefill_tokens, graphs.max_prefill_tokens), or graphs.prefill = "
-            "false"))
+        self._failed(
+            error,
+            self._options.on_failure == "stop" and self._options.prefill is True,
+            CaptureError(
+                f"a draft's pass of {tokens} tokens could not be captured: {type(error).__name__} by "
+                f"{_component(error)}: {error}. "
+                "Leave this count out (graphs.prefill_tokens, graphs.max_prefill_tokens), or "
+                "graphs.prefill = false"
+            ),
+        )
 
     def _failed(self, error: Exception, stops: bool, failure: CaptureError) -> None:
         if stops:
@@ -136,7 +175,11 @@ class CudaGraph:
             return None
         rows = sizes[bisect_left(sizes, shape.rows)]
         short = self._short.get(rows) if shape.mode is Mode.DECODE else None
-        return short if short and batch.kv_lens.max(initial=0) <= short.shape.keys else self._slots[shape.mode][rows]
+        return (
+            short
+            if short and batch.kv_lens.max(initial=0) <= short.shape.keys
+            else self._slots[shape.mode][rows]
+        )
 
     def fill(self, slot: object, batch: Batch) -> Batch:
         assert isinstance(slot, Slot), "a slot of this runner's"
@@ -156,9 +199,18 @@ class CudaGraph:
 
 def _no_rows(batch: Batch) -> Batch:
     """A batch that leaves a slot all padding."""
-    return Batch(step=0, mode=batch.mode, rows=batch.rows[:0], epochs=batch.epochs[:0], num_decodes=0,
-                 query_lens=batch.query_lens[:0], kv_lens=batch.kv_lens[:0], samples=batch.samples[:0],
-                 prompt_ids=batch.prompt_ids, pages=batch.pages[:0])
+    return Batch(
+        step=0,
+        mode=batch.mode,
+        rows=batch.rows[:0],
+        epochs=batch.epochs[:0],
+        num_decodes=0,
+        query_lens=batch.query_lens[:0],
+        kv_lens=batch.kv_lens[:0],
+        samples=batch.samples[:0],
+        prompt_ids=batch.prompt_ids,
+        pages=batch.pages[:0],
+    )
 
 
 def _failure(error: Exception, shape: Shape) -> CaptureError:
@@ -166,7 +218,8 @@ def _failure(error: Exception, shape: Shape) -> CaptureError:
     return CaptureError(
         f"a {shape.mode} step of {shape.rows} rows could not be captured: {type(error).__name__} in its piece "
         f"{piece!r}, by {_component(error)}: {error}. Leave this size out (graphs.batch_sizes, graphs.max_batch), or "
-        'graphs.use = "eager"')
+        'graphs.use = "eager"'
+    )
 
 
 def _component(error: Exception) -> str:

@@ -1,4 +1,5 @@
 """The graph runner "eager": captures nothing, so every step runs operation by operation."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -21,6 +22,12 @@ class EagerOptions(GraphOptions):
 
 @hookimpl
 def register_graph_runners() -> list[Component]:
-    return [Component(
-        name="eager", options=EagerOptions, factory="glowplug.plugins.graphs.eager_runtime:Eager",
-        offers=GraphOffers(), summary="no capture")]
+    return [
+        Component(
+            name="eager",
+            options=EagerOptions,
+            factory="glowplug.plugins.graphs.eager_runtime:Eager",
+            offers=GraphOffers(),
+            summary="no capture",
+        )
+    ]

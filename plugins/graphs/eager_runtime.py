@@ -1,4 +1,5 @@
 """Runtime of the graph runner "eager"."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

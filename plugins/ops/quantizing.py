@@ -1,4 +1,5 @@
 """What hands over quantised activations, made of the kernels of one format."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -14,21 +15,39 @@ Pair = tuple[Tensor, Tensor]  #: values and scales
 
 
 class Norm(Protocol):
-    """RMSNorm of x [T, N]; in the activation dtype it goes into ``plain`` [T, N], too, unless that is None."""
+    """RMSNorm of x [T, N]; in the activation dtype it goes into ``plain`` [T, N], too, unless that
+    is None.
+    """
 
-    def __call__(self, x: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None) -> Pair: ...
+    def __call__(
+        self, x: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None
+    ) -> Pair: ...
 
 
 class AddNorm(Protocol):
     """As ``Norm``, of the sum of x and ``residual`` [T, N]; and that sum."""
 
-    def __call__(self, x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float,
-                 plain: Tensor | None = None) -> tuple[Pair, Tensor]: ...
+    def __call__(
+        self,
+        x: Tensor | Parts,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        plain: Tensor | None = None,
+    ) -> tuple[Pair, Tensor]: ...
 
 
-def producers(input_format: str, *, quantize: Callable[[Tensor], Pair], silu_and_mul: Callable[[Tensor], Pair],
-              rms_norm: Norm, add_rms_norm: AddNorm) -> Mapping[tuple[str, str], Callable[..., Any]]:
-    """Rows of ``Ops.fused`` for consumers of ``input_format``, and for neighbours of which one reads plain."""
+def producers(
+    input_format: str,
+    *,
+    quantize: Callable[[Tensor], Pair],
+    silu_and_mul: Callable[[Tensor], Pair],
+    rms_norm: Norm,
+    add_rms_norm: AddNorm,
+) -> Mapping[tuple[str, str], Callable[..., Any]]:
+    """Rows of ``Ops.fused`` for consumers of ``input_format``, and for neighbours of which one
+    reads plain.
+    """
 
     def cast(x: Tensor) -> Quantized:
         return Quantized(*quantize(x))
@@ -39,7 +58,9 @@ def producers(input_format: str, *, quantize: Callable[[Tensor], Pair], silu_and
     def normed(x: Tensor, weight: Tensor, eps: float) -> Quantized:
         return Quantized(*rms_norm(x, weight, eps))
 
-    def added(x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float) -> tuple[Quantized, Tensor]:
+    def added(
+        x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Quantized, Tensor]:
         pair, total = add_rms_norm(x, residual, weight, eps)
         return Quantized(*pair), total
 
@@ -47,12 +68,19 @@ def producers(input_format: str, *, quantize: Callable[[Tensor], Pair], silu_and
         plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return Both(plain, Quantized(*rms_norm(x, weight, eps, plain)))
 
-    def added_both(x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float) -> tuple[Both, Tensor]:
+    def added_both(
+        x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Both, Tensor]:
         plain = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
         pair, total = add_rms_norm(x, residual, weight, eps, plain)
         return Both(plain, Quantized(*pair)), total
 
     both = both_formats(input_format)
-    return {("cast", input_format): cast, ("silu_and_mul", input_format): activated,
-            ("rms_norm", input_format): normed, ("add_rms_norm", input_format): added,
-            ("rms_norm", both): normed_both, ("add_rms_norm", both): added_both}
+    return {
+        ("cast", input_format): cast,
+        ("silu_and_mul", input_format): activated,
+        ("rms_norm", input_format): normed,
+        ("add_rms_norm", input_format): added,
+        ("rms_norm", both): normed_both,
+        ("add_rms_norm", both): added_both,
+    }

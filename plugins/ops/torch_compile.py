@@ -1,4 +1,7 @@
-"""Small kernels compiled by torch.compile: steps of few tokens run what inductor makes of the torch references."""
+"""Small kernels compiled by torch.compile: steps of few tokens run what inductor makes of the torch
+references.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -19,11 +22,18 @@ NAME = "torch_compile"
 
 class TorchCompileOptions(OpsOptions):
     use: Literal["torch_compile"] = "torch_compile"
-    max_batch: int = Field(32, ge=1, description="sequences in a step up to which it is compiled; larger steps, and "
-                                                 "long prompts, take the kernels that are there without")
-    cache_dir: str | None = Field(None, description="folder in which compiled programs are kept between starts; None: "
-                                                    "TORCHINDUCTOR_CACHE_DIR, or ~/.cache/glowplug/inductor",
-                                  json_schema_extra=OPERATIONAL)
+    max_batch: int = Field(
+        32,
+        ge=1,
+        description="sequences in a step up to which it is compiled; larger steps, and "
+        "long prompts, take the kernels that are there without",
+    )
+    cache_dir: str | None = Field(
+        None,
+        description="folder in which compiled programs are kept between starts; None: "
+        "TORCHINDUCTOR_CACHE_DIR, or ~/.cache/glowplug/inductor",
+        json_schema_extra=OPERATIONAL,
+    )
 
 
 def check_torch_compile(context: CheckContext) -> Iterator[Refusal]:
@@ -31,17 +41,30 @@ def check_torch_compile(context: CheckContext) -> Iterator[Refusal]:
     software = context.facts.software
     fix = 'ops.use = "auto"'
     if context.values["device"] == "cpu" and not software.cxx:
-        yield Refusal(NAME, "ops.use", "torch.compile needs a C++ compiler on a CPU, and none is installed",
-                      f"install g++, or name one in CXX; or {fix}")
+        yield Refusal(
+            NAME,
+            "ops.use",
+            "torch.compile needs a C++ compiler on a CPU, and none is installed",
+            f"install g++, or name one in CXX; or {fix}",
+        )
     if context.values["device"] == "cuda" and not software.packages.get("triton"):
-        yield Refusal(NAME, "ops.use", "torch.compile needs triton on CUDA (not installed)",
-                      f"{installation('triton>=3.5', context.facts.hardware)}; or {fix}")
+        yield Refusal(
+            NAME,
+            "ops.use",
+            "torch.compile needs triton on CUDA (not installed)",
+            f"{installation('triton>=3.5', context.facts.hardware)}; or {fix}",
+        )
 
 
 @hookimpl
 def register_ops() -> list[Component]:
-    return [Component(
-        name=NAME, options=TorchCompileOptions, check=check_torch_compile,
-        factory="glowplug.plugins.ops.torch_compile_runtime:TorchCompileOps",
-        offers=OpsOffers(devices=frozenset({"cpu", "cuda"}), ops=TABLE),
-        summary="the glue of small steps compiled by torch.compile, kept between starts")]
+    return [
+        Component(
+            name=NAME,
+            options=TorchCompileOptions,
+            check=check_torch_compile,
+            factory="glowplug.plugins.ops.torch_compile_runtime:TorchCompileOps",
+            offers=OpsOffers(devices=frozenset({"cpu", "cuda"}), ops=TABLE),
+            summary="the glue of small steps compiled by torch.compile, kept between starts",
+        )
+    ]

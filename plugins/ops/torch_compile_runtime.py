@@ -1,4 +1,7 @@
-"""The runtime of ``ops.torch_compile``: norms, activation and gates compiled; the rest is the device's own table."""
+"""The runtime of ``ops.torch_compile``: norms, activation and gates compiled; the rest is the
+device's own table.
+"""
+
 from __future__ import annotations
 
 import os
@@ -34,7 +37,9 @@ class TorchCompileOps:
         self.topk_softmax = Compiled(routing.topk_softmax, base.topk_softmax, most)
         self.topk_sigmoid = Compiled(routing.topk_sigmoid_reference, base.topk_sigmoid, most)
         self._add = Compiled(_add_rms_norm, base.add_rms_norm, most, varying=2)
-        self._add_pairs = Compiled(_add_pairs_rms_norm, _unfolded(base.add_rms_norm), most, varying=3)
+        self._add_pairs = Compiled(
+            _add_pairs_rms_norm, _unfolded(base.add_rms_norm), most, varying=3
+        )
         self.adds_parts = base.adds_parts
         self.rope_table = base.rope_table
         self.rope_at = base.rope_at
@@ -43,10 +48,13 @@ class TorchCompileOps:
         self.route = base.route
         self.route_signalling = base.route_signalling
 
-    def add_rms_norm(self, x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         if isinstance(x, Parts):
             return self._add_pairs(  # type: ignore[no-any-return]
-                x.rows.view(*x.ids.shape, residual.shape[1]), x.ids, residual, weight, eps)
+                x.rows.view(*x.ids.shape, residual.shape[1]), x.ids, residual, weight, eps
+            )
         return self._add(x, residual, weight, eps)  # type: ignore[no-any-return]
 
 
@@ -54,15 +62,21 @@ def keep_programs(folder: str | None, device: str) -> None:
     """Tell inductor, which only asks the environment, where to keep what it compiles."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    # NOTE: inductor writes its default, a folder in /tmp, into the environment when it is first asked
+    # NOTE: inductor writes its default, a folder in /tmp, into the environment when it is first
+    # asked
     unset = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir()
     if folder is not None or unset:
-        kept = Path.home() / ".cache" / "glowplug" / "inductor" if folder is None else Path(folder).absolute()
+        kept = (
+            Path.home() / ".cache" / "glowplug" / "inductor"
+            if folder is None
+            else Path(folder).absolute()
+        )
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)
     if device != "cpu":
         from triton import knobs
 
-        # NOTE: inductor points Triton to its own folder otherwise, away from the kernels that were compiled before
+        # NOTE: inductor points Triton to its own folder otherwise, away from the kernels that were
+        # compiled before
         os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
 
 
@@ -76,7 +90,7 @@ def _base(plan: EnginePlan, worker: Worker) -> TorchOps:
     return TritonOps(TritonOpsOptions(), plan, worker)
 
 
-# ---- what is compiled -----------------------------------------------------------------------------------------------
+# ---- what is compiled ----------------------------------------------------------------------------
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -88,8 +102,9 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tu
     return rms_norm_reference(total, weight, eps), total
 
 
-def _add_pairs_rms_norm(rows: Tensor, ids: Tensor, residual: Tensor, weight: Tensor,
-                        eps: float) -> tuple[Tensor, Tensor]:
+def _add_pairs_rms_norm(
+    rows: Tensor, ids: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """rows [T, K, N], ids [T, K]."""
     total = (sum_of_pairs(rows, ids) + residual).to(residual.dtype)
     return rms_norm_reference(total, weight, eps), total
@@ -102,6 +117,7 @@ def _silu_and_mul(x: Tensor) -> Tensor:
 
 def _unfolded(add_rms_norm: Callable[..., Any]) -> Callable[..., Any]:
     """``add_rms_norm`` by the arguments of ``_add_pairs_rms_norm``."""
+
     def add(rows: Tensor, ids: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
         return add_rms_norm(Parts(rows.view(-1, rows.shape[-1]), ids), residual, weight, eps)
 

@@ -1,4 +1,5 @@
 """Small kernels in plain torch, for every device."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -8,8 +9,18 @@ from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import OpsOffers
 from glowplug.core.plugin.options import OpsOptions
 
-TABLE = frozenset({"rms_norm", "add_rms_norm", "silu_and_mul", "rope_table", "rope_at", "rope", "topk_softmax",
-                   "topk_sigmoid"})
+TABLE = frozenset(
+    {
+        "rms_norm",
+        "add_rms_norm",
+        "silu_and_mul",
+        "rope_table",
+        "rope_at",
+        "rope",
+        "topk_softmax",
+        "topk_sigmoid",
+    }
+)
 
 
 class TorchOpsOptions(OpsOptions):
@@ -18,6 +29,12 @@ class TorchOpsOptions(OpsOptions):
 
 @hookimpl
 def register_ops() -> list[Component]:
-    return [Component(
-        name="torch", options=TorchOpsOptions, factory="glowplug.plugins.ops.torch_ops_runtime:TorchOps",
-        offers=OpsOffers(ops=TABLE), summary="normalisation, rotation and gates in plain torch")]
+    return [
+        Component(
+            name="torch",
+            options=TorchOpsOptions,
+            factory="glowplug.plugins.ops.torch_ops_runtime:TorchOps",
+            offers=OpsOffers(ops=TABLE),
+            summary="normalisation, rotation and gates in plain torch",
+        )
+    ]

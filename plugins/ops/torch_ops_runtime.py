@@ -1,4 +1,5 @@
 """The runtime of ``ops.torch``: binds the torch references as the table of small kernels."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -41,8 +42,14 @@ class TorchOps:
             ("silu_and_mul", FP8_VALUES): _silu_and_mul_fp8,
         }
 
-    def rope_table(self, dim: int, context: int, theta: float, scaling: Mapping[str, Any] | None,
-                   max_positions: int) -> Tensor:
+    def rope_table(
+        self,
+        dim: int,
+        context: int,
+        theta: float,
+        scaling: Mapping[str, Any] | None,
+        max_positions: int,
+    ) -> Tensor:
         frequencies, factor = rope.inverse_frequencies(dim, theta, scaling, max_positions, context)
         return rope.cos_sin_table(frequencies, factor, context + MARGIN).to(self._device)
 
@@ -62,7 +69,9 @@ def _rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Quantized:
     return Quantized(fp8.rms_norm_rounded(x, weight, eps))
 
 
-def _add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Quantized, Tensor]:
+def _add_rms_norm_fp8(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Quantized, Tensor]:
     residual = residual + x
     return Quantized(fp8.rms_norm_rounded(residual, weight, eps)), residual
 

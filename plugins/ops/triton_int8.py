@@ -1,4 +1,5 @@
 """What hands over activations in ``int8_token``: int8 with one float32 scale a token."""
+
 from __future__ import annotations
 
 from torch import Tensor
@@ -11,11 +12,17 @@ from glowplug.plugins.ops.quantizing import Pair, producers
 INT8 = "int8_token"
 
 
-def _add_rms_norm(x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float,
-                  plain: Tensor | None = None) -> tuple[Pair, Tensor]:
+def _add_rms_norm(
+    x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None
+) -> tuple[Pair, Tensor]:
     summed = moe_sum(x.rows, x.ids) if isinstance(x, Parts) else x
     return int8_quant.add_rms_norm(summed, residual, weight, eps, plain)
 
 
-PRODUCERS = producers(INT8, quantize=int8_quant.quantize, silu_and_mul=int8_quant.silu_and_mul,
-                      rms_norm=int8_quant.rms_norm, add_rms_norm=_add_rms_norm)
+PRODUCERS = producers(
+    INT8,
+    quantize=int8_quant.quantize,
+    silu_and_mul=int8_quant.silu_and_mul,
+    rms_norm=int8_quant.rms_norm,
+    add_rms_norm=_add_rms_norm,
+)

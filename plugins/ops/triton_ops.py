@@ -1,4 +1,5 @@
 """Small kernels in Triton, for CUDA devices."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -17,9 +18,18 @@ class TritonOpsOptions(OpsOptions):
 
 @hookimpl
 def register_ops() -> list[Component]:
-    return [Component(
-        name="triton", options=TritonOpsOptions, factory="glowplug.plugins.ops.triton_ops_runtime:TritonOps",
-        offers=OpsOffers(devices=frozenset({"cuda"}), least_compute=TRITON,
-                         ops=TABLE | {"route", "route_signalling"}, adds_parts=True),
-        requires=(Package("triton", ">=3.5"),),
-        summary="fused normalisation, rotation, activation and gates in Triton")]
+    return [
+        Component(
+            name="triton",
+            options=TritonOpsOptions,
+            factory="glowplug.plugins.ops.triton_ops_runtime:TritonOps",
+            offers=OpsOffers(
+                devices=frozenset({"cuda"}),
+                least_compute=TRITON,
+                ops=TABLE | {"route", "route_signalling"},
+                adds_parts=True,
+            ),
+            requires=(Package("triton", ">=3.5"),),
+            summary="fused normalisation, rotation, activation and gates in Triton",
+        )
+    ]

@@ -1,4 +1,5 @@
 """The runtime of ``ops.triton``: what Triton does better than torch; the rest is ``ops.torch``'s."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -33,7 +34,10 @@ class TritonOps(TorchOps):
         self.silu_and_mul = activation.silu_and_mul
         self.route = self.route_signalling = route
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = {
-            **self.fused, **triton_int8.PRODUCERS, **FP8_PRODUCERS}
+            **self.fused,
+            **triton_int8.PRODUCERS,
+            **FP8_PRODUCERS,
+        }
 
     def rope_at(self, table: Tensor, positions: Tensor, interleaved: bool) -> RopeRows:
         return RopeRows(rows_at(table, positions), interleaved)
@@ -43,16 +47,24 @@ class TritonOps(TorchOps):
         return rope.rotate(q, k, at.cos_sin, at.interleaved)
 
 
-def _add_rms_norm(x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _add_rms_norm(
+    x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     rows, ids = x if isinstance(x, Parts) else (x, None)
     return norm.add_rms_norm(rows, residual, weight, eps, ids)
 
 
-def _add_rms_norm_fp8(x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float,
-                      plain: Tensor | None = None) -> tuple[Pair, Tensor]:
+def _add_rms_norm_fp8(
+    x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None
+) -> tuple[Pair, Tensor]:
     rows, ids = x if isinstance(x, Parts) else (x, None)
     return norm.add_rms_norm_fp8(rows, residual, weight, eps, plain, ids)
 
 
-FP8_PRODUCERS = producers(FP8, quantize=fp8_quant.quantize, silu_and_mul=fp8_quant.silu_and_mul,
-                          rms_norm=norm.rms_norm_fp8, add_rms_norm=_add_rms_norm_fp8)
+FP8_PRODUCERS = producers(
+    FP8,
+    quantize=fp8_quant.quantize,
+    silu_and_mul=fp8_quant.silu_and_mul,
+    rms_norm=norm.rms_norm_fp8,
+    add_rms_norm=_add_rms_norm_fp8,
+)

@@ -1,4 +1,7 @@
-"""Reasoning parser for models that think between ``<think>`` and ``</think>``: DeepSeek-R1, and V3.1 on request."""
+"""Reasoning parser for models that think between ``<think>`` and ``</think>``: DeepSeek-R1, and
+V3.1 on request.
+"""
+
 from __future__ import annotations
 
 from typing import Any, Literal
@@ -15,20 +18,28 @@ from glowplug.core.plugin.options import OutputOptions
 class DeepseekR1Options(OutputOptions):
     use: Literal["deepseek_r1"] = "deepseek_r1"
     opening: Literal["auto", "implied", "required"] = Field(
-        "auto", description="text without an opening tag is reasoning until the closing tag: implied always, required "
-        "never, auto when the prompt ends with the tag or is not known")
+        "auto",
+        description="text without an opening tag is reasoning until the closing tag: implied always, required "
+        "never, auto when the prompt ends with the tag or is not known",
+    )
 
 
 @hookimpl
 def register_output_parsers() -> list[Component]:
-    return [Component(
-        name="deepseek_r1", options=DeepseekR1Options,
-        factory="glowplug.plugins.outputs.deepseek_r1_runtime:DeepseekR1",
-        offers=OutputOffers(aliases=frozenset({"deepseek-r1"})),
-        summary="splits <think>...</think> from the answer")]
+    return [
+        Component(
+            name="deepseek_r1",
+            options=DeepseekR1Options,
+            factory="glowplug.plugins.outputs.deepseek_r1_runtime:DeepseekR1",
+            offers=OutputOffers(aliases=frozenset({"deepseek-r1"})),
+            summary="splits <think>...</think> from the answer",
+        )
+    ]
 
 
 @hookimpl
 def contribute_defaults(facts: Facts) -> dict[str, Any]:
-    """A model whose chat template knows the tag is served with the parser, unless the operator lists others."""
+    """A model whose chat template knows the tag is served with the parser, unless the operator
+    lists others.
+    """
     return {"outputs": [{"use": "deepseek_r1"}]} if "<think>" in facts.model.chat_template else {}

@@ -1,4 +1,5 @@
 """Runtime of the output parser "deepseek_r1"."""
+
 from __future__ import annotations
 
 from enum import Enum, auto
@@ -22,11 +23,14 @@ class DeepseekR1:
         return ThinkParser(starts_inside(prompt_tail, thinking, self._opening))
 
 
-def starts_inside(prompt_tail: str, thinking: bool | None, opening: Literal["auto", "implied", "required"]) -> bool:
+def starts_inside(
+    prompt_tail: str, thinking: bool | None, opening: Literal["auto", "implied", "required"]
+) -> bool:
     """Does the text begin as reasoning, without a tag of its own?
 
-    A tag at the end of the prompt decides; then what the request asked for; then the option. Under "auto" a prompt
-    that is known and opens nothing leaves the opening to the model; of an unknown one R1's template is assumed.
+    A tag at the end of the prompt decides; then what the request asked for; then the option. Under
+    "auto" a prompt that is known and opens nothing leaves the opening to the model; of an unknown
+    one R1's template is assumed.
     """
     tail = prompt_tail.rstrip()
     if tail.endswith((OPEN, CLOSE)):
@@ -44,7 +48,8 @@ class State(Enum):
 
 
 class ThinkParser:
-    """One sequence. White space around the reasoning, and before the content that follows it, belongs to the tags.
+    """One sequence. White space around the reasoning, and before the content that follows it,
+    belongs to the tags.
 
     Time is linear in the text: only a possible tag (at most seven characters) is looked at again.
     """
@@ -68,7 +73,9 @@ class ThinkParser:
         return self._reasoning(text) if self._state is State.REASONING else self._gap(text)
 
     def finish(self) -> list[Piece]:
-        """The text has ended: a tag that was never completed is text; reasoning that was never closed stays so."""
+        """The text has ended: a tag that was never completed is text; reasoning that was never
+        closed stays so.
+        """
         held = self._held
         blank = "".join(self._blank)
         self._held = ""

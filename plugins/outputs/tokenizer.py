@@ -1,4 +1,5 @@
 """Opens the tokenizer of a model folder that has a ``tokenizer.json``."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
 def open_tokenizer(path: Path, facts: ModelFacts) -> Tokenizer | None:
     """None for a folder without ``tokenizer.json``."""
     folder = path if path.is_dir() else path.parent
-    if not (folder / "tokenizer.json").is_file() or (path.is_file() and path.name != "tokenizer.json"):
+    if not (folder / "tokenizer.json").is_file() or (
+        path.is_file() and path.name != "tokenizer.json"
+    ):
         return None
     from glowplug.core.text.tokenizer import Tokenizer
 

@@ -1,4 +1,5 @@
 """The runtime of ``dp_attention``."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -25,7 +26,8 @@ MODES = (Mode.IDLE, Mode.DECODE, Mode.VERIFY, Mode.PREFILL)
 
 
 class LeastLoaded:
-    """A ``RequestRouter``: each request goes to the group with the fewest sequences, ties to the lowest number.
+    """A ``RequestRouter``: each request goes to the group with the fewest sequences, ties to the
+    lowest number.
 
     It counts what the groups held when they last agreed on a step, and what was dealt since.
     """
@@ -42,10 +44,12 @@ class LeastLoaded:
 
 
 class DpAttention(Unsplit):
-    """``ParallelStrategy``: ranks hold the whole of what their group's attention needs, and slices of the rest.
+    """``ParallelStrategy``: ranks hold the whole of what their group's attention needs, and slices
+    of the rest.
 
-    Before an MLP the groups' tokens are gathered, each group's padded with zeros to the agreed number of tokens, so
-    that the exchange has one shape on all ranks; after it every rank takes its group's tokens back.
+    Before an MLP the groups' tokens are gathered, each group's padded with zeros to the agreed
+    number of tokens, so that the exchange has one shape on all ranks; after it every rank takes its
+    group's tokens back.
     """
 
     def __init__(self, options: DpAttentionOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -56,7 +60,9 @@ class DpAttention(Unsplit):
         self._group = own["dp"]
         self._within = own["attn_tp"]
         self._ranks_a_group = axis_size("attn_tp", plan.mesh)
-        self._leaders = [rank for rank in range(plan.ranks) if coordinates(rank, plan.mesh)["attn_tp"] == 0]
+        self._leaders = [
+            rank for rank in range(plan.ranks) if coordinates(rank, plan.mesh)["attn_tp"] == 0
+        ]
         self._router = LeastLoaded(self._group, self._groups, self._within == 0)
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
@@ -68,7 +74,9 @@ class DpAttention(Unsplit):
         if ranks == 1:
             return Shard(0, full, full)
         start, size = deal(full, ranks, self._within, block)
-        return Shard(start, size, full, reduce=projects, gather=role == "vocab", axis="attn_tp", parts=ranks)
+        return Shard(
+            start, size, full, reduce=projects, gather=role == "vocab", axis="attn_tp", parts=ranks
+        )
 
     def agree(self, local: StepShape) -> StepShape:
         own = np.array([MODES.index(local.mode), local.rows, local.tokens, local.load], np.int64)

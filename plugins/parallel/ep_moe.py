@@ -1,4 +1,7 @@
-"""Expert parallelism: each rank holds some of the routed experts, and tokens travel to those they chose and back."""
+"""Expert parallelism: each rank holds some of the routed experts, and tokens travel to those they
+chose and back.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -17,29 +20,53 @@ NAME = "ep_moe"
 
 class EpMoeOptions(ParallelOptions):
     use: Literal["ep_moe"] = "ep_moe"
-    size: int = Field(1, ge=1, description="ranks among which the experts are dealt; it divides the tensor ranks, and "
-                                           "those of one share split the width of their experts")
+    size: int = Field(
+        1,
+        ge=1,
+        description="ranks among which the experts are dealt; it divides the tensor ranks, and "
+        "those of one share split the width of their experts",
+    )
     exchange: Literal["auto", "all_gather", "all_to_all", "all_to_all_static"] = Field(
-        "auto", description="how tokens reach their experts. all_gather: every rank gets every token. all_to_all: a "
-                            "token goes to the ranks that hold one of its experts (row counts pass through the host). "
-                            "all_to_all_static: the same in a buffer of fixed shape. auto is all_gather")
-    count_load: bool = Field(True, description="count the tokens that choose each expert (expert_load in /server_info)",
-                             json_schema_extra=OPERATIONAL)
+        "auto",
+        description="how tokens reach their experts. all_gather: every rank gets every token. all_to_all: a "
+        "token goes to the ranks that hold one of its experts (row counts pass through the host). "
+        "all_to_all_static: the same in a buffer of fixed shape. auto is all_gather",
+    )
+    count_load: bool = Field(
+        True,
+        description="count the tokens that choose each expert (expert_load in /server_info)",
+        json_schema_extra=OPERATIONAL,
+    )
 
 
 def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
     """Experts there are, ranks to deal them to, and an exchange that fits."""
     held = context.chosen["parallel"]
-    place = next((i for i, chosen in enumerate(held) if chosen.options is context.options), len(held))
+    place = next(
+        (i for i, chosen in enumerate(held) if chosen.options is context.options), len(held)
+    )
     facts = [found for found in (context.facts.model, context.facts.draft) if found is not None]
     if not context.facts.model.n_routed_experts:
-        yield Refusal(NAME, f"parallel.{place}.use", f"{context.facts.model.architecture} has no routed experts to "
-                      "share", f"leave {NAME} out (--ep-size, --enable-ep-moe)")
+        yield Refusal(
+            NAME,
+            f"parallel.{place}.use",
+            f"{context.facts.model.architecture} has no routed experts to share",
+            f"leave {NAME} out (--ep-size, --enable-ep-moe)",
+        )
         return
-    if not any("tp" in chosen.offers.axes for chosen in held[:place] if isinstance(chosen.offers, ParallelOffers)):
-        yield Refusal(NAME, f"parallel.{place}.use", f"{NAME} deals experts among the ranks of a tensor-parallel "
-                      "strategy, and none stands before it", f'[[parallel]] use = "tensor", size = '
-                      f"{context.options.size} before it (--tp {context.options.size})")
+    if not any(
+        "tp" in chosen.offers.axes
+        for chosen in held[:place]
+        if isinstance(chosen.offers, ParallelOffers)
+    ):
+        yield Refusal(
+            NAME,
+            f"parallel.{place}.use",
+            f"{NAME} deals experts among the ranks of a tensor-parallel "
+            "strategy, and none stands before it",
+            f'[[parallel]] use = "tensor", size = '
+            f"{context.options.size} before it (--tp {context.options.size})",
+        )
         return
     yield from _sizes(context, f"parallel.{place}", [found.n_routed_experts for found in facts])
 
@@ -47,19 +74,33 @@ def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
 def _sizes(context: CheckContext, section: str, experts: list[int]) -> Iterator[Refusal]:
     size = context.options.size
     tp = context.values["mesh"].get("tp", 1)
-    fitting = [n for n in range(1, tp + 1) if tp % n == 0 and not any(count % n for count in experts)]
+    fitting = [
+        n for n in range(1, tp + 1) if tp % n == 0 and not any(count % n for count in experts)
+    ]
     sizes = " or ".join(map(str, fitting))
     for count in sorted({count for count in experts if count % size}):
-        yield Refusal(NAME, f"{section}.size", f"{count} experts cannot be dealt evenly to {size} ranks",
-                      f"{section}.size = {sizes}")
+        yield Refusal(
+            NAME,
+            f"{section}.size",
+            f"{count} experts cannot be dealt evenly to {size} ranks",
+            f"{section}.size = {sizes}",
+        )
     if tp % size:
-        yield Refusal(NAME, f"{section}.size", f"{size} does not divide the {tp} tensor-parallel ranks",
-                      f"{section}.size = {sizes}")
+        yield Refusal(
+            NAME,
+            f"{section}.size",
+            f"{size} does not divide the {tp} tensor-parallel ranks",
+            f"{section}.size = {sizes}",
+        )
     elif context.options.exchange.startswith("all_to_all") and tp != size:
         whole = f"{section}.size = {tp}, or " if tp in fitting else ""
-        yield Refusal(NAME, f"{section}.exchange", f"{context.options.exchange} needs each expert whole on one rank; "
-                      f"with {size} shares on {tp} ranks {tp // size} ranks split the width of each",
-                      f'{whole}{section}.exchange = "all_gather"')
+        yield Refusal(
+            NAME,
+            f"{section}.exchange",
+            f"{context.options.exchange} needs each expert whole on one rank; "
+            f"with {size} shares on {tp} ranks {tp // size} ranks split the width of each",
+            f'{whole}{section}.exchange = "all_gather"',
+        )
     yield from _capture(context, section)
 
 
@@ -68,15 +109,24 @@ def _capture(context: CheckContext, section: str) -> Iterator[Refusal]:
         return
     for runner in context.chosen["graphs"]:
         if isinstance(runner.offers, GraphOffers) and runner.offers.captures:
-            yield Refusal(NAME, f"{section}.exchange", "all_to_all sends as many rows as tokens ask for, which "
-                          f"{runner.name} cannot capture", f'{section}.exchange = "all_to_all_static", or '
-                          'graphs.use = "eager"')
+            yield Refusal(
+                NAME,
+                f"{section}.exchange",
+                "all_to_all sends as many rows as tokens ask for, which "
+                f"{runner.name} cannot capture",
+                f'{section}.exchange = "all_to_all_static", or graphs.use = "eager"',
+            )
 
 
 @hookimpl
 def register_parallel_strategies() -> list[Component]:
-    return [Component(
-        name=NAME, options=EpMoeOptions, check=check_ep_moe,
-        factory="glowplug.plugins.parallel.ep_moe_runtime:EpMoe",
-        offers=ParallelOffers(axes=frozenset({"ep"}), ranks=True),
-        summary="routed experts dealt among ranks, by all-gather or all-to-all")]
+    return [
+        Component(
+            name=NAME,
+            options=EpMoeOptions,
+            check=check_ep_moe,
+            factory="glowplug.plugins.parallel.ep_moe_runtime:EpMoe",
+            offers=ParallelOffers(axes=frozenset({"ep"}), ranks=True),
+            summary="routed experts dealt among ranks, by all-gather or all-to-all",
+        )
+    ]

@@ -1,4 +1,5 @@
 """The runtime of ``parallel.ep_moe``: who holds which expert, and the exchange of each layer."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -19,17 +20,25 @@ if TYPE_CHECKING:
     from glowplug.plugins.parallel.ep_moe import EpMoeOptions
 
 EXCHANGES: Mapping[str, Callable[[Layout, Collectives, str, bool], ExpertExchange]] = {
-    "auto": AllGatherExchange, "all_gather": AllGatherExchange, "all_to_all": AllToAllExchange,
-    "all_to_all_static": StaticAllToAllExchange}
+    "auto": AllGatherExchange,
+    "all_gather": AllGatherExchange,
+    "all_to_all": AllToAllExchange,
+    "all_to_all_static": StaticAllToAllExchange,
+}
 SHARED = "shared_experts"  #: module of the expert that every token passes
 
 
 class EpMoe(Unsplit):
-    """``ParallelStrategy``. Experts go over "ep", their width over "moe_tp", the shared expert's over "attn_tp"."""
+    """``ParallelStrategy``. Experts go over "ep", their width over "moe_tp", the shared expert's
+    over "attn_tp".
+    """
 
     def __init__(self, options: EpMoeOptions, plan: EnginePlan, worker: Worker) -> None:
         at = coordinates(worker.rank, plan.mesh)
-        self._at = {axis: (at.get(axis, 0), axis_size(axis, plan.mesh)) for axis in ("tp", "ep", "moe_tp", "attn_tp")}
+        self._at = {
+            axis: (at.get(axis, 0), axis_size(axis, plan.mesh))
+            for axis in ("tp", "ep", "moe_tp", "attn_tp")
+        }
         self._exchange = EXCHANGES[options.exchange]
         self._counts = options.count_load
         self._collectives = worker.collectives
@@ -53,5 +62,7 @@ class EpMoe(Unsplit):
 
     def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
         assert self._collectives is not None, "a strategy among ranks is given their collectives"
-        layout = Layout(tp=self._at["tp"][1], ep=self._at["ep"], group=self._at["attn_tp"], experts=experts)
+        layout = Layout(
+            tp=self._at["tp"][1], ep=self._at["ep"], group=self._at["attn_tp"], experts=experts
+        )
         return self._exchange(layout, self._collectives, self._device, self._counts)

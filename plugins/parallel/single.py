@@ -1,4 +1,5 @@
 """No parallelism: one rank holds everything."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -18,10 +19,12 @@ class SingleOptions(ParallelOptions):
 
 @hookimpl
 def register_parallel_strategies() -> list[Component]:
-    return [Component(
-        name="single",
-        options=SingleOptions,
-        factory="glowplug.plugins.parallel.single_runtime:Single",
-        offers=ParallelOffers(),
-        summary="one rank, no sharding",
-    )]
+    return [
+        Component(
+            name="single",
+            options=SingleOptions,
+            factory="glowplug.plugins.parallel.single_runtime:Single",
+            offers=ParallelOffers(),
+            summary="one rank, no sharding",
+        )
+    ]

@@ -1,4 +1,5 @@
 """The identity strategy."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

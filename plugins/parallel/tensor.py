@@ -1,4 +1,5 @@
 """Tensor parallelism: every rank computes a slice of each layer, and the slices are added up."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -27,7 +28,14 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
     mesh = context.values["mesh"]
     if mesh.get("tp", 1) == 1:
         return
-    place = next((i for i, chosen in enumerate(context.chosen["parallel"]) if chosen.options is context.options), 0)
+    place = next(
+        (
+            i
+            for i, chosen in enumerate(context.chosen["parallel"])
+            if chosen.options is context.options
+        ),
+        0,
+    )
     block = kept_block(context)
     said: set[str] = set()
     for model in (context.facts.model, context.facts.draft):
@@ -35,21 +43,30 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
             continue
         try:
             found = uneven(model, mesh, block)
-        except ValueError:  # an axis that does not divide the tensor ranks: its own strategy says so
+        except (
+            ValueError
+        ):  # an axis that does not divide the tensor ranks: its own strategy says so
             return
         if found:
             fix = _fix(f"parallel.{place}.size", fitting_sizes(model, mesh, block), mesh)
             reasons = [_reason(split, mesh, block) for split in found]
-            yield from (Refusal(NAME, f"parallel.{place}.size", reason, fix)
-                        for reason in reasons if reason not in said)
+            yield from (
+                Refusal(NAME, f"parallel.{place}.size", reason, fix)
+                for reason in reasons
+                if reason not in said
+            )
             said.update(reasons)
 
 
 def kept_block(context: CheckContext) -> int:
-    """The block that the chosen quantization keeps its weights in on this device; 1 where it has none."""
+    """The block that the chosen quantization keeps its weights in on this device; 1 where it has
+    none.
+    """
     for scheme in context.chosen["quantization"]:
         offers = scheme.offers
-        assert isinstance(offers, QuantizationOffers) and isinstance(scheme.options, QuantizationOptions)
+        assert isinstance(offers, QuantizationOffers) and isinstance(
+            scheme.options, QuantizationOptions
+        )
         return scheme.options.split_block(context.values["device"], offers, context.facts.model)
     return 1
 
@@ -70,15 +87,22 @@ def _reason(split: Split, mesh: dict[str, int], block: int) -> str:
 def _fix(field: str, sizes: list[int], mesh: dict[str, int]) -> str:
     if not sizes:
         others = ", ".join(f"{axis} {size}" for axis, size in mesh.items() if axis != "tp")
-        return f"no size up to {mesh['tp']} fits together with {others}" if others else f"{field} = 1"
+        return (
+            f"no size up to {mesh['tp']} fits together with {others}" if others else f"{field} = 1"
+        )
     more = ", ".join(map(str, sizes[1:SHOWN]))
     return f"{field} = {sizes[0]}" + (f" (or {more})" if more else "")
 
 
 @hookimpl
 def register_parallel_strategies() -> list[Component]:
-    return [Component(
-        name=NAME, options=TensorOptions, check=check_tensor,
-        factory="glowplug.plugins.parallel.tensor_runtime:TensorParallel",
-        offers=ParallelOffers(axes=frozenset({"tp"}), ranks=True),
-        summary="ranks share every layer: heads, widths and vocabulary")]
+    return [
+        Component(
+            name=NAME,
+            options=TensorOptions,
+            check=check_tensor,
+            factory="glowplug.plugins.parallel.tensor_runtime:TensorParallel",
+            offers=ParallelOffers(axes=frozenset({"tp"}), ranks=True),
+            summary="ranks share every layer: heads, widths and vocabulary",
+        )
+    ]

@@ -1,4 +1,5 @@
 """The runtime of ``parallel.tensor``."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -16,7 +17,9 @@ SPLIT = SUMMED | {"column", "heads", "vocab"}
 
 
 class TensorParallel(Unsplit):
-    """``ParallelStrategy``: heads, widths and vocabulary in equal parts; latents, norms, gates and experts whole."""
+    """``ParallelStrategy``: heads, widths and vocabulary in equal parts; latents, norms, gates and
+    experts whole.
+    """
 
     def __init__(self, options: TensorOptions, plan: EnginePlan, worker: Worker) -> None:
         del options
@@ -27,4 +30,6 @@ class TensorParallel(Unsplit):
         if role not in SPLIT or self._ranks == 1:
             return None
         start, size = deal(full, self._ranks, self._index, block)
-        return Shard(start, size, full, reduce=role in SUMMED, gather=role == "vocab", parts=self._ranks)
+        return Shard(
+            start, size, full, reduce=role in SUMMED, gather=role == "vocab", parts=self._ranks
+        )

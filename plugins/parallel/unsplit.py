@@ -1,4 +1,7 @@
-"""What a parallelism strategy does when it has nothing to say: every shard is the whole, every exchange is nothing."""
+"""What a parallelism strategy does when it has nothing to say: every shard is the whole, every
+exchange is nothing.
+"""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

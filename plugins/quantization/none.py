@@ -1,4 +1,5 @@
 """No quantization: weights in the compute dtype (float32, bfloat16, float16)."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -16,8 +17,14 @@ class NoQuantizationOptions(QuantizationOptions):
 
 @hookimpl
 def register_quantization_schemes() -> list[Component]:
-    return [Component(
-        name="none", options=NoQuantizationOptions,
-        factory="glowplug.plugins.quantization.none_runtime:NoQuantization",
-        offers=QuantizationOffers(reads=frozenset({"none"}), rides=True, experts_work=dense_experts),
-        summary="weights as they are, in the compute dtype")]
+    return [
+        Component(
+            name="none",
+            options=NoQuantizationOptions,
+            factory="glowplug.plugins.quantization.none_runtime:NoQuantization",
+            offers=QuantizationOffers(
+                reads=frozenset({"none"}), rides=True, experts_work=dense_experts
+            ),
+            summary="weights as they are, in the compute dtype",
+        )
+    ]

@@ -1,4 +1,5 @@
 """The runtime of ``quantization.none``."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

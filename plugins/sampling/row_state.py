@@ -2,6 +2,7 @@
 
 One entry a row of the sequence table, on the device; written when a sequence joins, never per step.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -34,7 +35,9 @@ class Feature(IntFlag):
     @property
     def edits(self) -> bool:
         """The logits themselves change before a token is chosen."""
-        return bool(self & (Feature.PENALTIES | Feature.BIAS | Feature.ALLOWED | Feature.MIN_TOKENS))
+        return bool(
+            self & (Feature.PENALTIES | Feature.BIAS | Feature.ALLOWED | Feature.MIN_TOKENS)
+        )
 
 
 def features_of(params: SamplingParams, stop_ids: frozenset[int]) -> Feature:
@@ -45,7 +48,9 @@ def features_of(params: SamplingParams, stop_ids: frozenset[int]) -> Feature:
         Feature.MIN_P: random and params.min_p > 0,
         Feature.TOP_K: random and params.top_k > 0,
         Feature.TOP_P: random and params.top_p < 1,
-        Feature.PENALTIES: bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1),
+        Feature.PENALTIES: bool(
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        ),
         Feature.BIAS: bool(params.logit_bias),
         Feature.ALLOWED: params.allowed_token_ids is not None,
         Feature.MIN_TOKENS: params.min_tokens > 0 and bool(stop_ids),
@@ -57,20 +62,26 @@ def features_of(params: SamplingParams, stop_ids: frozenset[int]) -> Feature:
 def send(array: NDArray[Any], device: torch.device) -> Tensor:
     """A copy of ``array`` on ``device``, without waiting for the device."""
     host = torch.from_numpy(array)
-    # NOTE: fresh pinned memory each time; torch's pinned-memory cache keeps it alive until the copy has happened.
+    # NOTE: fresh pinned memory each time; torch's pinned-memory cache keeps it alive until the copy
+    # has happened.
     return host.clone() if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 class Column:
     """A per-row array [rows, width] written on the host and read on the device.
 
-    On the CPU both are one memory. Elsewhere ``upload`` copies the rows written since the last call, without waiting.
+    On the CPU both are one memory. Elsewhere ``upload`` copies the rows written since the last
+    call, without waiting.
     """
 
-    def __init__(self, rows: int, width: int, dtype: type[np.float32] | type[np.int64], device: torch.device) -> None:
+    def __init__(
+        self, rows: int, width: int, dtype: type[np.float32] | type[np.int64], device: torch.device
+    ) -> None:
         self.host: NDArray[np.float32 | np.int64] = np.zeros((rows, width), dtype)
         self._shared = device.type == "cpu"
-        self.device = torch.from_numpy(self.host) if self._shared else torch.from_numpy(self.host).to(device)
+        self.device = (
+            torch.from_numpy(self.host) if self._shared else torch.from_numpy(self.host).to(device)
+        )
         self._dirty: set[int] = set()
 
     def write(self, row: int, values: Iterable[float]) -> None:
@@ -86,7 +97,9 @@ class Column:
 
 
 class TokenLists:
-    """A short list of (token id, value) for each row, added to its logits. Unused entries add 0 to token 0."""
+    """A short list of (token id, value) for each row, added to its logits. Unused entries add 0 to
+    token 0.
+    """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.ids = torch.zeros(rows, 0, dtype=torch.int64, device=device)
@@ -120,12 +133,16 @@ class TokenLists:
 
 
 class RowSlots:
-    """Hands out slots of a state [slots, V] that few rows need. Slot 0 is shared scratch of all the others.
+    """Hands out slots of a state [slots, V] that few rows need. Slot 0 is shared scratch of all the
+    others.
 
-    The state doubles when it is full, so its memory follows the largest number of rows that needed it at once.
+    The state doubles when it is full, so its memory follows the largest number of rows that needed
+    it at once.
     """
 
-    def __init__(self, rows: int, vocab: int, dtype: torch.dtype, fill: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, vocab: int, dtype: torch.dtype, fill: int, device: torch.device
+    ) -> None:
         self.state = torch.full((1, vocab), fill, dtype=dtype, device=device)
         self._fill = fill
         self._rows = np.zeros(rows, np.int64)
@@ -155,7 +172,9 @@ class RowSlots:
         self._free.extend(range(len(self.state) - 1, old - 1, -1))
 
 
-PROMPT_BIT = 1 << 30  #: in a penalty count: the token is in the prompt; the low bits count it in the output
+PROMPT_BIT = (
+    1 << 30
+)  #: in a penalty count: the token is in the prompt; the low bits count it in the output
 
 
 def penalty_counts(tokens: NDArray[np.int32], prompt_len: int, vocab: int) -> NDArray[np.int32]:

@@ -1,4 +1,5 @@
 """The sampler "torch": every sampling feature as plain tensor operations, on CPU and CUDA."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -15,9 +16,14 @@ class TorchSamplerOptions(SamplingOptions):
 
 @hookimpl
 def register_samplers() -> list[Component]:
-    return [Component(
-        name="torch", options=TorchSamplerOptions,
-        factory="glowplug.plugins.sampling.torch_sampler_runtime:TorchSampler",
-        # counts and a mask, room grown by doubling; a step with every feature was measured to take 10.75 of its logits
-        offers=SamplerOffers(state_bytes=5 * 1.25, scratch_rows=lambda rows: 39 * rows // 4),
-        summary="greedy, temperature, top-k, top-p, min-p, penalties, bias, seeds and log-probabilities in torch")]
+    return [
+        Component(
+            name="torch",
+            options=TorchSamplerOptions,
+            factory="glowplug.plugins.sampling.torch_sampler_runtime:TorchSampler",
+            # counts and a mask, room grown by doubling; a step with every feature was measured to
+            # take 10.75 of its logits
+            offers=SamplerOffers(state_bytes=5 * 1.25, scratch_rows=lambda rows: 39 * rows // 4),
+            summary="greedy, temperature, top-k, top-p, min-p, penalties, bias, seeds and log-probabilities in torch",
+        )
+    ]

@@ -1,4 +1,5 @@
 """Runtime of the sampler "torch": one object a rank, driven by the engine loop."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -34,8 +35,9 @@ Tokens = NDArray[np.int32]
 
 
 class TorchSampler:
-    """See ``protocols.Sampler``. Edits come in vLLM's order: allowed tokens, min_tokens, bias, penalties, temperature,
-    min-p, top-k, top-p. Log-probabilities are those of the raw logits, before any of it."""
+    """See ``protocols.Sampler``. Edits come in vLLM's order: allowed tokens, min_tokens, bias,
+    penalties, temperature, min-p, top-k, top-p. Log-probabilities are those of the raw logits,
+    before any of it."""
 
     def __init__(self, options: TorchSamplerOptions, plan: EnginePlan, worker: Worker) -> None:
         self._device = torch.device(worker.device)
@@ -58,10 +60,15 @@ class TorchSampler:
         self._step = Feature(0)
         self._step_logprobs = 0
 
-    # ---- joining and leaving: the only work proportional to a sequence ----------------------------------------------
+    # ---- joining and leaving: the only work proportional to a sequence ---------------------------
 
     def join(
-        self, row: int, params: SamplingParams, tokens: NDArray[np.int32], prompt_len: int, stop_ids: frozenset[int]
+        self,
+        row: int,
+        params: SamplingParams,
+        tokens: NDArray[np.int32],
+        prompt_len: int,
+        stop_ids: frozenset[int],
     ) -> None:
         features = features_of(params, stop_ids)
         min_length = prompt_len + params.min_tokens
@@ -69,18 +76,40 @@ class TorchSampler:
         self._flags[row] = features
         self._min_length[row] = min_length
         self._top_logprobs[row] = params.logprobs or 0
-        self._floats.write(row, [
-            params.temperature, params.top_p, params.min_p,
-            params.presence_penalty, params.frequency_penalty, params.repetition_penalty])
-        self._ints.write(row, [max(params.top_k, 0), self._seed(params), min_length,
-                               *self._join_edits(row, features, params, tokens, prompt_len, stop_ids)])
+        self._floats.write(
+            row,
+            [
+                params.temperature,
+                params.top_p,
+                params.min_p,
+                params.presence_penalty,
+                params.frequency_penalty,
+                params.repetition_penalty,
+            ],
+        )
+        self._ints.write(
+            row,
+            [
+                max(params.top_k, 0),
+                self._seed(params),
+                min_length,
+                *self._join_edits(row, features, params, tokens, prompt_len, stop_ids),
+            ],
+        )
 
     def _seed(self, params: SamplingParams) -> int:
         seed = self._default_seed if params.seed is None else params.seed
         return (seed + BYTES_63) % (1 << 64) - BYTES_63
 
-    def _join_edits(self, row: int, features: Feature, params: SamplingParams, tokens: Tokens, prompt_len: int,
-                    stop_ids: frozenset[int]) -> tuple[int, int, int]:
+    def _join_edits(
+        self,
+        row: int,
+        features: Feature,
+        params: SamplingParams,
+        tokens: Tokens,
+        prompt_len: int,
+        stop_ids: frozenset[int],
+    ) -> tuple[int, int, int]:
         """Set up what changes the row's logits; the columns ``EDITS``."""
         bias, stops = self._listed(params, stop_ids)
         self._bias.write(row, bias)
@@ -92,9 +121,15 @@ class TorchSampler:
             allowed = self._allowed.write(row, allowed_tokens(params, self._vocab))
         return penalties, allowed, 0
 
-    def _listed(self, params: SamplingParams, stop_ids: frozenset[int]) -> tuple[dict[int, float], dict[int, float]]:
+    def _listed(
+        self, params: SamplingParams, stop_ids: frozenset[int]
+    ) -> tuple[dict[int, float], dict[int, float]]:
         """What is added to logits always, and what as long as ``min_tokens`` says, by token."""
-        bias = {token: value for token, value in (params.logit_bias or {}).items() if token < self._vocab}
+        bias = {
+            token: value
+            for token, value in (params.logit_bias or {}).items()
+            if token < self._vocab
+        }
         stops = [token for token in stop_ids if token < self._vocab] if params.min_tokens else []
         return bias, dict.fromkeys(stops, float("-inf"))
 
@@ -103,26 +138,31 @@ class TorchSampler:
         self._penalties.leave(row)
         self._allowed.leave(row)
 
-    # ---- a step -----------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------
 
     def plan_step(self, batch: Batch) -> None:
         """What this step's rows need, so that ``sample`` does no more; uploads what joined."""
         rows = batch.rows[batch.samples]
         flags = Feature(int(np.bitwise_or.reduce(self._flags[rows], initial=0)))
         if flags & Feature.MIN_TOKENS:
-            # NOTE: kv_lens may run ahead of the real length by a step's drafts; two widths cover that.
+            # NOTE: kv_lens may run ahead of the real length by a step's drafts; two widths cover
+            # that.
             early = batch.kv_lens[batch.samples] - 2 * self._width < self._min_length[rows]
             if not early.any():
                 flags &= ~Feature.MIN_TOKENS
         self._step = flags
-        self._step_logprobs = int(self._top_logprobs[rows].max(initial=0)) if flags & Feature.LOGPROBS else 0
+        self._step_logprobs = (
+            int(self._top_logprobs[rows].max(initial=0)) if flags & Feature.LOGPROBS else 0
+        )
         self._floats.upload()
         self._ints.upload()
 
     def capture_key(self) -> str | None:
         return CAPTURED.get(self._step)
 
-    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
+    def sample(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None
+    ) -> Sampled:
         step = self._step
         raw = logits.clone() if step & Feature.LOGPROBS and step.edits else logits
         if step.edits:
@@ -148,11 +188,18 @@ class TorchSampler:
             if ahead is not None:
                 state.scatter_add_(1, ahead.clamp(min=0), (ahead >= 0).int())
             kernel.apply_penalties(
-                logits, state > 0, state & (PROMPT_BIT - 1),
-                floats[:, REPETITION], floats[:, FREQUENCY], floats[:, PRESENCE])
+                logits,
+                state > 0,
+                state & (PROMPT_BIT - 1),
+                floats[:, REPETITION],
+                floats[:, FREQUENCY],
+                floats[:, PRESENCE],
+            )
 
     def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [N] of the edited logits, and bool [N]: the row holds no finite number, or NaN."""
+        """Tokens int64 [N] of the edited logits, and bool [N]: the row holds no finite number, or
+        NaN.
+        """
         tokens = logits.argmax(-1)
         peak = logits.gather(1, tokens[:, None])
         bad = (peak - peak).squeeze(1) != 0  # infinity less itself is NaN, which equals nothing
@@ -160,7 +207,9 @@ class TorchSampler:
             tokens = self._draw(logits, peak, tokens, rows, positions)
         return tokens, bad
 
-    def _draw(self, logits: Tensor, peak: Tensor, best: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    def _draw(
+        self, logits: Tensor, peak: Tensor, best: Tensor, rows: Tensor, positions: Tensor
+    ) -> Tensor:
         floats = self._floats.device[rows]
         ints = self._ints.device[rows]
         greedy = floats[:, TEMPERATURE] < GREEDY_BELOW
@@ -171,7 +220,9 @@ class TorchSampler:
         if self._step & (Feature.TOP_K | Feature.TOP_P):
             least = kernel.cutoff(weights, ints[:, TOP_K], floats[:, TOP_P])
             weights.masked_fill_(weights < least[:, None], 0.0)
-        return torch.where(greedy, best, kernel.draw(weights, kernel.uniform(ints[:, SEED], positions)))
+        return torch.where(
+            greedy, best, kernel.draw(weights, kernel.uniform(ints[:, SEED], positions))
+        )
 
     def observe(self, tokens: Tensor, counts: Tensor, rows: Tensor) -> None:
         if not self._step & Feature.PENALTIES:
@@ -179,4 +230,6 @@ class TorchSampler:
         slots = self._ints.device[rows, PENALTY_SLOT]
         valid = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
         index = slots[:, None] * self._vocab + tokens
-        self._penalties.state.view(-1).index_add_(0, index.reshape(-1), valid.reshape(-1).to(torch.int32))
+        self._penalties.state.view(-1).index_add_(
+            0, index.reshape(-1), valid.reshape(-1).to(torch.int32)
+        )

@@ -1,4 +1,7 @@
-"""The sampler "triton": the torch sampler, choosing tokens in a few passes over the logits on CUDA devices."""
+"""The sampler "triton": the torch sampler, choosing tokens in a few passes over the logits on CUDA
+devices.
+"""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -16,16 +19,26 @@ class TritonSamplerOptions(SamplingOptions):
 
 
 def scratch_rows(rows: int) -> int:
-    """The logits before edits where they are scored, and what a sum of exponentials takes of so many at a time."""
+    """The logits before edits where they are scored, and what a sum of exponentials takes of so
+    many at a time.
+    """
     return rows + min(rows, LOGPROB_ROWS)
 
 
 @hookimpl
 def register_samplers() -> list[Component]:
-    return [Component(
-        name="triton", options=TritonSamplerOptions,
-        factory="glowplug.plugins.sampling.triton_sampler_runtime:TritonSampler",
-        offers=SamplerOffers(devices=frozenset({"cuda"}), least_compute=TRITON, state_bytes=4.0,
-                             scratch_rows=scratch_rows),
-        requires=(Package("triton", ">=3.5"),),
-        summary="every feature of the torch sampler without a sort or a word from the host, so that graphs hold it")]
+    return [
+        Component(
+            name="triton",
+            options=TritonSamplerOptions,
+            factory="glowplug.plugins.sampling.triton_sampler_runtime:TritonSampler",
+            offers=SamplerOffers(
+                devices=frozenset({"cuda"}),
+                least_compute=TRITON,
+                state_bytes=4.0,
+                scratch_rows=scratch_rows,
+            ),
+            requires=(Package("triton", ">=3.5"),),
+            summary="every feature of the torch sampler without a sort or a word from the host, so that graphs hold it",
+        )
+    ]

@@ -1,4 +1,5 @@
 """Runtime of the sampler "triton": one object a rank, driven by the engine loop."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -8,7 +9,12 @@ from torch import Tensor
 from glowplug.core.protocols import Limits, Sampled
 from glowplug.core.step.batch import Batch, LogprobTensors
 from glowplug.core.step.request import MAX_LOGPROBS, SamplingParams
-from glowplug.kernels.sampling import edits as sampling_edits, kernels as kernel, logprobs as sampling_scores, reference
+from glowplug.kernels.sampling import (
+    edits as sampling_edits,
+    kernels as kernel,
+    logprobs as sampling_scores,
+    reference,
+)
 from glowplug.plugins.sampling.row_state import (
     GREEDY_BELOW,
     PROMPT_BIT,
@@ -37,14 +43,22 @@ ROOM = 512  #: entries of a row's list before it has to move
 DRAWN = Feature.RANDOM | Feature.MIN_P
 CUT = DRAWN | Feature.TOP_P | Feature.TOP_K
 EDITED = Feature.PENALTIES | Feature.BIAS | Feature.ALLOWED | Feature.MIN_TOKENS
-#: what a captured step can do, the least first; a step is replayed by the first that does all its rows need
-REPLAYED = {"greedy": Feature(0), "random": DRAWN, "top-p": DRAWN | Feature.TOP_P, "cut": CUT, "edited": CUT | EDITED,
-            "scored": CUT | Feature.LOGPROBS}
+#: what a captured step can do, the least first; a step is replayed by the first that does all its
+#: rows need
+REPLAYED = {
+    "greedy": Feature(0),
+    "random": DRAWN,
+    "top-p": DRAWN | Feature.TOP_P,
+    "cut": CUT,
+    "edited": CUT | EDITED,
+    "scored": CUT | Feature.LOGPROBS,
+}
 
 
 class TritonSampler(TorchSampler):
-    """Edits and the best token are one launch, each cut-off is eight, the draw one. Nothing waits for the host, and
-    what rows ask for lies in tables that stay where they are, so that replays read it."""
+    """Edits and the best token are one launch, each cut-off is eight, the draw one. Nothing waits
+    for the host, and what rows ask for lies in tables that stay where they are, so that replays
+    read it."""
 
     def reserve(self, limits: Limits) -> None:
         super().reserve(limits)
@@ -57,13 +71,22 @@ class TritonSampler(TorchSampler):
         self._moved = False
         floats = self._floats.device
         ints = self._ints.device
-        self._parameters = kernel.RowParameters(floats[:, TEMPERATURE], floats[:, MIN_P], floats[:, TOP_P],
-                                                ints[:, TOP_K], ints[:, SEED])
+        self._parameters = kernel.RowParameters(
+            floats[:, TEMPERATURE],
+            floats[:, MIN_P],
+            floats[:, TOP_P],
+            ints[:, TOP_K],
+            ints[:, SEED],
+        )
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Compile every pass now, so that the first request that wants a feature does not wait for it."""
-        everything = SamplingParams(temperature=1.0, top_p=0.5, top_k=2, presence_penalty=1.0, logit_bias={0: 1.0})
+        """Compile every pass now, so that the first request that wants a feature does not wait for
+        it.
+        """
+        everything = SamplingParams(
+            temperature=1.0, top_p=0.5, top_k=2, presence_penalty=1.0, logit_bias={0: 1.0}
+        )
         self.join(0, everything, np.zeros(1, np.int32), 1, frozenset())
         self._floats.upload()
         self._ints.upload()
@@ -71,14 +94,23 @@ class TritonSampler(TorchSampler):
         self._step_logprobs = MAX_LOGPROBS
         for self._step in (CUT | Feature.LOGPROBS, CUT | EDITED):
             sampled = self.sample(torch.zeros(1, self._vocab, device=self._device), none, none)
-            self.observe(sampled.tokens[:, None], torch.ones(1, dtype=torch.int32, device=self._device), none)
+            self.observe(
+                sampled.tokens[:, None], torch.ones(1, dtype=torch.int32, device=self._device), none
+            )
         self.leave(0)
         self._step = Feature(0)
 
-    # ---- joining and leaving ----------------------------------------------------------------------------------------
+    # ---- joining and leaving ---------------------------------------------------------------------
 
-    def _join_edits(self, row: int, features: Feature, params: SamplingParams, tokens: Tokens, prompt_len: int,
-                    stop_ids: frozenset[int]) -> tuple[int, int, int]:
+    def _join_edits(
+        self,
+        row: int,
+        features: Feature,
+        params: SamplingParams,
+        tokens: Tokens,
+        prompt_len: int,
+        stop_ids: frozenset[int],
+    ) -> tuple[int, int, int]:
         bias, stops = self._listed(params, stop_ids)
         self._write_list(row, [*bias, *stops], [*bias.values(), *stops.values()])
         flags = sampling_edits.LISTED if bias or stops else 0
@@ -87,10 +119,14 @@ class TritonSampler(TorchSampler):
         if features & Feature.ALLOWED:
             flags |= sampling_edits.ALLOWED
         if features & (Feature.PENALTIES | Feature.ALLOWED):
-            self._table[row] = send(self._entries(features, params, tokens, prompt_len), self._device)
+            self._table[row] = send(
+                self._entries(features, params, tokens, prompt_len), self._device
+            )
         return flags, len(bias), len(bias) + len(stops)
 
-    def _entries(self, features: Feature, params: SamplingParams, tokens: Tokens, prompt_len: int) -> Tokens:
+    def _entries(
+        self, features: Feature, params: SamplingParams, tokens: Tokens, prompt_len: int
+    ) -> Tokens:
         """The row of the table, int32 [V]."""
         counted = tokens if features & Feature.PENALTIES else tokens[:0]
         entries = penalty_counts(counted, prompt_len, self._vocab)
@@ -102,7 +138,9 @@ class TritonSampler(TorchSampler):
         count = len(ids)
         if count > self._ids.shape[1]:
             more = (0, count - self._ids.shape[1])
-            self._ids, self._values = (torch.nn.functional.pad(part, more) for part in (self._ids, self._values))
+            self._ids, self._values = (
+                torch.nn.functional.pad(part, more) for part in (self._ids, self._values)
+            )
             self._moved = True
         if count:
             self._ids[row, :count] = send(np.asarray(ids, np.int32), self._device)
@@ -115,22 +153,27 @@ class TritonSampler(TorchSampler):
             self._ints.write(row, [0] * self._ints.host.shape[1])
         super().leave(row)
 
-    # ---- a step -----------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------
 
     def plan_step(self, batch: Batch) -> None:
         super().plan_step(batch)
         if self._step & Feature.LOGPROBS:
-            self._step_logprobs = MAX_LOGPROBS  # however many are wanted: the kernel is compiled for one number of them
+            # however many are wanted: the kernel is compiled for one number of them
+            self._step_logprobs = MAX_LOGPROBS
 
     def capture_key(self) -> str | None:
-        """NOTE: replayed steps do what every step of that word may need; rows ask for the rest by their columns."""
+        """NOTE: replayed steps do what every step of that word may need; rows ask for the rest by
+        their columns.
+        """
         for word, features in REPLAYED.items():
             if not self._step & ~features and not (self._moved and features.edits):
                 self._step = features
                 return word
         return None
 
-    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
+    def sample(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None
+    ) -> Sampled:
         step = self._step
         arrived = self._counters(len(logits))
         # NOTE: the rows of one sequence's drafts are one number repeated with a stride of zero.
@@ -139,7 +182,9 @@ class TritonSampler(TorchSampler):
         scored = bool(step & Feature.LOGPROBS)
         raw = logits.clone() if scored and step.edits else logits
         if step.edits:
-            choice = kernel.best_edited(logits, arrived, rows, positions, _even(ahead), self._edits())
+            choice = kernel.best_edited(
+                logits, arrived, rows, positions, _even(ahead), self._edits()
+            )
         else:
             choice = kernel.best(logits, arrived)
         peaks = choice.peaks
@@ -153,19 +198,32 @@ class TritonSampler(TorchSampler):
         if step.edits:
             scores = reference.token_logprobs(raw, choice.tokens, self._step_logprobs)
         else:
-            scores = sampling_scores.token_logprobs(raw, choice.tokens, peaks, self._step_logprobs, arrived)
+            scores = sampling_scores.token_logprobs(
+                raw, choice.tokens, peaks, self._step_logprobs, arrived
+            )
         return Sampled(choice.tokens, choice.bad, LogprobTensors(*scores))
 
     def observe(self, tokens: Tensor, counts: Tensor, rows: Tensor) -> None:
         if self._step & Feature.PENALTIES:
-            sampling_edits.observe(tokens.contiguous(), counts.contiguous(), rows.contiguous(), self._edits())
+            sampling_edits.observe(
+                tokens.contiguous(), counts.contiguous(), rows.contiguous(), self._edits()
+            )
 
     def _edits(self) -> sampling_edits.RowEdits:
         floats = self._floats.device
         ints = self._ints.device
         return sampling_edits.RowEdits(
-            ints[:, FLAGS], ints[:, MIN_LENGTH], ints[:, ADDED], ints[:, LISTED], floats[:, REPETITION],
-            floats[:, FREQUENCY], floats[:, PRESENCE], self._ids, self._values, self._table)
+            ints[:, FLAGS],
+            ints[:, MIN_LENGTH],
+            ints[:, ADDED],
+            ints[:, LISTED],
+            floats[:, REPETITION],
+            floats[:, FREQUENCY],
+            floats[:, PRESENCE],
+            self._ids,
+            self._values,
+            self._table,
+        )
 
     def _counters(self, rows: int) -> Tensor:
         if len(self._arrived) < rows:

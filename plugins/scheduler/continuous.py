@@ -1,4 +1,7 @@
-"""Continuous batching: sequences join and leave between steps; prompts are computed in chunks beside decoding rows."""
+"""Continuous batching: sequences join and leave between steps; prompts are computed in chunks
+beside decoding rows.
+"""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -13,20 +16,33 @@ from glowplug.core.plugin.options import SchedulerOptions
 
 class ContinuousOptions(SchedulerOptions):
     use: Literal["continuous"] = "continuous"
-    mixed: bool = Field(True, description="prompt chunks and decoding rows in one step; False: prompts first")
-    share_prefill: int = Field(64, ge=0, description="a request waits for a prompt now being computed when it can "
-                                                     "reuse at least this many of its tokens; 0: never")
+    mixed: bool = Field(
+        True, description="prompt chunks and decoding rows in one step; False: prompts first"
+    )
+    share_prefill: int = Field(
+        64,
+        ge=0,
+        description="a request waits for a prompt now being computed when it can "
+        "reuse at least this many of its tokens; 0: never",
+    )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         found = super().without_effect(context)
-        shares = any(isinstance(cache.offers, CacheOffers) and cache.offers.shares for cache in context.chosen["cache"])
+        shares = any(
+            isinstance(cache.offers, CacheOffers) and cache.offers.shares
+            for cache in context.chosen["cache"]
+        )
         return found if shares else {**found, "share_prefill": "the prefix cache shares nothing"}
 
 
 @hookimpl
 def register_schedulers() -> list[Component]:
-    return [Component(
-        name="continuous", options=ContinuousOptions,
-        factory="glowplug.plugins.scheduler.continuous_runtime:Continuous",
-        offers=SchedulerOffers(),
-        summary="continuous batching with chunked prefill, preemption by recompute and shared prefixes")]
+    return [
+        Component(
+            name="continuous",
+            options=ContinuousOptions,
+            factory="glowplug.plugins.scheduler.continuous_runtime:Continuous",
+            offers=SchedulerOffers(),
+            summary="continuous batching with chunked prefill, preemption by recompute and shared prefixes",
+        )
+    ]

@@ -1,4 +1,7 @@
-"""Launching rows of the continuous scheduler: advance what a step computes, and describe it as a Batch."""
+"""Launching rows of the continuous scheduler: advance what a step computes, and describe it as a
+Batch.
+"""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -24,7 +27,9 @@ class Chunk:
 
 
 def launchable(rows: Rows) -> Ints:
-    """Decoding rows that can take one more step: even if every step in flight yields one token, they are not full."""
+    """Decoding rows that can take one more step: even if every step in flight yields one token,
+    they are not full.
+    """
     table = rows.table
     members = rows.decode_rows()
     open_ends = table.length[members] + rows.pending[members] < table.max_length[members]
@@ -32,13 +37,16 @@ def launchable(rows: Rows) -> Ints:
 
 
 def needed_tokens(rows: Rows, members: Ints, width: int) -> Ints:
-    """Tokens each decoding row must have pages for in its next step: an upper bound while lengths are on the device.
+    """Tokens each decoding row must have pages for in its next step: an upper bound while lengths
+    are on the device.
 
-    ``width`` counts the step's own tokens and what a draft writes behind them. The last token of a full sequence is
-    never computed on, hence never stored.
+    ``width`` counts the step's own tokens and what a draft writes behind them. The last token of a
+    full sequence is never computed on, hence never stored.
     """
     table = rows.table
-    bound: Ints = np.minimum(table.launched[members] + np.int32(width), table.max_length[members] - np.int32(1))
+    bound: Ints = np.minimum(
+        table.launched[members] + np.int32(width), table.max_length[members] - np.int32(1)
+    )
     return bound
 
 
@@ -70,8 +78,12 @@ def launch_chunks(rows: Rows, budget: int, only: list[int]) -> list[Chunk]:
     return chunks
 
 
-def build(rows: Rows, step: int, members: Ints, kv_lens: Ints, chunks: list[Chunk], sizes: Sizes) -> Batch:
-    """The batch of decoding ``members`` and prefill ``chunks``. Takes ``joined`` and ``left`` off ``rows``."""
+def build(
+    rows: Rows, step: int, members: Ints, kv_lens: Ints, chunks: list[Chunk], sizes: Sizes
+) -> Batch:
+    """The batch of decoding ``members`` and prefill ``chunks``. Takes ``joined`` and ``left`` off
+    ``rows``.
+    """
     table = rows.table
     decodes = len(members)
     width = sizes.width
@@ -83,20 +95,36 @@ def build(rows: Rows, step: int, members: Ints, kv_lens: Ints, chunks: list[Chun
     resumed = None
     if chunks:
         members = np.concatenate([members, np.array([chunk.row for chunk in chunks], np.int32)])
-        query_lens = np.concatenate([query_lens, np.array([c.stop - c.start for c in chunks], np.int32)])
+        query_lens = np.concatenate(
+            [query_lens, np.array([c.stop - c.start for c in chunks], np.int32)]
+        )
         kv_lens = np.concatenate([kv_lens, np.array([chunk.stop for chunk in chunks], np.int32)])
         samples = np.concatenate([samples, np.array([chunk.samples for chunk in chunks], np.bool_)])
-        prompt_ids = np.concatenate([table.tokens[chunk.row, chunk.start : chunk.stop] for chunk in chunks])
+        prompt_ids = np.concatenate(
+            [table.tokens[chunk.row, chunk.start : chunk.stop] for chunk in chunks]
+        )
         scored = _scored(rows, decodes, chunks)
         next_ids = _following(rows, chunks)
         resumed = _resumed(rows, chunks)
     longest = rows.pages_for(int(kv_lens.max()) + sizes.lookahead)
     joined, left = _changes(rows)
     return Batch(
-        step=step, mode=_mode(chunks, width), rows=members, epochs=table.epoch[members], num_decodes=decodes,
-        query_lens=query_lens, kv_lens=kv_lens, samples=samples, prompt_ids=prompt_ids,
-        pages=table.pages[members, :longest], joined=joined, left=left, next_ids=next_ids, resumed=resumed,
-        prompt_logprobs=scored)
+        step=step,
+        mode=_mode(chunks, width),
+        rows=members,
+        epochs=table.epoch[members],
+        num_decodes=decodes,
+        query_lens=query_lens,
+        kv_lens=kv_lens,
+        samples=samples,
+        prompt_ids=prompt_ids,
+        pages=table.pages[members, :longest],
+        joined=joined,
+        left=left,
+        next_ids=next_ids,
+        resumed=resumed,
+        prompt_logprobs=scored,
+    )
 
 
 def _mode(chunks: list[Chunk], width: int) -> Mode:
@@ -107,8 +135,11 @@ def _mode(chunks: list[Chunk], width: int) -> Mode:
 
 def _scored(rows: Rows, decodes: int, chunks: list[Chunk]) -> NDArray[np.bool_] | None:
     """Rows whose prompt tokens are to be scored; None when none asked."""
-    wanted = [rows.running[chunk.row].params.prompt_logprobs is not None
-              and chunk.start < rows.table.prompt_len[chunk.row] for chunk in chunks]
+    wanted = [
+        rows.running[chunk.row].params.prompt_logprobs is not None
+        and chunk.start < rows.table.prompt_len[chunk.row]
+        for chunk in chunks
+    ]
     if not any(wanted):
         return None
     return np.concatenate([np.zeros(decodes, np.bool_), np.array(wanted, np.bool_)])
@@ -117,13 +148,17 @@ def _scored(rows: Rows, decodes: int, chunks: list[Chunk]) -> NDArray[np.bool_] 
 def _following(rows: Rows, chunks: list[Chunk]) -> Ints:
     """The token behind each chunk, 0 where it ends its prompt."""
     tokens = rows.table.tokens
-    return np.array([0 if chunk.samples else tokens[chunk.row, chunk.stop] for chunk in chunks], np.int32)
+    return np.array(
+        [0 if chunk.samples else tokens[chunk.row, chunk.stop] for chunk in chunks], np.int32
+    )
 
 
 def _resumed(rows: Rows, chunks: list[Chunk]) -> NDArray[np.bool_]:
     """Chunks that begin where the row's cached prefix ends."""
     size = rows.table.page_size
-    return np.array([0 < chunk.start == rows.shared[chunk.row] * size for chunk in chunks], np.bool_)
+    return np.array(
+        [0 < chunk.start == rows.shared[chunk.row] * size for chunk in chunks], np.bool_
+    )
 
 
 def _changes(rows: Rows) -> tuple[list[Sequence], list[int]]:

@@ -1,4 +1,7 @@
-"""Committing a step of the continuous scheduler: append tokens, find who is done, report. Numpy over all rows."""
+"""Committing a step of the continuous scheduler: append tokens, find who is done, report. Numpy
+over all rows.
+"""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -35,9 +38,11 @@ class Committed:
 
 
 def append(rows: Rows, batch: Batch, result: StepResult) -> Committed:
-    """Append the step's tokens to their rows. A row whose epoch moved on since the launch is stale and dropped.
+    """Append the step's tokens to their rows. A row whose epoch moved on since the launch is stale
+    and dropped.
 
-    What a row accepted beyond its first stop id or its limit is dropped too. Rows are not released here.
+    What a row accepted beyond its first stop id or its limit is dropped too. Rows are not released
+    here.
     """
     table = rows.table
     at, members, (tokens, given, bad) = _live(rows, batch, result)
@@ -57,8 +62,9 @@ def append(rows: Rows, batch: Batch, result: StepResult) -> Committed:
     return Committed(at, members, tokens, counts, given, stop_ids, bad, done)
 
 
-def _live(rows: Rows, batch: Batch, result: StepResult) -> tuple[
-        NDArray[np.int64], Ints, tuple[NDArray[np.int64], Ints, NDArray[np.bool_]]]:
+def _live(
+    rows: Rows, batch: Batch, result: StepResult
+) -> tuple[NDArray[np.int64], Ints, tuple[NDArray[np.int64], Ints, NDArray[np.bool_]]]:
     """Places, rows and results of the rows that sampled and are still whose they were."""
     counts = result.counts.astype(np.int32, copy=False)
     live = (rows.table.epoch[batch.rows] == batch.epochs) & batch.samples
@@ -68,8 +74,9 @@ def _live(rows: Rows, batch: Batch, result: StepResult) -> tuple[
     return at, batch.rows[at], (result.tokens[at], counts[at], result.bad[at])
 
 
-def _stops(rows: Rows, members: Ints, tokens: NDArray[np.int64], counts: Ints,
-           length: Ints) -> tuple[NDArray[np.int64], Ints]:
+def _stops(
+    rows: Rows, members: Ints, tokens: NDArray[np.int64], counts: Ints, length: Ints
+) -> tuple[NDArray[np.int64], Ints]:
     """The stop id each row met (-1: none), and the counts cut behind it."""
     matches = tokens.astype(np.int32)[:, :, None] == rows.stops[members][:, None, :]
     found = np.full(len(members), -1, np.int64)
@@ -90,7 +97,9 @@ def _stops(rows: Rows, members: Ints, tokens: NDArray[np.int64], counts: Ints,
     return found, counts
 
 
-def _write(rows: Rows, members: Ints, tokens: NDArray[np.int64], counts: Ints, length: Ints) -> None:
+def _write(
+    rows: Rows, members: Ints, tokens: NDArray[np.int64], counts: Ints, length: Ints
+) -> None:
     for place in range(tokens.shape[1]):
         kept = counts > place
         if kept.all():
@@ -102,7 +111,8 @@ def _write(rows: Rows, members: Ints, tokens: NDArray[np.int64], counts: Ints, l
 def _reconcile(rows: Rows, batch: Batch, at: NDArray[np.int64], members: Ints, given: Ints) -> None:
     """A decoding row launched ``width`` tokens; those the device did not accept are launched again.
 
-    NOTE: of width one that is a token which a faulty algorithm withheld; positions would run past the row's end.
+    NOTE: of width one that is a token which a faulty algorithm withheld; positions would run past
+    the row's end.
     """
     decodes = int(np.searchsorted(at, batch.num_decodes))
     refused = batch.query_lens[at[:decodes]] - given[:decodes]
@@ -111,7 +121,9 @@ def _reconcile(rows: Rows, batch: Batch, at: NDArray[np.int64], members: Ints, g
 
 
 def report(rows: Rows, done: Committed, result: StepResult, output: StepOutput) -> None:
-    """Write tokens and log-probabilities of the step into ``output``. Call before rows are released."""
+    """Write tokens and log-probabilities of the step into ``output``. Call before rows are
+    released.
+    """
     if (done.counts == 1).all():
         output.ids = rows.ids[done.rows].tolist()
         output.tokens = done.tokens[:, 0].tolist()
@@ -142,14 +154,21 @@ def finish_of(rows: Rows, done: Committed, i: int) -> Finished:
     """The end of the i-th committed row."""
     id = int(rows.ids[done.rows[i]])
     if done.bad[i]:
-        return Finished(id, "error", error="the model's output for this request is not finite", error_code="nan_logits")
+        return Finished(
+            id,
+            "error",
+            error="the model's output for this request is not finite",
+            error_code="nan_logits",
+        )
     if done.stop_ids[i] >= 0:
         return Finished(id, "stop", stop_id=int(done.stop_ids[i]))
     return Finished(id, "length")
 
 
 class PromptScores:
-    """Log-probabilities of prompt tokens, each sent once although a preempted prompt is computed again."""
+    """Log-probabilities of prompt tokens, each sent once although a preempted prompt is computed
+    again.
+    """
 
     def __init__(self) -> None:
         self._sent: dict[int, int] = {}  # sequence id -> first position not sent yet
@@ -160,7 +179,9 @@ class PromptScores:
     def forget(self, id: int) -> None:
         self._sent.pop(id, None)
 
-    def report(self, rows: Rows, batch: Batch, scored: list[PromptLogprobs], output: StepOutput) -> None:
+    def report(
+        self, rows: Rows, batch: Batch, scored: list[PromptLogprobs], output: StepOutput
+    ) -> None:
         table = rows.table
         live = dict(zip(batch.rows.tolist(), (table.epoch[batch.rows] == batch.epochs).tolist()))
         for part in scored:
@@ -174,5 +195,9 @@ class PromptScores:
             if skip < end:
                 k = rows.running[part.row].params.prompt_logprobs or 0
                 new = slice(skip, end)
-                values = Logprobs(part.token[new].tolist(), part.top_ids[new, :k].tolist(), part.top[new, :k].tolist())
+                values = Logprobs(
+                    part.token[new].tolist(),
+                    part.top_ids[new, :k].tolist(),
+                    part.top[new, :k].tolist(),
+                )
                 output.prompt_logprobs.append((id, values))

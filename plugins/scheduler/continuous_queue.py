@@ -1,4 +1,7 @@
-"""The waiting side of the continuous scheduler: the queue, its deadlines, and what is known of cached prefixes."""
+"""The waiting side of the continuous scheduler: the queue, its deadlines, and what is known of
+cached prefixes.
+"""
+
 from __future__ import annotations
 
 import heapq
@@ -12,7 +15,9 @@ QUEUED, TOTAL = "queue_timeout", "timeout"  #: kinds of deadline; also the error
 
 
 class Queue:
-    """Waiting sequences in order: the preempted first, then by arrival. All operations are O(1) or O(log n)."""
+    """Waiting sequences in order: the preempted first, then by arrival. All operations are O(1) or
+    O(log n).
+    """
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
@@ -46,14 +51,18 @@ class Queue:
         return self._waiting.pop(id, None)
 
     def overdue(self, now: float) -> Iterator[tuple[int, str]]:
-        """(id, kind) of every deadline that has passed, each once; the sequence may have ended long ago."""
+        """(id, kind) of every deadline that has passed, each once; the sequence may have ended long
+        ago.
+        """
         while self._deadlines and self._deadlines[0][0] <= now:
             _, id, kind = heapq.heappop(self._deadlines)
             yield id, kind
 
 
 class CachedPrefixes(Mapping[int, int]):
-    """id -> tokens of a waiting sequence found in the prefix cache; looked up only when a policy asks."""
+    """id -> tokens of a waiting sequence found in the prefix cache; looked up only when a policy
+    asks.
+    """
 
     def __init__(self, waiting: list[Sequence], cache: PrefixCache) -> None:
         self._waiting = {sequence.id: sequence for sequence in waiting}

@@ -1,9 +1,11 @@
-"""The running set of the continuous scheduler: who sits in which row, on which pages, and who owns those.
+"""The running set of the continuous scheduler: who sits in which row, on which pages, and who owns
+those.
 
-Every page is in one of three hands: the allocator (free), the prefix cache, or one row. A row's page list starts with
-``shared`` pages of the cache, which it has locked, and goes on with its own. Columns are numpy arrays over rows, so
-that a decoding step touches none of them one by one.
+Every page is in one of three hands: the allocator (free), the prefix cache, or one row. A row's
+page list starts with ``shared`` pages of the cache, which it has locked, and goes on with its own.
+Columns are numpy arrays over rows, so that a decoding step touches none of them one by one.
 """
+
 from __future__ import annotations
 
 import numpy as np
@@ -15,7 +17,9 @@ from glowplug.core.step.request import Sequence
 from glowplug.core.step.sequence_table import SequenceTable
 
 Ints = NDArray[np.int32]
-STOP_COLUMNS = 4  #: stop ids compared in one numpy call; sequences with more are looked up one by one
+STOP_COLUMNS = (
+    4  #: stop ids compared in one numpy call; sequences with more are looked up one by one
+)
 NO_STOP = -1
 
 
@@ -27,11 +31,14 @@ class Rows:
         pending: int32 [R] launched steps that will yield tokens of this row and are not committed.
         base: int32 [R] length at the last join; a longer row has been through its whole prefill.
         min_length: int32 [R] stop ids count from this length on.
-        stops: int32 [R, 4] stop ids, padded with -1. ``many_stops`` holds the whole set of rows with more.
+        stops: int32 [R, 4] stop ids, padded with -1. ``many_stops`` holds the whole set of rows
+            with more.
         logprobs: int32 [R] how many log-probabilities are wanted, -1 for none.
         shared: int32 [R] leading pages that belong to the prefix cache.
-        running: row -> sequence in order of admission; ``prefilling``: the rows among them with prompt left to launch.
-        unpublished: rows whose prompt is not in the cache yet, by the salt and tokens of its first page.
+        running: row -> sequence in order of admission; ``prefilling``: the rows among them with
+            prompt left to launch.
+        unpublished: rows whose prompt is not in the cache yet, by the salt and tokens of its first
+            page.
         joined, left: since the last batch, for the runner.
     """
 
@@ -41,7 +48,9 @@ class Rows:
         self.cache = cache
         rows = table.rows
         self.ids = np.zeros(rows, np.int64)
-        self.pending, self.base, self.min_length, self.shared = (np.zeros(rows, np.int32) for _ in range(4))
+        self.pending, self.base, self.min_length, self.shared = (
+            np.zeros(rows, np.int32) for _ in range(4)
+        )
         self.stops = np.full((rows, STOP_COLUMNS), NO_STOP, np.int32)
         self.many_stops: dict[int, frozenset[int]] = {}
         self.logprobs = np.full(rows, -1, np.int32)
@@ -57,10 +66,12 @@ class Rows:
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.table.page_size)
 
-    # ---- membership -------------------------------------------------------------------------------------------------
+    # ---- membership ------------------------------------------------------------------------------
 
     def join(self, sequence: Sequence, match: PrefixMatch, fresh: Ints, context: int) -> int:
-        """Give ``sequence`` a row on the locked ``match`` and ``fresh`` pages. Its prefill starts after the match."""
+        """Give ``sequence`` a row on the locked ``match`` and ``fresh`` pages. Its prefill starts
+        after the match.
+        """
         table = self.table
         row = table.join(sequence)
         table.max_length[row] = min(sequence.max_length, context)
@@ -99,17 +110,22 @@ class Rows:
         self._decode_rows = None
 
     def decode_rows(self) -> Ints:
-        """int32 rows in order of joining the decoding set. Never written to: a new array when membership changes."""
+        """int32 rows in order of joining the decoding set. Never written to: a new array when
+        membership changes.
+        """
         if self._decode_rows is None:
             self._decode_rows = np.fromiter(self._decoding, np.int32, len(self._decoding))
         return self._decode_rows
 
     def release(self, row: int, keep: bool = True) -> Sequence:
-        """End the row's stay: bring ``sequence.output`` up to date, hand its pages to the cache or the allocator.
+        """End the row's stay: bring ``sequence.output`` up to date, hand its pages to the cache or
+        the allocator.
 
-        Kept are whole pages of committed computation: a token's cache entry is written by the step after the one that
-        drew it, so a row of ``length`` tokens has ``length - 1`` of them. A prefill that was not committed to its end
-        is not kept: whether its numbers are finite is only known there. ``keep=False`` keeps nothing.
+        Kept are whole pages of committed computation: a token's cache entry is written by the step
+        after the one that drew it, so a row of ``length`` tokens has ``length - 1`` of them. A
+        prefill that was not committed to its end
+        is not kept: whether its numbers are finite is only known there. ``keep=False`` keeps
+        nothing.
         """
         table = self.table
         sequence = self.running.pop(row)
@@ -138,7 +154,7 @@ class Rows:
         self.pending[row] = self.shared[row] = 0
         self.left.append(row)
 
-    # ---- pages ------------------------------------------------------------------------------------------------------
+    # ---- pages -----------------------------------------------------------------------------------
 
     def lacking(self, rows: Ints, lengths: Ints) -> tuple[Ints, Ints]:
         """The rows that have too few pages for ``lengths`` tokens, and how many they lack."""
@@ -161,13 +177,14 @@ class Rows:
             self.pages.give(self.cache.evict(missing))
         return self.pages.free >= wanted
 
-    # ---- sharing a running prompt -----------------------------------------------------------------------------------
+    # ---- sharing a running prompt ----------------------------------------------------------------
 
     def publish(self, row: int) -> None:
         """Put the prompt's whole pages into the cache while the row runs on, and lock them.
 
-        Where the cache holds the same tokens in other pages already, the row moves over to those and its own are
-        freed. Steps in flight still read the old ones, and the device runs them before any step that may reuse them.
+        Where the cache holds the same tokens in other pages already, the row moves over to those
+        and its own are freed. Steps in flight still read the old ones, and the device runs them
+        before any step that may reuse them.
         """
         sequence = self.running[row]
         table = self.table
@@ -188,7 +205,8 @@ class Rows:
         self.pages.give(np.setdiff1d(unneeded, mine[kept:]))
 
     def twin(self, tokens: Ints, salt: str) -> tuple[int, int]:
-        """A running sequence whose prompt is still computed, and its tokens in common with ``tokens``, in whole pages.
+        """A running sequence whose prompt is still computed, and its tokens in common with
+        ``tokens``, in whole pages.
 
         Returns (id, tokens); (-1, 0) when there is none.
         """

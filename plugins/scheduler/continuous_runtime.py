@@ -1,31 +1,41 @@
-"""The continuous scheduler: iteration-level batching (Orca, OSDI 2022) with chunked prefill (Sarathi-Serve, OSDI 2024).
+"""The continuous scheduler: iteration-level batching (Orca, OSDI 2022) with chunked prefill
+(Sarathi-Serve, OSDI 2024).
 
-A sequence waits in the queue, runs in a row of the table (prefilling, then decoding), and ends; or it is preempted
-and waits again, at the queue's head, with its output. What holds at all times:
+A sequence waits in the queue, runs in a row of the table (prefilling, then decoding), and ends; or
+it is preempted and waits again, at the queue's head, with its output. What holds at all times:
 
-1. ``length`` counts committed tokens and moves in ``commit``; ``launched`` counts tokens whose cache entry a launched
-   step writes and moves in ``next_batch``. Between commits ``launched`` is an upper bound when the width is above one:
-   how many drafts were accepted is only on the device. With nothing in flight a decoding row has
-   ``launched == length - 1``: its last token has been drawn but not computed on.
-2. A decoding row's next input lives on the device, so the row may be launched again before its token is committed.
-   It is not launched when the steps in flight will fill it to ``max_length`` even at one token each.
-3. The device runs steps in launch order. Therefore the pages of a row that ended may be handed on at once: a step in
-   flight may still write to them, but whoever gets them is launched later and writes each slot before it reads it.
-   Such a late step never touches a page that went into the prefix cache: it writes at ``length - 1`` and beyond, and
-   only whole pages before that are kept. Likewise a row may have a new owner while a step of the old one is in flight.
-4. A result belongs to a row only if the row's epoch is that of the launch; ``join`` and ``leave`` move it.
-5. Pages are reserved before a launch: a prompt's when it is admitted, a decoding row's when the step's upper bound
-   crosses into a new page, and never beyond ``max_length - 1`` tokens, the last that are stored. Both count the
-   ``lookahead`` tokens that a draft writes behind a step's own. A width above one may compute on positions beyond that;
-   their page-table entries are 0, the scratch page, and nothing they yield is kept.
-6. When pages run out: first the cache gives up its oldest, then the policy names victims. Preemption happens only
-   with nothing in flight (``next_batch`` returns None until then), so it never drops a token: a row that decodes has
-   gained at least one since it was admitted, and the last running row is never a victim and always fits (``add``
-   refused what cannot). Hence every preemption is paid for by progress, and there is no livelock.
-7. A recomputed sequence prefills prompt and output; positions, and the seeds made from them, are what they were.
+1. ``length`` counts committed tokens and moves in ``commit``; ``launched`` counts tokens whose
+   cache entry a launched step writes and moves in ``next_batch``. Between commits ``launched`` is
+   an upper bound when the width is above one: how many drafts were accepted is only on the device.
+   With nothing in flight a decoding row has ``launched == length - 1``: its last token has been
+   drawn but not computed on.
+2. A decoding row's next input lives on the device, so the row may be launched again before its
+   token is committed. It is not launched when the steps in flight will fill it to ``max_length``
+   even at one token each.
+3. The device runs steps in launch order. Therefore the pages of a row that ended may be handed on
+   at once: a step in flight may still write to them, but whoever gets them is launched later and
+   writes each slot before it reads it. Such a late step never touches a page that went into the
+   prefix cache: it writes at ``length - 1`` and beyond, and only whole pages before that are kept.
+       Likewise a row may have a new owner while a step of the old one is in flight.
+4. A result belongs to a row only if the row's epoch is that of the launch; ``join`` and ``leave``
+   move it.
+5. Pages are reserved before a launch: a prompt's when it is admitted, a decoding row's when the
+   step's upper bound crosses into a new page, and never beyond ``max_length - 1`` tokens, the last
+   that are stored. Both count the ``lookahead`` tokens that a draft writes behind a step's own. A
+   width above one may compute on positions beyond that; their page-table entries are 0, the scratch
+   page, and nothing they yield is kept.
+6. When pages run out: first the cache gives up its oldest, then the policy names victims.
+   Preemption happens only with nothing in flight (``next_batch`` returns None until then), so it
+   never drops a token: a row that decodes has gained at least one since it was admitted, and the
+   last running row is never a victim and always fits (``add`` refused what cannot). Hence every
+   preemption is paid for by progress, and there is no livelock.
+7. A recomputed sequence prefills prompt and output; positions, and the seeds made from them, are
+   what they were.
 
-Deadlines use ``Worker.clock`` (seconds, monotonic, the base of ``Sequence.arrival``), the same on every rank.
+Deadlines use ``Worker.clock`` (seconds, monotonic, the base of ``Sequence.arrival``), the same on
+every rank.
 """
+
 from __future__ import annotations
 
 import logging
@@ -56,8 +66,13 @@ NO_ROWS: Ints = np.zeros(0, np.int32)
 class Continuous:
     """A :class:`~glowplug.core.protocols.Scheduler`. ``bind`` completes it; one thread uses it."""
 
-    def __init__(self, options: ContinuousOptions, plan: EnginePlan, worker: Worker,
-                 clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        options: ContinuousOptions,
+        plan: EnginePlan,
+        worker: Worker,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self.options = options
         self.sizes = plan.sizes
         self.clock = clock or worker.clock
@@ -68,10 +83,18 @@ class Continuous:
         self._title = plan.title("policy")
         self._complaints: set[str] = set()
 
-    def bind(self, table: SequenceTable, pages: PageAllocator, cache: PrefixCache, policy: SchedulingPolicy) -> None:
+    def bind(
+        self,
+        table: SequenceTable,
+        pages: PageAllocator,
+        cache: PrefixCache,
+        policy: SchedulingPolicy,
+    ) -> None:
         sizes = self.sizes
         if sizes.max_step_tokens < sizes.width:
-            raise ValueError(f"a step of {sizes.max_step_tokens} tokens cannot hold a row of width {sizes.width}")
+            raise ValueError(
+                f"a step of {sizes.max_step_tokens} tokens cannot hold a row of width {sizes.width}"
+            )
         self.table = table
         self.pages = pages
         self.cache = cache
@@ -80,18 +103,28 @@ class Continuous:
         self.queue = Queue()
         self.scores = commits.PromptScores()
         self.max_rows = min(sizes.max_running, table.rows, sizes.max_step_tokens // sizes.width)
-        self.admission = Admission(self.rows, self.queue, policy, max_rows=self.max_rows, context=sizes.context_length,
-                                   lookahead=sizes.lookahead, share=self.options.share_prefill,
-                                   scored=self._is_scored, complain=self._complain)
+        self.admission = Admission(
+            self.rows,
+            self.queue,
+            policy,
+            max_rows=self.max_rows,
+            context=sizes.context_length,
+            lookahead=sizes.lookahead,
+            share=self.options.share_prefill,
+            scored=self._is_scored,
+            complain=self._complain,
+        )
         self.stats.pages_total = pages.total
 
-    # ---- in ---------------------------------------------------------------------------------------------------------
+    # ---- in --------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         self._check_size(sequence)
         if len(self.queue) + len(self.rows.running) >= self.max_rows + self.sizes.max_queued:
-            raise QueueFull(f"the queue is full: {len(self.rows.running)} sequences are running and "
-                            f"{len(self.queue)} waiting")
+            raise QueueFull(
+                f"the queue is full: {len(self.rows.running)} sequences are running and "
+                f"{len(self.queue)} waiting"
+            )
         if sequence.id in self.queue or self._row_of(sequence.id) is not None:
             raise RequestError(f"sequence {sequence.id} exists already", code="duplicate_id")
         self.queue.add(sequence)
@@ -112,7 +145,9 @@ class Continuous:
             raise RequestError(
                 f"prompt and output need {stored} tokens of KV cache ({needed} pages of {size}); the pool holds "
                 f"{self.pages.total * size} ({self.pages.total} pages): ask for fewer max_tokens",
-                code="kv_too_small", param="max_tokens")
+                code="kv_too_small",
+                param="max_tokens",
+            )
 
     def _row_of(self, id: int) -> int | None:
         found = np.flatnonzero(self.rows.ids == id)
@@ -145,17 +180,21 @@ class Continuous:
             self.stats.aborted += 1
 
     def expire(self) -> None:
-        """End what is past its deadline; ``next_batch`` calls it. Reported by ``commit`` or ``take_pending``."""
+        """End what is past its deadline; ``next_batch`` calls it. Reported by ``commit`` or
+        ``take_pending``.
+        """
         for id, kind in self.queue.overdue(self.clock()):
             waiting = self.queue.get(id)
             if kind == QUEUED and (waiting is None or waiting.preemptions):
                 continue
             if self._end(id):
                 what = "waited too long in the queue" if kind == QUEUED else "took too long"
-                self._out.finished.append(Finished(id, "timeout", error=f"the request {what}", error_code=kind))
+                self._out.finished.append(
+                    Finished(id, "timeout", error=f"the request {what}", error_code=kind)
+                )
                 self._count_end("timeout")
 
-    # ---- a step -----------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------
 
     def next_batch(self) -> Batch | None:
         self.expire()
@@ -172,8 +211,11 @@ class Continuous:
             members, preempted = reserved
             if self.options.mixed:
                 chunks = self._launch_chunks(len(members) * width, admit=not preempted)
-            # NOTE: after the chunks, which end with rows that start to decode in the next step, not in this one.
-            kv_lens = batches.launch_decodes(self.rows, members, width, self.sizes.context_length + width)
+            # NOTE: after the chunks, which end with rows that start to decode in the next step, not
+            # in this one.
+            kv_lens = batches.launch_decodes(
+                self.rows, members, width, self.sizes.context_length + width
+            )
         if not len(members) and not chunks:
             return None
         self._inflight += 1
@@ -189,7 +231,9 @@ class Continuous:
         while True:
             members = batches.launchable(self.rows)
             short, counts = self.rows.lacking(
-                members, batches.needed_tokens(self.rows, members, self.sizes.width + self.sizes.lookahead))
+                members,
+                batches.needed_tokens(self.rows, members, self.sizes.width + self.sizes.lookahead),
+            )
             if not len(short):
                 return members, preempted
             wanted = int(counts.sum())
@@ -205,7 +249,9 @@ class Continuous:
 
     def _preempt(self) -> None:
         running = list(self.rows.running.values())
-        assert len(running) > 1, "a sequence that was admitted alone must fit: page accounting is broken"
+        assert len(running) > 1, (
+            "a sequence that was admitted alone must fit: page accounting is broken"
+        )
         sequence = self.policy.victim(running)
         if not any(sequence is one for one in running):
             self._complain("chose a victim that is not running: the newest sequence gives way")
@@ -223,7 +269,9 @@ class Continuous:
             logger.error("%s %s", self._title, what)
 
     def _launch_chunks(self, decode_tokens: int, admit: bool = True) -> list[batches.Chunk]:
-        """Go on with the prompts under way, then admit. At most a chunk, and a step, of tokens together."""
+        """Go on with the prompts under way, then admit. At most a chunk, and a step, of tokens
+        together.
+        """
         budget = min(self.sizes.chunk_size, self.sizes.max_step_tokens - decode_tokens)
         under_way = list(self.rows.prefilling)
         left = sum(int(self.table.length[row] - self.table.launched[row]) for row in under_way)
@@ -234,7 +282,9 @@ class Continuous:
         return batches.launch_chunks(self.rows, budget, under_way) if under_way else []
 
     def _note_admitted(self, sequence: Sequence) -> None:
-        """At the first admission: report it. A preempted sequence that comes back is the front's no business."""
+        """At the first admission: report it. A preempted sequence that comes back is the front's no
+        business.
+        """
         if sequence.preemptions:
             return
         sequence.cached_tokens = int(self.table.launched[sequence.row])
@@ -246,10 +296,12 @@ class Continuous:
         queued = max(0.0, self.clock() - sequence.arrival)
         self._out.admitted.append(Admitted(sequence.id, queued, sequence.cached_tokens))
 
-    # ---- its result -------------------------------------------------------------------------------------------------
+    # ---- its result ------------------------------------------------------------------------------
 
     def commit(self, batch: Batch, result: StepResult) -> StepOutput:
-        assert batch.step > self._committed, f"step {batch.step} after {self._committed}: commit in launch order"
+        assert batch.step > self._committed, (
+            f"step {batch.step} after {self._committed}: commit in launch order"
+        )
         self._committed = batch.step
         self._inflight -= 1
         done = commits.append(self.rows, batch, result)
@@ -265,7 +317,9 @@ class Continuous:
         return output
 
     def _publish(self, batch: Batch, done: commits.Committed) -> None:
-        """Share the prompts that this step completed. Rows that end with it are published by their release."""
+        """Share the prompts that this step completed. Rows that end with it are published by their
+        release.
+        """
         if batch.num_decodes == batch.num_rows:
             return
         first = int(np.searchsorted(done.at, batch.num_decodes))
@@ -298,12 +352,13 @@ class Continuous:
         self._out = StepOutput()
         return output
 
-    # ---- state ------------------------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------
 
     def _is_scored(self, sequence: Sequence) -> bool:
         """Does it still want log-probabilities of its prompt?"""
         return sequence.params.prompt_logprobs is not None and not self.scores.complete(
-            sequence.id, len(sequence.prompt))
+            sequence.id, len(sequence.prompt)
+        )
 
     def load(self) -> Stats:
         """A snapshot. O(1)."""
@@ -318,7 +373,9 @@ class Continuous:
 
     def flush(self) -> bool:
         if self.rows.running:
-            return False  # a step in flight is stale then: nothing it yields counts, and it runs before any later one
+            # a step in flight is stale then: nothing it yields counts, and it runs before any later
+            # one
+            return False
         self.pages.give(self.cache.evict(self.cache.size()[1]))
         return True
 
@@ -333,8 +390,17 @@ class Continuous:
         assert not len(pages) or pages.min() > 0, "a row owns the scratch page"
         held, evictable = self.cache.size()
         total = self.pages.free + held + len(pages)
-        assert total == self.pages.total, f"{total} pages accounted for, the pool has {self.pages.total}"
+        assert total == self.pages.total, (
+            f"{total} pages accounted for, the pool has {self.pages.total}"
+        )
         if not running:
-            assert held == evictable, f"nothing runs, yet {held - evictable} cached pages are locked"
-        return {"free": self.pages.free, "cached": held, "evictable": evictable, "running": len(pages),
-                "total": self.pages.total}
+            assert held == evictable, (
+                f"nothing runs, yet {held - evictable} cached pages are locked"
+            )
+        return {
+            "free": self.pages.free,
+            "cached": held,
+            "evictable": evictable,
+            "running": len(pages),
+            "total": self.pages.total,
+        }

@@ -1,4 +1,5 @@
 """Scheduling policies: who is admitted next, and who gives way when the pages run out."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -23,19 +24,41 @@ class PriorityOptions(PolicyOptions):
 
 class LongestPrefixOptions(PolicyOptions):
     use: Literal["longest_prefix"] = "longest_prefix"
-    window: int = Field(128, ge=1, description="waiting requests at the head of the queue that are ordered by prefix")
-    patience: float = Field(10.0, ge=0, description="a request that came this many seconds before the newest one "
-                                                    "is no longer overtaken")
+    window: int = Field(
+        128,
+        ge=1,
+        description="waiting requests at the head of the queue that are ordered by prefix",
+    )
+    patience: float = Field(
+        10.0,
+        ge=0,
+        description="a request that came this many seconds before the newest one "
+        "is no longer overtaken",
+    )
 
 
 @hookimpl
 def register_scheduling_policies() -> list[Component]:
     return [
-        Component(name="fcfs", options=FcfsOptions, factory=f"{RUNTIME}:Fcfs", offers=PolicyOffers(),
-                  summary="first come, first served"),
-        Component(name="priority", options=PriorityOptions, factory=f"{RUNTIME}:Priority", offers=PolicyOffers(),
-                  summary="smallest priority number first, then first come"),
-        Component(name="longest_prefix", options=LongestPrefixOptions, factory=f"{RUNTIME}:LongestPrefix",
-                  offers=PolicyOffers(uses_prefix=True),
-                  summary="longest cached prefix first, with a limit on overtaking"),
+        Component(
+            name="fcfs",
+            options=FcfsOptions,
+            factory=f"{RUNTIME}:Fcfs",
+            offers=PolicyOffers(),
+            summary="first come, first served",
+        ),
+        Component(
+            name="priority",
+            options=PriorityOptions,
+            factory=f"{RUNTIME}:Priority",
+            offers=PolicyOffers(),
+            summary="smallest priority number first, then first come",
+        ),
+        Component(
+            name="longest_prefix",
+            options=LongestPrefixOptions,
+            factory=f"{RUNTIME}:LongestPrefix",
+            offers=PolicyOffers(uses_prefix=True),
+            summary="longest cached prefix first, with a limit on overtaking",
+        ),
     ]

@@ -1,4 +1,7 @@
-"""The built-in scheduling policies. Pure: the same arguments give the same answer, whatever came before."""
+"""The built-in scheduling policies. Pure: the same arguments give the same answer, whatever came
+before.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
@@ -15,7 +18,9 @@ def newest(sequences: Seq[Sequence]) -> Sequence:
 
 
 class Fcfs:
-    """The queue's own order: preempted sequences at its head, then by arrival. The newest gives way."""
+    """The queue's own order: preempted sequences at its head, then by arrival. The newest gives
+    way.
+    """
 
     def __init__(self, options: FcfsOptions, plan: EnginePlan, worker: Worker) -> None:
         pass
@@ -28,7 +33,9 @@ class Fcfs:
 
 
 class Priority:
-    """By priority number, smallest first, then by the queue's order. The least important gives way, newest first."""
+    """By priority number, smallest first, then by the queue's order. The least important gives way,
+    newest first.
+    """
 
     def __init__(self, options: PriorityOptions, plan: EnginePlan, worker: Worker) -> None:
         pass
@@ -42,10 +49,12 @@ class Priority:
 
 
 class LongestPrefix:
-    """Longest cached prefix first (SGLang's "lpm"), so that shared pages are used before they are evicted.
+    """Longest cached prefix first (SGLang's "lpm"), so that shared pages are used before they are
+    evicted.
 
-    Starvation guard: a preempted sequence, and one that came ``patience`` seconds before the newest in the queue, is
-    never overtaken. Beyond ``window`` the queue's order stands, which bounds the cost of asking the cache.
+    Starvation guard: a preempted sequence, and one that came ``patience`` seconds before the newest
+    in the queue, is never overtaken. Beyond ``window`` the queue's order stands, which bounds the
+    cost of asking the cache.
     """
 
     def __init__(self, options: LongestPrefixOptions, plan: EnginePlan, worker: Worker) -> None:

@@ -1,9 +1,10 @@
 """What a NextN draft stores and runs after each step of the target.
 
-The draft's cache is shifted by one: its slot p holds the pair (the target's hidden state of token p - 1, token p).
-Slot 0 is empty, so every batch here has ``first_key`` 1. B rows, T tokens of the target's step, D decoding rows,
-W = width.
+The draft's cache is shifted by one: its slot p holds the pair (the target's hidden state of token p
+- 1, token p). Slot 0 is empty, so every batch here has ``first_key`` 1. B rows, T tokens of the
+target's step, D decoding rows, W = width.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -26,9 +27,9 @@ FIRST_KEY = 1
 class Missing:
     """F tokens that the draft's cache lacks so far, apart from each row's newest.
 
-    ``input_ids``, ``positions``, ``slots``: int64 [F]. ``source``: int64 [F], for each token the place of the hidden
-    state it continues, in the target's [T] followed by those of ``pages``. ``pages``: int64, whose last tokens resumed
-    rows continue; None without such rows.
+    ``input_ids``, ``positions``, ``slots``: int64 [F]. ``source``: int64 [F], for each token the
+    place of the hidden state it continues, in the target's [T] followed by those of ``pages``.
+    ``pages``: int64, whose last tokens resumed rows continue; None without such rows.
     """
 
     input_ids: Tensor
@@ -42,8 +43,9 @@ class Missing:
 class Front:
     """The newest token of the N rows that yield one.
 
-    ``places``: int64 [N], those rows in the batch; None: all. ``tokens``: int64 [N]. ``source``: int64 [N], the places
-    of the hidden states they continue, in the target's [T]. ``lengths``: int64 [N], tokens in the target's cache.
+    ``places``: int64 [N], those rows in the batch; None: all. ``tokens``: int64 [N]. ``source``:
+    int64 [N], the places of the hidden states they continue, in the target's [T]. ``lengths``:
+    int64 [N], tokens in the target's cache.
     """
 
     places: Tensor | None
@@ -55,7 +57,8 @@ class Front:
 def missing(batch: Batch, tokens: Tensor, page_size: int) -> Missing:
     """What the target's step leaves to store; tokens int64 [B, W] are those behind its own.
 
-    NOTE: refused tokens of decoding rows are among them; their entries are written over before anything reads them.
+    NOTE: refused tokens of decoding rows are among them; their entries are written over before
+    anything reads them.
     """
     if batch.num_decodes == batch.num_rows:
         return Missing(*_drafted(batch, tokens, page_size))
@@ -74,11 +77,18 @@ def _drafted(batch: Batch, tokens: Tensor, page_size: int) -> tuple[Tensor, Tens
     places = torch.arange(decodes * width, device=tokens.device).view(decodes, width)[:, :-1]
     positions = batch.positions[: decodes * width].view(decodes, width)[:, 1:]
     slots = slots_at(batch.page_table[:decodes], positions, page_size)
-    return tokens[:decodes, :-1].reshape(-1), positions.reshape(-1), slots.reshape(-1), places.reshape(-1)
+    return (
+        tokens[:decodes, :-1].reshape(-1),
+        positions.reshape(-1),
+        slots.reshape(-1),
+        places.reshape(-1),
+    )
 
 
 class _Chunks:
-    """Of the prefill rows, on the host, what :class:`Missing` holds; the token that ends a prompt is not among it."""
+    """Of the prefill rows, on the host, what :class:`Missing` holds; the token that ends a prompt
+    is not among it.
+    """
 
     def __init__(self, batch: Batch, page_size: int) -> None:
         first = batch.num_decodes
@@ -99,12 +109,17 @@ class _Chunks:
         self.ids = following[row]
         self.ids[inside] = batch.prompt_ids[places[inside]]
         self.source = decoding + places - 1
-        self.source[self.positions == begins[row]] = batch.num_tokens + np.arange(int(resumed.sum()))
+        self.source[self.positions == begins[row]] = batch.num_tokens + np.arange(
+            int(resumed.sum())
+        )
         self.pages = batch.pages[first + np.flatnonzero(resumed), begins[resumed] // page_size - 1]
 
     def arrays(self) -> list[NDArray[np.int64]]:
         """Ids, positions, slots and sources [F], then pages, for one copy to the device."""
-        return [part.astype(np.int64) for part in (self.ids, self.positions, self.slots, self.source, self.pages)]
+        return [
+            part.astype(np.int64)
+            for part in (self.ids, self.positions, self.slots, self.source, self.pages)
+        ]
 
 
 def front(batch: Batch, accepted: Accepted, ends: Tensor | None) -> Front:
@@ -117,14 +132,18 @@ def front(batch: Batch, accepted: Accepted, ends: Tensor | None) -> Front:
     lengths = batch.positions[: decodes * width : width] + last + 1
     if ends is None:
         return Front(None, tokens, source, lengths)
-    return Front(torch.cat([torch.arange(decodes, device=ends.device), ends]),
-                 torch.cat([tokens, accepted.tokens[ends, 0]]),
-                 torch.cat([source, batch.query_starts[ends + 1].long() - 1]),
-                 torch.cat([lengths, batch.kv_lens_device[ends].long()]))
+    return Front(
+        torch.cat([torch.arange(decodes, device=ends.device), ends]),
+        torch.cat([tokens, accepted.tokens[ends, 0]]),
+        torch.cat([source, batch.query_starts[ends + 1].long() - 1]),
+        torch.cat([lengths, batch.kv_lens_device[ends].long()]),
+    )
 
 
 class Places(NamedTuple):
-    """Where a pass of one token a decoding row puts it: the device's fields of its batch, [D] and [D + 1]."""
+    """Where a pass of one token a decoding row puts it: the device's fields of its batch, [D] and
+    [D + 1].
+    """
 
     positions: Tensor
     slots: Tensor
@@ -133,11 +152,17 @@ class Places(NamedTuple):
 
 
 def places(batch: Batch, number: int, lengths: Tensor, page_size: int) -> Places:
-    """Those of pass ``number`` (1 and on) before the step ``batch``; lengths int [D]: tokens in the target's cache."""
+    """Those of pass ``number`` (1 and on) before the step ``batch``; lengths int [D]: tokens in the
+    target's cache.
+    """
     positions = lengths.long() + (number - 1)
     decodes = batch.num_decodes
-    return Places(positions, slots_at(batch.page_table[:decodes], positions[:, None], page_size).view(-1),
-                  (lengths + number).int(), torch.arange(decodes + 1, dtype=torch.int32, device=lengths.device))
+    return Places(
+        positions,
+        slots_at(batch.page_table[:decodes], positions[:, None], page_size).view(-1),
+        (lengths + number).int(),
+        torch.arange(decodes + 1, dtype=torch.int32, device=lengths.device),
+    )
 
 
 def one_more(batch: Batch, number: int, at: Places, width: int) -> Batch:
@@ -151,14 +176,26 @@ def one_more(batch: Batch, number: int, at: Places, width: int) -> Batch:
 
 
 def draft_batch(target: Batch, kv_lens: Ints) -> Batch:
-    """A pass of one token a decoding row as far as the host knows it; the caller fills in the device's fields."""
+    """A pass of one token a decoding row as far as the host knows it; the caller fills in the
+    device's fields.
+    """
     agreed = target.agreed or shape_of(target)
     count = target.num_decodes
     return Batch(
-        step=target.step, mode=Mode.DRAFT_DECODE, rows=target.rows[:count], epochs=np.zeros(count, np.int64),
-        num_decodes=count, query_lens=np.ones(count, np.int32), kv_lens=kv_lens, samples=np.ones(count, np.bool_),
-        prompt_ids=np.zeros(0, np.int32), pages=target.pages[:count], first_key=FIRST_KEY, segments=target.segments,
-        agreed=StepShape(Mode.DRAFT_DECODE, agreed.rows, agreed.rows, agreed.load))
+        step=target.step,
+        mode=Mode.DRAFT_DECODE,
+        rows=target.rows[:count],
+        epochs=np.zeros(count, np.int64),
+        num_decodes=count,
+        query_lens=np.ones(count, np.int32),
+        kv_lens=kv_lens,
+        samples=np.ones(count, np.bool_),
+        prompt_ids=np.zeros(0, np.int32),
+        pages=target.pages[:count],
+        first_key=FIRST_KEY,
+        segments=target.segments,
+        agreed=StepShape(Mode.DRAFT_DECODE, agreed.rows, agreed.rows, agreed.load),
+    )
 
 
 def _sums(counts: Ints) -> Ints:

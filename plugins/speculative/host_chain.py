@@ -1,8 +1,10 @@
-"""Verifying and extending where the device is this host and every row decodes: in plain Python and numpy, which cost a
-third of torch's calls, and without the tokens refused in every row, since counts can be read at once here.
+"""Verifying and extending where the device is this host and every row decodes: in plain Python and
+numpy, which cost a third of torch's calls, and without the tokens refused in every row, since
+counts can be read at once here.
 
 R rows, W width.
 """
+
 from __future__ import annotations
 
 import numpy as np
@@ -23,14 +25,24 @@ def verify_chain_host(logits: Tensor, batch: Batch, width: int, sampler: Sampler
     rows = batch.num_rows
     places = np.arange(width)
     fed: Long = batch.input_ids.numpy().reshape(rows, width)
-    before = np.where(places[1:] <= places[:, None], fed[:, None, 1:], -1).reshape(rows * width, width - 1)
+    before = np.where(places[1:] <= places[:, None], fed[:, None, 1:], -1).reshape(
+        rows * width, width - 1
+    )
     owners: Long = batch.row_ids.numpy().repeat(width)
-    sampled = sampler.sample(logits, torch.from_numpy(owners), batch.positions + 1, torch.from_numpy(before))
+    sampled = sampler.sample(
+        logits, torch.from_numpy(owners), batch.positions + 1, torch.from_numpy(before)
+    )
     drawn: Long = sampled.tokens.numpy().reshape(rows, width)
-    counts = np.array([_accepted(*row) for row in zip(drawn.tolist(), fed.tolist(), strict=True)], np.int32)
+    counts = np.array(
+        [_accepted(*row) for row in zip(drawn.tolist(), fed.tolist(), strict=True)], np.int32
+    )
     bad = sampled.bad.numpy().reshape(rows, width)
-    bad = np.array([bool(row[:count].any()) for row, count in zip(bad, counts.tolist(), strict=True)])
-    accepted = Accepted(torch.from_numpy(drawn), torch.from_numpy(counts), torch.from_numpy(bad), sampled.logprobs)
+    bad = np.array(
+        [bool(row[:count].any()) for row, count in zip(bad, counts.tolist(), strict=True)]
+    )
+    accepted = Accepted(
+        torch.from_numpy(drawn), torch.from_numpy(counts), torch.from_numpy(bad), sampled.logprobs
+    )
     sampler.observe(accepted.tokens, accepted.counts, batch.row_ids)
     return accepted
 
@@ -44,15 +56,21 @@ def _accepted(drawn: list[int], fed: list[int]) -> int:
 
 
 def missing_host(batch: Batch, accepted: Accepted, page_size: int, keep: int) -> Missing:
-    """As ``drafting.missing`` for decoding rows, up to ``keep`` tokens a row: what no row accepted is left out."""
+    """As ``drafting.missing`` for decoding rows, up to ``keep`` tokens a row: what no row accepted
+    is left out.
+    """
     width = accepted.tokens.shape[1]
     starts: list[int] = batch.positions.tolist()[::width]
     cells = [(row, offset) for row in range(batch.num_rows) for offset in range(keep - 1)]
     tokens = accepted.tokens.tolist()
-    return Missing(_long([tokens[row][offset] for row, offset in cells]),
-                   _long([starts[row] + 1 + offset for row, offset in cells]),
-                   _long([_slot(batch.pages[row], starts[row] + 1 + offset, page_size) for row, offset in cells]),
-                   _long([row * width + offset for row, offset in cells]))
+    return Missing(
+        _long([tokens[row][offset] for row, offset in cells]),
+        _long([starts[row] + 1 + offset for row, offset in cells]),
+        _long(
+            [_slot(batch.pages[row], starts[row] + 1 + offset, page_size) for row, offset in cells]
+        ),
+        _long([row * width + offset for row, offset in cells]),
+    )
 
 
 def front_host(batch: Batch, accepted: Accepted) -> Front:
@@ -61,8 +79,12 @@ def front_host(batch: Batch, accepted: Accepted) -> Front:
     last = [count - 1 for count in accepted.counts.tolist()]
     tokens = [drawn[offset] for drawn, offset in zip(accepted.tokens.tolist(), last, strict=True)]
     starts: list[int] = batch.positions.tolist()[::width]
-    return Front(None, _long(tokens), _long([row * width + offset for row, offset in enumerate(last)]),
-                 _long([start + offset + 1 for start, offset in zip(starts, last, strict=True)]))
+    return Front(
+        None,
+        _long(tokens),
+        _long([row * width + offset for row, offset in enumerate(last)]),
+        _long([start + offset + 1 for start, offset in zip(starts, last, strict=True)]),
+    )
 
 
 def one_more_host(batch: Batch, number: int, lengths: Tensor, page_size: int) -> Batch:
@@ -75,7 +97,9 @@ def one_more_host(batch: Batch, number: int, lengths: Tensor, page_size: int) ->
     made.kv_lens_device = torch.from_numpy(lens)
     made.query_starts = torch.from_numpy(np.arange(len(places) + 1, dtype=np.int32))
     made.positions = _long(places)
-    made.slots = _long([_slot(pages, place, page_size) for pages, place in zip(batch.pages, places)])
+    made.slots = _long(
+        [_slot(pages, place, page_size) for pages, place in zip(batch.pages, places)]
+    )
     return made
 
 
@@ -91,5 +115,9 @@ def _slot(pages: Ints, position: int, page_size: int) -> int:
 
 def page_ends(batch: Batch, page_size: int) -> tuple[list[int], list[int]]:
     """Places in the batch of the tokens at the end of a page, and those pages."""
-    places = [place for place, position in enumerate(batch.positions.tolist()) if (position + 1) % page_size == 0]
+    places = [
+        place
+        for place, position in enumerate(batch.positions.tolist())
+        if (position + 1) % page_size == 0
+    ]
     return places, [int(batch.slots[place]) // page_size for place in places]

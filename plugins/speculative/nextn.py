@@ -1,8 +1,10 @@
-"""NextN: drafts by the checkpoint's multi-token-prediction layer (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+"""NextN: drafts by the checkpoint's multi-token-prediction layer (DeepSeek-V3, arXiv 2412.19437,
+section 2.2).
 
-A chain of ``steps`` tokens is drafted after each step and verified by the next one. The output is, token for token,
-what comes without speculation.
+A chain of ``steps`` tokens is drafted after each step and verified by the next one. The output is,
+token for token, what comes without speculation.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -21,10 +23,16 @@ MOST_STEPS = 15
 
 class NextNOptions(SpeculativeOptions):
     use: Literal["nextn"] = "nextn"
-    steps: int = Field(1, description="tokens drafted after each step, one pass of the NextN layer each")
-    topk: int = Field(1, description="drafts considered at each position; NextN drafts a chain, so 1")
+    steps: int = Field(
+        1, description="tokens drafted after each step, one pass of the NextN layer each"
+    )
+    topk: int = Field(
+        1, description="drafts considered at each position; NextN drafts a chain, so 1"
+    )
     draft_tokens: int | None = Field(None, description="tokens verified a step; None: steps + 1")
-    draft_model: str | None = Field(None, description="folder of an exported NextN layer; None: the checkpoint's own")
+    draft_model: str | None = Field(
+        None, description="folder of an exported NextN layer; None: the checkpoint's own"
+    )
 
     def width(self) -> int:
         return self.lookahead() + 1
@@ -41,24 +49,42 @@ def _refuse(field: str, reason: str, fix: str) -> Refusal:
 
 
 def check_options(context: CheckContext) -> Iterator[Refusal]:
-    """Numbers that do not describe a chain. Whether there is a layer to draft with is a generic check's business."""
+    """Numbers that do not describe a chain. Whether there is a layer to draft with is a generic
+    check's business.
+    """
     options: NextNOptions = context.options
     if not 1 <= options.steps <= MOST_STEPS:
-        yield _refuse("steps", f"{options.steps} steps; a chain drafts 1 to {MOST_STEPS} tokens",
-                      f"speculative.steps = {min(max(options.steps, 1), MOST_STEPS)}")
+        yield _refuse(
+            "steps",
+            f"{options.steps} steps; a chain drafts 1 to {MOST_STEPS} tokens",
+            f"speculative.steps = {min(max(options.steps, 1), MOST_STEPS)}",
+        )
     elif options.draft_tokens not in (None, options.steps + 1):
-        yield _refuse("draft_tokens", f"{options.draft_tokens} tokens to verify; a chain of {options.steps} steps has "
-                      f"{options.steps + 1}: the last accepted token and one a step",
-                      f"speculative.draft_tokens = {options.steps + 1}, or leave it out")
+        yield _refuse(
+            "draft_tokens",
+            f"{options.draft_tokens} tokens to verify; a chain of {options.steps} steps has "
+            f"{options.steps + 1}: the last accepted token and one a step",
+            f"speculative.draft_tokens = {options.steps + 1}, or leave it out",
+        )
     if options.topk != 1:
-        yield _refuse("topk", f"topk is {options.topk}; the NextN layer drafts a chain, one token at each position",
-                      "speculative.topk = 1")
+        yield _refuse(
+            "topk",
+            f"topk is {options.topk}; the NextN layer drafts a chain, one token at each position",
+            "speculative.topk = 1",
+        )
 
 
 @hookimpl
 def register_speculative_algorithms() -> list[Component]:
-    return [Component(
-        name="nextn", options=NextNOptions, factory="glowplug.plugins.speculative.nextn_runtime:NextN",
-        check=check_options,
-        offers=SpeculativeOffers(drafts=True, nextn_layer=True, first_key=True, modes=EVERY_MODE_GRAPH),
-        summary="drafts by the checkpoint's own next-token layer, same tokens in fewer steps")]
+    return [
+        Component(
+            name="nextn",
+            options=NextNOptions,
+            factory="glowplug.plugins.speculative.nextn_runtime:NextN",
+            check=check_options,
+            offers=SpeculativeOffers(
+                drafts=True, nextn_layer=True, first_key=True, modes=EVERY_MODE_GRAPH
+            ),
+            summary="drafts by the checkpoint's own next-token layer, same tokens in fewer steps",
+        )
+    ]

@@ -1,4 +1,5 @@
 """Runtime of the speculative algorithm "nextn"."""
+
 from __future__ import annotations
 
 from functools import partial
@@ -14,7 +15,15 @@ from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import Accepted, Batch
 from glowplug.core.step.graph_pieces import DIRECT, ExtendWork
 from glowplug.core.step.to_device import send
-from glowplug.plugins.speculative.drafting import Front, Missing, Places, front, missing, one_more, places
+from glowplug.plugins.speculative.drafting import (
+    Front,
+    Missing,
+    Places,
+    front,
+    missing,
+    one_more,
+    places,
+)
 from glowplug.plugins.speculative.host_chain import (
     front_host,
     missing_host,
@@ -25,17 +34,20 @@ from glowplug.plugins.speculative.host_chain import (
 from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.verify import verify_chain
 
-PREVIOUS_HIDDEN = "previous_hidden"  #: key of ``Batch.extra`` under which a NextN layer finds what it continues
+PREVIOUS_HIDDEN = (
+    "previous_hidden"  #: key of ``Batch.extra`` under which a NextN layer finds what it continues
+)
 
 
 class NextN:
-    """See ``protocols.SpeculativeAlgorithm``. After each step the NextN layer caches the step's tokens moved on by one,
-    which takes no attention and no experts. The next step begins with its drafts: passes of one token a row, the first
-    over the row's newest token.
+    """See ``protocols.SpeculativeAlgorithm``. After each step the NextN layer caches the step's
+    tokens moved on by one, which takes no attention and no experts. The next step begins with its
+    drafts: passes of one token a row, the first over the row's newest token.
 
-    State of a row, on the device: its newest token, the target's hidden state before it, and how many tokens the
-    target's cache holds. State of a page: the target's hidden state of its last token, for rows that start behind it on
-    a cached prefix. Entries of refused drafts are written over before anything reads them.
+    State of a row, on the device: its newest token, the target's hidden state before it, and how
+    many tokens the target's cache holds. State of a page: the target's hidden state of its last
+    token, for rows that start behind it on a cached prefix. Entries of refused drafts are written
+    over before anything reads them.
     """
 
     def __init__(self, options: NextNOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -52,7 +64,9 @@ class NextN:
     def width(self) -> int:
         return self._width
 
-    def draft_model(self, context: BuildContext, family: ModelFamily, target: Model) -> Model | None:
+    def draft_model(
+        self, context: BuildContext, family: ModelFamily, target: Model
+    ) -> Model | None:
         self._attention = context.attention
         self._extension = context.extension
         self._model: Any = family.build_nextn(context, target)
@@ -60,17 +74,26 @@ class NextN:
 
     def reserve(self, limits: Limits) -> None:
         self._last = torch.zeros(limits.rows, dtype=torch.int64, device=self._device)
-        self._hidden = torch.zeros(limits.rows, limits.hidden, dtype=self._dtype, device=self._device)
-        self._computed = torch.ones(limits.rows, dtype=torch.int32, device=self._device)  # no sequence is empty
-        self._page_ends = torch.zeros(limits.num_pages, limits.hidden, dtype=self._dtype, device=self._device)
+        self._hidden = torch.zeros(
+            limits.rows, limits.hidden, dtype=self._dtype, device=self._device
+        )
+        self._computed = torch.ones(
+            limits.rows, dtype=torch.int32, device=self._device
+        )  # no sequence is empty
+        self._page_ends = torch.zeros(
+            limits.num_pages, limits.hidden, dtype=self._dtype, device=self._device
+        )
         self._extension.work = ExtendWork(self._model.fill, limits.hidden, self._dtype)
 
     def lengths(self, batch: Batch) -> Tensor | None:
         decodes = batch.num_decodes
         if self._on_host:
             return torch.from_numpy(self._computed.numpy()[batch.rows[:decodes]])
-        # NOTE: rows that only fill up a captured step yield tokens too; the host's bound keeps them from growing.
-        return torch.minimum(self._computed[batch.row_ids[:decodes]], batch.kv_lens_device[:decodes] - self._width)
+        # NOTE: rows that only fill up a captured step yield tokens too; the host's bound keeps them
+        # from growing.
+        return torch.minimum(
+            self._computed[batch.row_ids[:decodes]], batch.kv_lens_device[:decodes] - self._width
+        )
 
     def draft(self, batch: Batch) -> Tensor:
         if not batch.num_decodes and not self._grouped:
@@ -85,7 +108,9 @@ class NextN:
         return drafted
 
     def _begin(self, batch: Batch) -> tuple[Tensor, Tensor, tuple[Places, ...] | tuple[Batch, ...]]:
-        """The rows' newest tokens [D, 1], the hidden states before them, and where each pass puts its tokens."""
+        """The rows' newest tokens [D, 1], the hidden states before them, and where each pass puts
+        its tokens.
+        """
         rows = batch.row_ids[: batch.num_decodes]
         numbers = range(1, self._steps + 1)
         tokens = self._last[rows, None]
@@ -93,7 +118,11 @@ class NextN:
         lengths = self.lengths(batch)
         assert lengths is not None, "a chain is wider than one token"
         if self._on_host:
-            return tokens, hidden, tuple(one_more_host(batch, n, lengths, self._page_size) for n in numbers)
+            return (
+                tokens,
+                hidden,
+                tuple(one_more_host(batch, n, lengths, self._page_size) for n in numbers),
+            )
         return tokens, hidden, tuple(places(batch, n, lengths, self._page_size) for n in numbers)
 
     def _pass(self, step: Batch, drafted: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,8 +145,12 @@ class NextN:
         self._fill(batch, missing(batch, accepted.tokens, self._page_size), hidden)
         return accepted
 
-    def _accept_on_host(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
-        """The same for decoding rows whose tensors the host can read: what no row accepted is not stored either."""
+    def _accept_on_host(
+        self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler
+    ) -> Accepted:
+        """The same for decoding rows whose tensors the host can read: what no row accepted is not
+        stored either.
+        """
         accepted = verify_chain_host(logits, batch, self._width, sampler)
         places, pages = page_ends(batch, self._page_size)
         if places:
@@ -149,6 +182,6 @@ class NextN:
         rows = batch.row_ids if newest.places is None else batch.row_ids[newest.places]
         self._last[rows] = newest.tokens
         self._hidden[rows] = hidden[newest.source].to(self._dtype)
-        # NOTE: a row launched once more after its end may pass the context; what it yields is dropped, but its
-        # positions must stay within the rope table and the page table.
+        # NOTE: a row launched once more after its end may pass the context; what it yields is
+        # dropped, but its positions must stay within the rope table and the page table.
         self._computed[rows] = newest.lengths.clamp(max=self._context).int()

@@ -1,4 +1,5 @@
 """No speculation: the algorithm of width one, so that the engine loop has no special case."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -15,8 +16,12 @@ class NoSpeculationOptions(SpeculativeOptions):
 
 @hookimpl
 def register_speculative_algorithms() -> list[Component]:
-    return [Component(
-        name="none", options=NoSpeculationOptions,
-        factory="glowplug.plugins.speculative.none_runtime:NoSpeculation",
-        offers=SpeculativeOffers(drafts=False),
-        summary="one token a row a step")]
+    return [
+        Component(
+            name="none",
+            options=NoSpeculationOptions,
+            factory="glowplug.plugins.speculative.none_runtime:NoSpeculation",
+            offers=SpeculativeOffers(drafts=False),
+            summary="one token a row a step",
+        )
+    ]

@@ -1,4 +1,5 @@
 """Runtime of the speculative algorithm "none"."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -15,7 +16,9 @@ from glowplug.plugins.speculative.verify import spread
 
 
 class NoSpeculation:
-    """See ``protocols.SpeculativeAlgorithm``. A row's last token stays on the device and feeds its next step."""
+    """See ``protocols.SpeculativeAlgorithm``. A row's last token stays on the device and feeds its
+    next step.
+    """
 
     def __init__(self, options: NoSpeculationOptions, plan: EnginePlan, worker: Worker) -> None:
         self._device = torch.device(worker.device)
@@ -56,9 +59,21 @@ class NoSpeculation:
             spread(sampled.tokens, where, size)[:, None],
             spread(self._ones[: len(where)], where, size),
             spread(sampled.bad, where, size),
-            None if sampled.logprobs is None else LogprobTensors(
-                *(spread(part, where, size)
-                  for part in (sampled.logprobs.token, sampled.logprobs.top_ids, sampled.logprobs.top))))
+            None
+            if sampled.logprobs is None
+            else LogprobTensors(
+                *(
+                    spread(part, where, size)
+                    for part in (
+                        sampled.logprobs.token,
+                        sampled.logprobs.top_ids,
+                        sampled.logprobs.top,
+                    )
+                )
+            ),
+        )
 
-    def draft_model(self, context: BuildContext, family: ModelFamily, target: Model) -> Model | None:
+    def draft_model(
+        self, context: BuildContext, family: ModelFamily, target: Model
+    ) -> Model | None:
         return None

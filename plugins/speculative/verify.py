@@ -1,11 +1,14 @@
-"""Verifying drafts that form a chain: what each row's tokens come to once the target has scored them.
+"""Verifying drafts that form a chain: what each row's tokens come to once the target has scored
+them.
 
-The sampler draws the target's own token at every position with the noise of that position, and a draft counts while it
-is that token. So the output is, token for token, what a step of width one would have drawn. Since a draft is a single
-proposal (a point mass), it survives exactly as often as under rejection sampling (Leviathan et al. 2023).
+The sampler draws the target's own token at every position with the noise of that position, and a
+draft counts while it is that token. So the output is, token for token, what a step of width one
+would have drawn. Since a draft is a single proposal (a point mass), it survives exactly as often as
+under rejection sampling (Leviathan et al. 2023).
 
 D decoding rows, W width, B rows, N logits rows. Everything stays on the device.
 """
+
 from __future__ import annotations
 
 import torch
@@ -16,9 +19,11 @@ from glowplug.core.step.batch import Accepted, Batch, LogprobTensors
 
 
 def accept_chain(drawn: Tensor, drafts: Tensor) -> Tensor:
-    """Tokens each row gains, int32 [D] from 1 to W: its accepted drafts, and the target's token behind them.
+    """Tokens each row gains, int32 [D] from 1 to W: its accepted drafts, and the target's token
+    behind them.
 
-    drawn int64 [D, W]: the target's tokens; drafts int64 [D, W - 1]: what was fed in at positions 1 to W - 1.
+    drawn int64 [D, W]: the target's tokens; drafts int64 [D, W - 1]: what was fed in at positions 1
+    to W - 1.
     """
     return (drawn[:, :-1] == drafts).cumprod(1).sum(1, dtype=torch.int32) + 1
 
@@ -35,17 +40,22 @@ def accept_chain_reference(drawn: list[list[int]], drafts: list[list[int]]) -> l
 
 
 def chain_before(fed: Tensor) -> Tensor:
-    """int64 [D * W, W - 1] for fed int64 [D, W]: the drafts at or before each position, -1 for those behind it."""
+    """int64 [D * W, W - 1] for fed int64 [D, W]: the drafts at or before each position, -1 for
+    those behind it.
+    """
     rows, width = fed.shape
     seen = torch.ones(width, width - 1, dtype=torch.bool, device=fed.device).tril_(-1)
     return fed[:, None, 1:].masked_fill(~seen, -1).view(rows * width, width - 1)
 
 
-def verify_chain(logits: Tensor, batch: Batch, width: int, ends: Tensor | None, sampler: Sampler) -> Accepted:
-    """Draw at every position of the decoding rows and at the end of the prompts that ended, and accept.
+def verify_chain(
+    logits: Tensor, batch: Batch, width: int, ends: Tensor | None, sampler: Sampler
+) -> Accepted:
+    """Draw at every position of the decoding rows and at the end of the prompts that ended, and
+    accept.
 
-    logits [N, V] of those, in this order; ends int64: places in the batch of the prompts that ended, None when the
-    batch holds decoding rows only. Tells the sampler what was accepted.
+    logits [N, V] of those, in this order; ends int64: places in the batch of the prompts that
+    ended, None when the batch holds decoding rows only. Tells the sampler what was accepted.
     """
     rows = batch.num_decodes
     count = rows * width
@@ -70,7 +80,9 @@ def verify_chain(logits: Tensor, batch: Batch, width: int, ends: Tensor | None, 
 
 
 def _with_ends(decoded: Accepted, sampled: Sampled, ends: Tensor, size: int) -> Accepted:
-    """All ``size`` rows of the step: the decoding ones, those whose prompt ended (one token), the others (none)."""
+    """All ``size`` rows of the step: the decoding ones, those whose prompt ended (one token), the
+    others (none).
+    """
     rows, width = decoded.tokens.shape
     first = torch.arange(rows * width, device=ends.device)
     tokens = sampled.tokens
@@ -79,11 +91,18 @@ def _with_ends(decoded: Accepted, sampled: Sampled, ends: Tensor, size: int) -> 
     one = torch.ones(len(ends), dtype=torch.int32, device=ends.device)
     logprobs = sampled.logprobs
     if logprobs is not None:
-        logprobs = LogprobTensors(*(spread(part, cells, size * width)
-                                    for part in (logprobs.token, logprobs.top_ids, logprobs.top)))
-    return Accepted(spread(tokens, cells, size * width).view(size, width),
-                    spread(torch.cat([decoded.counts, one]), places, size),
-                    spread(torch.cat([decoded.bad, sampled.bad[rows * width :]]), places, size), logprobs)
+        logprobs = LogprobTensors(
+            *(
+                spread(part, cells, size * width)
+                for part in (logprobs.token, logprobs.top_ids, logprobs.top)
+            )
+        )
+    return Accepted(
+        spread(tokens, cells, size * width).view(size, width),
+        spread(torch.cat([decoded.counts, one]), places, size),
+        spread(torch.cat([decoded.bad, sampled.bad[rows * width :]]), places, size),
+        logprobs,
+    )
 
 
 def spread(values: Tensor, where: Tensor, size: int) -> Tensor:

@@ -1,9 +1,11 @@
-"""Byte ranges of files straight into device memory: threads read, the device fetches, nobody waits for one tensor.
+"""Byte ranges of files straight into device memory: threads read, the device fetches, nobody waits
+for one tensor.
 
-Neighbouring ranges become one block of device memory. Threads fill pinned staging buffers, piece by piece and in order,
-and each full one is copied to its block without waiting. Reading by ``pread`` beats copying out of a mapping, whose
-pages are faulted in one by one.
+Neighbouring ranges become one block of device memory. Threads fill pinned staging buffers, piece by
+piece and in order, and each full one is copied to its block without waiting. Reading by ``pread``
+beats copying out of a mapping, whose pages are faulted in one by one.
 """
+
 from __future__ import annotations
 
 import os
@@ -48,12 +50,19 @@ class Block(Generic[Key]):
 
 
 def blocks_of(spans: Sequence[Span[Key]], most: int = BLOCK) -> list[Block[Key]]:
-    """Spans by file and place, neighbours together, up to ``most`` bytes a block (a larger span is one by itself)."""
+    """Spans by file and place, neighbours together, up to ``most`` bytes a block (a larger span is
+    one by itself).
+    """
     blocks: list[Block[Key]] = []
     for span in sorted(spans, key=lambda span: (span.file, span.start)):
         last = blocks[-1] if blocks else None
         end = span.start + span.size
-        if last is None or last.file != span.file or span.start - last.end > GAP or end - last.start > most:
+        if (
+            last is None
+            or last.file != span.file
+            or span.start - last.end > GAP
+            or end - last.start > most
+        ):
             last = Block(span.file, span.start, span.start)
             blocks.append(last)
         last.end = max(last.end, end)
@@ -70,7 +79,9 @@ class DirectReader(Generic[Key]):
         self._threads = threads
         self._piece = piece
         count = 2 * threads
-        self._staging = [torch.empty(piece, dtype=torch.uint8, pin_memory=self._on_device) for _ in range(count)]
+        self._staging = [
+            torch.empty(piece, dtype=torch.uint8, pin_memory=self._on_device) for _ in range(count)
+        ]
         self._copied: list[torch.cuda.Event | None] = [None] * count
         self._files: dict[Path, int] = {}
 
@@ -79,21 +90,30 @@ class DirectReader(Generic[Key]):
 
         The bytes lie in their block's memory, which lives as long as anything that views it.
         """
-        pieces = [(block, at) for block in blocks
-                  for at in range(block.start, max(block.end, block.start + 1), self._piece)]
+        pieces = [
+            (block, at)
+            for block in blocks
+            for at in range(block.start, max(block.end, block.start + 1), self._piece)
+        ]
         slots = len(self._staging)
         with ThreadPoolExecutor(self._threads, "weights") as pool:
             reads: deque[Future[int]] = deque(
-                pool.submit(self._fill, number, *piece) for number, piece in enumerate(pieces[:slots]))
+                pool.submit(self._fill, number, *piece)
+                for number, piece in enumerate(pieces[:slots])
+            )
             try:
                 memory = torch.empty(0)
                 for number, (block, at) in enumerate(pieces):
                     size = reads.popleft().result()
                     if at == block.start:
-                        memory = torch.empty(block.end - block.start, dtype=torch.uint8, device=self._device)
+                        memory = torch.empty(
+                            block.end - block.start, dtype=torch.uint8, device=self._device
+                        )
                     self._land(number % slots, memory[at - block.start : at - block.start + size])
                     if number + slots < len(pieces):
-                        reads.append(pool.submit(self._fill, number % slots, *pieces[number + slots]))
+                        reads.append(
+                            pool.submit(self._fill, number % slots, *pieces[number + slots])
+                        )
                     if at + self._piece >= block.end:
                         yield from _spans(block, memory)
             finally:
@@ -122,8 +142,10 @@ class DirectReader(Generic[Key]):
             while done < wanted:
                 got = os.preadv(self._open(block.file), [view[done:wanted]], at + done)
                 if not got:
-                    raise WeightError(f"{block.file}: ends at byte {at + done}, {block.end} were expected; the file "
-                                      "has changed since its header was read")
+                    raise WeightError(
+                        f"{block.file}: ends at byte {at + done}, {block.end} were expected; the file "
+                        "has changed since its header was read"
+                    )
                 done += got
         except OSError as error:
             raise WeightError(f"{block.file}: cannot be read: {error.strerror or error}") from None

@@ -1,4 +1,5 @@
 """Synthetic weights: no file is read, every tensor is made from a seed and its own name."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -18,8 +19,12 @@ class RandomOptions(WeightOptions):
 
 @hookimpl
 def register_weight_sources() -> list[Component]:
-    return [Component(
-        name="random", options=RandomOptions,
-        factory="glowplug.plugins.weights.random_runtime:RandomSource",
-        offers=WeightOffers(formats=frozenset({"synthetic"})),
-        summary="seeded random weights of proper scale, without any file")]
+    return [
+        Component(
+            name="random",
+            options=RandomOptions,
+            factory="glowplug.plugins.weights.random_runtime:RandomSource",
+            offers=WeightOffers(formats=frozenset({"synthetic"})),
+            summary="seeded random weights of proper scale, without any file",
+        )
+    ]

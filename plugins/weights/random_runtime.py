@@ -1,9 +1,11 @@
 """The runtime of the ``random`` weight source: each tensor is a function of (seed, name, shape).
 
-Scales keep hidden states and logits near one and spread routing over the experts; zero or constant weights would make
-every token choose the same experts and hide most mistakes. The numbers are made where they are needed, and are the same
+Scales keep hidden states and logits near one and spread routing over the experts; zero or constant
+weights would make every token choose the same experts and hide most mistakes. The numbers are made
+where they are needed, and are the same
 on every device, bit by bit: integers hashed from (key, place), scaled once.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -20,7 +22,10 @@ from glowplug.plugins.weights.random import RandomOptions
 
 FP8_SPREAD = 96.0  #: standard deviation of FP8 codes: the format's 448 lies 4.7 deviations out
 BLOCK = 128
-PIECE = {"cpu": 1 << 17, "cuda": 1 << 26}  #: numbers made at a time: what a cache holds; what little memory holds
+PIECE = {
+    "cpu": 1 << 17,
+    "cuda": 1 << 26,
+}  #: numbers made at a time: what a cache holds; what little memory holds
 INT8_SPREAD = 36.0  #: standard deviation of int8 codes: 127 lies 3.5 deviations out
 INT4_SPREAD = 85**0.5 / 2  #: of four random bits
 DEVIATION = (2**32 / 3) ** 0.5  #: of a sum of four 16-bit numbers
@@ -54,7 +59,10 @@ class RandomSource:
 
     def stream(self, targets: Sequence[WeightTarget]) -> Iterator[tuple[WeightTarget, Tensor]]:
         for target in targets:
-            yield target, self.read(target) if self._device.type == "cpu" else self._on(self._device, target)
+            yield (
+                target,
+                self.read(target) if self._device.type == "cpu" else self._on(self._device, target),
+            )
 
     def _on(self, device: torch.device, target: WeightTarget) -> Tensor:
         return self._make(target.name, tuple(target.shape), target.dtype, device)[target.index]
@@ -62,10 +70,13 @@ class RandomSource:
     def close(self) -> None:
         pass
 
-    def _make(self, name: str, shape: tuple[int, ...], dtype: str | None, device: torch.device) -> Tensor:
+    def _make(
+        self, name: str, shape: tuple[int, ...], dtype: str | None, device: torch.device
+    ) -> Tensor:
         noise = bell(self._key(name), math.prod(shape), device).view(shape)
         if name.endswith(".weight_scale_inv"):
-            # NOTE: codes spread FP8_SPREAD wide, so this gives the weight its fan-in scale; blocks differ on purpose.
+            # NOTE: codes spread FP8_SPREAD wide, so this gives the weight its fan-in scale; blocks
+            # differ on purpose.
             width = self._deviation(name, shape[-1] * self._block[1])
             return noise.mul_(0.1).clamp_(-0.3, 0.3).add_(1.0).mul_(width / FP8_SPREAD)
         if name.endswith((".weight_scale", ".scales")):
@@ -84,7 +95,8 @@ class RandomSource:
         return self._cast(noise.mul_(self._deviation(name, shape[-1])), dtype)
 
     def _narrow_scales(self, name: str, noise: Tensor) -> Tensor:
-        """Scales of int8 rows [N, 1], or of int4 groups [K / g, N], that give weights about their fan-in scale.
+        """Scales of int8 rows [N, 1], or of int4 groups [K / g, N], that give weights about their
+        fan-in scale.
 
         NOTE: how many inputs a weight has is not to be seen here; the hidden size is near enough.
         """
@@ -96,13 +108,17 @@ class RandomSource:
 
     def _words(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Eight random numbers of four bits in a word; zeros ("qzeros") are all 7 or all 8."""
-        words = _bits(self._key(name), 0, math.prod(shape), device).bitwise_and_(0xFFFFFFFF).view(shape)
+        words = (
+            _bits(self._key(name), 0, math.prod(shape), device).bitwise_and_(0xFFFFFFFF).view(shape)
+        )
         if name.endswith(".qzeros"):
             words = words.bitwise_and_(1).add_(7).mul_(0x11111111)
         return torch.where(words > 0x7FFFFFFF, words - (1 << 32), words).to(torch.int32)
 
     def _deviation(self, name: str, inputs: int) -> float:
-        """Fan-in scale; embeddings of one unless tied; what writes to the residual stream shrinks with depth."""
+        """Fan-in scale; embeddings of one unless tied; what writes to the residual stream shrinks
+        with depth.
+        """
         if "embed_tokens" in name and not self._tied:
             return 1.0
         if ".o_proj." in name or ".down_proj." in name:
@@ -118,16 +134,27 @@ class RandomSource:
 
 
 def bell(key: int, count: int, device: torch.device) -> Tensor:
-    """float32 [count] of mean 0 and deviation 1, nearly normal (sums of four uniform numbers, 3.46 at most)."""
+    """float32 [count] of mean 0 and deviation 1, nearly normal (sums of four uniform numbers, 3.46
+    at most).
+    """
     piece = PIECE.get(device.type, PIECE["cuda"])
-    parts = [_sums(key, start, min(piece, count - start), device) for start in range(0, count, piece)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros(0, device=device)
+    parts = [
+        _sums(key, start, min(piece, count - start), device) for start in range(0, count, piece)
+    ]
+    return (
+        parts[0]
+        if len(parts) == 1
+        else torch.cat(parts)
+        if parts
+        else torch.zeros(0, device=device)
+    )
 
 
 def _bits(key: int, start: int, count: int, device: torch.device) -> Tensor:
     """int64 [count]: 64 bits hashed from each place from ``start`` on (Steele et al., SplitMix64).
 
-    NOTE: int64 wraps and shifts right with its sign everywhere alike; the mask takes the sign's copies away.
+    NOTE: int64 wraps and shifts right with its sign everywhere alike; the mask takes the sign's
+    copies away.
     """
     bits = torch.arange(start, start + count, dtype=torch.int64, device=device)
     bits.mul_(-0x61C8864680B583EB).add_(key)

@@ -1,4 +1,7 @@
-"""Weights from safetensors files: checked before anything is allocated, then read in memory-mapped slices."""
+"""Weights from safetensors files: checked before anything is allocated, then read in memory-mapped
+slices.
+"""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -13,14 +16,21 @@ from glowplug.core.plugin.options import WeightOptions
 
 class SafetensorsOptions(WeightOptions):
     use: Literal["safetensors"] = "safetensors"
-    progress: bool = Field(True, description="show a progress bar when standard error is a terminal",
-                           json_schema_extra=OPERATIONAL)
+    progress: bool = Field(
+        True,
+        description="show a progress bar when standard error is a terminal",
+        json_schema_extra=OPERATIONAL,
+    )
 
 
 @hookimpl
 def register_weight_sources() -> list[Component]:
-    return [Component(
-        name="safetensors", options=SafetensorsOptions,
-        factory="glowplug.plugins.weights.safetensors_runtime:SafetensorsSource",
-        offers=WeightOffers(formats=frozenset({"safetensors"})),
-        summary="safetensors shards, preflighted and memory-mapped")]
+    return [
+        Component(
+            name="safetensors",
+            options=SafetensorsOptions,
+            factory="glowplug.plugins.weights.safetensors_runtime:SafetensorsSource",
+            offers=WeightOffers(formats=frozenset({"safetensors"})),
+            summary="safetensors shards, preflighted and memory-mapped",
+        )
+    ]

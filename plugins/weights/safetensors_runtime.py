@@ -1,4 +1,5 @@
 """The runtime of the ``safetensors`` weight source."""
+
 from __future__ import annotations
 
 import sys
@@ -44,7 +45,12 @@ class SafetensorsSource:
             raise WeightError(f"{self._folder}: no safetensors weights were found")
         if facts.tensors:
             self._compare(facts.tensors)
-        self._bar = tqdm(total=len(self._entries), desc="Loading weights", unit="tensor", disable=not self._progress)
+        self._bar = tqdm(
+            total=len(self._entries),
+            desc="Loading weights",
+            unit="tensor",
+            disable=not self._progress,
+        )
 
     def entries(self) -> Mapping[str, TensorFact]:
         return self._entries
@@ -54,7 +60,9 @@ class SafetensorsSource:
         try:
             value: Tensor = self._read(self._mapped(fact.file), target)
         except (SafetensorError, OSError) as error:
-            raise WeightError(f"{self._folder / fact.file}: tensor {target.name!r} cannot be read: {error}") from None
+            raise WeightError(
+                f"{self._folder / fact.file}: tensor {target.name!r} cannot be read: {error}"
+            ) from None
         self._count()
         return value
 
@@ -65,8 +73,9 @@ class SafetensorsSource:
         for target in targets:
             yield target, self.read(target)
 
-    def through(self, reader: DirectReader[Wanted], targets: Sequence[WeightTarget]
-                ) -> Iterator[tuple[WeightTarget, Tensor]]:
+    def through(
+        self, reader: DirectReader[Wanted], targets: Sequence[WeightTarget]
+    ) -> Iterator[tuple[WeightTarget, Tensor]]:
         """As ``stream``, by ``reader``, which it closes."""
         try:
             for span, held in reader.read(blocks_of(self._spans(targets))):
@@ -90,25 +99,37 @@ class SafetensorsSource:
         if fact is None:
             raise WeightError(f"{self._folder}: the checkpoint has no tensor {target.name!r}")
         if fact.shape != tuple(target.shape):
-            raise WeightError(f"{self._folder / fact.file}: tensor {target.name!r} has shape {list(fact.shape)}, "
-                              f"the model needs {list(target.shape)}")
+            raise WeightError(
+                f"{self._folder / fact.file}: tensor {target.name!r} has shape {list(fact.shape)}, "
+                f"the model needs {list(target.shape)}"
+            )
         return fact
 
     def _spans(self, targets: Sequence[WeightTarget]) -> list[Span[Wanted]]:
         """Where each target's rows lie; columns are cut on the device."""
         facts = {target.name: self._fact(target) for target in targets}
-        places = {file: read_places(self._folder / file) for file in sorted({fact.file for fact in facts.values()})}
+        places = {
+            file: read_places(self._folder / file)
+            for file in sorted({fact.file for fact in facts.values()})
+        }
         spans = []
         for target in targets:
             fact, first, end = places[facts[target.name].file][target.name]
             begin, rows, each = _rows(fact, target, end - first)
-            spans.append(Span((target, fact), self._folder / fact.file, first + begin * each, rows * each))
+            spans.append(
+                Span((target, fact), self._folder / fact.file, first + begin * each, rows * each)
+            )
         return spans
 
     @staticmethod
     def _read(file: Any, target: WeightTarget) -> Tensor:
-        whole = all(cut.indices(size) == (0, size, 1) for cut, size in zip(target.index, target.shape, strict=True))
-        value: Tensor = file.get_tensor(target.name) if whole else file.get_slice(target.name)[target.index]
+        whole = all(
+            cut.indices(size) == (0, size, 1)
+            for cut, size in zip(target.index, target.shape, strict=True)
+        )
+        value: Tensor = (
+            file.get_tensor(target.name) if whole else file.get_slice(target.name)[target.index]
+        )
         return value
 
     def _mapped(self, file: str) -> Any:
@@ -120,8 +141,10 @@ class SafetensorsSource:
         """The files must still hold what the plan was made for."""
         for name in planned.keys() | self._entries.keys():
             if planned.get(name) != self._entries.get(name):
-                raise WeightError(f"{self._folder}: tensor {name!r} changed since the plan was made: it was "
-                                  f"{_shown(planned.get(name))}, it is {_shown(self._entries.get(name))}")
+                raise WeightError(
+                    f"{self._folder}: tensor {name!r} changed since the plan was made: it was "
+                    f"{_shown(planned.get(name))}, it is {_shown(self._entries.get(name))}"
+                )
 
 
 def _shown(fact: TensorFact | None) -> str:

@@ -6,6 +6,7 @@
 
 Names are imported on first use: ``import glowplug`` alone stays free of torch.
 """
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,5 @@
 """``python -m glowplug`` is the ``glowplug`` command."""
+
 from glowplug.entrypoints.cli.main import main
 
 if __name__ == "__main__":

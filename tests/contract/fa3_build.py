@@ -1,8 +1,9 @@
 """Has the installed sgl-kernel FlashAttention-3 for heads of one kind?
 
-A build may leave kernels out, which the library notices when it launches one: it prints a line and ends the process,
-so it is asked in a process of its own.
+A build may leave kernels out, which the library notices when it launches one: it prints a line and
+ends the process, so it is asked in a process of its own.
 """
+
 from __future__ import annotations
 
 import subprocess
@@ -38,13 +39,22 @@ print("answered", flush=True)
 
 
 @cache
-def lacks(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: str = "cuda") -> str | None:
-    """What the library says where it cannot: None where it can. Errors before it is asked are the caller's.
+def lacks(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: str = "cuda"
+) -> str | None:
+    """What the library says where it cannot: None where it can. Errors before it is asked are the
+    caller's.
 
-    Heads are small tensors of zeros, contiguous and aligned: whatever goes wrong with them is not how it is called.
+    Heads are small tensors of zeros, contiguous and aligned: whatever goes wrong with them is not
+    how it is called.
     """
-    words = [str(number) for number in (heads, kv_heads, dim, 64)] + [str(dtype).removeprefix("torch."), device]
-    done = subprocess.run([sys.executable, "-c", ASKED, *words], text=True, capture_output=True, check=False)
+    words = [str(number) for number in (heads, kv_heads, dim, 64)] + [
+        str(dtype).removeprefix("torch."),
+        device,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED, *words], text=True, capture_output=True, check=False
+    )
     said = done.stdout.split()
     assert "asked" in said, done.stderr[-2000:]
     if "answered" in said and done.returncode == 0:

@@ -1,5 +1,6 @@
-"""The attention suite at DeepSeek's sizes on a GPU, and what is asked of a backend there beyond it: projections taken
-as they come, and decoding steps replayed from a graph."""
+"""The attention suite at DeepSeek's sizes on a GPU, and what is asked of a backend there beyond it:
+projections taken as they come, and decoding steps replayed from a graph."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -32,7 +33,10 @@ class ProjectedSuite(MlaSuite):
             rows = random_rows(rng, self.page_size, width=min(1 + seed, self.max_width))
             world = make_world(rows, self.page_size, seed)
             self.arguments(world, generator)
-            there, projected = self.there(self.layer(generator)), Projections(self, world.batch.num_tokens, seed)
+            there, projected = (
+                self.there(self.layer(generator)),
+                Projections(self, world.batch.num_tokens, seed),
+            )
             world.move(self.device, self.cached)
             latent, k_rope, q_nope, q_rope = projected.done(interleaved)
             outs, pools = [], []
@@ -41,12 +45,19 @@ class ProjectedSuite(MlaSuite):
                 world.pools = {"kv": world.pools["kv"].clone()}
                 backend.reserve(world.limits())
                 backend.plan_step(world.batch, None)
-                outs.append(projected.give(backend, interleaved, there) if taken else
-                            backend.mla(q_nope, q_rope, latent, k_rope, there))
+                outs.append(
+                    projected.give(backend, interleaved, there)
+                    if taken
+                    else backend.mla(q_nope, q_rope, latent, k_rope, there)
+                )
                 pools.append(world.pools["kv"].float().cpu())
             torch.testing.assert_close(outs[1], outs[0], rtol=10 * self.error, atol=10 * self.error)
-            near = 2 * self.error if self.cached.itemsize > 1 else 0.13  # FP8: one way rounds to bf16 before
-            torch.testing.assert_close(pools[1], pools[0], rtol=near, atol=2 * self.error, equal_nan=True)
+            near = (
+                2 * self.error if self.cached.itemsize > 1 else 0.13
+            )  # FP8: one way rounds to bf16 before
+            torch.testing.assert_close(
+                pools[1], pools[0], rtol=near, atol=2 * self.error, equal_nan=True
+            )
 
     def test_stored_blocks_are_read(self) -> None:
         """A layer whose weights are block FP8: their blocks give what the dequantised ones give."""
@@ -56,7 +67,10 @@ class ProjectedSuite(MlaSuite):
             generator = torch.Generator().manual_seed(seed)
             world = make_world([Row(n + width, width) for n in (1, 70, 200)], self.page_size, seed)
             self.arguments(world, generator)
-            layer, projected = self.stored(generator), Projections(self, world.batch.num_tokens, seed)
+            layer, projected = (
+                self.stored(generator),
+                Projections(self, world.batch.num_tokens, seed),
+            )
             world.move(self.device, self.cached)
             outs = []
             for option in ("bf16", "fp8"):
@@ -67,24 +81,36 @@ class ProjectedSuite(MlaSuite):
                 backend.plan_step(world.batch, None)
                 outs.append(projected.give(backend, True, layer))
             torch.testing.assert_close(outs[1], outs[0], rtol=10 * self.error, atol=10 * self.error)
-            assert not torch.equal(*outs), "they are read: exact codes and rounded weights differ a little"
+            assert not torch.equal(*outs), (
+                "they are read: exact codes and rounded weights differ a little"
+            )
 
     def stored(self, generator: torch.Generator) -> MlaCase:
         rows = self.nope + self.value
-        weight = torch.randn(self.heads * rows, self.lora, generator=generator).mul_(self.lora**-0.5).to(self.device)
+        weight = (
+            torch.randn(self.heads * rows, self.lora, generator=generator)
+            .mul_(self.lora**-0.5)
+            .to(self.device)
+        )
         values, scales = fp8.quantize_weight(weight)
         dense = fp8.dequantize_weight(values, scales, self.dtype).view(self.heads, rows, self.lora)
         layer = self._case(dense[:, : self.nope], dense[:, self.nope :].transpose(1, 2))
-        layer.kv_stored = (values.view(self.heads, rows, self.lora),
-                           scales.view(self.heads, rows // fp8.BLOCK, self.lora // fp8.BLOCK))
+        layer.kv_stored = (
+            values.view(self.heads, rows, self.lora),
+            scales.view(self.heads, rows // fp8.BLOCK, self.lora // fp8.BLOCK),
+        )
         return layer
 
     def there(self, layer: MlaCase) -> MlaCase:
-        return self._case(layer.w_uk.to(self.device, self.dtype), layer.w_uv.to(self.device, self.dtype))
+        return self._case(
+            layer.w_uk.to(self.device, self.dtype), layer.w_uv.to(self.device, self.dtype)
+        )
 
 
 class Projections:
-    """Random projections of a step, as views of one tensor, and what is made of them by the references."""
+    """Random projections of a step, as views of one tensor, and what is made of them by the
+    references.
+    """
 
     def __init__(self, suite: MlaSuite, tokens: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(100 + seed)
@@ -102,7 +128,9 @@ class Projections:
 
     def done(self, interleaved: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         query, compressed = self.views()
-        k_rope = rope.rotate_reference(compressed[:, None, self.lora :], self.cos_sin, interleaved)[:, 0]
+        k_rope = rope.rotate_reference(compressed[:, None, self.lora :], self.cos_sin, interleaved)[
+            :, 0
+        ]
         q_rope = rope.rotate_reference(query[..., self.nope :], self.cos_sin, interleaved)
         latent = rms_norm_reference(compressed[:, : self.lora], self.weight, EPS)
         return latent, k_rope, query[..., : self.nope].clone(), q_rope
@@ -110,7 +138,9 @@ class Projections:
     def give(self, backend: AttentionBackend, interleaved: bool, layer: MlaCase) -> Tensor:
         """The backend may overwrite the query, so it gets a copy."""
         kept, self.wide = self.wide, self.wide.clone()
-        out = backend.mla_projected(*self.views(), self.weight, EPS, RopeRows(self.cos_sin, interleaved), layer)
+        out = backend.mla_projected(
+            *self.views(), self.weight, EPS, RopeRows(self.cos_sin, interleaved), layer
+        )
         self.wide = kept
         return out
 
@@ -118,7 +148,9 @@ class Projections:
 def drafting(plan: EnginePlan) -> EnginePlan:
     """The same whose last layer is a draft's, so that backends reserve what its passes need."""
     model = replace(plan.facts.model, num_layers=plan.facts.model.num_layers - 1)
-    return replace(plan, facts=replace(plan.facts, model=model), sizes=replace(plan.sizes, draft_layers=1))
+    return replace(
+        plan, facts=replace(plan.facts, model=model), sizes=replace(plan.sizes, draft_layers=1)
+    )
 
 
 class GpuMlaSuite(ProjectedSuite):
@@ -131,7 +163,9 @@ class GpuMlaSuite(ProjectedSuite):
     capture_widths: tuple[int, ...] = (1, 3)
     most_keys = 64  #: so that prefixes are attended in pieces, too
 
-    def definition(self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase) -> Tensor:
+    def definition(
+        self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase
+    ) -> Tensor:
         """On the device, which computes in float64 faster."""
         assert isinstance(layer, MlaCase)
         there = self._case(layer.w_uk.to(self.device), layer.w_uv.to(self.device))
@@ -140,12 +174,18 @@ class GpuMlaSuite(ProjectedSuite):
 
     @pytest.mark.parametrize("first_key", [0, 1])
     def test_a_graph_replays_decoding_steps(self, first_key: int) -> None:
-        """Captured over rows that are all padding, replayed with other lengths, pages and tokens each time."""
+        """Captured over rows that are all padding, replayed with other lengths, pages and tokens
+        each time.
+        """
         if first_key and not self.first_key:
             pytest.skip("this backend reads every position")
         for width in self.capture_widths:
             generator = torch.Generator().manual_seed(width)
-            layer, backend, slot = self.there(self.layer(generator)), self.backend(self.page_size), object()
+            layer, backend, slot = (
+                self.there(self.layer(generator)),
+                self.backend(self.page_size),
+                object(),
+            )
             worlds = [self.decoding(number, width, first_key) for number in range(3)]
             pool = torch.cat([world.pools["kv"] for world in worlds])
             pool[: self.page_size] = 0.0
@@ -171,12 +211,16 @@ class GpuMlaSuite(ProjectedSuite):
                 assert torch.isfinite(replayed).all()
                 backend.plan_step(static, None)
                 eager = given.give(backend, True, layer)
-                torch.testing.assert_close(replayed[:real], eager[:real], rtol=self.error, atol=self.error)
+                torch.testing.assert_close(
+                    replayed[:real], eager[:real], rtol=self.error, atol=self.error
+                )
                 offset += world.num_pages
 
     def decoding(self, seed: int, width: int, first_key: int) -> World:
         lengths = np.random.default_rng(seed).integers(1, 700, 4)
-        world = make_world([Row(int(n) + width + first_key, width) for n in lengths], self.page_size, seed, 12)
+        world = make_world(
+            [Row(int(n) + width + first_key, width) for n in lengths], self.page_size, seed, 12
+        )
         world.batch.first_key = first_key
         world.fill("kv", (self.lora + self.rope,), torch.Generator().manual_seed(seed), self.cached)
         world.move(self.device, self.cached)

@@ -1,4 +1,7 @@
-"""A graph slot's batch as attention tests on a GPU need it: fixed memory, padding first, rows put in later."""
+"""A graph slot's batch as attention tests on a GPU need it: fixed memory, padding first, rows put
+in later.
+"""
+
 from __future__ import annotations
 
 import numpy as np
@@ -21,7 +24,9 @@ def padded(width: int, first_key: int, page_size: int, device: str, cached: torc
 
 
 def refill(static: Batch, batch: Batch, offset: int, page_size: int) -> None:
-    """Put the rows of ``batch`` first, their pages ``offset`` further on; the last rows stay padding."""
+    """Put the rows of ``batch`` first, their pages ``offset`` further on; the last rows stay
+    padding.
+    """
     rows, tokens, columns = batch.num_rows, batch.num_tokens, batch.page_table.shape[1]
     moved = batch.page_table + offset * (batch.page_table > 0)
     static.page_table[:rows, :columns] = moved[:, : static.page_table.shape[1]]

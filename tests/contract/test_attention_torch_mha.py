@@ -1,4 +1,5 @@
 """``torch_mha`` passes the attention slot's suite: MHA, GQA and MQA, in one piece and in many."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -51,13 +52,17 @@ class TestCudaBfloat16(TestGqa):
 
 
 def test_cache_of_a_narrower_dtype_is_read_as_stored() -> None:
-    """With a bfloat16 cache a chunk sees rounded keys, whether it reads them from the cache or has just made them."""
+    """With a bfloat16 cache a chunk sees rounded keys, whether it reads them from the cache or has
+    just made them.
+    """
     suite, generator, outs = TestGqa(), torch.Generator().manual_seed(3), []
     whole = make_world([Row(24, 24, prefill=True)], 16, 1)
     args = suite.arguments(whole, generator)
     for chunks in ((24,), (11, 13)):
         made, end, parts = suite.backend(16), 0, []
-        pools = {name: torch.zeros(whole.num_pages * 16, *shape) for name, shape in suite.entries.items()}
+        pools = {
+            name: torch.zeros(whole.num_pages * 16, *shape) for name, shape in suite.entries.items()
+        }
         for chunk in chunks:
             start, end = end, end + chunk
             world = suite._continued(whole, start, end, pools)

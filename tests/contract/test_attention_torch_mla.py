@@ -1,4 +1,5 @@
 """``torch_mla`` passes the attention slot's suite: absorbed and not, in one piece and in many."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -57,7 +58,9 @@ class TestCudaBfloat16(TestAbsorbed):
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("first_key", [0, 1])
 def test_one_row_in_host_memory(width: int, first_key: int) -> None:
-    """A lone decoding row, in shuffled pages and in neighbouring ones, with and without a hole before its first key."""
+    """A lone decoding row, in shuffled pages and in neighbouring ones, with and without a hole
+    before its first key.
+    """
     suite, found = TestAbsorbed(), set()
     for length in (width + 1, 16, 17, 33, 48):
         for shift in (False, True):

@@ -1,4 +1,7 @@
-"""``triton_mha`` passes the attention slot's suite interpreted, trees too. At the sizes of models: test_gpu_mha."""
+"""``triton_mha`` passes the attention slot's suite interpreted, trees too. At the sizes of models:
+test_gpu_mha.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -46,6 +49,14 @@ def test_a_tree_in_the_batch_is_read() -> None:
     world.batch.tree_mask = torch.tensor([[1, 3, 5], [1, 3, 7]], device=suite.device)
     got = suite.step(suite.backend(16), world, layer, args)
     batch = world.batch
-    expected = mha.paged_reference(args[0], world.pools["k"].cpu(), world.pools["v"].cpu(), batch.page_table.cpu(),
-                                   batch.kv_lens_device.cpu(), layer.scale, 16, tree=batch.tree_mask.cpu())
+    expected = mha.paged_reference(
+        args[0],
+        world.pools["k"].cpu(),
+        world.pools["v"].cpu(),
+        batch.page_table.cpu(),
+        batch.kv_lens_device.cpu(),
+        layer.scale,
+        16,
+        tree=batch.tree_mask.cpu(),
+    )
     suite.close(got, expected.flatten(1))

@@ -1,4 +1,7 @@
-"""``triton_mla`` passes the attention slot's suite: interpreted, on a GPU, over long prefixes, with an FP8 cache."""
+"""``triton_mla`` passes the attention slot's suite: interpreted, on a GPU, over long prefixes, with
+an FP8 cache.
+"""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -71,7 +74,9 @@ class TestFp8Cache(Published):
 class Apart(TritonMla):
     """Leaves three parts of keys to W_UV's product wherever it may."""
 
-    def _cut(self, query: Tensor, kv: Tensor, layer: MlaLayer, apart: bool = False) -> tuple[_Rows, Tiling]:
+    def _cut(
+        self, query: Tensor, kv: Tensor, layer: MlaLayer, apart: bool = False
+    ) -> tuple[_Rows, Tiling]:
         rows, cut = super()._cut(query, kv, layer, apart)
         return rows, replace(cut, block_n=16, splits=3, apart=apart and rows.width == 1)
 
@@ -82,12 +87,16 @@ def test_parts_joined_interpreted(first_key: int, monkeypatch: pytest.MonkeyPatc
     """Decoding rows of few and of many keys beside a prompt; several tokens a row go the other way."""
     calls: list[Tensor] = []
     product = mla_values.project
-    monkeypatch.setattr(mla_values, "project", lambda *given: [calls.append(given[4]), product(*given)])
+    monkeypatch.setattr(
+        mla_values, "project", lambda *given: [calls.append(given[4]), product(*given)]
+    )
     suite = TestInterpreted()
     suite.lora, suite.value, suite.heads = 64, 32, 2
     for width in (1, 2):
         generator = torch.Generator().manual_seed(width)
-        world = make_world([*(Row(n, width) for n in (width + first_key, 16, 17, 70)), Row(9, 4, True)], 16, width)
+        world = make_world(
+            [*(Row(n, width) for n in (width + first_key, 16, 17, 70)), Row(9, 4, True)], 16, width
+        )
         world.batch.first_key = first_key
         layer, args = suite.layer(generator), suite.arguments(world, generator)
         plan = suite.backend(16)._plan  # type: ignore[attr-defined]
@@ -102,19 +111,26 @@ def test_parts_joined_interpreted(first_key: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("rows", [8, 17, 32])
 @pytest.mark.parametrize("first_key", [0, 1])
 @pytest.mark.parametrize("kept", [None, torch.float8_e4m3fn])
-def test_parts_joined_by_the_values_product(heads: int, rows: int, first_key: int, kept: torch.dtype | None,
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_joined_by_the_values_product(
+    heads: int, rows: int, first_key: int, kept: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Decoding rows beside a prompt; several tokens a row and stored blocks go the other way."""
     suite = TestPublishedSizes() if kept is None else TestFp8Cache()
     suite.heads = heads
     calls: list[Tensor] = []
     product = mla_values.project
-    monkeypatch.setattr(mla_values, "project", lambda *given: [calls.append(given[4]), product(*given)])
+    monkeypatch.setattr(
+        mla_values, "project", lambda *given: [calls.append(given[4]), product(*given)]
+    )
     hopper = torch.cuda.get_device_capability() == (9, 0)
     for width in (1, 2):
         generator = torch.Generator().manual_seed(rows + width)
         lengths = torch.randint(width + first_key, 900, (rows,), generator=generator).tolist()
-        world = make_world([*(Row(n, width) for n in (width + first_key, *lengths[1:])), Row(50, 33, True)], 64, rows)
+        world = make_world(
+            [*(Row(n, width) for n in (width + first_key, *lengths[1:])), Row(50, 33, True)],
+            64,
+            rows,
+        )
         world.batch.first_key = first_key
         layer, args = suite.layer(generator), suite.arguments(world, generator)
         backend, want = suite.backend(64), suite.expected(world, layer, args)
@@ -154,7 +170,14 @@ def test_a_tree_in_the_batch_is_read() -> None:
     got = suite.step(backend, world, layer, args)
     q_nope, q_rope = args[:2]
     query = torch.cat((mla.absorb_query(q_nope, layer.w_uk), q_rope), dim=-1)
-    latent = mla.paged_latent_reference(query, world.pools["kv"].cpu(), world.batch.page_table.cpu(),
-                                        world.batch.kv_lens_device.cpu(), layer.scale, 16, layer.lora_rank,
-                                        tree=world.batch.tree_mask.cpu())
+    latent = mla.paged_latent_reference(
+        query,
+        world.pools["kv"].cpu(),
+        world.batch.page_table.cpu(),
+        world.batch.kv_lens_device.cpu(),
+        layer.scale,
+        16,
+        layer.lora_rank,
+        tree=world.batch.tree_mask.cpu(),
+    )
     suite.close(got, mla.project_output(latent, layer.w_uv.double()))

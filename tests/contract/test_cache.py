@@ -1,4 +1,5 @@
 """The built-in prefix caches pass the conformance suite."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -39,13 +40,22 @@ class TestRadix(CacheSuite):
             cache.lock(match, -1)
         assert len(cache._leaves) < 200
 
-    @pytest.mark.parametrize("break_it, message", [
-        (lambda cache: setattr(cache, "_held", cache._held + 1), "pages counted"),
-        (lambda cache: setattr(cache, "_locked", 1), "locked pages"),
-        (lambda cache: cache._leaves.clear(), "not queued for eviction"),
-        (lambda cache: next(cache._below(cache._roots[""])).pages.__setitem__(0, 2), "held twice"),
-        (lambda cache: next(cache._below(cache._roots[""])).tokens.__setitem__(0, 99), "link is broken"),
-    ])
+    @pytest.mark.parametrize(
+        "break_it, message",
+        [
+            (lambda cache: setattr(cache, "_held", cache._held + 1), "pages counted"),
+            (lambda cache: setattr(cache, "_locked", 1), "locked pages"),
+            (lambda cache: cache._leaves.clear(), "not queued for eviction"),
+            (
+                lambda cache: next(cache._below(cache._roots[""])).pages.__setitem__(0, 2),
+                "held twice",
+            ),
+            (
+                lambda cache: next(cache._below(cache._roots[""])).tokens.__setitem__(0, 99),
+                "link is broken",
+            ),
+        ],
+    )
     def test_integrity_sees_damage(self, cache: RadixCache, break_it: object, message: str) -> None:
         cache.insert(np.arange(2 * SIZE, dtype=np.int32), ints([1, 2]), "")
         assert callable(break_it)

@@ -1,4 +1,5 @@
 """Collectives over real process groups: ranks as threads (2 and 4) and as processes (2)."""
+
 from __future__ import annotations
 
 import multiprocessing
@@ -27,9 +28,13 @@ from tests.support.waiting import LIMIT
 pytestmark = pytest.mark.usefixtures("quick_switches")
 
 
-def gloo(rank: int, mesh: dict[str, int], rendezvous: str = "", store: Any = None, timeout: float = 20.0) -> Gloo:
+def gloo(
+    rank: int, mesh: dict[str, int], rendezvous: str = "", store: Any = None, timeout: float = 20.0
+) -> Gloo:
     ranks = mesh.get("tp", 1) * mesh.get("pp", 1)
-    worker = Worker(rank=rank, ranks=ranks, coordinates=coordinates(rank, mesh), rendezvous=rendezvous)
+    worker = Worker(
+        rank=rank, ranks=ranks, coordinates=coordinates(rank, mesh), rendezvous=rendezvous
+    )
     return Gloo(GlooOptions(timeout=timeout), replace(bare_plan(), mesh=mesh), worker, store)
 
 
@@ -45,7 +50,9 @@ class Threads(RankedCollectivesSuite):
     def open(self, rank: int, mesh: dict[str, int], store: HashStore) -> Collectives:
         return gloo(rank, mesh, store=store)
 
-    def run(self, body: Callable[[Collectives, int], Any], mesh: Mapping[str, int] | None = None) -> list[Any]:
+    def run(
+        self, body: Callable[[Collectives, int], Any], mesh: Mapping[str, int] | None = None
+    ) -> list[Any]:
         over, store = dict(mesh or {"tp": self.ranks}), HashStore()
 
         def one(rank: int) -> Any:
@@ -97,7 +104,9 @@ class TestTwoDevices(Threads):
 
     def open(self, rank: int, mesh: dict[str, int], store: HashStore) -> Collectives:
         device = f"cuda:{rank}"
-        worker = Worker(rank=rank, ranks=self.ranks, device=device, coordinates=coordinates(rank, mesh))
+        worker = Worker(
+            rank=rank, ranks=self.ranks, device=device, coordinates=coordinates(rank, mesh)
+        )
         held = Nccl(NcclOptions(timeout=60), replace(bare_plan(), mesh=mesh), worker, store)
         return cast(Collectives, OnDevice(held, device))
 
@@ -114,6 +123,7 @@ class TestOneRank(CollectivesSuite):
 
 def in_threads(ranks: int, work: Callable[[int], Any]) -> list[Any]:
     """Results, or the CollectiveErrors raised instead, by rank."""
+
     def one(rank: int) -> Any:
         try:
             return work(rank)
@@ -138,14 +148,23 @@ def test_ranks_meet_at_an_address(scheme: str, tmp_path: Path) -> None:
 def test_ranks_meet_in_an_agents_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torchrun sets it up: the agent hosts the store, and no rank opens the port."""
     agent = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port),
-                        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(agent.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
-    assert in_threads(2, lambda rank: gloo(rank, {"tp": 2}, "env://").broadcast_bytes(b"hi")) == [b"hi", b"hi"]
+    assert in_threads(2, lambda rank: gloo(rank, {"tp": 2}, "env://").broadcast_bytes(b"hi")) == [
+        b"hi",
+        b"hi",
+    ]
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CollectiveError, match=r"rank 0 of 3 waited 0.3 s for ranks \[1, 2\] to start"):
+    with pytest.raises(
+        CollectiveError, match=r"rank 0 of 3 waited 0.3 s for ranks \[1, 2\] to start"
+    ):
         gloo(0, {"tp": 3}, f"file://{tmp_path}/ranks", timeout=0.3)
 
 
@@ -191,7 +210,9 @@ def test_a_peer_that_does_not_answer_ends_the_operation_in_time() -> None:
         return False
 
     found, silent = in_threads(2, work)
-    assert isinstance(found, CollectiveError) and silent is True, "it ended while its peer was there and silent"
+    assert isinstance(found, CollectiveError) and silent is True, (
+        "it ended while its peer was there and silent"
+    )
     assert "imed out" in str(found)
     assert "all_gather_numbers over world failed on rank 0" in str(found)
 
@@ -199,9 +220,11 @@ def test_a_peer_that_does_not_answer_ends_the_operation_in_time() -> None:
 def process_rank(rank: int, address: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     held = gloo(rank, {"tp": 2}, address)
-    made = [held.all_reduce(torch.full((3,), rank + 1.0), "tp").tolist(),
-            held.all_gather(torch.tensor([rank]), "tp").tolist(),
-            held.broadcast_bytes(b"from 0" if rank == 0 else None)]
+    made = [
+        held.all_reduce(torch.full((3,), rank + 1.0), "tp").tolist(),
+        held.all_gather(torch.tensor([rank]), "tp").tolist(),
+        held.broadcast_bytes(b"from 0" if rank == 0 else None),
+    ]
     pipe.send_bytes(repr(made).encode())
     held.close()
 
@@ -209,8 +232,10 @@ def process_rank(rank: int, address: str, pipe: Any) -> None:
 def test_ranks_may_be_processes(tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
     pipes = [spawn.Pipe() for _ in range(2)]
-    processes = [spawn.Process(target=process_rank, args=(rank, f"file://{tmp_path}/ranks", theirs))
-                 for rank, (_, theirs) in enumerate(pipes)]
+    processes = [
+        spawn.Process(target=process_rank, args=(rank, f"file://{tmp_path}/ranks", theirs))
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
     for process in processes:
         process.start()
     try:

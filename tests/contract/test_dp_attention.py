@@ -1,4 +1,7 @@
-"""Data-parallel attention: what each rank holds, what ranks agree on, who gets a request, how tokens cross groups."""
+"""Data-parallel attention: what each rank holds, what ranks agree on, who gets a request, how
+tokens cross groups.
+"""
+
 from __future__ import annotations
 
 import threading
@@ -36,8 +39,12 @@ def made(mesh: dict[str, int], rank: int, rendezvous: str = "apart") -> DpAttent
     """The strategy of one rank; ranks with the same ``rendezvous`` exchange."""
     plan, meeting = replace(bare_plan(), mesh=mesh), MEETINGS.setdefault(rendezvous, Meeting())
     assert not meeting.over
-    worker = Worker(rank=rank, ranks=mesh["tp"], coordinates=coordinates(rank, mesh), rendezvous=rendezvous)
-    joined = replace(worker, collectives=ThreadCollectives(ThreadOptions(timeout=10.0), plan, worker))
+    worker = Worker(
+        rank=rank, ranks=mesh["tp"], coordinates=coordinates(rank, mesh), rendezvous=rendezvous
+    )
+    joined = replace(
+        worker, collectives=ThreadCollectives(ThreadOptions(timeout=10.0), plan, worker)
+    )
     return DpAttention(DpAttentionOptions(size=mesh["dp"]), plan, joined)
 
 
@@ -46,8 +53,10 @@ def each(mesh: dict[str, int], work: Callable[[DpAttention, int], Any]) -> list[
     MEETINGS["together"] = Meeting()
     found: dict[int, Any] = {}
     ranks = [made(mesh, rank, "together") for rank in range(mesh["tp"])]
-    threads = [threading.Thread(target=lambda rank=rank: found.update({rank: work(ranks[rank], rank)}))
-               for rank in range(mesh["tp"])]
+    threads = [
+        threading.Thread(target=lambda rank=rank: found.update({rank: work(ranks[rank], rank)}))
+        for rank in range(mesh["tp"])
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -71,7 +80,7 @@ class TestOneGroup(TestTwoGroups):
     mesh = {"tp": 4, "dp": 1}
 
 
-# ---- shards ---------------------------------------------------------------------------------------------------------
+# ---- shards --------------------------------------------------------------------------------------
 
 
 def test_attention_and_vocabulary_are_split_within_a_group_and_nothing_else() -> None:
@@ -80,38 +89,83 @@ def test_attention_and_vocabulary_are_split_within_a_group_and_nothing_else() ->
         heads = strategy.shard("heads", "model.layers.0.self_attn", 8)
         out = strategy.shard("row", "model.layers.0.self_attn.o_proj", 8)
         vocab = strategy.shard("vocab", "lm_head", 9)
-        assert heads is not None and (heads.start, heads.size, heads.reduce) == (4 * within, 4, False)
-        assert out is not None and (out.start, out.size, out.reduce, out.axis) == (4 * within, 4, True, "attn_tp")
-        assert vocab is not None and (vocab.start, vocab.size, vocab.axis) == (5 * within, 5 - within, "attn_tp")
-        for role, name in (("column", "mlp.gate_proj"), ("row", "mlp.down_proj"), ("experts", "mlp.experts"),
-                           ("expert_width", "mlp.experts"), ("replicated", "norm")):
+        assert heads is not None and (heads.start, heads.size, heads.reduce) == (
+            4 * within,
+            4,
+            False,
+        )
+        assert out is not None and (out.start, out.size, out.reduce, out.axis) == (
+            4 * within,
+            4,
+            True,
+            "attn_tp",
+        )
+        assert vocab is not None and (vocab.start, vocab.size, vocab.axis) == (
+            5 * within,
+            5 - within,
+            "attn_tp",
+        )
+        for role, name in (
+            ("column", "mlp.gate_proj"),
+            ("row", "mlp.down_proj"),
+            ("experts", "mlp.experts"),
+            ("expert_width", "mlp.experts"),
+            ("replicated", "norm"),
+        ):
             assert strategy.shard(role, f"model.layers.0.{name}", 64) is None
 
 
 def test_a_rank_that_is_its_own_group_holds_its_attention_whole() -> None:
     for rank in range(4):
-        for role, name in (("heads", "self_attn"), ("row", "self_attn.o_proj"), ("vocab", "lm_head")):
+        for role, name in (
+            ("heads", "self_attn"),
+            ("row", "self_attn.o_proj"),
+            ("vocab", "lm_head"),
+        ):
             held = made({"tp": 4, "dp": 4}, rank).shard(role, name, 8)
-            assert held is not None and (held.start, held.size, held.reduce, held.gather) == (0, 8, False, False)
+            assert held is not None and (held.start, held.size, held.reduce, held.gather) == (
+                0,
+                8,
+                False,
+                False,
+            )
 
 
-# ---- agreement and routing ------------------------------------------------------------------------------------------
+# ---- agreement and routing -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("modes", "agreed"), [
-    ([Mode.IDLE, Mode.IDLE], Mode.IDLE), ([Mode.IDLE, Mode.DECODE], Mode.DECODE),
-    ([Mode.VERIFY, Mode.IDLE], Mode.VERIFY), ([Mode.DECODE, Mode.PREFILL], Mode.PREFILL),
-    ([Mode.PREFILL, Mode.VERIFY], Mode.PREFILL)])
+@pytest.mark.parametrize(
+    ("modes", "agreed"),
+    [
+        ([Mode.IDLE, Mode.IDLE], Mode.IDLE),
+        ([Mode.IDLE, Mode.DECODE], Mode.DECODE),
+        ([Mode.VERIFY, Mode.IDLE], Mode.VERIFY),
+        ([Mode.DECODE, Mode.PREFILL], Mode.PREFILL),
+        ([Mode.PREFILL, Mode.VERIFY], Mode.PREFILL),
+    ],
+)
 def test_groups_agree_on_the_most_of_everything(modes: list[Mode], agreed: Mode) -> None:
     """Ranks of one group say the same, and its load counts once."""
     own = [StepShape(modes[0], 3, 40, 5), StepShape(modes[1], 7, 9, 2)]
-    found = each({"tp": 4, "dp": 2}, lambda strategy, rank: (strategy.agree(own[rank // 2]), strategy.router().loads))
+    found = each(
+        {"tp": 4, "dp": 2},
+        lambda strategy, rank: (strategy.agree(own[rank // 2]), strategy.router().loads),
+    )
     assert found == [(StepShape(agreed, 7, 40, 7), [5, 2])] * 4
 
 
 def sequence(id: int) -> Sequence:
-    return Sequence(id=id, prompt=np.array([1], np.int32), params=SamplingParams(), priority=0, salt="", arrival=0.0,
-                    stop_ids=frozenset(), timeout=0.0, queue_timeout=0.0)
+    return Sequence(
+        id=id,
+        prompt=np.array([1], np.int32),
+        params=SamplingParams(),
+        priority=0,
+        salt="",
+        arrival=0.0,
+        stop_ids=frozenset(),
+        timeout=0.0,
+        queue_timeout=0.0,
+    )
 
 
 def test_a_request_has_one_group_and_the_least_loaded() -> None:
@@ -128,7 +182,7 @@ def test_a_request_has_one_group_and_the_least_loaded() -> None:
     assert owners == [1, 1, 1, 0, 1, 0, 1, 0]  # up to four each, then in turn
 
 
-# ---- tokens ---------------------------------------------------------------------------------------------------------
+# ---- tokens --------------------------------------------------------------------------------------
 
 
 def batch_of(tokens: int) -> Batch:
@@ -156,14 +210,22 @@ def test_mlps_see_every_groups_tokens_and_groups_get_theirs_back(mesh: dict[str,
         assert torch.equal(back, inputs[rank // a_group] * 2)
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
-def refusals(folder: Path, parallel: list[dict[str, Any]], name: str = "v3", **changes: Any) -> list[Refusal]:
-    config = {"model": str(write_config(folder, name, **changes)), "weights": {"use": "random"}, "parallel": parallel,
-              "collectives": {"use": "threads"}}
+def refusals(
+    folder: Path, parallel: list[dict[str, Any]], name: str = "v3", **changes: Any
+) -> list[Refusal]:
+    config = {
+        "model": str(write_config(folder, name, **changes)),
+        "weights": {"use": "random"},
+        "parallel": parallel,
+        "collectives": {"use": "threads"},
+    }
     with pytest.raises(PlanRefused) as caught:
-        make_plan(config, plugins=load_plugins([THREADS], entry_points=False), hardware=read_sheet("cpu"))
+        make_plan(
+            config, plugins=load_plugins([THREADS], entry_points=False), hardware=read_sheet("cpu")
+        )
     return list(caught.value.refusals)
 
 
@@ -175,19 +237,27 @@ def tensor(size: int) -> dict[str, Any]:
     return {"use": "tensor", "size": size}
 
 
-@pytest.mark.parametrize(("parallel", "field", "fix"), [
-    ([dp(2)], "parallel.0.use", "tensor"),
-    ([dp(2), tensor(2)], "parallel.1.use", "in the order tensor, dp_attention"),
-    ([tensor(1), dp(1)], "parallel.1.size", "more tensor ranks"),
-    ([tensor(4), dp(3)], "parallel.1.size", "size = 4 (one of 1, 2, 4)"),
-    ([tensor(2), dp(4)], "parallel.1.size", "size = 2"),
-])
-def test_groups_that_cannot_be_cut_are_refused_with_the_fix(tmp_path: Path, parallel: list[dict[str, Any]], field: str,
-                                                            fix: str) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "field", "fix"),
+    [
+        ([dp(2)], "parallel.0.use", "tensor"),
+        ([dp(2), tensor(2)], "parallel.1.use", "in the order tensor, dp_attention"),
+        ([tensor(1), dp(1)], "parallel.1.size", "more tensor ranks"),
+        ([tensor(4), dp(3)], "parallel.1.size", "size = 4 (one of 1, 2, 4)"),
+        ([tensor(2), dp(4)], "parallel.1.size", "size = 2"),
+    ],
+)
+def test_groups_that_cannot_be_cut_are_refused_with_the_fix(
+    tmp_path: Path, parallel: list[dict[str, Any]], field: str, fix: str
+) -> None:
     found = refusals(tmp_path, parallel)
     assert len(found) == 1 and found[0].field == field and fix in found[0].fix
 
 
 def test_heads_must_split_over_a_group(tmp_path: Path) -> None:
     found = refusals(tmp_path, [tensor(4), dp(2)], num_attention_heads=3, num_key_value_heads=3)
-    assert len(found) == 1 and "num_attention_heads of 3" in found[0].reason and "2 ranks" in found[0].reason
+    assert (
+        len(found) == 1
+        and "num_attention_heads of 3" in found[0].reason
+        and "2 ranks" in found[0].reason
+    )

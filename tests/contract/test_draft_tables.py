@@ -1,4 +1,7 @@
-"""What latent attention by libraries holds for a draft's passes: as many bytes as its component says, in one place."""
+"""What latent attention by libraries holds for a draft's passes: as many bytes as its component
+says, in one place.
+"""
+
 from __future__ import annotations
 
 import importlib
@@ -59,7 +62,9 @@ class OfDrafts(ProjectedSuite):
         plan = drafting(replace(plan, sizes=replace(plan.sizes, width=WIDTH)))
         options = self.component().options()
         module, _, name = self.component().factory.partition(":")
-        backend: AttentionBackend = getattr(importlib.import_module(module), name)(options, plan, worker)
+        backend: AttentionBackend = getattr(importlib.import_module(module), name)(
+            options, plan, worker
+        )
         return backend
 
     def component(self) -> Component:
@@ -70,7 +75,9 @@ class OfDrafts(ProjectedSuite):
         assert isinstance(offers, AttentionOffers) and offers.reserves is not None
         world = make_world([Row(3, 1)], PAGE, 0)
         world.fill("kv", (self.lora + self.rope,), torch.Generator().manual_seed(0))
-        limits = Limits(rows=ROWS, context=CONTEXT, num_pages=9, width=WIDTH, vocab=8, kv=(world.pools,))
+        limits = Limits(
+            rows=ROWS, context=CONTEXT, num_pages=9, width=WIDTH, vocab=8, kv=(world.pools,)
+        )
         backend.reserve(limits)
         backend.reserve(limits)
         for rows in (16, 8, 3, 1):

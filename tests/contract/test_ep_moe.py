@@ -1,4 +1,5 @@
 """Expert parallelism: its shards, its refusals, and each exchange against every expert on one rank."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -23,7 +24,11 @@ from glowplug.core.testing.harness.threads import ThreadOptions
 from glowplug.core.testing.harness.threads_runtime import MEETINGS, Meeting, ThreadCollectives
 from glowplug.core.testing.suites.parallel import ParallelSuite
 from glowplug.plugins.parallel import expert_exchange
-from glowplug.plugins.parallel.ep_moe import EpMoeOptions, check_ep_moe, register_parallel_strategies
+from glowplug.plugins.parallel.ep_moe import (
+    EpMoeOptions,
+    check_ep_moe,
+    register_parallel_strategies,
+)
 from glowplug.plugins.parallel.ep_moe_runtime import EpMoe
 from tests.support.rank_threads import on_ranks
 
@@ -31,17 +36,33 @@ pytestmark = pytest.mark.usefixtures("quick_switches")
 HIDDEN, WIDTH, EXPERTS, TOPK = 12, 8, 8, 3
 BACKENDS = ("threads", "gloo")
 LAYOUTS: tuple[dict[str, int], ...] = (
-    {"tp": 1, "ep": 1}, {"tp": 2, "ep": 2}, {"tp": 2, "ep": 2, "dp": 2}, {"tp": 2, "ep": 1, "dp": 2},
-    {"tp": 4, "ep": 2}, {"tp": 4, "ep": 2, "dp": 2}, {"tp": 4, "ep": 2, "dp": 4}, {"tp": 4, "ep": 4},
-    {"tp": 4, "ep": 4, "dp": 2}, {"tp": 4, "ep": 4, "dp": 4}, {"tp": 4, "ep": 1, "dp": 2},
+    {"tp": 1, "ep": 1},
+    {"tp": 2, "ep": 2},
+    {"tp": 2, "ep": 2, "dp": 2},
+    {"tp": 2, "ep": 1, "dp": 2},
+    {"tp": 4, "ep": 2},
+    {"tp": 4, "ep": 2, "dp": 2},
+    {"tp": 4, "ep": 2, "dp": 4},
+    {"tp": 4, "ep": 4},
+    {"tp": 4, "ep": 4, "dp": 2},
+    {"tp": 4, "ep": 4, "dp": 4},
+    {"tp": 4, "ep": 1, "dp": 2},
 )
-CASES = [(mesh, exchange) for mesh in LAYOUTS for exchange in ("all_gather", "all_to_all", "all_to_all_static")
-         if exchange == "all_gather" or mesh["ep"] == mesh["tp"]]
+CASES = [
+    (mesh, exchange)
+    for mesh in LAYOUTS
+    for exchange in ("all_gather", "all_to_all", "all_to_all_static")
+    if exchange == "all_gather" or mesh["ep"] == mesh["tp"]
+]
 
 
 def strategy(rank: int, mesh: Mapping[str, int], collectives: Any = None, **options: Any) -> EpMoe:
-    worker = Worker(rank=rank, ranks=mesh["tp"], coordinates=coordinates(rank, mesh), collectives=collectives)
-    return EpMoe(EpMoeOptions(size=mesh["ep"], **options), replace(bare_plan(), mesh=dict(mesh)), worker)
+    worker = Worker(
+        rank=rank, ranks=mesh["tp"], coordinates=coordinates(rank, mesh), collectives=collectives
+    )
+    return EpMoe(
+        EpMoeOptions(size=mesh["ep"], **options), replace(bare_plan(), mesh=dict(mesh)), worker
+    )
 
 
 class TestEpMoeOfTwo(ParallelSuite):
@@ -58,9 +79,16 @@ class TestEpMoeOfAll(TestEpMoeOfTwo):
 
 def test_experts_lie_over_ep_their_width_over_what_is_left() -> None:
     held = [strategy(rank, {"tp": 4, "ep": 2}) for rank in range(4)]
-    found = [(ep.shard("experts", "a.experts", 8), ep.shard("expert_width", "a.experts", 256, 128)) for ep in held]
+    found = [
+        (ep.shard("experts", "a.experts", 8), ep.shard("expert_width", "a.experts", 256, 128))
+        for ep in held
+    ]
     assert [(e.start, e.size, w.start, w.size) for e, w in found if e and w] == [
-        (0, 4, 0, 128), (0, 4, 128, 128), (4, 4, 0, 128), (4, 4, 128, 128)]
+        (0, 4, 0, 128),
+        (0, 4, 128, 128),
+        (4, 4, 0, 128),
+        (4, 4, 128, 128),
+    ]
 
 
 def test_the_shared_expert_is_the_group_s_own() -> None:
@@ -69,13 +97,15 @@ def test_the_shared_expert_is_the_group_s_own() -> None:
     name = "model.layers.1.mlp.shared_experts.down_proj"
     parts = [ep.shard("row", name, 384, 128) for ep in held]
     assert [(p.start, p.size, p.reduce, p.axis) for p in parts if p] == [
-        (0, 256, True, "attn_tp"), (256, 128, True, "attn_tp")] * 2
+        (0, 256, True, "attn_tp"),
+        (256, 128, True, "attn_tp"),
+    ] * 2
     assert held[0].shard("row", "model.layers.0.mlp.down_proj", 384) is None
     alone = strategy(0, {"tp": 4, "ep": 4, "dp": 4}).shard("column", name, 384)
     assert alone is not None and (alone.size, alone.gather) == (384, False)
 
 
-# ---- exchanges against one rank -------------------------------------------------------------------------------------
+# ---- exchanges against one rank ------------------------------------------------------------------
 
 
 @dataclass
@@ -95,7 +125,9 @@ class Weights:
         self.a = torch.randn(EXPERTS, HIDDEN, WIDTH, generator=generator) / HIDDEN**0.5
         self.b = torch.randn(EXPERTS, WIDTH, HIDDEN, generator=generator) / WIDTH**0.5
 
-    def apply(self, tokens: Tokens, experts: slice = slice(None), width: slice = slice(None)) -> Tensor:
+    def apply(
+        self, tokens: Tokens, experts: slice = slice(None), width: slice = slice(None)
+    ) -> Tensor:
         a, b = self.a[experts, :, width], self.b[experts, width]
         out = torch.zeros_like(tokens.x)
         for token, chosen in enumerate(tokens.ids.tolist()):
@@ -106,24 +138,39 @@ class Weights:
         return out
 
 
-def tokens_of(count: int, generator: torch.Generator, experts: list[int] | None = None, absent: float = 0.0) -> Tokens:
+def tokens_of(
+    count: int, generator: torch.Generator, experts: list[int] | None = None, absent: float = 0.0
+) -> Tokens:
     """``count`` tokens, each with TOPK different experts among ``experts``; some ids are -1."""
     among = torch.tensor(experts or list(range(EXPERTS)))
-    picks = torch.stack([torch.randperm(len(among), generator=generator)[:TOPK] for _ in range(count)]) \
-        if count else torch.zeros(0, TOPK, dtype=torch.int64)
+    picks = (
+        torch.stack([torch.randperm(len(among), generator=generator)[:TOPK] for _ in range(count)])
+        if count
+        else torch.zeros(0, TOPK, dtype=torch.int64)
+    )
     ids = among[picks]
     if ids.shape[1] < TOPK:
         ids = F.pad(ids, (0, TOPK - ids.shape[1]), value=-1)
     ids[torch.rand(ids.shape, generator=generator) < absent] = -1
-    return Tokens(torch.randn(count, HIDDEN, generator=generator), ids, torch.rand(count, TOPK, generator=generator))
+    return Tokens(
+        torch.randn(count, HIDDEN, generator=generator),
+        ids,
+        torch.rand(count, TOPK, generator=generator),
+    )
 
 
 def steps_of(mesh: Mapping[str, int], seed: int) -> list[list[Tokens]]:
-    """Steps of uneven groups: random sizes, nobody, one token only, all on one rank, all at home, -1 here and there."""
+    """Steps of uneven groups: random sizes, nobody, one token only, all on one rank, all at home,
+    -1 here and there.
+    """
     generator = torch.Generator().manual_seed(seed)
     groups, held = mesh.get("dp", 1), EXPERTS // mesh["ep"]
-    sizes = [[5 + 3 * g for g in range(groups)], [0] * groups, [int(g == 0) for g in range(groups)],
-             [int(g == groups - 1) * 7 for g in range(groups)]]
+    sizes = [
+        [5 + 3 * g for g in range(groups)],
+        [0] * groups,
+        [int(g == 0) for g in range(groups)],
+        [int(g == groups - 1) * 7 for g in range(groups)],
+    ]
     sizes += [torch.randint(0, 18, (groups,), generator=generator).tolist() for _ in range(3)]
     steps = [[tokens_of(count, generator) for count in step] for step in sizes]
     steps.append([tokens_of(4 + g, generator, list(range(held))) for g in range(groups)])
@@ -139,38 +186,70 @@ def batch_of(step: list[Tokens]) -> Batch:
     return replace(idle_batch(), agreed=StepShape(Mode.DECODE, max(sizes), max(sizes), len(sizes)))
 
 
-def exchanged(exchange: ExpertExchange, held: EpMoe, weights: Weights, tokens: Tokens, batch: Batch,
-              partial: Tensor | None = None) -> Tensor:
+def exchanged(
+    exchange: ExpertExchange,
+    held: EpMoe,
+    weights: Weights,
+    tokens: Tokens,
+    batch: Batch,
+    partial: Tensor | None = None,
+) -> Tensor:
     """What a mixture does with an exchange."""
     experts, width = held.shard("experts", "m", EXPERTS), held.shard("expert_width", "m", WIDTH)
     assert experts is not None and width is not None
-    sent = Tokens(*exchange.dispatch(tokens.x.clone(), tokens.ids.clone(), tokens.weights.clone(), batch))
-    assert sent.x.shape[0] == sent.ids.shape[0] == sent.weights.shape[0] and bool((sent.ids < experts.size).all())
-    y = weights.apply(sent, slice(experts.start, experts.start + experts.size),
-                      slice(width.start, width.start + width.size))
+    sent = Tokens(
+        *exchange.dispatch(tokens.x.clone(), tokens.ids.clone(), tokens.weights.clone(), batch)
+    )
+    assert sent.x.shape[0] == sent.ids.shape[0] == sent.weights.shape[0] and bool(
+        (sent.ids < experts.size).all()
+    )
+    y = weights.apply(
+        sent,
+        slice(experts.start, experts.start + experts.size),
+        slice(width.start, width.start + width.size),
+    )
     return exchange.combine(y, partial)
 
 
-def run_steps(backend: str, mesh: Mapping[str, int], exchange: str, steps: list[list[Tokens]], weights: Weights,
-              partials: Callable[[int, Tokens], Tensor | None] = lambda rank, tokens: None,
-              ) -> list[tuple[list[Tensor], Tensor | None]]:
+def run_steps(
+    backend: str,
+    mesh: Mapping[str, int],
+    exchange: str,
+    steps: list[list[Tokens]],
+    weights: Weights,
+    partials: Callable[[int, Tokens], Tensor | None] = lambda rank, tokens: None,
+) -> list[tuple[list[Tensor], Tensor | None]]:
     """By rank: the results of each step, and the load."""
+
     def body(collectives: Collectives, rank: int) -> tuple[list[Tensor], Tensor | None]:
         held = strategy(rank, mesh, collectives, exchange=exchange)
         moved = held.expert_exchange("m", EXPERTS)
         assert moved is not None
         group = coordinates(rank, mesh)["dp"]
-        made = [exchanged(moved, held, weights, step[group], batch_of(step), partials(rank, step[group]))
-                for step in steps]
+        made = [
+            exchanged(
+                moved, held, weights, step[group], batch_of(step), partials(rank, step[group])
+            )
+            for step in steps
+        ]
         return made, moved.load
 
     return on_ranks(mesh, backend, body)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("mesh", "exchange"), CASES, ids=lambda value: value if isinstance(value, str) else "-".join(
-    f"{axis}{size}" for axis, size in value.items()))
-def test_tokens_come_back_as_one_rank_computes_them(mesh: dict[str, int], exchange: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "exchange"),
+    CASES,
+    ids=lambda value: (
+        value
+        if isinstance(value, str)
+        else "-".join(f"{axis}{size}" for axis, size in value.items())
+    ),
+)
+def test_tokens_come_back_as_one_rank_computes_them(
+    mesh: dict[str, int], exchange: str, backend: str
+) -> None:
     weights, steps = Weights(1), steps_of(mesh, seed=mesh["tp"] * 10 + mesh["ep"])
     found = run_steps(backend, mesh, exchange, steps, weights)
     for rank, (made, _) in enumerate(found):
@@ -183,10 +262,17 @@ def test_tokens_come_back_as_one_rank_computes_them(mesh: dict[str, int], exchan
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("mesh", "exchange"), [
-    ({"tp": 4, "ep": 4, "dp": 2}, name) for name in ("all_gather", "all_to_all", "all_to_all_static")] + [
-    ({"tp": 4, "ep": 2}, "all_gather"), ({"tp": 4, "ep": 4}, "all_to_all")])
-def test_a_partial_sum_is_added_up_over_the_group(mesh: dict[str, int], exchange: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "exchange"),
+    [
+        ({"tp": 4, "ep": 4, "dp": 2}, name)
+        for name in ("all_gather", "all_to_all", "all_to_all_static")
+    ]
+    + [({"tp": 4, "ep": 2}, "all_gather"), ({"tp": 4, "ep": 4}, "all_to_all")],
+)
+def test_a_partial_sum_is_added_up_over_the_group(
+    mesh: dict[str, int], exchange: str, backend: str
+) -> None:
     """Each rank of a group brings its own term of the shared expert."""
     weights, steps = Weights(2), steps_of(mesh, seed=3)
 
@@ -201,9 +287,15 @@ def test_a_partial_sum_is_added_up_over_the_group(mesh: dict[str, int], exchange
             torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("mesh", "exchange"), [(mesh, name) for mesh, name in CASES if mesh.get("dp", 1) > 1])
-def test_padding_never_leaks(mesh: dict[str, int], exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN wherever the exchange pads, and in tokens of a padded batch (ids -1): real tokens do not see them."""
+@pytest.mark.parametrize(
+    ("mesh", "exchange"), [(mesh, name) for mesh, name in CASES if mesh.get("dp", 1) > 1]
+)
+def test_padding_never_leaks(
+    mesh: dict[str, int], exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN wherever the exchange pads, and in tokens of a padded batch (ids -1): real tokens do not
+    see them.
+    """
     pad = F.pad
 
     def poisoned(x: Tensor, fill: tuple[int, ...], value: float = 0.0) -> Tensor:
@@ -222,7 +314,9 @@ def test_padding_never_leaks(mesh: dict[str, int], exchange: str, monkeypatch: p
         group = coordinates(rank, mesh)["dp"]
         for step, got in zip(steps, made, strict=True):
             real = len(step[group].x) - 2
-            torch.testing.assert_close(got[:real], weights.apply(step[group])[:real], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                got[:real], weights.apply(step[group])[:real], atol=1e-5, rtol=1e-5
+            )
         assert load is not None
     chosen = torch.cat([tokens.ids.flatten() for step in steps for tokens in step])
     counted = sum(load for _, load in found if load is not None)
@@ -230,15 +324,23 @@ def test_padding_never_leaks(mesh: dict[str, int], exchange: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("mesh", "exchange"), [(mesh, name) for mesh, name in CASES if mesh["tp"] == 4])
-def test_a_token_s_bits_do_not_depend_on_its_neighbours(mesh: dict[str, int], exchange: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "exchange"), [(mesh, name) for mesh, name in CASES if mesh["tp"] == 4]
+)
+def test_a_token_s_bits_do_not_depend_on_its_neighbours(
+    mesh: dict[str, int], exchange: str, backend: str
+) -> None:
     """The same token alone, between others, and last of many, with a term of each rank."""
     generator = torch.Generator().manual_seed(6)
     weights, probe, groups = Weights(4), tokens_of(1, generator, [0, 2, 7]), mesh.get("dp", 1)
     places, steps = (0, 3, 16), []
     for place in places:
         step = [tokens_of(place + 1 + g % 2 * 4, generator) for g in range(groups)]
-        step[-1].x[place], step[-1].ids[place], step[-1].weights[place] = probe.x[0], probe.ids[0], probe.weights[0]
+        step[-1].x[place], step[-1].ids[place], step[-1].weights[place] = (
+            probe.x[0],
+            probe.ids[0],
+            probe.weights[0],
+        )
         steps.append(step)
 
     def term(rank: int, tokens: Tokens) -> Tensor | None:
@@ -250,7 +352,9 @@ def test_a_token_s_bits_do_not_depend_on_its_neighbours(mesh: dict[str, int], ex
 
 
 @pytest.mark.parametrize(("mesh", "exchange"), CASES)
-def test_every_choice_is_worked_on_by_the_ranks_that_share_the_expert(mesh: dict[str, int], exchange: str) -> None:
+def test_every_choice_is_worked_on_by_the_ranks_that_share_the_expert(
+    mesh: dict[str, int], exchange: str
+) -> None:
     """And by no other; padding chooses nothing."""
     step = tokens_of(5, torch.Generator().manual_seed(8))
     steps = [step] + [tokens_of(2, torch.Generator())] * (mesh.get("dp", 1) - 1)
@@ -267,9 +371,16 @@ def test_every_choice_is_worked_on_by_the_ranks_that_share_the_expert(mesh: dict
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_travel_whole(dtype: torch.dtype) -> None:
-    x, ids, weights = torch.randn(3, 5, 6).to(dtype), torch.randint(-1, 9, (3, 5, TOPK)), torch.rand(3, 5, TOPK)
-    for given, got in zip((x, ids, weights), expert_exchange.unpack(
-            expert_exchange.pack(x, ids, weights).flatten(0, 1), TOPK, dtype), strict=True):
+    x, ids, weights = (
+        torch.randn(3, 5, 6).to(dtype),
+        torch.randint(-1, 9, (3, 5, TOPK)),
+        torch.rand(3, 5, TOPK),
+    )
+    for given, got in zip(
+        (x, ids, weights),
+        expert_exchange.unpack(expert_exchange.pack(x, ids, weights).flatten(0, 1), TOPK, dtype),
+        strict=True,
+    ):
         assert torch.equal(given.flatten(0, 1), got)
 
 
@@ -281,9 +392,14 @@ def test_partial_results_add_up_in_float32() -> None:
 
 
 def test_nobody_counts_when_told_not_to() -> None:
-    collectives = ThreadCollectives(ThreadOptions(), bare_plan(), Worker(rendezvous="alone")) \
-        if MEETINGS.setdefault("alone", Meeting()) else None
-    moved = strategy(0, {"tp": 1, "ep": 1}, collectives, count_load=False).expert_exchange("m", EXPERTS)
+    collectives = (
+        ThreadCollectives(ThreadOptions(), bare_plan(), Worker(rendezvous="alone"))
+        if MEETINGS.setdefault("alone", Meeting())
+        else None
+    )
+    moved = strategy(0, {"tp": 1, "ep": 1}, collectives, count_load=False).expert_exchange(
+        "m", EXPERTS
+    )
     del MEETINGS["alone"]
     assert moved is not None and moved.load is None
 
@@ -297,48 +413,113 @@ def test_more_tokens_than_agreed_is_a_fault() -> None:
         moved.dispatch(tokens.x, tokens.ids, tokens.weights, batch)
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
-TENSOR = Chosen("tensor", ParallelOptions(use="tensor"), ParallelOffers(axes=frozenset({"tp"}), ranks=True))
+TENSOR = Chosen(
+    "tensor", ParallelOptions(use="tensor"), ParallelOffers(axes=frozenset({"tp"}), ranks=True)
+)
 
 
-def refusals(tp: int = 4, experts: int = 8, before: tuple[Chosen, ...] = (TENSOR,), after: tuple[Chosen, ...] = (),
-             captures: frozenset[Mode] = frozenset(), draft: int | None = None, **options: Any) -> list[Refusal]:
+def refusals(
+    tp: int = 4,
+    experts: int = 8,
+    before: tuple[Chosen, ...] = (TENSOR,),
+    after: tuple[Chosen, ...] = (),
+    captures: frozenset[Mode] = frozenset(),
+    draft: int | None = None,
+    **options: Any,
+) -> list[Refusal]:
     facts: Facts = bare_plan().facts
     model = replace(facts.model, n_routed_experts=experts)
     own = EpMoeOptions(**options)
     chosen = Chosen("ep_moe", own, register_parallel_strategies()[0].offers)
     runner = Chosen("some_graphs", GraphOptions(use="some_graphs"), GraphOffers(captures=captures))
-    return list(check_ep_moe(CheckContext(
-        options=own, config=None,  # type: ignore[arg-type]
-        facts=replace(facts, model=model, draft=None if draft is None else replace(model, n_routed_experts=draft)),
-        chosen={"parallel": (*before, chosen, *after), "graphs": (runner,)}, values={"mesh": {"tp": tp}})))
+    return list(
+        check_ep_moe(
+            CheckContext(
+                options=own,
+                config=None,  # type: ignore[arg-type]
+                facts=replace(
+                    facts,
+                    model=model,
+                    draft=None if draft is None else replace(model, n_routed_experts=draft),
+                ),
+                chosen={"parallel": (*before, chosen, *after), "graphs": (runner,)},
+                values={"mesh": {"tp": tp}},
+            )
+        )
+    )
 
 
-@pytest.mark.parametrize("options", [
-    {"size": 1}, {"size": 2}, {"size": 4}, {"size": 4, "exchange": "all_to_all_static"},
-    {"size": 4, "exchange": "all_to_all"}, {"size": 2, "exchange": "all_gather"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"size": 1},
+        {"size": 2},
+        {"size": 4},
+        {"size": 4, "exchange": "all_to_all_static"},
+        {"size": 4, "exchange": "all_to_all"},
+        {"size": 2, "exchange": "all_gather"},
+    ],
+)
 def test_what_fits_is_taken(options: dict[str, Any]) -> None:
     assert refusals(**options) == []
     if options.get("exchange") != "all_to_all":
         assert refusals(captures=frozenset({Mode.DECODE}), **options) == []
 
 
-@pytest.mark.parametrize(("given", "field", "reason", "fix"), [
-    ({"size": 2, "experts": 0}, "use", "Fake has no routed experts", "leave ep_moe out"),
-    ({"size": 2, "before": ()}, "use", "none stands before it", 'use = "tensor", size = 2 before it'),
-    ({"size": 2, "before": (), "after": (TENSOR,)}, "use", "none stands before it", "before it"),
-    ({"size": 4, "experts": 6}, "size", "6 experts cannot be dealt evenly to 4 ranks", "size = 1 or 2"),
-    ({"size": 3, "experts": 9}, "size", "3 does not divide the 4 tensor-parallel ranks", "size = 1"),
-    ({"size": 4, "draft": 6}, "size", "6 experts cannot", "size = 1 or 2"),
-    ({"size": 2, "exchange": "all_to_all"}, "exchange", "2 ranks split the width of each",
-     'size = 4, or parallel.1.exchange = "all_gather"'),
-    ({"size": 2, "exchange": "all_to_all_static", "experts": 6}, "exchange", "each expert whole on one rank",
-     'parallel.1.exchange = "all_gather"'),
-    ({"size": 4, "exchange": "all_to_all", "captures": frozenset({Mode.DECODE})}, "exchange",
-     "which some_graphs cannot capture", 'exchange = "all_to_all_static", or graphs.use = "eager"'),
-])
-def test_what_does_not_fit_is_refused_with_the_fix(given: dict[str, Any], field: str, reason: str, fix: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "field", "reason", "fix"),
+    [
+        ({"size": 2, "experts": 0}, "use", "Fake has no routed experts", "leave ep_moe out"),
+        (
+            {"size": 2, "before": ()},
+            "use",
+            "none stands before it",
+            'use = "tensor", size = 2 before it',
+        ),
+        (
+            {"size": 2, "before": (), "after": (TENSOR,)},
+            "use",
+            "none stands before it",
+            "before it",
+        ),
+        (
+            {"size": 4, "experts": 6},
+            "size",
+            "6 experts cannot be dealt evenly to 4 ranks",
+            "size = 1 or 2",
+        ),
+        (
+            {"size": 3, "experts": 9},
+            "size",
+            "3 does not divide the 4 tensor-parallel ranks",
+            "size = 1",
+        ),
+        ({"size": 4, "draft": 6}, "size", "6 experts cannot", "size = 1 or 2"),
+        (
+            {"size": 2, "exchange": "all_to_all"},
+            "exchange",
+            "2 ranks split the width of each",
+            'size = 4, or parallel.1.exchange = "all_gather"',
+        ),
+        (
+            {"size": 2, "exchange": "all_to_all_static", "experts": 6},
+            "exchange",
+            "each expert whole on one rank",
+            'parallel.1.exchange = "all_gather"',
+        ),
+        (
+            {"size": 4, "exchange": "all_to_all", "captures": frozenset({Mode.DECODE})},
+            "exchange",
+            "which some_graphs cannot capture",
+            'exchange = "all_to_all_static", or graphs.use = "eager"',
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_fix(
+    given: dict[str, Any], field: str, reason: str, fix: str
+) -> None:
     found = refusals(**given)
     assert len(found) == 1, found
     assert found[0].field == f"parallel.{len(given.get('before', (TENSOR,)))}.{field}"

@@ -1,4 +1,5 @@
 """What is said of a build that ends the process, that raises, and that answers."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.contract import fa3_build
 @pytest.fixture
 def lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     """``fa3_build.lacks`` with a library whose functions do what is given."""
+
     def of(body: str) -> str | None:
         package = tmp_path / "sgl_kernel"
         package.mkdir(exist_ok=True)
@@ -26,8 +28,10 @@ def lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-u
 
 
 def library(body: str) -> str:
-    return (f"import os, sys\ndef flash_attn_varlen_func(*args, **named):\n    {body}\n"
-            "flash_attn_with_kvcache = flash_attn_varlen_func\n")
+    return (
+        f"import os, sys\ndef flash_attn_varlen_func(*args, **named):\n    {body}\n"
+        "flash_attn_with_kvcache = flash_attn_varlen_func\n"
+    )
 
 
 def test_a_library_that_answers(lacks) -> None:  # type: ignore[no-untyped-def]

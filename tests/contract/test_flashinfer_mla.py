@@ -1,4 +1,5 @@
 """flashinfer's latent-attention backend on the CPU, with a library that attends as its plans say."""
+
 from __future__ import annotations
 
 import importlib
@@ -51,8 +52,15 @@ class Suite(ProjectedSuite):
         backend: AttentionBackend = made(FlashInferMlaOptions(), plan, worker)
         return backend
 
-    def world(self, seed: int, width: int, first_key: int = 0, lengths: tuple[int, ...] = (30, 1, 97)) -> World:
-        world = make_world([Row(n + width + first_key, width) for n in lengths], self.page_size, seed, spare_columns=9)
+    def world(
+        self, seed: int, width: int, first_key: int = 0, lengths: tuple[int, ...] = (30, 1, 97)
+    ) -> World:
+        world = make_world(
+            [Row(n + width + first_key, width) for n in lengths],
+            self.page_size,
+            seed,
+            spare_columns=9,
+        )
         world.batch.first_key = first_key
         return world
 
@@ -70,7 +78,11 @@ class TestWhatTheLibraryIsGiven(Suite):
         self.step(self.backend(16), world, self.layer(generator), args)
         (given,) = MlaWrapper.given
         columns = world.batch.page_table.shape[1]
-        assert given["qo_indptr"] == [0, 3, 6, 9] and given["causal"] is True and given["page_size"] == 16
+        assert (
+            given["qo_indptr"] == [0, 3, 6, 9]
+            and given["causal"] is True
+            and given["page_size"] == 16
+        )
         assert given["kv_indptr"] == [0, columns, 2 * columns, 3 * columns]
         assert given["kv_len_arr"] == [33, 4, 100]
         assert torch.equal(given["kv_indices"], world.batch.page_table.reshape(-1))
@@ -81,14 +93,22 @@ class TestWhatTheLibraryIsGiven(Suite):
         self.step(self.backend(16), world, self.layer(generator), args)
         (given,) = MlaWrapper.given
         each = world.batch.page_table.shape[1] * 16 - 1
-        assert given["page_size"] == 1 and given["causal"] is False and given["kv_len_arr"] == [31, 2, 98]
+        assert (
+            given["page_size"] == 1
+            and given["causal"] is False
+            and given["kv_len_arr"] == [31, 2, 98]
+        )
         assert given["kv_indptr"] == [0, each, 2 * each, 3 * each]
         for row, count in enumerate((31, 2, 98)):
             slots = given["kv_indices"][row * each :][:count]
             assert torch.equal(slots.long(), world.slots_of(row)[1 : count + 1])
 
     def test_a_plain_step_leaves_plans_as_they_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        backend, generator, world = self.backend(16), torch.Generator().manual_seed(0), self.world(0, 1)
+        backend, generator, world = (
+            self.backend(16),
+            torch.Generator().manual_seed(0),
+            self.world(0, 1),
+        )
         args = self.arguments(world, generator)
         monkeypatch.setattr(sys.modules[RUNTIME], "set_lengths", lambda *given: pytest.fail("set"))
         layer = self.layer(generator)
@@ -103,16 +123,22 @@ class TestWhatTheLibraryIsGiven(Suite):
             pytest.skip("the host knows these lengths")
         for seed in range(6):
             generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
-            world = self.world(seed, width, first_key, tuple(int(n) for n in rng.integers(0, 130, 5)) + (3,))
+            world = self.world(
+                seed, width, first_key, tuple(int(n) for n in rng.integers(0, 130, 5)) + (3,)
+            )
             layer, args = self.layer(generator), self.arguments(world, generator)
             expected = self.expected(world, layer, args)
-            world.batch.kv_lens = world.batch.kv_lens + rng.integers(0, 9 * self.page_size, 6).astype(np.int32)
+            world.batch.kv_lens = world.batch.kv_lens + rng.integers(
+                0, 9 * self.page_size, 6
+            ).astype(np.int32)
             world.batch.kv_lens_device[-1] = 0
             world.batch.slots[-width:] = 0
             got = self.step(self.backend(self.page_size), world, layer, args)
             assert torch.isfinite(got).all()
             self.close(got[:-width], expected[:-width])
-            assert max(MlaWrapper.given[-1]["kv_len_arr"]) > max(world.batch.kv_lens_device.tolist())
+            assert max(MlaWrapper.given[-1]["kv_len_arr"]) > max(
+                world.batch.kv_lens_device.tolist()
+            )
 
     @pytest.mark.parametrize(("width", "first_key"), [(1, 0), (3, 0), (1, 1)])
     def test_a_slot_keeps_its_wrapper_and_its_memory(self, width: int, first_key: int) -> None:
@@ -127,7 +153,9 @@ class TestWhatTheLibraryIsGiven(Suite):
             for name in ("page_table", "kv_lens_device", "slots"):
                 target, new = getattr(static.batch, name), getattr(world.batch, name)
                 target.zero_()
-                target[tuple(slice(size) for size in new.shape)] = new[tuple(slice(size) for size in target.shape)]
+                target[tuple(slice(size) for size in new.shape)] = new[
+                    tuple(slice(size) for size in target.shape)
+                ]
             static.batch.kv_lens = world.batch.kv_lens + np.int32(2 * (width > 1 or first_key))
             backend.reserve(world.limits())
             backend.plan_step(static.batch, slot)
@@ -135,20 +163,25 @@ class TestWhatTheLibraryIsGiven(Suite):
         assert MlaWrapper.given[0]["wrapper"] is MlaWrapper.given[1]["wrapper"]
 
     def test_no_plan_waits_for_one_of_its_own_step(self) -> None:
-        """Without slots: as many wrappers as a step has plans, so that a plan waits for the step before at most."""
+        """Without slots: as many wrappers as a step has plans, so that a plan waits for the step
+        before at most.
+        """
         backend, generator = self.backend(16), torch.Generator().manual_seed(0)
         for seed in range(2):
             for width, first_key in ((1, 1), (1, 1), (3, 0)):
                 world = self.world(seed, width, first_key)
                 layer, args = self.layer(generator), self.arguments(world, generator)
-                self.close(self.step(backend, world, layer, args), self.expected(world, layer, args))
+                self.close(
+                    self.step(backend, world, layer, args), self.expected(world, layer, args)
+                )
         wrappers = [id(given["wrapper"]) for given in MlaWrapper.given]
         assert len(set(wrappers[:3])) == 3 and wrappers[3:] == wrappers[:3]
         assert Event.waits[3:] == Event.waits[:3] and len(set(map(id, Event.waits))) == 3
 
     @pytest.mark.parametrize("changed", ["fewer", "moved", "renamed"])
-    def test_another_layout_is_an_error_that_names_the_version(self, changed: str,
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_another_layout_is_an_error_that_names_the_version(
+        self, changed: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         plan = MlaWrapper.plan
 
         def other(self: Any, *given: Any) -> None:
@@ -163,6 +196,8 @@ class TestWhatTheLibraryIsGiven(Suite):
         monkeypatch.setattr(MlaWrapper, "plan", other)
         generator, world = torch.Generator().manual_seed(0), self.world(0, 2)
         args = self.arguments(world, generator)
-        with pytest.raises(RuntimeError, match=r"flashinfer-python 0\.0\.fake .* 0\.6\.11") as caught:
+        with pytest.raises(
+            RuntimeError, match=r"flashinfer-python 0\.0\.fake .* 0\.6\.11"
+        ) as caught:
             self.step(self.backend(16), world, self.layer(generator), args)
         assert "Fix:" in str(caught.value)

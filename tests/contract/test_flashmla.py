@@ -1,4 +1,7 @@
-"""FlashMLA's backend on the CPU, with a library that multiplies as its kernels do: 16 bits, and E4M3 throughout."""
+"""FlashMLA's backend on the CPU, with a library that multiplies as its kernels do: 16 bits, and
+E4M3 throughout.
+"""
+
 from __future__ import annotations
 
 import importlib
@@ -18,7 +21,10 @@ from tests.contract import fake_sgl_kernel
 from tests.contract.fake_sgl_kernel import CALLS
 from tests.contract.gpu_mla import ProjectedSuite
 
-RUNTIMES = ["glowplug.plugins.attention.mla.flashmla_runtime", "glowplug.plugins.attention.mla.fa3_runtime"]
+RUNTIMES = [
+    "glowplug.plugins.attention.mla.flashmla_runtime",
+    "glowplug.plugins.attention.mla.fa3_runtime",
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,12 +51,16 @@ class TestFlashMla(ProjectedSuite):
     nope, rope, value, lora = 16, 64, 8, 512
 
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
-        backend: AttentionBackend = importlib.import_module(RUNTIMES[0]).FlashMla(FlashMlaOptions(), plan, worker)
+        backend: AttentionBackend = importlib.import_module(RUNTIMES[0]).FlashMla(
+            FlashMlaOptions(), plan, worker
+        )
         return backend
 
 
 class TestFlashMlaWithAnFp8Cache(TestFlashMla):
-    """Scores of numbers around one, rounded in the query: see ``test_gpu_mla_libraries`` for the bound."""
+    """Scores of numbers around one, rounded in the query: see ``test_gpu_mla_libraries`` for the
+    bound.
+    """
 
     kv_dtype, error, first_key = torch.float8_e4m3fn, 6e-2, False
 
@@ -62,11 +72,15 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
 
     def given(self, seed: int, lengths: tuple[int, ...] = (1, 64, 130), width: int = 1) -> World:
         world = make_world([Row(n + width, width) for n in lengths], self.page_size, seed)
-        own = world.fill("kv", (self.lora + self.rope,), torch.Generator().manual_seed(seed), self.cached)
+        own = world.fill(
+            "kv", (self.lora + self.rope,), torch.Generator().manual_seed(seed), self.cached
+        )
         mla.store(own[:, : self.lora], own[:, self.lora :], world.pools["kv"], world.batch.slots)
         return world
 
-    def decode(self, backend: AttentionBackend, world: World, query: Tensor, slot: object | None = None) -> Tensor:
+    def decode(
+        self, backend: AttentionBackend, world: World, query: Tensor, slot: object | None = None
+    ) -> Tensor:
         backend.plan_step(world.batch, slot)
         layer = self.layer(torch.Generator().manual_seed(0))
         out: Tensor = backend.decode(query, world.pools["kv"], layer.scale, layer)  # type: ignore[attr-defined]
@@ -103,7 +117,10 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
 
     def test_kernels_captured_in_a_slot_read_each_steps_lengths(self) -> None:
         """What the first step of a slot was given holds the numbers of a later one."""
-        slot, worlds = object(), [self.given(seed, lengths) for seed, lengths in ((3, (5, 70, 1)), (4, (200, 3, 66)))]
+        slot, worlds = (
+            object(),
+            [self.given(seed, lengths) for seed, lengths in ((3, (5, 70, 1)), (4, (200, 3, 66)))],
+        )
         backend = self.backend(self.page_size)
         kept = []
         for world in worlds:
@@ -111,11 +128,15 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
             backend.reserve(world.limits())
             backend.plan_step(world.batch, slot)
             kept.append(backend._rows)  # type: ignore[attr-defined]
-            fresh = fake_sgl_kernel.get_mla_metadata(world.batch.kv_lens_device, self.heads, 1, is_fp8_kvcache=True)
+            fresh = fake_sgl_kernel.get_mla_metadata(
+                world.batch.kv_lens_device, self.heads, 1, is_fp8_kvcache=True
+            )
             held = kept[-1]
             assert torch.equal(held.lens, world.batch.kv_lens_device)
             assert all(torch.equal(*pair) for pair in zip(held.schedule, fresh, strict=True))
-        for first, second in zip((kept[0].lens, *kept[0].schedule), (kept[1].lens, *kept[1].schedule), strict=True):
+        for first, second in zip(
+            (kept[0].lens, *kept[0].schedule), (kept[1].lens, *kept[1].schedule), strict=True
+        ):
             assert first.data_ptr() == second.data_ptr()
 
     def test_a_cache_of_16_bits_is_read_as_such_whatever_the_plan_says(self) -> None:
@@ -127,8 +148,14 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
             outs.append(self.decode(backend, world, query))
             assert (CALLS[-1]["q"].dtype == torch.float8_e4m3fn) is not wide
         exact = mla.paged_latent_reference(
-            query, world.pools["kv"].float(), world.batch.page_table, world.batch.kv_lens_device,
-            self.layer(torch.Generator().manual_seed(0)).scale, self.page_size, self.lora).float()
+            query,
+            world.pools["kv"].float(),
+            world.batch.page_table,
+            world.batch.kv_lens_device,
+            self.layer(torch.Generator().manual_seed(0)).scale,
+            self.page_size,
+            self.lora,
+        ).float()
         torch.testing.assert_close(outs[0], exact, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(outs[1], exact, rtol=1e-3, atol=1e-3), "queries are rounded"
 

@@ -1,4 +1,7 @@
-"""The multi-head backends pass the attention slot's suite on a GPU, and captured steps replay as they run."""
+"""The multi-head backends pass the attention slot's suite on a GPU, and captured steps replay as
+they run.
+"""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -22,7 +25,9 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 
 
 class GpuMhaSuite(MhaSuite):
-    """bf16 at the sizes of Llama-3-8B. Subclasses set sizes in ``sizes``: heads, key heads, numbers of a head."""
+    """bf16 at the sizes of Llama-3-8B. Subclasses set sizes in ``sizes``: heads, key heads, numbers
+    of a head.
+    """
 
     device, dtype, error = "cuda", torch.bfloat16, 1e-2
     sizes: tuple[int, int, int] = (32, 8, 128)
@@ -52,27 +57,35 @@ class GpuMhaSuite(MhaSuite):
     def layer(self, generator: torch.Generator) -> MhaCase:
         return MhaCase(*self.sizes[:2], head_dim=self.sizes[2], scale=self.sizes[2] ** -0.5)
 
-    def definition(self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase) -> Tensor:
+    def definition(
+        self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase
+    ) -> Tensor:
         """On the device, which computes in float64 faster."""
         moved = [[x.to(self.device) for x in given] for given in (queries, history)]
         return super().definition(*moved, layer).cpu()
 
     @pytest.mark.parametrize("first_key", [0, 1])
     def test_a_graph_replays_decoding_steps(self, first_key: int) -> None:
-        """Captured over rows that are all padding, replayed with other lengths, pages and tokens each time."""
+        """Captured over rows that are all padding, replayed with other lengths, pages and tokens
+        each time.
+        """
         if first_key and not self.first_key:
             pytest.skip("this backend reads every position")
         for width in self.capture_widths:
             generator = torch.Generator().manual_seed(width)
             layer, backend, slot = self.layer(generator), self.backend(self.page_size), object()
             worlds = [self.decoding(number, width, first_key) for number in range(3)]
-            pool = {name: torch.cat([world.pools[name] for world in worlds]) for name in self.entries}
+            pool = {
+                name: torch.cat([world.pools[name] for world in worlds]) for name in self.entries
+            }
             for cache in pool.values():
                 cache[: self.page_size] = 0.0
             backend.reserve(worlds[0].limits((pool,)))
             static = padded(width, first_key, self.page_size, self.device, self.cached)
-            given = [torch.zeros(static.num_tokens, *shape, device=self.device, dtype=self.dtype)
-                     for shape in (*self.queries, *self.entries.values())]
+            given = [
+                torch.zeros(static.num_tokens, *shape, device=self.device, dtype=self.dtype)
+                for shape in (*self.queries, *self.entries.values())
+            ]
             backend.plan_step(static, slot)
             backend.mha(*given, layer)
             torch.cuda.synchronize()
@@ -90,13 +103,19 @@ class GpuMhaSuite(MhaSuite):
                 replayed = out.clone()
                 assert torch.isfinite(replayed).all()
                 backend.plan_step(static, None)
-                torch.testing.assert_close(replayed[:real], backend.mha(*given, layer)[:real], rtol=self.error,
-                                           atol=self.error)
+                torch.testing.assert_close(
+                    replayed[:real],
+                    backend.mha(*given, layer)[:real],
+                    rtol=self.error,
+                    atol=self.error,
+                )
                 offset += world.num_pages
 
     def decoding(self, seed: int, width: int, first_key: int) -> World:
         lengths = np.random.default_rng(seed).integers(1, 700, 4)
-        world = make_world([Row(int(n) + width + first_key, width) for n in lengths], self.page_size, seed, 12)
+        world = make_world(
+            [Row(int(n) + width + first_key, width) for n in lengths], self.page_size, seed, 12
+        )
         world.batch.first_key = first_key
         for name, shape in self.entries.items():
             world.fill(name, shape, torch.Generator().manual_seed(seed), self.cached)
@@ -150,7 +169,10 @@ class TestHopper(TestFa3):
 
     @pytest.fixture(autouse=True)
     def _table(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("glowplug.plugins.attention.shared.decode_choice.FASTEST_MHA", {4: ((1e9, self.kernel),)})
+        monkeypatch.setattr(
+            "glowplug.plugins.attention.shared.decode_choice.FASTEST_MHA",
+            {4: ((1e9, self.kernel),)},
+        )
 
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         pytest.importorskip("sgl_kernel")
@@ -176,7 +198,9 @@ class OtherHeads(TestFa3):
         pytest.importorskip("sgl_kernel")
         said = fa3_build.lacks(*self.sizes, self.dtype)
         if said:
-            pytest.skip(f"this build of sgl-kernel has no FlashAttention-3 for {self.sizes} in {self.dtype}: {said}")
+            pytest.skip(
+                f"this build of sgl-kernel has no FlashAttention-3 for {self.sizes} in {self.dtype}: {said}"
+            )
 
 
 class TestFa3AtSmolLm(OtherHeads):

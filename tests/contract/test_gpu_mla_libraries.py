@@ -1,4 +1,5 @@
 """The libraries' latent-attention backends pass the attention slot's suite on Hopper."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -50,10 +51,13 @@ class TestFlashMlaAtV3Heads(TestFlashMla):
 
 
 class TestFlashMlaWithAnFp8Cache(TestFlashMla):
-    """Queries and the softmax's weights are E4M3, too, which rounds by up to 2**-4 of a number, 2.7% in the mean.
+    """Queries and the softmax's weights are E4M3, too, which rounds by up to 2**-4 of a number,
+    2.7% in the mean.
 
-    Scores here spread by 1.3, so rounded queries put 0.035 on each, and with the weights' own 0.027 a weight is off by
-    4.4% in the mean, and so is an output at most. Of single numbers the worst, 5 sigma between values of two keys that
+    Scores here spread by 1.3, so rounded queries put 0.035 on each, and with the weights' own 0.027
+    a weight is off by
+    4.4% in the mean, and so is an output at most. Of single numbers the worst, 5 sigma between
+    values of two keys that
     far apart, say little: those are bounded by the definition on what the kernel multiplies, below.
     """
 
@@ -61,19 +65,30 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
 
     def close(self, got: torch.Tensor, expected: torch.Tensor) -> None:
         super().close(got, expected)
-        assert float((got.double() - expected).square().mean()) < 0.07**2 * float(expected.square().mean())
+        assert float((got.double() - expected).square().mean()) < 0.07**2 * float(
+            expected.square().mean()
+        )
 
     @pytest.mark.parametrize("width", [1, 2, 3])
     @pytest.mark.parametrize("longest", [90, 3000])
-    def test_of_rounded_queries_only_the_weights_are_rounded(self, width: int, longest: int) -> None:
-        """Rows in one piece and in several, by the definition on the numbers that the kernel multiplies."""
-        generator, rng = torch.Generator().manual_seed(width), np.random.default_rng(longest + width)
+    def test_of_rounded_queries_only_the_weights_are_rounded(
+        self, width: int, longest: int
+    ) -> None:
+        """Rows in one piece and in several, by the definition on the numbers that the kernel
+        multiplies.
+        """
+        generator, rng = (
+            torch.Generator().manual_seed(width),
+            np.random.default_rng(longest + width),
+        )
         rows = [Row(int(n) + width, width) for n in (1, *rng.integers(1, longest, 5))]
         world = make_world(rows, 64, width, spare_columns=3)
         layer, backend = self.layer(generator), self.backend(64)
         args = self.arguments(world, generator)
         self.step(backend, world, layer, args)
-        query = torch.randn(world.batch.num_tokens, self.heads, self.lora + self.rope, generator=generator)
+        query = torch.randn(
+            world.batch.num_tokens, self.heads, self.lora + self.rope, generator=generator
+        )
         query = query.to(self.device, self.dtype)
         by_row = len(rows), width, self.heads, -1
         got = backend.decode(query, world.pools["kv"], layer.scale, layer).double().view(by_row)
@@ -84,8 +99,12 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
             hidden = torch.arange(row.length) > torch.arange(width)[:, None] + (row.length - width)
             weights = scores.masked_fill(hidden[:, None].to(self.device), float("-inf")).softmax(-1)
             values = keys[:, : self.lora]
-            most = (2**-4 + 2**-7) * (weights @ values.abs())  # the second: sums of 14 bits, and bfloat16
-            lost = 2**-10 * weights.amax(-1, keepdim=True) * values.abs().sum(0)  # below the smallest E4M3 number
+            most = (2**-4 + 2**-7) * (
+                weights @ values.abs()
+            )  # the second: sums of 14 bits, and bfloat16
+            lost = (
+                2**-10 * weights.amax(-1, keepdim=True) * values.abs().sum(0)
+            )  # below the smallest E4M3 number
             assert ((got[index] - weights @ values).abs() <= most + lost).all(), row
 
 
@@ -94,13 +113,17 @@ class TestFlashMlaWithAnFp8CacheAtV3Heads(TestFlashMlaWithAnFp8Cache):
 
 
 class TestHopper(TestFlashMla):
-    """The choice between its two kernels, made for a step of six rows as the table makes it for many and for few."""
+    """The choice between its two kernels, made for a step of six rows as the table makes it for
+    many and for few.
+    """
 
     kernel = "flashmla"
 
     @pytest.fixture(autouse=True)
     def _table(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("glowplug.plugins.attention.shared.decode_choice.FASTEST", {16: ((1e9, self.kernel),)})
+        monkeypatch.setattr(
+            "glowplug.plugins.attention.shared.decode_choice.FASTEST", {16: ((1e9, self.kernel),)}
+        )
 
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         pytest.importorskip("sgl_kernel")
@@ -116,12 +139,16 @@ class TestHopperByTriton(TestHopper):
     kernel = "triton"
 
     @pytest.mark.parametrize("width", [1, 2])
-    def test_parts_joined_by_the_values_product(self, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_parts_joined_by_the_values_product(
+        self, width: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Its own kernels' way from decode to values, of rows that are cut into parts."""
         from glowplug.kernels.mla import value_projection as mla_values
 
         calls, product = [], mla_values.project
-        monkeypatch.setattr(mla_values, "project", lambda *given: [calls.append(1), product(*given)])
+        monkeypatch.setattr(
+            mla_values, "project", lambda *given: [calls.append(1), product(*given)]
+        )
         generator = torch.Generator().manual_seed(width)
         world = make_world([Row(width + 67 * row, width) for row in range(12)], 64, width)
         layer, args = self.layer(generator), self.arguments(world, generator)
@@ -158,15 +185,24 @@ class TestFlashInfer(GpuMlaSuite):
 
     @pytest.mark.parametrize(("width", "first_key"), [(1, 1), (2, 0), (3, 0), (4, 0)])
     def test_bounds_far_beyond_the_lengths(self, width: int, first_key: int) -> None:
-        """Rows long enough to be cut in pieces, of which the last are left without keys, and a row of none."""
+        """Rows long enough to be cut in pieces, of which the last are left without keys, and a row
+        of none.
+        """
         for rows in (3, 40):
             generator, rng = torch.Generator().manual_seed(rows), np.random.default_rng(rows)
             lengths = [int(n) for n in rng.integers(1, 2500, rows)]
-            world = make_world([Row(n + width + first_key, width) for n in (*lengths, 1)], 64, rows, spare_columns=20)
+            world = make_world(
+                [Row(n + width + first_key, width) for n in (*lengths, 1)],
+                64,
+                rows,
+                spare_columns=20,
+            )
             world.batch.first_key = first_key
             layer, args = self.layer(generator), self.arguments(world, generator)
             expected = self.expected(world, layer, args)
-            world.batch.kv_lens = world.batch.kv_lens + rng.integers(0, 1200, rows + 1).astype(np.int32)
+            world.batch.kv_lens = world.batch.kv_lens + rng.integers(0, 1200, rows + 1).astype(
+                np.int32
+            )
             world.batch.kv_lens_device[-1] = 0
             world.batch.slots[-width:] = 0
             got = self.step(self.backend(64), world, layer, args)
@@ -175,7 +211,11 @@ class TestFlashInfer(GpuMlaSuite):
 
     @pytest.mark.parametrize("captured", [False, True])
     def test_planning_does_not_wait_for_the_device(self, captured: bool) -> None:
-        generator, backend, slot = torch.Generator().manual_seed(0), self.backend(64), object() if captured else None
+        generator, backend, slot = (
+            torch.Generator().manual_seed(0),
+            self.backend(64),
+            object() if captured else None,
+        )
         world = make_world([Row(200, 2), Row(70, 2)], 64, 0)
         self.step(backend, world, self.layer(generator), self.arguments(world, generator))
         backend.plan_step(world.batch, slot)

@@ -1,4 +1,5 @@
 """Every table of small kernels against the references, through ``protocols.Ops``."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -43,13 +44,17 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 def test_the_table_is_what_is_offered(make: Callable[[], Ops]) -> None:
     ops = make()
     (component,) = (triton_ops if make is make_triton else torch_ops).register_ops()
-    assert {name for name in component.offers.ops if getattr(ops, name) is not None} == component.offers.ops
+    assert {
+        name for name in component.offers.ops if getattr(ops, name) is not None
+    } == component.offers.ops
 
 
 @both
 def test_norms_and_activation(make: Callable[[], Ops]) -> None:
     ops, x, residual, weight = make(), randn(3, 48), randn(3, 48, seed=1), randn(48, seed=2)
-    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-6), norm.rms_norm_reference(x, weight, 1e-6))
+    torch.testing.assert_close(
+        ops.rms_norm(x, weight, 1e-6), norm.rms_norm_reference(x, weight, 1e-6)
+    )
     normed, total = ops.add_rms_norm(x, residual, weight, 1e-6)
     torch.testing.assert_close(total, x + residual)
     torch.testing.assert_close(normed, norm.rms_norm_reference(total, weight, 1e-6))
@@ -59,7 +64,9 @@ def test_norms_and_activation(make: Callable[[], Ops]) -> None:
 
 @both
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_rotation_of_queries_and_keys_and_of_keys_alone(make: Callable[[], Ops], interleaved: bool) -> None:
+def test_rotation_of_queries_and_keys_and_of_keys_alone(
+    make: Callable[[], Ops], interleaved: bool
+) -> None:
     ops = make()
     table = ops.rope_table(16, 64, 10_000.0, None, 64)
     positions = torch.tensor([5, 0, 63], device=DEVICE)
@@ -78,8 +85,10 @@ def test_a_gate_in_one_call() -> None:
     ops, x, weight, bias = make_triton(), randn(5, 32), randn(8, 32, seed=1), randn(8, seed=2)
     assert ops.route is not None
     logits = x @ weight.t()
-    for given, wanted in ((None, routing.topk_softmax(logits, 3, 1, 1, True, 2.0)),
-                          (bias, routing.topk_sigmoid(logits, bias, 3, 4, 2, True, 2.0))):
+    for given, wanted in (
+        (None, routing.topk_softmax(logits, 3, 1, 1, True, 2.0)),
+        (bias, routing.topk_sigmoid(logits, bias, 3, 4, 2, True, 2.0)),
+    ):
         groups = (1, 1) if given is None else (4, 2)
         weights, ids = ops.route(x, weight, given, 3, *groups, True, 2.0, 1)
         assert ids[:, 3].tolist() == [8] * 5 and weights[:, 3].tolist() == [1.0] * 5
@@ -94,7 +103,10 @@ def test_a_gate_that_signals(tokens: int) -> None:
     """The same choice, and experts that were started before it learn that x is there."""
     ops, x, weight, bias = make_triton(), randn(tokens, 32), randn(8, 32, seed=1), randn(8, seed=2)
     assert ops.route is not None
-    begun, given = torch.zeros(2, dtype=torch.int32, device=DEVICE), (x, weight, bias, 3, 4, 2, True, 2.0, 1)
+    begun, given = (
+        torch.zeros(2, dtype=torch.int32, device=DEVICE),
+        (x, weight, bias, 3, 4, 2, True, 2.0, 1),
+    )
     signalling: SignallingRoute = ops.route_signalling  # type: ignore[attr-defined]
     for got, wanted in zip(signalling(*given, begun), ops.route(*given), strict=True):
         assert torch.equal(got, wanted)
@@ -105,11 +117,18 @@ def test_a_gate_that_signals(tokens: int) -> None:
 def test_producers_of_fp8_hand_over_what_the_plain_ones_compute() -> None:
     ops, weight = make_triton(), randn(256, seed=2).bfloat16()
     x, residual = randn(5, 256).bfloat16(), randn(5, 256, seed=1).bfloat16()
-    made = {name: ops.fused[name, "fp8_group128"] for name in ("cast", "rms_norm", "add_rms_norm", "silu_and_mul")}
+    made = {
+        name: ops.fused[name, "fp8_group128"]
+        for name in ("cast", "rms_norm", "add_rms_norm", "silu_and_mul")
+    }
     added, total = made["add_rms_norm"](x, residual, weight, 1e-6)
     plain, wanted = ops.add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(total, wanted)
-    for quantized, exact in ((made["cast"](x), x), (made["rms_norm"](x, weight, 1e-6), ops.rms_norm(x, weight, 1e-6)),
-                             (added, plain), (made["silu_and_mul"](x.repeat(1, 2)), ops.silu_and_mul(x.repeat(1, 2)))):
+    for quantized, exact in (
+        (made["cast"](x), x),
+        (made["rms_norm"](x, weight, 1e-6), ops.rms_norm(x, weight, 1e-6)),
+        (added, plain),
+        (made["silu_and_mul"](x.repeat(1, 2)), ops.silu_and_mul(x.repeat(1, 2))),
+    ):
         values = quantized.values.float() * quantized.scales.repeat_interleave(128, dim=1)
         torch.testing.assert_close(values, exact.float(), atol=0.02, rtol=0.07)

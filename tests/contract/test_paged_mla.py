@@ -1,4 +1,5 @@
 """What GPU backends of latent attention share, driven on the CPU with attention by the definition."""
+
 from __future__ import annotations
 
 import pytest
@@ -17,9 +18,15 @@ from tests.contract.gpu_mla import ProjectedSuite
 class PlainMla(PagedMla):
     """Kernels replaced by loops over rows."""
 
-    def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
-        self._rows = (batch.page_table[first : first + rows], batch.kv_lens_device[first : first + rows].tolist(),
-                      width, batch.first_key)
+    def plan_decode(
+        self, batch: Batch, slot: object | None, first: int, rows: int, width: int
+    ) -> None:
+        self._rows = (
+            batch.page_table[first : first + rows],
+            batch.kv_lens_device[first : first + rows].tolist(),
+            width,
+            batch.first_key,
+        )
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
         table, lens, width, first = self._rows
@@ -28,16 +35,31 @@ class PlainMla(PagedMla):
             keys = kv.view(-1, self._page_size, kv.shape[1])[table[row].long()].flatten(0, 1)
             keys = keys[first : max(end, first + width), None]
             tokens = slice(row * width, (row + 1) * width)
-            out[tokens] = mha.partial_attention(query[tokens], keys, keys[..., : self._lora], scale, causal=True)[0]
+            out[tokens] = mha.partial_attention(
+                query[tokens], keys, keys[..., : self._lora], scale, causal=True
+            )[0]
         return out
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
-                scale: float, causal: bool, out: Tensor) -> Tensor:
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_starts: Tensor,
+        k_starts: Tensor,
+        max_q: int,
+        max_k: int,
+        scale: float,
+        causal: bool,
+        out: Tensor,
+    ) -> Tensor:
         queries, keys = q_starts.tolist(), k_starts.tolist()
         assert max_q == max(b - a for a, b in zip(queries, queries[1:]))
         assert max_k == max(b - a for a, b in zip(keys, keys[1:]))
-        parts = [mha.partial_attention(q[a:b], k[c:d], v[c:d], scale, causal)
-                 for a, b, c, d in zip(queries, queries[1:], keys, keys[1:])]
+        parts = [
+            mha.partial_attention(q[a:b], k[c:d], v[c:d], scale, causal)
+            for a, b, c, d in zip(queries, queries[1:], keys, keys[1:])
+        ]
         out.copy_(torch.cat([part for part, _ in parts]))
         return torch.cat([lse for _, lse in parts])
 
@@ -68,7 +90,9 @@ class TestPagedMlaOverLongPrefixes(TestPagedMla):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: kernels are not interpreted")
 class TestPagedMlaByHeads(TestPagedMla):
-    """Keys and values alternate in one tensor, interpreted; own tokens, cached prefixes, and those in pieces."""
+    """Keys and values alternate in one tensor, interpreted; own tokens, cached prefixes, and those
+    in pieces.
+    """
 
     page_sizes, max_width, nope, value = (7, 16), 2, 8, 8
 

@@ -1,4 +1,5 @@
 """Strategies of one rank and of several; the collectives of one."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -27,7 +28,9 @@ class TestTwoTensorRanks(ParallelSuite):
 
     def make(self, rank: int) -> TensorParallel:
         plan = replace(bare_plan(), mesh={"tp": self.ranks})
-        return TensorParallel(TensorOptions(size=self.ranks), plan, Worker(rank=rank, ranks=self.ranks))
+        return TensorParallel(
+            TensorOptions(size=self.ranks), plan, Worker(rank=rank, ranks=self.ranks)
+        )
 
 
 class TestFourTensorRanks(TestTwoTensorRanks):

@@ -1,4 +1,5 @@
 """Built-in output parsers against the conformance suite that third parties run on theirs."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -32,27 +33,43 @@ class TestDeepseekR1(ParserSuite):
         whole = "<think>\nfirst\n\nsecond \n</think>\n\nThe answer.\n"
         parts = both("first\n\nsecond", "The answer.\n")
         return [
-            Case(whole, parts), Case(whole, parts, ASKED), Case(whole, parts, OPENED), Case(whole, parts, ASKED, False),
-            Case(whole.removeprefix("<think>"), parts), Case(whole.removeprefix("<think>\n"), parts, OPENED),
+            Case(whole, parts),
+            Case(whole, parts, ASKED),
+            Case(whole, parts, OPENED),
+            Case(whole, parts, ASKED, False),
+            Case(whole.removeprefix("<think>"), parts),
+            Case(whole.removeprefix("<think>\n"), parts, OPENED),
             Case(whole.removeprefix("<think>"), parts, ASKED, True),
             Case(" \n<think>a</think>b", both("a", "b"), ASKED),
             Case("<think>\n\n</think>\n\nhello", [("content", "hello")]),
             Case("</think>hello", [("content", "hello")], OPENED),
             Case("plain text < and <thin", [("content", "plain text < and <thin")], ASKED),
-            Case("  plain", [("content", "  plain")], ASKED, False), Case(" \n ", [("content", " \n ")], ASKED),
+            Case("  plain", [("content", "  plain")], ASKED, False),
+            Case(" \n ", [("content", " \n ")], ASKED),
             Case("plain <think>x</think>", [("content", "plain <think>x</think>")], ASKED),
             Case("answer", [("content", "answer")], "<｜Assistant｜></think>", True),
             Case("never closed  ", [("reasoning", "never closed")], OPENED),
             Case("cut in the tag </thin", [("reasoning", "cut in the tag </thin")], OPENED),
-            Case("<thi", [("reasoning", "<thi")], OPENED), Case("<thi", [("content", "<thi")], ASKED),
-            Case("a </thick> </think > c<</think>d</think>e", both("a </thick> </think > c<", "d</think>e"), OPENED),
+            Case("<thi", [("reasoning", "<thi")], OPENED),
+            Case("<thi", [("content", "<thi")], ASKED),
+            Case(
+                "a </thick> </think > c<</think>d</think>e",
+                both("a </thick> </think > c<", "d</think>e"),
+                OPENED,
+            ),
             Case("<think>über 日本 👩‍👩‍👧</think>é<think>", both("über 日本 👩‍👩‍👧", "é<think>")),
             Case("  ", [], OPENED),
         ]
 
 
-@pytest.mark.parametrize(("opening", "known", "unknown"), [
-    ("auto", "content", "reasoning"), ("implied", "reasoning", "reasoning"), ("required", "content", "content")])
+@pytest.mark.parametrize(
+    ("opening", "known", "unknown"),
+    [
+        ("auto", "content", "reasoning"),
+        ("implied", "reasoning", "reasoning"),
+        ("required", "content", "content"),
+    ],
+)
 def test_opening_option(opening: str, known: str, unknown: str) -> None:
     assert run(make(opening=opening).start(ASKED), ["text"]) == [(known, "text")]
     assert run(make(opening=opening).start(""), ["text"]) == [(unknown, "text")]

@@ -1,4 +1,5 @@
 """The built-in scheduling policies pass the conformance suite and order as they say."""
+
 from __future__ import annotations
 
 from glowplug.core.plan.plan import EnginePlan
@@ -23,7 +24,10 @@ class TestPriority(PolicySuite):
         return Priority(PriorityOptions(), plan, Worker())
 
     def test_smaller_numbers_first_and_larger_give_way(self, policy: Priority) -> None:
-        some = [sequence(i, [1], priority=priority, arrival=float(i)) for i, priority in enumerate([2, 0, 1, 0, 2, 1])]
+        some = [
+            sequence(i, [1], priority=priority, arrival=float(i))
+            for i, priority in enumerate([2, 0, 1, 0, 2, 1])
+        ]
         assert [one.id for one in policy.order(some, {})] == [1, 3, 2, 5, 0, 4]
         assert policy.victim(some).id == 4
         assert policy.victim(some[:4]).id == 0
@@ -39,7 +43,10 @@ class TestLongestPrefix(PolicySuite):
         assert [one.id for one in policy.order(waiting, cached)] == [2, 1, 3, 0, 4, 5]
 
     def test_nobody_is_overtaken_for_ever(self, policy: LongestPrefix) -> None:
-        waiting = [sequence(0, [1], arrival=0.0), *(sequence(i, [1], arrival=11.0) for i in range(1, 4))]
+        waiting = [
+            sequence(0, [1], arrival=0.0),
+            *(sequence(i, [1], arrival=11.0) for i in range(1, 4)),
+        ]
         assert [one.id for one in policy.order(waiting, {0: 0, 1: 4, 2: 8, 3: 4})] == [0, 2, 1, 3]
 
     def test_a_preempted_sequence_is_not_overtaken(self, policy: LongestPrefix) -> None:

@@ -1,4 +1,5 @@
 """The built-in sampler against the conformance suite that third parties run on theirs."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -8,7 +9,13 @@ import pytest
 import torch
 
 from glowplug.core.protocols import Worker
-from glowplug.core.testing.suites.sampler import ROWS, Driver, SamplerSuite, decode_batch, make_params
+from glowplug.core.testing.suites.sampler import (
+    ROWS,
+    Driver,
+    SamplerSuite,
+    decode_batch,
+    make_params,
+)
 from glowplug.plugins.sampling.torch_sampler import TorchSamplerOptions
 from glowplug.plugins.sampling.torch_sampler_runtime import TorchSampler
 
@@ -60,7 +67,9 @@ def _tokens() -> tuple[Any, int]:
 
 
 def test_greedy_batch_does_no_more_than_argmax() -> None:
-    """Requests that are greedy cost nothing for the sampling features they set, nor for rows that do not sample."""
+    """Requests that are greedy cost nothing for the sampling features they set, nor for rows that
+    do not sample.
+    """
     sampler = make()
     driver = Driver(sampler, 64, "cpu")
     driver.join(0, make_params(temperature=0.0, top_p=0.5, top_k=7, min_p=0.1))
@@ -108,7 +117,9 @@ def make_triton(device: str = "cuda") -> TorchSampler:
 
 
 def on_this_device(vocab: int = 60) -> Driver:
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # on the CPU Triton's interpreter runs it
+    device = (
+        "cuda" if torch.cuda.is_available() else "cpu"
+    )  # on the CPU Triton's interpreter runs it
     return Driver(make_triton(device), vocab, device)
 
 
@@ -117,15 +128,21 @@ WORDS: dict[str | None, list[dict[str, Any]]] = {
     "random": [{}, {"min_p": 0.2}],
     "top-p": [{"top_p": 0.9}, {"top_p": 0.9, "min_p": 0.1}],
     "cut": [{"top_k": 3}, {"top_k": 3, "top_p": 0.4}],
-    "edited": [{"presence_penalty": 1.0}, {"logit_bias": {3: 1.0}, "top_k": 2}, {"allowed_token_ids": [4, 5]},
-               {"temperature": 0.0, "min_tokens": 3}],
+    "edited": [
+        {"presence_penalty": 1.0},
+        {"logit_bias": {3: 1.0}, "top_k": 2},
+        {"allowed_token_ids": [4, 5]},
+        {"temperature": 0.0, "min_tokens": 3},
+    ],
     "scored": [{"logprobs": 0}, {"logprobs": 5, "top_p": 0.5}],
     None: [{"logprobs": 1, "frequency_penalty": 0.5}],
 }
 
 
 def test_a_captured_step_does_what_its_word_says_for_every_row() -> None:
-    """Rows draw the same tokens from the kernels that a word stands for as from those that they need alone."""
+    """Rows draw the same tokens from the kernels that a word stands for as from those that they
+    need alone.
+    """
     exact, captured, logits = on_this_device(), on_this_device(), torch.randn(2, 60) * 3
     for word, each in WORDS.items():
         for changes in each if torch.cuda.is_available() else each[:1]:
@@ -155,16 +172,27 @@ class TestTritonSampler(TestTorchSamplerOnGpu):
 
     @pytest.mark.parametrize("rows", [1, 5, 40])
     def test_a_full_vocabulary_agrees_with_torch(self, rows: int) -> None:
-        """The same draws, but for the rare one whose target rounding puts on another side of an edge."""
+        """The same draws, but for the rare one whose target rounding puts on another side of an
+        edge.
+        """
         vocab, same = 129_280, 0
         drivers = [Driver(maker("cuda"), vocab, "cuda") for maker in (make, make_triton)]
         for driver in drivers:
             for row in range(rows):
-                driver.join(row, make_params(temperature=(0.0, 1.0, 0.6)[row % 3], top_p=(1.0, 0.95)[row % 2],
-                                             top_k=(-1, 50, 0, 3000)[row % 4], seed=row))
+                driver.join(
+                    row,
+                    make_params(
+                        temperature=(0.0, 1.0, 0.6)[row % 3],
+                        top_p=(1.0, 0.95)[row % 2],
+                        top_k=(-1, 50, 0, 3000)[row % 4],
+                        seed=row,
+                    ),
+                )
         for step in range(4):
             logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(step)) * 2
-            first, second = (driver.step(range(rows), [2 + step] * rows, logits) for driver in drivers)
+            first, second = (
+                driver.step(range(rows), [2 + step] * rows, logits) for driver in drivers
+            )
             assert not second.bad.any()
             same += int((first.tokens == second.tokens).sum())
         assert same >= 4 * rows - 1

@@ -1,4 +1,7 @@
-"""The continuous scheduler passes the conformance suite under each cache and policy, and keeps its own promises."""
+"""The continuous scheduler passes the conformance suite under each cache and policy, and keeps its
+own promises.
+"""
+
 from __future__ import annotations
 
 import random
@@ -43,8 +46,13 @@ class TestRadixFcfs(Base):
     def test_like_prompts_that_arrive_together_are_computed_once(self, count: int) -> None:
         ids = prompt(random.Random(9), 70)
         drive = self.drive(context_length=128, chunk_size=100, max_step_tokens=120)
-        self.run(drive, [sequence(i, ids if i < count else prompt(random.Random(i), 9), max_tokens=4)
-                         for i in range(count + 1)])
+        self.run(
+            drive,
+            [
+                sequence(i, ids if i < count else prompt(random.Random(i), 9), max_tokens=4)
+                for i in range(count + 1)
+            ],
+        )
         assert drive.model.computed < 70 + 9 + count * (4 + 4)
 
     def test_waiting_for_a_like_prompt_ends_when_that_is_aborted(self) -> None:
@@ -60,7 +68,10 @@ class TestRadixFcfs(Base):
     def test_a_cached_prefix_survives_preemption_pressure(self) -> None:
         """What a preempted sequence had computed is found again, unless its pages were needed."""
         drive = self.drive(num_pages=34, max_running=4, context_length=64)
-        sequences = [sequence(i, prompt(random.Random(i), 20), max_tokens=40, arrival=float(i)) for i in range(4)]
+        sequences = [
+            sequence(i, prompt(random.Random(i), 20), max_tokens=40, arrival=float(i))
+            for i in range(4)
+        ]
         self.run(drive, sequences)
         assert drive.scheduler.load().preemptions > 0
         recomputed = drive.model.computed - sum(20 + 39 for _ in sequences)
@@ -113,7 +124,6 @@ class TestSmallCache(Base):
         admitted = drive.seen[2].admitted
         assert admitted is not None and admitted.cached_tokens == 20
 
-
     def test_waiting_for_a_like_prompt_is_given_up_when_the_cache_cannot_keep_it(self) -> None:
         """The other seven wait once, then all go; they do not queue up behind one another."""
         drive = self.drive(context_length=128, chunk_size=1000, max_step_tokens=1000, num_pages=400)
@@ -123,7 +133,9 @@ class TestSmallCache(Base):
 
 
 class Contrary:
-    """A legal policy that does its worst: reversed order, and the sequence with most to lose gives way."""
+    """A legal policy that does its worst: reversed order, and the sequence with most to lose gives
+    way.
+    """
 
     def order(self, waiting: list[Sequence], cached: Any) -> list[Sequence]:
         return waiting[::-1]
@@ -139,7 +151,7 @@ class TestContraryPolicy(TestRadixFcfs):
         return Contrary()  # type: ignore[return-value]
 
 
-# ---- what the suite does not ask of others --------------------------------------------------------------------------
+# ---- what the suite does not ask of others -------------------------------------------------------
 
 
 def drive_of(depth: int = 1, **sizes: Any) -> Drive:
@@ -168,7 +180,9 @@ def test_decode_of_the_next_step_is_launched_before_the_commit() -> None:
     drive.add(sequence(0, [1] * 5, max_tokens=20))
     drive.step()
     drive.step()
-    assert drive.table.length[0] == 6 and drive.table.launched[0] == 6, "one token committed, its successor in flight"
+    assert drive.table.length[0] == 6 and drive.table.launched[0] == 6, (
+        "one token committed, its successor in flight"
+    )
     drive.run()
     assert drive.model.computed == 5 + 19, "nothing is launched beyond the limit"
 

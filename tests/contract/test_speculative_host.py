@@ -1,4 +1,5 @@
 """NextN's steps over decoding rows on the host, against the same steps as a device runs them."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -8,7 +9,12 @@ import torch
 from glowplug.core.step.batch import Batch
 from glowplug.core.testing.suites.speculative import HIDDEN, Greedy, likely
 from glowplug.plugins.speculative.drafting import front, missing, one_more, places
-from glowplug.plugins.speculative.host_chain import front_host, missing_host, one_more_host, verify_chain_host
+from glowplug.plugins.speculative.host_chain import (
+    front_host,
+    missing_host,
+    one_more_host,
+    verify_chain_host,
+)
 from glowplug.plugins.speculative.verify import chain_before, verify_chain
 from tests.contract.test_speculative_nextn import LIMITS, PAGE, Draft, make, shifted
 
@@ -23,11 +29,21 @@ class Watching(Greedy):
         return super().sample(logits, rows, positions, ahead)
 
 
-def decoding(rng: np.random.Generator, rows: int, width: int) -> tuple[Batch, torch.Tensor, torch.Tensor]:
-    """Decoding rows anywhere in their pages (the last ones of 8 included), their logits and hidden states."""
+def decoding(
+    rng: np.random.Generator, rows: int, width: int
+) -> tuple[Batch, torch.Tensor, torch.Tensor]:
+    """Decoding rows anywhere in their pages (the last ones of 8 included), their logits and hidden
+    states.
+    """
     lens = rng.integers(width, 8 * PAGE + 1, rows).tolist()
-    batch = shifted(make(LIMITS, 1)[0], rng.permutation(8)[:rows].tolist(), [width] * rows, lens, [False] * rows,
-                    decodes=rows)
+    batch = shifted(
+        make(LIMITS, 1)[0],
+        rng.permutation(8)[:rows].tolist(),
+        [width] * rows,
+        lens,
+        [False] * rows,
+        decodes=rows,
+    )
     batch.input_ids = torch.from_numpy(rng.integers(0, 3, rows * width))
     logits = likely(rng.integers(0, 3, rows * width).tolist())
     logits[torch.from_numpy(rng.random(rows * width) < 0.1)] = float("nan")
@@ -41,7 +57,10 @@ def test_acceptance_is_the_devices(rows: int, width: int) -> None:
     for _ in range(20):
         batch, logits, _ = decoding(rng, rows, width)
         here, there = Watching(), Watching()
-        made, wanted = verify_chain_host(logits, batch, width, here), verify_chain(logits, batch, width, None, there)
+        made, wanted = (
+            verify_chain_host(logits, batch, width, here),
+            verify_chain(logits, batch, width, None, there),
+        )
         for name in ("tokens", "counts", "bad"):
             assert torch.equal(getattr(made, name), getattr(wanted, name)), name
             assert getattr(made, name).dtype == getattr(wanted, name).dtype
@@ -56,7 +75,10 @@ def test_what_is_stored_is_the_devices_without_what_no_row_accepted(rows: int, k
     for _ in range(20):
         batch, logits, _ = decoding(rng, rows, 4)
         accepted = verify_chain_host(logits, batch, 4, Greedy())
-        wanted, made = missing(batch, accepted.tokens, PAGE), missing_host(batch, accepted, PAGE, keep)
+        wanted, made = (
+            missing(batch, accepted.tokens, PAGE),
+            missing_host(batch, accepted, PAGE, keep),
+        )
         for name in ("input_ids", "positions", "slots", "source"):
             whole = getattr(wanted, name).view(rows, 3)[:, : keep - 1]
             assert torch.equal(getattr(made, name).view(rows, keep - 1), whole), name
@@ -73,7 +95,14 @@ def test_a_pass_is_the_devices(number: int) -> None:
         lengths = batch.kv_lens_device - 4
         made = one_more_host(batch, number, lengths, PAGE)
         wanted = one_more(batch, number, places(batch, number, lengths, PAGE), 4)
-        for name in ("positions", "slots", "kv_lens_device", "query_starts", "row_ids", "page_table"):
+        for name in (
+            "positions",
+            "slots",
+            "kv_lens_device",
+            "query_starts",
+            "row_ids",
+            "page_table",
+        ):
             assert torch.equal(getattr(made, name), getattr(wanted, name)), name
             assert getattr(made, name).dtype == getattr(wanted, name).dtype, name
         assert made.kv_lens.tolist() == wanted.kv_lens.tolist() == made.kv_lens_device.tolist()
@@ -82,7 +111,9 @@ def test_a_pass_is_the_devices(number: int) -> None:
 @pytest.mark.parametrize("mesh", [{}, {"dp": 2}])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_what_is_left_for_the_next_step_is_the_devices(steps: int, mesh: dict[str, int]) -> None:
-    """Newest tokens and their states, lengths, page ends and drafts; among groups of ranks all is stored."""
+    """Newest tokens and their states, lengths, page ends and drafts; among groups of ranks all is
+    stored.
+    """
     rng, width = np.random.default_rng(steps), steps + 1
     for rows in (1, 2, 4):
         (host, ours), (device, theirs) = make(LIMITS, steps, **mesh), make(LIMITS, steps, **mesh)

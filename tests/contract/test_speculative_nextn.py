@@ -1,4 +1,7 @@
-"""NextN: chain verification against its reference, the draft's batches against the rule they follow, refusals."""
+"""NextN: chain verification against its reference, the draft's batches against the rule they
+follow, refusals.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,11 +22,23 @@ from glowplug.core.step.batch import Accepted, Batch, StepShape
 from glowplug.core.step.graph_pieces import Extension
 from glowplug.core.step.to_device import slots_at
 from glowplug.core.testing.harness.plans import bare_plan
-from glowplug.core.testing.suites.speculative import HIDDEN, VOCAB, Greedy, SpeculativeSuite, likely, step
+from glowplug.core.testing.suites.speculative import (
+    HIDDEN,
+    VOCAB,
+    Greedy,
+    SpeculativeSuite,
+    likely,
+    step,
+)
 from glowplug.plugins.speculative.drafting import front, missing, one_more, places
 from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.nextn_runtime import PREVIOUS_HIDDEN, NextN
-from glowplug.plugins.speculative.verify import accept_chain, accept_chain_reference, chain_before, verify_chain
+from glowplug.plugins.speculative.verify import (
+    accept_chain,
+    accept_chain_reference,
+    chain_before,
+    verify_chain,
+)
 from tests.support.tiny import write_config
 
 PAGE = 4
@@ -45,14 +60,18 @@ class Draft:
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         assert self.planned[-1] is batch, "attention was not told of the pass"
-        assert batch.first_key == 1 and len(input_ids) == len(positions) == batch.num_tokens == len(batch.slots)
+        assert batch.first_key == 1 and len(input_ids) == len(positions) == batch.num_tokens == len(
+            batch.slots
+        )
         assert batch.extra[PREVIOUS_HIDDEN].shape == (batch.num_tokens, HIDDEN)
         self.passes.append(batch)
         return torch.nn.functional.one_hot(input_ids % HIDDEN, HIDDEN).float()
 
     def fill(self, input_ids: Tensor, positions: Tensor, slots: Tensor, previous: Tensor) -> None:
         assert len(input_ids) == len(positions) == len(slots) == len(previous)
-        self.fills.append({"input_ids": input_ids, "positions": positions, "slots": slots, "previous": previous})
+        self.fills.append(
+            {"input_ids": input_ids, "positions": positions, "slots": slots, "previous": previous}
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.nn.functional.pad(hidden, (0, VOCAB - HIDDEN))
@@ -94,7 +113,13 @@ def test_acceptance_is_the_references() -> None:
 
 def test_what_comes_before_a_position() -> None:
     assert chain_before(torch.tensor([[9, 1, 2], [8, 3, 4]])).tolist() == [
-        [-1, -1], [1, -1], [1, 2], [-1, -1], [3, -1], [3, 4]]
+        [-1, -1],
+        [1, -1],
+        [1, 2],
+        [-1, -1],
+        [3, -1],
+        [3, 4],
+    ]
 
 
 def test_bad_logits_count_only_where_the_row_got_to() -> None:
@@ -110,14 +135,22 @@ def test_bad_logits_count_only_where_the_row_got_to() -> None:
         assert made.bad.tolist() == [bad, False]
 
 
-def shifted(algorithm: NextN, rows: list[int], queries: list[int], kv_lens: list[int], resumed: list[bool],
-            decodes: int = 0) -> Batch:
+def shifted(
+    algorithm: NextN,
+    rows: list[int],
+    queries: list[int],
+    kv_lens: list[int],
+    resumed: list[bool],
+    decodes: int = 0,
+) -> Batch:
     batch = step(rows, decodes, queries, kv_lens, [True] * len(rows))
     batch.pages = np.arange(1, 1 + 8 * len(rows), dtype=np.int32).reshape(len(rows), 8)
     batch.page_table = torch.from_numpy(batch.pages)
     owner = np.repeat(np.arange(len(rows)), batch.query_lens)
     at = batch.positions.numpy()
-    batch.slots = torch.from_numpy(batch.pages[owner, at // PAGE].astype(np.int64) * PAGE + at % PAGE)
+    batch.slots = torch.from_numpy(
+        batch.pages[owner, at // PAGE].astype(np.int64) * PAGE + at % PAGE
+    )
     count = sum(queries[decodes:])
     batch.prompt_ids = np.arange(10, 10 + count, dtype=np.int32)
     batch.next_ids = np.array([5] * (len(rows) - decodes), np.int32)
@@ -126,28 +159,46 @@ def shifted(algorithm: NextN, rows: list[int], queries: list[int], kv_lens: list
 
 
 def test_what_is_missing_is_each_token_with_the_state_before_it() -> None:
-    """Fresh, continued and resumed chunks beside a decoding row: position p holds (hidden of p - 1, token p)."""
+    """Fresh, continued and resumed chunks beside a decoding row: position p holds (hidden of p - 1,
+    token p).
+    """
     algorithm, _ = make(LIMITS, 1)
-    batch = shifted(algorithm, [0, 1, 2, 3], [2, 3, 4, 2], [7, 3, 12, 10], [False, False, True, False], decodes=1)
+    batch = shifted(
+        algorithm,
+        [0, 1, 2, 3],
+        [2, 3, 4, 2],
+        [7, 3, 12, 10],
+        [False, False, True, False],
+        decodes=1,
+    )
     batch.samples = np.array([True, True, False, True])
     tokens = torch.tensor([[20, 21], [30, 0], [0, 0], [32, 0]])
     made = missing(batch, tokens, PAGE)
     assert made.positions.tolist() == [6, 1, 2, 8, 9, 10, 11, 12, 9]
     assert made.input_ids.tolist() == [20, 11, 12, 13, 14, 15, 16, 5, 18]
-    # the resumed row begins with the state of its page's last token, which stands behind the step's eleven
+    # the resumed row begins with the state of its page's last token, which stands behind the step's
+    # eleven
     assert made.source.tolist() == [0, 2, 3, 11, 5, 6, 7, 8, 9]
     assert made.pages is not None and made.pages.tolist() == [batch.pages[2, 1]]
     row = torch.tensor([0, 1, 1, 2, 2, 2, 2, 2, 3])
-    assert made.slots.tolist() == slots_at(batch.page_table[row], made.positions[:, None], PAGE).view(-1).tolist()
-    newest = front(batch, Accepted(tokens, torch.tensor([2, 1, 0, 1], dtype=torch.int32), torch.zeros(4)),
-                   torch.tensor([1, 3]))
+    assert (
+        made.slots.tolist()
+        == slots_at(batch.page_table[row], made.positions[:, None], PAGE).view(-1).tolist()
+    )
+    newest = front(
+        batch,
+        Accepted(tokens, torch.tensor([2, 1, 0, 1], dtype=torch.int32), torch.zeros(4)),
+        torch.tensor([1, 3]),
+    )
     assert newest.places is not None and newest.places.tolist() == [0, 1, 3]
     assert newest.tokens.tolist() == [21, 30, 32] and newest.lengths.tolist() == [7, 3, 10]
     assert newest.source.tolist() == [1, 4, 10], "the last accepted token's, or the prompt's last"
 
 
 def test_every_token_but_the_newest_is_stored_once() -> None:
-    """Chunk by chunk and with a cached prefix of any number of pages: slots 1 to the prompt's last token."""
+    """Chunk by chunk and with a cached prefix of any number of pages: slots 1 to the prompt's last
+    token.
+    """
     rng = np.random.default_rng(0)
     for _ in range(50):
         length = int(rng.integers(2, 30))
@@ -158,7 +209,12 @@ def test_every_token_but_the_newest_is_stored_once() -> None:
             chunk = int(rng.integers(1, length - at + 1))
             batch = shifted(algorithm, [1], [chunk], [at + chunk], [resumed])
             batch.samples = np.array([at + chunk == length])
-            algorithm.accept(likely([3] if at + chunk == length else []), torch.zeros(chunk, HIDDEN), batch, Greedy())
+            algorithm.accept(
+                likely([3] if at + chunk == length else []),
+                torch.zeros(chunk, HIDDEN),
+                batch,
+                Greedy(),
+            )
             at, resumed = at + chunk, False
         stored = [place for fill in draft.fills for place in fill["positions"].tolist()]
         assert stored == list(range(max(1, cached), length)), (length, cached)
@@ -199,14 +255,22 @@ def test_passes_of_a_step() -> None:
         assert algorithm.draft(chunk).shape == (0, 4)
         algorithm.accept(likely([]), torch.zeros(5, HIDDEN), chunk, Greedy())
         assert len(draft.passes) == wanted and len(draft.fills) == 1
-        assert [one.agreed.tokens for one in draft.passes if one.agreed is not None] == [2, 2, 2][:wanted]
+        assert [one.agreed.tokens for one in draft.passes if one.agreed is not None] == [2, 2, 2][
+            :wanted
+        ]
     draft.passes.clear()
     idle = step([], 0, [1], [1], [])
     for name in ("query_lens", "kv_lens", "rows"):
         setattr(idle, name, np.zeros(0, np.int32))
     idle.input_ids = idle.positions = idle.slots = torch.zeros(0, dtype=torch.int64)
-    idle.row_ids, idle.page_table = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 1, dtype=torch.int32)
-    idle.kv_lens_device, idle.query_starts = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    idle.row_ids, idle.page_table = (
+        torch.zeros(0, dtype=torch.int64),
+        torch.zeros(0, 1, dtype=torch.int32),
+    )
+    idle.kv_lens_device, idle.query_starts = (
+        torch.zeros(0, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+    )
     idle.agreed = StepShape(Mode.VERIFY, 4, 16)
     assert algorithm.draft(idle).shape == (0, 4)
     made = algorithm.accept(torch.zeros(0, VOCAB), torch.zeros(0, HIDDEN), idle, Greedy())
@@ -214,14 +278,19 @@ def test_passes_of_a_step() -> None:
     assert [one.agreed.tokens for one in draft.passes if one.agreed is not None] == [4, 4, 4]
 
 
-@pytest.mark.parametrize(("options", "field", "said"), [
-    ({"topk": 4}, "speculative.topk", "chain"),
-    ({"draft_tokens": 4}, "speculative.draft_tokens", "4 tokens"),
-    ({"steps": 0}, "speculative.steps", "1 to 15"),
-    ({"steps": 16}, "speculative.steps", "1 to 15"),
-    ({"steps": -3}, "speculative.steps", "1 to 15"),
-])
-def test_what_is_no_chain_is_refused(tmp_path: Path, options: dict[str, int], field: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "field", "said"),
+    [
+        ({"topk": 4}, "speculative.topk", "chain"),
+        ({"draft_tokens": 4}, "speculative.draft_tokens", "4 tokens"),
+        ({"steps": 0}, "speculative.steps", "1 to 15"),
+        ({"steps": 16}, "speculative.steps", "1 to 15"),
+        ({"steps": -3}, "speculative.steps", "1 to 15"),
+    ],
+)
+def test_what_is_no_chain_is_refused(
+    tmp_path: Path, options: dict[str, int], field: str, said: str
+) -> None:
     folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
     refusals = refused(folder, options)
     assert [(r.field, r.by) for r in refusals] == [(field, "nextn")]
@@ -235,7 +304,12 @@ def test_a_model_without_such_a_layer_is_refused(tmp_path: Path, name: str) -> N
 
 
 def refused(folder: Path, options: dict[str, int]) -> tuple[Any, ...]:
-    config = {"model": str(folder), "weights": {"use": "random"}, "skip_tokenizer": True, "device": "cpu"}
+    config = {
+        "model": str(folder),
+        "weights": {"use": "random"},
+        "skip_tokenizer": True,
+        "device": "cpu",
+    }
     with pytest.raises(PlanRefused) as caught:
         make_plan({**config, "speculative": {"use": "nextn", **options}})
     return caught.value.refusals

@@ -1,4 +1,5 @@
 """Speculation of width one, and the eager graph runner."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -36,7 +37,9 @@ class Recorder:
         self.calls: list[tuple[list[int], list[int]]] = []
         self.seen: list[tuple[list[list[int]], list[int], list[int]]] = []
 
-    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
+    def sample(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None
+    ) -> Sampled:
         self.calls.append((rows.tolist(), positions.tolist()))
         best = logits.max(-1)
         logprobs = LogprobTensors(best.values, best.indices[:, None], best.values[:, None])
@@ -56,9 +59,17 @@ def batch(rows: list[int], decodes: int, kv_lens: list[int], samples: list[bool]
     count = len(rows)
     lens = np.asarray(kv_lens, np.int32)
     made = Batch(
-        step=1, mode=Mode.DECODE, rows=np.asarray(rows, np.int32), epochs=np.zeros(count, np.int64),
-        num_decodes=decodes, query_lens=np.ones(count, np.int32), kv_lens=lens,
-        samples=np.asarray(samples, np.bool_), prompt_ids=np.zeros(0, np.int32), pages=np.zeros((count, 1), np.int32))
+        step=1,
+        mode=Mode.DECODE,
+        rows=np.asarray(rows, np.int32),
+        epochs=np.zeros(count, np.int64),
+        num_decodes=decodes,
+        query_lens=np.ones(count, np.int32),
+        kv_lens=lens,
+        samples=np.asarray(samples, np.bool_),
+        prompt_ids=np.zeros(0, np.int32),
+        pages=np.zeros((count, 1), np.int32),
+    )
     made.row_ids, made.kv_lens_device = torch.tensor(rows), torch.from_numpy(lens)
     return made
 

@@ -1,7 +1,9 @@
-"""Ops compiled by inductor: as the references within rounding, nothing compiled twice, kept between processes.
+"""Ops compiled by inductor: as the references within rounding, nothing compiled twice, kept between
+processes.
 
 Every number of tokens here is served by the two programs that the first call of an op makes.
 """
+
 from __future__ import annotations
 
 import json
@@ -24,7 +26,10 @@ from glowplug.kernels.elementwise import activation_reference as activation, nor
 from glowplug.kernels.moe import route_reference as routing
 from glowplug.plugins.ops import torch_compile
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not software(()).cxx, reason="needs a C++ compiler")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not software(()).cxx, reason="needs a C++ compiler"),
+]
 PLAN: Any = SimpleNamespace(sizes=SimpleNamespace(width=2))
 STARTS = """
 import json, sys
@@ -45,7 +50,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def make(cache_dir: str | None = None) -> Ops:
     from glowplug.plugins.ops.torch_compile_runtime import TorchCompileOps
 
-    return TorchCompileOps(torch_compile.TorchCompileOptions(max_batch=4, cache_dir=cache_dir), PLAN, Worker())
+    return TorchCompileOps(
+        torch_compile.TorchCompileOptions(max_batch=4, cache_dir=cache_dir), PLAN, Worker()
+    )
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -61,8 +68,14 @@ def test_what_is_compiled_is_the_reference_at_every_number_of_tokens() -> None:
     before = programs()
     with torch.inference_mode():
         for tokens in (3, 1, 8, 2, 9, 40):  # up to 8 are compiled
-            x, residual, logits = randn(tokens, 24), randn(tokens, 24, seed=1), randn(tokens, 16, seed=tokens)
-            torch.testing.assert_close(ops.rms_norm(x, weight, 1e-6), norm.rms_norm_reference(x, weight, 1e-6))
+            x, residual, logits = (
+                randn(tokens, 24),
+                randn(tokens, 24, seed=1),
+                randn(tokens, 16, seed=tokens),
+            )
+            torch.testing.assert_close(
+                ops.rms_norm(x, weight, 1e-6), norm.rms_norm_reference(x, weight, 1e-6)
+            )
             normed, total = ops.add_rms_norm(x, residual, weight, 1e-6)
             torch.testing.assert_close(total, x + residual)
             torch.testing.assert_close(normed, norm.rms_norm_reference(total, weight, 1e-6))
@@ -70,7 +83,9 @@ def test_what_is_compiled_is_the_reference_at_every_number_of_tokens() -> None:
             weights, ids = ops.topk_sigmoid(logits, bias, 4, 4, 2, True, 2.5)
             wanted, chosen = routing.topk_sigmoid_reference(logits, bias, 4, 4, 2, True, 2.5)
             assert torch.equal(ids.sort().values, chosen.sort().values)
-            torch.testing.assert_close(weights.gather(1, ids.argsort()), wanted.gather(1, chosen.argsort()))
+            torch.testing.assert_close(
+                weights.gather(1, ids.argsort()), wanted.gather(1, chosen.argsort())
+            )
             if tokens == 3:
                 made = programs() - before
     assert made == 2 * 4, "one program for a token and one for several, of each op"
@@ -85,24 +100,39 @@ def test_another_size_gets_programs_of_its_own() -> None:
             for tokens in (2, 1, 5, 2):
                 wide = randn(tokens, 3 * size, seed=tokens)
                 part, weight = wide[:, size : 2 * size], randn(size, seed=9)
-                torch.testing.assert_close(ops.rms_norm(part, weight, 1e-5),
-                                           norm.rms_norm_reference(part, weight, 1e-5))
+                torch.testing.assert_close(
+                    ops.rms_norm(part, weight, 1e-5), norm.rms_norm_reference(part, weight, 1e-5)
+                )
             assert programs() == before + 2
 
 
 def test_the_second_start_finds_what_the_first_compiled(tmp_path: Path) -> None:
-    found = [json.loads(subprocess.run([sys.executable, "-c", STARTS, str(tmp_path)], check=True, capture_output=True,
-                                       text=True, timeout=300).stdout) for _ in range(2)]
+    found = [
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", STARTS, str(tmp_path)],
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=300,
+            ).stdout
+        )
+        for _ in range(2)
+    ]
     assert found == [[0, 2], [2, 0]]
     assert any(tmp_path.iterdir())
 
 
 def test_refused_without_a_compiler() -> None:
     def reasons(device: str, cxx: str, **packages: str) -> list[str]:
-        facts = SimpleNamespace(software=SimpleNamespace(cxx=cxx, packages=packages), hardware=HardwareFacts())
+        facts = SimpleNamespace(
+            software=SimpleNamespace(cxx=cxx, packages=packages), hardware=HardwareFacts()
+        )
         context: Any = SimpleNamespace(facts=facts, values={"device": device})
         return [refusal.reason for refusal in torch_compile.check_torch_compile(context)]
 
     assert not reasons("cpu", "/usr/bin/g++") and not reasons("cuda", "", triton="3.6.0")
-    assert reasons("cpu", "", triton="3.6.0") == ["torch.compile needs a C++ compiler on a CPU, and none is installed"]
+    assert reasons("cpu", "", triton="3.6.0") == [
+        "torch.compile needs a C++ compiler on a CPU, and none is installed"
+    ]
     assert reasons("cuda", "/usr/bin/g++") == ["torch.compile needs triton on CUDA (not installed)"]

@@ -1,4 +1,5 @@
 """The synthetic source: a function of seed and name, of scales that keep a model alive."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -19,8 +20,12 @@ def source(seed: int = 0, **facts: Any) -> RandomSource:
     return made
 
 
-def target(name: str, *shape: int, index: tuple[slice, ...] | None = None, dtype: str | None = None) -> Any:
-    return SimpleNamespace(name=name, shape=shape, index=index or (slice(None),) * len(shape), dtype=dtype)
+def target(
+    name: str, *shape: int, index: tuple[slice, ...] | None = None, dtype: str | None = None
+) -> Any:
+    return SimpleNamespace(
+        name=name, shape=shape, index=index or (slice(None),) * len(shape), dtype=dtype
+    )
 
 
 def test_deterministic_by_seed_and_name_only() -> None:
@@ -29,15 +34,22 @@ def test_deterministic_by_seed_and_name_only() -> None:
     other = source()
     other.read(target("something.weight", 9, 9))
     assert torch.equal(other.read(target(q, 64, 32)), value)
-    assert torch.equal(source().read(target(q, 64, 32, index=(slice(8, 24), slice(3, 9)))), value[8:24, 3:9])
+    assert torch.equal(
+        source().read(target(q, 64, 32, index=(slice(8, 24), slice(3, 9)))), value[8:24, 3:9]
+    )
     assert not torch.equal(source(seed=1).read(target(q, 64, 32)), value)
     assert not torch.equal(source().read(target(q.replace("0", "1"), 64, 32)), value)
 
 
-@pytest.mark.parametrize(("name", "shape", "deviation"), [
-    ("model.embed_tokens.weight", (500, 256), 1.0), ("lm_head.weight", (500, 256), 256**-0.5),
-    ("model.layers.3.mlp.gate.weight", (64, 256), 256**-0.5),
-    ("model.layers.3.mlp.experts.5.down_proj.weight", (256, 512), (16 * 512) ** -0.5)])
+@pytest.mark.parametrize(
+    ("name", "shape", "deviation"),
+    [
+        ("model.embed_tokens.weight", (500, 256), 1.0),
+        ("lm_head.weight", (500, 256), 256**-0.5),
+        ("model.layers.3.mlp.gate.weight", (64, 256), 256**-0.5),
+        ("model.layers.3.mlp.experts.5.down_proj.weight", (256, 512), (16 * 512) ** -0.5),
+    ],
+)
 def test_scales(name: str, shape: tuple[int, ...], deviation: float) -> None:
     assert source().read(target(name, *shape)).std().item() == pytest.approx(deviation, rel=0.05)
 
@@ -45,13 +57,18 @@ def test_scales(name: str, shape: tuple[int, ...], deviation: float) -> None:
 def test_norms_are_near_one_and_biases_small_but_not_zero() -> None:
     norm = source().read(target("model.norm.weight", 512))
     assert norm.mean().item() == pytest.approx(1.0, abs=0.02) and 0.05 < norm.std().item() < 0.2
-    bias = source(dtype="bfloat16").read(target("model.layers.3.mlp.gate.e_score_correction_bias", 256))
+    bias = source(dtype="bfloat16").read(
+        target("model.layers.3.mlp.gate.e_score_correction_bias", 256)
+    )
     assert bias.dtype == torch.float32 and bias.abs().min() > 0 and bias.abs().max() < 0.5
 
 
 def test_dtype_follows_the_checkpoint() -> None:
     assert source(dtype="bfloat16").read(target("lm_head.weight", 8, 8)).dtype == torch.bfloat16
-    assert source(dtype="bfloat16").read(target("x.weight", 8, 8, dtype="float32")).dtype == torch.float32
+    assert (
+        source(dtype="bfloat16").read(target("x.weight", 8, 8, dtype="float32")).dtype
+        == torch.float32
+    )
 
 
 def test_fp8_weight_and_scale_give_a_weight_of_fan_in_scale() -> None:
@@ -61,5 +78,7 @@ def test_fp8_weight_and_scale_give_a_weight_of_fan_in_scale() -> None:
     assert codes.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and (scale > 0).all()
     full = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:576]
     weight = codes.float() * full
-    assert torch.isfinite(weight).all() and weight.std().item() == pytest.approx(256**-0.5, rel=0.15)
+    assert torch.isfinite(weight).all() and weight.std().item() == pytest.approx(
+        256**-0.5, rel=0.15
+    )
     assert scale.flatten().unique().numel() == 10

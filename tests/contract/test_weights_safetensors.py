@@ -1,4 +1,7 @@
-"""The safetensors source: slices are right, and every damaged folder is refused by name before anything is read."""
+"""The safetensors source: slices are right, and every damaged folder is refused by name before
+anything is read.
+"""
+
 from __future__ import annotations
 
 import json
@@ -24,9 +27,13 @@ from tests.support.work import at_most
 
 def tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {"a.weight": torch.randn(6, 10, generator=generator), "a.bias": torch.randn(6, generator=generator).half(),
-            "b.weight": torch.randn(3, 4, 5, generator=generator).bfloat16(), "empty": torch.zeros(0, 4),
-            "c.weight": torch.randn(5, 7, generator=generator).to(torch.float8_e4m3fn)}
+    return {
+        "a.weight": torch.randn(6, 10, generator=generator),
+        "a.bias": torch.randn(6, generator=generator).half(),
+        "b.weight": torch.randn(3, 4, 5, generator=generator).bfloat16(),
+        "empty": torch.zeros(0, 4),
+        "c.weight": torch.randn(5, 7, generator=generator).to(torch.float8_e4m3fn),
+    }
 
 
 def write_folder(folder: Path, shards: int = 2) -> dict[str, torch.Tensor]:
@@ -35,7 +42,9 @@ def write_folder(folder: Path, shards: int = 2) -> dict[str, torch.Tensor]:
     values, weight_map = tensors(), {}
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        part = {name: value for i, (name, value) in enumerate(values.items()) if i % shards == shard}
+        part = {
+            name: value for i, (name, value) in enumerate(values.items()) if i % shards == shard
+        }
         save_file(part, folder / file)
         weight_map |= dict.fromkeys(part, file)
     (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -70,13 +79,23 @@ def test_a_truncated_shard_names_file_tensor_and_bytes(tmp_path: Path) -> None:
         open_source(tmp_path)
     header = struct.unpack("<Q", data[:8])[0]
     wanted = len(data) - 8 - header
-    for part in ("model-00002-of-00002.safetensors", "tensor '", str(wanted), str(wanted - 3), "incomplete download?"):
+    for part in (
+        "model-00002-of-00002.safetensors",
+        "tensor '",
+        str(wanted),
+        str(wanted - 3),
+        "incomplete download?",
+    ):
         assert part in str(error.value)
 
 
 @pytest.mark.parametrize(("first", "digits"), [(0, 5), (1, 5), (1, 6)])
-def test_numbered_files_must_all_be_there_without_an_index(tmp_path: Path, first: int, digits: int) -> None:
-    names = [f"model-{first + shard:0{digits}d}-of-{9:0{digits}d}.safetensors" for shard in range(9)]
+def test_numbered_files_must_all_be_there_without_an_index(
+    tmp_path: Path, first: int, digits: int
+) -> None:
+    names = [
+        f"model-{first + shard:0{digits}d}-of-{9:0{digits}d}.safetensors" for shard in range(9)
+    ]
     for number, name in enumerate(names):
         save_file({f"tensor.{number}": torch.ones(2)}, tmp_path / name)
     assert len(read_tensors(tmp_path)) == 9
@@ -84,12 +103,16 @@ def test_numbered_files_must_all_be_there_without_an_index(tmp_path: Path, first
         (tmp_path / name).unlink()
     with pytest.raises(WeightError) as error:
         read_tensors(tmp_path)
-    assert f"2 of 9 files are missing: {names[2]}, {names[8]}; incomplete download?" in str(error.value)
+    assert f"2 of 9 files are missing: {names[2]}, {names[8]}; incomplete download?" in str(
+        error.value
+    )
 
 
 def test_a_count_that_no_folder_holds_is_not_counted_out(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "model-1-of-999999999.safetensors")
-    with pytest.raises(WeightError, match=r"999999998 of 999999999 files are missing: model-2-of-.* and more"):
+    with pytest.raises(
+        WeightError, match=r"999999998 of 999999999 files are missing: model-2-of-.* and more"
+    ):
         read_tensors(tmp_path)
 
 
@@ -108,11 +131,22 @@ def test_index_and_files_must_agree(tmp_path: Path) -> None:
         for word in words:
             assert word in str(error.value), str(error.value)
 
-    refused(lambda names: names.update({"ghost": "model-00001-of-00002.safetensors"}), "ghost", "not in the file")
+    refused(
+        lambda names: names.update({"ghost": "model-00001-of-00002.safetensors"}),
+        "ghost",
+        "not in the file",
+    )
     refused(lambda names: names.pop("a.bias"), "a.bias", "not in model.safetensors.index.json")
-    refused(lambda names: names.update({"x": "model-00003-of-00003.safetensors"}), "model-00003", "missing",
-            "incomplete download?")
-    refused(lambda names: names.update({"x": "../../etc/passwd"}), "not a safetensors file of this folder")
+    refused(
+        lambda names: names.update({"x": "model-00003-of-00003.safetensors"}),
+        "model-00003",
+        "missing",
+        "incomplete download?",
+    )
+    refused(
+        lambda names: names.update({"x": "../../etc/passwd"}),
+        "not a safetensors file of this folder",
+    )
     refused(lambda names: names.clear(), "no weight_map")
 
 
@@ -126,7 +160,9 @@ def test_missing_shard_doubled_tensor_and_changed_file(tmp_path: Path) -> None:
     (tmp_path / "extra.safetensors").unlink()
     for file in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
         (tmp_path / file).unlink()
-    save_file({name: value.float() for name, value in values.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: value.float() for name, value in values.items()}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(WeightError, match="changed since the plan was made"):
         open_source(tmp_path, planned)
 
@@ -144,10 +180,22 @@ def test_header_lies_are_named(tmp_path: Path) -> None:
     """One lie at a time about one tensor; each message names the tensor."""
     good = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
     lies: list[dict[str, Any]] = [
-        {"dtype": "F33"}, {"dtype": ["F32"]}, {"shape": [2, -3]}, {"shape": [2, 3.0]}, {"shape": "23"},
-        {"shape": [1 << 62, 1 << 62]}, {"shape": [True, 6]}, {"data_offsets": [0, 23]}, {"data_offsets": [24, 0]},
-        {"data_offsets": [8, 32]}, {"data_offsets": [0]}, {"data_offsets": [0, 1 << 64]}, {"extra": 1},
-        {"shape": [1] * 40}, {"shape": None}]
+        {"dtype": "F33"},
+        {"dtype": ["F32"]},
+        {"shape": [2, -3]},
+        {"shape": [2, 3.0]},
+        {"shape": "23"},
+        {"shape": [1 << 62, 1 << 62]},
+        {"shape": [True, 6]},
+        {"data_offsets": [0, 23]},
+        {"data_offsets": [24, 0]},
+        {"data_offsets": [8, 32]},
+        {"data_offsets": [0]},
+        {"data_offsets": [0, 1 << 64]},
+        {"extra": 1},
+        {"shape": [1] * 40},
+        {"shape": None},
+    ]
     file = tmp_path / "model.safetensors"
     for lie in lies:
         header = json.dumps({"w": {**good, **lie}}).encode()
@@ -160,11 +208,14 @@ def test_header_lies_are_named(tmp_path: Path) -> None:
 def test_duplicate_names_deep_json_and_trailing_bytes(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     entry = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
-    for header, data, words in ((f'{{"w":{entry},"w":{entry}}}', bytes(4), "'w' appears twice"),
-                                ("[" * 100_000, bytes(4), "not valid JSON"), ("[]", b"", "expected an object"),
-                                ('{"__metadata__":{"a":1}}', b"", "text to text"),
-                                (f'{{"w":{entry}}}', bytes(9), "9 data bytes"),
-                                (f'{{"w":{entry},"v":{entry}}}', bytes(4), "overlaps")):
+    for header, data, words in (
+        (f'{{"w":{entry},"w":{entry}}}', bytes(4), "'w' appears twice"),
+        ("[" * 100_000, bytes(4), "not valid JSON"),
+        ("[]", b"", "expected an object"),
+        ('{"__metadata__":{"a":1}}', b"", "text to text"),
+        (f'{{"w":{entry}}}', bytes(9), "9 data bytes"),
+        (f'{{"w":{entry},"v":{entry}}}', bytes(4), "overlaps"),
+    ):
         raw = header.encode()
         file.write_bytes(struct.pack("<Q", len(raw)) + raw + data)
         with pytest.raises(WeightError, match=words):
@@ -176,7 +227,10 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     length = struct.unpack("<Q", data[:8])[0]
     kind = rng.randrange(6)
     if kind == 0:
-        return struct.pack("<Q", rng.choice([0, 1, length - 1, length + 1, 1 << 40, (1 << 64) - 1])) + data[8:]
+        return (
+            struct.pack("<Q", rng.choice([0, 1, length - 1, length + 1, 1 << 40, (1 << 64) - 1]))
+            + data[8:]
+        )
     if kind == 1:
         return data[: rng.randrange(len(data) - 1)]
     header = bytearray(data[8 : 8 + length])
@@ -193,14 +247,18 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
         parsed = json.loads(header)
         name = rng.choice([key for key in parsed if key != "__metadata__"])
         key = rng.choice(["dtype", "shape", "data_offsets"])
-        parsed[name][key] = rng.choice([None, 0, [], {}, "F32", [1, 2], [0, 1 << 70], rng.choice(list(DTYPES))])
+        parsed[name][key] = rng.choice(
+            [None, 0, [], {}, "F32", [1, 2], [0, 1 << 70], rng.choice(list(DTYPES))]
+        )
         header = bytearray(json.dumps(parsed).encode())
         return struct.pack("<Q", len(header)) + bytes(header) + data[8 + length :]
     return struct.pack("<Q", length) + bytes(header) + data[8 + length :]
 
 
 def test_five_hundred_mutated_headers(tmp_path: Path) -> None:
-    """Each is either still a consistent file or refused with a WeightError that names the file, with little work."""
+    """Each is either still a consistent file or refused with a WeightError that names the file,
+    with little work.
+    """
     write_folder(tmp_path, shards=1)
     file = tmp_path / "model-00001-of-00001.safetensors"
     good, rng, refused = file.read_bytes(), random.Random(7), 0

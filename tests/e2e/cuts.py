@@ -1,4 +1,7 @@
-"""Ways to cut the same work into steps: whichever is taken, greedy tokens and their logits stay the same."""
+"""Ways to cut the same work into steps: whichever is taken, greedy tokens and their logits stay the
+same.
+"""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,8 +1,11 @@
-"""An executor without a model, behind the real client: it says what the prompt tells it to, a byte a token.
+"""An executor without a model, behind the real client: it says what the prompt tells it to, a byte
+a token.
 
-The words after ``say:`` in a prompt are the answer; without them it is TEXT. ``fail:nan`` in a prompt fails the
-sequence after two tokens, ``hang:`` never gives a token. Everything above the executor is the real thing.
+The words after ``say:`` in a prompt are the answer; without them it is TEXT. ``fail:nan`` in a
+prompt fails the sequence after two tokens, ``hang:`` never gives a token. Everything above the
+executor is the real thing.
 """
+
 from __future__ import annotations
 
 import queue
@@ -40,7 +43,8 @@ BOS, EOS, USER, ASSISTANT, SYSTEM = 256, 257, 258, 259, 260
 VOCAB = 264
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if thinking %}<think>{% endif %}{% endif %}")
+    "{% if add_generation_prompt %}<|assistant|>{% if thinking %}<think>{% endif %}{% endif %}"
+)
 
 
 def make_tokenizer() -> Tokenizer:
@@ -50,20 +54,55 @@ def make_tokenizer() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<bos>", "<eos>", "<|user|>", "<|assistant|>", "<|system|>"])
-    return Tokenizer(backend, chat_template=TEMPLATE, special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"})
+    return Tokenizer(
+        backend, chat_template=TEMPLATE, special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"}
+    )
 
 
 def make_plan(*, context: int = 4096, **config: object) -> EnginePlan:
-    model = ModelFacts(path="/models/fake", architecture="Fake", format="none", kind="mla", config={}, dtype="float32",
-                       vocab_size=VOCAB, hidden_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8,
-                       max_positions=context)
-    sizes = Sizes(context_length=context, max_running=256, max_queued=1024, max_step_tokens=512, chunk_size=512,
-                  page_size=16, num_pages=4097, kv_bytes=1 << 20)
+    model = ModelFacts(
+        path="/models/fake",
+        architecture="Fake",
+        format="none",
+        kind="mla",
+        config={},
+        dtype="float32",
+        vocab_size=VOCAB,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        max_positions=context,
+    )
+    sizes = Sizes(
+        context_length=context,
+        max_running=256,
+        max_queued=1024,
+        max_step_tokens=512,
+        chunk_size=512,
+        page_size=16,
+        num_pages=4097,
+        kv_bytes=1 << 20,
+    )
     return EnginePlan(
-        model="/models/fake", dtype="float32", kv_dtype="float32", device="cpu", seed=0, overlap=True, choices=(),
-        decisions=(), budget=(), sizes=sizes, mesh={}, facts=Facts(model, HardwareFacts(), SoftwareFacts()),
-        config=dict(config), plugins=(), plugin_fingerprint="0123456789abcdef",
-        fingerprint="fedcba9876543210")
+        model="/models/fake",
+        dtype="float32",
+        kv_dtype="float32",
+        device="cpu",
+        seed=0,
+        overlap=True,
+        choices=(),
+        decisions=(),
+        budget=(),
+        sizes=sizes,
+        mesh={},
+        facts=Facts(model, HardwareFacts(), SoftwareFacts()),
+        config=dict(config),
+        plugins=(),
+        plugin_fingerprint="0123456789abcdef",
+        fingerprint="fedcba9876543210",
+    )
 
 
 @dataclass
@@ -79,14 +118,23 @@ class Running:
 
 
 class FakeExecutor:
-    """``step_seconds``: pause between steps. ``rows``: sequences that run at once. ``queue_limit``: that may wait.
+    """``step_seconds``: pause between steps. ``rows``: sequences that run at once. ``queue_limit``:
+    that may wait.
 
-    ``loaded``: set once the model may be ready. ``held``: while it says so, sequences run and get no token.
-    ``profiled`` lists the labels of profiles started; ``silent`` stops all frames, heartbeats included.
+    ``loaded``: set once the model may be ready. ``held``: while it says so, sequences run and get
+    no token. ``profiled`` lists the labels of profiles started; ``silent`` stops all frames,
+    heartbeats included.
     """
 
-    def __init__(self, *, step_seconds: float = 0.0, rows: int = 256, queue_limit: int = 1024,
-                 loaded: threading.Event | None = None, held: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        *,
+        step_seconds: float = 0.0,
+        rows: int = 256,
+        queue_limit: int = 1024,
+        loaded: threading.Event | None = None,
+        held: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.step_seconds = step_seconds
         self.rows, self.queue_limit = rows, queue_limit
         self._loaded = loaded
@@ -104,7 +152,7 @@ class FakeExecutor:
         self.dead: EngineDead | None = None
         self._stop = threading.Event()
 
-    # ---- the executor's protocol ------------------------------------------------------------------------------------
+    # ---- the executor's protocol -----------------------------------------------------------------
 
     def start(self, plan: EnginePlan) -> None:
         if self._loaded is not None:
@@ -128,10 +176,12 @@ class FakeExecutor:
 
     def die(self) -> None:
         """As if a rank had been killed."""
-        self.dead = EngineDead("rank 0 (step): killed by signal 9 in /usr/lib/secret.so at 0x7fdeadbeef00")
+        self.dead = EngineDead(
+            "rank 0 (step): killed by signal 9 in /usr/lib/secret.so at 0x7fdeadbeef00"
+        )
         self.frames.put(encode([Failed(0, "step", "killed")]))
 
-    # ---- the engine -------------------------------------------------------------------------------------------------
+    # ---- the engine ------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         beat = 0.0
@@ -152,7 +202,9 @@ class FakeExecutor:
 
     def _receive(self, block: bool) -> None:
         try:
-            data = self.inbox.get(timeout=0.2 if block else 0.0) if block else self.inbox.get_nowait()
+            data = (
+                self.inbox.get(timeout=0.2 if block else 0.0) if block else self.inbox.get_nowait()
+            )
             while data is not None:
                 for message in decode_inbound(data):
                     self._take(message)
@@ -164,8 +216,11 @@ class FakeExecutor:
         if isinstance(message, Submit):
             self._add(message)
         elif isinstance(message, Abort):
-            ends = [self._end(id, Finished(id, message.reason)) for id in message.ids
-                    if id in self.running or id in self.waiting]
+            ends = [
+                self._end(id, Finished(id, message.reason))
+                for id in message.ids
+                if id in self.running or id in self.waiting
+            ]
             if ends:
                 self.stats.aborted += len(ends)
                 self.frames.put(encode([StepOutput(finished=ends, stats=self._load())]))
@@ -174,33 +229,49 @@ class FakeExecutor:
 
     def _control(self, message: Control) -> Reply:
         if message.action == "flush" and self.running:
-            return Reply(message.id, False, error="requests are running; the cache can be flushed only when idle")
+            return Reply(
+                message.id,
+                False,
+                error="requests are running; the cache can be flushed only when idle",
+            )
         if message.action == "profile_start":
             self.profiled.append(message.args["label"])
         return Reply(message.id, True, {"kv_bytes": 1 << 20} if message.action == "info" else {})
 
     def _add(self, submit: Submit) -> None:
         if len(self.waiting) >= self.queue_limit:
-            refused = Finished(submit.id, "error", error="the queue is full", error_code="queue_full")
+            refused = Finished(
+                submit.id, "error", error="the queue is full", error_code="queue_full"
+            )
             self.frames.put(encode([StepOutput(finished=[refused])]))
             return
         self.priorities.append(submit.priority)
         self.salts.append(submit.salt)
         self.params.append(submit.params)
-        prompt = bytes(token for token in submit.prompt_ids.tolist() if token < 256).decode("utf-8", "replace")
+        prompt = bytes(token for token in submit.prompt_ids.tolist() if token < 256).decode(
+            "utf-8", "replace"
+        )
         text = prompt.rpartition("say:")[2] if "say:" in prompt else TEXT
-        tokens = [*text.encode(), EOS] if not submit.params.ignore_eos else list(text.encode()) * 4096
+        tokens = (
+            [*text.encode(), EOS] if not submit.params.ignore_eos else list(text.encode()) * 4096
+        )
         now = time.monotonic()
         self.waiting[submit.id] = Running(
-            submit, tokens, fail_at=2 if "fail:nan" in prompt else -1, hang="hang:" in prompt,
-            deadline=now + submit.timeout if submit.timeout else 0.0)
+            submit,
+            tokens,
+            fail_at=2 if "fail:nan" in prompt else -1,
+            hang="hang:" in prompt,
+            deadline=now + submit.timeout if submit.timeout else 0.0,
+        )
 
     def _step(self) -> StepOutput:
         output = StepOutput()
         while self.waiting and len(self.running) < self.rows:
             id, sequence = next(iter(self.waiting.items()))
             self.running[id] = self.waiting.pop(id)
-            cached = len(sequence.submit.prompt_ids) // 16 * 16 if sequence.submit.salt == "warm" else 0
+            cached = (
+                len(sequence.submit.prompt_ids) // 16 * 16 if sequence.submit.salt == "warm" else 0
+            )
             sequence.admitted_at = time.monotonic()
             output.admitted.append(Admitted(id, sequence.admitted_at - sequence.queued_at, cached))
             self.stats.prefix_queries += 1
@@ -221,11 +292,15 @@ class FakeExecutor:
             return
         if sequence.at == sequence.fail_at:
             error = "NaN in the logits, see /var/log/engine.log at 0x7f12345678"
-            output.finished.append(self._end(id, Finished(id, "error", error=error, error_code="nan_logits")))
+            output.finished.append(
+                self._end(id, Finished(id, "error", error=error, error_code="nan_logits"))
+            )
             return
         token = sequence.tokens[sequence.at]
         if sequence.at == 0 and params.prompt_logprobs is not None:
-            output.prompt_logprobs.append((id, scores(sequence.submit.prompt_ids[1:].tolist(), params.prompt_logprobs)))
+            output.prompt_logprobs.append(
+                (id, scores(sequence.submit.prompt_ids[1:].tolist(), params.prompt_logprobs))
+            )
         if sequence.at == 0:
             output.prefilled.append((id, time.monotonic() - sequence.admitted_at))
         sequence.at += 1
@@ -257,4 +332,5 @@ def scores(tokens: list[int], top: int) -> Logprobs:
     return Logprobs(
         token=[-0.25 - token % 7 for token in tokens],
         top_ids=[[(token + k) % VOCAB for k in range(top)] for token in tokens],
-        top=[[-0.25 - token % 7 - k for k in range(top)] for token in tokens])
+        top=[[-0.25 - token % 7 - k for k in range(top)] for token in tokens],
+    )

@@ -2,8 +2,10 @@
 
     python -m tests.e2e.fake_server PORT DRAIN_TIMEOUT LOADING HELD
 
-The model does not become ready while the file LOADING exists, and no sequence gets a token while HELD does.
+The model does not become ready while the file LOADING exists, and no sequence gets a token while
+HELD does.
 """
+
 from __future__ import annotations
 
 import sys
@@ -19,7 +21,12 @@ from tests.support.waiting import LOOK
 
 
 def main() -> int:
-    port, drain, loading, held = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
+    port, drain, loading, held = (
+        int(sys.argv[1]),
+        float(sys.argv[2]),
+        Path(sys.argv[3]),
+        Path(sys.argv[4]),
+    )
     plan = make_plan(server={"drain_timeout": drain})
     set_up_logging(LogOptions())
 

@@ -1,4 +1,7 @@
-"""A plugin that makes one rank fail: a weight source and a sampler that do what their options say, once."""
+"""A plugin that makes one rank fail: a weight source and a sampler that do what their options say,
+once.
+"""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -30,11 +33,25 @@ class FaultySamplingOptions(SamplingOptions):
 
 @hookimpl
 def register_weight_sources() -> list[Component]:
-    return [Component("faulty", FaultyWeightOptions, "tests.e2e.fault_runtime:FaultySource",
-                      WeightOffers(formats=frozenset({"synthetic"})), summary="fails while it loads")]
+    return [
+        Component(
+            "faulty",
+            FaultyWeightOptions,
+            "tests.e2e.fault_runtime:FaultySource",
+            WeightOffers(formats=frozenset({"synthetic"})),
+            summary="fails while it loads",
+        )
+    ]
 
 
 @hookimpl
 def register_samplers() -> list[Component]:
-    return [Component("faulty", FaultySamplingOptions, "tests.e2e.fault_runtime:FaultySampler",
-                      SamplerOffers(), summary="fails when it samples")]
+    return [
+        Component(
+            "faulty",
+            FaultySamplingOptions,
+            "tests.e2e.fault_runtime:FaultySampler",
+            SamplerOffers(),
+            summary="fails when it samples",
+        )
+    ]

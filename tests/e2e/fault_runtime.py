@@ -1,4 +1,5 @@
 """What the faulty components do in a rank."""
+
 from __future__ import annotations
 
 import json
@@ -18,7 +19,9 @@ from glowplug.plugins.weights.random_runtime import RandomSource
 
 
 class Countdown:
-    """The fault of ``options``, at the call of that number, in the rank it names; notes when and where first."""
+    """The fault of ``options``, at the call of that number, in the rank it names; notes when and
+    where first.
+    """
 
     def __init__(self, options: Any, rank: int) -> None:
         self._options, self._mine, self._calls = options, options.rank == rank, 0
@@ -32,9 +35,14 @@ class Countdown:
     def _note(self) -> None:
         sockets = psutil.Process().net_connections(kind="tcp")
         ports = [socket.laddr.port for socket in sockets if socket.status == psutil.CONN_LISTEN]
-        shared = sorted(set(re.findall(r"/dev/shm/(\S+)$", Path("/proc/self/maps").read_text(), re.MULTILINE)))
-        Path(self._options.note).write_text(json.dumps(
-            {"time": time.monotonic(), "pid": os.getpid(), "ports": ports, "shared": shared}))
+        shared = sorted(
+            set(re.findall(r"/dev/shm/(\S+)$", Path("/proc/self/maps").read_text(), re.MULTILINE))
+        )
+        Path(self._options.note).write_text(
+            json.dumps(
+                {"time": time.monotonic(), "pid": os.getpid(), "ports": ports, "shared": shared}
+            )
+        )
 
     def _act(self, fault: str) -> None:
         if fault == "error":

@@ -1,7 +1,10 @@
-"""Faults in ranks, one case at a time: what the engine says, how long it takes to end, what it leaves behind.
+"""Faults in ranks, one case at a time: what the engine says, how long it takes to end, what it
+leaves behind.
 
-``python -m tests.e2e.rank_faults --repeat 10 --output docs/benchmarks/faults.json`` runs every case that often.
+``python -m tests.e2e.rank_faults --repeat 10 --output docs/benchmarks/faults.json`` runs every case
+that often.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -26,16 +29,28 @@ from glowplug.core.errors import EngineDead
 from tests.support.tiny import write_config
 from tests.support.waiting import until
 
-WATCHDOG = 10.0  #: seconds, as configured; a busy machine may keep a rank from its signs of life for some
-PROMISED = {"kill": 3.0, "error": 3.0, "stop": WATCHDOG + 3.0, "hang": WATCHDOG + 3.0}  #: seconds from fault to end
+WATCHDOG = (
+    10.0  #: seconds, as configured; a busy machine may keep a rank from its signs of life for some
+)
+PROMISED = {
+    "kill": 3.0,
+    "error": 3.0,
+    "stop": WATCHDOG + 3.0,
+    "hang": WATCHDOG + 3.0,
+}  #: seconds from fault to end
 RANKS = 2
 #: when -> (component that fails, number of its call, phase that the reason names)
-MOMENTS = {"load": ("weights", 5, "weights"), "first step": ("sampling", 1, "self-test"),
-           "mid-decode": ("sampling", 25, "serve")}
-SAYS = {"kill": r"rank {rank} ended \(exit code -9\) in phase {phase}",
-        "stop": r"rank {rank} has been silent for \d+ s \(phase {phase}\)",
-        "error": r"rank {rank} failed in phase {phase}: RuntimeError: injected",
-        "hang": r"rank {rank} failed in phase {phase}: its loop has stood still for \d+ s, in Countdown._act of"}
+MOMENTS = {
+    "load": ("weights", 5, "weights"),
+    "first step": ("sampling", 1, "self-test"),
+    "mid-decode": ("sampling", 25, "serve"),
+}
+SAYS = {
+    "kill": r"rank {rank} ended \(exit code -9\) in phase {phase}",
+    "stop": r"rank {rank} has been silent for \d+ s \(phase {phase}\)",
+    "error": r"rank {rank} failed in phase {phase}: RuntimeError: injected",
+    "hang": r"rank {rank} failed in phase {phase}: its loop has stood still for \d+ s, in Countdown._act of",
+}
 
 
 @dataclass(frozen=True)
@@ -48,14 +63,20 @@ class Case:
         return f"{self.fault} in {self.moment} of rank {self.rank}"
 
 
-CASES = [Case(fault, moment, rank)
-         for fault in ("kill", "stop", "error") for moment in MOMENTS for rank in range(RANKS)]
+CASES = [
+    Case(fault, moment, rank)
+    for fault in ("kill", "stop", "error")
+    for moment in MOMENTS
+    for rank in range(RANKS)
+]
 HANGS = [Case("hang", "mid-decode", rank) for rank in range(RANKS)]
 
 
 @dataclass
 class Outcome:
-    """``seconds`` from the fault to the error at the caller. ``leaks``: what was left a moment later."""
+    """``seconds`` from the fault to the error at the caller. ``leaks``: what was left a moment
+    later.
+    """
 
     said: str
     seconds: float
@@ -70,12 +91,16 @@ class Outcome:
         return found
 
     def late(self, case: Case) -> list[str]:
-        """Return by how much the end came later than promised. The promise is for a machine that is not busy."""
+        """Return by how much the end came later than promised. The promise is for a machine that is
+        not busy.
+        """
         return [f"took {self.seconds:.1f} s"] if self.seconds > PROMISED[case.fault] else []
 
 
 def run(case: Case, folder: Path, watchdog: float = WATCHDOG) -> Outcome:
-    """One engine of two ranks that fails as ``case`` says. ``folder``: a fresh one. ``watchdog``: seconds."""
+    """One engine of two ranks that fails as ``case`` says. ``folder``: a fresh one. ``watchdog``:
+    seconds.
+    """
     component, at, _ = MOMENTS[case.moment]
     note = folder / "note.json"
     faulty = {"use": "faulty", "fault": case.fault, "rank": case.rank, "at": at, "note": str(note)}
@@ -87,7 +112,11 @@ def run(case: Case, folder: Path, watchdog: float = WATCHDOG) -> Outcome:
     finally:
         tempfile.tempdir = meeting
     ended = time.monotonic()
-    noted = json.loads(note.read_text()) if note.exists() else {"time": ended, "ports": [], "shared": []}
+    noted = (
+        json.loads(note.read_text())
+        if note.exists()
+        else {"time": ended, "ports": [], "shared": []}
+    )
     leaks = _left(children, noted)
     leaks += [str(path) for path in folder.glob("glowplug-*")]
     return Outcome(said, ended - noted["time"], leaks)
@@ -96,11 +125,21 @@ def run(case: Case, folder: Path, watchdog: float = WATCHDOG) -> Outcome:
 def _fail(folder: Path, config: dict[str, Any], watchdog: float) -> str:
     llm = None
     try:
-        llm = LLM(model=str(write_config(folder / "model", "v3")), plugins=["tests.e2e.fault_plugin"],
-                  skip_tokenizer=True, device="cpu", context_length=128, memory={"kv_tokens": 1024},
-                  parallel=[{"use": "tensor", "size": RANKS}], collectives={"timeout": 60.0},
-                  executor={"use": "multiprocess", "watchdog": watchdog, "threads": 1}, **config)
-        llm.generate([[5, 6, 7]] * 3, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+        llm = LLM(
+            model=str(write_config(folder / "model", "v3")),
+            plugins=["tests.e2e.fault_plugin"],
+            skip_tokenizer=True,
+            device="cpu",
+            context_length=128,
+            memory={"kv_tokens": 1024},
+            parallel=[{"use": "tensor", "size": RANKS}],
+            collectives={"timeout": 60.0},
+            executor={"use": "multiprocess", "watchdog": watchdog, "threads": 1},
+            **config,
+        )
+        llm.generate(
+            [[5, 6, 7]] * 3, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        )
     except EngineDead as error:
         return str(error)
     finally:
@@ -120,7 +159,9 @@ def _left(children: set[int], noted: dict[str, Any]) -> list[str]:
 
 def _there(children: set[int], noted: dict[str, Any]) -> Iterator[str]:
     yield from (f"process {child.pid}" for child in _ranks() if child.pid not in children)
-    yield from (f"shared memory {name}" for name in noted["shared"] if Path("/dev/shm", name).exists())
+    yield from (
+        f"shared memory {name}" for name in noted["shared"] if Path("/dev/shm", name).exists()
+    )
     yield from _taken(noted["ports"])
 
 
@@ -147,14 +188,27 @@ def _taken(ports: list[int]) -> list[str]:
     return found
 
 
-# ---- all of them ----------------------------------------------------------------------------------------------------
+# ---- all of them ---------------------------------------------------------------------------------
 
 
 def rounds(cases: list[Case], repeat: int) -> Iterator[list[dict[str, Any]]]:
-    """Every case ``repeat`` times, in rounds; after each the counts, the slowest end and what went wrong by case."""
-    rows = [{"fault": case.fault, "moment": case.moment, "rank": case.rank, "runs": 0, "as_promised": 0,
-             "slowest_end_seconds": 0.0, "promised_seconds": PROMISED[case.fault], "leaks": 0, "wrong": []}
-            for case in cases]
+    """Every case ``repeat`` times, in rounds; after each the counts, the slowest end and what went
+    wrong by case.
+    """
+    rows = [
+        {
+            "fault": case.fault,
+            "moment": case.moment,
+            "rank": case.rank,
+            "runs": 0,
+            "as_promised": 0,
+            "slowest_end_seconds": 0.0,
+            "promised_seconds": PROMISED[case.fault],
+            "leaks": 0,
+            "wrong": [],
+        }
+        for case in cases
+    ]
     for _ in range(repeat):
         for case, row in zip(cases, rows, strict=True):
             with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +224,10 @@ def rounds(cases: list[Case], repeat: int) -> Iterator[list[dict[str, Any]]]:
 
 
 def total(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {**{key: sum(row[key] for row in rows) for key in ("runs", "as_promised", "leaks")}, "cases": rows}
+    return {
+        **{key: sum(row[key] for row in rows) for key in ("runs", "as_promised", "leaks")},
+        "cases": rows,
+    }
 
 
 def main() -> None:
@@ -180,12 +237,18 @@ def main() -> None:
     args = parser.parse_args()
     import torch
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    about = {"command": "python -m tests.e2e.rank_faults " + " ".join(sys.argv[1:]),
-             "date": datetime.date.today().isoformat(), "commit": commit.strip(),
-             "versions": {"python": platform.python_version(), "torch": torch.__version__},
-             "cores": len(psutil.Process().cpu_affinity()), "engine": "multiprocess, tp 2, random tiny V3, CPU",
-             "watchdog_seconds": WATCHDOG}
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout
+    about = {
+        "command": "python -m tests.e2e.rank_faults " + " ".join(sys.argv[1:]),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit.strip(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "cores": len(psutil.Process().cpu_affinity()),
+        "engine": "multiprocess, tp 2, random tiny V3, CPU",
+        "watchdog_seconds": WATCHDOG,
+    }
     for rows in rounds([*CASES, *HANGS], args.repeat):
         args.output.write_text(json.dumps({**about, **total(rows)}, indent=1) + "\n")
 

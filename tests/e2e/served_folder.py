@@ -1,4 +1,5 @@
 """A tiny model folder that a server can serve."""
+
 from __future__ import annotations
 
 import json
@@ -12,6 +13,7 @@ def write_served(folder: Path) -> Path:
     """A V3 config with a byte-level tokenizer; its weights are drawn by the seed."""
     write_config(folder, "v3", vocab_size=VOCAB, eos_token_id=EOS)
     make_tokenizer().backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(
-        {"chat_template": TEMPLATE, "bos_token": "<bos>", "eos_token": "<eos>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": TEMPLATE, "bos_token": "<bos>", "eos_token": "<eos>"})
+    )
     return folder

@@ -1,4 +1,5 @@
 """A real HTTP server on a free port, in a thread, over the fake engine."""
+
 from __future__ import annotations
 
 import asyncio
@@ -19,16 +20,27 @@ from glowplug.entrypoints.server.serve import Server, bind
 from tests.e2e.fake_engine import FakeExecutor, make_plan, make_tokenizer
 from tests.support.waiting import LIMIT, until
 
-#: a new connection for each request, as of clients that do not know one another; making a client takes 20 ms
+#: a new connection for each request, as of clients that do not know one another; making a client
+#: takes 20 ms
 HTTP = httpx.Client(timeout=LIMIT, limits=httpx.Limits(max_keepalive_connections=0))
-HELD = ("num_requests_running", "num_requests_waiting", "kv_used_tokens")  #: gauges that are 0 once all has ended
+HELD = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_used_tokens",
+)  #: gauges that are 0 once all has ended
 
 
 class Served:
     """``url`` answers while the ``with`` lasts. ``exit_code`` is there once the server has ended."""
 
-    def __init__(self, executor: FakeExecutor, parsers: Sequence[OutputParserFactory], plan: Any,
-                 tokenizer: Any, plugins: Any) -> None:
+    def __init__(
+        self,
+        executor: FakeExecutor,
+        parsers: Sequence[OutputParserFactory],
+        plan: Any,
+        tokenizer: Any,
+        plugins: Any,
+    ) -> None:
         self.executor, self.exit_code, self._plugins = executor, -1, plugins
         self._parsers, self._plan, self._tokenizer = parsers, plan, tokenizer
         self._listener = bind("127.0.0.1", 0)
@@ -42,7 +54,9 @@ class Served:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        client = EngineClient(self._plan, self._tokenizer, self._tokenizer.eos_ids if self._tokenizer else ())
+        client = EngineClient(
+            self._plan, self._tokenizer, self._tokenizer.eos_ids if self._tokenizer else ()
+        )
         app = create_app(self._plan, client, self._tokenizer, self._parsers, self._plugins)
         self.context = app.state.context
         self.server = Server(app, self.context, self._listener)
@@ -73,6 +87,7 @@ class Served:
 
     def wait_idle(self) -> None:
         """Wait until the engine holds nothing, as its gauges say."""
+
         def idle() -> bool:
             text = HTTP.get(self.url + "/metrics").text
             return not any(gauge(text, name) for name in HELD)
@@ -89,10 +104,23 @@ def gauge(text: str, name: str, prefix: str = "glowplug") -> float:
 
 
 @contextmanager
-def served(executor: FakeExecutor | None = None, *, parsers: Sequence[OutputParserFactory] = (), context: int = 4096,
-           tokenizer: bool = True, ready: bool = True, plugins: Any = None, **config: Any) -> Iterator[Served]:
-    one = Served(executor or FakeExecutor(), parsers, make_plan(context=context, **config),
-                 make_tokenizer() if tokenizer else None, plugins)
+def served(
+    executor: FakeExecutor | None = None,
+    *,
+    parsers: Sequence[OutputParserFactory] = (),
+    context: int = 4096,
+    tokenizer: bool = True,
+    ready: bool = True,
+    plugins: Any = None,
+    **config: Any,
+) -> Iterator[Served]:
+    one = Served(
+        executor or FakeExecutor(),
+        parsers,
+        make_plan(context=context, **config),
+        make_tokenizer() if tokenizer else None,
+        plugins,
+    )
     try:
         if ready:
             one.wait_ready()

@@ -1,4 +1,7 @@
-"""A plugin of components that break their contract without an exception, so that requests would wait for ever."""
+"""A plugin of components that break their contract without an exception, so that requests would
+wait for ever.
+"""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -36,16 +39,45 @@ class BarrenNextNOptions(NextNOptions):
 
 @hookimpl
 def register_scheduling_policies() -> list[Component]:
-    return [Component("stubborn", StubbornOptions, f"{RUNTIME}:Stubborn", PolicyOffers(), summary="orders wrongly")]
+    return [
+        Component(
+            "stubborn",
+            StubbornOptions,
+            f"{RUNTIME}:Stubborn",
+            PolicyOffers(),
+            summary="orders wrongly",
+        )
+    ]
 
 
 @hookimpl
 def register_schedulers() -> list[Component]:
-    return [Component("sleepy", SleepyOptions, f"{RUNTIME}:Sleepy", SchedulerOffers(), summary="launches nothing")]
+    return [
+        Component(
+            "sleepy",
+            SleepyOptions,
+            f"{RUNTIME}:Sleepy",
+            SchedulerOffers(),
+            summary="launches nothing",
+        )
+    ]
 
 
 @hookimpl
 def register_speculative_algorithms() -> list[Component]:
-    return [Component("barren", BarrenOptions, f"{RUNTIME}:Barren", SpeculativeOffers(), summary="accepts nothing"),
-            Component("barren_nextn", BarrenNextNOptions, f"{RUNTIME}:BarrenNextN",
-                      SpeculativeOffers(drafts=True, nextn_layer=True, first_key=True), summary="accepts nothing")]
+    return [
+        Component(
+            "barren",
+            BarrenOptions,
+            f"{RUNTIME}:Barren",
+            SpeculativeOffers(),
+            summary="accepts nothing",
+        ),
+        Component(
+            "barren_nextn",
+            BarrenNextNOptions,
+            f"{RUNTIME}:BarrenNextN",
+            SpeculativeOffers(drafts=True, nextn_layer=True, first_key=True),
+            summary="accepts nothing",
+        ),
+    ]

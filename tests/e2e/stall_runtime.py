@@ -1,4 +1,5 @@
 """What the components of ``stall_plugin`` do."""
+
 from __future__ import annotations
 
 import copy
@@ -30,8 +31,12 @@ class Stubborn:
         if self._fault == "empty":
             return []
         kept = [one for one in waiting if one.priority != HELD]
-        faulty = {"withholds": [], "copies": [copy.copy(one) for one in waiting],
-                  "numbers": [one.id for one in waiting], "twice": [*kept, *waiting]}
+        faulty = {
+            "withholds": [],
+            "copies": [copy.copy(one) for one in waiting],
+            "numbers": [one.id for one in waiting],
+            "twice": [*kept, *waiting],
+        }
         return [*faulty[self._fault], *kept]
 
     def victim(self, running: Seq[Sequence]) -> Any:

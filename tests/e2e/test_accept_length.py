@@ -1,4 +1,7 @@
-"""What drafting must not depend on, and what must not depend on drafting: accept lengths, prefix hits, pages."""
+"""What drafting must not depend on, and what must not depend on drafting: accept lengths, prefix
+hits, pages.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -18,19 +21,28 @@ from tests.support.combinations import VOCAB, Combination, drive, plugins, refer
 
 ALONE = Combination(steps=2)
 VARIANTS = {
-    "together": ALONE, "no overlap": replace(ALONE, overlap=False), "no radix": replace(ALONE, radix=False),
-    "chunked": replace(ALONE, chunked=True), "tp2": replace(ALONE, tp=2),
-    "tp4 no overlap": replace(ALONE, tp=4, overlap=False), "ep2": replace(ALONE, tp=2, ep=2),
+    "together": ALONE,
+    "no overlap": replace(ALONE, overlap=False),
+    "no radix": replace(ALONE, radix=False),
+    "chunked": replace(ALONE, chunked=True),
+    "tp2": replace(ALONE, tp=2),
+    "tp4 no overlap": replace(ALONE, tp=4, overlap=False),
+    "ep2": replace(ALONE, tp=2, ep=2),
     "ep4 static": replace(ALONE, tp=4, ep=4, exchange="all_to_all_static"),
-    "dp2": replace(ALONE, tp=2, dp=2), "dp4 chunked": replace(ALONE, tp=4, dp=4, chunked=True),
-    "dp2 ep4": replace(ALONE, tp=4, ep=4, dp=2), "dp4 ep2 no overlap": replace(ALONE, tp=4, ep=2, dp=4, overlap=False),
+    "dp2": replace(ALONE, tp=2, dp=2),
+    "dp4 chunked": replace(ALONE, tp=4, dp=4, chunked=True),
+    "dp2 ep4": replace(ALONE, tp=4, ep=4, dp=2),
+    "dp4 ep2 no overlap": replace(ALONE, tp=4, ep=2, dp=4, overlap=False),
 }
 
 
 def engine(one: Combination, folder: Path, **changes: Any) -> RankSet:
     """Ranks with room for every request at once; ``changes`` replace sections of the configuration."""
     config = one.config(folder)
-    config |= {"memory": {"kv_tokens": 2048}, "scheduler": {**config["scheduler"], "max_running_requests": 8}}
+    config |= {
+        "memory": {"kv_tokens": 2048},
+        "scheduler": {**config["scheduler"], "max_running_requests": 8},
+    }
     return RankSet(rank_plan({**config, **changes}, plugins()), plugins())
 
 
@@ -60,13 +72,19 @@ def alone(folder: Path) -> list[list[int]]:
             ranks.run([request])
         counts = [ranks.heard[i].counts for i in range(len(prompts()))]
     drafted = sum(len(steps) - 1 for steps in counts)
-    assert 1.2 < sum(sum(steps[1:]) for steps in counts) / drafted < 2.8, "drafts were meant to hit now and then"
+    assert 1.2 < sum(sum(steps[1:]) for steps in counts) / drafted < 2.8, (
+        "drafts were meant to hit now and then"
+    )
     return counts
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_accept_lengths_depend_on_nothing_around(folder: Path, alone: list[list[int]], name: str) -> None:
-    """The same per request and step: in batches, padded groups, split models, on a cold cache and on a warm one."""
+def test_accept_lengths_depend_on_nothing_around(
+    folder: Path, alone: list[list[int]], name: str
+) -> None:
+    """The same per request and step: in batches, padded groups, split models, on a cold cache and
+    on a warm one.
+    """
     with engine(VARIANTS[name], folder) as ranks:
         ranks.run(asked())
         ranks.run(asked(100))
@@ -79,13 +97,23 @@ def test_accept_lengths_depend_on_nothing_around(folder: Path, alone: list[list[
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("layout", [Combination(), Combination(tp=2), Combination(tp=4, ep=2, dp=2)],
-                         ids=lambda one: one.name)
-def test_prefix_hits_are_those_without_drafts(folder: Path, layout: Combination, steps: int) -> None:
-    """Conversations of three rounds: each goes on from what was said, so answers' pages are hit as well."""
+@pytest.mark.parametrize(
+    "layout",
+    [Combination(), Combination(tp=2), Combination(tp=4, ep=2, dp=2)],
+    ids=lambda one: one.name,
+)
+def test_prefix_hits_are_those_without_drafts(
+    folder: Path, layout: Combination, steps: int
+) -> None:
+    """Conversations of three rounds: each goes on from what was said, so answers' pages are hit as
+    well.
+    """
+
     def hits(one: Combination) -> list[int]:
         said, found = prompts(6), []
-        with engine(one, folder, context_length=160, scheduler={"chunk_size": 16, "max_running_requests": 8}) as ranks:
+        with engine(
+            one, folder, context_length=160, scheduler={"chunk_size": 16, "max_running_requests": 8}
+        ) as ranks:
             for turn in range(3):
                 ids = [turn * 100 + i for i in range(len(said))]
                 heard = ranks.run([submit(id, words, 9 + id % 5) for id, words in zip(ids, said)])
@@ -97,11 +125,22 @@ def test_prefix_hits_are_those_without_drafts(folder: Path, layout: Combination,
     assert sum(without) > 100 and hits(replace(layout, steps=steps)) == without
 
 
-@pytest.mark.parametrize("one", [Combination(tp=2, steps=1), Combination(tp=4, ep=4, dp=2, steps=2, overlap=False),
-                                 Combination(tp=4, dp=4, steps=3, chunked=True), Combination(steps=2)],
-                         ids=lambda one: one.name)
-def test_every_page_comes_back(folder: Path, one: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After preemption and an abort (``drive``), refusals, deadlines, and rows whose logits are NaN."""
+@pytest.mark.parametrize(
+    "one",
+    [
+        Combination(tp=2, steps=1),
+        Combination(tp=4, ep=4, dp=2, steps=2, overlap=False),
+        Combination(tp=4, dp=4, steps=3, chunked=True),
+        Combination(steps=2),
+    ],
+    ids=lambda one: one.name,
+)
+def test_every_page_comes_back(
+    folder: Path, one: Combination, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After preemption and an abort (``drive``), refusals, deadlines, and rows whose logits are
+    NaN.
+    """
     with RankSet(rank_plan(one.config(folder), plugins()), plugins()) as ranks:
         drive(ranks)
         late = Submit(101, packed_ids([6, 7]), SamplingParams(max_tokens=40), timeout=1e-4)
@@ -119,7 +158,12 @@ def test_every_page_comes_back(folder: Path, one: Combination, monkeypatch: pyte
         for reply in data.get("ranks", [data]):
             assert reply["free"] + reply["evictable"] == reply["total"]
     ends = {id: end.finished.reason for id, end in heard.items() if end.finished}
-    assert ends[100] == "error" and ends[101] == "timeout" and ends[102] == "length" and ends[203] == "abort"
+    assert (
+        ends[100] == "error"
+        and ends[101] == "timeout"
+        and ends[102] == "length"
+        and ends[203] == "abort"
+    )
     assert "error" in [ends[id] for id in range(200, 208)]
 
 
@@ -140,31 +184,60 @@ def spoil(ranks: RankSet, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return on
 
 
-# ---- the embedded model ---------------------------------------------------------------------------------------------
+# ---- the embedded model --------------------------------------------------------------------------
 
-QUESTIONS = ("What is 27 + 15?", "What is 902 - 417?", "Sort these numbers: 41, 7, 93", "Who are you?")
+QUESTIONS = (
+    "What is 27 + 15?",
+    "What is 902 - 417?",
+    "Sort these numbers: 41, 7, 93",
+    "Who are you?",
+)
 
 
 @pytest.fixture(scope="module")
 def conversations() -> list[list[int]]:
     with LLM(model="embedded") as llm:
         assert llm.tokenizer is not None
-        texts = [llm.tokenizer.apply_chat_template([{"role": "user", "content": question}], thinking=i % 2 == 0)
-                 for i, question in enumerate(QUESTIONS)]
+        texts = [
+            llm.tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], thinking=i % 2 == 0
+            )
+            for i, question in enumerate(QUESTIONS)
+        ]
         return [llm.tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
-def embedded_counts(conversations: Sequence[list[int]], steps: int, *, one_by_one: bool = False,
-                    overlap: bool = True, **parallel: int) -> list[list[int]]:
-    """Tokens a step of each answer; with several together, asked twice, so that the second time hits the cache."""
+def embedded_counts(
+    conversations: Sequence[list[int]],
+    steps: int,
+    *,
+    one_by_one: bool = False,
+    overlap: bool = True,
+    **parallel: int,
+) -> list[list[int]]:
+    """Tokens a step of each answer; with several together, asked twice, so that the second time
+    hits the cache.
+    """
     config: dict[str, Any] = {
-        "model": "embedded", "dtype": "float32", "device": "cpu", "context_length": 256, "memory": {"kv_tokens": 2048},
-        "speculative": {"use": "nextn", "steps": steps}, "scheduler": {"max_running_requests": 8, "overlap": overlap}}
+        "model": "embedded",
+        "dtype": "float32",
+        "device": "cpu",
+        "context_length": 256,
+        "memory": {"kv_tokens": 2048},
+        "speculative": {"use": "nextn", "steps": steps},
+        "scheduler": {"max_running_requests": 8, "overlap": overlap},
+    }
     if parallel:
         config["parallel"] = [{"use": use, "size": size} for use, size in parallel.items()]
     with RankSet(rank_plan(config, plugins()), plugins()) as ranks:
-        rounds = [[submit(i, prompt, 48)] for i, prompt in enumerate(conversations)] if one_by_one else [
-            [submit(first + i, prompt, 48) for i, prompt in enumerate(conversations)] for first in (100, 0)]
+        rounds = (
+            [[submit(i, prompt, 48)] for i, prompt in enumerate(conversations)]
+            if one_by_one
+            else [
+                [submit(first + i, prompt, 48) for i, prompt in enumerate(conversations)]
+                for first in (100, 0)
+            ]
+        )
         for requests in rounds:
             ranks.run(requests)
         ranks.check_idle()

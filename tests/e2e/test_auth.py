@@ -1,4 +1,7 @@
-"""Keys: every route is closed unless listed, and no spelling of a request opens one (reliability: Host tricks)."""
+"""Keys: every route is closed unless listed, and no spelling of a request opens one (reliability:
+Host tricks).
+"""
+
 from __future__ import annotations
 
 import socket
@@ -30,8 +33,11 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def every_call() -> list[tuple[str, str, bool]]:
-    calls = [(method, route.path.replace("{model:path}", "fake"), route.admin)
-             for route in ROUTES for method in route.methods]
+    calls = [
+        (method, route.path.replace("{model:path}", "fake"), route.admin)
+        for route in ROUTES
+        for method in route.methods
+    ]
     return [*calls, ("GET", "/openapi.json", False)]
 
 
@@ -42,7 +48,9 @@ def test_the_table_is_all_there_is() -> None:
 
 
 @pytest.mark.parametrize(("method", "path", "admin"), every_call())
-def test_every_route_is_closed_unless_listed(server: Served, method: str, path: str, admin: bool) -> None:
+def test_every_route_is_closed_unless_listed(
+    server: Served, method: str, path: str, admin: bool
+) -> None:
     url = server.url + path
     closed = 200 if path in OPEN else 401
     assert HTTP.request(method, url).status_code == closed
@@ -64,7 +72,10 @@ def test_near_keys_are_no_keys(server: Served, value: str) -> None:
 
 
 def test_the_scheme_has_no_case_and_the_error_no_secret(server: Served) -> None:
-    assert HTTP.get(server.url + "/v1/models", headers={"authorization": f"bEaReR {KEY}"}).status_code == 200
+    assert (
+        HTTP.get(server.url + "/v1/models", headers={"authorization": f"bEaReR {KEY}"}).status_code
+        == 200
+    )
     refused = HTTP.get(server.url + "/v1/models", headers=bearer("guess"))
     assert KEY not in refused.text and "guess" not in refused.text
     assert refused.json()["error"]["type"] == "authentication_error"
@@ -77,27 +88,58 @@ def raw(server: Served, request: bytes) -> bytes:
         return connection.recv(65536)
 
 
-CLOSED_PATHS = [b"/v1/models", b"//v1/models", b"/v1/../v1/models", b"/V1/models", b"/health/../v1/models",
-                b"/v1/models/", b"/v1/models?/health",
-                b"/v1/models#/health", b"/%76%31/models", b"/health%2f..%2fv1%2fmodels",
-                b"http://x/v1/models", b"http://x/health/../v1/models", b"/health;/v1/models", b"/v1/models\\health"]
-HOSTS = [b"x", b"x/?", b"x#", b"x/health?", b"x\\@y", b"localhost/v1/models?", b"a b", b"", b"x:1:2/", b"\xff"]
+CLOSED_PATHS = [
+    b"/v1/models",
+    b"//v1/models",
+    b"/v1/../v1/models",
+    b"/V1/models",
+    b"/health/../v1/models",
+    b"/v1/models/",
+    b"/v1/models?/health",
+    b"/v1/models#/health",
+    b"/%76%31/models",
+    b"/health%2f..%2fv1%2fmodels",
+    b"http://x/v1/models",
+    b"http://x/health/../v1/models",
+    b"/health;/v1/models",
+    b"/v1/models\\health",
+]
+HOSTS = [
+    b"x",
+    b"x/?",
+    b"x#",
+    b"x/health?",
+    b"x\\@y",
+    b"localhost/v1/models?",
+    b"a b",
+    b"",
+    b"x:1:2/",
+    b"\xff",
+]
 
 
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("path", CLOSED_PATHS)
 def test_no_host_or_path_opens_a_route(server: Served, path: bytes, host: bytes) -> None:
-    answer = raw(server, b"GET " + path + b" HTTP/1.1\r\nHost: " + host + b"\r\nConnection: close\r\n\r\n")
+    answer = raw(
+        server, b"GET " + path + b" HTTP/1.1\r\nHost: " + host + b"\r\nConnection: close\r\n\r\n"
+    )
     assert answer.split(b" ", 2)[1] in (b"400", b"401", b"404"), answer[:200]
 
 
 def test_missing_and_double_hosts_are_refused(server: Served) -> None:
-    for head in (b"GET /health HTTP/1.1\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"):
+    for head in (
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+    ):
         assert b" 400 " in raw(server, head)
 
 
 def test_a_key_of_any_bytes_is_401_not_500(server: Served) -> None:
-    answer = raw(server, b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xf0\x9f\x97\x9d\r\n\r\n")
+    answer = raw(
+        server,
+        b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xf0\x9f\x97\x9d\r\n\r\n",
+    )
     assert b" 401 " in answer
 
 

@@ -1,4 +1,7 @@
-"""The error of a cache's format, measured on the CPU with a backend that rounds what it caches, and what follows."""
+"""The error of a cache's format, measured on the CPU with a backend that rounds what it caches, and
+what follows.
+"""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -24,8 +27,13 @@ from tests.support.tiny import write_config
 
 
 def engine(folder: Path, name: str = "v3", **config: Any) -> LLM:
-    base: dict[str, Any] = {"weights": {"use": "random"}, "skip_tokenizer": True, "memory": {"kv_tokens": 4096},
-                            "dtype": "float32", "attention": {"use": "torch_mla"}}
+    base: dict[str, Any] = {
+        "weights": {"use": "random"},
+        "skip_tokenizer": True,
+        "memory": {"kv_tokens": 4096},
+        "dtype": "float32",
+        "attention": {"use": "torch_mla"},
+    }
     model = write_config(folder, name, num_nextn_predict_layers=1)
     return LLM(str(model), plugins=("tests.plugins.teacher",), device="cpu", **{**base, **config})
 
@@ -36,7 +44,12 @@ def parts(llm: LLM) -> tuple[Runner, EnginePlan, Lend]:
     memory = RankMemory(llm.plan, make_worker(llm.plan, 0))
 
     def lend(layout: KVLayout, pages: int) -> None:
-        memory._reserve(KVPool(layout, pages, llm.plan.device), runner.attention, runner.speculative, runner.sampler)
+        memory._reserve(
+            KVPool(layout, pages, llm.plan.device),
+            runner.attention,
+            runner.speculative,
+            runner.sampler,
+        )
 
     return runner, llm.plan, lend
 
@@ -51,8 +64,9 @@ def measured(folder: Path, to: str | None, **config: Any) -> CacheError:
 
 @pytest.mark.parametrize("name", ["v2", "v3", "v3_fp8"])
 def test_formats_cost_what_they_round(name: str, tmp_path: Path) -> None:
-    exact, half, narrow, narrower = (measured(tmp_path, to) for to in
-                                     (None, "bfloat16", "float8_e4m3fn", "float8_e5m2"))
+    exact, half, narrow, narrower = (
+        measured(tmp_path, to) for to in (None, "bfloat16", "float8_e4m3fn", "float8_e5m2")
+    )
     assert exact.kl == 0.0 and exact.cosine > 1 - 1e-9 and exact.top1 == 1.0
     assert half.kl < narrow.kl / 10 and narrow.kl < narrower.kl / 2
     assert narrow.kl < 0.02 and narrow.prompts == cache_gate.ROWS * cache_gate.ROUNDS
@@ -65,10 +79,16 @@ def test_drafts_do_not_change_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_its_last_step_decodes(drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a decoding kernel rounds counts, and the tokens are the gate's: logits are those of a step of prompts."""
+def test_its_last_step_decodes(
+    drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a decoding kernel rounds counts, and the tokens are the gate's: logits are those of a
+    step of prompts.
+    """
     pairs: list[tuple[Mode, torch.Tensor, torch.Tensor]] = []
-    with engine(tmp_path, **({"speculative": {"use": "nextn", "steps": 1}} if drafts else {})) as llm:
+    with engine(
+        tmp_path, **({"speculative": {"use": "nextn", "steps": 1}} if drafts else {})
+    ) as llm:
         runner, plan, lend = parts(llm)
         plain = runner.logits
 
@@ -90,7 +110,9 @@ def test_short_sequences_are_not_measured(tmp_path: Path) -> None:
     with engine(tmp_path, context_length=8) as llm:
         runner, plan, lend = parts(llm)
         assert cache_error(runner, plan, lend) is None
-        assert "not measured" in (check_cache(runner, replace(plan, kv_dtype="fp8_e4m3"), lend) or "")
+        assert "not measured" in (
+            check_cache(runner, replace(plan, kv_dtype="fp8_e4m3"), lend) or ""
+        )
 
 
 def test_a_step_of_few_tokens_is_enough(tmp_path: Path) -> None:
@@ -106,8 +128,11 @@ def test_the_bound(bound: float | None, refused: bool, tmp_path: Path) -> None:
         assert check_cache(runner, plan, lend) is None, "a cache of 16 bits or more is not measured"
         narrow = replace(plan, kv_dtype="fp8_e5m2")
         if refused:
-            with pytest.raises(GlowplugError, match=r"fp8_e5m2 changes .* too much: KL .* at most 1e-12 nats .*"
-                                                    r"Fix: attention.kv_dtype = \"auto\""):
+            with pytest.raises(
+                GlowplugError,
+                match=r"fp8_e5m2 changes .* too much: KL .* at most 1e-12 nats .*"
+                r"Fix: attention.kv_dtype = \"auto\"",
+            ):
                 check_cache(runner, narrow, lend)
         else:
             assert "fp8_e5m2 costs KL" in (check_cache(runner, narrow, lend) or "")
@@ -117,7 +142,9 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.M
     with engine(tmp_path) as llm:
         runner, plan, lend = parts(llm)
         plain = runner.logits
-        monkeypatch.setattr(runner, "logits", lambda batch: torch.full_like(plain(batch), float("nan")))
+        monkeypatch.setattr(
+            runner, "logits", lambda batch: torch.full_like(plain(batch), float("nan"))
+        )
         with pytest.raises(GlowplugError, match="KL nan"):
             check_cache(runner, replace(plan, kv_dtype="fp8_e4m3"), lend)
 

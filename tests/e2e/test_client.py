@@ -1,4 +1,7 @@
-"""The asyncio client on a real engine: streams, aborts that free memory, bad requests that cost only themselves."""
+"""The asyncio client on a real engine: streams, aborts that free memory, bad requests that cost
+only themselves.
+"""
+
 from __future__ import annotations
 
 import asyncio
@@ -29,9 +32,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def client_for(folder: Path, **config: Any) -> AsyncIterator[EngineClient]:
     plugins = load_plugins()
-    plan = make_plan({"model": str(folder), "weights": {"use": "random"}, "skip_tokenizer": True, "device": "cpu",
-                      **config},
-                     plugins=plugins)
+    plan = make_plan(
+        {
+            "model": str(folder),
+            "weights": {"use": "random"},
+            "skip_tokenizer": True,
+            "device": "cpu",
+            **config,
+        },
+        plugins=plugins,
+    )
     client = EngineClient(plan, None, ())
     try:
         await client.start(lambda: start_executor(plan, plugins))
@@ -40,7 +50,9 @@ async def client_for(folder: Path, **config: Any) -> AsyncIterator[EngineClient]
         await client.close()
 
 
-async def tokens(client: EngineClient, ids: list[int], params: SamplingParams, name: str = "r") -> list[int]:
+async def tokens(
+    client: EngineClient, ids: list[int], params: SamplingParams, name: str = "r"
+) -> list[int]:
     got: list[int] = []
     async for delta in client.generate(ids, params, request_id=name):
         got.extend(delta.token_ids)
@@ -63,7 +75,9 @@ def test_two_hundred_streams_finish(folder: Path, executor: str) -> None:
         async with client_for(folder, executor={"use": executor}) as client:
             params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
             alone = await tokens(client, [9, 8, 7], params)
-            many = await asyncio.gather(*(tokens(client, [9, 8, 7], params, f"r{i}") for i in range(200)))
+            many = await asyncio.gather(
+                *(tokens(client, [9, 8, 7], params, f"r{i}") for i in range(200))
+            )
             assert all(one == alone for one in many)
             await until_idle(client)
 
@@ -74,7 +88,9 @@ def test_dropped_clients_free_their_pages(folder: Path) -> None:
     async def run() -> None:
         few = {"max_running_requests": 4}
         async with client_for(folder, executor={"use": "multiprocess"}, scheduler=few) as client:
-            tasks = [asyncio.create_task(tokens(client, [3 + i, 4, 5], LONG, f"r{i}")) for i in range(12)]
+            tasks = [
+                asyncio.create_task(tokens(client, [3 + i, 4, 5], LONG, f"r{i}")) for i in range(12)
+            ]
             async with asyncio.timeout(LIMIT):
                 while not client.stats().running:
                     await asyncio.sleep(0.02)
@@ -104,17 +120,21 @@ def test_abort_by_request_id(folder: Path) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("ids", "params", "code"), [
-    ([], LONG, None),
-    ([5, 100_000], LONG, "invalid_token_id"),
-    ([-1], LONG, "invalid_token_id"),
-    ([5] * 600, LONG, "context_length_exceeded"),
-    ([5] * 200, LONG, "context_length_exceeded"),
-    ([5], SamplingParams(logit_bias={100_000: 1.0}), None),
-    ([5], SamplingParams(stop=["x"]), None),
-])
-def test_a_bad_request_costs_only_itself(folder: Path, ids: list[int], params: SamplingParams,
-                                         code: str | None) -> None:
+@pytest.mark.parametrize(
+    ("ids", "params", "code"),
+    [
+        ([], LONG, None),
+        ([5, 100_000], LONG, "invalid_token_id"),
+        ([-1], LONG, "invalid_token_id"),
+        ([5] * 600, LONG, "context_length_exceeded"),
+        ([5] * 200, LONG, "context_length_exceeded"),
+        ([5], SamplingParams(logit_bias={100_000: 1.0}), None),
+        ([5], SamplingParams(stop=["x"]), None),
+    ],
+)
+def test_a_bad_request_costs_only_itself(
+    folder: Path, ids: list[int], params: SamplingParams, code: str | None
+) -> None:
     async def run() -> None:
         async with client_for(folder) as client:
             with pytest.raises(RequestError) as caught:

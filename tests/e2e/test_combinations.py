@@ -1,10 +1,23 @@
-"""The same tokens on several ranks and with drafts as on one without: a sample here, the whole matrix when slow."""
+"""The same tokens on several ranks and with drafts as on one without: a sample here, the whole
+matrix when slow.
+"""
+
 from __future__ import annotations
 
 import pytest
 
 from glowplug.core.errors import PlanRefused
-from tests.support.combinations import ABORTED, GAP, Combination, Reference, exchanges, matrix, reference, run, sample
+from tests.support.combinations import (
+    ABORTED,
+    GAP,
+    Combination,
+    Reference,
+    exchanges,
+    matrix,
+    reference,
+    run,
+    sample,
+)
 
 SAMPLED = 28
 
@@ -27,8 +40,15 @@ def test_same_tokens(known: Reference, one: Combination) -> None:
     run(one, known)
 
 
-@pytest.mark.parametrize("one", [Combination(tp=2, steps=1), Combination(tp=4, ep=4, dp=2, steps=2),
-                                 Combination(tp=4, ep=4, dp=4, exchange="all_to_all")], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "one",
+    [
+        Combination(tp=2, steps=1),
+        Combination(tp=4, ep=4, dp=2, steps=2),
+        Combination(tp=4, ep=4, dp=4, exchange="all_to_all"),
+    ],
+    ids=lambda one: one.name,
+)
 def test_same_tokens_over_gloo(known: Reference, one: Combination) -> None:
     run(one, known, collectives={"use": "gloo", "timeout": 60.0})
 
@@ -42,9 +62,17 @@ def test_the_sample_covers_every_layout() -> None:
         assert {getattr(one, axis) for one in found} == {True, False}
 
 
-@pytest.mark.parametrize("one", [one for one in matrix() + exchanges()
-                                 if not one.fits and (one.steps, one.radix, one.chunked, one.overlap)
-                                 in ((0, True, False, True), (2, True, True, True))], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "one",
+    [
+        one
+        for one in matrix() + exchanges()
+        if not one.fits
+        and (one.steps, one.radix, one.chunked, one.overlap)
+        in ((0, True, False, True), (2, True, True, True))
+    ],
+    ids=lambda one: one.name,
+)
 def test_what_does_not_fit_is_refused(known: Reference, one: Combination) -> None:
     with pytest.raises(PlanRefused) as refused:
         run(one, known)
@@ -52,9 +80,13 @@ def test_what_does_not_fit_is_refused(known: Reference, one: Combination) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", sorted({(one.tp, one.ep, one.dp) for one in matrix() if one.fits}), ids=str)
+@pytest.mark.parametrize(
+    "layout", sorted({(one.tp, one.ep, one.dp) for one in matrix() if one.fits}), ids=str
+)
 def test_every_combination(known: Reference, layout: tuple[int, int, int]) -> None:
-    cells = [one for one in matrix() + exchanges() if one.fits and (one.tp, one.ep, one.dp) == layout]
+    cells = [
+        one for one in matrix() + exchanges() if one.fits and (one.tp, one.ep, one.dp) == layout
+    ]
     assert len(cells) >= 32
     for one in cells:
         run(one, known)

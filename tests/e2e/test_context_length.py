@@ -1,4 +1,7 @@
-"""A request longer than the context: every route and entry answers in the words by which clients recognise it."""
+"""A request longer than the context: every route and entry answers in the words by which clients
+recognise it.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -17,7 +20,8 @@ openai = pytest.importorskip("openai", reason="the clients come with the extra `
 
 #: what litellm 1.109 looks for in an error's text, in small letters (ExceptionCheckers)
 LITELLM = "this model's maximum context length is"
-#: what langchain-openai 1.7 looks for in the text of openai's BadRequestError, which no longer shows the code
+#: what langchain-openai 1.7 looks for in the text of openai's BadRequestError, which no longer
+#: shows the code
 LANGCHAIN = "prompt is too long"
 CODE = "context_length_exceeded"
 LONG = "x" * 300
@@ -28,12 +32,24 @@ TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": "x" * 250, "max_tokens": 50}, "max_tokens"),
     ("/v1/completions", {"prompt": "x" * 5000}, "prompt"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "prompt"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}], "stream": True}, "prompt"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 200}], "max_tokens": 100}, "max_tokens"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": LONG}], "stream": True},
+        "prompt",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x" * 200}], "max_tokens": 100},
+        "max_tokens",
+    ),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 5000}]}, "prompt"),
     ("/generate", {"text": LONG}, "prompt"),
     ("/generate", {"input_ids": [5] * 300}, "prompt"),
-    ("/generate", {"text": "x" * 250, "sampling_params": {"max_new_tokens": 50}}, "sampling_params.max_new_tokens"),
+    (
+        "/generate",
+        {"text": "x" * 250, "sampling_params": {"max_new_tokens": 50}},
+        "sampling_params.max_new_tokens",
+    ),
     ("/generate", {"text": "x" * 200}, "sampling_params.max_new_tokens"),
 ]
 
@@ -45,8 +61,9 @@ def server() -> Iterator[Served]:
 
 
 @pytest.mark.parametrize(("path", "body", "param"), TOO_LONG, ids=lambda value: str(value)[:30])
-def test_a_request_beyond_the_context_says_so_in_known_words(server: Served, path: str, body: dict[str, Any],
-                                                             param: str) -> None:
+def test_a_request_beyond_the_context_says_so_in_known_words(
+    server: Served, path: str, body: dict[str, Any], param: str
+) -> None:
     answer = httpx.post(server.url + path, json=body)
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -58,7 +75,9 @@ def test_the_openai_client_sees_both(server: Served) -> None:
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(model="fake", messages=[{"role": "user", "content": LONG}], stream=stream)
+            client.chat.completions.create(
+                model="fake", messages=[{"role": "user", "content": LONG}], stream=stream
+            )
         assert LITELLM in str(caught.value).lower() and LANGCHAIN in str(caught.value)
         assert caught.value.code == CODE
 
@@ -66,17 +85,27 @@ def test_the_openai_client_sees_both(server: Served) -> None:
 def test_both_numbers_and_what_is_left_are_named(server: Served) -> None:
     body = {"prompt": "x" * 250, "max_tokens": 50}
     message = httpx.post(server.url + "/v1/completions", json=body).json()["error"]["message"]
-    assert message == ("This model's maximum context length is 256 tokens. However, you requested 300 tokens (250 in "
-                       "the prompt, 50 for the completion): the prompt is too long for that many; max_tokens may be 6")
-    message = httpx.post(server.url + "/v1/completions", json={"prompt": LONG}).json()["error"]["message"]
-    assert message == ("This model's maximum context length is 256 tokens. However, your prompt has 300 tokens; with "
-                       "one to generate the prompt is too long")
+    assert message == (
+        "This model's maximum context length is 256 tokens. However, you requested 300 tokens (250 in "
+        "the prompt, 50 for the completion): the prompt is too long for that many; max_tokens may be 6"
+    )
+    message = httpx.post(server.url + "/v1/completions", json={"prompt": LONG}).json()["error"][
+        "message"
+    ]
+    assert message == (
+        "This model's maximum context length is 256 tokens. However, your prompt has 300 tokens; with "
+        "one to generate the prompt is too long"
+    )
 
 
 def test_the_offline_class_says_the_same(tmp_path: Path) -> None:
-    with LLM(model=str(write_served(tmp_path)), weights={"use": "random"}, context_length=64) as llm:
+    with LLM(
+        model=str(write_served(tmp_path)), weights={"use": "random"}, context_length=64
+    ) as llm:
         for prompt, most in (([5] * 64, None), ([5] * 60, 10)):
             with pytest.raises(RequestError) as caught:
                 llm.generate([prompt], SamplingParams(max_tokens=most))
-            assert LITELLM + " 64 tokens" in str(caught.value).lower() and LANGCHAIN in str(caught.value)
+            assert LITELLM + " 64 tokens" in str(caught.value).lower() and LANGCHAIN in str(
+                caught.value
+            )
             assert caught.value.code == CODE

@@ -1,7 +1,9 @@
 """A client that leaves ends its sequence: streaming or not, running or queued; and so does abort.
 
-Ends it, as the engine's count of aborted sequences says: left alone, each would go on for most of a minute.
+Ends it, as the engine's count of aborted sequences says: left alone, each would go on for most of a
+minute.
 """
+
 from __future__ import annotations
 
 import json
@@ -29,7 +31,9 @@ def server() -> Iterator[Served]:
 
 
 def ends_aborted(server: Served, count: int, before: int) -> None:
-    """Wait until nothing runs. ``count`` sequences must have been aborted since the count was ``before``."""
+    """Wait until nothing runs. ``count`` sequences must have been aborted since the count was
+    ``before``.
+    """
     server.wait_idle()
     assert server.executor.stats.aborted - before == count
 
@@ -38,19 +42,27 @@ def open_request(server: Served, path: str, body: dict[str, Any]) -> socket.sock
     """A raw connection that has sent its request and read nothing."""
     connection = socket.create_connection((server.host, server.port), timeout=LIMIT)
     raw = json.dumps(body).encode()
-    connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                       f"Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+    connection.sendall(
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(raw)}\r\n\r\n".encode()
+        + raw
+    )
     return connection
 
 
 def wait_for(server: Served, name: str, value: float) -> None:
-    until(lambda: gauge(HTTP.get(server.url + "/metrics").text, name) == value, f"{name} is {value}")
+    until(
+        lambda: gauge(HTTP.get(server.url + "/metrics").text, name) == value, f"{name} is {value}"
+    )
 
 
 CALLS = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "say:x"}], **LONG}),
     "completions": ("/v1/completions", {"prompt": "say:x", **LONG}),
-    "generate": ("/generate", {"text": "say:x", "sampling_params": {"max_new_tokens": MOST, "ignore_eos": True}}),
+    "generate": (
+        "/generate",
+        {"text": "say:x", "sampling_params": {"max_new_tokens": MOST, "ignore_eos": True}},
+    ),
 }
 
 
@@ -68,7 +80,9 @@ def test_leaving_frees_the_sequence(server: Served, route: str, stream: bool) ->
 @pytest.mark.parametrize("stream", [True, False])
 def test_leaving_ends_every_choice(server: Served, stream: bool) -> None:
     before = server.executor.stats.aborted
-    connection = open_request(server, CALLS["chat"][0], {**CALLS["chat"][1], "n": 4, "stream": stream})
+    connection = open_request(
+        server, CALLS["chat"][0], {**CALLS["chat"][1], "n": 4, "stream": stream}
+    )
     wait_for(server, "num_requests_running", 2)
     wait_for(server, "num_requests_waiting", 2)
     connection.close()
@@ -97,15 +111,19 @@ def test_leaving_with_a_reset_or_a_half_close(server: Served) -> None:
         connection = open_request(server, CALLS["chat"][0], {**CALLS["chat"][1], "stream": True})
         wait_for(server, "num_requests_running", 1)
         if how == "reset":
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+            connection.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00"
+            )
         connection.close()
         ends_aborted(server, 1, before)
 
 
 def test_leaving_before_the_body_is_complete(server: Served) -> None:
     connection = socket.create_connection((server.host, server.port))
-    connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                       b"Content-Length: 99\r\n\r\n{")
+    connection.sendall(
+        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 99\r\n\r\n{"
+    )
     connection.close()
     assert HTTP.get(server.url + "/health").status_code == 200
 
@@ -129,8 +147,9 @@ def abort(server: Served, **body: Any) -> None:
 def test_abort_by_id_ends_all_choices_and_repeats_harmlessly(server: Served) -> None:
     answers: list[httpx.Response] = []
     body = {**CALLS["chat"][1], "n": 2, "request_id": "mine"}
-    thread = threading.Thread(target=lambda: answers.append(
-        HTTP.post(server.url + CALLS["chat"][0], json=body)))
+    thread = threading.Thread(
+        target=lambda: answers.append(HTTP.post(server.url + CALLS["chat"][0], json=body))
+    )
     thread.start()
     wait_for(server, "num_requests_running", 2)
     abort(server, rid="unknown")
@@ -138,7 +157,10 @@ def test_abort_by_id_ends_all_choices_and_repeats_harmlessly(server: Served) -> 
     abort(server, rid="mine")
     abort(server, rid="mine")
     thread.join(LIMIT)
-    assert [choice["finish_reason"] for choice in answers[0].json()["choices"]] == ["abort", "abort"]
+    assert [choice["finish_reason"] for choice in answers[0].json()["choices"]] == [
+        "abort",
+        "abort",
+    ]
     server.wait_idle()
     abort(server, rid="mine")
 
@@ -146,8 +168,12 @@ def test_abort_by_id_ends_all_choices_and_repeats_harmlessly(server: Served) -> 
 def test_abort_all_ends_streams_visibly(server: Served) -> None:
     texts: list[str] = []
     body = {**CALLS["chat"][1], "stream": True}
-    threads = [threading.Thread(target=lambda: texts.append(
-        HTTP.post(server.url + CALLS["chat"][0], json=body).text)) for _ in range(2)]
+    threads = [
+        threading.Thread(
+            target=lambda: texts.append(HTTP.post(server.url + CALLS["chat"][0], json=body).text)
+        )
+        for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     wait_for(server, "num_requests_running", 2)

@@ -1,7 +1,10 @@
-"""A draft's pass over prompts' tokens, replayed for a padded number of them, caches what the eager one caches.
+"""A draft's pass over prompts' tokens, replayed for a padded number of them, caches what the eager
+one caches.
 
-Drafts change no token, so that the draft's cache itself is compared, and how many drafts were accepted.
+Drafts change no token, so that the draft's cache itself is compared, and how many drafts were
+accepted.
 """
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -20,8 +23,11 @@ from tests.support.tiny import write_config
 STEPS = 2
 ROWS = {"max_running_requests": 7}
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {}, "no_cache": {"cache": {"use": "none"}}, "chunks": {"scheduler": {**ROWS, "chunk_size": 11}},
-    "page_1": {"attention": {"page_size": 1}}, "in_turn": {"scheduler": {**ROWS, "overlap": False}},
+    "plain": {},
+    "no_cache": {"cache": {"use": "none"}},
+    "chunks": {"scheduler": {**ROWS, "chunk_size": 11}},
+    "page_1": {"attention": {"page_size": 1}},
+    "in_turn": {"scheduler": {**ROWS, "overlap": False}},
     "one_step": {"speculative": {"use": "nextn", "steps": 1}},
 }
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -29,7 +35,9 @@ ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(tmp_path_factory.mktemp("v3"), "v3", num_hidden_layers=2, num_nextn_predict_layers=1)
+    return write_config(
+        tmp_path_factory.mktemp("v3"), "v3", num_hidden_layers=2, num_nextn_predict_layers=1
+    )
 
 
 def drafting(folder: Path, graphs: dict[str, Any] | None = None, **config: Any) -> LLM:
@@ -55,7 +63,9 @@ def run(llm: LLM, replayed: bool) -> tuple[list[Any], list[Tensor]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_caches_what_the_eager_pass_caches(folder: Path, case: str) -> None:
-    """Alone and beside decoding rows, in chunks, behind cached prefixes, at numbers on both sides of each count."""
+    """Alone and beside decoding rows, in chunks, behind cached prefixes, at numbers on both sides
+    of each count.
+    """
     with drafting(folder, **CASES[case]) as llm:
         want, cached = run(llm, replayed=False)
     with drafting(folder, **CASES[case]) as llm:
@@ -64,14 +74,20 @@ def test_it_caches_what_the_eager_pass_caches(folder: Path, case: str) -> None:
         called = replaying_runtime.NEWEST[0].extends.called
     assert found == want
     for one, other in zip(own, cached, strict=True):
-        assert one.any() and torch.allclose(one, other, rtol=1e-4, atol=1e-5), (one - other).abs().max()
+        assert one.any() and torch.allclose(one, other, rtol=1e-4, atol=1e-5), (
+            (one - other).abs().max()
+        )
     assert all(replayed == (0 < tokens <= COUNTS[-1]) for tokens, replayed in called)
     assert len({tokens for tokens, replayed in called if replayed}) > 8
-    assert case == "chunks" or any(not replayed for tokens, replayed in called if tokens > COUNTS[-1])
+    assert case == "chunks" or any(
+        not replayed for tokens, replayed in called if tokens > COUNTS[-1]
+    )
 
 
 def test_drafts_are_accepted_as_often(folder: Path, tmp_path: Path) -> None:
-    few = write_config(tmp_path, "v3", num_hidden_layers=2, num_nextn_predict_layers=1, vocab_size=8)
+    few = write_config(
+        tmp_path, "v3", num_hidden_layers=2, num_nextn_predict_layers=1, vocab_size=8
+    )
     params, counts = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), []
     lines = [[token % 8 for token in line] for line in prompts(2)]
     for replayed in (False, True):
@@ -90,17 +106,28 @@ def test_without_padding_it_is_the_same_to_the_bit(folder: Path) -> None:
         with drafting(folder, cache={"use": "none"}) as llm:
             if not replayed:
                 runner_of(llm).extension.taker = None
-            for count, line in zip(COUNTS, (prompts(5)[-1][: count + 1] for count in COUNTS), strict=True):
+            for count, line in zip(
+                COUNTS, (prompts(5)[-1][: count + 1] for count in COUNTS), strict=True
+            ):
                 llm.generate([line], ONE)
-                assert not replayed or replaying_runtime.NEWEST[0].extends.called[-1] == (count, True)
+                assert not replayed or replaying_runtime.NEWEST[0].extends.called[-1] == (
+                    count,
+                    True,
+                )
                 found.append(draft_cache(llm))
     for eager, replay in zip(found[: len(COUNTS)], found[len(COUNTS) :], strict=True):
-        assert all(one.any() and torch.equal(one, other) for one, other in zip(eager, replay, strict=True))
+        assert all(
+            one.any() and torch.equal(one, other) for one, other in zip(eager, replay, strict=True)
+        )
 
 
 def test_prompt_logprobs_read_what_the_target_left(folder: Path) -> None:
-    """They are taken after the draft's pass, which may write over the target's states: it is not replayed then."""
-    params = SamplingParams(temperature=0.0, max_tokens=2, logprobs=2, prompt_logprobs=2, ignore_eos=True)
+    """They are taken after the draft's pass, which may write over the target's states: it is not
+    replayed then.
+    """
+    params = SamplingParams(
+        temperature=0.0, max_tokens=2, logprobs=2, prompt_logprobs=2, ignore_eos=True
+    )
     found = []
     for graphs in ({"prefill": False, "prefill_tokens": None}, {}):
         with drafting(folder, graphs) as llm:
@@ -112,11 +139,17 @@ def test_prompt_logprobs_read_what_the_target_left(folder: Path) -> None:
 
 
 def test_tokens_behind_the_step_are_zero(folder: Path) -> None:
-    """Whatever a longer step left, and even if its sequence went wrong, is gone from what fills a shorter one up."""
+    """Whatever a longer step left, and even if its sequence went wrong, is gone from what fills a
+    shorter one up.
+    """
     with drafting(folder) as llm:
         memory = replaying_runtime.NEWEST[0].extends._memory
         llm.generate([prompts(0)[12]], ONE)
-        assert memory._live == 31 and memory._previous[:31].any(1).all() and memory._places[2, :31].all()
+        assert (
+            memory._live == 31
+            and memory._previous[:31].any(1).all()
+            and memory._places[2, :31].all()
+        )
         with torch.inference_mode():
             memory._previous[:31] = float("nan")
         llm.generate([prompts(0)[3]], ONE)
@@ -131,13 +164,21 @@ def test_it_is_one_piece(folder: Path) -> None:
         assert runner.extends.counts == COUNTS
         begun = runner.threads.replays
         llm.generate([prompts(0)[5]], ONE)
-        assert runner.threads.replays - begun == 3 + 1, "the target's around two layers, and the draft's"
+        assert runner.threads.replays - begun == 3 + 1, (
+            "the target's around two layers, and the draft's"
+        )
         assert runner.extends.called[-1] == (7, True)
 
 
-@pytest.mark.parametrize("more", [{"on_failure": "eager"}, {"prefill": None}], ids=["as told", "not asked for"])
-def test_one_that_cannot_be_captured_says_so(folder: Path, more: dict[str, Any], caplog: Any) -> None:
-    with pytest.raises(CaptureError, match="a draft's pass of 8 tokens could not be captured: RuntimeError by"):
+@pytest.mark.parametrize(
+    "more", [{"on_failure": "eager"}, {"prefill": None}], ids=["as told", "not asked for"]
+)
+def test_one_that_cannot_be_captured_says_so(
+    folder: Path, more: dict[str, Any], caplog: Any
+) -> None:
+    with pytest.raises(
+        CaptureError, match="a draft's pass of 8 tokens could not be captured: RuntimeError by"
+    ):
         drafting(folder, {"breaks": "extend 8"})
     with drafting(folder, {"breaks": "extend 8", **more}) as llm:
         runner = replaying_runtime.NEWEST[0]
@@ -149,7 +190,9 @@ def test_one_that_cannot_be_captured_says_so(folder: Path, more: dict[str, Any],
 
 def test_nothing_is_captured_where_nobody_drafts_or_prompts_are_left_out(folder: Path) -> None:
     with engine(folder) as llm:
-        assert llm.plan.sizes.extend_tokens == () and replaying_runtime.NEWEST[0].extends.counts == []
+        assert (
+            llm.plan.sizes.extend_tokens == () and replaying_runtime.NEWEST[0].extends.counts == []
+        )
         assert runner_of(llm).extension.work is None and runner_of(llm).extension.taker is None
     with drafting(folder, {"prefill": False, "prefill_tokens": None}) as llm:
         assert llm.plan.sizes.extend_tokens == () and runner_of(llm).extension.taker is None

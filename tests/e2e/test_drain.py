@@ -1,4 +1,7 @@
-"""Start and end of a server: the port, /health and /ready while loading, signals, the engine's death."""
+"""Start and end of a server: the port, /health and /ready while loading, signals, the engine's
+death.
+"""
+
 from __future__ import annotations
 
 import os
@@ -34,9 +37,11 @@ def ask(text: str, **fields: Any) -> dict[str, Any]:
 
 
 class Process:
-    """A server process. ``start`` begins a request in a thread; its answer is appended to ``answers``.
+    """A server process. ``start`` begins a request in a thread; its answer is appended to
+    ``answers``.
 
-    While the file ``loading`` exists the model is not ready; while ``held`` does, no request gets a token.
+    While the file ``loading`` exists the model is not ready; while ``held`` does, no request gets a
+    token.
     """
 
     def __init__(self, folder: Path, drain: float, loading: bool, held: bool) -> None:
@@ -51,8 +56,20 @@ class Process:
         self._threads: list[threading.Thread] = []
         environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.fake_server", str(self.port), str(drain), self.loading, self.held],
-            cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+            [
+                sys.executable,
+                "-m",
+                "tests.e2e.fake_server",
+                str(self.port),
+                str(drain),
+                self.loading,
+                self.held,
+            ],
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def wait(self, path: str, status: int) -> httpx.Response:
         def answered() -> httpx.Response | None:
@@ -68,7 +85,8 @@ class Process:
 
     def start(self, body: dict[str, Any]) -> None:
         thread = threading.Thread(
-            target=lambda: self.answers.append(HTTP.post(self.url + CHAT, json=body)))
+            target=lambda: self.answers.append(HTTP.post(self.url + CHAT, json=body))
+        )
         thread.start()
         self._threads.append(thread)
 
@@ -84,7 +102,9 @@ class Process:
 
 
 @contextmanager
-def process(folder: Path, drain: float = 20 * LIMIT, loading: bool = False, held: bool = False) -> Iterator[Process]:
+def process(
+    folder: Path, drain: float = 20 * LIMIT, loading: bool = False, held: bool = False
+) -> Iterator[Process]:
     one = Process(folder, drain, loading, held)
     try:
         yield one
@@ -108,8 +128,15 @@ def test_sigterm_lets_running_work_finish_and_takes_no_new(tmp_path: Path) -> No
         one.held.unlink()
         code, errors = one.end()
         assert code == 0 and "Traceback" not in errors
-        streamed, whole = sorted(one.answers, key=lambda answer: answer.headers["content-type"], reverse=True)
-        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in events(streamed.text)) == text
+        streamed, whole = sorted(
+            one.answers, key=lambda answer: answer.headers["content-type"], reverse=True
+        )
+        assert (
+            "".join(
+                chunk["choices"][0]["delta"].get("content", "") for chunk in events(streamed.text)
+            )
+            == text
+        )
         assert whole.json()["choices"][0]["message"]["content"] == text
         with pytest.raises(httpx.ConnectError):
             HTTP.get(one.url + "/health")
@@ -134,8 +161,10 @@ def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
         one.wait("/ready", 200)
         connection = socket.create_connection(("127.0.0.1", one.port))
         body = b'{"messages": [{"role": "user", "content": "hang:"}]}'
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                           b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(body) + body
+        )
         one.wait_running(1)
         one.process.send_signal(signal.SIGTERM)
         one.wait("/ready", 503)
@@ -156,8 +185,14 @@ def test_the_port_answers_while_the_model_loads() -> None:
     loaded = threading.Event()
     with served(FakeExecutor(loaded=loaded), ready=False) as one:
         assert HTTP.get(one.url + "/health").json() == {"status": "starting"}
-        calls = (("GET", "/ready", None), ("GET", "/health_generate", None), ("POST", CHAT, ask("x")),
-                 ("POST", "/flush_cache", None), ("POST", "/start_profile", {}), ("POST", "/stop_profile", None))
+        calls = (
+            ("GET", "/ready", None),
+            ("GET", "/health_generate", None),
+            ("POST", CHAT, ask("x")),
+            ("POST", "/flush_cache", None),
+            ("POST", "/start_profile", {}),
+            ("POST", "/stop_profile", None),
+        )
         for method, path, body in calls:
             answer = HTTP.request(method, one.url + path, json=body)
             assert answer.status_code == 503 and answer.json()["error"]["code"] == "starting"
@@ -168,8 +203,9 @@ def test_the_port_answers_while_the_model_loads() -> None:
         assert HTTP.post(one.url + CHAT, json=ask("say:x")).status_code == 200
 
 
-def test_a_taken_port_is_one_line_before_anything_is_loaded(capsys: pytest.CaptureFixture[str],
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_port_is_one_line_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def load(*arguments: object) -> None:
         raise AssertionError("the port is taken, and something was loaded")
 
@@ -181,7 +217,12 @@ def test_a_taken_port_is_one_line_before_anything_is_loaded(capsys: pytest.Captu
         planned = plan({"model": "embedded", "server": {"port": port}}, plugins=plugins)
         assert main(planned, plugins) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and str(port) in lines[0] and "in use | fix: " in lines[0] and "--port" in lines[0]
+    assert (
+        len(lines) == 1
+        and str(port) in lines[0]
+        and "in use | fix: " in lines[0]
+        and "--port" in lines[0]
+    )
 
 
 def test_a_failed_start_ends_the_server() -> None:
@@ -195,18 +236,27 @@ def test_a_failed_start_ends_the_server() -> None:
         assert one.join() == 1
 
 
-def test_the_engines_death_reaches_every_request_and_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_engines_death_reaches_every_request_and_ends_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     executor = FakeExecutor(step_seconds=0.01)
     with served(executor) as one:
         answers: list[httpx.Response] = []
         bodies = [ask("say:x", stream=stream, ignore_eos=True) for stream in (True, False)]
-        threads = [threading.Thread(target=lambda body=body: answers.append(
-            HTTP.post(one.url + CHAT, json=body))) for body in bodies]
+        threads = [
+            threading.Thread(
+                target=lambda body=body: answers.append(HTTP.post(one.url + CHAT, json=body))
+            )
+            for body in bodies
+        ]
         for thread in threads:
             thread.start()
         until(lambda: len(executor.running) == 2, "both requests run")
         before = executor.stats.output_tokens
-        until(lambda: one.context.client.stats().output_tokens > before + 3, "both requests have tokens")
+        until(
+            lambda: one.context.client.stats().output_tokens > before + 3,
+            "both requests have tokens",
+        )
         executor.die()
         for thread in threads:
             thread.join(LIMIT)
@@ -216,7 +266,9 @@ def test_the_engines_death_reaches_every_request_and_ends_the_server(caplog: pyt
     assert whole.json()["error"]["code"] == "engine_dead"
     assert "[DONE]" not in streamed.text and '"code":"engine_dead"' in streamed.text
     assert "secret" not in streamed.text + whole.text and "0x" not in streamed.text + whole.text
-    assert caplog.text.count("killed by signal 9") == 1 and "Traceback" not in caplog.text, "once, not for each request"
+    assert caplog.text.count("killed by signal 9") == 1 and "Traceback" not in caplog.text, (
+        "once, not for each request"
+    )
 
 
 def test_a_silent_engine_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +277,10 @@ def test_a_silent_engine_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
         assert HTTP.get(one.url + "/health").status_code == 200
         executor.silent = True
         monkeypatch.setattr(client_module, "HEARTBEAT_LIMIT", 0.6)
-        until(lambda: HTTP.get(one.url + "/health").status_code == 503, "the engine counts as unhealthy")
+        until(
+            lambda: HTTP.get(one.url + "/health").status_code == 503,
+            "the engine counts as unhealthy",
+        )
         for path in ("/health", "/ready"):
             answer = HTTP.get(one.url + path)
             assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_dead"

@@ -1,4 +1,7 @@
-"""Bad input costs exactly its own request: the table of promised answers, and the next request is served."""
+"""Bad input costs exactly its own request: the table of promised answers, and the next request is
+served.
+"""
+
 from __future__ import annotations
 
 import json
@@ -63,8 +66,12 @@ FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role", "'user'"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages.0.role", "required"),
     (CHAT, {"messages": user(None)}, "messages.0.content", "needs content"),
-    (CHAT, {"messages": user([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}])},
-     "messages.0.content", "text only"),
+    (
+        CHAT,
+        {"messages": user([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}])},
+        "messages.0.content",
+        "text only",
+    ),
     (CHAT, {"messages": user([{"type": "text"}])}, "messages.0.content", "needs text"),
     (CHAT, {"max_tokens": 0}, "max_tokens", "at least 1"),
     (CHAT, {"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
@@ -109,14 +116,29 @@ FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"request_id": "a b\n[INFO] forged"}, "request_id", "pattern"),
     (CHAT, {"cache_salt": "x" * 300}, "cache_salt", "at most 256"),
     (CHAT, {"priority": 2**40}, "priority", "less"),
-    (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported yet; leave it out"),
+    (
+        CHAT,
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        "tools",
+        "not supported yet; leave it out",
+    ),
     (CHAT, {"tool_choice": "required"}, "tool_choice", "not supported yet"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
-    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "not supported yet"),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format",
+        "not supported yet",
+    ),
     (CHAT, {"response_format": "json"}, "response_format", "object"),
     (CHAT, {"regex": "(a+)+$"}, "regex", "not supported yet"),
     (CHAT, {"custom_logit_processor": "gASV"}, "custom_logit_processor", "refused"),
-    (CHAT, {"chat_template": "{% for i in range(10**9) %}x{% endfor %}"}, "chat_template", "refused"),
+    (
+        CHAT,
+        {"chat_template": "{% for i in range(10**9) %}x{% endfor %}"},
+        "chat_template",
+        "refused",
+    ),
     (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "not allowed"),
     (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "not allowed"),
     (CHAT, {"chat_template_kwargs": {"thinking": {"a": 1}}}, "chat_template_kwargs", "boolean"),
@@ -129,7 +151,12 @@ FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (TEXT, {"prompt": []}, "prompt", "empty"),
     (TEXT, {"prompt": [[]]}, "prompt", "empty"),
     (TEXT, {"prompt": [""]}, "prompt", "empty"),
-    (TEXT, {"prompt": ["a", 5]}, "prompt", "a string, a list of integers, a list of strings or a list of lists of"),
+    (
+        TEXT,
+        {"prompt": ["a", 5]},
+        "prompt",
+        "a string, a list of integers, a list of strings or a list of lists of",
+    ),
     (TEXT, {"prompt": [9999]}, "prompt", "vocabulary"),
     (TEXT, {"prompt": [-5]}, None, ""),
     (TEXT, {"prompt": ["x"] * 257}, None, ""),
@@ -143,10 +170,19 @@ FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (NATIVE, {"text": None}, "text", "either text or input_ids"),
     (NATIVE, {"rid": 5}, "rid", "a string or a list of strings"),
     (NATIVE, {"input_ids": [1]}, "text", "either text or input_ids"),
-    (NATIVE, {"sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens",
-     "sampling_params.max_new_tokens must be between 1"),
+    (
+        NATIVE,
+        {"sampling_params": {"max_new_tokens": 0}},
+        "sampling_params.max_new_tokens",
+        "sampling_params.max_new_tokens must be between 1",
+    ),
     (NATIVE, {"sampling_params": {"temperature": -1}}, "sampling_params.temperature", "greater"),
-    (NATIVE, {"sampling_params": {"json_schema": "{}"}}, "sampling_params.json_schema", "not supported yet"),
+    (
+        NATIVE,
+        {"sampling_params": {"json_schema": "{}"}},
+        "sampling_params.json_schema",
+        "not supported yet",
+    ),
     (NATIVE, {"sampling_params": [{}, {}]}, "sampling_params", "1 prompts but 2"),
     (NATIVE, {"top_logprobs_num": -1}, "top_logprobs_num", "greater"),
     (NATIVE, {"rid": "../../etc"}, None, "pattern"),
@@ -155,8 +191,12 @@ FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
 VALID = {CHAT: {"messages": HELLO}, TEXT: {"prompt": "say:hi"}, NATIVE: {"text": "say:hi"}}
 
 
-@pytest.mark.parametrize(("path", "change", "param", "words"), FIELDS, ids=lambda value: str(value)[:40])
-def test_bad_fields(client: httpx.Client, path: str, change: dict[str, Any], param: str | None, words: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "change", "param", "words"), FIELDS, ids=lambda value: str(value)[:40]
+)
+def test_bad_fields(
+    client: httpx.Client, path: str, change: dict[str, Any], param: str | None, words: str
+) -> None:
     for stream in ({}, {"stream": True}):
         if "stream_options" in change and stream:
             continue
@@ -181,8 +221,9 @@ ITEMS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("item", "field", "words"), ITEMS, ids=lambda value: str(value)[:40])
-def test_a_bad_item_of_a_list_of_parameters_is_named_with_its_field(client: httpx.Client, item: dict[str, Any],
-                                                                    field: str, words: str) -> None:
+def test_a_bad_item_of_a_list_of_parameters_is_named_with_its_field(
+    client: httpx.Client, item: dict[str, Any], field: str, words: str
+) -> None:
     texts = ["say:hi", "say:ho", "say:ha"]
     for at in range(3):
         given = [{"max_new_tokens": 2} for _ in texts]
@@ -193,10 +234,18 @@ def test_a_bad_item_of_a_list_of_parameters_is_named_with_its_field(client: http
 
 
 BODIES: list[tuple[bytes, str]] = [
-    (b"", "JSON"), (b"{", "JSON"), (b"[]", "object"), (b"null", "object"), (b'"text"', "object"), (b"{}x", "JSON"),
-    (b"\xff\xfe", "JSON"), (b'{"messages": NaN}', "JSON"), (b'{"temperature": 1e400}', "JSON"),
+    (b"", "JSON"),
+    (b"{", "JSON"),
+    (b"[]", "object"),
+    (b"null", "object"),
+    (b'"text"', "object"),
+    (b"{}x", "JSON"),
+    (b"\xff\xfe", "JSON"),
+    (b'{"messages": NaN}', "JSON"),
+    (b'{"temperature": 1e400}', "JSON"),
     (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "JSON"),
-    (b'{"a":' * 70 + b"1" + b"}" * 70, "64 levels"), (b"[" * 100_000, "JSON"),
+    (b'{"a":' * 70 + b"1" + b"}" * 70, "64 levels"),
+    (b"[" * 100_000, "JSON"),
     (b'{"messages": ' + b"[" * 80 + b"]" * 80 + b"}", "64 levels"),
 ]
 
@@ -212,7 +261,10 @@ def test_a_form_is_no_json(client: httpx.Client) -> None:
 
 
 def test_unknown_things_are_404_and_wrong_methods_405(client: httpx.Client) -> None:
-    assert refused(client.post(CHAT, json={"messages": HELLO, "model": "gpt-9"}), 404)["code"] == "model_not_found"
+    assert (
+        refused(client.post(CHAT, json={"messages": HELLO, "model": "gpt-9"}), 404)["code"]
+        == "model_not_found"
+    )
     assert refused(client.get("/v1/embeddings"), 404)["type"] == "not_found_error"
     refused(client.get(CHAT), 405)
     refused(client.delete("/health"), 405)
@@ -220,9 +272,17 @@ def test_unknown_things_are_404_and_wrong_methods_405(client: httpx.Client) -> N
 
 def test_context_errors_have_both_numbers(client: httpx.Client) -> None:
     error = refused(client.post(TEXT, json={"prompt": "x" * 300}))
-    assert error["code"] == "context_length_exceeded" and "256" in error["message"] and "300" in error["message"]
+    assert (
+        error["code"] == "context_length_exceeded"
+        and "256" in error["message"]
+        and "300" in error["message"]
+    )
     error = refused(client.post(TEXT, json={"prompt": "x" * 250, "max_tokens": 50}))
-    assert error["code"] == "context_length_exceeded" and "256" in error["message"] and "300" in error["message"]
+    assert (
+        error["code"] == "context_length_exceeded"
+        and "256" in error["message"]
+        and "300" in error["message"]
+    )
     room = int(error["message"].rpartition("max_tokens may be ")[2])
     assert client.post(TEXT, json={"prompt": "x" * 250, "max_tokens": room}).status_code == 200
     assert client.post(TEXT, json={"prompt": "x" * 250, "max_tokens": room + 1}).status_code == 400
@@ -230,23 +290,40 @@ def test_context_errors_have_both_numbers(client: httpx.Client) -> None:
 
 def test_nul_and_odd_unicode_are_text(client: httpx.Client) -> None:
     for text in ("a\x00b", "\ufeff", "👩‍👩‍👧", "\u202e", "e\u0301"):
-        assert client.post(TEXT, json={"prompt": f"say:{text}", "max_tokens": 64}).json()["choices"][0]["text"] == text
+        assert (
+            client.post(TEXT, json={"prompt": f"say:{text}", "max_tokens": 64}).json()["choices"][
+                0
+            ]["text"]
+            == text
+        )
 
 
 def test_known_fields_are_silent_and_unknown_ones_are_named(client: httpx.Client) -> None:
-    known = {"user": "me\n[INFO] forged", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "tools": [],
-             "parallel_tool_calls": False, "response_format": {"type": "text"}, "tool_choice": "none"}
+    known = {
+        "user": "me\n[INFO] forged",
+        "store": True,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "tools": [],
+        "parallel_tool_calls": False,
+        "response_format": {"type": "text"},
+        "tool_choice": "none",
+    }
     answer = client.post(CHAT, json={"messages": HELLO, **known})
     assert answer.status_code == 200 and "x-glowplug-warning" not in answer.headers
     answer = client.post(CHAT, json={"messages": HELLO, "temprature": 1, "evil\r\nX-Set: 1": 2})
-    assert answer.headers["x-glowplug-warning"] == "unknown fields ignored: temprature, evil??X-Set??1"
+    assert (
+        answer.headers["x-glowplug-warning"] == "unknown fields ignored: temprature, evil??X-Set??1"
+    )
 
 
 def test_large_bodies_are_refused_early(server: Served, client: httpx.Client) -> None:
     """By the length in the head, before any of the body is sent; without one, before the end."""
     with socket.create_connection((server.host, server.port), timeout=LIMIT) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                           b"Content-Length: %d\r\n\r\n" % (50 << 20))
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % (50 << 20)
+        )
         assert connection.recv(65536).startswith(b"HTTP/1.1 413")
 
     def chunks() -> Iterator[bytes]:
@@ -259,13 +336,16 @@ def test_large_bodies_are_refused_early(server: Served, client: httpx.Client) ->
 def send_huge_prompt(server: Served) -> socket.socket:
     connection = socket.create_connection((server.host, server.port), timeout=LIMIT)
     body = b'{"prompt": "' + b"word " * (6 << 20) + b'"}'
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                       b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body) + body
+    )
     return connection
 
 
-def test_health_is_answered_while_a_huge_prompt_is_parsed(server: Served, client: httpx.Client,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_is_answered_while_a_huge_prompt_is_parsed(
+    server: Served, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, go_on, parse = threading.Event(), threading.Event(), bodies._parse
 
     def held(raw: bytes, model: Any) -> Any:
@@ -295,15 +375,21 @@ def test_a_huge_prompt_costs_the_event_loop_little(server: Served, client: httpx
 def test_a_fan_out_of_a_billion_costs_nothing(server: Served, client: httpx.Client) -> None:
     before, asked = psutil.Process().memory_info().rss, len(server.executor.params)
     refused(client.post(CHAT, json={"messages": HELLO, "n": 10**9}))
-    assert len(server.executor.params) == asked and psutil.Process().memory_info().rss - before < 10 << 20
+    assert (
+        len(server.executor.params) == asked
+        and psutil.Process().memory_info().rss - before < 10 << 20
+    )
 
 
-@pytest.mark.parametrize("head", [
-    b"GET /health HTTP/1.1\r\nHost: x\r\nX-Big: " + b"a" * 100_000 + b"\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-Many: 1\r\n" * 200 + b"\r\n",
-    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\nX-Endless: " + b"a" * 500_000,
-])
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX-Big: " + b"a" * 100_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-Many: 1\r\n" * 200 + b"\r\n",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX-Endless: " + b"a" * 500_000,
+    ],
+)
 def test_large_heads_are_refused(server: Served, client: httpx.Client, head: bytes) -> None:
     with socket.create_connection((server.host, server.port), timeout=LIMIT) as connection:
         try:
@@ -324,10 +410,15 @@ def test_garbage_is_400(server: Served, client: httpx.Client) -> None:
 
 def test_the_request_id_is_echoed_when_harmless(client: httpx.Client) -> None:
     answer = client.post(CHAT, json={"messages": HELLO}, headers={"X-Request-Id": "job-1.2:3"})
-    assert answer.headers["x-request-id"] == "job-1.2:3" and answer.json()["id"] == "chatcmpl-job-1.2:3"
+    assert (
+        answer.headers["x-request-id"] == "job-1.2:3"
+        and answer.json()["id"] == "chatcmpl-job-1.2:3"
+    )
     odd = client.get("/health", headers={"X-Request-Id": "a b;<script>"})
     assert re.fullmatch(r"[0-9a-f]{32}", odd.headers["x-request-id"])
-    assert client.post(CHAT, json={"messages": HELLO, "rid": "mine"}).json()["id"] == "chatcmpl-mine"
+    assert (
+        client.post(CHAT, json={"messages": HELLO, "rid": "mine"}).json()["id"] == "chatcmpl-mine"
+    )
 
 
 def test_engine_failures_are_sanitised(client: httpx.Client) -> None:
@@ -340,8 +431,12 @@ def test_engine_failures_are_sanitised(client: httpx.Client) -> None:
     assert "[DONE]" not in text and not LEAKS.search(text)
 
 
-def test_our_own_bugs_say_nothing_of_us(server: Served, client: httpx.Client, monkeypatch: pytest.MonkeyPatch,
-                                        caplog: pytest.LogCaptureFixture) -> None:
+def test_our_own_bugs_say_nothing_of_us(
+    server: Served,
+    client: httpx.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError("in /home/someone/secret.py at 0x7f0011223344")
 
@@ -349,7 +444,11 @@ def test_our_own_bugs_say_nothing_of_us(server: Served, client: httpx.Client, mo
         with monkeypatch.context() as patch:
             patch.setattr(Meter, "observe", broken)
             error = refused(client.post(CHAT, json={"messages": HELLO, "stream": stream}), 500)
-        assert (error["message"], error["code"], error["type"]) == ("internal error", "internal_error", "server_error")
+        assert (error["message"], error["code"], error["type"]) == (
+            "internal error",
+            "internal_error",
+            "server_error",
+        )
         server.wait_idle()
     assert "ZeroDivisionError" in caplog.text, "the operator is told"
 
@@ -360,7 +459,9 @@ def test_timeouts_are_504_and_free_their_pages(client: httpx.Client) -> None:
     hang = {"messages": user("hang:")}
     error = refused(client.post(CHAT, json=hang, headers={"X-Request-Timeout": "0.2"}), 504)
     assert error["code"] == "request_timeout"
-    refused(client.post(CHAT, json={**hang, "stream": True}, headers={"X-Request-Timeout": "0.2"}), 504)
+    refused(
+        client.post(CHAT, json={**hang, "stream": True}, headers={"X-Request-Timeout": "0.2"}), 504
+    )
 
 
 def test_a_full_queue_is_429_with_retry_after() -> None:
@@ -371,7 +472,12 @@ def test_a_full_queue_is_429_with_retry_after() -> None:
             assert error["code"] == "queue_full" and error["type"] == "rate_limit_error"
             assert int(answer.headers["retry-after"]) >= 1
             one.wait_idle()
-            refused(client.post(CHAT, json={"messages": user("say:" + "x" * 50), "n": 9, "stream": True}), 429)
+            refused(
+                client.post(
+                    CHAT, json={"messages": user("say:" + "x" * 50), "n": 9, "stream": True}
+                ),
+                429,
+            )
             one.wait_idle()
             assert client.post(CHAT, json={"messages": HELLO}).status_code == 200
 
@@ -381,9 +487,13 @@ def test_without_a_tokenizer_only_ids_are_taken() -> None:
         assert refused(client.post(CHAT, json={"messages": HELLO}))["code"] == "no_tokenizer"
         assert refused(client.post(TEXT, json={"prompt": "x"}))["code"] == "no_tokenizer"
         refused(client.post(TEXT, json={"prompt": [1], "stop": "x"}))
-        answer = client.post(NATIVE, json={"input_ids": list(b"say:ok"), "sampling_params": {"max_new_tokens": 2}})
+        answer = client.post(
+            NATIVE, json={"input_ids": list(b"say:ok"), "sampling_params": {"max_new_tokens": 2}}
+        )
         assert answer.json()["output_ids"] == list(b"ok")
-        scored = client.post(TEXT, json={"prompt": list(b"say:ok"), "max_tokens": 2, "logprobs": 1}).json()
+        scored = client.post(
+            TEXT, json={"prompt": list(b"say:ok"), "max_tokens": 2, "logprobs": 1}
+        ).json()
         assert scored["choices"][0]["logprobs"]["tokens"] == ["token_id:111", "token_id:107"]
 
 

@@ -1,4 +1,7 @@
-"""A rank that dies, hangs or cannot load: the engine ends quickly, says why, and leaves nothing behind."""
+"""A rank that dies, hangs or cannot load: the engine ends quickly, says why, and leaves nothing
+behind.
+"""
+
 from __future__ import annotations
 
 import os
@@ -18,8 +21,12 @@ LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
 def engine(folder: Path, **config: Any) -> LLM:
-    base: dict[str, Any] = {"weights": {"use": "random"}, "skip_tokenizer": True, "device": "cpu",
-                            "executor": {"use": "multiprocess"}}
+    base: dict[str, Any] = {
+        "weights": {"use": "random"},
+        "skip_tokenizer": True,
+        "device": "cpu",
+        "executor": {"use": "multiprocess"},
+    }
     return LLM(model=str(folder), **{**base, **config})
 
 
@@ -70,7 +77,10 @@ def test_rank_that_cannot_load_says_so(folder: Path, tmp_path: Path) -> None:
 def test_closing_ends_the_process(folder: Path) -> None:
     llm = engine(folder)
     (pid,) = llm._executor.pids  # type: ignore[attr-defined]
-    assert llm.generate([[5, 6]], SamplingParams(max_tokens=2))[0].finish_reason in ("length", "stop")
+    assert llm.generate([[5, 6]], SamplingParams(max_tokens=2))[0].finish_reason in (
+        "length",
+        "stop",
+    )
     llm.close()
     llm.close()
     assert gone(pid)
@@ -80,16 +90,22 @@ def test_parent_death_ends_the_rank(folder: Path) -> None:
     import subprocess
     import sys
 
-    code = (f"import sys; from glowplug import LLM\n"
-            f"if __name__ == '__main__':\n"
-            f"    llm = LLM(model={str(folder)!r}, weights={{'use': 'random'}}, skip_tokenizer=True,"
-            f" executor={{'use': 'multiprocess'}})\n"
-            f"    print(llm._executor.pids[0], flush=True)\n"
-            f"    import time; time.sleep(600)\n")
+    code = (
+        f"import sys; from glowplug import LLM\n"
+        f"if __name__ == '__main__':\n"
+        f"    llm = LLM(model={str(folder)!r}, weights={{'use': 'random'}}, skip_tokenizer=True,"
+        f" executor={{'use': 'multiprocess'}})\n"
+        f"    print(llm._executor.pids[0], flush=True)\n"
+        f"    import time; time.sleep(600)\n"
+    )
     script = folder / "parent.py"
     script.write_text(code)
-    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True,
-                              env={**os.environ, "PYTHONPATH": os.pathsep.join(["src", *sys.path])})
+    parent = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(["src", *sys.path])},
+    )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     parent.kill()

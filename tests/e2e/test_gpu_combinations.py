@@ -1,4 +1,7 @@
-"""Admitted combinations boot and give the torch reference's tokens: pairs of values on a GPU, a few on the CPU."""
+"""Admitted combinations boot and give the torch reference's tokens: pairs of values on a GPU, a few
+on the CPU.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -37,11 +40,19 @@ def on_cpu(small: Path) -> Iterator[Reference]:
     found.close()
 
 
-@pytest.mark.parametrize("cell", [
-    Cell("v2", "torch_mla", chunked=True), Cell("v3", "torch_mla", steps=1, radix=False),
-    Cell("v3_fp8", "torch_mla", overlap=False), Cell("llama", "torch_mha", quantization="block_fp8"),
-    Cell("v2_awq", "torch_mla"), Cell("v3_int8", "torch_mla"), Cell("v2", "torch_mla", quantization="w8a8_int8")],
-    ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("v2", "torch_mla", chunked=True),
+        Cell("v3", "torch_mla", steps=1, radix=False),
+        Cell("v3_fp8", "torch_mla", overlap=False),
+        Cell("llama", "torch_mha", quantization="block_fp8"),
+        Cell("v2_awq", "torch_mla"),
+        Cell("v3_int8", "torch_mla"),
+        Cell("v2", "torch_mla", quantization="w8a8_int8"),
+    ],
+    ids=lambda cell: cell.name,
+)
 def test_the_comparison_holds_on_the_cpu(cell: Cell, on_cpu: Reference, small: Path) -> None:
     outcome = run(cell, on_cpu, small, "cpu")
     assert outcome.same > 0.99
@@ -49,9 +60,12 @@ def test_the_comparison_holds_on_the_cpu(cell: Cell, on_cpu: Reference, small: P
 
 
 @pytest.mark.parametrize("spoil", ["tokens", "scores"])
-def test_an_engine_that_is_wrong_is_found(spoil: str, on_cpu: Reference, small: Path,
-                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attention that misses the first key, which a glance at the tokens would hardly show; and scores alone."""
+def test_an_engine_that_is_wrong_is_found(
+    spoil: str, on_cpu: Reference, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attention that misses the first key, which a glance at the tokens would hardly show; and
+    scores alone.
+    """
     from glowplug.plugins.attention.mla.torch_runtime import TorchMla
 
     cell, planned = Cell("v2", "torch_mla"), TorchMla.plan_step
@@ -65,7 +79,9 @@ def test_an_engine_that_is_wrong_is_found(spoil: str, on_cpu: Reference, small: 
         monkeypatch.setattr(TorchMla, "plan_step", short)
     else:
         score = on_cpu.score
-        monkeypatch.setattr(on_cpu, "score", lambda *asked: [(own - 0.1, best - 0.1) for own, best in score(*asked)])
+        monkeypatch.setattr(
+            on_cpu, "score", lambda *asked: [(own - 0.1, best - 0.1) for own, best in score(*asked)]
+        )
     with pytest.raises(AssertionError, match="worse than the reference's|log-probabilities are"):
         run(cell, on_cpu, small, "cpu")
 
@@ -100,5 +116,7 @@ def test_every_pair_of_values_on_the_gpu(plugins: PluginSet, folder: Path) -> No
         except Exception as error:
             failed.append(f"{cell.name}: {type(error).__name__}: {str(error)[:300]}")
     reference.close()
-    print(f"{len(fitting)} admitted, {sum(reasons.values())} refused, {len(chosen)} run, {len(failed)} failed")
+    print(
+        f"{len(fitting)} admitted, {sum(reasons.values())} refused, {len(chosen)} run, {len(failed)} failed"
+    )
     assert not failed, "\n".join(failed)

@@ -1,5 +1,6 @@
-"""Compiled small kernels, graphs, experts, block FP8 and next-token drafts together give the tokens of eager steps, and
-nothing is compiled once the engine serves."""
+"""Compiled small kernels, graphs, experts, block FP8 and next-token drafts together give the tokens
+of eager steps, and nothing is compiled once the engine serves."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -33,9 +34,14 @@ def served(llm: LLM, counts: tuple[int, ...]) -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "more"), [("v2", {}), ("v3", {}), ("v3", DRAFTING), ("llama", {})],
-                         ids=["v2", "v3", "v3_nextn", "llama"])
-def test_compiled_steps_give_the_eager_tokens(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("v2", {}), ("v3", {}), ("v3", DRAFTING), ("llama", {})],
+    ids=["v2", "v3", "v3_nextn", "llama"],
+)
+def test_compiled_steps_give_the_eager_tokens(
+    tmp_path: Path, name: str, more: dict[str, Any]
+) -> None:
     """Batches up to the limit are compiled, those above it not; both are captured."""
     folder, counts = folder_of(tmp_path, name), (1, 2, 3, 5, 9)
     with engine(folder, graphs={"use": "eager"}) as llm:
@@ -51,10 +57,14 @@ def test_compiled_steps_give_the_eager_tokens(tmp_path: Path, name: str, more: d
 
 @pytest.mark.parametrize("more", [{}, DRAFTING], ids=["plain", "nextn"])
 def test_block_fp8_is_compiled_and_captured(tmp_path: Path, more: dict[str, Any]) -> None:
-    """Rounding depends on the batch's shape here, so that only the first tokens of one row are compared."""
+    """Rounding depends on the batch's shape here, so that only the first tokens of one row are
+    compared.
+    """
     folder, found = folder_of(tmp_path, "v3_fp8"), []
-    for tried in ({"graphs": {"use": "eager"}},
-                  {**COMPILED, **more, "graphs": {"use": "cuda_graph", "batch_sizes": [1, 4]}}):
+    for tried in (
+        {"graphs": {"use": "eager"}},
+        {**COMPILED, **more, "graphs": {"use": "cuda_graph", "batch_sizes": [1, 4]}},
+    ):
         with engine(folder, dtype="bfloat16", **tried) as llm:
             found.append([ids[:2] for ids in served(llm, (1,))[0]])
             answers = llm.generate(prompts(3), lengths(3))

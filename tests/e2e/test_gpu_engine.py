@@ -1,4 +1,7 @@
-"""The whole engine on one GPU: the CPU's greedy tokens in float32, finite work in bf16, embedded answers."""
+"""The whole engine on one GPU: the CPU's greedy tokens in float32, finite work in bf16, embedded
+answers.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -20,7 +23,11 @@ def prompts() -> list[list[int]]:
 
 
 def tokens(folder: Path, device: str, **config: Any) -> list[list[int]]:
-    base: dict[str, Any] = {"weights": {"use": "random"}, "skip_tokenizer": True, "memory": {"kv_tokens": 2048}}
+    base: dict[str, Any] = {
+        "weights": {"use": "random"},
+        "skip_tokenizer": True,
+        "memory": {"kv_tokens": 2048},
+    }
     with LLM(model=str(folder), device=device, **{**base, **config}) as llm:
         return [c.token_ids for c in llm.generate(prompts(), GREEDY)]
 
@@ -38,8 +45,13 @@ def test_gpu_gives_the_cpus_tokens(name: str, tmp_path: Path) -> None:
 def test_gpu_overlap_and_preemption(tmp_path: Path, overlap: bool) -> None:
     folder = write_config(tmp_path, "v3")
     want = tokens(folder, "cuda", dtype="float32")
-    got = tokens(folder, "cuda", dtype="float32", scheduler={"overlap": overlap, "chunk_size": 7},
-                 memory={"kv_tokens": 288})
+    got = tokens(
+        folder,
+        "cuda",
+        dtype="float32",
+        scheduler={"overlap": overlap, "chunk_size": 7},
+        memory={"kv_tokens": 288},
+    )
     assert got == want
 
 
@@ -52,7 +64,9 @@ def test_gpu_half_precision_runs(tmp_path: Path, dtype: str) -> None:
 def test_embedded_model_answers_on_the_gpu() -> None:
     questions = [("What is 17 + 25?", "42"), ("What is the capital of France?", "Paris")]
     with LLM(model="embedded", device="cuda") as llm:
-        out = llm.chat([[{"role": "user", "content": q}] for q, _ in questions],
-                       SamplingParams(temperature=0.0, max_tokens=24))
+        out = llm.chat(
+            [[{"role": "user", "content": q}] for q, _ in questions],
+            SamplingParams(temperature=0.0, max_tokens=24),
+        )
     for completion, (_, answer) in zip(out, questions, strict=True):
         assert answer in completion.text

@@ -1,4 +1,7 @@
-"""Steps replayed from CUDA graphs give the tokens of eager ones, at batch sizes on both sides of each captured one."""
+"""Steps replayed from CUDA graphs give the tokens of eager ones, at batch sizes on both sides of
+each captured one.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -17,9 +20,15 @@ SIZES = [1, 2, 4, 8]
 
 def engine(folder: Path, **config: Any) -> LLM:
     base: dict[str, Any] = {
-        "weights": {"use": "random"}, "skip_tokenizer": True, "dtype": "float32", "device": "cuda",
-        "context_length": 256, "memory": {"kv_tokens": 4096}, "scheduler": {"max_running_requests": 9},
-        "graphs": {"use": "cuda_graph", "batch_sizes": SIZES, "max_prefill_tokens": 64}}
+        "weights": {"use": "random"},
+        "skip_tokenizer": True,
+        "dtype": "float32",
+        "device": "cuda",
+        "context_length": 256,
+        "memory": {"kv_tokens": 4096},
+        "scheduler": {"max_running_requests": 9},
+        "graphs": {"use": "cuda_graph", "batch_sizes": SIZES, "max_prefill_tokens": 64},
+    }
     return LLM(model=str(folder), **{**base, **config})
 
 
@@ -29,7 +38,9 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def lengths(count: int) -> list[SamplingParams]:
-    return [SamplingParams(temperature=0.0, max_tokens=8 + 3 * i, ignore_eos=True) for i in range(count)]
+    return [
+        SamplingParams(temperature=0.0, max_tokens=8 + 3 * i, ignore_eos=True) for i in range(count)
+    ]
 
 
 def runner_of(llm: LLM) -> Any:
@@ -49,8 +60,11 @@ def folder_of(path: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["v2", "v3"])
-@pytest.mark.parametrize("more", [{}, {"scheduler": {"max_running_requests": 9, "overlap": False}}],
-                         ids=["overlap", "in_turn"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"scheduler": {"max_running_requests": 9, "overlap": False}}],
+    ids=["overlap", "in_turn"],
+)
 def test_graphs_give_the_eager_tokens(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
     folder = folder_of(tmp_path, name)
     counts = (1, 2, 3, 4, 5, 8, 9)
@@ -67,34 +81,65 @@ def test_verification_and_drafts_are_replayed(tmp_path: Path, steps: int) -> Non
     with engine(folder, graphs={"use": "eager"}) as llm:
         plain = [tokens(llm, count) for count in (1, 3, 9)]
     for overlap in (True, False):
-        with engine(folder, speculative={"use": "nextn", "steps": steps},
-                    scheduler={"max_running_requests": 9, "overlap": overlap}) as llm:
+        with engine(
+            folder,
+            speculative={"use": "nextn", "steps": steps},
+            scheduler={"max_running_requests": 9, "overlap": overlap},
+        ) as llm:
             assert [tokens(llm, count) for count in (1, 3, 9)] == plain
             pieces = next(iter(runner_of(llm).graphs._slots["verify"].values())).pieces
             assert {f"draft {steps}", "places", "forward", "accept greedy"} <= set(pieces)
 
 
 WAYS: list[dict[str, Any]] = [
-    {"temperature": 0.0}, {"seed": 5}, {"temperature": 0.7, "top_p": 0.8},
-    {"temperature": 0.0, "repetition_penalty": 1.3}, {"temperature": 0.0, "logprobs": 2},
-    {"top_k": 7, "top_p": 0.9, "min_p": 0.01}, {"logprobs": 3, "top_p": 0.9},
-    {"frequency_penalty": 0.6, "logit_bias": {5: 4.0}, "allowed_token_ids": list(range(0, VOCAB, 2))},
-    {"logprobs": 1, "presence_penalty": 0.5}]
+    {"temperature": 0.0},
+    {"seed": 5},
+    {"temperature": 0.7, "top_p": 0.8},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "logprobs": 2},
+    {"top_k": 7, "top_p": 0.9, "min_p": 0.01},
+    {"logprobs": 3, "top_p": 0.9},
+    {
+        "frequency_penalty": 0.6,
+        "logit_bias": {5: 4.0},
+        "allowed_token_ids": list(range(0, VOCAB, 2)),
+    },
+    {"logprobs": 1, "presence_penalty": 0.5},
+]
 
 
-@pytest.mark.parametrize("speculative", [{"use": "none"}, {"use": "nextn", "steps": 2}], ids=["plain", "nextn"])
+@pytest.mark.parametrize(
+    "speculative", [{"use": "none"}, {"use": "nextn", "steps": 2}], ids=["plain", "nextn"]
+)
 def test_every_way_of_sampling(tmp_path: Path, speculative: dict[str, Any]) -> None:
-    params = [SamplingParams(**{"temperature": 1.0, "seed": 6, "max_tokens": 9 + 3 * i % 10, "ignore_eos": True, **way})
-              for i, way in enumerate(WAYS)]
+    params = [
+        SamplingParams(
+            **{
+                "temperature": 1.0,
+                "seed": 6,
+                "max_tokens": 9 + 3 * i % 10,
+                "ignore_eos": True,
+                **way,
+            }
+        )
+        for i, way in enumerate(WAYS)
+    ]
     folder, found = folder_of(tmp_path, "v3"), []
-    for graphs in ({"use": "eager"}, {"use": "cuda_graph", "batch_sizes": SIZES, "max_prefill_tokens": 64}):
+    for graphs in (
+        {"use": "eager"},
+        {"use": "cuda_graph", "batch_sizes": SIZES, "max_prefill_tokens": 64},
+    ):
         with engine(folder, speculative=speculative, graphs=graphs) as llm:
             outputs = [llm.generate(prompts(1), [one])[0] for one in params]
             outputs += llm.generate(prompts(5), params[:5]) + llm.generate(prompts(4), params[5:])
             found.append([one.token_ids for one in outputs])
             if graphs["use"] == "cuda_graph":
                 (slots,) = runner_of(llm).graphs._slots.values()
-                words = {name.removeprefix("accept ") for name in slots[4].pieces if name.startswith("accept ")}
+                words = {
+                    name.removeprefix("accept ")
+                    for name in slots[4].pieces
+                    if name.startswith("accept ")
+                }
                 assert words == {"greedy", "random", "top-p", "cut", "edited", "scored"}
     assert found[0] == found[1]
 
@@ -109,10 +154,15 @@ def test_replays_take_no_memory(tmp_path: Path) -> None:
 
 
 def test_block_fp8_is_captured(tmp_path: Path) -> None:
-    """Rounding depends on the batch's shape here, so that only the first tokens of one row are compared."""
+    """Rounding depends on the batch's shape here, so that only the first tokens of one row are
+    compared.
+    """
     folder = folder_of(tmp_path, "v3_fp8")
     found = []
-    for graphs in ({"use": "eager"}, {"use": "cuda_graph", "batch_sizes": [1, 4], "max_prefill_tokens": 64}):
+    for graphs in (
+        {"use": "eager"},
+        {"use": "cuda_graph", "batch_sizes": [1, 4], "max_prefill_tokens": 64},
+    ):
         with engine(folder, dtype="bfloat16", graphs=graphs) as llm:
             found.append(tokens(llm, 1)[0][:2])
             assert [len(ids) for ids in tokens(llm, 3)] == [8, 11, 14]
@@ -122,7 +172,9 @@ def test_block_fp8_is_captured(tmp_path: Path) -> None:
 def test_dequantised_block_fp8_is_captured_in_float32(tmp_path: Path) -> None:
     folder, found = folder_of(tmp_path, "v3_fp8"), []
     for graphs in ({"use": "eager"}, {"use": "cuda_graph", "batch_sizes": [1, 4]}):
-        with engine(folder, quantization={"use": "block_fp8", "activations": "none"}, graphs=graphs) as llm:
+        with engine(
+            folder, quantization={"use": "block_fp8", "activations": "none"}, graphs=graphs
+        ) as llm:
             found.append([tokens(llm, count) for count in (1, 3)])
     assert found[0] == found[1]
 

@@ -1,9 +1,10 @@
-"""Hundreds of steps replayed from graphs at one and two rows, the next one launched before the last has ended: each
-step's logits against one pass over the whole sequence in float32.
+"""Hundreds of steps replayed from graphs at one and two rows, the next one launched before the last
+has ended: each step's logits against one pass over the whole sequence in float32.
 
-V2-Lite's sizes, one dense and one mixture layer, so that lengths cross tiles of keys, pages, and the rounds in which
-parts of a row's keys are merged, by the kernels that serve single requests.
+V2-Lite's sizes, one dense and one mixture layer, so that lengths cross tiles of keys, pages, and
+the rounds in which parts of a row's keys are merged, by the kernels that serve single requests.
 """
+
 from __future__ import annotations
 
 import gc
@@ -27,19 +28,39 @@ COSINE = 0.999
 
 
 def engine(folder: Path, device: str, context: int, **changes: Any) -> LLM:
-    base = {"device": device, "skip_tokenizer": True, "weights": {"use": "random"}, "context_length": context,
-            "memory": {"kv_tokens": 9 * context}, "cache": {"use": "none"}}
+    base = {
+        "device": device,
+        "skip_tokenizer": True,
+        "weights": {"use": "random"},
+        "context_length": context,
+        "memory": {"kv_tokens": 9 * context},
+        "cache": {"use": "none"},
+    }
     return LLM(model=str(folder), plugins=TEACHER, **{**base, **changes})
 
 
-def decoded(folder: Path, device: str, prompt: int, steps: int, context: int, *,
-            batches: tuple[int, ...] = (1, 2), **changes: Any) -> list[tuple[list[int], Tensor]]:
-    """Whole sequences of a single request and of two at once (or of other ``batches``), with the logits [steps, V] of
-    their new tokens."""
+def decoded(
+    folder: Path,
+    device: str,
+    prompt: int,
+    steps: int,
+    context: int,
+    *,
+    batches: tuple[int, ...] = (1, 2),
+    **changes: Any,
+) -> list[tuple[list[int], Tensor]]:
+    """Whole sequences of a single request and of two at once (or of other ``batches``), with the
+    logits [steps, V] of their new tokens."""
     keeps = {"use": "keeper", "first": prompt, "count": steps}
     found = []
-    with engine(folder, device, context, sampling=keeps, scheduler={"max_running_requests": max(batches)},
-                **changes) as llm:
+    with engine(
+        folder,
+        device,
+        context,
+        sampling=keeps,
+        scheduler={"max_running_requests": max(batches)},
+        **changes,
+    ) as llm:
         vocab = llm.plan.facts.model.vocab_size
         sampler = llm._executor._engine.runner.sampler  # type: ignore[attr-defined]
         params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
@@ -49,10 +70,14 @@ def decoded(folder: Path, device: str, prompt: int, steps: int, context: int, *,
             sampler.kept.fill_(float("nan"))
             done = llm.generate(prompts, params)
             for text, completion in zip(prompts, done, strict=True):
-                assert completion.error is None, f"{rows} rows, {len(completion.token_ids)} tokens: {completion.error}"
+                assert completion.error is None, (
+                    f"{rows} rows, {len(completion.token_ids)} tokens: {completion.error}"
+                )
                 assert len(completion.token_ids) == steps
                 tokens = torch.tensor(completion.token_ids, device=device)
-                best = sampler.kept[:, :steps].argmax(-1)  # of every row of the table; one of them is this request's
+                best = sampler.kept[:, :steps].argmax(
+                    -1
+                )  # of every row of the table; one of them is this request's
                 (row,) = (best == tokens).all(-1).nonzero()[:1, 0].tolist()
                 found.append((text + completion.token_ids, sampler.kept[row, :steps].clone()))
     return found
@@ -60,32 +85,50 @@ def decoded(folder: Path, device: str, prompt: int, steps: int, context: int, *,
 
 def computed(folder: Path, device: str, sequences: list[list[int]]) -> list[Tensor]:
     """float32 [length - 1, V] of each sequence, prefilled at once in plain torch."""
-    params = [SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, seed=i) for i in range(len(sequences))]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, seed=i)
+        for i in range(len(sequences))
+    ]
     longest = max(map(len, sequences))
-    with engine(folder, device, longest + 64, sampling={"use": "teacher"}, scheduler={"chunk_size": longest},
-                **reference(False)) as llm:
+    with engine(
+        folder,
+        device,
+        longest + 64,
+        sampling={"use": "teacher"},
+        scheduler={"chunk_size": longest},
+        **reference(False),
+    ) as llm:
         score_prompts(llm._executor._engine.runner)  # type: ignore[attr-defined]
         SCRIPTS[:] = [[*sequence, 2] for sequence in sequences]
         try:
             llm.generate(sequences, params)
-            return [torch.stack([SEEN[i, at] for at in range(1, len(sequence))])
-                    for i, sequence in enumerate(sequences)]
+            return [
+                torch.stack([SEEN[i, at] for at in range(1, len(sequence))])
+                for i, sequence in enumerate(sequences)
+            ]
         finally:
             SCRIPTS.clear()
             SEEN.clear()
 
 
-def check(folder: Path, device: str, prompt: int, steps: int, context: int, **changes: Any) -> float:
+def check(
+    folder: Path, device: str, prompt: int, steps: int, context: int, **changes: Any
+) -> float:
     """The least cosine of any step."""
     found = decoded(folder, device, prompt, steps, context, **changes)
     gc.collect()
     least = 1.0
-    for number, ((_, got), all_want) in enumerate(zip(found, computed(folder, device, [each for each, _ in found]),
-                                                      strict=True)):
+    for number, ((_, got), all_want) in enumerate(
+        zip(found, computed(folder, device, [each for each, _ in found]), strict=True)
+    ):
         want = all_want[prompt - 1 :]
-        assert torch.isfinite(got).all(), f"sequence {number}: not finite at step {_first(~torch.isfinite(got))}"
+        assert torch.isfinite(got).all(), (
+            f"sequence {number}: not finite at step {_first(~torch.isfinite(got))}"
+        )
         cosine = torch.nn.functional.cosine_similarity(want, got, dim=1)
-        assert float(cosine.min()) >= COSINE, f"sequence {number}, step {int(cosine.argmin())}: {float(cosine.min())}"
+        assert float(cosine.min()) >= COSINE, (
+            f"sequence {number}, step {int(cosine.argmin())}: {float(cosine.min())}"
+        )
         least = min(least, float(cosine.min()))
     return least
 
@@ -102,8 +145,15 @@ def test_the_comparison_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend,context", [("auto", 4096), ("triton_mla", 1664)])
 def test_v2_lite_at_one_and_two_rows(tmp_path: Path, backend: str, context: int) -> None:
     write_cut(model_config("v2lite", load_plugins()), tmp_path)
-    least = check(tmp_path, "cuda", 1024, 576, context, attention={"use": backend},
-                  graphs={"use": "cuda_graph", "batch_sizes": [1, 2], "prefill": False})
+    least = check(
+        tmp_path,
+        "cuda",
+        1024,
+        576,
+        context,
+        attention={"use": backend},
+        graphs={"use": "cuda_graph", "batch_sizes": [1, 2], "prefill": False},
+    )
     print(f"least cosine of 3 x 576 steps: {least:.6f}")
 
 
@@ -111,6 +161,13 @@ def test_v2_lite_at_one_and_two_rows(tmp_path: Path, backend: str, context: int)
 def test_rows_that_grow_past_what_is_short(tmp_path: Path) -> None:
     """Eight rows are replayed as short ones, then as any, whose keys are cut otherwise."""
     write_cut(model_config("v2lite", load_plugins()), tmp_path)
-    least = check(tmp_path, "cuda", SHORT - 20, 40, SHORT + 128, batches=(8,),
-                  graphs={"use": "cuda_graph", "batch_sizes": [8], "prefill": False})
+    least = check(
+        tmp_path,
+        "cuda",
+        SHORT - 20,
+        40,
+        SHORT + 128,
+        batches=(8,),
+        graphs={"use": "cuda_graph", "batch_sizes": [8], "prefill": False},
+    )
     print(f"least cosine of 8 x 40 steps around {SHORT} keys: {least:.6f}")

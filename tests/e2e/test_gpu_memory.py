@@ -1,9 +1,12 @@
-"""Memory on a GPU: what the plan predicts, what is measured, what is used; full caches without running out.
+"""Memory on a GPU: what the plan predicts, what is measured, what is used; full caches without
+running out.
 
-Run each case in a process of its own (``-k lite``, ``-k deepseek-v3``): code of kernels and libraries stays on the
-device until a process ends, so that only its first engine's "cuda runtime" is judged. While other processes use the
-device, that line and "graphs" are shown and not judged, since both are differences of what the whole device has free.
+Run each case in a process of its own (``-k lite``, ``-k deepseek-v3``): code of kernels and
+libraries stays on the device until a process ends, so that only its first engine's "cuda runtime"
+is judged. While other processes use the device, that line and "graphs" are shown and not judged,
+since both are differences of what the whole device has free.
 """
+
 from __future__ import annotations
 
 import json
@@ -22,14 +25,31 @@ from tests.support.tiny import VOCAB, write_config
 pytestmark = pytest.mark.gpu
 Lines = dict[str, dict[str, Any]]  #: bytes (or None) of each named line: planned, measured, served
 NEAR = 0.05  #: predicted against real
-SMALL = 32 << 20  #: bytes that no line is held to: the allocator takes 20 MiB at a time, and the driver 2
+SMALL = (
+    32 << 20
+)  #: bytes that no line is held to: the allocator takes 20 MiB at a time, and the driver 2
 RESERVE = 0.02  #: of the device, which is left free unless memory.fraction says otherwise
-PLANNED = ("weights", "draft weights", "rotary tables", "activations", "logits", "sampling state", "page states",
-           "attention buffers")
+PLANNED = (
+    "weights",
+    "draft weights",
+    "rotary tables",
+    "activations",
+    "logits",
+    "sampling state",
+    "page states",
+    "attention buffers",
+)
 WORDS = ("measured", "served")
 AGAIN = ("activations", "logits")  #: measured, then measured again over the whole pool
-EVERYTHING = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=5, max_tokens=8,
-                            ignore_eos=True)
+EVERYTHING = SamplingParams(
+    temperature=1.0,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    logprobs=5,
+    max_tokens=8,
+    ignore_eos=True,
+)
 STARTED: list[str] = []  #: engines of this process
 
 
@@ -43,8 +63,13 @@ def shape(folder: Path, name: str, **changes: Any) -> Path:
 def processes() -> int:
     """How many use the device; -1 where nobody can tell."""
     try:
-        found = subprocess.run(["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"], text=True,
-                               capture_output=True, timeout=60, check=True).stdout
+        found = subprocess.run(
+            ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"],
+            text=True,
+            capture_output=True,
+            timeout=60,
+            check=True,
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return -1
     return len(found.split())
@@ -57,41 +82,60 @@ def near(one: int | None, other: int | None) -> bool:
 
 
 def lines_off(memory: Lines, kv_bytes: int, alone: bool, first: bool) -> Lines:
-    """Named lines that are not as planned, or not in service as they were measured; by what is wrong with them.
+    """Named lines that are not as planned, or not in service as they were measured; by what is
+    wrong with them.
 
-    ``first``: no other engine has been in this process. What the driver and libraries took for one is not taken again.
+    ``first``: no other engine has been in this process. What the driver and libraries took for one
+    is not taken again.
     """
-    off = {line: memory[line] for line in PLANNED
-           if line in memory and not near(memory[line]["planned"], memory[line]["measured"])}
-    off |= {f"{line}, again": memory[line] for line in AGAIN if not near(*(memory[line][w] for w in WORDS))}
+    off = {
+        line: memory[line]
+        for line in PLANNED
+        if line in memory and not near(memory[line]["planned"], memory[line]["measured"])
+    }
+    off |= {
+        f"{line}, again": memory[line]
+        for line in AGAIN
+        if not near(*(memory[line][w] for w in WORDS))
+    }
     if not near(kv_bytes, memory["kv cache"]["measured"]):
         off["kv cache"] = memory["kv cache"]
     if alone and first:
-        if "graphs" in memory and not near(memory["graphs"]["planned"], memory["graphs"].get("served")):
+        if "graphs" in memory and not near(
+            memory["graphs"]["planned"], memory["graphs"].get("served")
+        ):
             off["graphs"] = memory["graphs"]
-        off |= {f"cuda runtime, {word}": memory["cuda runtime"] for word in WORDS
-                if not near(memory["cuda runtime"]["planned"], memory["cuda runtime"][word])}
+        off |= {
+            f"cuda runtime, {word}": memory["cuda runtime"]
+            for word in WORDS
+            if not near(memory["cuda runtime"]["planned"], memory["cuda runtime"][word])
+        }
     return off
 
 
 def given_back() -> tuple[int, int]:
-    """How often this process's allocator gave memory back before it could take some, and how often that was too
-    little."""
+    """How often this process's allocator gave memory back before it could take some, and how often
+    that was too little."""
     found = torch.cuda.memory_stats() if torch.cuda.is_initialized() else {}
     return int(found.get("num_alloc_retries", 0)), int(found.get("num_ooms", 0))
 
 
 def show(name: str, memory: Lines) -> None:
     for line, found in memory.items():
-        cells = " ".join(f"{word} {(found.get(word) or 0) / 2**20:10.1f}" for word in ("planned", "measured", "served"))
+        cells = " ".join(
+            f"{word} {(found.get(word) or 0) / 2**20:10.1f}"
+            for word in ("planned", "measured", "served")
+        )
         print(f"{name:12} {line:14} {cells} MiB")
 
 
 def checked(name: str, llm: LLM, alone: bool, share: float, before: tuple[int, int]) -> None:
-    """Every named line is as planned, what is measured twice is the same in service, nothing ran out of memory.
+    """Every named line is as planned, what is measured twice is the same in service, nothing ran
+    out of memory.
 
-    Where segments grow the device's ``share`` is kept too, and no step waits for memory to be given back; blocks that
-    keep their size leave more unused the more numbers of tokens steps have had. ``before``: ``given_back`` before it.
+    Where segments grow the device's ``share`` is kept too, and no step waits for memory to be given
+    back; blocks that keep their size leave more unused the more numbers of tokens steps have had.
+    ``before``: ``given_back`` before it.
     """
     info = llm.control("info")
     memory, used = info["memory"], llm.control("memory")["device_used"]
@@ -101,42 +145,81 @@ def checked(name: str, llm: LLM, alone: bool, share: float, before: tuple[int, i
     show(name, memory)
     seconds = {phase: round(taken, 2) for phase, taken in info["startup_seconds"].items()}
     total = torch.cuda.mem_get_info()[1]
-    print(name, info["max_total_num_tokens"], "tokens", seconds, "alone" if alone else "not alone",
-          f"used {used / 2**20:.0f} of {total * share / 2**20:.0f} MiB, the allocator gave back", retries, "times")
+    print(
+        name,
+        info["max_total_num_tokens"],
+        "tokens",
+        seconds,
+        "alone" if alone else "not alone",
+        f"used {used / 2**20:.0f} of {total * share / 2**20:.0f} MiB, the allocator gave back",
+        retries,
+        "times",
+    )
     off = lines_off(memory, info["kv_bytes"], alone, STARTED == [name])
     assert not off, off
     assert not failures, "out of memory in a step"
-    assert memory["step"]["served"] <= memory["step"]["measured"] * (1 + NEAR) + SMALL, memory["step"]
+    assert memory["step"]["served"] <= memory["step"]["measured"] * (1 + NEAR) + SMALL, memory[
+        "step"
+    ]
     if llm.plan.growing_segments:
         assert not retries, "the allocator had to give memory back in a step"
         assert not alone or used <= total * share + SMALL
 
 
-@pytest.mark.parametrize(("name", "steps"), [("v2", 0), ("v3", 0), ("v3", 2), ("v3_fp8", 0), ("llama", 0)])
+@pytest.mark.parametrize(
+    ("name", "steps"), [("v2", 0), ("v3", 0), ("v3", 2), ("v3_fp8", 0), ("llama", 0)]
+)
 def test_lines_of_tiny_models(name: str, steps: int, tmp_path: Path) -> None:
     changes = {"num_nextn_predict_layers": 1} if steps else {}
     config: dict[str, Any] = {"speculative": {"use": "nextn", "steps": steps}} if steps else {}
     folder, alone = write_config(tmp_path, name, **changes), processes() <= bool(STARTED)
     before = given_back()
-    with LLM(model=str(folder), device="cuda", weights={"use": "random"}, skip_tokenizer=True, dtype="bfloat16",
-             memory={"fraction": 0.5}, **config) as llm:
+    with LLM(
+        model=str(folder),
+        device="cuda",
+        weights={"use": "random"},
+        skip_tokenizer=True,
+        dtype="bfloat16",
+        memory={"fraction": 0.5},
+        **config,
+    ) as llm:
         rng = np.random.default_rng(0)
         llm.generate([rng.integers(2, VOCAB, 50).tolist() for _ in range(300)], EVERYTHING)
         checked(f"{name}+{steps}", llm, alone, 0.5, before)
-    assert torch.cuda.memory_reserved() <= (2 + len(STARTED)) * SMALL, "what an engine held goes with it"
+    assert torch.cuda.memory_reserved() <= (2 + len(STARTED)) * SMALL, (
+        "what an engine held goes with it"
+    )
 
 
 @pytest.mark.parametrize(("name", "layers"), [("deepseek-v2-lite", 4), ("deepseek-v3", 5)])
-def test_lines_of_published_shapes_with_a_full_cache(name: str, layers: int, tmp_path: Path) -> None:
-    """512 requests over a pool that takes all that is left: no error, and no step beyond what was measured."""
-    folder, alone = shape(tmp_path, name, num_hidden_layers=layers, num_nextn_predict_layers=0), processes() <= 0
+def test_lines_of_published_shapes_with_a_full_cache(
+    name: str, layers: int, tmp_path: Path
+) -> None:
+    """512 requests over a pool that takes all that is left: no error, and no step beyond what was
+    measured.
+    """
+    folder, alone = (
+        shape(tmp_path, name, num_hidden_layers=layers, num_nextn_predict_layers=0),
+        processes() <= 0,
+    )
     before = given_back()
-    with LLM(model=str(folder), device="cuda", weights={"use": "random"}, skip_tokenizer=True, context_length=32768,
-             scheduler={"max_running_requests": 512}) as llm:
+    with LLM(
+        model=str(folder),
+        device="cuda",
+        weights={"use": "random"},
+        skip_tokenizer=True,
+        context_length=32768,
+        scheduler={"max_running_requests": 512},
+    ) as llm:
         rng = np.random.default_rng(0)
-        done = llm.generate([rng.integers(2, 1000, int(n)).tolist() for n in rng.integers(1, 2000, 512)], EVERYTHING)
-        short = [(i, c.finish_reason, c.error, len(c.prompt_token_ids), c.token_ids)
-                 for i, c in enumerate(done) if len(c.token_ids) != EVERYTHING.max_tokens]
+        done = llm.generate(
+            [rng.integers(2, 1000, int(n)).tolist() for n in rng.integers(1, 2000, 512)], EVERYTHING
+        )
+        short = [
+            (i, c.finish_reason, c.error, len(c.prompt_token_ids), c.token_ids)
+            for i, c in enumerate(done)
+            if len(c.token_ids) != EVERYTHING.max_tokens
+        ]
         assert not short, (len(short), short[:4])
         checked(name, llm, alone, 1 - RESERVE, before)
         free, total = torch.cuda.mem_get_info()
@@ -145,12 +228,22 @@ def test_lines_of_published_shapes_with_a_full_cache(name: str, layers: int, tmp
 
 
 def test_a_pool_that_does_not_fit_is_refused_before_the_port_opens(tmp_path: Path) -> None:
-    """The plan finds room in the engine's share of the device, but somebody else has taken all of it meanwhile."""
+    """The plan finds room in the engine's share of the device, but somebody else has taken all of
+    it meanwhile.
+    """
     from glowplug.core.errors import GlowplugError
 
     share = 0.03
     other = torch.empty(int(share * torch.cuda.mem_get_info()[1]), dtype=torch.uint8, device="cuda")
-    with pytest.raises(GlowplugError, match=r"0 B of .* are left for the KV cache, which needs .*measured against"):
-        LLM(model=str(write_config(tmp_path, "v3")), device="cuda", weights={"use": "random"}, skip_tokenizer=True,
-            dtype="bfloat16", memory={"fraction": share})
+    with pytest.raises(
+        GlowplugError, match=r"0 B of .* are left for the KV cache, which needs .*measured against"
+    ):
+        LLM(
+            model=str(write_config(tmp_path, "v3")),
+            device="cuda",
+            weights={"use": "random"},
+            skip_tokenizer=True,
+            dtype="bfloat16",
+            memory={"fraction": share},
+        )
     assert other.is_cuda

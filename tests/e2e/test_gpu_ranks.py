@@ -1,4 +1,7 @@
-"""Drafts on one GPU and several ranks on several, over NCCL: the embedded model's greedy tokens in float32."""
+"""Drafts on one GPU and several ranks on several, over NCCL: the embedded model's greedy tokens in
+float32.
+"""
+
 from __future__ import annotations
 
 from typing import Any
@@ -10,16 +13,31 @@ from glowplug import LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-QUESTIONS = ("What is 17 + 25?", "Reverse the word: engine", "What is the capital of France?", "Count from 3 to 9.",
-             "Sort these numbers: 5 2 9 1")
+QUESTIONS = (
+    "What is 17 + 25?",
+    "Reverse the word: engine",
+    "What is the capital of France?",
+    "Count from 3 to 9.",
+    "Sort these numbers: 5 2 9 1",
+)
 LAYOUTS = [(2, 0, 0), (2, 2, 0), (2, 0, 2), (2, 2, 2), (4, 4, 2), (4, 2, 4)]
 
 
 def answers(device: str, **config: Any) -> list[list[int]]:
-    """NOTE: activations stay in float32, too: rounded to FP8 they fall either way with the order of sums."""
-    with LLM(model="embedded", device=device, dtype="float32", memory={"kv_tokens": 4096},
-             quantization={"use": "block_fp8", "activations": "none"}, **config) as llm:
-        found = llm.chat([[{"role": "user", "content": question}] for question in QUESTIONS], GREEDY)
+    """NOTE: activations stay in float32, too: rounded to FP8 they fall either way with the order of
+    sums.
+    """
+    with LLM(
+        model="embedded",
+        device=device,
+        dtype="float32",
+        memory={"kv_tokens": 4096},
+        quantization={"use": "block_fp8", "activations": "none"},
+        **config,
+    ) as llm:
+        found = llm.chat(
+            [[{"role": "user", "content": question}] for question in QUESTIONS], GREEDY
+        )
         pages = llm.control("check")
     assert pages is not None
     return [one.token_ids for one in found]
@@ -33,17 +51,24 @@ def plain() -> list[list[int]]:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_drafts_on_one_gpu(plain: list[list[int]], steps: int, overlap: bool) -> None:
-    config: dict[str, Any] = {"speculative": {"use": "nextn", "steps": steps}, "scheduler": {"overlap": overlap}}
+    config: dict[str, Any] = {
+        "speculative": {"use": "nextn", "steps": steps},
+        "scheduler": {"overlap": overlap},
+    }
     assert answers("cuda", **config) == plain
 
 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize(("tp", "ep", "dp"), LAYOUTS)
-def test_ranks_on_several_gpus(plain: list[list[int]], tp: int, ep: int, dp: int, steps: int) -> None:
+def test_ranks_on_several_gpus(
+    plain: list[list[int]], tp: int, ep: int, dp: int, steps: int
+) -> None:
     if torch.cuda.device_count() < tp:
         pytest.skip(f"needs {tp} GPUs")
     sizes = (("tensor", tp), ("ep_moe", ep), ("dp_attention", dp))
-    config: dict[str, Any] = {"parallel": [{"use": use, "size": size} for use, size in sizes if size]}
+    config: dict[str, Any] = {
+        "parallel": [{"use": use, "size": size} for use, size in sizes if size]
+    }
     if steps:
         config["speculative"] = {"use": "nextn", "steps": steps}
     assert answers("cuda", **config) == plain

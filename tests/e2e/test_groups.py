@@ -1,4 +1,7 @@
-"""Data-parallel groups in one engine: who runs what, what the front hears, and that nothing depends on it."""
+"""Data-parallel groups in one engine: who runs what, what the front hears, and that nothing depends
+on it.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -33,9 +36,18 @@ def config(folder: Path, tp: int = 1, dp: int = 0, **more: Any) -> dict[str, Any
     parallel = [{"use": "tensor", "size": tp}] if tp > 1 else []
     if dp:
         parallel.append({"use": "dp_attention", "size": dp})
-    return {"model": str(write_config(folder, more.pop("name", "v3"))), "weights": {"use": "random"}, "device": "cpu",
-            "context_length": CONTEXT, "memory": {"kv_tokens": 512}, "skip_tokenizer": True, "dtype": "float32",
-            "attention": {"page_size": 4}, "parallel": parallel, **more}
+    return {
+        "model": str(write_config(folder, more.pop("name", "v3"))),
+        "weights": {"use": "random"},
+        "device": "cpu",
+        "context_length": CONTEXT,
+        "memory": {"kv_tokens": 512},
+        "skip_tokenizer": True,
+        "dtype": "float32",
+        "attention": {"page_size": 4},
+        "parallel": parallel,
+        **more,
+    }
 
 
 def engine(folder: Path, plugins: PluginSet, tp: int, dp: int, **more: Any) -> RankSet:
@@ -65,7 +77,9 @@ def tokens(heard: dict[int, Any]) -> dict[int, tuple[list[int], str]]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, plugins: PluginSet) -> dict[int, tuple[list[int], str]]:
+def alone(
+    tmp_path_factory: pytest.TempPathFactory, plugins: PluginSet
+) -> dict[int, tuple[list[int], str]]:
     """What one rank makes of ``mix``."""
     return tokens(run_ranks(config(tmp_path_factory.mktemp("alone")), mix(), plugins))
 
@@ -84,38 +98,51 @@ def arriving(ranks: RankSet, messages: Sequence[Inbound], a_turn: int) -> None:
     raise AssertionError("not idle after 4000 turns")
 
 
-# ---- tokens ---------------------------------------------------------------------------------------------------------
+# ---- tokens --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("tp", "dp"), MESHES)
-def test_tokens_are_those_of_one_rank(tmp_path: Path, plugins: PluginSet, alone: dict[int, Any], tp: int, dp: int,
-                                      overlap: bool) -> None:
-    with engine(tmp_path, plugins, tp, dp, scheduler={"overlap": overlap, "chunk_size": 16}) as ranks:
+def test_tokens_are_those_of_one_rank(
+    tmp_path: Path, plugins: PluginSet, alone: dict[int, Any], tp: int, dp: int, overlap: bool
+) -> None:
+    with engine(
+        tmp_path, plugins, tp, dp, scheduler={"overlap": overlap, "chunk_size": 16}
+    ) as ranks:
         arriving(ranks, mix(), 3)
         assert tokens(ranks.heard) == alone
         ranks.check_idle()
-        assert len(ranks.heard[SCORED].logprobs) == 14 and len(ranks.heard[SCORED].prompt_logprobs) == 32
+        assert (
+            len(ranks.heard[SCORED].logprobs) == 14
+            and len(ranks.heard[SCORED].prompt_logprobs) == 32
+        )
         assert sum(ranks.stats[group].finished for group in range(dp)) == len(alone)
         assert all(ranks.stats[group].finished for group in range(dp)), "a group had nothing to do"
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize(("tp", "dp"), MESHES)
-def test_a_group_whose_pool_is_too_small_preempts_alone(tmp_path: Path, plugins: PluginSet, tp: int, dp: int,
-                                                        policy: str) -> None:
+def test_a_group_whose_pool_is_too_small_preempts_alone(
+    tmp_path: Path, plugins: PluginSet, tp: int, dp: int, policy: str
+) -> None:
     """Groups with an even number get three long answers each, the others short ones."""
     asked = [submit(id, prompt(id, 8), 6 if id % 2 else 60) for id in range(3 * dp)]
     for one in asked:
         one.priority = one.id % 3
     plain = tokens(run_ranks(config(tmp_path / "one"), asked, plugins))
-    with engine(tmp_path, plugins, tp, dp, memory={"kv_tokens": CONTEXT + 4}, policy={"use": policy}) as ranks:
+    with engine(
+        tmp_path, plugins, tp, dp, memory={"kv_tokens": CONTEXT + 4}, policy={"use": policy}
+    ) as ranks:
         assert tokens(ranks.run(asked)) == plain
         ranks.check_idle()
-        assert [ranks.stats[group].preemptions > 0 for group in range(dp)] == [True, False] * (dp // 2)
+        assert [ranks.stats[group].preemptions > 0 for group in range(dp)] == [True, False] * (
+            dp // 2
+        )
 
 
-def test_process_groups_carry_it_too(tmp_path: Path, plugins: PluginSet, alone: dict[int, Any]) -> None:
+def test_process_groups_carry_it_too(
+    tmp_path: Path, plugins: PluginSet, alone: dict[int, Any]
+) -> None:
     """The same over gloo instead of memory."""
     with engine(tmp_path, plugins, 2, 2, collectives={"use": "gloo"}) as ranks:
         arriving(ranks, mix(), 3)
@@ -130,8 +157,9 @@ def test_other_models(tmp_path: Path, plugins: PluginSet, name: str) -> None:
     assert tokens(run_ranks(config(tmp_path / "more", 4, 2, name=name), asked, plugins)) == one
 
 
-def test_a_group_without_work_steps_with_the_busy_one(tmp_path: Path, plugins: PluginSet, alone: dict[int, Any],
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_without_work_steps_with_the_busy_one(
+    tmp_path: Path, plugins: PluginSet, alone: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One request at a time always lands in group 0; the other never has a batch of its own."""
     with engine(tmp_path, plugins, 2, 2) as ranks:
         modes = [watched(one, monkeypatch) for one in ranks.engines]
@@ -140,19 +168,25 @@ def test_a_group_without_work_steps_with_the_busy_one(tmp_path: Path, plugins: P
         assert tokens(ranks.heard) == {id: alone[id] for id in (1, 2, 3)}
         assert ranks.stats[0].finished == 3 and ranks.stats[0].running == 0
         assert set(modes[1]) == {Mode.IDLE} and len(modes[1]) == len(modes[0])
-        assert ranks.stats[1].steps == ranks.stats[1].step_seconds == 0 and ranks.stats[0].step_seconds > 0
+        assert (
+            ranks.stats[1].steps == ranks.stats[1].step_seconds == 0
+            and ranks.stats[0].step_seconds > 0
+        )
 
 
 def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Mode]:
     """Modes of the batches it launches from now on."""
     modes: list[Mode] = []
     launch = engine.runner.launch
-    monkeypatch.setattr(engine.runner, "launch", lambda batch: (modes.append(batch.mode), launch(batch))[1])
+    monkeypatch.setattr(
+        engine.runner, "launch", lambda batch: (modes.append(batch.mode), launch(batch))[1]
+    )
     return modes
 
 
-def test_warm_up_tries_a_step_in_which_only_one_group_has_work(tmp_path: Path, plugins: PluginSet,
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_tries_a_step_in_which_only_one_group_has_work(
+    tmp_path: Path, plugins: PluginSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before Ready, on all ranks together; so the first request finds nothing untried."""
     modes: dict[int, list[Mode]] = {}
     launch = Runner.launch
@@ -169,17 +203,20 @@ def test_warm_up_tries_a_step_in_which_only_one_group_has_work(tmp_path: Path, p
         assert ranks.idle
 
 
-# ---- who has what ---------------------------------------------------------------------------------------------------
+# ---- who has what --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tp", "dp"), MESHES)
-def test_requests_spread_over_groups_and_ranks_of_a_group_agree(tmp_path: Path, plugins: PluginSet, tp: int,
-                                                                dp: int) -> None:
+def test_requests_spread_over_groups_and_ranks_of_a_group_agree(
+    tmp_path: Path, plugins: PluginSet, tp: int, dp: int
+) -> None:
     with engine(tmp_path, plugins, tp, dp) as ranks:
         ranks.turn([submit(id, prompt(id, 4), 40) for id in range(2 * dp)])
         loads = [one.scheduler.load() for one in ranks.engines]
         assert [load.running + load.waiting for load in loads] == [2] * tp
-        ranks.turn([Abort([0])])  # group 0 has one left, so the next two go there and then to the others
+        ranks.turn(
+            [Abort([0])]
+        )  # group 0 has one left, so the next two go there and then to the others
         ranks.turn([submit(100, prompt(100, 4), 4)])
         assert [one.scheduler.load().running for one in ranks.engines] == [2] * tp
         ranks.run()
@@ -193,32 +230,41 @@ def test_only_leaders_speak_and_only_rank_0_replies(tmp_path: Path, plugins: Plu
         assert [one.leads for one in ranks.engines] == [True, False, False, False]
         said: list[list[Any]] = [[] for _ in range(4)]
         for turn in range(12):
-            asked: list[Inbound] = [submit(1, [5, 6], 4), submit(2, [7], 4), Control(9, "check")] if not turn else []
+            asked: list[Inbound] = (
+                [submit(1, [5, 6], 4), submit(2, [7], 4), Control(9, "check")] if not turn else []
+            )
             for rank, outputs in enumerate(ranks.turn(asked)):
                 said[rank].extend(outputs)
         assert said[1] == said[3] == []
         assert [type(message) for message in said[0]].count(Reply) == 1
         assert not any(isinstance(message, Reply) for message in said[2])
-        ids = [{id for message in said[rank] if isinstance(message, StepOutput) for id in message.ids}
-               for rank in (0, 2)]
+        ids = [
+            {id for message in said[rank] if isinstance(message, StepOutput) for id in message.ids}
+            for rank in (0, 2)
+        ]
         assert ids == [{1}, {2}]
 
 
-def test_idle_groups_say_nothing_while_others_work(tmp_path: Path, plugins: PluginSet,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_groups_say_nothing_while_others_work(
+    tmp_path: Path, plugins: PluginSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("glowplug.core.engine.engine.STATS_EVERY", 1e9)
     with engine(tmp_path, plugins, 2, 2) as ranks:
         ranks.turn()
         said = [ranks.turn([submit(1, [5], 12)] if not turn else []) for turn in range(14)]
         assert [made for _, made in said] == [[]] * 14
         (last,) = next(made for made, _ in said if any(output.finished for output in made))
-        assert last.stats and last.stats.finished == 1, "statistics come with the last token, not after it"
+        assert last.stats and last.stats.finished == 1, (
+            "statistics come with the last token, not after it"
+        )
 
 
-# ---- ends, refusals, controls ---------------------------------------------------------------------------------------
+# ---- ends, refusals, controls --------------------------------------------------------------------
 
 
-def test_aborts_reach_whoever_has_the_sequence(tmp_path: Path, plugins: PluginSet, alone: dict[int, Any]) -> None:
+def test_aborts_reach_whoever_has_the_sequence(
+    tmp_path: Path, plugins: PluginSet, alone: dict[int, Any]
+) -> None:
     gone = {2, 5, 6, 9}
     with engine(tmp_path, plugins, 4, 2, scheduler={"chunk_size": 16}) as ranks:
         ranks.turn(mix())
@@ -238,7 +284,11 @@ def test_a_full_group_refuses_once_and_serves_the_rest(tmp_path: Path, plugins: 
     scheduler = {"max_running_requests": 1, "max_queued_requests": 1}
     with engine(tmp_path, plugins, 4, 2, scheduler=scheduler) as ranks:
         heard = ranks.run([submit(id, prompt(id, 4), 6) for id in range(9)])
-        ends = {id: (one.finished.reason, one.finished.error_code) for id, one in heard.items() if one.finished}
+        ends = {
+            id: (one.finished.reason, one.finished.error_code)
+            for id, one in heard.items()
+            if one.finished
+        }
         assert [ends[id] for id in range(4)] == [("length", None)] * 4
         assert [ends[id] for id in range(4, 9)] == [("error", "queue_full")] * 5
         ranks.check_idle()
@@ -252,7 +302,9 @@ def test_what_no_group_can_ever_run_is_refused_once(tmp_path: Path, plugins: Plu
         assert len(heard[2].tokens) == 3
 
 
-def test_deadlines_pass_in_every_group(tmp_path: Path, plugins: PluginSet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadlines_pass_in_every_group(
+    tmp_path: Path, plugins: PluginSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [100.0]
     monkeypatch.setattr("glowplug.core.engine.engine.time.monotonic", lambda: now[0])
     with engine(tmp_path, plugins, 4, 2) as ranks:
@@ -288,7 +340,9 @@ def test_controls_speak_for_all_ranks(tmp_path: Path, plugins: PluginSet) -> Non
         assert [one["cached"] > 0 for one in pages["ranks"]] == [True, True, False, False]
         assert all(one["free"] + one["cached"] == one["total"] for one in pages["ranks"])
         info = ranks.control("info").data
-        assert len(info["ranks"]) == 4 and all(one["kv_bytes"] == info["kv_bytes"] for one in info["ranks"])
+        assert len(info["ranks"]) == 4 and all(
+            one["kv_bytes"] == info["kv_bytes"] for one in info["ranks"]
+        )
         ranks.turn([Control(70, "no such thing")])
         assert not ranks.replies[70].ok and "no such thing" in ranks.replies[70].error
 
@@ -312,17 +366,21 @@ def test_every_rank_ends_when_the_front_has_gone(tmp_path: Path, plugins: Plugin
         assert ranks._each(lambda rank: ranks.engines[rank].turn(stop=rank == 0)) == [None] * 4
 
 
-# ---- what the front makes of it -------------------------------------------------------------------------------------
+# ---- what the front makes of it ------------------------------------------------------------------
 
 
 def test_processes_report_group_by_group(tmp_path: Path, alone: dict[int, Any]) -> None:
-    """Each leader's frames reach the front on their own way, statistics with the last token of a group."""
+    """Each leader's frames reach the front on their own way, statistics with the last token of a
+    group.
+    """
     asked = mix()[:4]
     executor = {"use": "multiprocess", "threads": 1, "oversubscribe": True}
     with LLM(**config(tmp_path, 2, 2, executor=executor)) as llm:
         done = llm.generate([one.prompt_ids for one in asked], [one.params for one in asked])
         assert [one.token_ids for one in done] == [alone[one.id][0] for one in asked]
-        assert llm.stats.finished == 4 and llm.stats.running == 0 and llm.stats.pages_total == 2 * 128
+        assert (
+            llm.stats.finished == 4 and llm.stats.running == 0 and llm.stats.pages_total == 2 * 128
+        )
         pages = llm.control("check")["ranks"]
         assert len(pages) == 2 and all(one["running"] == 0 < one["cached"] for one in pages)
         llm.control("flush")
@@ -334,12 +392,27 @@ def test_statistics_add_up_over_groups() -> None:
     from tests.e2e.fake_engine import make_plan
 
     front = Front(make_plan(), None, ())
-    front.receive([StepOutput(stats=Stats(running=2, pages_total=10, page_size=4, step_seconds=0.5))])
+    front.receive(
+        [StepOutput(stats=Stats(running=2, pages_total=10, page_size=4, step_seconds=0.5))]
+    )
     assert front.stats.running == 2
-    front.receive([StepOutput(stats=Stats(running=3, pages_total=10, page_size=4, step_seconds=0.25, group=1))])
-    front.receive([StepOutput(stats=Stats(running=1, pages_total=10, page_size=4, step_seconds=1.0))])
+    front.receive(
+        [
+            StepOutput(
+                stats=Stats(running=3, pages_total=10, page_size=4, step_seconds=0.25, group=1)
+            )
+        ]
+    )
+    front.receive(
+        [StepOutput(stats=Stats(running=1, pages_total=10, page_size=4, step_seconds=1.0))]
+    )
     whole = front.stats
-    assert (whole.running, whole.pages_total, whole.page_size, whole.step_seconds) == (4, 20, 4, 1.25)
+    assert (whole.running, whole.pages_total, whole.page_size, whole.step_seconds) == (
+        4,
+        20,
+        4,
+        1.25,
+    )
 
 
 @pytest.fixture

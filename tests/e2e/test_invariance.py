@@ -1,4 +1,7 @@
-"""The same greedy tokens and the same logits, however the work is cut: batch, chunks, cache, overlap, preemption."""
+"""The same greedy tokens and the same logits, however the work is cut: batch, chunks, cache,
+overlap, preemption.
+"""
+
 from __future__ import annotations
 
 import math
@@ -19,7 +22,9 @@ TOLERANCE = 1e-5
 
 
 def prompts() -> list[list[int]]:
-    """Uneven lengths around page and chunk borders, with shared prefixes so that the cache has something to do."""
+    """Uneven lengths around page and chunk borders, with shared prefixes so that the cache has
+    something to do.
+    """
     rng = np.random.default_rng(11)
     shared = rng.integers(2, VOCAB, 40).tolist()
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 47, 64, 65, 90]
@@ -27,14 +32,25 @@ def prompts() -> list[list[int]]:
 
 
 def engine(folder: Path, **config: Any) -> LLM:
-    base: dict[str, Any] = {"weights": {"use": "random"}, "skip_tokenizer": True, "dtype": "float32", "device": "cpu",
-                            "context_length": 256, "memory": {"kv_tokens": 4096}}
+    base: dict[str, Any] = {
+        "weights": {"use": "random"},
+        "skip_tokenizer": True,
+        "dtype": "float32",
+        "device": "cpu",
+        "context_length": 256,
+        "memory": {"kv_tokens": 4096},
+    }
     if "fp8" in folder.name:
-        # NOTE: rounding activations to FP8 turns a last-bit difference of float32 sums into a whole FP8 step, so only
-        # the weights are FP8 here; the activations' own error is bounded in tests/kernels.
+        # NOTE: rounding activations to FP8 turns a last-bit difference of float32 sums into a whole
+        # FP8 step, so only the weights are FP8 here; the activations' own error is bounded in
+        # tests/kernels.
         base["quantization"] = {"use": "block_fp8", "activations": "none"}
     for key, value in config.items():
-        base[key] = {**base[key], **value} if isinstance(base.get(key), dict) and isinstance(value, dict) else value
+        base[key] = (
+            {**base[key], **value}
+            if isinstance(base.get(key), dict) and isinstance(value, dict)
+            else value
+        )
     return LLM(model=str(folder), **base)
 
 
@@ -43,7 +59,9 @@ def same(got: list[Completion], want: list[Completion]) -> None:
         assert a.token_ids == b.token_ids, f"prompt {i}: tokens differ"
         assert a.logprobs is not None and b.logprobs is not None
         worst = max(abs(x - y) for x, y in zip(a.logprobs.token, b.logprobs.token, strict=True))
-        assert worst < TOLERANCE and math.isfinite(worst), f"prompt {i}: log-probabilities differ by {worst}"
+        assert worst < TOLERANCE and math.isfinite(worst), (
+            f"prompt {i}: log-probabilities differ by {worst}"
+        )
 
 
 @pytest.fixture(scope="module", params=["v3", "v2", "llama", "v3_fp8"])
@@ -53,8 +71,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[Completion]:
-    """The reference: one request at a time, whole prompts, no cache, no overlap, un-absorbed where that exists."""
-    naive: dict[str, Any] = {} if "llama" in folder.name else {"attention": {"use": "torch_mla", "absorb": False}}
+    """The reference: one request at a time, whole prompts, no cache, no overlap, un-absorbed where
+    that exists.
+    """
+    naive: dict[str, Any] = (
+        {} if "llama" in folder.name else {"attention": {"use": "torch_mla", "absorb": False}}
+    )
     with engine(folder, cache={"use": "none"}, scheduler={"overlap": False}, **naive) as llm:
         return [llm.generate([ids], PARAMS)[0] for ids in prompts()]
 
@@ -106,11 +128,25 @@ def test_multiprocess_gives_the_same(folder: Path, alone: list[Completion]) -> N
         same(llm.generate(prompts(), PARAMS), alone)
 
 
-@pytest.mark.parametrize("params", [
-    SamplingParams(temperature=0.8, seed=5, max_tokens=16, ignore_eos=True),
-    SamplingParams(temperature=1.2, top_k=20, top_p=0.9, min_p=0.02, seed=7, max_tokens=16, ignore_eos=True,
-                   presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.1),
-], ids=["plain", "everything"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.8, seed=5, max_tokens=16, ignore_eos=True),
+        SamplingParams(
+            temperature=1.2,
+            top_k=20,
+            top_p=0.9,
+            min_p=0.02,
+            seed=7,
+            max_tokens=16,
+            ignore_eos=True,
+            presence_penalty=0.5,
+            frequency_penalty=0.3,
+            repetition_penalty=1.1,
+        ),
+    ],
+    ids=["plain", "everything"],
+)
 def test_seeded_sampling_is_as_invariant(folder: Path, params: SamplingParams) -> None:
     with engine(folder, cache={"use": "none"}, scheduler={"overlap": False}) as llm:
         want = [llm.generate([ids], params)[0].token_ids for ids in prompts()]

@@ -1,4 +1,7 @@
-"""Thousands of mixed requests leave nothing behind: good, bad, failing, abandoned, several choices, both forms."""
+"""Thousands of mixed requests leave nothing behind: good, bad, failing, abandoned, several choices,
+both forms.
+"""
+
 from __future__ import annotations
 
 import asyncio
@@ -20,8 +23,12 @@ async def mixed(url: str, rng: random.Random) -> None:
     gate = asyncio.Semaphore(16)
 
     async def one(client: httpx.AsyncClient, i: int) -> None:
-        body = {"messages": [{"role": "user", "content": f"say:{i}"}], "stream": rng.random() < 0.5,
-                "n": rng.choice([1, 1, 3]), "rid": f"r{i}"}
+        body = {
+            "messages": [{"role": "user", "content": f"say:{i}"}],
+            "stream": rng.random() < 0.5,
+            "n": rng.choice([1, 1, 3]),
+            "rid": f"r{i}",
+        }
         kind = rng.choice(["good"] * 7 + ["bad", "failing", "abandoned"])
         if kind == "bad":
             body["temperature"] = -1
@@ -29,7 +36,9 @@ async def mixed(url: str, rng: random.Random) -> None:
             body["messages"] = [{"role": "user", "content": "fail:nan"}]
         async with gate:
             try:
-                await client.post("/v1/chat/completions", json=body, timeout=0.004 if kind == "abandoned" else 20)
+                await client.post(
+                    "/v1/chat/completions", json=body, timeout=0.004 if kind == "abandoned" else 20
+                )
             except httpx.TimeoutException:
                 pass
 

@@ -1,4 +1,7 @@
-"""NextN speculation changes how fast tokens come, and nothing else: not one token, not a page, not a prefix hit."""
+"""NextN speculation changes how fast tokens come, and nothing else: not one token, not a page, not
+a prefix hit.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -23,12 +26,20 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprob
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(tmp_path_factory.mktemp("v3"), "v3", vocab_size=VOCAB, num_nextn_predict_layers=1)
+    return write_config(
+        tmp_path_factory.mktemp("v3"), "v3", vocab_size=VOCAB, num_nextn_predict_layers=1
+    )
 
 
 def engine(folder: Path, steps: int, **config: Any) -> LLM:
-    base: dict[str, Any] = {"weights": {"use": "random"}, "skip_tokenizer": True, "dtype": "float32", "device": "cpu",
-                            "context_length": 256, "memory": {"kv_tokens": 4096}}
+    base: dict[str, Any] = {
+        "weights": {"use": "random"},
+        "skip_tokenizer": True,
+        "dtype": "float32",
+        "device": "cpu",
+        "context_length": 256,
+        "memory": {"kv_tokens": 4096},
+    }
     if steps:
         base["speculative"] = {"use": "nextn", "steps": steps}
     return LLM(model=str(folder), plugins=["tests.plugins.accepting"], **{**base, **config})
@@ -44,16 +55,30 @@ def prompts() -> list[list[int]]:
 
 def features() -> list[SamplingParams]:
     """One request for each sampling feature, as many as there are prompts."""
+
     def make(**changes: Any) -> SamplingParams:
         return SamplingParams(**{"max_tokens": 20, "seed": 3, "ignore_eos": True, **changes})
 
     return [
-        make(temperature=0.0, logprobs=3), make(), make(temperature=1.4, top_k=3), make(top_p=0.6, logprobs=0),
-        make(min_p=0.1), make(temperature=0.0, repetition_penalty=1.3), make(presence_penalty=1.5, logprobs=2),
-        make(temperature=0.0, frequency_penalty=0.7), make(logit_bias={7: 3.0, 8: -100.0}),
-        make(allowed_token_ids=[2, 3, 5, 7], top_k=2), make(min_tokens=9, stop_token_ids=[3, 5], ignore_eos=False),
-        make(temperature=0.0, prompt_logprobs=2, frequency_penalty=0.3, presence_penalty=0.3, min_tokens=5,
-             ignore_eos=False),
+        make(temperature=0.0, logprobs=3),
+        make(),
+        make(temperature=1.4, top_k=3),
+        make(top_p=0.6, logprobs=0),
+        make(min_p=0.1),
+        make(temperature=0.0, repetition_penalty=1.3),
+        make(presence_penalty=1.5, logprobs=2),
+        make(temperature=0.0, frequency_penalty=0.7),
+        make(logit_bias={7: 3.0, 8: -100.0}),
+        make(allowed_token_ids=[2, 3, 5, 7], top_k=2),
+        make(min_tokens=9, stop_token_ids=[3, 5], ignore_eos=False),
+        make(
+            temperature=0.0,
+            prompt_logprobs=2,
+            frequency_penalty=0.3,
+            presence_penalty=0.3,
+            min_tokens=5,
+            ignore_eos=False,
+        ),
     ]
 
 
@@ -64,7 +89,11 @@ def all_pages_are_back(llm: LLM) -> None:
 
 def same(got: list[Completion], want: list[Completion]) -> None:
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert (a.token_ids, a.finish_reason, a.stop_reason) == (b.token_ids, b.finish_reason, b.stop_reason), i
+        assert (a.token_ids, a.finish_reason, a.stop_reason) == (
+            b.token_ids,
+            b.finish_reason,
+            b.stop_reason,
+        ), i
         for ours, theirs in ((a.logprobs, b.logprobs), (a.prompt_logprobs, b.prompt_logprobs)):
             assert (ours is None) == (theirs is None)
             if ours is not None and theirs is not None:
@@ -94,11 +123,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("variant", "steps"), [
-    *(("batched", steps) for steps in (1, 2, 3)), *((name, 1 + 2 * (i % 2)) for i, name in enumerate(VARIANTS) if i),
-    ("no_overlap", 1), ("chunked", 3), ("page_1", 3)])
-def test_same_tokens_at_every_width(folder: Path, greedy: list[Completion], featured: list[Completion], variant: str,
-                                    steps: int) -> None:
+@pytest.mark.parametrize(
+    ("variant", "steps"),
+    [
+        *(("batched", steps) for steps in (1, 2, 3)),
+        *((name, 1 + 2 * (i % 2)) for i, name in enumerate(VARIANTS) if i),
+        ("no_overlap", 1),
+        ("chunked", 3),
+        ("page_1", 3),
+    ],
+)
+def test_same_tokens_at_every_width(
+    folder: Path, greedy: list[Completion], featured: list[Completion], variant: str, steps: int
+) -> None:
     with engine(folder, steps, **VARIANTS[variant]) as llm:
         same(llm.generate(prompts(), GREEDY), greedy)
         same(llm.generate(prompts(), features()), featured)  # now with a warm cache
@@ -108,10 +145,19 @@ def test_same_tokens_at_every_width(folder: Path, greedy: list[Completion], feat
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
-@pytest.mark.parametrize("scheduler", [{}, {"chunk_size": 9, "overlap": False}], ids=["whole", "chunked"])
-def test_preempted_requests_go_on_where_they_were(folder: Path, plain: LLM, scheduler: dict[str, Any]) -> None:
-    every = [params.replace(max_tokens=80, min_tokens=70 if params.min_tokens else 0) for params in features()]
-    with engine(folder, 3, context_length=200, memory={"kv_tokens": 208}, scheduler=scheduler) as llm:
+@pytest.mark.parametrize(
+    "scheduler", [{}, {"chunk_size": 9, "overlap": False}], ids=["whole", "chunked"]
+)
+def test_preempted_requests_go_on_where_they_were(
+    folder: Path, plain: LLM, scheduler: dict[str, Any]
+) -> None:
+    every = [
+        params.replace(max_tokens=80, min_tokens=70 if params.min_tokens else 0)
+        for params in features()
+    ]
+    with engine(
+        folder, 3, context_length=200, memory={"kv_tokens": 208}, scheduler=scheduler
+    ) as llm:
         same(llm.generate(prompts(), every), plain.generate(prompts(), every))
         stats = llm.stats
         all_pages_are_back(llm)
@@ -120,14 +166,24 @@ def test_preempted_requests_go_on_where_they_were(folder: Path, plain: LLM, sche
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_request_gains_the_same_in_any_company(folder: Path, steps: int) -> None:
-    """Tokens gained in each step of each request: alone, batched, with and without a cached prefix, in chunks."""
+    """Tokens gained in each step of each request: alone, batched, with and without a cached prefix,
+    in chunks.
+    """
     accepting.take()
     with engine(folder, steps, cache={"use": "none"}, scheduler={"overlap": False}) as llm:
         for ids in prompts():
             llm.generate([ids], GREEDY)
         alone = accepting.take()
     assert any(count > 1 for row in alone for count in row)
-    for variant in ("batched", "no_overlap", "chunked", "chunked_one", "page_1", "page_64", "two_rows"):
+    for variant in (
+        "batched",
+        "no_overlap",
+        "chunked",
+        "chunked_one",
+        "page_1",
+        "page_64",
+        "two_rows",
+    ):
         with engine(folder, steps, **VARIANTS[variant]) as llm:
             llm.generate(prompts(), GREEDY)
             assert accepting.take() == alone, variant
@@ -154,13 +210,22 @@ def test_every_limit_is_exact(folder: Path, plain: LLM, steps: int) -> None:
     """max_tokens from 1 on, the context's end, and ends by eos: never a token more or less."""
     short = prompts()[2:6]
     cases = [GREEDY.replace(max_tokens=count) for count in range(1, 10)]
-    cases += [GREEDY.replace(max_tokens=None, temperature=1.0, seed=seed, ignore_eos=False) for seed in range(6)]
-    cases += [GREEDY.replace(max_tokens=150, stop_token_ids=[2, 3], min_tokens=count) for count in (0, 4, 7)]
+    cases += [
+        GREEDY.replace(max_tokens=None, temperature=1.0, seed=seed, ignore_eos=False)
+        for seed in range(6)
+    ]
+    cases += [
+        GREEDY.replace(max_tokens=150, stop_token_ids=[2, 3], min_tokens=count)
+        for count in (0, 4, 7)
+    ]
     with engine(folder, steps) as llm:
         for params in cases:
             same(llm.generate(short, params), plain.generate(short, params))
         all_pages_are_back(llm)
-    with engine(folder, steps, context_length=72) as llm, engine(folder, 0, context_length=72) as reference:
+    with (
+        engine(folder, steps, context_length=72) as llm,
+        engine(folder, 0, context_length=72) as reference,
+    ):
         ends = GREEDY.replace(max_tokens=None)
         same(llm.generate(prompts()[:11], ends), reference.generate(prompts()[:11], ends))
         all_pages_are_back(llm)
@@ -171,7 +236,9 @@ def test_several_choices_and_processes(folder: Path, plain: LLM) -> None:
     want = plain.generate(prompts()[:4], params)
     with engine(folder, 2, executor={"use": "multiprocess"}) as llm:
         got = llm.generate(prompts()[:4], params)
-    assert [[c.token_ids for c in one.choices] for one in got] == [[c.token_ids for c in one.choices] for one in want]
+    assert [[c.token_ids for c in one.choices] for one in got] == [
+        [c.token_ids for c in one.choices] for one in want
+    ]
 
 
 def test_aborted_requests_leave_nothing_behind(folder: Path, greedy: list[Completion]) -> None:
@@ -186,7 +253,9 @@ def test_aborted_requests_leave_nothing_behind(folder: Path, greedy: list[Comple
 
 
 def test_verified_tokens_follow_the_targets_distribution(folder: Path, plain: LLM) -> None:
-    """The second token of 2000 seeded draws, which is a verified draft or its correction, against its marginal."""
+    """The second token of 2000 seeded draws, which is a verified draft or its correction, against
+    its marginal.
+    """
     prompt = prompts()[2]
     every = SamplingParams(max_tokens=1, temperature=1.0, logprobs=VOCAB, ignore_eos=True)
 
@@ -197,8 +266,13 @@ def test_verified_tokens_follow_the_targets_distribution(folder: Path, plain: LL
         found[scores.top_ids[0]] = np.exp(scores.top[0])
         return found
 
-    expected = sum(share * distribution([*prompt, token]) for token, share in enumerate(distribution(prompt)))
-    draws = [SamplingParams(max_tokens=3, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(2000)]
+    expected = sum(
+        share * distribution([*prompt, token]) for token, share in enumerate(distribution(prompt))
+    )
+    draws = [
+        SamplingParams(max_tokens=3, temperature=1.0, seed=seed, ignore_eos=True)
+        for seed in range(2000)
+    ]
     with engine(folder, 2) as llm:
         tokens = [one.token_ids[1] for one in llm.generate([prompt] * len(draws), draws)]
         assert llm.stats.accepted_tokens > 50
@@ -211,16 +285,21 @@ ANSWER = SamplingParams(temperature=0.0, max_tokens=48)
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_embedded_model_accepts_most_drafts(steps: int) -> None:
-    """Held-out chat: the answers of width one, and at one step every second draft or better is accepted."""
+    """Held-out chat: the answers of width one, and at one step every second draft or better is
+    accepted.
+    """
     with LLM("embedded", dtype="float32", device="cpu") as llm:
         want = llm.chat(CHAT, ANSWER)
         cut = llm.chat(CHAT[:6], ANSWER.replace(stop=["e", "1"]))
-    with LLM("embedded", dtype="float32", device="cpu", speculative={"use": "nextn", "steps": steps}) as llm:
+    with LLM(
+        "embedded", dtype="float32", device="cpu", speculative={"use": "nextn", "steps": steps}
+    ) as llm:
         got = llm.chat(CHAT, ANSWER)
         stats = llm.stats
         assert [c.token_ids for c in got] == [c.token_ids for c in want]
-        assert [(c.text, c.stop_reason) for c in llm.chat(CHAT[:6], ANSWER.replace(stop=["e", "1"]))] == \
-            [(c.text, c.stop_reason) for c in cut]
+        assert [
+            (c.text, c.stop_reason) for c in llm.chat(CHAT[:6], ANSWER.replace(stop=["e", "1"]))
+        ] == [(c.text, c.stop_reason) for c in cut]
         all_pages_are_back(llm)
     length = 1 + stats.accepted_tokens / (stats.drafted_tokens / steps)
     print(f"{steps} steps: accept length {length:.2f}")

@@ -1,4 +1,7 @@
-"""Steps with prompts in them, replayed in pieces around attention, give the tokens that eager ones give."""
+"""Steps with prompts in them, replayed in pieces around attention, give the tokens that eager ones
+give.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -14,14 +17,39 @@ from tests.plugins import replaying_runtime
 from tests.support.tiny import VOCAB, write_config
 
 COUNTS = [4, 8, 16, 32]
-LENGTHS = (1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 31, 32, 33, 47)  #: both sides of every count, odd ones, beyond the last
+LENGTHS = (
+    1,
+    3,
+    4,
+    5,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    23,
+    31,
+    32,
+    33,
+    47,
+)  #: both sides of every count, odd ones, beyond the last
 BASE: dict[str, Any] = {
-    "weights": {"use": "random"}, "skip_tokenizer": True, "dtype": "float32", "device": "cpu", "context_length": 128,
-    "memory": {"kv_tokens": 2048}, "scheduler": {"max_running_requests": 7}}
+    "weights": {"use": "random"},
+    "skip_tokenizer": True,
+    "dtype": "float32",
+    "device": "cpu",
+    "context_length": 128,
+    "memory": {"kv_tokens": 2048},
+    "scheduler": {"max_running_requests": 7},
+}
 NEXTN = {"speculative": {"use": "nextn", "steps": 2}}
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {}, "no_cache": {"cache": {"use": "none"}}, "chunks": {"scheduler": {
-        "max_running_requests": 7, "chunk_size": 11}}, "page_1": {"attention": {"page_size": 1}}, "nextn": NEXTN,
+    "plain": {},
+    "no_cache": {"cache": {"use": "none"}},
+    "chunks": {"scheduler": {"max_running_requests": 7, "chunk_size": 11}},
+    "page_1": {"attention": {"page_size": 1}},
+    "nextn": NEXTN,
     "in_turn": {"scheduler": {"max_running_requests": 7, "overlap": False}},
 }
 
@@ -34,8 +62,18 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def engine(folder: Path, graphs: dict[str, Any] | None = None, **config: Any) -> LLM:
-    graphs = {"use": "replaying", "batch_sizes": [1, 2, 4], "prefill": True, "prefill_tokens": COUNTS, **(graphs or {})}
-    return LLM(model=str(folder), plugins=["tests.plugins.replaying"], **{**BASE, **config, "graphs": graphs})
+    graphs = {
+        "use": "replaying",
+        "batch_sizes": [1, 2, 4],
+        "prefill": True,
+        "prefill_tokens": COUNTS,
+        **(graphs or {}),
+    }
+    return LLM(
+        model=str(folder),
+        plugins=["tests.plugins.replaying"],
+        **{**BASE, **config, "graphs": graphs},
+    )
 
 
 def eager(folder: Path, **config: Any) -> LLM:
@@ -48,14 +86,22 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def results(llm: LLM) -> list[Any]:
-    """One prompt after another; then all at once, so that prompts come beside decoding rows; then all of it again,
-    behind cached prefixes."""
-    greedy = [SamplingParams(temperature=0.0, max_tokens=3 + i % 4, ignore_eos=True) for i in range(len(LENGTHS))]
+    """One prompt after another; then all at once, so that prompts come beside decoding rows; then
+    all of it again, behind cached prefixes."""
+    greedy = [
+        SamplingParams(temperature=0.0, max_tokens=3 + i % 4, ignore_eos=True)
+        for i in range(len(LENGTHS))
+    ]
     found = []
     for seed in (0, 0, 1):
         lines = prompts(seed)
-        alone = [llm.generate([line], params)[0] for line, params in zip(lines, greedy, strict=True)]
-        longer = [line + other[: 1 + len(other) // 2] for line, other in zip(lines, prompts(seed + 5), strict=True)]
+        alone = [
+            llm.generate([line], params)[0] for line, params in zip(lines, greedy, strict=True)
+        ]
+        longer = [
+            line + other[: 1 + len(other) // 2]
+            for line, other in zip(lines, prompts(seed + 5), strict=True)
+        ]
         for done in (alone, llm.generate(longer, greedy)):
             found += [(one.token_ids, one.finish_reason) for one in done]
     pages = llm.control("check")
@@ -72,28 +118,36 @@ def test_replayed_prompts_give_the_eager_tokens(folder: Path, case: str) -> None
     with engine(folder, **CASES[case]) as llm:
         assert results(llm) == want
         passed = replaying_runtime.NEWEST[0].passed
-    assert {count for _, count in passed} == set(COUNTS[:3] if case == "chunks" else COUNTS)  # 11 + 7 tokens at most
+    assert {count for _, count in passed} == set(
+        COUNTS[:3] if case == "chunks" else COUNTS
+    )  # 11 + 7 tokens at most
     assert all(count == min(c for c in COUNTS if c >= tokens) for tokens, count in passed)
     assert {tokens for tokens, _ in passed} >= {tokens for tokens in LENGTHS if tokens <= 11}
 
 
 def test_prompt_logprobs_are_the_eager_ones(folder: Path) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=2, logprobs=2, prompt_logprobs=2, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=2, logprobs=2, prompt_logprobs=2, ignore_eos=True
+    )
     found = []
     for make in (eager, engine):
         with make(folder) as llm:
-            found.append([(one.logprobs, one.prompt_logprobs) for one in llm.generate(prompts(3), params)])
+            found.append(
+                [(one.logprobs, one.prompt_logprobs) for one in llm.generate(prompts(3), params)]
+            )
     assert repr(found[0]) == repr(found[1])
 
 
 def test_rows_behind_the_step_stay_zero(folder: Path) -> None:
-    """Whatever a longer step left, and even if its sequence went wrong, is gone from the rows that fill a shorter one
-    up."""
+    """Whatever a longer step left, and even if its sequence went wrong, is gone from the rows that
+    fill a shorter one up."""
     with engine(folder) as llm:
         runner = replaying_runtime.NEWEST[0]
         memory = next(iter(runner._passes._passes.values()))._memory
         llm.generate([prompts(0)[12]], SamplingParams(max_tokens=1))
-        assert memory._live == 32 and all(result[:32].any(1).all() for result in memory._results.values())
+        assert memory._live == 32 and all(
+            result[:32].any(1).all() for result in memory._results.values()
+        )
         with torch.inference_mode():
             for result in memory._results.values():
                 result[:32] = float("nan")
@@ -108,16 +162,25 @@ def test_a_pass_is_one_piece_a_layer_and_one(folder: Path) -> None:
     with engine(folder) as llm:
         runner = replaying_runtime.NEWEST[0]
         assert runner._passes.counts == COUNTS
-        assert {(made.cuts, len(made._pieces)) for made in runner._passes._passes.values()} == {(2, 3)}
+        assert {(made.cuts, len(made._pieces)) for made in runner._passes._passes.values()} == {
+            (2, 3)
+        }
         begun = runner.threads.replays
         llm.generate([prompts(0)[5]], SamplingParams(max_tokens=1))
         assert runner.threads.replays - begun == 3
         assert [tokens for tokens, _ in runner.passed][-1] == 8
 
 
-@pytest.mark.parametrize("more", [{"on_failure": "eager"}, {"prefill": None}], ids=["as told", "not asked for"])
-def test_a_pass_that_cannot_be_captured_says_so(folder: Path, more: dict[str, Any], caplog: Any) -> None:
-    with pytest.raises(CaptureError, match="a pass of 8 tokens could not be captured: RuntimeError behind its cut 0"):
+@pytest.mark.parametrize(
+    "more", [{"on_failure": "eager"}, {"prefill": None}], ids=["as told", "not asked for"]
+)
+def test_a_pass_that_cannot_be_captured_says_so(
+    folder: Path, more: dict[str, Any], caplog: Any
+) -> None:
+    with pytest.raises(
+        CaptureError,
+        match="a pass of 8 tokens could not be captured: RuntimeError behind its cut 0",
+    ):
         engine(folder, {"breaks": "pass 8"})
     with engine(folder, {"breaks": "pass 8", **more}) as llm:
         runner = replaying_runtime.NEWEST[0]

@@ -1,4 +1,5 @@
 """Damaged model folders are refused in a sentence that names the file, before anything is loaded."""
+
 from __future__ import annotations
 
 import json
@@ -21,25 +22,34 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("name", "text", "words"), [
-    ("tokenizer.json", "{}", "tokenizer.json: Model missing"),
-    ("tokenizer.json", "\x00", "tokenizer.json: "),
-    ("generation_config.json", "{,", "generation_config.json: "),
-    ("generation_config.json", "[1]", "generation_config.json: not a JSON object"),
-    ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x'"),
-    ("generation_config.json", '{"eos_token_id": [1, true]}', "eos_token_id is"),
-    ("generation_config.json", '{"eos_token_id": -1}', "eos_token_id is -1"),
-    ("special_tokens_map.json", "[]", "special_tokens_map.json"),
-])
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("tokenizer.json", "{}", "tokenizer.json: Model missing"),
+        ("tokenizer.json", "\x00", "tokenizer.json: "),
+        ("generation_config.json", "{,", "generation_config.json: "),
+        ("generation_config.json", "[1]", "generation_config.json: not a JSON object"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x'"),
+        ("generation_config.json", '{"eos_token_id": [1, true]}', "eos_token_id is"),
+        ("generation_config.json", '{"eos_token_id": -1}', "eos_token_id is -1"),
+        ("special_tokens_map.json", "[]", "special_tokens_map.json"),
+    ],
+)
 def test_tokenizer_files(folder: Path, name: str, text: str, words: str) -> None:
     (folder / name).write_text(text)
     with pytest.raises(PlanRefused) as caught:
         LLM(model=str(folder), weights={"use": "random"})
-    assert words in str(caught.value) and "fix:" in str(caught.value) and "Traceback" not in str(caught.value)
+    assert (
+        words in str(caught.value)
+        and "fix:" in str(caught.value)
+        and "Traceback" not in str(caught.value)
+    )
 
 
 @pytest.mark.parametrize("scaling", ["yarn", [1], 5])
-def test_rope_scaling_that_is_no_object(folder: Path, scaling: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rope_scaling_that_is_no_object(
+    folder: Path, scaling: object, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
     assert main(["check", "--model", str(folder), "--set", "weights.use=random"]) == 2

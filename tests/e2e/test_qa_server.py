@@ -1,4 +1,5 @@
 """What a user of the server met: requests that never fit, routes that do not exist."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ CHAT = {"messages": [{"role": "user", "content": "say:hi"}]}
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     """Room for two running sequences and three waiting ones."""
+
     def small(**config: Any) -> Any:
         plan = make_plan(**config)
         return replace(plan, sizes=replace(plan.sizes, max_running=2, max_queued=3))
@@ -27,14 +29,24 @@ def server() -> Iterator[Served]:
             yield one
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    ("/v1/chat/completions", {**CHAT, "n": 6}), ("/v1/completions", {"prompt": ["say:a"] * 3, "n": 2}),
-    ("/generate", {"text": ["say:a"] * 6})])
-def test_more_choices_than_the_queue_holds_are_refused_for_good(server: Served, path: str, body: Any) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {**CHAT, "n": 6}),
+        ("/v1/completions", {"prompt": ["say:a"] * 3, "n": 2}),
+        ("/generate", {"text": ["say:a"] * 6}),
+    ],
+)
+def test_more_choices_than_the_queue_holds_are_refused_for_good(
+    server: Served, path: str, body: Any
+) -> None:
     """429 would have the client try again for ever."""
     answer = HTTP.post(server.url + path, json=body)
     assert answer.status_code == 400 and "at most 5" in answer.json()["error"]["message"]
-    assert len(HTTP.post(server.url + "/v1/chat/completions", json={**CHAT, "n": 5}).json()["choices"]) == 5
+    assert (
+        len(HTTP.post(server.url + "/v1/chat/completions", json={**CHAT, "n": 5}).json()["choices"])
+        == 5
+    )
     server.wait_idle()
 
 

@@ -1,8 +1,10 @@
-"""Any rank that is killed, stopped, hung or fails, in any phase: the engine ends, names it and leaves nothing behind.
+"""Any rank that is killed, stopped, hung or fails, in any phase: the engine ends, names it and
+leaves nothing behind.
 
-How long that takes is measured by the long test alone. That a dead rank is found before the watchdog could find it
-silent is what the message says.
+How long that takes is measured by the long test alone. That a dead rank is found before the
+watchdog could find it silent is what the message says.
 """
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -25,4 +27,6 @@ def test_a_faulty_rank_ends_the_engine(case: Case, tmp_path: Path) -> None:
 def test_every_fault_ten_times() -> None:
     *_, rows = rounds([*CASES, *HANGS], 10)
     assert total(rows)["runs"] == 10 * len(rows)
-    assert [(row["fault"], row["moment"], row["rank"], row["wrong"]) for row in rows if row["wrong"]] == []
+    assert [
+        (row["fault"], row["moment"], row["rank"], row["wrong"]) for row in rows if row["wrong"]
+    ] == []

@@ -1,4 +1,7 @@
-"""What several ranks will rely on, shown with the parts of one: lockstep, idle steps, strategies as a stack, drafts."""
+"""What several ranks will rely on, shown with the parts of one: lockstep, idle steps, strategies as
+a stack, drafts.
+"""
+
 from __future__ import annotations
 
 import importlib
@@ -45,8 +48,17 @@ def plugins() -> PluginSet:
 
 
 def planned(folder: Path, plugins: PluginSet, name: str = "v3", **config: Any) -> EnginePlan:
-    return make_plan({"model": str(write_config(folder, name)), "weights": {"use": "random"}, "context_length": 96,
-                      "memory": {"kv_tokens": 512}, "skip_tokenizer": True, **config}, plugins=plugins)
+    return make_plan(
+        {
+            "model": str(write_config(folder, name)),
+            "weights": {"use": "random"},
+            "context_length": 96,
+            "memory": {"kv_tokens": 512},
+            "skip_tokenizer": True,
+            **config,
+        },
+        plugins=plugins,
+    )
 
 
 def built(plan: EnginePlan, plugins: PluginSet) -> Engine:
@@ -61,21 +73,36 @@ def submit(id: int, prompt: list[int], max_tokens: int = 8, **more: Any) -> byte
 def told(outputs: list[Outbound] | None) -> list[Any]:
     """What the front would hear, statistics aside."""
     assert outputs is not None
-    return [(o.ids, o.tokens, [(f.id, f.reason) for f in o.finished]) for o in outputs if isinstance(o, StepOutput)]
+    return [
+        (o.ids, o.tokens, [(f.id, f.reason) for f in o.finished])
+        for o in outputs
+        if isinstance(o, StepOutput)
+    ]
 
 
 def ends(outputs: list[Outbound] | None) -> list[Finished]:
-    return [end for output in outputs or [] if isinstance(output, StepOutput) for end in output.finished]
+    return [
+        end for output in outputs or [] if isinstance(output, StepOutput) for end in output.finished
+    ]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_ranks_in_lockstep_do_the_same(tmp_path: Path, plugins: PluginSet, overlap: bool) -> None:
-    plan = planned(tmp_path, plugins, scheduler={"overlap": overlap, "max_running_requests": 2, "chunk_size": 8})
+    plan = planned(
+        tmp_path,
+        plugins,
+        scheduler={"overlap": overlap, "max_running_requests": 2, "chunk_size": 8},
+    )
     wire = Wire()
     leader, follower = built(plan, plugins), built(plan, plugins)
     follower.leads = False
     leader.collectives = follower.collectives = wire  # type: ignore[assignment]
-    frames = [[submit(1, [5] * 20), submit(2, [9, 8, 7])], [], [submit(3, [4, 4, 4], 5)], [submit(4, [6])]]
+    frames = [
+        [submit(1, [5] * 20), submit(2, [9, 8, 7])],
+        [],
+        [submit(3, [4, 4, 4], 5)],
+        [submit(4, [6])],
+    ]
     tokens = 0
     for turn in range(80):
         mine = told(leader.turn(frames[turn] if turn < len(frames) else []))
@@ -88,8 +115,12 @@ def test_ranks_in_lockstep_do_the_same(tmp_path: Path, plugins: PluginSet, overl
     assert leader.turn(stop=True) is None and follower.turn() is None
 
 
-def test_deadlines_pass_by_rank_0s_clock(tmp_path: Path, plugins: PluginSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The follower's own clock is far ahead; it must not end what rank 0 keeps, nor keep what rank 0 ends."""
+def test_deadlines_pass_by_rank_0s_clock(
+    tmp_path: Path, plugins: PluginSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The follower's own clock is far ahead; it must not end what rank 0 keeps, nor keep what rank
+    0 ends.
+    """
     plan, wire, now = planned(tmp_path, plugins), Wire(), [100.0]
     leader, follower = built(plan, plugins), built(plan, plugins)
     follower.leads = False
@@ -122,18 +153,25 @@ class Busy:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("name", ["v3", "v2", "llama", "v3_fp8"])
-def test_an_idle_rank_steps_with_the_others(tmp_path: Path, plugins: PluginSet, name: str, overlap: bool,
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offers say that every built-in runs the mode "idle": a step without rows goes through all of them."""
+def test_an_idle_rank_steps_with_the_others(
+    tmp_path: Path, plugins: PluginSet, name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offers say that every built-in runs the mode "idle": a step without rows goes through all of
+    them.
+    """
     plan = planned(tmp_path, plugins, name, scheduler={"overlap": overlap})
-    assert all(Mode.IDLE in found.component.offers.runs
-               for slot in ("attention", "quantization", "sampling", "speculative", "ops")
-               for found in plugins.components(slot))
+    assert all(
+        Mode.IDLE in found.component.offers.runs
+        for slot in ("attention", "quantization", "sampling", "speculative", "ops")
+        for found in plugins.components(slot)
+    )
     alone, joined = built(plan, plugins), built(plan, plugins)
     joined.parallel = ParallelStack([Busy()])  # type: ignore[list-item]
     modes: list[Mode] = []
     launch: Callable[[Batch], Any] = joined.runner.launch
-    monkeypatch.setattr(joined.runner, "launch", lambda batch: (modes.append(batch.mode), launch(batch))[1])
+    monkeypatch.setattr(
+        joined.runner, "launch", lambda batch: (modes.append(batch.mode), launch(batch))[1]
+    )
     for _ in range(3):
         joined.turn()
     assert modes == [Mode.IDLE] * 3
@@ -147,7 +185,7 @@ def test_an_idle_rank_steps_with_the_others(tmp_path: Path, plugins: PluginSet, 
     assert {Mode.IDLE, Mode.PREFILL, Mode.DECODE} <= set(modes)
 
 
-DRAFTER = '''
+DRAFTER = """
 from typing import Literal
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.hookspecs import hookimpl
@@ -161,8 +199,8 @@ class Options(SpeculativeOptions):
 def register_speculative_algorithms():
     return [Component("scores", Options, "drafter_runtime:Scores",
                       offers=SpeculativeOffers(nextn_layer=True), summary="runs the NextN layer")]
-'''
-RUNTIME = '''
+"""
+RUNTIME = """
 import torch
 from glowplug.plugins.speculative.none_runtime import NoSpeculation
 
@@ -179,24 +217,40 @@ class Scores(NoSpeculation):
         drafted = self.draft_of.forward(batch.input_ids, batch.positions, batch)
         SEEN.append((batch.num_tokens, self.draft_of.logits(drafted), self.draft_of.layer.attention.index))
         return accepted
-'''
+"""
 
 
-def test_a_speculative_plugin_gets_its_next_token_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Built, loaded, given a KV layer behind the target's, and run on every step: through the protocols alone."""
+def test_a_speculative_plugin_gets_its_next_token_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Built, loaded, given a KV layer behind the target's, and run on every step: through the
+    protocols alone.
+    """
     (tmp_path / "drafter.py").write_text(DRAFTER)
     (tmp_path / "drafter_runtime.py").write_text(RUNTIME)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     folder = write_config(tmp_path / "model", "v3", num_nextn_predict_layers=1)
-    with LLM(model=str(folder), plugins=["drafter"], speculative={"use": "scores"}, weights={"use": "random"},
-             skip_tokenizer=True, context_length=64, memory={"kv_tokens": 256}) as llm:
+    with LLM(
+        model=str(folder),
+        plugins=["drafter"],
+        speculative={"use": "scores"},
+        weights={"use": "random"},
+        skip_tokenizer=True,
+        context_length=64,
+        memory={"kv_tokens": 256},
+    ) as llm:
         plan = llm.plan
         assert plan.sizes.draft_layers == plan.facts.model.nextn_layers == 1
         greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
         tokens = llm.generate([[5, 6, 7, 8]], greedy)[0].token_ids
-    with LLM(model=str(folder), weights={"use": "random"}, skip_tokenizer=True, context_length=64,
-             memory={"kv_tokens": 256}) as llm:
+    with LLM(
+        model=str(folder),
+        weights={"use": "random"},
+        skip_tokenizer=True,
+        context_length=64,
+        memory={"kv_tokens": 256},
+    ) as llm:
         assert llm.plan.sizes.draft_layers == 0 and llm.plan.sizes.kv_bytes < plan.sizes.kv_bytes
         assert llm.generate([[5, 6, 7, 8]], greedy)[0].token_ids == tokens
     seen = importlib.import_module("drafter_runtime").SEEN

@@ -1,4 +1,7 @@
-"""The request log: a line for each request with its counts and times, refusals with the reason, never a prompt."""
+"""The request log: a line for each request with its counts and times, refusals with the reason,
+never a prompt.
+"""
+
 from __future__ import annotations
 
 import json
@@ -47,7 +50,10 @@ class Lines(logging.Handler):
         self.human.append(OneLine().format(record))
 
     def requests(self, count: int) -> list[dict[str, Any]]:
-        """The first ``count`` requests that are no polls of the test's own; waits for the lines, which come late."""
+        """The first ``count`` requests that are no polls of the test's own; waits for the lines,
+        which come late.
+        """
+
         def found() -> list[dict[str, Any]]:
             return [one for one in self.fields if one["route"] not in ("/ready", "/metrics")]
 
@@ -85,18 +91,32 @@ def raw(server: Served, request: bytes) -> None:
                 pass
 
 
-# ---- answers --------------------------------------------------------------------------------------------------------
+# ---- answers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_has_its_counts_and_times(server: Served, lines: Lines, stream: bool) -> None:
-    answer = httpx.post(server.url + COMPLETIONS, headers={"x-request-id": "abc-1"}, json={
-        "prompt": "say:hello", "max_tokens": 3, "n": 2, "stream": stream, "cache_salt": "warm"})
+    answer = httpx.post(
+        server.url + COMPLETIONS,
+        headers={"x-request-id": "abc-1"},
+        json={
+            "prompt": "say:hello",
+            "max_tokens": 3,
+            "n": 2,
+            "stream": stream,
+            "cache_salt": "warm",
+        },
+    )
     (one,) = lines.requests(1)
-    assert one["id"] == answer.headers["x-request-id"] == "abc-1" and one["logger"] == "glowplug.request"
+    assert (
+        one["id"] == answer.headers["x-request-id"] == "abc-1"
+        and one["logger"] == "glowplug.request"
+    )
     assert (one["method"], one["route"], one["status"]) == ("POST", COMPLETIONS, 200)
     length = len("say:hello")
-    assert (one["prompt_tokens"], one["output_tokens"]) == (length, 6), "a shared prompt counts once"
+    assert (one["prompt_tokens"], one["output_tokens"]) == (length, 6), (
+        "a shared prompt counts once"
+    )
     assert (one["stream"], one["finish_reason"]) == (stream, "length")
     assert 0 < one["first_token_seconds"] <= one["seconds"]
     assert one["client"].startswith("127.0.0.1:") and "error" not in one and "rid" not in one
@@ -106,17 +126,29 @@ def test_an_answer_has_its_counts_and_times(server: Served, lines: Lines, stream
     assert line.endswith(" stream") == stream
 
 
-def test_tokens_found_in_the_prefix_cache_and_an_id_of_the_body_s_own(server: Served, lines: Lines) -> None:
+def test_tokens_found_in_the_prefix_cache_and_an_id_of_the_body_s_own(
+    server: Served, lines: Lines
+) -> None:
     ids = [65] * 40
-    httpx.post(server.url + COMPLETIONS, json={"prompt": [ids, ids[:20]], "max_tokens": 1, "n": 2, "cache_salt": "warm",
-                                               "request_id": "mine"})
+    httpx.post(
+        server.url + COMPLETIONS,
+        json={
+            "prompt": [ids, ids[:20]],
+            "max_tokens": 1,
+            "n": 2,
+            "cache_salt": "warm",
+            "request_id": "mine",
+        },
+    )
     (one,) = lines.requests(1)
     assert (one["prompt_tokens"], one["cached_tokens"], one["output_tokens"]) == (60, 32 + 16, 4)
     assert one["rid"] == "mine" and " rid=mine " in lines.human[-1]
 
 
 def test_each_finish_reason_is_named_once(server: Served, lines: Lines) -> None:
-    httpx.post(server.url + COMPLETIONS, json={"prompt": ["say:a", "say:abcdefgh"], "max_tokens": 4})
+    httpx.post(
+        server.url + COMPLETIONS, json={"prompt": ["say:a", "say:abcdefgh"], "max_tokens": 4}
+    )
     assert set(lines.requests(1)[0]["finish_reason"].split(",")) == {"stop", "length"}
 
 
@@ -127,25 +159,61 @@ def test_requests_that_generate_nothing_have_no_counts(server: Served, lines: Li
     assert " in=" not in lines.human[-1] and " total=" in lines.human[-1]
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "path", "more", "status", "code", "words"), [
-    ("POST", CHAT, {"json": chat(temperature="hot")}, 400, None, "temperature"),
-    ("POST", CHAT, {"content": b'{"messages": ', "headers": {"content-type": "application/json"}}, 400,
-     "invalid_json", "not valid JSON"),
-    ("POST", CHAT, {"json": chat(SECRET * 100)}, 400, "context_length_exceeded", "512 tokens"),
-    ("POST", CHAT, {"json": chat(model="other")}, 404, "model_not_found", "'other'"),
-    ("GET", "/v1/embeddings", {}, 404, None, "Not Found"),
-    ("GET", CHAT, {}, 405, None, "Method Not Allowed"),
-    ("POST", CHAT, {"json": chat(SECRET * 1000)}, 413, "body_too_large", "larger than 4096 bytes"),
-    ("POST", CHAT, {"content": b"messages=x"}, 415, "unsupported_media_type", "application/json"),
-    ("POST", CHAT, {"json": chat("fail:nan")}, 500, "nan_logits", "NaN in the logits"),
-    ("POST", CHAT, {"json": chat("hang:"), "headers": {"x-request-timeout": "0.05"}}, 504, "request_timeout",
-     "out of time"),
-])
-def test_a_refusal_has_its_reason(lines: Lines, method: str, path: str, more: dict[str, Any], status: int,
-                                  code: str | None, words: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "more", "status", "code", "words"),
+    [
+        ("POST", CHAT, {"json": chat(temperature="hot")}, 400, None, "temperature"),
+        (
+            "POST",
+            CHAT,
+            {"content": b'{"messages": ', "headers": {"content-type": "application/json"}},
+            400,
+            "invalid_json",
+            "not valid JSON",
+        ),
+        ("POST", CHAT, {"json": chat(SECRET * 100)}, 400, "context_length_exceeded", "512 tokens"),
+        ("POST", CHAT, {"json": chat(model="other")}, 404, "model_not_found", "'other'"),
+        ("GET", "/v1/embeddings", {}, 404, None, "Not Found"),
+        ("GET", CHAT, {}, 405, None, "Method Not Allowed"),
+        (
+            "POST",
+            CHAT,
+            {"json": chat(SECRET * 1000)},
+            413,
+            "body_too_large",
+            "larger than 4096 bytes",
+        ),
+        (
+            "POST",
+            CHAT,
+            {"content": b"messages=x"},
+            415,
+            "unsupported_media_type",
+            "application/json",
+        ),
+        ("POST", CHAT, {"json": chat("fail:nan")}, 500, "nan_logits", "NaN in the logits"),
+        (
+            "POST",
+            CHAT,
+            {"json": chat("hang:"), "headers": {"x-request-timeout": "0.05"}},
+            504,
+            "request_timeout",
+            "out of time",
+        ),
+    ],
+)
+def test_a_refusal_has_its_reason(
+    lines: Lines,
+    method: str,
+    path: str,
+    more: dict[str, Any],
+    status: int,
+    code: str | None,
+    words: str,
+) -> None:
     with served(context=512, server={"max_body_bytes": 4096}) as server:
         answer = httpx.request(method, server.url + path, **more)
         (one,) = lines.requests(1)
@@ -156,15 +224,22 @@ def test_a_refusal_has_its_reason(lines: Lines, method: str, path: str, more: di
 
 
 def test_missing_and_wrong_keys_are_logged_without_them(lines: Lines) -> None:
-    with served(server={"api_key": KEY, "admin_api_key": ADMIN, "open_routes": ["/ready"]}) as server:
+    with served(
+        server={"api_key": KEY, "admin_api_key": ADMIN, "open_routes": ["/ready"]}
+    ) as server:
         httpx.get(server.url + "/v1/models")
         httpx.get(server.url + "/v1/models", headers={"authorization": "Bearer wrong-key"})
         httpx.post(server.url + "/flush_cache", headers={"authorization": f"Bearer {KEY}"})
         httpx.get(server.url + "/metrics")
         found = lines.requests(3)
         assert [(one["status"], one["code"]) for one in found] == [
-            (401, "invalid_api_key"), (401, "invalid_api_key"), (403, "admin_key_required")]
-        metrics = [level for one, level in zip(lines.fields, lines.levels) if one["route"] == "/metrics"]
+            (401, "invalid_api_key"),
+            (401, "invalid_api_key"),
+            (403, "admin_key_required"),
+        ]
+        metrics = [
+            level for one, level in zip(lines.fields, lines.levels) if one["route"] == "/metrics"
+        ]
         assert metrics == ["INFO"], "a poll that is refused is shown"
     assert not any(secret in "".join(lines.human) for secret in (KEY, ADMIN, "wrong-key"))
 
@@ -189,33 +264,51 @@ def test_what_is_no_request_yet_is_logged_with_the_peer(server: Served, lines: L
     raw(server, b"\x16\x03\x01 not HTTP\r\n\r\n")
     raw(server, b"GET / HTTP/1.1\r\nHost: x\r\n" + b"A: " + b"b" * (1 << 17))
     found = lines.requests(2)
-    assert [(one["status"], one["code"]) for one in found] == [(400, "invalid_http"), (431, "headers_too_large")]
+    assert [(one["status"], one["code"]) for one in found] == [
+        (400, "invalid_http"),
+        (431, "headers_too_large"),
+    ]
     assert all(one["client"].startswith("127.0.0.1:") for one in found)
 
 
-def test_our_own_bugs_are_logged_by_type(server: Served, lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_bugs_are_logged_by_type(
+    server: Served, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError(SECRET)
 
     monkeypatch.setattr("glowplug.entrypoints.server.native.tokenize._card", broken)
     assert httpx.get(server.url + "/v1/models").status_code == 500
     (one,) = lines.requests(1)
-    assert (one["status"], one["code"], one["error"]) == (500, "internal_error", "ZeroDivisionError")
+    assert (one["status"], one["code"], one["error"]) == (
+        500,
+        "internal_error",
+        "ZeroDivisionError",
+    )
 
 
 def test_a_stream_that_fails_half_way_is_a_warning(server: Served, lines: Lines) -> None:
     httpx.post(server.url + CHAT, json=chat("fail:nan", stream=True))
     (one,) = lines.requests(1)
-    assert (one["status"], one["code"], one["output_tokens"], one["finish_reason"]) == (200, "nan_logits", 2, "error")
+    assert (one["status"], one["code"], one["output_tokens"], one["finish_reason"]) == (
+        200,
+        "nan_logits",
+        2,
+        "error",
+    )
     assert lines.levels[-1] == "WARNING"
 
 
-# ---- clients that leave ---------------------------------------------------------------------------------------------
+# ---- clients that leave --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stream", "text", "status"), [(True, "say:" + "a" * 400, 200), (True, "hang:", 499),
-                                                        (False, "say:" + "a" * 400, 499)])
-def test_a_client_that_leaves_is_logged_as_such(lines: Lines, stream: bool, text: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("stream", "text", "status"),
+    [(True, "say:" + "a" * 400, 200), (True, "hang:", 499), (False, "say:" + "a" * 400, 499)],
+)
+def test_a_client_that_leaves_is_logged_as_such(
+    lines: Lines, stream: bool, text: str, status: int
+) -> None:
     with served(FakeExecutor(step_seconds=0.005)) as server:
         body = json.dumps(chat(text, stream=stream)).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
@@ -234,30 +327,48 @@ def test_a_client_that_leaves_is_logged_as_such(lines: Lines, stream: bool, text
     assert "ERROR" not in lines.levels and "WARNING" not in lines.levels
 
 
-# ---- privacy and forgery --------------------------------------------------------------------------------------------
+# ---- privacy and forgery -------------------------------------------------------------------------
 
 
 def test_no_prompt_appears_at_any_level(lines: Lines) -> None:
     with served(context=512) as server:
         bodies: list[tuple[str, Any]] = [
-            (CHAT, chat()), (CHAT, chat(stream=True)), (CHAT, chat(SECRET * 100)), (CHAT, chat(stop=7)),
-            (CHAT, {"messages": SECRET}), (CHAT, {"messages": [{"role": SECRET, "content": SECRET}]}),
+            (CHAT, chat()),
+            (CHAT, chat(stream=True)),
+            (CHAT, chat(SECRET * 100)),
+            (CHAT, chat(stop=7)),
+            (CHAT, {"messages": SECRET}),
+            (CHAT, {"messages": [{"role": SECRET, "content": SECRET}]}),
             (CHAT, chat([{"type": "text", "text": 5, "x": SECRET}])),
-            (COMPLETIONS, {"prompt": SECRET}), (COMPLETIONS, {"prompt": {"a": SECRET}}),
-            (COMPLETIONS, {"prompt": "fail:nan" + SECRET}), (COMPLETIONS, {"prompt": [SECRET, 5]}),
+            (COMPLETIONS, {"prompt": SECRET}),
+            (COMPLETIONS, {"prompt": {"a": SECRET}}),
+            (COMPLETIONS, {"prompt": "fail:nan" + SECRET}),
+            (COMPLETIONS, {"prompt": [SECRET, 5]}),
             ("/generate", {"text": SECRET, "sampling_params": {"max_new_tokens": -1}}),
-            ("/generate", {"text": "hang:" + SECRET, "rid": "r"}), ("/tokenize", {"prompt": SECRET, "messages": []})]
-        with httpx.Client(base_url=server.url, timeout=10.0, headers={"x-request-timeout": "0.2"}) as client:
+            ("/generate", {"text": "hang:" + SECRET, "rid": "r"}),
+            ("/tokenize", {"prompt": SECRET, "messages": []}),
+        ]
+        with httpx.Client(
+            base_url=server.url, timeout=10.0, headers={"x-request-timeout": "0.2"}
+        ) as client:
             for path, body in bodies:
                 client.post(path, json=body)
-            client.post(CHAT, content=json.dumps(chat()).encode()[:-3], headers={"content-type": "application/json"})
+            client.post(
+                CHAT,
+                content=json.dumps(chat()).encode()[:-3],
+                headers={"content-type": "application/json"},
+            )
         lines.requests(len(bodies) + 1)
     assert SECRET not in "".join(lines.human) and SECRET not in json.dumps(lines.fields)
 
 
 def test_a_template_s_own_words_stay_out(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Templates may quote the messages in their errors; the client reads them, the log has the code."""
-    monkeypatch.setattr("tests.e2e.fake_engine.TEMPLATE", "{{ raise_exception('no ' + messages[0].content) }}")
+    """Templates may quote the messages in their errors; the client reads them, the log has the
+    code.
+    """
+    monkeypatch.setattr(
+        "tests.e2e.fake_engine.TEMPLATE", "{{ raise_exception('no ' + messages[0].content) }}"
+    )
     with served() as server:
         answer = httpx.post(server.url + CHAT, json=chat())
         (one,) = lines.requests(1)
@@ -266,8 +377,16 @@ def test_a_template_s_own_words_stay_out(lines: Lines, monkeypatch: pytest.Monke
     assert SECRET not in "".join(lines.human)
 
 
-FORGERIES = ["x\nINFO 01-01 00:00:00 [glowplug.request] POST / 200", "x\r\nforged", "\x1b[2J", "\x9b2J", "a\u2028b",
-             "a\x00b", "a\u202eb", 'a" status=200 "']
+FORGERIES = [
+    "x\nINFO 01-01 00:00:00 [glowplug.request] POST / 200",
+    "x\r\nforged",
+    "\x1b[2J",
+    "\x9b2J",
+    "a\u2028b",
+    "a\x00b",
+    "a\u202eb",
+    'a" status=200 "',
+]
 
 
 @pytest.mark.parametrize("text", FORGERIES)
@@ -281,7 +400,9 @@ def test_nothing_that_a_client_sends_forges_a_line(server: Served, lines: Lines,
         assert line.isprintable(), line
         outside = re.sub(r'"(?:[^"\\]|\\.)*"', "", line)  # what is quoted is one value
         assert not re.search(r"\] POST / 200|forged|status=200", outside), line
-    assert all(printable(str(value)) == str(value) for one in lines.fields for value in one.values())
+    assert all(
+        printable(str(value)) == str(value) for one in lines.fields for value in one.values()
+    )
 
 
 def test_an_id_that_could_forge_is_replaced(server: Served, lines: Lines) -> None:
@@ -294,14 +415,22 @@ def test_escapes_leave_other_text_alone() -> None:
     assert printable("a\nb\x1b\x9b\u2028\ud800") == r"a\nb\x1b\x9b\u2028\ud800"
 
 
-# ---- how much -------------------------------------------------------------------------------------------------------
+# ---- how much ------------------------------------------------------------------------------------
 
 
 def test_polls_are_shown_at_level_debug(server: Served, lines: Lines) -> None:
     for path in ("/health", "/ready", "/metrics", "/health_generate"):
         httpx.get(server.url + path)
-    until(lambda: any(one["route"] == "/health_generate" for one in lines.fields), "the last poll's line")
-    assert {one["route"] for one in lines.fields} == {"/health", "/ready", "/metrics", "/health_generate"}
+    until(
+        lambda: any(one["route"] == "/health_generate" for one in lines.fields),
+        "the last poll's line",
+    )
+    assert {one["route"] for one in lines.fields} == {
+        "/health",
+        "/ready",
+        "/metrics",
+        "/health_generate",
+    }
     assert set(lines.levels) == {"DEBUG"}
 
 
@@ -314,14 +443,20 @@ def test_the_option_turns_all_of_it_off(lines: Lines) -> None:
 
 
 def test_a_server_process_writes_the_lines_once(tmp_path: Path) -> None:
-    """With the loggers as ``serve`` sets them up: bytes that are no HTTP have one line, not uvicorn's as well."""
+    """With the loggers as ``serve`` sets them up: bytes that are no HTTP have one line, not
+    uvicorn's as well.
+    """
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     log = tmp_path / "stderr"
     with log.open("w") as stderr:
-        process = subprocess.Popen([sys.executable, "-m", "tests.e2e.fake_server", str(port), "0", "0", "0"], cwd=ROOT,
-                                   env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}, stderr=stderr)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.fake_server", str(port), "0", "0", "0"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+            stderr=stderr,
+        )
         try:
             until(lambda: "ready: " in log.read_text(), "the server is ready")
             with socket.create_connection(("127.0.0.1", port), 10) as connection:
@@ -332,5 +467,13 @@ def test_a_server_process_writes_the_lines_once(tmp_path: Path) -> None:
         finally:
             process.terminate()
             process.wait(LIMIT)
-    requests = [line for line in log.read_text().splitlines() if "[glowplug.request]" in line or "uvicorn" in line]
-    assert len(requests) == 2 and "code=invalid_http" in requests[0] and "GET /v1/models 200" in requests[1]
+    requests = [
+        line
+        for line in log.read_text().splitlines()
+        if "[glowplug.request]" in line or "uvicorn" in line
+    ]
+    assert (
+        len(requests) == 2
+        and "code=invalid_http" in requests[0]
+        and "GET /v1/models 200" in requests[1]
+    )

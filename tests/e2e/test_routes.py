@@ -1,4 +1,5 @@
 """The routes beside generation: text, models, information, the schema, browsers."""
+
 from __future__ import annotations
 
 import re
@@ -31,26 +32,48 @@ def client(server: Served) -> Iterator[httpx.Client]:
 @pytest.mark.parametrize("prefix", ["", "/v1"])
 def test_tokenize_and_back(client: httpx.Client, prefix: str) -> None:
     text = "hé🗼<eos>"
-    answer = client.post(prefix + "/tokenize", json={"prompt": text, "return_token_strs": True}).json()
-    assert answer["tokens"] == [*"hé🗼".encode(), 257] and answer["count"] == 8 and answer["max_model_len"] == 4096
-    assert answer["token_strs"][0] == "h" and answer["token_strs"][-1] == "<eos>" and len(answer["token_strs"]) == 8
+    answer = client.post(
+        prefix + "/tokenize", json={"prompt": text, "return_token_strs": True}
+    ).json()
+    assert (
+        answer["tokens"] == [*"hé🗼".encode(), 257]
+        and answer["count"] == 8
+        and answer["max_model_len"] == 4096
+    )
+    assert (
+        answer["token_strs"][0] == "h"
+        and answer["token_strs"][-1] == "<eos>"
+        and len(answer["token_strs"]) == 8
+    )
     back = client.post(prefix + "/detokenize", json={"tokens": answer["tokens"]}).json()
     assert back == {"prompt": text, "text": text}
-    plain = client.post(prefix + "/detokenize", json={"tokens": answer["tokens"], "skip_special_tokens": True}).json()
+    plain = client.post(
+        prefix + "/detokenize", json={"tokens": answer["tokens"], "skip_special_tokens": True}
+    ).json()
     assert plain["text"] == "hé🗼"
 
 
 def test_tokenize_renders_messages(client: httpx.Client) -> None:
-    messages = [{"role": "developer", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "U"}]}]
+    messages = [
+        {"role": "developer", "content": "S"},
+        {"role": "user", "content": [{"type": "text", "text": "U"}]},
+    ]
     for generation, tail in ((True, [259]), (False, [])):
-        answer = client.post("/tokenize", json={"messages": messages, "add_generation_prompt": generation}).json()
+        answer = client.post(
+            "/tokenize", json={"messages": messages, "add_generation_prompt": generation}
+        ).json()
         assert answer["tokens"] == [256, 260, ord("S"), 258, ord("U"), *tail]
 
 
 def test_text_routes_refuse_nonsense(client: httpx.Client) -> None:
-    for path, body in (("/tokenize", {}), ("/tokenize", {"prompt": "x", "messages": []}), ("/detokenize", {}),
-                       ("/detokenize", {"tokens": [9999]}), ("/detokenize", {"tokens": [-1]}),
-                       ("/tokenize", {"prompt": "x" * (16 * 4096 + 1)})):
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "x", "messages": []}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": [9999]}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/tokenize", {"prompt": "x" * (16 * 4096 + 1)}),
+    ):
         assert client.post(path, json=body).status_code == 400
     assert client.post("/tokenize", json={"prompt": "x", "model": "other"}).status_code == 404
     assert client.post("/detokenize", json={"tokens": []}).json()["text"] == ""
@@ -63,25 +86,51 @@ def test_every_name_of_the_model_is_taken(client: httpx.Client) -> None:
 
 
 def test_information_has_the_plan_and_no_secret(client: httpx.Client) -> None:
-    for path in ("/server_info", "/get_server_info", "/model_info", "/get_model_info", "/v1/models", "/version"):
+    for path in (
+        "/server_info",
+        "/get_server_info",
+        "/model_info",
+        "/get_model_info",
+        "/v1/models",
+        "/version",
+    ):
         answer = client.get(path)
-        assert answer.status_code == 200 and "the-secret" not in answer.text and "/models/fake" not in answer.text
+        assert (
+            answer.status_code == 200
+            and "the-secret" not in answer.text
+            and "/models/fake" not in answer.text
+        )
     info = client.get("/server_info").json()
     assert info["version"] == client.get("/version").json()["version"] == __version__
-    assert info["stats"]["pages_total"] == 4096 and info["groups"] == [] and info["engine"] == {"kv_bytes": 1 << 20}
-    assert info["sizes"]["context_length"] == client.get("/model_info").json()["context_length"] == 4096
+    assert (
+        info["stats"]["pages_total"] == 4096
+        and info["groups"] == []
+        and info["engine"] == {"kv_bytes": 1 << 20}
+    )
+    assert (
+        info["sizes"]["context_length"]
+        == client.get("/model_info").json()["context_length"]
+        == 4096
+    )
 
 
 def test_the_schema_has_every_route_and_its_bounds(client: httpx.Client) -> None:
     schema = client.get("/openapi.json").json()
-    assert {(method.upper(), path) for path, operations in schema["paths"].items() for method in operations} == {
-        (method, route.path.replace(":path", "")) for route in ROUTES for method in route.methods}
+    assert {
+        (method.upper(), path)
+        for path, operations in schema["paths"].items()
+        for method in operations
+    } == {(method, route.path.replace(":path", "")) for route in ROUTES for method in route.methods}
     chat = schema["components"]["schemas"]["ChatRequest"]["properties"]
     assert chat["n"]["anyOf"][0] | {"maximum": 128, "minimum": 1} == chat["n"]["anyOf"][0]
-    posted = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    posted = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"][
+        "application/json"
+    ]["schema"]
     assert posted == {"$ref": "#/components/schemas/ChatRequest"}
     assert "422" not in schema["paths"]["/v1/chat/completions"]["post"]["responses"]
-    identifiers = [operation["operationId"] for path in schema["paths"].values() for operation in path.values()]
+    identifiers = [
+        operation["operationId"] for path in schema["paths"].values() for operation in path.values()
+    ]
     assert len(identifiers) == len(set(identifiers))
 
 
@@ -92,15 +141,23 @@ def test_browsers_are_let_in_only_when_configured(client: httpx.Client) -> None:
     with served(server={"cors_origins": ["https://example.org"]}) as one:
         opened = httpx.options(one.url + "/v1/chat/completions", headers=asks)
         assert opened.headers["access-control-allow-origin"] == "https://example.org"
-        other = httpx.options(one.url + "/v1/chat/completions", headers={**asks, "Origin": "https://evil.org"})
+        other = httpx.options(
+            one.url + "/v1/chat/completions", headers={**asks, "Origin": "https://evil.org"}
+        )
         assert "access-control-allow-origin" not in other.headers
 
 
 def system_fingerprint(**config: dict[str, object]) -> str:
     """What a server with this configuration says in every form of answer."""
     messages = [{"role": "user", "content": "say:x"}]
-    bodies = (("/v1/completions", {"prompt": "say:x"}), ("/v1/chat/completions", {"messages": messages}))
-    with served(**config) as server, httpx.Client(base_url=server.url, headers={"Authorization": "Bearer k"}) as one:
+    bodies = (
+        ("/v1/completions", {"prompt": "say:x"}),
+        ("/v1/chat/completions", {"messages": messages}),
+    )
+    with (
+        served(**config) as server,
+        httpx.Client(base_url=server.url, headers={"Authorization": "Bearer k"}) as one,
+    ):
         found = {one.get("/server_info").json()["system_fingerprint"]}
         for route, body in bodies:
             found.add(one.post(route, json={**body, "max_tokens": 2}).json()["system_fingerprint"])
@@ -112,15 +169,25 @@ def system_fingerprint(**config: dict[str, object]) -> str:
 
 def test_the_system_fingerprint_follows_the_configuration_and_not_the_keys() -> None:
     plain = system_fingerprint()
-    assert system_fingerprint(server={"api_key": "k", "served_model_name": "b"}, log={"level": "error"}) == plain
+    assert (
+        system_fingerprint(
+            server={"api_key": "k", "served_model_name": "b"}, log={"level": "error"}
+        )
+        == plain
+    )
     assert system_fingerprint(server={"default_max_tokens": 3}) != plain
 
 
 def test_the_system_fingerprint_follows_the_tokenizer_and_its_template() -> None:
     tokenizer, other = make_tokenizer(), make_tokenizer()
     assert tokenizer.digest == other.digest
-    templated = Tokenizer(other.backend, chat_template=TEMPLATE + " ", special_tokens={"bos_token": "<bos>",
-                                                                                       "eos_token": "<eos>"})
-    found = [Context.of(make_plan(), EngineClient(make_plan(), one, ()), one, ()).fingerprint
-             for one in (tokenizer, other, templated, None)]
+    templated = Tokenizer(
+        other.backend,
+        chat_template=TEMPLATE + " ",
+        special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"},
+    )
+    found = [
+        Context.of(make_plan(), EngineClient(make_plan(), one, ()), one, ()).fingerprint
+        for one in (tokenizer, other, templated, None)
+    ]
     assert found[0] == found[1] and len(set(found)) == 3

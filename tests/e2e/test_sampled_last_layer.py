@@ -1,4 +1,7 @@
-"""Prompts that go through the last layer with their sampled tokens alone yield what whole ones yield."""
+"""Prompts that go through the last layer with their sampled tokens alone yield what whole ones
+yield.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -14,7 +17,9 @@ from tests.support.tiny import write_config
 
 SIZES: dict[str, dict[str, Any]] = {"v2": {}, "v3": {}, "one_layer": {"num_hidden_layers": 1}}
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {}, "no_cache": {"cache": {"use": "none"}}, "page_1": {"attention": {"page_size": 1}},
+    "plain": {},
+    "no_cache": {"cache": {"use": "none"}},
+    "page_1": {"attention": {"page_size": 1}},
     "chunks": {"scheduler": {"max_running_requests": 7, "chunk_size": 11}},
     "in_turn": {"scheduler": {"max_running_requests": 7, "overlap": False}},
     "many": {"scheduler": {"max_running_requests": 40}},
@@ -24,15 +29,31 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=SIZES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     name, more = request.param, SIZES[request.param]
-    return write_config(tmp_path_factory.mktemp(name), name if name in ("v2", "v3") else "v3",
-                        **{"num_hidden_layers": 2, **more})
+    return write_config(
+        tmp_path_factory.mktemp(name),
+        name if name in ("v2", "v3") else "v3",
+        **{"num_hidden_layers": 2, **more},
+    )
 
 
 def engine(folder: Path, last_layer: str, replayed: bool = False, **config: Any) -> LLM:
-    graphs = {"use": "replaying", "batch_sizes": [1, 2, 4], "prefill": True, "prefill_tokens": COUNTS}
+    graphs = {
+        "use": "replaying",
+        "batch_sizes": [1, 2, 4],
+        "prefill": True,
+        "prefill_tokens": COUNTS,
+    }
     scheduler = {**BASE["scheduler"], **config.pop("scheduler", {}), "last_layer": last_layer}
-    return LLM(model=str(folder), plugins=["tests.plugins.replaying"],
-               **{**BASE, **config, "scheduler": scheduler, "graphs": graphs if replayed else {"use": "eager"}})
+    return LLM(
+        model=str(folder),
+        plugins=["tests.plugins.replaying"],
+        **{
+            **BASE,
+            **config,
+            "scheduler": scheduler,
+            "graphs": graphs if replayed else {"use": "eager"},
+        },
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -46,7 +67,9 @@ def test_the_same_tokens(folder: Path, case: str) -> None:
 
 
 def scored(llm: LLM, **params: Any) -> list[float]:
-    """Log-probabilities of the sampled and the most likely tokens; of the prompts' too, where these are asked for."""
+    """Log-probabilities of the sampled and the most likely tokens; of the prompts' too, where these
+    are asked for.
+    """
     asked = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=3, **params)
     found: list[float] = []
     for one in llm.generate(prompts(3), [asked] * len(LENGTHS)):

@@ -1,4 +1,7 @@
-"""Sampling and text through the whole engine: distribution, mixtures in one batch, edits, stop strings."""
+"""Sampling and text through the whole engine: distribution, mixtures in one batch, edits, stop
+strings.
+"""
+
 from __future__ import annotations
 
 import itertools
@@ -22,8 +25,13 @@ ENDS = 1  #: the tokenizer's eos
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder: Path = write_folder(write_config(tmp_path_factory.mktemp("v3"), "v3", vocab_size=VOCAB))
-    config: dict[str, Any] = {"weights": {"use": "random"}, "dtype": "float32", "context_length": 256,
-                              "memory": {"kv_tokens": 8192}, "scheduler": {"max_running_requests": 64}}
+    config: dict[str, Any] = {
+        "weights": {"use": "random"},
+        "dtype": "float32",
+        "context_length": 256,
+        "memory": {"kv_tokens": 8192},
+        "scheduler": {"max_running_requests": 64},
+    }
     with LLM(model=str(folder), **config) as engine:
         yield engine
 
@@ -33,31 +41,49 @@ def make(**changes: Any) -> SamplingParams:
 
 
 def test_first_tokens_follow_the_models_distribution(llm: LLM) -> None:
-    """The candidates' raw log-probabilities, one at a time, against 1500 seeded draws among them all."""
+    """The candidates' raw log-probabilities, one at a time, against 1500 seeded draws among them
+    all.
+    """
     candidates = [2, 17, 60, 111, 200, 263, 350, 401]
     forced = [make(max_tokens=1, allowed_token_ids=[token], logprobs=0) for token in candidates]
-    scores = [done.logprobs.token[0] for done in llm.generate([PROMPT] * len(forced), forced) if done.logprobs]
+    scores = [
+        done.logprobs.token[0]
+        for done in llm.generate([PROMPT] * len(forced), forced)
+        if done.logprobs
+    ]
     temperature = 0.7
     weights = np.exp((np.array(scores) - max(scores)) / temperature)
     one = make(max_tokens=1, allowed_token_ids=candidates, temperature=temperature)
     draws = [one.replace(seed=seed) for seed in range(1500)]
-    tokens = [candidates.index(done.token_ids[0]) for done in llm.generate([PROMPT] * len(draws), draws)]
+    tokens = [
+        candidates.index(done.token_ids[0]) for done in llm.generate([PROMPT] * len(draws), draws)
+    ]
     assert_follows(np.array(tokens), weights / weights.sum())
 
 
 def mixtures() -> list[SamplingParams]:
     return [
-        make(temperature=0.0), make(), make(temperature=1.4, top_k=9), make(top_p=0.6), make(min_p=0.1, logprobs=3),
-        make(temperature=0.0, repetition_penalty=1.3, logprobs=0), make(presence_penalty=1.5, frequency_penalty=0.5),
-        make(logit_bias={7: 6.0, 8: -100.0}), make(allowed_token_ids=list(range(20, 40)), top_k=5),
-        make(min_tokens=6, stop_token_ids=[7, 9], logit_bias={7: 8.0, 9: 8.0}), make(seed=-9, max_tokens=3),
+        make(temperature=0.0),
+        make(),
+        make(temperature=1.4, top_k=9),
+        make(top_p=0.6),
+        make(min_p=0.1, logprobs=3),
+        make(temperature=0.0, repetition_penalty=1.3, logprobs=0),
+        make(presence_penalty=1.5, frequency_penalty=0.5),
+        make(logit_bias={7: 6.0, 8: -100.0}),
+        make(allowed_token_ids=list(range(20, 40)), top_k=5),
+        make(min_tokens=6, stop_token_ids=[7, 9], logit_bias={7: 8.0, 9: 8.0}),
+        make(seed=-9, max_tokens=3),
         make(temperature=0.0, logprobs=5, prompt_logprobs=2),
     ]
 
 
 def test_a_mixed_batch_gives_each_request_its_own(llm: LLM) -> None:
     prompts = [[*PROMPT[: 1 + i % 5], i] for i in range(len(mixtures()))]
-    alone = [llm.generate([prompt], params)[0] for prompt, params in zip(prompts, mixtures(), strict=True)]
+    alone = [
+        llm.generate([prompt], params)[0]
+        for prompt, params in zip(prompts, mixtures(), strict=True)
+    ]
     together = llm.generate(prompts, mixtures())
     backwards = llm.generate(prompts[::-1], mixtures()[::-1])[::-1]
     for one, *others, params in zip(alone, together, backwards, mixtures(), strict=True):
@@ -65,7 +91,9 @@ def test_a_mixed_batch_gives_each_request_its_own(llm: LLM) -> None:
             assert other.token_ids == one.token_ids, params
             assert (other.logprobs is None) == (params.logprobs is None)
         if one.logprobs is not None:
-            assert [len(row) for row in one.logprobs.top_ids] == [params.logprobs] * len(one.token_ids)
+            assert [len(row) for row in one.logprobs.top_ids] == [params.logprobs] * len(
+                one.token_ids
+            )
             assert all(score <= 0 for score in one.logprobs.token)
 
 
@@ -80,7 +108,11 @@ def test_min_tokens_and_stop_ids(llm: LLM) -> None:
     (soon,) = llm.generate([PROMPT], make(ignore_eos=False, logit_bias=push))
     assert soon.token_ids == [ENDS] and soon.finish_reason == "stop" and soon.text == ""
     (later,) = llm.generate([PROMPT], make(ignore_eos=False, logit_bias=push, min_tokens=5))
-    assert later.token_ids[-1] == ENDS and len(later.token_ids) == 6 and ENDS not in later.token_ids[:-1]
+    assert (
+        later.token_ids[-1] == ENDS
+        and len(later.token_ids) == 6
+        and ENDS not in later.token_ids[:-1]
+    )
     (never,) = llm.generate([PROMPT], make(logit_bias=push))
     assert never.token_ids == [ENDS] * 12 and never.finish_reason == "length"
 
@@ -88,8 +120,10 @@ def test_min_tokens_and_stop_ids(llm: LLM) -> None:
 def test_frequency_penalty_spreads_tokens(llm: LLM) -> None:
     (stuck,) = llm.generate([PROMPT], make(temperature=0.0, logit_bias={50: 60.0, 51: 30.0}))
     assert stuck.token_ids == [50] * 12
-    (spread,) = llm.generate([PROMPT], make(
-        temperature=0.0, logit_bias=dict.fromkeys((50, 51, 52), 100.0), frequency_penalty=2.0))
+    (spread,) = llm.generate(
+        [PROMPT],
+        make(temperature=0.0, logit_bias=dict.fromkeys((50, 51, 52), 100.0), frequency_penalty=2.0),
+    )
     counts = [spread.token_ids.count(token) for token in (50, 51, 52)]
     assert sum(counts) == 12 and max(counts) - min(counts) <= 1
 
@@ -104,7 +138,11 @@ def test_stop_strings_end_a_sequence_over_token_boundaries(llm: LLM) -> None:
         at = whole.text.index(stop)
         (cut,) = llm.generate([PROMPT], params.replace(stop=[stop, "never here"]))
         assert (cut.text, cut.finish_reason, cut.stop_reason) == (whole.text[:at], "stop", stop)
-        (kept,) = llm.generate([PROMPT], params.replace(stop=[stop], include_stop_str_in_output=True))
+        (kept,) = llm.generate(
+            [PROMPT], params.replace(stop=[stop], include_stop_str_in_output=True)
+        )
         assert kept.text == whole.text[: at + size]
         deltas = list(llm.stream(PROMPT, params.replace(stop=[stop])))
-        assert "".join(delta.text for delta in deltas) == cut.text and deltas[-1].stop_reason == stop
+        assert (
+            "".join(delta.text for delta in deltas) == cut.text and deltas[-1].stop_reason == stop
+        )

@@ -1,4 +1,7 @@
-"""``glowplug serve`` as a process, the real engine on a tiny random model: clients, leavers, signals, a killed rank."""
+"""``glowplug serve`` as a process, the real engine on a tiny random model: clients, leavers,
+signals, a killed rank.
+"""
+
 from __future__ import annotations
 
 import asyncio
@@ -37,11 +40,25 @@ class Serving:
         with bind("127.0.0.1", 0) as free:
             self.port = free.getsockname()[1]
         self.url, self._log = f"http://127.0.0.1:{self.port}", log
-        command = ["-m", "glowplug", "serve", "--model", str(folder), "--set", "weights.use=random",
-                   "--port", str(self.port), "--set", "server.served_model_name=tiny", *words]
+        command = [
+            "-m",
+            "glowplug",
+            "serve",
+            "--model",
+            str(folder),
+            "--set",
+            "weights.use=random",
+            "--port",
+            str(self.port),
+            "--set",
+            "server.served_model_name=tiny",
+            *words,
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
         with log.open("w") as errors:
-            self.process = psutil.Popen([sys.executable, *command], env=environment, stdout=errors, stderr=errors)
+            self.process = psutil.Popen(
+                [sys.executable, *command], env=environment, stdout=errors, stderr=errors
+            )
 
     @property
     def log(self) -> str:
@@ -89,7 +106,9 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture(scope="module")
 def client(server: Serving) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0, timeout=60) as one:
+    with openai.OpenAI(
+        base_url=server.url + "/v1", api_key="unused", max_retries=0, timeout=60
+    ) as one:
         yield one
 
 
@@ -102,15 +121,21 @@ def send_only(server: Serving, body: dict[str, Any]) -> socket.socket:
     """A connection that has asked and reads nothing."""
     raw = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", server.port))
-    connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                       b"Content-Length: %d\r\n\r\n" % len(raw) + raw)
+    connection.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(raw) + raw
+    )
     return connection
 
 
 def test_streamed_equals_whole(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**request(), extra_body={"ignore_eos": True}).choices[0]
-    chunks = list(client.chat.completions.create(**request(stream=True), extra_body={"ignore_eos": True}))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
+    chunks = list(
+        client.chat.completions.create(**request(stream=True), extra_body={"ignore_eos": True})
+    )
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
+    )
     assert whole.finish_reason == chunks[-1].choices[0].finish_reason == "length"
 
 
@@ -118,33 +143,64 @@ def test_seeds_repeat_alone_and_among_choices(client: openai.OpenAI) -> None:
     sampled = request(temperature=1.0, seed=11, n=3)
     first = [choice.message.content for choice in client.chat.completions.create(**sampled).choices]
     again = [choice.message.content for choice in client.chat.completions.create(**sampled).choices]
-    alone = client.chat.completions.create(**{**sampled, "seed": 12, "n": 1}).choices[0].message.content
+    alone = (
+        client.chat.completions.create(**{**sampled, "seed": 12, "n": 1}).choices[0].message.content
+    )
     assert first == again and first[1] == alone and len(set(first)) == 3
 
 
 def test_prompt_scores_agree_with_generated_ones(client: openai.OpenAI) -> None:
-    """Greedy tokens, then the same tokens as a prompt: each must be its position's best, with the same score."""
+    """Greedy tokens, then the same tokens as a prompt: each must be its position's best, with the
+    same score.
+    """
     ids = list(b"the same tokens")
-    made = client.completions.create(model="tiny", prompt=ids, max_tokens=8, temperature=0, logprobs=1, extra_body={
-        "return_token_ids": True, "ignore_eos": True}).choices[0]
-    scored = client.completions.create(model="tiny", prompt=ids + made.token_ids, max_tokens=0, echo=True,
-                                       logprobs=1).choices[0].logprobs
+    made = client.completions.create(
+        model="tiny",
+        prompt=ids,
+        max_tokens=8,
+        temperature=0,
+        logprobs=1,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    ).choices[0]
+    scored = (
+        client.completions.create(
+            model="tiny", prompt=ids + made.token_ids, max_tokens=0, echo=True, logprobs=1
+        )
+        .choices[0]
+        .logprobs
+    )
     assert len(scored.tokens) == len(ids) + 8
-    assert scored.token_logprobs[len(ids):] == pytest.approx(made.logprobs.token_logprobs, abs=1e-4)
-    generated = zip(scored.tokens[len(ids):], scored.token_logprobs[len(ids):], scored.top_logprobs[len(ids):])
+    assert scored.token_logprobs[len(ids) :] == pytest.approx(
+        made.logprobs.token_logprobs, abs=1e-4
+    )
+    generated = zip(
+        scored.tokens[len(ids) :],
+        scored.token_logprobs[len(ids) :],
+        scored.top_logprobs[len(ids) :],
+    )
     assert all(best == {token: value} for token, value, best in generated)
 
 
 def test_the_second_time_the_prefix_is_cached(client: openai.OpenAI) -> None:
     text = "a prefix that fills several pages of the pool, " * 3
-    counts = [client.chat.completions.create(**request(text)).usage.prompt_tokens_details.cached_tokens for _ in "ab"]
+    counts = [
+        client.chat.completions.create(**request(text)).usage.prompt_tokens_details.cached_tokens
+        for _ in "ab"
+    ]
     salted = client.chat.completions.create(**request(text), extra_body={"cache_salt": "other"})
-    assert counts[0] == 0 and counts[1] >= 128 and salted.usage.prompt_tokens_details.cached_tokens == 0
+    assert (
+        counts[0] == 0
+        and counts[1] >= 128
+        and salted.usage.prompt_tokens_details.cached_tokens == 0
+    )
 
 
 def test_two_hundred_streams_finish_alike(server: Serving) -> None:
     async def run() -> set[str]:
-        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0, timeout=120) as client:
+        async with openai.AsyncOpenAI(
+            base_url=server.url + "/v1", api_key="x", max_retries=0, timeout=120
+        ) as client:
+
             async def one() -> str:
                 stream = await client.chat.completions.create(**request(stream=True, max_tokens=8))
                 return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
@@ -169,13 +225,21 @@ def test_a_bad_request_costs_only_itself(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         client.chat.completions.create(**request("x" * 600))
     assert long.value.code == "context_length_exceeded"
-    assert client.chat.completions.create(**request()).choices[0].finish_reason in ("stop", "length")
+    assert client.chat.completions.create(**request()).choices[0].finish_reason in (
+        "stop",
+        "length",
+    )
 
 
 def test_the_api_process_has_no_torch_and_one_port(server: Serving) -> None:
     assert not any("torch" in part.path for part in server.process.memory_maps())
     family = [server.process, *server.process.children(recursive=True)]
-    listening = [c.laddr for one in family for c in one.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
+    listening = [
+        c.laddr
+        for one in family
+        for c in one.net_connections(kind="inet")
+        if c.status == psutil.CONN_LISTEN
+    ]
     assert [(address.ip, address.port) for address in listening] == [("127.0.0.1", server.port)]
 
 
@@ -191,8 +255,12 @@ def test_sigterm_ends_with_code_zero_and_no_orphan(folder: Path, tmp_path: Path)
 def test_a_killed_rank_ends_the_server_and_tells_the_clients(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path / "log") as one:
         family = one.process.children(recursive=True)
-        with HTTP.stream("POST", one.url + "/v1/chat/completions", timeout=LIMIT, json=request(
-                max_tokens=450, ignore_eos=True, stream=True)) as answer:
+        with HTTP.stream(
+            "POST",
+            one.url + "/v1/chat/completions",
+            timeout=LIMIT,
+            json=request(max_tokens=450, ignore_eos=True, stream=True),
+        ) as answer:
             lines = answer.iter_lines()
             next(lines)
             rank = max(family, key=lambda process: process.memory_info().rss)

@@ -1,4 +1,5 @@
 """What the API process spends on one streamed token: 20,000 tokens a second must fit into one core."""
+
 from __future__ import annotations
 
 import asyncio
@@ -43,10 +44,18 @@ async def read_all(port: int, request: bytes) -> list[int]:
 
 @pytest.mark.timing
 def test_twenty_thousand_tokens_a_second() -> None:
-    body = json.dumps({"messages": [{"role": "user", "content": "say:a few words "}], "stream": True,
-                       "max_tokens": TOKENS, "ignore_eos": True}).encode()
-    request = (b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-               b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    body = json.dumps(
+        {
+            "messages": [{"role": "user", "content": "say:a few words "}],
+            "stream": True,
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+        }
+    ).encode()
+    request = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body) + body
+    )
     with served(FakeExecutor(step_seconds=0.0005)) as one:
         asyncio.run(read_all(one.port, request))
         best = 1.0

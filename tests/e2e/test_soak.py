@@ -1,4 +1,5 @@
 """``glowplug bench soak`` on a tiny model: what holds passes, what does not is named."""
+
 from __future__ import annotations
 
 import argparse
@@ -21,7 +22,8 @@ STEP = 0.05  #: seconds that a look moves the clock on
 
 
 class Clock:
-    """Stands in for the module ``time``: only a look at it and a sleep move it on, however fast the machine is.
+    """Stands in for the module ``time``: only a look at it and a sleep move it on, however fast the
+    machine is.
 
     Attributes:
         slept: called at each sleep.
@@ -58,10 +60,27 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def options(tmp_path: Path, *words: str, tokens: int = 1024) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     bench.configure(parser)
-    return parser.parse_args([
-        "soak", "--model", str(write_config(tmp_path, "v3")), "--load-format", "dummy", "--device", "cpu",
-        "--max-running-requests", "16", "--max-total-tokens", str(tokens), "--context-length", "256", "--exact",
-        "--output-file", str(tmp_path / "soak.json"), *words])
+    return parser.parse_args(
+        [
+            "soak",
+            "--model",
+            str(write_config(tmp_path, "v3")),
+            "--load-format",
+            "dummy",
+            "--device",
+            "cpu",
+            "--max-running-requests",
+            "16",
+            "--max-total-tokens",
+            str(tokens),
+            "--context-length",
+            "256",
+            "--exact",
+            "--output-file",
+            str(tmp_path / "soak.json"),
+            *words,
+        ]
+    )
 
 
 def outcome(tmp_path: Path, *words: str, tokens: int = 1024) -> tuple[int, dict]:
@@ -76,17 +95,22 @@ def test_a_short_soak_holds(tmp_path: Path, clock: Clock) -> None:
     assert {"length", "given up"} <= set(found["ends"])
     assert found["least_free_share"] < 0.2
     assert len(found["samples"]) == 4
-    assert all(sample["pages"]["free"] == sample["pages"]["total"] == 64 for sample in found["samples"])
+    assert all(
+        sample["pages"]["free"] == sample["pages"]["total"] == 64 for sample in found["samples"]
+    )
     assert found["conditions"]["card"].startswith("cpu")
     assert (found["finished"], found["held_minutes"]) == (True, 0.0)
-    assert found["minutes"] * 60 == pytest.approx(found["samples"][-1]["loaded"], abs=0.1)  # rounded
+    assert found["minutes"] * 60 == pytest.approx(
+        found["samples"][-1]["loaded"], abs=0.1
+    )  # rounded
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--disable-radix-cache",)])
 def test_half_a_minute_leaves_nothing_behind(tmp_path: Path, more: tuple[str, ...]) -> None:
-    status, found = outcome(tmp_path, "--minutes", "0.5", "--pauses", "10", "--host-growth-mib", "16",
-                            *more, tokens=512)
+    status, found = outcome(
+        tmp_path, "--minutes", "0.5", "--pauses", "10", "--host-growth-mib", "16", *more, tokens=512
+    )
     assert (status, found["failures"], found["answers_changed"]) == (0, [], 0)
     assert found["preemptions"] > 0
 
@@ -105,14 +129,22 @@ def test_when_a_cache_is_called_full(tmp_path: Path, clock: Clock) -> None:
     """A row that wants two pages of a small cache takes another's back while there is one."""
     with tiny(tmp_path) as llm:
         one = soaking(tmp_path, llm)
-        for pages, left, preemptions, full in ((20, 0, 1, True), (20, 1, 1, True), (20, 2, 1, False), (20, 0, 0, False),
-                                               (400, 4, 1, True), (400, 5, 1, False)):
+        for pages, left, preemptions, full in (
+            (20, 0, 1, True),
+            (20, 1, 1, True),
+            (20, 2, 1, False),
+            (20, 0, 0, False),
+            (400, 4, 1, True),
+            (400, 5, 1, False),
+        ):
             llm.plan = replace(llm.plan, sizes=replace(llm.plan.sizes, num_pages=pages + 1))
             one.least_free, llm.stats.preemptions = left, preemptions
             assert one.result()["was_full"] == full, (pages, left, preemptions)
 
 
-def test_it_holds_while_the_file_is_there_and_the_time_does_not_count(tmp_path: Path, clock: Clock) -> None:
+def test_it_holds_while_the_file_is_there_and_the_time_does_not_count(
+    tmp_path: Path, clock: Clock
+) -> None:
     hold, out = tmp_path / "hold", tmp_path / "soak.json"
     seen: list[dict] = []
 
@@ -132,12 +164,15 @@ def test_it_holds_while_the_file_is_there_and_the_time_does_not_count(tmp_path: 
     assert len(found["samples"]) == len(seen[0]["samples"]) + 1 == 2 + (seen[0]["minutes"] > 0)
 
 
-def test_who_does_not_end_in_time_is_given_up_for_the_hold(tmp_path: Path, clock: Clock,
-                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_end_in_time_is_given_up_for_the_hold(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(soak, "PATIENCE", 0.0)
     hold = tmp_path / "hold"
     with tiny(tmp_path) as llm:
-        one = soak.Soak(llm, options(tmp_path, "--minutes", "1", "--hold", str(hold), "--abort-share", "0"))
+        one = soak.Soak(
+            llm, options(tmp_path, "--minutes", "1", "--hold", str(hold), "--abort-share", "0")
+        )
         one._started = clock.monotonic()
         clock.at(1.0, hold.touch)
         assert not one._load_until(60.0)
@@ -151,7 +186,9 @@ def test_each_pause_leaves_what_is_known(tmp_path: Path, clock: Clock) -> None:
     """What a run that is killed leaves behind: everything up to its last pause."""
     left = []
     with tiny(tmp_path) as llm:
-        one = soak.Soak(llm, options(tmp_path, "--minutes", "0.02", "--pauses", "2", "--expect-full"))
+        one = soak.Soak(
+            llm, options(tmp_path, "--minutes", "0.02", "--pauses", "2", "--expect-full")
+        )
         one._hold = lambda: left.append(json.loads((tmp_path / "soak.json").read_text()))  # type: ignore[method-assign]
         one.run()
     assert [len(found["samples"]) for found in left] == [1, 2, 3]
@@ -168,18 +205,28 @@ def says(tmp_path: Path, body: str) -> process_memory.ProcessMemory:
 
 
 def test_memory_of_this_process_and_those_below_it(tmp_path: Path) -> None:
-    body = ("print('1, 5000'); print(f'{os.getppid()}, 700'); print(f'{os.getppid()}, 20')\n"
-            "print('No running processes found')")
+    body = (
+        "print('1, 5000'); print(f'{os.getppid()}, 700'); print(f'{os.getppid()}, 20')\n"
+        "print('No running processes found')"
+    )
     memory = says(tmp_path, body)
     assert memory.bytes() == 720 << 20 and memory.missing == ""
     assert os.getpid() in process_memory.family(os.getppid())
     assert os.getppid() not in process_memory.family(os.getpid())
 
 
-@pytest.mark.parametrize(("body", "reason"), [
-    ("print('1, 5000')", "none of this process's ids"), ("print(f'{os.getppid()}, [N/A]')", "does not say how much"),
-    ("sys.exit(9)", "exit status 9"), ("", "none of this process's ids")])
-def test_where_the_driver_does_not_tell_the_device_is_judged(tmp_path: Path, body: str, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("print('1, 5000')", "none of this process's ids"),
+        ("print(f'{os.getppid()}, [N/A]')", "does not say how much"),
+        ("sys.exit(9)", "exit status 9"),
+        ("", "none of this process's ids"),
+    ],
+)
+def test_where_the_driver_does_not_tell_the_device_is_judged(
+    tmp_path: Path, body: str, reason: str
+) -> None:
     memory = says(tmp_path, body)
     assert memory.bytes() is None and reason in memory.missing
     assert process_memory.ProcessMemory((str(tmp_path / "none"),)).bytes() is None
@@ -208,8 +255,15 @@ def soaking(tmp_path: Path, llm: LLM) -> soak.Soak:
 
 
 def tiny(tmp_path: Path) -> LLM:
-    return LLM(model=str(write_config(tmp_path, "v3")), weights={"use": "random"}, device="cpu", skip_tokenizer=True,
-               memory={"kv_tokens": 1024}, context_length=256, scheduler={"max_running_requests": 8})
+    return LLM(
+        model=str(write_config(tmp_path, "v3")),
+        weights={"use": "random"},
+        device="cpu",
+        skip_tokenizer=True,
+        memory={"kv_tokens": 1024},
+        context_length=256,
+        scheduler={"max_running_requests": 8},
+    )
 
 
 def test_a_lost_page_is_found(tmp_path: Path, clock: Clock) -> None:

@@ -1,8 +1,10 @@
 """Speed against transformers' generate on the shipped model, in one run on this machine.
 
-Guards against regressions, with room for a noisy two-core machine: the figures themselves, and how far they are from
-what is asked (2x, 8x, a tenth), stand in docs/benchmarks with the conditions they were taken under.
+Guards against regressions, with room for a noisy two-core machine: the figures themselves, and how
+far they are from what is asked (2x, 8x, a tenth), stand in docs/benchmarks with the conditions they
+were taken under.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -19,7 +21,10 @@ from glowplug.entrypoints.front.llm import LLM
 ATTEMPTS = 3  #: neighbours on the machine may disturb one
 #: figure -> (which of two is better, what it must reach)
 BOUNDS: dict[str, tuple[Callable[[float, float], float], float]] = {
-    "speedup_batch1": (max, 1.5), "speedup_concurrent": (max, 8.0), "serving_cost": (min, 0.25)}
+    "speedup_batch1": (max, 1.5),
+    "speedup_concurrent": (max, 8.0),
+    "serving_cost": (min, 0.25),
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +32,27 @@ def measured() -> dict[str, float]:
     """The best of each figure, of as many attempts as it takes."""
     parser = argparse.ArgumentParser()
     compare.configure(parser)
-    args = parser.parse_args(["--input-len", "48", "--output-len", "48", "--concurrency", "16", "--repeat", "3",
-                              "--reference-requests", "2"])
+    args = parser.parse_args(
+        [
+            "--input-len",
+            "48",
+            "--output-len",
+            "48",
+            "--concurrency",
+            "16",
+            "--repeat",
+            "3",
+            "--reference-requests",
+            "2",
+        ]
+    )
     best: dict[str, float] = {}
     for _ in range(ATTEMPTS):
         found = compare.compare(args, {"model": "embedded", "dtype": "float32", "device": "cpu"})
-        best = {name: better(best.get(name, found[name]), found[name]) for name, (better, _) in BOUNDS.items()}
+        best = {
+            name: better(best.get(name, found[name]), found[name])
+            for name, (better, _) in BOUNDS.items()
+        }
         if all(better(best[name], bound) == best[name] for name, (better, bound) in BOUNDS.items()):
             break
     return best
@@ -54,30 +74,46 @@ def test_serving_costs_little(measured: dict[str, float]) -> None:
     assert measured["serving_cost"] <= BOUNDS["serving_cost"][1], measured
 
 
-QUESTIONS = ("What is 317 + 425?", "What is the capital of France?", "Count from 3 to 19.", "Tell me about cats.")
+QUESTIONS = (
+    "What is 317 + 425?",
+    "What is the capital of France?",
+    "Count from 3 to 19.",
+    "Tell me about cats.",
+)
 
 
 @pytest.mark.timing
 def test_drafting_one_token_at_batch_one_costs_little() -> None:
-    """No more than 15% over no drafts on free text, where few drafts are accepted (1.69 tokens a step).
+    """No more than 15% over no drafts on free text, where few drafts are accepted (1.69 tokens a
+    step).
 
-    On held-out chat ``tests/support/draft_gains.py`` finds it faster, by less than a shared machine's noise.
+    On held-out chat ``tests/support/draft_gains.py`` finds it faster, by less than a shared
+    machine's noise.
 
-    The best CPU time of each answer, in turns in one process with one thread; more turns where neighbours disturb.
+    The best CPU time of each answer, in turns in one process with one thread; more turns where
+    neighbours disturb.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with LLM("embedded", dtype="float32", device="cpu") as plain, \
-                LLM("embedded", dtype="float32", device="cpu", speculative={"use": "nextn", "steps": 1}) as drafting:
+        with (
+            LLM("embedded", dtype="float32", device="cpu") as plain,
+            LLM(
+                "embedded", dtype="float32", device="cpu", speculative={"use": "nextn", "steps": 1}
+            ) as drafting,
+        ):
             best: dict[tuple[int, str], float] = {}
             none, nextn = 0.0, 99.0
             for turn in range(9):
                 for number, question in enumerate(QUESTIONS):
                     for name, llm in (("none", plain), ("nextn", drafting)):
-                        best[number, name] = min(best.get((number, name), 99.0), _answer(llm, question))
-                none, nextn = (sum(best[number, name] for number in range(len(QUESTIONS)))
-                               for name in ("none", "nextn"))
+                        best[number, name] = min(
+                            best.get((number, name), 99.0), _answer(llm, question)
+                        )
+                none, nextn = (
+                    sum(best[number, name] for number in range(len(QUESTIONS)))
+                    for name in ("none", "nextn")
+                )
                 if turn > 1 and nextn <= 1.15 * none:
                     break
     finally:
@@ -89,5 +125,8 @@ def _answer(llm: LLM, question: str) -> float:
     """CPU seconds for 100 tokens."""
     llm.control("flush")
     start = time.process_time()
-    llm.chat([{"role": "user", "content": question}], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    llm.chat(
+        [{"role": "user", "content": question}],
+        SamplingParams(temperature=0, max_tokens=100, ignore_eos=True),
+    )
     return time.process_time() - start

@@ -1,5 +1,6 @@
-"""Components that break their contract silently: the requests they hold end with an error that names them, and the
-engine serves the rest. Waiting that is legitimate is left alone."""
+"""Components that break their contract silently: the requests they hold end with an error that
+names them, and the engine serves the rest. Waiting that is legitimate is left alone."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -36,9 +37,18 @@ def config(folder: Path, tp: int = 1, dp: int = 0, **more: Any) -> dict[str, Any
     if dp:
         parallel.append({"use": "dp_attention", "size": dp})
     layers = {"num_nextn_predict_layers": 1} if "nextn" in str(more.get("speculative")) else {}
-    return {"model": str(write_config(folder, "v3", **layers)), "weights": {"use": "random"}, "device": "cpu",
-            "context_length": CONTEXT, "memory": {"kv_tokens": 512}, "skip_tokenizer": True, "dtype": "float32",
-            "attention": {"page_size": 4}, "parallel": parallel, **more}
+    return {
+        "model": str(write_config(folder, "v3", **layers)),
+        "weights": {"use": "random"},
+        "device": "cpu",
+        "context_length": CONTEXT,
+        "memory": {"kv_tokens": 512},
+        "skip_tokenizer": True,
+        "dtype": "float32",
+        "attention": {"page_size": 4},
+        "parallel": parallel,
+        **more,
+    }
 
 
 def engine(folder: Path, plugins: PluginSet, tp: int = 1, dp: int = 0, **more: Any) -> RankSet:
@@ -55,7 +65,11 @@ def asked(id: int, output: int = 6, priority: int = 0, length: int = 5, **times:
 def stalled(one: Collected, *names: str) -> bool:
     """The sequence ended with the error of a stall, whose text has all of ``names``."""
     end = one.finished
-    assert end is not None and end.error is not None and (end.reason, end.error_code) == ("error", "stalled"), end
+    assert (
+        end is not None
+        and end.error is not None
+        and (end.reason, end.error_code) == ("error", "stalled")
+    ), end
     assert all(name in end.error for name in names), end.error
     return True
 
@@ -66,24 +80,34 @@ def ended_well(ranks: RankSet, *ids: int) -> None:
         assert end is not None and end.reason == "length", (id, end)
 
 
-# ---- policies -------------------------------------------------------------------------------------------------------
+# ---- policies ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_policy_that_orders_nothing_ends_the_requests_by_name(
-        tmp_path: Path, plugins: PluginSet, quick: None, overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
-    with engine(tmp_path, plugins, policy={"use": "stubborn"}, scheduler={"overlap": overlap}) as ranks:
+    tmp_path: Path, plugins: PluginSet, quick: None, overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine(
+        tmp_path, plugins, policy={"use": "stubborn"}, scheduler={"overlap": overlap}
+    ) as ranks:
         heard = ranks.run([asked(1), asked(2)])
-        assert all(stalled(heard[id], "policy 'stubborn'", PLUGIN, "2 of 2 waiting") for id in (1, 2))
+        assert all(
+            stalled(heard[id], "policy 'stubborn'", PLUGIN, "2 of 2 waiting") for id in (1, 2)
+        )
         logged = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-        assert len(logged) == 1 and "2 requests ended" in logged[0] and "policy 'stubborn'" in logged[0]
+        assert (
+            len(logged) == 1
+            and "2 requests ended" in logged[0]
+            and "policy 'stubborn'" in logged[0]
+        )
         stalled(ranks.run([asked(3)])[3], "1 of 1 waiting")
         ranks.check_idle()
 
 
 @pytest.mark.parametrize("fault", ["withholds", "copies", "numbers"])
 def test_what_the_policy_leaves_out_ends_and_the_rest_is_served(
-        tmp_path: Path, plugins: PluginSet, quick: None, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path: Path, plugins: PluginSet, quick: None, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with engine(tmp_path, plugins, policy={"use": "stubborn", "fault": fault}) as ranks:
         heard = ranks.run([asked(1), asked(2, priority=HELD), asked(3)])
         ended_well(ranks, 1, 3)
@@ -91,11 +115,15 @@ def test_what_the_policy_leaves_out_ends_and_the_rest_is_served(
         ranks.run([asked(4)])
         ended_well(ranks, 4)
         ranks.check_idle()
-        passed_over = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+        passed_over = [
+            record.getMessage() for record in caplog.records if "passed over" in record.getMessage()
+        ]
         assert len(passed_over) == (fault != "withholds"), "once, however often it happens"
 
 
-def test_a_request_that_a_policy_returns_twice_is_admitted_once(tmp_path: Path, plugins: PluginSet) -> None:
+def test_a_request_that_a_policy_returns_twice_is_admitted_once(
+    tmp_path: Path, plugins: PluginSet
+) -> None:
     with engine(tmp_path, plugins, policy={"use": "stubborn", "fault": "twice"}) as ranks:
         ranks.run([asked(1), asked(2)])
         ended_well(ranks, 1, 2)
@@ -103,21 +131,37 @@ def test_a_request_that_a_policy_returns_twice_is_admitted_once(tmp_path: Path, 
 
 
 def test_a_victim_that_does_not_run_is_replaced_by_the_newest(
-        tmp_path: Path, plugins: PluginSet, caplog: pytest.LogCaptureFixture) -> None:
-    with engine(tmp_path, plugins, policy={"use": "stubborn", "fault": "absent_victim"},
-                memory={"kv_tokens": CONTEXT + 4}) as ranks:
+    tmp_path: Path, plugins: PluginSet, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine(
+        tmp_path,
+        plugins,
+        policy={"use": "stubborn", "fault": "absent_victim"},
+        memory={"kv_tokens": CONTEXT + 4},
+    ) as ranks:
         ranks.run([asked(id, output=60) for id in (1, 2, 3)])
         ended_well(ranks, 1, 2, 3)
         assert ranks.stats[0].preemptions > 0
-        assert sum("victim that is not running" in record.getMessage() for record in caplog.records) == 1
+        assert (
+            sum("victim that is not running" in record.getMessage() for record in caplog.records)
+            == 1
+        )
         ranks.check_idle()
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(2, 0), (2, 2), (4, 2)])
-def test_ranks_and_groups_end_the_same_requests(tmp_path: Path, plugins: PluginSet, quick: None, tp: int,
-                                                dp: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_and_groups_end_the_same_requests(
+    tmp_path: Path,
+    plugins: PluginSet,
+    quick: None,
+    tp: int,
+    dp: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A group that only holds requests joins the steps of the one that works, and ends its own."""
-    with engine(tmp_path, plugins, tp, dp, policy={"use": "stubborn", "fault": "withholds"}) as ranks:
+    with engine(
+        tmp_path, plugins, tp, dp, policy={"use": "stubborn", "fault": "withholds"}
+    ) as ranks:
         messages = [asked(id, output=60, priority=HELD if id % 2 else 0) for id in range(4)]
         heard = ranks.run(messages)
         assert all(stalled(heard[id], "policy 'stubborn'") for id in (1, 3))
@@ -130,15 +174,27 @@ def test_a_user_of_the_offline_engine_reads_the_reason(tmp_path: Path) -> None:
     """With the bounds as they are."""
     with LLM(**config(tmp_path, policy={"use": "stubborn"}), plugins=[PLUGIN]) as llm:
         done = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4))[0]
-    assert done.finish_reason == "error" and done.error is not None and "policy 'stubborn'" in done.error
+    assert (
+        done.finish_reason == "error"
+        and done.error is not None
+        and "policy 'stubborn'" in done.error
+    )
 
 
-# ---- schedulers -----------------------------------------------------------------------------------------------------
+# ---- schedulers ----------------------------------------------------------------------------------
 
 
-def test_a_scheduler_that_launches_nothing_is_named(tmp_path: Path, plugins: PluginSet, quick: None) -> None:
+def test_a_scheduler_that_launches_nothing_is_named(
+    tmp_path: Path, plugins: PluginSet, quick: None
+) -> None:
     with engine(tmp_path, plugins, scheduler={"use": "sleepy"}) as ranks:
-        stalled(ranks.run([asked(1)])[1], "scheduler 'sleepy'", PLUGIN, "policy 'fcfs' (built in)", "pages")
+        stalled(
+            ranks.run([asked(1)])[1],
+            "scheduler 'sleepy'",
+            PLUGIN,
+            "policy 'fcfs' (built in)",
+            "pages",
+        )
         ranks.check_idle()
 
 
@@ -149,34 +205,59 @@ def test_a_scheduler_may_wait_a_moment(tmp_path: Path, plugins: PluginSet) -> No
         ended_well(ranks, 1)
 
 
-def test_a_deadline_that_passes_first_is_what_the_request_hears_of(tmp_path: Path, plugins: PluginSet) -> None:
+def test_a_deadline_that_passes_first_is_what_the_request_hears_of(
+    tmp_path: Path, plugins: PluginSet
+) -> None:
     with engine(tmp_path, plugins, policy={"use": "stubborn"}) as ranks:
         heard = ranks.run([asked(1, queue_timeout=0.2), asked(2, timeout=0.2)], most=200_000)
         assert [heard[id].finished.reason for id in (1, 2)] == ["timeout", "timeout"]  # type: ignore[union-attr]
 
 
-def test_waiting_for_room_is_no_stall(tmp_path: Path, plugins: PluginSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row, a pool for one, two groups, with bounds at which any turn without a step would count."""
+def test_waiting_for_room_is_no_stall(
+    tmp_path: Path, plugins: PluginSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row, a pool for one, two groups, with bounds at which any turn without a step would
+    count.
+    """
     monkeypatch.setattr("glowplug.core.engine.stalls.STILL_SECONDS", 0.0)
     monkeypatch.setattr("glowplug.core.engine.stalls.STILL_TURNS", 1)
-    for tp, dp, more in ((1, 0, {"scheduler": {"max_running_requests": 1}}), (2, 2, {}),
-                         (1, 0, {"scheduler": {"overlap": False, "mixed": False}})):
+    for tp, dp, more in (
+        (1, 0, {"scheduler": {"max_running_requests": 1}}),
+        (2, 2, {}),
+        (1, 0, {"scheduler": {"overlap": False, "mixed": False}}),
+    ):
         with engine(tmp_path, plugins, tp, dp, memory={"kv_tokens": CONTEXT + 4}, **more) as ranks:
             ranks.run([asked(id, output=50) for id in range(6)])
             ended_well(ranks, *range(6))
             ranks.check_idle()
 
 
-# ---- algorithms -----------------------------------------------------------------------------------------------------
+# ---- algorithms ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("after", [0, 3])
-@pytest.mark.parametrize(("algorithm", "tp", "dp"), [("barren", 1, 0), ("barren_nextn", 1, 0), ("barren", 2, 2)])
-def test_rows_that_gain_no_token_end_by_name(tmp_path: Path, plugins: PluginSet, algorithm: str, tp: int, dp: int,
-                                             after: int, overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
-    with engine(tmp_path, plugins, tp, dp, speculative={"use": algorithm, "after": after},
-                scheduler={"overlap": overlap}) as ranks:
+@pytest.mark.parametrize(
+    ("algorithm", "tp", "dp"), [("barren", 1, 0), ("barren_nextn", 1, 0), ("barren", 2, 2)]
+)
+def test_rows_that_gain_no_token_end_by_name(
+    tmp_path: Path,
+    plugins: PluginSet,
+    algorithm: str,
+    tp: int,
+    dp: int,
+    after: int,
+    overlap: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with engine(
+        tmp_path,
+        plugins,
+        tp,
+        dp,
+        speculative={"use": algorithm, "after": after},
+        scheduler={"overlap": overlap},
+    ) as ranks:
         heard = ranks.run([asked(1, output=20), asked(2, output=BARREN), asked(3, output=20)])
         stalled(heard[2], f"speculative '{algorithm}'", PLUGIN)
         assert len(heard[2].tokens) >= after
@@ -187,7 +268,9 @@ def test_rows_that_gain_no_token_end_by_name(tmp_path: Path, plugins: PluginSet,
         ranks.check_idle()
 
 
-def test_rows_near_the_context_s_end_gain_nothing_and_do_no_harm(tmp_path: Path, plugins: PluginSet) -> None:
+def test_rows_near_the_context_s_end_gain_nothing_and_do_no_harm(
+    tmp_path: Path, plugins: PluginSet
+) -> None:
     """Their positions stay within the row's pages and the page table while the steps are counted."""
     with engine(tmp_path, plugins, speculative={"use": "barren", "after": 0}) as ranks:
         heard = ranks.run([asked(1, output=BARREN, length=CONTEXT - BARREN), asked(2, output=30)])

@@ -1,4 +1,7 @@
-"""What the engine measures of itself: busy time, the phases of a sequence, tokens found in the prefix cache."""
+"""What the engine measures of itself: busy time, the phases of a sequence, tokens found in the
+prefix cache.
+"""
+
 from __future__ import annotations
 
 import time
@@ -22,9 +25,16 @@ PAGE = 4
 
 
 def config(folder: Path, **more: Any) -> dict[str, Any]:
-    base = {"model": str(write_config(folder, "v3")), "weights": {"use": "random"}, "device": "cpu",
-            "skip_tokenizer": True, "dtype": "float32", "context_length": 96, "memory": {"kv_tokens": 512},
-            "attention": {"page_size": PAGE}}
+    base = {
+        "model": str(write_config(folder, "v3")),
+        "weights": {"use": "random"},
+        "device": "cpu",
+        "skip_tokenizer": True,
+        "dtype": "float32",
+        "context_length": 96,
+        "memory": {"kv_tokens": 512},
+        "attention": {"page_size": PAGE},
+    }
     return {**base, **more}
 
 
@@ -49,7 +59,7 @@ def lasts(llm: LLM, count: int) -> list[Delta]:
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-# ---- busy time ------------------------------------------------------------------------------------------------------
+# ---- busy time -----------------------------------------------------------------------------------
 
 
 @pytest.mark.timing
@@ -66,7 +76,9 @@ def test_idle_time_is_not_busy_time(tmp_path: Path, overlap: bool) -> None:
 
 
 def test_a_group_s_busy_time_is_that_of_all_groups(tmp_path: Path) -> None:
-    """One request keeps one group busy; the other's report must not make the engine look idle or twice as busy."""
+    """One request keeps one group busy; the other's report must not make the engine look idle or
+    twice as busy.
+    """
     parallel = [{"use": "tensor", "size": 2}, {"use": "dp_attention", "size": 2}]
     with RankSet(rank_plan(config(tmp_path, parallel=parallel))) as ranks:
         ranks.run([submit(1, prompt(1, 20), 20)])
@@ -78,33 +90,59 @@ def test_a_group_s_busy_time_is_that_of_all_groups(tmp_path: Path) -> None:
 
 
 def test_the_line_s_rates_leave_idle_time_out() -> None:
-    last = Stats(prompt_tokens=1000, output_tokens=400, busy_seconds=7.0, pages_total=10, pages_free=10)
-    now = Stats(prompt_tokens=1200, output_tokens=500, busy_seconds=9.0, pages_total=10, pages_free=5, running=2,
-                prefix_query_tokens=200, prefix_hit_tokens=50, prefix_queries=2, prefix_hits=2)
+    last = Stats(
+        prompt_tokens=1000, output_tokens=400, busy_seconds=7.0, pages_total=10, pages_free=10
+    )
+    now = Stats(
+        prompt_tokens=1200,
+        output_tokens=500,
+        busy_seconds=9.0,
+        pages_total=10,
+        pages_free=5,
+        running=2,
+        prefix_query_tokens=200,
+        prefix_hit_tokens=50,
+        prefix_queries=2,
+        prefix_hits=2,
+    )
     line = stats_line(last, now, [now])
-    assert line == ("prompt 100.0 tok/s, output 50.0 tok/s in 2.0 s busy, running 2, waiting 0, KV 50.0%, "
-                    "prefix hits 25.0%")
+    assert line == (
+        "prompt 100.0 tok/s, output 50.0 tok/s in 2.0 s busy, running 2, waiting 0, KV 50.0%, "
+        "prefix hits 25.0%"
+    )
     assert stats_line(now, now, [now]) is None
     admitted = Stats(prompt_tokens=1300, output_tokens=500, busy_seconds=9.0)
-    assert stats_line(now, admitted, [admitted]) is None, "no step has ended yet, so there is no rate"
+    assert stats_line(now, admitted, [admitted]) is None, (
+        "no step has ended yet, so there is no rate"
+    )
     assert "by group 2+2" in (stats_line(last, now, [now, now]) or "")
 
 
-# ---- phases ---------------------------------------------------------------------------------------------------------
+# ---- phases --------------------------------------------------------------------------------------
 
 
 @pytest.mark.timing
 def test_a_sequence_s_phases_follow_one_another(llm: LLM) -> None:
-    """One row: the second is admitted when the first has ended, so it has waited through the first's phases."""
+    """One row: the second is admitted when the first has ended, so it has waited through the
+    first's phases.
+    """
     for seed in (1, 2):
         llm.submit(prompt(seed, 40), GREEDY)
     started = time.monotonic()
     first, second = lasts(llm, 2)
     wall = time.monotonic() - started
     for one in (first, second):
-        assert one.times.prefill is not None and one.times.decode is not None and one.times.queue is not None
+        assert (
+            one.times.prefill is not None
+            and one.times.decode is not None
+            and one.times.queue is not None
+        )
         assert one.times.prefill > 0 and one.times.decode > 0
-    assert first.times.prefill is not None and first.times.decode is not None and second.times.queue is not None
+    assert (
+        first.times.prefill is not None
+        and first.times.decode is not None
+        and second.times.queue is not None
+    )
     assert second.times.queue >= first.times.prefill + first.times.decode
     assert sum(part or 0.0 for part in second.times) <= wall
 
@@ -115,28 +153,46 @@ def test_phases_that_did_not_come_have_no_time() -> None:
     ids = [front.submit([5, 6, 7], GREEDY)[0].id for _ in range(3)]
     waits, prefills, ends = ids
     front.receive([StepOutput(admitted=[Admitted(prefills, 0.5, 0), Admitted(ends, 0.25, 0)])])
-    received = front.receive([StepOutput(
-        ids=[ends], tokens=[9], prefilled=[(ends, 2.0)],
-        finished=[Finished(waits, "timeout"), Finished(prefills, "abort"), Finished(ends, "length")])])
+    received = front.receive(
+        [
+            StepOutput(
+                ids=[ends],
+                tokens=[9],
+                prefilled=[(ends, 2.0)],
+                finished=[
+                    Finished(waits, "timeout"),
+                    Finished(prefills, "abort"),
+                    Finished(ends, "length"),
+                ],
+            )
+        ]
+    )
     assert {stream.id: delta.times for stream, delta in received.deltas} == {
-        waits: Times(), prefills: Times(queue=0.5), ends: Times(0.25, 2.0, 0.0)}
+        waits: Times(),
+        prefills: Times(queue=0.5),
+        ends: Times(0.25, 2.0, 0.0),
+    }
 
 
 def test_a_stop_string_s_end_has_its_phases() -> None:
     """The front ends such a sequence by itself, before the engine does."""
     with LLM(model="embedded", memory={"kv_tokens": 2048}, context_length=256) as llm:
-        plain = llm.generate(["What is 17 + 25?"], SamplingParams(temperature=0.0, max_tokens=8))[0].text
+        plain = llm.generate(["What is 17 + 25?"], SamplingParams(temperature=0.0, max_tokens=8))[
+            0
+        ].text
         stop = plain.strip()[:1]
         llm.submit("What is 17 + 25?", SamplingParams(temperature=0.0, max_tokens=8, stop=[stop]))
         (one,) = lasts(llm, 1)
     assert one.stop_reason == stop and None not in one.times
 
 
-# ---- the prefix cache -----------------------------------------------------------------------------------------------
+# ---- the prefix cache ----------------------------------------------------------------------------
 
 
 def test_prefix_counters_are_in_tokens_and_look_ups_apart(llm: LLM) -> None:
-    """A prompt whose own log-probabilities are wanted is not looked up; a preempted one is not counted again."""
+    """A prompt whose own log-probabilities are wanted is not looked up; a preempted one is not
+    counted again.
+    """
     ids = prompt(1, 40)
     llm.generate([ids], GREEDY)
     llm.generate([ids], GREEDY)

@@ -1,4 +1,5 @@
 """Steps with prompts between the captured and the largest ones are tried before any request."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -22,8 +23,18 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 @pytest.mark.parametrize("least", [0, 1536])
 @pytest.mark.parametrize(("rows", "width"), [(64, 1), (64, 3), (1, 1)])
 def test_round_numbers_are_all_tried(chunk: int, least: int, rows: int, width: int) -> None:
-    sizes = Sizes(context_length=4096, max_running=rows, max_queued=64, max_step_tokens=chunk + 64, chunk_size=chunk,
-                  page_size=64, num_pages=64, kv_bytes=0, width=width, pass_tokens=(least,) if least else ())
+    sizes = Sizes(
+        context_length=4096,
+        max_running=rows,
+        max_queued=64,
+        max_step_tokens=chunk + 64,
+        chunk_size=chunk,
+        page_size=64,
+        num_pages=64,
+        kv_bytes=0,
+        width=width,
+        pass_tokens=(least,) if least else (),
+    )
     found = counts_between(sizes)
     tokens = [count for _, count in found]
     assert set(range(least + WHOLE, chunk, WHOLE)) <= set(tokens) and tokens == sorted(set(tokens))
@@ -33,14 +44,23 @@ def test_round_numbers_are_all_tried(chunk: int, least: int, rows: int, width: i
 
 
 def tiny(tmp_path: Path, rows: int, chunk: int) -> LLM:
-    return LLM(model=str(write_config(tmp_path, "v3")), weights={"use": "random"}, device="cpu", skip_tokenizer=True,
-               memory={"kv_tokens": 2048}, context_length=128,
-               scheduler={"max_running_requests": rows, "chunk_size": chunk})
+    return LLM(
+        model=str(write_config(tmp_path, "v3")),
+        weights={"use": "random"},
+        device="cpu",
+        skip_tokenizer=True,
+        memory={"kv_tokens": 2048},
+        context_length=128,
+        scheduler={"max_running_requests": rows, "chunk_size": chunk},
+    )
 
 
-@pytest.mark.parametrize(("rows", "passes", "chunk"), [(64, (), 256), (64, (16, 64), 256), (5, (), 256), (1, (), 1100)])
-def test_they_reach_every_number_and_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int,
-                                                    passes: tuple[int, ...], chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "passes", "chunk"), [(64, (), 256), (64, (16, 64), 256), (5, (), 256), (1, (), 1100)]
+)
+def test_they_reach_every_number_and_leave_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, passes: tuple[int, ...], chunk: int
+) -> None:
     with tiny(tmp_path, rows, chunk) as llm:
         runner = llm._executor._engine.runner  # type: ignore[attr-defined]
         before = [done.token_ids for done in llm.generate(PROMPTS, GREEDY)]
@@ -53,7 +73,9 @@ def test_they_reach_every_number_and_leave_no_trace(tmp_path: Path, monkeypatch:
 
         with monkeypatch.context() as patch:
             patch.setattr(Runner, "launch", watch)
-            steps_between(runner, replace(llm.plan, sizes=replace(llm.plan.sizes, pass_tokens=passes)))
+            steps_between(
+                runner, replace(llm.plan, sizes=replace(llm.plan.sizes, pass_tokens=passes))
+            )
         assert [done.token_ids for done in llm.generate(PROMPTS, GREEDY)] == before
     tried.reverse()  # the largest comes first
     tokens = [batch.num_tokens for batch in tried]
@@ -62,6 +84,8 @@ def test_they_reach_every_number_and_leave_no_trace(tmp_path: Path, monkeypatch:
     assert all(not batch.samples[batch.num_decodes :].any() for batch in tried)
     if rows == 64:
         assert [batch.num_decodes for batch in tried][-1] == BETWEEN
-        assert {count % 16 == 0 for count in tokens} == {True, False} and {count % 2 for count in tokens} == {0, 1}
+        assert {count % 16 == 0 for count in tokens} == {True, False} and {
+            count % 2 for count in tokens
+        } == {0, 1}
         assert min(tokens) > (passes[-1] - 16 if passes else 0)
         assert max(later - earlier for earlier, later in zip(tokens, tokens[1:])) <= 32

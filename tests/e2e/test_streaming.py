@@ -1,4 +1,7 @@
-"""Streamed equals whole, whatever the text, the split, the stop strings and the route; slow readers harm nobody."""
+"""Streamed equals whole, whatever the text, the split, the stop strings and the route; slow readers
+harm nobody.
+"""
+
 from __future__ import annotations
 
 import asyncio
@@ -17,9 +20,19 @@ from tests.e2e.serving import HTTP, Served, served
 from tests.support.waiting import LIMIT, until
 
 TEXTS = [
-    "", "a", "plain words", "zwölf Boxkämpfer", "東京タワー", "🗼", "👩‍👩‍👧 and 🏳️‍🌈",
-    "e\u0301 n\u0303", "a\nb\r\n\tc\x00d",
-    'quotes " and \\ and </script>', "data: [DONE]\n\ndata: x", "\u2028\u2029\ufeff"]
+    "",
+    "a",
+    "plain words",
+    "zwölf Boxkämpfer",
+    "東京タワー",
+    "🗼",
+    "👩‍👩‍👧 and 🏳️‍🌈",
+    "e\u0301 n\u0303",
+    "a\nb\r\n\tc\x00d",
+    'quotes " and \\ and </script>',
+    "data: [DONE]\n\ndata: x",
+    "\u2028\u2029\ufeff",
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +61,9 @@ def chat(client: httpx.Client, text: str, **fields: Any) -> tuple[str, str]:
     chunks = events(client.post("/v1/chat/completions", json={**body, "stream": True}).text)
     choices = [chunk["choices"][0] for chunk in chunks]
     assert choices[0]["delta"] == {"role": "assistant", "content": ""}
-    assert choices[-1]["delta"] == {} and all(choice["finish_reason"] is None for choice in choices[:-1])
+    assert choices[-1]["delta"] == {} and all(
+        choice["finish_reason"] is None for choice in choices[:-1]
+    )
     streamed = "".join(choice["delta"].get("content", "") for choice in choices)
     assert streamed == whole["message"]["content"]
     for name in ("finish_reason", "stop_reason", "matched_stop"):
@@ -63,7 +78,9 @@ def test_streamed_equals_whole(client: httpx.Client, text: str) -> None:
 
 @pytest.mark.parametrize("text", [text for text in TEXTS if text])
 def test_no_half_characters_inside_a_stream(client: httpx.Client, text: str) -> None:
-    """Cut after every token: only the very end may hold a replacement character, for bytes that never came."""
+    """Cut after every token: only the very end may hold a replacement character, for bytes that
+    never came.
+    """
     raw = text.encode()
     for length in range(1, len(raw) + 1):
         got, reason = chat(client, text, max_tokens=length)
@@ -74,7 +91,10 @@ def test_random_stops_over_token_boundaries(client: httpx.Client) -> None:
     rng = random.Random(7)
     for _ in range(60):
         text = "".join(rng.choice("abé🗼") for _ in range(rng.randint(1, 12)))
-        stops = ["".join(rng.choice("abé🗼") for _ in range(rng.randint(1, 3))) for _ in range(rng.randint(1, 3))]
+        stops = [
+            "".join(rng.choice("abé🗼") for _ in range(rng.randint(1, 3)))
+            for _ in range(rng.randint(1, 3))
+        ]
         found = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
         expected = text[: min(found)[1]] if found else text
         kept = text[: min(found)[0]] if found else text
@@ -92,20 +112,34 @@ def test_completions_stream_equals_whole(client: httpx.Client) -> None:
     for text in TEXTS:
         body = {"prompt": f"say:{text}", "max_tokens": 200, "logprobs": 2, "echo": True}
         whole = client.post("/v1/completions", json=body).json()["choices"][0]
-        chunks = [chunk["choices"][0] for chunk in events(client.post("/v1/completions", json={
-            **body, "stream": True}).text)]
+        chunks = [
+            chunk["choices"][0]
+            for chunk in events(client.post("/v1/completions", json={**body, "stream": True}).text)
+        ]
         assert "".join(chunk["text"] for chunk in chunks) == whole["text"] == f"say:{text}{text}"
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            assert [entry for chunk in chunks for entry in chunk["logprobs"][name]] == whole["logprobs"][name]
+            assert [entry for chunk in chunks for entry in chunk["logprobs"][name]] == whole[
+                "logprobs"
+            ][name]
 
 
 def test_generate_streams_the_text_so_far(client: httpx.Client) -> None:
-    body = {"text": "say:zwölf", "sampling_params": {"max_new_tokens": 50}, "return_logprob": True, "rid": "mine"}
+    body = {
+        "text": "say:zwölf",
+        "sampling_params": {"max_new_tokens": 50},
+        "return_logprob": True,
+        "rid": "mine",
+    }
     whole = client.post("/generate", json=body).json()
     steps = events(client.post("/generate", json={**body, "stream": True}).text)
     texts = [step["text"] for step in steps]
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:])) and texts[-1] == "zwölf"
-    assert [step["meta_info"]["completion_tokens"] for step in steps] == list(range(1, len(b"zw\xc3\xb6lf") + 2))
+    assert (
+        all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:]))
+        and texts[-1] == "zwölf"
+    )
+    assert [step["meta_info"]["completion_tokens"] for step in steps] == list(
+        range(1, len(b"zw\xc3\xb6lf") + 2)
+    )
     for name in ("output_ids", "text"):
         assert steps[-1][name] == whole[name]
     meta = whole["meta_info"]
@@ -115,28 +149,48 @@ def test_generate_streams_the_text_so_far(client: httpx.Client) -> None:
 
 
 def test_generate_takes_lists(client: httpx.Client) -> None:
-    answers = client.post("/generate", json={
-        "text": ["say:a", "say:b"], "sampling_params": [{"max_new_tokens": 1}, {"max_new_tokens": 9}],
-        "rid": ["one", "two"]}).json()
-    assert [(one["text"], one["meta_info"]["id"]) for one in answers] == [("a", "one"), ("b", "two")]
+    answers = client.post(
+        "/generate",
+        json={
+            "text": ["say:a", "say:b"],
+            "sampling_params": [{"max_new_tokens": 1}, {"max_new_tokens": 9}],
+            "rid": ["one", "two"],
+        },
+    ).json()
+    assert [(one["text"], one["meta_info"]["id"]) for one in answers] == [
+        ("a", "one"),
+        ("b", "two"),
+    ]
     assert answers[0]["meta_info"]["finish_reason"] == {"type": "length", "length": 1}
-    steps = events(client.post("/generate", json={"input_ids": [list(b"say:c"), list(b"say:d")], "stream": True}).text)
+    steps = events(
+        client.post(
+            "/generate", json={"input_ids": [list(b"say:c"), list(b"say:d")], "stream": True}
+        ).text
+    )
     assert {step["index"]: step["text"] for step in steps} == {0: "c", 1: "d"}
 
 
 def test_one_write_a_sequence_a_step(client: httpx.Client) -> None:
     """Each token is one event, and no event is split or doubled."""
-    chunks = events(client.post("/v1/chat/completions", json={
-        "messages": [{"role": "user", "content": "say:" + "x" * 100}], "stream": True}).text)
+    chunks = events(
+        client.post(
+            "/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "say:" + "x" * 100}], "stream": True},
+        ).text
+    )
     contents = [chunk["choices"][0]["delta"].get("content") for chunk in chunks]
     assert contents == ["", *["x"] * 100, None]
 
 
 def test_two_hundred_streams_finish(server: Served) -> None:
     async def one(client: httpx.AsyncClient, i: int) -> None:
-        answer = await client.post("/v1/chat/completions", json={
-            "messages": [{"role": "user", "content": f"say:number {i}"}], "stream": True})
-        text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in events(answer.text))
+        answer = await client.post(
+            "/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": f"say:number {i}"}], "stream": True},
+        )
+        text = "".join(
+            chunk["choices"][0]["delta"].get("content", "") for chunk in events(answer.text)
+        )
         assert text == f"number {i}"
 
     async def run() -> None:
@@ -150,23 +204,37 @@ def test_two_hundred_streams_finish(server: Served) -> None:
 
 @contextmanager
 def reading_nothing(one: Served) -> Iterator[None]:
-    """A client whose stream has filled every buffer on its way, so that the server cannot write to it."""
+    """A client whose stream has filled every buffer on its way, so that the server cannot write to
+    it.
+    """
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect((one.host, one.port))
-        body = json.dumps({"text": "say:" + "x" * 64, "stream": True, "sampling_params": {
-            "max_new_tokens": 200_000, "ignore_eos": True}}).encode()
-        slow.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                     b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        body = json.dumps(
+            {
+                "text": "say:" + "x" * 64,
+                "stream": True,
+                "sampling_params": {"max_new_tokens": 200_000, "ignore_eos": True},
+            }
+        ).encode()
+        slow.sendall(
+            b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(body) + body
+        )
         connections = one.server._http.server_state.connections
-        until(lambda: any(each.flow.write_paused for each in list(connections)), "a write is blocked")
+        until(
+            lambda: any(each.flow.write_paused for each in list(connections)), "a write is blocked"
+        )
         yield
 
 
 def test_a_client_that_does_not_read_slows_nobody_down() -> None:
     """Another is answered while the first one's write is blocked, which no stall timeout ends here."""
     executor = FakeExecutor(step_seconds=0.0002)
-    with served(executor, context=1 << 20, server={"stall_timeout": 10 * LIMIT}) as one, reading_nothing(one):
+    with (
+        served(executor, context=1 << 20, server={"stall_timeout": 10 * LIMIT}) as one,
+        reading_nothing(one),
+    ):
         good = HTTP.post(one.url + "/v1/completions", json={"prompt": "say:quick", "max_tokens": 9})
         assert good.json()["choices"][0]["text"] == "quick"
         assert (len(executor.running), executor.stats.aborted) == (1, 0)
@@ -174,7 +242,10 @@ def test_a_client_that_does_not_read_slows_nobody_down() -> None:
 
 def test_a_client_that_does_not_read_is_dropped_alone() -> None:
     executor = FakeExecutor(step_seconds=0.0002)
-    with served(executor, context=1 << 20, server={"stall_timeout": 0.3}) as one, reading_nothing(one):
+    with (
+        served(executor, context=1 << 20, server={"stall_timeout": 0.3}) as one,
+        reading_nothing(one),
+    ):
         one.wait_idle()
         assert executor.stats.aborted == 1
         good = HTTP.post(one.url + "/v1/completions", json={"prompt": "say:quick", "max_tokens": 9})

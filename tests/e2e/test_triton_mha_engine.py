@@ -1,5 +1,6 @@
-"""An engine over the interpreted kernels of ``triton_mha`` gives plain torch's tokens: in chunks, behind cached
-prefixes, beside decoding rows, in slots that are filled up."""
+"""An engine over the interpreted kernels of ``triton_mha`` gives plain torch's tokens: in chunks,
+behind cached prefixes, beside decoding rows, in slots that are filled up."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -13,7 +14,9 @@ from glowplug import LLM, SamplingParams
 from tests.support.tiny import VOCAB, write_config
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: kernels are not interpreted")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a GPU: kernels are not interpreted"
+)
 REPLAYED = {"use": "replaying", "batch_sizes": [1, 3], "prefill": True, "prefill_tokens": [16]}
 
 
@@ -21,12 +24,22 @@ def tokens(folder: Path, attention: str, graphs: dict[str, Any]) -> list[list[in
     """Three prompts at once, and two of them again with other ends."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(2, VOCAB, length).tolist() for length in (3, 19, 33)]
-    params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (6, 3, 4)]
-    with LLM(model=str(folder), plugins=["tests.plugins.replaying", "tests.plugins.interpreted_mha"],
-             weights={"use": "random"},
-             skip_tokenizer=True, dtype="float32", device="cpu", context_length=48, memory={"kv_tokens": 512},
-             scheduler={"max_running_requests": 3, "chunk_size": 11}, attention={"use": attention, "page_size": 16},
-             graphs=graphs) as llm:
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (6, 3, 4)
+    ]
+    with LLM(
+        model=str(folder),
+        plugins=["tests.plugins.replaying", "tests.plugins.interpreted_mha"],
+        weights={"use": "random"},
+        skip_tokenizer=True,
+        dtype="float32",
+        device="cpu",
+        context_length=48,
+        memory={"kv_tokens": 512},
+        scheduler={"max_running_requests": 3, "chunk_size": 11},
+        attention={"use": attention, "page_size": 16},
+        graphs=graphs,
+    ) as llm:
         found = llm.generate(prompts, params)
         found += llm.generate([prompts[1] + [7, 9], prompts[2][:20] + [5]], params[1:])
         llm.control("check")

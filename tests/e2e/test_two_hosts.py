@@ -1,4 +1,7 @@
-"""One engine across two hosts (network namespaces): it answers, and when a side or the link goes, both sides end."""
+"""One engine across two hosts (network namespaces): it answers, and when a side or the link goes,
+both sides end.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -36,4 +39,3 @@ def test_hosts_that_differ_end_before_loading(tmp_path: Path) -> None:
             assert "nothing was loaded" in text and "plugins differ: host 0 (rank 0) has" in text
             assert '"seed":0' in text and '"seed":7' in text and "--plugin" in text
         assert not hosts.engine_pids(0) and not hosts.engine_pids(1)
-

@@ -1,7 +1,9 @@
 """Two hosts as two network namespaces joined by a veth pair, and one engine across them.
 
-``python -m tests.e2e.two_hosts --output docs/benchmarks/two-hosts.json`` runs every case. Needs root and iproute2.
+``python -m tests.e2e.two_hosts --output docs/benchmarks/two-hosts.json`` runs every case. Needs
+root and iproute2.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -28,7 +30,16 @@ DIST_TIMEOUT = 10.0  #: seconds, as given by --dist-timeout
 SETTLE = 4.0  #: seconds beyond it for processes to end on a busy machine
 START = 180.0  #: seconds for the engine to be ready
 PORT, STORE, RAY = 30000, 29500, 6379  # NOTE: in namespaces of our own, so nobody else has them
-ENGINE = ("--tp", "2", "--dist-timeout", str(DIST_TIMEOUT), "--max-total-tokens", "2048", "--context-length", "512")
+ENGINE = (
+    "--tp",
+    "2",
+    "--dist-timeout",
+    str(DIST_TIMEOUT),
+    "--max-total-tokens",
+    "2048",
+    "--context-length",
+    "512",
+)
 ASK = """
 from openai import OpenAI
 client = OpenAI(base_url="http://10.91.0.1:{port}/v1", api_key="none")
@@ -59,15 +70,29 @@ class Hosts:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._started = folder, []  # type: tuple[Path, list[Started]]
-        self.scratch = Path(tempfile.mkdtemp(prefix="ray"))  # NOTE: of short name: Ray puts sockets into it, 107 bytes
+        self.scratch = Path(
+            tempfile.mkdtemp(prefix="ray")
+        )  # NOTE: of short name: Ray puts sockets into it, 107 bytes
         tag = uuid.uuid4().hex[:6]
         self.names, self.links = (f"gpa{tag}", f"gpb{tag}"), (f"va{tag}", f"vb{tag}")
 
     def __enter__(self) -> Hosts:
         for name in self.names:
             ip("netns", "add", name)
-        ip("link", "add", self.links[0], "netns", self.names[0], "type", "veth",
-           "peer", "name", self.links[1], "netns", self.names[1])
+        ip(
+            "link",
+            "add",
+            self.links[0],
+            "netns",
+            self.names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            self.links[1],
+            "netns",
+            self.names[1],
+        )
         for host, (name, link) in enumerate(zip(self.names, self.links, strict=True)):
             ip("-n", name, "addr", "add", f"10.91.0.{host + 1}/24", "dev", link)
             ip("-n", name, "link", "set", link, "up")
@@ -78,22 +103,32 @@ class Hosts:
         for one in self._started:
             one.kill()
         for name in self.names:
-            for pid in subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True,
-                                      check=False).stdout.split():
+            for pid in subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+            ).stdout.split():
                 with _gone():
                     os.kill(int(pid), signal.SIGKILL)
             ip("netns", "del", name)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def start(self, host: int, *words: str, **environment: str) -> Started:
-        one = Started(self.names[host], self.folder / f"{len(self._started)}.log", words, environment)
+        one = Started(
+            self.names[host], self.folder / f"{len(self._started)}.log", words, environment
+        )
         self._started.append(one)
         return one
 
     def run(self, host: int, *words: str, timeout: float = 120.0, **environment: str) -> str:
         """Output of a command that must succeed."""
-        done = subprocess.run(["ip", "netns", "exec", self.names[host], *words], capture_output=True, text=True,
-                              timeout=timeout, env=_environment(environment), cwd=ROOT, check=False)
+        done = subprocess.run(
+            ["ip", "netns", "exec", self.names[host], *words],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=_environment(environment),
+            cwd=ROOT,
+            check=False,
+        )
         if done.returncode:
             raise RuntimeError(f"{' '.join(words)}: {done.stdout}\n{done.stderr}")
         return done.stdout
@@ -102,14 +137,18 @@ class Hosts:
         ip("-n", self.names[1], "link", "set", self.links[1], "down")
 
     def engine_pids(self, host: int, launcher: bool = False) -> set[int]:
-        """Processes of the engine on a host; Ray's own apart, and PyTorch's launcher unless it is asked for."""
+        """Processes of the engine on a host; Ray's own apart, and PyTorch's launcher unless it is
+        asked for.
+        """
         found = set()
-        for pid in subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True,
-                                  check=True).stdout.split():
+        for pid in subprocess.run(
+            ["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True
+        ).stdout.split():
             with _gone():
                 words = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode()
                 if re.search(r"glowplug serve|spawn_main|RankActor", words) and (
-                        launcher or "torch.distributed.run" not in words):
+                    launcher or "torch.distributed.run" not in words
+                ):
                     found.add(int(pid))
         return found
 
@@ -117,11 +156,18 @@ class Hosts:
 class Started:
     """A process in a namespace, its output in a file."""
 
-    def __init__(self, namespace: str, log: Path, words: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, namespace: str, log: Path, words: Sequence[str], environment: dict[str, str]
+    ) -> None:
         self.log = log
         with log.open("w") as out:
-            self.process = subprocess.Popen(["ip", "netns", "exec", namespace, *words], stdout=out, stderr=out,
-                                            env=_environment(environment), cwd=ROOT)
+            self.process = subprocess.Popen(
+                ["ip", "netns", "exec", namespace, *words],
+                stdout=out,
+                stderr=out,
+                env=_environment(environment),
+                cwd=ROOT,
+            )
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -149,7 +195,7 @@ def _environment(more: dict[str, str]) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
 
 
-# ---- one engine across both -----------------------------------------------------------------------------------------
+# ---- one engine across both ----------------------------------------------------------------------
 
 
 def serve_words(*more: str) -> list[str]:
@@ -158,32 +204,105 @@ def serve_words(*more: str) -> list[str]:
 
 def start_flags(hosts: Hosts, *more: str) -> tuple[Started, Started]:
     """The same command on both hosts."""
-    first, second = (hosts.start(host, sys.executable, *serve_words(
-        "--nnodes", "2", "--node-rank", str(host), "--dist-init-addr", f"10.91.0.1:{STORE}", *(more if host else ())))
-        for host in (0, 1))
+    first, second = (
+        hosts.start(
+            host,
+            sys.executable,
+            *serve_words(
+                "--nnodes",
+                "2",
+                "--node-rank",
+                str(host),
+                "--dist-init-addr",
+                f"10.91.0.1:{STORE}",
+                *(more if host else ()),
+            ),
+        )
+        for host in (0, 1)
+    )
     return first, second
 
 
 def start_torchrun(hosts: Hosts) -> tuple[Started, Started]:
-    first, second = (hosts.start(host, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank",
-                                 str(host), "--nproc-per-node", "1", "--master-addr", "10.91.0.1", "--master-port",
-                                 str(STORE), *serve_words()) for host in (0, 1))
+    first, second = (
+        hosts.start(
+            host,
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(host),
+            "--nproc-per-node",
+            "1",
+            "--master-addr",
+            "10.91.0.1",
+            "--master-port",
+            str(STORE),
+            *serve_words(),
+        )
+        for host in (0, 1)
+    )
     return first, second
 
 
 def start_ray(hosts: Hosts) -> tuple[Started, Started]:
-    """Ray is there already on both; the driver is on host 0. The second of the pair is Ray on host 1."""
+    """Ray is there already on both; the driver is on host 0. The second of the pair is Ray on host
+    1.
+    """
     ray, temporary = str(Path(sys.executable).with_name("ray")), str(hosts.scratch)
-    usual = ("--num-cpus", "1", "--disable-usage-stats", "--object-store-memory", "100000000", "--block")
+    usual = (
+        "--num-cpus",
+        "1",
+        "--disable-usage-stats",
+        "--object-store-memory",
+        "100000000",
+        "--block",
+    )
     quiet = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
-    head = hosts.start(0, ray, "start", "--head", "--node-ip-address", "10.91.0.1", "--port", str(RAY), "--temp-dir",
-                temporary, "--include-dashboard", "false", *usual, **quiet)
+    head = hosts.start(
+        0,
+        ray,
+        "start",
+        "--head",
+        "--node-ip-address",
+        "10.91.0.1",
+        "--port",
+        str(RAY),
+        "--temp-dir",
+        temporary,
+        "--include-dashboard",
+        "false",
+        *usual,
+        **quiet,
+    )
     _until(head, "Ray runtime started")
-    second = hosts.start(1, ray, "start", "--address", f"10.91.0.1:{RAY}", "--node-ip-address", "10.91.0.2", *usual,
-                         **quiet)
+    second = hosts.start(
+        1,
+        ray,
+        "start",
+        "--address",
+        f"10.91.0.1:{RAY}",
+        "--node-ip-address",
+        "10.91.0.2",
+        *usual,
+        **quiet,
+    )
     _until(second, "Ray runtime started")
-    first = hosts.start(0, sys.executable, *serve_words(
-        "--nnodes", "2", "--distributed-executor-backend", "ray", "--dist-init-addr", f"10.91.0.1:{RAY}"), **quiet)
+    first = hosts.start(
+        0,
+        sys.executable,
+        *serve_words(
+            "--nnodes",
+            "2",
+            "--distributed-executor-backend",
+            "ray",
+            "--dist-init-addr",
+            f"10.91.0.1:{RAY}",
+        ),
+        **quiet,
+    )
     return first, second
 
 
@@ -211,8 +330,8 @@ def ready(hosts: Hosts, first: Started) -> None:
 
 @dataclass
 class Outcome:
-    """``seconds``: from the fault until the engine's processes had gone on host 0 and on host 1; ``launcher``: until
-    PyTorch's launcher, which looks after them at its own pace, had gone too."""
+    """``seconds``: from the fault until the engine's processes had gone on host 0 and on host 1;
+    ``launcher``: until PyTorch's launcher, which looks after them at its own pace, had gone too."""
 
     answer: str
     seconds: tuple[float | None, float | None]
@@ -224,7 +343,9 @@ class Outcome:
         for host, seconds in enumerate(self.seconds):
             if seconds is None or seconds > DIST_TIMEOUT + SETTLE:
                 found.append(f"host {host} ended after {seconds} s")
-        for host in WITNESS[fault] if way != "ray" else [host for host in WITNESS[fault] if host == 0]:
+        for host in (
+            WITNESS[fault] if way != "ray" else [host for host in WITNESS[fault] if host == 0]
+        ):
             other = f"host {1 - host}" if way != "ray" else "rank [01]"
             if not re.search(rf"engine has stopped: .*{other}", self.said[host]):
                 found.append(f"host {host} said {self.said[host]!r}")
@@ -249,7 +370,9 @@ def run(way: str, fault: str, folder: Path) -> Outcome:
                 with _gone():
                     os.kill(pid, signal.SIGKILL)
         seconds = _ends(hosts, began, launcher=False)
-        return Outcome(answer, seconds, _ends(hosts, began, launcher=True), (_reason(first), _reason(second)))
+        return Outcome(
+            answer, seconds, _ends(hosts, began, launcher=True), (_reason(first), _reason(second))
+        )
 
 
 def _ends(hosts: Hosts, began: float, launcher: bool) -> tuple[float | None, float | None]:
@@ -263,7 +386,11 @@ def _ends(hosts: Hosts, began: float, launcher: bool) -> tuple[float | None, flo
 
 
 def _reason(one: Started) -> str:
-    lines = [line for line in one.text().splitlines() if "the engine has stopped" in line or "PlanRefused" in line]
+    lines = [
+        line
+        for line in one.text().splitlines()
+        if "the engine has stopped" in line or "PlanRefused" in line
+    ]
     return lines[-1].partition("] ")[2][:300] if lines else ""
 
 
@@ -275,20 +402,36 @@ def main() -> None:
     import torch
 
     rows: list[dict[str, Any]] = []
-    about = {"command": "python -m tests.e2e.two_hosts " + " ".join(sys.argv[1:]),
-             "date": datetime.date.today().isoformat(), "model": "embedded, tp 2, one rank a host, CPU",
-             "versions": {"python": platform.python_version(), "torch": torch.__version__},
-             "dist_timeout_seconds": DIST_TIMEOUT}
+    about = {
+        "command": "python -m tests.e2e.two_hosts " + " ".join(sys.argv[1:]),
+        "date": datetime.date.today().isoformat(),
+        "model": "embedded, tp 2, one rank a host, CPU",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "dist_timeout_seconds": DIST_TIMEOUT,
+    }
     for way in args.ways:
         for fault in WITNESS:
             with tempfile.TemporaryDirectory() as folder:
                 outcome = run(way, fault, Path(folder))
-            rows.append({"way": way, "fault": fault, "answer": outcome.answer,
-                         "seconds_to_end": {f"host {host}": outcome.seconds[host] for host in (0, 1)},
-                         **({"launcher_seconds_to_end": {f"host {host}": outcome.launcher[host] for host in (0, 1)}}
-                            if way == "torchrun" else {}),
-                         "said": {f"host {host}": outcome.said[host] for host in WITNESS[fault]},
-                         "wrong": outcome.wrong(fault, way)})
+            rows.append(
+                {
+                    "way": way,
+                    "fault": fault,
+                    "answer": outcome.answer,
+                    "seconds_to_end": {f"host {host}": outcome.seconds[host] for host in (0, 1)},
+                    **(
+                        {
+                            "launcher_seconds_to_end": {
+                                f"host {host}": outcome.launcher[host] for host in (0, 1)
+                            }
+                        }
+                        if way == "torchrun"
+                        else {}
+                    ),
+                    "said": {f"host {host}": outcome.said[host] for host in WITNESS[fault]},
+                    "wrong": outcome.wrong(fault, way),
+                }
+            )
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
             args.output.write_text(json.dumps({**about, "cases": rows}, indent=1) + "\n")
 

@@ -1,7 +1,10 @@
-"""The combinations that one GPU is tried with: models of the libraries' head sizes, cells, and which are admitted.
+"""The combinations that one GPU is tried with: models of the libraries' head sizes, cells, and
+which are admitted.
 
-One dense and one MoE layer each, and weights of which drafts hit now and then; ``gpu_combinations.py`` runs them.
+One dense and one MoE layer each, and weights of which drafts hit now and then;
+``gpu_combinations.py`` runs them.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -21,35 +24,89 @@ from tests.support.tiny import CONFIGS
 VOCAB, CONTEXT, ROWS, KV_TOKENS, SEED = 509, 256, 6, 2048, 5
 AGREEING = ("tests.plugins.agreeing",)
 WEIGHTS = {"use": "agreeing", "seed": SEED, "spread": 1.2}
-_MLA = {"hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 512,
-        "moe_intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": VOCAB, "torch_dtype": "bfloat16"}
+_MLA = {
+    "hidden_size": 256,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCAB,
+    "torch_dtype": "bfloat16",
+}
 MODELS: dict[str, dict[str, Any]] = {
     "v2": {**CONFIGS["v2"], **_MLA},
     "v3": {**CONFIGS["v3"], **_MLA, "q_lora_rank": 256, "num_nextn_predict_layers": 1},
     "v3_fp8": {**CONFIGS["v3_fp8"], **_MLA, "q_lora_rank": 256, "num_nextn_predict_layers": 1},
-    "v2_awq": {**CONFIGS["v2"], **_MLA, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128,
-                                                               "zero_point": True, "version": "gemm"}},
-    "v3_int8": {**CONFIGS["v3"], **_MLA, "q_lora_rank": 256, "quantization_config": {"quant_method": "w8a8_int8"}},
-    "llama": {**CONFIGS["llama"], "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2,
-              "head_dim": 128, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": VOCAB,
-              "torch_dtype": "bfloat16"},
+    "v2_awq": {
+        **CONFIGS["v2"],
+        **_MLA,
+        "quantization_config": {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 128,
+            "zero_point": True,
+            "version": "gemm",
+        },
+    },
+    "v3_int8": {
+        **CONFIGS["v3"],
+        **_MLA,
+        "q_lora_rank": 256,
+        "quantization_config": {"quant_method": "w8a8_int8"},
+    },
+    "llama": {
+        **CONFIGS["llama"],
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCAB,
+        "torch_dtype": "bfloat16",
+    },
 }
-SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "kv_lora_rank", "qk_nope_head_dim",
-         "qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_intermediate_size", "head_dim", "q_lora_rank")
+SIZES = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "head_dim",
+    "q_lora_rank",
+)
 KINDS = {"llama": "mha"}
-SCHEMES = {"v3_fp8": "block_fp8", "v2_awq": "awq", "v3_int8": "w8a8_int8"}  #: of checkpoints that come quantised
-NARROW = {"v2_awq": "v2", "v3_int8": "v3"}  #: models of which each backend runs once, and whose sizes theirs are
+SCHEMES = {
+    "v3_fp8": "block_fp8",
+    "v2_awq": "awq",
+    "v3_int8": "w8a8_int8",
+}  #: of checkpoints that come quantised
+NARROW = {
+    "v2_awq": "v2",
+    "v3_int8": "v3",
+}  #: models of which each backend runs once, and whose sizes theirs are
 #: how the reference keeps quantised weights: dequantised, and activations as they are
-DENSE: dict[str, dict[str, Any]] = {"fp8": {"use": "block_fp8", "activations": "none"},
-                                    "int8": {"use": "w8a8_int8", "activations": "none"},
-                                    "awq": {"use": "awq", "dequantize": True}}
+DENSE: dict[str, dict[str, Any]] = {
+    "fp8": {"use": "block_fp8", "activations": "none"},
+    "int8": {"use": "w8a8_int8", "activations": "none"},
+    "awq": {"use": "awq", "dequantize": True},
+}
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What a number format may cost: ``regret`` is how far a chosen token's log-probability lies below the reference's
-    best (mean over all tokens), ``shift`` how far the engine's own log-probability lies from the reference's (median).
+    """What a number format may cost: ``regret`` is how far a chosen token's log-probability lies
+    below the reference's best (mean over all tokens), ``shift`` how far the engine's own
+    log-probability lies from the reference's (median).
     """
 
     regret: float
@@ -61,7 +118,9 @@ BOUNDS = {"exact": Bound(1e-3, 1e-3), "bfloat16": Bound(0.02, 0.03), "fp8": Boun
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination. ``steps``: of NextN, 0 for none. ``provider``: who multiplies ("experts=cutlass")."""
+    """One combination. ``steps``: of NextN, 0 for none. ``provider``: who multiplies
+    ("experts=cutlass").
+    """
 
     model: str
     attention: str
@@ -78,12 +137,21 @@ class Cell:
 
     @property
     def name(self) -> str:
-        chosen = [value for value in (self.quantization, self.ops, self.kv_dtype) if value != "auto"]
+        chosen = [
+            value for value in (self.quantization, self.ops, self.kv_dtype) if value != "auto"
+        ]
         chosen += [f"absorbed_{self.absorbed}"] if self.absorbed != "auto" else []
         chosen += [self.provider.replace("=", "_")] if self.provider != "auto" else []
-        said = [self.model, self.attention, *chosen, self.graphs, f"nextn{self.steps}" if self.steps else "",
-                "" if self.radix else "no_radix", "chunked" if self.chunked else "",
-                "" if self.overlap else "no_overlap"]
+        said = [
+            self.model,
+            self.attention,
+            *chosen,
+            self.graphs,
+            f"nextn{self.steps}" if self.steps else "",
+            "" if self.radix else "no_radix",
+            "chunked" if self.chunked else "",
+            "" if self.overlap else "no_overlap",
+        ]
         return "-".join(part for part in said if part)
 
     @property
@@ -99,13 +167,25 @@ class Cell:
 
     def config(self, folder: Path, device: str) -> dict[str, Any]:
         found: dict[str, Any] = {
-            "model": str(folder / self.model), "skip_tokenizer": True, "device": device, "context_length": CONTEXT,
-            "dtype": "float32" if device == "cpu" else "bfloat16", "memory": {"kv_tokens": KV_TOKENS},
-            "attention": {"use": self.attention, "kv_dtype": self.kv_dtype,
-                          **({} if self.absorbed == "auto" else {"absorbed": self.absorbed})}, "weights": WEIGHTS,
-            "cache": {"use": "radix" if self.radix else "none"}, "graphs": {"use": self.graphs},
-            "scheduler": {"max_running_requests": ROWS, "chunk_size": 48 if self.chunked else CONTEXT,
-                          "overlap": self.overlap},
+            "model": str(folder / self.model),
+            "skip_tokenizer": True,
+            "device": device,
+            "context_length": CONTEXT,
+            "dtype": "float32" if device == "cpu" else "bfloat16",
+            "memory": {"kv_tokens": KV_TOKENS},
+            "attention": {
+                "use": self.attention,
+                "kv_dtype": self.kv_dtype,
+                **({} if self.absorbed == "auto" else {"absorbed": self.absorbed}),
+            },
+            "weights": WEIGHTS,
+            "cache": {"use": "radix" if self.radix else "none"},
+            "graphs": {"use": self.graphs},
+            "scheduler": {
+                "max_running_requests": ROWS,
+                "chunk_size": 48 if self.chunked else CONTEXT,
+                "overlap": self.overlap,
+            },
         }
         if self.quantization != "auto":
             found["quantization"] = {"use": self.quantization}
@@ -121,58 +201,108 @@ class Cell:
 
 def named(plugins: PluginSet, slot: str, device: str, kind: str = "") -> list[str]:
     """Components of a slot that run on ``device``, and of attention those of ``kind``."""
-    return [component.name for component, _, _ in plugins.components(slot) if device in component.offers.devices
-            and (not kind or kind in getattr(component.offers, "kinds", ()))]
+    return [
+        component.name
+        for component, _, _ in plugins.components(slot)
+        if device in component.offers.devices
+        and (not kind or kind in getattr(component.offers, "kinds", ()))
+    ]
 
 
 def providers(plugins: PluginSet, scheme: str) -> list[str]:
     """Everybody whom the scheme's options can name, as ``option=value``."""
-    options = next(component.options for component, _, _ in plugins.components("quantization")
-                   if component.name == scheme)
-    return [f"{option}={value}" for option in ("gemm", "experts") if option in options.model_fields
-            for value in typing.get_args(options.model_fields[option].annotation) if value != "auto"]
+    options = next(
+        component.options
+        for component, _, _ in plugins.components("quantization")
+        if component.name == scheme
+    )
+    return [
+        f"{option}={value}"
+        for option in ("gemm", "experts")
+        if option in options.model_fields
+        for value in typing.get_args(options.model_fields[option].annotation)
+        if value != "auto"
+    ]
 
 
 def matrix(plugins: PluginSet, device: str) -> list[Cell]:
     """The whole of it, admitted or not."""
     found = []
-    absorbing = [component.name for component, _, _ in plugins.components("attention")
-                 if "absorbed" in component.options.model_fields and device in component.offers.devices]
+    absorbing = [
+        component.name
+        for component, _, _ in plugins.components("attention")
+        if "absorbed" in component.options.model_fields and device in component.offers.devices
+    ]
     for model in MODELS:
         backends = named(plugins, "attention", device, KINDS.get(model, "mla"))
         if model in SCHEMES:
             own = "triton_mla" if "triton_mla" in backends else backends[0]
-            found += [Cell(model, own, provider=provider, graphs=graph, steps=steps) for provider, graph, steps in
-                      itertools.product(providers(plugins, SCHEMES[model]), named(plugins, "graphs", device),
-                                        (0, 1) if model.startswith("v3") else (0,))]
+            found += [
+                Cell(model, own, provider=provider, graphs=graph, steps=steps)
+                for provider, graph, steps in itertools.product(
+                    providers(plugins, SCHEMES[model]),
+                    named(plugins, "graphs", device),
+                    (0, 1) if model.startswith("v3") else (0,),
+                )
+            ]
         if model in NARROW:
-            found += [Cell(model, backend, graphs=graph) for backend, graph in
-                      itertools.product(backends, named(plugins, "graphs", device))]
+            found += [
+                Cell(model, backend, graphs=graph)
+                for backend, graph in itertools.product(backends, named(plugins, "graphs", device))
+            ]
             continue
         quantizations = ["auto"] if model.endswith("fp8") else ["auto", "block_fp8"]
         graphs = named(plugins, "graphs", device)
         switches = itertools.product((0, 1, 3), (True, False), (False, True), (True, False))
-        for backend, quantization, graph, (steps, *rest) in itertools.product(backends, quantizations, graphs,
-                                                                              list(switches)):
-            found.append(Cell(model, backend, quantization, graphs=graph, steps=steps, radix=rest[0],
-                              chunked=rest[1], overlap=rest[2]))
-        found += [Cell(model, backend, "w8a8_int8", graphs=graph) for backend, graph in
-                  itertools.product(backends, graphs) if not model.endswith("fp8")]
-        found += [Cell(model, backend, ops=ops, graphs=graph) for backend, ops, graph in
-                  itertools.product(backends, named(plugins, "ops", device), graphs)]
-        found += [Cell(model, backend, absorbed="fp8", graphs=graph, steps=steps) for backend, graph, steps in
-                  itertools.product(absorbing if model == "v3_fp8" else (), graphs, (0, 1))]
-        found += [Cell(model, backend, kv_dtype="fp8_e4m3", graphs=graph, steps=steps) for backend, graph, steps in
-                  itertools.product(backends, graphs, (0, 1))]
+        for backend, quantization, graph, (steps, *rest) in itertools.product(
+            backends, quantizations, graphs, list(switches)
+        ):
+            found.append(
+                Cell(
+                    model,
+                    backend,
+                    quantization,
+                    graphs=graph,
+                    steps=steps,
+                    radix=rest[0],
+                    chunked=rest[1],
+                    overlap=rest[2],
+                )
+            )
+        found += [
+            Cell(model, backend, "w8a8_int8", graphs=graph)
+            for backend, graph in itertools.product(backends, graphs)
+            if not model.endswith("fp8")
+        ]
+        found += [
+            Cell(model, backend, ops=ops, graphs=graph)
+            for backend, ops, graph in itertools.product(
+                backends, named(plugins, "ops", device), graphs
+            )
+        ]
+        found += [
+            Cell(model, backend, absorbed="fp8", graphs=graph, steps=steps)
+            for backend, graph, steps in itertools.product(
+                absorbing if model == "v3_fp8" else (), graphs, (0, 1)
+            )
+        ]
+        found += [
+            Cell(model, backend, kv_dtype="fp8_e4m3", graphs=graph, steps=steps)
+            for backend, graph, steps in itertools.product(backends, graphs, (0, 1))
+        ]
     return found
 
 
-def admitted(cells: Sequence[Cell], plugins: PluginSet, folder: Path, device: str) -> tuple[list[Cell], dict[str, int]]:
+def admitted(
+    cells: Sequence[Cell], plugins: PluginSet, folder: Path, device: str
+) -> tuple[list[Cell], dict[str, int]]:
     """Cells whose plan is made, and the reasons of the others with their counts."""
     kept, reasons = [], {}
     for cell in cells:
         try:
-            make_plan(cell.config(folder, device), plugins=plugins, contributed={"executor.use": "inline"})
+            make_plan(
+                cell.config(folder, device), plugins=plugins, contributed={"executor.use": "inline"}
+            )
             kept.append(cell)
         except PlanRefused as refused:
             why = f"{refused.refusals[0].field}: {refused.refusals[0].reason}"
@@ -181,7 +311,9 @@ def admitted(cells: Sequence[Cell], plugins: PluginSet, folder: Path, device: st
 
 
 def pairwise(cells: Sequence[Cell], seed: int, most: int = 1 << 30) -> list[Cell]:
-    """A sample in which every two values that occur together in a cell do so at least once, as far as ``most`` goes."""
+    """A sample in which every two values that occur together in a cell do so at least once, as far
+    as ``most`` goes.
+    """
     rng = random.Random(seed)
     pool = list(cells)
     rng.shuffle(pool)

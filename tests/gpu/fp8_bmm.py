@@ -1,12 +1,14 @@
 """Speed and error of MLA's absorbed products (W_UK's and W_UV's) by weights in bfloat16 and in FP8.
 
-``python -m tests.gpu.fp8_bmm --output docs/benchmarks/fp8-bmm-h200.json``, on one GPU. Ways: cuBLAS's batched product
-and
-this project's kernel in bfloat16; this project's kernel over E4M3 blocks; and where sgl_kernel is installed its
-``bmm_fp8``, which takes E4M3 activations too, one scale a tensor (casts of activations are not counted). Times are
-those of a graph that goes through as many layers' weights as do not fit the second-level cache. Errors are relative to
-the float64 product of the unrounded weights, which for a published FP8 checkpoint are the E4M3 blocks themselves.
+``python -m tests.gpu.fp8_bmm --output docs/benchmarks/fp8-bmm-h200.json``, on one GPU. Ways:
+cuBLAS's batched product and
+this project's kernel in bfloat16; this project's kernel over E4M3 blocks; and where sgl_kernel is
+installed its ``bmm_fp8``, which takes E4M3 activations too, one scale a tensor (casts of
+activations are not counted). Times are those of a graph that goes through as many layers' weights
+as do not fit the second-level cache. Errors are relative to the float64 product of the unrounded
+weights, which for a published FP8 checkpoint are the E4M3 blocks themselves.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -30,7 +32,10 @@ REPLAYS = 5
 MOST = 64  #: tokens that this project's kernels for few of them are tried with
 LIBRARY = "fp8 x fp8 library"
 #: columns and warps of a program of the kernel for stored blocks
-CUTS = {"W_UK": ((64, 4), (128, 4), (128, 8)), "W_UV": ((16, 4), (32, 4), (32, 8), (64, 4), (64, 8))}
+CUTS = {
+    "W_UK": ((64, 4), (128, 4), (128, 8)),
+    "W_UV": ((16, 4), (32, 4), (32, 8), (64, 4), (64, 8)),
+}
 Work = Callable[[int], None]  #: the product of one layer
 
 
@@ -46,7 +51,10 @@ class Products:
         values, scales = fp8.quantize_weight(both)
         self.blocks = [self._view(values.clone(), scales) for _ in range(count)]
         dense = fp8.dequantize_weight(values, scales, torch.bfloat16)
-        self.dense = [self._part(dense.clone().view(heads, NOPE + VALUE, LORA)) for _ in range(max(2, count // 2))]
+        self.dense = [
+            self._part(dense.clone().view(heads, NOPE + VALUE, LORA))
+            for _ in range(max(2, count // 2))
+        ]
         self.exact = self._part(both.view(heads, NOPE + VALUE, LORA)).double()
         self.stored = fp8.dequantize_weight(*self.blocks[0], torch.float64)
         self.x = torch.randn(tokens, heads, size, device="cuda").bfloat16()
@@ -62,17 +70,21 @@ class Products:
             return Blocks(values[:, :NOPE], scales[:, : NOPE // 128])
         return Blocks(values[:, NOPE:].transpose(1, 2), scales[:, NOPE // 128 :].transpose(1, 2))
 
-    # ---- ways --------------------------------------------------------------------------------------------------------
+    # ---- ways ------------------------------------------------------------------------------------
 
     def ways(self) -> dict[str, Work]:
         found: dict[str, Work] = {"bf16 cublas": self._cublas}
         if self.tokens <= MOST:
             for width in (64,) if self.kind == "W_UK" else (32, 64):
-                found[f"bf16 kernel {width}"] = lambda layer, width=width: self._kernel(layer, width)  # type: ignore[misc]
+                found[f"bf16 kernel {width}"] = lambda layer, width=width: self._kernel(
+                    layer, width
+                )  # type: ignore[misc]
             for width, warps in CUTS[self.kind]:
-                found[f"fp8 kernel {width} {warps}"] = (
-                    lambda layer, width=width, warps=warps: mla_absorbed_fp8.multiply(  # type: ignore[misc]
-                        self.x, self.blocks[layer % len(self.blocks)], self.out, width, warps, True))
+                found[f"fp8 kernel {width} {warps}"] = lambda layer, width=width, warps=warps: (
+                    mla_absorbed_fp8.multiply(  # type: ignore[misc]
+                        self.x, self.blocks[layer % len(self.blocks)], self.out, width, warps, True
+                    )
+                )
         try:
             from sgl_kernel import bmm_fp8
         except ImportError:
@@ -80,7 +92,9 @@ class Products:
         x, x_scale = rounded(self.x.transpose(0, 1).contiguous())
         weight, w_scale = rounded(self.exact.transpose(1, 2).contiguous())
         weights = [weight.clone().transpose(1, 2) for _ in self.blocks]
-        out = torch.empty(self.heads, self.tokens, self.out.shape[2], device="cuda", dtype=torch.bfloat16)
+        out = torch.empty(
+            self.heads, self.tokens, self.out.shape[2], device="cuda", dtype=torch.bfloat16
+        )
 
         def library(layer: int) -> None:
             bmm_fp8(x, weights[layer % len(weights)], x_scale, w_scale, out.dtype, out)
@@ -90,7 +104,11 @@ class Products:
         return found
 
     def _cublas(self, layer: int) -> None:
-        torch.bmm(self.x.transpose(0, 1), self.dense[layer % len(self.dense)], out=self.out.transpose(0, 1))
+        torch.bmm(
+            self.x.transpose(0, 1),
+            self.dense[layer % len(self.dense)],
+            out=self.out.transpose(0, 1),
+        )
 
     def _kernel(self, layer: int, width: int) -> None:
         mla_prologue.by_heads(self.x, self.dense[layer % len(self.dense)], self.out, width, True)
@@ -146,14 +164,21 @@ def measure(tokens: int, heads: int, kind: str) -> dict[str, Any]:
 
 def shown(line: dict[str, Any]) -> str:
     ways = ", ".join(f"{name} {found['us']:.1f}" for name, found in line["ways"].items())
-    ways += "".join(f" {name}: {found['failed']}" for name, found in line["ways"].items() if "failed" in found)
-    errors = {name.partition(" kernel")[0]: found["error_of_unrounded"] for name, found in line["ways"].items()
-              if "failed" not in found}
+    ways += "".join(
+        f" {name}: {found['failed']}" for name, found in line["ways"].items() if "failed" in found
+    )
+    errors = {
+        name.partition(" kernel")[0]: found["error_of_unrounded"]
+        for name, found in line["ways"].items()
+        if "failed" not in found
+    }
     return f"{line['product']} H={line['heads']:3} T={line['tokens']:3}: {ways}; error {errors}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path)
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 128])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
@@ -167,7 +192,10 @@ def main() -> int:
                 lines.append(measure(tokens, heads, kind))
                 print(shown(lines[-1]), flush=True)
     if options.output:
-        said = conditions("cuda") | {"command": "python -m tests.gpu.fp8_bmm " + " ".join(sys.argv[1:]), "lines": lines}
+        said = conditions("cuda") | {
+            "command": "python -m tests.gpu.fp8_bmm " + " ".join(sys.argv[1:]),
+            "lines": lines,
+        }
         options.output.write_text(json.dumps(said, indent=1) + "\n")
     return 0
 

@@ -1,19 +1,22 @@
-"""Logits of every way to compute a model, held against the float32 reference: plain torch, eager, dequantised weights.
+"""Logits of every way to compute a model, held against the float32 reference: plain torch, eager,
+dequantised weights.
 
-A model is cut to its first dense and its first mixture layer, at the published sizes, with seeded weights of proper
-scale. Prompts of 1 to 700 tokens run together, then decode steps follow whose tokens are given (not drawn), so that
-every way reads the same tokens. Logits of all positions are compared, and those of decode steps, which read the cache,
-once more by themselves. Of the embedded model whole chats are read, the end of each in decode steps.
+A model is cut to its first dense and its first mixture layer, at the published sizes, with seeded
+weights of proper scale. Prompts of 1 to 700 tokens run together, then decode steps follow whose
+tokens are given (not drawn), so that every way reads the same tokens. Logits of all positions are
+compared, and those of decode steps, which read the cache, once more by themselves. Of the embedded
+model whole chats are read, the end of each in decode steps.
 
-A block FP8 checkpoint asks for activations rounded to E4M3, a token and 128 channels at a time, before every product.
-Its ways are compared with a second reference, too, which rounds them so in float32 and is the model as its checkpoint
-defines it. Positions whose gates chose other experts than the reference's are told apart (``tests.support.gates``), and
-two
+A block FP8 checkpoint asks for activations rounded to E4M3, a token and 128 channels at a time,
+before every product. Its ways are compared with a second reference, too, which rounds them so in
+float32 and is the model as its checkpoint defines it. Positions whose gates chose other experts
+than the reference's are told apart (``tests.support.gates``), and two
 ways follow a reference's choice of experts.
 
-``python -m tests.gpu.logits --model v2lite v3 --output docs/benchmarks/logits-h200.json``; a model is a shape that
-ships, a folder, or "embedded" (which is not cut).
+``python -m tests.gpu.logits --model v2lite v3 --output docs/benchmarks/logits-h200.json``; a model
+is a shape that ships, a folder, or "embedded" (which is not cut).
 """
+
 from __future__ import annotations
 
 import argparse
@@ -53,9 +56,9 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Distance:
-    """Of one way's logits from the reference's, over all positions. ``kl``: of the reference's distribution from the
-    way's, mean, in nats. ``top1``: share of positions with the same best token; ``shift``: median change of the
-    reference's best token's log-probability."""
+    """Of one way's logits from the reference's, over all positions. ``kl``: of the reference's
+    distribution from the way's, mean, in nats. ``top1``: share of positions with the same best
+    token; ``shift``: median change of the reference's best token's log-probability."""
 
     positions: int
     cosine_min: float
@@ -72,8 +75,15 @@ def distance(want: dict[Key, Tensor], got: dict[Key, Tensor]) -> Distance:
     assert want.keys() == got.keys(), f"{len(want)} positions against {len(got)}"
     columns = [_position(want[key].double(), got[key].double()) for key in sorted(want)]
     cosine, error, kl, same, shift = torch.stack(columns).cpu().numpy().T
-    return Distance(len(columns), float(cosine.min()), float(np.median(cosine)), float(error.max()), float(kl.mean()),
-                    float(same.mean()), float(np.median(shift)))
+    return Distance(
+        len(columns),
+        float(cosine.min()),
+        float(np.median(cosine)),
+        float(error.max()),
+        float(kl.mean()),
+        float(same.mean()),
+        float(np.median(shift)),
+    )
 
 
 def _position(want: Tensor, got: Tensor) -> Tensor:
@@ -82,26 +92,42 @@ def _position(want: Tensor, got: Tensor) -> Tensor:
     best = want.argmax()
     kl = (before.exp() * (before - after)).sum()
     same = (got.argmax() == best).double()
-    return torch.stack([cosine, (want - got).abs().max(), kl, same, (before[best] - after[best]).abs()])
+    return torch.stack(
+        [cosine, (want - got).abs().max(), kl, same, (before[best] - after[best]).abs()]
+    )
 
 
-# ---- ways -----------------------------------------------------------------------------------------------------------
+# ---- ways ----------------------------------------------------------------------------------------
 
 
 def reference(fp8: bool, **changes: Any) -> dict[str, Any]:
     """Everything in plain torch and float32, without absorption."""
-    return {"dtype": "float32", "attention": {"use": "torch_mla", "absorb": False}, "ops": {"use": "torch"},
-            "quantization": {"use": "plain_torch"}, "graphs": EAGER, **changes}
+    return {
+        "dtype": "float32",
+        "attention": {"use": "torch_mla", "absorb": False},
+        "ops": {"use": "torch"},
+        "quantization": {"use": "plain_torch"},
+        "graphs": EAGER,
+        **changes,
+    }
 
 
 def ways(fp8: bool, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and configurations; the first are no engine's but tell what a number format costs by itself."""
+    """Names and configurations; the first are no engine's but tell what a number format costs by
+    itself.
+    """
     if fp8:
-        yield "format: FP8 products, bfloat16", reference(fp8, dtype="bfloat16", quantization=DYNAMIC)
+        yield (
+            "format: FP8 products, bfloat16",
+            reference(fp8, dtype="bfloat16", quantization=DYNAMIC),
+        )
     else:
         yield "format: bfloat16", reference(fp8, dtype="bfloat16")
     for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
-        yield f"format: cache of {name}", reference(fp8, attention={"use": "rounded_mla", "to": name})
+        yield (
+            f"format: cache of {name}",
+            reference(fp8, attention={"use": "rounded_mla", "to": name}),
+        )
     if device == "cpu":
         return
     yield "auto, eager", {"graphs": EAGER}
@@ -117,7 +143,7 @@ def ways(fp8: bool, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "triton_mla, FP8 absorbed", {"attention": {"use": "triton_mla", "absorbed": "fp8"}}
 
 
-# ---- running --------------------------------------------------------------------------------------------------------
+# ---- running -------------------------------------------------------------------------------------
 
 
 def sequences(llm: LLM) -> list[list[int]]:
@@ -129,21 +155,31 @@ def sequences(llm: LLM) -> list[list[int]]:
 
     found = []
     for task in held_out_tasks(CHATS):
-        asked = llm.tokenizer.apply_chat_template([{"role": "user", "content": task.prompt}], thinking=task.think)
+        asked = llm.tokenizer.apply_chat_template(
+            [{"role": "user", "content": task.prompt}], thinking=task.think
+        )
         found.append(llm.tokenizer.encode(asked + task.completion, add_special_tokens=False))
     return [script for script in found if len(script) > 2 * STEPS]
 
 
 def base(folder: str, device: str, weights: str) -> dict[str, Any]:
-    return {"model": folder, "device": device, "skip_tokenizer": folder != "embedded", "weights": {"use": weights},
-            "context_length": 1024, "memory": {"kv_tokens": 8192}, "sampling": {"use": "teacher"},
-            "cache": {"use": "none"}, "scheduler": {"max_running_requests": 16, "chunk_size": 2048}}
+    return {
+        "model": folder,
+        "device": device,
+        "skip_tokenizer": folder != "embedded",
+        "weights": {"use": weights},
+        "context_length": 1024,
+        "memory": {"kv_tokens": 8192},
+        "sampling": {"use": "teacher"},
+        "cache": {"use": "none"},
+        "scheduler": {"max_running_requests": 16, "chunk_size": 2048},
+    }
 
 
 @dataclass(frozen=True)
 class Run:
-    """Logits by position; ``decoded``: those of decode steps; ``plan``: what the plan chose; ``choices``: of its gates,
-    without positions that were computed in a replay."""
+    """Logits by position; ``decoded``: those of decode steps; ``plan``: what the plan chose;
+    ``choices``: of its gates, without positions that were computed in a replay."""
 
     logits: dict[Key, Tensor]
     decoded: frozenset[Key]
@@ -156,7 +192,9 @@ class Run:
     @property
     def watched(self) -> bool:
         """Were the gates seen at every position?"""
-        return bool(self.choices) and all(len(one.keys) == len(self.logits) for one in self.choices.values())
+        return bool(self.choices) and all(
+            len(one.keys) == len(self.logits) for one in self.choices.values()
+        )
 
 
 def run(config: dict[str, Any], forced: Choices | None = None) -> Run:
@@ -167,8 +205,16 @@ def run(config: dict[str, Any], forced: Choices | None = None) -> Run:
         watch = Watch(runner, forced)
         scripts = sequences(llm)
         SCRIPTS[:] = scripts
-        params = [SamplingParams(temperature=0.0, max_tokens=STEPS + 1, ignore_eos=True, prompt_logprobs=0, seed=number)
-                  for number in range(len(scripts))]
+        params = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=STEPS + 1,
+                ignore_eos=True,
+                prompt_logprobs=0,
+                seed=number,
+            )
+            for number in range(len(scripts))
+        ]
         try:
             done = llm.generate([script[: -STEPS - 1] for script in scripts], params)
         finally:
@@ -176,7 +222,9 @@ def run(config: dict[str, Any], forced: Choices | None = None) -> Run:
             found, decoded = dict(SEEN), _decoded(scripts)
             SEEN.clear()
     for completion, script in zip(done, scripts, strict=True):
-        assert completion.token_ids == script[-STEPS - 1 :], f"a request ended early: {completion.error}"
+        assert completion.token_ids == script[-STEPS - 1 :], (
+            f"a request ended early: {completion.error}"
+        )
     choices = watch.choices
     del llm, runner, watch
     gc.collect()
@@ -187,19 +235,31 @@ def run(config: dict[str, Any], forced: Choices | None = None) -> Run:
 
 
 def _decoded(scripts: list[list[int]]) -> frozenset[Key]:
-    return frozenset((number, len(script) - back) for number, script in enumerate(scripts)
-                     for back in range(1, STEPS + 1))
+    return frozenset(
+        (number, len(script) - back)
+        for number, script in enumerate(scripts)
+        for back in range(1, STEPS + 1)
+    )
 
 
-def compare(name: str, folder: str, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+def compare(
+    name: str, folder: str, options: argparse.Namespace
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """(way, its line of the table), one after another."""
-    weights = "safetensors" if name == "embedded" or list(Path(folder).glob("*.safetensors")) else "random"
+    weights = (
+        "safetensors"
+        if name == "embedded" or list(Path(folder).glob("*.safetensors"))
+        else "random"
+    )
     common = base(folder, options.device, weights)
     fp8 = load_plugins(TEACHER).read_model(folder).facts.quant_method == "fp8"
     started = time.monotonic()
     want, rounded = run(common | reference(fp8)), None
     spread = float(torch.stack([line.std() for line in want.logits.values()]).median())
-    yield "reference", {"deviation_of_logits": spread, "seconds": round(time.monotonic() - started, 1)}
+    yield (
+        "reference",
+        {"deviation_of_logits": spread, "seconds": round(time.monotonic() - started, 1)},
+    )
     if fp8:
         started = time.monotonic()
         rounded = run(common | reference(fp8, quantization=DYNAMIC))
@@ -210,7 +270,9 @@ def compare(name: str, folder: str, options: argparse.Namespace) -> Iterator[tup
             continue
         started = time.monotonic()
         try:
-            followed = {FOLLOWS + "reference": want, FOLLOWS + "rounded reference": rounded}.get(way)
+            followed = {FOLLOWS + "reference": want, FOLLOWS + "rounded reference": rounded}.get(
+                way
+            )
             got = run(common | changes, None if followed is None else followed.choices)
             line = compared(want, got) | {"plan": got.plan}
             if rounded is not None:
@@ -223,13 +285,19 @@ def compare(name: str, folder: str, options: argparse.Namespace) -> Iterator[tup
 
 
 def compared(want: Run, got: Run) -> dict[str, Any]:
-    """Distances over all positions, over those of decode steps, and over those whose experts are the reference's."""
+    """Distances over all positions, over those of decode steps, and over those whose experts are
+    the reference's.
+    """
     line = asdict(distance(want.logits, got.logits)) | {
-        "decode": asdict(distance(want.only(want.decoded), got.only(got.decoded)))}
+        "decode": asdict(distance(want.only(want.decoded), got.only(got.decoded)))
+    }
     if want.watched and got.watched:
         said, flipped = flips(want.choices, got.choices)
         kept = want.logits.keys() - flipped
-        line |= {"gates": asdict(said), "same_experts": asdict(distance(want.only(kept), got.only(kept)))}
+        line |= {
+            "gates": asdict(said),
+            "same_experts": asdict(distance(want.only(kept), got.only(kept))),
+        }
     return line
 
 
@@ -237,7 +305,10 @@ def shown(way: str, line: dict[str, Any]) -> str:
     if "cosine_min" not in line:
         return f"{way:28} {json.dumps(line)}"
     said = f"{way:28} {_columns(line)}; decode {_columns(line['decode'])}; {line['seconds']} s ({line['plan']})"
-    for name, part in (("to the reference", line), ("to the rounded reference", line.get("rounded", {}))):
+    for name, part in (
+        ("to the reference", line),
+        ("to the rounded reference", line.get("rounded", {})),
+    ):
         if part is not line and part:
             said += f"\n    {name}: {_columns(part)}; decode {_columns(part['decode'])}"
         if "gates" in part:
@@ -246,8 +317,10 @@ def shown(way: str, line: dict[str, Any]) -> str:
 
 
 def _columns(line: dict[str, Any]) -> str:
-    return (f"cos {line['cosine_min']:.6f} min {line['cosine_median']:.6f} median, max {line['max_error']:.3f} "
-            f"KL {line['kl']:.1e} top-1 {line['top1']:.3f} shift {line['shift']:.4f}")
+    return (
+        f"cos {line['cosine_min']:.6f} min {line['cosine_median']:.6f} median, max {line['max_error']:.3f} "
+        f"KL {line['kl']:.1e} top-1 {line['top1']:.3f} shift {line['shift']:.4f}"
+    )
 
 
 def bad(way: str, line: dict[str, Any]) -> bool:
@@ -257,7 +330,9 @@ def bad(way: str, line: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", nargs="+", default=["v2lite", "v3"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", default="", help="ways whose names match this")
@@ -277,8 +352,9 @@ def main() -> int:
                 found[name][way] = line
                 print(shown(way, line), flush=True)
                 if options.output:
-                    said = conditions(options.device) | {"command": "python -m tests.gpu.logits "
-                                                         + " ".join(sys.argv[1:])}
+                    said = conditions(options.device) | {
+                        "command": "python -m tests.gpu.logits " + " ".join(sys.argv[1:])
+                    }
                     options.output.write_text(json.dumps(said | {"models": found}, indent=1) + "\n")
     return int(any(bad(way, line) for lines in found.values() for way, line in lines.items()))
 

@@ -1,8 +1,10 @@
-"""What a run of tests found, as a file that is right at any moment: ``pytest -p tests.gpu.record --record FILE``.
+"""What a run of tests found, as a file that is right at any moment: ``pytest -p tests.gpu.record
+--record FILE``.
 
-``make gpu-test`` writes it. A run that is cut short says what it had done, what failed and what was not reached, and
-``--left-by FILE`` runs no more than that.
+``make gpu-test`` writes it. A run that is cut short says what it had done, what failed and what was
+not reached, and ``--left-by FILE`` runs no more than that.
 """
+
 from __future__ import annotations
 
 import json
@@ -20,13 +22,25 @@ EVERY = 2.0  #: seconds between two writes, but for failures, which are written 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("record")
-    group.addoption("--record", type=Path, metavar="FILE", help="keep what was found in this file, as it is found")
-    group.addoption("--left-by", type=Path, metavar="FILE", help="only what that record did not reach, or saw fail")
+    group.addoption(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="keep what was found in this file, as it is found",
+    )
+    group.addoption(
+        "--left-by",
+        type=Path,
+        metavar="FILE",
+        help="only what that record did not reach, or saw fail",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--record")
-    if path is not None and not hasattr(config, "workerinput"):  # of processes that share tests out, the first
+    if path is not None and not hasattr(
+        config, "workerinput"
+    ):  # of processes that share tests out, the first
         config.pluginmanager.register(Record(path, config))
 
 
@@ -55,7 +69,9 @@ class Record:
         words = " ".join(map(str, config.invocation_params.args))
         self._path, self._started, self._written = path, time.monotonic(), 0.0
         self._said = conditions_apart() | {"command": f"pytest {words}"}
-        self._tests: dict[str, str] = {}  #: -> passed, failed, skipped or "" where it has not been reached
+        self._tests: dict[
+            str, str
+        ] = {}  #: -> passed, failed, skipped or "" where it has not been reached
         self._failures: dict[str, str] = {}
         self._seconds: Counter[str] = Counter()
 
@@ -91,9 +107,14 @@ class Record:
         counts = Counter(self._tests.values())
         left = [test for test, outcome in self._tests.items() if not outcome]
         found: dict[str, Any] = self._said | {
-            "collected": len(self._tests), **{each: counts[each] for each in ("passed", "failed", "skipped")},
-            "complete": not left, "seconds": round(time.monotonic() - self._started), "failures": self._failures,
-            "not_run": left, "slowest": {test: round(spent) for test, spent in self._seconds.most_common(SLOWEST)}}
+            "collected": len(self._tests),
+            **{each: counts[each] for each in ("passed", "failed", "skipped")},
+            "complete": not left,
+            "seconds": round(time.monotonic() - self._started),
+            "failures": self._failures,
+            "not_run": left,
+            "slowest": {test: round(spent) for test, spent in self._seconds.most_common(SLOWEST)},
+        }
         write_json(self._path, found)
 
 

@@ -1,7 +1,10 @@
-"""What a step on one H200 allocates, found without a GPU: a rank over fake CUDA tensors, whose live bytes are counted.
+"""What a step on one H200 allocates, found without a GPU: a rank over fake CUDA tensors, whose live
+bytes are counted.
 
-Kernels are not run. Triton's launches do nothing; libraries' functions return what the real ones allocate.
+Kernels are not run. Triton's launches do nothing; libraries' functions return what the real ones
+allocate.
 """
+
 from __future__ import annotations
 
 import json
@@ -37,8 +40,12 @@ from glowplug.core.step.kv_pool import KVPool
 from tests.support.source_tree import ROOT
 from tests.support.tiny import write_config
 
-INSTALLED = {"sglang-kernel": "0.4.2.post2", "flashinfer-python": "0.6.11.post1", "triton": "3.6.0",
-             "sgl-deep-gemm": "0.1.0"}
+INSTALLED = {
+    "sglang-kernel": "0.4.2.post2",
+    "flashinfer-python": "0.6.11.post1",
+    "triton": "3.6.0",
+    "sgl-deep-gemm": "0.1.0",
+}
 BLOCK = 512  #: torch's allocator hands out multiples of so many bytes
 OURS = "glowplug"
 MIB = 1 << 20
@@ -93,12 +100,16 @@ class Tally(TorchDispatchMode):
 
 def _site() -> str:
     frames = [frame for frame in traceback.extract_stack() if "/glowplug/" in frame.filename]
-    return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-4:]))
+    return " < ".join(
+        f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-4:])
+    )
 
 
 def plugins_of_the_card() -> PluginSet:
     made = load_plugins(entry_points=False)
-    found = {name: INSTALLED[name] for name in made.packages & INSTALLED.keys()}  # nobody else's are looked for
+    found = {
+        name: INSTALLED[name] for name in made.packages & INSTALLED.keys()
+    }  # nobody else's are looked for
     made.__dict__["software"] = replace(made.software, packages={**made.software.packages, **found})
     return made
 
@@ -109,12 +120,16 @@ def planned(folder: Path, plugins: PluginSet, **config: Any) -> EnginePlan:
 
 
 class Traced:
-    """A rank's model, attention and sampler over fake tensors; ``peak`` runs a step and says what it took."""
+    """A rank's model, attention and sampler over fake tensors; ``peak`` runs a step and says what
+    it took.
+    """
 
     def __init__(self, plan: EnginePlan, plugins: PluginSet, tally: Tally) -> None:
         self.plan, self.tally = plan, tally
         self.place = worker.make_worker(plan, 0)
-        self.builder = worker.RankBuilder(plan, self.place, plugins, lambda *_: None, lambda *_: None)
+        self.builder = worker.RankBuilder(
+            plan, self.place, plugins, lambda *_: None, lambda *_: None
+        )
         self.context = worker.build_context(plan, plugins, self.builder.worker)
         self.model, self.draft, speculative = self.builder._models(self.context)
         for made in (self.model, self.draft):
@@ -144,11 +159,15 @@ def _run(runner: Runner, batch: Any, widest: Any) -> None:
 
 
 def _libraries() -> dict[str, ModuleType]:
-    sgl, flash, mla, deep = (ModuleType(name) for name in (
-        "sgl_kernel", "sgl_kernel.flash_attn", "sgl_kernel.flash_mla", "deep_gemm"))
+    sgl, flash, mla, deep = (
+        ModuleType(name)
+        for name in ("sgl_kernel", "sgl_kernel.flash_attn", "sgl_kernel.flash_mla", "deep_gemm")
+    )
 
     def varlen(q: Any, k: Any, v: Any, **given: Any) -> tuple[Any, Any]:
-        given["out"] = q.new_empty(*q.shape[:2], v.shape[2]) if given.get("out") is None else given["out"]
+        given["out"] = (
+            q.new_empty(*q.shape[:2], v.shape[2]) if given.get("out") is None else given["out"]
+        )
         return given["out"], q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
     def with_cache(q: Any, k_cache: Any, v_cache: Any, **given: Any) -> Any:
@@ -157,18 +176,26 @@ def _libraries() -> dict[str, ModuleType]:
     def metadata(lens: Any, queries: int, heads: int, *rest: Any) -> tuple[Any, Any]:
         return lens.new_empty(132, 8), lens.new_empty(len(lens) + 1)
 
-    def mla_cache(q: Any, kv: Any, table: Any, lens: Any, lora: int, *rest: Any, **given: Any) -> tuple[Any, Any]:
+    def mla_cache(
+        q: Any, kv: Any, table: Any, lens: Any, lora: int, *rest: Any, **given: Any
+    ) -> tuple[Any, Any]:
         rows, width, heads = q.shape[:3]
         parts = rows + 132
-        keep = (q.new_empty(parts, heads * width, lora, dtype=torch.float32), q.new_empty(parts, heads * width))
+        keep = (
+            q.new_empty(parts, heads * width, lora, dtype=torch.float32),
+            q.new_empty(parts, heads * width),
+        )
         del keep
-        return q.new_empty(rows, width, heads, lora), q.new_empty(rows, heads, width, dtype=torch.float32)
+        return q.new_empty(rows, width, heads, lora), q.new_empty(
+            rows, heads, width, dtype=torch.float32
+        )
 
     flash.flash_attn_varlen_func, flash.flash_attn_with_kvcache = varlen, with_cache  # type: ignore[attr-defined]
     mla.get_mla_metadata, mla.flash_mla_with_kvcache = metadata, mla_cache  # type: ignore[attr-defined]
     sgl.flash_attn, sgl.flash_mla = flash, mla  # type: ignore[attr-defined]
     sgl.fp8_blockwise_scaled_mm = lambda x, w, *rest: x.new_empty(  # type: ignore[attr-defined]
-        len(x), w.shape[1], dtype=rest[-1])
+        len(x), w.shape[1], dtype=rest[-1]
+    )
     sgl.fp8_blockwise_scaled_grouped_mm = lambda *_: None  # type: ignore[attr-defined]
     deep.fp8_gemm_nt = deep.m_grouped_fp8_gemm_nt_contiguous = lambda *_: None  # type: ignore[attr-defined]
     deep.m_grouped_fp8_gemm_nt_masked = lambda *_: None  # type: ignore[attr-defined]
@@ -212,15 +239,28 @@ def fake_card() -> Iterator[Tally]:
 
     def sent(parts: Any, device: Any) -> tuple[Any, ...]:
         widths = [placement.width(part) for part in parts]
-        words = [len(part) * width.itemsize // placement.WORD for part, width in zip(parts, widths, strict=True)]
+        words = [
+            len(part) * width.itemsize // placement.WORD
+            for part, width in zip(parts, widths, strict=True)
+        ]
         sizes = [-(-size // placement.ALIGNED) * placement.ALIGNED for size in words]
         pieces = torch.empty(sum(sizes), dtype=torch.int32, device="cuda").split(sizes)
-        return tuple(piece[:size].view(placement.ON_DEVICE[width])
-                     for piece, size, width in zip(pieces, words, widths, strict=True))
+        return tuple(
+            piece[:size].view(placement.ON_DEVICE[width])
+            for piece, size, width in zip(pieces, words, widths, strict=True)
+        )
 
     with ExitStack() as stack:
-        patch = lambda where, name, value: stack.enter_context(mock.patch.object(where, name, value))  # noqa: E731
-        for name, module in _libraries().items():  # without patch.dict, which would forget what is imported meanwhile
+
+        def patch(where: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(where, name, value))
+
+        for (
+            name,
+            module,
+        ) in (
+            _libraries().items()
+        ):  # without patch.dict, which would forget what is imported meanwhile
             sys.modules[name] = module
         patch(JITFunction, "run", lambda *args, **given: None)
         patch(dependent, "options", lambda: {"DEPENDENT": True, "launch_pdl": True})
@@ -231,13 +271,21 @@ def fake_card() -> Iterator[Tally]:
         patch(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         patch(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
         patch(warmup, "_run", _run)
-        patch(torch, "from_numpy", lambda array: torch.empty(array.shape, dtype=from_numpy(array[:0]).dtype))
+        patch(
+            torch,
+            "from_numpy",
+            lambda array: torch.empty(array.shape, dtype=from_numpy(array[:0]).dtype),
+        )
         patch(torch.Tensor, "pin_memory", lambda tensor: tensor)
         patch(torch.Tensor, "cpu", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         patch(torch.Tensor, "copy_", lambda tensor, *_, **given: tensor)
         patch(torch.Tensor, "__getitem__", _get)
         patch(torch.Tensor, "__setitem__", lambda *_: None)
-        for module in [m for name, m in list(sys.modules.items()) if name.startswith(OURS) and hasattr(m, "send")]:
+        for module in [
+            m
+            for name, m in list(sys.modules.items())
+            if name.startswith(OURS) and hasattr(m, "send")
+        ]:
             if module.send is original:
                 patch(module, "send", sent)
         stack.enter_context(fake)
@@ -248,24 +296,49 @@ def fake_card() -> Iterator[Tally]:
 TINY = {"dtype": "bfloat16", "scheduler": {"last_layer": "all"}}
 FULL: dict[str, Any] = {"context_length": 8192, "scheduler": {"max_running_requests": 512}}
 LONG = {"context_length": 65536, "scheduler": {"max_running_requests": 8}}
-MASKED: dict[str, Any] = {"context_length": 8192, "scheduler": {"max_running_requests": 256, "chunk_size": 512}}
-#: name -> (shape that ships or tiny model, layers of a shape, configuration). Prompts go through the last layer with
-#: their sampled tokens alone, so another one is the widest
+MASKED: dict[str, Any] = {
+    "context_length": 8192,
+    "scheduler": {"max_running_requests": 256, "chunk_size": 512},
+}
+#: name -> (shape that ships or tiny model, layers of a shape, configuration). Prompts go through
+#: the last layer with their sampled tokens alone, so another one is the widest
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "v2-lite": ("deepseek-v2-lite", 4, FULL),
     "v2-lite, long": ("deepseek-v2-lite", 4, LONG),
-    "v2-lite, few tokens": ("deepseek-v2-lite", 4, {"scheduler": {"max_running_requests": 16, "chunk_size": 1536}}),
+    "v2-lite, few tokens": (
+        "deepseek-v2-lite",
+        4,
+        {"scheduler": {"max_running_requests": 16, "chunk_size": 1536}},
+    ),
     "v2-lite, triton_mla": ("deepseek-v2-lite", 4, {**LONG, "attention": {"use": "triton_mla"}}),
-    "v2-lite, dense layer": ("deepseek-v2-lite", 1,
-                             {**FULL, "scheduler": {**FULL["scheduler"], "last_layer": "all"}}),
+    "v2-lite, dense layer": (
+        "deepseek-v2-lite",
+        1,
+        {**FULL, "scheduler": {**FULL["scheduler"], "last_layer": "all"}},
+    ),
     "v2-lite, int8": ("deepseek-v2-lite", 4, {**FULL, "quantization": {"use": "w8a8_int8"}}),
     "v3": ("deepseek-v3", 5, FULL),
     "v3, long": ("deepseek-v3", 5, LONG),
-    "v3, own experts": ("deepseek-v3", 6, {**FULL, "quantization": {"use": "block_fp8", "experts": "triton"}}),
-    "v3, masked experts": ("deepseek-v3", 6, {**MASKED, "quantization": {"use": "block_fp8",
-                                                                         "experts": "deep_gemm_masked"}}),
-    "v3, cutlass experts": ("deepseek-v3", 6, {**FULL, "quantization": {"use": "block_fp8", "experts": "cutlass"}}),
-    "v3, few tokens": ("deepseek-v3", 5, {**FULL, "scheduler": {"max_running_requests": 16, "chunk_size": 1024}}),
+    "v3, own experts": (
+        "deepseek-v3",
+        6,
+        {**FULL, "quantization": {"use": "block_fp8", "experts": "triton"}},
+    ),
+    "v3, masked experts": (
+        "deepseek-v3",
+        6,
+        {**MASKED, "quantization": {"use": "block_fp8", "experts": "deep_gemm_masked"}},
+    ),
+    "v3, cutlass experts": (
+        "deepseek-v3",
+        6,
+        {**FULL, "quantization": {"use": "block_fp8", "experts": "cutlass"}},
+    ),
+    "v3, few tokens": (
+        "deepseek-v3",
+        5,
+        {**FULL, "scheduler": {"max_running_requests": 16, "chunk_size": 1024}},
+    ),
     "tiny v2": ("v2", 0, TINY),
     "tiny v3": ("v3", 0, TINY),
     "tiny v3_fp8": ("v3_fp8", 0, TINY),
@@ -278,8 +351,9 @@ def written(folder: Path, name: str, layers: int) -> Path:
     if not layers:
         return write_config(folder, name)
     shape = json.loads((ROOT / "models" / "shapes" / f"{name}.json").read_text())
-    (folder / "config.json").write_text(json.dumps(
-        {**shape, "num_hidden_layers": layers, "num_nextn_predict_layers": 0}))
+    (folder / "config.json").write_text(
+        json.dumps({**shape, "num_hidden_layers": layers, "num_nextn_predict_layers": 0})
+    )
     return folder
 
 
@@ -293,20 +367,31 @@ def case(name: str, plugins: PluginSet, show: bool) -> dict[str, tuple[int, int]
     found = {}
     with fake_card() as tally:
         traced = Traced(plan, plugins, tally)
-        for line, steps in (("activations", warmup.most_tokens), ("logits", warmup.most_logits), ("graphs", captured)):
+        for line, steps in (
+            ("activations", warmup.most_tokens),
+            ("logits", warmup.most_logits),
+            ("graphs", captured),
+        ):
             peak, sites = traced.peak(steps)
             found[line] = lines[line], peak
             if show:
-                print(f"{name}, {line}: planned {lines[line] / MIB:.1f}, traced {peak / MIB:.1f} MiB")
+                print(
+                    f"{name}, {line}: planned {lines[line] / MIB:.1f}, traced {peak / MIB:.1f} MiB"
+                )
                 for where, size in sites.most_common(12):
                     print(f"   {size / MIB:9.2f}  {where}")
     return found
 
 
 def main() -> None:
-    """Planned and traced bytes of the cases named, or of all, as JSON; ``--show``: with the largest allocations."""
+    """Planned and traced bytes of the cases named, or of all, as JSON; ``--show``: with the largest
+    allocations.
+    """
     wanted, plugins = [name for name in sys.argv[1:] if name != "--show"], plugins_of_the_card()
-    print(json.dumps({name: case(name, plugins, "--show" in sys.argv) for name in wanted or CASES}), flush=True)
+    print(
+        json.dumps({name: case(name, plugins, "--show" in sys.argv) for name in wanted or CASES}),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Host time of the scheduler at batch 256, decoding: the target is 150 us a step, the bound here suits loaded machines.
+"""Host time of the scheduler at batch 256, decoding: the target is 150 us a step, the bound here
+suits loaded machines.
 
 A Python loop over the rows would cost ten times the target, so a loose bound still finds one.
 """
+
 from __future__ import annotations
 
 import sys
@@ -28,18 +30,32 @@ BATCH = 256
 
 
 def result_of(batch: Batch) -> StepResult:
-    return StepResult(np.full((batch.num_rows, 1), 7, np.int64), batch.samples.astype(np.int32),
-                      np.zeros(batch.num_rows, np.bool_))
+    return StepResult(
+        np.full((batch.num_rows, 1), 7, np.int64),
+        batch.samples.astype(np.int32),
+        np.zeros(batch.num_rows, np.bool_),
+    )
 
 
 def decoding_scheduler(batch: int) -> Continuous:
     """All rows decode, each with a stop id that never comes; one step is in flight."""
-    plan = bare_plan(context_length=4096, page_size=64, num_pages=batch * 65, max_running=batch, max_queued=batch,
-                     chunk_size=8192, max_step_tokens=8192 + batch)
+    plan = bare_plan(
+        context_length=4096,
+        page_size=64,
+        num_pages=batch * 65,
+        max_running=batch,
+        max_queued=batch,
+        chunk_size=8192,
+        max_step_tokens=8192 + batch,
+    )
     worker = Worker()
     scheduler = Continuous(ContinuousOptions(), plan, worker)
-    scheduler.bind(SequenceTable(batch, 4097, 64), PageAllocator(batch * 65), RadixCache(RadixOptions(), plan, worker),
-                   Fcfs(FcfsOptions(), plan, worker))
+    scheduler.bind(
+        SequenceTable(batch, 4097, 64),
+        PageAllocator(batch * 65),
+        RadixCache(RadixOptions(), plan, worker),
+        Fcfs(FcfsOptions(), plan, worker),
+    )
     for i in range(batch):
         scheduler.add(sequence(i, [i + 8] * 100, max_tokens=3000, stop_ids=frozenset([3])))
     while True:
@@ -67,7 +83,10 @@ def test_host_time_of_a_decode_step() -> None:
         assert batch is not None and len(output.ids) == BATCH
         before = batch
     median, worst = np.median(seconds) * 1e6, np.quantile(seconds, 0.99) * 1e6
-    print(f"next_batch + commit at batch {BATCH}: median {median:.0f} us, p99 {worst:.0f} us", file=sys.stderr)
+    print(
+        f"next_batch + commit at batch {BATCH}: median {median:.0f} us, p99 {worst:.0f} us",
+        file=sys.stderr,
+    )
     assert median < 600 * slowness(paces)
 
 

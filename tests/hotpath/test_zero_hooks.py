@@ -1,4 +1,5 @@
 """Hooks assemble, objects run: not one hook call while tokens are served."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -36,13 +37,27 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_no_hook_is_called_while_tokens_are_served(tmp_path: Path, calls: Counter[str], overlap: bool) -> None:
+def test_no_hook_is_called_while_tokens_are_served(
+    tmp_path: Path, calls: Counter[str], overlap: bool
+) -> None:
     folder = write_config(tmp_path, "v3")
-    with LLM(model=str(folder), weights={"use": "random"}, skip_tokenizer=True, context_length=256,
-             scheduler={"overlap": overlap, "chunk_size": 16}, memory={"kv_tokens": 2048}) as llm:
-        assert calls["worker_started"] == 1, "the counter does not see start-up, so it would see nothing else"
+    with LLM(
+        model=str(folder),
+        weights={"use": "random"},
+        skip_tokenizer=True,
+        context_length=256,
+        scheduler={"overlap": overlap, "chunk_size": 16},
+        memory={"kv_tokens": 2048},
+    ) as llm:
+        assert calls["worker_started"] == 1, (
+            "the counter does not see start-up, so it would see nothing else"
+        )
         calls.clear()
-        params = SamplingParams(temperature=0.7, max_tokens=TOKENS // 4, ignore_eos=True, logprobs=2)
-        done = llm.generate([[5 + i] * (8 + 9 * i) for i in range(4)], params)  # chunked, batched, joined and left
+        params = SamplingParams(
+            temperature=0.7, max_tokens=TOKENS // 4, ignore_eos=True, logprobs=2
+        )
+        done = llm.generate(
+            [[5 + i] * (8 + 9 * i) for i in range(4)], params
+        )  # chunked, batched, joined and left
         assert sum(len(result.token_ids) for result in done) == TOKENS
         assert not calls, f"hooks were called while serving: {dict(calls)}"

@@ -1,9 +1,12 @@
-"""Which variants of kernels a step launches, by its numbers of tokens, found without a GPU: a script that prints JSON.
+"""Which variants of kernels a step launches, by its numbers of tokens, found without a GPU: a
+script that prints JSON.
 
-Launches are recorded instead of done: constants, dtypes, and how Triton specialises integers and pointers. Printed are
-kernels with variants that steps of the warm-up and captured ones do not reach, with token counts that do. The shapes
-are DeepSeek-V2-Lite's with the tables of an H200, and its gate's as well as V3's.
+Launches are recorded instead of done: constants, dtypes, and how Triton specialises integers and
+pointers. Printed are kernels with variants that steps of the warm-up and captured ones do not
+reach, with token counts that do. The shapes are DeepSeek-V2-Lite's with the tables of an H200, and
+its gate's as well as V3's.
 """
+
 from __future__ import annotations
 
 import json
@@ -44,8 +47,13 @@ def record(into: Launches, now: SimpleNamespace) -> None:
     def run(self: Any, *args: Any, **given: Any) -> None:
         given = {name: value for name, value in given.items() if name not in ("grid", "warmup")}
         bound = dict(zip([param.name for param in self.params], args)) | given
-        key = tuple((param.name, specialised(bound.get(param.name, param.default), param)) for param in self.params)
-        rest = tuple(sorted((name, repr(value)) for name, value in given.items() if name.startswith("num_")))
+        key = tuple(
+            (param.name, specialised(bound.get(param.name, param.default), param))
+            for param in self.params
+        )
+        rest = tuple(
+            sorted((name, repr(value)) for name, value in given.items() if name.startswith("num_"))
+        )
         into[self.fn.__name__].setdefault((key, rest), []).append(now.count)
 
     def uncomputed(*given: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -60,8 +68,10 @@ def record(into: Launches, now: SimpleNamespace) -> None:
 
 
 def cold(launches: Launches, warm: set[int]) -> dict[str, list[list[int]]]:
-    found = {name: [counts[:8] for counts in variants.values() if not warm & set(counts)]
-             for name, variants in launches.items()}
+    found = {
+        name: [counts[:8] for counts in variants.values() if not warm & set(counts)]
+        for name, variants in launches.items()
+    }
     return {name: counts for name, counts in found.items() if counts}
 
 
@@ -70,17 +80,25 @@ def token_launches(counts: list[int]) -> Launches:
     found, now = Launches(dict), SimpleNamespace(count=0)
     record(found, now)
     gates = [torch.empty(EXPERTS, HIDDEN, dtype=dtype) for dtype in (torch.float32, BF16)]
-    of_v3, bias, begun = torch.empty(V3, dtype=BF16), torch.empty(V3[0]), torch.zeros(2, dtype=torch.int32)
+    of_v3, bias, begun = (
+        torch.empty(V3, dtype=BF16),
+        torch.empty(V3[0]),
+        torch.zeros(2, dtype=torch.int32),
+    )
     w13 = torch.empty(EXPERTS + SHARED, 2 * INTER, HIDDEN, dtype=BF16)
     w2 = torch.empty(EXPERTS + SHARED, HIDDEN, INTER, dtype=BF16)
     for now.count in counts:
         x = torch.empty(now.count, HIDDEN, dtype=BF16)
         early = moe_experts.begin(x, w13, TOPK + SHARED, SHARED, begun)
         for gate in gates:
-            route.route(x, gate, None, TOPK, 1, 1, False, 1.0, SHARED, None if early is None else begun)
+            route.route(
+                x, gate, None, TOPK, 1, 1, False, 1.0, SHARED, None if early is None else begun
+            )
         route.route(torch.empty(now.count, V3[1], dtype=BF16), of_v3, bias, 8, 8, 4, True, 2.5, 1)
         ids = torch.empty(now.count, TOPK + SHARED, dtype=torch.int32)
-        rows, named = moe_experts.products(x, w13, w2, ids, torch.empty(ids.shape), shared=SHARED, early=early)
+        rows, named = moe_experts.products(
+            x, w13, w2, ids, torch.empty(ids.shape), shared=SHARED, early=early
+        )
         norm.add_rms_norm(rows, x, x[0], 1e-6, named)
     return found
 
@@ -106,15 +124,50 @@ def row_launches(counts: list[int], heads: int) -> Launches:
 
 
 def main() -> None:
-    passes = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536)
-    sizes = Sizes(context_length=CONTEXT, max_running=256, max_queued=1024, max_step_tokens=8448, chunk_size=8192,
-                  page_size=PAGE, num_pages=4096, kv_bytes=0, pass_tokens=passes)
+    passes = (
+        16,
+        32,
+        48,
+        64,
+        96,
+        128,
+        192,
+        256,
+        320,
+        384,
+        512,
+        640,
+        768,
+        896,
+        1024,
+        1152,
+        1280,
+        1536,
+    )
+    sizes = Sizes(
+        context_length=CONTEXT,
+        max_running=256,
+        max_queued=1024,
+        max_step_tokens=8448,
+        chunk_size=8192,
+        page_size=PAGE,
+        num_pages=4096,
+        kv_bytes=0,
+        pass_tokens=passes,
+    )
     tried = counts_between(sizes)
     tokens = {tokens for _, tokens in tried} | {*passes, 13, 2048, 8192, 8447, 8448}
     rows = {rows for rows, _ in tried} | {rows for rows in default_sizes() if rows <= 256}
     every = [*range(passes[-1] + 1, 8449, 13), *range(2048, 8449, 128)]
-    of_rows = {str(heads): cold(row_launches([*sorted(rows), *range(1, 257)], heads), rows) for heads in HEADS}
-    print(json.dumps({"tokens": cold(token_launches([*sorted(tokens), *every]), tokens), "rows": of_rows}))
+    of_rows = {
+        str(heads): cold(row_launches([*sorted(rows), *range(1, 257)], heads), rows)
+        for heads in HEADS
+    }
+    print(
+        json.dumps(
+            {"tokens": cold(token_launches([*sorted(tokens), *every]), tokens), "rows": of_rows}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""A kernel replayed from a graph with other inputs, into poisoned memory, against the reference of those inputs.
+"""A kernel replayed from a graph with other inputs, into poisoned memory, against the reference of
+those inputs.
 
-A kernel that keeps something from the capture, leaves out a row or reads what nobody wrote gives another result. 16-bit
-results have to be within 1% of the float64 reference, FP8 products within 1.2 times the error that rounding to FP8
-itself makes.
+A kernel that keeps something from the capture, leaves out a row or reads what nobody wrote gives
+another result. 16-bit results have to be within 1% of the float64 reference, FP8 products within
+1.2 times the error that rounding to FP8 itself makes.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -19,10 +21,11 @@ Results = Tensor | tuple[Tensor, ...]
 
 @dataclass
 class Case:
-    """Inputs, which a replay overwrites; ``run`` makes results of them; ``want`` makes float64 references.
+    """Inputs, which a replay overwrites; ``run`` makes results of them; ``want`` makes float64
+    references.
 
-    ``within``: how far off a result may be, relative to the reference's norm; by default ``ERROR``. ``read``: what is
-    compared of the results.
+    ``within``: how far off a result may be, relative to the reference's norm; by default ``ERROR``.
+    ``read``: what is compared of the results.
     """
 
     inputs: Sequence[Tensor]
@@ -58,7 +61,9 @@ def check(made: Callable[[int], Case]) -> None:
         graph.replay()
         wanted, within = several(case.want()), case.within()
         bounds = [within] * len(wanted) if isinstance(within, float) else within
-        for number, (got, want, bound) in enumerate(zip(case.read(results), wanted, bounds, strict=True)):
+        for number, (got, want, bound) in enumerate(
+            zip(case.read(results), wanted, bounds, strict=True)
+        ):
             assert distance(got, want) <= bound, f"result {number} at replay {seed}"
 
 

@@ -1,4 +1,5 @@
 """Rows of a paged cache whose pages lie in any order."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -7,10 +8,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def shuffled_pages(lengths: list[int], page: int, rng: np.random.Generator, first_key: int = 0,
-                   spare: int = 0) -> tuple[NDArray[np.int32], list[Tensor]]:
-    """(page table [R, pages of the longest row + spare], each row's slots from ``first_key`` on). Page 0 is nobody's,
-    and places behind a row's pages hold 0."""
+def shuffled_pages(
+    lengths: list[int], page: int, rng: np.random.Generator, first_key: int = 0, spare: int = 0
+) -> tuple[NDArray[np.int32], list[Tensor]]:
+    """(page table [R, pages of the longest row + spare], each row's slots from ``first_key`` on).
+    Page 0 is nobody's, and places behind a row's pages hold 0."""
     need = [-(-length // page) for length in lengths]
     order = rng.permutation(np.arange(1, 1 + sum(need)))
     table, slots = np.zeros((len(lengths), max(need) + spare), np.int32), []

@@ -1,4 +1,5 @@
 """Attention kernels against their float64 definitions."""
+
 from __future__ import annotations
 
 import pytest
@@ -36,15 +37,23 @@ def test_merge_with_an_empty_state_changes_nothing() -> None:
 def test_merge_keeps_extreme_scores() -> None:
     """Scores far beyond exp's range, on either side, do not overflow."""
     out_a, out_b = torch.ones(2, 3), torch.zeros(2, 3)
-    merged, lse = merge_states(out_a, torch.tensor([500.0, -500.0]), out_b, torch.tensor([-500.0, 500.0]))
+    merged, lse = merge_states(
+        out_a, torch.tensor([500.0, -500.0]), out_b, torch.tensor([-500.0, 500.0])
+    )
     assert torch.equal(merged, torch.tensor([[1.0] * 3, [0.0] * 3]))
     assert torch.equal(lse, torch.tensor([500.0, 500.0]))
 
 
 @pytest.mark.parametrize(("count", "keys"), [(1, 1), (1, 33), (5, 5), (7, 40), (33, 64)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
-def test_mha_forms_agree(count: int, keys: int, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = make(count, heads, 9, seed=1), make(keys, kv_heads, 9, seed=2), make(keys, kv_heads, 7, seed=3)
+def test_mha_forms_agree(
+    count: int, keys: int, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = (
+        make(count, heads, 9, seed=1),
+        make(keys, kv_heads, 9, seed=2),
+        make(keys, kv_heads, 7, seed=3),
+    )
     expected = mha.mha_reference(q, k, v, 0.4)
     hidden = torch.arange(keys) > (torch.arange(count) + keys - count).unsqueeze(1)
     bias = torch.zeros(1, count, keys).masked_fill_(hidden, float("-inf"))
@@ -71,4 +80,6 @@ def test_mla_absorbed_equals_its_definition(count: int, keys: int) -> None:
     bias = torch.zeros(1, count, keys).masked_fill_(hidden, float("-inf"))
     q_latent = mla.absorb_query(q_nope, w_uk)
     out = mla.attend_latent(q_latent[None], q_rope[None], latent[None], rope[None], 0.3, bias)[0]
-    torch.testing.assert_close(mla.project_output(out, w_uv).double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        mla.project_output(out, w_uv).double(), expected, rtol=1e-5, atol=1e-6
+    )

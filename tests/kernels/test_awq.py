@@ -1,4 +1,7 @@
-"""Int4 layouts: the published one as AutoAWQ packs it, written here once more from its code, and ours."""
+"""Int4 layouts: the published one as AutoAWQ packs it, written here once more from its code, and
+ours.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -9,7 +12,9 @@ from glowplug.kernels.formats import awq
 
 
 def published(numbers: Tensor) -> Tensor:
-    """uint8 [R, N] -> int32 [R, N / 8], as AutoAWQ's WQLinear_GEMM.from_linear does it, a column at a time."""
+    """uint8 [R, N] -> int32 [R, N / 8], as AutoAWQ's WQLinear_GEMM.from_linear does it, a column at
+    a time.
+    """
     words = torch.zeros(numbers.shape[0], numbers.shape[1] // 8, dtype=torch.int32)
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     for column in range(numbers.shape[1] // 8):
@@ -19,7 +24,9 @@ def published(numbers: Tensor) -> Tensor:
 
 
 def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randint(0, 16, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return torch.randint(
+        0, 16, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
+    )
 
 
 def test_published_words() -> None:
@@ -47,7 +54,9 @@ def test_both_mean_the_same_weight(group: int, dtype: torch.dtype) -> None:
     wanted = torch.empty(outputs, inputs)
     for k in range(inputs):
         wanted[:, k] = (stored[k].float() - zeros[k // group].float()) * scales[k // group].float()
-    assert torch.equal(awq.dequantize_published(published(stored), published(zeros), scales, group), wanted)
+    assert torch.equal(
+        awq.dequantize_published(published(stored), published(zeros), scales, group), wanted
+    )
     factors = awq.pack_factors(scales, zeros, dtype)
     assert torch.equal(awq.unpack_factors(factors, dtype)[1], zeros.float())
     ours = awq.dequantize(awq.pack_blocks(stored.t()), factors, inputs, group, dtype, torch.float32)

@@ -1,4 +1,5 @@
 """Block FP8 against torch's own casts and float64 products; ragged shapes, ties, subnormals, zeros."""
+
 from __future__ import annotations
 
 import pytest
@@ -13,7 +14,9 @@ SHAPES = [(1, 128), (1, 256), (3, 192), (5, 72), (40, 576), (2, 1)]
 
 def draw(shape: tuple[int, ...], seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape[0], 1, generator=generator) * 3)
+    return torch.randn(shape, generator=generator) * torch.exp(
+        torch.randn(shape[0], 1, generator=generator) * 3
+    )
 
 
 def test_rounding_is_the_cast_s_for_every_code_and_every_tie() -> None:
@@ -37,7 +40,9 @@ def test_tokens(shape: tuple[int, int]) -> None:
         wide = scales.repeat_interleave(128, 1)[:, : shape[1]]
         values = stored.float() * wide
         assert torch.equal(fp8.fake_quantize_tokens(x), values)
-        assert ((values - x).abs() <= torch.maximum(x.abs() / 15.9, wide * 2.0**-10)).all()  # half a step
+        assert (
+            (values - x).abs() <= torch.maximum(x.abs() / 15.9, wide * 2.0**-10)
+        ).all()  # half a step
         assert torch.isfinite(values).all()
 
 
@@ -55,7 +60,9 @@ def test_few_and_many_tokens_round_alike() -> None:
     whole = fp8.fake_quantize_tokens(x)
     assert torch.equal(whole, torch.cat([fp8.fake_quantize_tokens(row) for row in x.split(1)]))
     strided = torch.cat([x, x], dim=1)[:5, 128:384]
-    assert torch.equal(fp8.fake_quantize_tokens(strided), fp8.fake_quantize_tokens(strided.contiguous()))
+    assert torch.equal(
+        fp8.fake_quantize_tokens(strided), fp8.fake_quantize_tokens(strided.contiguous())
+    )
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (576, 192), (1, 1), (300, 72), (129, 257)])
@@ -75,13 +82,17 @@ def test_weights_round_trip(shape: tuple[int, int]) -> None:
 def test_dequantize_a_slice_that_begins_inside_a_block() -> None:
     stored, scales = fp8.quantize_weight(draw((576, 512), 3))
     whole = fp8.dequantize_weight(stored, scales, torch.float32)
-    part = fp8.dequantize_weight(stored[200:500, 130:140], scales[1:4, 1:2], torch.float32, 200 - 128, 2)
+    part = fp8.dequantize_weight(
+        stored[200:500, 130:140], scales[1:4, 1:2], torch.float32, 200 - 128, 2
+    )
     assert torch.equal(part, whole[200:500, 130:140])
 
 
 def test_dequantize_experts_at_once() -> None:
     pairs = [fp8.quantize_weight(draw((192, 130), seed)) for seed in range(3)]
-    batch = fp8.dequantize_weight(torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs]), torch.float32)
+    batch = fp8.dequantize_weight(
+        torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs]), torch.float32
+    )
     for index, (stored, scales) in enumerate(pairs):
         assert torch.equal(batch[index], fp8.dequantize_weight(stored, scales, torch.float32))
 

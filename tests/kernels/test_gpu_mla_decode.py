@@ -1,4 +1,5 @@
 """Paged latent attention on a GPU at the published sizes, in bf16, FP8 and float32."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -21,18 +22,37 @@ LENGTHS = [1, 63, 64, 65, 700, 1025]
 
 def chosen(case: Case, ring: bool | None = None) -> kernel.Tiling:
     """As the backend cuts it, or by the kernel for Hopper or not."""
-    fits = kernel.ring_fits(case.query.dtype, case.kv.dtype, case.page, case.lora, 64, case.kv.device)
+    fits = kernel.ring_fits(
+        case.query.dtype, case.kv.dtype, case.page, case.lora, 64, case.kv.device
+    )
     if ring and not fits:
         pytest.skip("not for the kernel of Hopper")
-    return kernel.tiling(len(case.lengths), case.width, case.heads, 2048, case.query.dtype, case.kv.dtype,
-                         fits if ring is None else ring)
+    return kernel.tiling(
+        len(case.lengths),
+        case.width,
+        case.heads,
+        2048,
+        case.query.dtype,
+        case.kv.dtype,
+        fits if ring is None else ring,
+    )
 
 
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("width", [1, 2, 4])
-@pytest.mark.parametrize("page,ring", [(1, False), (16, False), (64, False), (64, True), (128, True)])
+@pytest.mark.parametrize(
+    "page,ring", [(1, False), (16, False), (64, False), (64, True), (128, True)]
+)
 def test_bfloat16(heads: int, width: int, page: int, ring: bool) -> None:
-    case = Case([n + width for n in LENGTHS], width, heads, page=page, dtype=torch.bfloat16, seed=width, **SIZES)
+    case = Case(
+        [n + width for n in LENGTHS],
+        width,
+        heads,
+        page=page,
+        dtype=torch.bfloat16,
+        seed=width,
+        **SIZES,
+    )
     case.check(chosen(case, ring), 1e-2)
     case.check(replace(chosen(case, ring), splits=1), 1e-2)
 
@@ -57,7 +77,16 @@ def test_few_rows_of_many_heads(rows: int, kept: torch.dtype) -> None:
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("heads", [3, 16, 128])
 def test_trees_and_a_first_key(heads: int, ring: bool) -> None:
-    case = Case([n + 7 for n in LENGTHS], 7, heads, page=64, dtype=torch.bfloat16, first_key=1, seed=2, **SIZES)
+    case = Case(
+        [n + 7 for n in LENGTHS],
+        7,
+        heads,
+        page=64,
+        dtype=torch.bfloat16,
+        first_key=1,
+        seed=2,
+        **SIZES,
+    )
     random = np.random.default_rng(4).integers(0, 1 << 7, (len(LENGTHS), 7))
     case.tree = torch.from_numpy(random | 1 << np.arange(7)).cuda()
     case.check(chosen(case, ring), 1e-2)
@@ -71,7 +100,9 @@ def test_trees_and_a_first_key(heads: int, ring: bool) -> None:
 @pytest.mark.parametrize("heads,width", [(16, 1), (16, 2), (128, 1)])
 def test_fp8_cache(heads: int, width: int, ring: bool) -> None:
     lengths = [n + width for n in LENGTHS]
-    case = Case(lengths, width, heads, page=64, dtype=torch.bfloat16, seed=width, first_key=1, **SIZES)
+    case = Case(
+        lengths, width, heads, page=64, dtype=torch.bfloat16, seed=width, first_key=1, **SIZES
+    )
     case.kv, case.kv_scale = case.kv.to(torch.float8_e4m3fn), 0.5
     case.check(chosen(case, ring), 1e-2)
     case.check(replace(chosen(case, ring), splits=1), 1e-2)

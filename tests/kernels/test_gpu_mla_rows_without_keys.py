@@ -1,4 +1,7 @@
-"""Rows of a padded step may have no keys: whoever joins the parts of a row, theirs are zeros and not what was there."""
+"""Rows of a padded step may have no keys: whoever joins the parts of a row, theirs are zeros and
+not what was there.
+"""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -16,8 +19,16 @@ from tests.kernels.test_triton_mla_decode import Case
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("heads,ring,splits,fp8", [(16, False, 2, False), (16, True, 2, False), (16, True, 2, True),
-                                                   (16, True, 16, False), (128, True, 2, False)])
+@pytest.mark.parametrize(
+    "heads,ring,splits,fp8",
+    [
+        (16, False, 2, False),
+        (16, True, 2, False),
+        (16, True, 2, True),
+        (16, True, 16, False),
+        (128, True, 2, False),
+    ],
+)
 def test_they_are_zeros(heads: int, ring: bool, splits: int, fp8: bool) -> None:
     case = Case([20, 0, 700, 0], heads=heads, page=64, dtype=torch.bfloat16, seed=splits, **SIZES)
     if fp8:

@@ -1,4 +1,7 @@
-"""Norms, activation, rotation, linear products and the choice of tokens replayed from graphs, at odd sizes, in bf16."""
+"""Norms, activation, rotation, linear products and the choice of tokens replayed from graphs, at
+odd sizes, in bf16.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -20,18 +23,25 @@ from tests.kernels.replays import BF16, FP8_ERROR, Case, Results, check, distanc
 pytestmark = pytest.mark.gpu
 
 
-# ---- norms, activation, rotation ------------------------------------------------------------------------------------
+# ---- norms, activation, rotation -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens,size", [(1, 7168), (3, 1536), (17, 576), (130, 2048)])
 def test_norms(tokens: int, size: int) -> None:
     def made(seed: int) -> Case:
-        x, residual, weight = randn(seed, tokens, size), randn(seed + 10, tokens, size), randn(seed + 20, size)
+        x, residual, weight = (
+            randn(seed, tokens, size),
+            randn(seed + 10, tokens, size),
+            randn(seed + 20, size),
+        )
 
         def want() -> Results:
             total = (x.double() + residual.double()).to(BF16)
-            return (rms_norm_reference(x.double(), weight.double(), 1e-6), total,
-                    rms_norm_reference(x.double() + residual.double(), weight.double(), 1e-6))
+            return (
+                rms_norm_reference(x.double(), weight.double(), 1e-6),
+                total,
+                rms_norm_reference(x.double() + residual.double(), weight.double(), 1e-6),
+            )
 
         def run() -> Results:
             normed, total = norm.add_rms_norm(x, residual, weight, 1e-6)
@@ -59,20 +69,37 @@ def format_error(exact: Tensor) -> float:
 @pytest.mark.parametrize("tokens,size", [(1, 7168), (3, 1536), (17, 200), (130, 2048)])
 def test_into_fp8(tokens: int, size: int) -> None:
     def made(seed: int) -> Case:
-        x, residual, weight = randn(seed, tokens, 2 * size), randn(seed + 10, tokens, size), randn(seed + 20, size)
+        x, residual, weight = (
+            randn(seed, tokens, 2 * size),
+            randn(seed + 10, tokens, size),
+            randn(seed + 20, size),
+        )
         half = x[:, :size]
 
         def run() -> Results:
-            return (*fp8_quant.quantize(x), *fp8_quant.silu_and_mul(x), *norm.rms_norm_fp8(half, weight, 1e-6),
-                    *norm.add_rms_norm_fp8(half, residual, weight, 1e-6)[0])
+            return (
+                *fp8_quant.quantize(x),
+                *fp8_quant.silu_and_mul(x),
+                *norm.rms_norm_fp8(half, weight, 1e-6),
+                *norm.add_rms_norm_fp8(half, residual, weight, 1e-6)[0],
+            )
 
         def want() -> Results:
             normed = rms_norm_reference(half.double(), weight.double(), 1e-6)
-            return (x.double(), silu_reference(x.double()), normed,
-                    rms_norm_reference(half.double() + residual.double(), weight.double(), 1e-6))
+            return (
+                x.double(),
+                silu_reference(x.double()),
+                normed,
+                rms_norm_reference(half.double() + residual.double(), weight.double(), 1e-6),
+            )
 
-        return Case((x, residual, weight), run, want, lambda: [format_error(one) for one in several(want())],
-                    pairs_of_format)
+        return Case(
+            (x, residual, weight),
+            run,
+            want,
+            lambda: [format_error(one) for one in several(want())],
+            pairs_of_format,
+        )
 
     check(made)
 
@@ -80,18 +107,28 @@ def test_into_fp8(tokens: int, size: int) -> None:
 @pytest.mark.parametrize("rows,size", [(6, 192), (130, 2048)])
 def test_activation_of_rows_with_a_pair(rows: int, size: int) -> None:
     def made(seed: int) -> Case:
-        x, drawn = randn(seed, rows, 2 * size), torch.rand(rows, generator=torch.Generator().manual_seed(seed))
+        x, drawn = (
+            randn(seed, rows, 2 * size),
+            torch.rand(rows, generator=torch.Generator().manual_seed(seed)),
+        )
         pairs = torch.where(drawn < 0.7, torch.arange(rows), rows).int().cuda()
         filled = torch.tensor([rows - 2 * seed], dtype=torch.int32, device="cuda")
 
         def of_pairs(whole: Tensor) -> Tensor:
-            return torch.where(((pairs < rows) & (torch.arange(rows, device="cuda") < filled))[:, None], whole, 0.0)
+            return torch.where(
+                ((pairs < rows) & (torch.arange(rows, device="cuda") < filled))[:, None], whole, 0.0
+            )
 
         def want() -> Tensor:
             return of_pairs(silu_reference(x.double()))
 
-        return Case((x, pairs, filled), lambda: fp8_quant.silu_and_mul_pairs(x, pairs, filled, rows), want,
-                    lambda: format_error(want()), lambda results: (of_pairs(of_format(*results)),))
+        return Case(
+            (x, pairs, filled),
+            lambda: fp8_quant.silu_and_mul_pairs(x, pairs, filled, rows),
+            want,
+            lambda: format_error(want()),
+            lambda results: (of_pairs(of_format(*results)),),
+        )
 
     check(made)
 
@@ -110,22 +147,32 @@ def test_silu_and_mul(tokens: int, size: int) -> None:
 def test_rope(tokens: int, heads: int, interleaved: bool) -> None:
     def made(seed: int) -> Case:
         q, k = randn(seed, tokens, heads, 64), randn(seed + 5, tokens, 1, 64)
-        table = rope_reference.cos_sin_table(rope_reference.inverse_frequencies(64, 10000.0)[0], 1.0, 100)
-        cos_sin = table[torch.randint(100, (tokens,), generator=torch.Generator().manual_seed(seed))].cuda()
-        return Case((q, k, cos_sin), lambda: rope.rotate(q, k, cos_sin, interleaved),
-                    lambda: tuple(rope_reference.rotate_reference(x.double(), cos_sin.double(), interleaved)
-                                  for x in (q, k)))
+        table = rope_reference.cos_sin_table(
+            rope_reference.inverse_frequencies(64, 10000.0)[0], 1.0, 100
+        )
+        cos_sin = table[
+            torch.randint(100, (tokens,), generator=torch.Generator().manual_seed(seed))
+        ].cuda()
+        return Case(
+            (q, k, cos_sin),
+            lambda: rope.rotate(q, k, cos_sin, interleaved),
+            lambda: tuple(
+                rope_reference.rotate_reference(x.double(), cos_sin.double(), interleaved)
+                for x in (q, k)
+            ),
+        )
 
     check(made)
 
 
-# ---- products -------------------------------------------------------------------------------------------------------
+# ---- products ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 17, 130])
 @pytest.mark.parametrize("columns,depth", [(576, 7168), (200, 384)])
 def test_fp8_products(tokens: int, columns: int, depth: int) -> None:
     """The error is that of the rounded operands of the float32 reference."""
+
     def made(seed: int) -> Case:
         x, weight = randn(seed, tokens, depth), randn(seed + 1, columns, depth, dtype=torch.float32)
         codes, scales = fp8.quantize_weight(weight)
@@ -134,8 +181,12 @@ def test_fp8_products(tokens: int, columns: int, depth: int) -> None:
             rounded = fp8.block_scaled_mm(*fp8.quantize_tokens(x.float()), codes, scales)
             return FP8_ERROR * distance(rounded.to(BF16), x.double() @ weight.double().T)
 
-        return Case((x, weight, codes, scales), lambda: fp8_gemm.gemm(*fp8_quant.quantize(x), codes, scales, BF16),
-                    lambda: x.double() @ weight.double().T, within)
+        return Case(
+            (x, weight, codes, scales),
+            lambda: fp8_gemm.gemm(*fp8_quant.quantize(x), codes, scales, BF16),
+            lambda: x.double() @ weight.double().T,
+            within,
+        )
 
     check(made)
 
@@ -152,27 +203,39 @@ def test_fp8_products_of_one_row(columns: int, depth: int, held: int, splits: in
             rounded = fp8.block_scaled_mm(*fp8.quantize_tokens(x.float()), codes, scales)
             return FP8_ERROR * distance(rounded.to(BF16), x.double() @ weight.double().T)
 
-        return Case((x, weight, codes, scales),
-                    lambda: fp8_gemm.gemm(*fp8_quant.quantize(x), codes, scales, BF16, config),
-                    lambda: x.double() @ weight.double().T, within)
+        return Case(
+            (x, weight, codes, scales),
+            lambda: fp8_gemm.gemm(*fp8_quant.quantize(x), codes, scales, BF16, config),
+            lambda: x.double() @ weight.double().T,
+            within,
+        )
 
     check(made)
 
 
-@pytest.mark.parametrize("tokens,size,depth,bias", [(1, 2112, 7168, False), (2, 576, 2048, True), (5, 102, 512, False)])
+@pytest.mark.parametrize(
+    "tokens,size,depth,bias", [(1, 2112, 7168, False), (2, 576, 2048, True), (5, 102, 512, False)]
+)
 def test_few_tokens(tokens: int, size: int, depth: int, bias: bool) -> None:
     tile = skinny_gemm.rule(tokens, size, depth) or skinny_gemm.rule(1, 3072, 2048)
     assert tile is not None
 
     def made(seed: int) -> Case:
-        x, weight, added = randn(seed, tokens, depth), randn(seed + 1, size, depth), randn(seed + 2, size)
-        return Case((x, weight, added), lambda: skinny_gemm.multiply(x, weight, added if bias else None, tile),
-                    lambda: x.double() @ weight.double().T + (added.double() if bias else 0))
+        x, weight, added = (
+            randn(seed, tokens, depth),
+            randn(seed + 1, size, depth),
+            randn(seed + 2, size),
+        )
+        return Case(
+            (x, weight, added),
+            lambda: skinny_gemm.multiply(x, weight, added if bias else None, tile),
+            lambda: x.double() @ weight.double().T + (added.double() if bias else 0),
+        )
 
     check(made)
 
 
-# ---- tokens ---------------------------------------------------------------------------------------------------------
+# ---- tokens --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows,vocab", [(1, 129280), (7, 1000), (130, 32001)])
@@ -181,7 +244,11 @@ def test_best_tokens(rows: int, vocab: int) -> None:
 
     def made(seed: int) -> Case:
         logits = randn(seed, rows, vocab, dtype=torch.float32)
-        return Case((logits,), lambda: sampling.best(logits, arrived).tokens, lambda: logits.argmax(-1),
-                    lambda: 0.0)
+        return Case(
+            (logits,),
+            lambda: sampling.best(logits, arrived).tokens,
+            lambda: logits.argmax(-1),
+            lambda: 0.0,
+        )
 
     check(made)

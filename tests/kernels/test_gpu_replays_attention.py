@@ -1,4 +1,5 @@
 """Latent attention's own kernels replayed from graphs, at odd sizes, in bf16."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -34,7 +35,11 @@ CODES = 0.027  #: error of numbers from a bell curve in E4M3 without a scale
 @pytest.mark.parametrize("heads", [3, 16])
 def test_prefill(heads: int, causal: bool) -> None:
     """Lengths lie on the device and change, too."""
-    lengths = [([5, 1, 130], [5, 70, 200]), ([64, 65, 7], [64, 65, 146]), ([2, 4, 130], [9, 66, 200])]
+    lengths = [
+        ([5, 1, 130], [5, 70, 200]),
+        ([64, 65, 7], [64, 65, 146]),
+        ([2, 4, 130], [9, 66, 200]),
+    ]
 
     def starts(counts: list[int]) -> Tensor:
         return torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32, device="cuda")
@@ -49,33 +54,53 @@ def test_prefill(heads: int, causal: bool) -> None:
             counts = q_starts.diff().tolist(), k_starts.diff().tolist()
             return mla.ragged_reference(q, key, both[..., 128:], *counts, 0.1, causal)
 
-        return Case((q, both, k_rope, q_starts, k_starts),
-                    lambda: mla_prefill(q, both[..., :128], k_rope, both[..., 128:], q_starts, k_starts, 136, 0.1,
-                                        causal), want)
+        return Case(
+            (q, both, k_rope, q_starts, k_starts),
+            lambda: mla_prefill(
+                q, both[..., :128], k_rope, both[..., 128:], q_starts, k_starts, 136, 0.1, causal
+            ),
+            want,
+        )
 
     check(made)
 
 
-@pytest.mark.parametrize("tokens,heads,value", [(1, 16, 128), (130, 16, 128), (9, 128, 128), (70, 16, 64)])
+@pytest.mark.parametrize(
+    "tokens,heads,value", [(1, 16, 128), (130, 16, 128), (9, 128, 128), (70, 16, 64)]
+)
 def test_expanded_keys(tokens: int, heads: int, value: int) -> None:
     def made(seed: int) -> Case:
-        entries, w_kv = randn(seed, tokens, 576), randn(seed + 1, heads, 128 + value, 512) * 512**-0.5
-        return Case((entries, w_kv), lambda: mla_expand.expand(entries, w_kv, 128),
-                    lambda: mla.expand(entries.double(), w_kv.double(), 128))
+        entries, w_kv = (
+            randn(seed, tokens, 576),
+            randn(seed + 1, heads, 128 + value, 512) * 512**-0.5,
+        )
+        return Case(
+            (entries, w_kv),
+            lambda: mla_expand.expand(entries, w_kv, 128),
+            lambda: mla.expand(entries.double(), w_kv.double(), 128),
+        )
 
     check(made)
 
 
 @pytest.mark.parametrize("kept", [BF16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("rows,heads", [(8, 16), (9, 8), (16, 16), (32, 16), (1, 128), (3, 128), (8, 128)])
+@pytest.mark.parametrize(
+    "rows,heads", [(8, 16), (9, 8), (16, 16), (32, 16), (1, 128), (3, 128), (8, 128)]
+)
 def test_parts_joined_by_the_values_product(rows: int, heads: int, kept: torch.dtype) -> None:
-    """Rows with fewer parts than others, and which those are changes; memory of parts that nobody writes holds NaN."""
-    cut = mla_decode.tiling(rows, 1, heads, 2048, BF16, kept, torch.cuda.get_device_capability() == (9, 0), True)
+    """Rows with fewer parts than others, and which those are changes; memory of parts that nobody
+    writes holds NaN.
+    """
+    cut = mla_decode.tiling(
+        rows, 1, heads, 2048, BF16, kept, torch.cuda.get_device_capability() == (9, 0), True
+    )
     cut = cut if cut.apart else replace(cut, splits=4)
 
     def made(seed: int) -> Case:
         lengths = [(1, 65, 1025, 64, 130, 700, 577, 63)[row % 8] for row in range(rows)]
-        given = Paged(lengths, heads=heads, lora=512, rope=64, page=64, dtype=BF16, seed=seed, spare=1)
+        given = Paged(
+            lengths, heads=heads, lora=512, rope=64, page=64, dtype=BF16, seed=seed, spare=1
+        )
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).cuda()
         table, lens, kv = given.table[order], given.lengths[order], given.kv.to(kept)
         w_uv = (randn(seed + 1, heads, 256, 512) * 512**-0.5)[:, 128:].transpose(1, 2)
@@ -87,10 +112,18 @@ def test_parts_joined_by_the_values_product(rows: int, heads: int, kept: torch.d
             return out, *parts
 
         def want() -> Results:
-            latent = mla.paged_latent_reference(given.query, kv.float(), table, lens, given.scale, 64, 512)
-            return mla.project_output(latent, w_uv.double().to(latent.device)).view(rows, heads, 128).to(out.device)
+            latent = mla.paged_latent_reference(
+                given.query, kv.float(), table, lens, given.scale, 64, 512
+            )
+            return (
+                mla.project_output(latent, w_uv.double().to(latent.device))
+                .view(rows, heads, 128)
+                .to(out.device)
+            )
 
-        return Case((given.query, kv, table, lens, w_uv), run, want, read=lambda results: results[:1])
+        return Case(
+            (given.query, kv, table, lens, w_uv), run, want, read=lambda results: results[:1]
+        )
 
     check(made)
 
@@ -107,8 +140,19 @@ def test_prologue(tokens: int, decode: int, heads: int, kept: torch.dtype) -> No
         def run() -> Results:
             query, absorbed, own = buffers
             query.copy_(step.query)
-            mla_prologue.prologue(query, step.compressed, step.weight, 1e-6, step.cos_sin, True, cache, step.slots,
-                                  absorbed, own, step.w_uk)
+            mla_prologue.prologue(
+                query,
+                step.compressed,
+                step.weight,
+                1e-6,
+                step.cos_sin,
+                True,
+                cache,
+                step.slots,
+                absorbed,
+                own,
+                step.w_uk,
+            )
             there = mla_prologue.gather(cache, step.slots.int(), BF16)
             mla_prologue.store(latent, step.compressed[:, 512:], cache, step.slots)
             again = mla_prologue.gather(cache, step.slots.int(), BF16)
@@ -116,12 +160,31 @@ def test_prologue(tokens: int, decode: int, heads: int, kept: torch.dtype) -> No
 
         def want() -> Results:
             turned = [x.double() for x in (step.query, step.cache.float(), step.absorbed, step.own)]
-            mla.prologue(turned[0], step.compressed.double(), step.weight.double(), 1e-6, step.cos_sin.double(), True,
-                         turned[1], step.slots, turned[2], turned[3], step.w_uk.double())
+            mla.prologue(
+                turned[0],
+                step.compressed.double(),
+                step.weight.double(),
+                1e-6,
+                step.cos_sin.double(),
+                True,
+                turned[1],
+                step.slots,
+                turned[2],
+                turned[3],
+                step.w_uk.double(),
+            )
             plain = torch.cat((latent, step.compressed[:, 512:]), -1).double()
             return turned[2], turned[3], turned[1][step.slots], plain
 
-        inputs = (step.query, step.compressed, step.weight, step.cos_sin, step.slots, step.w_uk, latent)
+        inputs = (
+            step.query,
+            step.compressed,
+            step.weight,
+            step.cos_sin,
+            step.slots,
+            step.w_uk,
+            latent,
+        )
         cached = ERROR if kept is BF16 else FP8_ERROR * CODES
         return Case(inputs, run, want, lambda: [ERROR, ERROR, cached, cached])
 
@@ -131,7 +194,10 @@ def test_prologue(tokens: int, decode: int, heads: int, kept: torch.dtype) -> No
 def test_merging() -> None:
     def made(seed: int) -> Case:
         out, part = randn(seed, 37, 5, 128, dtype=torch.float32), randn(seed + 1, 37, 5, 128)
-        lse, part_lse = randn(seed + 2, 37, 5, dtype=torch.float32), randn(seed + 3, 37, 5, dtype=torch.float32)
+        lse, part_lse = (
+            randn(seed + 2, 37, 5, dtype=torch.float32),
+            randn(seed + 3, 37, 5, dtype=torch.float32),
+        )
 
         def run() -> Results:
             total, base = out.clone(), lse.clone()
@@ -161,8 +227,14 @@ def test_products_by_heads(tokens: int, heads: int) -> None:
             mla_prologue.by_heads(latent, dense, outs[2], 32, False)
             return tuple(outs)
 
-        return Case((q, latent, dense, uk.values, uk.scales, uv.values, uv.scales), run,
-                    lambda: (product(q, uk), product(latent, uv), torch.einsum("thk,hkn->thn", latent.double(),
-                                                                               dense.double())))
+        return Case(
+            (q, latent, dense, uk.values, uk.scales, uv.values, uv.scales),
+            run,
+            lambda: (
+                product(q, uk),
+                product(latent, uv),
+                torch.einsum("thk,hkn->thn", latent.double(), dense.double()),
+            ),
+        )
 
     check(made)

@@ -1,4 +1,7 @@
-"""No request waits for a compiler: what serving launches, warm-up and captures have launched before."""
+"""No request waits for a compiler: what serving launches, warm-up and captures have launched
+before.
+"""
+
 from __future__ import annotations
 
 import json

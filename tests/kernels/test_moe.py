@@ -1,4 +1,7 @@
-"""Routed experts: every way of computing them against the reference, over loads from empty to uneven."""
+"""Routed experts: every way of computing them against the reference, over loads from empty to
+uneven.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,7 +22,13 @@ def problem(tokens: int, experts: int, k: int, seed: int, skew: float = 0.0) -> 
     w2 = torch.randn(experts, inter, hidden, generator=generator) / 3
     liking = torch.randn(tokens, experts, generator=generator) + skew * torch.arange(experts)
     ids = liking.topk(k, dim=-1).indices
-    return torch.randn(tokens, hidden, generator=generator), w13, w2, ids, torch.rand(tokens, k, generator=generator)
+    return (
+        torch.randn(tokens, hidden, generator=generator),
+        w13,
+        w2,
+        ids,
+        torch.rand(tokens, k, generator=generator),
+    )
 
 
 def naive(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -33,9 +42,19 @@ def naive(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor) -> T
     return out.float()
 
 
-LOADS = [(0, 4, 2, 0.0), (1, 4, 2, 0.0),
-         (1, 64, 8, 0.0), (2, 64, 4, 0.0), (3, 4, 2, 0.0), (16, 16, 4, 0.0), (16, 64, 4, 0.0),
-         (40, 8, 1, 3.0), (40, 8, 3, 3.0), (5, 4, 4, 0.0), (200, 16, 4, 0.0)]
+LOADS = [
+    (0, 4, 2, 0.0),
+    (1, 4, 2, 0.0),
+    (1, 64, 8, 0.0),
+    (2, 64, 4, 0.0),
+    (3, 4, 2, 0.0),
+    (16, 16, 4, 0.0),
+    (16, 64, 4, 0.0),
+    (40, 8, 1, 3.0),
+    (40, 8, 3, 3.0),
+    (5, 4, 4, 0.0),
+    (200, 16, 4, 0.0),
+]
 
 
 @pytest.mark.parametrize(("tokens", "experts", "k", "skew"), LOADS)
@@ -49,7 +68,9 @@ def test_host_experts(tokens: int, experts: int, k: int, skew: float) -> None:
 
 @pytest.mark.parametrize("absent", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(("tokens", "experts", "k", "skew"), LOADS)
-def test_host_experts_some_elsewhere(tokens: int, experts: int, k: int, skew: float, absent: float) -> None:
+def test_host_experts_some_elsewhere(
+    tokens: int, experts: int, k: int, skew: float, absent: float
+) -> None:
     x, w13, w2, ids, weights = problem(tokens, experts, k, 7, skew)
     ids[torch.rand(ids.shape, generator=torch.Generator().manual_seed(tokens)) < absent] = -1
     weights[ids < 0] = float("nan")
@@ -69,9 +90,16 @@ def test_each_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
     for name in ("_pairwise", "_padded", "_looped"):
         monkeypatch.setattr(moe, name, recorded(getattr(moe, name), name, taken))
-    for tokens, experts, k, skew in [(1, 16, 4, 0.0), (2, 64, 4, 0.0), (64, 16, 4, 0.0), (40, 64, 1, 3.0)]:
+    for tokens, experts, k, skew in [
+        (1, 16, 4, 0.0),
+        (2, 64, 4, 0.0),
+        (64, 16, 4, 0.0),
+        (40, 64, 1, 3.0),
+    ]:
         given = problem(tokens, experts, k, 5, skew)
-        torch.testing.assert_close(moe.experts_host(*given, silu_and_mul), naive(*given), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            moe.experts_host(*given, silu_and_mul), naive(*given), atol=1e-5, rtol=1e-4
+        )
     assert taken == ["_pairwise", "_pairwise", "_padded", "_looped"]
 
 
@@ -82,6 +110,9 @@ def test_device_experts(tokens: int, experts: int, k: int, skew: float, absent: 
     if absent:  # experts of another rank
         ids = torch.where(ids % 3 == 0, -1, ids)
     wanted = naive(x, w13, w2, ids, weights)
-    torch.testing.assert_close(moe.experts_device(x, w13, w2, ids, weights, silu_and_mul), wanted, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(moe.experts_reference(x, w13, w2, ids, weights, silu_and_mul), wanted, atol=1e-5,
-                               rtol=1e-4)
+    torch.testing.assert_close(
+        moe.experts_device(x, w13, w2, ids, weights, silu_and_mul), wanted, atol=1e-5, rtol=1e-4
+    )
+    torch.testing.assert_close(
+        moe.experts_reference(x, w13, w2, ids, weights, silu_and_mul), wanted, atol=1e-5, rtol=1e-4
+    )

@@ -1,4 +1,7 @@
-"""The tuner of routed experts without a device: what it tries, which products it pairs, how it resumes."""
+"""The tuner of routed experts without a device: what it tries, which products it pairs, how it
+resumes.
+"""
+
 from __future__ import annotations
 
 import json
@@ -18,7 +21,9 @@ PROBLEM = Problem(66, 8, 2048, 1408, "bfloat16")
 
 @pytest.mark.parametrize("tokens", moe_tuning.TOKENS)
 def test_candidates_fit_and_go_together(tokens: int) -> None:
-    found = {product: moe_tuning.candidates(product, PROBLEM, tokens, True) for product in ("up", "down")}
+    found = {
+        product: moe_tuning.candidates(product, PROBLEM, tokens, True) for product in ("up", "down")
+    }
     for product, configs in found.items():
         assert configs
         for config in configs:
@@ -27,17 +32,31 @@ def test_candidates_fit_and_go_together(tokens: int) -> None:
                 assert rows * config["block_k"] * 2 * config["stages"] < 227 * 1024
             if config["way"] == "dense":
                 assert config["block_m"] >= tokens, "one tile of all tokens"
-    measured = {product: [(1.0, config) for config in configs] for product, configs in found.items()}
+    measured = {
+        product: [(1.0, config) for config in configs] for product, configs in found.items()
+    }
     assert moe_tuning.best_pair(measured, 0.0, 0.0)[0] == 2.0
-    wide = {product: {config.get("wide", 0) for config in configs} for product, configs in found.items()}
-    apart = 16 < tokens <= 512  # tiles of their own for everybody's experts, which 1,408 columns do not all divide by
-    assert wide == ({"up": {0, 128}, "down": {0, 64, 128, 256}} if apart else {"up": {0}, "down": {0}})
+    wide = {
+        product: {config.get("wide", 0) for config in configs} for product, configs in found.items()
+    }
+    apart = (
+        16 < tokens <= 512
+    )  # tiles of their own for everybody's experts, which 1,408 columns do not all divide by
+    assert wide == (
+        {"up": {0, 128}, "down": {0, 64, 128, 256}} if apart else {"up": {0}, "down": {0}}
+    )
 
 
 def test_a_pair_pays_for_its_alignment_and_sum() -> None:
     gemv = {"way": "gemv", "block_n": 4, "block_k": 512, "warps": 4}
-    dense, small, large = tile("dense", 16, 64, 128, 4, 3), *(tile("sorted", m, 64, 128, 4, 3) for m in (16, 64))
-    found = {"up": [(10.0, small), (13.0, dense), (20.0, gemv)], "down": [(4.0, large), (8.0, dense), (9.0, gemv)]}
+    dense, small, large = (
+        tile("dense", 16, 64, 128, 4, 3),
+        *(tile("sorted", m, 64, 128, 4, 3) for m in (16, 64)),
+    )
+    found = {
+        "up": [(10.0, small), (13.0, dense), (20.0, gemv)],
+        "down": [(4.0, large), (8.0, dense), (9.0, gemv)],
+    }
     assert moe_tuning.best_pair(found, 3.0, 2.0) == (22.0, {"up": dense, "down": gemv})
     assert moe_tuning.best_pair(found, 3.0, 0.5) == (21.5, {"up": dense, "down": dense})
     found["down"].append((5.0, small))
@@ -48,7 +67,9 @@ def test_resumes_and_stops_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     done: list[int] = []
     clock = [0.0]
 
-    def measure(bench: object, tokens: int, failed: set[str], deadline: float) -> dict[str, list[moe_tuning.Measured]]:
+    def measure(
+        bench: object, tokens: int, failed: set[str], deadline: float
+    ) -> dict[str, list[moe_tuning.Measured]]:
         assert deadline > clock[0]
         done.append(tokens)
         clock[0] += 10.0
@@ -62,7 +83,9 @@ def test_resumes_and_stops_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "table.json"
     path.write_text(json.dumps({"8": {"kept": True}}))
     said: list[str] = []
-    table = moe_tuning.tune_experts(PROBLEM, 2, path, tokens=(1, 8, 32, 128), seconds=15.0, log=said.append)
+    table = moe_tuning.tune_experts(
+        PROBLEM, 2, path, tokens=(1, 8, 32, 128), seconds=15.0, log=said.append
+    )
     assert done == [1, 32] and "128" in said[-1]
     assert set(table) == {1, 8, 32} and json.loads(path.read_text())["8"] == {"kept": True}
     moe_tuning.tune_experts(PROBLEM, 2, path, tokens=(1, 8, 32, 128), seconds=15.0, log=said.append)
@@ -71,7 +94,9 @@ def test_resumes_and_stops_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("tokens", [5, 20])
 def test_what_is_measured_is_what_runs(tokens: int) -> None:
-    """Products with tiles of their own for everybody's experts, by themselves as in ``moe_experts``."""
+    """Products with tiles of their own for everybody's experts, by themselves as in
+    ``moe_experts``.
+    """
     bench = moe_tuning.Bench.make(Problem(7, 4, 48, 40, "float32"), 2, device="cpu")
     config = {product: tile("sorted", 16, 32, 32, 4, 2) for product in ("up", "down")}
     ids, weights = bench.routing(tokens, 0)
@@ -81,7 +106,9 @@ def test_what_is_measured_is_what_runs(tokens: int) -> None:
     hidden = bench.run("up", config["up"], x, ids, weights, aligned)
     assert len(hidden) == len(bench.rows("down", config["down"], tokens, aligned))
     rows = bench.run("down", config["down"], hidden, ids, weights, aligned)
-    assert torch.equal(rows, moe_experts.products(x, bench.w13, bench.w2, ids, weights, config, 2)[0])
+    assert torch.equal(
+        rows, moe_experts.products(x, bench.w13, bench.w2, ids, weights, config, 2)[0]
+    )
     assert moe_tuning._alike(config["up"], tokens, 2) == (32 if tokens > 16 else 16)
 
 
@@ -91,5 +118,6 @@ def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(json.loads(path.read_text())) == ["1", "8"]
     with pytest.raises(TypeError):
         tuned.keep(path, {1: {"a": object()}})
-    assert list(json.loads(path.read_text())) == ["1", "8"] and tuned.table.__wrapped__(str(path)) == {
-        1: {"a": 2}, 8: {"a": 1}}
+    assert list(json.loads(path.read_text())) == ["1", "8"] and tuned.table.__wrapped__(
+        str(path)
+    ) == {1: {"a": 2}, 8: {"a": 1}}

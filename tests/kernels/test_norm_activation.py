@@ -1,4 +1,5 @@
 """Normalisation and activation against float64 formulas, odd shapes, replayed on changed inputs."""
+
 from __future__ import annotations
 
 import pytest
@@ -21,7 +22,9 @@ def test_rms_norm(shape: tuple[int, int], scale: float) -> None:
         x = torch.randn(shape, generator=generator(seed)) * scale
         weight = torch.randn(shape[1], generator=generator(seed + 10))
         wide = x.double()
-        wanted = (wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()).float()
+        wanted = (
+            wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+        ).float()
         for function in (rms_norm, rms_norm_reference):
             torch.testing.assert_close(function(x, weight, 1e-6), wanted, atol=1e-5, rtol=1e-5)
 
@@ -45,8 +48,10 @@ def test_rms_norm_of_half_precision_accumulates_in_float32() -> None:
 def test_rms_norm_reads_strided_rows() -> None:
     wide = torch.randn(5, 96, generator=generator(5))
     weight = torch.rand(32, generator=generator(6))
-    torch.testing.assert_close(rms_norm(wide[:, 48:80], weight, 1e-6),
-                               rms_norm_reference(wide[:, 48:80].contiguous(), weight, 1e-6))
+    torch.testing.assert_close(
+        rms_norm(wide[:, 48:80], weight, 1e-6),
+        rms_norm_reference(wide[:, 48:80].contiguous(), weight, 1e-6),
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (5, 14), (64, 512), (0, 8)])
@@ -54,5 +59,7 @@ def test_silu_and_mul(shape: tuple[int, int]) -> None:
     x = torch.randn(shape, generator=generator(7)) * 5
     before = x.clone()
     gate, up = x.double().chunk(2, dim=-1)
-    torch.testing.assert_close(silu_and_mul(x), (gate / (1 + (-gate).exp()) * up).float(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        silu_and_mul(x), (gate / (1 + (-gate).exp()) * up).float(), atol=1e-6, rtol=1e-5
+    )
     assert torch.equal(x, before)

@@ -1,8 +1,10 @@
-"""Entries of a paged cache need not begin at multiples of 16 bytes: nothing wider than what divides them is fetched.
+"""Entries of a paged cache need not begin at multiples of 16 bytes: nothing wider than what divides
+them is fetched.
 
-Triton finds out by itself how many numbers lie side by side and how their addresses are aligned. On a GPU a wrong
-answer is a misaligned address; compiled for one, it is read from the code.
+Triton finds out by itself how many numbers lie side by side and how their addresses are aligned. On
+a GPU a wrong answer is a misaligned address; compiled for one, it is read from the code.
 """
+
 from __future__ import annotations
 
 import json
@@ -70,6 +72,8 @@ def test_entries_of_40_bytes(page: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("page", [1, 16, 64])
 def test_heads_of_24_bytes(page: int) -> None:
-    case = MhaCase([15, 50, 64, 80], heads=3, kv_heads=1, dim=12, page=page, dtype=torch.bfloat16, seed=page)
+    case = MhaCase(
+        [15, 50, 64, 80], heads=3, kv_heads=1, dim=12, page=page, dtype=torch.bfloat16, seed=page
+    )
     case.check(case.cut(), 1e-2)
     case.check_prefill(tolerance=1e-2)

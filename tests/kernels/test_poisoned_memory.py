@@ -1,4 +1,5 @@
 """The fixture of this folder does what kernel tests rely on."""
+
 from __future__ import annotations
 
 import pytest
@@ -8,10 +9,16 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+)
 def test_fresh_numbers_are_nan(dtype: torch.dtype, device: str) -> None:
     like = torch.ones(3, device=device).to(dtype)
-    for fresh in (torch.empty(5, dtype=dtype, device=device), torch.empty_like(like), like.new_empty(2, 2)):
+    for fresh in (
+        torch.empty(5, dtype=dtype, device=device),
+        torch.empty_like(like),
+        like.new_empty(2, 2),
+    ):
         assert fresh.float().isnan().all()
 
 

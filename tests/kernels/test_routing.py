@@ -1,4 +1,5 @@
 """Gates against a slow formula of their papers, one token at a time."""
+
 from __future__ import annotations
 
 import math
@@ -10,13 +11,27 @@ from torch import Tensor
 from glowplug.kernels.moe.route_reference import topk_sigmoid, topk_softmax
 
 CASES = [  # experts, k, groups, topk_groups
-    (8, 2, 1, 1), (16, 4, 4, 2), (64, 6, 8, 3), (256, 8, 8, 4), (12, 3, 3, 2), (6, 6, 1, 1), (8, 4, 4, 4),
+    (8, 2, 1, 1),
+    (16, 4, 4, 2),
+    (64, 6, 8, 3),
+    (256, 8, 8, 4),
+    (12, 3, 3, 2),
+    (6, 6, 1, 1),
+    (8, 4, 4, 4),
 ]
 
 
-def chosen(choice: list[float], scores: list[float], k: int, groups: int, topk_groups: int, top: int,
-           ) -> dict[int, float]:
-    """expert -> score of the k best by ``choice`` in the best groups; a group counts its ``top`` best."""
+def chosen(
+    choice: list[float],
+    scores: list[float],
+    k: int,
+    groups: int,
+    topk_groups: int,
+    top: int,
+) -> dict[int, float]:
+    """expert -> score of the k best by ``choice`` in the best groups; a group counts its ``top``
+    best.
+    """
     size = len(choice) // groups
     worth = [sum(sorted(choice[g * size : (g + 1) * size])[-top:]) for g in range(groups)]
     best = sorted(range(groups), key=lambda g: -worth[g])[:topk_groups]
@@ -56,7 +71,9 @@ def test_sigmoid_gate(case: tuple[int, int, int, int], renormalize: bool) -> Non
     experts, k, groups, topk_groups = case
     generator = torch.Generator().manual_seed(experts + 1)
     logits = torch.randn(9, experts, generator=generator)
-    bias = torch.randn(experts, generator=generator)  # large and of both signs: choice and weight part ways
+    bias = torch.randn(
+        experts, generator=generator
+    )  # large and of both signs: choice and weight part ways
     wanted = []
     for row in logits.tolist():
         scores = [1 / (1 + math.exp(-v)) for v in row]

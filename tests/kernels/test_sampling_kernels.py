@@ -1,4 +1,5 @@
 """The sampling kernels against definitions in plain Python and numpy, over odd shapes."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -29,14 +30,22 @@ def test_uniform_is_splitmix64() -> None:
     seeds = generator.integers(-(1 << 63), (1 << 63) - 1, 200)
     positions = generator.integers(0, 1 << 40, 200)
     for stream in (0, 1, 5):
-        got = sampling.uniform(torch.from_numpy(seeds), torch.from_numpy(positions), stream).tolist()
-        assert got == [uniform(int(s), int(p), stream) for s, p in zip(seeds, positions, strict=True)]
+        got = sampling.uniform(
+            torch.from_numpy(seeds), torch.from_numpy(positions), stream
+        ).tolist()
+        assert got == [
+            uniform(int(s), int(p), stream) for s, p in zip(seeds, positions, strict=True)
+        ]
 
 
 def test_uniform_is_uniform_along_positions_seeds_and_streams() -> None:
     count = 100_000
     steps, zeros = torch.arange(count), torch.zeros(count, dtype=torch.int64)
-    for u in (sampling.uniform(zeros, steps), sampling.uniform(steps, zeros), sampling.uniform(steps, zeros, 1)):
+    for u in (
+        sampling.uniform(zeros, steps),
+        sampling.uniform(steps, zeros),
+        sampling.uniform(steps, zeros, 1),
+    ):
         counts = torch.histc(u.float(), 100, 0.0, 1.0)
         statistic = ((counts - count / 100) ** 2 / (count / 100)).sum().item()
         assert statistic < 170  # 99 degrees of freedom: about one in a hundred thousand
@@ -47,7 +56,9 @@ def test_uniform_is_uniform_along_positions_seeds_and_streams() -> None:
 @pytest.mark.parametrize("vocab", SIZES)
 def test_draw_is_the_inverse_of_the_cumulative_sum(vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
-    weights = torch.rand(50, vocab, generator=generator) * (torch.rand(50, vocab, generator=generator) < 0.4)
+    weights = torch.rand(50, vocab, generator=generator) * (
+        torch.rand(50, vocab, generator=generator) < 0.4
+    )
     weights[:, vocab // 2] += 0.1
     u = torch.rand(50, generator=generator, dtype=torch.float64)
     u[0], u[1], u[2] = 0.0, 1.0 - 2.0**-53, 0.5
@@ -65,7 +76,11 @@ def test_draw_of_extremes() -> None:
     one = torch.zeros(3, 700)
     one[0, 0] = one[1, 699] = one[2, 256] = 1e-30
     for value in (0.0, 0.3, 1.0 - 2.0**-53):
-        assert sampling.draw(one, torch.full((3,), value, dtype=torch.float64)).tolist() == [0, 699, 256]
+        assert sampling.draw(one, torch.full((3,), value, dtype=torch.float64)).tolist() == [
+            0,
+            699,
+            256,
+        ]
     broken = torch.full((2, 700), float("nan"))
     broken[1] = 0.0
     drawn = sampling.draw(broken, torch.full((2,), 0.7, dtype=torch.float64))
@@ -94,7 +109,9 @@ def test_cutoff_keeps_the_smallest_sufficient_set(vocab: int) -> None:
 def test_cutoff_treats_ties_alike() -> None:
     weights = torch.tensor([[1.0, 0.5, 0.5, 0.5, 0.1], [1.0, 1.0, 1.0, 1.0, 1.0]])
     assert sampling.cutoff(weights, torch.tensor([2, 1]), torch.ones(2)).tolist() == [0.5, 1.0]
-    assert sampling.cutoff(weights, torch.zeros(2, dtype=torch.int64), torch.tensor([0.5, 0.3])).tolist() == [0.5, 1.0]
+    assert sampling.cutoff(
+        weights, torch.zeros(2, dtype=torch.int64), torch.tensor([0.5, 0.3])
+    ).tolist() == [0.5, 1.0]
 
 
 def test_token_logprobs_in_chunks() -> None:
@@ -104,7 +121,9 @@ def test_token_logprobs_in_chunks() -> None:
         tokens = torch.randint(0, 300, (rows,), generator=generator)
         token, top_ids, top = sampling.token_logprobs(logits, tokens, 4)
         expected = logits.double().log_softmax(-1)
-        torch.testing.assert_close(token.double(), expected.gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            token.double(), expected.gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=0
+        )
         torch.testing.assert_close(top.double(), expected.topk(4).values, atol=1e-5, rtol=0)
         assert torch.equal(top_ids, expected.topk(4).indices)
     _, ids, _ = sampling.token_logprobs(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 20)

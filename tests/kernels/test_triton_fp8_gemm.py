@@ -1,4 +1,7 @@
-"""The block-scaled product against the torch reference; ragged sizes, both orders, split depth, scales a row."""
+"""The block-scaled product against the torch reference; ragged sizes, both orders, split depth,
+scales a row.
+"""
+
 from __future__ import annotations
 
 import os
@@ -16,16 +19,31 @@ from glowplug.kernels.formats import fp8  # noqa: E402
 from glowplug.kernels.gemm import fp8 as fp8_gemm  # noqa: E402
 from glowplug.kernels.launch import tuned_tables as tuned  # noqa: E402
 
-SMALL = {"BLOCK_M": 16, "BLOCK_N": 64, "SPLIT_K": 1, "SWAP": True, "TMA": False, "num_warps": 4, "num_stages": 3}
-CONFIGS = [SMALL, {**SMALL, "SWAP": False}, {**SMALL, "SPLIT_K": 2}, {**SMALL, "SPLIT_K": 3, "SWAP": False},
-           {**SMALL, "TMA": True, "BLOCK_N": 128}]
+SMALL = {
+    "BLOCK_M": 16,
+    "BLOCK_N": 64,
+    "SPLIT_K": 1,
+    "SWAP": True,
+    "TMA": False,
+    "num_warps": 4,
+    "num_stages": 3,
+}
+CONFIGS = [
+    SMALL,
+    {**SMALL, "SWAP": False},
+    {**SMALL, "SPLIT_K": 2},
+    {**SMALL, "SPLIT_K": 3, "SWAP": False},
+    {**SMALL, "TMA": True, "BLOCK_N": 128},
+]
 #: rows, columns, depth
 SHAPES = [(1, 128, 128), (3, 192, 384), (17, 72, 200), (16, 130, 256)]
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 TOLERANCE = 8e-3 if DEVICE == "cuda" else 1e-5
 
 
-def operands(rows: int, columns: int, depth: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def operands(
+    rows: int, columns: int, depth: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, depth, generator=generator)
     x *= torch.exp(torch.randn(rows, 1, generator=generator))
@@ -33,8 +51,10 @@ def operands(rows: int, columns: int, depth: int, seed: int) -> tuple[Tensor, Te
     weight *= torch.exp(torch.randn(columns, depth, generator=generator))
     stored, x_scales = fp8.quantize_tokens(x)
     x_scales = torch.nn.functional.pad(x_scales.t(), (0, -rows % 4)).contiguous().t()[:rows]
-    return tuple(t.to(DEVICE) if t.is_contiguous() else t.t().to(DEVICE).t()  # type: ignore[return-value]
-                 for t in (stored, x_scales, *fp8.quantize_weight(weight)))
+    return tuple(
+        t.to(DEVICE) if t.is_contiguous() else t.t().to(DEVICE).t()  # type: ignore[return-value]
+        for t in (stored, x_scales, *fp8.quantize_weight(weight))
+    )
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -56,7 +76,14 @@ def test_products(shape: tuple[int, int, int], config: dict[str, object]) -> Non
 
 def test_nearest_rows() -> None:
     table = {1: {"a": 1}, 8: {"a": 8}, 64: {"a": 64}}
-    assert [tuned.nearest(table, rows)["a"] for rows in (1, 4, 5, 36, 37, 900)] == [1, 1, 8, 64, 64, 64]
+    assert [tuned.nearest(table, rows)["a"] for rows in (1, 4, 5, 36, 37, 900)] == [
+        1,
+        1,
+        8,
+        64,
+        64,
+        64,
+    ]
 
 
 def test_the_rule_covers_every_shape() -> None:

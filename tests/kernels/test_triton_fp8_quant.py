@@ -1,7 +1,9 @@
 """Quantising kernels against the torch references; ragged groups, strided rows, zeros.
 
-The interpreter loses a carry in a few casts to FP8 out of a hundred, so there values are only nearly all equal.
+The interpreter loses a carry in a few casts to FP8 out of a hundred, so there values are only
+nearly all equal.
 """
+
 from __future__ import annotations
 
 import os
@@ -21,7 +23,9 @@ from glowplug.kernels.elementwise.norm_reference import rms_norm_reference  # no
 from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant  # noqa: E402
 
 SHAPES = [(1, 128), (3, 192), (5, 1536), (2, 7168), (6, 72)]
-AGREEING = 0.98 if DEVICE == "cuda" else 0.9  #: share of equal codes; float32 arithmetic may differ by a rounding
+AGREEING = (
+    0.98 if DEVICE == "cuda" else 0.9
+)  #: share of equal codes; float32 arithmetic may differ by a rounding
 
 
 def draw(rows: int, columns: int, seed: int) -> Tensor:
@@ -65,19 +69,28 @@ def test_silu_and_mul(shape: tuple[int, int], many: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("rows", "size"), [(2, 128), (6, 192), (32, 1408), (16, 2048), (4, 2200)])
 def test_silu_and_mul_of_rows_with_a_pair(rows: int, size: int) -> None:
-    """Bit by bit as of all rows; what fills tiles up or lies behind them is neither read nor written."""
+    """Bit by bit as of all rows; what fills tiles up or lies behind them is neither read nor
+    written.
+    """
     generator, total = torch.Generator().manual_seed(rows + size), 3 * rows
     x, filled = draw(rows, 2 * size, size), max(2, rows // 4 * 2)
     every, of_every = fp8_quant.silu_and_mul(x)
     real = torch.rand(rows, generator=generator) < 0.6
     real[0], real[1], real[filled:] = True, False, False
-    pairs = torch.where(real, torch.randperm(total, generator=generator)[:rows], total).to(torch.int32).to(DEVICE)
+    pairs = (
+        torch.where(real, torch.randperm(total, generator=generator)[:rows], total)
+        .to(torch.int32)
+        .to(DEVICE)
+    )
     x[~real] = torch.nan
     values, scales = fp8_quant.silu_and_mul_pairs(
-        x, pairs, torch.tensor([filled], dtype=torch.int32, device=DEVICE), total)
+        x, pairs, torch.tensor([filled], dtype=torch.int32, device=DEVICE), total
+    )
     assert torch.equal(values[real].view(torch.uint8), every[real].view(torch.uint8))
     assert torch.equal(scales[real], of_every[real]) and scales.shape == of_every.shape
-    assert values[~real].float().isnan().all() and scales[~real].isnan().all(), "still what was there: see conftest"
+    assert values[~real].float().isnan().all() and scales[~real].isnan().all(), (
+        "still what was there: see conftest"
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)

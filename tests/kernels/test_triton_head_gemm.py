@@ -1,5 +1,6 @@
-"""The head's product in Triton against float64, in the interpreter or on a GPU; that it compiles for Hopper
-where no such card is, and that only a table lets it replace cuBLAS."""
+"""The head's product in Triton against float64, in the interpreter or on a GPU; that it compiles
+for Hopper where no such card is, and that only a table lets it replace cuBLAS."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -29,13 +30,26 @@ for tma, tokens in ((True, 32), (False, 128)):
 
 
 def tiles(rows: int, depth: int, tma: bool) -> Config:
-    return {"way": "tiles", "BLOCK_N": rows, "BLOCK_K": depth, "TMA": tma, "FETCH": 2, "num_warps": 4, "num_stages": 3}
+    return {
+        "way": "tiles",
+        "BLOCK_N": rows,
+        "BLOCK_K": depth,
+        "TMA": tma,
+        "FETCH": 2,
+        "num_warps": 4,
+        "num_stages": 3,
+    }
 
 
 def drawn(tokens: int, size: int, depth: int, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    x, weight = (torch.randn(shape, generator=generator, device=DEVICE) for shape in ((tokens, depth), (size, depth)))
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter does not multiply bfloat16
+    x, weight = (
+        torch.randn(shape, generator=generator, device=DEVICE)
+        for shape in ((tokens, depth), (size, depth))
+    )
+    dtype = (
+        torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    )  # the interpreter does not multiply bfloat16
     return x.to(dtype), (weight * depth**-0.5).to(dtype)
 
 
@@ -50,9 +64,15 @@ def test_they_compile_for_hopper() -> None:
     assert uninterpreted.printed("-c", SCRIPT).split() == ["tiles_kernel"] * 2
 
 
-@pytest.mark.parametrize(("config", "tokens", "size", "depth"), [
-    (tiles(16, 16, False), 1, 50, 72), (tiles(32, 32, False), 20, 500, 96), (tiles(32, 16, True), 5, 100, 64),
-    (tiles(16, 64, True), 17, 40, 128)])
+@pytest.mark.parametrize(
+    ("config", "tokens", "size", "depth"),
+    [
+        (tiles(16, 16, False), 1, 50, 72),
+        (tiles(32, 32, False), 20, 500, 96),
+        (tiles(32, 16, True), 5, 100, 64),
+        (tiles(16, 64, True), 17, 40, 128),
+    ],
+)
 def test_tiles(config: Config, tokens: int, size: int, depth: int) -> None:
     for seed in (0, 1):
         x, weight = drawn(tokens, size, depth, seed)
@@ -64,7 +84,9 @@ def test_cublas_unless_a_table_says_otherwise(own_tables: Path) -> None:
     ours = tiles(64, 64, True)
     tuned.keep(own_tables / tuned.head_file_name(1000, 64), {8: {"way": "cublas"}, 32: ours})
     forget()
-    chosen = {tokens: head_gemm.config_for(tokens, 1000, 64) for tokens in (0, 1, 8, 30, 64, 65, 200)}
+    chosen = {
+        tokens: head_gemm.config_for(tokens, 1000, 64) for tokens in (0, 1, 8, 30, 64, 65, 200)
+    }
     assert chosen == {0: None, 1: None, 8: None, 30: ours, 64: ours, 65: None, 200: None}
     assert head_gemm.config_for(32, 1000, 72) is None
 
@@ -73,15 +95,24 @@ def test_what_it_can_do() -> None:
     x, weight = torch.zeros(3, 64, dtype=torch.bfloat16), torch.zeros(9, 64, dtype=torch.bfloat16)
     assert head_gemm.fits(x, weight)
     assert not head_gemm.fits(x.float(), weight.float()) and not head_gemm.fits(x[:0], weight)
-    assert not head_gemm.fits(x[:, :32], weight[:, :32]) and not head_gemm.fits(x.repeat(50, 1), weight)
+    assert not head_gemm.fits(x[:, :32], weight[:, :32]) and not head_gemm.fits(
+        x.repeat(50, 1), weight
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [tiles(64, 64, True), tiles(64, 64, False), tiles(64, 128, True)],
-                         ids=lambda config: "-".join(str(value) for value in config.values()))
-@pytest.mark.parametrize(("size", "depth"), [(102400, 2048), (40001, 1536), (1000, 1024), (24, 576)])
+@pytest.mark.parametrize(
+    "config",
+    [tiles(64, 64, True), tiles(64, 64, False), tiles(64, 128, True)],
+    ids=lambda config: "-".join(str(value) for value in config.values()),
+)
+@pytest.mark.parametrize(
+    ("size", "depth"), [(102400, 2048), (40001, 1536), (1000, 1024), (24, 576)]
+)
 def test_bfloat16(size: int, depth: int, config: Config) -> None:
-    """Behind a kernel that computes x, replayed with other inputs; a token's scores do not depend on others."""
+    """Behind a kernel that computes x, replayed with other inputs; a token's scores do not depend
+    on others.
+    """
     for tokens in (1, 8, 32, 33, 128):
         x, weight = drawn(tokens, size, depth, tokens)
         head_gemm.multiply(x, weight, config)
@@ -98,7 +129,9 @@ def test_bfloat16(size: int, depth: int, config: Config) -> None:
             assert difference(found, x, weight) < 5e-5
             assert torch.equal(found, head_gemm.multiply(x, weight, config)), "repeats bit by bit"
         if tokens == 33:
-            assert torch.equal(found[5:22], head_gemm.multiply(x[5:22].contiguous(), weight, config))
+            assert torch.equal(
+                found[5:22], head_gemm.multiply(x[5:22].contiguous(), weight, config)
+            )
 
 
 @pytest.mark.gpu
@@ -108,16 +141,30 @@ def test_a_head_with_a_table(own_tables: Path, monkeypatch: pytest.MonkeyPatch) 
 
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("for Hopper")
-    shape = LinearShape(name="lm_head", parts=("lm_head",), outputs=(4000,), inputs=1024, row_starts=(0,), col_start=0,
-                        full=((4000, 1024),), bias=False, wide=True)
+    shape = LinearShape(
+        name="lm_head",
+        parts=("lm_head",),
+        outputs=(4000,),
+        inputs=1024,
+        row_starts=(0,),
+        col_start=0,
+        full=((4000, 1024),),
+        bias=False,
+        wide=True,
+    )
     head = CudaLinear(shape, torch.bfloat16, "cuda")
     x, weight = drawn(32, 4000, 1024, 0)
     head.rows.copy_(weight)
     plain = head.apply(x)
     asked: list[int] = []
     multiply = head_gemm.multiply
-    monkeypatch.setattr(head_gemm, "multiply", lambda *given: asked.append(len(given[0])) or multiply(*given))
-    tuned.keep(own_tables / tuned.head_file_name(4000, 1024), {16: {"way": "cublas"}, 32: tiles(64, 64, True)})
+    monkeypatch.setattr(
+        head_gemm, "multiply", lambda *given: asked.append(len(given[0])) or multiply(*given)
+    )
+    tuned.keep(
+        own_tables / tuned.head_file_name(4000, 1024),
+        {16: {"way": "cublas"}, 32: tiles(64, 64, True)},
+    )
     forget()
     assert difference(head.apply(x), x, weight) < 5e-5 and difference(plain, x, weight) < 5e-5
     assert difference(head.apply(x.repeat(5, 1)), x.repeat(5, 1), weight) < 5e-5

@@ -1,4 +1,7 @@
-"""Int8 kernels against integer and float32 references: odd sizes, poisoned outputs, changed inputs, absent experts."""
+"""Int8 kernels against integer and float32 references: odd sizes, poisoned outputs, changed inputs,
+absent experts.
+"""
+
 from __future__ import annotations
 
 import os
@@ -52,7 +55,10 @@ def test_activations_are_quantised(tokens: int, size: int) -> None:
     codes(int8_quant.quantize(strided), strided.float())
     both = randn(tokens, 2 * size, seed=size + 2).to(DTYPE)
     codes(int8_quant.silu_and_mul(both), silu_and_mul(both.float()))
-    gain, residual = randn(size, seed=size + 3).to(DTYPE), randn(tokens, size, seed=size + 4).to(DTYPE)
+    gain, residual = (
+        randn(size, seed=size + 3).to(DTYPE),
+        randn(tokens, size, seed=size + 4).to(DTYPE),
+    )
     wanted = rms_norm_reference(x.float(), gain.float(), 1e-6)
     plain = torch.full_like(x, float("nan"))
     codes(int8_quant.rms_norm(x, gain, 1e-6, plain), wanted)
@@ -72,7 +78,10 @@ def test_a_sum_of_float32_parts_leaves_the_residual_its_dtype(both: bool) -> Non
     assert total.dtype is residual.dtype
     near(total, rows.view(5, 4, 72).sum(1) + residual, 1e-3)
     cast = found.cast if both else found
-    codes((cast.values, cast.scales), rms_norm_reference(total.float(), torch.ones(72, device=DEVICE), 1e-6))
+    codes(
+        (cast.values, cast.scales),
+        rms_norm_reference(total.float(), torch.ones(72, device=DEVICE), 1e-6),
+    )
     assert not both or found.plain.dtype is residual.dtype
 
 
@@ -82,10 +91,20 @@ def test_zeros_and_no_tokens() -> None:
     assert int8_quant.quantize(torch.zeros(0, 96, dtype=DTYPE, device=DEVICE))[0].shape == (0, 96)
     empty = torch.empty(0, 64, dtype=torch.int8, device=DEVICE)
     weight = torch.ones(32, 64, dtype=torch.int8, device=DEVICE)
-    assert int8_gemm.gemm(empty, scales[:0], weight, torch.ones(32, device=DEVICE), DTYPE).shape == (0, 32)
+    assert int8_gemm.gemm(
+        empty, scales[:0], weight, torch.ones(32, device=DEVICE), DTYPE
+    ).shape == (0, 32)
 
 
-WIDE = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 64, "SPLIT_K": 1, "SWAP": False, "num_warps": 4, "num_stages": 2}
+WIDE = {
+    "BLOCK_M": 32,
+    "BLOCK_N": 64,
+    "BLOCK_K": 64,
+    "SPLIT_K": 1,
+    "SWAP": False,
+    "num_warps": 4,
+    "num_stages": 2,
+}
 PARTS = {**WIDE, "BLOCK_M": 16, "SPLIT_K": 3, "SWAP": True}
 SHAPES = [(1, 128, 256), (5, 576, 192), (17, 130, 72), (33, 64, 64)]
 
@@ -106,9 +125,13 @@ def test_product(tokens: int, columns: int, depth: int, config: Any) -> None:
 class Case:
     """Random experts in int8 and their inputs; some ids are of experts elsewhere."""
 
-    def __init__(self, tokens: int, per_token: int, experts: int, hidden: int, inter: int, absent: bool) -> None:
+    def __init__(
+        self, tokens: int, per_token: int, experts: int, hidden: int, inter: int, absent: bool
+    ) -> None:
         generator = torch.Generator().manual_seed(tokens + experts)
-        self.ids = torch.stack([torch.randperm(experts, generator=generator)[:per_token] for _ in range(tokens)])
+        self.ids = torch.stack(
+            [torch.randperm(experts, generator=generator)[:per_token] for _ in range(tokens)]
+        )
         if absent:
             self.ids[:, 0] = -1
             self.ids[0] = -1
@@ -132,17 +155,33 @@ class Case:
             w13 = int8.dequantize(self.w13[expert], self.scales13[expert], torch.float32)
             w2 = int8.dequantize(self.w2[expert], self.scales2[expert], torch.float32)
             inner = silu_and_mul(rounded[token] @ w13.t()).to(DTYPE).float()
-            out.index_add_(0, token, int8.fake_quantize_tokens(inner) @ w2.t() * self.weights[token, slot, None])
+            out.index_add_(
+                0,
+                token,
+                int8.fake_quantize_tokens(inner) @ w2.t() * self.weights[token, slot, None],
+            )
         return out
 
     def run(self, config: Any) -> Tensor:
-        return moe_gemm_int8.experts(*int8_quant.quantize(self.x), self.w13, self.scales13, self.w2, self.scales2,
-                                     self.ids, self.weights, DTYPE, config)
+        return moe_gemm_int8.experts(
+            *int8_quant.quantize(self.x),
+            self.w13,
+            self.scales13,
+            self.w2,
+            self.scales2,
+            self.ids,
+            self.weights,
+            DTYPE,
+            config,
+        )
 
 
 TILE = {"dense": 0, "block_m": 16, "block_n": 32, "block_k": 64, "warps": 4, "stages": 2, "swap": 1}
-WAYS = {"rule": None, "sorted": {"up": TILE, "down": {**TILE, "swap": 0}},
-        "dense": {"up": {**TILE, "dense": 1}, "down": {**TILE, "dense": 1}}}
+WAYS = {
+    "rule": None,
+    "sorted": {"up": TILE, "down": {**TILE, "swap": 0}},
+    "dense": {"up": {**TILE, "dense": 1}, "down": {**TILE, "dense": 1}},
+}
 
 
 @pytest.mark.parametrize("way", WAYS)

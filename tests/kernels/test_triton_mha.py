@@ -1,5 +1,6 @@
-"""Paged multi-head attention in Triton against its definition: lengths around tiles and splits, widths, trees, groups,
-odd sizes; ragged chunks with and without a cached prefix."""
+"""Paged multi-head attention in Triton against its definition: lengths around tiles and splits,
+widths, trees, groups, odd sizes; ragged chunks with and without a cached prefix."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -21,11 +22,23 @@ DEVICE = "cuda" if GPU else "cpu"
 
 
 class Case:
-    """A shuffled paged cache whose slots outside the rows' visible keys hold NaN, and queries over it."""
+    """A shuffled paged cache whose slots outside the rows' visible keys hold NaN, and queries over
+    it.
+    """
 
-    def __init__(self, lengths: list[int], width: int = 1, heads: int = 4, kv_heads: int = 2, dim: int = 16,
-                 page: int = 16, dtype: torch.dtype = torch.float32, first_key: int = 0, seed: int = 0,
-                 queries: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        width: int = 1,
+        heads: int = 4,
+        kv_heads: int = 2,
+        dim: int = 16,
+        page: int = 16,
+        dtype: torch.dtype = torch.float32,
+        first_key: int = 0,
+        seed: int = 0,
+        queries: list[int] | None = None,
+    ) -> None:
         rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
         table, slots = shuffled_pages(lengths, page, rng, first_key)
         cache = torch.full((2, slots_in_all(lengths, page), kv_heads, dim), float("nan"))
@@ -43,7 +56,9 @@ class Case:
 
     def cut(self, **changes: int) -> kernel.Tiling:
         heads, dim = self.query.shape[1:]
-        made = kernel.tiling(len(self.lengths), self.width, heads, self.k.shape[1], dim, 256, self.query.dtype)
+        made = kernel.tiling(
+            len(self.lengths), self.width, heads, self.k.shape[1], dim, 256, self.query.dtype
+        )
         return replace(made, **changes)
 
     def expected(self) -> Tensor:
@@ -51,21 +66,51 @@ class Case:
         parts, at = [], 0
         for row, count in enumerate(self.counts):
             own = slice(row, row + 1)
-            parts.append(mha.paged_reference(
-                self.query[at : at + count], self.k.float(), self.v.float(), self.table[own], self.lengths[own],
-                self.scale, self.page, self.first_key, None if self.tree is None else self.tree[own]))
+            parts.append(
+                mha.paged_reference(
+                    self.query[at : at + count],
+                    self.k.float(),
+                    self.v.float(),
+                    self.table[own],
+                    self.lengths[own],
+                    self.scale,
+                    self.page,
+                    self.first_key,
+                    None if self.tree is None else self.tree[own],
+                )
+            )
             at += count
         return torch.cat(parts)
 
     def check(self, cut: kernel.Tiling, tolerance: float = 1e-5) -> None:
-        got = kernel.mha_decode(self.query, self.k, self.v, self.table, self.lengths, self.scale, self.page, cut,
-                                self.first_key, self.tree)
+        got = kernel.mha_decode(
+            self.query,
+            self.k,
+            self.v,
+            self.table,
+            self.lengths,
+            self.scale,
+            self.page,
+            cut,
+            self.first_key,
+            self.tree,
+        )
         torch.testing.assert_close(got.double(), self.expected(), rtol=tolerance, atol=tolerance)
 
     def check_prefill(self, skip: int = 0, tolerance: float = 1e-5) -> None:
         starts = torch.tensor([0, *np.cumsum(self.counts)], dtype=torch.int32, device=DEVICE) + skip
-        got = mha_prefill(self.query, self.k, self.v, self.table, self.lengths, starts, self.scale, self.page,
-                          self.first_key, skip)
+        got = mha_prefill(
+            self.query,
+            self.k,
+            self.v,
+            self.table,
+            self.lengths,
+            starts,
+            self.scale,
+            self.page,
+            self.first_key,
+            skip,
+        )
         torch.testing.assert_close(got.double(), self.expected(), rtol=tolerance, atol=tolerance)
 
 
@@ -103,7 +148,9 @@ def test_groups_and_odd_sizes(heads: int, kv_heads: int, dim: int) -> None:
 
 
 def test_rows_without_keys_are_zero() -> None:
-    """Padded rows of length 0, and a draft's first token, whose only position is before the first key."""
+    """Padded rows of length 0, and a draft's first token, whose only position is before the first
+    key.
+    """
     for splits in (1, 2):
         case = Case([1, 18], first_key=1, seed=5)
         case.check(case.cut(block_n=16, splits=splits))
@@ -128,8 +175,15 @@ def test_half_precision() -> None:
 def test_ragged_chunks(page: int, first_key: int) -> None:
     """Fresh prompts, chunks behind a prefix, a single token, and more than a block of queries."""
     queries = [5, 40 - first_key, 1, 33]
-    case = Case([5 + first_key, 40, 21, 60], queries=queries, page=page, first_key=first_key, heads=2, kv_heads=1,
-                seed=page)
+    case = Case(
+        [5 + first_key, 40, 21, 60],
+        queries=queries,
+        page=page,
+        first_key=first_key,
+        heads=2,
+        kv_heads=1,
+        seed=page,
+    )
     case.check_prefill(skip=3)
 
 

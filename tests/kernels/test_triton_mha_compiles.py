@@ -1,4 +1,7 @@
-"""The multi-head kernels compile for Hopper on a machine without one, which the interpreter does not try."""
+"""The multi-head kernels compile for Hopper on a machine without one, which the interpreter does
+not try.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -37,5 +40,7 @@ for x, cache, dim, rows, tree, page in (("*bf16", "*bf16", 128, 16, False, 64), 
 
 @pytest.mark.slow
 def test_they_compile_for_hopper() -> None:
-    assert uninterpreted.printed("-c", SCRIPT).split() == [
-        "mha_store_kernel", "mha_decode_kernel", *["mha_prefill_kernel"] * 2] * 4
+    assert (
+        uninterpreted.printed("-c", SCRIPT).split()
+        == ["mha_store_kernel", "mha_decode_kernel", *["mha_prefill_kernel"] * 2] * 4
+    )

@@ -1,4 +1,7 @@
-"""Keys and values into a paged cache: where they go, what stays as it was, what eight bits cannot hold."""
+"""Keys and values into a paged cache: where they go, what stays as it was, what eight bits cannot
+hold.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -16,14 +19,18 @@ def test_keys_and_values_are_stored() -> None:
     caches = torch.full((2, 32, 2, 12), float("nan"), device=DEVICE)
     slots = torch.tensor([3, 31, 8, 0, 16], device=DEVICE)
     mha_store(wide[:, 2:4], wide[:, 4:], *caches, slots, follows=True)
-    assert torch.equal(caches[0][slots], wide[:, 2:4]) and torch.equal(caches[1][slots], wide[:, 4:])
+    assert torch.equal(caches[0][slots], wide[:, 2:4]) and torch.equal(
+        caches[1][slots], wide[:, 4:]
+    )
     assert int(torch.isfinite(caches).sum()) == 2 * 5 * 24
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 33, 1030])
 def test_at_published_sizes(tokens: int) -> None:
-    """Eight heads of 128 behind 32 of queries, the last slot of the cache among those that are written."""
+    """Eight heads of 128 behind 32 of queries, the last slot of the cache among those that are
+    written.
+    """
     generator = torch.Generator().manual_seed(tokens)
     wide = torch.randn(tokens, 48, 128, generator=generator).to(DEVICE, torch.bfloat16)
     caches = torch.zeros(2, 2048, 8, 128, device=DEVICE, dtype=torch.bfloat16)

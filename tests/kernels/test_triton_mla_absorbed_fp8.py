@@ -1,4 +1,5 @@
 """Absorbed products of weights that stay in block FP8: in the interpreter, or on a GPU."""
+
 from __future__ import annotations
 
 import pytest
@@ -15,7 +16,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def stored(heads: int, nope: int, value: int, lora: int, seed: int) -> tuple[Blocks, Blocks]:
-    """W_UK [H, N, C] and W_UV [H, C, V] as views of what a checkpoint keeps, with scales that differ much."""
+    """W_UK [H, N, C] and W_UV [H, C, V] as views of what a checkpoint keeps, with scales that
+    differ much.
+    """
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(heads * (nope + value), lora, generator=generator) * lora**-0.5
     values, scales = fp8.quantize_weight(weight)
@@ -23,8 +26,10 @@ def stored(heads: int, nope: int, value: int, lora: int, seed: int) -> tuple[Blo
     values = values.to(DEVICE).view(heads, nope + value, lora)
     scales = scales.to(DEVICE).view(heads, (nope + value) // 128, lora // 128)
     blocks = nope // 128
-    return (Blocks(values[:, :nope], scales[:, :blocks]),
-            Blocks(values[:, nope:].transpose(1, 2), scales[:, blocks:].transpose(1, 2)))
+    return (
+        Blocks(values[:, :nope], scales[:, :blocks]),
+        Blocks(values[:, nope:].transpose(1, 2), scales[:, blocks:].transpose(1, 2)),
+    )
 
 
 def product(x: Tensor, weight: Blocks) -> Tensor:
@@ -33,8 +38,16 @@ def product(x: Tensor, weight: Blocks) -> Tensor:
     return torch.einsum("thk,hkn->thn", x.double(), dense)
 
 
-def check(tokens: int, heads: int, nope: int, value: int, lora: int, width: int, dtype: torch.dtype, error: float,
-          ) -> None:
+def check(
+    tokens: int,
+    heads: int,
+    nope: int,
+    value: int,
+    lora: int,
+    width: int,
+    dtype: torch.dtype,
+    error: float,
+) -> None:
     for seed in (0, 1):
         generator = torch.Generator().manual_seed(seed)
         for weight in stored(heads, nope, value, lora, seed):
@@ -43,8 +56,12 @@ def check(tokens: int, heads: int, nope: int, value: int, lora: int, width: int,
             x, out = wide[..., :size], wide.new_full((tokens, heads, columns + 3), float("nan"))
             kernel.multiply(x, weight, out[..., :columns], width)
             want = product(x, weight)
-            torch.testing.assert_close(out[..., :columns].double(), want, rtol=error, atol=error * float(
-                want.abs().max() if tokens else 1))
+            torch.testing.assert_close(
+                out[..., :columns].double(),
+                want,
+                rtol=error,
+                atol=error * float(want.abs().max() if tokens else 1),
+            )
             assert out[..., columns:].isnan().all(), "nothing behind the product is written"
 
 

@@ -1,5 +1,6 @@
-"""Latent attention's kernels compile for Hopper on a machine without one, which the interpreter does not try: the
-prologue's, and those that leave parts of keys to W_UV's product."""
+"""Latent attention's kernels compile for Hopper on a machine without one, which the interpreter
+does not try: the prologue's, and those that leave parts of keys to W_UV's product."""
+
 from __future__ import annotations
 
 import pytest
@@ -68,13 +69,23 @@ for cache, ring in ((gl.bfloat16, 2), (gl.float8e4nv, 3)):
 
 @pytest.mark.slow
 def test_decoding_for_hopper_compiles() -> None:
-    """Parts stored as they lie and side by side, of a cache in 16 bits and in FP8, whose ring is longer. What threads
-    store in shared memory is fenced, and waited for, before the tensor cores read it: the compiler adds neither."""
+    """Parts stored as they lie and side by side, of a cache in 16 bits and in FP8, whose ring is
+    longer. What threads store in shared memory is fenced, and waited for, before the tensor cores
+    read it: the compiler adds neither.
+    """
     assert uninterpreted.printed("-c", RING).split() == ["mla_decode_hopper_kernel"] * 4
 
 
 @pytest.mark.slow
 def test_they_compile_for_hopper() -> None:
     assert uninterpreted.printed("-c", SCRIPT).split() == [
-        *["_prologue"] * 8, *["_by_heads_fp8"] * 4, *["_by_heads"] * 2, *["_joined"] * 4, "_store", "_gather",
-        "_in_e4m3", "_spread", "_merge_into"]
+        *["_prologue"] * 8,
+        *["_by_heads_fp8"] * 4,
+        *["_by_heads"] * 2,
+        *["_joined"] * 4,
+        "_store",
+        "_gather",
+        "_in_e4m3",
+        "_spread",
+        "_merge_into",
+    ]

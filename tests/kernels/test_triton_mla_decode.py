@@ -1,4 +1,7 @@
-"""Paged latent attention against its definition: lengths around tiles and splits, widths, trees, layouts, caches."""
+"""Paged latent attention against its definition: lengths around tiles and splits, widths, trees,
+layouts, caches.
+"""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -13,43 +16,89 @@ from glowplug.plugins.attention.shared import decode_choice as measured
 from tests.kernels.shuffled_pages import shuffled_pages, slots_in_all
 
 pytest.importorskip("triton")
-from glowplug.kernels.mla import decode as kernel, prologue as mla_prologue, value_projection as mla_values
+from glowplug.kernels.mla import (
+    decode as kernel,
+    prologue as mla_prologue,
+    value_projection as mla_values,
+)
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 
 
 class Case:
-    """A shuffled paged cache whose slots outside the rows' visible keys hold NaN, and queries over it."""
+    """A shuffled paged cache whose slots outside the rows' visible keys hold NaN, and queries over
+    it.
+    """
 
-    def __init__(self, lengths: list[int], width: int = 1, heads: int = 3, lora: int = 32, rope: int = 16,
-                 page: int = 16, dtype: torch.dtype = torch.float32, first_key: int = 0, seed: int = 0,
-                 spare: int = 0) -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        width: int = 1,
+        heads: int = 3,
+        lora: int = 32,
+        rope: int = 16,
+        page: int = 16,
+        dtype: torch.dtype = torch.float32,
+        first_key: int = 0,
+        seed: int = 0,
+        spare: int = 0,
+    ) -> None:
         rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
         table, slots = shuffled_pages(lengths, page, rng, first_key, spare)
         kv = torch.full((slots_in_all(lengths, page), lora + rope), float("nan"))
         kv[:page] = 0
         for own in slots:
             kv[own] = torch.randn(len(own), lora + rope, generator=generator)
-        self.query = torch.randn(len(lengths) * width, heads, lora + rope, generator=generator).to(DEVICE, dtype)
+        self.query = torch.randn(len(lengths) * width, heads, lora + rope, generator=generator).to(
+            DEVICE, dtype
+        )
         self.kv, self.table = kv.to(DEVICE, dtype), torch.from_numpy(table).to(DEVICE)
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        self.width, self.heads, self.lora, self.page, self.first_key = width, heads, lora, page, first_key
+        self.width, self.heads, self.lora, self.page, self.first_key = (
+            width,
+            heads,
+            lora,
+            page,
+            first_key,
+        )
         self.scale, self.tree = (lora + rope) ** -0.5, None
         self.kv_scale = 1.0
 
     def cut(self, **changes: int) -> kernel.Tiling:
-        made = kernel.tiling(len(self.lengths), self.width, self.heads, 256, self.query.dtype, self.kv.dtype)
+        made = kernel.tiling(
+            len(self.lengths), self.width, self.heads, 256, self.query.dtype, self.kv.dtype
+        )
         return replace(made, **changes)
 
     def run(self, cut: kernel.Tiling) -> Tensor:
-        return kernel.mla_decode(self.query, self.kv, self.table, self.lengths, self.scale, self.page, self.lora, cut,
-                                 self.first_key, self.tree, self.kv_scale)
+        return kernel.mla_decode(
+            self.query,
+            self.kv,
+            self.table,
+            self.lengths,
+            self.scale,
+            self.page,
+            self.lora,
+            cut,
+            self.first_key,
+            self.tree,
+            self.kv_scale,
+        )
 
     def check(self, cut: kernel.Tiling, tolerance: float = 1e-5) -> None:
         cache = self.kv.float() * self.kv_scale
-        expected = mla.paged_latent_reference(self.query, cache, self.table, self.lengths, self.scale, self.page,
-                                              self.lora, self.first_key, self.tree)
+        expected = mla.paged_latent_reference(
+            self.query,
+            cache,
+            self.table,
+            self.lengths,
+            self.scale,
+            self.page,
+            self.lora,
+            self.first_key,
+            self.tree,
+        )
         torch.testing.assert_close(self.run(cut).double(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -101,7 +150,9 @@ def test_odd_sizes() -> None:
 
 
 def test_rows_without_keys_are_zero() -> None:
-    """Padded rows of length 0, and a draft's first token, whose only position is before the first key."""
+    """Padded rows of length 0, and a draft's first token, whose only position is before the first
+    key.
+    """
     for splits in (1, 2):
         case = Case([1, 18], first_key=1, seed=5)
         case.check(case.cut(block_n=16, splits=splits))
@@ -130,7 +181,9 @@ def test_an_fp8_cache() -> None:
 @pytest.mark.parametrize("first_key", [0, 1])
 @pytest.mark.parametrize("rows,splits", [(1, 2), (7, 9), (9, 3), (4, 10), (2, 17)])
 def test_parts_joined_by_the_values_product(rows: int, splits: int, first_key: int) -> None:
-    """Against parts merged, then W_UV; rows without keys or with fewer parts than there are, whose memory holds NaN."""
+    """Against parts merged, then W_UV; rows without keys or with fewer parts than there are, whose
+    memory holds NaN.
+    """
     lengths = [[1, 16, 17, 150, 129, 40, 33, 64, 5][(row + splits) % 9] for row in range(rows)]
     case = Case(lengths, heads=3, lora=64, rope=16, first_key=first_key, seed=rows)
     case.lengths[rows // 2] = 0 if rows > 1 else 1
@@ -144,16 +197,28 @@ def test_parts_joined_by_the_values_product(rows: int, splits: int, first_key: i
     mla_prologue.by_heads(case.run(cut), w_uv, wanted, 32, False)
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
     assert out[rows // 2].eq(0).all() == (rows > 1 or first_key == 1)
-    exact = mla.paged_latent_reference(case.query, case.kv.float(), case.table, case.lengths, case.scale, case.page, 64,
-                                       first_key)
+    exact = mla.paged_latent_reference(
+        case.query, case.kv.float(), case.table, case.lengths, case.scale, case.page, 64, first_key
+    )
     exact = mla.project_output(exact, w_uv.double()).view_as(out)
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
 
 
 def parts_of(case: Case, cut: kernel.Tiling) -> tuple[Tensor, Tensor]:
     """``decode_parts``, with NaN where by its contract nothing is written."""
-    made = kernel.decode_parts(case.query, case.kv, case.table, case.lengths, case.scale, case.page, case.lora, cut,
-                               case.first_key, case.tree, case.kv_scale)
+    made = kernel.decode_parts(
+        case.query,
+        case.kv,
+        case.table,
+        case.lengths,
+        case.scale,
+        case.page,
+        case.lora,
+        cut,
+        case.first_key,
+        case.tree,
+        case.kv_scale,
+    )
     for row, length in enumerate(case.lengths.tolist()):
         tiles = -(-length // cut.block_n)
         held = -(-tiles // max(1, -(-tiles // cut.splits)))
@@ -168,9 +233,18 @@ def test_the_values_product_takes_whole_shares_only() -> None:
 
 
 def test_the_tiling_fills_the_device() -> None:
-    """At least two thirds of the multiprocessors have work in the rounds that it takes, unless a row is too short."""
+    """At least two thirds of the multiprocessors have work in the rounds that it takes, unless a
+    row is too short.
+    """
     half = torch.bfloat16
-    for rows, width, heads in [(1, 1, 16), (8, 1, 16), (32, 2, 16), (70, 1, 16), (128, 1, 128), (3, 7, 5)]:
+    for rows, width, heads in [
+        (1, 1, 16),
+        (8, 1, 16),
+        (32, 2, 16),
+        (70, 1, 16),
+        (128, 1, 128),
+        (3, 7, 5),
+    ]:
         for ring in (False, True):
             cut = kernel.tiling(rows, width, heads, 1 << 14, half, half, ring)
             programs = rows * -(-width * heads // cut.block_m) * cut.splits
@@ -180,29 +254,71 @@ def test_the_tiling_fills_the_device() -> None:
 
 
 def test_a_step_of_some_rows_has_no_more_parts_than_are_joined() -> None:
-    parts = {rows: kernel.tiling(rows, 1, 16, 4096, torch.bfloat16, torch.bfloat16, True).splits
-             for rows in (1, 7, 8, 12, 32, 66, 128)}
-    assert parts[1] > parts[7] > kernel.JOINED == parts[8] == parts[12] > parts[32] > parts[66] > parts[128] == 1
-    assert kernel.tiling(8, 1, 16, 1 << 14, torch.bfloat16, torch.bfloat16, True).splits > kernel.JOINED
-    others = (kernel.tiling(8, 1, 128, 1 << 14, torch.bfloat16, torch.bfloat16, True),
-              kernel.tiling(8, 1, 16, 4096, torch.bfloat16, torch.bfloat16))
+    parts = {
+        rows: kernel.tiling(rows, 1, 16, 4096, torch.bfloat16, torch.bfloat16, True).splits
+        for rows in (1, 7, 8, 12, 32, 66, 128)
+    }
+    assert (
+        parts[1]
+        > parts[7]
+        > kernel.JOINED
+        == parts[8]
+        == parts[12]
+        > parts[32]
+        > parts[66]
+        > parts[128]
+        == 1
+    )
+    assert (
+        kernel.tiling(8, 1, 16, 1 << 14, torch.bfloat16, torch.bfloat16, True).splits
+        > kernel.JOINED
+    )
+    others = (
+        kernel.tiling(8, 1, 128, 1 << 14, torch.bfloat16, torch.bfloat16, True),
+        kernel.tiling(8, 1, 16, 4096, torch.bfloat16, torch.bfloat16),
+    )
     assert others[0].block_m == 64 and others[1].splits > kernel.JOINED
 
 
 def test_parts_are_left_to_the_values_product_where_that_was_measured() -> None:
     half, narrow = torch.bfloat16, torch.float8_e4m3fn
 
-    def cut(rows: int, width: int = 1, heads: int = 16, context: int = 4096, kv: torch.dtype = half, ring: bool = True,
-            apart: bool = True) -> kernel.Tiling:
+    def cut(
+        rows: int,
+        width: int = 1,
+        heads: int = 16,
+        context: int = 4096,
+        kv: torch.dtype = half,
+        ring: bool = True,
+        apart: bool = True,
+    ) -> kernel.Tiling:
         return kernel.tiling(rows, width, heads, context, half, kv, ring, apart)
 
     assert {rows: cut(rows).splits for rows in (8, 16, 32)} == {8: 9, 16: 8, 32: 4}
-    assert all(cut(rows, heads=heads, kv=kv).apart
-               for rows in range(8, 33) for heads in (8, 16) for kv in (half, narrow))
-    others = (cut(1), cut(7), cut(33), cut(128), cut(8, width=2), cut(8, width=2, heads=8), cut(8, heads=32),
-              cut(9, heads=128), cut(1, width=2, heads=128), cut(1, heads=64), cut(8, context=kernel.SHORT + 1),
-              cut(8, heads=128, context=kernel.SHORT + 1), cut(8, ring=False), cut(8, heads=128, ring=False),
-              cut(8, context=64), cut(8, apart=False))
+    assert all(
+        cut(rows, heads=heads, kv=kv).apart
+        for rows in range(8, 33)
+        for heads in (8, 16)
+        for kv in (half, narrow)
+    )
+    others = (
+        cut(1),
+        cut(7),
+        cut(33),
+        cut(128),
+        cut(8, width=2),
+        cut(8, width=2, heads=8),
+        cut(8, heads=32),
+        cut(9, heads=128),
+        cut(1, width=2, heads=128),
+        cut(1, heads=64),
+        cut(8, context=kernel.SHORT + 1),
+        cut(8, heads=128, context=kernel.SHORT + 1),
+        cut(8, ring=False),
+        cut(8, heads=128, ring=False),
+        cut(8, context=64),
+        cut(8, apart=False),
+    )
     assert not any(other.apart for other in others) and others[-1].splits == kernel.JOINED
 
 
@@ -210,10 +326,21 @@ def test_few_rows_of_many_heads_are_cut_narrow() -> None:
     """So that there is about a program for every processor; in parts that W_UV's product may join."""
     half = torch.bfloat16
     for kv in (half, torch.float8_e4m3fn):
-        cuts = {rows: kernel.tiling(rows, 1, 128, 4096, half, kv, True, True)
-                for rows in (1, 2, 4, 5, 8, 9, 16, 17, 32)}
+        cuts = {
+            rows: kernel.tiling(rows, 1, 128, 4096, half, kv, True, True)
+            for rows in (1, 2, 4, 5, 8, 9, 16, 17, 32)
+        }
         assert {rows: cut.block_m for rows, cut in cuts.items()} == {
-            1: 16, 2: 16, 4: 16, 5: 32, 8: 32, 9: 32, 16: 32, 17: 64, 32: 64}
+            1: 16,
+            2: 16,
+            4: 16,
+            5: 32,
+            8: 32,
+            9: 32,
+            16: 32,
+            17: 64,
+            32: 64,
+        }
         assert [cuts[rows].splits for rows in (1, 2, 4, 8, 16)] == [16, 8, 4, 4, 2]
         assert [rows for rows, cut in cuts.items() if cut.apart] == [1, 2, 4, 5, 8]
         assert all(cut.warps == (8 if cut.block_m == 64 else 4) for cut in cuts.values())
@@ -222,10 +349,13 @@ def test_few_rows_of_many_heads_are_cut_narrow() -> None:
 @pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 65, 100, 128, 256])
 def test_short_rows_are_those_that_are_decoded_otherwise(heads: int) -> None:
     """By the choice of kernels for an H200 and how the own one cuts (their parts' number apart)."""
+
     def decoded(rows: int, longest: int) -> tuple[str, object]:
         cut = kernel.tiling(rows, 1, heads, longest, torch.bfloat16, torch.bfloat16, True, True)
         who = measured.fastest(heads, rows, longest)
         return who, who == "triton" and (cut.apart, cut.block_m)
 
-    differ = [rows for rows in range(1, 300) if decoded(rows, measured.SHORT) != decoded(rows, 1 << 17)]
+    differ = [
+        rows for rows in range(1, 300) if decoded(rows, measured.SHORT) != decoded(rows, 1 << 17)
+    ]
     assert differ == list(measured.short_rows(heads))

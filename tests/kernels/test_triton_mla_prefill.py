@@ -1,4 +1,5 @@
 """Ragged attention over expanded keys against its definition."""
+
 from __future__ import annotations
 
 import pytest
@@ -17,8 +18,18 @@ def starts(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=DEVICE)
 
 
-def check(queries: list[int], keys: list[int], causal: bool, heads: int = 2, nope: int = 16, rope: int = 16,
-          size: int = 16, dtype: torch.dtype = torch.float32, error: float = 1e-5, shared: bool = True) -> None:
+def check(
+    queries: list[int],
+    keys: list[int],
+    causal: bool,
+    heads: int = 2,
+    nope: int = 16,
+    rope: int = 16,
+    size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    error: float = 1e-5,
+    shared: bool = True,
+) -> None:
     """``shared``: one rotary part for all heads; else all three tensors are views of wider ones."""
     generator = torch.Generator().manual_seed(len(queries) + sum(keys))
 
@@ -31,9 +42,13 @@ def check(queries: list[int], keys: list[int], causal: bool, heads: int = 2, nop
     k_rope = random(sum(keys), rope)
     if not shared:
         k_nope, k_rope = random(sum(keys), heads, nope + rope).split([nope, rope], dim=-1)
-    out, lse = mla_prefill(q, k_nope, k_rope, v, starts(queries), starts(keys), max(queries), 0.2, causal)
+    out, lse = mla_prefill(
+        q, k_nope, k_rope, v, starts(queries), starts(keys), max(queries), 0.2, causal
+    )
     wide = k_rope if k_rope.dim() == 3 else k_rope.unsqueeze(1).expand(-1, heads, -1)
-    expected, expected_lse = mla.ragged_reference(q, torch.cat((k_nope, wide), -1), v, queries, keys, 0.2, causal)
+    expected, expected_lse = mla.ragged_reference(
+        q, torch.cat((k_nope, wide), -1), v, queries, keys, 0.2, causal
+    )
     torch.testing.assert_close(out.double(), expected, rtol=error, atol=error)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=max(error, 1e-4) / 10)
 
@@ -66,7 +81,9 @@ def test_half_precision() -> None:
 def test_no_tokens() -> None:
     empty = torch.zeros(0, 2, 32, device=DEVICE)
     k_rope, none = empty[:, 0, :16], starts([0])
-    out, lse = mla_prefill(empty, empty[..., :16], k_rope, empty[..., :16], none, none, 0, 1.0, True)
+    out, lse = mla_prefill(
+        empty, empty[..., :16], k_rope, empty[..., :16], none, none, 0, 1.0, True
+    )
     assert out.shape == (0, 2, 16) and lse.shape == (0, 2)
 
 
@@ -74,7 +91,17 @@ def test_no_tokens() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [3, 16])
 def test_published_sizes(causal: bool, heads: int) -> None:
-    check([1, 64, 65, 300, 129], [1, 64, 200, 300, 1000], causal, heads, 128, 64, 128, torch.bfloat16, 1e-2)
+    check(
+        [1, 64, 65, 300, 129],
+        [1, 64, 200, 300, 1000],
+        causal,
+        heads,
+        128,
+        64,
+        128,
+        torch.bfloat16,
+        1e-2,
+    )
     check([1, 2, 60], [1, 700, 64], causal, heads, 128, 64, 128, torch.bfloat16, 1e-2)
 
 

@@ -1,4 +1,7 @@
-"""The prologue of latent attention in Triton against the reference: in the interpreter, or on a GPU."""
+"""The prologue of latent attention in Triton against the reference: in the interpreter, or on a
+GPU.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -19,8 +22,18 @@ NAN = float("nan")
 class Case:
     """Projections of a step as a layer hands them over: two views of one wide tensor."""
 
-    def __init__(self, tokens: int, decode: int, heads: int, nope: int, lora: int, turned: int, seed: int,
-                 dtype: torch.dtype = torch.float32, kept: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        decode: int,
+        heads: int,
+        nope: int,
+        lora: int,
+        turned: int,
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+        kept: torch.dtype | None = None,
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         size = heads * (nope + turned)
         wide = torch.randn(tokens, size + lora + turned + 3, generator=generator).to(DEVICE, dtype)
@@ -31,34 +44,61 @@ class Case:
         table = rope.cos_sin_table(frequencies, 1.1, 100)
         self.cos_sin = table[torch.randint(100, (tokens,), generator=generator)].to(DEVICE)
         self.slots = torch.randperm(2 * tokens + 5, generator=generator)[:tokens].to(DEVICE)
-        self.cache = torch.full((2 * tokens + 5, lora + turned), NAN, device=DEVICE).to(kept or dtype)
+        self.cache = torch.full((2 * tokens + 5, lora + turned), NAN, device=DEVICE).to(
+            kept or dtype
+        )
         self.absorbed = torch.full((decode, heads, lora + turned), NAN, device=DEVICE, dtype=dtype)
         self.own = torch.full((tokens - decode, lora + turned), NAN, device=DEVICE, dtype=dtype)
         both = torch.randn(heads, nope + 5, lora, generator=generator).to(DEVICE, dtype)
-        self.w_uk, self.w_uv = both[:, :nope] * nope**-0.5, (both[:, nope:] * lora**-0.5).transpose(1, 2)
+        self.w_uk, self.w_uv = (
+            both[:, :nope] * nope**-0.5,
+            (both[:, nope:] * lora**-0.5).transpose(1, 2),
+        )
 
     def run(self, prologue: object, interleaved: bool, **more: object) -> list[Tensor]:
         made = [x.clone() for x in (self.query, self.cache, self.absorbed, self.own)]
         query = made[0]
-        prologue(query, self.compressed, self.weight, 1e-6, self.cos_sin, interleaved,  # type: ignore[operator]
-                 made[1], self.slots, made[2], made[3], self.w_uk, **more)
+        prologue(
+            query,
+            self.compressed,
+            self.weight,
+            1e-6,
+            self.cos_sin,
+            interleaved,  # type: ignore[operator]
+            made[1],
+            self.slots,
+            made[2],
+            made[3],
+            self.w_uk,
+            **more,
+        )
         return [x.float().cpu() for x in made]
 
 
-SIZES = [(3, 2, 3, 8, 16, 4), (2, 0, 1, 4, 24, 6), (2, 2, 17, 8, 16, 8), (1, 1, 5, 128, 512, 64), (0, 0, 2, 8, 16, 4)]
+SIZES = [
+    (3, 2, 3, 8, 16, 4),
+    (2, 0, 1, 4, 24, 6),
+    (2, 2, 17, 8, 16, 8),
+    (1, 1, 5, 128, 512, 64),
+    (0, 0, 2, 8, 16, 4),
+]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("few", [0, mla_prologue.FEW])
-def test_it_writes_what_the_reference_writes(sizes: tuple[int, ...], interleaved: bool, few: int,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_writes_what_the_reference_writes(
+    sizes: tuple[int, ...], interleaved: bool, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With W_UK's product within and behind. What neither writes stays NaN: cache slots of others."""
     monkeypatch.setattr(mla_prologue, "FEW", few)
     for seed in (0, 1):
         case = Case(*sizes, seed=seed)
-        for got, expected in zip(case.run(mla_prologue.prologue, interleaved), case.run(mla.prologue, interleaved),
-                                 strict=True):
+        for got, expected in zip(
+            case.run(mla_prologue.prologue, interleaved),
+            case.run(mla.prologue, interleaved),
+            strict=True,
+        ):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
@@ -73,7 +113,9 @@ def test_products_by_heads(sizes: tuple[int, ...]) -> None:
             out = [case.own.new_full((tokens, heads, 5), NAN) for _ in range(2)]
             for where, kernels in enumerate((mla_prologue, mla)):
                 kernels.absorb(case.query[:decode, :, :nope], case.w_uk, made[where])
-                latent = torch.randn(tokens, heads, lora, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+                latent = torch.randn(
+                    tokens, heads, lora, generator=torch.Generator().manual_seed(1)
+                ).to(DEVICE)
                 kernels.project(latent, case.w_uv, out[where])
         torch.testing.assert_close(made[0], made[1], rtol=1e-5, atol=1e-5, equal_nan=True)
         torch.testing.assert_close(out[0], out[1], rtol=1e-5, atol=1e-5)
@@ -84,27 +126,37 @@ def test_stored_blocks_within(tokens: int, decode: int, heads: int) -> None:
     for seed in (0, 1):
         case = Case(tokens, decode, heads, 128, 256, 8, seed=seed)
         blocks, _ = stored(heads, 128, 128, 256, seed)
-        for got, expected in zip(case.run(mla_prologue.prologue, True, stored=blocks),
-                                 case.run(mla.prologue, True, stored=blocks), strict=True):
+        for got, expected in zip(
+            case.run(mla_prologue.prologue, True, stored=blocks),
+            case.run(mla.prologue, True, stored=blocks),
+            strict=True,
+        ):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens,decode,heads", [(1, 1, 16), (37, 9, 128), (80, 64, 128), (200, 130, 16)])
+@pytest.mark.parametrize(
+    "tokens,decode,heads", [(1, 1, 16), (37, 9, 128), (80, 64, 128), (200, 130, 16)]
+)
 def test_stored_blocks_on_a_gpu(tokens: int, decode: int, heads: int) -> None:
     """In bf16; too many tokens for the kernel go by the 16-bit weights, which give the same."""
     for seed in (0, 1):
         case = Case(tokens, decode, heads, 128, 512, 64, seed=seed, dtype=torch.bfloat16)
         blocks, values = stored(heads, 128, 128, 512, seed)
         case.w_uk = dequantize_weight(*blocks, torch.bfloat16)
-        for got, expected in zip(case.run(mla_prologue.prologue, True, stored=blocks), case.run(mla.prologue, True),
-                                 strict=True):
+        for got, expected in zip(
+            case.run(mla_prologue.prologue, True, stored=blocks),
+            case.run(mla.prologue, True),
+            strict=True,
+        ):
             torch.testing.assert_close(got, expected, rtol=2**-6, atol=4e-2, equal_nan=True)
         if decode <= 64:
             latent = torch.randn(decode, heads, 512, device=DEVICE).bfloat16()
             out = latent.new_full((decode, heads, 128), NAN)
             mla_prologue.project(latent, latent, out, stored=values)
-            want = torch.einsum("thk,hkn->thn", latent.double(), dequantize_weight(*values, torch.float64))
+            want = torch.einsum(
+                "thk,hkn->thn", latent.double(), dequantize_weight(*values, torch.float64)
+            )
             assert (out.double() - want).norm() <= 1e-2 * want.norm()
 
 
@@ -124,31 +176,45 @@ def test_store_and_gather() -> None:
 
 def test_fp8_reference_saturates() -> None:
     cache = torch.zeros(3, 4).to(torch.float8_e4m3fn)
-    mla.store(torch.tensor([[1000.0, -1000.0]]), torch.tensor([[0.5, 448.0]]), cache, torch.tensor([1]))
+    mla.store(
+        torch.tensor([[1000.0, -1000.0]]), torch.tensor([[0.5, 448.0]]), cache, torch.tensor([1])
+    )
     assert cache.float().tolist() == [[0] * 4, [448.0, -448.0, 0.5, 448.0], [0] * 4]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("sizes", [(1, 1, 16, 128, 512, 64), (37, 9, 128, 128, 512, 64), (300, 0, 16, 128, 512, 64)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 16, 128, 512, 64), (37, 9, 128, 128, 512, 64), (300, 0, 16, 128, 512, 64)]
+)
 def test_on_a_gpu(sizes: tuple[int, ...], kept: torch.dtype) -> None:
     for seed in (0, 1):
         case = Case(*sizes, seed=seed, dtype=torch.bfloat16, kept=kept)
         case.compressed[:, -3:] *= 1000  # beyond what FP8 holds
-        for got, expected in zip(case.run(mla_prologue.prologue, True), case.run(mla.prologue, True), strict=True):
+        for got, expected in zip(
+            case.run(mla_prologue.prologue, True), case.run(mla.prologue, True), strict=True
+        ):
             assert torch.equal(got.isnan(), expected.isnan())
-            torch.testing.assert_close(got, expected, rtol=2**-6 if kept is torch.bfloat16 else 2**-3, atol=2e-2,
-                                       equal_nan=True)
+            torch.testing.assert_close(
+                got,
+                expected,
+                rtol=2**-6 if kept is torch.bfloat16 else 2**-3,
+                atol=2e-2,
+                equal_nan=True,
+            )
 
 
 SHAPES = [(1, 3, 64), (5, 2, 192), (0, 4, 64), (33, 3, 64)]
 
 
 def test_queries_in_e4m3() -> None:
-    """Every line of every query, and saturated. NOTE: of numbers that E4M3 has, as the interpreter rounds others wrong.
+    """Every line of every query, and saturated. NOTE: of numbers that E4M3 has, as the interpreter
+    rounds others wrong.
     """
     for shape in SHAPES:
-        held = mla.in_e4m3(torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).mul_(100.0))
+        held = mla.in_e4m3(
+            torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).mul_(100.0)
+        )
         query = held.float()
         query = torch.where(query.abs() > 300.0, query * 100.0, query)
         got = mla_prologue.in_e4m3(query.to(DEVICE))
@@ -160,7 +226,11 @@ def test_queries_in_e4m3() -> None:
 @pytest.mark.parametrize("shape", [*SHAPES, (128, 128, 576)])
 def test_queries_in_e4m3_on_a_gpu(shape: tuple[int, ...]) -> None:
     """Rounded to nearest, and NaN stays."""
-    query = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).mul_(100.0).to(torch.bfloat16)
+    query = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+        .mul_(100.0)
+        .to(torch.bfloat16)
+    )
     if query.numel():
         query.view(-1)[:4] = torch.tensor([1e5, -1e5, NAN, 2.0**-9])
     got, want = mla_prologue.in_e4m3(query.to(DEVICE)), mla.in_e4m3(query)

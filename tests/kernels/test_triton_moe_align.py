@@ -1,4 +1,7 @@
-"""Alignment and the last sum of routed experts, against a loop over experts. Interpreted without a GPU."""
+"""Alignment and the last sum of routed experts, against a loop over experts. Interpreted without a
+GPU.
+"""
+
 from __future__ import annotations
 
 import numpy as np
@@ -34,25 +37,37 @@ def check(ids: Tensor, experts: int, block_m: int) -> None:
     assert found.sorted_pairs[: len(places)].tolist() == places
     limit = moe_align.max_blocks(pairs, experts, block_m)
     assert found.expert_of_block.tolist() == blocks + [-1] * (limit - len(blocks))
-    ends = np.cumsum([0] + [-(-int((ids == expert).sum()) // block_m) * block_m for expert in range(experts)])
+    ends = np.cumsum(
+        [0] + [-(-int((ids == expert).sum()) // block_m) * block_m for expert in range(experts)]
+    )
     assert found.ends.tolist() == [int(ends[e]) + int((ids == e).sum()) for e in range(experts)]
 
 
 @pytest.mark.parametrize("launches", [1, 3])
-@pytest.mark.parametrize(("tokens", "k", "experts", "block_m"),
-                         [(1, 1, 1, 16), (1, 6, 8, 16), (3, 2, 5, 1), (33, 4, 7, 16), (150, 2, 5, 64), (5, 8, 10, 128)])
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts", "block_m"),
+    [(1, 1, 1, 16), (1, 6, 8, 16), (3, 2, 5, 1), (33, 4, 7, 16), (150, 2, 5, 64), (5, 8, 10, 128)],
+)
 @pytest.mark.parametrize("absent", [0.0, 0.4, 1.0])
-def test_align(tokens: int, k: int, experts: int, block_m: int, absent: float, launches: int,
-               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_align(
+    tokens: int,
+    k: int,
+    experts: int,
+    block_m: int,
+    absent: float,
+    launches: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(moe_align, "ONE_LAUNCH", 4096 if launches == 1 else 0)
     check(draw_ids(tokens, k, experts, absent, 0), experts, block_m)
     check(draw_ids(tokens, k, experts, absent, 1).long(), experts, block_m)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "k", "experts", "block_m"),
-                         [(128, 8, 66, 16), (512, 9, 257, 32), (513, 8, 66, 16), (8192, 8, 66, 128),
-                          (3000, 9, 257, 64)])
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts", "block_m"),
+    [(128, 8, 66, 16), (512, 9, 257, 32), (513, 8, 66, 16), (8192, 8, 66, 128), (3000, 9, 257, 64)],
+)
 def test_align_of_many(tokens: int, k: int, experts: int, block_m: int) -> None:
     for absent in (0.0, 0.5):
         check(draw_ids(tokens, k, experts, absent, tokens), experts, block_m)

@@ -1,5 +1,6 @@
-"""V2-Lite's experts of 129 to 512 tokens with the tiles of an H200's table: which row serves whom, and that its kernels
-compile for Hopper on a machine without one."""
+"""V2-Lite's experts of 129 to 512 tokens with the tiles of an H200's table: which row serves whom,
+and that its kernels compile for Hopper on a machine without one."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -66,26 +67,44 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_rows_of_the_table_and_whom_they_serve(an_h200: None) -> None:
     table = tuned.table(PROBLEM.table_name)
     assert table is not None
-    for row, (first, last) in {160: (144, 175), 192: (176, 223), 256: (224, 319), 384: (320, 447)}.items():
+    for row, (first, last) in {
+        160: (144, 175),
+        192: (176, 223),
+        256: (224, 319),
+        384: (320, 447),
+    }.items():
         for tokens in (first, row, last):
             config = moe_tiles.chosen(PROBLEM, tokens)
             assert config is table[row]
-            assert {product["way"] for product in config.values()} == {"sorted"}, "tiles of any number of tokens"
-            assert moe_tiles.has_wide_tiles(config["up"], tokens), "so everybody's experts may begin early"
-    assert moe_tiles.chosen(PROBLEM, 143) is table[128] and moe_tiles.chosen(PROBLEM, 448) is table[512]
+            assert {product["way"] for product in config.values()} == {"sorted"}, (
+                "tiles of any number of tokens"
+            )
+            assert moe_tiles.has_wide_tiles(config["up"], tokens), (
+                "so everybody's experts may begin early"
+            )
+    assert (
+        moe_tiles.chosen(PROBLEM, 143) is table[128]
+        and moe_tiles.chosen(PROBLEM, 448) is table[512]
+    )
     for tokens, config in table.items():
         tiles = {product: tile for product, tile in config.items() if tile["way"] == "sorted"}
-        assert len(tiles) in (0, 2) and len({tile["block_m"] for tile in tiles.values()}) <= 1, "one alignment for both"
-        assert all(moe_tuning._fits(product, tile, PROBLEM, tokens) for product, tile in tiles.items())
+        assert len(tiles) in (0, 2) and len({tile["block_m"] for tile in tiles.values()}) <= 1, (
+            "one alignment for both"
+        )
+        assert all(
+            moe_tuning._fits(product, tile, PROBLEM, tokens) for product, tile in tiles.items()
+        )
 
 
 def step(tokens: int, card: str = "NVIDIA H200", triton: str = "3.6.0") -> ExpertsStep:
-    return ExpertsStep(tokens, 8, 66, 2, 2048, 1408, 2, True, None, {"triton": triton}, "bfloat16", card)
+    return ExpertsStep(
+        tokens, 8, 66, 2, 2048, 1408, 2, True, None, {"triton": triton}, "bfloat16", card
+    )
 
 
 def held(tokens: int) -> int:
-    """Bytes of rows between the products, with those that only fill tiles up, beside the rows behind the second: one
-    of the shared expert where that is computed apart."""
+    """Bytes of rows between the products, with those that only fill tiles up, beside the rows
+    behind the second: one of the shared expert where that is computed apart."""
     up = moe_tiles.chosen(PROBLEM, tokens)["up"]
     apart, wide = up["way"] == "hopper", moe_tiles.has_wide_tiles(up, tokens)
     pairs, experts = (tokens * 6, 64) if apart or wide else (tokens * 8, 66)
@@ -94,8 +113,10 @@ def held(tokens: int) -> int:
     return int(between * PROBLEM.inter * 2 + places * 4 + tokens * behind * PROBLEM.hidden * 2)
 
 
-@pytest.mark.parametrize("tokens", [32, 128, 160, 256, 319, 320, 447, 512, 639, 640, 767, 895, 896, 1279, 1536, 2303,
-                                    3072, 8192])
+@pytest.mark.parametrize(
+    "tokens",
+    [32, 128, 160, 256, 319, 320, 447, 512, 639, 640, 767, 895, 896, 1279, 1536, 2303, 3072, 8192],
+)
 def test_the_budget_holds_their_places(tokens: int, an_h200: None) -> None:
     assert dense_experts(step(tokens)).most == held(tokens)
 
@@ -107,8 +128,12 @@ def test_the_budget_holds_what_fewer_tokens_hold(tokens: int, an_h200: None) -> 
     assert most[1] < tokens and (dense_experts(step(tokens)).most, most[1]) == most
 
 
-@pytest.mark.parametrize(("card", "triton"), [("NVIDIA H100 80GB HBM3", "3.6.0"), ("NVIDIA H200", "3.7.1"), ("", "")])
-def test_without_a_table_the_budget_has_the_rule(card: str, triton: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("card", "triton"), [("NVIDIA H100 80GB HBM3", "3.6.0"), ("NVIDIA H200", "3.7.1"), ("", "")]
+)
+def test_without_a_table_the_budget_has_the_rule(
+    card: str, triton: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(moe_tiles, "chosen", moe_tiles.rule)
     for tokens in (512, 1536, 8192):
         assert dense_experts(step(tokens, card, triton)).most == held(tokens)

@@ -1,4 +1,5 @@
 """Everybody's experts that begin while the gate still chooses give what they give behind it."""
+
 from __future__ import annotations
 
 import pytest
@@ -20,14 +21,23 @@ Given = tuple[Tensor, Tensor, Tensor, Tensor]
 def draw(tokens: int, experts: int, hidden: int, inter: int, seed: int) -> Given:
     """x, gate, w13 and w2; two more experts than the gate knows."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    shapes = ((tokens, hidden), (experts, hidden), (experts + 2, 2 * inter, hidden), (experts + 2, hidden, inter))
-    x, gate, w13, w2 = (torch.randn(shape, generator=generator, device=DEVICE).mul_(shape[-1] ** -0.5).to(DTYPE)
-                        for shape in shapes)
+    shapes = (
+        (tokens, hidden),
+        (experts, hidden),
+        (experts + 2, 2 * inter, hidden),
+        (experts + 2, hidden, inter),
+    )
+    x, gate, w13, w2 = (
+        torch.randn(shape, generator=generator, device=DEVICE).mul_(shape[-1] ** -0.5).to(DTYPE)
+        for shape in shapes
+    )
     return x * hidden**0.5, gate, w13, w2
 
 
 def tiles(tokens: int) -> dict[str, dict[str, str | int]]:
-    small = tile("dense" if tokens <= 16 else "sorted", 16 if tokens <= 64 else 64, 32, 32, 4, 2, group=4)
+    small = tile(
+        "dense" if tokens <= 16 else "sorted", 16 if tokens <= 64 else 64, 32, 32, 4, 2, group=4
+    )
     return {"up": small, "down": small}
 
 
@@ -40,7 +50,9 @@ def mixture(given: Given, k: int, begun: Tensor | None) -> Tensor:
     chosen = config(len(x))
     early = None if begun is None else moe_experts.begin(x, w13, k + 2, 2, begun, chosen)
     assert (early is None) == (begun is None)
-    weights, ids = route(x, gate, None, k, 1, 1, False, 1.0, 2, None if early is None else early.begun)
+    weights, ids = route(
+        x, gate, None, k, 1, 1, False, 1.0, 2, None if early is None else early.begun
+    )
     if early is not None and not GPU:
         assert begun is not None and begun.tolist() == [1, 0]
     return moe_experts.experts(x, w13, w2, ids, weights, chosen, 2, early)
@@ -51,7 +63,9 @@ def test_the_same_results(tokens: int) -> None:
     given, begun = draw(tokens, 5, 48, 40, tokens), torch.zeros(2, dtype=torch.int32, device=DEVICE)
     wanted = mixture(given, 2, None)
     for _ in range(2):
-        torch.testing.assert_close(mixture(given, 2, begun), wanted, atol=1e-5 if not GPU else 0, rtol=0)
+        torch.testing.assert_close(
+            mixture(given, 2, begun), wanted, atol=1e-5 if not GPU else 0, rtol=0
+        )
         assert not begun.any(), "as they were"
 
 
@@ -79,7 +93,10 @@ def test_replayed_on_the_device(tokens: int) -> None:
     x = layers[0][0].clone()
 
     def both(early: bool) -> list[Tensor]:
-        return [mixture((x, *layer[1:]), 6, flag if early else None) for layer, flag in zip(layers, flags, strict=True)]
+        return [
+            mixture((x, *layer[1:]), 6, flag if early else None)
+            for layer, flag in zip(layers, flags, strict=True)
+        ]
 
     both(True)
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,7 @@
-"""Routed experts of large steps in block FP8 on Hopper, and that their kernel compiles where no such card is."""
+"""Routed experts of large steps in block FP8 on Hopper, and that their kernel compiles where no
+such card is.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -35,8 +38,12 @@ def test_it_compiles_for_hopper() -> None:
     assert uninterpreted.printed("-c", SCRIPT).split() == ["_grouped_fp8_hopper"] * 2
 
 
-def case_of(tokens: int, per_token: int, experts: int, hidden: int, inter: int, skewed: bool) -> Case:
-    """``skewed``: most tokens want the first experts, some of theirs are elsewhere, and the last gets nothing."""
+def case_of(
+    tokens: int, per_token: int, experts: int, hidden: int, inter: int, skewed: bool
+) -> Case:
+    """``skewed``: most tokens want the first experts, some of theirs are elsewhere, and the last
+    gets nothing.
+    """
     case = Case(tokens, per_token, experts, hidden, inter, seed=tokens + experts)
     if skewed:
         generator = torch.Generator(case.ids.device).manual_seed(tokens)
@@ -60,22 +67,36 @@ def off(found: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [1, 8])
-@pytest.mark.parametrize("tokens, per_token, experts, hidden, inter", [
-    (1, 1, 2, 128, 128), (63, 2, 3, 256, 128), (64, 3, 4, 640, 256), (193, 2, 2, 128, 384), (700, 4, 9, 896, 640),
-    (1500, 3, 5, 7168, 256), (4099, 5, 33, 512, 2048)])
+@pytest.mark.parametrize(
+    "tokens, per_token, experts, hidden, inter",
+    [
+        (1, 1, 2, 128, 128),
+        (63, 2, 3, 256, 128),
+        (64, 3, 4, 640, 256),
+        (193, 2, 2, 128, 384),
+        (700, 4, 9, 896, 640),
+        (1500, 3, 5, 7168, 256),
+        (4099, 5, 33, 512, 2048),
+    ],
+)
 @pytest.mark.parametrize("skewed", [False, True])
-def test_each_product_against_float32(tokens: int, per_token: int, experts: int, hidden: int, inter: int, skewed: bool,
-                                      group: int) -> None:
+def test_each_product_against_float32(
+    tokens: int, per_token: int, experts: int, hidden: int, inter: int, skewed: bool, group: int
+) -> None:
     case = case_of(tokens, min(per_token, experts - 1), experts, hidden, inter, skewed)
     pairs, config = case.ids.numel(), {"GROUP": group}
     order = align(case.ids, experts, moe_fp8_tiles.HOPPER_ROWS)
     rows, scales, place = gather_rows(*case.quantized(), order, case.ids)
     there = case.ids.flatten() >= 0
-    poison = torch.full((len(rows) * max(hidden, 2 * inter) * 2,), float("nan"), dtype=DTYPE, device="cuda")
+    poison = torch.full(
+        (len(rows) * max(hidden, 2 * inter) * 2,), float("nan"), dtype=DTYPE, device="cuda"
+    )
     del poison
     hidden_rows = hopper.gated(rows, scales, case.w13, case.scales13, order, pairs, DTYPE, config)
     read = full(*fp8_quant.quantize(hidden_rows))
-    found = hopper.product(*fp8_quant.quantize(hidden_rows), case.w2, case.scales2, order, case.weights, DTYPE, config)
+    found = hopper.product(
+        *fp8_quant.quantize(hidden_rows), case.w2, case.scales2, order, case.weights, DTYPE, config
+    )
     where = place.long()
     for expert in range(experts):
         mine = ((case.ids.flatten() == expert) & there).nonzero()[:, 0]

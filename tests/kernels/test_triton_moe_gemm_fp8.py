@@ -1,4 +1,7 @@
-"""Routed experts in FP8 against dequantised float32 products; ids elsewhere, uneven loads, ragged depth."""
+"""Routed experts in FP8 against dequantised float32 products; ids elsewhere, uneven loads, ragged
+depth.
+"""
+
 from __future__ import annotations
 
 import os
@@ -19,26 +22,45 @@ from glowplug.kernels.launch import tuned_tables as tuned  # noqa: E402
 from glowplug.kernels.moe.fp8 import gemm as moe_gemm_fp8, tiles as moe_fp8_tiles  # noqa: E402
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-#: inner activations beside a rounding boundary may fall either way; the interpreter casts some of them wrongly
+#: inner activations beside a rounding boundary may fall either way; the interpreter casts some of
+#: them wrongly
 TOLERANCE = 1.5e-2 if DEVICE == "cuda" else 0.12
 EACH = {"BLOCK_N": 128, "SWAP": True, "TMA": False, "num_warps": 4, "num_stages": 3}
 FUSED = {"BLOCK_M": 16, "FUSE": True, "first": EACH, "second": EACH}
-APART = {"BLOCK_M": 16, "FUSE": False, "first": {**EACH, "SWAP": False}, "second": {**EACH, "SWAP": False}}
+APART = {
+    "BLOCK_M": 16,
+    "FUSE": False,
+    "first": {**EACH, "SWAP": False},
+    "second": {**EACH, "SWAP": False},
+}
 TMA = {"BLOCK_M": 16, "FUSE": True, "first": {**EACH, "TMA": True}, "second": {**EACH, "TMA": True}}
 PARTS = {**TMA, "PAIRED": True, "first": {**EACH, "TMA": True, "SPLITS": 2}}
-CONFIGS = {"fused": FUSED, "apart": APART, "tma": TMA, "paired": {**FUSED, "PAIRED": True}, "parts": PARTS}
+CONFIGS = {
+    "fused": FUSED,
+    "apart": APART,
+    "tma": TMA,
+    "paired": {**FUSED, "PAIRED": True},
+    "parts": PARTS,
+}
 
 
 class Case:
     """Random experts and their inputs: x [T, hidden], ids and weights [T, K]."""
 
-    def __init__(self, tokens: int, per_token: int, experts: int, hidden: int, inter: int, seed: int) -> None:
+    def __init__(
+        self, tokens: int, per_token: int, experts: int, hidden: int, inter: int, seed: int
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.x = torch.randn(tokens, hidden, generator=generator).to(DEVICE, DTYPE)
         w13 = torch.randn(experts, 2 * inter, hidden, generator=generator) / hidden**0.5
         w2 = torch.randn(experts, hidden, inter, generator=generator) / inter**0.5
-        self.ids = torch.stack([torch.randperm(experts, generator=generator)[:per_token]
-                                for _ in range(tokens)]).to(torch.int32).to(DEVICE)
+        self.ids = (
+            torch.stack(
+                [torch.randperm(experts, generator=generator)[:per_token] for _ in range(tokens)]
+            )
+            .to(torch.int32)
+            .to(DEVICE)
+        )
         self.weights = torch.rand(tokens, per_token, generator=generator).to(DEVICE)
         self.w13, self.scales13 = self.stored(w13)
         self.w2, self.scales2 = self.stored(w2)
@@ -67,8 +89,16 @@ class Case:
 
     def found(self, config: dict[str, Any]) -> Tensor:
         return moe_gemm_fp8.experts(
-            *self.quantized(), self.w13, self.scales13, self.w2, self.scales2, self.ids, self.weights,
-            DTYPE, config)
+            *self.quantized(),
+            self.w13,
+            self.scales13,
+            self.w2,
+            self.scales2,
+            self.ids,
+            self.weights,
+            DTYPE,
+            config,
+        )
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -82,13 +112,28 @@ def test_one_product(swap: bool, hidden: int) -> None:
     case = Case(5, 2, 4, hidden, 192, seed=hidden)
     x, scales = case.quantized()
     tiles = moe_gemm_fp8.tiles_of(case.ids, 4, FUSED)
-    found = moe_gemm_fp8.product(x, scales, case.w13, case.scales13, tiles, 16, 10, 2, DTYPE,
-                                 {**EACH, "SWAP": swap, "BLOCK_N": 64}, case.weights)
+    found = moe_gemm_fp8.product(
+        x,
+        scales,
+        case.w13,
+        case.scales13,
+        tiles,
+        16,
+        10,
+        2,
+        DTYPE,
+        {**EACH, "SWAP": swap, "BLOCK_N": 64},
+        case.weights,
+    )
     for pair, expert in enumerate(case.ids.flatten().tolist()):
         token = slice(pair // 2, pair // 2 + 1)
-        wanted = fp8.block_scaled_mm(x[token], scales[token], case.w13[expert], case.scales13[expert])
+        wanted = fp8.block_scaled_mm(
+            x[token], scales[token], case.w13[expert], case.scales13[expert]
+        )
         wanted = wanted[0] * case.weights.flatten()[pair]
-        assert (found[pair].float() - wanted).norm() <= (5e-3 if DEVICE == "cuda" else 1e-5) * wanted.norm()
+        assert (found[pair].float() - wanted).norm() <= (
+            5e-3 if DEVICE == "cuda" else 1e-5
+        ) * wanted.norm()
 
 
 @pytest.mark.parametrize("config", list(CONFIGS))
@@ -100,16 +145,28 @@ def test_experts(config: str, tokens: int, hidden: int, inter: int) -> None:
 
 @pytest.mark.parametrize("config", [name for name in CONFIGS if name != "parts"])
 @pytest.mark.parametrize("tokens, hidden, inter", [(2, 256, 256), (7, 200, 128)])
-def test_the_order_of_programs_changes_no_bit(config: str, tokens: int, hidden: int, inter: int) -> None:
+def test_the_order_of_programs_changes_no_bit(
+    config: str, tokens: int, hidden: int, inter: int
+) -> None:
     case = Case(tokens, 2, 5, hidden, inter, seed=tokens)
     case.ids[0, 1] = -1
     known = CONFIGS[config]
     wanted = case.found(known)
     close(wanted, case.wanted())
-    for first, second in (("columns", "columns"), ("tiles", "columns"), ("filled", "filled"), ("filled", "columns")):
+    for first, second in (
+        ("columns", "columns"),
+        ("tiles", "columns"),
+        ("filled", "filled"),
+        ("filled", "columns"),
+    ):
         for each in (1, 2):
-            found = case.found({**known, "first": {**known["first"], "ORDER": first, "ROUND": each},
-                                "second": {**known["second"], "ORDER": second, "ROUND": each}})
+            found = case.found(
+                {
+                    **known,
+                    "first": {**known["first"], "ORDER": first, "ROUND": each},
+                    "second": {**known["second"], "ORDER": second, "ROUND": each},
+                }
+            )
             assert torch.equal(found, wanted)
 
 
@@ -121,33 +178,63 @@ def test_nothing_to_do_in_any_order() -> None:
         assert not case.found({**FUSED, "first": each, "second": each}).any()
 
 
-@pytest.mark.parametrize(("tokens", "rows", "columns"), [
-    (1, 16, ()), (8, 16, ()), (20, 16, ()), (32, 16, ("second",)), (191, 16, ("second",)), (192, 16, ("second",)),
-    (383, 16, ("second",)), (384, 32, ("first", "second")), (639, 32, ("first", "second")), (640, 32, ("second",)),
-    (895, 32, ("second",)), (1023, 32, ("second",))])
-def test_the_table_of_v3(tokens: int, rows: int, columns: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of its products have columns side by side, and by tiles of how many rows; whose gates and ups read two
-    groups of the depth at a time."""
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns"),
+    [
+        (1, 16, ()),
+        (8, 16, ()),
+        (20, 16, ()),
+        (32, 16, ("second",)),
+        (191, 16, ("second",)),
+        (192, 16, ("second",)),
+        (383, 16, ("second",)),
+        (384, 32, ("first", "second")),
+        (639, 32, ("first", "second")),
+        (640, 32, ("second",)),
+        (895, 32, ("second",)),
+        (1023, 32, ("second",)),
+    ],
+)
+def test_the_table_of_v3(
+    tokens: int, rows: int, columns: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of its products have columns side by side, and by tiles of how many rows; whose gates
+    and ups read two groups of the depth at a time."""
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H200")
     monkeypatch.setattr(tuned, "triton_version", lambda: "3.6")
     found = moe_fp8_tiles.config_for.__wrapped__(tokens, 9, 257, 2048, 7168, False)
     assert found["BLOCK_M"] == rows
-    assert tuple(part for part in ("first", "second") if found[part].get("ORDER") == "columns") == columns
-    assert (found["first"].get("ORDER"), found["first"].get("ROUND", 1)) == (("filled", 2) if 8 <= tokens < 192 else
-                                                                             (found["first"].get("ORDER"), 1))
+    assert (
+        tuple(part for part in ("first", "second") if found[part].get("ORDER") == "columns")
+        == columns
+    )
+    assert (found["first"].get("ORDER"), found["first"].get("ROUND", 1)) == (
+        ("filled", 2) if 8 <= tokens < 192 else (found["first"].get("ORDER"), 1)
+    )
     assert found["second"].get("ROUND", 1) == 1
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(895, 32), (896, 192), (1024, 192), (2048, 192), (2049, 192)])
-def test_the_table_of_v3_with_the_kernel_for_hopper(tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "rows"), [(895, 32), (896, 192), (1024, 192), (2048, 192), (2049, 192)]
+)
+def test_the_table_of_v3_with_the_kernel_for_hopper(
+    tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H200")
     monkeypatch.setattr(tuned, "triton_version", lambda: "3.6")
     found = moe_fp8_tiles.config_for.__wrapped__(tokens, 9, 257, 2048, 7168, True)
     assert found["BLOCK_M"] == rows and moe_fp8_tiles.on_hopper(found) == (rows == 192)
-    assert moe_fp8_tiles.config_for.__wrapped__(tokens, 9, 257, 2048, 7168, True, ("NVIDIA H200", "3.6.0")) == found
+    assert (
+        moe_fp8_tiles.config_for.__wrapped__(
+            tokens, 9, 257, 2048, 7168, True, ("NVIDIA H200", "3.6.0")
+        )
+        == found
+    )
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (34, 16), (35, 32), (136, 32), (137, 192), (5000, 192)])
+@pytest.mark.parametrize(
+    ("tokens", "rows"), [(1, 16), (34, 16), (35, 32), (136, 32), (137, 192), (5000, 192)]
+)
 def test_the_rule_on_hopper_by_load(tokens: int, rows: int) -> None:
     """Of 17 experts, 5 a token; elsewhere many rows get Triton's tiles."""
     found = moe_fp8_tiles.rule(tokens, 5, 17, True)

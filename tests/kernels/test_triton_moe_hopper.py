@@ -1,4 +1,7 @@
-"""Routed experts of large steps on Hopper against float32, and that their kernel compiles where no such card is."""
+"""Routed experts of large steps on Hopper against float32, and that their kernel compiles where no
+such card is.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -8,7 +11,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul
-from glowplug.kernels.moe import experts as moe_experts, fused_shared as moe_shared, reference as moe
+from glowplug.kernels.moe import (
+    experts as moe_experts,
+    fused_shared as moe_shared,
+    reference as moe,
+)
 from tests.support import uninterpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,18 +42,32 @@ def test_it_compiles_for_hopper() -> None:
 @pytest.mark.parametrize("shared", [1, 2, 3])
 def test_everybodys_experts_as_one(shared: int) -> None:
     generator = torch.Generator().manual_seed(shared)
-    x, w13, w2 = (torch.randn(shape, generator=generator).to(DEVICE) for shape in (
-        (5, 48), (shared, 2 * 24, 48), (shared, 48, 24)))
+    x, w13, w2 = (
+        torch.randn(shape, generator=generator).to(DEVICE)
+        for shape in ((5, 48), (shared, 2 * 24, 48), (shared, 48, 24))
+    )
     rows = torch.full((5, 3, 48), float("nan"), device=DEVICE)
     moe_shared.mlp(x, w13, w2, rows[:, 1])
-    wanted = sum(silu_and_mul(x @ first.t()) @ second.t() for first, second in zip(w13, w2, strict=True))
+    wanted = sum(
+        silu_and_mul(x @ first.t()) @ second.t() for first, second in zip(w13, w2, strict=True)
+    )
     torch.testing.assert_close(rows[:, 1], wanted, atol=1e-4, rtol=1e-4)
     assert rows[:, ::2].isnan().all()
 
 
-def draw(tokens: int, k: int, experts: int, hidden: int, inter: int, skew: float, absent: float, shared: int,
-         ) -> list[Tensor]:
-    """The ``shared`` last experts are every token's last, with weight 1; the others as ``skew`` has it."""
+def draw(
+    tokens: int,
+    k: int,
+    experts: int,
+    hidden: int,
+    inter: int,
+    skew: float,
+    absent: float,
+    shared: int,
+) -> list[Tensor]:
+    """The ``shared`` last experts are every token's last, with weight 1; the others as ``skew`` has
+    it.
+    """
     generator = torch.Generator(DEVICE).manual_seed(tokens)
     routed = experts - shared
 
@@ -59,34 +80,64 @@ def draw(tokens: int, k: int, experts: int, hidden: int, inter: int, skew: float
     last = torch.arange(routed, experts, dtype=torch.int32, device=DEVICE).expand(tokens, -1)
     weights[:, k - shared :] = 1.0
     weights[:, : k - shared][ids < 0] = float("nan")
-    x, w13, w2 = (torch.randn(shape, generator=generator, device=DEVICE).mul_(gain).to(torch.bfloat16)
-                  for shape, gain in (((tokens, hidden), 1.0), ((experts, 2 * inter, hidden), 2 * hidden**-0.5),
-                                      ((experts, hidden, inter), inter**-0.5)))
+    x, w13, w2 = (
+        torch.randn(shape, generator=generator, device=DEVICE).mul_(gain).to(torch.bfloat16)
+        for shape, gain in (
+            ((tokens, hidden), 1.0),
+            ((experts, 2 * inter, hidden), 2 * hidden**-0.5),
+            ((experts, hidden, inter), inter**-0.5),
+        )
+    )
     return [x, w13, w2, torch.cat([ids, last], 1), weights]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_m, lead", [(128, 2), (192, 1)])
-@pytest.mark.parametrize("tokens, k, experts, hidden, inter, shared", [
-    (1, 8, 66, 2048, 1408, 2), (70, 6, 64, 2048, 1408, 0), (1030, 8, 66, 2048, 1408, 2), (4099, 8, 66, 2048, 1408, 2),
-    (700, 5, 9, 320, 192, 1), (3000, 3, 5, 64, 64, 0), (257, 2, 2, 128, 448, 2),
-])
-def test_against_float32(tokens: int, k: int, experts: int, hidden: int, inter: int, shared: int, block_m: int,
-                         lead: int) -> None:
+@pytest.mark.parametrize(
+    "tokens, k, experts, hidden, inter, shared",
+    [
+        (1, 8, 66, 2048, 1408, 2),
+        (70, 6, 64, 2048, 1408, 0),
+        (1030, 8, 66, 2048, 1408, 2),
+        (4099, 8, 66, 2048, 1408, 2),
+        (700, 5, 9, 320, 192, 1),
+        (3000, 3, 5, 64, 64, 0),
+        (257, 2, 2, 128, 448, 2),
+    ],
+)
+def test_against_float32(
+    tokens: int, k: int, experts: int, hidden: int, inter: int, shared: int, block_m: int, lead: int
+) -> None:
     for apart in (0, 1):
         for skew, absent in ((0.0, 0.0), (0.8, 0.3)):
             given = draw(tokens, k, experts, hidden, inter, skew, absent, shared)
-            product = {"way": "hopper", "block_m": block_m, "group": 8, "lead": lead, "apart": apart}
+            product = {
+                "way": "hopper",
+                "block_m": block_m,
+                "group": 8,
+                "lead": lead,
+                "apart": apart,
+            }
             config = {"up": product, "down": product}
-            poison = torch.full((tokens * k * max(hidden, inter) * 4,), float("nan"), dtype=torch.bfloat16,
-                                device=DEVICE)
+            poison = torch.full(
+                (tokens * k * max(hidden, inter) * 4,),
+                float("nan"),
+                dtype=torch.bfloat16,
+                device=DEVICE,
+            )
             del poison
             found = moe_experts.experts(*given, config, shared)
             x, w13, w2, ids, weights = given
-            wanted = moe.experts_reference(x.float(), w13.float().mT, w2.float().mT, ids, weights, silu_and_mul)
-            error = (found.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt().clamp(min=1e-9)
+            wanted = moe.experts_reference(
+                x.float(), w13.float().mT, w2.float().mT, ids, weights, silu_and_mul
+            )
+            error = (
+                found.float() - wanted
+            ).square().mean().sqrt() / wanted.square().mean().sqrt().clamp(min=1e-9)
             assert error < 1e-2
-            assert torch.equal(found, moe_experts.experts(*given, config, shared)), "repeats bit by bit"
+            assert torch.equal(found, moe_experts.experts(*given, config, shared)), (
+                "repeats bit by bit"
+            )
 
 
 @pytest.mark.gpu

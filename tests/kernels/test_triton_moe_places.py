@@ -1,4 +1,5 @@
 """Places of experts' rows, tokens brought there and activated there, against indexing."""
+
 from __future__ import annotations
 
 import os
@@ -42,7 +43,9 @@ def test_they_compile_for_hopper() -> None:
 
 def chosen(tokens: int, dtype: torch.dtype = torch.int32) -> Tensor:
     generator = torch.Generator().manual_seed(tokens)
-    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:WIDTH] for _ in range(tokens)]).to(dtype)
+    ids = torch.stack(
+        [torch.randperm(EXPERTS, generator=generator)[:WIDTH] for _ in range(tokens)]
+    ).to(dtype)
     ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
     return ids.to(DEVICE)
 
@@ -57,7 +60,11 @@ def ranks(ids: Tensor) -> list[int]:
 @pytest.mark.parametrize("tokens", [1, 7, 400])
 def test_places(tokens: int, dtype: torch.dtype) -> None:
     ids = chosen(tokens, dtype)
-    here, ordered, rank = (ids.flatten() >= 0).cpu(), ids.flatten().cpu().long(), torch.tensor(ranks(ids))
+    here, ordered, rank = (
+        (ids.flatten() >= 0).cpu(),
+        ids.flatten().cpu().long(),
+        torch.tensor(ranks(ids)),
+    )
     counts = torch.bincount(ordered[here], minlength=EXPERTS)
     place, found = moe_places.static(ids, EXPERTS, 512)
     assert torch.equal(found.cpu().long(), counts)
@@ -67,8 +74,10 @@ def test_places(tokens: int, dtype: torch.dtype) -> None:
     starts = counts.cumsum(0) - counts
     assert torch.equal(packed.starts.cpu().long(), starts)
     assert torch.equal(packed.place.cpu().long()[here], (starts[ordered.clamp(min=0)] + rank)[here])
-    assert packed.sizes.tolist() == [[[count, 768, 256] for count in counts.tolist()],
-                                     [[count, 256, 384] for count in counts.tolist()]]
+    assert packed.sizes.tolist() == [
+        [[count, 768, 256] for count in counts.tolist()],
+        [[count, 256, 384] for count in counts.tolist()],
+    ]
     assert packed.strides.tolist() == [[256] * EXPERTS, [768] * EXPERTS, [384] * EXPERTS]
 
 
@@ -79,7 +88,9 @@ def test_rows_behind_the_last_one_stay_with_their_expert() -> None:
 
 def buffers(static: bool, rows: int, size: int) -> tuple[Tensor, Tensor]:
     """Values and scales of NaN, in either layout."""
-    experts, each, groups = (EXPERTS, rows, -(-size // 128)) if static else (1, rows, -(-size // 128))
+    experts, each, groups = (
+        (EXPERTS, rows, -(-size // 128)) if static else (1, rows, -(-size // 128))
+    )
     values = torch.full((experts * each, size), torch.nan, device=DEVICE).to(torch.float8_e4m3fn)
     if static:
         return values, torch.full((experts, groups, each), torch.nan, device=DEVICE).transpose(1, 2)
@@ -88,16 +99,26 @@ def buffers(static: bool, rows: int, size: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize("tokens, size", [(1, 128), (7, 320), (12, 1280)])
-def test_rows_are_brought_and_activated_where_pairs_are(static: bool, tokens: int, size: int) -> None:
+def test_rows_are_brought_and_activated_where_pairs_are(
+    static: bool, tokens: int, size: int
+) -> None:
     ids = chosen(tokens)
     rows = 16 if static else ids.numel()
-    place = (moe_places.static(ids, EXPERTS, rows) if static else moe_places.packed(ids, EXPERTS, 128, 128)).place
-    x, x_scales = fp8_quant.quantize(torch.randn(tokens, size, generator=torch.Generator().manual_seed(1)).to(DEVICE))
+    place = (
+        moe_places.static(ids, EXPERTS, rows)
+        if static
+        else moe_places.packed(ids, EXPERTS, 128, 128)
+    ).place
+    x, x_scales = fp8_quant.quantize(
+        torch.randn(tokens, size, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    )
     values, scales = buffers(static, rows, size)
     moe_places.spread(x, x_scales, ids, place, values, scales)
     here = (ids.flatten() >= 0).nonzero().flatten()
     at, flat = place[here].long(), scales.flatten(0, 1)
-    assert torch.equal(values[at].float(), x[here // WIDTH].float()) and torch.equal(flat[at], x_scales[here // WIDTH])
+    assert torch.equal(values[at].float(), x[here // WIDTH].float()) and torch.equal(
+        flat[at], x_scales[here // WIDTH]
+    )
     other = torch.ones(len(values), dtype=torch.bool, device=DEVICE)
     other[at] = False
     assert values[other].float().isnan().all() and flat[other].isnan().all()

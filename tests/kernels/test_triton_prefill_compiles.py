@@ -1,4 +1,5 @@
 """Kernels of V3's long steps, and one of its shortest, compile for Hopper on a machine without one."""
+
 from __future__ import annotations
 
 import pytest
@@ -37,4 +38,8 @@ build(route._choose_each, dict(logits=fp32, bias=fp32, weights=fp32, ids=ints, s
 @pytest.mark.slow
 def test_they_compile_for_hopper() -> None:
     assert uninterpreted.printed("-c", SCRIPT).split() == [
-        *["_gated", "_product"] * 4, *["_silu_and_mul_pairs"] * 2, "_gated_parts", "_choose_each"]
+        *["_gated", "_product"] * 4,
+        *["_silu_and_mul_pairs"] * 2,
+        "_gated_parts",
+        "_choose_each",
+    ]

@@ -1,4 +1,5 @@
 """The gate in Triton against the torch references. Interpreted without a GPU."""
+
 from __future__ import annotations
 
 import pytest
@@ -16,8 +17,16 @@ DEVICE = "cuda" if GPU else "cpu"
 HALF = torch.bfloat16 if GPU else torch.float16  #: the interpreter does not multiply the former
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, topk_groups: int, renormalize: bool,
-              scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    k: int,
+    groups: int,
+    topk_groups: int,
+    renormalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(weights, ids, scores [T, E])"""
     logits = F.linear(x.double(), weight.double()).float()
     if bias is None:
@@ -25,8 +34,17 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: in
     return *routing.topk_sigmoid(logits, bias, k, groups, topk_groups, renormalize, scale), logits
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, topk_groups: int, renormalize: bool,
-          scale: float, appended: int) -> None:
+def check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    k: int,
+    groups: int,
+    topk_groups: int,
+    renormalize: bool,
+    scale: float,
+    appended: int,
+) -> None:
     tokens, experts = x.shape[0], weight.shape[0]
     weights, ids = route(x, weight, bias, k, groups, topk_groups, renormalize, scale, appended)
     assert weights.shape == ids.shape == (tokens, k + appended)
@@ -36,13 +54,25 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, t
     wanted, wanted_ids, _ = reference(x, weight, bias, k, groups, topk_groups, renormalize, scale)
     order, wanted_order = ids[:, :k].sort(1), wanted_ids.sort(1)
     same = (order.values == wanted_order.values).all(1)
-    assert same.float().mean() >= (1 - 2 / tokens if tokens > 1000 else 1.0), "near-ties apart, the same experts"
-    torch.testing.assert_close(weights[:, :k].gather(1, order.indices)[same],
-                               wanted.gather(1, wanted_order.indices)[same], atol=1e-5, rtol=2e-5)
+    assert same.float().mean() >= (1 - 2 / tokens if tokens > 1000 else 1.0), (
+        "near-ties apart, the same experts"
+    )
+    torch.testing.assert_close(
+        weights[:, :k].gather(1, order.indices)[same],
+        wanted.gather(1, wanted_order.indices)[same],
+        atol=1e-5,
+        rtol=2e-5,
+    )
 
 
-def draw(tokens: int, experts: int, hidden: int, sigmoid: bool, seed: int, dtype: torch.dtype = torch.float32,
-         ) -> tuple[Tensor, Tensor, Tensor | None]:
+def draw(
+    tokens: int,
+    experts: int,
+    hidden: int,
+    sigmoid: bool,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, hidden, generator=generator).to(dtype)
     weight = (torch.randn(experts, hidden, generator=generator) * 2 / hidden**0.5).to(dtype)
@@ -64,12 +94,28 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("tokens", "experts", "hidden", "k", "groups", "topk_groups", "appended"), [
-    (1, 8, 24, 2, 1, 1, 0), (3, 9, 40, 3, 1, 1, 2), (5, 12, 30, 4, 3, 2, 1), (18, 40, 70, 3, 4, 2, 1),
-    (2, 16, 1030, 8, 8, 4, 0), (7, 20, 16, 6, 1, 1, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "hidden", "k", "groups", "topk_groups", "appended"),
+    [
+        (1, 8, 24, 2, 1, 1, 0),
+        (3, 9, 40, 3, 1, 1, 2),
+        (5, 12, 30, 4, 3, 2, 1),
+        (18, 40, 70, 3, 4, 2, 1),
+        (2, 16, 1030, 8, 8, 4, 0),
+        (7, 20, 16, 6, 1, 1, 2),
+    ],
+)
 @pytest.mark.parametrize("sigmoid", [False, True])
-def test_route(tokens: int, experts: int, hidden: int, k: int, groups: int, topk_groups: int, appended: int,
-               sigmoid: bool) -> None:
+def test_route(
+    tokens: int,
+    experts: int,
+    hidden: int,
+    k: int,
+    groups: int,
+    topk_groups: int,
+    appended: int,
+    sigmoid: bool,
+) -> None:
     given = draw(tokens, experts, hidden, sigmoid, tokens)
     check(*given, k, groups, topk_groups, sigmoid, 1.0, appended)
     x, weight, bias = draw(tokens, experts, hidden, sigmoid, tokens + 100)
@@ -101,23 +147,47 @@ def test_equal_scores_and_no_numbers(sigmoid: bool) -> None:
 
 
 @pytest.mark.parametrize("tokens", [5, 6, 7])
-@pytest.mark.parametrize(("experts", "k", "groups", "topk_groups", "appended", "sigmoid"), [
-    (129, 3, 1, 1, 2, False), (132, 4, 3, 2, 1, True), (132, 4, 3, 2, 0, False), (160, 8, 1, 1, 1, True)])
-def test_from_where_on_a_library_scores(tokens: int, experts: int, k: int, groups: int, topk_groups: int, appended: int,
-                                        sigmoid: bool, scored: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("experts", "k", "groups", "topk_groups", "appended", "sigmoid"),
+    [
+        (129, 3, 1, 1, 2, False),
+        (132, 4, 3, 2, 1, True),
+        (132, 4, 3, 2, 0, False),
+        (160, 8, 1, 1, 1, True),
+    ],
+)
+def test_from_where_on_a_library_scores(
+    tokens: int,
+    experts: int,
+    k: int,
+    groups: int,
+    topk_groups: int,
+    appended: int,
+    sigmoid: bool,
+    scored: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(triton_route, "MANY", 6)
     x, weight, bias = draw(tokens, experts, 24, sigmoid, tokens, HALF)
-    check(torch.cat([x, x], 1)[:, :24], weight, bias, k, groups, topk_groups, sigmoid, 2.5, appended)
+    check(
+        torch.cat([x, x], 1)[:, :24], weight, bias, k, groups, topk_groups, sigmoid, 2.5, appended
+    )
     assert scored == [tokens] * (tokens >= 6)
 
 
 def test_what_a_library_scores(scored: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not few tokens, more of them where experts are few, or float32 weights, and not for a gate that has to say when x
-    is there."""
-    for tokens, experts, dtype, pays in ((255, 256, torch.bfloat16, False), (256, 256, torch.bfloat16, True),
-                                         (2047, 128, torch.bfloat16, False), (2048, 128, torch.bfloat16, True),
-                                         (2048, 64, torch.float16, True), (256, 129, torch.float16, True),
-                                         (256, 256, torch.float32, False), (8192, 64, torch.float32, False)):
+    """Not few tokens, more of them where experts are few, or float32 weights, and not for a gate
+    that has to say when x is there."""
+    for tokens, experts, dtype, pays in (
+        (255, 256, torch.bfloat16, False),
+        (256, 256, torch.bfloat16, True),
+        (2047, 128, torch.bfloat16, False),
+        (2048, 128, torch.bfloat16, True),
+        (2048, 64, torch.float16, True),
+        (256, 129, torch.float16, True),
+        (256, 256, torch.float32, False),
+        (8192, 64, torch.float32, False),
+    ):
         x, weight = torch.empty(tokens, 8, dtype=dtype), torch.empty(experts, 8, dtype=dtype)
         assert triton_route._library_pays(x, weight) is pays
     assert not triton_route._library_pays(torch.empty(256, 8).bfloat16(), torch.empty(256, 8))
@@ -130,13 +200,21 @@ def test_what_a_library_scores(scored: list[int], monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])
-def test_a_library_s_scores_give_the_same_bits(sigmoid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small whole numbers, whose sums are exact in any order: many ties, and rows that are no numbers."""
+def test_a_library_s_scores_give_the_same_bits(
+    sigmoid: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small whole numbers, whose sums are exact in any order: many ties, and rows that are no
+    numbers.
+    """
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randint(-2, 3, shape, generator=generator).to(DEVICE, HALF)
-                 for shape in ((9, 48), (132, 48)))
+    x, weight = (
+        torch.randint(-2, 3, shape, generator=generator).to(DEVICE, HALF)
+        for shape in ((9, 48), (132, 48))
+    )
     x[3], x[5, 7] = float("nan"), float("nan")
-    bias = torch.randint(-1, 2, (132,), generator=generator).mul(0.25).to(DEVICE) if sigmoid else None
+    bias = (
+        torch.randint(-1, 2, (132,), generator=generator).mul(0.25).to(DEVICE) if sigmoid else None
+    )
     found = []
     for least in (1, 10):
         monkeypatch.setattr(triton_route, "MANY", least)
@@ -146,18 +224,27 @@ def test_a_library_s_scores_give_the_same_bits(sigmoid: bool, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])
-def test_few_experts_that_a_library_scores(sigmoid: bool, scored: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same choice of the same scores in a launch of its own: ties, and rows that are no numbers. On a device a
-    softmax adds up in another order."""
+def test_few_experts_that_a_library_scores(
+    sigmoid: bool, scored: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same choice of the same scores in a launch of its own: ties, and rows that are no
+    numbers. On a device a softmax adds up in another order."""
     generator = torch.Generator().manual_seed(1)
-    x, weight = (torch.randint(-2, 3, shape, generator=generator).to(DEVICE, HALF) for shape in ((37, 32), (64, 32)))
+    x, weight = (
+        torch.randint(-2, 3, shape, generator=generator).to(DEVICE, HALF)
+        for shape in ((37, 32), (64, 32))
+    )
     x[3], x[5, 7] = float("nan"), float("nan")
-    bias = torch.randint(-1, 2, (64,), generator=generator).mul(0.25).to(DEVICE) if sigmoid else None
+    bias = (
+        torch.randint(-1, 2, (64,), generator=generator).mul(0.25).to(DEVICE) if sigmoid else None
+    )
     wanted = route(x, weight, bias, 6, 1, 1, False, 1.0, 2)
     monkeypatch.setattr(triton_route, "MORE", 37)
     found = route(x, weight, bias, 6, 1, 1, False, 1.0, 2)
     assert scored == [37] and torch.equal(found[1], wanted[1])
-    assert sum(len(set(scores)) < 64 for scores in (x.float() @ weight.float().t()).tolist()) > 30, "there are ties"
+    assert (
+        sum(len(set(scores)) < 64 for scores in (x.float() @ weight.float().t()).tolist()) > 30
+    ), "there are ties"
     torch.testing.assert_close(found[0], wanted[0], rtol=2e-6 if GPU else 0, atol=0, equal_nan=True)
     begun = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     told = route(x, weight, bias, 6, 1, 1, False, 1.0, 2, begun)
@@ -173,10 +260,30 @@ def test_no_tokens() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 8, 33, 128, 1000, 1024, 4099])
-@pytest.mark.parametrize(("experts", "hidden", "k", "groups", "topk_groups", "appended", "sigmoid"), [
-    (64, 2048, 6, 1, 1, 2, False), (256, 7168, 8, 8, 4, 1, True), (160, 5120, 6, 8, 3, 2, False)])
-def test_published_shapes(tokens: int, experts: int, hidden: int, k: int, groups: int, topk_groups: int, appended: int,
-                          sigmoid: bool) -> None:
+@pytest.mark.parametrize(
+    ("experts", "hidden", "k", "groups", "topk_groups", "appended", "sigmoid"),
+    [(64, 2048, 6, 1, 1, 2, False), (256, 7168, 8, 8, 4, 1, True), (160, 5120, 6, 8, 3, 2, False)],
+)
+def test_published_shapes(
+    tokens: int,
+    experts: int,
+    hidden: int,
+    k: int,
+    groups: int,
+    topk_groups: int,
+    appended: int,
+    sigmoid: bool,
+) -> None:
     for seed, dtype in ((0, torch.bfloat16), (1, torch.bfloat16), (2, torch.float32)):
         x, weight, bias = draw(tokens, experts, hidden, sigmoid, seed, dtype)
-        check(x.bfloat16(), weight, bias, k, groups, topk_groups, sigmoid, 2.5 if sigmoid else 1.0, appended)
+        check(
+            x.bfloat16(),
+            weight,
+            bias,
+            k,
+            groups,
+            topk_groups,
+            sigmoid,
+            2.5 if sigmoid else 1.0,
+            appended,
+        )

@@ -1,4 +1,5 @@
 """The sampling passes in Triton against the torch kernels: in the interpreter, or on a GPU."""
+
 from __future__ import annotations
 
 import pytest
@@ -7,7 +8,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels.sampling import edits as sampling_edits, kernels as kernel, logprobs as sampling_scores, reference
+from glowplug.kernels.sampling import (
+    edits as sampling_edits,
+    kernels as kernel,
+    logprobs as sampling_scores,
+    reference,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COLDEST = 1e-5
@@ -59,13 +65,20 @@ def test_random_rows_follow_the_reference(seed: int) -> None:
     rows, vocab = torch.tensor([3, 1, 7, 0, 9, 2, 11], device=DEVICE), 150
     logits, arrived = randn(7, vocab, seed=seed), counters(7)
     logits[4] = logits[4].round()  # ties at every cut-off
-    given = parameters(rows, temperature=[1.0, 0.7, 0.0, 1.3, 2.0, 1.0, 0.2], min_p=[0, 0.1, 0, 0, 0, 0, 0],
-                       top_p=[0.8, 0.9, 0.5, 0.6, 0.7, 1.0, 1.0], top_k=[5, 0, 3, vocab, 20, 40, 0])
+    given = parameters(
+        rows,
+        temperature=[1.0, 0.7, 0.0, 1.3, 2.0, 1.0, 0.2],
+        min_p=[0, 0.1, 0, 0, 0, 0, 0],
+        top_p=[0.8, 0.9, 0.5, 0.6, 0.7, 1.0, 1.0],
+        top_k=[5, 0, 3, vocab, 20, 40, 0],
+    )
     chosen = kernel.best(logits, arrived)
     kernel.cut_off(logits, chosen, rows, given, COLDEST, True, arrived)
     kernel.cut_off(logits, chosen, rows, given, COLDEST, False, arrived)
     cold = given.temperature[rows] < COLDEST
-    weights = ((logits - chosen.peaks[:, None]) / given.temperature[rows].masked_fill(cold, 1.0)[:, None]).exp()
+    weights = (
+        (logits - chosen.peaks[:, None]) / given.temperature[rows].masked_fill(cold, 1.0)[:, None]
+    ).exp()
     weights[weights < given.min_p[rows, None]] = 0.0
     least = reference.cutoff(weights, given.top_k[rows], given.top_p[rows]).masked_fill(cold, 0.0)
     torch.testing.assert_close(chosen.least.view(torch.float32), least, rtol=1e-6, atol=0)
@@ -80,12 +93,21 @@ def test_random_rows_follow_the_reference(seed: int) -> None:
 
 
 def test_cut_offs_where_blocks_drop_out() -> None:
-    """Several blocks, few of which hold what the search is about: a flat row, a steep one, ties, equal weights."""
+    """Several blocks, few of which hold what the search is about: a flat row, a steep one, ties,
+    equal weights.
+    """
     rows, vocab = torch.arange(5, device=DEVICE), 257 if DEVICE == "cpu" else 50_001
     logits, arrived = randn(5, vocab, seed=4), counters(5)
-    logits[0], logits[1], logits[2], logits[3] = logits[0] * 0.01, logits[1] * 20, logits[2].round(), 1.5
+    logits[0], logits[1], logits[2], logits[3] = (
+        logits[0] * 0.01,
+        logits[1] * 20,
+        logits[2].round(),
+        1.5,
+    )
     top_k, top_p = [0, 30, vocab // 2, 13, vocab - 1], [0.9, 0.5, 1.0, 0.3, 0.999]
-    given = parameters(rows, temperature=[1.0, 0.5, 2.0, 1.0, 0.7], min_p=[0.0] * 5, top_p=top_p, top_k=top_k)
+    given = parameters(
+        rows, temperature=[1.0, 0.5, 2.0, 1.0, 0.7], min_p=[0.0] * 5, top_p=top_p, top_k=top_k
+    )
     chosen = kernel.best(logits, arrived)
     for count in (True, False):
         kernel.cut_off(logits, chosen, rows, given, COLDEST, count, arrived)
@@ -99,7 +121,10 @@ def test_cut_offs_where_blocks_drop_out() -> None:
         if top_p[row] == 1.0:
             assert least[row] <= kth * (1 + 2e-6)
             continue
-        left, fewer = (float(mass[mass > least[row] * factor].sum() / mass.sum()) for factor in (1 - 2e-6, 1 + 2e-6))
+        left, fewer = (
+            float(mass[mass > least[row] * factor].sum() / mass.sum())
+            for factor in (1 - 2e-6, 1 + 2e-6)
+        )
         assert left >= top_p[row] - 1e-5, "too little was left"
         assert fewer < top_p[row] + 1e-5, "the cut-off could be higher"
     assert not arrived.any()
@@ -112,12 +137,17 @@ def columns(count: int, rows: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def edits(vocab: int, seed: int) -> sampling_edits.RowEdits:
-    """Twelve rows: penalties, allowed tokens and lists in every mixture; what no flag asks for is poisoned."""
+    """Twelve rows: penalties, allowed tokens and lists in every mixture; what no flag asks for is
+    poisoned.
+    """
     rng = torch.Generator().manual_seed(seed)
     flags, min_length, added, listed = columns(4, 12, torch.int64)
     repetition, frequency, presence = columns(3, 12, torch.float32)
     table = torch.randint(0, 4, (12, vocab), generator=rng, dtype=torch.int32)
-    table |= torch.randint(0, 2, (12, vocab), generator=rng, dtype=torch.int32) * sampling_edits.IN_PROMPT
+    table |= (
+        torch.randint(0, 2, (12, vocab), generator=rng, dtype=torch.int32)
+        * sampling_edits.IN_PROMPT
+    )
     ids = torch.stack([torch.randperm(vocab, generator=rng)[:100] for _ in range(12)]).int()
     values = torch.randn(12, 100, generator=rng)
     for row in range(12):
@@ -131,11 +161,23 @@ def edits(vocab: int, seed: int) -> sampling_edits.RowEdits:
             added[row] = listed[row] = 99
         if not row & sampling_edits.PENALTIES:
             repetition[row] = float("nan")
-    return sampling_edits.RowEdits(flags, min_length, added, listed, repetition, frequency, presence, ids.to(DEVICE),
-                                   values.to(DEVICE), table.to(DEVICE))
+    return sampling_edits.RowEdits(
+        flags,
+        min_length,
+        added,
+        listed,
+        repetition,
+        frequency,
+        presence,
+        ids.to(DEVICE),
+        values.to(DEVICE),
+        table.to(DEVICE),
+    )
 
 
-def naive_edit(logits: Tensor, row: int, position: int, ahead: list[int], given: sampling_edits.RowEdits) -> Tensor:
+def naive_edit(
+    logits: Tensor, row: int, position: int, ahead: list[int], given: sampling_edits.RowEdits
+) -> Tensor:
     logits, flags, held = logits.clone(), int(given.flags[row]), given.table[row].clone()
     if flags & sampling_edits.LISTED:
         last = 75 if position < int(given.min_length[row]) else 70
@@ -148,8 +190,14 @@ def naive_edit(logits: Tensor, row: int, position: int, ahead: list[int], given:
                 held[token] += 1
         count = held & (sampling_edits.IN_PROMPT - 1)
         one = slice(row, row + 1)
-        logits = reference.apply_penalties(logits[None], (held != 0)[None], count[None], given.repetition[one],
-                                           given.frequency[one], given.presence[one])[0]
+        logits = reference.apply_penalties(
+            logits[None],
+            (held != 0)[None],
+            count[None],
+            given.repetition[one],
+            given.frequency[one],
+            given.presence[one],
+        )[0]
     if flags & (sampling_edits.PENALTIES | sampling_edits.ALLOWED):
         logits = logits.masked_fill(banned, float("-inf"))
     return logits
@@ -163,10 +211,21 @@ def test_edits_follow_the_reference(vocab: int, width: int) -> None:
         logits = randn(9, vocab + 1, seed=seed)[:, 1:]  # strided rows
         positions = torch.arange(9, device=DEVICE) * 12
         if width:
-            ahead = torch.randint(-1, vocab, (9, width), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-        wanted = torch.stack([
-            naive_edit(logits[i], int(rows[i]), int(positions[i]), [] if ahead is None else ahead[i].tolist(), given)
-            for i in range(9)])
+            ahead = torch.randint(
+                -1, vocab, (9, width), generator=torch.Generator().manual_seed(seed)
+            ).to(DEVICE)
+        wanted = torch.stack(
+            [
+                naive_edit(
+                    logits[i],
+                    int(rows[i]),
+                    int(positions[i]),
+                    [] if ahead is None else ahead[i].tolist(),
+                    given,
+                )
+                for i in range(9)
+            ]
+        )
         chosen = kernel.best_edited(logits, arrived, rows, positions, ahead, given)
         assert torch.equal(logits, wanted)
         assert chosen.tokens.tolist() == wanted.argmax(-1).tolist() and not chosen.bad.any()

@@ -1,4 +1,5 @@
 """Products of few tokens in Triton against torch's: in the interpreter, or on a GPU."""
+
 from __future__ import annotations
 
 import pytest
@@ -17,8 +18,10 @@ def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
 
-@pytest.mark.parametrize(("tokens", "tile"), [(0, VECTOR), (1, VECTOR), (3, VECTOR), (1, MATRIX), (8, MATRIX),
-                                              (17, MATRIX)])
+@pytest.mark.parametrize(
+    ("tokens", "tile"),
+    [(0, VECTOR), (1, VECTOR), (3, VECTOR), (1, MATRIX), (8, MATRIX), (17, MATRIX)],
+)
 @pytest.mark.parametrize(("size", "depth"), [(1, 128), (33, 100), (48, 64)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products(tokens: int, tile: Tile, size: int, depth: int, bias: bool) -> None:
@@ -33,20 +36,26 @@ def test_the_rule_leaves_what_it_does_not_do_better_to_others() -> None:
     assert rule(1, 129280, 7168) and rule(8, 2048, 2048) and rule(MOST, 2048, 2048)
     assert rule(1, 64, 20000) is None and rule(2, 2048, 10944) is None and rule(8, 64, 64) is None
     assert rule(MOST + 1, 2048, 2048) is None and rule(MOST, 3648, 2048) is None
-    assert rule(2, 21888, 2048) is None and rule(8, 21888, 2048) is None, "the dense layer's first product"
+    assert rule(2, 21888, 2048) is None and rule(8, 21888, 2048) is None, (
+        "the dense layer's first product"
+    )
     assert rule(1, 21888, 2048) and rule(8, 10944, 2048) and rule(8, 24576, 1536)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 16])
-@pytest.mark.parametrize(("size", "depth"), [(3648, 2048), (2048, 2048), (576, 1408), (24, 136), (2048, 10944)])
+@pytest.mark.parametrize(
+    ("size", "depth"), [(3648, 2048), (2048, 2048), (576, 1408), (24, 136), (2048, 10944)]
+)
 def test_bfloat16_by_the_rule(tokens: int, size: int, depth: int) -> None:
     tile = rule(tokens, size, depth)
     if tile is None:
         return
     for seed in (0, 1):
-        x, weight, bias = (randn(*shape, seed=seed + i, dtype=torch.bfloat16)
-                           for i, shape in enumerate(((tokens, depth + 8), (size, depth), (size,))))
+        x, weight, bias = (
+            randn(*shape, seed=seed + i, dtype=torch.bfloat16)
+            for i, shape in enumerate(((tokens, depth + 8), (size, depth), (size,)))
+        )
         exact = x[:, 8:].float() @ weight.float().t() + bias.float()
         found = multiply(x[:, 8:], weight, bias, tile)
         assert ((found.float() - exact).norm() / exact.norm()).item() < 4e-3

@@ -1,4 +1,5 @@
 """Products cut along their depth, on Hopper; elsewhere they are at least compiled for it."""
+
 from __future__ import annotations
 
 import pytest
@@ -34,9 +35,14 @@ def test_parts_add_up(tokens: int, size: int, depth: int) -> None:
     from glowplug.plugins.quantization.dense.layers_cuda import _parts
 
     generator = torch.Generator("cuda").manual_seed(tokens)
-    x, weight, residual = (torch.randn(shape, generator=generator, device="cuda").mul_(scale).bfloat16()
-                           for shape, scale in (((tokens, depth), 1.0), ((size, depth), depth**-0.5),
-                                                ((tokens, size), 1.0)))
+    x, weight, residual = (
+        torch.randn(shape, generator=generator, device="cuda").mul_(scale).bfloat16()
+        for shape, scale in (
+            ((tokens, depth), 1.0),
+            ((size, depth), depth**-0.5),
+            ((tokens, size), 1.0),
+        )
+    )
     gain = torch.ones(size, device="cuda", dtype=torch.bfloat16)
 
     def made() -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,8 +71,14 @@ def test_what_it_is_for() -> None:
     from glowplug.kernels.gemm import split_depth as slice_gemm
 
     device = torch.device("cuda", 0)
-    for tokens, size, depth, fits in ((32, 2048, 2048, True), (64, 2048, 2048, True), (16, 2048, 2048, False),
-                                      (65, 2048, 2048, False), (32, 3648, 2048, False), (32, 2048, 1408, False),
-                                      (32, 1024, 4096, False)):
+    for tokens, size, depth, fits in (
+        (32, 2048, 2048, True),
+        (64, 2048, 2048, True),
+        (16, 2048, 2048, False),
+        (65, 2048, 2048, False),
+        (32, 3648, 2048, False),
+        (32, 2048, 1408, False),
+        (32, 1024, 4096, False),
+    ):
         assert slice_gemm.fits(tokens, size, depth, torch.bfloat16, device) is fits
     assert not slice_gemm.fits(32, 2048, 2048, torch.float32, device)

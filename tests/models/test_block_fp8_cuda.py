@@ -1,8 +1,10 @@
-"""FP8 methods whose weights stay E4M3, against the dequantising ones: fused and ragged parts, slices, a shared expert.
+"""FP8 methods whose weights stay E4M3, against the dequantising ones: fused and ragged parts,
+slices, a shared expert.
 
-Without a card the kernels are interpreted, and the interpreter casts a few activations in a hundred wrongly: there
-products only nearly agree, weights exactly.
+Without a card the kernels are interpreted, and the interpreter casts a few activations in a hundred
+wrongly: there products only nearly agree, weights exactly.
 """
+
 from __future__ import annotations
 
 import os
@@ -36,7 +38,9 @@ def near(found: Tensor, wanted: Tensor, tolerance: float = TOLERANCE) -> None:
 
 
 class Checkpoint:
-    """Random matrices by module name; in FP8 blocks unless ``native`` is False. ``dense``: what they stand for."""
+    """Random matrices by module name; in FP8 blocks unless ``native`` is False. ``dense``: what
+    they stand for.
+    """
 
     def __init__(self, native: bool, seed: int) -> None:
         self.native, self.tensors, self.dense = native, {}, {}  # type: ignore[var-annotated]
@@ -78,7 +82,9 @@ def test_fused_linear(native: bool, rows: tuple[int, ...], columns: int) -> None
     names = tuple(f"m.{i}" for i in range(len(rows)))
     for name, size in zip(names, rows):
         checkpoint.add(name, size, columns)
-    shape = LinearShape("m", names, rows, columns, (0,) * len(rows), 0, tuple((size, columns) for size in rows))
+    shape = LinearShape(
+        "m", names, rows, columns, (0,) * len(rows), 0, tuple((size, columns) for size in rows)
+    )
     method = linear(shape, native)
     checkpoint.load(method)
     weight = torch.cat([checkpoint.dense[name] for name in names]).to(DEVICE)
@@ -98,7 +104,9 @@ def test_a_slice(native: bool, row: int, size: int) -> None:
     checkpoint.add("m", 576, 512)
     method = linear(LinearShape("m", ("m",), (size,), 256, (row,), 128, ((576, 512),)), native)
     checkpoint.load(method)
-    assert torch.equal(method.dense(), checkpoint.dense["m"][row : row + size, 128:384].to(DEVICE, DTYPE))
+    assert torch.equal(
+        method.dense(), checkpoint.dense["m"][row : row + size, 128:384].to(DEVICE, DTYPE)
+    )
 
 
 def test_a_slice_that_cuts_groups_is_refused() -> None:
@@ -119,30 +127,52 @@ def test_experts(native: bool, inter: int, shared: int) -> None:
         for part in ("gate_proj", "up_proj"):
             checkpoint.add(f"m.shared_experts.{part}", shared * inter, hidden)
         checkpoint.add("m.shared_experts.down_proj", hidden, shared * inter)
-    method = Fp8ExpertsCuda(ExpertsShape("m.experts", count, 0, hidden, inter, 0, inter, count, shared,
-                                         "m.shared_experts"), DTYPE, DEVICE, native, Grouped("triton"))
+    method = Fp8ExpertsCuda(
+        ExpertsShape(
+            "m.experts", count, 0, hidden, inter, 0, inter, count, shared, "m.shared_experts"
+        ),
+        DTYPE,
+        DEVICE,
+        native,
+        Grouped("triton"),
+    )
     checkpoint.load(method)
 
     x = checkpoint.randn(4, hidden).to(DEVICE, DTYPE)
     chosen = torch.tensor([[0, 1], [2, 0], [1, -1], [2, 1]], dtype=torch.int32)
     weights = torch.rand(4, per_token + shared)
     weights[:, per_token:] = 1.0
-    ids = torch.cat([chosen, torch.arange(count, count + shared, dtype=torch.int32).expand(4, -1)], 1).contiguous()
+    ids = torch.cat(
+        [chosen, torch.arange(count, count + shared, dtype=torch.int32).expand(4, -1)], 1
+    ).contiguous()
     found = method.apply(x, ids.to(DEVICE), weights.to(DEVICE))
-    again = shared > 1 and inter % 128 != 0  # slices quantised by blocks of their own: one more rounding
-    near(found, mixture(checkpoint, x.float().cpu(), chosen, weights, shared).to(DEVICE),
-         max(TOLERANCE, 0.06 if again else 0.02))
+    again = (
+        shared > 1 and inter % 128 != 0
+    )  # slices quantised by blocks of their own: one more rounding
+    near(
+        found,
+        mixture(checkpoint, x.float().cpu(), chosen, weights, shared).to(DEVICE),
+        max(TOLERANCE, 0.06 if again else 0.02),
+    )
     assert method.apply(x[:0], ids[:0].to(DEVICE), weights[:0].to(DEVICE)).shape == (0, hidden)
 
 
-def mixture(checkpoint: Checkpoint, x: Tensor, ids: Tensor, weights: Tensor, shared: int,
-            between: torch.dtype = torch.float32) -> Tensor:
-    """The experts' weighted sum, and the whole shared expert with weight 1; ``between`` the products rows have a dtype
-    of their own."""
+def mixture(
+    checkpoint: Checkpoint,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    shared: int,
+    between: torch.dtype = torch.float32,
+) -> Tensor:
+    """The experts' weighted sum, and the whole shared expert with weight 1; ``between`` the
+    products rows have a dtype of their own."""
     x = fp8.fake_quantize_tokens(x)
 
     def expert(prefix: str, row: Tensor) -> Tensor:
-        gate, up, down = (checkpoint.dense[f"{prefix}.{part}_proj"] for part in ("gate", "up", "down"))
+        gate, up, down = (
+            checkpoint.dense[f"{prefix}.{part}_proj"] for part in ("gate", "up", "down")
+        )
         hidden = torch.cat([row @ gate.t(), row @ up.t()], 1).to(between).float()
         return fp8.fake_quantize_tokens(silu_and_mul(hidden)) @ down.t()
 
@@ -158,14 +188,18 @@ def mixture(checkpoint: Checkpoint, x: Tensor, ids: Tensor, weights: Tensor, sha
 
 
 @pytest.mark.parametrize("wanted", ["auto", "cublas"])
-def test_who_makes_16_bits_is_not_asked_for_float32(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_makes_16_bits_is_not_asked_for_float32(
+    wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For shapes that somebody measured and for others, wherever every library is installed."""
     monkeypatch.setattr(fp8_gemm._Library, "missing", lambda self: "")
     table = {"N=512,K=512": {"64": "cutlass", "512": "cublas"}}
     for rows, columns in ((1, 512), (64, 512), (512, 512), (512, 768)):
         assert Providers(wanted, table, torch.float32).pick(rows, columns, 512).name not in HALVES
-    assert {Providers("auto", table, dtype).pick(64, 512, 512).name for dtype in (torch.float16, torch.bfloat16)} == {
-        "cutlass"}
+    assert {
+        Providers("auto", table, dtype).pick(64, 512, 512).name
+        for dtype in (torch.float16, torch.bfloat16)
+    } == {"cutlass"}
 
 
 @pytest.mark.gpu
@@ -179,16 +213,22 @@ def test_float32_by_whoever_is_measured(tokens: int) -> None:
     x = checkpoint.randn(tokens, 512).to(DEVICE)
     found = method.apply(x)
     assert found.dtype is torch.float32
-    near(found.to(DTYPE), fp8.fake_quantize_tokens(x.float()) @ checkpoint.dense["m"].to(DEVICE).t())
+    near(
+        found.to(DTYPE), fp8.fake_quantize_tokens(x.float()) @ checkpoint.dense["m"].to(DEVICE).t()
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 4, 6, 33])
 @pytest.mark.parametrize("laid_out", ["side by side", "by row", "a slice"])
 def test_flashinfer_is_given_scales_as_its_kernel_reads_them(rows: int, laid_out: str) -> None:
-    """Wherever a row's scale of a group lies, it is read from place ``group * ceil4(M) + row`` of the memory."""
+    """Wherever a row's scale of a group lies, it is read from place ``group * ceil4(M) + row`` of
+    the memory.
+    """
     depth, columns = 384, 128
     x, stored = torch.randn(rows, depth), fp8.quantize_weight(torch.randn(columns, depth))
-    values, scales = fp8_quant.empty_quantized(rows + 3 if laid_out == "a slice" else rows, depth, torch.device("cpu"))
+    values, scales = fp8_quant.empty_quantized(
+        rows + 3 if laid_out == "a slice" else rows, depth, torch.device("cpu")
+    )
     values, scales = values[:rows], scales[:rows]
     scales.copy_(x.view(rows, -1, 128).abs().amax(2) / 448)
     values.copy_((x.view(rows, -1, 128) / scales.unsqueeze(2)).view(rows, depth))
@@ -203,12 +243,16 @@ def test_flashinfer_is_given_scales_as_its_kernel_reads_them(rows: int, laid_out
     provider._call = product
     given = scales.contiguous() if laid_out == "by row" else scales
     found = provider(values, given, *stored, torch.float32)
-    wanted = (values.float() * scales.repeat_interleave(128, 1)) @ fp8.dequantize_weight(*stored, torch.float32).t()
+    wanted = (values.float() * scales.repeat_interleave(128, 1)) @ fp8.dequantize_weight(
+        *stored, torch.float32
+    ).t()
     assert (found - wanted).norm() <= 4e-3 * wanted.norm()
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(900)  # flashinfer's kernels are compiled for a minute, beside other processes for several
+@pytest.mark.timeout(
+    900
+)  # flashinfer's kernels are compiled for a minute, beside other processes for several
 @pytest.mark.parametrize("gemm", ["triton", "deep_gemm", "cutlass", "cublas", "flashinfer", "auto"])
 @pytest.mark.parametrize("tokens", [1, 6, 8, 31, 70, 512])
 def test_every_provider(gemm: str, tokens: int) -> None:
@@ -217,7 +261,11 @@ def test_every_provider(gemm: str, tokens: int) -> None:
     checkpoint = Checkpoint(True, seed=tokens)
     checkpoint.add("a", 256, 1024)
     checkpoint.add("b", 576, 1024)
-    method = linear(LinearShape("m", ("a", "b"), (256, 576), 1024, (0, 0), 0, ((256, 1024), (576, 1024))), True, gemm)
+    method = linear(
+        LinearShape("m", ("a", "b"), (256, 576), 1024, (0, 0), 0, ((256, 1024), (576, 1024))),
+        True,
+        gemm,
+    )
     checkpoint.load(method)
     weight = torch.cat([checkpoint.dense["a"], checkpoint.dense["b"]]).to(DEVICE)
     for _ in range(2):
@@ -229,19 +277,30 @@ def test_every_provider(gemm: str, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 33, 300])
 @pytest.mark.parametrize("wanted", ["deep_gemm", "deep_gemm_masked", "cutlass"])
 def test_experts_by_grouped_products(wanted: str, tokens: int) -> None:
-    """The library's rows are bfloat16 between its products, where our kernel's may be float32: numbers then fall into
-    the next step of E4M3 here and there, and the two differ by 1.5e-2, so theirs are compared with rows rounded alike.
-    What is left is the order of sums: 2^-12 of a row's size moves the result by 0.7e-2, rounding to E4M3 as such by
+    """The library's rows are bfloat16 between its products, where our kernel's may be float32:
+    numbers then fall into the next step of E4M3 here and there, and the two differ by 1.5e-2, so
+    theirs are compared with rows rounded alike.
+    What is left is the order of sums: 2^-12 of a row's size moves the result by 0.7e-2, rounding to
+    E4M3 as such by
     2.3e-2. Of a single token's two rows one number may make 3.5e-2, hence draws of 48 rows or more.
     """
     pytest.importorskip("sgl_kernel" if wanted == "cutlass" else "deep_gemm")
     count, hidden, inter = 6, 512, 256
     checkpoint = Checkpoint(True, seed=tokens)
     for expert in range(count):
-        for part, shape in (("gate", (inter, hidden)), ("up", (inter, hidden)), ("down", (hidden, inter))):
+        for part, shape in (
+            ("gate", (inter, hidden)),
+            ("up", (inter, hidden)),
+            ("down", (hidden, inter)),
+        ):
             checkpoint.add(f"m.experts.{expert}.{part}_proj", *shape)
-    method = Fp8ExpertsCuda(ExpertsShape("m.experts", count, 0, hidden, inter, 0, inter, count), DTYPE, DEVICE, True,
-                            grouped(wanted))
+    method = Fp8ExpertsCuda(
+        ExpertsShape("m.experts", count, 0, hidden, inter, 0, inter, count),
+        DTYPE,
+        DEVICE,
+        True,
+        grouped(wanted),
+    )
     checkpoint.load(method)
     found, wanted = [], []
     for _ in range(max(2, 24 // tokens)):

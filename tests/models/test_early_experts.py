@@ -1,4 +1,7 @@
-"""A mixture whose shared expert may begin before its gate has chosen computes what it does without kernels of ours."""
+"""A mixture whose shared expert may begin before its gate has chosen computes what it does without
+kernels of ours.
+"""
+
 from __future__ import annotations
 
 import os
@@ -23,17 +26,29 @@ from tests.support.tiny import CONFIGS
 
 SIZES = MoeSizes(hidden=32, width=16, experts=5, topk=2, shared=32, sigmoid=False)
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted on CPU tensors")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are interpreted on CPU tensors"
+)
 
 
-def nine_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, topk_groups: int,
-                   renormalize: bool, scale: float, appended: int) -> tuple[Tensor, Tensor]:
+def nine_arguments(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    k: int,
+    groups: int,
+    topk_groups: int,
+    renormalize: bool,
+    scale: float,
+    appended: int,
+) -> tuple[Tensor, Tensor]:
     """``protocols.Route``, and not a word more."""
     return route(x, weight, bias, k, groups, topk_groups, renormalize, scale, appended)
 
 
 def context(riding: bool, signals: bool = True) -> BuildContext:
-    """Of one rank; ``riding``: with the gate in one call, and experts in Triton among which is the shared one.
+    """Of one rank; ``riding``: with the gate in one call, and experts in Triton among which is the
+    shared one.
     ``signals``: the table has a gate for experts that were started before it."""
     made: Any = build_context(model_facts(normalise(CONFIGS["v2"])))
     if riding:
@@ -47,9 +62,16 @@ def context(riding: bool, signals: bool = True) -> BuildContext:
 
 
 def filled(riding: bool, signals: bool = True) -> Moe:
-    mixture, generator = Moe(context(riding, signals), "mlp", SIZES), torch.Generator().manual_seed(0)
+    mixture, generator = (
+        Moe(context(riding, signals), "mlp", SIZES),
+        torch.Generator().manual_seed(0),
+    )
     for target in sorted(mixture.targets(), key=lambda target: target.name):
-        target.store((torch.randn(target.shape, generator=generator) * target.shape[-1] ** -0.5)[target.index])
+        target.store(
+            (torch.randn(target.shape, generator=generator) * target.shape[-1] ** -0.5)[
+                target.index
+            ]
+        )
     mixture.finalize()
     return mixture
 
@@ -87,7 +109,10 @@ def test_a_table_without_a_gate_that_signals(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_step_that_failed_behind_its_gate_leaves_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: True))
-    riding, x = filled(True), torch.randn(40, SIZES.hidden, generator=torch.Generator().manual_seed(3))
+    riding, x = (
+        filled(True),
+        torch.randn(40, SIZES.hidden, generator=torch.Generator().manual_seed(3)),
+    )
     wanted, method = riding.forward(x), riding.experts.method
     assert isinstance(method, dense_cuda.CudaExperts)
     with monkeypatch.context() as failing, pytest.raises(torch.OutOfMemoryError):
@@ -108,4 +133,7 @@ def refused(*_: Any, **__: Any) -> None:
 def test_not_on_cards_before_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: False))
     method = filled(True).experts.method
-    assert isinstance(method, dense_cuda.CudaExperts) and method.start(torch.zeros(40, SIZES.hidden), 4) is None
+    assert (
+        isinstance(method, dense_cuda.CudaExperts)
+        and method.start(torch.zeros(40, SIZES.hidden), 4) is None
+    )

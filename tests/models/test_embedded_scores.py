@@ -1,4 +1,5 @@
 """The embedded model's promise, through the engine: exact answers on the 500 held-out tasks."""
+
 from __future__ import annotations
 
 import pytest
@@ -13,7 +14,9 @@ def scores(activations: str) -> dict[str, float]:
     """Percentages by kind of task, answered by the engine with the published weights."""
     tasks = held_out_tasks(500)
     texts = [""] * len(tasks)
-    with LLM(model="embedded", quantization={"use": "block_fp8", "activations": activations}) as llm:
+    with LLM(
+        model="embedded", quantization={"use": "block_fp8", "activations": activations}
+    ) as llm:
         for think in (False, True):
             chosen = [i for i, task in enumerate(tasks) if task.think is think]
             chats = [[{"role": "user", "content": tasks[i].prompt}] for i in chosen]

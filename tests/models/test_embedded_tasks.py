@@ -1,4 +1,5 @@
 """The embedded model's task generator and scorer, its tokenizer's chat form, and its FP8 rounding."""
+
 from __future__ import annotations
 
 import random
@@ -21,14 +22,20 @@ from glowplug.models.embedded.training import tokenizer
 
 
 def expected(task: Task) -> str | None:
-    """The answer worked out from the key alone, by other means than the generator's; None where the key lacks it."""
+    """The answer worked out from the key alone, by other means than the generator's; None where the
+    key lacks it.
+    """
     if task.kind in ("add", "subtract"):
         a, b = map(int, task.key.split(","))
         return str(a + b if task.kind == "add" else a - b)
     if task.kind == "copy":
         return task.key
     if task.kind == "reverse":
-        return ", ".join(task.key.split(", ")[::-1]) if ", " in task.key else "".join(reversed(task.key))
+        return (
+            ", ".join(task.key.split(", ")[::-1])
+            if ", " in task.key
+            else "".join(reversed(task.key))
+        )
     if task.kind == "sort":
         items = task.key.removeprefix("down ").split(", ")
         key = int if items[0].isdigit() else str
@@ -50,7 +57,10 @@ def test_answers_are_right_and_splits_are_kept(kind: str, test: bool) -> None:
             assert task.answer == expected(task)
         else:
             table, _, key = task.key.lower().rpartition("|")
-            rows = [row.removeprefix("the ") for row in table.replace("=", " ").replace(":", " ").split(", ")]
+            rows = [
+                row.removeprefix("the ")
+                for row in table.replace("=", " ").replace(":", " ").split(", ")
+            ]
             entry = next(row.split() for row in rows if row.split()[0] == key)
             assert task.answer in entry
         assert task.prompt.isascii() and task.prompt.strip() == task.prompt
@@ -90,20 +100,42 @@ def test_every_task_asks_for_its_answer_in_think_form() -> None:
 
 
 def test_answer_mask_covers_what_the_assistant_writes() -> None:
-    user, assistant, think, eos = tokenizer.USER_ID, tokenizer.ASSISTANT_ID, tokenizer.THINK_ID, tokenizer.EOS_ID
+    user, assistant, think, eos = (
+        tokenizer.USER_ID,
+        tokenizer.ASSISTANT_ID,
+        tokenizer.THINK_ID,
+        tokenizer.EOS_ID,
+    )
     newline, text = 90, 100
-    ids = [tokenizer.BOS_ID, user, text, assistant, text, eos, user, text, assistant, think, newline, text, eos]
+    ids = [
+        tokenizer.BOS_ID,
+        user,
+        text,
+        assistant,
+        text,
+        eos,
+        user,
+        text,
+        assistant,
+        think,
+        newline,
+        text,
+        eos,
+    ]
     wanted = [4, 5, 11, 12]
     assert [place for place, mine in enumerate(tokenizer.answer_mask(ids)) if mine] == wanted
 
 
 def test_fake_rounding_equals_what_is_stored() -> None:
     from glowplug.models.embedded.training import fp8
+
     weight = torch.randn(256, 384, requires_grad=True)
     stored, scales = fp8.quantize_blocks(weight.detach())
     assert stored.dtype == torch.float8_e4m3fn and scales.shape == (2, 3)
     rounded = fp8.fake_weight(weight)
-    torch.testing.assert_close(rounded.detach(), fp8.dequantize_blocks(stored, scales), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        rounded.detach(), fp8.dequantize_blocks(stored, scales), rtol=1e-6, atol=1e-6
+    )
     error = (rounded - weight).detach().norm() / weight.detach().norm()
     assert 0 < error < 0.04  # E4M3 has three mantissa bits
     rounded.sum().backward()
@@ -115,6 +147,7 @@ def test_fake_rounding_equals_what_is_stored() -> None:
 def test_training_network_is_the_published_architecture() -> None:
     from glowplug.models.embedded.training.network import Network
     from glowplug.models.embedded.training.shape import Shape
+
     shape = Shape(vocab=64, layers=2, dense_width=128)
     torch.manual_seed(random.randrange(10**6))
     network = Network(shape).eval()

@@ -1,4 +1,7 @@
-"""Whole models with their experts dealt among ranks: logits of one rank, for every layout and exchange."""
+"""Whole models with their experts dealt among ranks: logits of one rank, for every layout and
+exchange.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -28,25 +31,39 @@ MODELS = {"v3": "none", "v2": "none", "v3_fp8": "block_fp8"}
 EXCHANGES = ("all_gather", "all_to_all", "all_to_all_static")
 LAYOUTS: tuple[dict[str, int], ...] = ({"tp": 2, "ep": 2}, {"tp": 4, "ep": 2}, {"tp": 4, "ep": 4})
 GROUPED: tuple[dict[str, int], ...] = (
-    {"tp": 2, "ep": 2, "dp": 2}, {"tp": 4, "ep": 2, "dp": 2}, {"tp": 4, "ep": 4, "dp": 2}, {"tp": 4, "ep": 4, "dp": 4})
+    {"tp": 2, "ep": 2, "dp": 2},
+    {"tp": 4, "ep": 2, "dp": 2},
+    {"tp": 4, "ep": 4, "dp": 2},
+    {"tp": 4, "ep": 4, "dp": 4},
+)
 ROWS = 4
 Step = tuple[dict[int, list[int]], int]  #: tokens by row, and how many of the rows decode
 
 
 def cases(layouts: tuple[dict[str, int], ...]) -> list[tuple[dict[str, int], str]]:
-    return [(mesh, exchange) for mesh in layouts for exchange in EXCHANGES
-            if exchange == "all_gather" or mesh["ep"] == mesh["tp"]]
+    return [
+        (mesh, exchange)
+        for mesh in layouts
+        for exchange in EXCHANGES
+        if exchange == "all_gather" or mesh["ep"] == mesh["tp"]
+    ]
 
 
 def steps() -> list[Step]:
-    """Prompts of uneven lengths, a step with a second chunk beside decoding rows, decoding alone, one row alone."""
+    """Prompts of uneven lengths, a step with a second chunk beside decoding rows, decoding alone,
+    one row alone.
+    """
     generator = torch.Generator().manual_seed(9)
 
     def ids(count: int) -> list[int]:
         return torch.randint(2, 150, (count,), generator=generator).tolist()
 
-    return [({0: ids(5), 1: ids(1), 2: ids(9)}, 0), ({0: ids(1), 1: ids(1), 2: ids(4), 3: ids(7)}, 2),
-            ({row: ids(1) for row in range(ROWS)}, ROWS), ({2: ids(1)}, 1)]
+    return [
+        ({0: ids(5), 1: ids(1), 2: ids(9)}, 0),
+        ({0: ids(1), 1: ids(1), 2: ids(4), 3: ids(7)}, 2),
+        ({row: ids(1) for row in range(ROWS)}, ROWS),
+        ({2: ids(1)}, 1),
+    ]
 
 
 @cache
@@ -73,17 +90,37 @@ def part(step: Step, group: int, groups: int) -> Step:
     return own, sum(row % groups == group for row in list(chunks)[:decodes])
 
 
-def rank_context(name: str, mesh: Mapping[str, int], rank: int, exchange: str, collectives: Any) -> BuildContext:
+def rank_context(
+    name: str, mesh: Mapping[str, int], rank: int, exchange: str, collectives: Any
+) -> BuildContext:
     facts = checkpoint(name)[0]
     plan = replace(plan_for(facts), mesh=dict(mesh))
-    worker = Worker(rank=rank, ranks=mesh["tp"], device="cpu", dtype=torch.float32,
-                    coordinates=coordinates(rank, mesh), collectives=collectives)
-    sizes = {"tensor": {"size": mesh["tp"]}, "ep_moe": {"size": mesh["ep"], "exchange": exchange},
-             "dp_attention": {"size": mesh.get("dp", 1)}}
-    strategies = [make("parallel", use, plan, worker, **options)
-                  for use, options in sizes.items() if use != "dp_attention" or "dp" in mesh]
-    return build_context(facts, plan, quantization=MODELS[name], worker=worker, collectives=collectives,
-                         parallel=ParallelStack(strategies))
+    worker = Worker(
+        rank=rank,
+        ranks=mesh["tp"],
+        device="cpu",
+        dtype=torch.float32,
+        coordinates=coordinates(rank, mesh),
+        collectives=collectives,
+    )
+    sizes = {
+        "tensor": {"size": mesh["tp"]},
+        "ep_moe": {"size": mesh["ep"], "exchange": exchange},
+        "dp_attention": {"size": mesh.get("dp", 1)},
+    }
+    strategies = [
+        make("parallel", use, plan, worker, **options)
+        for use, options in sizes.items()
+        if use != "dp_attention" or "dp" in mesh
+    ]
+    return build_context(
+        facts,
+        plan,
+        quantization=MODELS[name],
+        worker=worker,
+        collectives=collectives,
+        parallel=ParallelStack(strategies),
+    )
 
 
 @cache
@@ -117,8 +154,12 @@ def by_row(logits: Tensor, step: Step) -> dict[int, Tensor]:
     return dict(zip(step[0], torch.split(logits, sizes), strict=True))
 
 
-def run(name: str, mesh: Mapping[str, int], exchange: str, backend: str,
-        ) -> list[tuple[list[dict[int, Tensor]], dict[str, list[int]]]]:
+def run(
+    name: str,
+    mesh: Mapping[str, int],
+    exchange: str,
+    backend: str,
+) -> list[tuple[list[dict[int, Tensor]], dict[str, list[int]]]]:
     """By rank: logits of each step by row, and the load."""
     groups = mesh.get("dp", 1)
     checkpoint(name)
@@ -149,7 +190,9 @@ def assert_as_alone(name: str, mesh: Mapping[str, int], exchange: str, backend: 
                 torch.testing.assert_close(logits, wanted[row], atol=1e-5, rtol=1e-5)
     assert heard == [set(step[0]) for step in steps()]
     for layer, counts in chosen.items():
-        assert [sum(column) for column in zip(*(load[layer] for _, load in found), strict=True)] == counts.tolist()
+        assert [
+            sum(column) for column in zip(*(load[layer] for _, load in found), strict=True)
+        ] == counts.tolist()
     assert all(set(load) == set(chosen) for _, load in found) and chosen
 
 
@@ -166,18 +209,23 @@ def test_groups_with_rows_of_their_own(name: str, mesh: dict[str, int], exchange
     assert_as_alone(name, mesh, exchange, "threads")
 
 
-@pytest.mark.parametrize(("mesh", "exchange"), cases(({"tp": 4, "ep": 4, "dp": 2}, {"tp": 2, "ep": 2})), ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "exchange"), cases(({"tp": 4, "ep": 4, "dp": 2}, {"tp": 2, "ep": 2})), ids=str
+)
 def test_over_gloo(mesh: dict[str, int], exchange: str) -> None:
     assert_as_alone("v3", mesh, exchange, "gloo")
 
 
 def test_a_rank_reads_its_own_experts_only() -> None:
     """And says of the others that they are elsewhere."""
+
     def body(collectives: Any, rank: int) -> tuple[set[str], list[bool]]:
         context = rank_context("v3", {"tp": 4, "ep": 4}, rank, "all_gather", collectives)
         model, _ = build_model(*checkpoint("v3"), context=context)
         names = [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in range(8)]
-        return {target.name for target in model.targets()} & set(names), [model.ignored(name) for name in names]
+        return {target.name for target in model.targets()} & set(names), [
+            model.ignored(name) for name in names
+        ]
 
     for rank, (read, ignored) in enumerate(on_ranks({"tp": 4, "ep": 4}, "threads", body)):
         own = (2 * rank, 2 * rank + 1)
@@ -188,13 +236,26 @@ def test_a_rank_reads_its_own_experts_only() -> None:
 @pytest.mark.parametrize("dp", [0, 2])
 @pytest.mark.parametrize("counted", [True, False])
 def test_info_shows_the_load_of_what_was_served(tmp_path: Path, dp: int, counted: bool) -> None:
-    """Warm-up is not counted: every token computed since then chose its experts once, over all ranks together."""
-    parallel: list[dict[str, Any]] = [{"use": "tensor", "size": 4}, {"use": "ep_moe", "size": 4, "count_load": counted}]
+    """Warm-up is not counted: every token computed since then chose its experts once, over all
+    ranks together.
+    """
+    parallel: list[dict[str, Any]] = [
+        {"use": "tensor", "size": 4},
+        {"use": "ep_moe", "size": 4, "count_load": counted},
+    ]
     parallel += [{"use": "dp_attention", "size": dp}] if dp else []
-    config = {"model": str(write_config(tmp_path / "v3", "v3")), "skip_tokenizer": True, "dtype": "float32",
-              "device": "cpu", "context_length": 64, "memory": {"kv_tokens": 512}, "weights": {"use": "random"},
-              "scheduler": {"overlap": False, "max_running_requests": 4}, "cache": {"use": "none"},
-              "parallel": parallel}
+    config = {
+        "model": str(write_config(tmp_path / "v3", "v3")),
+        "skip_tokenizer": True,
+        "dtype": "float32",
+        "device": "cpu",
+        "context_length": 64,
+        "memory": {"kv_tokens": 512},
+        "weights": {"use": "random"},
+        "scheduler": {"overlap": False, "max_running_requests": 4},
+        "cache": {"use": "none"},
+        "parallel": parallel,
+    }
     prompts = {1: [5, 6, 7], 2: [9], 3: [4, 8, 15, 16, 23, 42, 7]}
     with RankSet(rank_plan(config)) as ranks:
         ranks.run([submit(id, prompt, 6) for id, prompt in prompts.items()])

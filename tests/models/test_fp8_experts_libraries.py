@@ -1,5 +1,7 @@
-"""Routed experts by DeepGEMM's masked layout and by CUTLASS's grouped product, both played here in float32: what they
-are told, and results against a loop over tokens. The kernels are interpreted without a card."""
+"""Routed experts by DeepGEMM's masked layout and by CUTLASS's grouped product, both played here in
+float32: what they are told, and results against a loop over tokens. The kernels are interpreted
+without a card."""
+
 from __future__ import annotations
 
 import os
@@ -38,7 +40,9 @@ def product(values: Tensor, scales: Tensor, weight: Tensor, blocks: Tensor) -> T
 
 
 class DeepGemm:
-    """Whole tiles of rows are written, those nobody told it of with NaN; layouts are those that the library takes."""
+    """Whole tiles of rows are written, those nobody told it of with NaN; layouts are those that the
+    library takes.
+    """
 
     def __init__(self) -> None:
         self.usual: list[int] = []
@@ -46,13 +50,19 @@ class DeepGemm:
     def __call__(self, x: Pair, weight: Pair, out: Tensor, counts: Tensor, usual: int) -> None:
         self.usual.append(usual)
         (experts, rows, depth), groups = x[0].shape, x[1].shape[2]
-        assert rows % TILE == 0 and out.shape == (experts, rows, weight[0].shape[1]) and out.dtype == torch.bfloat16
+        assert (
+            rows % TILE == 0
+            and out.shape == (experts, rows, weight[0].shape[1])
+            and out.dtype == torch.bfloat16
+        )
         assert x[1].stride() == (groups * rows, 1, rows) and groups * 128 == depth
         assert x[0].is_contiguous() and out.is_contiguous() and weight[1].is_contiguous()
         assert counts.dtype == torch.int32 and counts.shape == (experts,)
         out.fill_(torch.nan)
         for expert, count in enumerate(counts.tolist()):
-            found = product(x[0][expert, :count], x[1][expert, :count], weight[0][expert], weight[1][expert])
+            found = product(
+                x[0][expert, :count], x[1][expert, :count], weight[0][expert], weight[1][expert]
+            )
             out[expert, :count] = found.to(out.dtype)
 
 
@@ -62,23 +72,66 @@ class SglKernel:
     def __init__(self) -> None:
         self.dtypes: list[torch.dtype] = []
 
-    def __call__(self, out: Tensor, a_ptrs: Tensor, b_ptrs: Tensor, out_ptrs: Tensor, a_scale_ptrs: Tensor,
-                 b_scale_ptrs: Tensor, a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor, stride_a: Tensor,
-                 stride_b: Tensor, stride_c: Tensor, layout_a: Tensor, layout_b: Tensor, sizes: Tensor, starts: Tensor,
-                 workspace: Tensor) -> None:
+    def __call__(
+        self,
+        out: Tensor,
+        a_ptrs: Tensor,
+        b_ptrs: Tensor,
+        out_ptrs: Tensor,
+        a_scale_ptrs: Tensor,
+        b_scale_ptrs: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scales_a: Tensor,
+        scales_b: Tensor,
+        stride_a: Tensor,
+        stride_b: Tensor,
+        stride_c: Tensor,
+        layout_a: Tensor,
+        layout_b: Tensor,
+        sizes: Tensor,
+        starts: Tensor,
+        workspace: Tensor,
+    ) -> None:
         self.dtypes.append(out.dtype)
         experts, depth, columns = b.shape
-        for pointers in (a_ptrs, b_ptrs, out_ptrs, a_scale_ptrs, b_scale_ptrs, stride_a, stride_b, stride_c):
-            assert pointers.shape == (experts,) and pointers.dtype == torch.int64 and pointers.is_contiguous()
+        for pointers in (
+            a_ptrs,
+            b_ptrs,
+            out_ptrs,
+            a_scale_ptrs,
+            b_scale_ptrs,
+            stride_a,
+            stride_b,
+            stride_c,
+        ):
+            assert (
+                pointers.shape == (experts,)
+                and pointers.dtype == torch.int64
+                and pointers.is_contiguous()
+            )
         for layout in (layout_a, layout_b):
-            assert layout.shape == (experts, 5) and layout.dtype == torch.int32 and layout.is_contiguous()
-        assert sizes.shape == (experts, 3) and sizes.dtype == starts.dtype == torch.int32 and sizes.is_contiguous()
+            assert (
+                layout.shape == (experts, 5)
+                and layout.dtype == torch.int32
+                and layout.is_contiguous()
+            )
+        assert (
+            sizes.shape == (experts, 3)
+            and sizes.dtype == starts.dtype == torch.int32
+            and sizes.is_contiguous()
+        )
         assert b.transpose(1, 2).is_contiguous() and scales_b.transpose(1, 2).is_contiguous()
         assert a.is_contiguous() and scales_a.is_contiguous() and out.is_contiguous()
         assert workspace.numel() >= 90_000 and workspace.dtype == torch.uint8
-        assert stride_a.tolist() == stride_b.tolist() == [depth] * experts and stride_c.tolist() == [columns] * experts
+        assert (
+            stride_a.tolist() == stride_b.tolist() == [depth] * experts
+            and stride_c.tolist() == [columns] * experts
+        )
         out.fill_(torch.nan)
-        for expert, ((count, wide, deep), start) in enumerate(zip(sizes.tolist(), starts.tolist(), strict=True)):
+        for expert, ((count, wide, deep), start) in enumerate(
+            zip(sizes.tolist(), starts.tolist(), strict=True)
+        ):
             assert (wide, deep) == (columns, depth)
             rows = slice(start, start + count)
             found = product(a[rows], scales_a[rows], b[expert].t(), scales_b[expert].t())
@@ -88,22 +141,32 @@ class SglKernel:
 @pytest.fixture
 def masked(monkeypatch: pytest.MonkeyPatch) -> DeepGemm:
     library = DeepGemm()
-    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(fp8_m_grouped_gemm_nt_masked=library))
+    monkeypatch.setitem(
+        sys.modules, "deep_gemm", SimpleNamespace(fp8_m_grouped_gemm_nt_masked=library)
+    )
     return library
 
 
 @pytest.fixture
 def cutlass(monkeypatch: pytest.MonkeyPatch) -> SglKernel:
     library = SglKernel()
-    monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(fp8_blockwise_scaled_grouped_mm=library))
+    monkeypatch.setitem(
+        sys.modules, "sgl_kernel", SimpleNamespace(fp8_blockwise_scaled_grouped_mm=library)
+    )
     return library
 
 
 def against_a_loop(made: Any, tokens: int, used: int, dtype: torch.dtype = torch.float32) -> None:
     generator = torch.Generator().manual_seed(tokens)
-    w13, w2 = blocks(EXPERTS, 2 * INTER, HIDDEN, generator=generator), blocks(EXPERTS, HIDDEN, INTER,
-                                                                              generator=generator)
-    ids = torch.stack([torch.randperm(used, generator=generator)[:WIDTH] for _ in range(tokens)]) + EXPERTS - used
+    w13, w2 = (
+        blocks(EXPERTS, 2 * INTER, HIDDEN, generator=generator),
+        blocks(EXPERTS, HIDDEN, INTER, generator=generator),
+    )
+    ids = (
+        torch.stack([torch.randperm(used, generator=generator)[:WIDTH] for _ in range(tokens)])
+        + EXPERTS
+        - used
+    )
     ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
     ids = ids.to(DEVICE, torch.int32)
     weights = torch.rand(tokens, WIDTH, generator=generator).to(DEVICE)
@@ -122,12 +185,15 @@ def test_masked_rows(masked: DeepGemm, tokens: int, used: int) -> None:
     assert masked.usual == [-(-tokens * WIDTH // EXPERTS)] * 2
 
 
-def test_steps_beyond_the_masked_ones_are_as_auto_has_them(masked: DeepGemm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_beyond_the_masked_ones_are_as_auto_has_them(
+    masked: DeepGemm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fp8_masked, "MASKED_TOKENS", 8)
     asked: list[tuple[int, ...]] = []
     made = Masked()
     made._beyond = SimpleNamespace(  # type: ignore[assignment]
-        pays=lambda *load: asked.append(load), experts=lambda x, *_: asked.append((len(x),)))
+        pays=lambda *load: asked.append(load), experts=lambda x, *_: asked.append((len(x),))
+    )
     assert made.pays(8, 1, 1000) and not asked and not made.pays(9, 2, 3) and asked == [(9, 2, 3)]
     made.experts(torch.empty(9, HIDDEN), *[torch.empty(0)] * 7, torch.float32)
     assert asked == [(9, 2, 3), (9,)] and not masked.usual
@@ -142,10 +208,16 @@ def test_packed_rows(cutlass: SglKernel, tokens: int, used: int, dtype: torch.dt
     assert cutlass.dtypes == [torch.float16 if dtype == torch.float16 else torch.bfloat16] * 2
 
 
-@pytest.mark.parametrize(("made", "module", "function"), [
-    (Masked, "deep_gemm", "m_grouped_fp8_gemm_nt_masked"), (Cutlass, "sgl_kernel", "fp8_blockwise_scaled_grouped_mm")])
-def test_a_library_that_cannot_be_used(made: Callable[[], Any], module: str, function: str,
-                                       monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("made", "module", "function"),
+    [
+        (Masked, "deep_gemm", "m_grouped_fp8_gemm_nt_masked"),
+        (Cutlass, "sgl_kernel", "fp8_blockwise_scaled_grouped_mm"),
+    ],
+)
+def test_a_library_that_cannot_be_used(
+    made: Callable[[], Any], module: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(GlowplugError, match=f"{module}.*; leave it out, or install the library"):
         made()
@@ -160,9 +232,14 @@ def test_nobody_else_is_asked_unless_named(wanted: str) -> None:
     assert isinstance(made, Grouped) and not made.pays(1, 1, 256)
 
 
-@pytest.mark.parametrize(("dtype", "large"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, True)])
-def test_nobody_who_makes_16_bits_is_chosen_for_float32(dtype: torch.dtype, large: bool,
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(m_grouped_fp8_gemm_nt_contiguous=max))
+@pytest.mark.parametrize(
+    ("dtype", "large"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, True)]
+)
+def test_nobody_who_makes_16_bits_is_chosen_for_float32(
+    dtype: torch.dtype, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        sys.modules, "deep_gemm", SimpleNamespace(m_grouped_fp8_gemm_nt_contiguous=max)
+    )
     worker: Any = SimpleNamespace(dtype=dtype, device=DEVICE)
     assert BlockFp8Cuda(BlockFp8Options(), bare_plan(), worker)._grouped.pays(8192, 8, 256) is large

@@ -1,4 +1,5 @@
 """bfloat16 and float16 follow the float32 model, whatever the scheme."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -13,7 +14,8 @@ from tests.models.test_parity_llama import GQA
 from tests.support.parity import prompts, write
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "v3": CASES["v3_groups_yarn"], "v2_lite": CASES["v2_lite"],
+    "v3": CASES["v3_groups_yarn"],
+    "v2_lite": CASES["v2_lite"],
     "llama": ("LlamaForCausalLM", {**GQA, "mlp_bias": True}),
 }
 

@@ -1,7 +1,9 @@
-"""Int8 and int4 methods whose weights stay narrow, against the dequantised ones: fused parts, slices, a shared expert.
+"""Int8 and int4 methods whose weights stay narrow, against the dequantised ones: fused parts,
+slices, a shared expert.
 
 Without a card the kernels are interpreted.
 """
+
 from __future__ import annotations
 
 import os
@@ -46,19 +48,26 @@ class Checkpoint:
             self.tensors |= {f"{name}.{leaf}": part for leaf, part in parts.items()}
             return
         stored, scales, self.dense[name] = int8_matrix(weight)
-        self.tensors |= {f"{name}.weight": weight} if self.kind != "int8" else {
-            f"{name}.weight": stored, f"{name}.weight_scale": scales}
+        self.tensors |= (
+            {f"{name}.weight": weight}
+            if self.kind != "int8"
+            else {f"{name}.weight": stored, f"{name}.weight_scale": scales}
+        )
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._generator)
 
     def plan(self, dtype: torch.dtype) -> EnginePlan:
-        config = {"int8": INT8, "awq": {**AWQ, "group_size": self.group}, "online int8": None}[self.kind]
+        config = {"int8": INT8, "awq": {**AWQ, "group_size": self.group}, "online int8": None}[
+            self.kind
+        ]
         facts = tiny_facts("v2", quantization_config=config, moe_intermediate_size=64)
         return replace(plan_for(facts), dtype=str(dtype).removeprefix("torch."))
 
     def scheme(self, dtype: torch.dtype, **options: Any) -> Any:
-        made, read = (AwqCuda, AwqOptions) if self.kind == "awq" else (W8A8Int8Cuda, W8A8Int8Options)
+        made, read = (
+            (AwqCuda, AwqOptions) if self.kind == "awq" else (W8A8Int8Cuda, W8A8Int8Options)
+        )
         return made(read(**options), self.plan(dtype), Worker(device=DEVICE, dtype=dtype))  # type: ignore[operator]
 
     def load(self, method: Any) -> None:
@@ -78,7 +87,9 @@ class Checkpoint:
 
 def near(found: Tensor, wanted: Tensor, dtype: torch.dtype, tolerance: float = 4e-3) -> None:
     assert found.dtype == dtype and torch.isfinite(found).all()
-    assert (found.float() - wanted).norm() <= (1e-5 if dtype is torch.float32 else tolerance) * wanted.norm()
+    assert (found.float() - wanted).norm() <= (
+        1e-5 if dtype is torch.float32 else tolerance
+    ) * wanted.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,12 +101,22 @@ def test_fused_linear(kind: str, rows: tuple[int, ...], dtype: torch.dtype) -> N
     for name, size in zip(names, rows):
         checkpoint.add(name, size, columns)
         checkpoint.tensors[f"{name}.bias"] = checkpoint.randn(size)
-    shape = LinearShape("m", names, rows, columns, (0,) * len(rows), 0, tuple((size, columns) for size in rows),
-                        bias=True)
+    shape = LinearShape(
+        "m",
+        names,
+        rows,
+        columns,
+        (0,) * len(rows),
+        0,
+        tuple((size, columns) for size in rows),
+        bias=True,
+    )
     method = checkpoint.scheme(dtype).linear(shape)
     checkpoint.load(method)
     weight = torch.cat([checkpoint.dense[name] for name in names]).to(DEVICE)
-    bias = torch.cat([checkpoint.tensors[f"{name}.bias"] for name in names]).to(DEVICE, dtype).float()
+    bias = (
+        torch.cat([checkpoint.tensors[f"{name}.bias"] for name in names]).to(DEVICE, dtype).float()
+    )
     near(method.dense(), weight, dtype)
     for tokens in (0, 1, 5):
         x = checkpoint.randn(tokens, columns).to(DEVICE, dtype)
@@ -109,7 +130,9 @@ def test_slices_of_a_rank(kind: str) -> None:
     dtype = DTYPES[0]
     checkpoint = Checkpoint(kind)
     checkpoint.add("m", 96, 256)
-    method = checkpoint.scheme(dtype).linear(LinearShape("m", ("m",), (32,), 64, (64,), 128, ((96, 256),)))
+    method = checkpoint.scheme(dtype).linear(
+        LinearShape("m", ("m",), (32,), 64, (64,), 128, ((96, 256),))
+    )
     checkpoint.load(method)
     weight = checkpoint.dense["m"][64:96, 128:192].to(DEVICE)
     near(method.dense(), weight, dtype)
@@ -121,8 +144,12 @@ def test_a_slice_that_cuts_a_group_names_its_layer() -> None:
     checkpoint = Checkpoint("awq")
     checkpoint.add("model.layers.4.down_proj", 96, 256)
     name = "model.layers.4.down_proj"
-    method = checkpoint.scheme(DTYPES[0]).linear(LinearShape("m", (name,), (96,), 48, (0,), 48, ((96, 256),)))
-    with pytest.raises(ValueError, match=f"{name}: a slice from channel 48 to 96 cuts groups of 32"):
+    method = checkpoint.scheme(DTYPES[0]).linear(
+        LinearShape("m", (name,), (96,), 48, (0,), 48, ((96, 256),))
+    )
+    with pytest.raises(
+        ValueError, match=f"{name}: a slice from channel 48 to 96 cuts groups of 32"
+    ):
         list(method.targets())
 
 
@@ -136,10 +163,15 @@ def test_experts(kind: str, shared: int) -> None:
             checkpoint.add(f"e.{expert}.{part}", inter, hidden)
         checkpoint.add(f"e.{expert}.down_proj", hidden, inter)
     if shared:
-        for part, size in (("gate_proj", (shared * inter, hidden)), ("up_proj", (shared * inter, hidden)),
-                           ("down_proj", (hidden, shared * inter))):
+        for part, size in (
+            ("gate_proj", (shared * inter, hidden)),
+            ("up_proj", (shared * inter, hidden)),
+            ("down_proj", (hidden, shared * inter)),
+        ):
             checkpoint.add(f"s.{part}", *size)
-    method = checkpoint.scheme(dtype).experts(ExpertsShape("e", count, 0, hidden, inter, 0, inter, count, shared, "s"))
+    method = checkpoint.scheme(dtype).experts(
+        ExpertsShape("e", count, 0, hidden, inter, 0, inter, count, shared, "s")
+    )
     checkpoint.load(method)
     dense = {name: weight.to(DEVICE) for name, weight in checkpoint.dense.items()}
     for tokens in (1, 6):
@@ -150,19 +182,36 @@ def test_experts(kind: str, shared: int) -> None:
             ids = torch.cat([ids, torch.arange(count, count + shared).expand(tokens, shared)], 1)
             weights = torch.cat([weights, torch.ones(tokens, shared)], 1)
         found = method.apply(x, ids.int().to(DEVICE), weights.to(DEVICE))
-        near(found, experts(checkpoint, dense, x, ids, weights.to(DEVICE), count, inter), dtype, 1.5e-2)
+        near(
+            found,
+            experts(checkpoint, dense, x, ids, weights.to(DEVICE), count, inter),
+            dtype,
+            1.5e-2,
+        )
 
 
-def experts(checkpoint: Checkpoint, dense: dict[str, Tensor], x: Tensor, ids: Tensor, weights: Tensor, count: int,
-            inter: int) -> Tensor:
+def experts(
+    checkpoint: Checkpoint,
+    dense: dict[str, Tensor],
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    count: int,
+    inter: int,
+) -> Tensor:
     """float32; slices of the shared expert are experts of their own."""
     out = torch.zeros(x.shape, device=x.device)
     for token in range(len(ids)):
         for slot, expert in enumerate(ids[token].tolist()):
-            name, span = (f"e.{expert}", slice(None)) if expert < count else (
-                "s", slice((expert - count) * inter, (expert - count + 1) * inter))
+            name, span = (
+                (f"e.{expert}", slice(None))
+                if expert < count
+                else ("s", slice((expert - count) * inter, (expert - count + 1) * inter))
+            )
             gate, up = (dense[f"{name}.{part}"][span] for part in ("gate_proj", "up_proj"))
             hidden = checkpoint.rounded(x[token : token + 1]) @ torch.cat([gate, up]).t()
             inner = checkpoint.rounded(silu_and_mul(hidden).to(x.dtype))
-            out[token] += (inner @ dense[f"{name}.down_proj"][:, span].t())[0] * weights[token, slot]
+            out[token] += (inner @ dense[f"{name}.down_proj"][:, span].t())[0] * weights[
+                token, slot
+            ]
     return out

@@ -1,4 +1,5 @@
 """The multi-token-prediction layer against transformers' own, and how it shares embedding and head."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -21,7 +22,9 @@ PREFIX = f"model.layers.{LAYERS}"
 
 
 def with_mtp(folder: Path) -> tuple[Reference, Any, dict[str, Tensor]]:
-    """A V3 reference, transformers' MTP model around it, and the tensors of both under their published names."""
+    """A V3 reference, transformers' MTP model around it, and the tensors of both under their
+    published names.
+    """
     from transformers.modeling_layers import MtpModel
 
     config = dict(V3, rope_parameters=YARN, num_nextn_predict_layers=1)
@@ -41,18 +44,29 @@ def published(name: str, tensor: Tensor) -> dict[str, Tensor]:
     name = f"{PREFIX}.{name.removeprefix('mtp_block.').replace('post_norm.', 'shared_head.norm.')}"
     if name.endswith("experts.gate_up_proj"):
         stem, half = name.removesuffix("gate_up_proj"), tensor.shape[1] // 2
-        return {f"{stem}{e}.{part}_proj.weight": tensor[e, rows]
-                for e in range(tensor.shape[0]) for part, rows in (("gate", slice(half)), ("up", slice(half, None)))}
+        return {
+            f"{stem}{e}.{part}_proj.weight": tensor[e, rows]
+            for e in range(tensor.shape[0])
+            for part, rows in (("gate", slice(half)), ("up", slice(half, None)))
+        }
     if name.endswith("experts.down_proj"):
-        return {f"{name.removesuffix('down_proj')}{e}.down_proj.weight": matrix for e, matrix in enumerate(tensor)}
+        return {
+            f"{name.removesuffix('down_proj')}{e}.down_proj.weight": matrix
+            for e, matrix in enumerate(tensor)
+        }
     return {name: tensor}
 
 
 def load_nextn(
-    reference: Reference, tensors: dict[str, Tensor],
+    reference: Reference,
+    tensors: dict[str, Tensor],
 ) -> tuple[DecoderModel, Stepper, DeepseekNextN, Stepper]:
-    facts = replace(reference.facts, tensors={
-        name: TensorFact("float32", tuple(tensor.shape)) for name, tensor in tensors.items()})
+    facts = replace(
+        reference.facts,
+        tensors={
+            name: TensorFact("float32", tuple(tensor.shape)) for name, tensor in tensors.items()
+        },
+    )
     model, context = build_model(facts, tensors, build_context(facts))
     assert isinstance(model, DecoderModel)
     draft_context = build_context(facts)
@@ -84,8 +98,10 @@ def test_logits_equal_transformers(tmp_path: Path) -> None:
     drafted, _ = draft.hidden({0: ids[1:]}, extra={PREVIOUS_HIDDEN: hidden[:-1]})
     torch.testing.assert_close(nextn.logits(drafted), wanted, atol=TOLERANCE, rtol=0)
 
-    halves = [draft.hidden({1: ids[1:12]}, extra={PREVIOUS_HIDDEN: hidden[:11]})[0],
-              draft.hidden({1: ids[12:13]}, decodes=1, extra={PREVIOUS_HIDDEN: hidden[11:12]})[0]]
+    halves = [
+        draft.hidden({1: ids[1:12]}, extra={PREVIOUS_HIDDEN: hidden[:11]})[0],
+        draft.hidden({1: ids[12:13]}, decodes=1, extra={PREVIOUS_HIDDEN: hidden[11:12]})[0],
+    ]
     torch.testing.assert_close(nextn.logits(torch.cat(halves)), wanted[:12], atol=TOLERANCE, rtol=0)
 
     draft.fill(2, ids[1:12], hidden[:11])
@@ -102,8 +118,12 @@ def test_own_embedding_and_head_are_used_when_the_checkpoint_brings_them(tmp_pat
     _, main, nextn, draft = load_nextn(reference, tensors)
     hidden, _ = main.hidden({0: ids})
     drafted, _ = draft.hidden({0: ids[1:]}, extra={PREVIOUS_HIDDEN: hidden[:-1]})
-    torch.testing.assert_close(nextn.logits(drafted), drafted @ tensors[f"{PREFIX}.shared_head.head.weight"].t(),
-                               atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        nextn.logits(drafted),
+        drafted @ tensors[f"{PREFIX}.shared_head.head.weight"].t(),
+        atol=TOLERANCE,
+        rtol=0,
+    )
 
     tensors[f"{PREFIX}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
     _, main, nextn, draft = load_nextn(reference, tensors)

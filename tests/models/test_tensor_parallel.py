@@ -1,4 +1,7 @@
-"""Ranks that share every layer compute what one rank does, read their own slices only, and load without one another."""
+"""Ranks that share every layer compute what one rank does, read their own slices only, and load
+without one another.
+"""
+
 from __future__ import annotations
 
 import threading
@@ -31,9 +34,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("v3", {"vocab_size": 157, "attention_bias": True}),
     "v3 in FP8": ("v3_fp8", {"vocab_size": 157, "n_shared_experts": 2}),
     "llama, tied, two key heads": ("llama", {"vocab_size": 157}),
-    "llama with biases and a head of its own": ("llama", {
-        "vocab_size": 157, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True,
-        "num_key_value_heads": 4}),
+    "llama with biases and a head of its own": (
+        "llama",
+        {
+            "vocab_size": 157,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_key_value_heads": 4,
+        },
+    ),
     "llama with one key head": ("llama", {"num_key_value_heads": 1}),
 }
 
@@ -53,8 +63,15 @@ def torch_threads(quick_switches: None) -> Iterator[None]:
 
 def config_of(folder: Path, size: int, **more: Any) -> dict[str, Any]:
     collectives = {"use": "gloo", "timeout": 30} if size > 1 else {"use": "local"}
-    return {"model": str(folder), "device": "cpu", "weights": {"use": "random"}, "context_length": 256,
-            "parallel": [{"use": "tensor", "size": size}], "collectives": collectives, **more}
+    return {
+        "model": str(folder),
+        "device": "cpu",
+        "weights": {"use": "random"},
+        "context_length": 256,
+        "parallel": [{"use": "tensor", "size": size}],
+        "collectives": collectives,
+        **more,
+    }
 
 
 @dataclass
@@ -71,7 +88,9 @@ class CountingSource(DictSource):
         return value
 
 
-def build(plan: EnginePlan, plugins: PluginSet, rank: int, meeting: str) -> tuple[Model, BuildContext]:
+def build(
+    plan: EnginePlan, plugins: PluginSet, rank: int, meeting: str
+) -> tuple[Model, BuildContext]:
     """One rank's model, empty, over real process groups."""
     torch.set_num_threads(1)
     worker = make_worker(plan, rank, meeting)
@@ -79,8 +98,9 @@ def build(plan: EnginePlan, plugins: PluginSet, rank: int, meeting: str) -> tupl
     return plugins.build(plan.choice("model"), plan, worker).build(context), context
 
 
-def on_ranks(plan: EnginePlan, plugins: PluginSet, folder: Path,
-             work: Callable[[Model, BuildContext], Any]) -> list[Any]:
+def on_ranks(
+    plan: EnginePlan, plugins: PluginSet, folder: Path, work: Callable[[Model, BuildContext], Any]
+) -> list[Any]:
     """``work`` of every rank, in a thread each; its collectives closed behind it."""
     meeting = f"file://{folder}/ranks-{plan.ranks}"
 
@@ -102,8 +122,11 @@ def checkpoint(facts: ModelFacts) -> dict[str, Tensor]:
 def steps(model: Model, context: BuildContext) -> Tensor:
     """Logits of two prompts, of a mixed step and of two that decode: [13, V]."""
     stepper = Stepper(model, context)
-    found = [stepper.logits({0: [3, 1, 4, 1, 5, 9], 1: [2, 6]}), stepper.logits({1: [5], 2: [8, 9]}, decodes=1),
-             stepper.logits({0: [5], 1: [3]}, decodes=2)]
+    found = [
+        stepper.logits({0: [3, 1, 4, 1, 5, 9], 1: [2, 6]}),
+        stepper.logits({1: [5], 2: [8, 9]}, decodes=1),
+        stepper.logits({0: [5], 1: [3]}, decodes=2),
+    ]
     return torch.cat(found)
 
 
@@ -131,7 +154,15 @@ def test_ranks_compute_the_logits_of_one(case: str, tmp_path: Path, plugins: Plu
             assert torch.equal(got, found[size][0]), "ranks sample from the same bits"
 
 
-REPLICATED = ("layernorm", "norm.weight", ".gate.", "q_a_proj", "kv_a_proj", "o_proj.bias", "down_proj.bias")
+REPLICATED = (
+    "layernorm",
+    "norm.weight",
+    ".gate.",
+    "q_a_proj",
+    "kv_a_proj",
+    "o_proj.bias",
+    "down_proj.bias",
+)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -153,15 +184,21 @@ def test_a_rank_reads_its_slices_only(case: str, tmp_path: Path, plugins: Plugin
         times = 4 if any(part in tensor for part in REPLICATED) else 1
         if "k_proj" in tensor or "v_proj" in tensor:
             times = 4 // min(4, facts.num_kv_heads)
-        if tensor.endswith("_scale_inv"):  # a block's scale is read by every rank that holds some of the block
+        if tensor.endswith(
+            "_scale_inv"
+        ):  # a block's scale is read by every rank that holds some of the block
             assert sum(rank[tensor] for rank in read) <= 4 * total
         else:
             assert sum(rank[tensor] for rank in read) == times * total, tensor
 
 
-def test_an_online_quantization_reads_whole_blocks_of_its_slice(tmp_path: Path, plugins: PluginSet) -> None:
+def test_an_online_quantization_reads_whole_blocks_of_its_slice(
+    tmp_path: Path, plugins: PluginSet
+) -> None:
     """And quantises them as one rank does: blocks are those of the checkpoint's matrix."""
-    folder = write_config(tmp_path, "v3", hidden_size=256, intermediate_size=1024, num_hidden_layers=1)
+    folder = write_config(
+        tmp_path, "v3", hidden_size=256, intermediate_size=1024, num_hidden_layers=1
+    )
     found: dict[int, list[Tensor]] = {}
     tensors: dict[str, Tensor] = {}
     read: list[dict[str, int]] = []
@@ -173,16 +210,23 @@ def test_an_online_quantization_reads_whole_blocks_of_its_slice(tmp_path: Path, 
         return steps(model, context)
 
     for size in (1, 2):
-        plan = rank_plan(config_of(folder, size, quantization={"use": "block_fp8", "activations": "none"}), plugins)
+        plan = rank_plan(
+            config_of(folder, size, quantization={"use": "block_fp8", "activations": "none"}),
+            plugins,
+        )
         tensors = tensors or random_tensors(plan.facts.model, "none")
         found[size] = on_ranks(plan, plugins, tmp_path, work)
     torch.testing.assert_close(found[2][0], found[1][0], atol=1e-5, rtol=0)
     gate = "model.layers.0.mlp.gate_proj.weight"
-    assert [rank[gate] for rank in read] == [tensors[gate].numel() * 4 // size for size in (1, 2, 2)]
+    assert [rank[gate] for rank in read] == [
+        tensors[gate].numel() * 4 // size for size in (1, 2, 2)
+    ]
 
 
 def test_loading_waits_for_nobody(tmp_path: Path, plugins: PluginSet) -> None:
-    """Rank 1 begins only when the others have loaded, and fails: they notice at their first step, and at once."""
+    """Rank 1 begins only when the others have loaded, and fails: they notice at their first step,
+    and at once.
+    """
     plan = rank_plan(config_of(write_config(tmp_path, "v3"), 4), plugins)
     tensors = checkpoint(plan.facts.model)
     loaded, everyone_else = threading.Semaphore(0), 3
@@ -206,7 +250,9 @@ def test_loading_waits_for_nobody(tmp_path: Path, plugins: PluginSet) -> None:
     found = on_ranks(plan, plugins, tmp_path, work)
     assert found[1] == "WeightError: model.safetensors: file is truncated"
     for rank in (0, 2, 3):
-        assert found[rank].startswith(f"CollectiveError: all_reduce over tp failed on rank {rank} of 4"), found[rank]
+        assert found[rank].startswith(
+            f"CollectiveError: all_reduce over tp failed on rank {rank} of 4"
+        ), found[rank]
 
 
 def test_a_whole_engine_over_process_groups(tmp_path: Path, plugins: PluginSet) -> None:
@@ -216,7 +262,10 @@ def test_a_whole_engine_over_process_groups(tmp_path: Path, plugins: PluginSet) 
     small = {"scheduler": {"chunk_size": 16}, "attention": {"page_size": 4}}
     alone = run_ranks(config_of(folder, 1, **small), requests, plugins)
     assert [len(alone[id].tokens) for id in (1, 2, 3)] == [12, 5, 20]
-    for config in (config_of(folder, 2, **small), {**config_of(folder, 4, **small), "collectives": {"use": "threads"}}):
+    for config in (
+        config_of(folder, 2, **small),
+        {**config_of(folder, 4, **small), "collectives": {"use": "threads"}},
+    ):
         with RankSet(rank_plan(config, plugins), plugins) as ranks:
             heard = ranks.run(requests)
             ranks.check_idle()

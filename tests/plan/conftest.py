@@ -1,4 +1,7 @@
-"""Fixtures of the plan tests: the built-ins loaded once, a tiny V3 folder, and a plan function with short defaults."""
+"""Fixtures of the plan tests: the built-ins loaded once, a tiny V3 folder, and a plan function with
+short defaults.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -37,7 +40,10 @@ def v3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def v3_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    quantized = {**TINY_V3, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    quantized = {
+        **TINY_V3,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
     return write_model(tmp_path_factory.mktemp("v3fp8"), quantized)
 
 
@@ -49,19 +55,29 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def planned(plugins: PluginSet, cpu: HardwareFacts, v3: Path) -> Planner:
     """``planned(section={...})``: the plan of a tiny V3 with made-up weights on the CPU sheet."""
-    def run(config: dict[str, Any] | None = None, *, hardware: HardwareFacts | None = None, **more: Any) -> EnginePlan:
+
+    def run(
+        config: dict[str, Any] | None = None, *, hardware: HardwareFacts | None = None, **more: Any
+    ) -> EnginePlan:
         full = {"model": str(v3), "weights": {"use": "random"}, **(config or {})}
-        return make_plan(full, plugins=more.pop("plugins", plugins), hardware=hardware or cpu, **more)
+        return make_plan(
+            full, plugins=more.pop("plugins", plugins), hardware=hardware or cpu, **more
+        )
+
     return run
 
 
 @pytest.fixture(scope="session")
 def refused(planned: Planner) -> Refuser:
     """The refusals of a configuration by field; each has every part."""
+
     def run(config: dict[str, Any] | None = None, **more: Any) -> dict[str, Refusal]:
         with pytest.raises(PlanRefused) as caught:
             planned(config, **more)
         for refusal in caught.value.refusals:
-            assert refusal.by and refusal.field and refusal.reason and refusal.fix and refusal.origin, refusal
+            assert (
+                refusal.by and refusal.field and refusal.reason and refusal.fix and refusal.origin
+            ), refusal
         return {refusal.field: refusal for refusal in caught.value.refusals}
+
     return run

@@ -1,4 +1,5 @@
 """Weights of the absorbed products: what the option allows, and which the table takes."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -9,24 +10,34 @@ import pytest
 from glowplug.core.plugin.component import CheckContext, Chosen
 from glowplug.plugins.attention.mla.triton import TritonMlaOptions
 from glowplug.plugins.attention.shared.absorbed import MOST, check_absorbed, stored_is_faster
-from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options, register_quantization_schemes
-from glowplug.plugins.quantization.none import NoQuantizationOptions, register_quantization_schemes as plain
+from glowplug.plugins.quantization.block_fp8.plugin import (
+    BlockFp8Options,
+    register_quantization_schemes,
+)
+from glowplug.plugins.quantization.none import (
+    NoQuantizationOptions,
+    register_quantization_schemes as plain,
+)
 
 
 def context(absorbed: str, quantization: Any, offers: Any, device: str = "cuda") -> CheckContext:
     chosen = {"quantization": (Chosen(quantization.use, quantization, offers),)}
     nothing: Any = SimpleNamespace()
-    return CheckContext(TritonMlaOptions(absorbed=absorbed), nothing, nothing, chosen, {"device": device})
+    return CheckContext(
+        TritonMlaOptions(absorbed=absorbed), nothing, nothing, chosen, {"device": device}
+    )
 
 
 def test_asked_for_without_blocks_it_is_refused() -> None:
     fp8, none = register_quantization_schemes()[0].offers, plain()[0].offers
     assert not list(check_absorbed(context("fp8", BlockFp8Options(), fp8)))
     assert not list(check_absorbed(context("auto", NoQuantizationOptions(), none)))
-    for found in (check_absorbed(context("fp8", NoQuantizationOptions(), none)),
-                  check_absorbed(context("fp8", BlockFp8Options(activations="none"), fp8)),
-                  check_absorbed(context("fp8", BlockFp8Options(), fp8, device="cpu"))):
-        refusal, = found
+    for found in (
+        check_absorbed(context("fp8", NoQuantizationOptions(), none)),
+        check_absorbed(context("fp8", BlockFp8Options(activations="none"), fp8)),
+        check_absorbed(context("fp8", BlockFp8Options(), fp8, device="cpu")),
+    ):
+        (refusal,) = found
         assert refusal.field == "attention.absorbed" and "block_fp8" in refusal.fix
 
 
@@ -34,7 +45,9 @@ def test_asked_for_without_blocks_it_is_refused() -> None:
 def test_the_table(heads: int) -> None:
     for tokens in (0, 1, MOST, MOST + 1, 4096):
         assert stored_is_faster("bf16", heads, tokens) == (False, False)
-        assert stored_is_faster("fp8", heads, tokens) == ((True, True) if 0 < tokens <= MOST else (False, False))
+        assert stored_is_faster("fp8", heads, tokens) == (
+            (True, True) if 0 < tokens <= MOST else (False, False)
+        )
         if not 0 < tokens <= MOST:
             assert stored_is_faster("auto", heads, tokens) == (False, False)
     assert stored_is_faster("auto", 16, 8) == (False, False)

@@ -1,4 +1,7 @@
-"""Which attention library a plan takes on Hopper, and why it refuses one: packages, sizes, pages, modes."""
+"""Which attention library a plan takes on Hopper, and why it refuses one: packages, sizes, pages,
+modes.
+"""
+
 from __future__ import annotations
 
 import math
@@ -49,13 +52,22 @@ def slice_of(**changes: Any) -> dict[str, Any]:
     return {**shape, "num_nextn_predict_layers": 1, **changes}
 
 
-def planned(model: Path, plugins: PluginSet, attention: dict[str, Any] | None = None, **more: Any) -> EnginePlan:
-    config = {"model": str(model), "weights": {"use": "random"}, "skip_tokenizer": True,
-              "attention": attention or {}, **more}
+def planned(
+    model: Path, plugins: PluginSet, attention: dict[str, Any] | None = None, **more: Any
+) -> EnginePlan:
+    config = {
+        "model": str(model),
+        "weights": {"use": "random"},
+        "skip_tokenizer": True,
+        "attention": attention or {},
+        **more,
+    }
     return make_plan(config, plugins=plugins, hardware=replace(read_sheet("1xh200"), packages=None))
 
 
-def refused(model: Path, plugins: PluginSet, attention: dict[str, Any], **more: Any) -> dict[str, Refusal]:
+def refused(
+    model: Path, plugins: PluginSet, attention: dict[str, Any], **more: Any
+) -> dict[str, Refusal]:
     with pytest.raises(PlanRefused) as caught:
         planned(model, plugins, attention, **more)
     return {refusal.field: refusal for refusal in caught.value.refusals}
@@ -67,8 +79,9 @@ def test_auto_takes_the_measured_one_and_says_so(lite: Path, plugins: PluginSet)
     assert (why.value, why.by) == ("hopper_mla", "auto") and "measured fastest" in why.why
     assert planned(lite, plugins, {"page_size": 16}).choice("attention").name == "triton_mla"
     assert planned(lite, plugins, {"kv_dtype": "fp8_e4m3"}).choice("attention").name == "hopper_mla"
-    assert planned(lite, load_plugins(entry_points=False, block=["glowplug.plugins.attention.mla.hopper"])).choice(
-        "attention").name in {"triton_mla", "torch_mla"}
+    assert planned(
+        lite, load_plugins(entry_points=False, block=["glowplug.plugins.attention.mla.hopper"])
+    ).choice("attention").name in {"triton_mla", "torch_mla"}
 
 
 @pytest.mark.parametrize("queries", [1, 2, 8, 16, 48, 64, 128, 256, 1000])
@@ -88,35 +101,58 @@ def decoding(plan: EnginePlan) -> str:
     return found["kernels.decode_attention"].why if "kernels.decode_attention" in found else ""
 
 
-def test_the_plan_says_who_decodes_how_many_rows(lite: Path, drafting: Path, plugins: PluginSet) -> None:
+def test_the_plan_says_who_decodes_how_many_rows(
+    lite: Path, drafting: Path, plugins: PluginSet
+) -> None:
     assert decoding(planned(lite, plugins)) == (
         "rows of 16 queries, as measured on an H200: our own kernel up to 66 rows, FlashMLA up to 112 rows, our own "
-        "kernel up to 132 rows, FlashMLA up to 207 rows, our own kernel up to 264 rows, FlashMLA beyond")
+        "kernel up to 132 rows, FlashMLA up to 207 rows, our own kernel up to 264 rows, FlashMLA beyond"
+    )
     few = "our own kernel up to 16 rows, FlashMLA beyond"
     assert decoding(planned(drafting, plugins, context_length=8192)).endswith(f"an H200: {few}")
     longer = decoding(planned(drafting, plugins, context_length=8400))
-    assert longer.endswith(f"an H200: FlashMLA; where no row of a captured step is longer than 8320 keys: {few}")
+    assert longer.endswith(
+        f"an H200: FlashMLA; where no row of a captured step is longer than 8320 keys: {few}"
+    )
     eager = decoding(planned(drafting, plugins, context_length=8400, graphs={"use": "eager"}))
     assert eager.endswith(f"an H200: FlashMLA; with a context_length of at most 8192: {few}")
-    assert decoding(planned(drafting, plugins, speculative={"use": "nextn"}, context_length=4096)) == (
-        "rows of 256 queries, as measured on an H200: FlashMLA")
-    assert decoding(planned(drafting, plugins, {"kv_dtype": "fp8_e4m3"})) == "FlashMLA reads no cache of 8 bits here"
+    assert decoding(
+        planned(drafting, plugins, speculative={"use": "nextn"}, context_length=4096)
+    ) == ("rows of 256 queries, as measured on an H200: FlashMLA")
+    assert (
+        decoding(planned(drafting, plugins, {"kv_dtype": "fp8_e4m3"}))
+        == "FlashMLA reads no cache of 8 bits here"
+    )
     assert not decoding(planned(lite, plugins, {"use": "triton_mla"}))
 
 
-def test_some_sizes_are_captured_for_short_rows_too(lite: Path, drafting: Path, plugins: PluginSet) -> None:
-    def found(folder: Path, attention: dict[str, Any] | None = None, **config: Any) -> tuple[int, tuple[int, ...]]:
+def test_some_sizes_are_captured_for_short_rows_too(
+    lite: Path, drafting: Path, plugins: PluginSet
+) -> None:
+    def found(
+        folder: Path, attention: dict[str, Any] | None = None, **config: Any
+    ) -> tuple[int, tuple[int, ...]]:
         plan = planned(folder, plugins, attention, **config)
-        line, sizes = next((line for line in plan.budget if line.name == "graphs"), None), plan.sizes
+        line, sizes = (
+            next((line for line in plan.budget if line.name == "graphs"), None),
+            plan.sizes,
+        )
         assert line is None or ("for short rows too" in line.how) == bool(sizes.short_rows)
         return sizes.short_keys, sizes.short_rows
 
     assert found(lite) == (measured.SHORT, (8, 12, 16, 24, 32))
     assert found(drafting, context_length=8400) == (measured.SHORT, (1, 2, 3, 4, 6, 8, 12, 16))
-    assert found(drafting, graphs={"use": "cuda_graph", "batch_sizes": [5, 20]}) == (measured.SHORT, (5,))
+    assert found(drafting, graphs={"use": "cuda_graph", "batch_sizes": [5, 20]}) == (
+        measured.SHORT,
+        (5,),
+    )
     assert found(drafting, context_length=8320) == (measured.SHORT, (1, 2, 3, 4, 6, 8, 12, 16))
-    for nothing in ({"context_length": 8319}, {"context_length": 8192}, {"graphs": {"use": "eager"}},
-                    {"speculative": {"use": "nextn"}}):
+    for nothing in (
+        {"context_length": 8319},
+        {"context_length": 8192},
+        {"graphs": {"use": "eager"}},
+        {"speculative": {"use": "nextn"}},
+    ):
         assert found(drafting, **nothing) == (0, ())
     assert found(lite, {"use": "flashmla"}) == found(lite, {"use": "triton_mla"}) == (0, ())
 
@@ -128,22 +164,37 @@ def test_each_is_taken_when_asked_for(name: str, lite: Path, plugins: PluginSet)
     assert plan.sizes.page_size == 64 and plan.dtype == plan.kv_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(("name", "package"), [("fa3_mla", "sglang-kernel"), ("flashmla", "sglang-kernel"),
-                                               ("flashinfer_mla", "flashinfer-python")])
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("fa3_mla", "sglang-kernel"),
+        ("flashmla", "sglang-kernel"),
+        ("flashinfer_mla", "flashinfer-python"),
+    ],
+)
 def test_a_missing_package_is_named(name: str, package: str, lite: Path) -> None:
     plain = load_plugins(entry_points=False)
-    plain.__dict__["software"] = replace(plain.software, packages={**plain.software.packages, package: ""})
+    plain.__dict__["software"] = replace(
+        plain.software, packages={**plain.software.packages, package: ""}
+    )
     refusal = refused(lite, plain, {"use": name})["attention.use"]
     assert package in refusal.reason and f'pip install "{package}' in refusal.fix
 
 
 @pytest.mark.parametrize("name", ["fa3_mla", "flashmla", "flashinfer_mla"])
 def test_other_sizes_of_a_head_are_refused(name: str, plugins: PluginSet, tmp_path: Path) -> None:
-    refusal = refused(write_model(tmp_path / "v3", TINY_V3), plugins, {"use": name}, dtype="bfloat16")["attention.use"]
-    assert "compiled for a latent of 512" in refusal.reason and f"has {TINY_V3['kv_lora_rank']}" in refusal.reason
+    refusal = refused(
+        write_model(tmp_path / "v3", TINY_V3), plugins, {"use": name}, dtype="bfloat16"
+    )["attention.use"]
+    assert (
+        "compiled for a latent of 512" in refusal.reason
+        and f"has {TINY_V3['kv_lora_rank']}" in refusal.reason
+    )
 
 
-def test_pages_dtypes_and_drafts_that_a_library_does_not_take(lite: Path, plugins: PluginSet) -> None:
+def test_pages_dtypes_and_drafts_that_a_library_does_not_take(
+    lite: Path, plugins: PluginSet
+) -> None:
     found = refused(lite, plugins, {"use": "flashmla", "page_size": 16})
     assert found["attention.page_size"].fix == "attention.page_size = 64"
     found = refused(lite, plugins, {"use": "fa3_mla", "kv_dtype": "fp8_e4m3"})
@@ -155,7 +206,9 @@ def test_pages_dtypes_and_drafts_that_a_library_does_not_take(lite: Path, plugin
 
 @pytest.mark.parametrize("name", ["hopper_mla", "fa3_mla", "flashmla", "flashinfer_mla"])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_drafts_are_taken_and_their_steps_captured(name: str, steps: int, drafting: Path, plugins: PluginSet) -> None:
+def test_drafts_are_taken_and_their_steps_captured(
+    name: str, steps: int, drafting: Path, plugins: PluginSet
+) -> None:
     plan = planned(drafting, plugins, {"use": name}, speculative={"use": "nextn", "steps": steps})
     assert (plan.choice("attention").name, plan.sizes.width) == (name, steps + 1)
     assert plan.choice("graphs").name == "cuda_graph"
@@ -163,18 +216,32 @@ def test_drafts_are_taken_and_their_steps_captured(name: str, steps: int, drafti
 
 def test_trees_are_refused_where_the_kernel_masks_chains_alone(drafting: Path) -> None:
     made = with_components(speculative=[drafter(tree=True)])
-    made.__dict__["software"] = replace(made.software, packages={**made.software.packages, **INSTALLED})
-    found = refused(drafting, made, {"use": "flashinfer_mla"}, speculative={"use": "drafter"})["attention.use"]
+    made.__dict__["software"] = replace(
+        made.software, packages={**made.software.packages, **INSTALLED}
+    )
+    found = refused(drafting, made, {"use": "flashinfer_mla"}, speculative={"use": "drafter"})[
+        "attention.use"
+    ]
     assert "reads causal chains only" in found.reason and "triton_mla" in found.fix
 
 
 def test_flashmla_reads_an_fp8_cache_only_when_asked_for(lite: Path, plugins: PluginSet) -> None:
     """``auto`` keeps what was measured; the cache takes half, a step's other bytes are as many."""
-    plan, wide = (planned(lite, plugins, {"use": "flashmla", **more}) for more in ({"kv_dtype": "fp8_e4m3"}, {}))
-    assert (plan.choice("attention").name, plan.kv_dtype, plan.dtype) == ("flashmla", "fp8_e4m3", "bfloat16")
+    plan, wide = (
+        planned(lite, plugins, {"use": "flashmla", **more})
+        for more in ({"kv_dtype": "fp8_e4m3"}, {})
+    )
+    assert (plan.choice("attention").name, plan.kv_dtype, plan.dtype) == (
+        "flashmla",
+        "fp8_e4m3",
+        "bfloat16",
+    )
     each, whole = (one.sizes.kv_bytes / one.sizes.num_pages for one in (plan, wide))
     assert 2 * each == whole and plan.sizes.page_size == 64
-    activations = [next(line.bytes for line in one.budget if line.name == "activations") for one in (plan, wide)]
+    activations = [
+        next(line.bytes for line in one.budget if line.name == "activations")
+        for one in (plan, wide)
+    ]
     assert activations[0] == activations[1]
     assert plan.choice("graphs").name == "cuda_graph"
     assert planned(lite, plugins, {"kv_dtype": "fp8_e4m3"}).choice("attention").name == "hopper_mla"
@@ -185,34 +252,76 @@ def test_drafts_over_flashmlas_fp8_cache_are_refused(drafting: Path, plugins: Pl
     asked, nextn = {"use": "flashmla", "kv_dtype": "fp8_e4m3"}, {"use": "nextn", "steps": 1}
     found = refused(drafting, plugins, asked, speculative=nextn)["attention.kv_dtype"]
     assert "FlashAttention-3, which reads no cache in fp8_e4m3" in found.reason
-    assert found.fix == 'attention.use = "auto", or attention.kv_dtype = "auto", or speculative.use = "none"'
+    assert (
+        found.fix
+        == 'attention.use = "auto", or attention.kv_dtype = "auto", or speculative.use = "none"'
+    )
     plan = planned(drafting, plugins, {**asked, "use": "auto"}, speculative=nextn)
     assert (plan.choice("attention").name, plan.kv_dtype) == ("hopper_mla", "fp8_e4m3")
-    assert planned(drafting, plugins, {**asked, "kv_dtype": "auto"}, speculative=nextn).kv_dtype == "bfloat16"
+    assert (
+        planned(drafting, plugins, {**asked, "kv_dtype": "auto"}, speculative=nextn).kv_dtype
+        == "bfloat16"
+    )
     assert planned(drafting, plugins, asked, speculative={"use": "none"}).kv_dtype == "fp8_e4m3"
 
 
-def test_steps_that_flashmlas_fp8_kernel_does_not_take(lite: Path, drafting: Path, plugins: PluginSet) -> None:
+def test_steps_that_flashmlas_fp8_kernel_does_not_take(
+    lite: Path, drafting: Path, plugins: PluginSet
+) -> None:
     asked = {"use": "flashmla", "kv_dtype": "fp8_e4m3"}
-    found = refused(lite, plugins, asked, scheduler={"max_running_requests": 4096})["scheduler.max_running_requests"]
+    found = refused(lite, plugins, asked, scheduler={"max_running_requests": 4096})[
+        "scheduler.max_running_requests"
+    ]
     assert found.fix.startswith("scheduler.max_running_requests = 4095")
-    assert planned(lite, plugins, asked, scheduler={"max_running_requests": 4095}).sizes.max_running == 4095
-    assert "not in fp8_e5m2" in refused(lite, plugins, {**asked, "kv_dtype": "fp8_e5m2"})["attention.kv_dtype"].reason
+    assert (
+        planned(lite, plugins, asked, scheduler={"max_running_requests": 4095}).sizes.max_running
+        == 4095
+    )
+    assert (
+        "not in fp8_e5m2"
+        in refused(lite, plugins, {**asked, "kv_dtype": "fp8_e5m2"})["attention.kv_dtype"].reason
+    )
     made = with_components(speculative=[drafter()])
-    made.__dict__["software"] = replace(made.software, packages={**made.software.packages, **INSTALLED})
-    assert planned(drafting, made, asked, speculative={"use": "drafter", "steps": 31}).sizes.width == 32
-    found = refused(drafting, made, asked, speculative={"use": "drafter", "steps": 32})["attention.kv_dtype"]
+    made.__dict__["software"] = replace(
+        made.software, packages={**made.software.packages, **INSTALLED}
+    )
+    assert (
+        planned(drafting, made, asked, speculative={"use": "drafter", "steps": 31}).sizes.width
+        == 32
+    )
+    found = refused(drafting, made, asked, speculative={"use": "drafter", "steps": 32})[
+        "attention.kv_dtype"
+    ]
     assert "takes 32 query tokens a row" in found.reason and "computes 33" in found.reason
 
 
-@pytest.mark.parametrize(("heads", "steps", "fits"), [
-    (128, 3, True), (64, 3, True), (24, 4, True), (24, 5, False), (96, 1, False), (256, 1, False), (96, 0, True)])
-def test_heads_that_do_not_fill_flashinfers_tiles(heads: int, steps: int, fits: bool, plugins: PluginSet,
-                                                  tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", slice_of(num_attention_heads=heads, num_key_value_heads=heads))
+@pytest.mark.parametrize(
+    ("heads", "steps", "fits"),
+    [
+        (128, 3, True),
+        (64, 3, True),
+        (24, 4, True),
+        (24, 5, False),
+        (96, 1, False),
+        (256, 1, False),
+        (96, 0, True),
+    ],
+)
+def test_heads_that_do_not_fill_flashinfers_tiles(
+    heads: int, steps: int, fits: bool, plugins: PluginSet, tmp_path: Path
+) -> None:
+    model = write_model(
+        tmp_path / "model", slice_of(num_attention_heads=heads, num_key_value_heads=heads)
+    )
     more: dict[str, Any] = {"speculative": {"use": "nextn", "steps": steps}} if steps else {}
     if fits:
-        assert planned(model, plugins, {"use": "flashinfer_mla"}, **more).choice("attention").name == "flashinfer_mla"
+        assert (
+            planned(model, plugins, {"use": "flashinfer_mla"}, **more).choice("attention").name
+            == "flashinfer_mla"
+        )
         return
     found = refused(model, plugins, {"use": "flashinfer_mla"}, **more)["attention.use"]
-    assert f"which {heads} a rank do not divide" in found.reason and 'speculative.use = "none"' in found.fix
+    assert (
+        f"which {heads} a rank do not divide" in found.reason
+        and 'speculative.use = "none"' in found.fix
+    )

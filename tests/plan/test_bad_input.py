@@ -1,5 +1,7 @@
-"""What a card, a library or a table that does not fit does to a plan: refused or replaced, with the reason, before
-anything is loaded. Built-in components throughout; the sheets are of cards that are not here."""
+"""What a card, a library or a table that does not fit does to a plan: refused or replaced, with the
+reason, before anything is loaded. Built-in components throughout; the sheets are of cards that are
+not here."""
+
 from __future__ import annotations
 
 import re
@@ -24,8 +26,12 @@ from tests.support.narrow import AWQ
 from tests.support.tables import forget
 
 H200 = replace(read_sheet("1xh200"), packages=None)  #: what is installed is up to ``make``
-LIBRARIES = {"sglang-kernel": "0.4.2.post2", "flashinfer-python": "0.6.11.post1", "sgl-deep-gemm": "0.1.0",
-             "triton": "3.6.0"}
+LIBRARIES = {
+    "sglang-kernel": "0.4.2.post2",
+    "flashinfer-python": "0.6.11.post1",
+    "sgl-deep-gemm": "0.1.0",
+    "triton": "3.6.0",
+}
 LITE = Path(__file__).parents[2] / "models" / "shapes" / "deepseek-v2-lite.json"
 
 
@@ -35,7 +41,11 @@ def card(name: str, compute: int, gigabytes: int) -> HardwareFacts:
 
 T4, L40S = card("Tesla T4", 75, 64), card("NVIDIA L40S", 89, 48)
 B200 = card("NVIDIA B200", 100, 180)
-A100, H100, H20 = card("NVIDIA A100-SXM4-80GB", 80, 80), card("NVIDIA H100", 90, 80), card("NVIDIA H20", 90, 96)
+A100, H100, H20 = (
+    card("NVIDIA A100-SXM4-80GB", 80, 80),
+    card("NVIDIA H100", 90, 80),
+    card("NVIDIA H20", 90, 96),
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +53,25 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Eng
     """A plan for V2-Lite's shape, with ``packages`` installed whatever is here."""
     model = write_model(tmp_path_factory.mktemp("lite"), msgspec.json.decode(LITE.read_bytes()))
 
-    def made(config: dict[str, Any] | None = None, hardware: HardwareFacts = H200,
-             packages: dict[str, str] | None = None, extra: tuple[str, ...] = ()) -> EnginePlan:
+    def made(
+        config: dict[str, Any] | None = None,
+        hardware: HardwareFacts = H200,
+        packages: dict[str, str] | None = None,
+        extra: tuple[str, ...] = (),
+    ) -> EnginePlan:
         plugins = load_plugins(extra, entry_points=False)
         installed = {**plugins.software.packages, **(LIBRARIES if packages is None else packages)}
         plugins.__dict__["software"] = replace(plugins.software, packages=installed)
-        return make_plan({"model": str(model), "weights": {"use": "random"}, "skip_tokenizer": True, **(config or {})},
-                         plugins=plugins, hardware=hardware)
+        return make_plan(
+            {
+                "model": str(model),
+                "weights": {"use": "random"},
+                "skip_tokenizer": True,
+                **(config or {}),
+            },
+            plugins=plugins,
+            hardware=hardware,
+        )
 
     yield made
 
@@ -74,7 +96,9 @@ def test_a_backend_for_another_card_is_refused(make: Callable[..., EnginePlan], 
 
 
 class TestASheetsPackages:
-    """What a sheet states is installed is what its machine's plan is made with; a sheet that does not, is as ever."""
+    """What a sheet states is installed is what its machine's plan is made with; a sheet that does
+    not, is as ever.
+    """
 
     STATED = replace(H200, packages=LIBRARIES)
 
@@ -90,8 +114,12 @@ class TestASheetsPackages:
     def test_nothing_else_does(self, make: Callable[..., EnginePlan]) -> None:
         plan = make(hardware=replace(H200, packages={"triton": "3.6.0"}))
         assert plan.choice("attention").name == "triton_mla"
-        assert plan.facts.software.packages.keys() == {"torch", "triton"}, "torch is wherever the engine is"
-        found = refusals(make, {"attention": {"use": "hopper_mla"}}, replace(H200, packages={}))["attention.use"]
+        assert plan.facts.software.packages.keys() == {"torch", "triton"}, (
+            "torch is wherever the engine is"
+        )
+        found = refusals(make, {"attention": {"use": "hopper_mla"}}, replace(H200, packages={}))[
+            "attention.use"
+        ]
         assert "not installed" in found.reason
 
     def test_without_them_those_of_here_do(self, make: Callable[..., EnginePlan]) -> None:
@@ -99,28 +127,45 @@ class TestASheetsPackages:
 
     def test_a_cpu_build_of_torch(self, make: Callable[..., EnginePlan]) -> None:
         plan = make(hardware=replace(self.STATED, packages={**LIBRARIES, "torch": "2.11.0+cpu"}))
-        assert plan.device == "cpu" and decision(plan, "device").why == "the installed torch is a CPU build"
-        assert make(hardware=replace(self.STATED, packages={**LIBRARIES, "torch": "2.11.0+cu130"})).device == "cuda"
+        assert (
+            plan.device == "cpu"
+            and decision(plan, "device").why == "the installed torch is a CPU build"
+        )
+        assert (
+            make(
+                hardware=replace(self.STATED, packages={**LIBRARIES, "torch": "2.11.0+cu130"})
+            ).device
+            == "cuda"
+        )
 
 
 def test_what_is_suggested_is_installed(make: Callable[..., EnginePlan]) -> None:
     """And nobody is told to install what would be refused for its card all the same."""
     asked = {"attention": {"use": "flashmla"}}
-    assert refusals(make, asked, B200)["attention.use"].fix == 'attention.use = "triton_mla" or "torch_mla"'
+    assert (
+        refusals(make, asked, B200)["attention.use"].fix
+        == 'attention.use = "triton_mla" or "torch_mla"'
+    )
     without = refusals(make, asked, B200, packages=dict.fromkeys(LIBRARIES, ""))["attention.use"]
     assert without.fix == 'attention.use = "torch_mla"'
 
 
 @pytest.mark.parametrize("hardware", [A100, L40S, T4])
-def test_another_card_gets_what_runs_there_and_why(make: Callable[..., EnginePlan], hardware: HardwareFacts) -> None:
+def test_another_card_gets_what_runs_there_and_why(
+    make: Callable[..., EnginePlan], hardware: HardwareFacts
+) -> None:
     assert decision(make(), "attention.use").value == "hopper_mla"
     plan = make(hardware=hardware)
-    chosen, graphs, ops = (decision(plan, f"{section}.use") for section in ("attention", "graphs", "ops"))
+    chosen, graphs, ops = (
+        decision(plan, f"{section}.use") for section in ("attention", "graphs", "ops")
+    )
     compute = f"SM{hardware.devices[0].compute}"
     assert chosen.value == "torch_mla" and chosen.by == "auto" and compute in chosen.why
     assert "triton_mla supports SM90, 100, 103" in chosen.why
     assert graphs.value == "eager" and "torch_mla" in graphs.why
-    assert ops.value == ("torch" if hardware is T4 else "triton") and (compute in ops.why) == (hardware is T4)
+    assert ops.value == ("torch" if hardware is T4 else "triton") and (compute in ops.why) == (
+        hardware is T4
+    )
 
 
 def test_each_smaller_kernel_says_from_which_card_on(make: Callable[..., EnginePlan]) -> None:
@@ -132,142 +177,241 @@ def test_each_smaller_kernel_says_from_which_card_on(make: Callable[..., EngineP
 
 @pytest.mark.parametrize("name", ["block_fp8", "w8a8_int8"])
 @pytest.mark.parametrize("hardware", [A100, L40S])
-def test_quantized_products_need_a_card_that_they_are_made_for(make: Callable[..., EnginePlan], name: str,
-                                                               hardware: HardwareFacts) -> None:
+def test_quantized_products_need_a_card_that_they_are_made_for(
+    make: Callable[..., EnginePlan], name: str, hardware: HardwareFacts
+) -> None:
     found = refusals(make, {"quantization": {"use": name}}, hardware)["quantization.use"]
     assert f"SM{hardware.devices[0].compute}" in found.reason and "SM90, 100, 103" in found.reason
-    assert found.fix.startswith(f'quantization.use = "{name}" with quantization.activations = "none"')
+    assert found.fix.startswith(
+        f'quantization.use = "{name}" with quantization.activations = "none"'
+    )
     dequantized = {"quantization": {"use": name, "activations": "none"}}
     assert make(dequantized, hardware).choice("quantization").name == name
 
 
-@pytest.mark.parametrize(("name", "option", "value"), [
-    ("block_fp8", "gemm", "deep_gemm"), ("block_fp8", "gemm", "cublas"), ("block_fp8", "experts", "deep_gemm"),
-    ("block_fp8", "experts", "deep_gemm_masked"), ("block_fp8", "experts", "cutlass"), ("w8a8_int8", "gemm", "cutlass"),
-])
-def test_libraries_are_named_on_the_cards_that_they_are_called_on(make: Callable[..., EnginePlan], name: str,
-                                                                  option: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("block_fp8", "gemm", "deep_gemm"),
+        ("block_fp8", "gemm", "cublas"),
+        ("block_fp8", "experts", "deep_gemm"),
+        ("block_fp8", "experts", "deep_gemm_masked"),
+        ("block_fp8", "experts", "cutlass"),
+        ("w8a8_int8", "gemm", "cutlass"),
+    ],
+)
+def test_libraries_are_named_on_the_cards_that_they_are_called_on(
+    make: Callable[..., EnginePlan], name: str, option: str, value: str
+) -> None:
     asked = {"quantization": {"use": name, option: value}}
     found = refusals(make, asked, B200)
     assert list(found) == [f"quantization.{option}"]
     refusal = found[f"quantization.{option}"]
     assert f"{value} is called on SM90" in refusal.reason and "SM100" in refusal.reason
-    assert refusal.fix == f'quantization.{option} = "auto"' and make(asked).choice("quantization").name == name
+    assert (
+        refusal.fix == f'quantization.{option} = "auto"'
+        and make(asked).choice("quantization").name == name
+    )
     for own in ("auto", "triton"):
-        assert make({"quantization": {"use": name, option: own}}, B200).choice("quantization").name == name
+        assert (
+            make({"quantization": {"use": name, option: own}}, B200).choice("quantization").name
+            == name
+        )
 
 
 def test_int4_needs_the_same(make: Callable[..., EnginePlan], tmp_path: Path) -> None:
-    stated = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    stated = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "version": "gemm",
+    }
     config = {**msgspec.json.decode(LITE.read_bytes()), "quantization_config": stated}
     model = {"model": str(write_model(tmp_path / "awq", config))}
-    for hardware, packages, word in ((A100, LIBRARIES, "SM80"), (H200, {**LIBRARIES, "triton": ""}, "not installed")):
+    for hardware, packages, word in (
+        (A100, LIBRARIES, "SM80"),
+        (H200, {**LIBRARIES, "triton": ""}, "not installed"),
+    ):
         found = refusals(make, model, hardware, packages)["quantization.use"]
         assert word in found.reason and "quantization.dequantize = true" in found.fix
         kept = {**model, "quantization": {"use": "awq", "dequantize": True}}
         assert make(kept, hardware, packages).choice("quantization").name == "awq"
 
 
-def test_a_checkpoint_in_fp8_on_a_card_that_is_not_for_it(make: Callable[..., EnginePlan], tmp_path: Path) -> None:
+def test_a_checkpoint_in_fp8_on_a_card_that_is_not_for_it(
+    make: Callable[..., EnginePlan], tmp_path: Path
+) -> None:
     """Nobody asked for a scheme: the fix is the one that reads this checkpoint, and holds."""
     stated = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config = {**msgspec.json.decode(LITE.read_bytes()), "quantization_config": stated}
     model = {"model": str(write_model(tmp_path / "fp8", config))}
     found = refusals(make, model, A100)["quantization.use"]
-    assert "block_fp8 multiplies by kernels made for SM90, 100, 103; 1 x NVIDIA A100-SXM4-80GB has SM80" in found.reason
-    assert found.fix.startswith('quantization.use = "block_fp8" with quantization.activations = "none"')
+    assert (
+        "block_fp8 multiplies by kernels made for SM90, 100, 103; 1 x NVIDIA A100-SXM4-80GB has SM80"
+        in found.reason
+    )
+    assert found.fix.startswith(
+        'quantization.use = "block_fp8" with quantization.activations = "none"'
+    )
     followed = {**model, "quantization": {"use": "block_fp8", "activations": "none"}}
     assert make(followed, A100).choice("quantization").name == "block_fp8"
 
 
-@pytest.mark.parametrize(("name", "without"), [("block_fp8", {"activations": "none"}),
-                                               ("w8a8_int8", {"activations": "none"})])
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [("block_fp8", {"activations": "none"}), ("w8a8_int8", {"activations": "none"})],
+)
 @pytest.mark.parametrize("version", ["", "2.3.1"])
-def test_quantized_products_need_triton(make: Callable[..., EnginePlan], name: str, without: dict[str, Any],
-                                        version: str) -> None:
+def test_quantized_products_need_triton(
+    make: Callable[..., EnginePlan], name: str, without: dict[str, Any], version: str
+) -> None:
     packages = {**dict.fromkeys(LIBRARIES, ""), "triton": version}
     found = refusals(make, {"quantization": {"use": name}}, packages=packages)["quantization.use"]
-    assert f"triton>=3.5 ({version or 'not installed'})" in found.reason and 'pip install "triton>=3.5"' in found.fix
-    assert make({"quantization": {"use": name, **without}}, packages=packages).choice("quantization").name == name
+    assert (
+        f"triton>=3.5 ({version or 'not installed'})" in found.reason
+        and 'pip install "triton>=3.5"' in found.fix
+    )
+    assert (
+        make({"quantization": {"use": name, **without}}, packages=packages)
+        .choice("quantization")
+        .name
+        == name
+    )
 
 
-@pytest.mark.parametrize(("config", "package"), [
-    ({"attention": {"use": "hopper_mla"}}, "sglang-kernel"), ({"attention": {"use": "hopper_mla"}}, "triton"),
-    ({"attention": {"use": "triton_mla"}}, "triton"), ({"ops": {"use": "triton"}}, "triton"),
-    ({"sampling": {"use": "triton"}}, "triton"),
-])
-def test_a_missing_library_is_named_with_its_installation(make: Callable[..., EnginePlan], config: dict[str, Any],
-                                                          package: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "package"),
+    [
+        ({"attention": {"use": "hopper_mla"}}, "sglang-kernel"),
+        ({"attention": {"use": "hopper_mla"}}, "triton"),
+        ({"attention": {"use": "triton_mla"}}, "triton"),
+        ({"ops": {"use": "triton"}}, "triton"),
+        ({"sampling": {"use": "triton"}}, "triton"),
+    ],
+)
+def test_a_missing_library_is_named_with_its_installation(
+    make: Callable[..., EnginePlan], config: dict[str, Any], package: str
+) -> None:
     field = f"{next(iter(config))}.use"
     found = refusals(make, config, packages={**LIBRARIES, package: ""})[field]
-    assert package in found.reason and "not installed" in found.reason and f'pip install "{package}' in found.fix
+    assert (
+        package in found.reason
+        and "not installed" in found.reason
+        and f'pip install "{package}' in found.fix
+    )
 
 
-@pytest.mark.parametrize(("scheme", "option", "value", "package"), [
-    ("block_fp8", "gemm", "deep_gemm", "sgl-deep-gemm"), ("block_fp8", "experts", "deep_gemm", "sgl-deep-gemm"),
-    ("block_fp8", "gemm", "cutlass", "sglang-kernel"), ("block_fp8", "gemm", "flashinfer", "flashinfer-python"),
-    ("block_fp8", "experts", "deep_gemm_masked", "sgl-deep-gemm"), ("block_fp8", "experts", "cutlass", "sglang-kernel"),
-    ("w8a8_int8", "gemm", "cutlass", "sglang-kernel"),
-])
-def test_a_missing_library_that_products_were_given_to(make: Callable[..., EnginePlan], scheme: str, option: str,
-                                                       value: str, package: str) -> None:
-    """It is named, and there is a plan where it is installed or nobody asks for it, which is the fix."""
+@pytest.mark.parametrize(
+    ("scheme", "option", "value", "package"),
+    [
+        ("block_fp8", "gemm", "deep_gemm", "sgl-deep-gemm"),
+        ("block_fp8", "experts", "deep_gemm", "sgl-deep-gemm"),
+        ("block_fp8", "gemm", "cutlass", "sglang-kernel"),
+        ("block_fp8", "gemm", "flashinfer", "flashinfer-python"),
+        ("block_fp8", "experts", "deep_gemm_masked", "sgl-deep-gemm"),
+        ("block_fp8", "experts", "cutlass", "sglang-kernel"),
+        ("w8a8_int8", "gemm", "cutlass", "sglang-kernel"),
+    ],
+)
+def test_a_missing_library_that_products_were_given_to(
+    make: Callable[..., EnginePlan], scheme: str, option: str, value: str, package: str
+) -> None:
+    """It is named, and there is a plan where it is installed or nobody asks for it, which is the
+    fix.
+    """
     asked, without = {"quantization": {"use": scheme, option: value}}, {**LIBRARIES, package: ""}
     found = refusals(make, asked, packages=without)[f"quantization.{option}"]
     assert f'"{value}" needs {package}' in found.reason and f'pip install "{package}"' in found.fix
     assert make(asked, packages={**LIBRARIES, package: "9"}).choice("quantization")
     assert f'quantization.{option} = "auto"' in found.fix
-    assert make({"quantization": {"use": scheme, option: "auto"}}, packages=without).choice("quantization")
+    assert make({"quantization": {"use": scheme, option: "auto"}}, packages=without).choice(
+        "quantization"
+    )
 
 
-@pytest.mark.parametrize(("option", "library"), [
-    *(("gemm", name) for name in ("cutlass", "cublas", "deep_gemm", "flashinfer")),
-    *(("experts", name) for name in ("deep_gemm", "deep_gemm_masked", "cutlass"))])
-def test_a_library_that_makes_16_bits_is_refused_for_float32(make: Callable[..., EnginePlan], option: str,
-                                                             library: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "library"),
+    [
+        *(("gemm", name) for name in ("cutlass", "cublas", "deep_gemm", "flashinfer")),
+        *(("experts", name) for name in ("deep_gemm", "deep_gemm_masked", "cutlass")),
+    ],
+)
+def test_a_library_that_makes_16_bits_is_refused_for_float32(
+    make: Callable[..., EnginePlan], option: str, library: str
+) -> None:
     scheme = {"use": "block_fp8", option: library}
     found = refusals(make, {"quantization": scheme, "dtype": "float32"})
     assert list(found) == [f"quantization.{option}"]
     said = found[f"quantization.{option}"]
     assert "16 bits alone" in said.reason and f'quantization.{option} = "auto"' in said.fix
     for fits in ("auto", "triton"):
-        assert make({"quantization": {**scheme, option: fits}, "dtype": "float32"}).choice("quantization")
+        assert make({"quantization": {**scheme, option: fits}, "dtype": "float32"}).choice(
+            "quantization"
+        )
     assert make({"quantization": scheme, "dtype": "bfloat16"}).choice("quantization")
-    assert make({"quantization": {**scheme, "activations": "none"}, "dtype": "float32"}).choice("quantization")
+    assert make({"quantization": {**scheme, "activations": "none"}, "dtype": "float32"}).choice(
+        "quantization"
+    )
 
 
 def test_every_library_that_a_component_can_use_is_looked_for() -> None:
     """Else the plan would count on less than what runs."""
-    assert {"sgl-deep-gemm", "deep-gemm", "sglang-kernel", "flashinfer-python"} <= load_plugins().packages
+    assert {
+        "sgl-deep-gemm",
+        "deep-gemm",
+        "sglang-kernel",
+        "flashinfer-python",
+    } <= load_plugins().packages
 
 
-def test_without_any_library_there_is_a_plan_that_says_what_is_missing(make: Callable[..., EnginePlan]) -> None:
+def test_without_any_library_there_is_a_plan_that_says_what_is_missing(
+    make: Callable[..., EnginePlan],
+) -> None:
     plan = make(packages=dict.fromkeys(LIBRARIES, ""))
     assert plan.choice("attention").name == "torch_mla" and plan.choice("ops").name == "torch"
     assert decision(plan, "attention.use").why
 
 
-@pytest.mark.parametrize(("name", "page"), [("hopper_mla", 16), ("hopper_mla", 128), ("flashmla", 1)])
-def test_a_page_size_that_a_kernel_does_not_take(make: Callable[..., EnginePlan], name: str, page: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "page"), [("hopper_mla", 16), ("hopper_mla", 128), ("flashmla", 1)]
+)
+def test_a_page_size_that_a_kernel_does_not_take(
+    make: Callable[..., EnginePlan], name: str, page: int
+) -> None:
     found = refusals(make, {"attention": {"use": name, "page_size": page}})["attention.page_size"]
     assert str(page) in found.reason and found.fix == "attention.page_size = 64"
 
 
 def test_a_batch_list_past_the_memory(make: Callable[..., EnginePlan]) -> None:
-    """On a card with room for everything but the graphs of that list: refused with how many bytes they need."""
-    config = {"scheduler": {"max_running_requests": 4096}, "memory": {"kv_tokens": 4096}, "context_length": 2048}
+    """On a card with room for everything but the graphs of that list: refused with how many bytes
+    they need.
+    """
+    config = {
+        "scheduler": {"max_running_requests": 4096},
+        "memory": {"kv_tokens": 4096},
+        "context_length": 2048,
+    }
     eager = {**config, "graphs": {"use": "eager"}}
     listed = {"use": "cuda_graph", "batch_sizes": [1, 4096], "max_batch": 4096}
     needed = sum(line.bytes for line in make(eager).budget) + make(eager).sizes.kv_bytes
     tight = card("NVIDIA H100", 90, 1 + int(needed / 0.97 / 2**30))
     assert make(eager, tight).choice("graphs").name == "eager"
     found = refusals(make, {**config, "graphs": listed}, tight)
-    assert "GiB" in found["graphs.batch_sizes"].reason and "graphs.max_batch" in found["graphs.batch_sizes"].fix
-    assert make({**config, "graphs": {**listed, "batch_sizes": [1, 8]}}, tight).choice("graphs").name == "cuda_graph"
+    assert (
+        "GiB" in found["graphs.batch_sizes"].reason
+        and "graphs.max_batch" in found["graphs.batch_sizes"].fix
+    )
+    assert (
+        make({**config, "graphs": {**listed, "batch_sizes": [1, 8]}}, tight).choice("graphs").name
+        == "cuda_graph"
+    )
 
 
 class TestTooLittleMemory:
-    """Each refusal names what is in the way, and a plan that follows its fix fits, or is refused for the next thing."""
+    """Each refusal names what is in the way, and a plan that follows its fix fits, or is refused
+    for the next thing.
+    """
 
     @staticmethod
     def of(gigabytes: float) -> HardwareFacts:
@@ -275,7 +419,9 @@ class TestTooLittleMemory:
 
     def test_a_fraction(self, make: Callable[..., EnginePlan]) -> None:
         found = refusals(make, {"memory": {"fraction": 0.1}})["memory.fraction"]
-        value = re.fullmatch(r"memory.fraction = (0\.\d+) or more, or leave it out \(98%\)", found.fix)
+        value = re.fullmatch(
+            r"memory.fraction = (0\.\d+) or more, or leave it out \(98%\)", found.fix
+        )
         assert "10% of the device's" in found.reason and value is not None
         assert make({"memory": {"fraction": float(value[1])}}).sizes.num_pages > 1
         assert make().sizes.num_pages > 1
@@ -284,16 +430,29 @@ class TestTooLittleMemory:
         needed = sum(line.bytes for line in make().budget if line.name != "kv cache")
         tight = self.of(needed / 0.98 / (1 << 30) - 0.1)
         found = refusals(make, hardware=tight)["graphs.batch_sizes"]
-        assert found.fix.startswith('graphs.use = "eager"; or less to capture') and "graphs " in found.reason
+        assert (
+            found.fix.startswith('graphs.use = "eager"; or less to capture')
+            and "graphs " in found.reason
+        )
         assert make({"graphs": {"use": "eager"}}, tight).sizes.num_pages > 1
-        assert make({"graphs": {"use": "cuda_graph", "max_batch": 8, "prefill": False}}, tight).sizes.num_pages > 1
+        assert (
+            make(
+                {"graphs": {"use": "cuda_graph", "max_batch": 8, "prefill": False}}, tight
+            ).sizes.num_pages
+            > 1
+        )
 
     def test_steps(self, make: Callable[..., EnginePlan]) -> None:
         lines = {line.name: line.bytes for line in make().budget if line.name != "kv cache"}
-        tight = self.of((sum(lines.values()) - lines["graphs"] - lines["activations"] / 2) / 0.98 / (1 << 30))
+        tight = self.of(
+            (sum(lines.values()) - lines["graphs"] - lines["activations"] / 2) / 0.98 / (1 << 30)
+        )
         found = refusals(make, hardware=tight)["scheduler.chunk_size"]
         assert found.fix == "scheduler.chunk_size smaller, and scheduler.max_running_requests"
-        followed = {"scheduler": {"chunk_size": 256, "max_running_requests": 8}, "graphs": {"use": "eager"}}
+        followed = {
+            "scheduler": {"chunk_size": 256, "max_running_requests": 8},
+            "graphs": {"use": "eager"},
+        }
         assert make(followed, tight).sizes.num_pages > 1
 
     def test_weights(self, make: Callable[..., EnginePlan]) -> None:
@@ -308,22 +467,32 @@ class TestTunedTables:
         assert found.value == "measured" and "NVIDIA H200 with Triton 3.6" in found.why
 
     @pytest.mark.parametrize("hardware", [H100, H20, B200])
-    def test_tables_of_another_card_are_replaced_by_rules(self, make: Callable[..., EnginePlan],
-                                                          hardware: HardwareFacts) -> None:
+    def test_tables_of_another_card_are_replaced_by_rules(
+        self, make: Callable[..., EnginePlan], hardware: HardwareFacts
+    ) -> None:
         found = decision(make(hardware=hardware), tuned_tables.FIELD)
         assert found.value == "rules" and hardware.devices[0].name in found.why
-        assert "tables are of NVIDIA H200 with Triton 3.6" in found.why and "glowplug tune moe" in found.why
+        assert (
+            "tables are of NVIDIA H200 with Triton 3.6" in found.why
+            and "glowplug tune moe" in found.why
+        )
 
     def test_so_are_those_of_another_triton(self, make: Callable[..., EnginePlan]) -> None:
         found = decision(make(packages={**LIBRARIES, "triton": "3.7.1"}), tuned_tables.FIELD)
         assert found.value == "rules" and "Triton 3.7" in found.why
 
-    def test_nothing_is_said_where_no_table_could_be_used(self, make: Callable[..., EnginePlan]) -> None:
+    def test_nothing_is_said_where_no_table_could_be_used(
+        self, make: Callable[..., EnginePlan]
+    ) -> None:
         for plan in (make(packages=dict.fromkeys(LIBRARIES, "")), make(hardware=A100)):
             assert not [found for found in plan.decisions if found.field == tuned_tables.FIELD]
 
-    def test_whose_kernel_scores_tokens_is_said(self, make: Callable[..., EnginePlan], own_tables: Path) -> None:
-        assert not [found for found in make(hardware=B200).decisions if found.field == tuned_tables.HEAD]
+    def test_whose_kernel_scores_tokens_is_said(
+        self, make: Callable[..., EnginePlan], own_tables: Path
+    ) -> None:
+        assert not [
+            found for found in make(hardware=B200).decisions if found.field == tuned_tables.HEAD
+        ]
         plan, ours = make(), {"way": "tiles"}
         vocab, hidden = plan.facts.model.vocab_size, plan.facts.model.hidden_size
         path = own_tables / tuned.head_file_name(vocab, hidden, ("NVIDIA H100", "3.6"))
@@ -331,52 +500,92 @@ class TestTunedTables:
         forget()
         found = decision(make(hardware=H100), tuned_tables.HEAD)
         assert found.value == "by rows" and "at 8, 32 rows, as measured on NVIDIA H100" in found.why
-        assert not [each for each in make({"dtype": "float16"}, H100).decisions if each.field == tuned_tables.HEAD]
+        assert not [
+            each
+            for each in make({"dtype": "float16"}, H100).decisions
+            if each.field == tuned_tables.HEAD
+        ]
 
     def test_who_multiplies_is_said(self, make: Callable[..., EnginePlan]) -> None:
         fp8 = {"quantization": {"use": "block_fp8"}}
         found = decision(make(fp8), gemm_order.FIELD)
-        assert (found.value, found.by) == ("by shape", "facts") and "measured fastest on NVIDIA H200" in found.why
-        assert "of triton, deep_gemm, cutlass, flashinfer, cublas; for others triton up to 64 rows" in found.why
+        assert (found.value, found.by) == (
+            "by shape",
+            "facts",
+        ) and "measured fastest on NVIDIA H200" in found.why
+        assert (
+            "of triton, deep_gemm, cutlass, flashinfer, cublas; for others triton up to 64 rows"
+            in found.why
+        )
         without = decision(make(fp8, packages={**LIBRARIES, "sgl-deep-gemm": ""}), gemm_order.FIELD)
         assert "of triton, cutlass, flashinfer, cublas (not installed: deep_gemm)" in without.why
         other = decision(make(fp8, H100), gemm_order.FIELD)
         assert other.value == "rules" and "nobody was measured on NVIDIA H100" in other.why
         assert decision(make(fp8, B200), gemm_order.FIELD).value == "triton"
-        named = decision(make({"quantization": {"use": "block_fp8", "gemm": "cutlass"}}), gemm_order.FIELD)
+        named = decision(
+            make({"quantization": {"use": "block_fp8", "gemm": "cutlass"}}), gemm_order.FIELD
+        )
         assert (named.value, named.by) == ("cutlass", "operator")
 
     def test_a_scheme_with_inherited_options_that_dequantises_has_nobody_named(
-            self, make: Callable[..., EnginePlan]) -> None:
+        self, make: Callable[..., EnginePlan]
+    ) -> None:
         plan = make({"quantization": {"use": "plain_torch"}}, extra=("tests.plugins.teacher",))
         assert not [found for found in plan.decisions if found.field == gemm_order.FIELD]
 
-    @pytest.mark.parametrize(("scheme", "kind", "among", "rule"), [
-        ("w8a8_int8", "int8-gemm", "of triton, cutlass", "triton below 64 rows, cutlass from there on"),
-        ("awq", "awq-gemm", "of triton, cublas", "triton below 512 rows, cublas from there on")])
-    def test_so_it_is_of_narrow_weights(self, make: Callable[..., EnginePlan], tmp_path: Path, scheme: str, kind: str,
-                                        among: str, rule: str) -> None:
+    @pytest.mark.parametrize(
+        ("scheme", "kind", "among", "rule"),
+        [
+            (
+                "w8a8_int8",
+                "int8-gemm",
+                "of triton, cutlass",
+                "triton below 64 rows, cutlass from there on",
+            ),
+            ("awq", "awq-gemm", "of triton, cublas", "triton below 512 rows, cublas from there on"),
+        ],
+    )
+    def test_so_it_is_of_narrow_weights(
+        self,
+        make: Callable[..., EnginePlan],
+        tmp_path: Path,
+        scheme: str,
+        kind: str,
+        among: str,
+        rule: str,
+    ) -> None:
         """By the card's own table; another card's is passed over, with the reason."""
         stated = {"quantization_config": {**AWQ, "group_size": 64}} if scheme == "awq" else {}
         model = str(write_model(tmp_path, {**msgspec.json.decode(LITE.read_bytes()), **stated}))
         config = {"model": model, "quantization": {"use": scheme}}
         found = decision(make(config), gemm_order.FIELD)
         assert (found.value, found.by) == ("by shape", "facts")
-        assert f"for 3 shapes whoever was measured fastest on NVIDIA H200, {among}; for others the nearest" in found.why
+        assert (
+            f"for 3 shapes whoever was measured fastest on NVIDIA H200, {among}; for others the nearest"
+            in found.why
+        )
         other = decision(make(config, H100), gemm_order.FIELD)
         assert other.value == "rules" and other.why == (
             "nobody was measured on NVIDIA H100, and tables of NVIDIA H200 are not trusted there: "
-            f"{rule}; {among}; `glowplug tune {kind}` measures")
+            f"{rule}; {among}; `glowplug tune {kind}` measures"
+        )
         blackwell = decision(make(config, B200), gemm_order.FIELD)
         assert blackwell.value == ("rules" if scheme == "awq" else "triton")
-        named = decision(make({**config, "quantization": {"use": scheme, "gemm": "triton"}}), gemm_order.FIELD)
+        named = decision(
+            make({**config, "quantization": {"use": scheme, "gemm": "triton"}}), gemm_order.FIELD
+        )
         assert (named.value, named.by) == ("triton", "operator")
         wide = {"dequantize": True} if scheme == "awq" else {"activations": "none"}
-        assert not [said for said in make({**config, "quantization": {"use": scheme, **wide}}).decisions
-                    if said.field == gemm_order.FIELD]
+        assert not [
+            said
+            for said in make({**config, "quantization": {"use": scheme, **wide}}).decisions
+            if said.field == gemm_order.FIELD
+        ]
 
     def test_cutlass_for_int8_is_not_installed(self, make: Callable[..., EnginePlan]) -> None:
-        plan = make({"quantization": {"use": "w8a8_int8"}}, packages={**LIBRARIES, "sglang-kernel": ""})
+        plan = make(
+            {"quantization": {"use": "w8a8_int8"}}, packages={**LIBRARIES, "sglang-kernel": ""}
+        )
         assert "of triton (not installed: cutlass)" in decision(plan, gemm_order.FIELD).why
 
     def test_what_is_said_of_who_multiplies_is_what_runs(self) -> None:
@@ -394,4 +603,5 @@ class TestTunedTables:
         names = [path.name for path in tuned.FOLDER.glob("*triton=*.json")]
         assert names and tuned_tables.made_for(names) == {("NVIDIA H200", "3.6")}
         assert tuned_tables.made_for([tuned.file_name("N=1,K=2", "bfloat16")]) == {
-            (tuned.device_name(), tuned.triton_version())}
+            (tuned.device_name(), tuned.triton_version())
+        }

@@ -1,4 +1,7 @@
-"""Before a start the plan shows what differs from the defaults, the memory, and how to see the rest."""
+"""Before a start the plan shows what differs from the defaults, the memory, and how to see the
+rest.
+"""
+
 from __future__ import annotations
 
 import subprocess
@@ -18,7 +21,9 @@ from tests.plan.test_credit import PACKAGES, written_sheet
 from tests.plan.test_flags import given
 from tests.support.source_tree import ROOT
 
-V3, LITE = (ROOT / "models" / "shapes" / f"{name}.json" for name in ("deepseek-v3", "deepseek-v2-lite"))
+V3, LITE = (
+    ROOT / "models" / "shapes" / f"{name}.json" for name in ("deepseek-v3", "deepseek-v2-lite")
+)
 
 
 def brief(plan: EnginePlan, width: int = 120) -> list[str]:
@@ -43,30 +48,42 @@ def test_it_says_how_to_see_the_rest_and_how_much_that_is(planned: Planner) -> N
     plan = planned()
     whole = len(rows(plan))
     kept = sum(line.startswith("memory: ") for line in brief(plan)) + len(shown(plan))
-    assert brief(plan)[-1] == (f"{whole - kept} more lines are as by default: --plan full, or glowplug check, "
-                               "shows all of them")
+    assert brief(plan)[-1] == (
+        f"{whole - kept} more lines are as by default: --plan full, or glowplug check, "
+        "shows all of them"
+    )
 
 
-@pytest.mark.parametrize(("config", "fields"), [
-    ({"scheduler": {"overlap": False}, "seed": 4}, {"scheduler.overlap", "seed"}),
-    ({"collectives": {"timeout": 3.0}}, {"collectives.timeout"}),
-    ({"cache": {"use": "radix"}}, {"cache.use"}),
-    ({"memory": {"kv_tokens": 512}}, {"memory.kv_tokens", "kv.tokens", "context_length"}),
-])
-def test_what_the_operator_wrote_is_shown_and_what_follows(planned: Planner, config: dict[str, Any],
-                                                           fields: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        ({"scheduler": {"overlap": False}, "seed": 4}, {"scheduler.overlap", "seed"}),
+        ({"collectives": {"timeout": 3.0}}, {"collectives.timeout"}),
+        ({"cache": {"use": "radix"}}, {"cache.use"}),
+        ({"memory": {"kv_tokens": 512}}, {"memory.kv_tokens", "kv.tokens", "context_length"}),
+    ],
+)
+def test_what_the_operator_wrote_is_shown_and_what_follows(
+    planned: Planner, config: dict[str, Any], fields: set[str]
+) -> None:
     plan = planned(config)
     assert set(shown(plan)) == fields | {"weights.use"}
     text = " ".join(" ".join(brief(plan)).split())
     assert ("no effect: one rank waits for no other" in text) == ("collectives" in config)
 
 
-def test_what_a_plugin_contributes_is_shown_and_the_commands_own_defaults_are_not(planned: Planner) -> None:
-    plan = planned({"model": "embedded", "weights": {}}, contributed={"executor.use": "multiprocess"})
+def test_what_a_plugin_contributes_is_shown_and_the_commands_own_defaults_are_not(
+    planned: Planner,
+) -> None:
+    plan = planned(
+        {"model": "embedded", "weights": {}}, contributed={"executor.use": "multiprocess"}
+    )
     assert "outputs.0.use" in shown(plan) and "executor.use" not in shown(plan)
 
 
-def test_another_component_than_the_first_is_shown_unless_the_device_is_the_reason(planned: Planner) -> None:
+def test_another_component_than_the_first_is_shown_unless_the_device_is_the_reason(
+    planned: Planner,
+) -> None:
     assert "attention.use" not in shown(planned())  # on a CPU those before it run on CUDA alone
     sheet = read_sheet("1xh200")
     half = {"dtype": "bfloat16", "model": str(LITE)}
@@ -75,7 +92,9 @@ def test_another_component_than_the_first_is_shown_unless_the_device_is_the_reas
     fewer = {name: version for name, version in PACKAGES.items() if name != "sglang-kernel"}
     plan = planned(half, hardware=replace(sheet, packages=fewer))
     assert plan.choice("attention").name == "triton_mla" and "attention.use" in shown(plan)
-    ranks = planned({**half, "parallel": [{"use": "tensor", "size": 2}]}, hardware=read_sheet("8xh200"))
+    ranks = planned(
+        {**half, "parallel": [{"use": "tensor", "size": 2}]}, hardware=read_sheet("8xh200")
+    )
     assert "graphs.use" in shown(ranks)
 
 
@@ -92,10 +111,14 @@ def test_remarks_that_ask_for_something_are_shown(planned: Planner) -> None:
         assert ("kernels.tables" in shown(plan)) == rules
 
 
-@pytest.mark.parametrize(("sheet", "words"), [
-    ("cpu", ["--config", str(ROOT / "docs" / "examples" / "laptop.toml")]),
-    ("1xh200", ["--model", str(LITE), "--load-format", "dummy"]),
-    ("8xh200", ["--model", str(V3), "--load-format", "dummy", "--tp", "8", "--enable-ep-moe"])])
+@pytest.mark.parametrize(
+    ("sheet", "words"),
+    [
+        ("cpu", ["--config", str(ROOT / "docs" / "examples" / "laptop.toml")]),
+        ("1xh200", ["--model", str(LITE), "--load-format", "dummy"]),
+        ("8xh200", ["--model", str(V3), "--load-format", "dummy", "--tp", "8", "--enable-ep-moe"]),
+    ],
+)
 def test_it_is_short(plugins: PluginSet, tmp_path: Path, sheet: str, words: list[str]) -> None:
     plan = given(plugins, "--facts", written_sheet(tmp_path, sheet), *words).plan()
     assert len(brief(plan)) <= 24 and len(brief(plan)) < len(render(plan, 120).splitlines()) / 2
@@ -103,22 +126,41 @@ def test_it_is_short(plugins: PluginSet, tmp_path: Path, sheet: str, words: list
 
 def glowplug(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "COLUMNS": "120"}
-    return subprocess.run([sys.executable, "-m", "glowplug", *words], capture_output=True, text=True, timeout=120,
-                          cwd=ROOT, env=environment, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "glowplug", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+    )
 
 
-@pytest.mark.parametrize(("words", "lines", "rest"), [
-    (["--dry-run"], (30, 60), False), (["--dry-run", "--plan", "full"], (30, 60), False),
-    (["--dry-run", "--plan", "brief"], (8, 20), True), (["--dry-run", "--plan", "none"], (0, 0), False),
-])
-def test_serve_shows_as_much_as_it_is_told(words: list[str], lines: tuple[int, int], rest: bool) -> None:
+@pytest.mark.parametrize(
+    ("words", "lines", "rest"),
+    [
+        (["--dry-run"], (30, 60), False),
+        (["--dry-run", "--plan", "full"], (30, 60), False),
+        (["--dry-run", "--plan", "brief"], (8, 20), True),
+        (["--dry-run", "--plan", "none"], (0, 0), False),
+    ],
+)
+def test_serve_shows_as_much_as_it_is_told(
+    words: list[str], lines: tuple[int, int], rest: bool
+) -> None:
     done = glowplug("serve", *words)
     assert done.returncode == 0 and done.stderr == ""
-    assert lines[0] <= len(done.stdout.splitlines()) <= lines[1] and ("--plan full" in done.stdout) == rest
+    assert (
+        lines[0] <= len(done.stdout.splitlines()) <= lines[1]
+        and ("--plan full" in done.stdout) == rest
+    )
 
 
-@pytest.mark.parametrize(("words", "least", "most"), [([], 8, 20), (["--plan", "full"], 30, 60),
-                                                      (["--plan", "none"], 0, 0)])
+@pytest.mark.parametrize(
+    ("words", "least", "most"),
+    [([], 8, 20), (["--plan", "full"], 30, 60), (["--plan", "none"], 0, 0)],
+)
 def test_a_start_is_brief_by_itself(words: list[str], least: int, most: int) -> None:
     """With --facts, serve shows the plan and refuses to start."""
     done = glowplug("serve", "--facts", "cpu", *words)

@@ -1,4 +1,7 @@
-"""``--chat-template``: a file or the template itself, read while planning, refused before anything is loaded."""
+"""``--chat-template``: a file or the template itself, read while planning, refused before anything
+is loaded.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -22,7 +25,11 @@ def given(plugins: PluginSet, model: Path, *words: str) -> Given:
     parser = Parser(prog="glowplug serve")
     add_engine_options(parser)
     return read_command_line(
-        parser.parse_args(["--model", str(model), "--load-format", "dummy", "--facts", "cpu", *words]), plugins)
+        parser.parse_args(
+            ["--model", str(model), "--load-format", "dummy", "--facts", "cpu", *words]
+        ),
+        plugins,
+    )
 
 
 def template_decision(plan: EnginePlan) -> Decision:
@@ -45,20 +52,31 @@ def spoken(v3: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("how", ["flag", "file", "inline", "key"])
-def test_a_chat_template_replaces_the_models_own(plugins: PluginSet, spoken: Path, tmp_path: Path, how: str) -> None:
+def test_a_chat_template_replaces_the_models_own(
+    plugins: PluginSet, spoken: Path, tmp_path: Path, how: str
+) -> None:
     file, config = tmp_path / "mine.jinja", tmp_path / "engine.toml"
     file.write_text(TEMPLATE)
     config.write_text(f"chat_template = '{file}'\n")
-    words = {"flag": ["--chat-template", str(file)], "file": ["--config", str(config)],
-             "inline": ["--chat-template", TEMPLATE], "key": ["--set", f"chat_template={file}"]}[how]
+    words = {
+        "flag": ["--chat-template", str(file)],
+        "file": ["--config", str(config)],
+        "inline": ["--chat-template", TEMPLATE],
+        "key": ["--set", f"chat_template={file}"],
+    }[how]
     plan = given(plugins, spoken, *words).plan()
     tokenizer = open_tokenizer(plan, plugins)
     assert tokenizer is not None
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "[user]hi"
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tools=[{}]) == "[user]hi"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tools=[{}]) == "[user]hi"
+    )
     assert plan.facts.model.chat_template == plan.chat_template == TEMPLATE
     decision = template_decision(plan)
-    assert (decision.value, decision.by) == ("inline" if how == "inline" else "mine.jinja", "operator")
+    assert (decision.value, decision.by) == (
+        "inline" if how == "inline" else "mine.jinja",
+        "operator",
+    )
     assert EnginePlan.from_json(plan.to_json()).chat_template == TEMPLATE
 
 
@@ -70,30 +88,52 @@ def test_without_the_option_the_models_own_is_used(plugins: PluginSet, spoken: P
     assert not [decision for decision in plan.decisions if decision.field == "chat_template"]
 
 
-def test_an_inline_template_may_write_line_breaks_as_a_shell_does(plugins: PluginSet, spoken: Path) -> None:
+def test_an_inline_template_may_write_line_breaks_as_a_shell_does(
+    plugins: PluginSet, spoken: Path
+) -> None:
     text = r"{% for m in messages %}{{ m.content }}\n{% endfor %}"
     assert given(plugins, spoken, "--chat-template", text).plan().chat_template.count("\n") == 1
 
 
-def test_a_home_folder_is_found(plugins: PluginSet, spoken: Path, tmp_path: Path,
-                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_folder_is_found(
+    plugins: PluginSet, spoken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.jinja").write_text(TEMPLATE)
-    assert given(plugins, spoken, "--chat-template", "~/mine.jinja").plan().chat_template == TEMPLATE
+    assert (
+        given(plugins, spoken, "--chat-template", "~/mine.jinja").plan().chat_template == TEMPLATE
+    )
 
 
-@pytest.mark.parametrize(("content", "reason"), [
-    (None, "the chat template 'mine.jinja' could not be read: No such file or directory"),
-    (b"{% for m in messages %}{{ m", "mine.jinja is no chat template: line 1: unexpected end of template"),
-    (b"\n{{ messages | shout }}", "mine.jinja is no chat template: line 2: No filter named 'shout'"),
-    (b"Hello {{ name }}", "mine.jinja is no chat template: it does not read 'messages'"),
-    (b'{"name": "chatml"}', "mine.jinja is no chat template: it does not read 'messages'"),
-    (b"\xff\xfe{{ messages }}", "the chat template 'mine.jinja' could not be read: it is not UTF-8"),
-    (b"{{ messages }}" + b" " * (1 << 20), "the chat template 'mine.jinja' could not be read: it is larger than 1 MiB"),
-    (b"", "mine.jinja is no chat template: it does not read 'messages'"),
-], ids=["missing", "cut", "filter", "plain", "json", "utf8", "large", "empty"])
-def test_what_is_no_chat_template_is_refused(plugins: PluginSet, spoken: Path, tmp_path: Path, content: bytes | None,
-                                             reason: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "the chat template 'mine.jinja' could not be read: No such file or directory"),
+        (
+            b"{% for m in messages %}{{ m",
+            "mine.jinja is no chat template: line 1: unexpected end of template",
+        ),
+        (
+            b"\n{{ messages | shout }}",
+            "mine.jinja is no chat template: line 2: No filter named 'shout'",
+        ),
+        (b"Hello {{ name }}", "mine.jinja is no chat template: it does not read 'messages'"),
+        (b'{"name": "chatml"}', "mine.jinja is no chat template: it does not read 'messages'"),
+        (
+            b"\xff\xfe{{ messages }}",
+            "the chat template 'mine.jinja' could not be read: it is not UTF-8",
+        ),
+        (
+            b"{{ messages }}" + b" " * (1 << 20),
+            "the chat template 'mine.jinja' could not be read: it is larger than 1 MiB",
+        ),
+        (b"", "mine.jinja is no chat template: it does not read 'messages'"),
+    ],
+    ids=["missing", "cut", "filter", "plain", "json", "utf8", "large", "empty"],
+)
+def test_what_is_no_chat_template_is_refused(
+    plugins: PluginSet, spoken: Path, tmp_path: Path, content: bytes | None, reason: str
+) -> None:
     file = tmp_path / "mine.jinja"
     if content is not None:
         file.write_bytes(content)
@@ -106,16 +146,24 @@ def test_names_and_broken_inline_templates_are_refused(plugins: PluginSet, spoke
     named = refusal(plugins, spoken, "--chat-template", "chatml")
     assert named.reason == "the chat template 'chatml' could not be read: No such file or directory"
     broken = refusal(plugins, spoken, "--chat-template", "{% for m in messages %}")
-    assert broken.reason.startswith("the inline template is no chat template: line 1: ") and broken.fix == OTHER
+    assert (
+        broken.reason.startswith("the inline template is no chat template: line 1: ")
+        and broken.fix == OTHER
+    )
     folder = refusal(plugins, spoken, "--chat-template", str(spoken))
     assert folder.reason == "the chat template 'model' could not be read: Is a directory"
     assert refusal(plugins, spoken, "--set", "chat_template=").field == "chat_template"
-    assert refusal(plugins, spoken, "--set", "chat_template=3").reason.endswith("should be a valid string")
+    assert refusal(plugins, spoken, "--set", "chat_template=3").reason.endswith(
+        "should be a valid string"
+    )
 
 
-@pytest.mark.parametrize("template", ["{{ render(messages) }}", "{{ nothing.there }}{{ messages }}"])
-def test_a_template_that_renders_no_conversation_is_refused_before_loading(plugins: PluginSet, spoken: Path,
-                                                                           template: str) -> None:
+@pytest.mark.parametrize(
+    "template", ["{{ render(messages) }}", "{{ nothing.there }}{{ messages }}"]
+)
+def test_a_template_that_renders_no_conversation_is_refused_before_loading(
+    plugins: PluginSet, spoken: Path, template: str
+) -> None:
     plan = given(plugins, spoken, "--chat-template", template).plan()
     with pytest.raises(PlanRefused) as caught:
         open_tokenizer(plan, plugins)
@@ -124,8 +172,12 @@ def test_a_template_that_renders_no_conversation_is_refused_before_loading(plugi
 
 
 def test_a_template_may_refuse_a_conversation(plugins: PluginSet, spoken: Path) -> None:
-    text = "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
-    assert open_tokenizer(given(plugins, spoken, "--chat-template", text).plan(), plugins) is not None
+    text = (
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    )
+    assert (
+        open_tokenizer(given(plugins, spoken, "--chat-template", text).plan(), plugins) is not None
+    )
 
 
 def test_a_template_that_thinks_brings_its_parser(plugins: PluginSet, spoken: Path) -> None:
@@ -139,7 +191,9 @@ def test_a_plugin_may_contribute_a_template(plugins: PluginSet, spoken: Path) ->
     assert plan.chat_template == TEMPLATE and template_decision(plan).by == "entry point"
 
 
-def test_a_template_without_a_tokenizer_has_no_effect_and_says_so(plugins: PluginSet, spoken: Path) -> None:
+def test_a_template_without_a_tokenizer_has_no_effect_and_says_so(
+    plugins: PluginSet, spoken: Path
+) -> None:
     plan = given(plugins, spoken, "--chat-template", TEMPLATE, "--skip-tokenizer-init").plan()
     decision = template_decision(plan)
     assert decision.why.endswith("; no effect: this engine runs without a tokenizer")
@@ -155,5 +209,7 @@ def test_benchmarks_take_the_template(plugins: PluginSet, spoken: Path, tmp_path
     (tmp_path / "mine.jinja").write_text(TEMPLATE)
     parser = Parser(prog="glowplug bench single-query")
     add_engine_options(parser)
-    config: dict[str, Any] = engine_config(parser.parse_args(["--chat-template", str(tmp_path / "mine.jinja")]))
+    config: dict[str, Any] = engine_config(
+        parser.parse_args(["--chat-template", str(tmp_path / "mine.jinja")])
+    )
     assert config == {"chat_template": str(tmp_path / "mine.jinja")}

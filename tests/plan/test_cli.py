@@ -1,4 +1,5 @@
 """The command itself, in a fresh process: exit codes, no torch, quick; listings and the schema."""
+
 from __future__ import annotations
 
 import json
@@ -24,8 +25,14 @@ ENVIRONMENT = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "COLUMN
 
 
 def glowplug(*words: str, module: str = "glowplug") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True, timeout=60,
-                          env=ENVIRONMENT, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", module, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=ENVIRONMENT,
+        check=False,
+    )
 
 
 def test_check_ends_with_0_and_the_plan(v3: Path) -> None:
@@ -39,19 +46,30 @@ def test_check_ends_with_2_and_every_reason(v3: Path, tmp_path: Path) -> None:
     file.write_text(f'model = "{v3}"\n[attention]\nuse = "fa3"\n[server]\nprot = 3\n')
     done = glowplug("check", "--config", str(file), "--dtype", "float17")
     assert done.returncode == 2 and done.stdout == ""
-    for part in ("PlanRefused: 4 problems with engine.toml", "engine.toml:3: no component named 'fa3'",
-                 "engine.toml:5: unknown key", "did you mean 'port'", "--dtype float17", "weights.use"):
+    for part in (
+        "PlanRefused: 4 problems with engine.toml",
+        "engine.toml:3: no component named 'fa3'",
+        "engine.toml:5: unknown key",
+        "did you mean 'port'",
+        "--dtype float17",
+        "weights.use",
+    ):
         assert part in done.stderr, part
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("name", "commands"), [("bench", {name: line for name, (_, line) in BENCHES.items()}),
-                                                ("checkpoint", CHECKPOINTS)])
-def test_a_missing_sub_command_lists_those_there_are(capsys: pytest.CaptureFixture[str], name: str,
-                                                     commands: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "commands"),
+    [("bench", {name: line for name, (_, line) in BENCHES.items()}), ("checkpoint", CHECKPOINTS)],
+)
+def test_a_missing_sub_command_lists_those_there_are(
+    capsys: pytest.CaptureFixture[str], name: str, commands: dict[str, str]
+) -> None:
     assert main([name]) == 2
     said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith(f"glowplug {name}: which COMMAND?\n\nusage: glowplug {name} COMMAND ")
+    assert said.out == "" and said.err.startswith(
+        f"glowplug {name}: which COMMAND?\n\nusage: glowplug {name} COMMAND "
+    )
     listed = dict(line.split(maxsplit=1) for line in said.err.splitlines() if line.startswith("  "))
     assert listed == commands and len(listed) == len(set(listed.values()))
     with pytest.raises(SystemExit, match="2"):
@@ -61,14 +79,23 @@ def test_a_missing_sub_command_lists_those_there_are(capsys: pytest.CaptureFixtu
 
 def test_serve_dry_run_and_the_other_spellings(v3: Path) -> None:
     for words, module in ((("serve",), "glowplug"), ((), "glowplug.launch_server")):
-        done = glowplug(*words, "--model-path", str(v3), "--load_format", "dummy", "--trust-remote-code", "--dry-run",
-                        module=module)
+        done = glowplug(
+            *words,
+            "--model-path",
+            str(v3),
+            "--load_format",
+            "dummy",
+            "--trust-remote-code",
+            "--dry-run",
+            module=module,
+        )
         assert done.returncode == 0 and "multiprocess" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("words", [("check",), ("check", "--json"), ("serve", "--dry-run")])
 def test_a_checkpoint_without_its_tokenizer_is_refused_as_it_would_be_when_serving(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(embedded_path(), folder)
     (folder / "tokenizer.json").write_text("{}")
@@ -77,14 +104,22 @@ def test_a_checkpoint_without_its_tokenizer_is_refused_as_it_would_be_when_servi
     (folder / "tokenizer.json").unlink()
     assert main(asked) == 2
     said = capsys.readouterr()
-    assert said.out == "" and "no tokenizer was found" in said.err and "skip_tokenizer = true" in said.err
+    assert (
+        said.out == ""
+        and "no tokenizer was found" in said.err
+        and "skip_tokenizer = true" in said.err
+    )
     assert main([*asked, "--skip-tokenizer-init"]) == 0
     assert main([*asked, "--tokenizer", str(embedded_path())]) == 0
     assert main([*asked, "--tokenizer", "embedded"]) == 0
     capsys.readouterr()
     assert main([*asked, "--tokenizer", str(tmp_path / "none")]) == 2
     said = capsys.readouterr()
-    assert said.out == "" and f"no folder or file '{tmp_path / 'none'}'" in said.err and "tokenizer: " in said.err
+    assert (
+        said.out == ""
+        and f"no folder or file '{tmp_path / 'none'}'" in said.err
+        and "tokenizer: " in said.err
+    )
 
 
 def test_a_plan_for_another_machine_is_not_served(v3: Path) -> None:
@@ -95,10 +130,12 @@ def test_a_plan_for_another_machine_is_not_served(v3: Path) -> None:
 @pytest.mark.timing
 def test_check_is_quick_and_free_of_torch(v3: Path) -> None:
     """Less than a second of processor time, the start of the interpreter included."""
-    code = ("import sys; from glowplug.entrypoints.cli.main import main; "
-            f"code = main(['check', '--model', {str(v3)!r}, '--load-format', 'dummy']); "
-            "heavy = [m for m in ('torch', 'transformers', 'numpy.testing', 'fastapi', 'safetensors') "
-            "if m in sys.modules]; print(code, heavy, file=sys.stderr)")
+    code = (
+        "import sys; from glowplug.entrypoints.cli.main import main; "
+        f"code = main(['check', '--model', {str(v3)!r}, '--load-format', 'dummy']); "
+        "heavy = [m for m in ('torch', 'transformers', 'numpy.testing', 'fastapi', 'safetensors') "
+        "if m in sys.modules]; print(code, heavy, file=sys.stderr)"
+    )
     seconds: list[float] = []
     paces: list[float] = []
     for _ in range(3):
@@ -112,7 +149,17 @@ def test_check_is_quick_and_free_of_torch(v3: Path) -> None:
 def test_json_plans_decode(v3: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from glowplug.core.plan.plan import EnginePlan
 
-    words = ["check", "--model", str(v3), "--load-format", "dummy", "--facts", "8xh200", "--api-key", "very-secret"]
+    words = [
+        "check",
+        "--model",
+        str(v3),
+        "--load-format",
+        "dummy",
+        "--facts",
+        "8xh200",
+        "--api-key",
+        "very-secret",
+    ]
     assert main([*words, "--json"]) == 0
     text = capsys.readouterr().out
     assert "very-secret" not in text
@@ -120,19 +167,26 @@ def test_json_plans_decode(v3: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert plan.device == "cuda" and len(plan.facts.hardware.devices) == 8
 
 
-def test_facts_are_a_sheet_to_plan_with(v3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                        plugins: PluginSet) -> None:
+def test_facts_are_a_sheet_to_plan_with(
+    v3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], plugins: PluginSet
+) -> None:
     assert main(["facts"]) == 0
     text = capsys.readouterr().out
     stated = json.loads(text)["packages"]  # those of installed third-party plugins among them
     assert stated.items() >= plugins.software.packages.items() and "torch" in stated
-    assert stated["ray"] == plugins.software.packages.get("ray", ""), "one that is not installed is stated, too"
+    assert stated["ray"] == plugins.software.packages.get("ray", ""), (
+        "one that is not installed is stated, too"
+    )
     (sheet := tmp_path / "mine.json").write_text(text)
     words = ["check", "--model", str(v3), "--load-format", "dummy", "--facts", str(sheet)]
     assert main(words) == 0
     assert "of the sheet" in capsys.readouterr().out
     sheet.write_text('{"packages": {"triton": "latest"}}')
-    assert main(words) == 2 and "--facts: " in (said := capsys.readouterr().err) and "'latest', of triton" in said
+    assert (
+        main(words) == 2
+        and "--facts: " in (said := capsys.readouterr().err)
+        and "'latest', of triton" in said
+    )
 
 
 def test_plugins_lists_everything(capsys: pytest.CaptureFixture[str], plugins: PluginSet) -> None:
@@ -140,9 +194,15 @@ def test_plugins_lists_everything(capsys: pytest.CaptureFixture[str], plugins: P
     listed = json.loads(capsys.readouterr().out)
     assert [plugin["name"] for plugin in listed][: len(DEFAULT_PLUGINS)] == list(DEFAULT_PLUGINS)
     found = {(c["slot"], c["name"]) for plugin in listed for c in plugin["components"]}
-    assert found >= {(slot.name, r.component.name) for slot in SLOTS for r in plugins.components(slot.name)}
-    optional = {r.component.name for slot in SLOTS for r in plugins.components(slot.name)
-                if r.component.requires or "cpu" not in r.component.offers.devices}
+    assert found >= {
+        (slot.name, r.component.name) for slot in SLOTS for r in plugins.components(slot.name)
+    }
+    optional = {
+        r.component.name
+        for slot in SLOTS
+        for r in plugins.components(slot.name)
+        if r.component.requires or "cpu" not in r.component.offers.devices
+    }
     for plugin in listed:
         assert plugin["distribution"] and plugin["hooks"]
         assert all(c["contract"] == 1 for c in plugin["components"])
@@ -156,19 +216,44 @@ CARD = HardwareFacts(devices=(DeviceFacts("NVIDIA H200", 141 << 30, 90),))
 OLDER = HardwareFacts(devices=(DeviceFacts("NVIDIA A100", 80 << 30, 80),))
 
 
-@pytest.mark.parametrize(("machine", "torch", "why"), [
-    (HardwareFacts(), "2.13.0+cpu", dict.fromkeys(("nccl", "cuda_graph", "hopper_mla", "triton"), "no GPU here")),
-    (CARD, "2.13.0+cpu", dict.fromkeys(("nccl", "cuda_graph", "hopper_mla"), "torch is a CPU build")),
-    (OLDER, "2.11.0+cu130", {"nccl": "", "hopper_mla": "not for NVIDIA A100"}),
-    (CARD, "2.11.0+cu130", {"nccl": "", "hopper_mla": "needs sglang-kernel>=0.4.2 (not installed)"})])
-def test_plugins_says_what_lacks_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-                                       machine: HardwareFacts, torch: str, why: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("machine", "torch", "why"),
+    [
+        (
+            HardwareFacts(),
+            "2.13.0+cpu",
+            dict.fromkeys(("nccl", "cuda_graph", "hopper_mla", "triton"), "no GPU here"),
+        ),
+        (
+            CARD,
+            "2.13.0+cpu",
+            dict.fromkeys(("nccl", "cuda_graph", "hopper_mla"), "torch is a CPU build"),
+        ),
+        (OLDER, "2.11.0+cu130", {"nccl": "", "hopper_mla": "not for NVIDIA A100"}),
+        (
+            CARD,
+            "2.11.0+cu130",
+            {"nccl": "", "hopper_mla": "needs sglang-kernel>=0.4.2 (not installed)"},
+        ),
+    ],
+)
+def test_plugins_says_what_lacks_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    machine: HardwareFacts,
+    torch: str,
+    why: dict[str, str],
+) -> None:
     monkeypatch.setattr("glowplug.entrypoints.cli.commands.plugins.this_machine", lambda: machine)
     installed = {"torch": torch, "triton": "3.6.0"}
     monkeypatch.setattr(PluginSet, "software", SoftwareFacts(packages=installed))
     assert main(["plugins", "--json"]) == 0
-    found = {c["name"]: c for plugin in json.loads(capsys.readouterr().out) for c in plugin["components"]
-             if c["slot"] != "ops"}
+    found = {
+        c["name"]: c
+        for plugin in json.loads(capsys.readouterr().out)
+        for c in plugin["components"]
+        if c["slot"] != "ops"
+    }
     assert {name: found[name]["why_not"] for name in why} == why
     assert all(found[name]["available"] == (not reason) for name, reason in why.items())
     assert found["torch_mla"]["available"] and found["gloo"]["available"]
@@ -180,7 +265,9 @@ def test_plugins_says_what_lacks_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_the_schema_knows_sections_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
-    assert {"model", "dtype", *(slot.section for slot in SLOTS if slot.section)} <= set(schema["properties"])
+    assert {"model", "dtype", *(slot.section for slot in SLOTS if slot.section)} <= set(
+        schema["properties"]
+    )
     assert schema["additionalProperties"] is False
     attention = schema["properties"]["attention"]
     assert set(attention["discriminator"]["mapping"]) >= {"auto", "torch_mla", "torch_mha"}
@@ -198,20 +285,23 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'check'?" in capsys.readouterr().err
 
 
-def test_a_plugin_that_fails_ends_with_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plugin_that_fails_ends_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "bad_plugin_module.py").write_text("raise RuntimeError('no')")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["check", "--plugin", "bad_plugin_module"]) == 2
     assert "PluginLoadError: plugin 'bad_plugin_module'" in capsys.readouterr().err
 
 
-def test_a_plugin_adds_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                 capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plugin_adds_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "greeter_plugin.py").write_text(
         "from glowplug.core.plugin.hookspecs import hookimpl\n\n@hookimpl\ndef extend_cli(commands):\n"
         "    parser = commands.add_parser('greet')\n    parser.add_argument('--name')\n"
-        "    parser.set_defaults(run=lambda args: print('hello', args.name) or 7)\n")
+        "    parser.set_defaults(run=lambda args: print('hello', args.name) or 7)\n"
+    )
     info = tmp_path / "greeter-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: greeter\nVersion: 1.0\n")

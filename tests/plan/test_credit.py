@@ -1,4 +1,7 @@
-"""Whatever the operator writes is refused or is a decision of the operator: every option, every flag."""
+"""Whatever the operator writes is refused or is a decision of the operator: every option, every
+flag.
+"""
+
 from __future__ import annotations
 
 import json
@@ -26,19 +29,42 @@ from glowplug.entrypoints.cli.flag_table import FLAGS, Flag
 from tests.plan.test_flags import given
 
 BUILT_INS = load_plugins(entry_points=False)
-PACKAGES = {"torch": "2.11.0", "triton": "3.6.0", "sglang-kernel": "0.4.2.post2", "sgl-deep-gemm": "0.1.0",
-            "flashinfer-python": "0.6.11", "ray": "2.50.0"}
+PACKAGES = {
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "sglang-kernel": "0.4.2.post2",
+    "sgl-deep-gemm": "0.1.0",
+    "flashinfer-python": "0.6.11",
+    "ray": "2.50.0",
+}
 LEFT_OPEN = ("auto", None)  #: values that leave the choice to the plan
 #: values of options whose type does not say what fits
 FITTING: dict[str, list[Any]] = {
-    "address": ["10.0.0.1:29500"], "kv_bytes": [1 << 24], "page_size": [16, 64], "steps": [2], "draft_tokens": [2],
-    "topk": [1], "hosts": [1, 2], "size": [1, 2], "host_rank": [0, 1], "fraction": [0.5], "port": [0, 4], "seed": [3],
-    "max_body_bytes": [1 << 16], "batch_sizes": [[1, 2]], "prefill_tokens": [[16, 64]], "cors_origins": [["http://a"]],
-    "open_routes": [["/health"]], "compat": [["vllm"]], "gemm": ["triton", "cutlass", "deep_gemm"],
+    "address": ["10.0.0.1:29500"],
+    "kv_bytes": [1 << 24],
+    "page_size": [16, 64],
+    "steps": [2],
+    "draft_tokens": [2],
+    "topk": [1],
+    "hosts": [1, 2],
+    "size": [1, 2],
+    "host_rank": [0, 1],
+    "fraction": [0.5],
+    "port": [0, 4],
+    "seed": [3],
+    "max_body_bytes": [1 << 16],
+    "batch_sizes": [[1, 2]],
+    "prefill_tokens": [[16, 64]],
+    "cors_origins": [["http://a"]],
+    "open_routes": [["/health"]],
+    "compat": [["vllm"]],
+    "gemm": ["triton", "cutlass", "deep_gemm"],
 }
 #: options that no plan of these takes, and where they are tried
-ELSEWHERE = {"speculative.draft_model": "tests/plan/test_drafts.py",
-             "chat_template": "tests/plan/test_chat_template_option.py"}
+ELSEWHERE = {
+    "speculative.draft_model": "tests/plan/test_drafts.py",
+    "chat_template": "tests/plan/test_chat_template_option.py",
+}
 
 
 def values(name: str, kind: Any) -> Iterator[Any]:
@@ -59,20 +85,29 @@ def values(name: str, kind: Any) -> Iterator[Any]:
 
 
 def options() -> Iterator[tuple[str, dict[str, Any], Any]]:
-    """(path, configuration, value) for every option of every component and of the sections that no plugin fills."""
+    """(path, configuration, value) for every option of every component and of the sections that no
+    plugin fills.
+    """
     for slot in SLOTS:
         for found in BUILT_INS.components(slot.name) if slot.section else ():
             for name, info in found.component.options.model_fields.items():
                 for value in values(name, info.annotation) if name != "use" else ():
                     section = {"use": found.component.name, name: value}
-                    yield (*_in_list(slot.section, name, section),) if slot.many else (
-                        f"{slot.section}.{name}", {slot.section: section}, value)
+                    yield (
+                        (*_in_list(slot.section, name, section),)
+                        if slot.many
+                        else (f"{slot.section}.{name}", {slot.section: section}, value)
+                    )
     for key, info in EngineConfig.model_fields.items():
         section_of = getattr(info.annotation, "model_fields", None)
         fields: dict[str, FieldInfo] = section_of or {key: info}
         for name, field in fields.items():
             for value in values(name, field.annotation) if name != "model" else ():
-                yield (f"{key}.{name}", {key: {name: value}}, value) if section_of else (key, {key: value}, value)
+                yield (
+                    (f"{key}.{name}", {key: {name: value}}, value)
+                    if section_of
+                    else (key, {key: value}, value)
+                )
 
 
 def _in_list(section: str, name: str, item: dict[str, Any]) -> tuple[str, dict[str, Any], Any]:
@@ -88,22 +123,39 @@ OPTIONS = list(options())
 
 @cache
 def machines() -> tuple[HardwareFacts, ...]:
-    return (read_sheet("cpu"), *(replace(read_sheet(name), packages=PACKAGES) for name in ("8xh200", "2x8xh200")))
+    return (
+        read_sheet("cpu"),
+        *(replace(read_sheet(name), packages=PACKAGES) for name in ("8xh200", "2x8xh200")),
+    )
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Shapes of which each option is for one at least."""
     quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    awq = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}}
+    awq = {
+        "quantization_config": {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 64,
+            "version": "gemm",
+        }
+    }
     tensors = {"model.embed_tokens.weight": ("BF16", (512, 128))}
-    shapes = ({**TINY_V3, "num_nextn_predict_layers": 1}, {**TINY_V3, **quantized}, TINY_LLAMA, {**TINY_LLAMA, **awq})
+    shapes = (
+        {**TINY_V3, "num_nextn_predict_layers": 1},
+        {**TINY_V3, **quantized},
+        TINY_LLAMA,
+        {**TINY_LLAMA, **awq},
+    )
     folders = [write_model(tmp_path_factory.mktemp("shape"), shape) for shape in shapes]
     return [*folders, write_model(tmp_path_factory.mktemp("weights"), TINY_V3, tensors)]
 
 
 def plans(models: list[Path], config: dict[str, Any]) -> Iterator[EnginePlan]:
-    """For each machine and model on which the configuration can run, in 16 bits and with two ranks as well."""
+    """For each machine and model on which the configuration can run, in 16 bits and with two ranks
+    as well.
+    """
     for machine in machines():
         for model in models:
             for more in ({}, {"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 2}]}):
@@ -112,7 +164,12 @@ def plans(models: list[Path], config: dict[str, Any]) -> Iterator[EnginePlan]:
                 full = {"model": str(model), "weights": {"use": "random"}, **more, **config}
                 contributed = {"executor.use": "torchrun" if machine.hosts > 1 else "multiprocess"}
                 try:
-                    yield make_plan(full, plugins=BUILT_INS, hardware=machine, contributed=contributed if more else {})
+                    yield make_plan(
+                        full,
+                        plugins=BUILT_INS,
+                        hardware=machine,
+                        contributed=contributed if more else {},
+                    )
                 except PlanRefused:
                     continue
 
@@ -123,18 +180,37 @@ def decisions(plan: EnginePlan, path: str) -> list[Decision]:
 
 def test_the_options_are_all_of_them() -> None:
     paths = {path for path, *_ in OPTIONS}
-    assert len(paths) > 60 and {"attention.kv_error", "parallel.1.exchange", "outputs.0.opening", "seed",
-                                "server.api_key", "graphs.batch_sizes", "memory.growing_segments"} <= paths
+    assert (
+        len(paths) > 60
+        and {
+            "attention.kv_error",
+            "parallel.1.exchange",
+            "outputs.0.opening",
+            "seed",
+            "server.api_key",
+            "graphs.batch_sizes",
+            "memory.growing_segments",
+        }
+        <= paths
+    )
 
 
-@pytest.mark.parametrize(("path", "config", "value"), OPTIONS, ids=[
-    f"{path}={json.dumps(value)}-{json.dumps(config)[:60]}" for path, config, value in OPTIONS])
-def test_an_option_that_is_not_refused_is_decided_by_the_operator(models: list[Path], path: str,
-                                                                  config: dict[str, Any], value: Any) -> None:
+@pytest.mark.parametrize(
+    ("path", "config", "value"),
+    OPTIONS,
+    ids=[
+        f"{path}={json.dumps(value)}-{json.dumps(config)[:60]}" for path, config, value in OPTIONS
+    ],
+)
+def test_an_option_that_is_not_refused_is_decided_by_the_operator(
+    models: list[Path], path: str, config: dict[str, Any], value: Any
+) -> None:
     for plan in plans(models, config):
         found = decisions(plan, path)
         assert [decision.by for decision in found] == ["operator"], (path, value, found)
-        assert json.loads(json.dumps(found[0].value)) == ("***" if path in SECRETS else value), found
+        assert json.loads(json.dumps(found[0].value)) == ("***" if path in SECRETS else value), (
+            found
+        )
 
 
 def test_every_option_can_be_planned_with(models: list[Path]) -> None:
@@ -146,51 +222,91 @@ def test_every_option_can_be_planned_with(models: list[Path]) -> None:
     assert {path for path, *_ in OPTIONS} - planned == set(ELSEWHERE)
 
 
-@pytest.mark.parametrize(("config", "path", "value"), [
-    ({"scheduler": {"overlap": False}}, "scheduler.overlap", False),
-    ({"outputs": []}, "outputs", "none"),
-    ({"parallel": []}, "parallel.0.use", "single"),
-    ({"graphs": {"use": "cuda_graph", "batch_sizes": [1, 2, 4096]}}, "graphs.batch_sizes", [1, 2]),
-    ({"graphs": {"use": "cuda_graph", "prefill_tokens": [16, 1 << 20]}}, "graphs.prefill_tokens", [16]),
-])
-def test_decisions_that_follow_from_what_was_written(models: list[Path], config: dict[str, Any], path: str,
-                                                     value: Any) -> None:
+@pytest.mark.parametrize(
+    ("config", "path", "value"),
+    [
+        ({"scheduler": {"overlap": False}}, "scheduler.overlap", False),
+        ({"outputs": []}, "outputs", "none"),
+        ({"parallel": []}, "parallel.0.use", "single"),
+        (
+            {"graphs": {"use": "cuda_graph", "batch_sizes": [1, 2, 4096]}},
+            "graphs.batch_sizes",
+            [1, 2],
+        ),
+        (
+            {"graphs": {"use": "cuda_graph", "prefill_tokens": [16, 1 << 20]}},
+            "graphs.prefill_tokens",
+            [16],
+        ),
+    ],
+)
+def test_decisions_that_follow_from_what_was_written(
+    models: list[Path], config: dict[str, Any], path: str, value: Any
+) -> None:
     found = [decisions(plan, path) for plan in plans(models, config)]
-    assert found and all([(one.value, one.by) for one in each] == [(value, "operator")] for each in found), found
+    assert found and all(
+        [(one.value, one.by) for one in each] == [(value, "operator")] for each in found
+    ), found
 
 
 def test_a_plugin_that_decides_on_overlap_is_credited(models: list[Path]) -> None:
-    plan = make_plan({"model": str(models[0]), "weights": {"use": "random"}}, plugins=BUILT_INS, hardware=machines()[1],
-                     contributed={"scheduler.overlap": False})
+    plan = make_plan(
+        {"model": str(models[0]), "weights": {"use": "random"}},
+        plugins=BUILT_INS,
+        hardware=machines()[1],
+        contributed={"scheduler.overlap": False},
+    )
     assert decisions(plan, "scheduler.overlap") == [
-        Decision("scheduler.overlap", False, "entry point", "contributed default")]
+        Decision("scheduler.overlap", False, "entry point", "contributed default")
+    ]
 
 
-# ---- flags ----------------------------------------------------------------------------------------------------------
+# ---- flags ---------------------------------------------------------------------------------------
 
 #: words after a flag for which "2" is no value, or not enough
 WORDS: dict[str, list[str]] = {
-    "--tokenizer-path": ["t"], "--dtype": ["bf16"], "--device": ["cuda"], "--load-format": ["dummy"],
-    "--quantization": ["block_fp8"], "--attention-backend": ["triton"], "--kv-cache-dtype": ["bfloat16"],
-    "--page-size": ["64"], "--ep-size": ["2", "--tp", "2"], "--enable-ep-moe": ["--tp", "2"],
-    "--dp-size": ["2", "--tp", "2"], "--enable-dp-attention": ["--tp", "2"], "--nnodes": ["2", "--tp", "2"],
+    "--tokenizer-path": ["t"],
+    "--dtype": ["bf16"],
+    "--device": ["cuda"],
+    "--load-format": ["dummy"],
+    "--quantization": ["block_fp8"],
+    "--attention-backend": ["triton"],
+    "--kv-cache-dtype": ["bfloat16"],
+    "--page-size": ["64"],
+    "--ep-size": ["2", "--tp", "2"],
+    "--enable-ep-moe": ["--tp", "2"],
+    "--dp-size": ["2", "--tp", "2"],
+    "--enable-dp-attention": ["--tp", "2"],
+    "--nnodes": ["2", "--tp", "2"],
     "--node-rank": ["0", "--nnodes", "2", "--tp", "2"],
     "--dist-init-addr": ["10.0.0.1:29500", "--nnodes", "2", "--tp", "2"],
-    "--distributed-executor-backend": ["mp"], "--speculative-algorithm": ["NEXTN"],
+    "--distributed-executor-backend": ["mp"],
+    "--speculative-algorithm": ["NEXTN"],
     "--speculative-num-steps": ["2", "--speculative-algorithm", "NEXTN"],
     "--speculative-eagle-topk": ["1", "--speculative-algorithm", "NEXTN"],
     "--speculative-num-draft-tokens": ["2", "--speculative-algorithm", "NEXTN"],
-    "--torch-compile-max-bs": ["2", "--enable-torch-compile"], "--schedule-policy": ["lpm"],
-    "--mem-fraction-static": ["0.5"], "--max-total-tokens": ["9000"], "--context-length": ["64"],
-    "--reasoning-parser": ["deepseek-r1"], "--log-level": ["debug"], "--log-format": ["json"],
-    "--cuda-graph-bs": ["1", "2"], "--piecewise-cuda-graph-tokens": ["16"],
-    "--piecewise-cuda-graph-max-tokens": ["64"], "--chat-template": ["{{ messages }}"],
-    "--kv-cache-memory-bytes": ["16M"], "--sampling-backend": ["pytorch"], "--allowed-origins": ['["http://a"]'],
+    "--torch-compile-max-bs": ["2", "--enable-torch-compile"],
+    "--schedule-policy": ["lpm"],
+    "--mem-fraction-static": ["0.5"],
+    "--max-total-tokens": ["9000"],
+    "--context-length": ["64"],
+    "--reasoning-parser": ["deepseek-r1"],
+    "--log-level": ["debug"],
+    "--log-format": ["json"],
+    "--cuda-graph-bs": ["1", "2"],
+    "--piecewise-cuda-graph-tokens": ["16"],
+    "--piecewise-cuda-graph-max-tokens": ["64"],
+    "--chat-template": ["{{ messages }}"],
+    "--kv-cache-memory-bytes": ["16M"],
+    "--sampling-backend": ["pytorch"],
+    "--allowed-origins": ['["http://a"]'],
 }
 #: flags whose value none of these plans takes, and where they are tried
-ELSEWHERE_FLAGS = {"--speculative-draft-model-path": "tests/plan/test_drafts.py",
-                   "--enable-flashinfer-mla": "tests/plan/test_attention_libraries.py",
-                   "--tool-call-parser": "tests/plan/test_flags.py"}
+ELSEWHERE_FLAGS = {
+    "--speculative-draft-model-path": "tests/plan/test_drafts.py",
+    "--enable-flashinfer-mla": "tests/plan/test_attention_libraries.py",
+    "--tool-call-parser": "tests/plan/test_flags.py",
+}
 
 
 def written_sheet(folder: Path, name: str) -> str:
@@ -201,7 +317,9 @@ def written_sheet(folder: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.names[0])
-def test_a_flag_that_is_not_refused_is_decided_by_the_operator(models: list[Path], tmp_path: Path, flag: Flag) -> None:
+def test_a_flag_that_is_not_refused_is_decided_by_the_operator(
+    models: list[Path], tmp_path: Path, flag: Flag
+) -> None:
     words = [flag.names[0], *WORDS.get(flag.names[0], [] if flag.convert is None else ["2"])]
     found = 0
     for name in ("cpu", "8xh200", "2x8xh200"):
@@ -217,7 +335,11 @@ def test_a_flag_that_is_not_refused_is_decided_by_the_operator(models: list[Path
         except PlanRefused:
             continue
         found += 1
-        said = [one for one in plan.decisions if one.why.startswith(flag.names[0]) or one.field == flag.names[0]]
+        said = [
+            one
+            for one in plan.decisions
+            if one.why.startswith(flag.names[0]) or one.field == flag.names[0]
+        ]
         assert said and {one.by for one in said} == {"operator"}, plan.decisions
         if "[" not in flag.path:
             assert [one.by for one in decisions(plan, flag.path)] == ["operator"]
@@ -226,5 +348,9 @@ def test_a_flag_that_is_not_refused_is_decided_by_the_operator(models: list[Path
 
 @pytest.mark.parametrize("flag", ["--tp", "--ep-size", "--dp-size"])
 def test_a_size_of_one_is_decided_by_the_operator(models: list[Path], flag: str) -> None:
-    plan = given(BUILT_INS, "--facts", "cpu", "--model", str(models[0]), "--load-format", "dummy", flag, "1").plan()
-    assert [(one.value, one.by) for one in plan.decisions if one.why == f"{flag} 1"] == [(1, "operator")]
+    plan = given(
+        BUILT_INS, "--facts", "cpu", "--model", str(models[0]), "--load-format", "dummy", flag, "1"
+    ).plan()
+    assert [(one.value, one.by) for one in plan.decisions if one.why == f"{flag} 1"] == [
+        (1, "operator")
+    ]

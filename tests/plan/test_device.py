@@ -1,4 +1,7 @@
-"""``device = "cuda"`` where there is none: the cause is reported, and only what stands without it as well."""
+"""``device = "cuda"`` where there is none: the cause is reported, and only what stands without it
+as well.
+"""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -16,33 +19,52 @@ from glowplug.core.plugin.registry import PluginSet, load_plugins
 CUDA = {"model": "embedded", "device": "cuda"}
 
 
-def refusals(plugins: PluginSet, hardware: HardwareFacts | None, config: dict[str, Any]) -> tuple[Refusal, ...]:
+def refusals(
+    plugins: PluginSet, hardware: HardwareFacts | None, config: dict[str, Any]
+) -> tuple[Refusal, ...]:
     with pytest.raises(PlanRefused) as caught:
-        plan(config, plugins=plugins, hardware=hardware, contributed={"executor.use": "multiprocess"})
+        plan(
+            config, plugins=plugins, hardware=hardware, contributed={"executor.use": "multiprocess"}
+        )
     return caught.value.refusals
 
 
 @pytest.mark.parametrize("packages", [None, {}], ids=["installed", "bare"])
-@pytest.mark.parametrize("more", [
-    {}, {"parallel": [{"use": "tensor", "size": 2}]}, {"graphs": {"use": "cuda_graph"}}, {"dtype": "bfloat16"},
-    {"sampling": {"use": "triton"}}, {"attention": {"kv_dtype": "fp8_e4m3"}}, {"ops": {"use": "triton"}},
-], ids=lambda more: ",".join(more) or "alone")
-def test_a_missing_cuda_device_is_the_only_reason(plugins: PluginSet, cpu: HardwareFacts, more: dict[str, Any],
-                                                  packages: dict[str, str] | None) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"parallel": [{"use": "tensor", "size": 2}]},
+        {"graphs": {"use": "cuda_graph"}},
+        {"dtype": "bfloat16"},
+        {"sampling": {"use": "triton"}},
+        {"attention": {"kv_dtype": "fp8_e4m3"}},
+        {"ops": {"use": "triton"}},
+    ],
+    ids=lambda more: ",".join(more) or "alone",
+)
+def test_a_missing_cuda_device_is_the_only_reason(
+    plugins: PluginSet, cpu: HardwareFacts, more: dict[str, Any], packages: dict[str, str] | None
+) -> None:
     (refusal,) = refusals(plugins, replace(cpu, packages=packages), {**CUDA, **more})
     assert refusal.field == "device" and refusal.reason == "CPU, 8 cores, 32 GiB has no CUDA device"
     assert refusal.fix == 'device = "cpu"'
 
 
-@pytest.mark.parametrize(("more", "field"), [
-    ({"scheduler": {"chunk_sizes": 3}}, "scheduler.chunk_sizes"),
-    ({"cache": {"use": "lru"}}, "cache.use"),
-    ({"quantization": {"use": "w8a8_int8"}}, "quantization.use"),
-    ({"attention": {"use": "torch_mha"}}, "attention.use"),
-    ({"attention": {"use": "flashmla"}}, "attention.use"),
-], ids=lambda more: str(more)[:30])
-def test_reasons_that_stand_on_any_device_are_reported_beside_it(plugins: PluginSet, cpu: HardwareFacts,
-                                                                 more: dict[str, Any], field: str) -> None:
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"scheduler": {"chunk_sizes": 3}}, "scheduler.chunk_sizes"),
+        ({"cache": {"use": "lru"}}, "cache.use"),
+        ({"quantization": {"use": "w8a8_int8"}}, "quantization.use"),
+        ({"attention": {"use": "torch_mha"}}, "attention.use"),
+        ({"attention": {"use": "flashmla"}}, "attention.use"),
+    ],
+    ids=lambda more: str(more)[:30],
+)
+def test_reasons_that_stand_on_any_device_are_reported_beside_it(
+    plugins: PluginSet, cpu: HardwareFacts, more: dict[str, Any], field: str
+) -> None:
     found = refusals(plugins, replace(cpu, packages={}), {**CUDA, **more})
     assert sorted(refusal.field for refusal in found) == sorted(["device", field])
     assert not any("not installed" in refusal.reason for refusal in found)
@@ -51,15 +73,21 @@ def test_reasons_that_stand_on_any_device_are_reported_beside_it(plugins: Plugin
 def test_a_cpu_build_of_torch_has_no_cuda_device(plugins: PluginSet) -> None:
     machine = replace(read_sheet("1xh200"), packages={"torch": "2.11.0+cpu"})
     (refusal,) = refusals(plugins, machine, CUDA)
-    assert refusal.field == "device" and refusal.reason == "the installed torch is a CPU build (2.11.0+cpu)"
+    assert (
+        refusal.field == "device"
+        and refusal.reason == "the installed torch is a CPU build (2.11.0+cpu)"
+    )
     assert 'device = "cpu"' in refusal.fix and "pip install" in refusal.fix
     assert plan({"model": "embedded"}, plugins=plugins, hardware=machine).device == "cpu"
 
 
-def test_a_plugin_may_refuse_every_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: HardwareFacts) -> None:
+def test_a_plugin_may_refuse_every_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: HardwareFacts
+) -> None:
     (tmp_path / "no_device_of_a_test.py").write_text(
         "from glowplug.core.errors import Refusal\nfrom glowplug.core.plugin.hookspecs import hookimpl\n\n@hookimpl\n"
-        "def check_plan(context):\n    return [Refusal('test', 'device', 'not today', 'tomorrow')]\n")
+        "def check_plan(context):\n    return [Refusal('test', 'device', 'not today', 'tomorrow')]\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     plugins = load_plugins(["no_device_of_a_test"], entry_points=False)
     for device in ("cpu", "auto"):
@@ -70,4 +98,9 @@ def test_a_plugin_may_refuse_every_device(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_cuda_device_that_is_there_is_refused_nothing(plugins: PluginSet) -> None:
     packages = {"torch": "2.11.0+cu130", "triton": "3.6.0"}
-    assert plan(CUDA, plugins=plugins, hardware=replace(read_sheet("1xh200"), packages=packages)).device == "cuda"
+    assert (
+        plan(
+            CUDA, plugins=plugins, hardware=replace(read_sheet("1xh200"), packages=packages)
+        ).device
+        == "cuda"
+    )

@@ -1,4 +1,7 @@
-"""Drafts in the plan: a next-token layer of the checkpoint's or of a folder's own, and every misfit refused."""
+"""Drafts in the plan: a next-token layer of the checkpoint's or of a folder's own, and every misfit
+refused.
+"""
+
 from __future__ import annotations
 
 import json
@@ -14,8 +17,13 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.testing.harness.fakes import TINY_LLAMA, TINY_V3, write_model
 
 NEXTN = {**TINY_V3, "num_nextn_predict_layers": 1}
-ALONE = {**TINY_V3, "architectures": ["DeepseekV3ForCausalLMNextN"], "num_hidden_layers": 1,
-         "first_k_dense_replace": 0, "num_nextn_predict_layers": 1}
+ALONE = {
+    **TINY_V3,
+    "architectures": ["DeepseekV3ForCausalLMNextN"],
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 0,
+    "num_nextn_predict_layers": 1,
+}
 FIELD = "speculative.draft_model"
 Make = Callable[..., Path]
 
@@ -27,12 +35,18 @@ def speculative(**options: Any) -> dict[str, Any]:
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
     """A folder with config.json and perhaps a tokenizer; ``changes`` of None take a key out."""
-    def run(name: str, config: dict[str, Any], vocab: dict[str, int] | None = None, **changes: Any) -> Path:
+
+    def run(
+        name: str, config: dict[str, Any], vocab: dict[str, int] | None = None, **changes: Any
+    ) -> Path:
         whole = {key: value for key, value in {**config, **changes}.items() if value is not None}
         folder = write_model(tmp_path / name, whole)
         if vocab is not None:
-            (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": []}))
+            (folder / "tokenizer.json").write_text(
+                json.dumps({"model": {"vocab": vocab}, "added_tokens": []})
+            )
         return folder
+
     return run
 
 
@@ -43,6 +57,7 @@ def refusals(planned: Any) -> Callable[..., list[Refusal]]:
             planned(config)
         assert all(r.by and r.field and r.reason and r.fix for r in caught.value.refusals)
         return list(caught.value.refusals)
+
     return run
 
 
@@ -50,36 +65,53 @@ def decisions(plan: EnginePlan) -> dict[str, Any]:
     return {decision.field: decision.value for decision in plan.decisions}
 
 
-# ---- sizes ----------------------------------------------------------------------------------------------------------
+# ---- sizes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_checkpoints_own_layer(planned: Any, make: Make, steps: int) -> None:
     model = str(make("target", NEXTN))
-    plain, plan = planned({"model": model}), planned({"model": model, "speculative": speculative(steps=steps)})
-    assert (plan.sizes.draft_layers, plan.sizes.width, plan.sizes.lookahead) == (1, steps + 1, steps)
+    plain, plan = (
+        planned({"model": model}),
+        planned({"model": model, "speculative": speculative(steps=steps)}),
+    )
+    assert (plan.sizes.draft_layers, plan.sizes.width, plan.sizes.lookahead) == (
+        1,
+        steps + 1,
+        steps,
+    )
     assert (plain.sizes.draft_layers, plain.sizes.width, plain.sizes.lookahead) == (0, 1, 0)
     lines, before = ({line.name: line.bytes for line in p.budget} for p in (plan, plain))
     assert lines["weights"] == before["weights"] and lines["draft weights"] > 0
     assert lines["page states"] == plan.sizes.num_pages * TINY_V3["hidden_size"] * 4
-    token = 4 * (TINY_V3["kv_lora_rank"] + TINY_V3["qk_rope_head_dim"]) * 4  # three layers and the draft's, in float32
+    token = (
+        4 * (TINY_V3["kv_lora_rank"] + TINY_V3["qk_rope_head_dim"]) * 4
+    )  # three layers and the draft's, in float32
     assert plan.sizes.kv_bytes == plan.sizes.num_pages * plan.sizes.page_size * token
     assert not {"draft weights", "page states"} & before.keys()
 
 
 def test_the_first_of_several_layers(planned: Any, make: Make) -> None:
     """Two layers in the checkpoint cost what one costs, and the plan says so."""
-    tensors = {f"model.layers.{3 + number}.eh_proj.weight": ("BF16", (128, 256)) for number in range(2)}
+    tensors = {
+        f"model.layers.{3 + number}.eh_proj.weight": ("BF16", (128, 256)) for number in range(2)
+    }
     folder = write_model(make("target", NEXTN), {**NEXTN, "num_nextn_predict_layers": 2}, tensors)
     plan = planned({"model": str(folder), "speculative": speculative()})
     assert plan.facts.model.nextn_layers == 2 and plan.sizes.draft_layers == 1
     assert {line.name: line.bytes for line in plan.budget}["draft weights"] == 128 * 256 * 4
     assert decisions(plan)["speculative.layers"] == 1
-    assert "the first of 2" in next(d.why for d in plan.decisions if d.field == "speculative.layers")
+    assert "the first of 2" in next(
+        d.why for d in plan.decisions if d.field == "speculative.layers"
+    )
 
 
 def test_a_sequence_leaves_room_for_what_is_drafted(planned: Any, make: Make) -> None:
-    config = {"model": str(make("target", NEXTN)), "memory": {"kv_tokens": 320}, "attention": {"page_size": 16}}
+    config = {
+        "model": str(make("target", NEXTN)),
+        "memory": {"kv_tokens": 320},
+        "attention": {"page_size": 16},
+    }
     assert planned(config).sizes.context_length == 320 - 1
     plan = planned({**config, "speculative": speculative(steps=3)})
     assert plan.sizes.context_length == 320 - 4 - 3 and plan.sizes.positions == 320
@@ -88,7 +120,9 @@ def test_a_sequence_leaves_room_for_what_is_drafted(planned: Any, make: Make) ->
 def test_a_folder_of_its_own(planned: Any, make: Make) -> None:
     """The target needs no layer then; the draft's facts travel in the plan."""
     target, draft = make("target", TINY_V3), make("draft", ALONE)
-    plan = planned({"model": str(target), "speculative": speculative(steps=2, draft_model=str(draft))})
+    plan = planned(
+        {"model": str(target), "speculative": speculative(steps=2, draft_model=str(draft))}
+    )
     assert plan.facts.draft is not None and plan.facts.draft.path == str(draft)
     assert (plan.facts.draft.num_layers, plan.facts.draft.nextn_layers) == (0, 1)
     again = EnginePlan.from_json(plan.to_json())
@@ -101,16 +135,23 @@ def test_a_folder_of_its_own(planned: Any, make: Make) -> None:
 
 def test_a_whole_checkpoint_may_be_the_draft(planned: Any, make: Make) -> None:
     folder = str(make("target", NEXTN))
-    assert planned({"model": folder, "speculative": speculative(draft_model=folder)}).facts.draft is not None
+    assert (
+        planned({"model": folder, "speculative": speculative(draft_model=folder)}).facts.draft
+        is not None
+    )
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def test_without_a_layer(refusals: Any, make: Make) -> None:
     found = refusals({"model": str(make("target", TINY_V3)), "speculative": speculative()})
     assert [r.field for r in found] == ["speculative.use"]
-    assert "has none" in found[0].reason and 'speculative.use = "none"' in found[0].fix and FIELD in found[0].fix
+    assert (
+        "has none" in found[0].reason
+        and 'speculative.use = "none"' in found[0].fix
+        and FIELD in found[0].fix
+    )
 
 
 def test_a_layer_that_config_states_and_the_files_lack(refusals: Any, tmp_path: Path) -> None:
@@ -121,34 +162,60 @@ def test_a_layer_that_config_states_and_the_files_lack(refusals: Any, tmp_path: 
 
 def test_a_family_without_such_layers(refusals: Any, llama: Path) -> None:
     found = refusals({"model": str(llama), "speculative": speculative()})
-    assert [r.field for r in found] == ["speculative.use"] and "llama does not build" in found[0].reason
+    assert [r.field for r in found] == ["speculative.use"] and "llama does not build" in found[
+        0
+    ].reason
 
 
-@pytest.mark.parametrize(("options", "field", "reason", "fix"), [
-    ({"steps": 3, "draft_tokens": 3}, "speculative.draft_tokens", "a chain of 3 steps has 4", "= 4"),
-    ({"topk": 4}, "speculative.topk", "topk is 4", "topk = 1"),
-    ({"steps": 0}, "speculative.steps", "0 steps", "steps = 1"),
-    ({"steps": 99}, "speculative.steps", "99 steps", "steps = 15"),
-])
-def test_knobs_that_cannot_be_met(refusals: Any, make: Make, options: dict[str, Any], field: str, reason: str,
-                                  fix: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "field", "reason", "fix"),
+    [
+        (
+            {"steps": 3, "draft_tokens": 3},
+            "speculative.draft_tokens",
+            "a chain of 3 steps has 4",
+            "= 4",
+        ),
+        ({"topk": 4}, "speculative.topk", "topk is 4", "topk = 1"),
+        ({"steps": 0}, "speculative.steps", "0 steps", "steps = 1"),
+        ({"steps": 99}, "speculative.steps", "99 steps", "steps = 15"),
+    ],
+)
+def test_knobs_that_cannot_be_met(
+    refusals: Any, make: Make, options: dict[str, Any], field: str, reason: str, fix: str
+) -> None:
     found = refusals({"model": str(make("target", NEXTN)), "speculative": speculative(**options)})
     assert [r.field for r in found] == [field] and reason in found[0].reason and fix in found[0].fix
 
 
-@pytest.mark.parametrize(("changes", "reason"), [
-    ({"hidden_size": 256}, "hidden size is 256, the model's is 128"),
-    ({"vocab_size": 600}, "vocabulary size is 600, the model's is 512"),
-    ({"kv_lora_rank": 128}, "latent size (kv_lora_rank) is 128, the model's is 64"),
-    ({"qk_rope_head_dim": 32}, "rotary size (qk_rope_head_dim) is 32, the model's is 16"),
-    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-     "fp8 in 128x128 blocks, the model's are not quantised"),
-    ({"architectures": ["DeepseekV2ForCausalLM"]}, "is a DeepseekV2ForCausalLM, which is no next-token layer"),
-    ({"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": None}, "holds no next-token layer"),
-])
-def test_a_draft_that_does_not_fit(refusals: Any, make: Make, changes: dict[str, Any], reason: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_size": 256}, "hidden size is 256, the model's is 128"),
+        ({"vocab_size": 600}, "vocabulary size is 600, the model's is 512"),
+        ({"kv_lora_rank": 128}, "latent size (kv_lora_rank) is 128, the model's is 64"),
+        ({"qk_rope_head_dim": 32}, "rotary size (qk_rope_head_dim) is 32, the model's is 16"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "fp8 in 128x128 blocks, the model's are not quantised",
+        ),
+        (
+            {"architectures": ["DeepseekV2ForCausalLM"]},
+            "is a DeepseekV2ForCausalLM, which is no next-token layer",
+        ),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": None},
+            "holds no next-token layer",
+        ),
+    ],
+)
+def test_a_draft_that_does_not_fit(
+    refusals: Any, make: Make, changes: dict[str, Any], reason: str
+) -> None:
     draft = make("draft", ALONE, **changes)
-    found = refusals({"model": str(make("target", NEXTN)), "speculative": speculative(draft_model=str(draft))})
+    found = refusals(
+        {"model": str(make("target", NEXTN)), "speculative": speculative(draft_model=str(draft))}
+    )
     assert {r.field for r in found} == {FIELD}
     assert any(reason in r.reason for r in found), found
     assert all("export-nextn" in r.fix for r in found)
@@ -157,16 +224,28 @@ def test_a_draft_that_does_not_fit(refusals: Any, make: Make, changes: dict[str,
 def test_everything_wrong_with_a_draft_at_once(refusals: Any, make: Make) -> None:
     draft = make("draft", {**TINY_LLAMA}, {"a": 0, "b": 1})
     target = make("target", NEXTN, {"a": 0, "c": 1})
-    reasons = " ".join(r.reason for r in refusals({
-        "model": str(target), "speculative": speculative(draft_model=str(draft), topk=2)}))
-    for part in ("LlamaForCausalLM", "hidden size", "vocabulary size", "kind of attention is mha", "another tokenizer",
-                 "topk is 2"):
+    reasons = " ".join(
+        r.reason
+        for r in refusals(
+            {"model": str(target), "speculative": speculative(draft_model=str(draft), topk=2)}
+        )
+    )
+    for part in (
+        "LlamaForCausalLM",
+        "hidden size",
+        "vocabulary size",
+        "kind of attention is mha",
+        "another tokenizer",
+        "topk is 2",
+    ):
         assert part in reasons, part
 
 
 @pytest.mark.parametrize("folder", ["/no/such/folder", "someone/unseen"])
 def test_a_draft_that_is_not_there(refusals: Any, make: Make, folder: str) -> None:
-    found = refusals({"model": str(make("target", NEXTN)), "speculative": speculative(draft_model=folder)})
+    found = refusals(
+        {"model": str(make("target", NEXTN)), "speculative": speculative(draft_model=folder)}
+    )
     assert [r.field for r in found] == [FIELD] and "no folder or file" in found[0].reason
     assert "leave it out" in found[0].fix
 
@@ -174,16 +253,25 @@ def test_a_draft_that_is_not_there(refusals: Any, make: Make, folder: str) -> No
 def test_a_damaged_draft(refusals: Any, make: Make) -> None:
     draft = make("draft", ALONE)
     (draft / "config.json").write_text("{")
-    found = refusals({"model": str(make("target", NEXTN)), "speculative": speculative(draft_model=str(draft))})
+    found = refusals(
+        {"model": str(make("target", NEXTN)), "speculative": speculative(draft_model=str(draft))}
+    )
     assert [r.field for r in found] == [FIELD] and "could not be read as JSON" in found[0].reason
 
 
 def test_a_draft_without_weights(planned: Any, make: Make, tmp_path: Path) -> None:
     target = write_model(tmp_path / "full", TINY_V3, {"model.norm.weight": ("BF16", (128,))})
     with pytest.raises(PlanRefused) as caught:
-        planned({"model": str(target), "weights": {"use": "safetensors"},
-                 "speculative": speculative(draft_model=str(make("draft", ALONE)))})
-    assert [(r.field, "holds no weights" in r.reason) for r in caught.value.refusals] == [(FIELD, True)]
+        planned(
+            {
+                "model": str(target),
+                "weights": {"use": "safetensors"},
+                "speculative": speculative(draft_model=str(make("draft", ALONE))),
+            }
+        )
+    assert [(r.field, "holds no weights" in r.reason) for r in caught.value.refusals] == [
+        (FIELD, True)
+    ]
 
 
 def test_a_draft_is_not_served_alone(refusals: Any, make: Make) -> None:
@@ -193,7 +281,7 @@ def test_a_draft_is_not_served_alone(refusals: Any, make: Make) -> None:
     assert "cannot answer alone" in found[0].reason and f'{FIELD} = "{draft}"' in found[0].fix
 
 
-# ---- tokenizers -----------------------------------------------------------------------------------------------------
+# ---- tokenizers ----------------------------------------------------------------------------------
 
 
 def test_tokenizers_are_compared_by_what_ids_mean(planned: Any, refusals: Any, make: Make) -> None:

@@ -1,4 +1,5 @@
 """The plan says who multiplies routed experts in block FP8, and why not DeepGEMM."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -21,7 +22,9 @@ def card() -> PluginSet:
 
 def said(folder: Path, plugins: PluginSet, **config: Any) -> tuple[Any, str]:
     plan = planned(folder, plugins, **config)
-    found = [(each.value, each.why) for each in plan.decisions if each.field == "quantization.experts"]
+    found = [
+        (each.value, each.why) for each in plan.decisions if each.field == "quantization.experts"
+    ]
     assert len(found) <= 1
     return found[0] if found else (None, "")
 
@@ -36,24 +39,39 @@ def test_by_load_where_deep_gemm_is(card: PluginSet, tmp_path: Path) -> None:
     assert value == "by load" and "35 rows or more" in why
 
 
-def test_our_own_where_it_is_not(card: PluginSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_where_it_is_not(
+    card: PluginSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without_deep_gemm(monkeypatch, card)
     value, why = said(written(tmp_path, "deepseek-v3", 4), card, context_length=4096)
     assert value == "triton" and "DeepGEMM is not installed, warps with roles from 40 rows" in why
     assert "pip install sgl-deep-gemm" in why
 
 
-@pytest.mark.parametrize(("hidden", "dtype", "words"), [
-    (128, "float32", "makes no float32"), (192, "bfloat16", "hidden sizes in blocks of 128, not 192")])
-def test_our_own_where_it_cannot(hidden: int, dtype: str, words: str, card: PluginSet, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "words"),
+    [
+        (128, "float32", "makes no float32"),
+        (192, "bfloat16", "hidden sizes in blocks of 128, not 192"),
+    ],
+)
+def test_our_own_where_it_cannot(
+    hidden: int, dtype: str, words: str, card: PluginSet, tmp_path: Path
+) -> None:
     value, why = said(write_config(tmp_path, "v3_fp8", hidden_size=hidden), card, dtype=dtype)
     assert value == "triton" and words in why
 
 
-@pytest.mark.parametrize("quantization", [
-    {"use": "block_fp8", "experts": "triton"}, {"use": "block_fp8", "activations": "none"}])
-def test_nothing_is_said_where_nothing_is_chosen(quantization: dict[str, Any], card: PluginSet, tmp_path: Path) -> None:
-    value, why = said(written(tmp_path, "deepseek-v3", 4), card, context_length=4096, quantization=quantization)
+@pytest.mark.parametrize(
+    "quantization",
+    [{"use": "block_fp8", "experts": "triton"}, {"use": "block_fp8", "activations": "none"}],
+)
+def test_nothing_is_said_where_nothing_is_chosen(
+    quantization: dict[str, Any], card: PluginSet, tmp_path: Path
+) -> None:
+    value, why = said(
+        written(tmp_path, "deepseek-v3", 4), card, context_length=4096, quantization=quantization
+    )
     assert value in {None, "triton"} and "our own kernels" not in why
 
 

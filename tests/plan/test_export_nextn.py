@@ -1,4 +1,7 @@
-"""``glowplug export-nextn``: the same bytes under other names, all or nothing, and a folder that drafts."""
+"""``glowplug export-nextn``: the same bytes under other names, all or nothing, and a folder that
+drafts.
+"""
+
 from __future__ import annotations
 
 import json
@@ -25,8 +28,11 @@ def raw_tensors(file: Path) -> dict[str, tuple[str, list[int], bytes]]:
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    return {name: (entry["dtype"], entry["shape"], data[8 + length :][slice(*entry["data_offsets"])])
-            for name, entry in header.items() if name != "__metadata__"}
+    return {
+        name: (entry["dtype"], entry["shape"], data[8 + length :][slice(*entry["data_offsets"])])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def export(model: Path | str, output: Path, *more: str) -> int:
@@ -37,22 +43,37 @@ def test_byte_for_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     out = tmp_path / "deep" / "draft"
     assert export("embedded", out) == 0
     assert f"--speculative-draft-model-path {out}" in capsys.readouterr().out
-    exported, whole = raw_tensors(out / "model.safetensors"), raw_tensors(EMBEDDED / "model.safetensors")
-    wanted = {name.replace(f"model.layers.{LAYERS}.", "model.layers.0."): value for name, value in whole.items()
-              if name.startswith(f"model.layers.{LAYERS}.")}
+    exported, whole = (
+        raw_tensors(out / "model.safetensors"),
+        raw_tensors(EMBEDDED / "model.safetensors"),
+    )
+    wanted = {
+        name.replace(f"model.layers.{LAYERS}.", "model.layers.0."): value
+        for name, value in whole.items()
+        if name.startswith(f"model.layers.{LAYERS}.")
+    }
     assert exported == wanted and len(exported) > 50
     assert {name: fact.shape for name, fact in read_header(out / "model.safetensors").items()} == {
-        name: tuple(value[1]) for name, value in wanted.items()}
-    with safe_open(out / "model.safetensors", framework="pt") as file:  # the reference reader takes it
+        name: tuple(value[1]) for name, value in wanted.items()
+    }
+    with safe_open(
+        out / "model.safetensors", framework="pt"
+    ) as file:  # the reference reader takes it
         assert set(file.keys()) == set(wanted)
 
 
 def test_config_and_tokenizer(tmp_path: Path) -> None:
     assert export(EMBEDDED, tmp_path / "draft") == 0
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (EMBEDDED, tmp_path / "draft"))
+    before, after = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (EMBEDDED, tmp_path / "draft")
+    )
     changed = {key: value for key, value in after.items() if before.get(key) != value}
-    assert changed == {"architectures": ["DeepseekV3ForCausalLMNextN"], "num_hidden_layers": 1,
-                       "first_k_dense_replace": 0}
+    assert changed == {
+        "architectures": ["DeepseekV3ForCausalLMNextN"],
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 0,
+    }
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "draft" / name).read_bytes() == (EMBEDDED / name).read_bytes()
     facts, target = read_folder(tmp_path / "draft"), read_folder(EMBEDDED)
@@ -62,21 +83,34 @@ def test_config_and_tokenizer(tmp_path: Path) -> None:
 
 def test_modules_left_unquantised_keep_their_meaning() -> None:
     named = ["lm_head", "model.layers.61.eh_proj", "model.layers.0.mlp", "model.layers.6.mlp"]
-    config = {"architectures": ["DeepseekV3ForCausalLM"], "quantization_config": {
-        "quant_method": "fp8", "modules_to_not_convert": named}}
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "quantization_config": {"quant_method": "fp8", "modules_to_not_convert": named},
+    }
     own = draft_config(config, 61)
-    assert own["quantization_config"] == {"quant_method": "fp8",
-                                          "modules_to_not_convert": ["lm_head", "model.layers.0.eh_proj"]}
+    assert own["quantization_config"] == {
+        "quant_method": "fp8",
+        "modules_to_not_convert": ["lm_head", "model.layers.0.eh_proj"],
+    }
     assert config["quantization_config"]["modules_to_not_convert"] == named  # type: ignore[index]
-    assert renamed("model.layers.61.mlp.experts.61.up_proj.bias", 61) == "model.layers.0.mlp.experts.61.up_proj.bias"
+    assert (
+        renamed("model.layers.61.mlp.experts.61.up_proj.bias", 61)
+        == "model.layers.0.mlp.experts.61.up_proj.bias"
+    )
 
 
 def test_the_first_layer_of_several_from_several_files(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", {**TINY_V3, "num_nextn_predict_layers": 2})
     parts: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
-        "a.safetensors": {"model.layers.3.enorm.weight": ("BF16", (8,)), "model.norm.weight": ("F32", (4,))},
-        "b.safetensors": {"model.layers.3.eh_proj.weight": ("F8_E4M3", (8, 16)),
-                          "model.layers.4.enorm.weight": ("BF16", (8,))}}
+        "a.safetensors": {
+            "model.layers.3.enorm.weight": ("BF16", (8,)),
+            "model.norm.weight": ("F32", (4,)),
+        },
+        "b.safetensors": {
+            "model.layers.3.eh_proj.weight": ("F8_E4M3", (8, 16)),
+            "model.layers.4.enorm.weight": ("BF16", (8,)),
+        },
+    }
     rng = os.urandom
     for name, tensors in parts.items():
         write_model(folder, {**TINY_V3, "num_nextn_predict_layers": 2}, tensors)
@@ -88,17 +122,24 @@ def test_the_first_layer_of_several_from_several_files(tmp_path: Path) -> None:
     whole = {**raw_tensors(folder / "a.safetensors"), **raw_tensors(folder / "b.safetensors")}
     assert raw_tensors(tmp_path / "draft" / "model.safetensors") == {
         "model.layers.0.enorm.weight": whole["model.layers.3.enorm.weight"],
-        "model.layers.0.eh_proj.weight": whole["model.layers.3.eh_proj.weight"]}
+        "model.layers.0.eh_proj.weight": whole["model.layers.3.eh_proj.weight"],
+    }
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def test_no_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_model(tmp_path / "model", {**TINY_V3, "num_nextn_predict_layers": 1}, {"x": ("F32", (1,))})
+    folder = write_model(
+        tmp_path / "model", {**TINY_V3, "num_nextn_predict_layers": 1}, {"x": ("F32", (1,))}
+    )
     assert export(folder, tmp_path / "draft") == 2
     said = capsys.readouterr().err
-    assert "holds no next-token layer behind its 3 layers" in said and "fix:" in said and "states 1" in said
+    assert (
+        "holds no next-token layer behind its 3 layers" in said
+        and "fix:" in said
+        and "states 1" in said
+    )
     assert not (tmp_path / "draft").exists()
 
 
@@ -119,8 +160,11 @@ def test_what_stands_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("where", [".", "model", "link"])
 def test_the_checkpoint_is_never_replaced(tmp_path: Path, where: str) -> None:
-    folder = write_model(tmp_path / "model", {**TINY_V3, "num_nextn_predict_layers": 1},
-                         {"model.layers.3.enorm.weight": ("F32", (4,))})
+    folder = write_model(
+        tmp_path / "model",
+        {**TINY_V3, "num_nextn_predict_layers": 1},
+        {"model.layers.3.enorm.weight": ("F32", (4,))},
+    )
     (tmp_path / "link").symlink_to(folder)
     assert export(folder, tmp_path / where, "--force") == 2
     assert (folder / "model.safetensors").exists() and (folder / "config.json").exists()
@@ -138,11 +182,15 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(nextn_export, "_pieces", broken)
     assert export(EMBEDDED, out, "--force") == 2
-    assert [path.name for path in out.iterdir()] == ["old"] and [path.name for path in tmp_path.iterdir()] == ["draft"]
+    assert [path.name for path in out.iterdir()] == ["old"] and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["draft"]
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "draft"])
-def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str) -> None:
+def test_what_cannot_be_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
     if model == "draft":
         assert export(EMBEDDED, tmp_path / "draft") == 0
         model = str(tmp_path / "draft")
@@ -150,7 +198,7 @@ def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "fix:" in capsys.readouterr().err
 
 
-# ---- the folder drafts ----------------------------------------------------------------------------------------------
+# ---- the folder drafts ---------------------------------------------------------------------------
 
 
 def test_an_exported_layer_drafts_as_the_checkpoints_own(tmp_path: Path) -> None:
@@ -160,11 +208,23 @@ def test_an_exported_layer_drafts_as_the_checkpoints_own(tmp_path: Path) -> None
     assert export("embedded", tmp_path / "draft") == 0
     found = []
     for options in ({}, {"draft_model": str(tmp_path / "draft")}):
-        config = {"model": "embedded", "device": "cpu", "dtype": "float32", "memory": {"kv_tokens": 512},
-                  "context_length": 96, "scheduler": {"max_running_requests": 4, "chunk_size": 32},
-                  "speculative": {"use": "nextn", "steps": 2, **options}}
+        config = {
+            "model": "embedded",
+            "device": "cpu",
+            "dtype": "float32",
+            "memory": {"kv_tokens": 512},
+            "context_length": 96,
+            "scheduler": {"max_running_requests": 4, "chunk_size": 32},
+            "speculative": {"use": "nextn", "steps": 2, **options},
+        }
         with RankSet(rank_plan(config)) as ranks:
             heard = ranks.run([submit(1, range(5, 25), 40), submit(2, [7, 8, 9, 10], 40)])
             stats = ranks.engines[0].scheduler.load()
-            found.append(({id: one.tokens for id, one in heard.items()}, stats.drafted_tokens, stats.accepted_tokens))
+            found.append(
+                (
+                    {id: one.tokens for id, one in heard.items()},
+                    stats.drafted_tokens,
+                    stats.accepted_tokens,
+                )
+            )
     assert found[0] == found[1] and found[0][1] > 0

@@ -1,4 +1,7 @@
-"""The command line: every published flag and alias, hyphens or underscores, precedence, contradictions, typos."""
+"""The command line: every published flag and alias, hyphens or underscores, precedence,
+contradictions, typos.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -26,7 +29,8 @@ def given(plugins: PluginSet, *words: str) -> Given:
     return read_command_line(parser.parse_args(list(words)), plugins)
 
 
-#: every engine flag that the DeepSeek recipes name, as they write it, and the configuration it must become
+#: every engine flag that the DeepSeek recipes name, as they write it, and the configuration it must
+#: become
 PUBLISHED: list[tuple[list[str], dict[str, Any]]] = [
     (["--model", "m"], {"model": "m"}),
     (["--model-path", "m"], {"model": "m"}),
@@ -35,8 +39,10 @@ PUBLISHED: list[tuple[list[str], dict[str, Any]]] = [
     (["--tp", "1"], {}),
     (["--enable-ep-moe", "--ep-size", "8"], {"parallel": [{"use": "ep_moe", "size": 8}]}),
     (["--ep-size", "8", "--enable-ep-moe"], {"parallel": [{"use": "ep_moe", "size": 8}]}),
-    (["--tp", "8", "--enable-dp-attention", "--dp-size", "8"],
-     {"parallel": [{"use": "tensor", "size": 8}, {"use": "dp_attention", "size": 8}]}),
+    (
+        ["--tp", "8", "--enable-dp-attention", "--dp-size", "8"],
+        {"parallel": [{"use": "tensor", "size": 8}, {"use": "dp_attention", "size": 8}]},
+    ),
     (["--trust-remote-code"], {"trust_remote_code": True}),
     (["--dtype", "float16"], {"dtype": "float16"}),
     (["--dtype", "half"], {"dtype": "float16"}),
@@ -47,40 +53,99 @@ PUBLISHED: list[tuple[list[str], dict[str, Any]]] = [
     (["--attention-backend", "fa3"], {"attention": {"use": "fa3_mla"}}),
     (["--attention-backend", "flashmla"], {"attention": {"use": "flashmla"}}),
     (["--disable-cuda-graph"], {"graphs": {"use": "eager"}}),
-    (["--cuda-graph-bs", "1", "2", "4"], {"graphs": {"use": "cuda_graph", "batch_sizes": [1, 2, 4]}}),
+    (
+        ["--cuda-graph-bs", "1", "2", "4"],
+        {"graphs": {"use": "cuda_graph", "batch_sizes": [1, 2, 4]}},
+    ),
     (["--cuda-graph-max-bs", "8"], {"graphs": {"use": "cuda_graph", "max_batch": 8}}),
     (["--disable-piecewise-cuda-graph"], {"graphs": {"prefill": False}}),
-    (["--enable-piecewise-cuda-graph", "--piecewise-cuda-graph-max-tokens", "768"],
-     {"graphs": {"use": "cuda_graph", "prefill": True, "max_prefill_tokens": 768}}),
-    (["--piecewise-cuda-graph-tokens", "16", "64"], {"graphs": {"use": "cuda_graph", "prefill_tokens": [16, 64]}}),
-    (["--enable-torch-compile", "--torch-compile-max-bs", "4"],
-     {"ops": {"use": "torch_compile", "max_batch": 4}}),
+    (
+        ["--enable-piecewise-cuda-graph", "--piecewise-cuda-graph-max-tokens", "768"],
+        {"graphs": {"use": "cuda_graph", "prefill": True, "max_prefill_tokens": 768}},
+    ),
+    (
+        ["--piecewise-cuda-graph-tokens", "16", "64"],
+        {"graphs": {"use": "cuda_graph", "prefill_tokens": [16, 64]}},
+    ),
+    (
+        ["--enable-torch-compile", "--torch-compile-max-bs", "4"],
+        {"ops": {"use": "torch_compile", "max_batch": 4}},
+    ),
     (["--disable-radix-cache"], {"cache": {"use": "none"}}),
     (["--disable-overlap-schedule"], {"scheduler": {"overlap": False}}),
-    (["--speculative-algorithm", "NEXTN", "--speculative-draft-model-path", "d", "--speculative-num-steps", "3",
-      "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"],
-     {"speculative": {"use": "nextn", "draft_model": "d", "steps": 3, "topk": 1, "draft_tokens": 4}}),
-    (["--speculative-algo", "EAGLE", "--speculative-draft", "d"],
-     {"speculative": {"use": "nextn", "draft_model": "d"}}),
-    (["--enable-dp-attention", "--enable-ep-moe", "--tp", "8", "--dp-size", "2"],
-     {"parallel": [{"use": "tensor", "size": 8}, {"use": "ep_moe", "size": 8}, {"use": "dp_attention", "size": 2}]}),
-    (["--ep-size", "4", "--dp", "8", "--tp-size", "8"],
-     {"parallel": [{"use": "tensor", "size": 8}, {"use": "ep_moe", "size": 4}, {"use": "dp_attention", "size": 8}]}),
+    (
+        [
+            "--speculative-algorithm",
+            "NEXTN",
+            "--speculative-draft-model-path",
+            "d",
+            "--speculative-num-steps",
+            "3",
+            "--speculative-eagle-topk",
+            "1",
+            "--speculative-num-draft-tokens",
+            "4",
+        ],
+        {
+            "speculative": {
+                "use": "nextn",
+                "draft_model": "d",
+                "steps": 3,
+                "topk": 1,
+                "draft_tokens": 4,
+            }
+        },
+    ),
+    (
+        ["--speculative-algo", "EAGLE", "--speculative-draft", "d"],
+        {"speculative": {"use": "nextn", "draft_model": "d"}},
+    ),
+    (
+        ["--enable-dp-attention", "--enable-ep-moe", "--tp", "8", "--dp-size", "2"],
+        {
+            "parallel": [
+                {"use": "tensor", "size": 8},
+                {"use": "ep_moe", "size": 8},
+                {"use": "dp_attention", "size": 2},
+            ]
+        },
+    ),
+    (
+        ["--ep-size", "4", "--dp", "8", "--tp-size", "8"],
+        {
+            "parallel": [
+                {"use": "tensor", "size": 8},
+                {"use": "ep_moe", "size": 4},
+                {"use": "dp_attention", "size": 8},
+            ]
+        },
+    ),
     (["--tp", "1", "--enable-ep-moe"], {}),
-    (["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "a:1"],
-     {"executor": {"hosts": 2, "host_rank": 1, "address": "a:1"}}),
+    (
+        ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "a:1"],
+        {"executor": {"hosts": 2, "host_rank": 1, "address": "a:1"}},
+    ),
     (["--max-running-requests", "768"], {"scheduler": {"max_running_requests": 768}}),
     (["--mem-fraction-static", "0.7"], {"memory": {"fraction": 0.7}}),
     (["--dist-timeout", "3600"], {"collectives": {"timeout": 3600.0}}),
     (["--host", "0.0.0.0", "--port", "30000"], {"server": {"host": "0.0.0.0", "port": 30000}}),
-    (["--served-model-name", "x", "--api-key", "k"], {"server": {"served_model_name": "x", "api_key": "k"}}),
+    (
+        ["--served-model-name", "x", "--api-key", "k"],
+        {"server": {"served_model_name": "x", "api_key": "k"}},
+    ),
     (["--context-length", "32768"], {"context_length": 32768}),
     (["--chunked-prefill-size", "4096"], {"scheduler": {"chunk_size": 4096}}),
     (["--schedule-policy", "lpm"], {"policy": {"use": "longest_prefix"}}),
     (["--reasoning-parser", "deepseek-r1"], {"outputs": [{"use": "deepseek-r1"}]}),
-    (["--reasoning-parser", "a", "--tool-call-parser", "b"], {"outputs": [{"use": "a"}, {"use": "b"}]}),
+    (
+        ["--reasoning-parser", "a", "--tool-call-parser", "b"],
+        {"outputs": [{"use": "a"}, {"use": "b"}]},
+    ),
     (["--chat-template", "t.jinja"], {"chat_template": "t.jinja"}),
-    (["--tokenizer-path", "t", "--skip-tokenizer-init"], {"tokenizer": "t", "skip_tokenizer": True}),
+    (
+        ["--tokenizer-path", "t", "--skip-tokenizer-init"],
+        {"tokenizer": "t", "skip_tokenizer": True},
+    ),
     (["--random-seed", "7"], {"seed": 7}),
     (["--page-size", "64"], {"attention": {"page_size": 64}}),
     (["--device", "cpu"], {"device": "cpu"}),
@@ -92,18 +157,27 @@ PUBLISHED: list[tuple[list[str], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("words", "config"), PUBLISHED, ids=lambda value: " ".join(value)[:40] if isinstance(
-    value, list) else "")
+@pytest.mark.parametrize(
+    ("words", "config"),
+    PUBLISHED,
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
 @pytest.mark.parametrize("underscores", [False, True])
-def test_published_flags(plugins: PluginSet, words: list[str], config: dict[str, Any], underscores: bool) -> None:
+def test_published_flags(
+    plugins: PluginSet, words: list[str], config: dict[str, Any], underscores: bool
+) -> None:
     if underscores:
-        words = ["--" + word[2:].replace("-", "_") if word.startswith("--") else word for word in words]
+        words = [
+            "--" + word[2:].replace("-", "_") if word.startswith("--") else word for word in words
+        ]
     found = given(plugins, *words)
     assert found.config == config and not found.layer.refusals
 
 
 def test_the_list_above_is_complete() -> None:
-    """Every flag of the recipes is in the table, and every flag of the table parses to its own field."""
+    """Every flag of the recipes is in the table, and every flag of the table parses to its own
+    field.
+    """
     named = {word for words, _ in PUBLISHED for word in words if word.startswith("--")}
     known = {name for flag in FLAGS for name in flag.names}
     assert named <= known
@@ -113,7 +187,9 @@ def test_the_list_above_is_complete() -> None:
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.names[0])
 def test_every_flag_sets_its_field_under_every_name(plugins: PluginSet, flag) -> None:
-    value = {int: "3", float: "0.5", None: None, byte_count: "3G", text_list: '["*"]'}.get(flag.convert, "word")
+    value = {int: "3", float: "0.5", None: None, byte_count: "3G", text_list: '["*"]'}.get(
+        flag.convert, "word"
+    )
     for name in flag.names:
         words = [name] if value is None else [name, value]
         if flag.names[0] == "--torch-compile-max-bs":
@@ -126,7 +202,9 @@ def test_every_flag_sets_its_field_under_every_name(plugins: PluginSet, flag) ->
 
 
 def test_config_fields_exist(plugins: PluginSet) -> None:
-    """Fields that a built-in has are spelled as the built-in spells them (the others belong to plugins to come)."""
+    """Fields that a built-in has are spelled as the built-in spells them (the others belong to
+    plugins to come).
+    """
     from glowplug.core.config.errors import leaf_paths
 
     known = set(leaf_paths(plugins, plugins.config_model))
@@ -137,14 +215,27 @@ def test_config_fields_exist(plugins: PluginSet) -> None:
             assert plain in known or plain.startswith(to_come), path
 
 
-# ---- precedence, contradictions, notes ------------------------------------------------------------------------------
+# ---- precedence, contradictions, notes -----------------------------------------------------------
 
 
-def test_command_line_over_file_over_contributed_over_default(plugins: PluginSet, v3: Path, tmp_path: Path) -> None:
+def test_command_line_over_file_over_contributed_over_default(
+    plugins: PluginSet, v3: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "engine.toml"
-    file.write_text(f'model = "{v3}"\nseed = 5\n[weights]\nuse = "random"\n[policy]\nuse = "priority"\n')
-    found = given(plugins, "--config", str(file), "--random-seed", "6", "--set", "scheduler.chunk_size=128",
-                  "--facts", "cpu")
+    file.write_text(
+        f'model = "{v3}"\nseed = 5\n[weights]\nuse = "random"\n[policy]\nuse = "priority"\n'
+    )
+    found = given(
+        plugins,
+        "--config",
+        str(file),
+        "--random-seed",
+        "6",
+        "--set",
+        "scheduler.chunk_size=128",
+        "--facts",
+        "cpu",
+    )
     plan = found.plan({"policy.use": "fcfs", "scheduler.chunk_size": 64, "cache.use": "none"})
     places = {d.field: (d.value, d.by, d.why) for d in plan.decisions}
     assert places["seed"] == (6, "operator", "--random-seed 6")
@@ -157,34 +248,53 @@ def test_command_line_over_file_over_contributed_over_default(plugins: PluginSet
 def test_contradictions_name_both_flags(plugins: PluginSet) -> None:
     found = given(plugins, "--disable-mla", "--attention-backend", "fa3")
     assert [(r.field, r.reason) for r in found.layer.refusals] == [
-        ("attention.use", "--disable-mla and --attention-backend fa3 contradict each other")]
+        ("attention.use", "--disable-mla and --attention-backend fa3 contradict each other")
+    ]
     assert not given(plugins, "--disable-mla", "--attention-backend", "torch_mla").layer.refusals
 
 
-@pytest.mark.parametrize(("words", "use"), [
-    (("--attention-backend", "flashinfer", "--enable-flashinfer-mla"), "flashinfer_mla"),
-    (("--attention-backend", "torch", "--disable-mla"), "torch_mla")])
-def test_two_names_of_one_backend_do_not_contradict(plugins: PluginSet, v3: Path, words: tuple[str, ...],
-                                                    use: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "use"),
+    [
+        (("--attention-backend", "flashinfer", "--enable-flashinfer-mla"), "flashinfer_mla"),
+        (("--attention-backend", "torch", "--disable-mla"), "torch_mla"),
+    ],
+)
+def test_two_names_of_one_backend_do_not_contradict(
+    plugins: PluginSet, v3: Path, words: tuple[str, ...], use: str
+) -> None:
     for order in (words, (words[2], *words[:2])):
         found = given(plugins, "--model", str(v3), *order)
         assert not found.layer.refusals and found.config["attention"]["use"] == use
 
 
-@pytest.mark.parametrize(("words", "field"), [
-    (("--attention-backend", "triton", "--disable-mla"), "attention.use"),
-    (("--attention-backend", "triton_mla", "--disable-mla"), "attention.use"),
-    (("--disable-cuda-graph", "--enable-piecewise-cuda-graph"), "graphs.use")])
-def test_a_flag_that_contradicts_sets_nothing(plugins: PluginSet, v3: Path, words: tuple[str, ...], field: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (("--attention-backend", "triton", "--disable-mla"), "attention.use"),
+        (("--attention-backend", "triton_mla", "--disable-mla"), "attention.use"),
+        (("--disable-cuda-graph", "--enable-piecewise-cuda-graph"), "graphs.use"),
+    ],
+)
+def test_a_flag_that_contradicts_sets_nothing(
+    plugins: PluginSet, v3: Path, words: tuple[str, ...], field: str
+) -> None:
     with pytest.raises(PlanRefused) as caught:
-        given(plugins, "--model", str(v3), "--load-format", "dummy", "--facts", "cpu", *words).plan()
-    said = [(r.field, r.reason) for r in caught.value.refusals if " cpu" not in r.reason]  # as backends for CUDA say
+        given(
+            plugins, "--model", str(v3), "--load-format", "dummy", "--facts", "cpu", *words
+        ).plan()
+    said = [
+        (r.field, r.reason) for r in caught.value.refusals if " cpu" not in r.reason
+    ]  # as backends for CUDA say
     assert [where for where, _ in said] == [field] and "contradict each other" in said[0][1]
 
 
 def test_set_contradicts_as_a_flag_does(plugins: PluginSet) -> None:
     rows = "scheduler.max_running_requests"
-    for words in (["--max-running-requests", "5", "--set", f"{rows}=6"], ["--set", f"{rows}=5", "--set", f"{rows}=6"]):
+    for words in (
+        ["--max-running-requests", "5", "--set", f"{rows}=6"],
+        ["--set", f"{rows}=5", "--set", f"{rows}=6"],
+    ):
         found = given(plugins, *words).layer
         assert [(r.field, r.fix) for r in found.refusals] == [(rows, "write one of them")]
         assert f"--set {rows}" in found.refusals[0].reason
@@ -193,16 +303,23 @@ def test_set_contradicts_as_a_flag_does(plugins: PluginSet) -> None:
 
 
 @pytest.mark.parametrize("name", ["--config", "--facts"])
-def test_files_are_given_once(plugins: PluginSet, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_files_are_given_once(
+    plugins: PluginSet, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     with pytest.raises(SystemExit):
         given(plugins, name, "a", name, "b")
     assert f"{name}: given twice" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--disable-cuda-graph", "--cuda-graph-max-bs", "1"],
-                                   ["--cuda-graph-bs", "1", "2", "--disable_cuda_graph"],
-                                   ["--disable-piecewise-cuda-graph", "--piecewise-cuda-graph-max-tokens", "64"],
-                                   ["--torch-compile-max-bs", "1"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--disable-cuda-graph", "--cuda-graph-max-bs", "1"],
+        ["--cuda-graph-bs", "1", "2", "--disable_cuda_graph"],
+        ["--disable-piecewise-cuda-graph", "--piecewise-cuda-graph-max-tokens", "64"],
+        ["--torch-compile-max-bs", "1"],
+    ],
+)
 def test_flags_without_effect_are_decisions(plugins: PluginSet, v3: Path, words: list[str]) -> None:
     plan = given(plugins, "--model", str(v3), "--load-format", "dummy", *words).plan()
     notes = [d for d in plan.decisions if d.value == "no effect"]
@@ -210,20 +327,27 @@ def test_flags_without_effect_are_decisions(plugins: PluginSet, v3: Path, words:
     assert plan.choice("graphs").name == "eager"
 
 
-@pytest.mark.parametrize(("words", "fields"), [
-    (["--speculative-algorithm", "NGRAM"], {"speculative.use"}),
-    (["--enable-ep-moe"], {"parallel.0.use"}),
-    (["--enable-flashinfer-mla", "--kv-cache-dtype", "fp8_e5m2"], {"attention.use", "attention.kv_dtype", "dtype"}),
-    (["--attention-backend", "fa4"], {"attention.use"}),
-    (["--cuda-graph-max-bs", "8"], {"graphs.use"}),
-    (["--schedule-policy", "dfs-weight"], {"policy.use"}),
-    (["--tool-call-parser", "deepseekv3"], {"outputs.0.use"}),
-    (["--set", "scheduler.chunk_sizes=3"], {"scheduler.chunk_sizes"}),
-    (["--set", "nonsense"], {"--set nonsense"}),
-    (["--facts", "9xh900"], {"--facts"}),
-])
-def test_what_no_plugin_does_is_refused_by_its_flag(plugins: PluginSet, v3: Path, words: list[str],
-                                                    fields: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        (["--speculative-algorithm", "NGRAM"], {"speculative.use"}),
+        (["--enable-ep-moe"], {"parallel.0.use"}),
+        (
+            ["--enable-flashinfer-mla", "--kv-cache-dtype", "fp8_e5m2"],
+            {"attention.use", "attention.kv_dtype", "dtype"},
+        ),
+        (["--attention-backend", "fa4"], {"attention.use"}),
+        (["--cuda-graph-max-bs", "8"], {"graphs.use"}),
+        (["--schedule-policy", "dfs-weight"], {"policy.use"}),
+        (["--tool-call-parser", "deepseekv3"], {"outputs.0.use"}),
+        (["--set", "scheduler.chunk_sizes=3"], {"scheduler.chunk_sizes"}),
+        (["--set", "nonsense"], {"--set nonsense"}),
+        (["--facts", "9xh900"], {"--facts"}),
+    ],
+)
+def test_what_no_plugin_does_is_refused_by_its_flag(
+    plugins: PluginSet, v3: Path, words: list[str], fields: set[str]
+) -> None:
     with pytest.raises(PlanRefused) as caught:
         given(plugins, "--model", str(v3), "--load-format", "dummy", *words).plan()
     assert {r.field for r in caught.value.refusals} == fields
@@ -234,21 +358,27 @@ def test_what_no_plugin_does_is_refused_by_its_flag(plugins: PluginSet, v3: Path
 
 
 def test_trust_remote_code_says_what_it_does(plugins: PluginSet, v3: Path) -> None:
-    plan = given(plugins, "--model", str(v3), "--load-format", "dummy", "--trust-remote-code").plan()
+    plan = given(
+        plugins, "--model", str(v3), "--load-format", "dummy", "--trust-remote-code"
+    ).plan()
     (note,) = (d for d in plan.decisions if d.field == "trust_remote_code")
     assert (note.value, note.by) == (True, "operator")
     assert note.why == "--trust-remote-code; no effect: code from a model folder is never run"
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["--modell", "x"], "did you mean --model?"),
-    (["--tensor-paralel-size", "2"], "did you mean --tensor-parallel-size?"),
-    (["--mod", "x"], "unknown flag --mod"),
-    (["--port", "many"], "invalid int value"),
-    (["stray"], "unexpected argument 'stray'"),
-])
-def test_typos_end_with_code_2(plugins: PluginSet, capsys: pytest.CaptureFixture[str], words: list[str],
-                               said: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--modell", "x"], "did you mean --model?"),
+        (["--tensor-paralel-size", "2"], "did you mean --tensor-parallel-size?"),
+        (["--mod", "x"], "unknown flag --mod"),
+        (["--port", "many"], "invalid int value"),
+        (["stray"], "unexpected argument 'stray'"),
+    ],
+)
+def test_typos_end_with_code_2(
+    plugins: PluginSet, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
     with pytest.raises(SystemExit) as caught:
         given(plugins, *words)
     assert caught.value.code == 2 and said in capsys.readouterr().err
@@ -269,11 +399,26 @@ def test_a_secret_is_not_shown(plugins: PluginSet) -> None:
 
 
 def test_literals() -> None:
-    for text, value in (("3", 3), ("0.5", 0.5), ("true", True), ("null", None), ("[1, 2]", [1, 2]), ("fa3", "fa3"),
-                        ('"3"', "3"), ('{"a": 1}', {"a": 1}), ("", ""), ("/a/b", "/a/b")):
+    for text, value in (
+        ("3", 3),
+        ("0.5", 0.5),
+        ("true", True),
+        ("null", None),
+        ("[1, 2]", [1, 2]),
+        ("fa3", "fa3"),
+        ('"3"', "3"),
+        ('{"a": 1}', {"a": 1}),
+        ("", ""),
+        ("/a/b", "/a/b"),
+    ):
         assert literal(text) == value and type(literal(text)) is type(value)
-    layer, _ = command_line_layer([], ['parallel=[{"use": "tensor", "size": 2}]', "attention.kernel=fa3"])
-    assert layer.data == {"parallel": [{"use": "tensor", "size": 2}], "attention": {"kernel": "fa3"}}
+    layer, _ = command_line_layer(
+        [], ['parallel=[{"use": "tensor", "size": 2}]', "attention.kernel=fa3"]
+    )
+    assert layer.data == {
+        "parallel": [{"use": "tensor", "size": 2}],
+        "attention": {"kernel": "fa3"},
+    }
 
 
 def test_flags_fit_beside_a_commands_own(plugins: PluginSet) -> None:
@@ -281,19 +426,33 @@ def test_flags_fit_beside_a_commands_own(plugins: PluginSet) -> None:
     parser.add_argument("--batch-size", type=int)
     add_engine_options(parser)
     args = parser.parse_args(["--batch-size", "4", "--tp", "2"])
-    assert args.batch_size == 4 and read_command_line(args, plugins).config["parallel"][0]["size"] == 2
+    assert (
+        args.batch_size == 4 and read_command_line(args, plugins).config["parallel"][0]["size"] == 2
+    )
 
 
-def test_one_word_for_a_library_is_the_backend_for_the_models_kind(plugins: PluginSet, v3: Path, llama: Path,
-                                                                   tmp_path: Path) -> None:
+def test_one_word_for_a_library_is_the_backend_for_the_models_kind(
+    plugins: PluginSet, v3: Path, llama: Path, tmp_path: Path
+) -> None:
     def asked(model: Path, name: str, *more: str) -> Any:
-        return given(plugins, "--model", str(model), "--attention-backend", name, *more).config["attention"]["use"]
+        return given(plugins, "--model", str(model), "--attention-backend", name, *more).config[
+            "attention"
+        ]["use"]
 
     for name in ("fa3", "triton", "torch"):
         assert (asked(v3, name), asked(llama, name)) == (f"{name}_mla", f"{name}_mha")
-    assert asked(v3, "flashinfer") == "flashinfer_mla" and asked(llama, "flashinfer") == "flashinfer"
-    assert asked(llama, "fa3_mla") == "fa3_mla", "a name that there is stays, and the plan refuses it"
+    assert (
+        asked(v3, "flashinfer") == "flashinfer_mla" and asked(llama, "flashinfer") == "flashinfer"
+    )
+    assert asked(llama, "fa3_mla") == "fa3_mla", (
+        "a name that there is stays, and the plan refuses it"
+    )
     assert asked(tmp_path / "no-model", "fa3") == "fa3"
     file = tmp_path / "engine.toml"
     file.write_text(f'model = "{llama}"\n')
-    assert given(plugins, "--config", str(file), "--attention-backend", "fa3").config["attention"]["use"] == "fa3_mha"
+    assert (
+        given(plugins, "--config", str(file), "--attention-backend", "fa3").config["attention"][
+            "use"
+        ]
+        == "fa3_mha"
+    )

@@ -1,4 +1,7 @@
-"""Flags of SGLang and vLLM: those with an equivalent are taken, the others are refused as what they are."""
+"""Flags of SGLang and vLLM: those with an equivalent are taken, the others are refused as what they
+are.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -35,53 +38,98 @@ VLLM_HAS = "is a flag of vLLM that glowplug does not support"
 #: flags as they stand in published commands, and the one line that answers them
 REFUSED: list[tuple[list[str], str]] = [
     (["--enable-lora"], f"--enable-lora {BOTH_HAVE}; merge the adapter into the checkpoint"),
-    (["--swap-space", "4"], f"--swap-space {VLLM_HAS}; leave it out: preempted sequences are computed again"),
-    (["--swap_space=4"], f"--swap-space {VLLM_HAS}; leave it out: preempted sequences are computed again"),
-    (["--cpu-offload-gb", "10"],
-     f"--cpu-offload-gb {BOTH_HAVE}; weights and cache stay on the devices, over which --tp-size spreads them"),
-    (["--max-num-batched-tokens", "8192"],
-     f"--max-num-batched-tokens {VLLM_HAS}; --chunked-prefill-size bounds the prompt tokens of a step"),
-    (["--pp-size", "2"],
-     f"--pp-size {SGLANG_HAS}; --tp-size, --ep-size and --enable-dp-attention spread a model over devices"),
-    (["--moe-runner-backend", "triton"], f"--moe-runner-backend {SGLANG_HAS}; --set quantization.experts=NAME"),
-    (["--tokenizer-revision", "main"],
-     f"--tokenizer-revision {VLLM_HAS}; nothing is downloaded: --model FOLDER, or hf download before"),
+    (
+        ["--swap-space", "4"],
+        f"--swap-space {VLLM_HAS}; leave it out: preempted sequences are computed again",
+    ),
+    (
+        ["--swap_space=4"],
+        f"--swap-space {VLLM_HAS}; leave it out: preempted sequences are computed again",
+    ),
+    (
+        ["--cpu-offload-gb", "10"],
+        f"--cpu-offload-gb {BOTH_HAVE}; weights and cache stay on the devices, over which --tp-size spreads them",
+    ),
+    (
+        ["--max-num-batched-tokens", "8192"],
+        f"--max-num-batched-tokens {VLLM_HAS}; --chunked-prefill-size bounds the prompt tokens of a step",
+    ),
+    (
+        ["--pp-size", "2"],
+        f"--pp-size {SGLANG_HAS}; --tp-size, --ep-size and --enable-dp-attention spread a model over devices",
+    ),
+    (
+        ["--moe-runner-backend", "triton"],
+        f"--moe-runner-backend {SGLANG_HAS}; --set quantization.experts=NAME",
+    ),
+    (
+        ["--tokenizer-revision", "main"],
+        f"--tokenizer-revision {VLLM_HAS}; nothing is downloaded: --model FOLDER, or hf download before",
+    ),
     (["--enable-eplb"], f"--enable-eplb {BOTH_HAVE}; leave it out"),
     (["--no-enable-eplb"], f"--no-enable-eplb {BOTH_HAVE}; leave it out"),
-    (["--compilation-config.mode", "3"],
-     f"--compilation-config.mode {VLLM_HAS}; --enable-torch-compile and --cuda-graph-bs"),
+    (
+        ["--compilation-config.mode", "3"],
+        f"--compilation-config.mode {VLLM_HAS}; --enable-torch-compile and --cuda-graph-bs",
+    ),
     (["--no-enforce-eager"], "unknown flag --no-enforce-eager: leave --enforce-eager out"),
-    (["--no-enable-chunked-prefill"], "unknown flag --no-enable-chunked-prefill: prompts are always computed in "
-     "chunks, of --chunked-prefill-size tokens at most"),
-    (["--lora-paths", "a=b", "c=d", "--port", "1", "--scheduler-recv-interval", "-1"],
-     f"--lora-paths {SGLANG_HAS}; merge the adapter into the checkpoint; --scheduler-recv-interval {SGLANG_HAS}; "
-     "leave it out"),
+    (
+        ["--no-enable-chunked-prefill"],
+        "unknown flag --no-enable-chunked-prefill: prompts are always computed in "
+        "chunks, of --chunked-prefill-size tokens at most",
+    ),
+    (
+        ["--lora-paths", "a=b", "c=d", "--port", "1", "--scheduler-recv-interval", "-1"],
+        f"--lora-paths {SGLANG_HAS}; merge the adapter into the checkpoint; --scheduler-recv-interval {SGLANG_HAS}; "
+        "leave it out",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("words", "line"), REFUSED, ids=lambda value: " ".join(value)[:40] if isinstance(
-    value, list) else "")
-def test_a_flag_of_another_engine_is_refused_as_one(capsys: pytest.CaptureFixture[str], words: list[str],
-                                                    line: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "line"),
+    REFUSED,
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_a_flag_of_another_engine_is_refused_as_one(
+    capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
     assert said(capsys, *words) == line
 
 
 def test_typos_are_still_typos(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "--tensor-paralel-size", "2") == (
-        "unknown flag --tensor-paralel-size, did you mean --tensor-parallel-size?")
+        "unknown flag --tensor-paralel-size, did you mean --tensor-parallel-size?"
+    )
     assert said(capsys, "stray", "--enable-lora") == (
-        "unexpected argument 'stray'; " + unsupported("--enable-lora", ()))
-    assert said(capsys, "--frobnicate=3", "stray") == "unknown flag --frobnicate; unexpected argument 'stray'"
+        "unexpected argument 'stray'; " + unsupported("--enable-lora", ())
+    )
+    assert (
+        said(capsys, "--frobnicate=3", "stray")
+        == "unknown flag --frobnicate; unexpected argument 'stray'"
+    )
 
 
 def test_the_lists_hold_what_this_engine_does_not_have() -> None:
-    ours = {name.removeprefix("--") for flag in FLAGS for name in flag.names} | {name[2:] for name in ALWAYS}
+    ours = {name.removeprefix("--") for flag in FLAGS for name in flag.names} | {
+        name[2:] for name in ALWAYS
+    }
     assert not ours & (BOTH | SGLANG | VLLM)
     assert not SGLANG & VLLM and not BOTH & (SGLANG | VLLM)
     assert len(SGLANG | BOTH) > 450 and len(VLLM | BOTH) > 300
     assert all(name == name.lower() and name[0] != "-" for name in BOTH | SGLANG | VLLM)
-    assert {"enable-two-batch-overlap", "grammar-backend", "hicache-ratio", "schedule-conservativeness"} <= SGLANG
-    assert {"guided-decoding-backend", "limit-mm-per-prompt", "kv-transfer-config", "enable-sleep-mode"} <= VLLM
+    assert {
+        "enable-two-batch-overlap",
+        "grammar-backend",
+        "hicache-ratio",
+        "schedule-conservativeness",
+    } <= SGLANG
+    assert {
+        "guided-decoding-backend",
+        "limit-mm-per-prompt",
+        "kv-transfer-config",
+        "enable-sleep-mode",
+    } <= VLLM
 
 
 def test_every_piece_of_advice_belongs_to_a_flag_and_names_flags_that_are_there() -> None:
@@ -94,13 +142,15 @@ def test_every_piece_of_advice_belongs_to_a_flag_and_names_flags_that_are_there(
         assert set(re.findall(r"--[a-z][a-z-]+", text)) <= known, text
 
 
-def test_a_command_without_a_flag_does_not_call_it_foreign(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_without_a_flag_does_not_call_it_foreign(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         Parser(prog="glowplug version").parse_args(["--tp", "2"])
     assert capsys.readouterr().err == "glowplug version: unknown flag --tp\n"
 
 
-# ---- flags with an equivalent ---------------------------------------------------------------------------------------
+# ---- flags with an equivalent --------------------------------------------------------------------
 
 TAKEN: list[tuple[list[str], dict[str, Any]]] = [
     (["--enable-prefix-caching"], {"cache": {"use": "radix"}}),
@@ -113,18 +163,30 @@ TAKEN: list[tuple[list[str], dict[str, Any]]] = [
     (["--allowed-origins", '["https://a.org"]'], {"server": {"cors_origins": ["https://a.org"]}}),
     (["--shutdown-timeout", "5"], {"server": {"drain_timeout": 5.0}}),
     (["--disable-log-stats"], {"log": {"stats_interval": 0.0}}),
-    (["--attn-dp-size", "2", "--tp", "2"], {"parallel": [{"use": "tensor", "size": 2},
-                                                         {"use": "dp_attention", "size": 2}]}),
+    (
+        ["--attn-dp-size", "2", "--tp", "2"],
+        {"parallel": [{"use": "tensor", "size": 2}, {"use": "dp_attention", "size": 2}]},
+    ),
     (["--spec-method", "mtp", "--spec-tokens", "2"], {"speculative": {"use": "nextn", "steps": 2}}),
-    (["--max-num-queued-reqs", "8", "--distributed-timeout-seconds", "60"],
-     {"scheduler": {"max_queued_requests": 8}, "collectives": {"timeout": 60.0}}),
-    (["--cuda-graph-bs-decode", "1", "2"], {"graphs": {"use": "cuda_graph", "batch_sizes": [1, 2]}}),
+    (
+        ["--max-num-queued-reqs", "8", "--distributed-timeout-seconds", "60"],
+        {"scheduler": {"max_queued_requests": 8}, "collectives": {"timeout": 60.0}},
+    ),
+    (
+        ["--cuda-graph-bs-decode", "1", "2"],
+        {"graphs": {"use": "cuda_graph", "batch_sizes": [1, 2]}},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("words", "config"), TAKEN, ids=lambda value: " ".join(value)[:40] if isinstance(
-    value, list) else "")
-def test_a_flag_with_an_equivalent_is_taken(plugins: PluginSet, words: list[str], config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("words", "config"),
+    TAKEN,
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_a_flag_with_an_equivalent_is_taken(
+    plugins: PluginSet, words: list[str], config: dict[str, Any]
+) -> None:
     found = given(plugins, *words)
     assert found.config == config and not found.layer.refusals
 
@@ -133,7 +195,9 @@ def test_a_flag_with_an_equivalent_is_taken(plugins: PluginSet, words: list[str]
 def test_prefix_caching_on_and_off_contradict(plugins: PluginSet, v3: Path, off: str) -> None:
     for words in (("--enable-prefix-caching", off), (off, "--enable-prefix-caching")):
         with pytest.raises(PlanRefused) as caught:
-            given(plugins, "--model", str(v3), "--load-format", "dummy", "--facts", "cpu", *words).plan()
+            given(
+                plugins, "--model", str(v3), "--load-format", "dummy", "--facts", "cpu", *words
+            ).plan()
         (refusal,) = caught.value.refusals
         assert refusal.reason == f"{words[0]} and {words[1]} contradict each other"
 
@@ -145,7 +209,11 @@ def test_prefix_caching_on_wins_over_a_file(plugins: PluginSet, v3: Path, tmp_pa
     assert given(plugins, *words).plan().choice("cache").name == "none"
     plan = given(plugins, *words, "--enable-prefix-caching").plan()
     decision = next(decision for decision in plan.decisions if decision.field == "cache.use")
-    assert (decision.value, decision.by, decision.why) == ("radix", "operator", "--enable-prefix-caching")
+    assert (decision.value, decision.by, decision.why) == (
+        "radix",
+        "operator",
+        "--enable-prefix-caching",
+    )
 
 
 @pytest.mark.parametrize("name", sorted(ALWAYS))
@@ -154,7 +222,9 @@ def test_a_flag_for_what_is_always_so_is_a_remark(plugins: PluginSet, v3: Path, 
     found = given(plugins, *words)
     assert found.config == given(plugins, *words[:6]).config
     remarks = [decision for decision in found.plan().decisions if decision.field == name]
-    assert [(one.value, one.by, one.why) for one in remarks] == [("no effect", "operator", ALWAYS[name])]
+    assert [(one.value, one.by, one.why) for one in remarks] == [
+        ("no effect", "operator", ALWAYS[name])
+    ]
 
 
 def test_sizes_with_units() -> None:
@@ -166,7 +236,15 @@ def test_sizes_with_units() -> None:
             byte_count(text)
 
 
-@pytest.mark.parametrize("words", [["--allowed-origins", "https://a.org"], ["--allowed-origins", "[1]"],
-                                   ["--kv-cache-memory-bytes", "much"]])
-def test_a_value_of_another_form_ends_with_code_2(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--allowed-origins", "https://a.org"],
+        ["--allowed-origins", "[1]"],
+        ["--kv-cache-memory-bytes", "much"],
+    ],
+)
+def test_a_value_of_another_form_ends_with_code_2(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
     assert words[0] in said(capsys, *words)

@@ -1,4 +1,7 @@
-"""What the plan expects of captured graphs, beside what they took on one H200 (docs/benchmarks/memory-h200.json)."""
+"""What the plan expects of captured graphs, beside what they took on one H200
+(docs/benchmarks/memory-h200.json).
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -14,13 +17,23 @@ from tests.support.tiny import write_config
 
 MIB = 1 << 20
 NEAR, SMALL = 0.05, 32 * MIB  #: as tests/e2e/test_gpu_memory.py judges
-UNDER = 8 * MIB  #: a small plan may expect so much less than there is: the allocator takes up to 20 MiB at a time
+UNDER = (
+    8 * MIB
+)  #: a small plan may expect so much less than there is: the allocator takes up to 20 MiB at a time
 #: (model, layers of a shape, drafted tokens) -> MiB served, as segments come and where they grow
-SERVED = {("llama", 0, 0): (134, 142), ("v2", 0, 0): (136, 144), ("v3", 0, 0): (136, 144), ("v3", 0, 2): (172, 178),
-          ("v3_fp8", 0, 0): (156, 164), ("deepseek-v2-lite", 3, 0): (460, 424),
-          ("deepseek-v2-lite", 4, 0): (466, None), ("deepseek-v3", 4, 0): (2264, 1148),
-          ("deepseek-v3", 5, 0): (2266, None)}
-#: NOTE: before batch sizes were captured for short rows as well, what is planned for these is left out
+SERVED = {
+    ("llama", 0, 0): (134, 142),
+    ("v2", 0, 0): (136, 144),
+    ("v3", 0, 0): (136, 144),
+    ("v3", 0, 2): (172, 178),
+    ("v3_fp8", 0, 0): (156, 164),
+    ("deepseek-v2-lite", 3, 0): (460, 424),
+    ("deepseek-v2-lite", 4, 0): (466, None),
+    ("deepseek-v3", 4, 0): (2264, 1148),
+    ("deepseek-v3", 5, 0): (2266, None),
+}
+#: NOTE: before batch sizes were captured for short rows as well, what is planned for these is left
+#: out
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +42,35 @@ def card() -> PluginSet:
 
 
 def of_short_rows(plan: EnginePlan) -> int:
-    short, deep, columns = plan.sizes.short_rows, plan.facts.model.num_layers, plan.sizes.context_length // PAGE + 1
+    short, deep, columns = (
+        plan.sizes.short_rows,
+        plan.facts.model.num_layers,
+        plan.sizes.context_length // PAGE + 1,
+    )
     return driver_bytes(len(short), deep) - driver_bytes(0, deep) + sum(short) * columns * 4
 
 
-@pytest.mark.parametrize(("case", "grows"), [
-    (case, grows) for case, served in SERVED.items() for grows in (False, True) if served[grows] is not None])
-def test_planned_is_what_was_served(case: tuple[str, int, int], grows: bool, card: PluginSet, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "grows"),
+    [
+        (case, grows)
+        for case, served in SERVED.items()
+        for grows in (False, True)
+        if served[grows] is not None
+    ],
+)
+def test_planned_is_what_was_served(
+    case: tuple[str, int, int], grows: bool, card: PluginSet, tmp_path: Path
+) -> None:
     name, layers, drafted = case
     config: dict[str, Any] = {"memory": {"growing_segments": grows}}
     if layers:
         folder = written(tmp_path, name, layers)
         config |= {"context_length": 32768, "scheduler": {"max_running_requests": 512}}
     else:
-        folder = write_config(tmp_path, name, **({"num_nextn_predict_layers": 1} if drafted else {}))
+        folder = write_config(
+            tmp_path, name, **({"num_nextn_predict_layers": 1} if drafted else {})
+        )
         config["dtype"] = "bfloat16"
     if drafted:
         config["speculative"] = {"use": "nextn", "steps": drafted}
@@ -53,9 +81,13 @@ def test_planned_is_what_was_served(case: tuple[str, int, int], grows: bool, car
     assert low <= found <= high, (found / MIB, served / MIB)
 
 
-@pytest.mark.parametrize(("sizes", "layers", "drafts", "seen"), [
-    (26, 3, 0, 98), (34, 3, 0, 104), (26, 3, 2, 132), (26, 27, 0, 176)])
-def test_the_drivers_part_is_as_it_was_seen(sizes: int, layers: int, drafts: int, seen: int) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "layers", "drafts", "seen"),
+    [(26, 3, 0, 98), (34, 3, 0, 104), (26, 3, 2, 132), (26, 27, 0, 176)],
+)
+def test_the_drivers_part_is_as_it_was_seen(
+    sizes: int, layers: int, drafts: int, seen: int
+) -> None:
     """18 token counts each."""
     assert seen * MIB <= driver_bytes(sizes, layers, 18, drafts) <= (seen + 10) * MIB
 

@@ -1,4 +1,7 @@
-"""Which steps are captured, as the plan says it: chosen by itself, clipped, or refused with the reason."""
+"""Which steps are captured, as the plan says it: chosen by itself, clipped, or refused with the
+reason.
+"""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -16,7 +19,9 @@ H200 = read_sheet("1xh200")
 
 
 def decided(plan: Any) -> dict[str, tuple[Any, str, str]]:
-    return {decision.field: (decision.value, decision.by, decision.why) for decision in plan.decisions}
+    return {
+        decision.field: (decision.value, decision.by, decision.why) for decision in plan.decisions
+    }
 
 
 def test_a_device_captures_by_itself(planned: Any) -> None:
@@ -28,42 +33,90 @@ def test_a_device_captures_by_itself(planned: Any) -> None:
     line = next(line for line in plan.budget if line.name == "graphs")
     assert line.bytes > 0 and str(len(sizes)) in line.how
     eager = planned({"dtype": "bfloat16", "graphs": {"use": "eager"}}, hardware=H200)
-    assert "graphs" not in {line.name for line in eager.budget} and "graphs.batch_sizes" not in decided(eager)
+    assert "graphs" not in {
+        line.name for line in eager.budget
+    } and "graphs.batch_sizes" not in decided(eager)
 
 
-@pytest.mark.parametrize(("graphs", "want", "by", "why"), [
-    ({"batch_sizes": [1, 8, 300]}, [1, 8], "operator", "given; without 300: 16 sequences run at most"),
-    ({"batch_sizes": [4, 8], "max_batch": 4}, [4], "operator", "given; without 8: graphs.max_batch is lower"),
-    ({"max_batch": 2}, [1, 2], "size", "default, up to 2 of 16 sequences"),
-])
-def test_sizes_that_cannot_come_are_left_out(planned: Any, graphs: dict[str, Any], want: list[int], by: str,
-                                             why: str) -> None:
-    plan = planned({"dtype": "bfloat16", "scheduler": {"max_running_requests": 16},
-                    "graphs": {"use": "cuda_graph", **graphs}}, hardware=H200)
+@pytest.mark.parametrize(
+    ("graphs", "want", "by", "why"),
+    [
+        (
+            {"batch_sizes": [1, 8, 300]},
+            [1, 8],
+            "operator",
+            "given; without 300: 16 sequences run at most",
+        ),
+        (
+            {"batch_sizes": [4, 8], "max_batch": 4},
+            [4],
+            "operator",
+            "given; without 8: graphs.max_batch is lower",
+        ),
+        ({"max_batch": 2}, [1, 2], "size", "default, up to 2 of 16 sequences"),
+    ],
+)
+def test_sizes_that_cannot_come_are_left_out(
+    planned: Any, graphs: dict[str, Any], want: list[int], by: str, why: str
+) -> None:
+    plan = planned(
+        {
+            "dtype": "bfloat16",
+            "scheduler": {"max_running_requests": 16},
+            "graphs": {"use": "cuda_graph", **graphs},
+        },
+        hardware=H200,
+    )
     assert decided(plan)["graphs.batch_sizes"] == (want, by, why)
 
 
-@pytest.mark.parametrize(("config", "field", "reason", "fix"), [
-    ({"graphs": {"batch_sizes": [8, 9], "max_batch": 4}}, "graphs.max_batch", "above 4", "graphs.max_batch = 9"),
-    ({"graphs": {"batch_sizes": [20]}, "scheduler": {"max_running_requests": 16}}, "graphs.batch_sizes",
-     "above the 16 sequences", "graphs.batch_sizes = [16]"),
-    ({"graphs": {"batch_sizes": [512, 600]}}, "graphs.batch_sizes", "above the 256 sequences that may run by default",
-     "scheduler.max_running_requests = 512"),
-    ({"graphs": {}, "attention": {"use": "torch_mla"}}, "graphs.use", "torch_mla syncs with the host", "eager"),
-    ({"graphs": {"batch_sizes": []}}, "graphs.batch_sizes", "", ""),
-    ({"graphs": {"batch_sizes": [0, 1]}}, "graphs.batch_sizes.0", "", ""),
-])
-def test_what_leaves_nothing_to_capture_is_refused(refused: Any, config: dict[str, Any], field: str, reason: str,
-                                                   fix: str) -> None:
-    found = refused({"dtype": "bfloat16", **config, "graphs": {"use": "cuda_graph", **config["graphs"]}},
-                    hardware=H200)
+@pytest.mark.parametrize(
+    ("config", "field", "reason", "fix"),
+    [
+        (
+            {"graphs": {"batch_sizes": [8, 9], "max_batch": 4}},
+            "graphs.max_batch",
+            "above 4",
+            "graphs.max_batch = 9",
+        ),
+        (
+            {"graphs": {"batch_sizes": [20]}, "scheduler": {"max_running_requests": 16}},
+            "graphs.batch_sizes",
+            "above the 16 sequences",
+            "graphs.batch_sizes = [16]",
+        ),
+        (
+            {"graphs": {"batch_sizes": [512, 600]}},
+            "graphs.batch_sizes",
+            "above the 256 sequences that may run by default",
+            "scheduler.max_running_requests = 512",
+        ),
+        (
+            {"graphs": {}, "attention": {"use": "torch_mla"}},
+            "graphs.use",
+            "torch_mla syncs with the host",
+            "eager",
+        ),
+        ({"graphs": {"batch_sizes": []}}, "graphs.batch_sizes", "", ""),
+        ({"graphs": {"batch_sizes": [0, 1]}}, "graphs.batch_sizes.0", "", ""),
+    ],
+)
+def test_what_leaves_nothing_to_capture_is_refused(
+    refused: Any, config: dict[str, Any], field: str, reason: str, fix: str
+) -> None:
+    found = refused(
+        {"dtype": "bfloat16", **config, "graphs": {"use": "cuda_graph", **config["graphs"]}},
+        hardware=H200,
+    )
     assert field in found, found
     assert reason in found[field].reason and fix in found[field].fix
 
 
 @pytest.mark.parametrize("sizes", [[0], [0, 0], ["big"]])
 def test_a_list_of_wrong_sizes_is_refused_once_for_each(refused: Any, sizes: list[Any]) -> None:
-    found = refused({"dtype": "bfloat16", "graphs": {"use": "cuda_graph", "batch_sizes": sizes}}, hardware=H200)
+    found = refused(
+        {"dtype": "bfloat16", "graphs": {"use": "cuda_graph", "batch_sizes": sizes}}, hardware=H200
+    )
     assert list(found) == [f"graphs.batch_sizes.{at}" for at in range(len(sizes))]
 
 
@@ -74,17 +127,28 @@ def test_a_machine_without_a_card_is_the_one_reason(refused: Any, cpu: Any) -> N
     assert found["graphs.use"].fix == 'graphs.use = "eager"'
 
 
-@pytest.mark.parametrize("followed", [{"graphs": {"batch_sizes": [256]}},
-                                      {"graphs": {"batch_sizes": [512, 600]},
-                                       "scheduler": {"max_running_requests": 512}}])
-def test_either_way_out_of_a_list_above_the_default_captures(planned: Any, followed: dict[str, Any]) -> None:
-    plan = planned({"dtype": "bfloat16", **followed, "graphs": {"use": "cuda_graph", **followed["graphs"]}},
-                   hardware=H200)
+@pytest.mark.parametrize(
+    "followed",
+    [
+        {"graphs": {"batch_sizes": [256]}},
+        {"graphs": {"batch_sizes": [512, 600]}, "scheduler": {"max_running_requests": 512}},
+    ],
+)
+def test_either_way_out_of_a_list_above_the_default_captures(
+    planned: Any, followed: dict[str, Any]
+) -> None:
+    plan = planned(
+        {"dtype": "bfloat16", **followed, "graphs": {"use": "cuda_graph", **followed["graphs"]}},
+        hardware=H200,
+    )
     assert decided(plan)["graphs.batch_sizes"][0] == followed["graphs"]["batch_sizes"][:1]
 
 
 def test_ranks_step_eagerly_and_it_is_said(planned: Any) -> None:
-    plan = planned({"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 2}]}, hardware=read_sheet("8xh200"))
+    plan = planned(
+        {"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 2}]},
+        hardware=read_sheet("8xh200"),
+    )
     assert plan.choice("graphs").name == "eager"
     assert "steps of 2 ranks exchange through collectives" in decided(plan)["graphs.use"][2]
 
@@ -101,39 +165,82 @@ def test_small_steps_with_prompts_are_captured_too(planned: Any) -> None:
         return next(line.bytes for line in plan.budget if line.name == "graphs")
 
     assert size(plan) > size(without)
-    eager = planned({"dtype": "bfloat16", "graphs": {"use": "eager", "prefill": False}}, hardware=H200)
+    eager = planned(
+        {"dtype": "bfloat16", "graphs": {"use": "eager", "prefill": False}}, hardware=H200
+    )
     assert eager.sizes.pass_tokens == ()
 
 
-@pytest.mark.parametrize(("graphs", "want", "by", "why"), [
-    ({"prefill_tokens": [64, 8, 5000]}, [8, 64], "operator", "without 5000: a step has 144 at most"),
-    ({"prefill_tokens": [64, 8], "max_prefill_tokens": 32}, [8], "operator",
-     "without 64: graphs.max_prefill_tokens is"),
-    ({"max_prefill_tokens": 40}, [16, 32, 40], "size", "default, up to 40 of 144 tokens a step"),
-    ({}, [16, 32, 64, 128, 144], "size", "default, up to 144 of 144 tokens a step"),
-])
-def test_token_counts(planned: Any, graphs: dict[str, Any], want: list[int], by: str, why: str) -> None:
-    plan = planned({"dtype": "bfloat16", "scheduler": {"max_running_requests": 16, "chunk_size": 128},
-                    "graphs": {"use": "cuda_graph", **graphs}}, hardware=H200)
+@pytest.mark.parametrize(
+    ("graphs", "want", "by", "why"),
+    [
+        (
+            {"prefill_tokens": [64, 8, 5000]},
+            [8, 64],
+            "operator",
+            "without 5000: a step has 144 at most",
+        ),
+        (
+            {"prefill_tokens": [64, 8], "max_prefill_tokens": 32},
+            [8],
+            "operator",
+            "without 64: graphs.max_prefill_tokens is",
+        ),
+        (
+            {"max_prefill_tokens": 40},
+            [16, 32, 40],
+            "size",
+            "default, up to 40 of 144 tokens a step",
+        ),
+        ({}, [16, 32, 64, 128, 144], "size", "default, up to 144 of 144 tokens a step"),
+    ],
+)
+def test_token_counts(
+    planned: Any, graphs: dict[str, Any], want: list[int], by: str, why: str
+) -> None:
+    plan = planned(
+        {
+            "dtype": "bfloat16",
+            "scheduler": {"max_running_requests": 16, "chunk_size": 128},
+            "graphs": {"use": "cuda_graph", **graphs},
+        },
+        hardware=H200,
+    )
     found = decided(plan)["graphs.prefill_tokens"]
     assert found[:2] == (want, by) and why in found[2]
 
 
-@pytest.mark.parametrize(("graphs", "field", "reason"), [
-    ({"prefill": False, "prefill_tokens": [8]}, "graphs.prefill", "not to be captured"),
-    ({"prefill_tokens": [64], "max_prefill_tokens": 32}, "graphs.max_prefill_tokens", "above 32"),
-    ({"prefill_tokens": [0]}, "graphs.prefill_tokens.0", ""),
-])
-def test_token_counts_that_leave_nothing_are_refused(refused: Any, graphs: dict[str, Any], field: str,
-                                                     reason: str) -> None:
+@pytest.mark.parametrize(
+    ("graphs", "field", "reason"),
+    [
+        ({"prefill": False, "prefill_tokens": [8]}, "graphs.prefill", "not to be captured"),
+        (
+            {"prefill_tokens": [64], "max_prefill_tokens": 32},
+            "graphs.max_prefill_tokens",
+            "above 32",
+        ),
+        ({"prefill_tokens": [0]}, "graphs.prefill_tokens.0", ""),
+    ],
+)
+def test_token_counts_that_leave_nothing_are_refused(
+    refused: Any, graphs: dict[str, Any], field: str, reason: str
+) -> None:
     found = refused({"dtype": "bfloat16", "graphs": {"use": "cuda_graph", **graphs}}, hardware=H200)
     assert field in found and reason in found[field].reason, found
 
 
 def test_several_ranks_are_refused_passes(refused: Any) -> None:
-    found = refused({"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 2}],
-                     "graphs": {"use": "cuda_graph", "prefill": True}}, hardware=read_sheet("8xh200"))
-    assert "of each step's own number" in found["graphs.prefill"].reason.replace("exchange rows ", ""), found
+    found = refused(
+        {
+            "dtype": "bfloat16",
+            "parallel": [{"use": "tensor", "size": 2}],
+            "graphs": {"use": "cuda_graph", "prefill": True},
+        },
+        hardware=read_sheet("8xh200"),
+    )
+    assert "of each step's own number" in found["graphs.prefill"].reason.replace(
+        "exchange rows ", ""
+    ), found
 
 
 def test_larger_limits_go_on_in_steps() -> None:
@@ -146,7 +253,9 @@ def test_larger_limits_go_on_in_steps() -> None:
     assert CudaGraphOptions().token_counts(5) == (5,)
 
 
-def test_the_drafts_passes_over_prompts_are_captured_for_the_same_counts(planned: Any, tmp_path: Path) -> None:
+def test_the_drafts_passes_over_prompts_are_captured_for_the_same_counts(
+    planned: Any, tmp_path: Path
+) -> None:
     """They add a graph each to the line, and what the largest begins with."""
     folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
     base = {"model": str(folder), "dtype": "bfloat16", "speculative": {"use": "nextn", "steps": 2}}
@@ -154,13 +263,20 @@ def test_the_drafts_passes_over_prompts_are_captured_for_the_same_counts(planned
     counts = plan.sizes.extend_tokens
     assert counts == plan.sizes.pass_tokens != ()
     line = next(line for line in plan.budget if line.name == "graphs")
-    assert line.how.endswith(f"{len(counts)} token counts up to {counts[-1]}, of the draft too, one pool")
-    for changes in ({"graphs": {"prefill": False}}, {"graphs": {"use": "eager"}}, {"speculative": {"use": "none"}}):
+    assert line.how.endswith(
+        f"{len(counts)} token counts up to {counts[-1]}, of the draft too, one pool"
+    )
+    for changes in (
+        {"graphs": {"prefill": False}},
+        {"graphs": {"use": "eager"}},
+        {"speculative": {"use": "none"}},
+    ):
         assert planned({**base, **changes}, hardware=H200).sizes.extend_tokens == (), changes
 
 
-def test_a_draft_that_waits_for_the_host_is_not_captured_over_prompts(planned: Any, plugins: Any, tmp_path: Path,
-                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_waits_for_the_host_is_not_captured_over_prompts(
+    planned: Any, plugins: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
     base = {"model": str(folder), "dtype": "bfloat16", "speculative": {"use": "nextn"}}
 
@@ -173,7 +289,12 @@ def test_a_draft_that_waits_for_the_host_is_not_captured_over_prompts(planned: A
     offers = next(component.offers for component in components if component.name == "nextn")
     monkeypatch.setitem(offers.__dict__, "captures_in", replace(offers, modes=modes).captures_in)
     eager = planned(base, hardware=H200)
-    assert eager.choice("graphs").name == "cuda_graph" and eager.sizes.pass_tokens == captured.sizes.pass_tokens
+    assert (
+        eager.choice("graphs").name == "cuda_graph"
+        and eager.sizes.pass_tokens == captured.sizes.pass_tokens
+    )
     assert eager.sizes.extend_tokens == () and "of the draft too" not in str(eager.budget)
     counts, hidden = captured.sizes.extend_tokens, captured.facts.model.hidden_size
-    assert size(captured) - size(eager) == len(counts) * PER_PIECE + counts[-1] * (2 * hidden + 3 * 8)
+    assert size(captured) - size(eager) == len(counts) * PER_PIECE + counts[-1] * (
+        2 * hidden + 3 * 8
+    )

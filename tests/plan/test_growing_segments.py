@@ -1,5 +1,6 @@
-"""``memory.growing_segments`` in the plan: by itself on for one rank on a CUDA device, off for several and told why;
-where it was asked for and cannot work, told or refused."""
+"""``memory.growing_segments`` in the plan: by itself on for one rank on a CUDA device, off for
+several and told why; where it was asked for and cannot work, told or refused."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -20,7 +21,10 @@ PATH = "memory.growing_segments"
 
 
 def asked(planned: Any, value: Any, **more: Any) -> EnginePlan:
-    plan = planned({"dtype": "bfloat16", "memory": {} if value is None else {"growing_segments": value}}, **more)
+    plan = planned(
+        {"dtype": "bfloat16", "memory": {} if value is None else {"growing_segments": value}},
+        **more,
+    )
     assert isinstance(plan, EnginePlan)
     return plan
 
@@ -33,24 +37,39 @@ def graphs(plan: EnginePlan) -> int:
 def test_one_rank_has_it_by_itself_and_the_plan_says_so(planned: Any, value: Any) -> None:
     plan = asked(planned, value, hardware=H200)
     found, by, why = decided(plan)[PATH]
-    assert plan.growing_segments is True and (found, by) == (True, "size") and "KV cache more" in why
+    assert (
+        plan.growing_segments is True and (found, by) == (True, "size") and "KV cache more" in why
+    )
     assert EnginePlan.from_json(plan.to_json()).growing_segments is True
 
 
 @pytest.mark.parametrize("value", [None, "auto"])
 def test_several_ranks_do_not_and_the_plan_says_why(planned: Any, value: Any) -> None:
     memory = {} if value is None else {"growing_segments": value}
-    plan = planned({"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 2}], "memory": memory},
-                   hardware=read_sheet("8xh200"))
+    plan = planned(
+        {"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 2}], "memory": memory},
+        hardware=read_sheet("8xh200"),
+    )
     found, by, why = decided(plan)[PATH]
-    assert plan.growing_segments is False and (found, by) == (False, "size") and "these are 2 ranks" in why
+    assert (
+        plan.growing_segments is False
+        and (found, by) == (False, "size")
+        and "these are 2 ranks" in why
+    )
 
 
 @pytest.mark.parametrize("offered", [False, True])
 def test_one_rank_beside_collectives_that_use_handles(planned: Any, offered: bool) -> None:
-    own = component("collectives", "alone", CollectiveOffers(devices=frozenset({"cuda"}), growing_segments=offered))
-    plan = planned({"dtype": "bfloat16", "collectives": {"use": "alone"}}, hardware=H200,
-                   plugins=with_components(collectives=[own]))
+    own = component(
+        "collectives",
+        "alone",
+        CollectiveOffers(devices=frozenset({"cuda"}), growing_segments=offered),
+    )
+    plan = planned(
+        {"dtype": "bfloat16", "collectives": {"use": "alone"}},
+        hardware=H200,
+        plugins=with_components(collectives=[own]),
+    )
     assert plan.growing_segments is offered
     assert ("alone shares torch's memory" in decided(plan)[PATH][2]) is not offered
 
@@ -74,25 +93,50 @@ def test_a_cpu_has_no_segments_and_the_plan_says_so(planned: Any) -> None:
     assert why.endswith("no effect: segments are those of a CUDA device")
 
 
-def test_only_graphs_take_something_else_and_the_cache_what_is_left(planned: Any, tmp_path: Path) -> None:
-    """A tiny model's graphs need less than one segment; those of a published shape, whose blocks are large, gain."""
+def test_only_graphs_take_something_else_and_the_cache_what_is_left(
+    planned: Any, tmp_path: Path
+) -> None:
+    """A tiny model's graphs need less than one segment; those of a published shape, whose blocks
+    are large, gain.
+    """
+
     def rest(plan: EnginePlan) -> list[BudgetLine]:
         return [line for line in plan.budget if line.name not in ("graphs", "kv cache")]
 
     off, on = (asked(planned, value, hardware=H200) for value in (False, True))
     assert graphs(off) < graphs(on) and rest(off) == rest(on)
     folder = written(tmp_path, "deepseek-v2-lite", 3)
-    large = {"model": str(folder), "context_length": 32768, "scheduler": {"max_running_requests": 512}}
-    off, on = (planned({**large, "memory": {"growing_segments": value}}, hardware=H200) for value in (False, True))
-    assert graphs(on) < graphs(off) and rest(off) == rest(on) and on.sizes.num_pages > off.sizes.num_pages
+    large = {
+        "model": str(folder),
+        "context_length": 32768,
+        "scheduler": {"max_running_requests": 512},
+    }
+    off, on = (
+        planned({**large, "memory": {"growing_segments": value}}, hardware=H200)
+        for value in (False, True)
+    )
+    assert (
+        graphs(on) < graphs(off)
+        and rest(off) == rest(on)
+        and on.sizes.num_pages > off.sizes.num_pages
+    )
 
 
 @pytest.mark.parametrize("offered", [False, True])
-def test_collectives_that_share_torchs_memory_by_handles_refuse_it(planned: Any, refused: Any, offered: bool) -> None:
-    links = component("collectives", "links", CollectiveOffers(
-        devices=frozenset({"cuda"}), ranks=True, growing_segments=offered))
-    given: dict[str, Any] = {"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 2}],
-                             "collectives": {"use": "links"}, "memory": {"growing_segments": True}}
+def test_collectives_that_share_torchs_memory_by_handles_refuse_it(
+    planned: Any, refused: Any, offered: bool
+) -> None:
+    links = component(
+        "collectives",
+        "links",
+        CollectiveOffers(devices=frozenset({"cuda"}), ranks=True, growing_segments=offered),
+    )
+    given: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "parallel": [{"use": "tensor", "size": 2}],
+        "collectives": {"use": "links"},
+        "memory": {"growing_segments": True},
+    }
     more = {"plugins": with_components(collectives=[links]), "hardware": read_sheet("8xh200")}
     if offered:
         assert planned(given, **more).growing_segments
@@ -104,8 +148,14 @@ def test_collectives_that_share_torchs_memory_by_handles_refuse_it(planned: Any,
 
 
 def test_ranks_over_nccl_may_have_it(planned: Any) -> None:
-    plan = planned({"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 2}],
-                    "memory": {"growing_segments": True}}, hardware=read_sheet("8xh200"))
+    plan = planned(
+        {
+            "dtype": "bfloat16",
+            "parallel": [{"use": "tensor", "size": 2}],
+            "memory": {"growing_segments": True},
+        },
+        hardware=read_sheet("8xh200"),
+    )
     assert plan.growing_segments and plan.choice("collectives").name == "nccl"
 
 

@@ -1,5 +1,6 @@
-"""``scheduler.last_layer`` in the plan: on a device by itself, on a CPU where asked for, and never where all tokens are
-read."""
+"""``scheduler.last_layer`` in the plan: on a device by itself, on a CPU where asked for, and never
+where all tokens are read."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -32,8 +33,10 @@ def test_on_a_cpu_where_asked_for(planned) -> None:
     assert plan.sampled_last_layer and [value for value, _ in said(plan)] == ["sampled"]
 
 
-ALL: dict[str, dict[str, Any]] = {"drafts": {"speculative": {"use": "nextn", "steps": 2}},
-                                  "ranks": {"parallel": [{"use": "tensor", "size": 2}]}}
+ALL: dict[str, dict[str, Any]] = {
+    "drafts": {"speculative": {"use": "nextn", "steps": 2}},
+    "ranks": {"parallel": [{"use": "tensor", "size": 2}]},
+}
 
 
 @pytest.mark.parametrize("why", ALL)

@@ -1,4 +1,7 @@
-"""Ten thousand combinations in under twenty seconds of CPU time, without torch; every refusal complete."""
+"""Ten thousand combinations in under twenty seconds of CPU time, without torch; every refusal
+complete.
+"""
+
 from __future__ import annotations
 
 import json
@@ -64,18 +67,40 @@ MOST_SECONDS = 20
 
 @pytest.mark.timing
 def test_ten_thousand_combinations(tmp_path: Path) -> None:
-    quantized = {**TINY_V3, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    quantized = {
+        **TINY_V3,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
     drafting = {**TINY_V3, "num_nextn_predict_layers": 1}
-    folders = [write_model(tmp_path / name, config)
-               for name, config in (("v3", drafting), ("fp8", quantized), ("llama", TINY_LLAMA))]
-    draft = write_model(tmp_path / "draft", {**drafting, "architectures": ["DeepseekV3ForCausalLMNextN"],
-                                             "num_hidden_layers": 1, "first_k_dense_replace": 0})
+    folders = [
+        write_model(tmp_path / name, config)
+        for name, config in (("v3", drafting), ("fp8", quantized), ("llama", TINY_LLAMA))
+    ]
+    draft = write_model(
+        tmp_path / "draft",
+        {
+            **drafting,
+            "architectures": ["DeepseekV3ForCausalLMNextN"],
+            "num_hidden_layers": 1,
+            "first_k_dense_replace": 0,
+        },
+    )
     found = {}
     for _ in range(2):  # a busy machine gets a second chance
-        done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps([str(folder) for folder in folders]),
-                               str(draft)],
-                              text=True, capture_output=True, timeout=240, check=False,
-                              env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PATH": "/usr/bin:/bin"})
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                SCRIPT,
+                json.dumps([str(folder) for folder in folders]),
+                str(draft),
+            ],
+            text=True,
+            capture_output=True,
+            timeout=240,
+            check=False,
+            env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PATH": "/usr/bin:/bin"},
+        )
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         if found["seconds"] < MOST_SECONDS * found["slowness"]:

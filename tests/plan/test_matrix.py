@@ -1,7 +1,10 @@
-"""The promise, checked: every combination of built-ins on CPU either is refused by the plan or boots and generates.
+"""The promise, checked: every combination of built-ins on CPU either is refused by the plan or
+boots and generates.
 
-A fixed-seed sample runs by default; the whole matrix runs under the ``slow`` mark and prints its counts.
+A fixed-seed sample runs by default; the whole matrix runs under the ``slow`` mark and prints its
+counts.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -24,7 +27,12 @@ PROMPTS = [[5, 9, 3], list(range(2, 40)), [7]]
 
 AXES: dict[str, list[Any]] = {
     "model": list(CONFIGS),
-    "attention": [{}, {"use": "torch_mla"}, {"use": "torch_mla", "absorb": False}, {"use": "torch_mha"}],
+    "attention": [
+        {},
+        {"use": "torch_mla"},
+        {"use": "torch_mla", "absorb": False},
+        {"use": "torch_mha"},
+    ],
     "kv_dtype": ["auto", "float32", "bfloat16", "fp8_e4m3"],
     "page_size": [None, 1, 16],
     "quantization": [{}, {"use": "none"}, {"use": "block_fp8"}, {"use": "w8a8_int8"}],
@@ -54,9 +62,16 @@ def config_of(combination: dict[str, Any], folders: dict[str, Path]) -> dict[str
     attention = {**combination["attention"], "kv_dtype": combination["kv_dtype"]}
     if combination["page_size"] is not None:
         attention["page_size"] = combination["page_size"]
-    config: dict[str, Any] = {"model": str(folders[combination["model"]]), "device": "cpu",
-                              "dtype": combination["dtype"], "weights": {"use": "random"}, "skip_tokenizer": True,
-                              "memory": {"kv_tokens": 1024}, "executor": {"use": "inline"}, "attention": attention}
+    config: dict[str, Any] = {
+        "model": str(folders[combination["model"]]),
+        "device": "cpu",
+        "dtype": combination["dtype"],
+        "weights": {"use": "random"},
+        "skip_tokenizer": True,
+        "memory": {"kv_tokens": 1024},
+        "executor": {"use": "inline"},
+        "attention": attention,
+    }
     for section in ("quantization", "scheduler", "policy", "cache", "graphs"):
         if combination[section]:
             config[section] = combination[section]
@@ -75,7 +90,7 @@ def admitted(rows: list[dict[str, Any]], plugins: PluginSet) -> Iterator[dict[st
 
 
 def boot(config: dict[str, Any]) -> str:
-    """"" when it runs, else what went wrong."""
+    """ "" when it runs, else what went wrong."""
     model, rest = config["model"], {key: value for key, value in config.items() if key != "model"}
     try:
         with LLM(model=model, **rest) as llm:
@@ -83,19 +98,27 @@ def boot(config: dict[str, Any]) -> str:
             llm.control("check")
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    bad = [c.finish_reason for c in out if len(c.token_ids) != PARAMS.max_tokens or c.finish_reason != "length"]
+    bad = [
+        c.finish_reason
+        for c in out
+        if len(c.token_ids) != PARAMS.max_tokens or c.finish_reason != "length"
+    ]
     return f"finish reasons {bad}" if bad else ""
 
 
 def run_all(rows: list[dict[str, Any]]) -> None:
     failed = [(config, why) for config in rows if (why := boot(config))]
     kinds = Counter(why.splitlines()[0][:120] for _, why in failed)
-    assert not failed, f"{len(failed)} of {len(rows)} admitted combinations failed: {kinds}; first: {failed[0]}"
+    assert not failed, (
+        f"{len(failed)} of {len(rows)} admitted combinations failed: {kinds}; first: {failed[0]}"
+    )
 
 
 @pytest.mark.timeout(900)  # a quarter of a minute of work on an idle machine
 @pytest.mark.parametrize("part", range(PARTS))
-def test_a_sample_of_admitted_combinations_runs(folders: dict[str, Path], plugins: PluginSet, part: int) -> None:
+def test_a_sample_of_admitted_combinations_runs(
+    folders: dict[str, Path], plugins: PluginSet, part: int
+) -> None:
     rows = [config_of(c, folders) for c in combinations()]
     random.Random(20).shuffle(rows)
     found = list(itertools.islice(admitted(rows, plugins), part, SAMPLE, PARTS))

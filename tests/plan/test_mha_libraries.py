@@ -1,4 +1,7 @@
-"""Which multi-head attention a Llama plan takes: on Hopper with and without libraries, on the CPU, captured or not."""
+"""Which multi-head attention a Llama plan takes: on Hopper with and without libraries, on the CPU,
+captured or not.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -18,12 +21,20 @@ from glowplug.plugins.attention.shared import decode_choice as measured
 from tests.support.tiny import LLAMA
 
 INSTALLED = {"sglang-kernel": "0.4.2.post2", "triton": "3.6.0"}
-LARGE = {**LLAMA, "hidden_size": 512, "num_attention_heads": 8, "head_dim": 128, "torch_dtype": "bfloat16"}
+LARGE = {
+    **LLAMA,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "head_dim": 128,
+    "torch_dtype": "bfloat16",
+}
 
 
 def installed(packages: dict[str, str]) -> PluginSet:
     made = load_plugins(entry_points=False)
-    made.__dict__["software"] = replace(made.software, packages={**made.software.packages, **packages})
+    made.__dict__["software"] = replace(
+        made.software, packages={**made.software.packages, **packages}
+    )
     return made
 
 
@@ -38,15 +49,26 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("llama"), LARGE)
 
 
-def planned(model: Path, plugins: PluginSet, attention: dict[str, Any] | None = None, sheet: str = "1xh200",
-            **more: Any) -> EnginePlan:
-    config = {"model": str(model), "weights": {"use": "random"}, "skip_tokenizer": True,
-              "attention": attention or {}, **more}
+def planned(
+    model: Path,
+    plugins: PluginSet,
+    attention: dict[str, Any] | None = None,
+    sheet: str = "1xh200",
+    **more: Any,
+) -> EnginePlan:
+    config = {
+        "model": str(model),
+        "weights": {"use": "random"},
+        "skip_tokenizer": True,
+        "attention": attention or {},
+        **more,
+    }
     return make_plan(config, plugins=plugins, hardware=replace(read_sheet(sheet), packages=None))
 
 
-def refused(model: Path, plugins: PluginSet, attention: dict[str, Any], sheet: str = "1xh200",
-            **more: Any) -> dict[str, Refusal]:
+def refused(
+    model: Path, plugins: PluginSet, attention: dict[str, Any], sheet: str = "1xh200", **more: Any
+) -> dict[str, Refusal]:
     with pytest.raises(PlanRefused) as caught:
         planned(model, plugins, attention, sheet, **more)
     return {refusal.field: refusal for refusal in caught.value.refusals}
@@ -64,7 +86,9 @@ def test_without_triton_plain_torch_is_left(llama: Path) -> None:
 
 
 def test_the_cpu_keeps_plain_torch(llama: Path, plugins: PluginSet) -> None:
-    assert planned(llama, plugins, sheet="cpu", device="cpu").choice("attention").name == "torch_mha"
+    assert (
+        planned(llama, plugins, sheet="cpu", device="cpu").choice("attention").name == "torch_mha"
+    )
 
 
 def test_auto_takes_the_measured_one_and_says_so(llama: Path, plugins: PluginSet) -> None:
@@ -87,7 +111,9 @@ def test_each_is_taken_when_asked_for(name: str, llama: Path, plugins: PluginSet
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_an_eight_bit_cache_is_not_for_the_library_alone(dtype: str, llama: Path, plugins: PluginSet) -> None:
+def test_an_eight_bit_cache_is_not_for_the_library_alone(
+    dtype: str, llama: Path, plugins: PluginSet
+) -> None:
     plan = planned(llama, plugins, {"kv_dtype": dtype})
     assert (plan.choice("attention").name, plan.kv_dtype) == ("hopper_mha", dtype)
     found = refused(llama, plugins, {"use": "fa3_mha", "kv_dtype": dtype})
@@ -99,7 +125,9 @@ def test_what_the_library_is_not_compiled_for(plugins: PluginSet, tmp_path: Path
     assert planned(small, plugins).choice("attention").name == "triton_mha"
     found = refused(small, plugins, {"use": "fa3_mha"})["attention.use"]
     assert "heads of 128 numbers" in found.reason and "have 80" in found.reason
-    found = refused(write_model(tmp_path / "same", LARGE), plugins, {"use": "fa3_mha", "kv_dtype": "float16"})
+    found = refused(
+        write_model(tmp_path / "same", LARGE), plugins, {"use": "fa3_mha", "kv_dtype": "float16"}
+    )
     assert "not in float16" in found["attention.kv_dtype"].reason
     assert planned(small, plugins, dtype="float16").choice("attention").name == "triton_mha"
 
@@ -107,20 +135,32 @@ def test_what_the_library_is_not_compiled_for(plugins: PluginSet, tmp_path: Path
 def test_heads_too_large_for_a_multiprocessor(plugins: PluginSet, tmp_path: Path) -> None:
     large = write_model(tmp_path, {**LARGE, "head_dim": 512})
     assert planned(large, plugins).choice("attention").name == "torch_mha"
-    assert "heads of 256 numbers at most" in refused(large, plugins, {"use": "triton_mha"})["attention.use"].reason
+    assert (
+        "heads of 256 numbers at most"
+        in refused(large, plugins, {"use": "triton_mha"})["attention.use"].reason
+    )
 
 
 def test_a_missing_library_is_named(llama: Path) -> None:
-    found = refused(llama, installed({"sglang-kernel": "", "triton": "3.6.0"}), {"use": "fa3_mha"})["attention.use"]
+    found = refused(llama, installed({"sglang-kernel": "", "triton": "3.6.0"}), {"use": "fa3_mha"})[
+        "attention.use"
+    ]
     assert "sglang-kernel" in found.reason and 'pip install "sglang-kernel' in found.fix
 
 
-@pytest.mark.parametrize(("head", "dtype", "fits"), [
-    (32, "float32", ["triton_mha", "torch_mha"]), (32, "bfloat16", ["triton_mha", "torch_mha"]),
-    (128, "float32", ["triton_mha", "torch_mha"]),
-    (128, "bfloat16", ["hopper_mha", "fa3_mha", "triton_mha", "torch_mha"]), (512, "bfloat16", ["torch_mha"])])
-def test_what_is_named_instead_of_latent_attention_fits(head: int, dtype: str, fits: list[str], plugins: PluginSet,
-                                                        tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("head", "dtype", "fits"),
+    [
+        (32, "float32", ["triton_mha", "torch_mha"]),
+        (32, "bfloat16", ["triton_mha", "torch_mha"]),
+        (128, "float32", ["triton_mha", "torch_mha"]),
+        (128, "bfloat16", ["hopper_mha", "fa3_mha", "triton_mha", "torch_mha"]),
+        (512, "bfloat16", ["torch_mha"]),
+    ],
+)
+def test_what_is_named_instead_of_latent_attention_fits(
+    head: int, dtype: str, fits: list[str], plugins: PluginSet, tmp_path: Path
+) -> None:
     model = write_model(tmp_path, {**LARGE, "head_dim": head})
     found = refused(model, plugins, {"use": "torch_mla"}, dtype=dtype)["attention.use"]
     assert "torch_mla computes mla attention" in found.reason
@@ -130,8 +170,13 @@ def test_what_is_named_instead_of_latent_attention_fits(head: int, dtype: str, f
         assert planned(model, plugins, {"use": name}, dtype=dtype).choice("attention").name == name
 
 
-def test_what_no_backend_takes_does_not_hide_those_of_the_models_kind(plugins: PluginSet, tmp_path: Path) -> None:
+def test_what_no_backend_takes_does_not_hide_those_of_the_models_kind(
+    plugins: PluginSet, tmp_path: Path
+) -> None:
     """A dtype of the cache has a refusal and a fix of its own."""
     model = write_model(tmp_path, LARGE)
     found = refused(model, plugins, {"use": "torch_mla", "kv_dtype": "fp8_e4m3"}, "cpu")
-    assert found["attention.use"].fix == 'attention.use = "torch_mha"' and "attention.kv_dtype" in found
+    assert (
+        found["attention.use"].fix == 'attention.use = "torch_mha"'
+        and "attention.kv_dtype" in found
+    )

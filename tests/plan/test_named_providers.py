@@ -1,4 +1,7 @@
-"""What multiplies was named and is not installed: the plan says so once, and each way out of it is one."""
+"""What multiplies was named and is not installed: the plan says so once, and each way out of it is
+one.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,18 +18,29 @@ from tests.plan.test_bad_input import A100, H200, LIBRARIES, LITE, make  # noqa:
 
 NO_TRITON = {**LIBRARIES, "triton": ""}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-WIDE = {"block_fp8": {"activations": "none"}, "w8a8_int8": {"activations": "none"}, "awq": {"dequantize": True}}
-NAMED = [("block_fp8", "gemm", "triton"), ("block_fp8", "experts", "triton"), ("w8a8_int8", "gemm", "triton"),
-         ("awq", "gemm", "triton"), ("awq", "gemm", "cublas")]
+WIDE = {
+    "block_fp8": {"activations": "none"},
+    "w8a8_int8": {"activations": "none"},
+    "awq": {"dequantize": True},
+}
+NAMED = [
+    ("block_fp8", "gemm", "triton"),
+    ("block_fp8", "experts", "triton"),
+    ("w8a8_int8", "gemm", "triton"),
+    ("awq", "gemm", "triton"),
+    ("awq", "gemm", "cublas"),
+]
 
 
 @pytest.fixture
 def asked(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """(scheme, its options) -> a configuration with a model that it reads."""
+
     def config(scheme: str, **options: Any) -> dict[str, Any]:
         stated = {"quantization_config": AWQ} if scheme == "awq" else {}
         model = write_model(tmp_path / scheme, {**msgspec.json.decode(LITE.read_bytes()), **stated})
         return {"model": str(model), "quantization": {"use": scheme, **options}}
+
     return config
 
 
@@ -37,27 +51,46 @@ def refused(make: Callable[..., EnginePlan], *given: Any) -> list[Any]:  # noqa:
 
 
 @pytest.mark.parametrize(("scheme", "option", "value"), NAMED)
-def test_triton_is_missed_once(make: Callable[..., EnginePlan], asked: Callable[..., dict[str, Any]],  # noqa: F811
-                               scheme: str, option: str, value: str) -> None:
+def test_triton_is_missed_once(
+    make: Callable[..., EnginePlan],  # noqa: F811
+    asked: Callable[..., dict[str, Any]],
+    scheme: str,
+    option: str,
+    value: str,
+) -> None:
     (refusal,) = refused(make, asked(scheme, **{option: value}), H200, NO_TRITON)
     assert refusal.field == "quantization.use" and 'pip install "triton>=3.5"' in refusal.fix
     assert f'and quantization.{option} = "auto"' in refusal.fix
-    assert make(asked(scheme, **{option: value}), H200, LIBRARIES).choice("quantization").name == scheme
+    assert (
+        make(asked(scheme, **{option: value}), H200, LIBRARIES).choice("quantization").name
+        == scheme
+    )
     followed = asked(scheme, **WIDE[scheme], **{option: "auto"})
     assert make(followed, H200, NO_TRITON).choice("quantization").name == scheme
 
 
 @pytest.mark.parametrize(("scheme", "option", "value"), NAMED)
-def test_so_it_is_where_weights_stay_wide(make: Callable[..., EnginePlan],  # noqa: F811
-                                          asked: Callable[..., dict[str, Any]], scheme: str, option: str,
-                                          value: str) -> None:
+def test_so_it_is_where_weights_stay_wide(
+    make: Callable[..., EnginePlan],  # noqa: F811
+    asked: Callable[..., dict[str, Any]],
+    scheme: str,
+    option: str,
+    value: str,
+) -> None:
     (refusal,) = refused(make, asked(scheme, **WIDE[scheme], **{option: value}), H200, NO_TRITON)
-    assert refusal.field == f"quantization.{option}" and f'quantization.{option} = "auto"' in refusal.fix
-    assert make(asked(scheme, **WIDE[scheme]), H200, NO_TRITON).choice("quantization").name == scheme
+    assert (
+        refusal.field == f"quantization.{option}"
+        and f'quantization.{option} = "auto"' in refusal.fix
+    )
+    assert (
+        make(asked(scheme, **WIDE[scheme]), H200, NO_TRITON).choice("quantization").name == scheme
+    )
 
 
 def test_a_card_that_a_scheme_is_not_for_is_the_reason_whatever_is_named(
-        make: Callable[..., EnginePlan], asked: Callable[..., dict[str, Any]]) -> None:  # noqa: F811
+    make: Callable[..., EnginePlan],  # noqa: F811
+    asked: Callable[..., dict[str, Any]],
+) -> None:
     """Installing a library would not help there."""
     without = {**LIBRARIES, "sgl-deep-gemm": ""}
     (refusal,) = refused(make, asked("block_fp8", experts="deep_gemm_masked"), A100, without)

@@ -1,4 +1,7 @@
-"""Output parsers in the plan: tool calls are refused until answers carry them, however a parser was named."""
+"""Output parsers in the plan: tool calls are refused until answers carry them, however a parser was
+named.
+"""
+
 from __future__ import annotations
 
 import json
@@ -42,7 +45,11 @@ def given(plugins: PluginSet, model: Path, *words: str) -> Given:
     parser = Parser(prog="glowplug serve")
     add_engine_options(parser)
     return read_command_line(
-        parser.parse_args(["--model", str(model), "--load-format", "dummy", "--facts", "cpu", *words]), plugins)
+        parser.parse_args(
+            ["--model", str(model), "--load-format", "dummy", "--facts", "cpu", *words]
+        ),
+        plugins,
+    )
 
 
 def refusals(plugins: PluginSet, model: Path, *words: str) -> tuple[Refusal, ...]:
@@ -63,36 +70,57 @@ def calling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginSet:
     return loaded(tmp_path, monkeypatch, "tool_calls_of_a_test", CALLS)
 
 
-REASON = ("deepseek_calls makes pieces of kind tool_call, which no answer carries yet; their text would run into the "
-          "content")
+REASON = (
+    "deepseek_calls makes pieces of kind tool_call, which no answer carries yet; their text would run into the "
+    "content"
+)
 
 
-@pytest.mark.parametrize(("words", "place", "left"), [
-    (["--tool-call-parser", "deepseek-calls"], 0, []),
-    (["--reasoning-parser", "deepseek-r1", "--tool-call-parser", "deepseek_calls"], 1, ["deepseek_r1"]),
-    (["--reasoning-parser", "deepseek_calls"], 0, []),
-    (["--set", 'outputs=[{"use": "notes"}, {"use": "deepseek_calls"}]'], 1, ["notes"]),
-    (["--set", "outputs.0.use=deepseek_calls"], 0, []),
-], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None)
-def test_a_parser_of_tool_calls_is_refused_however_it_was_named(calling: PluginSet, v3: Path, words: list[str],
-                                                                place: int, left: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "place", "left"),
+    [
+        (["--tool-call-parser", "deepseek-calls"], 0, []),
+        (
+            ["--reasoning-parser", "deepseek-r1", "--tool-call-parser", "deepseek_calls"],
+            1,
+            ["deepseek_r1"],
+        ),
+        (["--reasoning-parser", "deepseek_calls"], 0, []),
+        (["--set", 'outputs=[{"use": "notes"}, {"use": "deepseek_calls"}]'], 1, ["notes"]),
+        (["--set", "outputs.0.use=deepseek_calls"], 0, []),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+)
+def test_a_parser_of_tool_calls_is_refused_however_it_was_named(
+    calling: PluginSet, v3: Path, words: list[str], place: int, left: list[str]
+) -> None:
     (refusal,) = refusals(calling, v3, *words)
-    assert (refusal.by, refusal.field, refusal.reason) == ("deepseek_calls", f"outputs.{place}.use", REASON)
+    assert (refusal.by, refusal.field, refusal.reason) == (
+        "deepseek_calls",
+        f"outputs.{place}.use",
+        REASON,
+    )
     kept = ", ".join(f'{{use = "{name}"}}' for name in left)
     assert refusal.fix == f"outputs = [{kept}]; requests that bring tools are refused"
     config = json.dumps([{"use": name} for name in left])
-    assert [c.name for c in given(calling, v3, "--set", f"outputs={config}").plan().choices_in("outputs")] == left
+    assert [
+        c.name
+        for c in given(calling, v3, "--set", f"outputs={config}").plan().choices_in("outputs")
+    ] == left
 
 
-def test_a_parser_of_tool_calls_is_refused_from_a_file(calling: PluginSet, v3: Path, tmp_path: Path) -> None:
+def test_a_parser_of_tool_calls_is_refused_from_a_file(
+    calling: PluginSet, v3: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "engine.toml"
     file.write_text('[[outputs]]\nuse = "deepseek_calls"\n')
     (refusal,) = refusals(calling, v3, "--config", str(file))
     assert (refusal.field, refusal.reason) == ("outputs.0.use", REASON)
 
 
-def test_a_parser_of_tool_calls_is_refused_as_a_contributed_default(v3: Path, tmp_path: Path,
-                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parser_of_tool_calls_is_refused_as_a_contributed_default(
+    v3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plugins = loaded(tmp_path, monkeypatch, "contributed_calls_of_a_test", CALLS + CONTRIBUTED)
     (refusal,) = refusals(plugins, v3)
     assert (refusal.field, refusal.reason) == ("outputs.1.use", REASON)
@@ -106,16 +134,26 @@ def test_what_a_parser_offers_decides_and_not_its_name(calling: PluginSet, v3: P
     assert [choice.name for choice in plan.choices_in("outputs")] == ["notes"]
 
 
-@pytest.mark.parametrize(("name", "reason"), [
-    ("deepseek", "no tool-call parser named 'deepseek' is registered"),
-    ("deepseek-r1", "deepseek_r1 parses reasoning, no tool calls"),
-    ("deepseek_call", "no tool-call parser named 'deepseek_call' is registered"),
-])
-def test_the_flag_for_tool_calls_takes_nothing_else(calling: PluginSet, v3: Path, name: str, reason: str) -> None:
-    tools, other = refusals(calling, v3, "--tool-call-parser", name, "--reasoning-parser", "deepseek_r2")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("deepseek", "no tool-call parser named 'deepseek' is registered"),
+        ("deepseek-r1", "deepseek_r1 parses reasoning, no tool calls"),
+        ("deepseek_call", "no tool-call parser named 'deepseek_call' is registered"),
+    ],
+)
+def test_the_flag_for_tool_calls_takes_nothing_else(
+    calling: PluginSet, v3: Path, name: str, reason: str
+) -> None:
+    tools, other = refusals(
+        calling, v3, "--tool-call-parser", name, "--reasoning-parser", "deepseek_r2"
+    )
     assert (tools.field, tools.reason) == ("outputs.0.use", f"--tool-call-parser {name}: {reason}")
     assert tools.fix == "leave --tool-call-parser out: requests that bring tools are refused"
-    assert other.reason.startswith("--reasoning-parser deepseek_r2: no") and other.fix == "did you mean 'deepseek_r1'?"
+    assert (
+        other.reason.startswith("--reasoning-parser deepseek_r2: no")
+        and other.fix == "did you mean 'deepseek_r1'?"
+    )
 
 
 def test_a_piece_of_an_undeclared_kind_fails_its_request() -> None:

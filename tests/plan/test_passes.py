@@ -1,4 +1,7 @@
-"""The six passes on configurations that run: choices with reasons, precedence, sizes, the frozen plan and its table."""
+"""The six passes on configurations that run: choices with reasons, precedence, sizes, the frozen
+plan and its table.
+"""
+
 from __future__ import annotations
 
 import random
@@ -48,11 +51,19 @@ def test_the_checkpoints_own_quantization_is_chosen(planned, v3_fp8: Path, v3: P
     assert planned({"model": str(v3)}).choice("quantization").name == "none"
 
 
-@pytest.mark.parametrize(("operator", "contributed", "value", "by"), [
-    ({}, {}, "fcfs", "default"),
-    ({}, {"policy.use": "priority"}, "priority", "entry point"),
-    ({"policy": {"use": "longest_prefix"}}, {"policy.use": "priority"}, "longest_prefix", "operator"),
-])
+@pytest.mark.parametrize(
+    ("operator", "contributed", "value", "by"),
+    [
+        ({}, {}, "fcfs", "default"),
+        ({}, {"policy.use": "priority"}, "priority", "entry point"),
+        (
+            {"policy": {"use": "longest_prefix"}},
+            {"policy.use": "priority"},
+            "longest_prefix",
+            "operator",
+        ),
+    ],
+)
 def test_operator_over_contributed_over_default(planned, operator, contributed, value, by) -> None:
     assert decision(planned(operator, contributed=contributed), "policy.use")[:2] == (value, by)
 
@@ -60,7 +71,9 @@ def test_operator_over_contributed_over_default(planned, operator, contributed, 
 def test_contributed_options_go_with_the_use_they_were_meant_for(planned) -> None:
     contributed = {"policy.use": "longest_prefix", "policy.window": 7}
     assert planned(contributed=contributed).choice("policy").options["window"] == 7
-    assert planned({"policy": {"use": "fcfs"}}, contributed=contributed).choice("policy").options == {"use": "fcfs"}
+    assert planned({"policy": {"use": "fcfs"}}, contributed=contributed).choice(
+        "policy"
+    ).options == {"use": "fcfs"}
 
 
 def test_a_plugin_contributes_for_these_facts(planned, cpu: HardwareFacts, v3: Path) -> None:
@@ -88,18 +101,27 @@ def test_a_thinking_chat_template_brings_its_parser(planned, tmp_path: Path) -> 
     (folder / "config.json").touch()
     plan = planned({"model": str(folder)})
     assert [choice.name for choice in plan.choices_in("outputs")] == ["deepseek_r1"]
-    assert decision(plan, "outputs.0.use")[1:] == ("glowplug.plugins.outputs.deepseek_r1", "contributed default")
+    assert decision(plan, "outputs.0.use")[1:] == (
+        "glowplug.plugins.outputs.deepseek_r1",
+        "contributed default",
+    )
     assert planned({"model": str(folder), "outputs": []}).choices_in("outputs") == ()
 
 
 def test_operator_values_keep_their_place(planned) -> None:
-    plan = planned({"server": {"port": 4}, "seed": 9}, lines={"server.port": 12}, origins={"seed": "--seed 9"},
-                   source="engine.toml")
+    plan = planned(
+        {"server": {"port": 4}, "seed": 9},
+        lines={"server.port": 12},
+        origins={"seed": "--seed 9"},
+        source="engine.toml",
+    )
     assert decision(plan, "server.port") == (4, "operator", "engine.toml:12")
     assert decision(plan, "seed") == (9, "operator", "--seed 9")
 
 
-def test_the_operators_config_is_not_written(planned, v3: Path, plugins: PluginSet, cpu: HardwareFacts) -> None:
+def test_the_operators_config_is_not_written(
+    planned, v3: Path, plugins: PluginSet, cpu: HardwareFacts
+) -> None:
     config = {"model": str(v3), "weights": {"use": "random"}, "outputs": [{"use": "deepseek-r1"}]}
     before = repr(config)
     plan = make_plan(config, plugins=plugins, hardware=cpu)
@@ -109,33 +131,51 @@ def test_the_operators_config_is_not_written(planned, v3: Path, plugins: PluginS
 
 
 def test_round_trip_through_json(planned) -> None:
-    for config in ({}, {"outputs": [{"use": "deepseek_r1"}], "server": {"cors_origins": ["http://a"]}, "seed": 5}):
+    for config in (
+        {},
+        {"outputs": [{"use": "deepseek_r1"}], "server": {"cors_origins": ["http://a"]}, "seed": 5},
+    ):
         plan = planned(config)
         assert EnginePlan.from_json(plan.to_json()) == plan
 
 
-# ---- sizes ----------------------------------------------------------------------------------------------------------
+# ---- sizes ---------------------------------------------------------------------------------------
 
 
 def test_kv_bytes_are_what_the_layout_costs(planned) -> None:
     rng = random.Random(3)
     for _ in range(20):
         page, tokens = rng.choice([1, 8, 16, 64]), rng.randrange(100, 5000)
-        plan = planned({"attention": {"page_size": page}, "memory": {"kv_tokens": tokens}, "dtype": "bfloat16"})
-        token = TINY_V3["num_hidden_layers"] * (TINY_V3["kv_lora_rank"] + TINY_V3["qk_rope_head_dim"]) * 2
+        plan = planned(
+            {"attention": {"page_size": page}, "memory": {"kv_tokens": tokens}, "dtype": "bfloat16"}
+        )
+        token = (
+            TINY_V3["num_hidden_layers"]
+            * (TINY_V3["kv_lora_rank"] + TINY_V3["qk_rope_head_dim"])
+            * 2
+        )
         assert (plan.sizes.num_pages - 1) * page >= tokens > (plan.sizes.num_pages - 2) * page
         assert plan.sizes.kv_bytes == plan.sizes.num_pages * page * token
         assert plan.sizes.context_length == min(4096, (plan.sizes.num_pages - 1) * page - 1)
-        assert plan.sizes.kv_bytes == next(line.bytes for line in plan.budget if line.name == "kv cache")
+        assert plan.sizes.kv_bytes == next(
+            line.bytes for line in plan.budget if line.name == "kv cache"
+        )
 
 
-def test_weights_come_from_the_headers_and_next_token_layers_stand_apart(planned, tmp_path: Path) -> None:
-    tensors = {"model.embed_tokens.weight": ("BF16", (512, 128)), "model.layers.0.x.weight": ("F8_E4M3", (128, 64)),
-               "model.layers.3.eh_proj.weight": ("BF16", (128, 256))}
+def test_weights_come_from_the_headers_and_next_token_layers_stand_apart(
+    planned, tmp_path: Path
+) -> None:
+    tensors = {
+        "model.embed_tokens.weight": ("BF16", (512, 128)),
+        "model.layers.0.x.weight": ("F8_E4M3", (128, 64)),
+        "model.layers.3.eh_proj.weight": ("BF16", (128, 256)),
+    }
     folder = write_model(tmp_path, {**TINY_V3, "num_nextn_predict_layers": 1}, tensors)
     plan = planned({"model": str(folder), "weights": {}})
     lines = {line.name: line.bytes for line in plan.budget}
-    assert lines["weights"] == 512 * 128 * 4 + 128 * 64  # float32, and FP8 as it is under a scheme that keeps it
+    assert (
+        lines["weights"] == 512 * 128 * 4 + 128 * 64
+    )  # float32, and FP8 as it is under a scheme that keeps it
     assert plan.facts.model.nextn_layers == 1 and "draft weights" not in lines
     assert plan.choice("weights").name == "safetensors"
 
@@ -164,7 +204,7 @@ def test_ready_sheets_plan(planned, name: str) -> None:
     assert sum(line.bytes for line in plan.budget) <= memory
 
 
-# ---- table ----------------------------------------------------------------------------------------------------------
+# ---- table ---------------------------------------------------------------------------------------
 
 
 def test_the_table_shows_every_decision_and_every_budget_line(planned) -> None:
@@ -181,12 +221,17 @@ def test_the_table_shows_every_decision_and_every_budget_line(planned) -> None:
 
 
 def test_a_long_choice_wraps_and_leaves_the_reasons_room() -> None:
-    lines = [("what", "choice", "by", "why", "bytes"),
-             ("sizes", "1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40,...", "size", "a", ""),
-             ("memory: x", "", "size", "so many rows of so many tokens", "1.5 GiB")]
+    lines = [
+        ("what", "choice", "by", "why", "bytes"),
+        ("sizes", "1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40,...", "size", "a", ""),
+        ("memory: x", "", "size", "so many rows of so many tokens", "1.5 GiB"),
+    ]
     found = list(table(lines, 90))
     assert found[0].index("bytes") - found[0].index("why") > 24 and max(map(len, found)) <= 90
     assert [line.split("  ")[0] for line in found] == ["what", "-" * 9, "sizes", "", "memory: x"]
     start = found[0].index("choice")
-    assert found[2][start:].startswith("1, 2, 3, 4, 6, 8, 12,  ") and found[3].strip() == "16, 24, 32, 40,..."
+    assert (
+        found[2][start:].startswith("1, 2, 3, 4, 6, 8, 12,  ")
+        and found[3].strip() == "16, 24, 32, 40,..."
+    )
     assert found[4].endswith("so many rows of so many tokens  1.5 GiB")

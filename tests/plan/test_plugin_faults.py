@@ -1,4 +1,7 @@
-"""Plugins that fail: each stops the start with the plugin, its distribution and version; nothing stays registered."""
+"""Plugins that fail: each stops the start with the plugin, its distribution and version; nothing
+stays registered.
+"""
+
 from __future__ import annotations
 
 import importlib.metadata
@@ -38,7 +41,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def distribution(site: Path, name: str, version: str, body: str, entry: str = "mine", head: str = HEAD) -> str:
+def distribution(
+    site: Path, name: str, version: str, body: str, entry: str = "mine", head: str = HEAD
+) -> str:
     """An installed distribution with one module and one entry point; returns the module's name."""
     module = name.replace("-", "_")
     (site / f"{module}.py").write_text(head + body)
@@ -53,22 +58,28 @@ def distribution(site: Path, name: str, version: str, body: str, entry: str = "m
 REGISTER = "\n@hookimpl\ndef register_attention_backends():\n    return {}\n"
 
 
-@pytest.mark.parametrize(("body", "said"), [
-    ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
-    ("import not_there_at_all", "ModuleNotFoundError"),
-    ("syntax error here", "SyntaxError"),
-    ("raise SystemExit(0)", "SystemExit"),
-    ("\n@hookimpl\ndef read_config_file(path, wrong_name):\n    return None\n", "wrong_name"),
-    ("\n@hookimpl\ndef register_atention_backends():\n    return []\n", "did you mean 'register_attention_backends'"),
-    (REGISTER.format("1 / 0"), "ZeroDivisionError"),
-    (REGISTER.format("(made() for _ in range(1))"), "returned generator, expected a list"),
-    (REGISTER.format("['mine']"), "is not a Component"),
-    (REGISTER.format("[made(offers=Offers())]"), "expected AttentionOffers"),
-    (REGISTER.format("[made(options=Options)]"), "subclass of AttentionOptions"),
-    (REGISTER.format("[made(name='other')]"), "Literal['other']"),
-    (REGISTER.format("[made(factory='nowhere')]"), "package.module:Class"),
-    (REGISTER.format("[made(), made()]"), "two plugins register attention 'mine'"),
-])
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+        ("import not_there_at_all", "ModuleNotFoundError"),
+        ("syntax error here", "SyntaxError"),
+        ("raise SystemExit(0)", "SystemExit"),
+        ("\n@hookimpl\ndef read_config_file(path, wrong_name):\n    return None\n", "wrong_name"),
+        (
+            "\n@hookimpl\ndef register_atention_backends():\n    return []\n",
+            "did you mean 'register_attention_backends'",
+        ),
+        (REGISTER.format("1 / 0"), "ZeroDivisionError"),
+        (REGISTER.format("(made() for _ in range(1))"), "returned generator, expected a list"),
+        (REGISTER.format("['mine']"), "is not a Component"),
+        (REGISTER.format("[made(offers=Offers())]"), "expected AttentionOffers"),
+        (REGISTER.format("[made(options=Options)]"), "subclass of AttentionOptions"),
+        (REGISTER.format("[made(name='other')]"), "Literal['other']"),
+        (REGISTER.format("[made(factory='nowhere')]"), "package.module:Class"),
+        (REGISTER.format("[made(), made()]"), "two plugins register attention 'mine'"),
+    ],
+)
 def test_a_fault_names_plugin_distribution_and_version(site: Path, body: str, said: str) -> None:
     distribution(site, "glowplug-faulty", "3.1.4", body)
     with pytest.raises(PluginLoadError) as caught:
@@ -80,7 +91,9 @@ def test_a_fault_names_plugin_distribution_and_version(site: Path, body: str, sa
 def test_a_plugin_that_is_not_to_be_found_says_where_it_is_looked_for(site: Path) -> None:
     with pytest.raises(PluginLoadError) as caught:
         load_plugins(["no_such_plugin.at_all"])
-    assert "No module named 'no_such_plugin'" in str(caught.value) and "PYTHONPATH" in str(caught.value)
+    assert "No module named 'no_such_plugin'" in str(caught.value) and "PYTHONPATH" in str(
+        caught.value
+    )
     assert "<frozen" not in str(caught.value)
     distribution(site, "glowplug-imports", "1.0", "import not_there_at_all")
     with pytest.raises(PluginLoadError) as caught:
@@ -111,13 +124,19 @@ def test_a_taken_component_name_names_both(site: Path) -> None:
     with pytest.raises(PluginLoadError) as caught:
         load_plugins()
     assert "glowplug-one 1.0" in str(caught.value) and "glowplug-two 2.0" in str(caught.value)
-    assert [r.distribution for r in load_plugins(block=["two"]).components("attention")][-1] == "glowplug-one"
+    assert [r.distribution for r in load_plugins(block=["two"]).components("attention")][
+        -1
+    ] == "glowplug-one"
 
 
 def test_a_plugin_may_not_take_a_built_in_name(site: Path) -> None:
     body = REGISTER.format("[made(name='torch_mla', options=Own)]")
-    distribution(site, "glowplug-thief", "1.0",
-                 "\nclass Own(AttentionOptions):\n    use: Literal['torch_mla'] = 'torch_mla'\n" + body)
+    distribution(
+        site,
+        "glowplug-thief",
+        "1.0",
+        "\nclass Own(AttentionOptions):\n    use: Literal['torch_mla'] = 'torch_mla'\n" + body,
+    )
     with pytest.raises(PluginLoadError, match="built in.*glowplug-thief 1.0"):
         load_plugins()
 
@@ -143,15 +162,22 @@ def test_extra_modules_and_one_module_twice(site: Path) -> None:
         load_plugins(extra=["loose_module"])
 
 
-def test_distributions_are_read_again_only_after_one_came(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributions_are_read_again_only_after_one_came(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reading all of them takes a third of a second, and each start of an engine asks."""
     reads: list[int] = []
     read = importlib.metadata.packages_distributions
-    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: reads.append(1) or read())
+    monkeypatch.setattr(
+        importlib.metadata, "packages_distributions", lambda: reads.append(1) or read()
+    )
     (site / "late_module.py").write_text(HEAD + REGISTER.format("[made()]"))
 
     def origins() -> list[str]:
-        return [source.origin for source in load_plugins(["late_module"], entry_points=False).sources[-1:]]
+        return [
+            source.origin
+            for source in load_plugins(["late_module"], entry_points=False).sources[-1:]
+        ]
 
     assert origins() == origins() == ["module late_module"] and len(reads) == 1
     info = site / "glowplug_late-3.0.dist-info"
@@ -162,8 +188,10 @@ def test_distributions_are_read_again_only_after_one_came(site: Path, monkeypatc
 
 
 def test_a_module_s_hook_may_be_a_bound_method(site: Path) -> None:
-    body = ("class Held:\n    @hookimpl\n    def register_attention_backends(self):\n        return [made()]\n"
-            "register_attention_backends = Held().register_attention_backends\n")
+    body = (
+        "class Held:\n    @hookimpl\n    def register_attention_backends(self):\n        return [made()]\n"
+        "register_attention_backends = Held().register_attention_backends\n"
+    )
     distribution(site, "glowplug-bound", "1.0", body)
     assert load_plugins().find("attention", "mine") is not None
 
@@ -196,14 +224,17 @@ def test_a_worker_loads_the_same_set_or_refuses(site: Path, planned) -> None:
     bare = planned(plugins=load_plugins(block=["mine"]))
     assert load_plugins_for(bare).find("attention", "mine") is None
     (site / "glowplug_good-1.2.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: glowplug-good\nVersion: 1.3\n")
+        "Metadata-Version: 2.1\nName: glowplug-good\nVersion: 1.3\n"
+    )
     with pytest.raises(PluginLoadError, match="glowplug-good 1.3"):
         load_plugins_for(plan)
 
 
 def test_build_parses_again_and_names_who_is_missing(planned, plugins: PluginSet) -> None:
     plan = planned()
-    built = plugins.build(Choice("policy", "longest_prefix", "", {"use": "longest_prefix", "window": 3}), plan, None)
+    built = plugins.build(
+        Choice("policy", "longest_prefix", "", {"use": "longest_prefix", "window": 3}), plan, None
+    )
     assert callable(built.order)
     with pytest.raises(PluginLoadError, match="gone of elsewhere|'gone' of elsewhere"):
         plugins.build(Choice("policy", "gone", "", {}, "elsewhere"), plan, None)
@@ -215,14 +246,24 @@ def test_build_parses_again_and_names_who_is_missing(planned, plugins: PluginSet
 @pytest.mark.parametrize("hook", ["contribute_defaults", "check_plan"])
 def test_a_planning_hook_that_raises_names_its_plugin(site: Path, planned, hook: str) -> None:
     argument = {"contribute_defaults": "facts", "check_plan": "context"}[hook]
-    distribution(site, "glowplug-raises", "0.9", f"\n@hookimpl\ndef {hook}({argument}):\n    return {{}}['no']\n")
+    distribution(
+        site,
+        "glowplug-raises",
+        "0.9",
+        f"\n@hookimpl\ndef {hook}({argument}):\n    return {{}}['no']\n",
+    )
     plugins = load_plugins()
     with pytest.raises(PluginLoadError, match=f"glowplug-raises 0.9.*{hook} failed: KeyError"):
         planned(plugins=plugins)
 
 
 def test_a_fact_reader_that_raises_refuses_the_model(site: Path, refused) -> None:
-    distribution(site, "glowplug-raises", "0.9", "\n@hookimpl\ndef read_model_facts(path):\n    return path.x\n")
+    distribution(
+        site,
+        "glowplug-raises",
+        "0.9",
+        "\n@hookimpl\ndef read_model_facts(path):\n    return path.x\n",
+    )
     found = refused(plugins=load_plugins())["model"]
     assert "AttributeError" in found.reason and "glowplug_raises.py" in found.reason
 

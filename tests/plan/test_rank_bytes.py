@@ -1,4 +1,7 @@
-"""Bytes of each rank: sums against the checkpoint, and the budget against what ranks really allocate."""
+"""Bytes of each rank: sums against the checkpoint, and the budget against what ranks really
+allocate.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -11,7 +14,13 @@ import torch
 from glowplug.core.engine.engine import Engine
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.facts.model_folder import embedded_path, model_facts, normalise, read_folder, read_json
+from glowplug.core.facts.model_folder import (
+    embedded_path,
+    model_facts,
+    normalise,
+    read_folder,
+    read_json,
+)
 from glowplug.core.facts.parameters import count_elements, count_parameters
 from glowplug.core.facts.weight_classes import role_of, tally
 from glowplug.core.plan.budget.weights import Storage, number_bytes, parts_of, weights_by_rank
@@ -21,8 +30,18 @@ from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan
 from tests.support.source_tree import ROOT
 from tests.support.tiny import CONFIGS, write_config
 
-MESHES = [{}, {"tp": 2}, {"tp": 4}, {"tp": 4, "ep": 4}, {"tp": 4, "ep": 2}, {"tp": 4, "dp": 2}, {"tp": 4, "dp": 4},
-          {"tp": 4, "ep": 2, "dp": 2}, {"tp": 4, "ep": 4, "dp": 4}, {"tp": 2, "ep": 2, "dp": 1}]
+MESHES = [
+    {},
+    {"tp": 2},
+    {"tp": 4},
+    {"tp": 4, "ep": 4},
+    {"tp": 4, "ep": 2},
+    {"tp": 4, "dp": 2},
+    {"tp": 4, "dp": 4},
+    {"tp": 4, "ep": 2, "dp": 2},
+    {"tp": 4, "ep": 4, "dp": 4},
+    {"tp": 2, "ep": 2, "dp": 1},
+]
 USES = {"tp": "tensor", "ep": "ep_moe", "dp": "dp_attention"}
 STORAGES = [Storage(4, False, True), Storage(2, True, False), Storage(2, False, False)]
 
@@ -31,11 +50,13 @@ def shape(name: str) -> ModelFacts:
     return model_facts(normalise(read_json(ROOT / "models" / "shapes" / f"{name}.json")))
 
 
-# ---- arithmetic -----------------------------------------------------------------------------------------------------
+# ---- arithmetic ----------------------------------------------------------------------------------
 
 
 def test_published_sizes() -> None:
-    assert count_parameters(shape("deepseek-v3")) == 671_026_419_200  # what its own index.json adds up to
+    assert (
+        count_parameters(shape("deepseek-v3")) == 671_026_419_200
+    )  # what its own index.json adds up to
     v3 = count_elements(shape("deepseek-v3"))
     draft = sum(count for kind, count in v3.items() if kind.draft == 0 and not kind.scale)
     assert draft == pytest.approx(11.6e9, rel=0.01)
@@ -44,7 +65,9 @@ def test_published_sizes() -> None:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2-lite", "tiny-v3", "tiny-llama"])
-def test_ranks_add_up_to_the_model_and_its_copies(name: str, storage: Storage, mesh: dict[str, int]) -> None:
+def test_ranks_add_up_to_the_model_and_its_copies(
+    name: str, storage: Storage, mesh: dict[str, int]
+) -> None:
     """Every class once, times the copies that the mesh makes of it; nothing lost and nothing twice."""
     model = shape(name)
     elements, ranks = count_elements(model), mesh.get("tp", 1)
@@ -54,7 +77,11 @@ def test_ranks_add_up_to_the_model_and_its_copies(name: str, storage: Storage, m
             if kind.draft != (0 if drafts else -1):
                 continue
             vocabulary = kind.role in ("vocab", "tied")
-            parts = axis_size("attn_tp", mesh) if vocabulary else parts_of(kind.role, model, mesh, "ep" in mesh)
+            parts = (
+                axis_size("attn_tp", mesh)
+                if vocabulary
+                else parts_of(kind.role, model, mesh, "ep" in mesh)
+            )
             whole += count * number_bytes(kind, storage) * (ranks // parts)
         assert sum(weights_by_rank(elements, model, mesh, ranks, storage, drafts)) == whole
 
@@ -63,18 +90,29 @@ def test_an_uneven_vocabulary_is_on_the_first_ranks() -> None:
     model = model_facts(normalise({**CONFIGS["v3"], "vocab_size": 158}))
     held = weights_by_rank(count_elements(model), model, {"tp": 4}, 4, STORAGES[0], False)
     assert held[0] == held[1] == held[2]
-    assert held[0] - held[3] == 2 * 2 * model.hidden_size * 4  # 40 rows against 38, in two tables of float32
+    assert (
+        held[0] - held[3] == 2 * 2 * model.hidden_size * 4
+    )  # 40 rows against 38, in two tables of float32
 
 
-@pytest.mark.parametrize(("name", "role"), [
-    ("model.layers.3.mlp.experts.17.down_proj.weight", "experts"), ("model.layers.3.mlp.down_proj.weight", "width"),
-    ("model.layers.3.mlp.shared_experts.up_proj.weight_scale_inv", "shared"), ("lm_head.weight", "vocab"),
-    ("model.layers.61.shared_head.head.weight", "vocab"), ("model.layers.61.shared_head.norm.weight", "whole"),
-    ("model.layers.61.eh_proj.weight", "whole"), ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", "whole"),
-    ("model.layers.0.self_attn.o_proj.bias", "whole"), ("model.layers.0.self_attn.q_b_proj.weight", "heads"),
-    ("model.layers.0.self_attn.k_proj.bias", "kv_heads"),
-    ("model.layers.4.mlp.gate.e_score_correction_bias", "router"),
-    ("something.else.entirely", "whole")])
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("model.layers.3.mlp.experts.17.down_proj.weight", "experts"),
+        ("model.layers.3.mlp.down_proj.weight", "width"),
+        ("model.layers.3.mlp.shared_experts.up_proj.weight_scale_inv", "shared"),
+        ("lm_head.weight", "vocab"),
+        ("model.layers.61.shared_head.head.weight", "vocab"),
+        ("model.layers.61.shared_head.norm.weight", "whole"),
+        ("model.layers.61.eh_proj.weight", "whole"),
+        ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", "whole"),
+        ("model.layers.0.self_attn.o_proj.bias", "whole"),
+        ("model.layers.0.self_attn.q_b_proj.weight", "heads"),
+        ("model.layers.0.self_attn.k_proj.bias", "kv_heads"),
+        ("model.layers.4.mlp.gate.e_score_correction_bias", "router"),
+        ("something.else.entirely", "whole"),
+    ],
+)
 def test_classes_by_name(name: str, role: str) -> None:
     assert role_of(name) == role
 
@@ -83,18 +121,24 @@ def test_headers_and_arithmetic_agree_on_the_embedded_model() -> None:
     facts = read_folder(embedded_path())
     assert facts is not None
     counted, read = count_elements(facts), tally(facts.tensors, facts.num_layers)
-    # its NextN layer brings an embedding and a head of its own, and a checkpoint may keep any tensor in another dtype
+    # its NextN layer brings an embedding and a head of its own, and a checkpoint may keep any
+    # tensor in another dtype
     for drafts in (0, -1):
         for role in {kind.role for kind in read}:
-            own, other = (sum(count for kind, count in found.items()
-                              if (kind.role, kind.draft, kind.scale) == (role, drafts, False))
-                          for found in (read, counted))
+            own, other = (
+                sum(
+                    count
+                    for kind, count in found.items()
+                    if (kind.role, kind.draft, kind.scale) == (role, drafts, False)
+                )
+                for found in (read, counted)
+            )
             assert own == other or (role == "vocab" and drafts == 0), (role, drafts)
     scales = [sum(n for kind, n in found.items() if kind.scale) for found in (counted, read)]
     assert scales[0] == scales[1] > 0
 
 
-# ---- what ranks allocate --------------------------------------------------------------------------------------------
+# ---- what ranks allocate -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +147,9 @@ def plugins() -> PluginSet:
 
 
 def tensors_of(thing: object, seen: dict[int, object]) -> Iterator[torch.Tensor]:
-    """Every tensor that a model's layers and methods hold; rotary tables are a line of the budget of their own."""
+    """Every tensor that a model's layers and methods hold; rotary tables are a line of the budget
+    of their own.
+    """
     if id(thing) in seen:
         return
     seen[id(thing)] = thing
@@ -112,14 +158,18 @@ def tensors_of(thing: object, seen: dict[int, object]) -> Iterator[torch.Tensor]
     elif isinstance(thing, list | tuple):
         for item in thing:
             yield from tensors_of(item, seen)
-    elif type(thing).__module__.startswith(("glowplug.core.layers", "glowplug.models.", "glowplug.plugins.quant")):
+    elif type(thing).__module__.startswith(
+        ("glowplug.core.layers", "glowplug.models.", "glowplug.plugins.quant")
+    ):
         for name, value in vars(thing).items():
             if name not in ("rope", "_embedding"):
                 yield from tensors_of(value, seen)
 
 
 def held_bytes(model: object) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(model, {})}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(model, {})
+    }
     return sum(storages.values())
 
 
@@ -131,7 +181,9 @@ def compare(plan: EnginePlan, engine: Engine, rank: int) -> None:
     planned, runner = lines(plan, rank), engine.runner
     assert held_bytes(runner.model) == planned["weights"], f"weights of rank {rank}"
     draft: Any = getattr(runner.speculative, "_model", None)
-    assert (held_bytes(draft) if draft is not None else 0) == planned.get("draft weights", 0), f"draft of rank {rank}"
+    assert (held_bytes(draft) if draft is not None else 0) == planned.get("draft weights", 0), (
+        f"draft of rank {rank}"
+    )
     pool = {id(t): t.nbytes for layer in runner.attention._kv for t in layer.values()}
     assert sum(pool.values()) == planned["kv cache"] == plan.sizes.kv_bytes, f"cache of rank {rank}"
     if draft is not None:
@@ -139,17 +191,34 @@ def compare(plan: EnginePlan, engine: Engine, rank: int) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize(("name", "changes", "steps"), [
-    ("v3", {"num_nextn_predict_layers": 1, "vocab_size": 158}, 2), ("v3_fp8", {}, 0), ("v2", {}, 0),
-    ("llama", {"vocab_size": 159}, 0)])
-def test_the_budget_is_what_ranks_allocate(plugins: PluginSet, tmp_path: Path, name: str, changes: dict[str, Any],
-                                           steps: int, mesh: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "changes", "steps"),
+    [
+        ("v3", {"num_nextn_predict_layers": 1, "vocab_size": 158}, 2),
+        ("v3_fp8", {}, 0),
+        ("v2", {}, 0),
+        ("llama", {"vocab_size": 159}, 0),
+    ],
+)
+def test_the_budget_is_what_ranks_allocate(
+    plugins: PluginSet,
+    tmp_path: Path,
+    name: str,
+    changes: dict[str, Any],
+    steps: int,
+    mesh: dict[str, int],
+) -> None:
     if name == "llama" and "ep" in mesh:
         return  # it has no experts; the plan refuses
     config: dict[str, Any] = {
-        "model": str(write_config(tmp_path, name, **changes)), "weights": {"use": "random"}, "skip_tokenizer": True,
-        "device": "cpu", "memory": {"kv_tokens": 256}, "scheduler": {"max_running_requests": 2, "chunk_size": 8},
-        "parallel": [{"use": USES[axis], "size": size} for axis, size in mesh.items()]}
+        "model": str(write_config(tmp_path, name, **changes)),
+        "weights": {"use": "random"},
+        "skip_tokenizer": True,
+        "device": "cpu",
+        "memory": {"kv_tokens": 256},
+        "scheduler": {"max_running_requests": 2, "chunk_size": 8},
+        "parallel": [{"use": USES[axis], "size": size} for axis, size in mesh.items()],
+    }
     if steps:
         config["speculative"] = {"use": "nextn", "steps": steps}
     plan = rank_plan(config, plugins)
@@ -161,11 +230,20 @@ def test_the_budget_is_what_ranks_allocate(plugins: PluginSet, tmp_path: Path, n
 
 def test_the_embedded_model_from_its_headers(plugins: PluginSet) -> None:
     """Read, dequantised, with a draft that brings embedding and head of its own, over four ranks."""
-    config = {"model": "embedded", "device": "cpu", "memory": {"kv_tokens": 256}, "context_length": 64,
-              "scheduler": {"max_running_requests": 2, "chunk_size": 8}, "speculative": {"use": "nextn"},
-              "parallel": [{"use": "tensor", "size": 4}, {"use": "dp_attention", "size": 2}]}
+    config = {
+        "model": "embedded",
+        "device": "cpu",
+        "memory": {"kv_tokens": 256},
+        "context_length": 64,
+        "scheduler": {"max_running_requests": 2, "chunk_size": 8},
+        "speculative": {"use": "nextn"},
+        "parallel": [{"use": "tensor", "size": 4}, {"use": "dp_attention", "size": 2}],
+    }
     plan = rank_plan(config, plugins)
-    assert next(line for line in plan.budget if line.name == "weights").how == "tensor headers, over 4 ranks"
+    assert (
+        next(line for line in plan.budget if line.name == "weights").how
+        == "tensor headers, over 4 ranks"
+    )
     with RankSet(plan, plugins) as ranks:
         for rank, engine in enumerate(ranks.engines):
             compare(plan, engine, rank)

@@ -1,4 +1,7 @@
-"""Packages of fact sheets: what the ready ones state, tables in a file beside a sheet, and what counts as installed."""
+"""Packages of fact sheets: what the ready ones state, tables in a file beside a sheet, and what
+counts as installed.
+"""
+
 from __future__ import annotations
 
 import json
@@ -32,7 +35,10 @@ def test_ready_sheets_state_the_packages_that_were_measured() -> None:
         assert "+cu" in stated["torch"]
         assert {**stated, "torch": stated["torch"].partition("+")[0]} == measured
     (torch,) = (read_sheet("cpu").packages or {}).items()
-    assert torch[1].endswith("+cpu") and "==".join(torch).removesuffix("+cpu") in (ROOT / "constraints.txt").read_text()
+    assert (
+        torch[1].endswith("+cpu")
+        and "==".join(torch).removesuffix("+cpu") in (ROOT / "constraints.txt").read_text()
+    )
 
 
 def test_a_ready_sheet_has_what_built_ins_need_on_its_cards(plugins: PluginSet) -> None:
@@ -49,7 +55,9 @@ def test_a_ready_sheet_has_what_built_ins_need_on_its_cards(plugins: PluginSet) 
 def test_one_table_serves_all_ready_sheets_of_a_card() -> None:
     """The versions stand in one file."""
     for name in CARDS:
-        assert json.loads((SHEETS / f"{name}.json").read_text())["packages"] == "packages/hopper.json"
+        assert (
+            json.loads((SHEETS / f"{name}.json").read_text())["packages"] == "packages/hopper.json"
+        )
 
 
 def sheet(folder: Path, packages: Any) -> str:
@@ -67,9 +75,15 @@ def test_packages_of_a_sheet(tmp_path: Path) -> None:
     assert read_sheet(sheet(tmp_path, None)).packages is None
 
 
-@pytest.mark.parametrize(("table", "said"), [
-    (None, "'table.json' could not be read: No such file"), ("{", "'table.json' could not be read"),
-    ('["triton"]', "packages"), ('{"triton": "latest"}', "'latest', of triton")])
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (None, "'table.json' could not be read: No such file"),
+        ("{", "'table.json' could not be read"),
+        ('["triton"]', "packages"),
+        ('{"triton": "latest"}', "'latest', of triton"),
+    ],
+)
 def test_a_bad_table_is_named(tmp_path: Path, table: str | None, said: str) -> None:
     if table is not None:
         (tmp_path / "table.json").write_text(table)
@@ -78,12 +92,19 @@ def test_a_bad_table_is_named(tmp_path: Path, table: str | None, said: str) -> N
     assert said in str(caught.value) and caught.value.fix
 
 
-@pytest.mark.parametrize(("stated", "counts"), [({}, True), ({"pluggy": ""}, False), ({"pluggy": "0.1"}, False)])
-def test_what_a_third_party_plugin_alone_needs_comes_with_it(planned: Any, refused: Any, cpu: HardwareFacts,
-                                                             stated: dict[str, str], counts: bool) -> None:
+@pytest.mark.parametrize(
+    ("stated", "counts"), [({}, True), ({"pluggy": ""}, False), ({"pluggy": "0.1"}, False)]
+)
+def test_what_a_third_party_plugin_alone_needs_comes_with_it(
+    planned: Any, refused: Any, cpu: HardwareFacts, stated: dict[str, str], counts: bool
+) -> None:
     """Taken from here unless the sheet states it; what built-ins need is not."""
-    own = with_components(policy=[component("policy", "needy", PolicyOffers(), requires=(Package("pluggy", ">=1"),))])
-    own.__dict__["software"] = replace(own.software, packages={**own.software.packages, "ray": "2.50"})
+    own = with_components(
+        policy=[component("policy", "needy", PolicyOffers(), requires=(Package("pluggy", ">=1"),))]
+    )
+    own.__dict__["software"] = replace(
+        own.software, packages={**own.software.packages, "ray": "2.50"}
+    )
     hardware = replace(cpu, packages={**(cpu.packages or {}), **stated})
     asked: dict[str, Any] = {"policy": {"use": "needy"}}
     if counts:
@@ -93,12 +114,21 @@ def test_what_a_third_party_plugin_alone_needs_comes_with_it(planned: Any, refus
         said = next(decision for decision in plan.decisions if decision.field == "packages")
         assert said.why == f"torch 2.13.0+cpu; from here: pluggy {packages['pluggy']}"
     else:
-        assert "needy needs pluggy>=1" in refused(asked, plugins=own, hardware=hardware)["policy.use"].reason
+        assert (
+            "needy needs pluggy>=1"
+            in refused(asked, plugins=own, hardware=hardware)["policy.use"].reason
+        )
 
 
 def test_a_package_that_a_sheet_lacks_is_installed_there(refused: Any, cpu: HardwareFacts) -> None:
     """To install it here would not help."""
     asked = {"executor": {"use": "ray"}}
     fix = refused(asked, hardware=cpu)["executor.use"].fix
-    assert fix == 'pip install "ray>=2.40" on that machine, and a sheet that states it (glowplug facts)'
-    assert refused(asked, hardware=replace(cpu, packages=None))["executor.use"].fix == 'pip install "ray>=2.40"'
+    assert (
+        fix
+        == 'pip install "ray>=2.40" on that machine, and a sheet that states it (glowplug facts)'
+    )
+    assert (
+        refused(asked, hardware=replace(cpu, packages=None))["executor.use"].fix
+        == 'pip install "ray>=2.40"'
+    )

@@ -1,4 +1,7 @@
-"""Tensor parallelism in the plan: what divides, what is refused by name, and who connects the ranks."""
+"""Tensor parallelism in the plan: what divides, what is refused by name, and who connects the
+ranks.
+"""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -27,7 +30,11 @@ def tiny(name: str, **changes: Any) -> ModelFacts:
 
 
 def tensor(size: int, **more: Any) -> dict[str, Any]:
-    return {"parallel": [{"use": "tensor", "size": size}], "executor": {"oversubscribe": True}, **more}
+    return {
+        "parallel": [{"use": "tensor", "size": size}],
+        "executor": {"oversubscribe": True},
+        **more,
+    }
 
 
 def dimensions(found: list[Split]) -> list[tuple[str, str]]:
@@ -40,27 +47,39 @@ def all_refusals(planned: Any, config: dict[str, Any], **more: Any) -> list[Refu
     return list(caught.value.refusals)
 
 
-# ---- arithmetic -----------------------------------------------------------------------------------------------------
+# ---- arithmetic ----------------------------------------------------------------------------------
 
 
 def test_the_dimensions_of_deepseek_v3() -> None:
-    found = {(split.layer, split.full, split.unit) for split in splits(shape("deepseek-v3"), {"tp": 16})}
+    found = {
+        (split.layer, split.full, split.unit) for split in splits(shape("deepseek-v3"), {"tp": 16})
+    }
     assert found == {
-        ("model.layers.0.self_attn.q_b_proj", 128, 192), ("model.layers.0.self_attn.kv_b_proj", 128, 256),
-        ("model.layers.0.self_attn.o_proj", 128, 128), ("model.layers.0.mlp", 18432, 1),
-        ("model.layers.3.mlp.experts", 2048, 1), ("model.layers.3.mlp.shared_experts", 2048, 1),
-        ("model.embed_tokens", 129280, 1)}
+        ("model.layers.0.self_attn.q_b_proj", 128, 192),
+        ("model.layers.0.self_attn.kv_b_proj", 128, 256),
+        ("model.layers.0.self_attn.o_proj", 128, 128),
+        ("model.layers.0.mlp", 18432, 1),
+        ("model.layers.3.mlp.experts", 2048, 1),
+        ("model.layers.3.mlp.shared_experts", 2048, 1),
+        ("model.embed_tokens", 129280, 1),
+    }
 
 
 def test_v3_in_blocks_of_128() -> None:
-    """16 ranks hold one block of an expert each; 32 would cut it, unless experts are dealt by number."""
+    """16 ranks hold one block of an expert each; 32 would cut it, unless experts are dealt by
+    number.
+    """
     v3 = shape("deepseek-v3")
     assert uneven(v3, {"tp": 16}, 128) == []
     assert dimensions(uneven(v3, {"tp": 32}, 128)) == [
-        ("model.layers.0.mlp", "intermediate_size"), ("model.layers.3.mlp.experts", "moe_intermediate_size"),
-        ("model.layers.3.mlp.shared_experts", "n_shared_experts x moe_intermediate_size")]
+        ("model.layers.0.mlp", "intermediate_size"),
+        ("model.layers.3.mlp.experts", "moe_intermediate_size"),
+        ("model.layers.3.mlp.shared_experts", "n_shared_experts x moe_intermediate_size"),
+    ]
     assert fitting_sizes(v3, {"tp": 32}, 128)[:3] == [16, 8, 4] and uneven(v3, {"tp": 32}) == []
-    assert dimensions(uneven(v3, {"tp": 32, "ep": 32, "dp": 32}, 128)) == [("model.layers.0.mlp", "intermediate_size")]
+    assert dimensions(uneven(v3, {"tp": 32, "ep": 32, "dp": 32}, 128)) == [
+        ("model.layers.0.mlp", "intermediate_size")
+    ]
     assert uneven(v3, {"tp": 16, "ep": 16, "dp": 16}, 128) == []
 
 
@@ -81,27 +100,37 @@ def test_key_heads_are_repeated(kv_heads: int) -> None:
 def test_key_heads_that_ranks_cannot_share() -> None:
     """12 query heads of 4 key heads over 6 ranks: every other rank would need two of them."""
     facts = tiny("llama", num_attention_heads=12, num_key_value_heads=4)
-    assert dimensions(uneven(facts, {"tp": 6})) == [("model.layers.0.self_attn.k_proj", "num_key_value_heads")]
+    assert dimensions(uneven(facts, {"tp": 6})) == [
+        ("model.layers.0.self_attn.k_proj", "num_key_value_heads")
+    ]
     assert fitting_sizes(facts, {"tp": 6}) == [4, 2, 1]
 
 
 def test_a_vocabulary_need_not_divide() -> None:
     assert uneven(tiny("v3", vocab_size=157), {"tp": 4}) == []
-    assert dimensions(uneven(tiny("v3", vocab_size=5), {"tp": 4})) == [("model.embed_tokens", "vocab_size")]
+    assert dimensions(uneven(tiny("v3", vocab_size=5), {"tp": 4})) == [
+        ("model.embed_tokens", "vocab_size")
+    ]
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def test_what_does_not_divide_is_named(planned: Any, tmp_path: Path) -> None:
     folder = str(write_config(tmp_path, "v3"))
     found = all_refusals(planned, {**tensor(8), "model": folder})
     assert [(r.by, r.field) for r in found] == [("tensor", "parallel.0.size")]
-    assert found[0].reason == "model.layers.0.self_attn.q_b_proj: num_attention_heads of 4 does not split over 8 ranks"
+    assert (
+        found[0].reason
+        == "model.layers.0.self_attn.q_b_proj: num_attention_heads of 4 does not split over 8 ranks"
+    )
     assert found[0].fix == "parallel.0.size = 4 (or 2, 1)"
     found = all_refusals(planned, {**tensor(3), "model": folder})
     assert [r.reason.partition(":")[0] for r in found] == [
-        "model.layers.0.self_attn.q_b_proj", "model.layers.1.mlp.experts", "model.layers.1.mlp.shared_experts"]
+        "model.layers.0.self_attn.q_b_proj",
+        "model.layers.1.mlp.experts",
+        "model.layers.1.mlp.shared_experts",
+    ]
 
 
 def test_blocks_are_asked_for_where_they_are_kept(planned: Any, tmp_path: Path) -> None:
@@ -110,21 +139,28 @@ def test_blocks_are_asked_for_where_they_are_kept(planned: Any, tmp_path: Path) 
     assert planned({**tensor(2), "model": folder}).mesh == {"tp": 2}
     offers = QuantizationOffers(reads=frozenset({"fp8"}), block_shape=(128, 128))
     own = with_components(quantization=[component("quantization", "kept", offers)])
-    found = all_refusals(planned, {**tensor(2), "model": folder, "quantization": {"use": "kept"}}, plugins=own)
+    found = all_refusals(
+        planned, {**tensor(2), "model": folder, "quantization": {"use": "kept"}}, plugins=own
+    )
     reasons = {r.reason.partition(":")[0]: r.reason for r in found}
     assert "model.layers.0.mlp" not in reasons
     assert reasons["model.layers.1.mlp.experts"] == (
         "model.layers.1.mlp.experts: moe_intermediate_size of 128 gives each of 2 ranks 64 channels, which cuts the "
-        "quantization's blocks of 128")
+        "quantization's blocks of 128"
+    )
 
 
 def test_one_rank_is_never_refused(planned: Any, tmp_path: Path) -> None:
-    plan = planned({"parallel": [{"use": "tensor", "size": 1}], "model": str(write_config(tmp_path, "v3"))})
+    plan = planned(
+        {"parallel": [{"use": "tensor", "size": 1}], "model": str(write_config(tmp_path, "v3"))}
+    )
     assert plan.ranks == 1 and plan.choice("collectives").name == "local"
 
 
 @pytest.mark.parametrize(("sheet", "collectives"), [("cpu", "gloo"), ("4xh200", "nccl")])
-def test_ranks_are_connected_by_what_their_device_has(planned: Any, sheet: str, collectives: str) -> None:
+def test_ranks_are_connected_by_what_their_device_has(
+    planned: Any, sheet: str, collectives: str
+) -> None:
     plan = planned(tensor(2), hardware=read_sheet(sheet))
     assert plan.ranks == 2 and plan.choice("collectives").name == collectives
 

@@ -1,4 +1,7 @@
-"""An option that changes nothing in a plan is marked as such there, by a declaration beside the option."""
+"""An option that changes nothing in a plan is marked as such there, by a declaration beside the
+option.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -30,46 +33,105 @@ def idle(plan: EnginePlan) -> dict[str, str]:
     return {one.field: one.why.partition("no effect: ")[2] for one in marked}
 
 
-@pytest.mark.parametrize(("config", "path", "why"), [
-    ({"revision": "main"}, "revision", "nothing is downloaded"),
-    ({"trust_remote_code": True}, "trust_remote_code", "never run"),
-    ({"tokenizer": "x", "skip_tokenizer": True}, "tokenizer", "this engine runs without a tokenizer"),
-    ({"attention": {"kv_error": 0.5}}, "attention.kv_error", "a KV cache in float32 is not measured"),
-    ({"collectives": {"timeout": 5.0}}, "collectives.timeout", "one rank waits for no other"),
-    ({"executor": {"use": "inline", "watchdog": 5.0}}, "executor.watchdog", "in the calling process"),
-    ({"executor": {"use": "inline", "start_timeout": 5.0}}, "executor.start_timeout", "in the calling process"),
-    ({"executor": {"oversubscribe": True}}, "executor.oversubscribe", "each rank has a core"),
-    ({"graphs": {"use": "eager", "prefill": False}}, "graphs.prefill", "no step is captured"),
-    ({"graphs": {"prefill": False}}, "graphs.prefill", "no step is captured"),
-    ({"scheduler": {"share_prefill": 3}, "cache": {"use": "none"}}, "scheduler.share_prefill", "shares nothing"),
-    ({"memory": {"kv_tokens": 999, "kv_bytes": 999}}, "memory.kv_bytes", "memory.kv_tokens decides"),
-    ({"memory": {"growing_segments": True}}, "memory.growing_segments", "those of a CUDA device"),
-    ({"server": {"tokenizer_threads": 3}, "skip_tokenizer": True}, "server.tokenizer_threads", "token ids alone"),
-    ({"server": {"open_routes": ["/health"]}}, "server.open_routes", "open without a key"),
-    ({"metrics": {"enabled": False, "compat": ["vllm"]}}, "metrics.compat", "metrics.enabled is false"),
-])
-def test_options_without_effect_on_a_cpu_say_so(planned: Planner, config: dict[str, Any], path: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "path", "why"),
+    [
+        ({"revision": "main"}, "revision", "nothing is downloaded"),
+        ({"trust_remote_code": True}, "trust_remote_code", "never run"),
+        (
+            {"tokenizer": "x", "skip_tokenizer": True},
+            "tokenizer",
+            "this engine runs without a tokenizer",
+        ),
+        (
+            {"attention": {"kv_error": 0.5}},
+            "attention.kv_error",
+            "a KV cache in float32 is not measured",
+        ),
+        ({"collectives": {"timeout": 5.0}}, "collectives.timeout", "one rank waits for no other"),
+        (
+            {"executor": {"use": "inline", "watchdog": 5.0}},
+            "executor.watchdog",
+            "in the calling process",
+        ),
+        (
+            {"executor": {"use": "inline", "start_timeout": 5.0}},
+            "executor.start_timeout",
+            "in the calling process",
+        ),
+        ({"executor": {"oversubscribe": True}}, "executor.oversubscribe", "each rank has a core"),
+        ({"graphs": {"use": "eager", "prefill": False}}, "graphs.prefill", "no step is captured"),
+        ({"graphs": {"prefill": False}}, "graphs.prefill", "no step is captured"),
+        (
+            {"scheduler": {"share_prefill": 3}, "cache": {"use": "none"}},
+            "scheduler.share_prefill",
+            "shares nothing",
+        ),
+        (
+            {"memory": {"kv_tokens": 999, "kv_bytes": 999}},
+            "memory.kv_bytes",
+            "memory.kv_tokens decides",
+        ),
+        (
+            {"memory": {"growing_segments": True}},
+            "memory.growing_segments",
+            "those of a CUDA device",
+        ),
+        (
+            {"server": {"tokenizer_threads": 3}, "skip_tokenizer": True},
+            "server.tokenizer_threads",
+            "token ids alone",
+        ),
+        ({"server": {"open_routes": ["/health"]}}, "server.open_routes", "open without a key"),
+        (
+            {"metrics": {"enabled": False, "compat": ["vllm"]}},
+            "metrics.compat",
+            "metrics.enabled is false",
+        ),
+    ],
+)
+def test_options_without_effect_on_a_cpu_say_so(
+    planned: Planner, config: dict[str, Any], path: str, why: str
+) -> None:
     found = idle(planned(config))
     assert list(found) == [path] and why in found[path]
 
 
-@pytest.mark.parametrize(("config", "path", "why"), [
-    ({"executor": {"oversubscribe": True}}, "executor.oversubscribe", "have one each"),
-    ({"attention": {"use": "triton_mla", "absorbed": "bf16"}}, "attention.absorbed", "no weights in block FP8"),
-    ({"graphs": {"use": "eager", "prefill": False}}, "graphs.prefill", "no step is captured"),
-])
-def test_options_without_effect_on_a_gpu_say_so(planned: Planner, config: dict[str, Any], path: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "path", "why"),
+    [
+        ({"executor": {"oversubscribe": True}}, "executor.oversubscribe", "have one each"),
+        (
+            {"attention": {"use": "triton_mla", "absorbed": "bf16"}},
+            "attention.absorbed",
+            "no weights in block FP8",
+        ),
+        ({"graphs": {"use": "eager", "prefill": False}}, "graphs.prefill", "no step is captured"),
+    ],
+)
+def test_options_without_effect_on_a_gpu_say_so(
+    planned: Planner, config: dict[str, Any], path: str, why: str
+) -> None:
     found = idle(planned({**HALF, **config}, hardware=H200))
     assert list(found) == [path] and why in found[path]
 
 
-@pytest.mark.parametrize("config", [
-    {"attention": {"kv_error": 0.5, "kv_dtype": "fp8_e4m3"}}, {"memory": {"growing_segments": True}},
-    {"memory": {"kv_bytes": 1 << 24}}, {"memory": {"fraction": 0.5}}, {"graphs": {"prefill": False}},
-    {"graphs": {"use": "cuda_graph", "prefill_tokens": [16]}}, {"scheduler": {"share_prefill": 3}},
-    {"executor": {"use": "multiprocess", "start_timeout": 5.0, "watchdog": 5.0}}, {"metrics": {"compat": ["vllm"]}},
-    {"server": {"open_routes": ["/health"], "admin_api_key": "k"}}, {"ops": {"use": "torch_compile", "max_batch": 2}},
-])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"attention": {"kv_error": 0.5, "kv_dtype": "fp8_e4m3"}},
+        {"memory": {"growing_segments": True}},
+        {"memory": {"kv_bytes": 1 << 24}},
+        {"memory": {"fraction": 0.5}},
+        {"graphs": {"prefill": False}},
+        {"graphs": {"use": "cuda_graph", "prefill_tokens": [16]}},
+        {"scheduler": {"share_prefill": 3}},
+        {"executor": {"use": "multiprocess", "start_timeout": 5.0, "watchdog": 5.0}},
+        {"metrics": {"compat": ["vllm"]}},
+        {"server": {"open_routes": ["/health"], "admin_api_key": "k"}},
+        {"ops": {"use": "torch_compile", "max_batch": 2}},
+    ],
+)
 def test_options_with_effect_are_not_marked(planned: Planner, config: dict[str, Any]) -> None:
     assert idle(planned({**HALF, **config}, hardware=H200)) == {}
 
@@ -83,21 +145,36 @@ def test_ranks_wait_for_one_another_and_may_share_cores(planned: Planner) -> Non
 
 
 def test_values_that_leave_it_to_the_plan_are_not_marked(planned: Planner) -> None:
-    assert idle(planned({"memory": {"growing_segments": "auto"}, "attention": {"kv_error": None}})) == {}
+    assert (
+        idle(planned({"memory": {"growing_segments": "auto"}, "attention": {"kv_error": None}}))
+        == {}
+    )
 
 
 def test_experts_of_a_model_without_any(planned: Planner, llama: Path) -> None:
-    config = {**HALF, "model": str(llama), "quantization": {"use": "block_fp8", "experts": "triton"}}
-    assert idle(planned(config, hardware=H200)) == {"quantization.experts": "the model has no routed experts"}
+    config = {
+        **HALF,
+        "model": str(llama),
+        "quantization": {"use": "block_fp8", "experts": "triton"},
+    }
+    assert idle(planned(config, hardware=H200)) == {
+        "quantization.experts": "the model has no routed experts"
+    }
 
 
 def test_token_counts_where_a_component_cannot_be_captured_over_prompts(planned: Planner) -> None:
     modes = {**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}
     own = component("ops", "waits", OpsOffers(modes=modes))
-    config = {**HALF, "ops": {"use": "waits"}, "graphs": {"use": "cuda_graph", "prefill_tokens": [16]}}
+    config = {
+        **HALF,
+        "ops": {"use": "waits"},
+        "graphs": {"use": "cuda_graph", "prefill_tokens": [16]},
+    }
     plan = planned(config, hardware=H200, plugins=with_components(ops=[own]))
     assert plan.sizes.pass_tokens == ()
-    assert idle(plan) == {"graphs.prefill_tokens": "waits syncs with the host or allocates in prefill"}
+    assert idle(plan) == {
+        "graphs.prefill_tokens": "waits syncs with the host or allocates in prefill"
+    }
 
 
 class WaxOptions(OpsOptions):
@@ -108,41 +185,72 @@ class WaxOptions(OpsOptions):
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         if self.layers == 13:
             raise RuntimeError("thirteen")
-        return {**super().without_effect(context), "colour": f"in the dark of {context.values['device']}"}
+        return {
+            **super().without_effect(context),
+            "colour": f"in the dark of {context.values['device']}",
+        }
 
 
 def test_a_plugin_declares_its_own(planned: Planner) -> None:
-    own = with_components(ops=[Component("wax", WaxOptions, "nowhere:None", OpsOffers(), summary="x")])
+    own = with_components(
+        ops=[Component("wax", WaxOptions, "nowhere:None", OpsOffers(), summary="x")]
+    )
     assert idle(planned({"ops": {"use": "wax", "layers": 3}}, plugins=own)) == {}
-    assert idle(planned({"ops": {"use": "wax", "colour": "blue"}}, plugins=own)) == {"ops.colour": "in the dark of cpu"}
-    with pytest.raises(PluginLoadError, match="without_effect of ops wax failed: RuntimeError: thirteen"):
+    assert idle(planned({"ops": {"use": "wax", "colour": "blue"}}, plugins=own)) == {
+        "ops.colour": "in the dark of cpu"
+    }
+    with pytest.raises(
+        PluginLoadError, match="without_effect of ops wax failed: RuntimeError: thirteen"
+    ):
         planned({"ops": {"use": "wax", "layers": 13}}, plugins=own)
 
 
-def test_options_that_go_with_a_component_replaced_on_the_command_line(plugins: PluginSet, v3: Path,
-                                                                       tmp_path: Path) -> None:
+def test_options_that_go_with_a_component_replaced_on_the_command_line(
+    plugins: PluginSet, v3: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "engine.toml"
-    file.write_text(f'model = "{v3}"\n[weights]\nuse = "random"\n[graphs]\nuse = "cuda_graph"\nbatch_sizes = [1]\n'
-                    '[attention]\nuse = "torch_mla"\npage_size = 4\nabsorb = false\n')
-    plan = given(plugins, "--config", str(file), "--facts", "1xh200", "--dtype", "bfloat16", "--disable-cuda-graph",
-                 "--attention-backend", "triton").plan()
+    file.write_text(
+        f'model = "{v3}"\n[weights]\nuse = "random"\n[graphs]\nuse = "cuda_graph"\nbatch_sizes = [1]\n'
+        '[attention]\nuse = "torch_mla"\npage_size = 4\nabsorb = false\n'
+    )
+    plan = given(
+        plugins,
+        "--config",
+        str(file),
+        "--facts",
+        "1xh200",
+        "--dtype",
+        "bfloat16",
+        "--disable-cuda-graph",
+        "--attention-backend",
+        "triton",
+    ).plan()
     assert plan.choice("attention").name == "triton_mla" and plan.sizes.page_size == 4
-    assert idle(plan) == {"graphs.batch_sizes": "--disable-cuda-graph replaces cuda_graph",
-                          "attention.absorb": "--attention-backend triton replaces torch_mla"}
+    assert idle(plan) == {
+        "graphs.batch_sizes": "--disable-cuda-graph replaces cuda_graph",
+        "attention.absorb": "--attention-backend triton replaces torch_mla",
+    }
     assert {one.why.partition(";")[0] for one in plan.decisions if "no effect" in one.why} == {
-        "engine.toml:6", "engine.toml:10"}
+        "engine.toml:6",
+        "engine.toml:10",
+    }
 
 
 @pytest.mark.parametrize("named", ["--set", "--config"])
-def test_a_compiled_batch_counts_wherever_compilation_is_asked_for(plugins: PluginSet, v3: Path, tmp_path: Path,
-                                                                  named: str) -> None:
+def test_a_compiled_batch_counts_wherever_compilation_is_asked_for(
+    plugins: PluginSet, v3: Path, tmp_path: Path, named: str
+) -> None:
     file = tmp_path / "engine.toml"
     file.write_text('[ops]\nuse = "torch_compile"\n')
-    words = {"--set": ("--set", "ops.use=torch_compile"), "--config": ("--config", str(file))}[named]
+    words = {"--set": ("--set", "ops.use=torch_compile"), "--config": ("--config", str(file))}[
+        named
+    ]
     found = given(plugins, "--model", str(v3), "--torch-compile-max-bs", "4", *words)
     assert found.config["ops"] == {"use": "torch_compile", "max_batch": 4} and found.notes == []
     alone = given(plugins, "--model", str(v3), "--torch-compile-max-bs", "4")
-    assert [(note.field, note.value) for note in alone.notes] == [("--torch-compile-max-bs", "no effect")]
+    assert [(note.field, note.value) for note in alone.notes] == [
+        ("--torch-compile-max-bs", "no effect")
+    ]
 
 
 def test_the_servers_sections_do_nothing_offline() -> None:

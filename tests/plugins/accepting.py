@@ -1,4 +1,5 @@
 """A plugin that notes how many tokens each sequence gained in each of its steps."""
+
 from __future__ import annotations
 
 from glowplug.core.plugin.hookspecs import hookimpl

@@ -1,8 +1,11 @@
-"""The plugin of a weight source for drafts that hit now and then: random weights which a NextN layer can profit from.
+"""The plugin of a weight source for drafts that hit now and then: random weights which a NextN
+layer can profit from.
 
-With plain random weights a draft hits once in a vocabulary. Here what a layer adds to the residual stream is kept
-small, and the NextN layer hands the embedding of the last token on, so target and draft often agree.
+With plain random weights a draft hits once in a vocabulary. Here what a layer adds to the residual
+stream is kept small, and the NextN layer hands the embedding of the last token on, so target and
+draft often agree.
 """
+
 from __future__ import annotations
 
 from typing import Literal
@@ -22,5 +25,12 @@ class AgreeingOptions(RandomOptions):
 
 @hookimpl
 def register_weight_sources() -> list[Component]:
-    return [Component("agreeing", AgreeingOptions, "tests.plugins.agreeing_runtime:AgreeingSource",
-                      offers=WeightOffers(formats=frozenset({"synthetic"})), summary="random, and drafts hit")]
+    return [
+        Component(
+            "agreeing",
+            AgreeingOptions,
+            "tests.plugins.agreeing_runtime:AgreeingSource",
+            offers=WeightOffers(formats=frozenset({"synthetic"})),
+            summary="random, and drafts hit",
+        )
+    ]

@@ -1,4 +1,5 @@
 """The runtime of the ``agreeing`` weight source."""
+
 from __future__ import annotations
 
 import torch
@@ -11,17 +12,23 @@ from tests.plugins.agreeing import AgreeingOptions
 
 
 class AgreeingSource(RandomSource):
-    """Random weights; ``eh_proj`` is the identity on the embedding's half, and random on the hidden state's."""
+    """Random weights; ``eh_proj`` is the identity on the embedding's half, and random on the hidden
+    state's.
+    """
 
     def __init__(self, options: AgreeingOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         self._spread = options.spread
 
-    def _make(self, name: str, shape: tuple[int, ...], dtype: str | None, device: torch.device) -> Tensor:
+    def _make(
+        self, name: str, shape: tuple[int, ...], dtype: str | None, device: torch.device
+    ) -> Tensor:
         made = super()._make(name, shape, dtype, device)
         if name.endswith("eh_proj.weight"):
             hidden = shape[0]
-            return torch.cat([torch.eye(hidden, dtype=made.dtype, device=device), 0.7 * made[:, hidden:]], dim=1)
+            return torch.cat(
+                [torch.eye(hidden, dtype=made.dtype, device=device), 0.7 * made[:, hidden:]], dim=1
+            )
         coded = made.dtype is torch.float8_e4m3fn or not made.is_floating_point()  # its scales grow
         if (".o_proj." in name or ".down_proj." in name) and not coded:
             return made * self._spread

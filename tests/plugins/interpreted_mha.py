@@ -1,4 +1,7 @@
-"""A plugin for tests: ``triton_mha`` on the CPU, for an interpreter of Triton, so that engines run over its kernels."""
+"""A plugin for tests: ``triton_mha`` on the CPU, for an interpreter of Triton, so that engines run
+over its kernels.
+"""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -15,7 +18,13 @@ class InterpretedMhaOptions(AttentionOptions):
 
 @hookimpl
 def register_attention_backends() -> list[Component]:
-    return [Component(
-        name="interpreted_mha", options=InterpretedMhaOptions,
-        factory="glowplug.plugins.attention.mha.triton_runtime:TritonMha",
-        offers=AttentionOffers(kinds=frozenset({"mha"}), modes=dict(EVERY_MODE_GRAPH), tree=True, first_key=True))]
+    return [
+        Component(
+            name="interpreted_mha",
+            options=InterpretedMhaOptions,
+            factory="glowplug.plugins.attention.mha.triton_runtime:TritonMha",
+            offers=AttentionOffers(
+                kinds=frozenset({"mha"}), modes=dict(EVERY_MODE_GRAPH), tree=True, first_key=True
+            ),
+        )
+    ]

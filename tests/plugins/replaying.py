@@ -1,5 +1,6 @@
-"""A plugin for tests: the graph runner "replaying", which is "cuda_graph" over functions instead of CUDA's graphs, so
-that padding, slots and filling are tested on a CPU."""
+"""A plugin for tests: the graph runner "replaying", which is "cuda_graph" over functions instead of
+CUDA's graphs, so that padding, slots and filling are tested on a CPU."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -13,10 +14,19 @@ from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions
 class ReplayingOptions(CudaGraphOptions):
     use: Literal["replaying"] = "replaying"  # type: ignore[assignment]
     prefill: bool | None = False  #: only where a test asks for it
-    breaks: str | None = None  #: "mode rows piece", "pass tokens" or "extend tokens", whose capture fails
+    breaks: str | None = (
+        None  #: "mode rows piece", "pass tokens" or "extend tokens", whose capture fails
+    )
 
 
 @hookimpl
 def register_graph_runners() -> list[Component]:
-    return [Component(name="replaying", options=ReplayingOptions, factory="tests.plugins.replaying_runtime:Replaying",
-                      offers=GraphOffers(), summary="graphs of functions")]
+    return [
+        Component(
+            name="replaying",
+            options=ReplayingOptions,
+            factory="tests.plugins.replaying_runtime:Replaying",
+            offers=GraphOffers(),
+            summary="graphs of functions",
+        )
+    ]

@@ -1,4 +1,5 @@
 """Runtime of the graph runner "replaying"."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -23,11 +24,13 @@ NEWEST: list[Replaying] = []  #: of this process; what a test looks into
 
 
 class Functions:
-    """A ``Recorder``. Results lie where they lay at the capture, and as in a shared pool a replay spoils those of every
-    other slot's pieces."""
+    """A ``Recorder``. Results lie where they lay at the capture, and as in a shared pool a replay
+    spoils those of every other slot's pieces."""
 
     def __init__(self) -> None:
-        self.groups: list[list[Any]] = [[]]  #: results of each slot's pieces, the one being captured last
+        self.groups: list[list[Any]] = [
+            []
+        ]  #: results of each slot's pieces, the one being captured last
         self.replays = 0
 
     def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
@@ -40,7 +43,9 @@ class Functions:
             for other in self.groups:
                 if other is not group:
                     _spoil(other)
-            for kept, fresh in zip(_tensors(results), _tensors(map_tensors(torch.clone, work())), strict=True):
+            for kept, fresh in zip(
+                _tensors(results), _tensors(map_tensors(torch.clone, work())), strict=True
+            ):
                 kept.copy_(fresh)
 
         return replay, results
@@ -53,7 +58,9 @@ class Functions:
 
 def _spoil(results: list[Any]) -> None:
     for tensor in _tensors(results):
-        tensor.fill_(float("nan") if tensor.is_floating_point() else 1 if tensor.dtype is torch.bool else 7)
+        tensor.fill_(
+            float("nan") if tensor.is_floating_point() else 1 if tensor.dtype is torch.bool else 7
+        )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -68,10 +75,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class Threads:
-    """A ``Tape``. A replay runs ``work`` anew, in a thread that stops at each cut, as a graph ends there.
+    """A ``Tape``. A replay runs ``work`` anew, in a thread that stops at each cut, as a graph ends
+    there.
 
-    What it leaves behind lies where it lay at the capture. As in a shared pool a piece spoils everything that another
-    pass, another slot or an earlier piece has left.
+    What it leaves behind lies where it lay at the capture. As in a shared pool a piece spoils
+    everything that another pass, another slot or an earlier piece has left.
     """
 
     def __init__(self, functions: Functions, breaks: str | None) -> None:
@@ -85,7 +93,9 @@ class Threads:
         made.captured = True
         self._functions.groups.insert(0, made.left)
         made.left.append([made.results])
-        return [partial(self._replay, made, number, work) for number in range(len(made.left))], made.results
+        return [
+            partial(self._replay, made, number, work) for number in range(len(made.left))
+        ], made.results
 
     def cut(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         made = self._pass

@@ -1,5 +1,6 @@
-"""A plugin for tests: the attention backend "short_mla", which is "torch_mla" and wants some batch sizes captured for
-short rows as well."""
+"""A plugin for tests: the attention backend "short_mla", which is "torch_mla" and wants some batch
+sizes captured for short rows as well."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -19,8 +20,18 @@ class ShortMlaOptions(TorchMlaOptions):
 
 @hookimpl
 def register_attention_backends() -> list[Component]:
-    return [Component(
-        name="short_mla", options=ShortMlaOptions, factory="tests.plugins.short_rows_runtime:ShortMla",
-        offers=AttentionOffers(kinds=frozenset({"mla"}), modes=dict(EVERY_MODE_EAGER), first_key=True, short_keys=KEYS,
-                               short_rows=lambda heads: ROWS),
-        summary="torch_mla, told how long rows may be")]
+    return [
+        Component(
+            name="short_mla",
+            options=ShortMlaOptions,
+            factory="tests.plugins.short_rows_runtime:ShortMla",
+            offers=AttentionOffers(
+                kinds=frozenset({"mla"}),
+                modes=dict(EVERY_MODE_EAGER),
+                first_key=True,
+                short_keys=KEYS,
+                short_rows=lambda heads: ROWS,
+            ),
+            summary="torch_mla, told how long rows may be",
+        )
+    ]

@@ -1,4 +1,5 @@
 """The runtime of the attention backend "short_mla"."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -6,13 +7,17 @@ from typing import Any
 from glowplug.core.step.batch import Batch
 from glowplug.plugins.attention.mla.torch_runtime import TorchMla
 
-PLANNED: list[tuple[int, int, int]] = []  #: of every replayed step: rows, its longest row, and what it was told
+PLANNED: list[
+    tuple[int, int, int]
+] = []  #: of every replayed step: rows, its longest row, and what it was told
 
 
 class ShortMla(TorchMla):
     def plan_step(self, batch: Batch, slot: Any) -> None:
         longest = int(batch.kv_lens.max(initial=0))
-        assert not batch.longest or longest <= batch.longest, "no row is longer than attention was told"
+        assert not batch.longest or longest <= batch.longest, (
+            "no row is longer than attention was told"
+        )
         if slot is not None:
             PLANNED.append((batch.num_rows, longest, batch.longest))
         super().plan_step(batch, slot)

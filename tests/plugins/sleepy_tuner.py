@@ -1,4 +1,7 @@
-"""A tuner without a device: "measures" by a table's shape, as slowly as told, and writes each number at once."""
+"""A tuner without a device: "measures" by a table's shape, as slowly as told, and writes each
+number at once.
+"""
+
 from __future__ import annotations
 
 import json
@@ -39,5 +42,7 @@ class SleepyTuner:
                 return
             time.sleep(SECONDS)
             known = json.loads(table.path.read_text()) if table.path.is_file() else {}
-            table.path.write_text(json.dumps({**known, str(rows): {"by": os.environ.get("CUDA_VISIBLE_DEVICES", "")}}))
+            table.path.write_text(
+                json.dumps({**known, str(rows): {"by": os.environ.get("CUDA_VISIBLE_DEVICES", "")}})
+            )
             log(f"{rows} rows")

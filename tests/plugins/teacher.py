@@ -1,10 +1,13 @@
-"""A plugin for comparing logits: tokens that are given instead of drawn, and plain torch instead of own kernels.
+"""A plugin for comparing logits: tokens that are given instead of drawn, and plain torch instead of
+own kernels.
 
-The sampler "teacher" hands out the same tokens whatever the logits are, and keeps the logits. The scheme "plain_torch"
-keeps dequantised weights and multiplies by torch on every device; ``activations = "dynamic"`` rounds them as FP8
-products do. The attention backend "rounded_mla" rounds what it caches to another format. The sampler "keeper" is the
-device's own and keeps the logits of every step it takes, replayed or not, without a word from the host.
+The sampler "teacher" hands out the same tokens whatever the logits are, and keeps the logits. The
+scheme "plain_torch" keeps dequantised weights and multiplies by torch on every device;
+``activations = "dynamic"`` rounds them as FP8 products do. The attention backend "rounded_mla"
+rounds what it caches to another format. The sampler "keeper" is the device's own and keeps the
+logits of every step it takes, replayed or not, without a word from the host.
 """
+
 from __future__ import annotations
 
 from typing import Literal
@@ -13,7 +16,12 @@ from pydantic import Field
 
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.hookspecs import hookimpl
-from glowplug.core.plugin.offers import EVERY_MODE_EAGER, AttentionOffers, QuantizationOffers, SamplerOffers
+from glowplug.core.plugin.offers import (
+    EVERY_MODE_EAGER,
+    AttentionOffers,
+    QuantizationOffers,
+    SamplerOffers,
+)
 from glowplug.plugins.attention.mla.torch import TorchMlaOptions
 from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
 from glowplug.plugins.sampling.torch_sampler import TorchSamplerOptions
@@ -26,7 +34,9 @@ class TeacherOptions(TorchSamplerOptions):
 class KeeperOptions(TorchSamplerOptions):
     use: Literal["keeper"] = "keeper"  # type: ignore[assignment]
     first: int = Field(0, description="position of the first token whose logits are kept")
-    count: int = Field(64, description="positions kept of each row; those of others fall upon the last")
+    count: int = Field(
+        64, description="positions kept of each row; those of others fall upon the last"
+    )
 
 
 class PlainTorchOptions(BlockFp8Options):
@@ -41,22 +51,51 @@ class RoundedMlaOptions(TorchMlaOptions):
 
 @hookimpl
 def register_samplers() -> list[Component]:
-    return [Component("teacher", TeacherOptions, "tests.plugins.teacher_runtime:Teacher",
-                      offers=SamplerOffers(), summary="given tokens, kept logits"),
-            Component("keeper", KeeperOptions, "tests.plugins.teacher_runtime:keeper",
-                      offers=SamplerOffers(state_bytes=4.0), summary="kept logits")]
+    return [
+        Component(
+            "teacher",
+            TeacherOptions,
+            "tests.plugins.teacher_runtime:Teacher",
+            offers=SamplerOffers(),
+            summary="given tokens, kept logits",
+        ),
+        Component(
+            "keeper",
+            KeeperOptions,
+            "tests.plugins.teacher_runtime:keeper",
+            offers=SamplerOffers(state_bytes=4.0),
+            summary="kept logits",
+        ),
+    ]
 
 
 @hookimpl
 def register_quantization_schemes() -> list[Component]:
-    offers = QuantizationOffers(reads=frozenset({"none", "fp8"}), block_shape=(128, 128),
-                                dequantizes=frozenset({"cpu", "cuda"}))
-    return [Component("plain_torch", PlainTorchOptions, "tests.plugins.teacher_runtime:plain_torch", offers=offers,
-                      summary="dequantised weights, products by torch")]
+    offers = QuantizationOffers(
+        reads=frozenset({"none", "fp8"}),
+        block_shape=(128, 128),
+        dequantizes=frozenset({"cpu", "cuda"}),
+    )
+    return [
+        Component(
+            "plain_torch",
+            PlainTorchOptions,
+            "tests.plugins.teacher_runtime:plain_torch",
+            offers=offers,
+            summary="dequantised weights, products by torch",
+        )
+    ]
 
 
 @hookimpl
 def register_attention_backends() -> list[Component]:
     offers = AttentionOffers(kinds=frozenset({"mla"}), modes=dict(EVERY_MODE_EAGER), first_key=True)
-    return [Component("rounded_mla", RoundedMlaOptions, "tests.plugins.teacher_runtime:RoundedMla", offers=offers,
-                      summary="torch_mla whose cache holds rounded numbers")]
+    return [
+        Component(
+            "rounded_mla",
+            RoundedMlaOptions,
+            "tests.plugins.teacher_runtime:RoundedMla",
+            offers=offers,
+            summary="torch_mla whose cache holds rounded numbers",
+        )
+    ]

@@ -1,4 +1,5 @@
 """Runtime of the plugin for comparing logits."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -17,11 +18,18 @@ from glowplug.plugins.attention.mla.torch_runtime import TorchMla
 from glowplug.plugins.quantization.block_fp8.cpu import BlockFp8
 from glowplug.plugins.quantization.none_runtime import NoQuantization
 from glowplug.plugins.sampling.torch_sampler_runtime import TorchSampler
-from tests.plugins.teacher import KeeperOptions, PlainTorchOptions, RoundedMlaOptions, TeacherOptions
+from tests.plugins.teacher import (
+    KeeperOptions,
+    PlainTorchOptions,
+    RoundedMlaOptions,
+    TeacherOptions,
+)
 
-#: logits by (number of the sequence, position of the token they foretell), on the device, in the order of computation
+#: logits by (number of the sequence, position of the token they foretell), on the device, in the
+#: order of computation
 SEEN: dict[tuple[int, int], Tensor] = {}
-#: the sequences, whole: a request's seed is the number of its own. Without any, nothing is given or kept
+#: the sequences, whole: a request's seed is the number of its own. Without any, nothing is given or
+#: kept
 SCRIPTS: list[list[int]] = []
 
 
@@ -34,10 +42,18 @@ class Teacher(TorchSampler):
 
     def reserve(self, limits: Limits) -> None:
         super().reserve(limits)
-        self._scripts = torch.zeros(limits.rows, limits.context + 1, dtype=torch.int64, device=self._device)
+        self._scripts = torch.zeros(
+            limits.rows, limits.context + 1, dtype=torch.int64, device=self._device
+        )
 
-    def join(self, row: int, params: SamplingParams, tokens: NDArray[np.int32], prompt_len: int,
-             stop_ids: frozenset[int]) -> None:
+    def join(
+        self,
+        row: int,
+        params: SamplingParams,
+        tokens: NDArray[np.int32],
+        prompt_len: int,
+        stop_ids: frozenset[int],
+    ) -> None:
         super().join(row, params, tokens, prompt_len, stop_ids)
         if SCRIPTS:
             assert params.seed is not None
@@ -48,13 +64,17 @@ class Teacher(TorchSampler):
     def capture_key(self) -> None:
         return None
 
-    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
+    def sample(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None
+    ) -> Sampled:
         if not SCRIPTS:
             return super().sample(logits, rows, positions, ahead)
         for line, row, position in zip(logits, rows.tolist(), positions.tolist()):
             if row in self._numbers:  # not a row that only fills a captured step up
                 SEEN[self._numbers[row], position] = line.float().clone()
-        return replace(super().sample(logits, rows, positions, ahead), tokens=self._scripts[rows, positions])
+        return replace(
+            super().sample(logits, rows, positions, ahead), tokens=self._scripts[rows, positions]
+        )
 
 
 def keeper(options: KeeperOptions, plan: EnginePlan, worker: Worker) -> TorchSampler:
@@ -67,7 +87,9 @@ def keeper(options: KeeperOptions, plan: EnginePlan, worker: Worker) -> TorchSam
 
 def _kept_by(base: type[TorchSampler]) -> type[TorchSampler]:
     class Keeper(base):  # type: ignore[valid-type,misc]
-        """``kept``: float32 [rows, count + 1, V], the last of each row being for positions outside the window."""
+        """``kept``: float32 [rows, count + 1, V], the last of each row being for positions outside
+        the window.
+        """
 
         def __init__(self, options: KeeperOptions, plan: EnginePlan, worker: Worker) -> None:
             super().__init__(options, plan, worker)
@@ -77,7 +99,9 @@ def _kept_by(base: type[TorchSampler]) -> type[TorchSampler]:
             self.kept = torch.zeros(limits.rows, self._count + 1, limits.vocab, device=self._device)
             super().reserve(limits)
 
-        def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
+        def sample(
+            self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None
+        ) -> Sampled:
             at = positions - self._first
             at = torch.where((at >= 0) & (at < self._count), at, self._count)
             self.kept[rows, at] = logits.float()
@@ -88,6 +112,7 @@ def _kept_by(base: type[TorchSampler]) -> type[TorchSampler]:
 
 def score_prompts(runner: Runner) -> None:
     """From now on logits of scored prompts are kept as well."""
+
     def score(hidden: Tensor, targets: NDArray[np.int32], row: int, start: int, k: int):  # type: ignore[no-untyped-def]
         sequence = runner.table.sequences[row]
         assert sequence is not None
@@ -120,22 +145,31 @@ KEPT = torch.float16
 
 
 class RoundedMla(TorchMla):
-    """What later tokens read was in the other format, and is kept in float16, which holds all of it; a prompt's own
-    tokens read each other as they are, as backends for GPUs do. A pool in another dtype is not rounded."""
+    """What later tokens read was in the other format, and is kept in float16, which holds all of
+    it; a prompt's own tokens read each other as they are, as backends for GPUs do. A pool in
+    another dtype is not rounded.
+    """
 
     def __init__(self, options: RoundedMlaOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         self._to: torch.dtype = getattr(torch, options.to)
         self._row_keys = 0  # every row goes by the groups, which store first
 
-    def mla(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer) -> Tensor:
+    def mla(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer
+    ) -> Tensor:
         out = super().mla(q_nope, q_rope, latent, k_rope, layer)
         assert self._slots is not None
-        for pool, fresh in ((self._kv[layer.index]["latent"], latent), (self._kv[layer.index]["rope"], k_rope)):
+        for pool, fresh in (
+            (self._kv[layer.index]["latent"], latent),
+            (self._kv[layer.index]["rope"], k_rope),
+        ):
             if pool.dtype is KEPT:
                 pool[self._slots] = fresh.to(self._to).to(KEPT)
         return out
 
     def kv_layout(self) -> KVLayout:
         plain = super().kv_layout()
-        return replace(plain, entries=tuple(replace(entry, dtype="float16") for entry in plain.entries))
+        return replace(
+            plain, entries=tuple(replace(entry, dtype="float16") for entry in plain.entries)
+        )

@@ -1,4 +1,7 @@
-"""A small HTTP server for the load generator: every route it uses, with a log of what was asked, and faults."""
+"""A small HTTP server for the load generator: every route it uses, with a log of what was asked,
+and faults.
+"""
+
 from __future__ import annotations
 
 import asyncio
@@ -49,7 +52,11 @@ class FakeServer:
         with contextlib.suppress(ConnectionError):
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             path = head.split(" ")[1]
-            length = next(int(line.split(":")[1]) for line in head.split("\r\n") if line.startswith("Content-Length"))
+            length = next(
+                int(line.split(":")[1])
+                for line in head.split("\r\n")
+                if line.startswith("Content-Length")
+            )
             body = json.loads(await reader.readexactly(length) or b"{}")
             self.asked.append((path, body))
             self.running += 1
@@ -61,13 +68,19 @@ class FakeServer:
         writer.close()
 
     async def _answer(self, path: str, body: dict, writer: asyncio.StreamWriter) -> None:
-        plain = {"/v1/models": {"data": [{"id": "tiny"}]}, "/server_info": {"version": "x"},
-                 "/get_model_info": {"vocab_size": 321}, "/flush_cache": {}}
+        plain = {
+            "/v1/models": {"data": [{"id": "tiny"}]},
+            "/server_info": {"version": "x"},
+            "/get_model_info": {"vocab_size": 321},
+            "/flush_cache": {},
+        }
         if path == "/ready":
             writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
         elif path in plain:
             payload = json.dumps(plain[path]).encode()
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(payload), payload))
+            writer.write(
+                b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(payload), payload)
+            )
         elif body.get("fault") == "refuse":
             writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 4\r\n\r\nbad!")
         else:
@@ -104,7 +117,10 @@ class FakeServer:
     def _event(path: str, index: int, tokens: int) -> dict:
         reason = "length" if index == tokens - 1 else None
         if path == "/generate":
-            return {"text": "ab" * (index + 1), "meta_info": {"completion_tokens": index + 1, "prompt_tokens": 7}}
+            return {
+                "text": "ab" * (index + 1),
+                "meta_info": {"completion_tokens": index + 1, "prompt_tokens": 7},
+            }
         if path == "/v1/chat/completions":
             return {"choices": [{"delta": {"content": "ab"}, "finish_reason": reason}]}
         return {"choices": [{"text": "ab", "finish_reason": reason}]}

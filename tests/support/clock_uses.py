@@ -1,4 +1,5 @@
 """Where test sources compare what a clock says, found in their syntax trees."""
+
 from __future__ import annotations
 
 import ast
@@ -11,11 +12,23 @@ from tests.support.source_tree import dotted
 #: functions of the module ``time`` that say how late it is
 CLOCKS = frozenset({"time", "monotonic", "perf_counter", "process_time", "thread_time"})
 CLOCKS |= {f"{name}_ns" for name in CLOCKS}
-GROWING = frozenset({"append", "add", "extend", "insert", "put"})  #: methods that put their arguments into an object
+GROWING = frozenset(
+    {"append", "add", "extend", "insert", "put"}
+)  #: methods that put their arguments into an object
 ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 #: calls whose limit, in seconds, is their first argument or the one named ``timeout``
-WAITS = frozenset({"join", "communicate", "wait", "wait_procs", "create_connection", "result", "asyncio.timeout",
-                   "subprocess.run"})
+WAITS = frozenset(
+    {
+        "join",
+        "communicate",
+        "wait",
+        "wait_procs",
+        "create_connection",
+        "result",
+        "asyncio.timeout",
+        "subprocess.run",
+    }
+)
 SHORTEST_WAIT = 20.0  #: seconds; a shorter limit ends more than a hang on a machine that is busy
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -41,7 +54,11 @@ class Readings:
         """Return whether a call of what has this dotted name gives a reading."""
         head, _, last = name.rpartition(".")
         if head:
-            return (head in self.modules and last in CLOCKS) or last in self.methods or name.endswith("loop.time")
+            return (
+                (head in self.modules and last in CLOCKS)
+                or last in self.methods
+                or name.endswith("loop.time")
+            )
         return name in self.clocks or name in self.returning
 
     def holds(self, node: ast.AST, names: set[str]) -> bool:
@@ -65,9 +82,13 @@ def readings(tree: ast.Module) -> Readings:
     found = Readings()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found.modules |= {alias.asname or alias.name for alias in node.names if alias.name == "time"}
+            found.modules |= {
+                alias.asname or alias.name for alias in node.names if alias.name == "time"
+            }
         elif isinstance(node, ast.ImportFrom) and node.module == "time":
-            found.clocks |= {alias.asname or alias.name for alias in node.names if alias.name in CLOCKS}
+            found.clocks |= {
+                alias.asname or alias.name for alias in node.names if alias.name in CLOCKS
+            }
     return found
 
 
@@ -90,20 +111,32 @@ def names_of(target: ast.expr) -> set[str]:
 
 
 def assignments(function: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield (target, value) of all that gives a name to a value, calls that put a value into an object included."""
+    """Yield (target, value) of all that gives a name to a value, calls that put a value into an
+    object included.
+    """
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                if (isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
-                        and len(target.elts) == len(node.value.elts)):
+                if (
+                    isinstance(target, ast.Tuple)
+                    and isinstance(node.value, ast.Tuple)
+                    and len(target.elts) == len(node.value.elts)
+                ):
                     yield from zip(target.elts, node.value.elts, strict=True)
                 else:
                     yield target, node.value
-        elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value is not None:
+        elif (
+            isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr)
+            and node.value is not None
+        ):
             yield node.target, node.value
         elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
             yield node.target, node.iter
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in GROWING:
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in GROWING
+        ):
             yield from ((node.func.value, value) for value in node.args)
 
 
@@ -118,7 +151,12 @@ def held(function: ast.AST, known: Readings) -> set[str]:
     names: set[str] = set()
     pairs = list(assignments(function)) if any(map(known.gives, calls(function))) else []
     while True:
-        more = {name for target, value in pairs if known.holds(value, names) for name in names_of(target)} - names
+        more = {
+            name
+            for target, value in pairs
+            if known.holds(value, names)
+            for name in names_of(target)
+        } - names
         if not more:
             return names
         names |= more
@@ -129,8 +167,10 @@ def returns(function: Function, known: Readings) -> bool:
     if not any(map(known.gives, calls(function))):
         return False
     names = held(function, known)
-    return any(isinstance(node, ast.Return) and node.value is not None and known.holds(node.value, names)
-               for node in ast.walk(function))
+    return any(
+        isinstance(node, ast.Return) and node.value is not None and known.holds(node.value, names)
+        for node in ast.walk(function)
+    )
 
 
 def modules_of(trees: Mapping[str, ast.Module]) -> dict[str, Readings]:
@@ -140,8 +180,15 @@ def modules_of(trees: Mapping[str, ast.Module]) -> dict[str, Readings]:
         trees: syntax trees by dotted module.
     """
     found = {name: readings(tree) for name, tree in trees.items()}
-    imports = {name: [(node.module or "", alias) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
-                      for alias in node.names] for name, tree in trees.items()}
+    imports = {
+        name: [
+            (node.module or "", alias)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        ]
+        for name, tree in trees.items()
+    }
     size = -1
     while size != (size := sum(len(one.returning) + len(one.methods) for one in found.values())):
         for name, tree in trees.items():
@@ -160,13 +207,19 @@ def modules_of(trees: Mapping[str, ast.Module]) -> dict[str, Readings]:
 
 def is_timing(node: ast.expr) -> bool:
     """Return whether the expression is or contains the mark ``timing``."""
-    return any(isinstance(part, ast.Attribute) and dotted(part) == "pytest.mark.timing" for part in ast.walk(node))
+    return any(
+        isinstance(part, ast.Attribute) and dotted(part) == "pytest.mark.timing"
+        for part in ast.walk(node)
+    )
 
 
 def marked(tree: ast.Module, function: Function) -> bool:
     """Return whether the function, or its whole module, has the mark ``timing``."""
-    whole = any(isinstance(node, ast.Assign) and is_timing(node.value) for node in tree.body
-                if isinstance(node, ast.Assign) and "pytestmark" in names_of(node.targets[0]))
+    whole = any(
+        isinstance(node, ast.Assign) and is_timing(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and "pytestmark" in names_of(node.targets[0])
+    )
     return whole or any(map(is_timing, function.decorator_list))
 
 
@@ -180,9 +233,15 @@ def compared(tree: ast.Module, known: Readings) -> Iterator[int]:
             if not isinstance(node, ast.Compare):
                 continue
             sides = [node.left, *node.comparators]
-            near = any(dotted(part.func) == "pytest.approx" for side in sides for part in ast.walk(side)
-                       if isinstance(part, ast.Call))
-            if (near or any(isinstance(sign, ORDERS) for sign in node.ops)) and known.holds(node, names):
+            near = any(
+                dotted(part.func) == "pytest.approx"
+                for side in sides
+                for part in ast.walk(side)
+                if isinstance(part, ast.Call)
+            )
+            if (near or any(isinstance(sign, ORDERS) for sign in node.ops)) and known.holds(
+                node, names
+            ):
                 yield node.lineno
 
 
@@ -195,11 +254,16 @@ def short_waits(tree: ast.Module) -> Iterator[int]:
             if not isinstance(node, ast.Call):
                 continue
             name = dotted(node.func)
-            if name not in WAITS and not (isinstance(node.func, ast.Attribute) and node.func.attr in WAITS):
+            if name not in WAITS and not (
+                isinstance(node.func, ast.Attribute) and node.func.attr in WAITS
+            ):
                 continue
             limits = [word.value for word in node.keywords if word.arg == "timeout"]
             limits += node.args if len(node.args) == 1 else []
             for limit in limits:
-                if isinstance(limit, ast.Constant) and isinstance(limit.value, int | float) \
-                        and 0 < limit.value < SHORTEST_WAIT:
+                if (
+                    isinstance(limit, ast.Constant)
+                    and isinstance(limit.value, int | float)
+                    and 0 < limit.value < SHORTEST_WAIT
+                ):
                     yield node.lineno

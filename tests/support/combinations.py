@@ -1,7 +1,10 @@
-"""Every combination of ranks, exchanges, drafts and scheduling that fits four ranks, against one rank without any.
+"""Every combination of ranks, exchanges, drafts and scheduling that fits four ranks, against one
+rank without any.
 
-``python -m tests.support.combinations --output docs/benchmarks/combinations.json`` runs the whole matrix.
+``python -m tests.support.combinations --output docs/benchmarks/combinations.json`` runs the whole
+matrix.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -35,7 +38,9 @@ from tests.support.tiny import write_config
 VOCAB = 158  #: does not divide by four
 SEED = 1  #: of the weights: the reference's closest decision is far from a tie
 PAGE, ROWS, KV_TOKENS, CONTEXT = 4, 5, 96, 84
-GAP = 1e-3  #: least distance between the best two log-probabilities of a greedy token; float32 sums differ by 1e-5
+#: least distance between the best two log-probabilities of a greedy token; float32 sums differ by
+#: 1e-5
+GAP = 1e-3
 ABORTED = 7  #: the request that is given up on the way
 SHAPE = {"vocab_size": VOCAB, "num_nextn_predict_layers": 1}
 
@@ -55,30 +60,54 @@ class Combination:
 
     @property
     def fits(self) -> bool:
-        """Groups and blocks cut the tp ranks, and moving tokens to their experts' ranks needs whole experts."""
+        """Groups and blocks cut the tp ranks, and moving tokens to their experts' ranks needs whole
+        experts.
+        """
         whole = self.ep == self.tp or self.exchange in ("auto", "all_gather")
         return self.tp % max(1, self.ep) == 0 and self.tp % max(1, self.dp) == 0 and whole
 
     @property
     def name(self) -> str:
-        said = [f"tp{self.tp}", f"ep{self.ep}" if self.ep else "", f"dp{self.dp}" if self.dp else "",
-                f"nextn{self.steps}" if self.steps else "", "" if self.radix else "no_radix",
-                "chunked" if self.chunked else "", "" if self.overlap else "no_overlap",
-                self.exchange if self.exchange != "auto" else ""]
+        said = [
+            f"tp{self.tp}",
+            f"ep{self.ep}" if self.ep else "",
+            f"dp{self.dp}" if self.dp else "",
+            f"nextn{self.steps}" if self.steps else "",
+            "" if self.radix else "no_radix",
+            "chunked" if self.chunked else "",
+            "" if self.overlap else "no_overlap",
+            self.exchange if self.exchange != "auto" else "",
+        ]
         return "-".join(part for part in said if part)
 
     def config(self, folder: Path, **more: Any) -> dict[str, Any]:
-        parallel = [{"use": use, "size": size} for use, size in
-                    (("tensor", self.tp if self.tp > 1 else 0), ("ep_moe", self.ep), ("dp_attention", self.dp)) if size]
+        parallel = [
+            {"use": use, "size": size}
+            for use, size in (
+                ("tensor", self.tp if self.tp > 1 else 0),
+                ("ep_moe", self.ep),
+                ("dp_attention", self.dp),
+            )
+            if size
+        ]
         for strategy in parallel:
             if strategy["use"] == "ep_moe" and self.exchange != "auto":
                 strategy["exchange"] = self.exchange
         config: dict[str, Any] = {
-            "model": str(folder), "skip_tokenizer": True, "dtype": "float32", "device": "cpu",
-            "context_length": CONTEXT, "memory": {"kv_tokens": KV_TOKENS}, "attention": {"page_size": PAGE},
-            "weights": {"use": "agreeing", "seed": SEED}, "cache": {"use": "radix" if self.radix else "none"},
-            "scheduler": {"max_running_requests": ROWS, "chunk_size": 7 if self.chunked else CONTEXT,
-                          "overlap": self.overlap},
+            "model": str(folder),
+            "skip_tokenizer": True,
+            "dtype": "float32",
+            "device": "cpu",
+            "context_length": CONTEXT,
+            "memory": {"kv_tokens": KV_TOKENS},
+            "attention": {"page_size": PAGE},
+            "weights": {"use": "agreeing", "seed": SEED},
+            "cache": {"use": "radix" if self.radix else "none"},
+            "scheduler": {
+                "max_running_requests": ROWS,
+                "chunk_size": 7 if self.chunked else CONTEXT,
+                "overlap": self.overlap,
+            },
         }
         if parallel:
             config["parallel"] = parallel
@@ -89,7 +118,15 @@ class Combination:
 
 def matrix() -> list[Combination]:
     """The whole of it, admitted or not."""
-    axes = ((1, 2, 4), (0, 2, 4), (0, 2, 4), (0, 1, 2, 3), (True, False), (False, True), (True, False))
+    axes = (
+        (1, 2, 4),
+        (0, 2, 4),
+        (0, 2, 4),
+        (0, 1, 2, 3),
+        (True, False),
+        (False, True),
+        (True, False),
+    )
     return [Combination(*values) for values in itertools.product(*axes)]
 
 
@@ -97,8 +134,10 @@ def exchanges() -> list[Combination]:
     """What the matrix leaves to "auto": each exchange by name."""
     names = ("all_gather", "all_to_all", "all_to_all_static")
     layouts = ((2, 2, 0), (2, 2, 2), (4, 2, 2), (4, 4, 0), (4, 4, 2), (4, 4, 4))
-    return [Combination(tp, ep, dp, steps, chunked=bool(steps), exchange=name)
-            for (tp, ep, dp), steps, name in itertools.product(layouts, (0, 2), names)]
+    return [
+        Combination(tp, ep, dp, steps, chunked=bool(steps), exchange=name)
+        for (tp, ep, dp), steps, name in itertools.product(layouts, (0, 2), names)
+    ]
 
 
 def sample(count: int, seed: int) -> list[Combination]:
@@ -112,11 +151,13 @@ def sample(count: int, seed: int) -> list[Combination]:
     return [rng.choice(by_layout[layout]) for layout in layouts]
 
 
-# ---- the requests ---------------------------------------------------------------------------------------------------
+# ---- the requests --------------------------------------------------------------------------------
 
 
 def requests() -> Iterator[tuple[int, Submit]]:
-    """(turn, request): uneven prompts, half of which share a beginning; more than there are rows; several waves."""
+    """(turn, request): uneven prompts, half of which share a beginning; more than there are rows;
+    several waves.
+    """
     rng = np.random.default_rng(17)
     shared = rng.integers(2, VOCAB, 24).tolist()
     lengths = [1, 2, 4, 5, 8, 13, 17, 21, 24, 25, 30, 33, 38, 41]
@@ -126,16 +167,31 @@ def requests() -> Iterator[tuple[int, Submit]]:
         prompt = (shared[: length - 1] + own)[:length] if i % 2 else own
         params: dict[str, Any] = {"temperature": 0.0, "logprobs": 2}
         if i % 7 == 5:  # drawn, with everything that looks back at the tokens before
-            params = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1, "presence_penalty": 0.4}
+            params = {
+                "temperature": 0.9,
+                "top_p": 0.95,
+                "repetition_penalty": 1.1,
+                "presence_penalty": 0.4,
+            }
         elif i % 7 == 2:  # greedy, and it must not repeat itself, drafts included
             params |= {"frequency_penalty": 0.8, "repetition_penalty": 1.2}
         turn = 0 if i < 8 else 3 * (i - 6)
         stops = list(range(2, 14)) if i % 3 == 0 else []
-        yield turn, Submit(i + 1, packed_ids(prompt), SamplingParams(max_tokens=most, seed=i, **params), stop_ids=stops)
+        yield (
+            turn,
+            Submit(
+                i + 1,
+                packed_ids(prompt),
+                SamplingParams(max_tokens=most, seed=i, **params),
+                stop_ids=stops,
+            ),
+        )
 
 
 def drive(ranks: RankSet) -> dict[int, Collected]:
-    """Submit the waves, give one up on the way, run to the end; every page must come back on every rank."""
+    """Submit the waves, give one up on the way, run to the end; every page must come back on every
+    rank.
+    """
     waves: dict[int, list[Any]] = {}
     for turn, request in requests():
         waves.setdefault(turn, []).append(request)
@@ -198,15 +254,23 @@ def run(one: Combination, known: Reference, **more: Any) -> dict[int, Collected]
         got = heard[id]
         if id == ABORTED:  # how far it came depends on how many tokens a step yields
             short, long = sorted((got.tokens, want.tokens), key=len)
-            assert long[: len(short)] == short, f"{one.name}: request {id} is another until it is given up"
+            assert long[: len(short)] == short, (
+                f"{one.name}: request {id} is another until it is given up"
+            )
             continue
-        assert got.tokens == want.tokens, f"{one.name}: request {id} yields {got.tokens}, not {want.tokens}"
-        assert got.finished == want.finished, f"{one.name}: request {id} ends {got.finished}, not {want.finished}"
-        assert np.allclose(got.logprobs, want.logprobs, atol=1e-3), f"{one.name}: request {id}: log-probabilities"
+        assert got.tokens == want.tokens, (
+            f"{one.name}: request {id} yields {got.tokens}, not {want.tokens}"
+        )
+        assert got.finished == want.finished, (
+            f"{one.name}: request {id} ends {got.finished}, not {want.finished}"
+        )
+        assert np.allclose(got.logprobs, want.logprobs, atol=1e-3), (
+            f"{one.name}: request {id}: log-probabilities"
+        )
     return heard
 
 
-# ---- the whole matrix -----------------------------------------------------------------------------------------------
+# ---- the whole matrix ----------------------------------------------------------------------------
 
 _known: list[Reference] = []
 
@@ -224,7 +288,11 @@ def outcome(one: Combination) -> tuple[str, str, str]:
         return one.name, "refused" if not one.fits else "failed", str(refused)
     except Exception as error:
         return one.name, "failed", f"{type(error).__name__}: {error}"
-    return one.name, "same" if one.fits else "failed", "" if one.fits else "was expected to be refused"
+    return (
+        one.name,
+        "same" if one.fits else "failed",
+        "" if one.fits else "was expected to be refused",
+    )
 
 
 def whole(cells: Sequence[Combination], jobs: int) -> dict[str, Any]:
@@ -232,7 +300,10 @@ def whole(cells: Sequence[Combination], jobs: int) -> dict[str, Any]:
     started = time.time()
     spawn = multiprocessing.get_context("spawn")
     results = []
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(jobs, spawn, _prepare, (folder,)) as pool:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(jobs, spawn, _prepare, (folder,)) as pool,
+    ):
         for done in as_completed([pool.submit(outcome, one) for one in cells]):
             results.append(done.result())
             if results[-1][1] == "failed":
@@ -240,10 +311,16 @@ def whole(cells: Sequence[Combination], jobs: int) -> dict[str, Any]:
             if len(results) % 50 == 0:
                 print(f"{len(results)} of {len(cells)} cells", flush=True)
     kinds = [kind for _, kind, _ in results]
-    return {"cells": len(results), "admitted": sum(one.fits for one in cells), "refused": kinds.count("refused"),
-            "run": kinds.count("same") + kinds.count("failed"), "same_tokens": kinds.count("same"),
-            "failed": kinds.count("failed"), "seconds": round(time.time() - started),
-            "failures": sorted((name, why) for name, kind, why in results if kind == "failed")}
+    return {
+        "cells": len(results),
+        "admitted": sum(one.fits for one in cells),
+        "refused": kinds.count("refused"),
+        "run": kinds.count("same") + kinds.count("failed"),
+        "same_tokens": kinds.count("same"),
+        "failed": kinds.count("failed"),
+        "seconds": round(time.time() - started),
+        "failures": sorted((name, why) for name, kind, why in results if kind == "failed"),
+    }
 
 
 def main() -> int:
@@ -252,12 +329,23 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--only", default="", help="cells whose names match this")
     options = parser.parse_args()
-    found = {"command": "python -m " + " ".join(["tests.support.combinations", *sys.argv[1:]]),
-             "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "torch": torch.__version__,
-             "cpu": platform.processor() or platform.machine(), "processes": options.jobs}
+    found = {
+        "command": "python -m " + " ".join(["tests.support.combinations", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu": platform.processor() or platform.machine(),
+        "processes": options.jobs,
+    }
     for part, cells in (("matrix", matrix()), ("exchanges", exchanges())):
-        found[part] = whole([one for one in cells if re.search(options.only, one.name)], options.jobs)
-        print(part, json.dumps({key: value for key, value in found[part].items() if key != "failures"}), flush=True)
+        found[part] = whole(
+            [one for one in cells if re.search(options.only, one.name)], options.jobs
+        )
+        print(
+            part,
+            json.dumps({key: value for key, value in found[part].items() if key != "failures"}),
+            flush=True,
+        )
     if options.output:
         options.output.write_text(json.dumps(found, indent=1) + "\n")
     return 1 if found["matrix"]["failed"] or found["exchanges"]["failed"] else 0

@@ -1,4 +1,7 @@
-"""Kernels built for a Hopper card on a machine without one; for a process where Triton compiles (``uninterpreted``)."""
+"""Kernels built for a Hopper card on a machine without one; for a process where Triton compiles
+(``uninterpreted``).
+"""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -15,8 +18,13 @@ SHARED = 227 * 1024  #: bytes of shared memory that one block may have
 WHOLE = [["tt.divisibility", 16]]
 
 
-def build(kernel: Any, kinds: Mapping[str, str], constants: Mapping[str, object], whole: tuple[str, ...] = (),
-          **options: object) -> CompiledKernel:
+def build(
+    kernel: Any,
+    kinds: Mapping[str, str],
+    constants: Mapping[str, object],
+    whole: tuple[str, ...] = (),
+    **options: object,
+) -> CompiledKernel:
     """Compile one variant, which has to fit into a block, and print the kernel's name.
 
     Args:
@@ -25,11 +33,23 @@ def build(kernel: Any, kinds: Mapping[str, str], constants: Mapping[str, object]
         options: ``num_warps`` and the like.
     """
     names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-    aligned = {(at,): WHOLE for at, name in enumerate(names) if name in whole or signature[name].startswith("*")}
+    signature = {
+        name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names
+    }
+    aligned = {
+        (at,): WHOLE
+        for at, name in enumerate(names)
+        if name in whole or signature[name].startswith("*")
+    }
     source = GluonASTSource if kernel.is_gluon() else ASTSource
-    made = triton.compile(source(kernel, signature, dict(constants), aligned), target=HOPPER, options=options)
-    assert made.asm["cubin"] and made.metadata.shared <= SHARED, (kernel.__name__, constants, made.metadata.shared)
+    made = triton.compile(
+        source(kernel, signature, dict(constants), aligned), target=HOPPER, options=options
+    )
+    assert made.asm["cubin"] and made.metadata.shared <= SHARED, (
+        kernel.__name__,
+        constants,
+        made.metadata.shared,
+    )
     print(kernel.__name__)
     return made
 

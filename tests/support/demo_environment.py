@@ -1,9 +1,11 @@
-"""The environment that ``make demo`` makes, from packages that are installed here: links, nothing is downloaded.
+"""The environment that ``make demo`` makes, from packages that are installed here: links, nothing
+is downloaded.
 
-A virtual environment whose site-packages links to the distributions that the project's own dependencies ask for, those
-of no extra among them, and to nothing else. A package that only the tests install, or triton beside a CPU build of
-torch, cannot be imported there and has no metadata.
+A virtual environment whose site-packages links to the distributions that the project's own
+dependencies ask for, those of no extra among them, and to nothing else. A package that only the
+tests install, or triton beside a CPU build of torch, cannot be imported there and has no metadata.
 """
+
 from __future__ import annotations
 
 import importlib.metadata
@@ -24,7 +26,8 @@ from tests.support.source_tree import ROOT
 
 
 def dependencies() -> dict[str, Distribution]:
-    """Return the installed distributions that the project's dependencies and theirs name, by normalised name.
+    """Return the installed distributions that the project's dependencies and theirs name, by
+    normalised name.
 
     Raises:
         PackageNotFoundError: one of them is not installed.
@@ -41,13 +44,17 @@ def dependencies() -> dict[str, Distribution]:
                 continue
             seen.add((name, extra))
             found[name] = importlib.metadata.distribution(name)
-            waiting += [needed for needed in map(Requirement, found[name].requires or ())
-                        if needed.marker is None or needed.marker.evaluate({"extra": extra})]
+            waiting += [
+                needed
+                for needed in map(Requirement, found[name].requires or ())
+                if needed.marker is None or needed.marker.evaluate({"extra": extra})
+            ]
     return found
 
 
 def link(distribution: Distribution, site: Path) -> None:
-    """Link the packages, modules and metadata of a distribution into ``site``. A folder without ``__init__.py`` may be
+    """Link the packages, modules and metadata of a distribution into ``site``. A folder without
+    ``__init__.py`` may be
     shared by several distributions: it is made, and what lies in it is linked.
     """
     base = Path(str(distribution.locate_file("")))
@@ -88,15 +95,26 @@ def python() -> Path:
 
 
 def variables() -> dict[str, str]:
-    """Return the environment variables of commands there: HOME and the number of threads are this process's."""
-    kept = {name: value for name, value in os.environ.items() if name in ("HOME", "OMP_NUM_THREADS")}
+    """Return the environment variables of commands there: HOME and the number of threads are this
+    process's.
+    """
+    kept = {
+        name: value for name, value in os.environ.items() if name in ("HOME", "OMP_NUM_THREADS")
+    }
     return {**kept, "PATH": "/usr/bin:/bin", "COLUMNS": "120"}
 
 
 def run(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """Run the environment's interpreter with ``words`` in the repository's root."""
-    return subprocess.run([python(), *words], capture_output=True, text=True, timeout=timeout, cwd=ROOT, check=False,
-                          env=variables())
+    return subprocess.run(
+        [python(), *words],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+        check=False,
+        env=variables(),
+    )
 
 
 def glowplug(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:

@@ -1,10 +1,12 @@
-"""What NextN gains at batch 1 on the CPU: accept length and speed on held-out chat, beside no speculation.
+"""What NextN gains at batch 1 on the CPU: accept length and speed on held-out chat, beside no
+speculation.
 
-``python -m tests.support.draft_gains --output docs/benchmarks/nextn-cpu.json``. The engines take turns on each
-question, one
-question at a time, nothing in the prefix cache; each question counts with its fastest round. Decoding is what an answer
-takes beyond its first token.
+``python -m tests.support.draft_gains --output docs/benchmarks/nextn-cpu.json``. The engines take
+turns on each question, one
+question at a time, nothing in the prefix cache; each question counts with its fastest round.
+Decoding is what an answer takes beyond its first token.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -33,7 +35,9 @@ def engine(steps: int) -> LLM:
 
 
 def timed(llm: LLM, question: str, most: int) -> tuple[list[int], float]:
-    """The greedy answer, and the CPU seconds it took: other work on the machine lengthens those least."""
+    """The greedy answer, and the CPU seconds it took: other work on the machine lengthens those
+    least.
+    """
     llm.control("flush")
     began = time.process_time()
     params = SamplingParams(temperature=0.0, max_tokens=most)
@@ -47,26 +51,41 @@ def measure(questions: int, rounds: int, most: int) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         engines = {steps: stack.enter_context(engine(steps)) for steps in STEPS}
         for _ in range(rounds):
-            for (number, task), limit in itertools.product(enumerate(held_out_tasks(questions)), (1, most)):
+            for (number, task), limit in itertools.product(
+                enumerate(held_out_tasks(questions)), (1, most)
+            ):
                 for steps, llm in engines.items():
                     tokens, seconds = timed(llm, task.prompt, limit)
                     if limit == most:
-                        assert answers.setdefault(number, tokens) == tokens, "speculation changed an answer"
+                        assert answers.setdefault(number, tokens) == tokens, (
+                            "speculation changed an answer"
+                        )
                     key = steps, number, limit
                     fastest[key] = min(seconds, fastest.get(key, seconds))
         stats = {steps: llm.stats for steps, llm in engines.items()}
     return [row(steps, answers, fastest, most, stats[steps]) for steps in STEPS]
 
 
-def row(steps: int, answers: dict[int, list[int]], fastest: dict[tuple[int, int, int], float], most: int,
-        stats: Stats) -> dict[str, Any]:
+def row(
+    steps: int,
+    answers: dict[int, list[int]],
+    fastest: dict[tuple[int, int, int], float],
+    most: int,
+    stats: Stats,
+) -> dict[str, Any]:
     first, whole = (sum(fastest[steps, number, limit] for number in answers) for limit in (1, most))
     tokens = sum(map(len, answers.values()))
     later = tokens - len(answers)
-    return {"steps": steps, "accept_length": round(1 + stats.accepted_tokens / (stats.drafted_tokens / steps), 3)
-            if steps else None, "output_tokens": tokens, "first_token_ms": round(1e3 * first / len(answers), 2),
-            "decode_ms_per_token": round(1e3 * (whole - first) / later, 3),
-            "whole_ms_per_token": round(1e3 * whole / tokens, 3)}
+    return {
+        "steps": steps,
+        "accept_length": round(1 + stats.accepted_tokens / (stats.drafted_tokens / steps), 3)
+        if steps
+        else None,
+        "output_tokens": tokens,
+        "first_token_ms": round(1e3 * first / len(answers), 2),
+        "decode_ms_per_token": round(1e3 * (whole - first) / later, 3),
+        "whole_ms_per_token": round(1e3 * whole / tokens, 3),
+    }
 
 
 def main() -> None:
@@ -79,10 +98,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows = measure(args.questions, args.rounds, args.max_tokens)
-    about = {"command": "python -m tests.support.draft_gains " + " ".join(sys.argv[1:]),
-             "model": "embedded, float32, batch 1",
-             "date": datetime.date.today().isoformat(), "threads": args.threads,
-             "versions": {"python": platform.python_version(), "torch": torch.__version__}}
+    about = {
+        "command": "python -m tests.support.draft_gains " + " ".join(sys.argv[1:]),
+        "model": "embedded, float32, batch 1",
+        "date": datetime.date.today().isoformat(),
+        "threads": args.threads,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
     args.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     print(*rows, sep="\n")
 

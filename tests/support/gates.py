@@ -1,9 +1,12 @@
 """What the gates of a model chose, position by position, and how near to another choice they were.
 
-Two computations of one model round differently, and where two experts score nearly the same they may choose different
-ones: the logits of that position then differ by far more than rounding. ``Watch`` keeps every choice of a run with its
-scores, or makes a run choose as another one did; ``flips`` tells ties from errors.
+Two computations of one model round differently, and where two experts score nearly the same they
+may choose different
+ones: the logits of that position then differ by far more than rounding. ``Watch`` keeps every
+choice of a run with its scores, or makes a run choose as another one did; ``flips`` tells ties from
+errors.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -24,7 +27,9 @@ EXACT = 1e-6  #: of a score: float32 sums in another order
 
 @dataclass
 class Chosen:
-    """Of one gate: experts int64 [T, K] in ascending order, scores by which it chose float32 [T, E], by position."""
+    """Of one gate: experts int64 [T, K] in ascending order, scores by which it chose float32 [T,
+    E], by position.
+    """
 
     sizes: MoeSizes
     keys: list[Key] = field(default_factory=list)
@@ -34,14 +39,19 @@ class Chosen:
     def sorted(self) -> tuple[list[Key], Tensor, Tensor]:
         order = sorted(range(len(self.keys)), key=self.keys.__getitem__)
         at = torch.tensor(order, device=self.experts[0].device)
-        return [self.keys[i] for i in order], torch.cat(self.experts)[at], torch.cat(self.scores)[at]
+        return (
+            [self.keys[i] for i in order],
+            torch.cat(self.experts)[at],
+            torch.cat(self.scores)[at],
+        )
 
 
 Choices = dict[str, Chosen]  #: by the gate's name
 
 
 class Watch:
-    """From now on every step of ``runner`` that runs as it comes adds to ``choices``; replayed ones are not seen.
+    """From now on every step of ``runner`` that runs as it comes adds to ``choices``; replayed ones
+    are not seen.
 
     ``forced``: another run's choices, which the gates follow with weights of their own scores.
     """
@@ -62,23 +72,33 @@ class Watch:
             self._keys = []
 
     def _keys_of(self, batch: Batch) -> Iterator[Key]:
-        """Of each token the sequence's number, which is its seed, and the position that it foretells."""
-        for row, queries, length in zip(batch.rows.tolist(), batch.query_lens.tolist(), batch.kv_lens.tolist()):
+        """Of each token the sequence's number, which is its seed, and the position that it
+        foretells.
+        """
+        for row, queries, length in zip(
+            batch.rows.tolist(), batch.query_lens.tolist(), batch.kv_lens.tolist()
+        ):
             sequence = self._runner.table.sequences[row]
             assert sequence is not None and sequence.params.seed is not None
-            yield from ((sequence.params.seed, at) for at in range(length - queries + 1, length + 1))
+            yield from (
+                (sequence.params.seed, at) for at in range(length - queries + 1, length + 1)
+            )
 
     def _watch(self, gate: Gate) -> None:
         plain, kept = gate.forward, self.choices.setdefault(gate.name, Chosen(gate.sizes))
 
         def forward(x: Tensor, begun: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            weights, ids = plain(x, begun)  # also where its choice is not followed: experts begun early wait for it
+            weights, ids = plain(
+                x, begun
+            )  # also where its choice is not followed: experts begun early wait for it
             if not self._keys:
                 return weights, ids
             scores, choice = scores_of(gate, x)
             forced = self._forced.get(gate.name)
             if forced is not None:
-                weights, ids = _weighted(gate, scores, torch.stack([forced[key] for key in self._keys]))
+                weights, ids = _weighted(
+                    gate, scores, torch.stack([forced[key] for key in self._keys])
+                )
             kept.keys += self._keys
             kept.experts.append(ids[:, : gate.sizes.topk].long().sort(-1).values)
             kept.scores.append(choice)
@@ -88,7 +108,9 @@ class Watch:
 
 
 def gates(model: Any) -> list[Gate]:
-    return [layer.feed_forward.gate for layer in model.layers if isinstance(layer.feed_forward, Moe)]
+    return [
+        layer.feed_forward.gate for layer in model.layers if isinstance(layer.feed_forward, Moe)
+    ]
 
 
 def _by_key(chosen: Chosen) -> dict[Key, Tensor]:
@@ -97,7 +119,9 @@ def _by_key(chosen: Chosen) -> dict[Key, Tensor]:
 
 
 def scores_of(gate: Gate, x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, H] -> float32 [T, E] scores by which experts are weighted, and by which they are chosen."""
+    """x [T, H] -> float32 [T, E] scores by which experts are weighted, and by which they are
+    chosen.
+    """
     logits = F.linear(x.float(), gate.weight.float())
     if gate.bias is None:
         scores = logits.softmax(-1)
@@ -112,15 +136,17 @@ def _weighted(gate: Gate, scores: Tensor, experts: Tensor) -> tuple[Tensor, Tens
     weights = scores.gather(1, experts)
     if sizes.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    behind = torch.arange(sizes.experts, sizes.experts + appended, device=experts.device).expand(len(experts), -1)
+    behind = torch.arange(sizes.experts, sizes.experts + appended, device=experts.device).expand(
+        len(experts), -1
+    )
     ids = torch.cat([experts, behind], 1)
     weights = torch.cat([weights * sizes.scale, torch.ones_like(behind, dtype=torch.float32)], 1)
     return weights, ids if gate._route is None else ids.to(torch.int32)
 
 
 def gap(scores: Tensor, sizes: MoeSizes) -> Tensor:
-    """float32 [T]: by how much two of the scores [T, E] have to move towards each other for another choice; of groups,
-    whose best two count in a sigmoid gate, half as much as their sums."""
+    """float32 [T]: by how much two of the scores [T, E] have to move towards each other for another
+    choice; of groups, whose best two count in a sigmoid gate, half as much as their sums."""
     found = torch.full_like(scores[:, 0], float("inf"))
     if sizes.topk_groups < sizes.groups:
         by_group = scores.view(len(scores), sizes.groups, -1)
@@ -128,7 +154,9 @@ def gap(scores: Tensor, sizes: MoeSizes) -> Tensor:
         order = groups.sort(-1, descending=True)
         found = order.values[:, sizes.topk_groups - 1] - order.values[:, sizes.topk_groups]
         found = found / 2 if sizes.sigmoid else found
-        out = torch.ones_like(groups, dtype=torch.bool).scatter_(1, order.indices[:, : sizes.topk_groups], False)
+        out = torch.ones_like(groups, dtype=torch.bool).scatter_(
+            1, order.indices[:, : sizes.topk_groups], False
+        )
         scores = by_group.masked_fill(out.unsqueeze(-1), float("-inf")).flatten(1)
     best = scores.topk(sizes.topk + 1, -1).values
     return torch.minimum(found, best[:, -2] - best[:, -1])
@@ -138,9 +166,10 @@ def gap(scores: Tensor, sizes: MoeSizes) -> Tensor:
 class Flips:
     """Positions at which a gate chose other experts than the reference's.
 
-    ``gap_*``: of the reference's scores at flipped positions (``gap``), and the median of all positions. ``change``:
-    median over all positions of the largest change of a score. ``unexplained``: flips whose gap was wider than the
-    scores' own change can close; a gate that chooses rightly has none.
+    ``gap_*``: of the reference's scores at flipped positions (``gap``), and the median of all
+    positions. ``change``: median over all positions of the largest change of a score.
+    ``unexplained``: flips whose gap was wider than the scores' own change can close; a gate that
+    chooses rightly has none.
     """
 
     positions: int
@@ -156,7 +185,10 @@ def flips(want: Choices, got: Choices) -> tuple[Flips, set[Key]]:
     """The report, and the positions at which some gate flipped."""
     positions, columns, flipped_keys = 0, list[Tensor](), set[Key]()
     for name, chosen in want.items():
-        (keys, experts, scores), (others, other_experts, other_scores) = chosen.sorted(), got[name].sorted()
+        (keys, experts, scores), (others, other_experts, other_scores) = (
+            chosen.sorted(),
+            got[name].sorted(),
+        )
         assert keys == others, "both runs hold the same positions"
         flipped = (experts != other_experts).any(-1)
         change = (scores - other_scores).abs().amax(-1)
@@ -167,5 +199,12 @@ def flips(want: Choices, got: Choices) -> tuple[Flips, set[Key]]:
     flipped = far > 0
     theirs = gaps[flipped] if bool(flipped.any()) else torch.zeros(1)
     wide = flipped & (gaps > 2 * change + EXACT)
-    return Flips(positions, len(flipped_keys), float(theirs.median()), float(theirs.max()), float(gaps.median()),
-                 float(change.median()), int(wide.sum())), flipped_keys
+    return Flips(
+        positions,
+        len(flipped_keys),
+        float(theirs.median()),
+        float(theirs.max()),
+        float(gaps.median()),
+        float(change.median()),
+        int(wide.sum()),
+    ), flipped_keys

@@ -1,4 +1,7 @@
-"""Int8 and AWQ checkpoints in their published layouts, quantised and packed here without the engine's code."""
+"""Int8 and AWQ checkpoints in their published layouts, quantised and packed here without the
+engine's code.
+"""
+
 from __future__ import annotations
 
 import json
@@ -19,18 +22,40 @@ LEFT_ALONE = ("embed_tokens", "lm_head", "mlp.gate.", "norm", "eh_proj")
 INT8 = {"quant_method": "w8a8_int8"}
 _EACH = {"num_bits": 8, "type": "int", "symmetric": True}
 COMPRESSED: dict[str, Any] = {
-    "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head", "re:.*mlp\\.gate$"],
-    "kv_cache_scheme": None, "config_groups": {"group_0": {
-        "targets": ["Linear"], "weights": {**_EACH, "strategy": "channel", "dynamic": False},
-        "input_activations": {**_EACH, "strategy": "token", "dynamic": True}}}}
-AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
-                       "modules_to_not_convert": None}
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "ignore": ["lm_head", "re:.*mlp\\.gate$"],
+    "kv_cache_scheme": None,
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_EACH, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_EACH, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+AWQ: dict[str, Any] = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 32,
+    "zero_point": True,
+    "version": "gemm",
+    "modules_to_not_convert": None,
+}
 #: sizes that groups of 32 divide
-SIZES: dict[str, dict[str, Any]] = {"v2": {}, "v3": {"q_lora_rank": 64}, "llama": {"tie_word_embeddings": False}}
+SIZES: dict[str, dict[str, Any]] = {
+    "v2": {},
+    "v3": {"q_lora_rank": 64},
+    "llama": {"tie_word_embeddings": False},
+}
 
 
 def quantised(name: str, tensor: Tensor) -> bool:
-    return tensor.dim() == 2 and name.endswith(".weight") and not any(part in name for part in LEFT_ALONE)
+    return (
+        tensor.dim() == 2
+        and name.endswith(".weight")
+        and not any(part in name for part in LEFT_ALONE)
+    )
 
 
 def int8_matrix(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,8 +67,12 @@ def int8_matrix(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return stored, scales, stored.float() * scales
 
 
-def int8_checkpoint(tensors: Mapping[str, Tensor], flat: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The int8 checkpoint of a float one, and the float one that it stands for. ``flat``: scales [N], not [N, 1]."""
+def int8_checkpoint(
+    tensors: Mapping[str, Tensor], flat: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The int8 checkpoint of a float one, and the float one that it stands for. ``flat``: scales
+    [N], not [N, 1].
+    """
     stored, dense = {}, {}
     for name, tensor in tensors.items():
         stored[name] = dense[name] = tensor
@@ -63,7 +92,9 @@ def awq_words(numbers: Tensor) -> Tensor:
 
 
 def awq_matrix(weight: Tensor, group: int) -> tuple[dict[str, Tensor], Tensor]:
-    """qweight, qzeros and scales of weight [N, K], and what they stand for; a group of inputs at a time."""
+    """qweight, qzeros and scales of weight [N, K], and what they stand for; a group of inputs at a
+    time.
+    """
     rows, depth = weight.shape
     group = depth if group < 0 else group
     numbers, zeros, scales, dense = [], [], [], []
@@ -75,11 +106,19 @@ def awq_matrix(weight: Tensor, group: int) -> tuple[dict[str, Tensor], Tensor]:
         codes = (torch.round(part / scale[:, None]) + zero[:, None]).clamp(0, 15)
         dense.append((codes - zero[:, None]) * scale[:, None])
         numbers.append(codes.t().long()), zeros.append(zero.long()), scales.append(scale.half())
-    return ({"qweight": awq_words(torch.cat(numbers)), "qzeros": awq_words(torch.stack(zeros)),
-             "scales": torch.stack(scales)}, torch.cat(dense, 1).float())
+    return (
+        {
+            "qweight": awq_words(torch.cat(numbers)),
+            "qzeros": awq_words(torch.stack(zeros)),
+            "scales": torch.stack(scales),
+        },
+        torch.cat(dense, 1).float(),
+    )
 
 
-def awq_checkpoint(tensors: Mapping[str, Tensor], group: int = 32) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def awq_checkpoint(
+    tensors: Mapping[str, Tensor], group: int = 32
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The AWQ checkpoint of a float one, and the float one that it stands for."""
     stored, dense = {}, {}
     for name, tensor in tensors.items():
@@ -104,17 +143,26 @@ def float_tensors(facts: ModelFacts, seed: int = 2) -> dict[str, Tensor]:
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for target in model.targets():
         value = torch.randn(target.shape, generator=generator)
-        tensors[target.name] = value / target.shape[-1] ** 0.5 if value.dim() > 1 else value * 0.1 + 1
+        tensors[target.name] = (
+            value / target.shape[-1] ** 0.5 if value.dim() > 1 else value * 0.1 + 1
+        )
     return tensors
 
 
-def write_folder(folder: Path, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None,
-                 **changes: Any) -> Path:
+def write_folder(
+    folder: Path,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> Path:
     """A model folder with weights; ``config``: its quantization_config."""
     folder.mkdir(parents=True, exist_ok=True)
     said = {**CONFIGS[name], **SIZES[name], **changes}
     if config is not None:
         said["quantization_config"] = dict(config)
     (folder / "config.json").write_text(json.dumps(said))
-    save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {key: value.contiguous() for key, value in tensors.items()}, folder / "model.safetensors"
+    )
     return folder

@@ -1,8 +1,11 @@
-"""How fast this machine runs plain Python just now, so that bounds in seconds hold on machines that share their cores.
+"""How fast this machine runs plain Python just now, so that bounds in seconds hold on machines that
+share their cores.
 
-A bound is written for the machine of ``IDLE_SECONDS``; on a slower one, and beside neighbours, it grows by
-:func:`slowness` and by nothing else. No imports beyond the standard library: tests run it in other processes, too.
+A bound is written for the machine of ``IDLE_SECONDS``; on a slower one, and beside neighbours, it
+grows by :func:`slowness` and by nothing else. No imports beyond the standard library: tests run it
+in other processes, too.
 """
+
 from __future__ import annotations
 
 import json
@@ -11,7 +14,8 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-IDLE_SECONDS = 0.09  #: of one :func:`yardstick` where the bounds were written: a core of a shared server, Python 3.11
+#: of one :func:`yardstick` where the bounds were written: a core of a shared server, Python 3.11
+IDLE_SECONDS = 0.09
 
 
 class _Item:
@@ -20,27 +24,38 @@ class _Item:
 
 
 def yardstick() -> float:
-    """Processor seconds of a fixed piece of work: small objects, dicts, attribute reads, sorting, JSON."""
+    """Processor seconds of a fixed piece of work: small objects, dicts, attribute reads, sorting,
+    JSON.
+    """
     start = time.process_time()
     for number in range(300):
         items = [_Item(f"{number}.{i}", i * 7919 % 101) for i in range(200)]
-        found = {item.name: item.size for item in items if isinstance(item, _Item) and item.size > 3}
+        found = {
+            item.name: item.size for item in items if isinstance(item, _Item) and item.size > 3
+        }
         order = sorted(found, key=lambda name: (found[name], name))
         json.loads(json.dumps({name: found[name] for name in order}))
     return time.process_time() - start
 
 
-def child(command: Sequence[str], environment: Mapping[str, str]) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Run a command to its end. Return what it said and the processor seconds that it took, waiting not included.
+def child(
+    command: Sequence[str], environment: Mapping[str, str]
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run a command to its end. Return what it said and the processor seconds that it took, waiting
+    not included.
 
     No other child of this process may end meanwhile.
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(environment))
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=dict(environment)
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def slowness(yardsticks: Sequence[float]) -> float:
-    """By what to multiply a bound, 1 at least. ``yardsticks``: taken around and between what is timed."""
+    """By what to multiply a bound, 1 at least. ``yardsticks``: taken around and between what is
+    timed.
+    """
     return max(1.0, sum(yardsticks) / len(yardsticks) / IDLE_SECONDS)

@@ -1,4 +1,7 @@
-"""Random tiny checkpoints written by transformers, and what transformers computes with them. float32, seeded."""
+"""Random tiny checkpoints written by transformers, and what transformers computes with them.
+float32, seeded.
+"""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -16,17 +19,37 @@ from glowplug.core.testing.harness.build import Stepper, build_context, build_mo
 TOLERANCE = 1e-4
 
 COMMON: dict[str, Any] = {
-    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 1,
-    "pad_token_id": None, "tie_word_embeddings": False,
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
 }
 MLA: dict[str, Any] = dict(
-    **COMMON, num_key_value_heads=4, kv_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=24,
-    moe_intermediate_size=40, first_k_dense_replace=1,
+    **COMMON,
+    num_key_value_heads=4,
+    kv_lora_rank=32,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=16,
+    v_head_dim=24,
+    moe_intermediate_size=40,
+    first_k_dense_replace=1,
 )
 YARN: dict[str, Any] = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128, "mscale": 0.707,
-    "mscale_all_dim": 1.3, "beta_fast": 32, "beta_slow": 1,
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 0.707,
+    "mscale_all_dim": 1.3,
+    "beta_fast": 32,
+    "beta_slow": 1,
 }
 
 
@@ -44,7 +67,11 @@ class Reference:
         return facts
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: t for file in self.folder.glob("*.safetensors") for name, t in load_file(file).items()}
+        return {
+            name: t
+            for file in self.folder.glob("*.safetensors")
+            for name, t in load_file(file).items()
+        }
 
     @torch.no_grad()
     def logits(self, ids: list[int]) -> Tensor:
@@ -54,13 +81,21 @@ class Reference:
 
     @torch.no_grad()
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        out = self.model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False,
-                                  max_new_tokens=count, min_new_tokens=count, eos_token_id=None)
-        return [int(token) for token in out[0, len(prompt):]]
+        out = self.model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            do_sample=False,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            eos_token_id=None,
+        )
+        return [int(token) for token in out[0, len(prompt) :]]
 
 
 def write(folder: Path, architecture: str, seed: int, **config: Any) -> Reference:
-    """Save a random model. Correction biases are drawn, norms and biases are moved away from their neutral values."""
+    """Save a random model. Correction biases are drawn, norms and biases are moved away from their
+    neutral values.
+    """
     import transformers
 
     torch.manual_seed(seed)
@@ -99,5 +134,5 @@ def assert_parity(reference: Reference, seed: int = 0, count: int = 12) -> None:
         after = Stepper(model, context)
         after.logits({0: ids})
         decoded = [after.logits({0: [token]}, decodes=1) for token in expected[:4]]
-        full = reference.logits(ids + expected[:4])[len(ids):]
+        full = reference.logits(ids + expected[:4])[len(ids) :]
         torch.testing.assert_close(torch.cat(decoded), full, atol=TOLERANCE, rtol=0)

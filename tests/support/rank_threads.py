@@ -1,4 +1,7 @@
-"""Ranks as threads of one process: the same work on every rank of a mesh, over collectives of choice."""
+"""Ranks as threads of one process: the same work on every rank of a mesh, over collectives of
+choice.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -20,15 +23,21 @@ from glowplug.plugins.collectives.torch_distributed_runtime import Gloo
 def on_ranks(mesh: Mapping[str, int], backend: str, body: Callable[[Any, int], Any]) -> list[Any]:
     """``body(collectives, rank)`` on each of ``mesh["tp"]`` ranks; what they return, by rank.
 
-    ``backend`` "threads" or "gloo". A rank that raises ends the others' waiting, and its error is raised here.
+    ``backend`` "threads" or "gloo". A rank that raises ends the others' waiting, and its error is
+    raised here.
     """
     plan, store, address = replace(bare_plan(), mesh=dict(mesh)), HashStore(), f"ranks-{id(body)}"
     MEETINGS[address] = Meeting()
 
     def one(rank: int) -> Any:
-        worker = Worker(rank=rank, ranks=mesh["tp"], coordinates=coordinates(rank, mesh), rendezvous=address)
-        held: Any = ThreadCollectives(ThreadOptions(timeout=30), plan, worker) if backend == "threads" \
+        worker = Worker(
+            rank=rank, ranks=mesh["tp"], coordinates=coordinates(rank, mesh), rendezvous=address
+        )
+        held: Any = (
+            ThreadCollectives(ThreadOptions(timeout=30), plan, worker)
+            if backend == "threads"
             else Gloo(GlooOptions(timeout=30), plan, worker, store)
+        )
         try:
             return body(held, rank)
         except BaseException:

@@ -1,4 +1,5 @@
 """The repository's own sources, parsed once: what the hygiene tests look at."""
+
 from __future__ import annotations
 
 import ast
@@ -28,7 +29,9 @@ def name_of(path: Path) -> str:
 
 
 def imported(path: Path) -> Iterator[tuple[str, int]]:
-    """(dotted module, line) of every import statement, those inside functions and TYPE_CHECKING included."""
+    """(dotted module, line) of every import statement, those inside functions and TYPE_CHECKING
+    included.
+    """
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)

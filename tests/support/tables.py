@@ -1,4 +1,5 @@
 """Tuned tables of a test's own, where kernels remember what they read once and chose by it."""
+
 from __future__ import annotations
 
 import sys

@@ -1,4 +1,5 @@
 """Python in a process of its own, where Triton compiles and does not interpret."""
+
 from __future__ import annotations
 
 import os
@@ -9,10 +10,18 @@ from tests.support.source_tree import ROOT
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """``python words`` in the repository's root, with its packages; standard output and error are kept."""
+    """``python words`` in the repository's root, with its packages; standard output and error are
+    kept.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run([sys.executable, *words], cwd=ROOT, text=True, capture_output=True, check=False,
-                          env=environment | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"})
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=False,
+        env=environment | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+    )
 
 
 def printed(*words: str) -> str:

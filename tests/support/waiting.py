@@ -1,4 +1,7 @@
-"""Waiting for what happens in another thread or process. The limit ends a hang; no test measures time by it."""
+"""Waiting for what happens in another thread or process. The limit ends a hang; no test measures
+time by it.
+"""
+
 from __future__ import annotations
 
 import time
@@ -7,7 +10,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-LIMIT = 60.0  #: seconds after which what is waited for counts as never coming, however busy the machine is
+#: seconds after which what is waited for counts as never coming, however busy the machine is
+LIMIT = 60.0
 LOOK = 0.01  #: seconds between two looks
 
 

@@ -1,4 +1,5 @@
 """How much a piece of Python does, counted: the same number on any machine, however busy."""
+
 from __future__ import annotations
 
 import sys
@@ -32,7 +33,8 @@ def at_most(most_lines: int, most_bytes: int) -> Iterator[None]:
     """Run the block in this thread and stop it where it does more.
 
     Args:
-        most_lines: lines of Python; the functions that the block calls are counted, its own lines are not.
+        most_lines: lines of Python; the functions that the block calls are counted, its own lines
+            are not.
         most_bytes: memory that the block takes from Python at any time.
 
     Raises:

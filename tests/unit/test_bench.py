@@ -1,4 +1,5 @@
 """The load generator against a small server whose timing and faults are known."""
+
 from __future__ import annotations
 
 import argparse
@@ -15,7 +16,14 @@ import pytest
 from glowplug.entrypoints import bench
 from glowplug.entrypoints.bench import table
 from glowplug.entrypoints.bench.load import datasets, metrics
-from glowplug.entrypoints.bench.load.backends import BACKENDS, Asked, Outcome, Request, ask, outcome_of
+from glowplug.entrypoints.bench.load.backends import (
+    BACKENDS,
+    Asked,
+    Outcome,
+    Request,
+    ask,
+    outcome_of,
+)
 from glowplug.entrypoints.bench.load.http_stream import Target, events, read_answer
 from glowplug.entrypoints.bench.load.load import Load, drive, gaps
 from tests.support.bench_server import FakeServer
@@ -50,7 +58,9 @@ def test_every_backend_measures_what_the_server_did(server: FakeServer, name: st
 
 
 class Wire(asyncio.Transport):
-    """A connection that answers every request with ``pieces``, each at its time on a clock of its own."""
+    """A connection that answers every request with ``pieces``, each at its time on a clock of its
+    own.
+    """
 
     def __init__(self, pieces: list[tuple[float, bytes]]) -> None:
         super().__init__()
@@ -60,8 +70,9 @@ class Wire(asyncio.Transport):
     def perf_counter(self) -> float:
         return self.now
 
-    async def connect(self, protocol: Callable[[], asyncio.Protocol], *address: Any,
-                      **options: Any) -> tuple[Wire, asyncio.Protocol]:
+    async def connect(
+        self, protocol: Callable[[], asyncio.Protocol], *address: Any, **options: Any
+    ) -> tuple[Wire, asyncio.Protocol]:
         self._protocol = protocol()
         self._protocol.connection_made(self)
         return self, self._protocol
@@ -86,43 +97,88 @@ def test_times_are_those_of_the_events(name: str, monkeypatch: pytest.MonkeyPatc
     wire = Wire([(100.25, b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")])
     for index, at in enumerate(times):
         data = b"data: " + json.dumps(FakeServer._event(backend.path, index, 3)).encode() + b"\n\n"
-        wire._pieces += [(at - 0.125, b"%x\r\n%b" % (len(data), data[:9])), (at, data[9:] + b"\r\n")]
+        wire._pieces += [
+            (at - 0.125, b"%x\r\n%b" % (len(data), data[:9])),
+            (at, data[9:] + b"\r\n"),
+        ]
     wire._pieces.append((102.0, b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"))
     for module in ("backends", "http_stream"):
         monkeypatch.setattr(f"glowplug.entrypoints.bench.{module}.time", wire)
 
     async def asked() -> Asked:
         monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", wire.connect)
-        prompt = datasets.Prompt(5, 3, text="hello", ids=[1, 2, 3, 4, 5] if backend.takes_ids else None)
+        prompt = datasets.Prompt(
+            5, 3, text="hello", ids=[1, 2, 3, 4, 5] if backend.takes_ids else None
+        )
         return await ask(Target("http://127.0.0.1:1"), backend, prompt, Request("tiny"))
 
     outcome = outcome_of(asyncio.run(asked()), backend)
     assert outcome.ok, outcome.error
-    assert (outcome.ttft, outcome.itls, outcome.latency, outcome.tpot) == (0.5, [0.25, 1.0], 1.75, 0.625)
+    assert (outcome.ttft, outcome.itls, outcome.latency, outcome.tpot) == (
+        0.5,
+        [0.25, 1.0],
+        1.75,
+        0.625,
+    )
 
 
-@pytest.mark.parametrize(("fault", "said"), [("refuse", "HTTP 400"), ("cut", "[DONE]"), ("error", "engine died")])
+@pytest.mark.parametrize(
+    ("fault", "said"), [("refuse", "HTTP 400"), ("cut", "[DONE]"), ("error", "engine died")]
+)
 def test_a_fault_fails_its_request_and_is_named(server: FakeServer, fault: str, said: str) -> None:
     request = Request("tiny", extra={"fault": fault})
     backend = BACKENDS["openai"]
-    outcome = outcome_of(asyncio.run(ask(server.target, backend, datasets.Prompt(1, 4, text="x"), request)), backend)
+    outcome = outcome_of(
+        asyncio.run(ask(server.target, backend, datasets.Prompt(1, 4, text="x"), request)), backend
+    )
     assert not outcome.ok
     assert said in outcome.error
 
 
-def test_a_server_that_is_not_there_is_an_error_not_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_is_not_there_is_an_error_not_a_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     args = parsed("serving", "--port", "1", "--ready-check-timeout", "0")
     assert bench.run(args) == 2
     assert "no server at" in capsys.readouterr().err
 
 
-def test_a_sweep_writes_lines_that_the_table_reads(server: FakeServer, tmp_path: Path,
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_writes_lines_that_the_table_reads(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = tmp_path / "x.jsonl"
-    args = parsed("serving", "--backend", "sglang", "--port", str(server.port), "--dataset-name", "random",
-                  "--random-input", "16", "--random-output", "5", "--random-range-ratio", "1", "--num-prompts", "3",
-                  "6", "--max-concurrency", "1", "3", "--flush-cache", "--output-file", str(lines), "--tag", "t",
-                  "--goodput", "ttft:100000", "--output-details", "--save-result", "--result-dir", str(tmp_path))
+    args = parsed(
+        "serving",
+        "--backend",
+        "sglang",
+        "--port",
+        str(server.port),
+        "--dataset-name",
+        "random",
+        "--random-input",
+        "16",
+        "--random-output",
+        "5",
+        "--random-range-ratio",
+        "1",
+        "--num-prompts",
+        "3",
+        "6",
+        "--max-concurrency",
+        "1",
+        "3",
+        "--flush-cache",
+        "--output-file",
+        str(lines),
+        "--tag",
+        "t",
+        "--goodput",
+        "ttft:100000",
+        "--output-details",
+        "--save-result",
+        "--result-dir",
+        str(tmp_path),
+    )
     assert bench.run(args) == 0
     first, second = (json.loads(line) for line in lines.read_text().splitlines())
     assert (first["max_concurrency"], first["completed"], second["completed"]) == (1, 3, 6)
@@ -140,9 +196,22 @@ def test_a_sweep_writes_lines_that_the_table_reads(server: FakeServer, tmp_path:
     assert "+0.0" in shown
 
 
-def test_failed_requests_give_status_one(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
-    args = parsed("serving", "--port", str(server.port), "--num-prompts", "3", "--output-len", "4",
-                  "--warmup-requests", "0", "--extra-request-body", '{"fault": "cut"}')
+def test_failed_requests_give_status_one(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = parsed(
+        "serving",
+        "--port",
+        str(server.port),
+        "--num-prompts",
+        "3",
+        "--output-len",
+        "4",
+        "--warmup-requests",
+        "0",
+        "--extra-request-body",
+        '{"fault": "cut"}',
+    )
     assert bench.run(args) == 1
     assert "without [DONE]" in capsys.readouterr().err
 
@@ -159,17 +228,33 @@ p99_e2e_latency_ms p95_itl_ms max_itl_ms concurrency accept_length schema_versio
 
 def test_records_carry_the_keys_of_both_tools(server: FakeServer, tmp_path: Path) -> None:
     lines = tmp_path / "x.jsonl"
-    args = parsed("serving", "--backend", "vllm", "--base-url", f"http://127.0.0.1:{server.port}", "--num-prompts", "2",
-                  "--input-len", "4", "--output-len", "3", "--output-file", str(lines), "--output-details")
+    args = parsed(
+        "serving",
+        "--backend",
+        "vllm",
+        "--base-url",
+        f"http://127.0.0.1:{server.port}",
+        "--num-prompts",
+        "2",
+        "--input-len",
+        "4",
+        "--output-len",
+        "3",
+        "--output-file",
+        str(lines),
+        "--output-details",
+    )
     assert bench.run(args) == 0
     record = json.loads(lines.read_text())
     assert [key for key in VLLM_KEYS + SGLANG_KEYS if key not in record] == []
 
 
 def test_statistics_of_known_outcomes() -> None:
-    outcomes = [Outcome(10, start=0.0, end=1.0, arrivals=[0.2, 0.6, 1.0], output_tokens=3),
-                Outcome(20, start=0.5, end=3.5, arrivals=[1.5, 2.5, 3.5], output_tokens=3),
-                Outcome(99, start=0.5, end=0.6, error="refused")]
+    outcomes = [
+        Outcome(10, start=0.0, end=1.0, arrivals=[0.2, 0.6, 1.0], output_tokens=3),
+        Outcome(20, start=0.5, end=3.5, arrivals=[1.5, 2.5, 3.5], output_tokens=3),
+        Outcome(99, start=0.5, end=0.6, error="refused"),
+    ]
     record = metrics.measure(outcomes, 4.0, percentiles=(50, 100), goodput={"ttft": 500.0})
     assert (record["completed"], record["failed"]) == (2, 1)
     assert (record["total_input_tokens"], record["total_output_tokens"]) == (30, 6)
@@ -180,7 +265,9 @@ def test_statistics_of_known_outcomes() -> None:
     assert record["median_e2el_ms"] == record["median_e2e_latency_ms"] == pytest.approx(2000)
     assert record["request_goodput"] == pytest.approx(0.25)
     assert record["max_concurrent_requests"] == 2
-    assert record["max_output_tokens_per_s"] == 2  # 0.2 and 0.6 in the first second, 1.0 and 1.5 in the next
+    assert (
+        record["max_output_tokens_per_s"] == 2
+    )  # 0.2 and 0.6 in the first second, 1.0 and 1.5 in the next
     assert record["per_user_throughput"] == pytest.approx(1e3 / 700)
 
 
@@ -211,10 +298,17 @@ def test_random_lengths_follow_the_ratio() -> None:
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "one two"}\n{"conversations": [{"value": "three"}], "output_tokens": 9}\n')
-    prompts = datasets.custom_prompts(path, 3, 5, encode=lambda text: list(range(len(text.split()))))
-    assert [(p.text, p.input_len, p.output_len) for p in prompts] == [("one two", 2, 5), ("three", 1, 9),
-                                                                     ("one two", 2, 5)]
+    path.write_text(
+        '{"prompt": "one two"}\n{"conversations": [{"value": "three"}], "output_tokens": 9}\n'
+    )
+    prompts = datasets.custom_prompts(
+        path, 3, 5, encode=lambda text: list(range(len(text.split())))
+    )
+    assert [(p.text, p.input_len, p.output_len) for p in prompts] == [
+        ("one two", 2, 5),
+        ("three", 1, 9),
+        ("one two", 2, 5),
+    ]
     path.write_text('{"text": "x"}\n')
     with pytest.raises(ValueError, match=":1: no"):
         datasets.custom_prompts(path, 1, 5)
@@ -224,13 +318,15 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
 def test_events_survive_any_split(size: int) -> None:
     data = b'data: {"a": 1}\n\n: comment\n\ndata: {"b": "\xc3\xa9"}\r\n\r\ndata: [DONE]\n\n'
 
-    pieces = [(float(start), data[start:start + size]) for start in range(0, len(data), size)]
+    pieces = [(float(start), data[start : start + size]) for start in range(0, len(data), size)]
     assert [value for _, value in events(pieces)] == [b'{"a": 1}', b'{"b": "\xc3\xa9"}']
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 7, 1000])
 def test_a_chunked_answer_survives_any_split_and_keeps_its_times(size: int) -> None:
-    """Each chunk has the time at which its end came; what looks like the end of the answer within it is not."""
+    """Each chunk has the time at which its end came; what looks like the end of the answer within
+    it is not.
+    """
     chunks = [b"data: one\n\n", b"10\r\n\r\n", b"x" * 300]
     sent = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     ends = []
@@ -247,19 +343,36 @@ def test_a_chunked_answer_survives_any_split_and_keeps_its_times(size: int) -> N
             read_answer(pieces[:short])
 
 
-def test_answers_too_many_to_keep_are_read_during_the_run(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_too_many_to_keep_are_read_during_the_run(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("glowplug.entrypoints.bench.load.load.MOST_HELD", 0)
     prompts = [datasets.Prompt(1, count, text="x") for count in (2, 5, 3)]
-    outcomes, _ = asyncio.run(drive(server.target, BACKENDS["openai"], Request("tiny"), prompts, Load(), lambda: None))
+    outcomes, _ = asyncio.run(
+        drive(server.target, BACKENDS["openai"], Request("tiny"), prompts, Load(), lambda: None)
+    )
     assert [outcome.output_tokens for outcome in outcomes] == [2, 5, 3]
 
 
-@pytest.mark.parametrize("words", [
-    ("serving", "--goodput", "foo:1"), ("serving", "--max-concurrency", "1", "2", "--num-prompts", "1", "2", "3"),
-    ("serving", "--dataset-name", "custom"), ("serving", "--header", "novalue"), ("serving", "--base-url", "ftp://x")])
-def test_bad_options_end_with_a_message(server: FakeServer, words: tuple[str, ...],
-                                        capsys: pytest.CaptureFixture[str]) -> None:
-    args = parsed(*words, *(() if "--base-url" in words else ("--port", str(server.port))), "--warmup-requests", "0")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("serving", "--goodput", "foo:1"),
+        ("serving", "--max-concurrency", "1", "2", "--num-prompts", "1", "2", "3"),
+        ("serving", "--dataset-name", "custom"),
+        ("serving", "--header", "novalue"),
+        ("serving", "--base-url", "ftp://x"),
+    ],
+)
+def test_bad_options_end_with_a_message(
+    server: FakeServer, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = parsed(
+        *words,
+        *(() if "--base-url" in words else ("--port", str(server.port))),
+        "--warmup-requests",
+        "0",
+    )
     assert bench.run(args) == 2
     assert "glowplug bench serving:" in capsys.readouterr().err
 
@@ -271,41 +384,75 @@ def test_table_takes_records_of_other_tools() -> None:
     assert cells[1] == "-"
 
 
-OURS = {"batch_size": 8, "input_len": 256, "output_len": 32, "prefill_latency": 0.25, "prefill_throughput": 8192.0,
-        "median_decode_latency": 0.0125, "median_decode_throughput": 640.0, "prefill_ms": 250.0,
-        "prefill_tokens_per_s": 8192.0, "decode_median_ms": 12.5, "decode_tokens_per_s": 640.0, "floor_share": 0.5}
+OURS = {
+    "batch_size": 8,
+    "input_len": 256,
+    "output_len": 32,
+    "prefill_latency": 0.25,
+    "prefill_throughput": 8192.0,
+    "median_decode_latency": 0.0125,
+    "median_decode_throughput": 640.0,
+    "prefill_ms": 250.0,
+    "prefill_tokens_per_s": 8192.0,
+    "decode_median_ms": 12.5,
+    "decode_tokens_per_s": 640.0,
+    "floor_share": 0.5,
+}
 SGLANGS = {key: value for key, value in OURS.items() if key not in table.BATCH_COLUMNS[3:]} | {
-    "median_decode_latency": 0.025, "median_decode_throughput": 320.0}
+    "median_decode_latency": 0.025,
+    "median_decode_throughput": 320.0,
+}
 
 
 def test_table_shows_static_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = tmp_path / "ours.json", tmp_path / "sglang.jsonl"
-    ours.write_text(json.dumps({"engine": "glowplug", "results": [OURS, {**OURS, "batch_size": 16}]}, indent=1))
+    ours.write_text(
+        json.dumps({"engine": "glowplug", "results": [OURS, {**OURS, "batch_size": 16}]}, indent=1)
+    )
     theirs.write_text("\n".join(map(json.dumps, ({**SGLANGS, "batch_size": 1}, SGLANGS))))
     assert bench.run(parsed("table", str(ours), str(theirs))) == 0
     first, second, change = capsys.readouterr().out.strip().split("\n\n")
-    shown = [[cell.strip() for cell in row.strip("| ").split("|")] for row in first.splitlines()[3:]]
+    shown = [
+        [cell.strip() for cell in row.strip("| ").split("|")] for row in first.splitlines()[3:]
+    ]
     assert [row[3:] for row in shown] == [["250.000", "8192.000", "12.500", "640.000", "0.500"]] * 2
     assert [word in second for word in ("12.500", "25.000", "250.000")] == [False, True, True]
     row = [cell.strip() for cell in change.splitlines()[-1].strip("| ").split("|")]
-    assert row == ["8", "256", "32", "+0.0", "+0.0", "+100.0", "-50.0", "-"] and len(change.splitlines()) == 4
+    assert (
+        row == ["8", "256", "32", "+0.0", "+0.0", "+100.0", "-50.0", "-"]
+        and len(change.splitlines()) == 4
+    )
 
 
-def test_table_shows_each_kind_of_record_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (both := tmp_path / "x.jsonl").write_text(f'{json.dumps({"max_concurrency": 4, "mean_tpot_ms": 10.0})}\n'
-                                              f"{json.dumps(OURS)}\n")
+def test_table_shows_each_kind_of_record_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (both := tmp_path / "x.jsonl").write_text(
+        f"{json.dumps({'max_concurrency': 4, 'mean_tpot_ms': 10.0})}\n{json.dumps(OURS)}\n"
+    )
     assert bench.run(parsed("table", str(both))) == 0
     assert capsys.readouterr().out.count(f"{both}\n") == 2
     assert bench.run(parsed("table", str(both), "--columns", "batch_size", "mean_tpot_ms")) == 0
     assert capsys.readouterr().out.count(f"{both}\n") == 1
 
 
-@pytest.mark.parametrize(("text", "more", "said"), [
-    ('{"kernel": "gemm", "us": 3}', [], "record 1 is neither of serving nor of a static batch; it has kernel, us"),
-    ("[3]", [], "no record"), ("", [], "no record"), ("{", [], "x.jsonl"),
-    (json.dumps(OURS), ["--columns", "mean_tpot"], "no record has any of mean_tpot")])
-def test_table_says_what_is_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, more: list[str],
-                                      said: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "more", "said"),
+    [
+        (
+            '{"kernel": "gemm", "us": 3}',
+            [],
+            "record 1 is neither of serving nor of a static batch; it has kernel, us",
+        ),
+        ("[3]", [], "no record"),
+        ("", [], "no record"),
+        ("{", [], "x.jsonl"),
+        (json.dumps(OURS), ["--columns", "mean_tpot"], "no record has any of mean_tpot"),
+    ],
+)
+def test_table_says_what_is_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, more: list[str], said: str
+) -> None:
     (file := tmp_path / "x.jsonl").write_text(text)
     assert bench.run(parsed("table", str(file), *more)) == 2
     shown = capsys.readouterr()

@@ -1,4 +1,7 @@
-"""`bench kernels`: calls across slots are recorded with what they cost, timed again, and compared between providers."""
+"""`bench kernels`: calls across slots are recorded with what they cost, timed again, and compared
+between providers.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -24,8 +27,13 @@ from glowplug.entrypoints.bench.kernels import _providers, variants
 from glowplug.entrypoints.checkpoints.cut_model import cut_config, write_cut
 from tests.support.tiny import CONFIGS, write_config
 
-SIZES: dict[str, Any] = {"skip_tokenizer": True, "weights": {"use": "random"}, "device": "cpu", "context_length": 128,
-                         "dtype": "float32"}
+SIZES: dict[str, Any] = {
+    "skip_tokenizer": True,
+    "weights": {"use": "random"},
+    "device": "cpu",
+    "context_length": 128,
+    "dtype": "float32",
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +54,33 @@ def run(*words: str) -> int:
 
 
 def test_a_cut_model_keeps_one_layer_of_each_kind() -> None:
-    v3 = {"num_hidden_layers": 61, "first_k_dense_replace": 3, "n_routed_experts": 256, "num_nextn_predict_layers": 1}
+    v3 = {
+        "num_hidden_layers": 61,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "num_nextn_predict_layers": 1,
+    }
     cut, times = cut_config(v3)
     assert times == {0: 3, 1: 58}
-    assert (cut["num_hidden_layers"], cut["first_k_dense_replace"], cut["num_nextn_predict_layers"]) == (2, 1, 0)
+    assert (
+        cut["num_hidden_layers"],
+        cut["first_k_dense_replace"],
+        cut["num_nextn_predict_layers"],
+    ) == (2, 1, 0)
     assert cut_config({"num_hidden_layers": 8}) == ({"num_hidden_layers": 1}, {0: 8})
     assert cut_config({**v3, "first_k_dense_replace": 0})[1] == {0: 61}
 
 
 @pytest.mark.parametrize("name", ["v2", "v3", "llama", "v3_fp8"])
 @pytest.mark.parametrize("shape", [StepShape(3, 20), StepShape(1, 24, 24)])
-def test_every_slot_of_a_step_is_recorded(name: str, shape: StepShape, plugins: PluginSet, tmp_path: Path) -> None:
+def test_every_slot_of_a_step_is_recorded(
+    name: str, shape: StepShape, plugins: PluginSet, tmp_path: Path
+) -> None:
     calls = recorded(name, shape, plugins, tmp_path)
     moe = name != "llama"
-    assert {call.slot for call in calls} == {"attention", "ops", "linear", "sampling"} | ({"experts"} if moe else set())
+    assert {call.slot for call in calls} == {"attention", "ops", "linear", "sampling"} | (
+        {"experts"} if moe else set()
+    )
     names = [call.name for call in calls]
     assert names[-2:] == ["lm_head", "sample"]
     assert names.count("experts") == names.count("gate") == moe
@@ -72,7 +93,11 @@ def test_every_slot_of_a_step_is_recorded(name: str, shape: StepShape, plugins: 
 
 
 def test_what_a_linear_layer_and_the_experts_cost(plugins: PluginSet, tmp_path: Path) -> None:
-    calls = {call.name: call for call in recorded("v3", StepShape(3, 20), plugins, tmp_path) if call.layer == 1}
+    calls = {
+        call.name: call
+        for call in recorded("v3", StepShape(3, 20), plugins, tmp_path)
+        if call.layer == 1
+    }
     output = calls["self_attn.o_proj"]
     assert output.flops == 2 * 3 * 64 * 64
     assert output.moved == 4 * (64 * 64 + 2 * 3 * 64)
@@ -84,12 +109,18 @@ def test_what_a_linear_layer_and_the_experts_cost(plugins: PluginSet, tmp_path: 
     assert at_least < experts.moved <= at_most + 2 * 4 * 3 * 64 + 9 * 12
     cached = calls["mla"]
     assert cached.moved > 3 * 20 * 40 * 4
-    prefill = {call.name: call for call in recorded("v3", StepShape(1, 20, 20), plugins, tmp_path) if call.layer == 1}
+    prefill = {
+        call.name: call
+        for call in recorded("v3", StepShape(1, 20, 20), plugins, tmp_path)
+        if call.layer == 1
+    }
     pairs = 20 * 21 / 2
     assert prefill["mla"].flops == 2 * 4 * (pairs * (16 + 8 + 16) + 20 * 32 * 32)
 
 
-def test_recording_is_repeatable_and_leaves_the_sampler_free(plugins: PluginSet, tmp_path: Path) -> None:
+def test_recording_is_repeatable_and_leaves_the_sampler_free(
+    plugins: PluginSet, tmp_path: Path
+) -> None:
     write_cut(CONFIGS["v2"], tmp_path)
     world = KernelWorld(make_plan({"model": str(tmp_path), **SIZES}, plugins=plugins), plugins)
     first, second = world.calls(StepShape(2, 10)), world.calls(StepShape(2, 10))
@@ -135,7 +166,9 @@ class Clock:
 
 @pytest.mark.parametrize(("each", "calls"), [(0.02, kernel_timing.HOST_RUNS + 1), (0.001, 51)])
 def test_a_call_is_timed(each: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As often as it takes to fill the time, and a few times at least; one call before all is not timed."""
+    """As often as it takes to fill the time, and a few times at least; one call before all is not
+    timed.
+    """
     clock, spent = Clock(), list[float]()
 
     def call() -> None:
@@ -166,19 +199,30 @@ class _Options(Options):
 
 def test_marked_options_are_providers() -> None:
     component = Component("x", _Options, "nowhere:X")
-    found = list(_providers("quantization", component, {"use": "x", "gemm": "one"}, ("linear", "experts")))
-    assert [(one.label, one.slots) for one in found] == [("x gemm=two", ("linear", "experts")),
-                                                         ("x grouped=three", ("experts",))]
+    found = list(
+        _providers("quantization", component, {"use": "x", "gemm": "one"}, ("linear", "experts"))
+    )
+    assert [(one.label, one.slots) for one in found] == [
+        ("x gemm=two", ("linear", "experts")),
+        ("x grouped=three", ("experts",)),
+    ]
     assert found[0].overrides == {"quantization": {"use": "x", "gemm": "two"}}
 
 
-def test_only_backends_of_the_models_kind_and_device_are_tried(plugins: PluginSet, tmp_path: Path) -> None:
+def test_only_backends_of_the_models_kind_and_device_are_tried(
+    plugins: PluginSet, tmp_path: Path
+) -> None:
     write_config(tmp_path, "llama")
-    labels = [one.label for one in variants(make_plan({"model": str(tmp_path), **SIZES}, plugins=plugins), plugins)]
+    labels = [
+        one.label
+        for one in variants(make_plan({"model": str(tmp_path), **SIZES}, plugins=plugins), plugins)
+    ]
     assert not {label for label in labels if "mla" in label or "triton" in label}
 
 
-def test_providers_of_a_cuda_device_are_not_tried_on_a_cpu(plugins: PluginSet, tmp_path: Path) -> None:
+def test_providers_of_a_cuda_device_are_not_tried_on_a_cpu(
+    plugins: PluginSet, tmp_path: Path
+) -> None:
     write_config(tmp_path, "v3_fp8")
     plan = make_plan({"model": str(tmp_path), **SIZES}, plugins=plugins)
     assert plan.choice("quantization").name == "block_fp8"
@@ -187,32 +231,71 @@ def test_providers_of_a_cuda_device_are_not_tried_on_a_cpu(plugins: PluginSet, t
 
 def test_every_provider_of_the_ops_is_tried(plugins: PluginSet, tmp_path: Path) -> None:
     write_config(tmp_path, "v3")
-    labels = [one.label for one in variants(make_plan({"model": str(tmp_path), **SIZES}, plugins=plugins), plugins)]
+    labels = [
+        one.label
+        for one in variants(make_plan({"model": str(tmp_path), **SIZES}, plugins=plugins), plugins)
+    ]
     assert "torch_compile" in labels
 
 
-COMPILED = pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(900),
-                                     pytest.mark.skipif(not software(()).cxx, reason="needs a C++ compiler")])
+COMPILED = pytest.param(
+    True,
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.timeout(900),
+        pytest.mark.skipif(not software(()).cxx, reason="needs a C++ compiler"),
+    ],
+)
 
 
 @pytest.mark.parametrize("compiled", [False, COMPILED])
-def test_a_table_and_a_record(compiled: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                              monkeypatch: pytest.MonkeyPatch) -> None:
-    """``compiled``: torch.compile's ops are among the providers, whose programs take half a minute to make."""
+def test_a_table_and_a_record(
+    compiled: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``compiled``: torch.compile's ops are among the providers, whose programs take half a minute
+    to make.
+    """
+
     def tried(*given: Any) -> Iterator[kernels.Variant]:
         return (one for one in variants(*given) if compiled or one.label != "torch_compile")
 
     monkeypatch.setattr(kernels, "variants", tried)
     monkeypatch.setattr(kernel_timing, "HOST_SECONDS", 0.001)
     out = tmp_path / "k.json"
-    status = run("kernels", "--model", "tiny-v3", "--batch-size", "1", "2", "--context", "20", "--prefill", "24",
-                 "--device", "cpu", "--bandwidth", "0.02", "--output-file", str(out))
+    status = run(
+        "kernels",
+        "--model",
+        "tiny-v3",
+        "--batch-size",
+        "1",
+        "2",
+        "--context",
+        "20",
+        "--prefill",
+        "24",
+        "--device",
+        "cpu",
+        "--bandwidth",
+        "0.02",
+        "--output-file",
+        str(out),
+    )
     assert status == 0
     shown = capsys.readouterr().out
-    assert {"decode 1 x 20", "decode 2 x 20", "prefill 1 x 24"} <= {line.partition(":")[0] for line in
-                                                                   shown.splitlines()}
+    assert {"decode 1 x 20", "decode 2 x 20", "prefill 1 x 24"} <= {
+        line.partition(":")[0] for line in shown.splitlines()
+    }
     whole = json.loads(out.read_text())
-    assert {row["slot"] for row in whole["rows"]} == {"attention", "ops", "linear", "experts", "sampling"}
+    assert {row["slot"] for row in whole["rows"]} == {
+        "attention",
+        "ops",
+        "linear",
+        "experts",
+        "sampling",
+    }
     for row in whole["rows"]:
         assert row["us"] > 0 and row["share_of_floor"] > 0
         assert row["step_us"] == pytest.approx(row["us"] * round(row["step_us"] / row["us"]))
@@ -226,9 +309,33 @@ def test_a_model_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_provider_that_fails_is_named_and_the_others_measured(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "variants", lambda plan, plugins: iter([
-        kernels.Variant("broken", {"attention": {"use": "torch_mla", "page_size": 4096}}, ("attention",))]))
-    assert run("kernels", "--model", "tiny-v2", "--batch-size", "1", "--context", "8", "--device", "cpu", "--slots",
-               "attention") == 0
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        kernels,
+        "variants",
+        lambda plan, plugins: iter(
+            [
+                kernels.Variant(
+                    "broken", {"attention": {"use": "torch_mla", "page_size": 4096}}, ("attention",)
+                )
+            ]
+        ),
+    )
+    assert (
+        run(
+            "kernels",
+            "--model",
+            "tiny-v2",
+            "--batch-size",
+            "1",
+            "--context",
+            "8",
+            "--device",
+            "cpu",
+            "--slots",
+            "attention",
+        )
+        == 0
+    )
     assert "not measured: broken: " in capsys.readouterr().out

@@ -1,4 +1,7 @@
-"""Streams to capture on: nobody's at the same time as another's, and used again once their recorder is gone."""
+"""Streams to capture on: nobody's at the same time as another's, and used again once their recorder
+is gone.
+"""
+
 from __future__ import annotations
 
 import gc
@@ -38,7 +41,9 @@ def test_one_after_another_has_the_same(streams: list[object]) -> None:
 def test_those_that_live_have_their_own(streams: list[object]) -> None:
     first, second = (cuda_recorder.CudaRecorder(CARD) for _ in range(2))
     other = cuda_recorder.CudaRecorder(torch.device("cuda", 1))
-    assert [id(recorder.stream) for recorder in (first, second, other)] == [id(stream) for stream in streams]
+    assert [id(recorder.stream) for recorder in (first, second, other)] == [
+        id(stream) for stream in streams
+    ]
     freed = second.stream
     del second
     gc.collect()

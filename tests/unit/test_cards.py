@@ -1,4 +1,7 @@
-"""What runs on which card, asked of the device itself: the plan of another machine may have been wrong."""
+"""What runs on which card, asked of the device itself: the plan of another machine may have been
+wrong.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -14,9 +17,17 @@ def card(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: request.param)
 
 
-@pytest.mark.parametrize(("card", "tiles", "unfit"), [((9, 0), True, ""), ((10, 0), True, "SM100"),
-                                                      ((8, 0), False, "SM80"), ((12, 0), False, "SM120"),
-                                                      ((7, 5), False, "SM75")], indirect=["card"])
+@pytest.mark.parametrize(
+    ("card", "tiles", "unfit"),
+    [
+        ((9, 0), True, ""),
+        ((10, 0), True, "SM100"),
+        ((8, 0), False, "SM80"),
+        ((12, 0), False, "SM120"),
+        ((7, 5), False, "SM75"),
+    ],
+    indirect=["card"],
+)
 def test_cards(card: None, tiles: bool, unfit: str) -> None:
     pytest.importorskip("triton")
     assert cards.tiles_run_on("cuda:0") is tiles and not cards.tiles_run_on("cpu")
@@ -34,10 +45,14 @@ def test_libraries_for_hopper_are_not_asked_on_another_card(card: None) -> None:
 
     table = {"N=512,K=512": {"64": "cutlass"}}
     chosen = Providers("auto", table)
-    assert {chosen.pick(rows, columns, 512).name for rows in (1, 64, 4096) for columns in (512, 768)} == {"triton"}
+    assert {
+        chosen.pick(rows, columns, 512).name for rows in (1, 64, 4096) for columns in (512, 768)
+    } == {"triton"}
     with pytest.raises(GlowplugError, match="called on SM90, this card is SM100"):
         Providers("cublas", table)
     assert not Grouped("auto").pays(1 << 20, 8, 8)
     for asked in (lambda: Grouped("deep_gemm"), Masked, Cutlass, lambda: Multiply("cutlass")):
-        with pytest.raises(GlowplugError, match="is called on SM90, this card is SM100; leave it out"):
+        with pytest.raises(
+            GlowplugError, match="is called on SM90, this card is SM100; leave it out"
+        ):
             asked()

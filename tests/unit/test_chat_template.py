@@ -1,4 +1,5 @@
 """Chat templates: what they may use, and that a hostile one costs exactly its own request."""
+
 from __future__ import annotations
 
 import json
@@ -22,12 +23,17 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def make(template: str | dict[str, str] | None = CHAT) -> Tokenizer:
-    return Tokenizer(tokenizers.Tokenizer.from_str(byte_level()), chat_template=template,
-                     special_tokens={"bos_token": BOS, "eos_token": EOS})
+    return Tokenizer(
+        tokenizers.Tokenizer.from_str(byte_level()),
+        chat_template=template,
+        special_tokens={"bos_token": BOS, "eos_token": EOS},
+    )
 
 
 class Looks:
-    """Stands in for the module ``time``: each look moves the looking thread's clock on by ``each`` seconds."""
+    """Stands in for the module ``time``: each look moves the looking thread's clock on by ``each``
+    seconds.
+    """
 
     def __init__(self) -> None:
         self.each = 0.0
@@ -54,11 +60,15 @@ def refusal(template: str, messages: Any = None, **arguments: Any) -> RequestErr
     return caught.value
 
 
-# ---- what templates use ---------------------------------------------------------------------------------------------
+# ---- what templates use --------------------------------------------------------------------------
 
 
 def test_conversation() -> None:
-    messages = [*USER, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "日本 <b>&"}]
+    messages = [
+        *USER,
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "日本 <b>&"},
+    ]
     wanted = f"{BOS}<｜User｜>hi{ASSISTANT}hello{EOS}<｜User｜>日本 <b>&"
     assert make().apply_chat_template(messages) == wanted + ASSISTANT
     assert make().apply_chat_template(messages, add_generation_prompt=False) == wanted
@@ -70,7 +80,8 @@ def test_conveniences_of_transformers() -> None:
         "{% for x in items %}{% if x == 2 %}{% continue %}{% endif %}{% if x == 4 %}{% break %}{% endif %}{{ x }}"
         "{% endfor %}|{{ {'b': 'é<', 'a': 1} | tojson }}|{{ [1] | tojson(indent=1) }}|{{ strftime_now('%Y') }}|"
         "{% generation %}made{% endgeneration %}|"
-        "{% set ns = namespace(n=1) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}").render
+        "{% set ns = namespace(n=1) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}"
+    ).render
     shown = render({"items": [1, 2, 3, 4, 5]}).split("|")
     assert shown[0] == "13"
     assert shown[1:] == ['{"b": "é<", "a": 1}', "[\n 1\n]", str(datetime.now().year), "made", "2"]
@@ -79,7 +90,8 @@ def test_conveniences_of_transformers() -> None:
 def test_filtered_loops_and_concatenation_keep_their_meaning() -> None:
     render = ChatTemplate(
         "{% for m in items if m > 1 %}{{ loop.index ~ ':' ~ m }}{{ ',' if not loop.last }}"
-        "{% else %}none{% endfor %}").render
+        "{% else %}none{% endfor %}"
+    ).render
     assert render({"items": [1, 2, 3]}) == "1:2,2:3"
     assert render({"items": []}) == "none" and render({"items": [0]}) == "none"
     recursive = "{% for x in tree recursive %}({{ x[0] }}{{ loop(x[1]) }}){% endfor %}"
@@ -98,12 +110,21 @@ def test_tools_choose_the_tool_template() -> None:
 
 def test_continue_final_message() -> None:
     messages = [*USER, {"role": "assistant", "content": "The capital is "}]
-    text = make().apply_chat_template(messages, add_generation_prompt=False, continue_final_message=True)
+    text = make().apply_chat_template(
+        messages, add_generation_prompt=False, continue_final_message=True
+    )
     assert text == f"{BOS}<｜User｜>hi{ASSISTANT}The capital is "
     stripping = make("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}")
-    assert stripping.apply_chat_template(
-        messages, add_generation_prompt=False, continue_final_message=True) == "[hi][The capital is"
-    for template, last in (("nothing", messages[-1]), (CHAT, {"role": "assistant", "content": " "})):
+    assert (
+        stripping.apply_chat_template(
+            messages, add_generation_prompt=False, continue_final_message=True
+        )
+        == "[hi][The capital is"
+    )
+    for template, last in (
+        ("nothing", messages[-1]),
+        (CHAT, {"role": "assistant", "content": " "}),
+    ):
         refusal(template, [*USER, last], add_generation_prompt=False, continue_final_message=True)
     assert refusal(CHAT, messages, continue_final_message=True).param == "continue_final_message"
 
@@ -112,7 +133,8 @@ def test_only_known_arguments() -> None:
     for name in ("tokenize", "chat_template", "messages_", "bos_token"):
         assert refusal(CHAT, **{name: True}).param == "chat_template_kwargs"
     shown = make("{{ thinking }} {{ enable_thinking }} {{ reasoning_effort }}").apply_chat_template(
-        USER, thinking=True, enable_thinking=False, reasoning_effort="low")
+        USER, thinking=True, enable_thinking=False, reasoning_effort="low"
+    )
     assert shown == "True False low"
 
 
@@ -122,36 +144,68 @@ def test_no_template() -> None:
     assert caught.value.code == "no_chat_template"
 
 
-# ---- what goes wrong ------------------------------------------------------------------------------------------------
+# ---- what goes wrong -----------------------------------------------------------------------------
 
 
 def test_template_refuses_the_messages() -> None:
     error = refusal("{{ raise_exception('roles must alternate') }}")
-    assert "roles must alternate" in str(error) and error.code == "template_error" and error.param == "messages"
+    assert (
+        "roles must alternate" in str(error)
+        and error.code == "template_error"
+        and error.param == "messages"
+    )
 
 
-@pytest.mark.parametrize("template", [
-    "{% if %}", "{{ missing.field }}", "{{ messages[5]['content'] }}", "{{ 1 / 0 }}", "{{ messages + 1 }}",
-    "{{ nothing() }}", "{{ messages | nofilter }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "{% include '/etc/passwd' %}", "{% import 'os' as os %}", "{% extends 'x' %}", "{% bogus %}",
-    "{{ messages | tojson(sort_keys=x.y) }}",
-])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if %}",
+        "{{ missing.field }}",
+        "{{ messages[5]['content'] }}",
+        "{{ 1 / 0 }}",
+        "{{ messages + 1 }}",
+        "{{ nothing() }}",
+        "{{ messages | nofilter }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{% extends 'x' %}",
+        "{% bogus %}",
+        "{{ messages | tojson(sort_keys=x.y) }}",
+    ],
+)
 def test_failing_templates_are_request_errors(template: str) -> None:
     assert refusal(template).code == "template_error"
 
 
-@pytest.mark.parametrize("expression", [
-    "''.__class__.__mro__[1].__subclasses__()", "messages.__class__.__base__.__subclasses__()[0]",
-    "cycler.__init__.__globals__.os.popen('touch CANARY').read()", "self.__init__.__globals__",
-    "joiner.__init__.__globals__",
-    "namespace.__init__.__globals__['__builtins__']['open']('CANARY', 'w')", "raise_exception.__globals__['json']",
-    "strftime_now.__globals__.__builtins__.__import__('os').system('touch CANARY')",
-    "(messages | attr('__class__')).__mro__", "''['__class__']", "'{0.__class__.__mro__}'.format('')",
-    "'{x.__class__}'.format_map({'x': ''})", "messages | map(attribute='__class__') | list | first | attr('__base__')",
-    "environment.loader", "(self._TemplateReference__context).environment", "tick.__self__", "request.application",
-])
-def test_injection_executes_nothing(expression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Template injection (CVE-2026-5760, CVE-2024-34359): an error, or text that leaks no object; never a file."""
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "''.__class__.__mro__[1].__subclasses__()",
+        "messages.__class__.__base__.__subclasses__()[0]",
+        "cycler.__init__.__globals__.os.popen('touch CANARY').read()",
+        "self.__init__.__globals__",
+        "joiner.__init__.__globals__",
+        "namespace.__init__.__globals__['__builtins__']['open']('CANARY', 'w')",
+        "raise_exception.__globals__['json']",
+        "strftime_now.__globals__.__builtins__.__import__('os').system('touch CANARY')",
+        "(messages | attr('__class__')).__mro__",
+        "''['__class__']",
+        "'{0.__class__.__mro__}'.format('')",
+        "'{x.__class__}'.format_map({'x': ''})",
+        "messages | map(attribute='__class__') | list | first | attr('__base__')",
+        "environment.loader",
+        "(self._TemplateReference__context).environment",
+        "tick.__self__",
+        "request.application",
+    ],
+)
+def test_injection_executes_nothing(
+    expression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Template injection (CVE-2026-5760, CVE-2024-34359): an error, or text that leaks no object;
+    never a file.
+    """
     monkeypatch.chdir(tmp_path)
     try:
         shown = make("{{ " + expression + " }}").apply_chat_template(USER)
@@ -162,26 +216,42 @@ def test_injection_executes_nothing(expression: str, tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("template", [
-    "{% set _ = messages.append({'role': 'user'}) %}", "{% set _ = messages.clear() %}",
-    "{% set _ = messages[0].update(a=1) %}", "{% set _ = messages[0].pop('role') %}",
-])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set _ = messages.append({'role': 'user'}) %}",
+        "{% set _ = messages.clear() %}",
+        "{% set _ = messages[0].update(a=1) %}",
+        "{% set _ = messages[0].pop('role') %}",
+    ],
+)
 def test_templates_cannot_change_the_messages(template: str) -> None:
     messages = [dict(USER[0])]
     refusal(template, messages)
     assert messages == USER
 
 
-@pytest.mark.parametrize("template", [
-    "{% for i in range(10**9) %}{% endfor %}", "{% for i in range(1000000) %}x{% endfor %}", "{{ 'a' * 10**9 }}",
-    "{{ 10 ** (10 ** 10) }}", "{{ [0] * 10**8 }}", "{{ (10**8) * 'ab' }}", "{{ 'x'.ljust(10**9) }}",
-    "{{ (5).to_bytes(10**9) }}",
-    "{% set ns = namespace(s='0123456789') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-    "{% set ns = namespace(s='0123456789') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-    "{% for i in range(100000) %}{{ 'aaaaaaaaaa' * 1000 }}{% endfor %}", "{{ lipsum(n=100000) }}",
-])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{% for i in range(1000000) %}x{% endfor %}",
+        "{{ 'a' * 10**9 }}",
+        "{{ 10 ** (10 ** 10) }}",
+        "{{ [0] * 10**8 }}",
+        "{{ (10**8) * 'ab' }}",
+        "{{ 'x'.ljust(10**9) }}",
+        "{{ (5).to_bytes(10**9) }}",
+        "{% set ns = namespace(s='0123456789') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% set ns = namespace(s='0123456789') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "{% for i in range(100000) %}{{ 'aaaaaaaaaa' * 1000 }}{% endfor %}",
+        "{{ lipsum(n=100000) }}",
+    ],
+)
 def test_bombs_are_cut_short(template: str, looks: Looks) -> None:
-    """By their size or their number of turns, before they take much memory and long before the deadline."""
+    """By their size or their number of turns, before they take much memory and long before the
+    deadline.
+    """
     looks.each = chat_template.RENDER_SECONDS / 200_000
     tracemalloc.start()
     try:
@@ -193,11 +263,14 @@ def test_bombs_are_cut_short(template: str, looks: Looks) -> None:
     assert peak < 8 * chat_template.RENDER_CHARACTERS
 
 
-@pytest.mark.parametrize("template", [
-    "{% set r = range(100000) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
-    "{% set r = range(100000) %}{% for i in r %}{% for j in r if false %}{% endfor %}{% endfor %}",
-    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
-])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set r = range(100000) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
+        "{% set r = range(100000) %}{% for i in r %}{% for j in r if false %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    ],
+)
 def test_endless_templates_meet_the_deadline(template: str, looks: Looks) -> None:
     looks.each = chat_template.RENDER_SECONDS / 200
     assert "rendering took longer than" in str(refusal(template))
@@ -206,7 +279,9 @@ def test_endless_templates_meet_the_deadline(template: str, looks: Looks) -> Non
 
 def test_threads_have_their_own_deadlines(looks: Looks) -> None:
     endless = "{% set r = range(100000) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
-    tokenizer = make("{% if messages[0].content == 'bad' %}" + endless + "{% endif %}{{ messages[0].content }}")
+    tokenizer = make(
+        "{% if messages[0].content == 'bad' %}" + endless + "{% endif %}{{ messages[0].content }}"
+    )
     looks.each = chat_template.RENDER_SECONDS / 200
 
     def render(text: str) -> str:

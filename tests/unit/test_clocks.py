@@ -1,4 +1,7 @@
-"""No test fails because the machine is busy: only tests marked ``timing`` compare what a clock says with a bound."""
+"""No test fails because the machine is busy: only tests marked ``timing`` compare what a clock says
+with a bound.
+"""
+
 from __future__ import annotations
 
 import ast
@@ -35,7 +38,9 @@ def path_of(module: str) -> str:
 def test_only_tests_marked_timing_compare_clocks() -> None:
     known = modules_of(trees())
     found = {path_of(name): list(compared(one, known[name])) for name, one in trees().items()}
-    assert {name: lines for name, lines in found.items() if lines and name not in WITH_A_CLOCK} == {}
+    assert {
+        name: lines for name, lines in found.items() if lines and name not in WITH_A_CLOCK
+    } == {}
     assert {name for name in WITH_A_CLOCK if not found[name]} == set(), "allowed for nothing"
 
 
@@ -47,21 +52,31 @@ def test_waits_end_hangs_alone() -> None:
 PACE = "import time\ndef pace():\n    start = time.process_time()\n    return time.process_time() - start\n"
 
 
-@pytest.mark.parametrize(("lines", "wrong"), [
-    ("start = time.monotonic()\n assert time.monotonic() - start < 2", True),
-    ("start = time.perf_counter_ns()\n took = time.perf_counter_ns() - start\n assert 1 < took", True),
-    ("assert now() < 5", True),
-    ("seconds = []\n for _ in range(3):\n  seconds.append(time.time())\n assert min(seconds) < 1", True),
-    ("while time.monotonic() < end:\n  pass", True),
-    ("one.began = time.monotonic()\n assert one.began <= 3", True),
-    ("assert pace() < 1", True),
-    ("took: float = max(pace(), 1)\n assert (took, 1) == pytest.approx((2, 3))", True),
-    ("assert loop.time() > 3", True),
-    ("assert clock.monotonic() < 2", False),
-    ("one = Outcome(3, time.time())\n assert one.same < 4", False),
-    ("start = time.monotonic()\n assert len(found) < 3", False),
-    ("note(time.time())\n assert found == [1]", False),
-    ("assert pytest.approx(1) == 1.0 and 3 < 4", False)])
+@pytest.mark.parametrize(
+    ("lines", "wrong"),
+    [
+        ("start = time.monotonic()\n assert time.monotonic() - start < 2", True),
+        (
+            "start = time.perf_counter_ns()\n took = time.perf_counter_ns() - start\n assert 1 < took",
+            True,
+        ),
+        ("assert now() < 5", True),
+        (
+            "seconds = []\n for _ in range(3):\n  seconds.append(time.time())\n assert min(seconds) < 1",
+            True,
+        ),
+        ("while time.monotonic() < end:\n  pass", True),
+        ("one.began = time.monotonic()\n assert one.began <= 3", True),
+        ("assert pace() < 1", True),
+        ("took: float = max(pace(), 1)\n assert (took, 1) == pytest.approx((2, 3))", True),
+        ("assert loop.time() > 3", True),
+        ("assert clock.monotonic() < 2", False),
+        ("one = Outcome(3, time.time())\n assert one.same < 4", False),
+        ("start = time.monotonic()\n assert len(found) < 3", False),
+        ("note(time.time())\n assert found == [1]", False),
+        ("assert pytest.approx(1) == 1.0 and 3 < 4", False),
+    ],
+)
 def test_comparisons_of_clocks_are_found(lines: str, wrong: bool) -> None:
     head = "import time\nfrom time import monotonic as now\nimport pytest\nfrom tests.support.pace import pace\n"
     for mark, expected in (("", wrong), ("@pytest.mark.slow\n@pytest.mark.timing\n", False)):
@@ -72,10 +87,21 @@ def test_comparisons_of_clocks_are_found(lines: str, wrong: bool) -> None:
     assert not list(compared(whole, known["tests.one"]))
 
 
-@pytest.mark.parametrize(("line", "wrong"), [
-    ("thread.join(5)", True), ("process.communicate(timeout=6)", True), ("event.wait(0.5)", True),
-    ("subprocess.run(words, timeout=3)", True), ("asyncio.timeout(1.0)", True),
-    ("thread.join()", False), ("thread.join(LIMIT)", False), ("','.join(words)", False), ("table.join(one)", False),
-    ("event.wait(60)", False), ("gloo(timeout=1.0)", False)])
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("thread.join(5)", True),
+        ("process.communicate(timeout=6)", True),
+        ("event.wait(0.5)", True),
+        ("subprocess.run(words, timeout=3)", True),
+        ("asyncio.timeout(1.0)", True),
+        ("thread.join()", False),
+        ("thread.join(LIMIT)", False),
+        ("','.join(words)", False),
+        ("table.join(one)", False),
+        ("event.wait(60)", False),
+        ("gloo(timeout=1.0)", False),
+    ],
+)
 def test_short_waits_are_found(line: str, wrong: bool) -> None:
     assert bool(list(short_waits(ast.parse(f"def test_one():\n {line}\n")))) == wrong

@@ -1,4 +1,7 @@
-"""In the environment that ``make demo`` makes: what is there, what runs, and plans for a machine that is not."""
+"""In the environment that ``make demo`` makes: what is there, what runs, and plans for a machine
+that is not.
+"""
+
 from __future__ import annotations
 
 import importlib.metadata
@@ -21,43 +24,74 @@ from tests.support.demo_environment import dependencies, glowplug, python, run, 
 from tests.support.source_tree import ROOT, imported, name_of, sources
 from tests.support.waiting import until
 
-#: import names of the packages in extras for users, which no runtime module may rely on without a reason to be chosen
+#: import names of the packages in extras for users, which no runtime module may rely on without a
+#: reason to be chosen
 EXTRAS = {"triton", "flashinfer", "sgl_kernel", "deep_gemm", "ray"}
 #: what one folder alone may import, and why
-APART = {"pytest": "core/testing/",  # suites that a plugin's author runs under pytest
-         "transformers": "entrypoints/bench/", "vllm": "entrypoints/bench/"}  # what a bench compares with
+APART = {
+    "pytest": "core/testing/",  # suites that a plugin's author runs under pytest
+    "transformers": "entrypoints/bench/",
+    "vllm": "entrypoints/bench/",
+}  # what a bench compares with
 V3 = ("--model", "models/shapes/deepseek-v3.json", "--load-format", "dummy")
 LITE = ("--model", "models/shapes/deepseek-v2-lite.json", "--load-format", "dummy")
 
 
 def found(names: list[str]) -> set[str]:
     """Those of ``names`` that can be imported there."""
-    done = run("-c", f"import importlib.util as u, json; print(json.dumps([n for n in {names!r} if u.find_spec(n)]))")
+    done = run(
+        "-c",
+        f"import importlib.util as u, json; print(json.dumps([n for n in {names!r} if u.find_spec(n)]))",
+    )
     return set(json.loads(done.stdout))
 
 
 def test_it_holds_what_the_project_depends_on_and_no_more() -> None:
     kept = dependencies()
     extras: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"]
-    hidden = {canonicalize_name(Requirement(text).name) for text in sum(extras.values(), [])} - kept.keys()
+        "optional-dependencies"
+    ]
+    hidden = {
+        canonicalize_name(Requirement(text).name) for text in sum(extras.values(), [])
+    } - kept.keys()
     assert hidden >= {"pytest", "httpx", "openai", "transformers", "psutil", "gguf"}
-    owners = {module: set(map(canonicalize_name, names))
-              for module, names in importlib.metadata.packages_distributions().items()}
-    modules = sorted(module for module, names in owners.items() if names & hidden and not names & kept.keys())
+    owners = {
+        module: set(map(canonicalize_name, names))
+        for module, names in importlib.metadata.packages_distributions().items()
+    }
+    modules = sorted(
+        module for module, names in owners.items() if names & hidden and not names & kept.keys()
+    )
     assert len(modules) >= 6 and found(modules) == set()
     assert found(["torch", "numpy", "pydantic_core", "fastapi", "glowplug"]) == {
-        "torch", "numpy", "pydantic_core", "fastapi", "glowplug"}
-    names = run("-c", "import importlib.metadata as m; print(*(d.metadata['Name'] for d in m.distributions()))").stdout
+        "torch",
+        "numpy",
+        "pydantic_core",
+        "fastapi",
+        "glowplug",
+    }
+    names = run(
+        "-c",
+        "import importlib.metadata as m; print(*(d.metadata['Name'] for d in m.distributions()))",
+    ).stdout
     listed = set(map(canonicalize_name, names.split()))
-    assert listed - {"glowplug"} == kept.keys()  # an editable installation leaves metadata in this tree
+    assert (
+        listed - {"glowplug"} == kept.keys()
+    )  # an editable installation leaves metadata in this tree
 
 
 def test_no_runtime_module_imports_what_only_tests_install() -> None:
     """Imports within functions count."""
-    named = [(name_of(path), module.split(".")[0], line) for path in sources() for module, line in imported(path)]
-    outside = [(file, top, line) for file, top, line in named
-               if top not in EXTRAS | sys.stdlib_module_names and not file.startswith(APART.get(top, "//"))]
+    named = [
+        (name_of(path), module.split(".")[0], line)
+        for path in sources()
+        for module, line in imported(path)
+    ]
+    outside = [
+        (file, top, line)
+        for file, top, line in named
+        if top not in EXTRAS | sys.stdlib_module_names and not file.startswith(APART.get(top, "//"))
+    ]
     there = found(sorted({top for _, top, _ in outside}))
     assert "torch" in there
     assert [f"{file}:{line}: {top}" for file, top, line in outside if top not in there] == []
@@ -79,7 +113,11 @@ def test_v3_on_eight_gpus_is_planned_as_there() -> None:
     planned = plan("--facts", "8xh200", *V3, "--tp", "8")
     assert planned["device"] == "cuda" and planned["mesh"] == {"tp": 8}
     chosen = choices(planned)
-    assert (chosen["attention"], chosen["quantization"], chosen["collectives"]) == ("hopper_mla", "block_fp8", "nccl")
+    assert (chosen["attention"], chosen["quantization"], chosen["collectives"]) == (
+        "hopper_mla",
+        "block_fp8",
+        "nccl",
+    )
     assert (chosen["sampling"], chosen["ops"]) == ("triton", "triton")
     decided = {decision["field"]: decision["value"] for decision in planned["decisions"]}
     assert decided["quantization.experts"] == "by load", "DeepGEMM is there"
@@ -88,15 +126,29 @@ def test_v3_on_eight_gpus_is_planned_as_there() -> None:
 
 def test_v2_lite_on_one_gpu_is_planned_as_there() -> None:
     chosen = choices(plan("--facts", "1xh200", *LITE))
-    assert (chosen["attention"], chosen["graphs"], chosen["sampling"]) == ("hopper_mla", "cuda_graph", "triton")
+    assert (chosen["attention"], chosen["graphs"], chosen["sampling"]) == (
+        "hopper_mla",
+        "cuda_graph",
+        "triton",
+    )
 
 
-@pytest.mark.parametrize("words", [("--facts", "1xh200", *LITE), ("--facts", "cpu")], ids=["1xh200", "cpu"])
+@pytest.mark.parametrize(
+    "words", [("--facts", "1xh200", *LITE), ("--facts", "cpu")], ids=["1xh200", "cpu"]
+)
 def test_a_ready_sheets_plan_is_the_same_with_other_packages_here(words: tuple[str, ...]) -> None:
     """As in this environment, which has triton, third-party plugins and all else that tests need."""
-    here = plan(done=subprocess.run(
-        [sys.executable, "-m", "glowplug", "check", *words, "--json"], capture_output=True, text=True, timeout=120,
-        check=False, cwd=ROOT, env={**variables(), "PYTHONPATH": str(ROOT / "src")}))
+    here = plan(
+        done=subprocess.run(
+            [sys.executable, "-m", "glowplug", "check", *words, "--json"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            cwd=ROOT,
+            env={**variables(), "PYTHONPATH": str(ROOT / "src")},
+        )
+    )
     there = plan(*words)
     assert there["facts"]["software"]["packages"] == read_sheet(words[1]).packages
     for planned in (here, there):
@@ -117,14 +169,26 @@ def test_the_server_answers(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with (log := tmp_path / "log").open("w") as output:
-        server = subprocess.Popen([python(), "-m", "glowplug", "serve", "--port", str(port)], cwd=tmp_path,
-                                  env=variables(), stdout=output, stderr=output)
+        server = subprocess.Popen(
+            [python(), "-m", "glowplug", "serve", "--port", str(port)],
+            cwd=tmp_path,
+            env=variables(),
+            stdout=output,
+            stderr=output,
+        )
     try:
         until(lambda: server.poll() is not None or _ready(port), "the server is ready", 120.0)
         assert server.poll() is None, log.read_text()
-        body = {"messages": [{"role": "user", "content": "What is 27 + 15?"}], "temperature": 0, "max_tokens": 8}
-        asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(),
-                                       {"Content-Type": "application/json"})
+        body = {
+            "messages": [{"role": "user", "content": "What is 27 + 15?"}],
+            "temperature": 0,
+            "max_tokens": 8,
+        }
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
         with urllib.request.urlopen(asked, timeout=60) as answer:
             assert json.load(answer)["choices"][0]["message"]["content"] == "42"
     finally:

@@ -1,4 +1,7 @@
-"""Dense linear methods of either layout: what they load, what they multiply, and float32 results where welcome."""
+"""Dense linear methods of either layout: what they load, what they multiply, and float32 results
+where welcome.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -19,7 +22,9 @@ def shape(bias: bool, wide: bool = False) -> LinearShape:
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("method", [DenseLinear, CudaLinear])
-def test_slices_are_loaded_and_multiplied(method: type[DenseLinear], bias: bool, device: str) -> None:
+def test_slices_are_loaded_and_multiplied(
+    method: type[DenseLinear], bias: bool, device: str
+) -> None:
     linear = method(shape(bias), torch.float32, device)
     stored = {target.name: torch.randn(target.shape) for target in linear.targets()}
     for target in linear.targets():
@@ -28,7 +33,9 @@ def test_slices_are_loaded_and_multiplied(method: type[DenseLinear], bias: bool,
     weight = torch.cat([stored["a.weight"][2:6, 16:48], stored["b.weight"][:, 16:48]]).to(device)
     for tokens in (1, 5):
         x = torch.randn(tokens, 40, device=device)[:, 8:]  # strided
-        wanted = x @ weight.t()  # of the columns from 16 on: the rank with the first ones adds the bias
+        wanted = (
+            x @ weight.t()
+        )  # of the columns from 16 on: the rank with the first ones adds the bias
         torch.testing.assert_close(linear.apply(x), wanted, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(linear.apply(Quantized(x)), wanted, atol=1e-4, rtol=1e-4)
     assert torch.equal(linear.dense(), weight)

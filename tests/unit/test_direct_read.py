@@ -1,4 +1,7 @@
-"""Byte ranges of files to a device: blocks, staging, slices and what is refused. On the CPU; GPU tests time it."""
+"""Byte ranges of files to a device: blocks, staging, slices and what is refused. On the CPU; GPU
+tests time it.
+"""
+
 from __future__ import annotations
 
 import os
@@ -21,12 +24,22 @@ from glowplug.plugins.weights.safetensors_runtime import SafetensorsSource
 
 def test_blocks_join_neighbours_of_one_file() -> None:
     a, b = Path("a"), Path("b")
-    spans = [Span(0, b, 100, 50), Span(1, a, 900, 100), Span(2, a, 0, 300), Span(3, a, 300, 600),
-             Span(4, a, 1000 + GAP + 1, 10), Span(5, b, 150, 0)]
+    spans = [
+        Span(0, b, 100, 50),
+        Span(1, a, 900, 100),
+        Span(2, a, 0, 300),
+        Span(3, a, 300, 600),
+        Span(4, a, 1000 + GAP + 1, 10),
+        Span(5, b, 150, 0),
+    ]
     blocks = blocks_of(spans, most=1000)
-    assert [(block.file, block.start, block.end, [span.key for span in block.spans]) for block in blocks] == [
-        (a, 0, 1000, [2, 3, 1]), (a, 1001 + GAP, 1011 + GAP, [4]), (b, 100, 150, [0, 5])]
-    assert [[span.key for span in block.spans] for block in blocks_of(spans, most=899)][:2] == [[2], [3, 1]]
+    assert [
+        (block.file, block.start, block.end, [span.key for span in block.spans]) for block in blocks
+    ] == [(a, 0, 1000, [2, 3, 1]), (a, 1001 + GAP, 1011 + GAP, [4]), (b, 100, 150, [0, 5])]
+    assert [[span.key for span in block.spans] for block in blocks_of(spans, most=899)][:2] == [
+        [2],
+        [3, 1],
+    ]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -41,10 +54,17 @@ def test_every_span_arrives_whole(seed: int, tmp_path: Path) -> None:
         for _ in range(30):
             start = rng.randrange(len(data))
             spans.append(Span(len(spans), file, start, rng.randrange(len(data) - start + 1)))
-    reader: DirectReader[int] = DirectReader("cpu", rng.randrange(1, 5), piece=rng.choice([1, 7, 64, 4096]))
-    got = {span.key: bytes(held.tolist()) for span, held in reader.read(blocks_of(spans, most=rng.choice([1, 500])))}
+    reader: DirectReader[int] = DirectReader(
+        "cpu", rng.randrange(1, 5), piece=rng.choice([1, 7, 64, 4096])
+    )
+    got = {
+        span.key: bytes(held.tolist())
+        for span, held in reader.read(blocks_of(spans, most=rng.choice([1, 500])))
+    }
     reader.close()
-    assert got == {span.key: contents[span.file][span.start : span.start + span.size] for span in spans}
+    assert got == {
+        span.key: contents[span.file][span.start : span.start + span.size] for span in spans
+    }
 
 
 def test_a_file_that_shrank_is_refused(tmp_path: Path) -> None:
@@ -60,20 +80,32 @@ def test_a_file_that_shrank_is_refused(tmp_path: Path) -> None:
 def test_tensors_and_their_slices(tmp_path: Path) -> None:
     """Every slice of every dtype, in files whose tensors begin at odd places."""
     generator = torch.Generator().manual_seed(0)
-    first = {"a.codes": torch.randn(3, 5, generator=generator).to(torch.float8_e4m3fn),
-             "b.weight": torch.randn(6, 10, generator=generator), "c.flag": torch.tensor([True, False, True]),
-             "d.weight": torch.randn(4, 3, 5, generator=generator).bfloat16(), "empty": torch.zeros(0, 4)}
-    second = {"e.weight": torch.randn(9, 7, generator=generator).half(), "scalar": torch.tensor(3.5)}
+    first = {
+        "a.codes": torch.randn(3, 5, generator=generator).to(torch.float8_e4m3fn),
+        "b.weight": torch.randn(6, 10, generator=generator),
+        "c.flag": torch.tensor([True, False, True]),
+        "d.weight": torch.randn(4, 3, 5, generator=generator).bfloat16(),
+        "empty": torch.zeros(0, 4),
+    }
+    second = {
+        "e.weight": torch.randn(9, 7, generator=generator).half(),
+        "scalar": torch.tensor(3.5),
+    }
     save_file(first, tmp_path / "one.safetensors")
     save_file(second, tmp_path / "two.safetensors")
     values = {**first, **second}
     source = SafetensorsSource(SafetensorsOptions(), cast(Any, None), Worker())
     source.open(cast(Any, SimpleNamespace(path=str(tmp_path), tensors={})))
     for number in range(5):
-        targets = {name: Wanted(name, tuple(value.shape), cuts(value)[number % len(cuts(value))])
-                   for name, value in values.items()}
+        targets = {
+            name: Wanted(name, tuple(value.shape), cuts(value)[number % len(cuts(value))])
+            for name, value in values.items()
+        }
         reader: DirectReader[Any] = DirectReader("cpu", 2, piece=13)
-        got = [(target.name, value.clone()) for target, value in source.through(reader, list(targets.values()))]
+        got = [
+            (target.name, value.clone())
+            for target, value in source.through(reader, list(targets.values()))
+        ]
         assert sorted(name for name, _ in got) == sorted(values)
         for name, value in got:
             assert same(value, values[name][targets[name].index]), (name, targets[name].index)

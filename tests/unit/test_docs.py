@@ -1,7 +1,9 @@
-"""The documentation says what the code does: pages are current, commands print what is shown, examples plan.
+"""The documentation says what the code does: pages are current, commands print what is shown,
+examples plan.
 
 Commands run in the environment that ``make demo`` makes, without what only the tests install.
 """
+
 from __future__ import annotations
 
 import ast
@@ -28,8 +30,14 @@ from tests.support.demo_environment import glowplug, run
 from tests.support.source_tree import PACKAGES, ROOT, sources
 from tests.support.tiny import write_config
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md",
-         *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "models").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "models").rglob("*.md")),
+]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.*"))
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -57,8 +65,11 @@ def test_generated_pages_are_current() -> None:
 def test_every_hook_and_option_has_its_line() -> None:
     """The generator leaves nothing out: counted against the code, not against itself."""
     hooks = (ROOT / "docs" / "hooks.md").read_text()
-    names = [name for name, value in vars(hookspecs).items()
-             if inspect.isfunction(value) and hasattr(value, f"{hookspecs.PROJECT}_spec")]
+    names = [
+        name
+        for name, value in vars(hookspecs).items()
+        if inspect.isfunction(value) and hasattr(value, f"{hookspecs.PROJECT}_spec")
+    ]
     assert len(names) > 20
     assert [name for name in names if f"### `{name}`" not in hooks] == []
     options = (ROOT / "docs" / "options.md").read_text()
@@ -70,31 +81,51 @@ def test_every_hook_and_option_has_its_line() -> None:
                 assert f'### `use = "{component.name}"`' in options
             for name, field in component.options.model_fields.items():
                 assert name == "use" or f"| `{name}` |" in options, (component.name, name)
-                assert name == "use" or module.cell(field.description or "?") in options, (component.name, name)
+                assert name == "use" or module.cell(field.description or "?") in options, (
+                    component.name,
+                    name,
+                )
 
 
-COMMANDS = [(page, command, output) for page, text in blocks("console")
-            for command, output in re.findall(r"^\$ glowplug ([^\n]*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE)]
+COMMANDS = [
+    (page, command, output)
+    for page, text in blocks("console")
+    for command, output in re.findall(
+        r"^\$ glowplug ([^\n]*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE
+    )
+]
 
 
-@pytest.mark.parametrize(("page", "command", "output"), COMMANDS, ids=[f"{p}:{c[:40]}" for p, c, _ in COMMANDS])
+@pytest.mark.parametrize(
+    ("page", "command", "output"), COMMANDS, ids=[f"{p}:{c[:40]}" for p, c, _ in COMMANDS]
+)
 def test_commands_print_what_is_shown(page: str, command: str, output: str) -> None:
     """A block marked ``console`` holds real commands with their real output."""
     done = glowplug(*shlex.split(command))
     printed = (done.stdout + done.stderr).split()
-    assert printed == output.split(), f"{page}: `glowplug {command}` now prints other words; run `make docs`"
+    assert printed == output.split(), (
+        f"{page}: `glowplug {command}` now prints other words; run `make docs`"
+    )
 
 
 def test_the_readme_shows_a_plan() -> None:
     assert any(page == "README.md" and command.startswith("check") for page, command, _ in COMMANDS)
 
 
-CONFIGS = [(page, language, text) for language in ("toml", "yaml", "json") for page, text in blocks(language)
-           if re.search(r"\bmodel\b\"?\s*[:=]", text)]
+CONFIGS = [
+    (page, language, text)
+    for language in ("toml", "yaml", "json")
+    for page, text in blocks(language)
+    if re.search(r"\bmodel\b\"?\s*[:=]", text)
+]
 
 
-@pytest.mark.parametrize(("page", "language", "text"), CONFIGS, ids=[f"{p}:{i}" for i, (p, *_) in enumerate(CONFIGS)])
-def test_configurations_in_the_pages_plan(page: str, language: str, text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("page", "language", "text"), CONFIGS, ids=[f"{p}:{i}" for i, (p, *_) in enumerate(CONFIGS)]
+)
+def test_configurations_in_the_pages_plan(
+    page: str, language: str, text: str, tmp_path: Path
+) -> None:
     file = tmp_path / f"engine.{language}"
     file.write_text(text)
     done = glowplug("check", "--config", str(file), "--facts", "cpu")
@@ -102,25 +133,41 @@ def test_configurations_in_the_pages_plan(page: str, language: str, text: str, t
 
 
 #: shapes of the models that command lines name, by a part of the name
-SHAPES = {"V2-Lite": "models/shapes/deepseek-v2-lite.json", "DeepSeek-V3": "models/shapes/deepseek-v3.json",
-          "MODEL": "models/shapes/deepseek-v2-lite.json"}
+SHAPES = {
+    "V2-Lite": "models/shapes/deepseek-v2-lite.json",
+    "DeepSeek-V3": "models/shapes/deepseek-v3.json",
+    "MODEL": "models/shapes/deepseek-v2-lite.json",
+}
 
 
 def command_lines() -> Iterator[tuple[str, str]]:
-    """(page, words) of every ``glowplug serve`` or ``check`` of a model, in a sentence or in a block without output."""
+    """(page, words) of every ``glowplug serve`` or ``check`` of a model, in a sentence or in a
+    block without output.
+    """
     for page in PAGES:
-        text = re.sub(r"^```console\n.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-        for words in re.findall(r"glowplug (?:serve|check) ([^`\n]*--model[^`\n]*)", re.sub(r"\\\n\s*", "", text)):
+        text = re.sub(
+            r"^```console\n.*?^```$",
+            "",
+            page.read_text(encoding="utf-8"),
+            flags=re.MULTILINE | re.DOTALL,
+        )
+        for words in re.findall(
+            r"glowplug (?:serve|check) ([^`\n]*--model[^`\n]*)", re.sub(r"\\\n\s*", "", text)
+        ):
             yield page.relative_to(ROOT).as_posix(), words
 
 
 #: those of plugins have tests of their own
-LINES = [(page, line) for page, line in command_lines() if ".gguf" not in line and "--plugin" not in line]
+LINES = [
+    (page, line) for page, line in command_lines() if ".gguf" not in line and "--plugin" not in line
+]
 
 
 @pytest.mark.parametrize(("page", "line"), LINES, ids=[f"{p}:{line[-40:]}" for p, line in LINES])
 def test_command_lines_in_the_pages_plan(page: str, line: str, tmp_path: Path) -> None:
-    """Those of SGLang among them, each on the smallest ready sheet with as many GPUs as it asks for."""
+    """Those of SGLang among them, each on the smallest ready sheet with as many GPUs as it asks
+    for.
+    """
     words = shlex.split(line)
     at = next(index for index, word in enumerate(words) if word in ("--model", "--model-path")) + 1
     words[at] = next((shape for part, shape in SHAPES.items() if part in words[at]), words[at])
@@ -129,8 +176,12 @@ def test_command_lines_in_the_pages_plan(page: str, line: str, tmp_path: Path) -
     if "ray" in words:
         machine = replace(machine, packages={**(machine.packages or {}), "ray": "2.60"})
     (sheet := tmp_path / "sheet.json").write_bytes(msgspec.json.encode(machine))
-    done = glowplug("check", *words, *(() if "--facts" in words else ("--facts", str(sheet))),
-                    *(() if "--load-format" in words else ("--load-format", "dummy")))
+    done = glowplug(
+        "check",
+        *words,
+        *(() if "--facts" in words else ("--facts", str(sheet))),
+        *(() if "--load-format" in words else ("--load-format", "dummy")),
+    )
     assert done.returncode == 0, f"{page}: glowplug {line}\n{done.stdout}{done.stderr}"
 
 
@@ -140,21 +191,34 @@ def test_there_are_command_lines_of_sglang() -> None:
 
 
 def test_what_has_run_on_several_gpus_is_on_record() -> None:
-    """The table of layouts says "not yet" of those without an entry in the record, and names the models of the others;
-    it has a row for each mixture that waits for several GPUs among the tests, and the README claims no more.
+    """The table of layouts says "not yet" of those without an entry in the record, and names the
+    models of the others; it has a row for each mixture that waits for several GPUs among the tests,
+    and the README claims no more.
     """
     record = json.loads((ROOT / "docs" / "benchmarks" / "several-gpus.json").read_text())
     ran: dict[frozenset[str], set[str]] = {}
     for one in record["ran"]:
         ran.setdefault(frozenset(re.findall(r"--[\w-]+", one["options"])), set()).add(one["model"])
     page = (ROOT / "docs" / "ranks.md").read_text()
-    rows = {frozenset(re.findall(r"--[\w-]+", options)): said
-            for options, said in re.findall(r"^\| ([^|]*`--[^|]*) \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE)}
+    rows = {
+        frozenset(re.findall(r"--[\w-]+", options)): said
+        for options, said in re.findall(
+            r"^\| ([^|]*`--[^|]*) \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE
+        )
+    }
     assert ran.keys() <= rows.keys()
     for options, said in rows.items():
-        models = {model for model, name in (("deepseek-v2-lite", "DeepSeek-V2-Lite"), ("deepseek-v3-slice", "slice"))
-                  if name in said}
-        assert models == ran.get(options, set()) and (said == "not yet") == (options not in ran), options
+        models = {
+            model
+            for model, name in (
+                ("deepseek-v2-lite", "DeepSeek-V2-Lite"),
+                ("deepseek-v3-slice", "slice"),
+            )
+            if name in said
+        }
+        assert models == ran.get(options, set()) and (said == "not yet") == (options not in ran), (
+            options
+        )
     switches = ("--tp", "--ep-size", "--dp-size")
     assert {frozenset(itertools.compress(switches, layout)) for layout in LAYOUTS} <= rows.keys()
     assert frozenset({"--speculative-algorithm"}) in rows
@@ -182,7 +246,11 @@ def test_python_in_the_pages_compiles() -> None:
 
 def test_the_readmes_python_runs() -> None:
     """The block that needs nothing but glowplug; the other one needs a server and OpenAI's client."""
-    (code,) = (text for page, text in blocks("python") if page == "README.md" and "from glowplug import" in text)
+    (code,) = (
+        text
+        for page, text in blocks("python")
+        if page == "README.md" and "from glowplug import" in text
+    )
     done = run("-c", code)
     assert done.returncode == 0 and done.stdout.split()[-1] == "stop", done.stdout + done.stderr
 
@@ -192,7 +260,11 @@ def test_links_lead_somewhere() -> None:
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-            if "://" not in target and not target.startswith("mailto:") and not (page.parent / target).exists():
+            if (
+                "://" not in target
+                and not target.startswith("mailto:")
+                and not (page.parent / target).exists()
+            ):
                 broken.append(f"{page.relative_to(ROOT)}: {target}")
     assert broken == []
 
@@ -200,14 +272,19 @@ def test_links_lead_somewhere() -> None:
 def test_files_that_pages_and_docstrings_name_exist() -> None:
     folders = "|".join((*PACKAGES, "tests", "docs"))
     named = re.compile(rf"(?<![\w./-])(?:{folders})/[\w./-]+\.(?:py|md|json|toml|yaml)\b")
-    missing = [f"{path.relative_to(ROOT)}: {file}"
-               for path in (*PAGES, *sources(), *sorted((ROOT / "tests").rglob("*.py")))
-               for file in named.findall(path.read_text(encoding="utf-8")) if not (ROOT / file).exists()]
+    missing = [
+        f"{path.relative_to(ROOT)}: {file}"
+        for path in (*PAGES, *sources(), *sorted((ROOT / "tests").rglob("*.py")))
+        for file in named.findall(path.read_text(encoding="utf-8"))
+        if not (ROOT / file).exists()
+    ]
     assert missing == []
 
 
 def excerpts() -> list[tuple[str, str, str]]:
-    """(page, file, text) of blocks whose first line names a file of the repository: ``# path/to/file``."""
+    """(page, file, text) of blocks whose first line names a file of the repository: ``#
+    path/to/file``.
+    """
     found = []
     for language in ("python", "toml"):
         for page, text in blocks(language):
@@ -220,62 +297,103 @@ def excerpts() -> list[tuple[str, str, str]]:
 def test_excerpts_are_of_the_files_they_name() -> None:
     assert len(excerpts()) >= 4
     for page, file, text in excerpts():
-        assert text.strip("\n") in (ROOT / file).read_text(), f"{page}: the excerpt of {file} is out of date"
+        assert text.strip("\n") in (ROOT / file).read_text(), (
+            f"{page}: the excerpt of {file} is out of date"
+        )
 
 
 def test_the_guides_plugin_runs(tmp_path: Path) -> None:
-    """The files of the plugin guide, taken from the page: they pass the suite, are loaded and served with."""
+    """The files of the plugin guide, taken from the page: they pass the suite, are loaded and
+    served with.
+    """
     guide = (ROOT / "docs" / "writing-a-plugin.md").read_text()
     for name in ("shortest_first", "shortest_first_runtime", "test_shortest_first"):
         body = re.search(rf"^```python\n# {name}\.py\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
         assert body is not None
         (tmp_path / f"{name}.py").write_text(body.group(1))
     write_config(tmp_path / "model", "v3")
-    code = ("from glowplug import LLM, SamplingParams\n"
-            f"with LLM(model={str(tmp_path / 'model')!r}, plugins=['shortest_first'], weights={{'use': 'random'}},\n"
-            "         policy={'use': 'shortest_first', 'patience': 2.0}, skip_tokenizer=True,\n"
-            "         scheduler={'max_running_requests': 1}, memory={'kv_tokens': 1024}) as llm:\n"
-            "    params = SamplingParams(max_tokens=2, ignore_eos=True)\n"
-            "    streams = {llm.submit([5] * length, params): length for length in (30, 20, 10)}\n"
-            "    order = []\n"
-            "    while len(order) < 3:\n"
-            "        order += [streams[s] for s, delta in llm.poll() if s.done]\n"
-            "    print(llm.plan.choice('policy').name, order)\n")
+    code = (
+        "from glowplug import LLM, SamplingParams\n"
+        f"with LLM(model={str(tmp_path / 'model')!r}, plugins=['shortest_first'], weights={{'use': 'random'}},\n"
+        "         policy={'use': 'shortest_first', 'patience': 2.0}, skip_tokenizer=True,\n"
+        "         scheduler={'max_running_requests': 1}, memory={'kv_tokens': 1024}) as llm:\n"
+        "    params = SamplingParams(max_tokens=2, ignore_eos=True)\n"
+        "    streams = {llm.submit([5] * length, params): length for length in (30, 20, 10)}\n"
+        "    order = []\n"
+        "    while len(order) < 3:\n"
+        "        order += [streams[s] for s, delta in llm.poll() if s.done]\n"
+        "    print(llm.plan.choice('policy').name, order)\n"
+    )
     environment = {"PYTHONPATH": f"{ROOT / 'src'}:{tmp_path}", "PATH": "/usr/bin:/bin"}
-    suite = subprocess.run([sys.executable, "-m", "pytest", "-q", "test_shortest_first.py"], cwd=tmp_path, check=False,
-                           capture_output=True, text=True, timeout=120, env=environment)
+    suite = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "test_shortest_first.py"],
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
     assert suite.returncode == 0, suite.stdout
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
-                          env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment,
+    )
     assert done.stdout.split("\n")[0] == "shortest_first [10, 20, 30]", done.stdout + done.stderr
 
 
 def test_the_guides_model_family_serves_what_was_refused(tmp_path: Path) -> None:
-    """The family of the plugin guide: without it the refusal names its section, with it the model gives Llama's tokens.
+    """The family of the plugin guide: without it the refusal names its section, with it the model
+    gives Llama's tokens.
     """
     guide = (ROOT / "docs" / "writing-a-plugin.md").read_text()
-    body = re.search(r"^```python\n# mistral_family\.py\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    body = re.search(
+        r"^```python\n# mistral_family\.py\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL
+    )
     assert body is not None
     (tmp_path / "mistral_family.py").write_text(body.group(1))
-    folders = {name: write_config(tmp_path / name, "llama", **changes) for name, changes in {
-        "llama": {}, "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
-        "windowed": {"architectures": ["MistralForCausalLM"], "sliding_window": 64}}.items()}
-    code = ("import sys\nfrom glowplug import LLM, SamplingParams\nfrom glowplug.core.errors import PlanRefused\n"
-            "def tokens(model, *plugins):\n"
-            "    try:\n"
-            "        with LLM(model=model, plugins=plugins, weights={'use': 'random'}, skip_tokenizer=True,\n"
-            "                 memory={'kv_tokens': 1024}) as llm:\n"
-            "            return llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0))[0].token_ids\n"
-            "    except PlanRefused as refused:\n"
-            "        return [(one.reason, one.fix) for one in refused.refusals]\n"
-            "for model, *plugins in eval(sys.argv[1]):\n"
-            "    print(tokens(model, *plugins))\n")
-    calls = [(str(folders["mistral"]),), (str(folders["llama"]),), (str(folders["mistral"]), "mistral_family"),
-             (str(folders["windowed"]), "mistral_family")]
-    done = subprocess.run([sys.executable, "-c", code, repr(calls)], capture_output=True, text=True, timeout=120,
-                          check=False, env={"PYTHONPATH": f"{ROOT / 'src'}:{tmp_path}", "PATH": "/usr/bin:/bin"})
-    refused, llama, mistral, windowed = (ast.literal_eval(line) for line in done.stdout.splitlines())
-    (reason, fix), = refused
+    folders = {
+        name: write_config(tmp_path / name, "llama", **changes)
+        for name, changes in {
+            "llama": {},
+            "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+            "windowed": {"architectures": ["MistralForCausalLM"], "sliding_window": 64},
+        }.items()
+    }
+    code = (
+        "import sys\nfrom glowplug import LLM, SamplingParams\nfrom glowplug.core.errors import PlanRefused\n"
+        "def tokens(model, *plugins):\n"
+        "    try:\n"
+        "        with LLM(model=model, plugins=plugins, weights={'use': 'random'}, skip_tokenizer=True,\n"
+        "                 memory={'kv_tokens': 1024}) as llm:\n"
+        "            return llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0))[0].token_ids\n"
+        "    except PlanRefused as refused:\n"
+        "        return [(one.reason, one.fix) for one in refused.refusals]\n"
+        "for model, *plugins in eval(sys.argv[1]):\n"
+        "    print(tokens(model, *plugins))\n"
+    )
+    calls = [
+        (str(folders["mistral"]),),
+        (str(folders["llama"]),),
+        (str(folders["mistral"]), "mistral_family"),
+        (str(folders["windowed"]), "mistral_family"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code, repr(calls)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={"PYTHONPATH": f"{ROOT / 'src'}:{tmp_path}", "PATH": "/usr/bin:/bin"},
+    )
+    refused, llama, mistral, windowed = (
+        ast.literal_eval(line) for line in done.stdout.splitlines()
+    )
+    ((reason, fix),) = refused
     assert reason.startswith("no plugin builds MistralForCausalLM (known: ")
     page, _, anchor = fix.rpartition(" ")[2].partition("#")
     headings = re.findall(r"^## (.+)$", (ROOT / page).read_text(), re.MULTILINE)

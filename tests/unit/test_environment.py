@@ -1,4 +1,7 @@
-"""``.ci/environment.py``: where torch comes from in an environment that has none. The index is one of these tests."""
+"""``.ci/environment.py``: where torch comes from in an environment that has none. The index is one
+of these tests.
+"""
+
 from __future__ import annotations
 
 import base64
@@ -58,17 +61,28 @@ def venv(made: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An index served here that holds a package torch, whose version has the local part of a CPU build."""
+    """An index served here that holds a package torch, whose version has the local part of a CPU
+    build.
+    """
     root = tmp_path_factory.mktemp("index")
     (root / "torch").mkdir()
     info = f"torch-{PIN}+cpu.dist-info"
-    files = {"torch.py": b"", f"{info}/METADATA": f"Metadata-Version: 2.1\nName: torch\nVersion: {PIN}+cpu\n"
-             "Requires-Dist: package-that-is-nowhere\n".encode(),
-             f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"}
-    record = "".join(f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b'=').decode()},"
-                     f"{len(data)}\n" for name, data in files.items())
+    files = {
+        "torch.py": b"",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: torch\nVersion: {PIN}+cpu\n"
+        "Requires-Dist: package-that-is-nowhere\n".encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(
+        f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b'=').decode()},"
+        f"{len(data)}\n"
+        for name, data in files.items()
+    )
     with zipfile.ZipFile(root / "torch" / f"torch-{PIN}+cpu-py3-none-any.whl", "w") as wheel:
-        for name, data in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n".encode()}.items():
+        for name, data in {
+            **files,
+            f"{info}/RECORD": f"{record}{info}/RECORD,,\n".encode(),
+        }.items():
             wheel.writestr(name, data)
     handler = functools.partial(SimpleHTTPRequestHandler, directory=str(root))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -78,7 +92,11 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def constraints(venv: Path) -> list[str]:
-    return [line for line in (venv / ".constraints").read_text().splitlines() if line.startswith("torch==")]
+    return [
+        line
+        for line in (venv / ".constraints").read_text().splitlines()
+        if line.startswith("torch==")
+    ]
 
 
 def without_gpu(environment: ModuleType, monkeypatch: pytest.MonkeyPatch, index: str) -> None:
@@ -87,19 +105,25 @@ def without_gpu(environment: ModuleType, monkeypatch: pytest.MonkeyPatch, index:
 
 
 def test_torch_comes_from_the_index_of_cpu_builds_where_no_gpu_is(
-        environment: ModuleType, monkeypatch: pytest.MonkeyPatch, venv: Path, index: str) -> None:
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch, venv: Path, index: str
+) -> None:
     """The pinned release, alone: what it needs comes with everything else, from pip's own index."""
     without_gpu(environment, monkeypatch, index)
     assert environment.main([str(venv)]) == 0
     assert environment.torch_version(str(venv / "bin" / "python")) == f"{PIN}+cpu"
     assert constraints(venv) == [f"torch=={PIN}+cpu"]
     without_gpu(environment, monkeypatch, CLOSED)
-    assert environment.main([str(venv)]) == 0 and constraints(venv) == [f"torch=={PIN}+cpu"], "it stays"
+    assert environment.main([str(venv)]) == 0 and constraints(venv) == [f"torch=={PIN}+cpu"], (
+        "it stays"
+    )
 
 
 def test_an_index_out_of_reach_leaves_torch_to_pip(
-        environment: ModuleType, monkeypatch: pytest.MonkeyPatch, venv: Path,
-        capsys: pytest.CaptureFixture[str]) -> None:
+    environment: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    venv: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     without_gpu(environment, monkeypatch, CLOSED)
     assert environment.main([str(venv)]) == 0
     assert constraints(venv) == [f"torch=={PIN}"]
@@ -108,8 +132,9 @@ def test_an_index_out_of_reach_leaves_torch_to_pip(
 
 
 @pytest.mark.parametrize("asked", ["auto", ""])
-def test_with_a_gpu_or_an_empty_index_torch_is_left_to_pip(environment: ModuleType, monkeypatch: pytest.MonkeyPatch,
-                                                           venv: Path, index: str, asked: str) -> None:
+def test_with_a_gpu_or_an_empty_index_torch_is_left_to_pip(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch, venv: Path, index: str, asked: str
+) -> None:
     without_gpu(environment, monkeypatch, index)
     monkeypatch.setattr(environment, "has_nvidia", lambda: asked == "auto")
     assert environment.main([str(venv), "--torch-index", asked]) == 0
@@ -117,8 +142,12 @@ def test_with_a_gpu_or_an_empty_index_torch_is_left_to_pip(environment: ModuleTy
 
 
 def test_an_index_that_was_asked_for_is_used_or_the_set_up_ends(
-        environment: ModuleType, monkeypatch: pytest.MonkeyPatch, venv: Path, index: str,
-        capsys: pytest.CaptureFixture[str]) -> None:
+    environment: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    venv: Path,
+    index: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(environment, "has_nvidia", lambda: True)
     assert environment.main([str(venv), "--torch-index", CLOSED]) == 1
     said = capsys.readouterr().out
@@ -129,15 +158,34 @@ def test_an_index_that_was_asked_for_is_used_or_the_set_up_ends(
 
 
 def test_make_and_docker_pass_the_index_on() -> None:
-    make = subprocess.run(["make", "--dry-run", "--always-make", "TORCH_INDEX=http://index", "VENV=/nowhere/venv",
-                           "/nowhere/venv/.constraints"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    make = subprocess.run(
+        [
+            "make",
+            "--dry-run",
+            "--always-make",
+            "TORCH_INDEX=http://index",
+            "VENV=/nowhere/venv",
+            "/nowhere/venv/.constraints",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert re.search(r"\.ci/environment\.py /nowhere/venv --torch-index 'http://index'", make)
     docker = (ROOT / "Dockerfile").read_text()
-    index, = re.findall(r"^ARG TORCH_INDEX=(\S+)$", docker, re.MULTILINE)
+    (index,) = re.findall(r"^ARG TORCH_INDEX=(\S+)$", docker, re.MULTILINE)
     assert index == "https://download.pytorch.org/whl/cpu"
-    assert docker.index("FROM ${BASE} AS build") < docker.index("ARG TORCH_INDEX") < docker.index('"${TORCH_INDEX}"')
+    assert (
+        docker.index("FROM ${BASE} AS build")
+        < docker.index("ARG TORCH_INDEX")
+        < docker.index('"${TORCH_INDEX}"')
+    )
 
 
 def test_the_readme_says_how_to_get_a_cpu_build(environment: ModuleType) -> None:
     readme = (ROOT / "README.md").read_text()
-    assert f"pip install --index-url {environment.CPU_INDEX} torch=={PIN}`" in readme and "TORCH_INDEX" in readme
+    assert (
+        f"pip install --index-url {environment.CPU_INDEX} torch=={PIN}`" in readme
+        and "TORCH_INDEX" in readme
+    )

@@ -1,4 +1,7 @@
-"""Executors without processes: who is to blame, where a process stands among hosts, what hosts compare."""
+"""Executors without processes: who is to blame, where a process stands among hosts, what hosts
+compare.
+"""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -14,15 +17,28 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.step.messages import Failed, Progress
 from glowplug.entrypoints.cli.flags import serve_defaults
-from glowplug.plugins.executors.ranks.failure_cause import SPAWN, Kind, Watch, first_cause, host_limit
+from glowplug.plugins.executors.ranks.failure_cause import (
+    SPAWN,
+    Kind,
+    Watch,
+    first_cause,
+    host_limit,
+)
 from glowplug.plugins.executors.ranks.host import find_site
 from glowplug.plugins.executors.ranks.host_identity import differences, identity
 from glowplug.plugins.executors.torchrun import TorchrunOptions
 from tests.support.tiny import write_config
 
 PLUGINS = load_plugins(entry_points=False)
-ENVIRONMENT = {"TORCHELASTIC_RUN_ID": "x", "RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
-               "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+ENVIRONMENT = {
+    "TORCHELASTIC_RUN_ID": "x",
+    "RANK": "2",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
 
 
 class Clock:
@@ -59,7 +75,11 @@ def test_a_failure_of_its_own_comes_before_silence_and_consequences() -> None:
     watch.heard(2, [Failed(2, "serve", "ValueError: no")])
     watch.look()
     assert first_cause(watch.troubles).text == "rank 2 failed in phase serve: ValueError: no"
-    assert [trouble.kind for trouble in watch.troubles] == [Kind.CONSEQUENCE, Kind.FAILED, Kind.SILENT]
+    assert [trouble.kind for trouble in watch.troubles] == [
+        Kind.CONSEQUENCE,
+        Kind.FAILED,
+        Kind.SILENT,
+    ]
 
 
 def test_one_silent_rank_is_found_among_others_that_beat() -> None:
@@ -69,7 +89,9 @@ def test_one_silent_rank_is_found_among_others_that_beat() -> None:
         watch.heard(0, [Progress(0, "serve")])
         watch.heard(2, [Progress(2, "serve")])
         watch.look()
-    assert [trouble.text for trouble in watch.troubles] == ["rank 1 has been silent for 11 s (phase serve)"]
+    assert [trouble.text for trouble in watch.troubles] == [
+        "rank 1 has been silent for 11 s (phase serve)"
+    ]
 
 
 def test_only_the_first_of_those_who_lost_a_peer_when_nothing_else_is_known() -> None:
@@ -100,14 +122,24 @@ def test_hosts_are_given_up_before_the_collectives_are(timeout: float) -> None:
     assert timeout / 2 <= host_limit(timeout) < timeout
 
 
-# ---- sites ----------------------------------------------------------------------------------------------------------
+# ---- sites ---------------------------------------------------------------------------------------
 
 
 def planned(folder: Path, **config: Any) -> EnginePlan:
     executor = {"use": "torchrun", "hosts": 2, "address": "10.0.0.1:29500", "oversubscribe": True}
     given = {"executor": executor, "parallel": [{"use": "tensor", "size": 4}], **config}
-    return make_plan({"model": str(write_config(folder, "v3")), "weights": {"use": "random"}, "context_length": 96,
-                      "memory": {"kv_tokens": 512}, "skip_tokenizer": True, "device": "cpu", **given}, plugins=PLUGINS)
+    return make_plan(
+        {
+            "model": str(write_config(folder, "v3")),
+            "weights": {"use": "random"},
+            "context_length": 96,
+            "memory": {"kv_tokens": 512},
+            "skip_tokenizer": True,
+            "device": "cpu",
+            **given,
+        },
+        plugins=PLUGINS,
+    )
 
 
 def test_a_site_is_a_host_by_the_flags_and_a_rank_under_torchrun(tmp_path: Path) -> None:
@@ -117,9 +149,17 @@ def test_a_site_is_a_host_by_the_flags_and_a_rank_under_torchrun(tmp_path: Path)
     assert list(site.ranks) == [2, 3] and not site.serves and site.name(1) == "host 1 (ranks 2, 3)"
     assert site.rendezvous == "tcp://10.0.0.1:29500/0?held"
     launched = find_site(TorchrunOptions(), plan, ENVIRONMENT)
-    assert list(launched.ranks) == [2] and launched.count == 4 and launched.name(2) == "host 1 (rank 2)"
+    assert (
+        list(launched.ranks) == [2]
+        and launched.count == 4
+        and launched.name(2) == "host 1 (rank 2)"
+    )
     assert not launched.serves
-    own = find_site(TorchrunOptions(), plan, {**ENVIRONMENT, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
+    own = find_site(
+        TorchrunOptions(),
+        plan,
+        {**ENVIRONMENT, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"},
+    )
     assert own.serves and own.index == 0
 
 
@@ -131,20 +171,41 @@ def test_a_world_of_another_size_and_hosts_without_an_address_are_refused(tmp_pa
         find_site(TorchrunOptions(hosts=2), plan, {})
 
 
-@pytest.mark.parametrize(("option", "value", "says"), [
-    ("host_rank", 2, "there is no host 2 among 2"), ("address", "10.0.0.1", "is not HOST:PORT"),
-    ("address", "10.0.0.1:99999", "is not HOST:PORT")])
-def test_the_plan_refuses_places_that_cannot_be(tmp_path: Path, option: str, value: Any, says: str) -> None:
-    executor = {"use": "torchrun", "hosts": 2, "address": "a:1", "oversubscribe": True, option: value}
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("host_rank", 2, "there is no host 2 among 2"),
+        ("address", "10.0.0.1", "is not HOST:PORT"),
+        ("address", "10.0.0.1:99999", "is not HOST:PORT"),
+    ],
+)
+def test_the_plan_refuses_places_that_cannot_be(
+    tmp_path: Path, option: str, value: Any, says: str
+) -> None:
+    executor = {
+        "use": "torchrun",
+        "hosts": 2,
+        "address": "a:1",
+        "oversubscribe": True,
+        option: value,
+    }
     with pytest.raises(PlanRefused, match=says):
         planned(tmp_path, executor=executor)
 
 
-@pytest.mark.parametrize(("config", "environment", "executor"), [
-    ({}, {}, "multiprocess"), ({"executor": {"hosts": 1}}, {}, "multiprocess"),
-    ({"executor": {"hosts": 2}}, {}, "torchrun"), ({"executor": {"address": "a:1"}}, {}, "torchrun"),
-    ({}, {"TORCHELASTIC_RUN_ID": "x", "GROUP_WORLD_SIZE": "2"}, "torchrun")])
-def test_several_hosts_choose_the_executor(config: dict[str, Any], environment: dict[str, str], executor: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "environment", "executor"),
+    [
+        ({}, {}, "multiprocess"),
+        ({"executor": {"hosts": 1}}, {}, "multiprocess"),
+        ({"executor": {"hosts": 2}}, {}, "torchrun"),
+        ({"executor": {"address": "a:1"}}, {}, "torchrun"),
+        ({}, {"TORCHELASTIC_RUN_ID": "x", "GROUP_WORLD_SIZE": "2"}, "torchrun"),
+    ],
+)
+def test_several_hosts_choose_the_executor(
+    config: dict[str, Any], environment: dict[str, str], executor: str
+) -> None:
     assert serve_defaults(config, None, environment)["executor.use"] == executor
 
 
@@ -152,26 +213,42 @@ def test_a_sheet_of_several_hosts_chooses_it_too() -> None:
     assert serve_defaults({}, HardwareFacts(hosts=2), {})["executor.use"] == "torchrun"
 
 
-# ---- agreement ------------------------------------------------------------------------------------------------------
+# ---- agreement -----------------------------------------------------------------------------------
 
 
 def test_hosts_with_the_same_command_agree(tmp_path: Path) -> None:
     """Each is told its own number, and may keep the model in another folder."""
-    executor = {"use": "torchrun", "hosts": 2, "address": "10.0.0.1:29500", "oversubscribe": True, "threads": 2}
-    first, second = planned(tmp_path / "a"), planned(tmp_path / "b", executor={**executor, "host_rank": 1})
+    executor = {
+        "use": "torchrun",
+        "hosts": 2,
+        "address": "10.0.0.1:29500",
+        "oversubscribe": True,
+        "threads": 2,
+    }
+    first, second = (
+        planned(tmp_path / "a"),
+        planned(tmp_path / "b", executor={**executor, "host_rank": 1}),
+    )
     assert differences([identity(first), identity(second)], ["host 0", "host 1"]) == []
 
 
-@pytest.mark.parametrize(("config", "field", "says"), [
-    ({"seed": 9}, "plan", '{"seed":0}, host 1 has {"seed":9}'),
-    ({"memory": {"kv_tokens": 1024}}, "memory.kv_tokens", '"num_pages":33'),
-    ({"cache": {"use": "none"}}, "plan", '"cache none"'),
-    ({"parallel": [{"use": "tensor", "size": 2}]}, "parallel", '"tp":2')])
-def test_another_plan_is_named_with_the_values_of_both(tmp_path: Path, config: dict[str, Any], field: str,
-                                                       says: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "field", "says"),
+    [
+        ({"seed": 9}, "plan", '{"seed":0}, host 1 has {"seed":9}'),
+        ({"memory": {"kv_tokens": 1024}}, "memory.kv_tokens", '"num_pages":33'),
+        ({"cache": {"use": "none"}}, "plan", '"cache none"'),
+        ({"parallel": [{"use": "tensor", "size": 2}]}, "parallel", '"tp":2'),
+    ],
+)
+def test_another_plan_is_named_with_the_values_of_both(
+    tmp_path: Path, config: dict[str, Any], field: str, says: str
+) -> None:
     names = ["host 0", "host 1"]
     found = differences([identity(planned(tmp_path)), identity(planned(tmp_path, **config))], names)
-    assert any(refusal.field == field and says in refusal.reason and refusal.fix for refusal in found), found
+    assert any(
+        refusal.field == field and says in refusal.reason and refusal.fix for refusal in found
+    ), found
 
 
 def test_other_plugins_versions_and_checkpoints_are_named(tmp_path: Path) -> None:
@@ -180,7 +257,9 @@ def test_other_plugins_versions_and_checkpoints_are_named(tmp_path: Path) -> Non
     (plugins,) = differences([identity(plan), identity(other)], ["host 0", "host 1"])
     assert plugins.field == "plugins" and "third_party" in plugins.reason
     ours = identity(plan)
-    (version,) = differences([ours, ours.replace(b'"python":"3.', b'"python":"2.')], ["host 0", "host 1"])
+    (version,) = differences(
+        [ours, ours.replace(b'"python":"3.', b'"python":"2.')], ["host 0", "host 1"]
+    )
     assert "python differ" in version.reason and "host 1 has 2." in version.reason
     config = {**plan.facts.model.config, "rope_theta": 5.0}
     facts = replace(plan.facts, model=replace(plan.facts.model, config=config))

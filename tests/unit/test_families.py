@@ -1,4 +1,5 @@
 """What the built-in model families refuse of a config.json, and what they read out of it."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -33,20 +34,27 @@ def test_known_configs_pass(name: str) -> None:
     assert refusals(name) == []
 
 
-@pytest.mark.parametrize(("name", "changes", "reason"), [
-    ("llama", {"hidden_act": "gelu"}, "'gelu'"),
-    ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "'longrope'"),
-    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor"),
-    ("v3", {"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling.original_max_position_embeddings"),
-    ("llama", {"intermediate_size": None}, "intermediate_size"),
-    ("v3", {"intermediate_size": None}, "intermediate_size"),
-    ("v3", {"v_head_dim": None}, "v_head_dim"),
-    ("v3", {"moe_intermediate_size": 0}, "moe_intermediate_size"),
-    ("v3", {"num_experts_per_tok": None}, "num_experts_per_tok"),
-    ("v2", {"topk_method": "expert_choice"}, "'expert_choice'"),
-    ("v3", {"n_group": 3}, "8 experts do not form 3 equal groups"),
-    ("v3", {"num_experts_per_tok": 5}, "5 experts a token cannot come from 2 groups of 2"),
-])
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "'gelu'"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "'longrope'"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor"),
+        (
+            "v3",
+            {"rope_scaling": {"type": "yarn", "factor": 4}},
+            "rope_scaling.original_max_position_embeddings",
+        ),
+        ("llama", {"intermediate_size": None}, "intermediate_size"),
+        ("v3", {"intermediate_size": None}, "intermediate_size"),
+        ("v3", {"v_head_dim": None}, "v_head_dim"),
+        ("v3", {"moe_intermediate_size": 0}, "moe_intermediate_size"),
+        ("v3", {"num_experts_per_tok": None}, "num_experts_per_tok"),
+        ("v2", {"topk_method": "expert_choice"}, "'expert_choice'"),
+        ("v3", {"n_group": 3}, "8 experts do not form 3 equal groups"),
+        ("v3", {"num_experts_per_tok": 5}, "5 experts a token cannot come from 2 groups of 2"),
+    ],
+)
 def test_one_refusal_says_what_is_wrong(name: str, changes: dict[str, Any], reason: str) -> None:
     found = refusals(name, **changes)
     assert len(found) == 1 and reason in found[0]
@@ -57,17 +65,36 @@ def test_all_problems_at_once() -> None:
 
 
 def test_gate_of_each_family() -> None:
-    v3 = DeepseekConfig.read(model_facts(normalise({k: v for k, v in CONFIGS["v3"].items() if k != "topk_method"})))
-    assert (v3.sigmoid, v3.groups, v3.topk_groups, v3.renormalize, v3.scale) == (True, 4, 2, True, 2.5)
+    v3 = DeepseekConfig.read(
+        model_facts(normalise({k: v for k, v in CONFIGS["v3"].items() if k != "topk_method"}))
+    )
+    assert (v3.sigmoid, v3.groups, v3.topk_groups, v3.renormalize, v3.scale) == (
+        True,
+        4,
+        2,
+        True,
+        2.5,
+    )
     v2 = DeepseekConfig.read(model_facts(normalise(CONFIGS["v2"])))
-    assert (v2.sigmoid, v2.groups, v2.topk_groups, v2.renormalize, v2.q_lora) == (False, 4, 2, False, None)
+    assert (v2.sigmoid, v2.groups, v2.topk_groups, v2.renormalize, v2.q_lora) == (
+        False,
+        4,
+        2,
+        False,
+        None,
+    )
     lite = DeepseekConfig.read(model_facts(normalise({**CONFIGS["v2"], "topk_method": "greedy"})))
     assert (lite.groups, lite.topk_groups) == (1, 1)
 
 
 def test_dense_layers() -> None:
-    config = DeepseekConfig.read(model_facts(normalise(
-        {**CONFIGS["v3"], "first_k_dense_replace": 3, "moe_layer_freq": 2})))
+    config = DeepseekConfig.read(
+        model_facts(normalise({**CONFIGS["v3"], "first_k_dense_replace": 3, "moe_layer_freq": 2}))
+    )
     assert [layer for layer in range(8) if config.dense(layer)] == [0, 1, 2, 3, 5, 7]
-    assert all(DeepseekConfig.read(model_facts(normalise({**CONFIGS["v3"], "n_routed_experts": None}))).dense(i)
-               for i in range(4))
+    assert all(
+        DeepseekConfig.read(
+            model_facts(normalise({**CONFIGS["v3"], "n_routed_experts": None}))
+        ).dense(i)
+        for i in range(4)
+    )

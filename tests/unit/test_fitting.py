@@ -1,4 +1,7 @@
-"""The KV pool is made of what a device is measured to have left. Made-up readings; a GPU test takes real ones."""
+"""The KV pool is made of what a device is measured to have left. Made-up readings; a GPU test takes
+real ones.
+"""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -45,7 +48,10 @@ def test_never_more_than_is_of_use_and_never_less_than_was_asked() -> None:
     assert pages_that_fit(plan_of(most_pages=20), left, GIB, {}) == 20
     asked = plan_of(least_pages=0, most_pages=0)  # so many tokens and no others
     assert pages_that_fit(asked, left, GIB // 2, {}) == asked.sizes.num_pages
-    with pytest.raises(GlowplugError, match="88.0 GiB of 100.0 GiB are left for the KV cache, which needs 100.0 GiB"):
+    with pytest.raises(
+        GlowplugError,
+        match="88.0 GiB of 100.0 GiB are left for the KV cache, which needs 100.0 GiB",
+    ):
         pages_that_fit(asked, left, GIB, {})
 
 
@@ -53,14 +59,21 @@ def test_too_little_is_told_with_names_and_numbers() -> None:
     left = Left(total=20 * GIB, free=4 * GIB, step=2 * GIB, graphs=GIB // 2)
     with pytest.raises(GlowplugError) as error:
         pages_that_fit(plan_of(), left, GIB, {"weights": 12 * GIB, "graphs": 7})
-    for part in ("1.1 GiB of 20.0 GiB are left", "needs 5.0 GiB for 64 tokens", "weights 12.0 GiB (10.0 GiB planned)",
-                 "graphs 7 B", "a step takes 2.0 GiB", "context_length or memory.kv_tokens = 1 or less"):
+    for part in (
+        "1.1 GiB of 20.0 GiB are left",
+        "needs 5.0 GiB for 64 tokens",
+        "weights 12.0 GiB (10.0 GiB planned)",
+        "graphs 7 B",
+        "a step takes 2.0 GiB",
+        "context_length or memory.kv_tokens = 1 or less",
+    ):
         assert part in str(error.value), error.value
     assert compared(plan_of(), {}) == ""
 
 
 class Pretend(HostGauge):
-    """A device of which ``free`` bytes are left whatever happens. Each step claims and holds a little more for a while.
+    """A device of which ``free`` bytes are left whatever happens. Each step claims and holds a
+    little more for a while.
 
     Attributes:
         temporary: bytes that the most expensive step takes and gives back.
@@ -96,33 +109,63 @@ def plugins() -> PluginSet:
     return load_plugins(entry_points=False)
 
 
-def started(monkeypatch: pytest.MonkeyPatch, folder: Path, plugins: PluginSet, gauge: Pretend, notes: list[str],
-            grows: bool = False, **config: Any) -> tuple[EnginePlan, Engine]:
-    """An engine on the CPU whose memory is measured by ``gauge``; the plan has made room for ten pages more or less."""
-    plan = rank_plan({"model": str(write_config(folder, "v3", num_nextn_predict_layers=1)), "device": "cpu",
-                      "weights": {"use": "random"}, "skip_tokenizer": True, "memory": {"kv_tokens": 512},
-                      "scheduler": {"max_running_requests": 3, "chunk_size": 24}, **config}, plugins)
-    plan = replace(plan, growing_segments=grows, sizes=replace(plan.sizes, least_pages=plan.sizes.num_pages - 10,
-                                       most_pages=plan.sizes.num_pages + 10))
+def started(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    plugins: PluginSet,
+    gauge: Pretend,
+    notes: list[str],
+    grows: bool = False,
+    **config: Any,
+) -> tuple[EnginePlan, Engine]:
+    """An engine on the CPU whose memory is measured by ``gauge``; the plan has made room for ten
+    pages more or less.
+    """
+    plan = rank_plan(
+        {
+            "model": str(write_config(folder, "v3", num_nextn_predict_layers=1)),
+            "device": "cpu",
+            "weights": {"use": "random"},
+            "skip_tokenizer": True,
+            "memory": {"kv_tokens": 512},
+            "scheduler": {"max_running_requests": 3, "chunk_size": 24},
+            **config,
+        },
+        plugins,
+    )
+    plan = replace(
+        plan,
+        growing_segments=grows,
+        sizes=replace(
+            plan.sizes, least_pages=plan.sizes.num_pages - 10, most_pages=plan.sizes.num_pages + 10
+        ),
+    )
     monkeypatch.setattr(fitting, "gauge_of", lambda device: gauge)
     return plan, build_rank(plan, 0, plugins, lambda phase, done, total: None, note=notes.append)
 
 
 @pytest.mark.parametrize("extra", [-7, 0, 4, 50])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_an_engine_takes_what_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plugins: PluginSet, extra: int,
-                                      steps: int) -> None:
+def test_an_engine_takes_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plugins: PluginSet, extra: int, steps: int
+) -> None:
     """Pool, draft state and scheduler agree on the number of pages; all lines are told."""
     config: dict[str, Any] = {"speculative": {"use": "nextn", "steps": steps}} if steps else {}
     probe, _ = started(monkeypatch, tmp_path, plugins, Pretend(1 << 40, 1 << 40, 0), [], **config)
-    page_bytes = sum(line.bytes for line in probe.budget if line.name in ("kv cache", "page states"))
+    page_bytes = sum(
+        line.bytes for line in probe.budget if line.name in ("kv cache", "page states")
+    )
     page_bytes //= probe.sizes.num_pages
     total, wanted, notes = 1 << 32, probe.sizes.num_pages + extra, list[str]()
     free = total - int(total * 0.98) + wanted * page_bytes + 5000 + page_bytes // 2
-    plan, engine = started(monkeypatch, tmp_path, plugins, Pretend(total, free, 5000), notes, **config)
+    plan, engine = started(
+        monkeypatch, tmp_path, plugins, Pretend(total, free, 5000), notes, **config
+    )
     pages = min(wanted, plan.sizes.num_pages + 10)
     assert engine.scheduler.load().pages_total == pages - 1
-    assert {len(t) for layer in engine.runner.attention._kv for t in layer.values()} == {pages * plan.sizes.page_size}
+    assert {len(t) for layer in engine.runner.attention._kv for t in layer.values()} == {
+        pages * plan.sizes.page_size
+    }
     if steps:
         assert len(engine.runner.speculative._page_ends) == pages
     info = engine.controls.answer(Control(1, "info")).data
@@ -130,36 +173,60 @@ def test_an_engine_takes_what_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert info["memory"]["activations"]["measured"] == info["memory"]["logits"]["served"] == 5000
     assert info["memory"]["step"] == {"planned": None, "measured": 10_000, "served": 5000}
     assert [note.partition(":")[0] for note in notes] == [
-        "build", "weights", "kernels", "kv", "capture", "self-test", "memory, against the plan"]
+        "build",
+        "weights",
+        "kernels",
+        "kv",
+        "capture",
+        "self-test",
+        "memory, against the plan",
+    ]
     assert "GB/s" in notes[1]
     assert (f"{plan.sizes.num_pages} planned" in notes[3]) == (pages != plan.sizes.num_pages)
     engine.close()
 
 
 @pytest.mark.parametrize("grows", [False, True])
-def test_segments_that_grow_keep_a_tenth_of_a_step_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                        plugins: PluginSet, grows: bool) -> None:
+def test_segments_that_grow_keep_a_tenth_of_a_step_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plugins: PluginSet, grows: bool
+) -> None:
     probe, _ = started(monkeypatch, tmp_path, plugins, Pretend(1 << 40, 1 << 40, 0), [])
-    page_bytes = sum(line.bytes for line in probe.budget if line.name == "kv cache") // probe.sizes.num_pages
+    page_bytes = (
+        sum(line.bytes for line in probe.budget if line.name == "kv cache") // probe.sizes.num_pages
+    )
     total, step = 1 << 32, 100 * page_bytes
-    free = total - int(total * 0.98) + (probe.sizes.num_pages + 5) * page_bytes + step + page_bytes // 2
+    free = (
+        total
+        - int(total * 0.98)
+        + (probe.sizes.num_pages + 5) * page_bytes
+        + step
+        + page_bytes // 2
+    )
     _, engine = started(monkeypatch, tmp_path, plugins, Pretend(total, free, step), [], grows)
     assert engine.scheduler.load().pages_total == probe.sizes.num_pages + 5 - 10 * grows - 1
     engine.close()
 
 
-def test_too_few_pages_end_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plugins: PluginSet) -> None:
-    with pytest.raises(GlowplugError, match=r"are left for the KV cache.*measured against planned: .*activations"):
+def test_too_few_pages_end_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plugins: PluginSet
+) -> None:
+    with pytest.raises(
+        GlowplugError, match=r"are left for the KV cache.*measured against planned: .*activations"
+    ):
         started(monkeypatch, tmp_path, plugins, Pretend(1 << 32, 1 << 26, 5000), [])
 
 
-def test_running_out_of_memory_is_told_by_phase(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                plugins: PluginSet) -> None:
+def test_running_out_of_memory_is_told_by_phase(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plugins: PluginSet
+) -> None:
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(fitting, "most_tokens", fail)
-    with pytest.raises(GlowplugError, match=r"out of device memory in phase kernels; measured so far: weights .*chunk"):
+    with pytest.raises(
+        GlowplugError,
+        match=r"out of device memory in phase kernels; measured so far: weights .*chunk",
+    ):
         started(monkeypatch, tmp_path, plugins, Pretend(1 << 32, 1 << 31, 0), [])
 
 
@@ -175,7 +242,13 @@ def test_a_meter_adds_up_and_moves() -> None:
     assert meter.lines == {"weights": 700, "rotary tables": 100, "kv cache": 0}
 
 
-@pytest.mark.parametrize(("size", "seconds", "said"), [
-    (31_400_000_000, 2.0, "31.4 GB, 15.7 GB/s"), (34_500_000, 0.3, "34.5 MB, 0.115 GB/s"), (0, 0.0, "0.0 MB, 0 GB/s")])
+@pytest.mark.parametrize(
+    ("size", "seconds", "said"),
+    [
+        (31_400_000_000, 2.0, "31.4 GB, 15.7 GB/s"),
+        (34_500_000, 0.3, "34.5 MB, 0.115 GB/s"),
+        (0, 0.0, "0.0 MB, 0 GB/s"),
+    ],
+)
 def test_small_models_have_a_rate_too(size: int, seconds: float, said: str) -> None:
     assert rate(size, seconds) == said

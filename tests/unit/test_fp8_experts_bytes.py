@@ -1,4 +1,7 @@
-"""What routed experts in block FP8 hold by whom ``quantization.experts`` names, and which steps are measured for it."""
+"""What routed experts in block FP8 hold by whom ``quantization.experts`` names, and which steps are
+measured for it.
+"""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -11,7 +14,13 @@ from glowplug.core.plugin.byte_costs import ExpertsStep
 from glowplug.core.startup import warmup
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
-from glowplug.plugins.quantization.shared.expert_bytes import MASKED_TOKENS, TILE, fp8_experts, fp8_turns, masked_rows
+from glowplug.plugins.quantization.shared.expert_bytes import (
+    MASKED_TOKENS,
+    TILE,
+    fp8_experts,
+    fp8_turns,
+    masked_rows,
+)
 from tests.gpu.traced_memory import planned, plugins_of_the_card, written
 
 MIB = 1 << 20
@@ -20,7 +29,9 @@ INSTALLED = {"sgl-deep-gemm": "0.1.0", "sglang-kernel": "0.4.2"}
 
 def step(tokens: int, experts: Any = "auto", element: int = 2) -> ExpertsStep:
     """Of V3."""
-    return ExpertsStep(tokens, 9, 257, 1, 7168, 2048, element, False, BlockFp8Options(experts=experts), INSTALLED)
+    return ExpertsStep(
+        tokens, 9, 257, 1, 7168, 2048, element, False, BlockFp8Options(experts=experts), INSTALLED
+    )
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 128), (128, 128), (129, 256), (512, 512)])
@@ -42,8 +53,10 @@ def test_larger_steps_hold_what_auto_does_or_what_the_largest_masked_one_did(tok
 @pytest.mark.parametrize("tokens", [1, 300, 8192])
 def test_cutlass_holds_a_row_of_each_pair(tokens: int) -> None:
     work = fp8_experts(step(tokens, "cutlass"))
-    given, both, inner, outer = (tokens * 9 * size for size in (
-        7168 * (1 + 4 / 128), 2 * 2048 * 2, 2048 * (1 + 4 / 128), 7168 * 2))
+    given, both, inner, outer = (
+        tokens * 9 * size
+        for size in (7168 * (1 + 4 / 128), 2 * 2048 * 2, 2048 * (1 + 4 / 128), 7168 * 2)
+    )
     most = max(given + both, both + inner, inner + outer, outer + tokens * 7168 * 2)
     assert 0 <= work.most - most < MIB
 
@@ -56,20 +69,29 @@ def test_results_in_float32_come_from_rows_of_16_bits(experts: str) -> None:
 
 def test_auto_holds_what_our_own_kernels_do_in_float32() -> None:
     assert fp8_experts(step(8192, element=4)) == fp8_experts(step(8192, "triton", 4))
-    assert fp8_experts(step(8192)) == fp8_experts(step(8192, "deep_gemm")) != fp8_experts(step(8192, "triton"))
+    assert (
+        fp8_experts(step(8192))
+        == fp8_experts(step(8192, "deep_gemm"))
+        != fp8_experts(step(8192, "triton"))
+    )
 
 
 @pytest.mark.parametrize("experts", ["auto", "triton", "deep_gemm", "cutlass", "deep_gemm_masked"])
 def test_a_step_that_may_hold_more_than_larger_ones_is_measured(experts: str) -> None:
     given = step(1, experts)
-    sizes = [fp8_experts(replace(given, tokens=tokens)).most for tokens in (128, 256, 512, 513, 1024, 8192)]
+    sizes = [
+        fp8_experts(replace(given, tokens=tokens)).most
+        for tokens in (128, 256, 512, 513, 1024, 8192)
+    ]
     assert sizes == sorted(sizes)
     assert fp8_turns(given.options) == ((MASKED_TOKENS,) if experts == "deep_gemm_masked" else ())
 
 
 @pytest.mark.parametrize("element", [2, 4])
 def test_our_own_hold_rows_in_order_where_the_kernel_for_hopper_is(element: int) -> None:
-    """Of 16 bits. V3's 8192 tokens fill up to 122,496 rows of 192 a tile; rows that were gathered, what is gated."""
+    """Of 16 bits. V3's 8192 tokens fill up to 122,496 rows of 192 a tile; rows that were gathered,
+    what is gated.
+    """
     there = replace(step(8192, "triton", element), compute=90)
     found, elsewhere = fp8_experts(there), fp8_experts(replace(there, compute=80))
     if element == 4:
@@ -79,20 +101,31 @@ def test_our_own_hold_rows_in_order_where_the_kernel_for_hopper_is(element: int)
     wanted = rows * (7168 * (1 + 4 / 128) + 2048 * 2)
     assert 0 <= found.most - wanted < 2 * MIB and found.left == elsewhere.left
     assert found.most < elsewhere.most
-    sizes = [fp8_experts(replace(there, tokens=tokens)).most for tokens in (128, 512, 1142, 1143, 2048, 8192)]
+    sizes = [
+        fp8_experts(replace(there, tokens=tokens)).most
+        for tokens in (128, 512, 1142, 1143, 2048, 8192)
+    ]
     assert sizes == sorted(sizes)
 
 
-@pytest.mark.parametrize(("experts", "turns"), [("auto", ()), ("deep_gemm_masked", (MASKED_TOKENS,))])
+@pytest.mark.parametrize(
+    ("experts", "turns"), [("auto", ()), ("deep_gemm_masked", (MASKED_TOKENS,))]
+)
 def test_the_plan_says_which_steps(experts: str, turns: tuple[int, ...], tmp_path: Path) -> None:
-    plan = planned(written(tmp_path, "deepseek-v3", 4), plugins_of_the_card(), context_length=4096,
-                   quantization={"use": "block_fp8", "experts": experts})
+    plan = planned(
+        written(tmp_path, "deepseek-v3", 4),
+        plugins_of_the_card(),
+        context_length=4096,
+        quantization={"use": "block_fp8", "experts": experts},
+    )
     assert plan.sizes.turns == turns
 
 
 def test_they_are_run_before_the_pool_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(warmup, "_run_chunks", lambda runner, plan, lengths, cached: seen.append(int(lengths.sum())))
+    monkeypatch.setattr(
+        warmup, "_run_chunks", lambda runner, plan, lengths, cached: seen.append(int(lengths.sum()))
+    )
     plan = bare_plan(turns=(24, 100), pass_tokens=(8, 16, 32))
     runner: Any = None
     warmup.most_tokens(runner, plan)
@@ -105,11 +138,16 @@ def test_they_are_run_before_the_pool_is_made(monkeypatch: pytest.MonkeyPatch) -
     assert not seen
 
 
-@pytest.mark.parametrize(("width", "turns", "rows"), [(1, (), [16]), (1, (8,), [16, 8]), (2, (19,), [16, 8]),
-                                                      (1, (400,), [16]), (2, (1,), [16])])
-def test_so_are_steps_that_graphs_hold(width: int, turns: tuple[int, ...], rows: list[int],
-                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch size whose drafts and all are within a turn may take more of the graphs' pool than the largest."""
+@pytest.mark.parametrize(
+    ("width", "turns", "rows"),
+    [(1, (), [16]), (1, (8,), [16, 8]), (2, (19,), [16, 8]), (1, (400,), [16]), (2, (1,), [16])],
+)
+def test_so_are_steps_that_graphs_hold(
+    width: int, turns: tuple[int, ...], rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch size whose drafts and all are within a turn may take more of the graphs' pool than
+    the largest.
+    """
     seen: list[int] = []
     monkeypatch.setattr(warmup, "_decoding", lambda plan, rows, length: rows)
     monkeypatch.setattr(warmup, "_run_joined", lambda runner, batch, params: seen.append(batch))

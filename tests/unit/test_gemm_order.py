@@ -1,4 +1,7 @@
-"""Who multiplies linear layers in int8 and int4: the card's table by shape and rows, and rules where there is none."""
+"""Who multiplies linear layers in int8 and int4: the card's table by shape and rows, and rules
+where there is none.
+"""
+
 from __future__ import annotations
 
 import json
@@ -15,21 +18,36 @@ from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.plugins.quantization.awq import cuda as awq_cuda
 from glowplug.plugins.quantization.int8 import cuda as w8a8_int8_cuda
 from glowplug.plugins.quantization.shared import libraries, provider_choice as gemm_order
-from glowplug.plugins.quantization.shared.provider_choice import AWQ, AWQ_ROWS, INT8, INT8_ROWS, ByShape
+from glowplug.plugins.quantization.shared.provider_choice import (
+    AWQ,
+    AWQ_ROWS,
+    INT8,
+    INT8_ROWS,
+    ByShape,
+)
 
 CARD = "NVIDIA H200"
-RECORD = json.loads((Path(__file__).parents[2] / "docs" / "benchmarks" / "narrow-h200.json").read_text())["linear"]
+RECORD = json.loads(
+    (Path(__file__).parents[2] / "docs" / "benchmarks" / "narrow-h200.json").read_text()
+)["linear"]
 COLUMNS = {name: number for number, name in enumerate(RECORD["columns"])}
-OURS_AND_OTHERS = {"int8_gemm": {"triton": "int8 triton", "cutlass": "int8 cutlass"},
-                   "awq_gemm": {"triton": "awq triton", "cublas": "awq dequantised, cublas"}}
-TABLE = {"N=512,K=256": {"8": "triton", "32": "cutlass", "128": "triton"}, "N=4096,K=256": {"1": "cutlass"}}
+OURS_AND_OTHERS = {
+    "int8_gemm": {"triton": "int8 triton", "cutlass": "int8 cutlass"},
+    "awq_gemm": {"triton": "awq triton", "cublas": "awq dequantised, cublas"},
+}
+TABLE = {
+    "N=512,K=256": {"8": "triton", "32": "cutlass", "128": "triton"},
+    "N=4096,K=256": {"1": "cutlass"},
+}
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The measured one, with CUTLASS installed."""
     monkeypatch.setattr(tuned, "device_name", lambda: tuned.spelt(CARD))
-    monkeypatch.setattr(libraries.importlib, "import_module", lambda name: SimpleNamespace(int8_scaled_mm=print))
+    monkeypatch.setattr(
+        libraries.importlib, "import_module", lambda name: SimpleNamespace(int8_scaled_mm=print)
+    )
 
 
 def picks(kind: str, table: Any = None, wanted: str = "auto") -> Any:
@@ -46,29 +64,54 @@ def test_everything_measured_goes_to_the_faster(kind: str, card: None) -> None:
     for shape, by_rows in RECORD["rows"].items():
         columns, depth = map(int, shape.split("x"))
         for rows, times in by_rows.items():
-            found = {name: spent for name, column in OURS_AND_OTHERS[kind].items()
-                     if (spent := times[COLUMNS[column]]) is not None}
+            found = {
+                name: spent
+                for name, column in OURS_AND_OTHERS[kind].items()
+                if (spent := times[COLUMNS[column]]) is not None
+            }
             seen.add(pick(int(rows), columns, depth))
-            assert pick(int(rows), columns, depth) == min(found, key=lambda name: found[name]), (shape, rows)
+            assert pick(int(rows), columns, depth) == min(found, key=lambda name: found[name]), (
+                shape,
+                rows,
+            )
     assert seen == set(OURS_AND_OTHERS[kind]), "no table of one word"
     assert len(gemm_order.measured(kind, CARD)) == len(RECORD["rows"])
 
 
-@pytest.mark.parametrize(("kind", "rows", "columns", "depth", "name"), [
-    ("int8_gemm", 79, 2048, 2048, "triton"), ("int8_gemm", 80, 2048, 2048, "cutlass"),
-    ("int8_gemm", 4, 21888, 2048, "cutlass"), ("int8_gemm", 5, 21888, 2048, "triton"),
-    ("int8_gemm", 575, 2048, 10944, "triton"), ("int8_gemm", 576, 2048, 10944, "cutlass"),
-    ("int8_gemm", 16384, 2048, 10944, "cutlass"), ("int8_gemm", 0, 2048, 2048, "triton"),
-    ("awq_gemm", 575, 21888, 2048, "triton"), ("awq_gemm", 576, 21888, 2048, "cublas"),
-    ("awq_gemm", 0, 21888, 2048, "triton"), ("awq_gemm", 16384, 21888, 2048, "cublas")])
-def test_both_sides_of_each_boundary_of_rows(kind: str, rows: int, columns: int, depth: int, name: str,
-                                             card: None) -> None:
+@pytest.mark.parametrize(
+    ("kind", "rows", "columns", "depth", "name"),
+    [
+        ("int8_gemm", 79, 2048, 2048, "triton"),
+        ("int8_gemm", 80, 2048, 2048, "cutlass"),
+        ("int8_gemm", 4, 21888, 2048, "cutlass"),
+        ("int8_gemm", 5, 21888, 2048, "triton"),
+        ("int8_gemm", 575, 2048, 10944, "triton"),
+        ("int8_gemm", 576, 2048, 10944, "cutlass"),
+        ("int8_gemm", 16384, 2048, 10944, "cutlass"),
+        ("int8_gemm", 0, 2048, 2048, "triton"),
+        ("awq_gemm", 575, 21888, 2048, "triton"),
+        ("awq_gemm", 576, 21888, 2048, "cublas"),
+        ("awq_gemm", 0, 21888, 2048, "triton"),
+        ("awq_gemm", 16384, 21888, 2048, "cublas"),
+    ],
+)
+def test_both_sides_of_each_boundary_of_rows(
+    kind: str, rows: int, columns: int, depth: int, name: str, card: None
+) -> None:
     assert picks(kind)(rows, columns, depth) == name
 
 
-@pytest.mark.parametrize(("columns", "depth", "near"), [
-    (1448, 256, "N=512,K=256"), (1449, 256, "N=4096,K=256"), (16, 16, "N=512,K=256"),
-    (1 << 20, 1 << 20, "N=4096,K=256"), (1024, 1 << 15, "N=512,K=256"), (2048, 1 << 15, "N=4096,K=256")])
+@pytest.mark.parametrize(
+    ("columns", "depth", "near"),
+    [
+        (1448, 256, "N=512,K=256"),
+        (1449, 256, "N=4096,K=256"),
+        (16, 16, "N=512,K=256"),
+        (1 << 20, 1 << 20, "N=4096,K=256"),
+        (1024, 1 << 15, "N=512,K=256"),
+        (2048, 1 << 15, "N=4096,K=256"),
+    ],
+)
 def test_other_shapes_are_the_nearest_ones(columns: int, depth: int, near: str) -> None:
     """By ratios: 1,448 / 512 is as much as 4,096 / 1,448."""
     chosen = ByShape(INT8.kind, INT8_ROWS, TABLE)
@@ -79,19 +122,30 @@ def test_other_shapes_are_the_nearest_ones(columns: int, depth: int, near: str) 
 def test_the_larger_of_two_numbers_of_rows_as_near() -> None:
     chosen = ByShape(INT8.kind, INT8_ROWS, TABLE)
     assert [chosen.pick(rows, 512, 256) for rows in (1, 19, 20, 32, 79, 80, 9999)] == [
-        "triton", "triton", "cutlass", "cutlass", "cutlass", "triton", "triton"]
+        "triton",
+        "triton",
+        "cutlass",
+        "cutlass",
+        "cutlass",
+        "triton",
+        "triton",
+    ]
 
 
 @pytest.mark.parametrize(("kind", "rule"), [(INT8.kind, INT8_ROWS), (AWQ.kind, AWQ_ROWS)])
-def test_a_card_without_a_table_goes_by_rows(kind: str, rule: gemm_order.ByRows, card: None,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_without_a_table_goes_by_rows(
+    kind: str, rule: gemm_order.ByRows, card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The H200's is not looked into, whatever the shape."""
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H100")
-    assert gemm_order.measured_cards(kind) == [CARD] and not gemm_order.measured(kind, "NVIDIA H100")
+    assert gemm_order.measured_cards(kind) == [CARD] and not gemm_order.measured(
+        kind, "NVIDIA H100"
+    )
     pick = picks(kind)
     for columns, depth in ((2048, 10944), (21888, 2048), (512, 512)):
-        assert [pick(rows, columns, depth) for rows in (1, rule.least - 1, rule.least, 1 << 14)] == [
-            rule.few, rule.few, rule.many, rule.many]
+        assert [
+            pick(rows, columns, depth) for rows in (1, rule.least - 1, rule.least, 1 << 14)
+        ] == [rule.few, rule.few, rule.many, rule.many]
 
 
 @pytest.mark.parametrize("wanted", ["triton", "cutlass"])
@@ -104,11 +158,17 @@ def test_a_name_overrules_the_table_for_awq(wanted: str, card: None) -> None:
     assert {picks(AWQ.kind, wanted=wanted)(rows, 2048, 2048) for rows in (1, 1024)} == {wanted}
 
 
-def test_cutlass_is_not_given_what_it_does_not_take(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cutlass_is_not_given_what_it_does_not_take(
+    card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = {"N=2048,K=2048": {"1": "cutlass"}}
     multiply = w8a8_int8_cuda.Multiply("auto", table)
-    asked = {(1, 2048, 2048): "cutlass", (0, 2048, 2048): "triton", (1, 2044, 2048): "triton",
-             (1, 2048, 2040): "triton"}
+    asked = {
+        (1, 2048, 2048): "cutlass",
+        (0, 2048, 2048): "triton",
+        (1, 2044, 2048): "triton",
+        (1, 2048, 2040): "triton",
+    }
     assert {shape: multiply.pick(*shape, torch.bfloat16) for shape in asked} == asked
     assert multiply.pick(1, 2048, 2048, torch.float32) == "triton"
 

@@ -1,4 +1,5 @@
 """The commands that run on a GPU machine: what of them a CPU can tell."""
+
 from __future__ import annotations
 
 import argparse
@@ -13,7 +14,11 @@ import torch
 
 from glowplug.kernels.formats import fp8_triton as fp8_quant
 from glowplug.kernels.moe import align as moe_align
-from tests.gpu import combinations as gpu_combinations, logits as gpu_logits, sanitize as gpu_sanitize
+from tests.gpu import (
+    combinations as gpu_combinations,
+    logits as gpu_logits,
+    sanitize as gpu_sanitize,
+)
 from tests.support import gates
 from tests.support.tiny import write_config
 
@@ -33,16 +38,26 @@ left out, no time: test_a[1] test_b
 def test_every_kernel_is_known_to_the_sanitizer() -> None:
     kernels = gpu_sanitize.launchable()
     assert {"elementwise.norm._norm", "mla.prologue._prologue", "moe.align._place"} <= set(kernels)
-    assert not {"launch.dependent_launch.wait", "mla.absorbed_fp8.scaled_product", "mla.prologue._turn"} & set(kernels)
+    assert not {
+        "launch.dependent_launch.wait",
+        "mla.absorbed_fp8.scaled_product",
+        "mla.prologue._turn",
+    } & set(kernels)
 
 
 def test_what_the_sanitizer_said_is_read() -> None:
     found = gpu_sanitize.read("test_x.py", "memcheck", LOG, 4.0)
     assert (found.errors, found.passed, found.failed) == (3, 2, 1) and not found.clean
-    assert gpu_sanitize.complaints(LOG) == ["Invalid __global__ read of size 4 bytes", "at _norm+0x120"]
+    assert gpu_sanitize.complaints(LOG) == [
+        "Invalid __global__ read of size 4 bytes",
+        "at _norm+0x120",
+    ]
     assert found.kernels == ("elementwise.norm._norm", "elementwise.rope._rope")
     assert found.left_out == ("test_a[1]", "test_b")
-    right = LOG.partition("========= ERROR")[0].replace("1 failed", "") + "========= ERROR SUMMARY: 0 errors\n"
+    right = (
+        LOG.partition("========= ERROR")[0].replace("1 failed", "")
+        + "========= ERROR SUMMARY: 0 errors\n"
+    )
     clean = gpu_sanitize.read("test_y.py", "memcheck", right, 1.0)
     assert clean.clean and not gpu_sanitize.read("test_z.py", "initcheck", "killed", 1.0).clean
     asked = [(Path("test_y.py"), "memcheck", False), (Path("test_y.py"), "memcheck", True)]
@@ -50,7 +65,10 @@ def test_what_the_sanitizer_said_is_read() -> None:
     assert not cut["clean"] and cut["not_run"] == ["memcheck test_y.py, captured"]
     report = gpu_sanitize.report([clean], 1.0, asked[:1])
     assert report["clean"] and report["complete"] and report["tools"]["memcheck"]["tests"] == 2
-    assert "elementwise.norm._norm" in report["kernels"] and "moe.route._route" in report["kernels_not_launched"]
+    assert (
+        "elementwise.norm._norm" in report["kernels"]
+        and "moe.route._route" in report["kernels_not_launched"]
+    )
 
 
 LIBRARIES = """
@@ -68,13 +86,17 @@ LIBRARIES = """
 
 def test_reports_of_libraries_are_counted_apart() -> None:
     """What was printed of ours, or was not printed at all, stays ours."""
-    found = gpu_sanitize.read("test_x.py", "initcheck", LIBRARIES + "========= ERROR SUMMARY: 3 errors\n", 1.0)
+    found = gpu_sanitize.read(
+        "test_x.py", "initcheck", LIBRARIES + "========= ERROR SUMMARY: 3 errors\n", 1.0
+    )
     assert found.clean and found.errors == 0
     named = {"cublasLt::splitKreduce_kernel": 1, "at::native::CatArrayBatchedCopy": 2}
     assert found.in_libraries == named
     said = gpu_sanitize.report([found], 1.0, [(Path("test_x.py"), "initcheck", False)])
     assert said["tools"]["initcheck"]["in_libraries"] == named and said["clean"]
-    more = gpu_sanitize.read("test_x.py", "initcheck", LIBRARIES + "========= ERROR SUMMARY: 9 errors\n", 1.0)
+    more = gpu_sanitize.read(
+        "test_x.py", "initcheck", LIBRARIES + "========= ERROR SUMMARY: 9 errors\n", 1.0
+    )
     assert more.errors == 6 and not more.clean
     ours = gpu_sanitize.read("test_x.py", "initcheck", LOG, 1.0)
     assert ours.errors == 3 and not ours.in_libraries
@@ -93,9 +115,18 @@ def test_products_on_the_host() -> None:
         added = torch.addmm(x[1], x[0], w[0], alpha=2)
         turned = torch.nn.functional.linear(x[0], w[0])
         other = torch.mm(x[0].double(), w[0].double())
-    assert torch.equal(wide, wanted[0]) and torch.equal(whole, wanted.bfloat16()) and torch.equal(strided, whole)
-    assert torch.equal(added, torch.addmm(x[1].float(), x[0].float(), w[0].float(), alpha=2).bfloat16())
-    assert torch.equal(turned, (x[0].float() @ w[0].float().t()).bfloat16()) and other.dtype == torch.float64
+    assert (
+        torch.equal(wide, wanted[0])
+        and torch.equal(whole, wanted.bfloat16())
+        and torch.equal(strided, whole)
+    )
+    assert torch.equal(
+        added, torch.addmm(x[1].float(), x[0].float(), w[0].float(), alpha=2).bfloat16()
+    )
+    assert (
+        torch.equal(turned, (x[0].float() @ w[0].float().t()).bfloat16())
+        and other.dtype == torch.float64
+    )
 
 
 class _Item:
@@ -106,7 +137,9 @@ class _Item:
 
 
 def test_every_function_has_a_turn_before_one_has_two() -> None:
-    items: list[object] = [_Item(f"f.py::{name}[{n}]") for name in ("test_a", "test_b", "test_c") for n in range(4)]
+    items: list[object] = [
+        _Item(f"f.py::{name}[{n}]") for name in ("test_a", "test_b", "test_c") for n in range(4)
+    ]
     items.append(_Item("f.py::test_d"))
     gpu_sanitize.Few(1.0, False).pytest_collection_modifyitems(None, items)  # type: ignore[arg-type]
     turns = [item.nodeid.partition("[")[0][-1] for item in items]  # type: ignore[attr-defined]
@@ -114,12 +147,17 @@ def test_every_function_has_a_turn_before_one_has_two() -> None:
 
 
 def test_tensors_that_are_filled_under_initcheck() -> None:
-    """Those of the makers in the list, which exist, and no other; in a kernels' test torch fills all."""
+    """Those of the makers in the list, which exist, and no other; in a kernels' test torch fills
+    all.
+    """
     for maker in gpu_sanitize.PADDED:
         module, _, name = maker.rpartition(".")
         assert callable(getattr(importlib.import_module(f"glowplug.kernels.{module}"), name))
     empty, given = torch.empty, []
-    modes = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    modes = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with gpu_sanitize.only_padded_filled():
@@ -144,50 +182,94 @@ def _calls_what_captures() -> object:
 def test_tests_that_capture_are_told_apart() -> None:
     assert gpu_sanitize.captures(_captured) and gpu_sanitize.captures(_calls_what_captures)
     assert not gpu_sanitize.captures(test_distances)
-    found = [(file.name, tool) for file, tool, captured in gpu_sanitize.jobs(["memcheck", "initcheck"], "") if captured]
+    found = [
+        (file.name, tool)
+        for file, tool, captured in gpu_sanitize.jobs(["memcheck", "initcheck"], "")
+        if captured
+    ]
     assert {tool for _, tool in found} == {"memcheck"}
-    assert {f"test_gpu_replays{part}.py" for part in ("", "_attention", "_experts")} < {file for file, _ in found}
+    assert {f"test_gpu_replays{part}.py" for part in ("", "_attention", "_experts")} < {
+        file for file, _ in found
+    }
     assert not gpu_sanitize.jobs(["initcheck"], "gpu_replays")
 
 
-def test_what_a_stopped_run_had_done_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cell that ran and one that failed, then the end of the program: the file has both, and says it is not all."""
+def test_what_a_stopped_run_had_done_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cell that ran and one that failed, then the end of the program: the file has both, and says
+    it is not all.
+    """
     right = gpu_combinations.Outcome(1.0, 0.0, 0.0, 1.0, 0.1)
 
-    def stopped(cells: Sequence[gpu_combinations.Cell], *_: object) -> Iterator[gpu_combinations.Done]:
+    def stopped(
+        cells: Sequence[gpu_combinations.Cell], *_: object
+    ) -> Iterator[gpu_combinations.Done]:
         yield cells[0], right, ""
         yield cells[1], None, "AssertionError: other tokens"
         raise KeyboardInterrupt
 
     monkeypatch.setattr(gpu_combinations, "whole", stopped)
     file = tmp_path / "cells.json"
-    monkeypatch.setattr("sys.argv", ["cells", "--device", "cpu", "--only", "^llama-torch_mha", "--output", str(file)])
+    monkeypatch.setattr(
+        "sys.argv",
+        ["cells", "--device", "cpu", "--only", "^llama-torch_mha", "--output", str(file)],
+    )
     with pytest.raises(KeyboardInterrupt):
         gpu_combinations.main()
     found = json.loads(file.read_text())
-    assert (found["run"], found["failed"], found["complete"]) == (2, 1, False) and found["admitted"] > 2
+    assert (found["run"], found["failed"], found["complete"]) == (2, 1, False) and found[
+        "admitted"
+    ] > 2
     assert len(found["not_run"]) == found["admitted"] - 2
-    assert list(found["failures"].values()) == ["AssertionError: other tokens"] and not list(tmp_path.glob("*.tmp"))
-    monkeypatch.setattr(gpu_combinations, "whole", lambda cells, *_: ((cell, right, "") for cell in cells))
-    monkeypatch.setattr("sys.argv", ["cells", "--device", "cpu", "--only", "^llama-torch_mha", "--left-by", str(file),
-                                     "--output", str(tmp_path / "rest.json")])
+    assert list(found["failures"].values()) == ["AssertionError: other tokens"] and not list(
+        tmp_path.glob("*.tmp")
+    )
+    monkeypatch.setattr(
+        gpu_combinations, "whole", lambda cells, *_: ((cell, right, "") for cell in cells)
+    )
+    monkeypatch.setattr(
+        "sys.argv",
+        [
+            "cells",
+            "--device",
+            "cpu",
+            "--only",
+            "^llama-torch_mha",
+            "--left-by",
+            str(file),
+            "--output",
+            str(tmp_path / "rest.json"),
+        ],
+    )
     assert gpu_combinations.main() == 0
     rest = json.loads((tmp_path / "rest.json").read_text())
-    assert rest["complete"] and rest["run"] == found["admitted"] - 1, "what was not reached, and what had failed"
+    assert rest["complete"] and rest["run"] == found["admitted"] - 1, (
+        "what was not reached, and what had failed"
+    )
 
 
 def test_distances() -> None:
     want = {(0, 1): torch.tensor([1.0, 2.0, 5.0]), (0, 2): torch.tensor([0.0, 3.0, 1.0])}
     same = gpu_logits.distance(want, want)
-    assert same.cosine_min == pytest.approx(1.0) and same.kl == 0.0 and same.top1 == 1.0 and same.positions == 2
+    assert (
+        same.cosine_min == pytest.approx(1.0)
+        and same.kl == 0.0
+        and same.top1 == 1.0
+        and same.positions == 2
+    )
     other = gpu_logits.distance(want, {**want, (0, 2): torch.tensor([3.0, 0.0, 1.0])})
-    assert other.top1 == 0.5 and other.cosine_min < 0.2 and other.max_error == 3.0 and other.kl > 0.5
+    assert (
+        other.top1 == 0.5 and other.cosine_min < 0.2 and other.max_error == 3.0 and other.kl > 0.5
+    )
     with pytest.raises(AssertionError, match="positions"):
         gpu_logits.distance(want, {(0, 1): want[0, 1]})
 
 
 def test_logits_of_a_small_model(tmp_path: Path) -> None:
-    """The reference against itself in bfloat16, on the CPU: every position of every prompt, and the decode steps."""
+    """The reference against itself in bfloat16, on the CPU: every position of every prompt, and the
+    decode steps.
+    """
     folder = write_config(tmp_path, "v3", max_position_embeddings=1024)
     options = argparse.Namespace(device="cpu", only="format: (bfloat16|cache of bfloat16)")
     lines = dict(gpu_logits.compare("v3", str(folder), options))
@@ -195,8 +277,9 @@ def test_logits_of_a_small_model(tmp_path: Path) -> None:
     positions = sum(gpu_logits.LENGTHS) + gpu_logits.STEPS * len(gpu_logits.LENGTHS)
     for way in ("format: bfloat16", "format: cache of bfloat16"):
         line = lines[way]
-        assert line["positions"] == positions and line["decode"]["positions"] == gpu_logits.STEPS * len(
-            gpu_logits.LENGTHS)
+        assert line["positions"] == positions and line["decode"][
+            "positions"
+        ] == gpu_logits.STEPS * len(gpu_logits.LENGTHS)
         assert line["cosine_median"] > 0.999 and not gpu_logits.bad(way, line)
         assert way in gpu_logits.shown(way, line)
     assert lines["format: cache of bfloat16"]["max_error"] < lines["format: bfloat16"]["max_error"]
@@ -211,30 +294,52 @@ def _fp8_runs(folder: Path) -> tuple[gpu_logits.Run, gpu_logits.Run, gpu_logits.
     return want, gpu_logits.run(rounds), gpu_logits.run(rounds, want.choices)
 
 
-def test_flips_of_gates_are_told_from_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flips_of_gates_are_told_from_rounding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_logits, "LENGTHS", (1, 40, 64, 130))
-    want, rounded, follows = _fp8_runs(write_config(tmp_path, "v3_fp8", max_position_embeddings=1024))
+    want, rounded, follows = _fp8_runs(
+        write_config(tmp_path, "v3_fp8", max_position_embeddings=1024)
+    )
     assert want.watched and rounded.watched and follows.watched
     line, forced = gpu_logits.compared(want, rounded), gpu_logits.compared(want, follows)
-    assert 0 < line["gates"]["flipped"] < line["positions"] // 4 and line["gates"]["unexplained"] == 0
+    assert (
+        0 < line["gates"]["flipped"] < line["positions"] // 4 and line["gates"]["unexplained"] == 0
+    )
     assert line["gates"]["gap_median"] < line["gates"]["gap_of_all"] / 4
     assert line["same_experts"]["positions"] == line["positions"] - line["gates"]["flipped"]
     assert forced["gates"]["flipped"] == 0
-    assert forced["cosine_min"] > 0.99 > line["cosine_min"] and line["same_experts"]["cosine_min"] > 0.99
+    assert (
+        forced["cosine_min"] > 0.99 > line["cosine_min"]
+        and line["same_experts"]["cosine_min"] > 0.99
+    )
     assert "same experts" in gpu_logits.shown("a way", line | {"plan": "", "seconds": 0})
 
 
-def test_a_watched_gate_still_tells_experts_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``begun`` of ``StartedExperts`` reaches the gate, also outside of steps and where another choice is forced."""
+def test_a_watched_gate_still_tells_experts_that_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``begun`` of ``StartedExperts`` reaches the gate, also outside of steps and where another
+    choice is forced.
+    """
     told: list[torch.Tensor | None] = []
     sizes = gates.MoeSizes(hidden=2, width=1, experts=3, topk=1, shared=0, sigmoid=False)
 
-    def plain(x: torch.Tensor, begun: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def plain(
+        x: torch.Tensor, begun: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         told.append(begun)
         return torch.ones(len(x), 1), torch.zeros(len(x), 1, dtype=torch.int64)
 
-    gate = SimpleNamespace(name="gate", sizes=sizes, forward=plain, weight=torch.eye(3, 2), bias=None, appended=0,
-                           _route=None)
+    gate = SimpleNamespace(
+        name="gate",
+        sizes=sizes,
+        forward=plain,
+        weight=torch.eye(3, 2),
+        bias=None,
+        appended=0,
+        _route=None,
+    )
     monkeypatch.setattr(gates, "gates", lambda model: [gate])
     forced = {"gate": gates.Chosen(sizes, [(0, 1)], [torch.tensor([[2]])], [torch.zeros(1, 3)])}
     watch = gates.Watch(SimpleNamespace(model=None, _forward=None), forced)  # type: ignore[arg-type]
@@ -249,9 +354,13 @@ def test_a_watched_gate_still_tells_experts_that_wait_for_it(monkeypatch: pytest
 def test_the_gap_to_another_choice() -> None:
     sizes = {"hidden": 1, "width": 1, "experts": 6, "topk": 2, "shared": 0}
     plain = gates.MoeSizes(**sizes, sigmoid=False)
-    assert float(gates.gap(torch.tensor([[0.1, 0.9, 0.5, 0.45, 0.0, 0.2]]), plain)) == pytest.approx(0.05)
+    assert float(
+        gates.gap(torch.tensor([[0.1, 0.9, 0.5, 0.45, 0.0, 0.2]]), plain)
+    ) == pytest.approx(0.05)
     grouped = gates.MoeSizes(**sizes, sigmoid=True, groups=3, topk_groups=1)
-    scores = torch.tensor([[0.9, 0.1, 0.48, 0.48, 0.3, 0.2]])  # sums 1.0, 0.96, 0.5; both experts of the first are best
+    scores = torch.tensor(
+        [[0.9, 0.1, 0.48, 0.48, 0.3, 0.2]]
+    )  # sums 1.0, 0.96, 0.5; both experts of the first are best
     assert float(gates.gap(scores, grouped)) == pytest.approx(0.02)
 
 
@@ -259,8 +368,15 @@ def test_a_choice_that_its_scores_do_not_explain_is_counted() -> None:
     sizes = gates.MoeSizes(hidden=1, width=1, experts=3, topk=1, shared=0, sigmoid=False)
 
     def chosen(expert: int) -> gates.Choices:
-        return {"gate": gates.Chosen(sizes, [(0, 1)], [torch.tensor([[expert]])], [torch.tensor([[0.6, 0.3, 0.1]])])}
+        return {
+            "gate": gates.Chosen(
+                sizes, [(0, 1)], [torch.tensor([[expert]])], [torch.tensor([[0.6, 0.3, 0.1]])]
+            )
+        }
 
-    assert gates.flips(chosen(0), chosen(0)) == (gates.Flips(1, 0, 0.0, 0.0, pytest.approx(0.3), 0.0, 0), set())
+    assert gates.flips(chosen(0), chosen(0)) == (
+        gates.Flips(1, 0, 0.0, 0.0, pytest.approx(0.3), 0.0, 0),
+        set(),
+    )
     said, keys = gates.flips(chosen(0), chosen(1))
     assert (said.flipped, said.unexplained, keys) == (1, 1, {(0, 1)})

@@ -1,4 +1,7 @@
-"""Slots of the graph runner: what fills them is what the runner would have made of the batch, and then padding."""
+"""Slots of the graph runner: what fills them is what the runner would have made of the batch, and
+then padding.
+"""
+
 from __future__ import annotations
 
 import numpy as np
@@ -27,9 +30,18 @@ def batch(rows: list[int], lens: list[int], width: int, page_size: int, seed: in
         used = -(-length // page_size)
         pages[i, :used] = numbers[i * columns : i * columns + used]
     mode = Mode.DECODE if width == 1 else Mode.VERIFY
-    return Batch(step=seed, mode=mode, rows=np.array(rows, np.int32), epochs=np.zeros(count, np.int64),
-                 num_decodes=count, query_lens=np.full(count, width, np.int32), kv_lens=np.array(lens, np.int32),
-                 samples=np.ones(count, np.bool_), prompt_ids=np.zeros(0, np.int32), pages=pages)
+    return Batch(
+        step=seed,
+        mode=mode,
+        rows=np.array(rows, np.int32),
+        epochs=np.zeros(count, np.int64),
+        num_decodes=count,
+        query_lens=np.full(count, width, np.int32),
+        kv_lens=np.array(lens, np.int32),
+        samples=np.ones(count, np.bool_),
+        prompt_ids=np.zeros(0, np.int32),
+        pages=pages,
+    )
 
 
 def slot(rows: int, width: int, page_size: int) -> Slot:
@@ -39,19 +51,34 @@ def slot(rows: int, width: int, page_size: int) -> Slot:
 
 
 @settings(max_examples=60, deadline=None)
-@given(width=st.sampled_from([1, 2, 5]), page_size=st.sampled_from([1, 4, 16]),
-       steps=st.lists(st.lists(st.integers(1, 59), max_size=6), min_size=1, max_size=5))
-def test_a_slot_holds_the_batch_and_padding(width: int, page_size: int, steps: list[list[int]]) -> None:
+@given(
+    width=st.sampled_from([1, 2, 5]),
+    page_size=st.sampled_from([1, 4, 16]),
+    steps=st.lists(st.lists(st.integers(1, 59), max_size=6), min_size=1, max_size=5),
+)
+def test_a_slot_holds_the_batch_and_padding(
+    width: int, page_size: int, steps: list[list[int]]
+) -> None:
     held = slot(6, width, page_size)
-    tensors = [held.batch.positions, held.batch.slots, held.batch.row_ids, held.batch.kv_lens_device,
-               held.batch.page_table, held.batch.query_starts]
+    tensors = [
+        held.batch.positions,
+        held.batch.slots,
+        held.batch.row_ids,
+        held.batch.kv_lens_device,
+        held.batch.page_table,
+        held.batch.query_starts,
+    ]
     assert all((tensor.data_ptr() - tensors[0].data_ptr()) % ALIGNED == 0 for tensor in tensors[:4])
     for seed, lens in enumerate(steps):
         lens = [length + width for length in lens]
         given_batch = batch(list(range(len(lens)))[::-1], lens, width, page_size, seed)
         made = held.fill(given_batch)
         live = len(lens)
-        assert made.num_rows == made.num_decodes == 6 and made.num_tokens == 6 * width and made.step == seed
+        assert (
+            made.num_rows == made.num_decodes == 6
+            and made.num_tokens == 6 * width
+            and made.step == seed
+        )
         for i in range(6):
             length = lens[i] if i < live else held.shape.padded_length
             places = np.arange(length - width, length)
@@ -60,11 +87,25 @@ def test_a_slot_holds_the_batch_and_padding(width: int, page_size: int, steps: l
             assert int(made.kv_lens_device[i]) == made.kv_lens[i] == length
             mine = slice(i * width, (i + 1) * width)
             assert made.positions[mine].tolist() == places.tolist()
-            assert made.slots[mine].tolist() == (pages[places // page_size] * page_size + places % page_size).tolist()
+            assert (
+                made.slots[mine].tolist()
+                == (pages[places // page_size] * page_size + places % page_size).tolist()
+            )
             read = -(-length // page_size) if i < live else held.shape.padded_columns
-            assert made.page_table[i, :read].tolist() == made.pages[i, :read].tolist() == pages[:read].tolist()
+            assert (
+                made.page_table[i, :read].tolist()
+                == made.pages[i, :read].tolist()
+                == pages[:read].tolist()
+            )
         assert made.query_starts.tolist() == list(range(0, 6 * width + 1, width))
-        now = [made.positions, made.slots, made.row_ids, made.kv_lens_device, made.page_table, made.query_starts]
+        now = [
+            made.positions,
+            made.slots,
+            made.row_ids,
+            made.kv_lens_device,
+            made.page_table,
+            made.query_starts,
+        ]
         assert [tensor.data_ptr() for tensor in now] == [tensor.data_ptr() for tensor in tensors]
 
 
@@ -79,10 +120,16 @@ def test_staging_is_taken_in_turns() -> None:
     assert len(set(taken[:16])) == 16 and taken[:16] == taken[16:32]
 
 
-@pytest.mark.parametrize(("options", "rows", "want"), [
-    ({}, 1, (1,)), ({}, 5, (1, 2, 3, 4, 5)), ({"max_batch": 2}, 100, (1, 2)),
-    ({"batch_sizes": [8, 1, 4, 4]}, 6, (1, 4)), ({"batch_sizes": [8, 1, 4], "max_batch": 3}, 9, (1,)),
-])
+@pytest.mark.parametrize(
+    ("options", "rows", "want"),
+    [
+        ({}, 1, (1,)),
+        ({}, 5, (1, 2, 3, 4, 5)),
+        ({"max_batch": 2}, 100, (1, 2)),
+        ({"batch_sizes": [8, 1, 4, 4]}, 6, (1, 4)),
+        ({"batch_sizes": [8, 1, 4], "max_batch": 3}, 9, (1,)),
+    ],
+)
 def test_sizes(options: dict[str, object], rows: int, want: tuple[int, ...]) -> None:
     assert CudaGraphOptions.model_validate({"use": "cuda_graph", **options}).sizes(rows) == want
 
@@ -92,20 +139,32 @@ def test_default_sizes_waste_little() -> None:
     for rows in (1, 7, 40, 256, 511, 2000):
         found = CudaGraphOptions().sizes(rows)
         assert found[-1] == min(rows, 512) and found[0] == 1
-        assert all(above <= max(below * 3 // 2, below + 1) for below, above in zip(found, found[1:]))
+        assert all(
+            above <= max(below * 3 // 2, below + 1) for below, above in zip(found, found[1:])
+        )
 
 
 def test_ranks_that_agreed_take_slots_of_one_shape() -> None:
-    """The agreed number of rows decides, also for a rank with fewer or none; a rank with a prompt makes all eager."""
+    """The agreed number of rows decides, also for a rank with fewer or none; a rank with a prompt
+    makes all eager.
+    """
     runner = CudaGraph(CudaGraphOptions(batch_sizes=(1, 2, 4)), bare_plan(), Worker())
     runner._slots = {Mode.DECODE: {rows: slot(rows, 1, 4) for rows in (1, 2, 4)}}
     runner._sizes = {Mode.DECODE: [1, 2, 4]}
-    assert runner.shapes(bare_plan()) == [(Mode.DECODE, 4, 1), (Mode.DECODE, 2, 1), (Mode.DECODE, 1, 1)]
+    assert runner.shapes(bare_plan()) == [
+        (Mode.DECODE, 4, 1),
+        (Mode.DECODE, 2, 1),
+        (Mode.DECODE, 1, 1),
+    ]
     assert runner.shapes(bare_plan(width=3))[0] == (Mode.VERIFY, 4, 3)
     for own in (0, 1, 3):
         held = batch(list(range(own)), [5] * own, 1, 4, 0)
-        for agreed, rows in ((StepShape(Mode.DECODE, 3, 3), 4), (StepShape(Mode.DECODE, 5, 5), 0),
-                             (StepShape(Mode.PREFILL, 3, 20), 0), (StepShape(Mode.IDLE, 0, 0), 0)):
+        for agreed, rows in (
+            (StepShape(Mode.DECODE, 3, 3), 4),
+            (StepShape(Mode.DECODE, 5, 5), 0),
+            (StepShape(Mode.PREFILL, 3, 20), 0),
+            (StepShape(Mode.IDLE, 0, 0), 0),
+        ):
             held.agreed = agreed
             found = runner.slot_for(held)
             assert (found.shape.rows if found else 0) == rows

@@ -1,4 +1,5 @@
 """Copies of results to the host: in turns, growing, each with its own values."""
+
 from __future__ import annotations
 
 import time
@@ -18,15 +19,24 @@ def begin(copier: HostCopier, tensors: list[torch.Tensor]) -> Copy:
 def test_copies_keep_their_values_while_others_are_under_way() -> None:
     copier = HostCopier()
     for size in (1, 5, 300):
-        sent = [[torch.full((size, 2), turn, device="cuda"), torch.arange(size, device="cuda") % 2 == turn % 2,
-                 torch.rand(0, 3, device="cuda")] for turn in range(TURNS)]
+        sent = [
+            [
+                torch.full((size, 2), turn, device="cuda"),
+                torch.arange(size, device="cuda") % 2 == turn % 2,
+                torch.rand(0, 3, device="cuda"),
+            ]
+            for turn in range(TURNS)
+        ]
         copies = [begin(copier, tensors) for tensors in sent]
         for tensors in sent:
             tensors[0].zero_()  # behind the copy
         for turn, copy in enumerate(copies):
             number, flag, none = copy.wait()
             assert number.shape == (size, 2) and (number == turn).all()
-            assert flag.tolist() == [i % 2 == turn % 2 for i in range(size)] and none.shape == (0, 3)
+            assert flag.tolist() == [i % 2 == turn % 2 for i in range(size)] and none.shape == (
+                0,
+                3,
+            )
 
 
 @pytest.mark.gpu

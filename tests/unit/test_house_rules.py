@@ -1,4 +1,5 @@
 """The house rules that a machine can check."""
+
 from __future__ import annotations
 
 import ast
@@ -16,31 +17,46 @@ from glowplug.core.plugin.slots import BY_NAME, SLOTS
 from tests.support.source_tree import ROOT, dotted, name_of, sources, tree
 
 #: distributions whose packages go by another name
-IMPORT_NAMES = {"sglang-kernel": "sgl_kernel", "flashinfer-python": "flashinfer", "sgl-deep-gemm": "deep_gemm"}
+IMPORT_NAMES = {
+    "sglang-kernel": "sgl_kernel",
+    "flashinfer-python": "flashinfer",
+    "sgl-deep-gemm": "deep_gemm",
+}
 #: files that may touch the environment, and why
 ENVIRONMENT_ACCESS = {
-    "entrypoints/cli/tune_workers.py",  # CUDA_VISIBLE_DEVICES: deals the cards among the processes it starts
+    # CUDA_VISIBLE_DEVICES: deals the cards among the processes it starts
+    "entrypoints/cli/tune_workers.py",
     "core/engine/profiling.py",  # GLOWPLUG_PROFILE_DIR and its SGLang name, debug switches
     "core/config/files.py",  # "${NAME}" in the operator's own file
     "core/facts/machine.py",  # CUDA_VISIBLE_DEVICES: which devices the driver gives this process
     "core/facts/model_folder.py",  # HF_HOME: where the hub's own tools keep downloaded models
-    "models/embedded/training/batches.py",  # training: tells the tokenizer's library that workers follow
+    # training: tells the tokenizer's library that workers follow
+    "models/embedded/training/batches.py",
     "plugins/collectives/rendezvous.py",  # how torchrun tells its ranks where to meet
     "plugins/executors/ranks/host.py",  # the same: which rank this process looks after
     "entrypoints/cli/flags.py",  # was this process started by torchrun, and on how many hosts
-    "plugins/executors/ranks/process.py",  # how long torch's waiting threads spin, for a library that asks nowhere else
-    "plugins/ops/torch_compile_runtime.py",  # where inductor keeps its programs, which it asks nowhere else
-    "core/startup/torch_allocator.py",  # PYTORCH_ALLOC_CONF: has torch been told already how to take memory
+    # how long torch's waiting threads spin, for a library that asks nowhere else
+    "plugins/executors/ranks/process.py",
+    # where inductor keeps its programs, which it asks nowhere else
+    "plugins/ops/torch_compile_runtime.py",
+    # PYTORCH_ALLOC_CONF: has torch been told already how to take memory
+    "core/startup/torch_allocator.py",
     "entrypoints/bench/others/turns.py",  # hands its own environment to a child
-    "entrypoints/bench/others/vllm_steps.py",  # runs in vLLM's interpreter: a switch that vLLM asks nowhere else
+    # runs in vLLM's interpreter: a switch that vLLM asks nowhere else
+    "entrypoints/bench/others/vllm_steps.py",
 }
 IDENTITY = {"name", "use", "algorithm"}
 METHODS = 6
 #: protocol -> (methods, why they are one object)
-LARGER_PROTOCOLS = {"Scheduler": (9, "the loop's whole view of the waiting and running sequences"),
-                    "Collectives": (9, "one method a collective"),
-                    "AttentionBackend": (7, "a latent layer enters before or behind its projections, or only stores"),
-                    "Sampler": (7, "what a row joins with, and what a step does, share its row state")}
+LARGER_PROTOCOLS = {
+    "Scheduler": (9, "the loop's whole view of the waiting and running sequences"),
+    "Collectives": (9, "one method a collective"),
+    "AttentionBackend": (
+        7,
+        "a latent layer enters before or behind its projections, or only stores",
+    ),
+    "Sampler": (7, "what a row joins with, and what a step does, share its row state"),
+}
 
 
 def components() -> list[tuple[str, object]]:
@@ -58,8 +74,13 @@ def components() -> list[tuple[str, object]]:
 
 
 def test_nothing_asks_who_a_component_is() -> None:
-    """Rule 2: ask what it offers. A comparison of ``x.name`` or ``x.use`` with a component's name is a special case."""
-    names = {component.name for slot, component in components() if slot != "model"} - {"none", "auto"}  # type: ignore[attr-defined]
+    """Rule 2: ask what it offers. A comparison of ``x.name`` or ``x.use`` with a component's name
+    is a special case.
+    """
+    names = {component.name for slot, component in components() if slot != "model"} - {
+        "none",
+        "auto",
+    }  # type: ignore[attr-defined]
     asked = []
     for path in sources():
         if path.relative_to(ROOT).parts[0] not in {"core", "entrypoints", "models"}:
@@ -67,8 +88,12 @@ def test_nothing_asks_who_a_component_is() -> None:
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Compare):
                 sides = [node.left, *node.comparators]
-                identity = any(isinstance(side, ast.Attribute) and side.attr in IDENTITY for side in sides)
-                constants = {c.value for side in sides for c in ast.walk(side) if isinstance(c, ast.Constant)}
+                identity = any(
+                    isinstance(side, ast.Attribute) and side.attr in IDENTITY for side in sides
+                )
+                constants = {
+                    c.value for side in sides for c in ast.walk(side) if isinstance(c, ast.Constant)
+                }
                 if identity and constants & names:
                     asked.append(f"{name_of(path)}:{node.lineno}: {ast.unparse(node)}")
     assert asked == []
@@ -76,18 +101,39 @@ def test_nothing_asks_who_a_component_is() -> None:
 
 def test_every_offer_is_read() -> None:
     """A word that no check and no budget reads promises what nothing keeps."""
-    words = {field.name for offer in vars(offers).values() if inspect.isclass(offer)
-             and issubclass(offer, offers.Offers) for field in dataclasses.fields(offer)}
-    core = [node for path in sources() if path.is_relative_to(ROOT / "core") for node in ast.walk(tree(path))]
-    read = {node.attr for node in core if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
-    read |= {node.value for node in core if isinstance(node, ast.Constant) and isinstance(node.value, str)}  # getattr
+    words = {
+        field.name
+        for offer in vars(offers).values()
+        if inspect.isclass(offer) and issubclass(offer, offers.Offers)
+        for field in dataclasses.fields(offer)
+    }
+    core = [
+        node
+        for path in sources()
+        if path.is_relative_to(ROOT / "core")
+        for node in ast.walk(tree(path))
+    ]
+    read = {
+        node.attr
+        for node in core
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    read |= {
+        node.value
+        for node in core
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }  # getattr
     assert words - read == set()
 
 
 def test_protocols_have_at_most_six_methods() -> None:
     for slot in SLOTS:
         protocol = getattr(protocols, slot.protocol)
-        methods = [name for name, value in vars(protocol).items() if inspect.isfunction(value) and name[0] != "_"]
+        methods = [
+            name
+            for name, value in vars(protocol).items()
+            if inspect.isfunction(value) and name[0] != "_"
+        ]
         limit, _ = LARGER_PROTOCOLS.get(slot.protocol, (METHODS, ""))
         assert len(methods) <= limit, (slot.protocol, methods)
 
@@ -117,18 +163,26 @@ def test_components_are_complete() -> None:
 
 
 def test_factories_exist() -> None:
-    """By import; where a package that the component requires is not installed here, by a look at the source."""
+    """By import; where a package that the component requires is not installed here, by a look at
+    the source.
+    """
     for slot, component in components():
         module, _, name = component.factory.partition(":")  # type: ignore[attr-defined]
         try:
             found = callable(getattr(importlib.import_module(module), name))
         except ImportError as error:
-            missing = {package.name for package in component.requires  # type: ignore[attr-defined]
-                       if importlib.util.find_spec(IMPORT_NAMES.get(package.name, package.name)) is None}
+            missing = {
+                package.name
+                for package in component.requires  # type: ignore[attr-defined]
+                if importlib.util.find_spec(IMPORT_NAMES.get(package.name, package.name)) is None
+            }
             assert missing, (slot, component.factory, error)  # type: ignore[attr-defined]
             path = importlib.util.find_spec(module).origin  # type: ignore[union-attr]
-            found = name in {node.name for node in ast.parse(Path(path or "").read_text()).body
-                             if isinstance(node, ast.ClassDef)}
+            found = name in {
+                node.name
+                for node in ast.parse(Path(path or "").read_text()).body
+                if isinstance(node, ast.ClassDef)
+            }
         assert found, (slot, component.factory)  # type: ignore[attr-defined]
 
 
@@ -139,8 +193,17 @@ def test_options_describe_themselves() -> None:
         for name, field in component.options.model_fields.items():  # type: ignore[attr-defined]
             if name != "use" and not field.description:
                 bare.append(f"{slot}.{component.name}.{name}")  # type: ignore[attr-defined]
-    for section in (options.MemoryOptions, options.ServerOptions, options.LogOptions, options.MetricsOptions):
-        bare += [f"{section.__name__}.{name}" for name, field in section.model_fields.items() if not field.description]
+    for section in (
+        options.MemoryOptions,
+        options.ServerOptions,
+        options.LogOptions,
+        options.MetricsOptions,
+    ):
+        bare += [
+            f"{section.__name__}.{name}"
+            for name, field in section.model_fields.items()
+            if not field.description
+        ]
     assert bare == []
 
 
@@ -156,27 +219,50 @@ def test_configuration_does_not_come_from_the_environment() -> None:
 
 
 def test_no_global_statement() -> None:
-    found = [f"{name_of(path)}:{node.lineno}" for path in sources() for node in ast.walk(tree(path))
-             if isinstance(node, ast.Global)]
+    found = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in sources()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Global)
+    ]
     assert found == []
 
 
 def test_every_module_and_contract_has_a_docstring() -> None:
-    bare = [name_of(path) for path in sources() if tree(path).body and not ast.get_docstring(tree(path))]
+    bare = [
+        name_of(path) for path in sources() if tree(path).body and not ast.get_docstring(tree(path))
+    ]
     assert bare == []
-    undocumented = [name for name, value in vars(hookspecs).items()
-                    if inspect.isfunction(value) and value.__module__ == hookspecs.__name__ and not value.__doc__]
+    undocumented = [
+        name
+        for name, value in vars(hookspecs).items()
+        if inspect.isfunction(value)
+        and value.__module__ == hookspecs.__name__
+        and not value.__doc__
+    ]
     assert undocumented == []
-    without = [slot.protocol for slot in SLOTS if not getattr(protocols, slot.protocol).__doc__
-               and not any(getattr(value, "__doc__", None) for value in vars(getattr(protocols, slot.protocol)).values()
-                           if inspect.isfunction(value))]
+    without = [
+        slot.protocol
+        for slot in SLOTS
+        if not getattr(protocols, slot.protocol).__doc__
+        and not any(
+            getattr(value, "__doc__", None)
+            for value in vars(getattr(protocols, slot.protocol)).values()
+            if inspect.isfunction(value)
+        )
+    ]
     assert without == []
 
 
 def test_nothing_is_printed_from_the_core() -> None:
     """The core logs; only entry points write to a terminal."""
-    printed = [f"{name_of(path)}:{node.lineno}" for path in sources()
-               if path.relative_to(ROOT).parts[0] in {"core", "plugins", "models", "kernels"}
-               and "training" not in path.parts and "embedded" not in path.parts
-               for node in ast.walk(tree(path)) if isinstance(node, ast.Call) and dotted(node.func) == "print"]
+    printed = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in sources()
+        if path.relative_to(ROOT).parts[0] in {"core", "plugins", "models", "kernels"}
+        and "training" not in path.parts
+        and "embedded" not in path.parts
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and dotted(node.func) == "print"
+    ]
     assert printed == []

@@ -1,4 +1,5 @@
 """Imports point one way, and the plan zone stays free of torch."""
+
 from __future__ import annotations
 
 import json
@@ -21,13 +22,31 @@ MAY_IMPORT = {
 }
 #: what the core may import beside the standard library, and for what
 CORE_THIRD_PARTY = {
-    "pluggy": "hooks", "pydantic": "config", "pydantic_core": "config errors", "msgspec": "messages", "numpy": "rows",
-    "torch": "run zone", "yaml": "config files", "packaging": "version requirements", "tokenizers": "the tokenizer",
-    "jinja2": "chat templates", "tqdm": "progress bars",
+    "pluggy": "hooks",
+    "pydantic": "config",
+    "pydantic_core": "config errors",
+    "msgspec": "messages",
+    "numpy": "rows",
+    "torch": "run zone",
+    "yaml": "config files",
+    "packaging": "version requirements",
+    "tokenizers": "the tokenizer",
+    "jinja2": "chat templates",
+    "tqdm": "progress bars",
 }
 #: folders and modules of core that import without torch
-PLAN_ZONE = ("errors", "facts", "plugin", "config", "plan", "protocols", "step.request", "step.messages", "step.batch",
-             "step.sequence_table")
+PLAN_ZONE = (
+    "errors",
+    "facts",
+    "plugin",
+    "config",
+    "plan",
+    "protocols",
+    "step.request",
+    "step.messages",
+    "step.batch",
+    "step.sequence_table",
+)
 
 
 def ours(module: str) -> str | None:
@@ -70,7 +89,11 @@ def test_core_imports_few_others() -> None:
             continue
         for module, line in imported(path):
             top = module.split(".")[0]
-            if top not in CORE_THIRD_PARTY and top != "glowplug" and top not in sys.stdlib_module_names:
+            if (
+                top not in CORE_THIRD_PARTY
+                and top != "glowplug"
+                and top not in sys.stdlib_module_names
+            ):
                 wrong.append(f"{name_of(path)}:{line}: {module}")
     assert wrong == []
 
@@ -85,27 +108,48 @@ def test_imports_are_absolute_and_through_glowplug() -> None:
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
-                          env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"}, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_plan_zone_and_plugin_declarations_import_without_torch() -> None:
     core = ROOT / "core"
-    missing = [name for name in PLAN_ZONE if not (core / name.replace(".", "/")).is_dir()
-               and not (core / f"{name.replace('.', '/')}.py").exists()]
+    missing = [
+        name
+        for name in PLAN_ZONE
+        if not (core / name.replace(".", "/")).is_dir()
+        and not (core / f"{name.replace('.', '/')}.py").exists()
+    ]
     assert missing == []
-    zone = [".".join(path.relative_to(core).with_suffix("").parts) for path in sources() if path.is_relative_to(core)]
-    zone = [name for name in zone if name.startswith(tuple(f"{part}." for part in PLAN_ZONE)) or name in PLAN_ZONE]
-    heavy = json.loads(run_python(
-        "import importlib, json, sys\n"
-        f"for name in {zone!r}: importlib.import_module('glowplug.core.' + name)\n"
-        "from glowplug.core.plugin.registry import DEFAULT_PLUGINS\n"
-        "for name in DEFAULT_PLUGINS: importlib.import_module(name)\n"
-        "import glowplug.entrypoints.cli.main\n"
-        "heavy = ['torch', 'transformers', 'triton', 'fastapi', 'uvicorn', 'safetensors']\n"
-        "print(json.dumps([name for name in heavy if name in sys.modules]))"))
+    zone = [
+        ".".join(path.relative_to(core).with_suffix("").parts)
+        for path in sources()
+        if path.is_relative_to(core)
+    ]
+    zone = [
+        name
+        for name in zone
+        if name.startswith(tuple(f"{part}." for part in PLAN_ZONE)) or name in PLAN_ZONE
+    ]
+    heavy = json.loads(
+        run_python(
+            "import importlib, json, sys\n"
+            f"for name in {zone!r}: importlib.import_module('glowplug.core.' + name)\n"
+            "from glowplug.core.plugin.registry import DEFAULT_PLUGINS\n"
+            "for name in DEFAULT_PLUGINS: importlib.import_module(name)\n"
+            "import glowplug.entrypoints.cli.main\n"
+            "heavy = ['torch', 'transformers', 'triton', 'fastapi', 'uvicorn', 'safetensors']\n"
+            "print(json.dumps([name for name in heavy if name in sys.modules]))"
+        )
+    )
     assert heavy == []
 
 
@@ -125,7 +169,10 @@ def test_check_takes_under_a_second() -> None:
 
 def test_no_module_is_named_like_a_standard_one() -> None:
     """A plugin ``queue.py`` run as a script would shadow the standard library's."""
-    clashes = [name_of(path) for path in sources()
-               if path.parent == ROOT / "src" / "glowplug" and path.stem in sys.stdlib_module_names]
+    clashes = [
+        name_of(path)
+        for path in sources()
+        if path.parent == ROOT / "src" / "glowplug" and path.stem in sys.stdlib_module_names
+    ]
     assert clashes == []
     assert Path(ROOT / "core" / "__init__.py").exists()

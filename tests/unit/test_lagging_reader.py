@@ -1,4 +1,5 @@
 """A reader that lags gets everything, in fewer writes; an interval makes fewer, longer events."""
+
 from __future__ import annotations
 
 import asyncio
@@ -16,7 +17,13 @@ from glowplug.entrypoints.server.transport.streaming import streamed
 def delta(count: int, end: str | None = None) -> Delta:
     """The ``count``-th token of a sequence."""
     scores = Logprobs([-float(count)], [[count]], [[-float(count)]])
-    return Delta(text=f"<{count}>", token_ids=[count], output_tokens=count, finish_reason=end, logprobs=scores)
+    return Delta(
+        text=f"<{count}>",
+        token_ids=[count],
+        output_tokens=count,
+        finish_reason=end,
+        logprobs=scores,
+    )
 
 
 async def fetched(interval: int, count: int) -> list[Delta]:
@@ -30,12 +37,16 @@ async def fetched(interval: int, count: int) -> list[Delta]:
     return found
 
 
-@pytest.mark.parametrize(("interval", "cuts"), [(1, [1] * 8), (3, [1, 3, 3, 1]), (7, [1, 7]), (100, [1, 7])])
+@pytest.mark.parametrize(
+    ("interval", "cuts"), [(1, [1] * 8), (3, [1, 3, 3, 1]), (7, [1, 7]), (100, [1, 7])]
+)
 def test_interval_cuts_behind_the_first_token(interval: int, cuts: list[int]) -> None:
     found = asyncio.run(fetched(interval, 8))
     assert [len(one.token_ids) for one in found] == cuts
     assert "".join(one.text for one in found) == "".join(f"<{at}>" for at in range(1, 9))
-    assert [token for one in found for token in one.logprobs.token] == [-float(at) for at in range(1, 9)]
+    assert [token for one in found for token in one.logprobs.token] == [
+        -float(at) for at in range(1, 9)
+    ]
     assert [one.more for one in found] == [True] * (len(found) - 1) + [False]
     assert found[-1].finish_reason == "stop" and found[-1].output_tokens == 8
     assert all(one.finish_reason is None for one in found[:-1])
@@ -98,7 +109,14 @@ async def writes(deltas: list[Delta], failure: Exception | None = None) -> list[
 
 
 def test_events_that_wait_are_written_together() -> None:
-    several = [Delta("a"), Delta("b", more=True), Delta("c", more=True), Delta("d"), Delta("", more=True), Delta("e")]
+    several = [
+        Delta("a"),
+        Delta("b", more=True),
+        Delta("c", more=True),
+        Delta("d"),
+        Delta("", more=True),
+        Delta("e"),
+    ]
     assert asyncio.run(writes(several)) == [b"a", b"bcd", b"e", b"END"]
 
 

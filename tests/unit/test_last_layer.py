@@ -1,4 +1,5 @@
 """The tokens of a step that are sampled from, as a step of their own."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -8,14 +9,30 @@ import torch
 from glowplug.core.step.sampled_last_layer import HostEnds, filled
 
 
-@pytest.mark.parametrize(("count", "rows"), [(0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (16, 16), (17, 32),
-                                             (33, 48), (256, 256), (257, 272)])
+@pytest.mark.parametrize(
+    ("count", "rows"),
+    [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, 4),
+        (5, 8),
+        (9, 16),
+        (16, 16),
+        (17, 32),
+        (33, 48),
+        (256, 256),
+        (257, 272),
+    ],
+)
 def test_rows_are_filled_up(count: int, rows: int) -> None:
     assert filled(count) == rows
 
 
 def test_of_a_mixed_step() -> None:
-    """Two decoding rows, a chunk of 3 that ends its prompt, one of 2 that does not, one of 4 that does."""
+    """Two decoding rows, a chunk of 3 that ends its prompt, one of 2 that does not, one of 4 that
+    does.
+    """
     token_row = np.array([0, 1, 2, 2, 2, 3, 3, 4, 4, 4, 4], np.int32)
     positions = np.array([7, 4, 0, 1, 2, 5, 6, 2, 3, 4, 5], np.int32)
     pages = np.arange(1, 11, dtype=np.int32).reshape(5, 2)
@@ -23,16 +40,30 @@ def test_of_a_mixed_step() -> None:
     host = HostEnds.of(np.array([0, 1, 4, 10], np.int32), token_row, positions, slots, pages)
     ends = host.on_device(3, tuple(torch.from_numpy(part) for part in host.parts()))
     assert ends.count == 4 and ends.tokens.tolist() == [0, 1, 4, 10] and ends.batch.num_decodes == 4
-    assert ends.batch.positions.tolist() == [7, 4, 2, 5] and ends.batch.kv_lens_device.tolist() == [8, 5, 3, 6]
+    assert ends.batch.positions.tolist() == [7, 4, 2, 5] and ends.batch.kv_lens_device.tolist() == [
+        8,
+        5,
+        3,
+        6,
+    ]
     assert ends.batch.page_table.tolist() == pages[[0, 1, 2, 4]].tolist()
     assert ends.batch.slots.tolist() == slots[[0, 1, 4, 10]].tolist()
-    assert ends.batch.query_starts.tolist() == [0, 1, 2, 3, 4] and ends.batch.kv_lens.tolist() == [8, 5, 3, 6]
+    assert ends.batch.query_starts.tolist() == [0, 1, 2, 3, 4] and ends.batch.kv_lens.tolist() == [
+        8,
+        5,
+        3,
+        6,
+    ]
 
 
 def test_what_fills_up_is_on_the_scratch_page() -> None:
     rows = np.arange(5, dtype=np.int32)
     host = HostEnds.of(rows, rows, rows + 9, rows + 40, np.full((5, 3), 8, np.int32))
-    assert host.count == 5 and host.tokens[5:].tolist() == [0, 0, 0] and host.slots[5:].tolist() == [0, 0, 0]
+    assert (
+        host.count == 5
+        and host.tokens[5:].tolist() == [0, 0, 0]
+        and host.slots[5:].tolist() == [0, 0, 0]
+    )
     assert host.positions.tolist() == [9, 10, 11, 12, 13, 0, 0, 0] and not host.pages[5:].any()
 
 

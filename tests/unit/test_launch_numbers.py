@@ -1,4 +1,5 @@
 """Whole numbers of launches are what triton's functions of the same names give."""
+
 from __future__ import annotations
 
 import ast
@@ -25,6 +26,9 @@ def test_nobody_calls_tritons_on_the_host() -> None:
     found = []
     for path in [*(ROOT / "kernels").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("triton.cdiv", "triton.next_power_of_2"):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in (
+                "triton.cdiv",
+                "triton.next_power_of_2",
+            ):
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not found, found

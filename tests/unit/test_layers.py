@@ -1,4 +1,7 @@
-"""Layers on several ranks add up to the layer on one; producers hand over what all their readers want."""
+"""Layers on several ranks add up to the layer on one; producers hand over what all their readers
+want.
+"""
+
 from __future__ import annotations
 
 import threading
@@ -13,7 +16,15 @@ from torch import Tensor
 
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.model_folder import model_facts, normalise
-from glowplug.core.layers.linear import Both, Linear, Part, agreed_format, both_formats, caster, producer
+from glowplug.core.layers.linear import (
+    Both,
+    Linear,
+    Part,
+    agreed_format,
+    both_formats,
+    caster,
+    producer,
+)
 from glowplug.core.layers.module import Module, Target, part_of
 from glowplug.core.layers.rope import RopeConfig
 from glowplug.core.protocols import LinearShape, Parts, Quantized, Shard
@@ -24,7 +35,9 @@ from tests.support.tiny import CONFIGS
 
 @dataclass
 class Ring:
-    """Collectives of ranks that are threads: everyone leaves a tensor, waits, and takes all of them."""
+    """Collectives of ranks that are threads: everyone leaves a tensor, waits, and takes all of
+    them.
+    """
 
     size: int
     barrier: threading.Barrier = field(init=False)
@@ -42,7 +55,9 @@ class Ring:
 
 
 class Rank(Unsplit):
-    """One rank's ``ParallelStrategy`` and ``Collectives``: tensor parallel, experts by number or by width."""
+    """One rank's ``ParallelStrategy`` and ``Collectives``: tensor parallel, experts by number or by
+    width.
+    """
 
     def __init__(self, ring: Ring, rank: int, experts_by_number: bool) -> None:
         self.ring, self.rank, self.by_number = ring, rank, experts_by_number
@@ -51,15 +66,25 @@ class Rank(Unsplit):
         return {"tp": self.ring.size}
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard:
-        whole = role == "replicated" or (role == "experts") != self.by_number and role in {"experts", "expert_width"}
+        whole = (
+            role == "replicated"
+            or (role == "experts") != self.by_number
+            and role in {"experts", "expert_width"}
+        )
         if whole:
             return Shard(0, full, full)
         units = -(-full // block)
         per_rank = -(-units // self.ring.size) * block
         start = min(self.rank * per_rank, full)
         summed = role in {"row", "experts", "expert_width"}
-        return Shard(start, min(per_rank, full - start), full, reduce=summed, gather=not summed,
-                     parts=self.ring.size)
+        return Shard(
+            start,
+            min(per_rank, full - start),
+            full,
+            reduce=summed,
+            gather=not summed,
+            parts=self.ring.size,
+        )
 
     def all_reduce(self, x: Tensor, axis: str) -> Tensor:
         return torch.stack(self.ring.exchange(self.rank, x)).sum(0)
@@ -98,10 +123,18 @@ def random_tensors(facts: ModelFacts, quantization: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["v3", "v2", "v3_fp8"])
 @pytest.mark.parametrize("experts_by_number", [False, True])
 def test_two_ranks_compute_what_one_does(name: str, experts_by_number: bool) -> None:
-    """Heads, vocabulary, widths and experts split; FP8 slices that begin at whole blocks and within them."""
-    facts = facts_of(name, moe_intermediate_size=256, intermediate_size=256) if name == "v3_fp8" else facts_of(name)
+    """Heads, vocabulary, widths and experts split; FP8 slices that begin at whole blocks and within
+    them.
+    """
+    facts = (
+        facts_of(name, moe_intermediate_size=256, intermediate_size=256)
+        if name == "v3_fp8"
+        else facts_of(name)
+    )
     quantization = "block_fp8" if facts.quant_method == "fp8" else "none"
-    options = {"quantization_options": {"activations": "none"}} if quantization == "block_fp8" else {}
+    options = (
+        {"quantization_options": {"activations": "none"}} if quantization == "block_fp8" else {}
+    )
     tensors = random_tensors(facts, quantization)
     ids = {0: [3, 1, 4, 1, 5, 9], 1: [2, 6]}
     plain = build_context(facts, quantization=quantization, **options)
@@ -112,7 +145,9 @@ def test_two_ranks_compute_what_one_does(name: str, experts_by_number: bool) -> 
 
     def work(rank: int) -> Tensor:
         one = Rank(ring, rank, experts_by_number)
-        ranked = build_context(facts, quantization=quantization, parallel=one, collectives=one, **options)
+        ranked = build_context(
+            facts, quantization=quantization, parallel=one, collectives=one, **options
+        )
         ranked = replace(ranked, worker=replace(ranked.worker, rank=rank, ranks=2))
         model, context = build_model(facts, tensors, ranked)
         return Stepper(model, context).logits(ids)
@@ -130,8 +165,13 @@ def test_row_parallel_bias_is_added_once() -> None:
 
     def work(rank: int) -> Tensor:
         one = Rank(ring, rank, False)
-        linear = Linear(build_context(facts, parallel=one, collectives=one), "down", 8,
-                        [Part("down", 6, "replicated", bias=True)], input_role="row")
+        linear = Linear(
+            build_context(facts, parallel=one, collectives=one),
+            "down",
+            8,
+            [Part("down", 6, "replicated", bias=True)],
+            input_role="row",
+        )
         for target in linear.targets():
             target.store({"down.weight": weight, "down.bias": bias}[target.name][target.index])
         linear.finalize()
@@ -141,26 +181,39 @@ def test_row_parallel_bias_is_added_once() -> None:
         torch.testing.assert_close(got, x @ weight.t() + bias)
 
 
-@pytest.mark.parametrize(("adds", "ranks", "in_parts"), [(True, 1, True), (False, 1, False), (True, 2, False)])
-def test_a_product_in_parts_where_someone_adds_them_up(adds: bool, ranks: int, in_parts: bool) -> None:
+@pytest.mark.parametrize(
+    ("adds", "ranks", "in_parts"), [(True, 1, True), (False, 1, False), (True, 2, False)]
+)
+def test_a_product_in_parts_where_someone_adds_them_up(
+    adds: bool, ranks: int, in_parts: bool
+) -> None:
     context = build_context(facts_of("llama"))
     method = context.scheme.linear
 
     def linear(shape: LinearShape) -> Any:
         made: Any = method(shape)
-        made.apply_parts = lambda x: Parts(made.apply(x).repeat_interleave(2, 0) / 2, torch.zeros(len(x), 2))
+        made.apply_parts = lambda x: Parts(
+            made.apply(x).repeat_interleave(2, 0) / 2, torch.zeros(len(x), 2)
+        )
         return made
 
     context.scheme.linear = context.plain.linear = linear  # type: ignore[method-assign]
     context.ops.adds_parts = adds
-    made = Linear(replace(context, worker=replace(context.worker, ranks=ranks)), "o", 8, [Part("o", 6, "replicated")])
+    made = Linear(
+        replace(context, worker=replace(context.worker, ranks=ranks)),
+        "o",
+        8,
+        [Part("o", 6, "replicated")],
+    )
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     for target in made.targets():
         target.store(torch.ones(6, 8))
     made.finalize()
     found, whole = made.forward_parts(x), made.forward(x)
     assert isinstance(found, Parts) is in_parts
-    torch.testing.assert_close(found.rows.view(3, 2, 6).sum(1) if isinstance(found, Parts) else found, whole)
+    torch.testing.assert_close(
+        found.rows.view(3, 2, 6).sum(1) if isinstance(found, Parts) else found, whole
+    )
 
 
 @dataclass
@@ -170,7 +223,11 @@ class Reader:
 
 def test_producers_ask_their_readers() -> None:
     ops = build_context(facts_of("llama")).ops
-    fp8, plain, other = Reader("fp8_group128_values"), Reader("plain"), Reader("a format no table provides")
+    fp8, plain, other = (
+        Reader("fp8_group128_values"),
+        Reader("plain"),
+        Reader("a format no table provides"),
+    )
     assert agreed_format([fp8, fp8]) == "fp8_group128_values"
     assert agreed_format([fp8, plain]) == agreed_format([]) == "plain"
     assert producer(ops, "rms_norm", plain) is producer(ops, "rms_norm", fp8, plain) is ops.rms_norm
@@ -192,9 +249,13 @@ def test_a_mixture_rounds_its_input_once(monkeypatch: pytest.MonkeyPatch) -> Non
     from glowplug.kernels.elementwise import cpu_small as few
 
     facts = facts_of("v3_fp8")
-    model, context = build_model(facts, random_tensors(facts, "block_fp8"),
-                                 build_context(facts, quantization="block_fp8",
-                                               quantization_options={"activations": "dynamic"}))
+    model, context = build_model(
+        facts,
+        random_tensors(facts, "block_fp8"),
+        build_context(
+            facts, quantization="block_fp8", quantization_options={"activations": "dynamic"}
+        ),
+    )
     mixture: Any = model.layers[1].feed_forward  # type: ignore[attr-defined]
     rounded: list[int] = []
     real = few.round_into_e4m3
@@ -205,14 +266,21 @@ def test_a_mixture_rounds_its_input_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(few, "round_into_e4m3", spy)
     mixture.forward(torch.randn(4, facts.hidden_size))
-    assert rounded.count(facts.hidden_size) == 3  # the input once, and two inner activations of the same width
+    assert (
+        rounded.count(facts.hidden_size) == 3
+    )  # the input once, and two inner activations of the same width
     assert len(rounded) == 3
 
 
 def test_a_norm_hands_a_mixture_both_forms() -> None:
-    """Where a kernel writes plain and rounded activations at once, the gate reads the one and experts the other."""
+    """Where a kernel writes plain and rounded activations at once, the gate reads the one and
+    experts the other.
+    """
     facts = facts_of("v3_fp8")
-    chosen: dict[str, Any] = {"quantization": "block_fp8", "quantization_options": {"activations": "dynamic"}}
+    chosen: dict[str, Any] = {
+        "quantization": "block_fp8",
+        "quantization_options": {"activations": "dynamic"},
+    }
     context = build_context(facts, **chosen)
     tensors = random_tensors(facts, "block_fp8")
     model, _ = build_model(facts, tensors, context)
@@ -227,12 +295,21 @@ def test_a_norm_hands_a_mixture_both_forms() -> None:
 
     kind = both_formats("fp8_group128_values")
     again = build_context(facts, **chosen)
-    again.ops.fused = {**again.ops.fused, ("rms_norm", kind): both, ("add_rms_norm", kind): add_both}
+    again.ops.fused = {
+        **again.ops.fused,
+        ("rms_norm", kind): both,
+        ("add_rms_norm", kind): add_both,
+    }
     other, _ = build_model(facts, tensors, again)
     layers: list[Any] = [each.layers[1] for each in (model, other)]  # type: ignore[attr-defined]
     assert [layer.feed_forward.input_format for layer in layers] == ["plain", kind]
-    x, residual = (torch.randn(4, facts.hidden_size, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
-    plain, fused = (layer.feed_forward.forward(layer.post_norm.add(x, residual)[0]) for layer in layers)
+    x, residual = (
+        torch.randn(4, facts.hidden_size, generator=torch.Generator().manual_seed(n))
+        for n in (0, 1)
+    )
+    plain, fused = (
+        layer.feed_forward.forward(layer.post_norm.add(x, residual)[0]) for layer in layers
+    )
     assert torch.equal(plain, fused)
 
 
@@ -262,15 +339,31 @@ def test_whole_slices_are_recognisable() -> None:
     assert part_of(4, 4, 8) == slice(4, 8)
 
 
-@pytest.mark.parametrize(("config", "scale", "theta"), [
-    ({"rope_theta": 5.0}, 1.0, 5.0),
-    ({"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}}, 1.36888794541139,
-     10000.0),
-    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 7.0, "factor": 40, "mscale_all_dim": 1.0}},
-     1.36888794541139, 7.0),
-    ({"rope_scaling": {"type": "yarn", "factor": 40}}, 1.0, 10000.0),
-    ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, 1.0, 7.0),
-])
+@pytest.mark.parametrize(
+    ("config", "scale", "theta"),
+    [
+        ({"rope_theta": 5.0}, 1.0, 5.0),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}},
+            1.36888794541139,
+            10000.0,
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 7.0,
+                    "factor": 40,
+                    "mscale_all_dim": 1.0,
+                }
+            },
+            1.36888794541139,
+            7.0,
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 40}}, 1.0, 10000.0),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, 1.0, 7.0),
+    ],
+)
 def test_rope_config_in_either_spelling(config: dict[str, Any], scale: float, theta: float) -> None:
     read = RopeConfig.read(config)
     assert read.softmax_scale(64) == pytest.approx(64**-0.5 * scale**2)

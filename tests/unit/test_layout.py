@@ -1,4 +1,5 @@
 """The five packages at the top and the five links in ``src/glowplug`` are the same thing."""
+
 from __future__ import annotations
 
 import importlib
@@ -12,7 +13,11 @@ from tests.support.source_tree import PACKAGES, ROOT, name_of, sources
 
 def test_links_and_top_level_packages_agree() -> None:
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    links = {path.name: os.readlink(path) for path in (ROOT / "src" / "glowplug").iterdir() if path.is_symlink()}
+    links = {
+        path.name: os.readlink(path)
+        for path in (ROOT / "src" / "glowplug").iterdir()
+        if path.is_symlink()
+    }
     assert packages == set(PACKAGES)
     assert links == {name: f"../../{name}" for name in PACKAGES}
 
@@ -27,12 +32,26 @@ def test_the_package_is_imported_through_its_link(name: str) -> None:
 def test_every_folder_with_modules_is_a_package() -> None:
     """setuptools leaves a folder without ``__init__.py`` out of the wheel."""
     folders = {path.parent for path in sources()} - {ROOT / "src" / "glowplug"}
-    assert [name_of(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+    assert [
+        name_of(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()
+    ] == []
 
 
 def test_what_stands_at_the_top() -> None:
-    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "Makefile",
-                 "constraints.txt", "pyproject.toml", ".pre-commit-config.yaml", ".ci/run", "docs", "tests"):
+    for name in (
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "LICENSE",
+        "Makefile",
+        "constraints.txt",
+        "pyproject.toml",
+        ".pre-commit-config.yaml",
+        ".ci/run",
+        "docs",
+        "tests",
+    ):
         assert (ROOT / name).exists(), name
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
@@ -44,8 +63,11 @@ def test_constraints_pin_every_direct_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
     names = {re.split(r"[<>=;\[ ]", line)[0].lower() for line in wanted}
-    pinned = {re.split(r"[<>=]", line)[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()
-              if not line.startswith("#") and re.search(r"[<=]=", line)}  # exactly, or from above
+    pinned = {
+        re.split(r"[<>=]", line)[0].lower()
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#") and re.search(r"[<=]=", line)
+    }  # exactly, or from above
     assert names - pinned == set()
 
 

@@ -1,4 +1,7 @@
-"""Ruff over everything and mypy's strict mode over the core, so that `make test` is the whole check."""
+"""Ruff over everything and mypy's strict mode over the core, so that `make test` is the whole
+check.
+"""
+
 from __future__ import annotations
 
 import subprocess
@@ -8,7 +11,9 @@ from tests.support.source_tree import ROOT
 
 
 def run(*command: str) -> str:
-    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return done.stdout + done.stderr if done.returncode else ""
 
 

@@ -1,4 +1,5 @@
 """Loading: every target exactly once, every tensor accounted for, errors that name what is wrong."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -41,7 +42,9 @@ def build(facts: ModelFacts, quantization: str = "none") -> Any:
 
 def tensors_for(model: Any) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {target.name: torch.randn(target.shape, generator=generator) for target in model.targets()}
+    return {
+        target.name: torch.randn(target.shape, generator=generator) for target in model.targets()
+    }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -59,19 +62,30 @@ def test_published_names() -> None:
     """The tensor names of DeepSeek-V3's own checkpoint, FP8 scales included."""
     names = {target.name for target in build(facts_of("v3_fp8"), "block_fp8").targets()}
     for expected in (
-        "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight",
-        "model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight",
-        "model.layers.0.self_attn.q_a_proj.weight", "model.layers.0.self_attn.q_a_proj.weight_scale_inv",
-        "model.layers.0.self_attn.q_a_layernorm.weight", "model.layers.0.self_attn.q_b_proj.weight",
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.post_attention_layernorm.weight",
+        "model.layers.0.self_attn.q_a_proj.weight",
+        "model.layers.0.self_attn.q_a_proj.weight_scale_inv",
+        "model.layers.0.self_attn.q_a_layernorm.weight",
+        "model.layers.0.self_attn.q_b_proj.weight",
         "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv",
         "model.layers.0.self_attn.kv_a_layernorm.weight",
-        "model.layers.0.self_attn.kv_b_proj.weight", "model.layers.0.self_attn.o_proj.weight_scale_inv",
-        "model.layers.0.mlp.gate_proj.weight_scale_inv", "model.layers.1.mlp.gate.weight",
-        "model.layers.1.mlp.gate.e_score_correction_bias", "model.layers.1.mlp.experts.7.down_proj.weight_scale_inv",
+        "model.layers.0.self_attn.kv_b_proj.weight",
+        "model.layers.0.self_attn.o_proj.weight_scale_inv",
+        "model.layers.0.mlp.gate_proj.weight_scale_inv",
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.1.mlp.gate.e_score_correction_bias",
+        "model.layers.1.mlp.experts.7.down_proj.weight_scale_inv",
         "model.layers.1.mlp.shared_experts.up_proj.weight",
     ):
         assert expected in names, expected
-    assert "model.layers.1.mlp.gate.weight_scale_inv" not in names and "lm_head.weight_scale_inv" not in names
+    assert (
+        "model.layers.1.mlp.gate.weight_scale_inv" not in names
+        and "lm_head.weight_scale_inv" not in names
+    )
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_named_together() -> None:
@@ -107,7 +121,9 @@ def test_a_dtype_that_the_format_fixes() -> None:
     facts = facts_of("v3_fp8")
     model = build(facts, "block_fp8")
     tensors = tensors_for(model)  # float32, where the format has FP8
-    with pytest.raises(WeightError, match=r"of the wrong dtype: .* is float32, DeepseekV3ForCausalLM needs float8"):
+    with pytest.raises(
+        WeightError, match=r"of the wrong dtype: .* is float32, DeepseekV3ForCausalLM needs float8"
+    ):
         load_model(model, DictSource(tensors), facts)
 
 
@@ -128,7 +144,9 @@ def test_tensors_that_may_be_left_unread() -> None:
     tensors["model.layers.3.eh_proj.weight"] = torch.ones(64, 128)  # a multi-token-prediction layer
     load_model(model, DictSource(tensors), facts)
     hidden = torch.randn(2, 64)
-    torch.testing.assert_close(model.logits(hidden), hidden @ tensors["model.embed_tokens.weight"].t())
+    torch.testing.assert_close(
+        model.logits(hidden), hidden @ tensors["model.embed_tokens.weight"].t()
+    )
 
 
 def test_values_are_converted_to_the_compute_dtype() -> None:
@@ -144,7 +162,9 @@ def test_progress_counts_tensors() -> None:
     facts = facts_of("llama")
     model = build(facts)
     seen: list[tuple[int, int]] = []
-    load_model(model, DictSource(tensors_for(model)), facts, lambda done, total: seen.append((done, total)))
+    load_model(
+        model, DictSource(tensors_for(model)), facts, lambda done, total: seen.append((done, total))
+    )
     assert seen[0] == (1, len(seen)) and seen[-1] == (len(seen), len(seen))
 
 

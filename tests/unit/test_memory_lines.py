@@ -1,4 +1,5 @@
 """How the memory test on a GPU judges an engine's lines, on lines as one H200 gave them."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -8,10 +9,17 @@ import pytest
 from tests.e2e.test_gpu_memory import SMALL, Lines, lines_off, near
 
 MIB = 1 << 20
-GOOD = {  # a model that nothing drafts for: its plan has no line of page states, though ranks measure one
-    "weights": (3186.0, 3188.5, None), "activations": (743.1, 743.9, 743.9), "logits": (502.0, 502.0, 502.0),
-    "rotary tables": (8.0, 8.0, None), "sampling state": (200.0, 203.9, None), "cuda runtime": (736.0, 712.7, 714.7),
-    "graphs": (488.4, 482.7, 460.0), "kv cache": (135031.9, 11166.0, None), "page states": (None, 0.0, None),
+# a model that nothing drafts for: its plan has no line of page states, though ranks measure one
+GOOD = {
+    "weights": (3186.0, 3188.5, None),
+    "activations": (743.1, 743.9, 743.9),
+    "logits": (502.0, 502.0, 502.0),
+    "rotary tables": (8.0, 8.0, None),
+    "sampling state": (200.0, 203.9, None),
+    "cuda runtime": (736.0, 712.7, 714.7),
+    "graphs": (488.4, 482.7, 460.0),
+    "kv cache": (135031.9, 11166.0, None),
+    "page states": (None, 0.0, None),
 }
 
 
@@ -28,8 +36,14 @@ def lines(**changed: tuple[float | None, float | None, float | None]) -> Lines:
 
 
 def off(alone: bool = True, first: bool = True, kv: float = 11166.0, **changed: Any) -> set[str]:
-    return set(lines_off(lines(**{name.replace("_", " "): value for name, value in changed.items()}), int(kv * MIB),
-                         alone, first))
+    return set(
+        lines_off(
+            lines(**{name.replace("_", " "): value for name, value in changed.items()}),
+            int(kv * MIB),
+            alone,
+            first,
+        )
+    )
 
 
 def test_what_a_side_lacks_is_nothing() -> None:
@@ -41,17 +55,20 @@ def test_lines_within_the_bars_are_good() -> None:
     assert off() == set()
 
 
-@pytest.mark.parametrize(("name", "value", "told"), [
-    ("weights", (3186.0, 3400.0, None), "weights"),
-    ("activations", (743.1, 900.0, 900.0), "activations"),
-    ("activations", (743.1, 743.9, 800.0), "activations, again"),
-    ("page_states", (None, 40.0, None), "page states"),
-    ("page_states", (40.0, None, None), "page states"),
-    ("graphs", (488.4, 482.7, 560.0), "graphs"),
-    ("graphs", (122.1, 120.1, 172.0), "graphs"),
-    ("graphs", (122.1, 120.1, None), "graphs"),
-    ("cuda_runtime", (736.0, 712.7, 800.0), "cuda runtime, served"),
-])
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("weights", (3186.0, 3400.0, None), "weights"),
+        ("activations", (743.1, 900.0, 900.0), "activations"),
+        ("activations", (743.1, 743.9, 800.0), "activations, again"),
+        ("page_states", (None, 40.0, None), "page states"),
+        ("page_states", (40.0, None, None), "page states"),
+        ("graphs", (488.4, 482.7, 560.0), "graphs"),
+        ("graphs", (122.1, 120.1, 172.0), "graphs"),
+        ("graphs", (122.1, 120.1, None), "graphs"),
+        ("cuda_runtime", (736.0, 712.7, 800.0), "cuda runtime, served"),
+    ],
+)
 def test_a_line_beyond_them_is_named(name: str, value: Any, told: str) -> None:
     assert off(**{name: value}) == {told}
 

@@ -1,4 +1,5 @@
 """Where ranks stand on the mesh, and several strategies as one."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -16,14 +17,25 @@ from glowplug.core.step.batch import StepShape, idle_batch
 from glowplug.core.testing.harness.plans import bare_plan
 
 
-@pytest.mark.parametrize(("mesh", "rank", "expected"), [
-    ({}, 0, {}),
-    ({"tp": 8}, 5, {"tp": 5, "pp": 0, "dp": 0, "attn_tp": 5, "ep": 0, "moe_tp": 5}),
-    ({"tp": 4, "pp": 2}, 6, {"tp": 2, "pp": 1, "dp": 0, "attn_tp": 2, "ep": 0, "moe_tp": 2}),
-    ({"tp": 8, "dp": 4}, 5, {"tp": 5, "pp": 0, "dp": 2, "attn_tp": 1, "ep": 0, "moe_tp": 5}),
-    ({"tp": 8, "dp": 8, "ep": 8}, 3, {"tp": 3, "pp": 0, "dp": 3, "attn_tp": 0, "ep": 3, "moe_tp": 0}),
-    ({"tp": 4, "pp": 2, "ep": 2}, 7, {"tp": 3, "pp": 1, "dp": 0, "attn_tp": 3, "ep": 1, "moe_tp": 1}),
-])
+@pytest.mark.parametrize(
+    ("mesh", "rank", "expected"),
+    [
+        ({}, 0, {}),
+        ({"tp": 8}, 5, {"tp": 5, "pp": 0, "dp": 0, "attn_tp": 5, "ep": 0, "moe_tp": 5}),
+        ({"tp": 4, "pp": 2}, 6, {"tp": 2, "pp": 1, "dp": 0, "attn_tp": 2, "ep": 0, "moe_tp": 2}),
+        ({"tp": 8, "dp": 4}, 5, {"tp": 5, "pp": 0, "dp": 2, "attn_tp": 1, "ep": 0, "moe_tp": 5}),
+        (
+            {"tp": 8, "dp": 8, "ep": 8},
+            3,
+            {"tp": 3, "pp": 0, "dp": 3, "attn_tp": 0, "ep": 3, "moe_tp": 0},
+        ),
+        (
+            {"tp": 4, "pp": 2, "ep": 2},
+            7,
+            {"tp": 3, "pp": 1, "dp": 0, "attn_tp": 3, "ep": 1, "moe_tp": 1},
+        ),
+    ],
+)
 def test_coordinates(mesh: dict[str, int], rank: int, expected: dict[str, int]) -> None:
     assert coordinates(rank, mesh) == expected
 
@@ -35,9 +47,16 @@ def test_an_axis_that_does_not_divide_the_ranks() -> None:
 
 def test_a_worker_knows_its_place_and_its_device() -> None:
     plan = replace(bare_plan(), mesh={"tp": 16}, device="cuda")
-    two_hosts = replace(plan, facts=replace(plan.facts, hardware=replace(plan.facts.hardware, hosts=2)))
+    two_hosts = replace(
+        plan, facts=replace(plan.facts, hardware=replace(plan.facts.hardware, hosts=2))
+    )
     worker = make_worker(two_hosts, 11, "file:///somewhere")
-    assert (worker.rank, worker.ranks, worker.device, worker.coordinates["tp"]) == (11, 16, "cuda:3", 11)
+    assert (worker.rank, worker.ranks, worker.device, worker.coordinates["tp"]) == (
+        11,
+        16,
+        "cuda:3",
+        11,
+    )
     assert worker.rendezvous == "file:///somewhere"
     assert make_worker(plan, 11).device == "cuda:11" and make_worker(bare_plan(), 0).device == "cpu"
 
@@ -69,11 +88,16 @@ class Strategy:
 def test_a_later_strategy_refines_the_ones_before() -> None:
     split, whole = Shard(8, 8, 16, reduce=True), Shard(0, 16, 16)
     mine = object()
-    stack = ParallelStack([Strategy(1, {"heads": split, "row": split}, mine), Strategy(2, {"heads": whole})])  # type: ignore[list-item]
+    stack = ParallelStack(
+        [Strategy(1, {"heads": split, "row": split}, mine), Strategy(2, {"heads": whole})]
+    )  # type: ignore[list-item]
     assert stack.shard("heads", "a", 16) is whole and stack.shard("row", "a", 16) is split
     assert stack.shard("vocab", "a", 48) == Shard(0, 48, 48)
     assert stack.router() is None and stack.expert_exchange("a", 4) is mine
     assert stack.agree(StepShape(Mode.DECODE, 0, 0)).rows == 12
     zero = torch.zeros(())
-    assert stack.leave_attention(zero, idle_batch()) == 12 and stack.enter_attention(zero, idle_batch()) == 21
+    assert (
+        stack.leave_attention(zero, idle_batch()) == 12
+        and stack.enter_attention(zero, idle_batch()) == 21
+    )
     assert ParallelStack([]).expert_exchange("a", 4) is None

@@ -1,4 +1,7 @@
-"""No code is ever made from data: no pickle, no ``torch.load``, no ``eval``, no remote code, no unsafe YAML."""
+"""No code is ever made from data: no pickle, no ``torch.load``, no ``eval``, no remote code, no
+unsafe YAML.
+"""
+
 from __future__ import annotations
 
 import ast
@@ -8,11 +11,35 @@ import pytest
 
 from tests.support.source_tree import ROOT, dotted, imported, name_of, sources
 
-FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-FORBIDDEN_CALLS = {"torch.load", "torch.save", "yaml.load", "yaml.unsafe_load",
-                   "yaml.full_load", "eval", "exec", "os.system"}
-FORBIDDEN_METHODS = {"recv_pyobj", "send_pyobj", "recv_object_list", "broadcast_object_list", "all_gather_object",
-                     "gather_object", "scatter_object_list"}
+FORBIDDEN_MODULES = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "shelve",
+    "marshal",
+}
+FORBIDDEN_CALLS = {
+    "torch.load",
+    "torch.save",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "eval",
+    "exec",
+    "os.system",
+}
+FORBIDDEN_METHODS = {
+    "recv_pyobj",
+    "send_pyobj",
+    "recv_object_list",
+    "broadcast_object_list",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object_list",
+}
 #: (file, call): why it is safe
 ALLOWED: dict[tuple[str, str], str] = {}
 
@@ -22,8 +49,15 @@ def offences(source: ast.AST) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
     for node in ast.walk(source):
         if isinstance(node, ast.Import):
-            found += [(a.name, node.lineno) for a in node.names if a.name.split(".")[0] in FORBIDDEN_MODULES]
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FORBIDDEN_MODULES:
+            found += [
+                (a.name, node.lineno)
+                for a in node.names
+                if a.name.split(".")[0] in FORBIDDEN_MODULES
+            ]
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").split(".")[0] in FORBIDDEN_MODULES
+        ):
             found.append((node.module or "", node.lineno))
         elif isinstance(node, ast.Call):
             found += _call_offences(node)
@@ -43,10 +77,21 @@ def _call_offences(node: ast.Call) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("bad", [
-    "import pickle", "from dill import loads", "import torch\ntorch.load('x')", "sock.recv_pyobj()", "eval('1')",
-    "exec('1')", "import yaml\nyaml.load(f)", "f(trust_remote_code=True)", "subprocess.run('ls', shell=True)",
-    "dist.all_gather_object(out, x)"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "import pickle",
+        "from dill import loads",
+        "import torch\ntorch.load('x')",
+        "sock.recv_pyobj()",
+        "eval('1')",
+        "exec('1')",
+        "import yaml\nyaml.load(f)",
+        "f(trust_remote_code=True)",
+        "subprocess.run('ls', shell=True)",
+        "dist.all_gather_object(out, x)",
+    ],
+)
 def test_the_lint_finds(bad: str) -> None:
     assert offences(ast.parse(bad))
 
@@ -63,11 +108,21 @@ def test_our_sources_have_none() -> None:
 def test_remote_code_is_named_nowhere_as_enabled() -> None:
     spelled = "trust_remote_code" + "=True"
     files: list[Path] = [*sources(), *ROOT.glob("docs/**/*.md"), *ROOT.glob("models/**/*.json")]
-    assert [name_of(path) for path in files if spelled in path.read_text(encoding="utf-8").replace(" ", "")] == []
+    assert [
+        name_of(path)
+        for path in files
+        if spelled in path.read_text(encoding="utf-8").replace(" ", "")
+    ] == []
 
 
 def test_transformers_is_not_on_the_serving_path() -> None:
-    """It costs seconds of import and can run a model folder's code; only the comparison bench may use it."""
-    users = {name_of(path) for path in sources() for module, _ in imported(path)
-             if module.split(".")[0] == "transformers"}
+    """It costs seconds of import and can run a model folder's code; only the comparison bench may
+    use it.
+    """
+    users = {
+        name_of(path)
+        for path in sources()
+        for module, _ in imported(path)
+        if module.split(".")[0] == "transformers"
+    }
     assert users <= {"entrypoints/bench/others/transformers_side.py"}

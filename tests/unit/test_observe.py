@@ -1,4 +1,5 @@
 """The step timer tells work from bubbles and from idleness."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -28,7 +29,16 @@ def at(timer: StepTimer, clock: Clock, *events: tuple[float, str]) -> None:
 def test_steps_that_overlap_leave_no_bubble() -> None:
     clock = Clock()
     timer = StepTimer(clock)
-    at(timer, clock, (0, "launch"), (1, "launch"), (4, "done"), (5, "launch"), (8, "done"), (12, "done"))
+    at(
+        timer,
+        clock,
+        (0, "launch"),
+        (1, "launch"),
+        (4, "done"),
+        (5, "launch"),
+        (8, "done"),
+        (12, "done"),
+    )
     assert (timer.steps, timer.step_seconds, timer.bubble_seconds) == (3, 12.0, 0.0)
 
 
@@ -66,7 +76,7 @@ def test_a_result_without_a_launch_is_a_bug() -> None:
         StepTimer().done()
 
 
-# ---- prefill --------------------------------------------------------------------------------------------------------
+# ---- prefill -------------------------------------------------------------------------------------
 
 
 class Prefills:
@@ -77,8 +87,16 @@ class Prefills:
         self.table = SequenceTable(2, 64, 4)
         self.timer = PrefillTimer(self.table, self.clock)
 
-    def step(self, time: float, one: Sequence, *, joins: bool = False, samples: bool = True, count: int = 1,
-             decodes: int = 0) -> list[tuple[int, float]]:
+    def step(
+        self,
+        time: float,
+        one: Sequence,
+        *,
+        joins: bool = False,
+        samples: bool = True,
+        count: int = 1,
+        decodes: int = 0,
+    ) -> list[tuple[int, float]]:
         """The row's step is launched at ``time`` and yields ``count`` tokens two seconds later."""
         batch = idle_batch()
         batch.rows, batch.num_decodes = np.array([one.row], np.int32), decodes
@@ -87,7 +105,9 @@ class Prefills:
         self.clock.now = time
         self.timer.launch(batch)
         self.clock.now = time + 2
-        result = StepResult(np.zeros((1, 1), np.int64), np.array([count], np.int32), np.zeros(1, np.bool_))
+        result = StepResult(
+            np.zeros((1, 1), np.int64), np.array([count], np.int32), np.zeros(1, np.bool_)
+        )
         return self.timer.done(batch, result)
 
 

@@ -1,4 +1,7 @@
-"""Text of one sequence: stop strings over token boundaries, held-back text, and that steps change nothing."""
+"""Text of one sequence: stop strings over token boundaries, held-back text, and that steps change
+nothing.
+"""
+
 from __future__ import annotations
 
 import random
@@ -27,8 +30,12 @@ def ids_of(text: str) -> list[int]:
 
 
 def bytes_of(text: str) -> list[int]:
-    """One token a byte, so that every boundary between characters and inside them is a token boundary."""
-    single = {tokenizer().token_bytes(token): token for token in range(tokenizer().vocab_size - 1, -1, -1)}
+    """One token a byte, so that every boundary between characters and inside them is a token
+    boundary.
+    """
+    single = {
+        tokenizer().token_bytes(token): token for token in range(tokenizer().vocab_size - 1, -1, -1)
+    }
     return [single[bytes([byte])] for byte in text.encode()]
 
 
@@ -36,7 +43,9 @@ def processor(stop: list[str], **options: object) -> OutputProcessor:
     return OutputProcessor(tokenizer(), SamplingParams(stop=stop, max_tokens=10_000, **options))  # type: ignore[arg-type]
 
 
-def run(ids: list[int], sizes: list[int], stop: list[str], **options: object) -> tuple[list[str], str | None]:
+def run(
+    ids: list[int], sizes: list[int], stop: list[str], **options: object
+) -> tuple[list[str], str | None]:
     """(deltas, stop reason) of feeding ``ids`` in steps of ``sizes`` and finishing."""
     output, deltas, at = processor(stop, **options), [], 0
     for size in [*sizes, len(ids)]:
@@ -52,7 +61,9 @@ def run(ids: list[int], sizes: list[int], stop: list[str], **options: object) ->
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """By definition: the first prefix that ends with a stop string; the longest of those it ends with."""
+    """By definition: the first prefix that ends with a stop string; the longest of those it ends
+    with.
+    """
     for end in range(len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -61,22 +72,32 @@ def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
     return text, None
 
 
-# ---- stop strings ---------------------------------------------------------------------------------------------------
+# ---- stop strings --------------------------------------------------------------------------------
 
 
 @settings(max_examples=400, deadline=None)
-@given(text=st.text("abc", max_size=30), stops=st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=4),
-       sizes=st.lists(st.integers(1, 5), max_size=30), include=st.booleans())
-def test_any_stops_in_any_steps(text: str, stops: list[str], sizes: list[int], include: bool) -> None:
+@given(
+    text=st.text("abc", max_size=30),
+    stops=st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=4),
+    sizes=st.lists(st.integers(1, 5), max_size=30),
+    include=st.booleans(),
+)
+def test_any_stops_in_any_steps(
+    text: str, stops: list[str], sizes: list[int], include: bool
+) -> None:
     deltas, reason = run(bytes_of(text), sizes, stops, include_stop_str_in_output=include)
     assert ("".join(deltas), reason) == naive(text, stops, include)
 
 
 @settings(max_examples=150, deadline=None)
-@given(text=st.text("a é日👍\n", max_size=25),
-       stops=st.lists(st.text("a é日👍\n", min_size=1, max_size=3), min_size=1, max_size=3),
-       sizes=st.lists(st.integers(1, 3), max_size=80))
-def test_stops_and_characters_of_several_bytes(text: str, stops: list[str], sizes: list[int]) -> None:
+@given(
+    text=st.text("a é日👍\n", max_size=25),
+    stops=st.lists(st.text("a é日👍\n", min_size=1, max_size=3), min_size=1, max_size=3),
+    sizes=st.lists(st.integers(1, 3), max_size=80),
+)
+def test_stops_and_characters_of_several_bytes(
+    text: str, stops: list[str], sizes: list[int]
+) -> None:
     for ids in (bytes_of(text), ids_of(text)):
         deltas, reason = run(ids, sizes, stops)
         assert ("".join(deltas), reason) == naive(text, stops, False)
@@ -91,12 +112,20 @@ def test_no_part_of_a_stop_string_is_given_out_early() -> None:
     assert shown == "text </answ and " and step.finished and step.stop_reason == "</answer>"
 
 
-@pytest.mark.parametrize(("stops", "text", "shown", "reason"), [
-    (["bcd", "c"], "abcd", "ab", "c"), (["abcd", "bc"], "xabcd", "xa", "bc"), (["bc", "abc"], "xabcx", "x", "abc"),
-    (["aab"], "aaaab", "aa", "aab"), (["abab"], "abaabab", "aba", "abab"),
-    (["\n\n"], "one\n two\n\nthree", "one\n two", "\n\n"),
-    (["é"], "caf\u00e9!", "caf", "é"), (["zzz"], "zzyzz", "zzyzz", None), (["a"], "a", "", "a"),
-])
+@pytest.mark.parametrize(
+    ("stops", "text", "shown", "reason"),
+    [
+        (["bcd", "c"], "abcd", "ab", "c"),
+        (["abcd", "bc"], "xabcd", "xa", "bc"),
+        (["bc", "abc"], "xabcx", "x", "abc"),
+        (["aab"], "aaaab", "aa", "aab"),
+        (["abab"], "abaabab", "aba", "abab"),
+        (["\n\n"], "one\n two\n\nthree", "one\n two", "\n\n"),
+        (["é"], "caf\u00e9!", "caf", "é"),
+        (["zzz"], "zzyzz", "zzyzz", None),
+        (["a"], "a", "", "a"),
+    ],
+)
 def test_overlaps(stops: list[str], text: str, shown: str, reason: str | None) -> None:
     for order in (stops, stops[::-1]):
         for size in (1, 2, 100):
@@ -106,7 +135,9 @@ def test_overlaps(stops: list[str], text: str, shown: str, reason: str | None) -
 
 def test_include_stop_string() -> None:
     for size in (1, 3, 100):
-        deltas, reason = run(bytes_of("one END two"), [size] * 20, ["END"], include_stop_str_in_output=True)
+        deltas, reason = run(
+            bytes_of("one END two"), [size] * 20, ["END"], include_stop_str_in_output=True
+        )
         assert ("".join(deltas), reason) == ("one END", "END")
 
 
@@ -135,7 +166,13 @@ def test_incomplete_character_at_the_end() -> None:
 def test_min_tokens_hold_off_stop_strings() -> None:
     ids = bytes_of("stop and stop")
     for size in (1, 2, 5, 100):
-        for least, shown in ((0, ""), (3, "stop and "), (4, "stop and "), (9, "stop and "), (10, "stop and stop")):
+        for least, shown in (
+            (0, ""),
+            (3, "stop and "),
+            (4, "stop and "),
+            (9, "stop and "),
+            (10, "stop and stop"),
+        ):
             deltas, _ = run(ids, [size] * 20, ["stop"], min_tokens=least)
             assert "".join(deltas) == shown, (size, least)
 
@@ -152,17 +189,24 @@ def test_special_tokens() -> None:
 def test_automaton_against_its_definition() -> None:
     generator = random.Random(4)
     for _ in range(200):
-        stops = ["".join(generator.choices("ab", k=generator.randint(1, 5))) for _ in range(generator.randint(1, 4))]
+        stops = [
+            "".join(generator.choices("ab", k=generator.randint(1, 5)))
+            for _ in range(generator.randint(1, 4))
+        ]
         automaton, text, state = StopStrings(stops), "", 0
         for character in generator.choices("abc", k=30):
             text += character
             state = automaton.step(state, character)
             prefixes = {stop[:size] for stop in stops for size in range(len(stop) + 1)}
-            assert automaton.depth[state] == max(len(prefix) for prefix in prefixes if text.endswith(prefix))
-            assert automaton.match[state] == max((s for s in stops if text.endswith(s)), key=len, default=None)
+            assert automaton.depth[state] == max(
+                len(prefix) for prefix in prefixes if text.endswith(prefix)
+            )
+            assert automaton.match[state] == max(
+                (s for s in stops if text.endswith(s)), key=len, default=None
+            )
 
 
-# ---- speed ----------------------------------------------------------------------------------------------------------
+# ---- speed ---------------------------------------------------------------------------------------
 
 
 def rate(stop: list[str], tokens: int = 20_000) -> float:

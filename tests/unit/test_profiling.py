@@ -1,4 +1,5 @@
 """A trace names the phases of a step, and naming them leaves nothing behind."""
+
 from __future__ import annotations
 
 import json
@@ -11,20 +12,40 @@ from glowplug.core.engine.profiling import Profiler
 from glowplug.core.errors import RequestError
 from tests.support.tiny import write_config
 
-PHASES = {"schedule", "launch", "inputs", "plan sampling", "plan attention", "step", "draft", "forward", "logits",
-          "accept", "sample", "results to host", "commit"}
+PHASES = {
+    "schedule",
+    "launch",
+    "inputs",
+    "plan sampling",
+    "plan attention",
+    "step",
+    "draft",
+    "forward",
+    "logits",
+    "accept",
+    "sample",
+    "results to host",
+    "commit",
+}
 
 
 def traced(llm: LLM, folder: Path) -> list[dict[str, object]]:
     llm.control("profile_start", label="unit")
-    llm.generate([[5, 6, 7], [8, 9]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    llm.generate(
+        [[5, 6, 7], [8, 9]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    )
     return json.loads((folder / llm.control("profile_stop")["file"]).read_text())["traceEvents"]  # type: ignore[no-any-return]
 
 
 def test_phases_of_a_step_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOWPLUG_PROFILE_DIR", str(tmp_path / "traces"))
-    with LLM(model=str(write_config(tmp_path, "v3")), device="cpu", weights={"use": "random"}, skip_tokenizer=True,
-             memory={"kv_tokens": 256}) as llm:
+    with LLM(
+        model=str(write_config(tmp_path, "v3")),
+        device="cpu",
+        weights={"use": "random"},
+        skip_tokenizer=True,
+        memory={"kv_tokens": 256},
+    ) as llm:
         runner = llm._executor._engine.runner  # type: ignore[attr-defined]
         before = set(vars(runner)), set(vars(runner.sampler))
         for _ in range(2):  # a second trace is like the first
@@ -39,8 +60,13 @@ def test_phases_of_a_step_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.gpu
 def test_a_trace_shows_host_and_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOWPLUG_PROFILE_DIR", str(tmp_path / "traces"))
-    with LLM(model=str(write_config(tmp_path, "v3")), device="cuda", weights={"use": "random"}, skip_tokenizer=True,
-             memory={"kv_tokens": 1024}) as llm:
+    with LLM(
+        model=str(write_config(tmp_path, "v3")),
+        device="cuda",
+        weights={"use": "random"},
+        skip_tokenizer=True,
+        memory={"kv_tokens": 1024},
+    ) as llm:
         events = traced(llm, tmp_path / "traces")
     kinds = {str(event.get("cat")) for event in events}
     assert {"user_annotation", "kernel", "cuda_runtime"} <= kinds, kinds
@@ -48,7 +74,9 @@ def test_a_trace_shows_host_and_device(tmp_path: Path, monkeypatch: pytest.Monke
     assert {"schedule", "launch", "step", "commit"} <= names
 
 
-def test_a_result_passes_through_and_a_failure_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_passes_through_and_a_failure_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Part:
         def work(self, x: int) -> int:
             return 10 // x
@@ -68,7 +96,9 @@ def test_a_result_passes_through_and_a_failure_too(tmp_path: Path, monkeypatch: 
         profiler.stop({})
 
 
-def test_a_trace_of_so_many_steps_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_of_so_many_steps_ends_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Part:
         def work(self) -> None:
             pass
@@ -84,7 +114,9 @@ def test_a_trace_of_so_many_steps_ends_by_itself(tmp_path: Path, monkeypatch: py
     part.work()
     assert not vars(part)
     events = json.loads(trace.read_text())["traceEvents"]
-    assert [event["name"] for event in events if event.get("cat") == "user_annotation"] == ["stepping"] * 2
+    assert [event["name"] for event in events if event.get("cat") == "user_annotation"] == [
+        "stepping"
+    ] * 2
     assert profiler.stop({}) == {"file": trace.name}
     with pytest.raises(RequestError, match="no profile"):
         profiler.stop({})

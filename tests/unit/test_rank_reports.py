@@ -1,4 +1,7 @@
-"""What a rank says of its own failure: a stack for faults, the words alone for what the operator can mend."""
+"""What a rank says of its own failure: a stack for faults, the words alone for what the operator
+can mend.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -22,19 +25,24 @@ class Pipe:
         return False
 
 
-@pytest.mark.parametrize(("error", "stack", "consequence"), [
-    (WeightError("3 missing. Fix: download the files again"), False, False),
-    (RuntimeError("a fault"), True, False),
-    (CollectiveError("a peer has gone"), True, True),
-])
-def test_what_the_operator_can_mend_has_no_stack(error: Exception, stack: bool, consequence: bool) -> None:
+@pytest.mark.parametrize(
+    ("error", "stack", "consequence"),
+    [
+        (WeightError("3 missing. Fix: download the files again"), False, False),
+        (RuntimeError("a fault"), True, False),
+        (CollectiveError("a peer has gone"), True, True),
+    ],
+)
+def test_what_the_operator_can_mend_has_no_stack(
+    error: Exception, stack: bool, consequence: bool
+) -> None:
     pipe = Pipe()
     link = RankLink(pipe, 1)
     try:
         raise error
     except Exception as caught:
         link.failed(caught)
-    said, = decode_outbound(pipe.sent[0])
+    (said,) = decode_outbound(pipe.sent[0])
     assert isinstance(said, Failed)
     assert (said.rank, said.consequence) == (1, consequence) and str(error) in said.reason
     assert ("Traceback" in said.traceback) == stack

@@ -1,4 +1,7 @@
-"""The harness of ranks as threads: its collectives against numpy, its failures, and one rank driven by it."""
+"""The harness of ranks as threads: its collectives against numpy, its failures, and one rank driven
+by it.
+"""
+
 from __future__ import annotations
 
 import threading
@@ -25,14 +28,18 @@ from tests.support.tiny import write_config
 MESHES = [{"tp": 2}, {"tp": 4}, {"tp": 4, "dp": 2}, {"tp": 4, "ep": 2}, {"tp": 4, "dp": 4, "ep": 2}]
 
 
-def each(mesh: dict[str, int], work: Callable[[ThreadCollectives], Any], timeout: float = 5.0) -> list[Any]:
+def each(
+    mesh: dict[str, int], work: Callable[[ThreadCollectives], Any], timeout: float = 5.0
+) -> list[Any]:
     """``work`` on every rank of ``mesh``, in threads; results or exceptions by rank."""
     ranks, found = mesh.get("tp", 1), {}
     MEETINGS["here"] = Meeting()
     plan = replace(bare_plan(), mesh=mesh)
 
     def one(rank: int) -> None:
-        worker = Worker(rank=rank, ranks=ranks, coordinates=coordinates(rank, mesh), rendezvous="here")
+        worker = Worker(
+            rank=rank, ranks=ranks, coordinates=coordinates(rank, mesh), rendezvous="here"
+        )
         try:
             found[rank] = work(ThreadCollectives(ThreadOptions(timeout=timeout), plan, worker))
         except Exception as error:
@@ -63,8 +70,13 @@ def test_tensors(mesh: dict[str, int], axis: str) -> None:
 
     def work(one: ThreadCollectives) -> list[torch.Tensor]:
         x = values(one.rank, size * 3, 5)
-        return [one.all_reduce(x.clone(), axis), one.all_gather(x, axis), one.all_gather(x, axis, 1),
-                one.reduce_scatter(x, axis), one.all_to_all(x.view(size, 3, 5), axis)]
+        return [
+            one.all_reduce(x.clone(), axis),
+            one.all_gather(x, axis),
+            one.all_gather(x, axis, 1),
+            one.reduce_scatter(x, axis),
+            one.all_to_all(x.view(size, 3, 5), axis),
+        ]
 
     for rank, (total, rows, columns, part, swapped) in enumerate(each(mesh, work)):
         peers = group(axis, rank, mesh)
@@ -93,14 +105,22 @@ def test_rows_to_each_rank_and_numbers_and_bytes() -> None:
 
     def work(one: ThreadCollectives) -> tuple[torch.Tensor, Any, bytes, list[bytes]]:
         mine, rank = counts[one.rank], one.rank
-        moved = one.all_to_all_rows(values(rank, int(mine.sum()), 3), mine.tolist(), counts[:, rank].tolist(), "tp")
-        return (moved, one.all_gather_numbers(np.array([rank, 7])),
-                one.broadcast_bytes(b"turn" if rank == 0 else None), one.all_gather_bytes(b"%d" % rank))
+        moved = one.all_to_all_rows(
+            values(rank, int(mine.sum()), 3), mine.tolist(), counts[:, rank].tolist(), "tp"
+        )
+        return (
+            moved,
+            one.all_gather_numbers(np.array([rank, 7])),
+            one.broadcast_bytes(b"turn" if rank == 0 else None),
+            one.all_gather_bytes(b"%d" % rank),
+        )
 
     for rank, (moved, numbers, sent, everyones) in enumerate(each({"tp": 4}, work)):
         starts = np.concatenate([np.zeros((4, 1), int), counts.cumsum(1)], 1)
-        wanted = [values(peer, int(counts[peer].sum()), 3)[starts[peer, rank] : starts[peer, rank + 1]]
-                  for peer in range(4)]
+        wanted = [
+            values(peer, int(counts[peer].sum()), 3)[starts[peer, rank] : starts[peer, rank + 1]]
+            for peer in range(4)
+        ]
         assert torch.equal(moved, torch.cat(wanted))
         assert numbers.tolist() == [[peer, 7] for peer in range(4)]
         assert sent == b"turn" and everyones == [b"0", b"1", b"2", b"3"]
@@ -108,24 +128,37 @@ def test_rows_to_each_rank_and_numbers_and_bytes() -> None:
 
 def test_ranks_that_disagree_or_stay_away_are_told() -> None:
     found = each({"tp": 2}, lambda one: one.all_reduce(torch.zeros(one.rank + 1), "tp"))
-    assert all(isinstance(error, CollectiveError) and "different things" in str(error) for error in found)
-    found = each({"tp": 2}, lambda one: one.rank or one.all_reduce(torch.zeros(1), "tp"), timeout=0.2)
+    assert all(
+        isinstance(error, CollectiveError) and "different things" in str(error) for error in found
+    )
+    found = each(
+        {"tp": 2}, lambda one: one.rank or one.all_reduce(torch.zeros(1), "tp"), timeout=0.2
+    )
     assert isinstance(found[0], CollectiveError) and "rank 0: ('all_reduce', 'tp'" in str(found[0])
 
 
-# ---- whole ranks ----------------------------------------------------------------------------------------------------
+# ---- whole ranks ---------------------------------------------------------------------------------
 
 
 def config(folder: Path, **more: Any) -> dict[str, Any]:
-    return {"model": str(write_config(folder, "v3")), "weights": {"use": "random"}, "context_length": 96,
-            "memory": {"kv_tokens": 512}, "skip_tokenizer": True, "dtype": "float32", **more}
+    return {
+        "model": str(write_config(folder, "v3")),
+        "weights": {"use": "random"},
+        "context_length": 96,
+        "memory": {"kv_tokens": 512},
+        "skip_tokenizer": True,
+        "dtype": "float32",
+        **more,
+    }
 
 
 def test_one_rank_is_driven_to_the_end(tmp_path: Path) -> None:
     heard = run_ranks(config(tmp_path), [submit(i, [5 + i] * (3 * i), 4 + i) for i in range(1, 6)])
     assert {id: len(one.tokens) for id, one in heard.items()} == {i: 4 + i for i in range(1, 6)}
-    assert all(one.finished and one.finished.reason == "length" and sum(one.counts) == len(one.tokens)
-               for one in heard.values())
+    assert all(
+        one.finished and one.finished.reason == "length" and sum(one.counts) == len(one.tokens)
+        for one in heard.values()
+    )
 
 
 def test_aborts_and_controls(tmp_path: Path) -> None:
@@ -133,7 +166,9 @@ def test_aborts_and_controls(tmp_path: Path) -> None:
         ranks.turn([submit(1, [5] * 20, 60), submit(2, [6] * 4, 5)])
         ranks.turn([Abort([1])])
         heard = ranks.run()
-        assert heard[1].finished and heard[1].finished.reason == "abort" and len(heard[2].tokens) == 5
+        assert (
+            heard[1].finished and heard[1].finished.reason == "abort" and len(heard[2].tokens) == 5
+        )
         assert ranks.control("check").ok and ranks.stats[0].aborted == 1
         ranks.check_idle()
 

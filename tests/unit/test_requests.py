@@ -1,5 +1,6 @@
-"""What a request may ask for: every field of the sampling parameters at its bounds and beyond, token ids, their way to
-the engine."""
+"""What a request may ask for: every field of the sampling parameters at its bounds and beyond,
+token ids, their way to the engine."""
+
 from __future__ import annotations
 
 import math
@@ -16,40 +17,70 @@ from glowplug.core.step.request import MAX_LOGPROBS, MAX_N, SamplingParams
 from glowplug.entrypoints.front.front import Front
 
 GOOD: dict[str, list[Any]] = {
-    "n": [1, MAX_N], "max_tokens": [1, 1 << 31, None], "min_tokens": [0, 16], "temperature": [0, 0.0, 100.0],
-    "top_p": [1e-9, 1, 1.0], "top_k": [-1, 0, 1 << 31], "min_p": [0.0, 1.0], "presence_penalty": [-2.0, 2],
-    "frequency_penalty": [-2, 2.0], "repetition_penalty": [0.01, 100.0], "logit_bias": [None, {}, {3: -100.0, 4: 100}],
-    "allowed_token_ids": [None, [0, 5]], "seed": [None, -(1 << 63), (1 << 64) - 1], "stop": ["a", [], ["a", "b"] * 8],
-    "stop_token_ids": [[], [7] * 256], "ignore_eos": [True, False], "logprobs": [None, 0, MAX_LOGPROBS],
-    "prompt_logprobs": [None, 0, MAX_LOGPROBS], "skip_special_tokens": [True, False],
-    "include_stop_str_in_output": [True, False]}
+    "n": [1, MAX_N],
+    "max_tokens": [1, 1 << 31, None],
+    "min_tokens": [0, 16],
+    "temperature": [0, 0.0, 100.0],
+    "top_p": [1e-9, 1, 1.0],
+    "top_k": [-1, 0, 1 << 31],
+    "min_p": [0.0, 1.0],
+    "presence_penalty": [-2.0, 2],
+    "frequency_penalty": [-2, 2.0],
+    "repetition_penalty": [0.01, 100.0],
+    "logit_bias": [None, {}, {3: -100.0, 4: 100}],
+    "allowed_token_ids": [None, [0, 5]],
+    "seed": [None, -(1 << 63), (1 << 64) - 1],
+    "stop": ["a", [], ["a", "b"] * 8],
+    "stop_token_ids": [[], [7] * 256],
+    "ignore_eos": [True, False],
+    "logprobs": [None, 0, MAX_LOGPROBS],
+    "prompt_logprobs": [None, 0, MAX_LOGPROBS],
+    "skip_special_tokens": [True, False],
+    "include_stop_str_in_output": [True, False],
+}
 BAD: dict[str, list[Any]] = {
-    "n": [0, MAX_N + 1, True, 1.0, None], "max_tokens": [0, (1 << 31) + 1, 2.0, True, "3"],
-    "min_tokens": [-1, 17, None, 1.5], "temperature": [-0.1, 101, math.nan, math.inf, True, "1", None],
-    "top_p": [0, 0.0, 1.1, -1.0, math.nan], "top_k": [-2, 1.0, True, None], "min_p": [-0.1, 1.1],
-    "presence_penalty": [-2.1, 2.1, None], "frequency_penalty": [-2.1, 2.1, "0"],
+    "n": [0, MAX_N + 1, True, 1.0, None],
+    "max_tokens": [0, (1 << 31) + 1, 2.0, True, "3"],
+    "min_tokens": [-1, 17, None, 1.5],
+    "temperature": [-0.1, 101, math.nan, math.inf, True, "1", None],
+    "top_p": [0, 0.0, 1.1, -1.0, math.nan],
+    "top_k": [-2, 1.0, True, None],
+    "min_p": [-0.1, 1.1],
+    "presence_penalty": [-2.1, 2.1, None],
+    "frequency_penalty": [-2.1, 2.1, "0"],
     "repetition_penalty": [0, 0.0, 101.0, -math.inf],
     "logit_bias": [[1], {3: 101.0}, {3: -101}, {-1: 1.0}, {"3": 1.0}, {3: None}, {3: True}],
-    "allowed_token_ids": [[], ["a"], [1.0], 5], "seed": [-(1 << 63) - 1, 1 << 64, 1.0, True],
-    "stop": [None, [1], [""], ["a"] * 17, ["x" * 1025], ("a",)], "stop_token_ids": [None, [7] * 257, [7.0], [True]],
-    "ignore_eos": [1, 0, None, "yes"], "logprobs": [-1, MAX_LOGPROBS + 1, True, 1.0],
-    "prompt_logprobs": [-1, MAX_LOGPROBS + 1, False], "skip_special_tokens": [None, 1],
-    "include_stop_str_in_output": [None, 0]}
+    "allowed_token_ids": [[], ["a"], [1.0], 5],
+    "seed": [-(1 << 63) - 1, 1 << 64, 1.0, True],
+    "stop": [None, [1], [""], ["a"] * 17, ["x" * 1025], ("a",)],
+    "stop_token_ids": [None, [7] * 257, [7.0], [True]],
+    "ignore_eos": [1, 0, None, "yes"],
+    "logprobs": [-1, MAX_LOGPROBS + 1, True, 1.0],
+    "prompt_logprobs": [-1, MAX_LOGPROBS + 1, False],
+    "skip_special_tokens": [None, 1],
+    "include_stop_str_in_output": [None, 0],
+}
 
 
 def test_every_field_is_here() -> None:
     assert set(GOOD) == set(BAD) == {field.name for field in msgspec.structs.fields(SamplingParams)}
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in GOOD.items() for value in values]
+)
 def test_bounds_are_within(name: str, value: Any) -> None:
     params = SamplingParams(**{name: value})
-    assert getattr(params, name) == ([value] if name == "stop" and isinstance(value, str) else value)
+    assert getattr(params, name) == (
+        [value] if name == "stop" and isinstance(value, str) else value
+    )
     [found] = decode_inbound(encode([Submit(1, b"", params)]))
     assert isinstance(found, Submit) and found.params == params
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in BAD.items() for value in values]
+)
 def test_what_lies_beyond_is_refused_by_its_name(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=name) as caught:
         SamplingParams(**{name: value})
@@ -77,7 +108,9 @@ def test_token_ids_arrive(count: int) -> None:
 def test_an_id_past_the_vocabulary_is_named(wrong: int) -> None:
     front = Front(plan({"model": "embedded"}), None, ())
     assert front.plan.facts.model.vocab_size == 2048
-    with pytest.raises(RequestError, match=f"token id {wrong} is outside the model's vocabulary of 2048") as caught:
+    with pytest.raises(
+        RequestError, match=f"token id {wrong} is outside the model's vocabulary of 2048"
+    ) as caught:
         front.submit([5, wrong, 6], SamplingParams())
     assert caught.value.code == "invalid_token_id" and not front.streams
     _, message = front.submit([0, 2047], SamplingParams())

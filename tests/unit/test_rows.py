@@ -1,4 +1,5 @@
 """The sequence table: rows change hands cleanly."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -1,8 +1,10 @@
-"""Random workloads on tiny pools: everyone finishes with the reference's output, and after each step all adds up.
+"""Random workloads on tiny pools: everyone finishes with the reference's output, and after each
+step all adds up.
 
-``Drive`` checks page accounting and cache integrity after every step, and that the scheduler never stalls; the fake
-model checks every cache slot that a step reads.
+``Drive`` checks page accounting and cache integrity after every step, and that the scheduler never
+stalls; the fake model checks every cache slot that a step reads.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -49,11 +51,20 @@ def sequences(draw: st.DrawFn) -> list[Sequence]:
     for id in range(draw(st.integers(1, 14))):
         shared = HEADS[draw(st.integers(0, 2))][: draw(st.integers(0, CONTEXT - 8))]
         own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
-        made.append(sequence(
-            id, (shared + own)[: CONTEXT - 1], max_tokens=draw(st.integers(1, 30)), arrival=float(id),
-            stop_ids=frozenset(STOPS[: draw(st.sampled_from([0, 2, 40]))]), min_tokens=0,
-            priority=draw(st.integers(0, 2)), salt=draw(st.sampled_from(["", "", "x"])),
-            logprobs=draw(st.sampled_from([None, 0])), prompt_logprobs=draw(st.sampled_from([None, None, None, 0]))))
+        made.append(
+            sequence(
+                id,
+                (shared + own)[: CONTEXT - 1],
+                max_tokens=draw(st.integers(1, 30)),
+                arrival=float(id),
+                stop_ids=frozenset(STOPS[: draw(st.sampled_from([0, 2, 40]))]),
+                min_tokens=0,
+                priority=draw(st.integers(0, 2)),
+                salt=draw(st.sampled_from(["", "", "x"])),
+                logprobs=draw(st.sampled_from([None, 0])),
+                prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
+            )
+        )
     return made
 
 
@@ -62,24 +73,40 @@ def drives(draw: st.DrawFn) -> Drive:
     page_size = draw(st.sampled_from([1, 2, 4, 8]))
     least = -(-CONTEXT // page_size)
     plan = bare_plan(
-        context_length=CONTEXT, page_size=page_size, num_pages=1 + least + draw(st.integers(0, 2 * least)),
-        width=draw(st.sampled_from([1, 1, 2, 5])), max_running=draw(st.integers(1, 8)),
-        chunk_size=draw(st.sampled_from([1, 5, 16])), max_step_tokens=draw(st.sampled_from([8, 48])))
-    options = ContinuousOptions(mixed=draw(st.booleans()), share_prefill=draw(st.sampled_from([0, 1, 16])))
-    return Drive(Continuous(options, plan, Worker()), plan, CACHES[draw(st.sampled_from(sorted(CACHES)))](plan),
-                 POLICIES[draw(st.sampled_from(sorted(POLICIES)))](plan), depth=draw(st.integers(0, 2)),
-                 seed=draw(st.integers(0, 99)))
+        context_length=CONTEXT,
+        page_size=page_size,
+        num_pages=1 + least + draw(st.integers(0, 2 * least)),
+        width=draw(st.sampled_from([1, 1, 2, 5])),
+        max_running=draw(st.integers(1, 8)),
+        chunk_size=draw(st.sampled_from([1, 5, 16])),
+        max_step_tokens=draw(st.sampled_from([8, 48])),
+    )
+    options = ContinuousOptions(
+        mixed=draw(st.booleans()), share_prefill=draw(st.sampled_from([0, 1, 16]))
+    )
+    return Drive(
+        Continuous(options, plan, Worker()),
+        plan,
+        CACHES[draw(st.sampled_from(sorted(CACHES)))](plan),
+        POLICIES[draw(st.sampled_from(sorted(POLICIES)))](plan),
+        depth=draw(st.integers(0, 2)),
+        seed=draw(st.integers(0, 99)),
+    )
 
 
 def expect(drive: Drive, one: Sequence, whole: bool = True) -> None:
-    tokens, reason = reference(one.prompt.tolist(), one.params, one.stop_ids, vocab=VOCAB, context=CONTEXT)
+    tokens, reason = reference(
+        one.prompt.tolist(), one.params, one.stop_ids, vocab=VOCAB, context=CONTEXT
+    )
     seen = drive.seen[one.id]
     if not whole:
         assert seen.tokens == tokens[: len(seen.tokens)]
         return
     assert seen.tokens == tokens and seen.finished is not None and seen.finished.reason == reason
     assert len(seen.logprobs) == (len(tokens) if one.params.logprobs is not None else 0)
-    assert len(seen.prompt_logprobs) == (len(one.prompt) - 1 if one.params.prompt_logprobs is not None else 0)
+    assert len(seen.prompt_logprobs) == (
+        len(one.prompt) - 1 if one.params.prompt_logprobs is not None else 0
+    )
 
 
 def run(drive: Drive, work: list[Sequence], gaps: list[int], aborts: dict[int, int]) -> None:
@@ -95,32 +122,65 @@ def run(drive: Drive, work: list[Sequence], gaps: list[int], aborts: dict[int, i
         expect(drive, one, whole=one.id not in gone)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(drive=drives(), work=sequences(), gaps=st.lists(st.integers(0, 4), min_size=1, max_size=5),
-       aborts=st.dictionaries(st.integers(0, 13), st.integers(0, 13), max_size=3))
-def test_random_workloads(drive: Drive, work: list[Sequence], gaps: list[int], aborts: dict[int, int]) -> None:
+@settings(
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(
+    drive=drives(),
+    work=sequences(),
+    gaps=st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    aborts=st.dictionaries(st.integers(0, 13), st.integers(0, 13), max_size=3),
+)
+def test_random_workloads(
+    drive: Drive, work: list[Sequence], gaps: list[int], aborts: dict[int, int]
+) -> None:
     run(drive, work, gaps, aborts)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@settings(deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(drive=drives(), work=sequences(), gaps=st.lists(st.integers(0, 4), min_size=1, max_size=5),
-       aborts=st.dictionaries(st.integers(0, 13), st.integers(0, 13), max_size=3))
-def test_many_random_workloads(drive: Drive, work: list[Sequence], gaps: list[int], aborts: dict[int, int]) -> None:
+@settings(
+    deadline=None,
+    max_examples=2000,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(
+    drive=drives(),
+    work=sequences(),
+    gaps=st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    aborts=st.dictionaries(st.integers(0, 13), st.integers(0, 13), max_size=3),
+)
+def test_many_random_workloads(
+    drive: Drive, work: list[Sequence], gaps: list[int], aborts: dict[int, int]
+) -> None:
     run(drive, work, gaps, aborts)
 
 
-# ---- the kit sees faults --------------------------------------------------------------------------------------------
+# ---- the kit sees faults -------------------------------------------------------------------------
 
 
 def under_pressure(width: int = 1) -> None:
     """A workload that needs every part: chunks, growth, sharing, preemption, overlap, stops."""
     plan = bare_plan(context_length=CONTEXT, num_pages=30, width=width)
-    drive = Drive(Continuous(ContinuousOptions(share_prefill=8), plan, Worker()), plan, CACHES["radix"](plan),
-                  POLICIES["fcfs"](plan))
-    work = [sequence(i, HEADS[i % 2][: 20 + i % 3], max_tokens=24, arrival=float(i), logprobs=0,
-                     stop_ids=frozenset(STOPS[:30])) for i in range(12)]
+    drive = Drive(
+        Continuous(ContinuousOptions(share_prefill=8), plan, Worker()),
+        plan,
+        CACHES["radix"](plan),
+        POLICIES["fcfs"](plan),
+    )
+    work = [
+        sequence(
+            i,
+            HEADS[i % 2][: 20 + i % 3],
+            max_tokens=24,
+            arrival=float(i),
+            logprobs=0,
+            stop_ids=frozenset(STOPS[:30]),
+        )
+        for i in range(12)
+    ]
     run(drive, work, [2], {})
 
 
@@ -140,20 +200,31 @@ def keep_one_page_more(rows: Rows, members: np.ndarray, width: int) -> np.ndarra
 def forget_to_move_over(rows: Rows, row: int) -> None:
     whole = (int(rows.table.length[row]) - 1) // rows.table.page_size
     tokens = rows.table.tokens[row, : whole * rows.table.page_size]
-    rows.pages.give(rows.cache.insert(tokens, rows.table.pages[row, :whole].copy(), rows.running[row].salt))
+    rows.pages.give(
+        rows.cache.insert(tokens, rows.table.pages[row, :whole].copy(), rows.running[row].salt)
+    )
 
 
-@pytest.mark.parametrize("where, name, fault, width", [
-    (Rows, "publish", release_too_early, 1),
-    (Rows, "publish", forget_to_move_over, 1),
-    (continuous_batch, "needed_tokens", keep_one_page_more, 1),
-    (continuous_batch, "launchable", lambda rows: rows.decode_rows(), 1),
-    (continuous_commit, "_reconcile", lambda *args: None, 3),
-    (continuous_commit, "_stops", lambda rows, members, tokens, counts, length: (np.full(len(members), -1), counts), 1),
-    (Rows, "lacking", lambda rows, members, lengths: (members[:0], members[:0]), 1),
-])
-def test_a_broken_scheduler_is_found_out(monkeypatch: pytest.MonkeyPatch, where: object, name: str, fault: object,
-                                         width: int) -> None:
+@pytest.mark.parametrize(
+    "where, name, fault, width",
+    [
+        (Rows, "publish", release_too_early, 1),
+        (Rows, "publish", forget_to_move_over, 1),
+        (continuous_batch, "needed_tokens", keep_one_page_more, 1),
+        (continuous_batch, "launchable", lambda rows: rows.decode_rows(), 1),
+        (continuous_commit, "_reconcile", lambda *args: None, 3),
+        (
+            continuous_commit,
+            "_stops",
+            lambda rows, members, tokens, counts, length: (np.full(len(members), -1), counts),
+            1,
+        ),
+        (Rows, "lacking", lambda rows, members, lengths: (members[:0], members[:0]), 1),
+    ],
+)
+def test_a_broken_scheduler_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, where: object, name: str, fault: object, width: int
+) -> None:
     monkeypatch.setattr(where, name, fault)
     with pytest.raises((CacheFault, AssertionError, ValueError, IndexError)):
         under_pressure(width)

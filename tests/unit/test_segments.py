@@ -1,4 +1,7 @@
-"""Growing segments: what torch's allocator is told in a rank, by whom, and when nobody tells it anything."""
+"""Growing segments: what torch's allocator is told in a rank, by whom, and when nobody tells it
+anything.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -35,25 +38,35 @@ def test_torch_is_told_once_and_told_back(told: list[str]) -> None:
     assert use_segments(False) == [] and told == []
     assert use_segments(True) == ["memory: the allocator grows its segments"]
     assert use_segments(True) == [] and told == ["expandable_segments:True"]
-    assert use_segments(False) == [] and told == ["expandable_segments:True", "expandable_segments:False"]
+    assert use_segments(False) == [] and told == [
+        "expandable_segments:True",
+        "expandable_segments:False",
+    ]
 
 
 @pytest.mark.parametrize("name", VARIABLES)
 @pytest.mark.parametrize("value", ["expandable_segments:True", "max_split_size_mb:256"])
-def test_a_variable_of_torchs_goes_before_it_and_is_told(told: list[str], monkeypatch: pytest.MonkeyPatch,
-                                                           name: str, value: str) -> None:
+def test_a_variable_of_torchs_goes_before_it_and_is_told(
+    told: list[str], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
     monkeypatch.setenv(name, value)
     [remark] = use_segments(True)
     assert f"{name}={value}" in remark and "no effect" in remark
-    assert use_segments(False) == [f"memory: the allocator is as {name}={value} says"] and told == []
+    assert (
+        use_segments(False) == [f"memory: the allocator is as {name}={value} says"] and told == []
+    )
     monkeypatch.setenv(name, "")
     assert len(use_segments(True)) == 1 and told == ["expandable_segments:True"]
 
 
-def test_a_torch_that_cannot_be_told_ends_the_start(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_cannot_be_told_ends_the_start(
+    told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(torch._C, SETTER)
     assert use_segments(False) == []
-    with pytest.raises(GlowplugError, match=r"torch .* has no .*Fix: .*PYTORCH_ALLOC_CONF=expandable_segments:True"):
+    with pytest.raises(
+        GlowplugError, match=r"torch .* has no .*Fix: .*PYTORCH_ALLOC_CONF=expandable_segments:True"
+    ):
         use_segments(True)
 
 
@@ -71,8 +84,9 @@ def test_this_torch_takes_the_words(as_it_was: None) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_rank_tells_torch_before_it_takes_its_device(monkeypatch: pytest.MonkeyPatch, told: list[str], tmp_path: Path,
-                                                       device: str) -> None:
+def test_a_rank_tells_torch_before_it_takes_its_device(
+    monkeypatch: pytest.MonkeyPatch, told: list[str], tmp_path: Path, device: str
+) -> None:
     class Stop(Exception):
         pass
 
@@ -86,14 +100,27 @@ def test_a_rank_tells_torch_before_it_takes_its_device(monkeypatch: pytest.Monke
         raise Stop
 
     plugins = load_plugins(entry_points=False)
-    plan = rank_plan({"model": str(write_config(tmp_path, "v3")), "device": "cpu", "weights": {"use": "random"},
-                      "skip_tokenizer": True, "memory": {"kv_tokens": 512}}, plugins)
+    plan = rank_plan(
+        {
+            "model": str(write_config(tmp_path, "v3")),
+            "device": "cpu",
+            "weights": {"use": "random"},
+            "skip_tokenizer": True,
+            "memory": {"kv_tokens": 512},
+        },
+        plugins,
+    )
     monkeypatch.setattr(torch._C, SETTER, setter)
     monkeypatch.setattr(torch.cuda, "set_device", taken)
     monkeypatch.setattr(worker, "RankBuilder", taken)
     notes: list[str] = []
     with pytest.raises(Stop):
-        worker.build_rank(replace(plan, device=device, growing_segments=True), 0, plugins,
-                          lambda phase, done, total: None, note=notes.append)
+        worker.build_rank(
+            replace(plan, device=device, growing_segments=True),
+            0,
+            plugins,
+            lambda phase, done, total: None,
+            note=notes.append,
+        )
     assert order == (["expandable_segments:True"] if device == "cuda" else []) + ["device"]
     assert notes == (["memory: the allocator grows its segments"] if device == "cuda" else [])

@@ -1,4 +1,7 @@
-"""Page tables over smaller pages: what they hold, where they lie, and how many bytes they were planned to take."""
+"""Page tables over smaller pages: what they hold, where they lie, and how many bytes they were
+planned to take.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -15,13 +18,20 @@ CPU = torch.device("cpu")
 def batch(seed: int, rows: int, columns: int, page: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     table = torch.randint(0, 5000, (rows, columns), generator=generator, dtype=torch.int32)
-    return table, torch.randint(0, columns * page + 1, (rows,), generator=generator, dtype=torch.int32)
+    return table, torch.randint(
+        0, columns * page + 1, (rows,), generator=generator, dtype=torch.int32
+    )
 
 
 def slots_of(table: Tensor, page: int) -> Tensor:
     """Where every position of each row lies, by the definition of a page table."""
-    return torch.tensor([[int(row[at // page]) * page + at % page for at in range(len(row) * page)] for row in table],
-                        dtype=torch.int32)
+    return torch.tensor(
+        [
+            [int(row[at // page]) * page + at % page for at in range(len(row) * page)]
+            for row in table
+        ],
+        dtype=torch.int32,
+    )
 
 
 def roomy(rows: int, positions: int, page: int) -> SlotBuffers:
@@ -33,7 +43,9 @@ def roomy(rows: int, positions: int, page: int) -> SlotBuffers:
 @pytest.mark.parametrize("reserved", [True, False])
 @pytest.mark.parametrize("slot", [None, "a"])
 @pytest.mark.parametrize(("page", "first"), [(1, 1), (16, 1), (64, 1), (16, 3)])
-def test_slots_begin_behind_the_first_key(page: int, first: int, slot: str | None, reserved: bool) -> None:
+def test_slots_begin_behind_the_first_key(
+    page: int, first: int, slot: str | None, reserved: bool
+) -> None:
     buffers = roomy(6, 9 * page, page) if reserved else SlotBuffers()
     for seed in range(3):
         table, lens = batch(seed, 6, 9, page)
@@ -54,8 +66,8 @@ def test_pages_in_parts_are_the_same_cache(parts: int) -> None:
 @pytest.mark.parametrize("positions", [700, 4097, 16384])
 @pytest.mark.parametrize("page", [1, 16, 64, 128])
 def test_every_size_and_pass_lies_in_what_the_plan_counts(page: int, positions: int) -> None:
-    """From the largest batch to the smallest, as they are captured, two passes of a draft and the step itself each:
-    one room for all, of as many bytes as were planned, which never moves."""
+    """From the largest batch to the smallest, as they are captured, two passes of a draft and the
+    step itself each: one room for all, of as many bytes as were planned, which never moves."""
     step = DecodingRows(33, positions, page, 3, 128, True)
     planned, buffers = table_bytes.fa3_mla_bytes(step), SlotBuffers()
     assert planned == 33 * -(-positions // page) * page * 4
@@ -77,24 +89,37 @@ def test_every_size_and_pass_lies_in_what_the_plan_counts(page: int, positions: 
 def test_without_room_a_slot_keeps_its_own() -> None:
     """Captured kernels still read one address, another for each slot."""
     buffers = SlotBuffers()
-    seen = [buffers.shifted(slot, *batch(seed, 4, 5, 16), 1, 16)[0].data_ptr()
-            for seed, slot in enumerate(("a", "b", "a", "b"))]
+    seen = [
+        buffers.shifted(slot, *batch(seed, 4, 5, 16), 1, 16)[0].data_ptr()
+        for seed, slot in enumerate(("a", "b", "a", "b"))
+    ]
     assert seen[0] == seen[2] != seen[1] == seen[3]
     assert buffers.nbytes == 2 * 4 * 5 * 16 * 4
 
 
-@pytest.mark.parametrize(("drafts", "page", "width", "heads", "tables"), [
-    (True, 64, 2, 128, 64), (False, 64, 1, 128, 2), (False, 64, 1, 16, 0), (False, 16, 1, 128, 0),
-    (False, 128, 1, 128, 4)])
-def test_what_is_counted_for_latents(drafts: bool, page: int, width: int, heads: int, tables: int) -> None:
+@pytest.mark.parametrize(
+    ("drafts", "page", "width", "heads", "tables"),
+    [
+        (True, 64, 2, 128, 64),
+        (False, 64, 1, 128, 2),
+        (False, 64, 1, 16, 0),
+        (False, 16, 1, 128, 0),
+        (False, 128, 1, 128, 4),
+    ],
+)
+def test_what_is_counted_for_latents(
+    drafts: bool, page: int, width: int, heads: int, tables: int
+) -> None:
     """``tables``: in page tables of the batch's own size."""
     step = DecodingRows(9, 1000, page, width, heads, drafts)
     assert table_bytes.fa3_mla_bytes(step) == tables * 9 * step.columns * 4
     assert table_bytes.slots_bytes(step) == (9 * step.columns * page * 4 if drafts else 0)
 
 
-@pytest.mark.parametrize(("drafts", "page", "tables"), [
-    (True, 64, 64), (False, 64, 0), (False, 256, 4), (True, 256, 256), (False, 16, 0)])
+@pytest.mark.parametrize(
+    ("drafts", "page", "tables"),
+    [(True, 64, 64), (False, 64, 0), (False, 256, 4), (True, 256, 256), (False, 16, 0)],
+)
 def test_what_is_counted_for_heads(drafts: bool, page: int, tables: int) -> None:
     step = DecodingRows(9, 1000, page, 1, 32, drafts)
     assert table_bytes.fa3_mha_bytes(step) == tables * 9 * step.columns * 4

@@ -1,4 +1,5 @@
 """The bounds of the stall watch, and its cost in a step."""
+
 from __future__ import annotations
 
 import sys
@@ -36,11 +37,17 @@ class World:
         batch = idle_batch()
         batch.mode, batch.rows = Mode.DECODE, np.arange(size, dtype=np.int32)
         batch.epochs, batch.samples = self.table.epoch[batch.rows].copy(), np.ones(size, np.bool_)
-        result = StepResult(np.zeros((size, 1), np.int64), np.array(counts, np.int32), np.array(bad or [False] * size))
+        result = StepResult(
+            np.zeros((size, 1), np.int64),
+            np.array(counts, np.int32),
+            np.array(bad or [False] * size),
+        )
         return self.watch.stepped(batch, result)
 
     def calls_of_a_step(self) -> int:
-        """Python and C calls that the watch makes of a step in which every running row gains a token."""
+        """Python and C calls that the watch makes of a step in which every running row gains a
+        token.
+        """
         count = 0
 
         def tracer(frame: object, event: str, argument: object) -> None:
@@ -66,8 +73,11 @@ class World:
 
 def test_turns_and_seconds_must_both_pass() -> None:
     load = Stats(waiting=1)
-    for turns, pace, expected in ((STILL_TURNS + 5, STILL_SECONDS / 1e4, False), (STILL_TURNS - 1, 10.0, False),
-                                  (STILL_TURNS, 2 * STILL_SECONDS / STILL_TURNS, True)):
+    for turns, pace, expected in (
+        (STILL_TURNS + 5, STILL_SECONDS / 1e4, False),
+        (STILL_TURNS - 1, 10.0, False),
+        (STILL_TURNS, 2 * STILL_SECONDS / STILL_TURNS, True),
+    ):
         watch = World(1).watch
         found = [watch.still(100.0 + pace * turn, load) for turn in range(turns)]
         assert [stall is not None for stall in found] == [False] * (turns - 1) + [expected]

@@ -1,4 +1,5 @@
 """Encoding, decoding whole and in pieces, special ids, and the folders they come from."""
+
 from __future__ import annotations
 
 import json
@@ -19,10 +20,32 @@ from glowplug.core.text.detokenize import WINDOW
 from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.plugins.outputs.tokenizer import open_tokenizer
 from tests.support.source_tree import ROOT
-from tests.support.tiny_tokenizer import ASSISTANT, BOS, CHAT, EOS, TEXT, byte_fallback, byte_level, write_folder
+from tests.support.tiny_tokenizer import (
+    ASSISTANT,
+    BOS,
+    CHAT,
+    EOS,
+    TEXT,
+    byte_fallback,
+    byte_level,
+    write_folder,
+)
 
 HARD = [
-    *TEXT, "", " ", "\n\n", "é", "👩‍👩‍👧‍👦", "e\u0301", "\u200d", "\x00", "日", "a\ufffdb", "🇩🇪🇫🇷", "\U0010ffff", "ﷺ",
+    *TEXT,
+    "",
+    " ",
+    "\n\n",
+    "é",
+    "👩‍👩‍👧‍👦",
+    "e\u0301",
+    "\u200d",
+    "\x00",
+    "日",
+    "a\ufffdb",
+    "🇩🇪🇫🇷",
+    "\U0010ffff",
+    "ﷺ",
 ]
 KINDS = {"byte_level": byte_level, "byte_fallback": byte_fallback}
 
@@ -32,7 +55,9 @@ def make(kind: str = "byte_level") -> Tokenizer:
     return Tokenizer(tokenizers.Tokenizer.from_str(KINDS[kind]()))
 
 
-def streamed(tokenizer: Tokenizer, ids: list[int], sizes: list[int], skip: bool = True) -> list[str]:
+def streamed(
+    tokenizer: Tokenizer, ids: list[int], sizes: list[int], skip: bool = True
+) -> list[str]:
     stream, pieces, at = tokenizer.stream(skip), [], 0
     for size in [*sizes, len(ids)]:
         if at < len(ids) and size:
@@ -55,7 +80,11 @@ def test_round_trip_and_stream_of_hard_texts(kind: str) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(text=st.text(max_size=60), sizes=st.lists(st.integers(1, 4), max_size=60), kind=st.sampled_from(sorted(KINDS)))
+@given(
+    text=st.text(max_size=60),
+    sizes=st.lists(st.integers(1, 4), max_size=60),
+    kind=st.sampled_from(sorted(KINDS)),
+)
 def test_stream_equals_whole_for_any_text(text: str, sizes: list[int], kind: str) -> None:
     tokenizer = make(kind)
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -65,10 +94,15 @@ def test_stream_equals_whole_for_any_text(text: str, sizes: list[int], kind: str
 
 
 @settings(max_examples=300, deadline=None)
-@given(ids=st.lists(st.integers(0, 420), max_size=40), sizes=st.lists(st.integers(1, 5), max_size=40),
-       skip=st.booleans())
+@given(
+    ids=st.lists(st.integers(0, 420), max_size=40),
+    sizes=st.lists(st.integers(1, 5), max_size=40),
+    skip=st.booleans(),
+)
 def test_any_ids_decode_as_the_library_does(ids: list[int], sizes: list[int], skip: bool) -> None:
-    """Random ids are mostly invalid UTF-8; our byte table and the library must make the same text of them."""
+    """Random ids are mostly invalid UTF-8; our byte table and the library must make the same text
+    of them.
+    """
     tokenizer = make()
     whole = tokenizer.decode(ids, skip)
     assert whole == tokenizer.backend.decode(ids, skip_special_tokens=skip)
@@ -106,8 +140,14 @@ def test_special_tokens() -> None:
     ids = tokenizer.encode(f"{ASSISTANT}<think>hm</think>{EOS}")
     assert ids[:2] == [0, 3] and ids[-1] == 1
     assert tokenizer.decode(ids) == "<think>hm</think>"
-    assert tokenizer.decode(ids, skip_special_tokens=False) == f"{BOS}{ASSISTANT}<think>hm</think>{EOS}"
-    assert "".join(streamed(tokenizer, ids, [1] * 20, False)) == f"{BOS}{ASSISTANT}<think>hm</think>{EOS}"
+    assert (
+        tokenizer.decode(ids, skip_special_tokens=False)
+        == f"{BOS}{ASSISTANT}<think>hm</think>{EOS}"
+    )
+    assert (
+        "".join(streamed(tokenizer, ids, [1] * 20, False))
+        == f"{BOS}{ASSISTANT}<think>hm</think>{EOS}"
+    )
     assert tokenizer.token_bytes(3) == ASSISTANT.encode()
 
 
@@ -145,7 +185,8 @@ def test_truncation_and_padding_of_the_file_are_ignored() -> None:
 
 def test_bos_is_added_once() -> None:
     with_processor = Tokenizer(
-        tokenizers.Tokenizer.from_str(byte_level()), special_tokens={"bos_token": BOS}, add_bos=True)
+        tokenizers.Tokenizer.from_str(byte_level()), special_tokens={"bos_token": BOS}, add_bos=True
+    )
     assert with_processor.encode("hi")[0] == 0 and with_processor.encode("hi")[1] != 0
     data = json.loads(byte_level())
     data["post_processor"] = None
@@ -162,17 +203,23 @@ def test_many_threads() -> None:
     with ThreadPoolExecutor(8) as pool:
         ids = list(pool.map(lambda text: tokenizer.encode(text, add_special_tokens=False), texts))
         assert list(pool.map(tokenizer.decode, ids)) == texts
-        assert list(pool.map(lambda one: "".join(streamed(tokenizer, one, [1] * len(one))), ids)) == texts
+        assert (
+            list(pool.map(lambda one: "".join(streamed(tokenizer, one, [1] * len(one))), ids))
+            == texts
+        )
 
 
-# ---- folders --------------------------------------------------------------------------------------------------------
+# ---- folders -------------------------------------------------------------------------------------
 
 
 def test_folder(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path))
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.eos_ids) == (0, 1, (1, 2))
     assert tokenizer.vocab_size == 402 and tokenizer.has_chat_template
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == f"{BOS}<｜User｜>hi{ASSISTANT}"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+        == f"{BOS}<｜User｜>hi{ASSISTANT}"
+    )
 
 
 def test_ids_that_end_a_sequence(tmp_path: Path) -> None:
@@ -183,18 +230,32 @@ def test_ids_that_end_a_sequence(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(tmp_path).eos_ids == (1, 3)
     (tmp_path / "tokenizer_config.json").unlink()
     bare = Tokenizer.from_folder(tmp_path)
-    assert (bare.eos_id, bare.eos_ids, bare.bos_id, bare.has_chat_template) == (None, (3,), None, False)
+    assert (bare.eos_id, bare.eos_ids, bare.bos_id, bare.has_chat_template) == (
+        None,
+        (3,),
+        None,
+        False,
+    )
 
 
 def test_template_file_wins_over_the_config(tmp_path: Path) -> None:
     write_folder(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("file {{ messages[0].content }} {{ eos_token }}", encoding="utf-8")
-    assert Tokenizer.from_folder(tmp_path).apply_chat_template([{"role": "user", "content": "x"}]) == f"file x {EOS}"
+    (tmp_path / "chat_template.jinja").write_text(
+        "file {{ messages[0].content }} {{ eos_token }}", encoding="utf-8"
+    )
+    assert (
+        Tokenizer.from_folder(tmp_path).apply_chat_template([{"role": "user", "content": "x"}])
+        == f"file x {EOS}"
+    )
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
     write_folder(tmp_path)
-    for name, content in (("generation_config.json", "{"), ("tokenizer_config.json", "[]"), ("tokenizer.json", "{}")):
+    for name, content in (
+        ("generation_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer.json", "{}"),
+    ):
         (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match=name):
             Tokenizer.from_folder(tmp_path)
@@ -221,15 +282,23 @@ def test_same_as_transformers(tmp_path: Path) -> None:
         for skip in (True, False):
             assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
     roles = ("user", "assistant", "user")
-    messages = [{"role": role, "content": text} for role, text in zip(roles, ("Grüße", "ok", "?"), strict=True)]
+    messages = [
+        {"role": role, "content": text}
+        for role, text in zip(roles, ("Grüße", "ok", "?"), strict=True)
+    ]
     assert theirs.chat_template == CHAT
     for arguments in ({}, {"thinking": True}):
         assert ours.apply_chat_template(messages, **arguments) == theirs.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **arguments)
+            messages, tokenize=False, add_generation_prompt=True, **arguments
+        )
 
 
 def test_needs_neither_torch_nor_transformers() -> None:
-    code = ("import sys, glowplug.core.text.stop_strings; "
-            "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))")
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT / "src")}, timeout=60, check=False)
+    code = (
+        "import sys, glowplug.core.text.stop_strings; "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT / "src")}, timeout=60, check=False
+    )
     assert done.returncode == 0

@@ -1,4 +1,7 @@
-"""What the byte budget says of a step is what its layers and its sampler allocate, found without a GPU."""
+"""What the byte budget says of a step is what its layers and its sampler allocate, found without a
+GPU.
+"""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,7 @@
-"""`glowplug tune`: the products of a model, bounded time, going on where it stopped, several processes."""
+"""`glowplug tune`: the products of a model, bounded time, going on where it stopped, several
+processes.
+"""
+
 from __future__ import annotations
 
 import json
@@ -54,16 +57,35 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def shapes_of(name: str, folder: Path, plugins: PluginSet) -> LayerShapes:
-    plan = make_plan({"model": str(write_config(folder, name)), "skip_tokenizer": True, "device": "cpu",
-                      "weights": {"use": "random"}}, plugins=plugins)
+    plan = make_plan(
+        {
+            "model": str(write_config(folder, name)),
+            "skip_tokenizer": True,
+            "device": "cpu",
+            "weights": {"use": "random"},
+        },
+        plugins=plugins,
+    )
     return layer_shapes(plan, plugins)
 
 
-def test_the_products_of_a_model_are_found_without_its_weights(plugins: PluginSet, tmp_path: Path) -> None:
+def test_the_products_of_a_model_are_found_without_its_weights(
+    plugins: PluginSet, tmp_path: Path
+) -> None:
     found = shapes_of("v3", tmp_path, plugins)
     sizes = {(sum(shape.outputs), shape.inputs) for shape in found.linears}
-    assert sizes == {(48 + 40, 64), (4 * 24, 48), (4 * 32, 32), (64, 64), (2 * 96, 64), (64, 96), (64, 64),
-                     (2 * 32, 64), (64, 32), (160, 64)}
+    assert sizes == {
+        (48 + 40, 64),
+        (4 * 24, 48),
+        (4 * 32, 32),
+        (64, 64),
+        (2 * 96, 64),
+        (64, 96),
+        (64, 64),
+        (2 * 32, 64),
+        (64, 32),
+        (160, 64),
+    }
     assert [(shape.count, shape.hidden, shape.inter) for shape in found.experts] == [(8, 64, 32)]
     assert (found.topk, found.quantized) == (3, frozenset())
     fp8 = shapes_of("v3_fp8", tmp_path / "fp8", plugins)
@@ -79,12 +101,15 @@ def test_tuners_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixtur
     assert "no tuner 'sleepi'; there are: " in capsys.readouterr().err
 
 
-def test_every_table_is_filled_and_the_next_run_does_nothing(tables: Path, clock: Clock,
-                                                             capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_table_is_filled_and_the_next_run_does_nothing(
+    tables: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["tune", "sleepy", *MODEL, "--rows", "1", "4"]) == 0
     shown = capsys.readouterr().out
     written = sorted(tables.iterdir())
-    assert len(written) >= 7 and all(set(json.loads(path.read_text())) == {"1", "4"} for path in written)
+    assert len(written) >= 7 and all(
+        set(json.loads(path.read_text())) == {"1", "4"} for path in written
+    )
     assert "not complete" not in shown
     stamps = [path.stat().st_mtime_ns for path in written]
     assert main(["tune", "sleepy", *MODEL, "--rows", "1", "4"]) == 0
@@ -92,8 +117,9 @@ def test_every_table_is_filled_and_the_next_run_does_nothing(tables: Path, clock
     assert "rows" not in capsys.readouterr().out.replace("to measure", "")
 
 
-def test_time_runs_out_and_another_run_goes_on(tables: Path, clock: Clock, capsys: pytest.CaptureFixture[str],
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_runs_out_and_another_run_goes_on(
+    tables: Path, clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tests.plugins.sleepy_tuner.SECONDS", 0.3)
     assert main(["tune", "sleepy", *MODEL, "--max-minutes", "0.03"]) == 0
     assert 1.8 <= clock.now < 1.8 + 0.3, "the measurement that the time ran out in was the last"
@@ -105,9 +131,15 @@ def test_time_runs_out_and_another_run_goes_on(tables: Path, clock: Clock, capsy
     assert all(set(json.loads(path.read_text())) == {"1", "8", "64"} for path in tables.iterdir())
 
 
-def test_some_tables_only_and_a_list_measures_nothing(tables: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_some_tables_only_and_a_list_measures_nothing(
+    tables: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["tune", "sleepy", *MODEL, "--list"]) == 0
-    labels = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("N=")]
+    labels = [
+        line.partition(":")[0]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("N=")
+    ]
     assert len(labels) >= 7 and list(tables.iterdir()) == []
     assert main(["tune", "sleepy", *MODEL, "--tables", labels[0], labels[1]]) == 0
     assert sorted(path.stem for path in tables.iterdir()) == sorted(labels[:2])
@@ -119,11 +151,18 @@ def test_a_model_without_experts_has_nothing_for_moe(capsys: pytest.CaptureFixtu
     assert "nothing for moe" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("tuner", "more"), [("moe", ()), ("fp8-gemm", ("--quantization", "block_fp8")),
-                                             ("fp8-moe", ("--quantization", "block_fp8")),
-                                             ("int8-gemm", ("--quantization", "w8a8_int8"))])
-def test_a_machine_without_a_card_measures_nothing(tuner: str, more: tuple[str, ...],
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("tuner", "more"),
+    [
+        ("moe", ()),
+        ("fp8-gemm", ("--quantization", "block_fp8")),
+        ("fp8-moe", ("--quantization", "block_fp8")),
+        ("int8-gemm", ("--quantization", "w8a8_int8")),
+    ],
+)
+def test_a_machine_without_a_card_measures_nothing(
+    tuner: str, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("triton")
     words = ["tune", tuner, "--model", "tiny-v3", "--device", "cpu", *more]
     assert main(words) == 2
@@ -142,9 +181,16 @@ def test_the_experts_tables_are_where_the_kernels_look(capsys: pytest.CaptureFix
     from glowplug.kernels.launch import tuned_tables as tuned
     from glowplug.kernels.moe.experts import Problem
 
-    assert main(["tune", "moe", "--model", "v2lite", "--device", "cpu", "--list", "--dtype", "bfloat16"]) == 0
+    assert (
+        main(
+            ["tune", "moe", "--model", "v2lite", "--device", "cpu", "--list", "--dtype", "bfloat16"]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
-    alone, riding = (Problem(64 + shared, 6 + shared, 2048, 1408, "bfloat16").table_name for shared in (0, 2))
+    alone, riding = (
+        Problem(64 + shared, 6 + shared, 2048, 1408, "bfloat16").table_name for shared in (0, 2)
+    )
     assert str(tuned.FOLDER / alone) in shown or str(tuned.FOLDER / riding) in shown
 
 
@@ -183,7 +229,10 @@ def test_time_is_shared_out_over_what_is_missing(clock: Clock) -> None:
         def tune(self, table: object, seconds: float, log: object) -> None:
             given.append(seconds)
 
-    one = [tune.TuneTable(str(number), Path("x"), (1,), (1,) if number == 1 else ()) for number in range(3)]
+    one = [
+        tune.TuneTable(str(number), Path("x"), (1,), (1,) if number == 1 else ())
+        for number in range(3)
+    ]
     tune._measure(Noted(), one, 10.0)  # type: ignore[arg-type]
     assert given == pytest.approx([5.0, 10.0])
 
@@ -213,4 +262,6 @@ def test_a_ray_cluster_shares_the_tables(tables: Path, monkeypatch: pytest.Monke
     written = list(tables.iterdir())
     assert len(written) >= 7
     done = tune_workers._task(tune_workers._command([written[0].stem], 60.0))
-    assert done == {str(written[0]): written[0].read_text()}, "what a task on another host would send back"
+    assert done == {str(written[0]): written[0].read_text()}, (
+        "what a task on another host would send back"
+    )

@@ -1,4 +1,5 @@
 """`glowplug tune`: what was asked for that is not there, and what a list says to do."""
+
 from __future__ import annotations
 
 import sys
@@ -29,9 +30,15 @@ def test_a_list_says_how_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.endswith("not complete: run it without --list\n")
 
 
-def test_a_package_that_a_tuner_imports_is_named_when_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tests.needs_absent", None)  # importing it fails as if it were not there
-    with pytest.raises(ValueError, match="odd needs tests, which is not installed: pip install tests"):
+def test_a_package_that_a_tuner_imports_is_named_when_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(
+        sys.modules, "tests.needs_absent", None
+    )  # importing it fails as if it were not there
+    with pytest.raises(
+        ValueError, match="odd needs tests, which is not installed: pip install tests"
+    ):
         tune._factory(Tuner("odd", "tests.needs_absent:Odd"), "here")
     with pytest.raises(Exception, match="could not be imported"):
         tune._factory(Tuner("odd", "glowplug.no_such_module:Odd"), "here")

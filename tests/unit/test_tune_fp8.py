@@ -1,4 +1,7 @@
-"""The tuners of FP8 products: which tables a model wants, both kinds of measurement, the faster provider noted."""
+"""The tuners of FP8 products: which tables a model wants, both kinds of measurement, the faster
+provider noted.
+"""
+
 from __future__ import annotations
 
 import json
@@ -24,15 +27,21 @@ ROWS = (8, 128)
 
 
 def linear(name: str, outputs: tuple[int, ...], inputs: int) -> LinearShape:
-    return LinearShape(name, (name,), outputs, inputs, (0,) * len(outputs), 0, ((sum(outputs), inputs),))
+    return LinearShape(
+        name, (name,), outputs, inputs, (0,) * len(outputs), 0, ((sum(outputs), inputs),)
+    )
 
 
 def experts(prefix: str, inter: int) -> ExpertsShape:
     return ExpertsShape(prefix, 8, 0, 256, inter, 0, inter, 8, shared=1)
 
 
-SHAPES = LayerShapes((linear("a", (1536, 576), 7168), linear("b", (1536, 576), 7168), linear("head", (512,), 7168)),
-                     (experts("dense", 192), experts("kept", 192)), frozenset({"a", "b", "kept"}), 2)
+SHAPES = LayerShapes(
+    (linear("a", (1536, 576), 7168), linear("b", (1536, 576), 7168), linear("head", (512,), 7168)),
+    (experts("dense", 192), experts("kept", 192)),
+    frozenset({"a", "b", "kept"}),
+    2,
+)
 
 
 class Quick:
@@ -53,9 +62,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tuned, "FOLDER", tmp_path)
     monkeypatch.setattr(tune_fp8, "provider_path", lambda: tmp_path / "providers.json")
 
-    def tune(columns: int, depth: int, path: Path, *, rows: Sequence[int], **more: Any) -> dict[int, Any]:
+    def tune(
+        columns: int, depth: int, path: Path, *, rows: Sequence[int], **more: Any
+    ) -> dict[int, Any]:
         found = {number: {"BLOCK_M": 16} for number in rows}
-        path.write_text(json.dumps({**(json.loads(path.read_text()) if path.is_file() else {}), **found}))
+        path.write_text(
+            json.dumps({**(json.loads(path.read_text()) if path.is_file() else {}), **found})
+        )
         return found
 
     monkeypatch.setattr(fp8_tuning, "tune_gemm", tune)
@@ -77,12 +90,14 @@ class _NoOperands:
 
 
 def test_tables_fill_and_the_next_run_goes_on(tuner: tune_fp8.Fp8GemmTuner, folder: Path) -> None:
-    table, = tuner.tables(SHAPES, ROWS)
+    (table,) = tuner.tables(SHAPES, ROWS)
     assert (table.label, table.missing) == ("N=2112,K=7168", ROWS)
     log: list[str] = []
     tuner.tune(table, 60.0, log.append)
     assert "128 rows: quick; triton 10.0 us, quick 4.0 us" in log
-    assert json.loads((folder / "providers.json").read_text()) == {"N=2112,K=7168": {"8": "triton", "128": "quick"}}
+    assert json.loads((folder / "providers.json").read_text()) == {
+        "N=2112,K=7168": {"8": "triton", "128": "quick"}
+    }
     assert tuner.tables(SHAPES, (*ROWS, 512))[0].missing == (512,)
     (folder / "providers.json").write_text("{}")
     assert tuner.tables(SHAPES, ROWS)[0].missing == ROWS, "both tables count"
@@ -90,12 +105,16 @@ def test_tables_fill_and_the_next_run_goes_on(tuner: tune_fp8.Fp8GemmTuner, fold
 
 def test_no_time_notes_no_provider(tuner: tune_fp8.Fp8GemmTuner, folder: Path) -> None:
     log: list[str] = []
-    tuner.tune(TuneTable("N=2112,K=7168", folder / "t.json", (1, 8), (), (2112, 7168)), -1.0, log.append)
+    tuner.tune(
+        TuneTable("N=2112,K=7168", folder / "t.json", (1, 8), (), (2112, 7168)), -1.0, log.append
+    )
     assert log[-1] == "out of time before 1 rows of the libraries"
     assert not (folder / "providers.json").exists()
 
 
-def test_a_library_that_fails_is_left_out(tuner: tune_fp8.Fp8GemmTuner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_fails_is_left_out(
+    tuner: tune_fp8.Fp8GemmTuner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(calls: Sequence[Callable[[], object]]) -> float:
         if calls:
             raise RuntimeError("no kernel image")
@@ -123,25 +142,43 @@ def test_operands_have_whole_blocks_where_a_library_wants_them() -> None:
 
 def test_providers_of_several_products_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "fp8_gemm.json"
-    for problem, rows, name in (("N=1,K=2", 64, "triton"), ("N=3,K=4", 8, "cublas"), ("N=1,K=2", 8, "deep_gemm"),
-                                ("N=1,K=2", 64, "cutlass")):
+    for problem, rows, name in (
+        ("N=1,K=2", 64, "triton"),
+        ("N=3,K=4", 8, "cublas"),
+        ("N=1,K=2", 8, "deep_gemm"),
+        ("N=1,K=2", 64, "cutlass"),
+    ):
         tune_fp8.note_provider(path, problem, rows, name)
-    assert json.loads(path.read_text()) == {"N=1,K=2": {"8": "deep_gemm", "64": "cutlass"}, "N=3,K=4": {"8": "cublas"}}
+    assert json.loads(path.read_text()) == {
+        "N=1,K=2": {"8": "deep_gemm", "64": "cutlass"},
+        "N=3,K=4": {"8": "cublas"},
+    }
     assert tune_fp8.providers_in(path, "N=1,K=2") == (8, 64)
 
 
-def test_only_experts_over_dense_weights_are_moes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_experts_over_dense_weights_are_moes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(moe_tuning, "tune_experts", lambda problem, shared, path, **more: asked.append(
-        (problem.experts, problem.topk, problem.inter, shared, more["tokens"])))
+    monkeypatch.setattr(
+        moe_tuning,
+        "tune_experts",
+        lambda problem, shared, path, **more: asked.append(
+            (problem.experts, problem.topk, problem.inter, shared, more["tokens"])
+        ),
+    )
     tuner = tune_moe.MoeTuner(bare_plan())
-    table, = tuner.tables(SHAPES, ROWS)
+    (table,) = tuner.tables(SHAPES, ROWS)
     table.path.write_text('{"8": {}}')
-    table, = tuner.tables(SHAPES, ROWS)
+    (table,) = tuner.tables(SHAPES, ROWS)
     tuner.tune(table, 1.0, print)
     assert asked == [(9, 3, 192, 1, (128,))]
 
 
 def test_both_tuners_are_registered() -> None:
-    names = [found.name for _, group in load_plugins(entry_points=False).call_each("tuners") for found in group]
+    names = [
+        found.name
+        for _, group in load_plugins(entry_points=False).call_each("tuners")
+        for found in group
+    ]
     assert {"moe", "fp8-gemm"} <= set(names)

@@ -1,4 +1,5 @@
 """`glowplug tune fp8-moe`: candidates that can run, and the choice among what was measured."""
+
 from __future__ import annotations
 
 import pytest
@@ -17,25 +18,41 @@ V3 = moe_fp8_tuning.Problem(257, 9, 7168, 2048, 1)
 def test_candidates_fit_and_pair_up(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_fp8_tuning.moe_gemm_hopper, "supported", lambda: False)
     found = list(moe_fp8_tuning.expert_candidates(tokens, V3))
-    tiles = {kind: {config["BLOCK_M"] for each, config in found if each == kind} for kind, _ in found}
+    tiles = {
+        kind: {config["BLOCK_M"] for each, config in found if each == kind} for kind, _ in found
+    }
     assert tiles["gated"] <= tiles["second"] and tiles.get("plain", set()) <= tiles["second"]
     for kind, config in found:
         weights = 2 if kind == "gated" else 1
         stage = (weights * config["BLOCK_N"] + config["BLOCK_M"]) * 128 * config.get("ROUND", 1)
         assert config["num_stages"] * stage <= 225_000
         assert kind != "gated" or config["BLOCK_N"] == 128
-    assert {config.get("SPLITS", 1) for _, config in found} == ({1, 4, 7, 8} if tokens == 1 else {1})
-    orders = {kind: {config.get("ORDER") for each, config in found if each == kind} for kind, _ in found}
+    assert {config.get("SPLITS", 1) for _, config in found} == (
+        {1, 4, 7, 8} if tokens == 1 else {1}
+    )
+    orders = {
+        kind: {config.get("ORDER") for each, config in found if each == kind} for kind, _ in found
+    }
     few = tokens < 4096
     assert orders["second"] == ({None, "columns"} if few else {None})
-    assert orders["gated"] == {None, *(["columns"] if tokens == 512 else []), *(["filled"] if few else [])}
+    assert orders["gated"] == {
+        None,
+        *(["columns"] if tokens == 512 else []),
+        *(["filled"] if few else []),
+    }
 
 
 @pytest.mark.parametrize(("tokens", "wanted"), [(256, False), (457, True), (4096, True)])
-def test_large_steps_may_go_to_hoppers_kernel(tokens: int, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_steps_may_go_to_hoppers_kernel(
+    tokens: int, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def tiles(problem: moe_fp8_tuning.Problem) -> dict[str, set[int]]:
-        found = [each for each in moe_fp8_tuning.expert_candidates(tokens, problem) if "GROUP" in each[1]]
-        return {kind: {config["GROUP"] for each, config in found if each == kind} for kind, _ in found}
+        found = [
+            each for each in moe_fp8_tuning.expert_candidates(tokens, problem) if "GROUP" in each[1]
+        ]
+        return {
+            kind: {config["GROUP"] for each, config in found if each == kind} for kind, _ in found
+        }
 
     monkeypatch.setattr(moe_fp8_tuning.moe_gemm_hopper, "supported", lambda: False)
     assert not tiles(V3), "no such card here"
@@ -54,13 +71,26 @@ def test_the_cheapest_pair_shares_a_tile_size() -> None:
     def config(block: int, name: str) -> dict[str, object]:
         return {"BLOCK_M": block, "name": name}
 
-    best = {("gated", 16, False): (10.0, config(16, "a")), ("second", 16, False): (9.0, config(16, "b")),
-            ("plain", 32, False): (5.0, config(32, "c")), ("second", 32, False): (13.0, config(32, "d")),
-            ("gated", 64, False): (1.0, config(64, "e"))}
+    best = {
+        ("gated", 16, False): (10.0, config(16, "a")),
+        ("second", 16, False): (9.0, config(16, "b")),
+        ("plain", 32, False): (5.0, config(32, "c")),
+        ("second", 32, False): (13.0, config(32, "d")),
+        ("gated", 64, False): (1.0, config(64, "e")),
+    }
     spent, chosen = moe_fp8_tuning._cheapest(best)
-    assert chosen == {"BLOCK_M": 32, "FUSE": False, "PAIRED": False, "first": {"name": "c"}, "second": {"name": "d"}}
+    assert chosen == {
+        "BLOCK_M": 32,
+        "FUSE": False,
+        "PAIRED": False,
+        "first": {"name": "c"},
+        "second": {"name": "d"},
+    }
     assert spent == 18.0 + moe_fp8_tuning.ALIGNING
-    best |= {("gated", 16, True): (10.0, config(16, "a")), ("second", 16, True): (9.0, config(16, "b"))}
+    best |= {
+        ("gated", 16, True): (10.0, config(16, "a")),
+        ("second", 16, True): (9.0, config(16, "b")),
+    }
     assert moe_fp8_tuning._cheapest(best)[1]["PAIRED"]
 
 

@@ -1,4 +1,7 @@
-"""The tuners of int8 and AWQ: which tables a model wants, the faster one noted, and what is timed is the product."""
+"""The tuners of int8 and AWQ: which tables a model wants, the faster one noted, and what is timed
+is the product.
+"""
+
 from __future__ import annotations
 
 import json
@@ -29,41 +32,70 @@ TUNERS = [(Int8GemmTuner, "w8a8_int8", "int8_gemm"), (AwqGemmTuner, "awq", "awq_
 
 
 def linear(name: str, outputs: tuple[int, ...], inputs: int) -> LinearShape:
-    return LinearShape(name, (name,), outputs, inputs, (0,) * len(outputs), 0, ((sum(outputs), inputs),))
+    return LinearShape(
+        name, (name,), outputs, inputs, (0,) * len(outputs), 0, ((sum(outputs), inputs),)
+    )
 
 
-SHAPES = LayerShapes((linear("a", (64, 32), 128), linear("b", (96,), 128), linear("c", (64,), 256),
-                      linear("head", (512,), 128)), (), frozenset({"a", "b", "c"}), 0)
+SHAPES = LayerShapes(
+    (
+        linear("a", (64, 32), 128),
+        linear("b", (96,), 128),
+        linear("c", (64,), 256),
+        linear("head", (512,), 128),
+    ),
+    (),
+    frozenset({"a", "b", "c"}),
+    0,
+)
 
 
 def tuner_of(made: type[NarrowTuner], scheme: str) -> NarrowTuner:
     facts = tiny_facts("v2", quantization_config={**AWQ, "group_size": 64})
-    plan: Any = SimpleNamespace(dtype="float32" if DEVICE == "cpu" else "bfloat16", facts=plan_for(facts).facts,
-                                choice=lambda slot: SimpleNamespace(name=scheme))
+    plan: Any = SimpleNamespace(
+        dtype="float32" if DEVICE == "cpu" else "bfloat16",
+        facts=plan_for(facts).facts,
+        choice=lambda slot: SimpleNamespace(name=scheme),
+    )
     return made(plan, DEVICE)
 
 
 @pytest.mark.parametrize(("made", "scheme", "kind"), TUNERS)
-def test_tables_fill_and_the_next_run_goes_on(made: type[NarrowTuner], scheme: str, kind: str, tmp_path: Path,
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_fill_and_the_next_run_goes_on(
+    made: type[NarrowTuner], scheme: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tuned, "FOLDER", tmp_path)
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H100")
     monkeypatch.setattr(tune_narrow, "microseconds", lambda calls: float(calls))
     tuner, log = tuner_of(made, scheme), []
     monkeypatch.setattr(made, "calls", lambda self, rows, *shape: {"triton": rows, "other": 20})
     first, second = tuner.tables(SHAPES, (8, 128))
-    assert [(table.label, table.missing) for table in (first, second)] == [("N=96,K=128", (8, 128)),
-                                                                           ("N=64,K=256", (8, 128))]
+    assert [(table.label, table.missing) for table in (first, second)] == [
+        ("N=96,K=128", (8, 128)),
+        ("N=64,K=256", (8, 128)),
+    ]
     tuner.tune(first, -1.0, log.append)
     assert log == ["out of time before 8 rows"] and not first.path.exists()
     tuner.tune(first, 60.0, log.append)
-    assert log[1:] == ["8 rows: triton; triton 8.0 us, other 20.0 us",
-                       "128 rows: other; triton 128.0 us, other 20.0 us"]
-    assert gemm_order.measured(kind, "NVIDIA H100") == {"N=96,K=128": {"8": "triton", "128": "other"}}
+    assert log[1:] == [
+        "8 rows: triton; triton 8.0 us, other 20.0 us",
+        "128 rows: other; triton 128.0 us, other 20.0 us",
+    ]
+    assert gemm_order.measured(kind, "NVIDIA H100") == {
+        "N=96,K=128": {"8": "triton", "128": "other"}
+    }
     assert json.loads(first.path.read_text()) and first.path == second.path
-    assert [table.missing for table in tuner.tables(SHAPES, (8, 128, 512))] == [(512,), (8, 128, 512)]
+    assert [table.missing for table in tuner.tables(SHAPES, (8, 128, 512))] == [
+        (512,),
+        (8, 128, 512),
+    ]
     chosen = gemm_order.ByShape(kind, gemm_order.INT8_ROWS)
-    assert [chosen.pick(rows, 96, 128) for rows in (1, 67, 68, 4096)] == ["triton", "triton", "other", "other"]
+    assert [chosen.pick(rows, 96, 128) for rows in (1, 67, 68, 4096)] == [
+        "triton",
+        "triton",
+        "other",
+        "other",
+    ]
     assert tuner_of(made, "block_fp8").tables(SHAPES, ()) == [], "another scheme's layers"
 
 
@@ -74,7 +106,9 @@ def test_what_is_timed_is_the_product_in_int8(columns: int) -> None:
     for each in calls.values():
         for call in each:
             x, x_scales, weight, scales, dtype, _ = call.args  # type: ignore[attr-defined]
-            wanted = (x.double() * x_scales.double()[:, None]) @ (weight.double() * scales.double()[:, None]).t()
+            wanted = (x.double() * x_scales.double()[:, None]) @ (
+                weight.double() * scales.double()[:, None]
+            ).t()
             near(call(), wanted, dtype)
 
 
@@ -93,13 +127,16 @@ def test_what_is_timed_is_the_product_in_awq() -> None:
 
 def near(found: Any, wanted: torch.Tensor, dtype: torch.dtype) -> None:
     assert found.dtype == dtype and tuple(found.shape) == tuple(wanted.shape)
-    assert (found.cpu().double() - wanted.cpu()).norm() <= (1e-5 if dtype is torch.float32 else 1e-2) * wanted.norm()
+    assert (found.cpu().double() - wanted.cpu()).norm() <= (
+        1e-5 if dtype is torch.float32 else 1e-2
+    ) * wanted.norm()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("made", "scheme", "kind"), TUNERS)
-def test_a_card_is_measured(made: type[NarrowTuner], scheme: str, kind: str, tmp_path: Path,
-                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_is_measured(
+    made: type[NarrowTuner], scheme: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tuned, "FOLDER", tmp_path)
     tuner, log = tuner_of(made, scheme), []
     table = tuner.tables(SHAPES, (8, 1024))[0]

@@ -1,4 +1,7 @@
-"""``glowplug bench versus`` over peers that stand in: their tools' command lines, outputs and turns are checked."""
+"""``glowplug bench versus`` over peers that stand in: their tools' command lines, outputs and turns
+are checked.
+"""
+
 from __future__ import annotations
 
 import json
@@ -9,13 +12,19 @@ from pathlib import Path
 import pytest
 
 from glowplug.entrypoints.bench.others import turns
-from glowplug.entrypoints.bench.others.peer_engines import ENGINES, ServedRun, StaticRun, interpreters
+from glowplug.entrypoints.bench.others.peer_engines import (
+    ENGINES,
+    ServedRun,
+    StaticRun,
+    interpreters,
+)
 from glowplug.entrypoints.bench.others.turns import Turn, in_turns
 from glowplug.entrypoints.cli.main import main
 from tests.support.source_tree import ROOT
 from tests.support.waiting import LIMIT, until
 
-#: stands in for an interpreter that has SGLang: its tools' options, what they print and write, and when they worked
+#: stands in for an interpreter that has SGLang: its tools' options, what they print and write, and
+#: when they worked
 SGLANG = """#!{python}
 import json, os, pathlib, runpy, sys, time
 words = sys.argv[1:]
@@ -79,8 +88,11 @@ class LLM:
 
 
 @pytest.fixture
-def peers(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """Interpreters of the stand-ins, and the file in which they note their work, and this process their turns.
+def peers(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Path]:
+    """Interpreters of the stand-ins, and the file in which they note their work, and this process
+    their turns.
 
     With the parameter True each stand-in works only after its turn has come.
     """
@@ -105,7 +117,9 @@ def peers(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     (site / "vllm" / "__init__.py").write_text(VLLM.format(trace=str(trace), waits=waits))
     (site / "kernels.py").write_text("THEIRS = True\n")
     (site / "vllm-0.0.2.dist-info").mkdir()
-    (site / "vllm-0.0.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.0.2\n")
+    (site / "vllm-0.0.2.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: vllm\nVersion: 0.0.2\n"
+    )
     sglang, vllm = tmp_path / "sglang", tmp_path / "vllm"
     sglang.write_text(SGLANG.format(python=sys.executable, trace=str(trace), root=str(ROOT)))
     vllm.write_text(f'#!/bin/sh\nPYTHONPATH="{site}" exec {sys.executable} "$@"\n')
@@ -115,15 +129,44 @@ def peers(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("peers", [True], indirect=True)
-def test_static_batches_side_by_side(peers: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_batches_side_by_side(
+    peers: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     out = tmp_path / "out"
-    status = main(["bench", "versus", "--model", "embedded", "--batch-size", "1", "2", "--input-len", "12",
-                   "--output-len", "20", "--repeat", "1", "--peer", f"sglang={peers['sglang']}",
-                   "--peer", f"vllm={peers['vllm']}", "--together", "--output-dir", str(out),
-                   "--options", "glowplug=--device cpu", "--options", "sglang.static=--mem-fraction-static 0.5",
-                   "--options", "vllm.static=--engine '{\"enforce_eager\": true}'"])
+    status = main(
+        [
+            "bench",
+            "versus",
+            "--model",
+            "embedded",
+            "--batch-size",
+            "1",
+            "2",
+            "--input-len",
+            "12",
+            "--output-len",
+            "20",
+            "--repeat",
+            "1",
+            "--peer",
+            f"sglang={peers['sglang']}",
+            "--peer",
+            f"vllm={peers['vllm']}",
+            "--together",
+            "--output-dir",
+            str(out),
+            "--options",
+            "glowplug=--device cpu",
+            "--options",
+            "sglang.static=--mem-fraction-static 0.5",
+            "--options",
+            "vllm.static=--engine '{\"enforce_eager\": true}'",
+        ]
+    )
     said = capsys.readouterr()
     assert status == 0, said.err
     record = json.loads((out / "static.json").read_text())
@@ -131,9 +174,15 @@ def test_static_batches_side_by_side(peers: dict[str, Path], tmp_path: Path, cap
     assert [row["point"] for row in steps] == [1, 2]
     for row in steps:
         assert row["sglang"] == 4.0  # the second of two runs of a shape
-        assert row["vllm"] == 10.0 and row["glowplug"] > 0  # without the first, longer step of its prompt
+        assert (
+            row["vllm"] == 10.0 and row["glowplug"] > 0
+        )  # without the first, longer step of its prompt
         assert row["times_best_peer"] == pytest.approx(4.0 / row["glowplug"])
-    assert record["conditions"]["versions"] == {"glowplug": "0.1.0", "sglang": "0.0.1", "vllm": "0.0.2"}
+    assert record["conditions"]["versions"] == {
+        "glowplug": "0.1.0",
+        "sglang": "0.0.1",
+        "vllm": "0.0.2",
+    }
     assert "one-batch" not in record["conditions"]["command"] and "card" in record["conditions"]
     assert "--mem-fraction-static 0.5" in record["conditions"]["commands"]["sglang, static"]
     assert record["conditions"]["order"].startswith("all loaded side by side")
@@ -148,56 +197,138 @@ def test_static_batches_side_by_side(peers: dict[str, Path], tmp_path: Path, cap
     assert set(worked) == {"sglang", "vllm"}
 
 
-def test_servers_one_after_another(peers: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_one_after_another(
+    peers: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     out = tmp_path / "out"
-    status = main(["bench", "versus", "--model", "embedded", "--batch-size", "--serving", "1", "2",
-                   "--num-prompts", "2", "4", "--input-len", "8", "--serving-output-len", "6",
-                   "--peer", f"sglang={peers['sglang']}",
-                   "--options", "glowplug=--device cpu", "--offline", "--output-dir", str(out)])
+    status = main(
+        [
+            "bench",
+            "versus",
+            "--model",
+            "embedded",
+            "--batch-size",
+            "--serving",
+            "1",
+            "2",
+            "--num-prompts",
+            "2",
+            "4",
+            "--input-len",
+            "8",
+            "--serving-output-len",
+            "6",
+            "--peer",
+            f"sglang={peers['sglang']}",
+            "--options",
+            "glowplug=--device cpu",
+            "--offline",
+            "--output-dir",
+            str(out),
+        ]
+    )
     said = capsys.readouterr()
     assert status == 0, said.err
     record = json.loads((out / "serving.json").read_text())
     rates = record["tables"]["serving, output tokens/s"]
-    assert [row["point"] for row in rates] == [1, 2] and all(row["glowplug"] and row["sglang"] for row in rates)
+    assert [row["point"] for row in rates] == [1, 2] and all(
+        row["glowplug"] and row["sglang"] for row in rates
+    )
     assert all(0 < row["share_of_floor"] < 1 for row in rates)
-    assert record["tables"]["serving beside the offline engine, output tokens/s"][0]["share_of_offline"] > 0
+    assert (
+        record["tables"]["serving beside the offline engine, output tokens/s"][0][
+            "share_of_offline"
+        ]
+        > 0
+    )
     assert [line["completed"] for line in record["runs"]["sglang"]] == [2, 4]
-    assert record["conditions"]["requests"] == {"1": 2, "2": 4} and not (out / "static.json").exists()
+    assert (
+        record["conditions"]["requests"] == {"1": 2, "2": 4} and not (out / "static.json").exists()
+    )
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["--peer", "tgi=/usr/bin/python3"], "expected NAME=PYTHON, each of sglang, vllm once"),
-    (["--peer", "vllm=/nowhere/python"], "No such file or directory"),
-    (["--peer", f"sglang={sys.executable}"], "sglang is not installed there"),
-    (["--options", "vllm.speed=--fast"], "expected NAME=WORDS or NAME.KIND=WORDS"),
-    (["--model", "/nowhere"], "/nowhere"),
-    (["--batch-size"], "nothing to measure"),
-    (["--batch-size", "0"], "at least 1"),
-    (["--floor-card", "TI-83"], "TI-83: its bandwidth"),
-    (["--serving", "1", "8", "--num-prompts", "4"], "one value for each of --serving"),
-])
-def test_what_cannot_be_compared_is_refused(words: list[str], said: str, tmp_path: Path,
-                                            capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "versus", "--model", "embedded", "--output-dir", str(tmp_path / "out"), *words]) == 2
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--peer", "tgi=/usr/bin/python3"], "expected NAME=PYTHON, each of sglang, vllm once"),
+        (["--peer", "vllm=/nowhere/python"], "No such file or directory"),
+        (["--peer", f"sglang={sys.executable}"], "sglang is not installed there"),
+        (["--options", "vllm.speed=--fast"], "expected NAME=WORDS or NAME.KIND=WORDS"),
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--batch-size"], "nothing to measure"),
+        (["--batch-size", "0"], "at least 1"),
+        (["--floor-card", "TI-83"], "TI-83: its bandwidth"),
+        (["--serving", "1", "8", "--num-prompts", "4"], "one value for each of --serving"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "bench",
+                "versus",
+                "--model",
+                "embedded",
+                "--output-dir",
+                str(tmp_path / "out"),
+                *words,
+            ]
+        )
+        == 2
+    )
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("together", "script", "said"), [
-    (True, "echo out of memory; exit 3", "sglang ended with 3 while it was loading:"),
-    (False, "echo out of memory; exit 3", "sglang ended with 3 while it was loading:"),
-    (False, 'echo "Warmup ..."; echo out of memory; exit 4', "sglang ended with 4:"),
-])
-def test_an_engine_that_fails_is_left_out(together: bool, script: str, said: str, peers: dict[str, Path],
-                                          tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                          monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("together", "script", "said"),
+    [
+        (True, "echo out of memory; exit 3", "sglang ended with 3 while it was loading:"),
+        (False, "echo out of memory; exit 3", "sglang ended with 3 while it was loading:"),
+        (False, 'echo "Warmup ..."; echo out of memory; exit 4', "sglang ended with 4:"),
+    ],
+)
+def test_an_engine_that_fails_is_left_out(
+    together: bool,
+    script: str,
+    said: str,
+    peers: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     peers["sglang"].write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo version 1 && exit\n{script}\n')
-    words = ["bench", "versus", "--model", "embedded", "--peer", f"sglang={peers['sglang']}", "--batch-size", "2",
-             "--peer", f"vllm={peers['vllm']}", "--options", "vllm.static=--engine '{\"enforce_eager\": true}'",
-             "--input-len", "12", "--output-len", "12", "--repeat", "1", *["--together"][:together]]
-    assert main([*words, "--output-dir", str(tmp_path / "out"), "--options", "glowplug=--device cpu"]) == 1
+    words = [
+        "bench",
+        "versus",
+        "--model",
+        "embedded",
+        "--peer",
+        f"sglang={peers['sglang']}",
+        "--batch-size",
+        "2",
+        "--peer",
+        f"vllm={peers['vllm']}",
+        "--options",
+        "vllm.static=--engine '{\"enforce_eager\": true}'",
+        "--input-len",
+        "12",
+        "--output-len",
+        "12",
+        "--repeat",
+        "1",
+        *["--together"][:together],
+    ]
+    assert (
+        main([*words, "--output-dir", str(tmp_path / "out"), "--options", "glowplug=--device cpu"])
+        == 1
+    )
     error = capsys.readouterr().err
     assert said in error and "out of memory" in error
     record = json.loads((tmp_path / "out" / "static.json").read_text())
@@ -206,34 +337,86 @@ def test_an_engine_that_fails_is_left_out(together: bool, script: str, said: str
     assert record["conditions"]["failed"] == {"sglang": said}
 
 
-def test_a_tool_without_figures_has_failed(peers: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_without_figures_has_failed(
+    peers: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
-    peers["sglang"].write_text('#!/bin/sh\n[ "$1" = -c ] && echo version 1 && exit\n'
-                               'echo "Warmup ..."; while [ "$1" != --result-filename ]; do shift; done; : > "$2"\n')
-    assert main(["bench", "versus", "--model", "embedded", "--peer", f"sglang={peers['sglang']}", "--batch-size", "1",
-                 "--input-len", "8", "--output-len", "6", "--repeat", "1", "--options", "glowplug=--device cpu",
-                 "--output-dir", str(tmp_path / "out")]) == 1
+    peers["sglang"].write_text(
+        '#!/bin/sh\n[ "$1" = -c ] && echo version 1 && exit\n'
+        'echo "Warmup ..."; while [ "$1" != --result-filename ]; do shift; done; : > "$2"\n'
+    )
+    assert (
+        main(
+            [
+                "bench",
+                "versus",
+                "--model",
+                "embedded",
+                "--peer",
+                f"sglang={peers['sglang']}",
+                "--batch-size",
+                "1",
+                "--input-len",
+                "8",
+                "--output-len",
+                "6",
+                "--repeat",
+                "1",
+                "--options",
+                "glowplug=--device cpu",
+                "--output-dir",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 1
+    )
     assert "static-sglang.json holds no result" in capsys.readouterr().err
     assert (tmp_path / "out" / "static.json").exists()
 
 
-def test_without_ours_there_is_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ours_there_is_nothing_to_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
-    assert main(["bench", "versus", "--model", "embedded", "--batch-size", "1", "--options",
-                 "glowplug=--set attention.use=nobody", "--output-dir", str(tmp_path / "out")]) == 1
+    assert (
+        main(
+            [
+                "bench",
+                "versus",
+                "--model",
+                "embedded",
+                "--batch-size",
+                "1",
+                "--options",
+                "glowplug=--set attention.use=nobody",
+                "--output-dir",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 1
+    )
     error = capsys.readouterr().err
     assert "glowplug ended with" in error and "without glowplug there is no comparison" in error
     assert not (tmp_path / "out" / "static.json").exists()
 
 
 def looping(tmp_path: Path, name: str) -> Turn:
-    code = ("import os, pathlib, subprocess, sys, time\nprint(os.getpid())\n"  # with a child of its own
-            "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-            f"print(child.pid)\nwhile True:\n    pathlib.Path({str(tmp_path / name)!r}).write_text(str(time.time()))\n"
-            "    time.sleep(0.01)")
-    return Turn(name, [sys.executable, "-c", code], tmp_path / f"{name}.log", {}, lambda log: log.count("\n") >= 2)
+    code = (
+        "import os, pathlib, subprocess, sys, time\nprint(os.getpid())\n"  # with a child of its own
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"print(child.pid)\nwhile True:\n    pathlib.Path({str(tmp_path / name)!r}).write_text(str(time.time()))\n"
+        "    time.sleep(0.01)"
+    )
+    return Turn(
+        name,
+        [sys.executable, "-c", code],
+        tmp_path / f"{name}.log",
+        {},
+        lambda log: log.count("\n") >= 2,
+    )
 
 
 def test_programs_stand_still_until_their_turn_and_leave_nothing(tmp_path: Path) -> None:
@@ -249,21 +432,39 @@ def test_programs_stand_still_until_their_turn_and_leave_nothing(tmp_path: Path)
         return [int(pid) for pid in (tmp_path / f"{name}.log").read_text().split()]
 
     gone, had = {psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE}, []
-    for turn in in_turns([lambda name=name: looping(tmp_path, name) for name in ("one", "two")], True, LIMIT):
+    for turn in in_turns(
+        [lambda name=name: looping(tmp_path, name) for name in ("one", "two")], True, LIMIT
+    ):
         other = {"one": "two", "two": "one"}[turn.name]
         still = gone if other in had else {psutil.STATUS_STOPPED}
-        until(lambda other=other, still=still: {*map(state, family(other))} <= still, f"{other} stands still")
+        until(
+            lambda other=other, still=still: {*map(state, family(other))} <= still,
+            f"{other} stands still",
+        )
         before = (tmp_path / turn.name).read_text()
-        until(lambda turn=turn, before=before: (tmp_path / turn.name).read_text() not in ("", before),
-              f"{turn.name} works")
+        until(
+            lambda turn=turn, before=before: (tmp_path / turn.name).read_text() not in ("", before),
+            f"{turn.name} works",
+        )
         had.append(turn.name)
     assert had == ["one", "two"]
     until(lambda: {state(pid) for name in had for pid in family(name)} <= gone, "all have gone")
 
 
 def test_a_program_that_does_not_load_is_named(tmp_path: Path) -> None:
-    never = in_turns([lambda: Turn("late", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", {},
-                                   lambda log: False)], False, 0.5)
+    never = in_turns(
+        [
+            lambda: Turn(
+                "late",
+                [sys.executable, "-c", "import time; time.sleep(60)"],
+                tmp_path / "log",
+                {},
+                lambda log: False,
+            )
+        ],
+        False,
+        0.5,
+    )
     with pytest.raises(RuntimeError, match="late was not loaded after 0.5 s"):
         next(never).check()
 
@@ -271,8 +472,10 @@ def test_a_program_that_does_not_load_is_named(tmp_path: Path) -> None:
 def test_command_lines_name_the_shapes() -> None:
     run = StaticRun("/m", (1, 8), 512, 64, 1000, 3, Path("/out/x.json"))
     words = {name: engine.static(run) for name, engine in ENGINES.items()}
-    assert words["sglang"][words["sglang"].index("--batch-size") + 1:][:4] == ["1", "1", "8", "8"]
+    assert words["sglang"][words["sglang"].index("--batch-size") + 1 :][:4] == ["1", "1", "8", "8"]
     assert all("512" in found and "64" in found for found in words.values())
     served = ServedRun("/m", 31000, 256, 4096)
-    assert all({"31000", "256", "4096", "/m"} <= set(engine.server(served)) for engine in ENGINES.values())
+    assert all(
+        {"31000", "256", "4096", "/m"} <= set(engine.server(served)) for engine in ENGINES.values()
+    )
     assert list(interpreters(["vllm=/x/python"])) == ["glowplug", "vllm"]

@@ -1,4 +1,5 @@
 """The wheel and the sdist hold everything the engine needs, and nothing it was trained from."""
+
 from __future__ import annotations
 
 import os
@@ -14,11 +15,19 @@ import pytest
 from tests.support.source_tree import PACKAGES, ROOT, name_of, sources
 
 pytestmark = pytest.mark.slow
-SKIPPED = shutil.ignore_patterns(".git", ".venv", "__pycache__", "build", "dist", "*.egg-info", ".*_cache", "scratch")
-DATA = ("py.typed", "core/facts/sheets/cpu.json", "core/facts/sheets/packages/hopper.json",
-        "models/embedded/checkpoint/config.json", "models/embedded/checkpoint/model.safetensors",
-        "models/embedded/checkpoint/tokenizer.json", "models/embedded/checkpoint/tokenizer_config.json",
-        "models/embedded/checkpoint/generation_config.json")
+SKIPPED = shutil.ignore_patterns(
+    ".git", ".venv", "__pycache__", "build", "dist", "*.egg-info", ".*_cache", "scratch"
+)
+DATA = (
+    "py.typed",
+    "core/facts/sheets/cpu.json",
+    "core/facts/sheets/packages/hopper.json",
+    "models/embedded/checkpoint/config.json",
+    "models/embedded/checkpoint/model.safetensors",
+    "models/embedded/checkpoint/tokenizer.json",
+    "models/embedded/checkpoint/tokenizer_config.json",
+    "models/embedded/checkpoint/generation_config.json",
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +35,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An sdist, and a wheel made from that sdist, so that both carry what the links point to."""
     place = tmp_path_factory.mktemp("build")
     shutil.copytree(ROOT, place / "tree", symlinks=True, ignore=SKIPPED)
-    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(place / "dist"), "."],
-                   cwd=place / "tree", check=True, capture_output=True, text=True)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(place / "dist"), "."],
+        cwd=place / "tree",
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return place / "dist"
 
 
@@ -63,9 +77,18 @@ def test_the_unpacked_wheel_plans(built: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
         archive.extractall(tmp_path)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    code = (f"import sys; sys.path.insert(0, {str(tmp_path)!r});"  # plugins that are installed stay in reach
-            "import glowplug; assert glowplug.__file__.startswith(" + repr(str(tmp_path)) + ");"
-            "from glowplug.entrypoints.cli.main import main; sys.exit(main(['check', '--facts', 'cpu']))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True,
-                          check=False)
+    code = (
+        # plugins that are installed stay in reach
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r});"
+        "import glowplug; assert glowplug.__file__.startswith(" + repr(str(tmp_path)) + ");"
+        "from glowplug.entrypoints.cli.main import main; sys.exit(main(['check', '--facts', 'cpu']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

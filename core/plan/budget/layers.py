@@ -1,9 +1,11 @@
-"""Activations of a step on a device: what layers hold at once while they pass a step's tokens on. No torch.
+"""Activations of a step on a device: what layers hold at once while they pass a step's tokens on.
+No torch.
 
-The order of ``core.layers``: a layer's caller keeps the layer's own input and residual until the layer returns; beside
-them stand the residual after a norm, the normed tokens in the format of who reads them, and what attention or a
-feed-forward holds by itself.
+The order of ``core.layers``: a layer's caller keeps the layer's own input and residual until the
+layer returns; beside them stand the residual after a norm, the normed tokens in the format of who
+reads them, and what attention or a feed-forward holds by itself.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -22,8 +24,8 @@ INDICES = 40  #: bytes a token of ids, positions and slots, as they are sent and
 
 @dataclass(frozen=True)
 class StepTokens:
-    """``own``: tokens of this rank's group; ``gathered``: of all groups, which feed-forward layers work on;
-    ``longest`` of one row, behind ``cached`` ones."""
+    """``own``: tokens of this rank's group; ``gathered``: of all groups, which feed-forward layers
+    work on; ``longest`` of one row, behind ``cached`` ones."""
 
     own: int
     gathered: int
@@ -47,8 +49,11 @@ class LayerBytes:
         attention = draft.first("attention")
         scheme = draft.first("quantization")
         ops = draft.first("ops")
-        self._attention = attention.offers if attention and isinstance(attention.offers, AttentionOffers) \
+        self._attention = (
+            attention.offers
+            if attention and isinstance(attention.offers, AttentionOffers)
             else AttentionOffers()
+        )
         self._ops = ops.offers if ops and isinstance(ops.offers, OpsOffers) else OpsOffers()
         self._scheme, self._cast = _scheme(scheme, values["device"])
         self._options = scheme.options if scheme else None
@@ -56,14 +61,19 @@ class LayerBytes:
         self.heads = -(-self.model.num_heads // axis_size("attn_tp", self.mesh))
         self.rope = self.model.qk_rope_head_dim or self.model.head_dim
         self.value = stated(self.model, "v_head_dim", self.model.head_dim)
-        self.key = stated(self.model, "qk_nope_head_dim", 128) + self.rope if self.latent else self.model.head_dim
+        self.key = (
+            stated(self.model, "qk_nope_head_dim", 128) + self.rope
+            if self.latent
+            else self.model.head_dim
+        )
 
     @property
     def latent(self) -> bool:
         return self.model.kind == "mla"
 
     def claimed(self, tokens: int) -> int:
-        """What torch's allocator takes for a step of so many tokens on every rank, without the blocks' own granularity.
+        """What torch's allocator takes for a step of so many tokens on every rank, without the
+        blocks' own granularity.
         """
         gathered = tokens * self.mesh.get("dp", 1)
         mixed = any(is_moe_layer(self.model, layer) for layer in range(self.model.num_layers))
@@ -88,8 +98,11 @@ class LayerBytes:
             seen.add((moe, before, kept))
             work = self.experts(step.gathered) if moe else self.dense(step.gathered)
             read = self.both(step.gathered) if moe else self.cast(step.gathered, hidden)
-            most = max(most, before + kept + (stream if layer else 0) + normed + self.attention(step),
-                       before + kept + stream + read + work.most)
+            most = max(
+                most,
+                before + kept + (stream if layer else 0) + normed + self.attention(step),
+                before + kept + stream + read + work.most,
+            )
             before = work.left
             kept = stream
         return most + step.own * (INDICES + self.rope * SHOWN)
@@ -103,7 +116,7 @@ class LayerBytes:
         plain = tokens * self.model.hidden_size * self.element
         return plain + (self.cast(tokens, self.model.hidden_size) if self._cast else 0)
 
-    # ---- attention --------------------------------------------------------------------------------------------------
+    # ---- attention -------------------------------------------------------------------------------
 
     def attention(self, step: StepTokens) -> int:
         model = self.model
@@ -112,24 +125,46 @@ class LayerBytes:
         result = self.heads * self.value
         query = self.heads * self.key
         entry = model.kv_lora_rank + self.rope if self.latent else 0
-        given = AttentionStep(tokens, step.longest, step.cached, self.heads, model.num_heads, self.key, self.value,
-                              entry, element)
-        work = self._attention.work(given) if self._attention.work else tokens * (2 * query + 2 * result) * element
-        output = tokens * (result + model.hidden_size) * element + (self.cast(tokens, result) if self._cast else 0)
+        given = AttentionStep(
+            tokens,
+            step.longest,
+            step.cached,
+            self.heads,
+            model.num_heads,
+            self.key,
+            self.value,
+            entry,
+            element,
+        )
+        work = (
+            self._attention.work(given)
+            if self._attention.work
+            else tokens * (2 * query + 2 * result) * element
+        )
+        output = tokens * (result + model.hidden_size) * element + (
+            self.cast(tokens, result) if self._cast else 0
+        )
         if not self.latent:
             keys = -(-model.num_kv_heads // axis_size("attn_tp", self.mesh)) * self.key
-            held = tokens * (query + 2 * keys + query + keys) * element  # projected, and what is rotated of it
+            held = (
+                tokens * (query + 2 * keys + query + keys) * element
+            )  # projected, and what is rotated of it
             return held + max(work, output)
         lora = stated(model, "q_lora_rank")
         projected = tokens * ((lora or query) + entry) * element
         queries = tokens * query * element if lora else 0
         return projected + max(queries + work, queries + self.cast(tokens, lora), output)
 
-    # ---- feed-forward -----------------------------------------------------------------------------------------------
+    # ---- feed-forward ----------------------------------------------------------------------------
 
     def dense(self, tokens: int) -> Work:
-        return self._gated(tokens, -(-stated(self.model, "intermediate_size", 4 * self.model.hidden_size)
-                                     // axis_size("tp", self.mesh)))
+        return self._gated(
+            tokens,
+            -(
+                -stated(self.model, "intermediate_size", 4 * self.model.hidden_size)
+                // axis_size("tp", self.mesh)
+            ),
+        )
 
     def _gated(self, tokens: int, width: int) -> Work:
         """Gate and up, then their product, then the layer's output."""
@@ -144,9 +179,21 @@ class LayerBytes:
         shared = stated(model, "n_shared_experts")
         riding = shared if self.alone and "route" in self._ops.ops and self._scheme.rides else 0
         chosen = stated(model, "num_experts_per_tok") + riding
-        step = ExpertsStep(tokens, chosen, count + riding, riding, model.hidden_size, inter, self.element,
-                           self._ops.adds_parts and self.alone and riding == shared, self._options, self._packages,
-                           self.dtype, self._card, self._compute)
+        step = ExpertsStep(
+            tokens,
+            chosen,
+            count + riding,
+            riding,
+            model.hidden_size,
+            inter,
+            self.element,
+            self._ops.adds_parts and self.alone and riding == shared,
+            self._options,
+            self._packages,
+            self.dtype,
+            self._card,
+            self._compute,
+        )
         work = (self._scheme.experts_work or gated_rows)(step)
         routed = step.pairs * 2 * SHOWN
         if riding == shared:
@@ -156,7 +203,9 @@ class LayerBytes:
 
 
 def _scheme(chosen: Chosen | None, device: str) -> tuple[QuantizationOffers, float]:
-    """What the scheme offers, and bytes a number as its products read activations; 0: in the compute dtype."""
+    """What the scheme offers, and bytes a number as its products read activations; 0: in the
+    compute dtype.
+    """
     if chosen is None or not isinstance(chosen.offers, QuantizationOffers):
         return QuantizationOffers(), 0.0
     offers = chosen.offers

@@ -1,8 +1,11 @@
-"""Pass five: numbers and bytes. What each rank sets aside, by name, and what is left for the KV cache. No torch.
+"""Pass five: numbers and bytes. What each rank sets aside, by name, and what is left for the KV
+cache. No torch.
 
-Estimates here decide whether a plan can run at all and how many pages it gets. On a device each rank measures before
-the port opens, and the KV cache then takes what is really left (``core/startup/page_fit.py``).
+Estimates here decide whether a plan can run at all and how many pages it gets. On a device each
+rank measures before the port opens, and the KV cache then takes what is really left
+(``core/startup/page_fit.py``).
 """
+
 from __future__ import annotations
 
 import math
@@ -18,7 +21,12 @@ from glowplug.core.plan.budget.step import RESERVED, workspace_lines
 from glowplug.core.plan.budget.weights import Storage, weights_by_rank
 from glowplug.core.plan.plan import BudgetLine, Sizes
 from glowplug.core.plan.proposal import Draft
-from glowplug.core.plugin.offers import AttentionOffers, CollectiveOffers, QuantizationOffers, SpeculativeOffers
+from glowplug.core.plugin.offers import (
+    AttentionOffers,
+    CollectiveOffers,
+    QuantizationOffers,
+    SpeculativeOffers,
+)
 from glowplug.core.plugin.options import QuantizationOptions
 
 GIB = 1 << 30
@@ -34,8 +42,8 @@ DEFAULTS = {  #: device -> (sequences in flight, prompt tokens a step, tokens a 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory of one rank in bytes: ``total``, the ``memory`` that it is a share of, and what is left after the fixed
-    lines."""
+    """Memory of one rank in bytes: ``total``, the ``memory`` that it is a share of, and what is
+    left after the fixed lines."""
 
     total: int
     memory: int
@@ -44,7 +52,9 @@ class Room:
 
 
 def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
-    """Sizes and the byte budget; None after a refusal. Needs model, attention, quantization and speculative chosen."""
+    """Sizes and the byte budget; None after a refusal. Needs model, attention, quantization and
+    speculative chosen.
+    """
     device = draft.values["device"]
     rows = _rows(draft, device)
     chunk = _chunk(draft, device)
@@ -63,17 +73,39 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     context = _context(draft, pages, page, token, room) if pages else None
     if pages is None or context is None:
         return None
-    cache = [BudgetLine("kv cache", pages * page * token, f"{pages} pages of {page} tokens, {token} bytes a token")]
+    cache = [
+        BudgetLine(
+            "kv cache",
+            pages * page * token,
+            f"{pages} pages of {page} tokens, {token} bytes a token",
+        )
+    ]
     if beside:
-        cache.append(BudgetLine("page states", pages * beside, "the target's hidden state of each page's last token"))
+        cache.append(
+            BudgetLine(
+                "page states", pages * beside, "the target's hidden state of each page's last token"
+            )
+        )
     keys, short = short_steps(draft, rows, context)
-    sizes = Sizes(context_length=context, max_running=rows, max_queued=draft.config.scheduler.max_queued_requests,
-                  max_step_tokens=step_tokens, chunk_size=chunk, page_size=page, num_pages=pages,
-                  kv_bytes=cache[0].bytes, width=draft.values["width"], draft_layers=draft.values["draft_layers"],
-                  lookahead=draft.values["lookahead"], pass_tokens=pass_tokens(draft, step_tokens),
-                  extend_tokens=extend_tokens(draft, step_tokens), turns=_turns(draft),
-                  **_page_bounds(draft, pages, rows, page, context),
-                  short_keys=keys, short_rows=short)
+    sizes = Sizes(
+        context_length=context,
+        max_running=rows,
+        max_queued=draft.config.scheduler.max_queued_requests,
+        max_step_tokens=step_tokens,
+        chunk_size=chunk,
+        page_size=page,
+        num_pages=pages,
+        kv_bytes=cache[0].bytes,
+        width=draft.values["width"],
+        draft_layers=draft.values["draft_layers"],
+        lookahead=draft.values["lookahead"],
+        pass_tokens=pass_tokens(draft, step_tokens),
+        extend_tokens=extend_tokens(draft, step_tokens),
+        turns=_turns(draft),
+        **_page_bounds(draft, pages, rows, page, context),
+        short_keys=keys,
+        short_rows=short,
+    )
     draft.values["positions"], draft.values["short_rows"] = sizes.positions, short
     _remark_draft(draft)
     return sizes, (*fixed, *cache)
@@ -82,32 +114,55 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
 def _turns(draft: Draft) -> tuple[int, ...]:
     """Of the tokens that one group of ranks has in a step; its experts see every group's."""
     scheme = draft.first("quantization")
-    if draft.values["device"] != "cuda" or scheme is None or not isinstance(scheme.offers, QuantizationOffers):
+    if (
+        draft.values["device"] != "cuda"
+        or scheme is None
+        or not isinstance(scheme.offers, QuantizationOffers)
+    ):
         return ()
     found = scheme.offers.turns(scheme.options) if scheme.offers.turns else ()
     return tuple(turn // draft.values["mesh"].get("dp", 1) for turn in found)
 
 
 def _page_bounds(draft: Draft, pages: int, rows: int, page: int, context: int) -> dict[str, int]:
-    """Within what bounds a rank may have another number of pages than planned, once it has measured."""
+    """Within what bounds a rank may have another number of pages than planned, once it has
+    measured.
+    """
     memory = draft.config.memory
-    if draft.values["device"] == "cpu" or memory.kv_tokens is not None or memory.kv_bytes is not None:
+    if (
+        draft.values["device"] == "cpu"
+        or memory.kv_tokens is not None
+        or memory.kv_bytes is not None
+    ):
         return {"least_pages": pages, "most_pages": pages}
     one = -(-(context + _ahead(draft)) // page) + 1
-    return {"least_pages": min(pages, one), "most_pages": max(pages, KV_SPARE * rows * (one - 1) + 1)}
+    return {
+        "least_pages": min(pages, one),
+        "most_pages": max(pages, KV_SPARE * rows * (one - 1) + 1),
+    }
 
 
-# ---- counts ---------------------------------------------------------------------------------------------------------
+# ---- counts --------------------------------------------------------------------------------------
 
 
 def _rows(draft: Draft, device: str) -> int:
-    return _given_or(draft, "scheduler.max_running_requests", draft.config.scheduler.max_running_requests,
-                     DEFAULTS[device][0], f"default on {device}")
+    return _given_or(
+        draft,
+        "scheduler.max_running_requests",
+        draft.config.scheduler.max_running_requests,
+        DEFAULTS[device][0],
+        f"default on {device}",
+    )
 
 
 def _chunk(draft: Draft, device: str) -> int:
-    return _given_or(draft, "scheduler.chunk_size", draft.config.scheduler.chunk_size, DEFAULTS[device][1],
-                     f"default on {device}")
+    return _given_or(
+        draft,
+        "scheduler.chunk_size",
+        draft.config.scheduler.chunk_size,
+        DEFAULTS[device][1],
+        f"default on {device}",
+    )
 
 
 def _page(draft: Draft, device: str) -> int:
@@ -140,7 +195,12 @@ def _grows(draft: Draft, device: str) -> bool:
         draft.decide(path, asked, *(source or ("default", "")))
         return asked
     against = _against_growing(draft)
-    draft.decide(path, not against, "size", f"auto: {against or 'steps and graphs take less, the KV cache more'}")
+    draft.decide(
+        path,
+        not against,
+        "size",
+        f"auto: {against or 'steps and graphs take less, the KV cache more'}",
+    )
     return not against
 
 
@@ -152,11 +212,16 @@ def _against_growing(draft: Draft) -> str:
     if collectives is None:
         return ""
     assert isinstance(collectives.offers, CollectiveOffers)
-    return "" if collectives.offers.growing_segments else (
-        f"{collectives.name} shares torch's memory by handles that growing segments do not have")
+    return (
+        ""
+        if collectives.offers.growing_segments
+        else (
+            f"{collectives.name} shares torch's memory by handles that growing segments do not have"
+        )
+    )
 
 
-# ---- bytes ----------------------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 def _weights(draft: Draft) -> list[BudgetLine]:
@@ -164,11 +229,14 @@ def _weights(draft: Draft) -> list[BudgetLine]:
     scheme = draft.first("quantization")
     assert scheme is not None and isinstance(scheme.offers, QuantizationOffers)
     assert isinstance(scheme.options, QuantizationOptions)
-    storage = Storage(compute=DTYPE_BYTES[draft.values["dtype"]],
-                      keeps=not scheme.options.dequantizes(draft.values["device"], scheme.offers),
-                      copies_latent=draft.values["device"] == "cpu",
-                      online=scheme.offers.online_bytes
-                      if scheme.offers.online and draft.facts.model.quant_method == "none" else 0)
+    storage = Storage(
+        compute=DTYPE_BYTES[draft.values["dtype"]],
+        keeps=not scheme.options.dequantizes(draft.values["device"], scheme.offers),
+        copies_latent=draft.values["device"] == "cpu",
+        online=scheme.offers.online_bytes
+        if scheme.offers.online and draft.facts.model.quant_method == "none"
+        else 0,
+    )
     lines = [_weight_line(draft, "weights", draft.facts.model, draft.elements, storage, False)]
     if draft.values["draft_layers"]:
         model = draft.facts.draft or draft.facts.model
@@ -177,8 +245,9 @@ def _weights(draft: Draft) -> list[BudgetLine]:
     return lines
 
 
-def _weight_line(draft: Draft, name: str, model: ModelFacts, elements: Tally, storage: Storage,
-                 drafts: bool) -> BudgetLine:
+def _weight_line(
+    draft: Draft, name: str, model: ModelFacts, elements: Tally, storage: Storage, drafts: bool
+) -> BudgetLine:
     ranks = draft.values["ranks"]
     how = "tensor headers" if model.tensors else "arithmetic from config.json"
     held = weights_by_rank(elements, model, draft.values["mesh"], ranks, storage, drafts)
@@ -201,17 +270,25 @@ def _room(draft: Draft, device: str, fixed: list[BudgetLine]) -> Room:
         share = fraction or CPU_SHARE
         what = "the machine's"
     if fraction is not None:
-        draft.decide("memory.fraction", fraction, *(draft.source("memory.fraction") or ("default", "")))
+        draft.decide(
+            "memory.fraction", fraction, *(draft.source("memory.fraction") or ("default", ""))
+        )
     total = int(memory * share)
-    return Room(total, memory, f"{human(total)} ({share:.0%} of {what} {human(memory)})", total - used)
+    return Room(
+        total, memory, f"{human(total)} ({share:.0%} of {what} {human(memory)})", total - used
+    )
 
 
 def _too_big(draft: Draft, fixed: list[BudgetLine], room: Room) -> Refusal:
     needed = room.total - room.left
     needs = ", ".join(f"{line.name} {human(line.bytes)}" for line in fixed)
     field, fix = _smaller(draft, {line.name: line.bytes for line in fixed}, room, needed)
-    return Refusal("size", field, f"each rank needs {human(needed)} ({needs}) before any KV cache, and has "
-                   f"{room.shown}", fix)
+    return Refusal(
+        "size",
+        field,
+        f"each rank needs {human(needed)} ({needs}) before any KV cache, and has {room.shown}",
+        fix,
+    )
 
 
 def _smaller(draft: Draft, lines: dict[str, int], room: Room, needed: int) -> tuple[str, str]:
@@ -220,16 +297,26 @@ def _smaller(draft: Draft, lines: dict[str, int], room: Room, needed: int) -> tu
     default = CPU_SHARE if draft.values["device"] == "cpu" else 1 - CUDA_RESERVE
     if draft.config.memory.fraction is not None and share < 1 - CUDA_RESERVE:
         left_out = f", or leave it out ({default:.0%})" if share < default else ""
-        return "memory.fraction", f"memory.fraction = {math.ceil(100 * share + 1) / 100:g} or more{left_out}"
+        return (
+            "memory.fraction",
+            f"memory.fraction = {math.ceil(100 * share + 1) / 100:g} or more{left_out}",
+        )
     reserved = lines.get(RESERVED, 0)
     if reserved > lines.get("graphs", 0) and needed - reserved < room.total:
-        return "attention.use", ('attention.use = "auto"; or its page tables smaller: a shorter context_length, fewer '
-                                 "scheduler.max_running_requests")
+        return "attention.use", (
+            'attention.use = "auto"; or its page tables smaller: a shorter context_length, fewer '
+            "scheduler.max_running_requests"
+        )
     if needed - lines.get("graphs", 0) < room.total:
-        return "graphs.batch_sizes", ('graphs.use = "eager"; or less to capture: a shorter list, graphs.max_batch '
-                                      "smaller, graphs.prefill = false")
+        return "graphs.batch_sizes", (
+            'graphs.use = "eager"; or less to capture: a shorter list, graphs.max_batch '
+            "smaller, graphs.prefill = false"
+        )
     steps = {"activations": "scheduler.chunk_size", "logits": "scheduler.max_running_requests"}
-    if needed - sum(lines.get(name, 0) for name in (*steps, "sampling state", "graphs", RESERVED)) < room.total:
+    if (
+        needed - sum(lines.get(name, 0) for name in (*steps, "sampling state", "graphs", RESERVED))
+        < room.total
+    ):
         first, second = sorted(steps, key=lambda name: -lines.get(name, 0))
         return steps[first], f"{steps[first]} smaller, and {steps[second]}"
     fix = "more memory a rank: a larger machine, more ranks, or a quantized checkpoint"
@@ -260,8 +347,13 @@ def _remark_draft(draft: Draft) -> None:
     """More next-token layers than are used are worth a word."""
     layers = (draft.facts.draft or draft.facts.model).nextn_layers
     if draft.values["draft_layers"] and layers > 1:
-        draft.decide("speculative.layers", 1, "size", f"the first of {layers} next-token layers drafts every token",
-                     notable=True)
+        draft.decide(
+            "speculative.layers",
+            1,
+            "size",
+            f"the first of {layers} next-token layers drafts every token",
+            notable=True,
+        )
 
 
 def _pages(draft: Draft, room: Room, page_bytes: int, rows: int, page: int) -> int | None:
@@ -279,29 +371,47 @@ def _pages(draft: Draft, room: Room, page_bytes: int, rows: int, page: int) -> i
     if asked > most or asked < 2:
         fit = most * page_bytes if field == "memory.kv_bytes" else (most - 1) * page
         low = 2 * page_bytes if field == "memory.kv_bytes" else 1
-        draft.refusals.append(Refusal(
-            "size", field, f"{getattr(memory, field[7:])} need {human(asked * page_bytes)} of KV cache; "
-            f"{human(max(0, room.left))} of {room.shown} are left (two pages of {human(page_bytes)} at least)",
-            f"{field} = {max(low, fit)}"))
+        draft.refusals.append(
+            Refusal(
+                "size",
+                field,
+                f"{getattr(memory, field[7:])} need {human(asked * page_bytes)} of KV cache; "
+                f"{human(max(0, room.left))} of {room.shown} are left (two pages of {human(page_bytes)} at least)",
+                f"{field} = {max(low, fit)}",
+            )
+        )
         return None
     draft.decide("kv.tokens", (asked - 1) * page, *(draft.source(field) or ("default", "")))
     return asked
 
 
 def _auto_pages(draft: Draft, most: int, page_bytes: int, rows: int, page: int) -> int | None:
-    """What is left, but no more than the sequences in flight can use (and their prefixes, on a device of its own)."""
+    """What is left, but no more than the sequences in flight can use (and their prefixes, on a
+    device of its own).
+    """
     context = draft.config.context_length or draft.facts.model.max_positions
     each = -(-(context + _ahead(draft)) // page)
     limits = {most: "what is left of the memory"}
     if draft.values["device"] == "cpu":
-        limits |= {rows * each + 1: f"{rows} sequences of {context} tokens",
-                   max(2, CPU_KV_CAP // page_bytes): f"at most {human(CPU_KV_CAP)} on a CPU"}
+        limits |= {
+            rows * each + 1: f"{rows} sequences of {context} tokens",
+            max(2, CPU_KV_CAP // page_bytes): f"at most {human(CPU_KV_CAP)} on a CPU",
+        }
     else:
-        limits |= {KV_SPARE * rows * each + 1: f"{KV_SPARE} times {rows} sequences of {context} tokens"}
+        limits |= {
+            KV_SPARE * rows * each + 1: f"{KV_SPARE} times {rows} sequences of {context} tokens"
+        }
     pages = min(limits)
     if pages < 2:
-        draft.refusals.append(Refusal("size", "model", f"one page of KV cache needs {human(page_bytes)}, "
-                                      f"{human(most * page_bytes)} are left", "more memory, or a smaller model"))
+        draft.refusals.append(
+            Refusal(
+                "size",
+                "model",
+                f"one page of KV cache needs {human(page_bytes)}, "
+                f"{human(most * page_bytes)} are left",
+                "more memory, or a smaller model",
+            )
+        )
         return None
     draft.decide("kv.tokens", (pages - 1) * page, "size", limits[pages])
     return pages
@@ -320,18 +430,34 @@ def _context(draft: Draft, pages: int, page: int, token: int, room: Room) -> int
     held: int = (pages - 1) * page - _ahead(draft)
     if asked is None:
         context = max(1, min(positions, held))
-        why = "the model's" if context == positions else f"what the KV cache holds (the model's is {positions})"
+        why = (
+            "the model's"
+            if context == positions
+            else f"what the KV cache holds (the model's is {positions})"
+        )
         draft.decide("context_length", context, "size", why, notable=context < positions)
         return context
     draft.decide("context_length", asked, *(draft.source("context_length") or ("default", "")))
     if asked > positions:
-        draft.refusals.append(Refusal("size", "context_length", f"{asked} is beyond the {positions} positions the "
-                                      "model was made for", f"context_length = {positions}"))
+        draft.refusals.append(
+            Refusal(
+                "size",
+                "context_length",
+                f"{asked} is beyond the {positions} positions the model was made for",
+                f"context_length = {positions}",
+            )
+        )
         return None
     if asked > held:
-        draft.refusals.append(Refusal(
-            "size", "context_length", f"a sequence of {asked} tokens needs {human((asked + page) * token)} of KV "
-            f"cache, the pool has {human(pages * page * token)} of {room.shown}", f"context_length = {max(1, held)}"))
+        draft.refusals.append(
+            Refusal(
+                "size",
+                "context_length",
+                f"a sequence of {asked} tokens needs {human((asked + page) * token)} of KV "
+                f"cache, the pool has {human(pages * page * token)} of {room.shown}",
+                f"context_length = {max(1, held)}",
+            )
+        )
         return None
     return asked
 

@@ -2,6 +2,7 @@
 
 Pure functions over the draft that read offers and facts, never names; ``checking.py`` runs them.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -40,29 +41,48 @@ from glowplug.core.plugin.slots import SLOTS, Slot
 MODULES = (checks_draft, checks_ranks, last_layer_choice)
 
 
-# ---- one component against the facts --------------------------------------------------------------------------------
+# ---- one component against the facts -------------------------------------------------------------
 
 
-def component_checks(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> Iterator[Refusal]:
+def component_checks(
+    draft: Draft, slot: Slot, component: Component, chosen: Chosen
+) -> Iterator[Refusal]:
     """Contract, device, compute capability, dtype, packages."""
     if component.contract != CONTRACT:
-        yield refuse(draft, slot.name, chosen, f"{component.name} was written for contract {component.contract}, this "
-                     f"is contract {CONTRACT}", f"install a version of {draft.origin(slot.name, component.name)} made "
-                     "for this release of glowplug")
+        yield refuse(
+            draft,
+            slot.name,
+            chosen,
+            f"{component.name} was written for contract {component.contract}, this "
+            f"is contract {CONTRACT}",
+            f"install a version of {draft.origin(slot.name, component.name)} made "
+            "for this release of glowplug",
+        )
     unfit = list(_device(draft, slot, component.offers, chosen))
     yield from unfit
-    if all(refusal.field != use_field(draft, slot, chosen) for refusal in unfit):  # else no installation would help
+    if all(
+        refusal.field != use_field(draft, slot, chosen) for refusal in unfit
+    ):  # else no installation would help
         yield from _packages(draft, slot, component, chosen)
 
 
 def _packages(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> Iterator[Refusal]:
     for requirement, found in missing_packages(component, draft.facts.software.packages):
-        yield refuse(draft, slot.name, chosen, f"{component.name} needs {requirement} ({found})",
-                     installation(requirement, draft.facts.hardware))
+        yield refuse(
+            draft,
+            slot.name,
+            chosen,
+            f"{component.name} needs {requirement} ({found})",
+            installation(requirement, draft.facts.hardware),
+        )
 
 
-def provider_checks(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> Iterator[Refusal]:
-    """Libraries that the operator named to do a component's products, where the component itself can run."""
+def provider_checks(
+    draft: Draft, slot: Slot, component: Component, chosen: Chosen
+) -> Iterator[Refusal]:
+    """Libraries that the operator named to do a component's products, where the component itself
+    can run.
+    """
     if draft.values["device"] != "cuda" or not component.uses:
         return
     for name in chosen.options.provider_fields():
@@ -70,8 +90,12 @@ def provider_checks(draft: Draft, slot: Slot, component: Component, chosen: Chos
         needed = component.uses.get(value, ())
         if needed and not any(draft.facts.software.packages.get(package) for package in needed):
             key = f"{slot.name}.{name}"
-            yield Refusal(component.name, key, f'{key} = "{value}" needs {" or ".join(needed)} (not installed)',
-                          f'{installation(needed[0], draft.facts.hardware)} (or {key} = "auto")')
+            yield Refusal(
+                component.name,
+                key,
+                f'{key} = "{value}" needs {" or ".join(needed)} (not installed)',
+                f'{installation(needed[0], draft.facts.hardware)} (or {key} = "auto")',
+            )
 
 
 def _device(draft: Draft, slot: Slot, offers: Offers, chosen: Chosen) -> Iterator[Refusal]:
@@ -79,21 +103,36 @@ def _device(draft: Draft, slot: Slot, offers: Offers, chosen: Chosen) -> Iterato
     dtype = draft.values["dtype"]
     machine = draft.facts.hardware
     if device not in offers.devices:
-        yield refuse(draft, slot.name, chosen, f"{chosen.name} runs on {listed(offers.devices)}, the device is "
-                     f"{device}",
-                     instead(draft, slot.name, lambda o: True, f'device = "{min(offers.devices)}"'))
+        yield refuse(
+            draft,
+            slot.name,
+            chosen,
+            f"{chosen.name} runs on {listed(offers.devices)}, the device is {device}",
+            instead(draft, slot.name, lambda o: True, f'device = "{min(offers.devices)}"'),
+        )
     elif device == "cuda" and (offers.compute or offers.least_compute):
         cards = {card.compute for card in machine.devices}
         if not offers.runs_on(cards):
             supported = listed(offers.compute) or f"{offers.least_compute} and later"
-            yield refuse(draft, slot.name, chosen, f"{chosen.name} supports SM{supported}; {machine.name} has "
-                         f"SM{listed(cards)}", instead(draft, slot.name, lambda o: True, "another device"))
+            yield refuse(
+                draft,
+                slot.name,
+                chosen,
+                f"{chosen.name} supports SM{supported}; {machine.name} has SM{listed(cards)}",
+                instead(draft, slot.name, lambda o: True, "another device"),
+            )
     if slot.step and dtype not in offers.dtypes:
-        yield refuse(draft, slot.name, chosen, f"{chosen.name} computes in {listed(offers.dtypes)}, the dtype is "
-                     f"{dtype}", f'dtype = "{min(offers.dtypes)}"', field="dtype")
+        yield refuse(
+            draft,
+            slot.name,
+            chosen,
+            f"{chosen.name} computes in {listed(offers.dtypes)}, the dtype is {dtype}",
+            f'dtype = "{min(offers.dtypes)}"',
+            field="dtype",
+        )
 
 
-# ---- model, weights, quantization -----------------------------------------------------------------------------------
+# ---- model, weights, quantization ----------------------------------------------------------------
 
 
 @reads("model")
@@ -101,9 +140,14 @@ def check_architecture(draft: Draft) -> Iterator[Refusal]:
     for chosen in draft.chosen["model"]:
         assert isinstance(chosen.offers, ModelOffers)
         if draft.facts.model.architecture not in chosen.offers.architectures:
-            yield refuse(draft, "model", chosen, f"{chosen.name} builds {listed(chosen.offers.architectures)}, the "
-                         f"model is {draft.facts.model.architecture}",
-                         "a model of one of these architectures, or a plugin that registers this one")
+            yield refuse(
+                draft,
+                "model",
+                chosen,
+                f"{chosen.name} builds {listed(chosen.offers.architectures)}, the "
+                f"model is {draft.facts.model.architecture}",
+                "a model of one of these architectures, or a plugin that registers this one",
+            )
 
 
 @reads("weights")
@@ -116,22 +160,40 @@ def check_weight_format(draft: Draft) -> Iterator[Refusal]:
     formats = chosen.offers.formats
     if "synthetic" in formats:
         if draft.source("weights.use") is None:
-            yield refuse(draft, "weights", chosen, f"{chosen.name} makes its weights up, which only happens on request",
-                         _with_weights(draft, f'weights.use = "{chosen.name}"'))
+            yield refuse(
+                draft,
+                "weights",
+                chosen,
+                f"{chosen.name} makes its weights up, which only happens on request",
+                _with_weights(draft, f'weights.use = "{chosen.name}"'),
+            )
     elif found not in formats:
-        fix = instead(draft, "weights", lambda o: found in o.formats or "synthetic" in o.formats,
-                      "a folder with weights, or a plugin that reads them")
+        fix = instead(
+            draft,
+            "weights",
+            lambda o: found in o.formats or "synthetic" in o.formats,
+            "a folder with weights, or a plugin that reads them",
+        )
         if found == "none" and "use =" in fix:
             fix = _with_weights(draft, fix)
         held = "no weights" if found == "none" else f"{found} weights"
-        yield refuse(draft, "weights", chosen, f"{chosen.name} reads {listed(formats)}; {draft.facts.model.path} holds "
-                     f"{held}", fix)
+        yield refuse(
+            draft,
+            "weights",
+            chosen,
+            f"{chosen.name} reads {listed(formats)}; {draft.facts.model.path} holds {held}",
+            fix,
+        )
 
 
 def _with_weights(draft: Draft, made_up: str) -> str:
     offered = (found.component.offers for found in draft.plugins.components("weights"))
-    formats = {name for offers in offered if isinstance(offers, WeightOffers) for name in offers.formats}
-    return f"a folder with weights ({listed(formats - {'synthetic'})}), or {made_up} for made-up ones"
+    formats = {
+        name for offers in offered if isinstance(offers, WeightOffers) for name in offers.formats
+    }
+    return (
+        f"a folder with weights ({listed(formats - {'synthetic'})}), or {made_up} for made-up ones"
+    )
 
 
 @reads("quantization")
@@ -144,35 +206,66 @@ def check_quantization(draft: Draft) -> Iterator[Refusal]:
     offers = chosen.offers
     method = model.quant_method
     if method not in offers.reads and method != "none":
-        native = instead(draft, "quantization", lambda o: method in o.reads, "a plugin that reads it")
+        native = instead(
+            draft, "quantization", lambda o: method in o.reads, "a plugin that reads it"
+        )
         plain = "none" in offers.reads and not offers.online
         reason = f"{chosen.name} reads unquantized checkpoints, this one is {quantized_as(model)}"
-        yield refuse(draft, "quantization", chosen, reason if plain else stacking(draft, chosen.name),
-                     f'leave quantization out ({native} is chosen by itself)' if "use =" in native else native)
+        yield refuse(
+            draft,
+            "quantization",
+            chosen,
+            reason if plain else stacking(draft, chosen.name),
+            f"leave quantization out ({native} is chosen by itself)"
+            if "use =" in native
+            else native,
+        )
     elif method not in offers.reads and not offers.online:
-        yield refuse(draft, "quantization", chosen, f"{chosen.name} reads checkpoints quantized as "
-                     f"{listed(offers.reads)}; this one is not quantized",
-                     instead(draft, "quantization", lambda o: "none" in o.reads, 'quantization.use = "auto"'))
-    elif method != "none" and offers.block_shape and model.quant_block and offers.block_shape != model.quant_block:
-        yield refuse(draft, "quantization", chosen, f"{chosen.name} reads blocks of {_shape(offers.block_shape)}, the "
-                     f"checkpoint has {_shape(model.quant_block)}", "a plugin that reads these blocks")
+        yield refuse(
+            draft,
+            "quantization",
+            chosen,
+            f"{chosen.name} reads checkpoints quantized as "
+            f"{listed(offers.reads)}; this one is not quantized",
+            instead(
+                draft, "quantization", lambda o: "none" in o.reads, 'quantization.use = "auto"'
+            ),
+        )
+    elif (
+        method != "none"
+        and offers.block_shape
+        and model.quant_block
+        and offers.block_shape != model.quant_block
+    ):
+        yield refuse(
+            draft,
+            "quantization",
+            chosen,
+            f"{chosen.name} reads blocks of {_shape(offers.block_shape)}, the "
+            f"checkpoint has {_shape(model.quant_block)}",
+            "a plugin that reads these blocks",
+        )
 
 
 def stacking(draft: Draft, name: str) -> str:
     """Why a scheme cannot be put on a checkpoint that is quantized already."""
-    return (f"the checkpoint is already quantized ({quantized_as(draft.facts.model)}); {name} on top would quantize it "
-            "a second time")
+    return (
+        f"the checkpoint is already quantized ({quantized_as(draft.facts.model)}); {name} on top would quantize it "
+        "a second time"
+    )
 
 
 def quantized_as(model: ModelFacts) -> str:
-    return model.quant_method + (f" in {_shape(model.quant_block)} blocks" if model.quant_block else "")
+    return model.quant_method + (
+        f" in {_shape(model.quant_block)} blocks" if model.quant_block else ""
+    )
 
 
 def _shape(block: tuple[int, int]) -> str:
     return f"{block[0]}x{block[1]}"
 
 
-# ---- attention ------------------------------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 
 @reads("attention", "model")
@@ -184,9 +277,16 @@ def check_attention_kind(draft: Draft) -> Iterator[Refusal]:
     assert isinstance(chosen.offers, AttentionOffers) and isinstance(model.offers, ModelOffers)
     kind = model.offers.kind
     if kind not in chosen.offers.kinds:
-        yield refuse(draft, "attention", chosen, f"{chosen.name} computes {listed(chosen.offers.kinds)} attention, "
-                     f"{draft.facts.model.architecture} needs {kind}",
-                     instead(draft, "attention", lambda o: kind in o.kinds, f"a plugin with {kind} attention"))
+        yield refuse(
+            draft,
+            "attention",
+            chosen,
+            f"{chosen.name} computes {listed(chosen.offers.kinds)} attention, "
+            f"{draft.facts.model.architecture} needs {kind}",
+            instead(
+                draft, "attention", lambda o: kind in o.kinds, f"a plugin with {kind} attention"
+            ),
+        )
 
 
 @reads("attention")
@@ -198,10 +298,21 @@ def check_kv_dtype(draft: Draft) -> Iterator[Refusal]:
     assert isinstance(chosen.offers, AttentionOffers)
     if kv_dtype not in chosen.offers.kv_dtypes:
         kinds = chosen.offers.kinds
-        other = suggestions(draft, "attention", lambda o: kv_dtype in o.kv_dtypes and o.kinds == kinds)
-        fix = 'attention.kv_dtype = "auto"' + (f', or attention.use = "{other[0]}"' if other else "")
-        yield refuse(draft, "attention", chosen, f"{chosen.name} keeps the KV cache in "
-                     f"{listed(chosen.offers.kv_dtypes)}, not in {kv_dtype}", fix, field="attention.kv_dtype")
+        other = suggestions(
+            draft, "attention", lambda o: kv_dtype in o.kv_dtypes and o.kinds == kinds
+        )
+        fix = 'attention.kv_dtype = "auto"' + (
+            f', or attention.use = "{other[0]}"' if other else ""
+        )
+        yield refuse(
+            draft,
+            "attention",
+            chosen,
+            f"{chosen.name} keeps the KV cache in "
+            f"{listed(chosen.offers.kv_dtypes)}, not in {kv_dtype}",
+            fix,
+            field="attention.kv_dtype",
+        )
 
 
 @reads("attention")
@@ -212,9 +323,15 @@ def check_page_size(draft: Draft) -> Iterator[Refusal]:
         return
     assert isinstance(chosen.offers, AttentionOffers)
     if chosen.offers.page_sizes and size not in chosen.offers.page_sizes:
-        yield refuse(draft, "attention", chosen, f"{chosen.name} reads pages of {listed(chosen.offers.page_sizes)} "
-                     f"tokens, not of {size}", f"attention.page_size = {min(chosen.offers.page_sizes)}",
-                     field="attention.page_size")
+        yield refuse(
+            draft,
+            "attention",
+            chosen,
+            f"{chosen.name} reads pages of {listed(chosen.offers.page_sizes)} "
+            f"tokens, not of {size}",
+            f"attention.page_size = {min(chosen.offers.page_sizes)}",
+            field="attention.page_size",
+        )
 
 
 @reads("attention", "speculative")
@@ -223,17 +340,33 @@ def check_width(draft: Draft) -> Iterator[Refusal]:
     speculative = draft.first("speculative")
     if chosen is None or speculative is None:
         return
-    assert isinstance(chosen.offers, AttentionOffers) and isinstance(speculative.offers, SpeculativeOffers)
+    assert isinstance(chosen.offers, AttentionOffers) and isinstance(
+        speculative.offers, SpeculativeOffers
+    )
     width = draft.values["width"]
     most = chosen.offers.max_width
     if most and width > most:
-        yield refuse(draft, "attention", chosen, f"{chosen.name} takes {most} query tokens a row in decode, the "
-                     f"speculative algorithm computes {width}",
-                     instead(draft, "attention", lambda o: not o.max_width or o.max_width >= width,
-                             "draft fewer tokens"))
+        yield refuse(
+            draft,
+            "attention",
+            chosen,
+            f"{chosen.name} takes {most} query tokens a row in decode, the "
+            f"speculative algorithm computes {width}",
+            instead(
+                draft,
+                "attention",
+                lambda o: not o.max_width or o.max_width >= width,
+                "draft fewer tokens",
+            ),
+        )
     if speculative.offers.tree and not chosen.offers.tree:
-        yield refuse(draft, "attention", chosen, f"{chosen.name} reads causal chains only, the drafted tokens form a "
-                     "tree", instead(draft, "attention", lambda o: o.tree, "draft a chain (topk = 1)"))
+        yield refuse(
+            draft,
+            "attention",
+            chosen,
+            f"{chosen.name} reads causal chains only, the drafted tokens form a tree",
+            instead(draft, "attention", lambda o: o.tree, "draft a chain (topk = 1)"),
+        )
 
 
 @reads("attention", "speculative")
@@ -242,32 +375,47 @@ def check_first_key(draft: Draft) -> Iterator[Refusal]:
     speculative = draft.first("speculative")
     if chosen is None or speculative is None:
         return
-    assert isinstance(chosen.offers, AttentionOffers) and isinstance(speculative.offers, SpeculativeOffers)
+    assert isinstance(chosen.offers, AttentionOffers) and isinstance(
+        speculative.offers, SpeculativeOffers
+    )
     if speculative.offers.first_key and not chosen.offers.first_key:
-        yield refuse(draft, "attention", chosen, f"{chosen.name} reads every cached position, the draft of "
-                     f"{speculative.name} has none for the first token",
-                     instead(draft, "attention", lambda o: o.first_key, 'speculative.use = "none"'))
+        yield refuse(
+            draft,
+            "attention",
+            chosen,
+            f"{chosen.name} reads every cached position, the draft of "
+            f"{speculative.name} has none for the first token",
+            instead(draft, "attention", lambda o: o.first_key, 'speculative.use = "none"'),
+        )
 
 
-# ---- outputs ---------------------------------------------------------------------------------------------------------
+# ---- outputs -------------------------------------------------------------------------------------
 
 
 @reads("outputs")
 def check_output_kinds(draft: Draft) -> Iterator[Refusal]:
     """Refuse parsers that make pieces which no answer carries, such as tool calls."""
+
     def lost(chosen: Chosen) -> frozenset[str]:
         assert isinstance(chosen.offers, OutputOffers)
         return chosen.offers.kinds - CARRIED_KINDS
 
-    kept = ", ".join(f'{{use = "{chosen.name}"}}' for chosen in draft.chosen["outputs"] if not lost(chosen))
+    kept = ", ".join(
+        f'{{use = "{chosen.name}"}}' for chosen in draft.chosen["outputs"] if not lost(chosen)
+    )
     for chosen in draft.chosen["outputs"]:
         if lost(chosen):
-            yield refuse(draft, "outputs", chosen, f"{chosen.name} makes pieces of kind {listed(lost(chosen))}, which "
-                         "no answer carries yet; their text would run into the content",
-                         f"outputs = [{kept}]; requests that bring tools are refused")
+            yield refuse(
+                draft,
+                "outputs",
+                chosen,
+                f"{chosen.name} makes pieces of kind {listed(lost(chosen))}, which "
+                "no answer carries yet; their text would run into the content",
+                f"outputs = [{kept}]; requests that bring tools are refused",
+            )
 
 
-# ---- the step's path ------------------------------------------------------------------------------------------------
+# ---- the step's path -----------------------------------------------------------------------------
 
 
 PLAIN_STEPS = frozenset({Mode.PREFILL, Mode.DECODE})
@@ -278,9 +426,16 @@ def needed_modes(draft: Draft) -> frozenset[Mode]:
     """Step modes that this combination runs."""
     speculative = draft.first("speculative")
     modes = PLAIN_STEPS
-    if speculative is not None and isinstance(speculative.offers, SpeculativeOffers) and speculative.offers.drafts:
+    if (
+        speculative is not None
+        and isinstance(speculative.offers, SpeculativeOffers)
+        and speculative.offers.drafts
+    ):
         modes = DRAFTING_STEPS
-    if any(isinstance(c.offers, ParallelOffers) and c.offers.idle_steps for c in draft.chosen["parallel"]):
+    if any(
+        isinstance(c.offers, ParallelOffers) and c.offers.idle_steps
+        for c in draft.chosen["parallel"]
+    ):
         return modes | {Mode.IDLE}
     return modes
 
@@ -302,9 +457,14 @@ def check_modes(draft: Draft) -> Iterator[Refusal]:
     for slot, chosen in draft.step_path():
         if not needed <= chosen.offers.runs:
             missing = needed - chosen.offers.runs
-            yield refuse(draft, slot.name, chosen, f"{chosen.name} cannot run in {listed(missing)} steps, which this "
-                         "combination needs", instead(draft, slot.name, partial(_runs_in, missing),
-                                                      "another combination"))
+            yield refuse(
+                draft,
+                slot.name,
+                chosen,
+                f"{chosen.name} cannot run in {listed(missing)} steps, which this "
+                "combination needs",
+                instead(draft, slot.name, partial(_runs_in, missing), "another combination"),
+            )
 
 
 @reads(*STEP_PATH)
@@ -320,10 +480,15 @@ def check_capture(draft: Draft) -> Iterator[Refusal]:
             continue
         loose = captured - chosen.offers.captures_in
         if loose:
-            yield refuse(draft, slot.name, chosen, f"{chosen.name} syncs with the host or allocates in "
-                         f"{listed(loose)}, so these steps cannot be captured",
-                         instead(draft, "graphs", partial(_leaves_alone, loose), 'graphs.use = "auto"'),
-                         field="graphs.use")
+            yield refuse(
+                draft,
+                slot.name,
+                chosen,
+                f"{chosen.name} syncs with the host or allocates in "
+                f"{listed(loose)}, so these steps cannot be captured",
+                instead(draft, "graphs", partial(_leaves_alone, loose), 'graphs.use = "auto"'),
+                field="graphs.use",
+            )
 
 
 @reads(*STEP_PATH)
@@ -332,11 +497,17 @@ def check_overlap(draft: Draft) -> Iterator[Refusal]:
         return  # by default the plan turns it off itself, and says so
     for slot, chosen in draft.step_path():
         if not chosen.offers.overlap:
-            yield refuse(draft, slot.name, chosen, f"{chosen.name} waits for the device within a step, so steps "
-                         "cannot overlap", "scheduler.overlap = false, or leave it out", field="scheduler.overlap")
+            yield refuse(
+                draft,
+                slot.name,
+                chosen,
+                f"{chosen.name} waits for the device within a step, so steps cannot overlap",
+                "scheduler.overlap = false, or leave it out",
+                field="scheduler.overlap",
+            )
 
 
-# ---- policy ----------------------------------------------------------------------------------------------------------
+# ---- policy --------------------------------------------------------------------------------------
 
 
 @reads("policy", "cache")
@@ -347,6 +518,12 @@ def check_prefix_policy(draft: Draft) -> Iterator[Refusal]:
         return
     assert isinstance(policy.offers, PolicyOffers) and isinstance(cache.offers, CacheOffers)
     if policy.offers.uses_prefix and not cache.offers.shares:
-        yield refuse(draft, "policy", policy, f"{policy.name} orders requests by their cached prefix, and {cache.name} "
-                     "caches none", instead(draft, "policy", lambda o: not o.uses_prefix, "another policy") + ", or "
-                     + instead(draft, "cache", lambda o: o.shares, "a prefix cache"))
+        yield refuse(
+            draft,
+            "policy",
+            policy,
+            f"{policy.name} orders requests by their cached prefix, and {cache.name} caches none",
+            instead(draft, "policy", lambda o: not o.uses_prefix, "another policy")
+            + ", or "
+            + instead(draft, "cache", lambda o: o.shares, "a prefix cache"),
+        )

@@ -1,4 +1,7 @@
-"""Which tokens of prompts go through the last layer, and why: what ``scheduler.last_layer`` comes to. No torch."""
+"""Which tokens of prompts go through the last layer, and why: what ``scheduler.last_layer`` comes
+to. No torch.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -12,17 +15,25 @@ FIELD = "scheduler.last_layer"
 
 
 def choose_last_layer(draft: Draft) -> None:
-    """On a device those that are sampled from, where that can be; on a CPU, which the others are judged by, all."""
+    """On a device those that are sampled from, where that can be; on a CPU, which the others are
+    judged by, all.
+    """
     asked = draft.config.scheduler.last_layer
     source = draft.source(FIELD)
     needed = _needs_all(draft)
     on_cpu = draft.values["device"] == "cpu"
-    draft.values["sampled_last_layer"] = not needed and (asked == "sampled" or asked == "auto" and not on_cpu)
+    draft.values["sampled_last_layer"] = not needed and (
+        asked == "sampled" or asked == "auto" and not on_cpu
+    )
     if asked != "auto" and source is not None:
         draft.decide(FIELD, asked, *source)
     elif not on_cpu:
-        draft.decide(FIELD, "all" if needed else "sampled", "auto",
-                     needed or "of prompts only tokens sampled from go through it; the others are cached")
+        draft.decide(
+            FIELD,
+            "all" if needed else "sampled",
+            "auto",
+            needed or "of prompts only tokens sampled from go through it; the others are cached",
+        )
 
 
 @reads("model", "speculative", "parallel")
@@ -33,7 +44,9 @@ def check_last_layer(draft: Draft) -> Iterator[Refusal]:
 
 
 def _needs_all(draft: Draft) -> str:
-    """Why all tokens must go through the last layer; "" where those that are sampled from are enough."""
+    """Why all tokens must go through the last layer; "" where those that are sampled from are
+    enough.
+    """
     model = draft.first("model")
     if model is not None:
         assert isinstance(model.offers, ModelOffers)

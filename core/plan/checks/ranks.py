@@ -1,7 +1,10 @@
-"""Generic checks of the mesh, of ranks against the machine, and of what carries them. Plan zone: no torch.
+"""Generic checks of the mesh, of ranks against the machine, and of what carries them. Plan zone: no
+torch.
 
-Whether a model's dimensions divide is each strategy's own business; here the list as a whole is judged.
+Whether a model's dimensions divide is each strategy's own business; here the list as a whole is
+judged.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -13,7 +16,11 @@ from glowplug.core.plan.proposal import Draft
 from glowplug.core.plugin.component import Chosen
 from glowplug.core.plugin.offers import CollectiveOffers, ExecutorOffers, ParallelOffers
 
-ORDER = ("tp", "ep", "dp")  #: of axes in ``[[parallel]]``: later strategies refine what earlier ones split
+ORDER = (
+    "tp",
+    "ep",
+    "dp",
+)  #: of axes in ``[[parallel]]``: later strategies refine what earlier ones split
 
 
 @reads("parallel")
@@ -24,25 +31,49 @@ def check_mesh(draft: Draft) -> Iterator[Refusal]:
         assert isinstance(chosen.offers, ParallelOffers)
         for axis in sorted(chosen.offers.axes) or ["of one rank"]:
             if axis in seen:
-                yield refuse(draft, "parallel", chosen, f"{chosen.name} and {seen[axis]} both define the mesh axis "
-                             f"{axis}", "keep one of them")
+                yield refuse(
+                    draft,
+                    "parallel",
+                    chosen,
+                    f"{chosen.name} and {seen[axis]} both define the mesh axis {axis}",
+                    "keep one of them",
+                )
             seen[axis] = chosen.name
 
 
 @reads("parallel")
 def check_order(draft: Draft) -> Iterator[Refusal]:
-    """Strategies stand in the order in which they refine one another, and nothing stands beside one rank."""
+    """Strategies stand in the order in which they refine one another, and nothing stands beside one
+    rank.
+    """
     held = draft.chosen["parallel"]
     for chosen in held:
         assert isinstance(chosen.offers, ParallelOffers)
-        if not chosen.offers.axes and len(held) > 1 and any(other.offers != chosen.offers for other in held):
-            yield refuse(draft, "parallel", chosen, f"{chosen.name} means one rank, and other strategies are listed "
-                         "beside it", "leave it out")
+        if (
+            not chosen.offers.axes
+            and len(held) > 1
+            and any(other.offers != chosen.offers for other in held)
+        ):
+            yield refuse(
+                draft,
+                "parallel",
+                chosen,
+                f"{chosen.name} means one rank, and other strategies are listed beside it",
+                "leave it out",
+            )
     if out_of_order(draft):
         right = ", ".join(chosen.name for chosen in sorted(held, key=_place))
-        first = next(held[i + 1] for i in range(len(held) - 1) if _place(held[i]) > _place(held[i + 1]))
-        yield refuse(draft, "parallel", first, f"the strategies are listed as {', '.join(c.name for c in held)}, and "
-                     "each refines those before it", f"[[parallel]] in the order {right}")
+        first = next(
+            held[i + 1] for i in range(len(held) - 1) if _place(held[i]) > _place(held[i + 1])
+        )
+        yield refuse(
+            draft,
+            "parallel",
+            first,
+            f"the strategies are listed as {', '.join(c.name for c in held)}, and "
+            "each refines those before it",
+            f"[[parallel]] in the order {right}",
+        )
 
 
 def out_of_order(draft: Draft) -> bool:
@@ -58,7 +89,9 @@ def _place(chosen: Chosen) -> int:
 
 @reads("parallel")
 def check_blocks(draft: Draft) -> Iterator[Refusal]:
-    """An axis over the tensor ranks cuts them into equal blocks. For strategies without a check of their own."""
+    """An axis over the tensor ranks cuts them into equal blocks. For strategies without a check of
+    their own.
+    """
     mesh = draft.values["mesh"]
     for chosen in draft.chosen["parallel"]:
         assert isinstance(chosen.offers, ParallelOffers)
@@ -67,8 +100,14 @@ def check_blocks(draft: Draft) -> Iterator[Refusal]:
             continue
         for axis in sorted(chosen.offers.axes & set(OVER_TP)):
             if mesh.get("tp", 1) % mesh[axis]:
-                yield refuse(draft, "parallel", chosen, f"{chosen.name} cuts the {mesh.get('tp', 1)} tensor ranks into "
-                             f"{mesh[axis]} blocks, which does not divide", f"size = {_largest(mesh, mesh[axis])}")
+                yield refuse(
+                    draft,
+                    "parallel",
+                    chosen,
+                    f"{chosen.name} cuts the {mesh.get('tp', 1)} tensor ranks into "
+                    f"{mesh[axis]} blocks, which does not divide",
+                    f"size = {_largest(mesh, mesh[axis])}",
+                )
 
 
 def _largest(mesh: dict[str, int], most: int) -> int:
@@ -76,7 +115,7 @@ def _largest(mesh: dict[str, int], most: int) -> int:
     return max(size for size in range(1, tp + 1) if tp % size == 0 and size <= most or size == 1)
 
 
-# ---- ranks and the machine ------------------------------------------------------------------------------------------
+# ---- ranks and the machine -----------------------------------------------------------------------
 
 
 @reads("parallel", "collectives", "executor")
@@ -89,32 +128,61 @@ def check_ranks(draft: Draft) -> Iterator[Refusal]:
     if ranks > 1 and collectives is not None:
         assert isinstance(collectives.offers, CollectiveOffers)
         if not collectives.offers.ranks:
-            yield refuse(draft, "collectives", collectives, f"{collectives.name} connects one rank, the plan has "
-                         f"{ranks}", instead(draft, "collectives", lambda o: o.ranks, "one rank: leave parallel out"))
+            yield refuse(
+                draft,
+                "collectives",
+                collectives,
+                f"{collectives.name} connects one rank, the plan has {ranks}",
+                instead(draft, "collectives", lambda o: o.ranks, "one rank: leave parallel out"),
+            )
     if executor is None:
         return
     assert isinstance(executor.offers, ExecutorOffers)
     if ranks > 1 and not executor.offers.ranks:
-        yield refuse(draft, "executor", executor, f"{executor.name} runs one rank, the plan has {ranks}",
-                     instead(draft, "executor", lambda o: o.ranks, "one rank: leave parallel out"))
+        yield refuse(
+            draft,
+            "executor",
+            executor,
+            f"{executor.name} runs one rank, the plan has {ranks}",
+            instead(draft, "executor", lambda o: o.ranks, "one rank: leave parallel out"),
+        )
     elif hosts > 1 and not executor.offers.hosts:
         per_host = -(-ranks // hosts)
-        yield refuse(draft, "executor", executor, f"{executor.name} stays on one host, {ranks} ranks need {hosts}",
-                     instead(draft, "executor", lambda o: o.hosts,
-                             f"at most {per_host} ranks, or a plugin that spans hosts"))
+        yield refuse(
+            draft,
+            "executor",
+            executor,
+            f"{executor.name} stays on one host, {ranks} ranks need {hosts}",
+            instead(
+                draft,
+                "executor",
+                lambda o: o.hosts,
+                f"at most {per_host} ranks, or a plugin that spans hosts",
+            ),
+        )
 
 
 @reads("collectives")
 def check_growing_segments(draft: Draft) -> Iterator[Refusal]:
     """What ranks exchange can be read where it lies."""
     collectives = draft.first("collectives")
-    if collectives is None or draft.values["device"] != "cuda" or draft.config.memory.growing_segments is not True:
+    if (
+        collectives is None
+        or draft.values["device"] != "cuda"
+        or draft.config.memory.growing_segments is not True
+    ):
         return
     assert isinstance(collectives.offers, CollectiveOffers)
     if not collectives.offers.growing_segments:
-        yield refuse(draft, "collectives", collectives, f"{collectives.name} shares torch's memory between ranks by "
-                     "handles that growing segments do not have", "memory.growing_segments = false, or leave it out",
-                     field="memory.growing_segments")
+        yield refuse(
+            draft,
+            "collectives",
+            collectives,
+            f"{collectives.name} shares torch's memory between ranks by "
+            "handles that growing segments do not have",
+            "memory.growing_segments = false, or leave it out",
+            field="memory.growing_segments",
+        )
 
 
 @reads("parallel")
@@ -127,24 +195,47 @@ def check_machine(draft: Draft) -> Iterator[Refusal]:
     if holder is None:
         return
     if hosts > machine.hosts:
-        yield refuse(draft, "parallel", holder, f"{hosts} hosts were asked for, {machine.name} has {machine.hosts}",
-                     f"executor.hosts = {machine.hosts}", field="executor.hosts")
+        yield refuse(
+            draft,
+            "parallel",
+            holder,
+            f"{hosts} hosts were asked for, {machine.name} has {machine.hosts}",
+            f"executor.hosts = {machine.hosts}",
+            field="executor.hosts",
+        )
         return
     if ranks % hosts:
         fits = [count for count in range(1, machine.hosts + 1) if ranks % count == 0]
-        yield refuse(draft, "parallel", holder, f"{ranks} ranks do not spread evenly over {hosts} hosts",
-                     f"executor.hosts = {max(fits)} (--nnodes), or ranks in a multiple of {hosts}",
-                     field="executor.hosts")
+        yield refuse(
+            draft,
+            "parallel",
+            holder,
+            f"{ranks} ranks do not spread evenly over {hosts} hosts",
+            f"executor.hosts = {max(fits)} (--nnodes), or ranks in a multiple of {hosts}",
+            field="executor.hosts",
+        )
         return
     cuda = draft.values["device"] == "cuda"
     each = len(machine.devices) if cuda else machine.cpu_cores
     if cuda and ranks > hosts * each > 0:
-        yield refuse(draft, "parallel", holder, f"{ranks} ranks need {ranks} devices, {machine.name} has "
-                     f"{_counted(hosts, each)}", f"parallel.0.size = {hosts * each}", field="parallel.0.size")
+        yield refuse(
+            draft,
+            "parallel",
+            holder,
+            f"{ranks} ranks need {ranks} devices, {machine.name} has {_counted(hosts, each)}",
+            f"parallel.0.size = {hosts * each}",
+            field="parallel.0.size",
+        )
     elif not cuda and ranks > hosts * each and not draft.config.executor.oversubscribe:
-        yield refuse(draft, "parallel", holder, f"{ranks} ranks are more than the {_counted(hosts, each)} cores of "
-                     f"{machine.name}", f"parallel.0.size = {hosts * each}, or executor.oversubscribe = true (ranks "
-                     "then wait for one another's cores)", field="parallel.0.size")
+        yield refuse(
+            draft,
+            "parallel",
+            holder,
+            f"{ranks} ranks are more than the {_counted(hosts, each)} cores of {machine.name}",
+            f"parallel.0.size = {hosts * each}, or executor.oversubscribe = true (ranks "
+            "then wait for one another's cores)",
+            field="parallel.0.size",
+        )
 
 
 def _counted(hosts: int, each: int) -> str:

@@ -1,8 +1,10 @@
 """How checks are registered and run, and how they word a refusal. Plan zone: no torch.
 
-A check is a pure function over the draft that reads offers and facts, never names. It states the slots it reads; while
-a slot is being chosen only its checks run, at the end all of them do. A check skips what is not chosen yet.
+A check is a pure function over the draft that reads offers and facts, never names. It states the
+slots it reads; while a slot is being chosen only its checks run, at the end all of them do. A check
+skips what is not chosen yet.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -21,11 +23,13 @@ BY_SLOT: dict[str, list[Check]] = {slot.name: [] for slot in SLOTS}
 
 def reads(*slots: str) -> Callable[[Check], Check]:
     """Register a check under the slots whose choice it judges."""
+
     def register(check: Check) -> Check:
         CHECKS.append(check)
         for slot in slots:
             BY_SLOT[slot].append(check)
         return check
+
     return register
 
 
@@ -47,9 +51,16 @@ def use_field(draft: Draft, slot: Slot, chosen: Chosen) -> str:
     return f"{slot.section}.{held.index(chosen) if chosen in held else 0}.use"
 
 
-def refuse(draft: Draft, slot: str, chosen: Chosen, reason: str, fix: str, field: str = "") -> Refusal:
-    return Refusal(by=chosen.name, field=field or use_field(draft, BY_NAME[slot], chosen), reason=reason, fix=fix,
-                   origin=draft.origin(slot, chosen.name))
+def refuse(
+    draft: Draft, slot: str, chosen: Chosen, reason: str, fix: str, field: str = ""
+) -> Refusal:
+    return Refusal(
+        by=chosen.name,
+        field=field or use_field(draft, BY_NAME[slot], chosen),
+        reason=reason,
+        fix=fix,
+        origin=draft.origin(slot, chosen.name),
+    )
 
 
 def instead(draft: Draft, slot: str, fits: Callable[[Any], bool], otherwise: str) -> str:

@@ -1,4 +1,7 @@
-"""Generic checks of a draft: there is a next-token layer, and it fits the model it drafts for. Plan zone: no torch."""
+"""Generic checks of a draft: there is a next-token layer, and it fits the model it drafts for. Plan
+zone: no torch.
+"""
+
 from __future__ import annotations
 
 import hashlib
@@ -19,13 +22,20 @@ FOLDER = "speculative.draft_model"
 EXPORT = "glowplug export-nextn writes one from the model's own checkpoint"
 #: what a draft shares with its target: attribute of the facts -> what to call it
 SHARED = {
-    "hidden_size": "hidden size", "vocab_size": "vocabulary size", "kind": "kind of attention",
-    "kv_lora_rank": "latent size (kv_lora_rank)", "qk_rope_head_dim": "rotary size (qk_rope_head_dim)",
+    "hidden_size": "hidden size",
+    "vocab_size": "vocabulary size",
+    "kind": "kind of attention",
+    "kv_lora_rank": "latent size (kv_lora_rank)",
+    "qk_rope_head_dim": "rotary size (qk_rope_head_dim)",
 }
 
 
 def _needs_layer(chosen: Chosen | None) -> bool:
-    return chosen is not None and isinstance(chosen.offers, SpeculativeOffers) and chosen.offers.nextn_layer
+    return (
+        chosen is not None
+        and isinstance(chosen.offers, SpeculativeOffers)
+        and chosen.offers.nextn_layer
+    )
 
 
 @reads("speculative", "model")
@@ -40,25 +50,51 @@ def check_nextn(draft: Draft) -> Iterator[Refusal]:
     target = draft.facts.model
     folder = draft.facts.draft
     if not model.offers.nextn:
-        yield refuse(draft, "speculative", chosen, f"{chosen.name} needs a next-token layer, which {model.name} does "
-                     "not build", none)
+        yield refuse(
+            draft,
+            "speculative",
+            chosen,
+            f"{chosen.name} needs a next-token layer, which {model.name} does not build",
+            none,
+        )
     elif folder is None and not target.nextn_layers and not draft.values["draft_folder"]:
         why = f" ({'; '.join(target.notes)})" if target.notes else ""
-        yield refuse(draft, "speculative", chosen, f"{chosen.name} drafts with the checkpoint's own next-token layer; "
-                     f"{target.path} has none{why}", f"{none}, or {FOLDER} = a folder with one")
+        yield refuse(
+            draft,
+            "speculative",
+            chosen,
+            f"{chosen.name} drafts with the checkpoint's own next-token layer; "
+            f"{target.path} has none{why}",
+            f"{none}, or {FOLDER} = a folder with one",
+        )
     elif folder is not None:
         yield from _architecture(draft, chosen, model.offers, folder)
 
 
-def _architecture(draft: Draft, chosen: Chosen, family: ModelOffers, folder: ModelFacts) -> Iterator[Refusal]:
+def _architecture(
+    draft: Draft, chosen: Chosen, family: ModelOffers, folder: ModelFacts
+) -> Iterator[Refusal]:
     known = family.draft_architectures | family.architectures
     if folder.architecture not in known:
-        yield refuse(draft, "speculative", chosen, f"{folder.path} is a {folder.architecture}, which is no next-token "
-                     f"layer for {draft.facts.model.architecture}", "a folder of "
-                     f"{listed(family.draft_architectures) or 'the same architecture'}: {EXPORT}", field=FOLDER)
+        yield refuse(
+            draft,
+            "speculative",
+            chosen,
+            f"{folder.path} is a {folder.architecture}, which is no next-token "
+            f"layer for {draft.facts.model.architecture}",
+            "a folder of "
+            f"{listed(family.draft_architectures) or 'the same architecture'}: {EXPORT}",
+            field=FOLDER,
+        )
     elif not folder.nextn_layers:
-        yield refuse(draft, "speculative", chosen, f"{folder.path} holds no next-token layer",
-                     f"a folder with one: {EXPORT}", field=FOLDER)
+        yield refuse(
+            draft,
+            "speculative",
+            chosen,
+            f"{folder.path} holds no next-token layer",
+            f"a folder with one: {EXPORT}",
+            field=FOLDER,
+        )
 
 
 @reads("speculative", "model")
@@ -73,22 +109,42 @@ def check_draft_folder(draft: Draft) -> Iterator[Refusal]:
         own = getattr(folder, key)
         other = getattr(target, key)
         if own != other:
-            yield refuse(draft, "speculative", chosen, f"the draft's {what} is {own}, the model's is {other}",
-                         f"a draft made for this model: {EXPORT}", field=FOLDER)
+            yield refuse(
+                draft,
+                "speculative",
+                chosen,
+                f"the draft's {what} is {own}, the model's is {other}",
+                f"a draft made for this model: {EXPORT}",
+                field=FOLDER,
+            )
     if (folder.quant_method, folder.quant_block) != (target.quant_method, target.quant_block):
-        yield refuse(draft, "speculative", chosen, f"the draft's weights are {_quantised(folder)}, the model's are "
-                     f"{_quantised(target)}, and one scheme loads both", f"a draft quantised as the model: {EXPORT}",
-                     field=FOLDER)
+        yield refuse(
+            draft,
+            "speculative",
+            chosen,
+            f"the draft's weights are {_quantised(folder)}, the model's are "
+            f"{_quantised(target)}, and one scheme loads both",
+            f"a draft quantised as the model: {EXPORT}",
+            field=FOLDER,
+        )
     difference = tokenizer_difference(folder.path, target.path)
     if difference:
-        yield refuse(draft, "speculative", chosen, f"the draft has another tokenizer: {difference}",
-                     "a draft made with this model's tokenizer", field=FOLDER)
+        yield refuse(
+            draft,
+            "speculative",
+            chosen,
+            f"the draft has another tokenizer: {difference}",
+            "a draft made with this model's tokenizer",
+            field=FOLDER,
+        )
 
 
 def _quantised(model: ModelFacts) -> str:
     if model.quant_method == "none":
         return "not quantised"
-    return model.quant_method + (" in {}x{} blocks".format(*model.quant_block) if model.quant_block else "")
+    return model.quant_method + (
+        " in {}x{} blocks".format(*model.quant_block) if model.quant_block else ""
+    )
 
 
 @reads("weights", "speculative")
@@ -100,15 +156,24 @@ def check_draft_weights(draft: Draft) -> Iterator[Refusal]:
     assert isinstance(source.offers, WeightOffers)
     if not source.offers.formats & {folder.format, "synthetic"}:
         held = "no weights" if folder.format == "none" else f"{folder.format} weights"
-        yield refuse(draft, "weights", source, f"{source.name} reads {listed(source.offers.formats)}; the draft "
-                     f"{folder.path} holds {held}", "a draft folder with weights", field=FOLDER)
+        yield refuse(
+            draft,
+            "weights",
+            source,
+            f"{source.name} reads {listed(source.offers.formats)}; the draft "
+            f"{folder.path} holds {held}",
+            "a draft folder with weights",
+            field=FOLDER,
+        )
 
 
-# ---- tokenizers -----------------------------------------------------------------------------------------------------
+# ---- tokenizers ----------------------------------------------------------------------------------
 
 
 def tokenizer_difference(draft: str, target: str) -> str:
-    """How the tokenizer.json of two folders differ in what an id means; "" when they agree, or one has none."""
+    """How the tokenizer.json of two folders differ in what an id means; "" when they agree, or one
+    has none.
+    """
     paths = [Path(folder) / "tokenizer.json" for folder in (draft, target)]
     if not all(path.is_file() for path in paths):
         return ""
@@ -131,8 +196,10 @@ def _difference(draft: str, target: str, draft_time: int, target_time: int) -> s
     if not different:
         return ""
     first = different[0]
-    return (f"{len(different)} token ids mean other text, the first is {first}: {own.get(first)!r} against "
-            f"{other.get(first)!r}")
+    return (
+        f"{len(different)} token ids mean other text, the first is {first}: {own.get(first)!r} against "
+        f"{other.get(first)!r}"
+    )
 
 
 def _digest(path: str) -> str:
@@ -140,7 +207,9 @@ def _digest(path: str) -> str:
 
 
 def vocabulary(path: str) -> dict[int, str]:
-    """Token text by id of a tokenizer.json. ValueError, TypeError, AttributeError or KeyError when it is not one."""
+    """Token text by id of a tokenizer.json. ValueError, TypeError, AttributeError or KeyError when
+    it is not one.
+    """
     data: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     listing: Any = data["model"]["vocab"]
     if isinstance(listing, dict):

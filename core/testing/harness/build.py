@@ -1,7 +1,9 @@
-"""Build one model on one CPU rank around real or fake parts, and step it: for tests of layers, schemes and backends.
+"""Build one model on one CPU rank around real or fake parts, and step it: for tests of layers,
+schemes and backends.
 
 Built-in parts are named by slot and component, so that nothing here imports a plugin.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -37,7 +39,9 @@ def built_in() -> PluginSet:
 
 
 def make(slot: str, name: str, plan: EnginePlan, worker: Worker, **options: Any) -> Any:
-    """Return the runtime object of the built-in component ``name`` in ``slot``. Raises KeyError when there is none."""
+    """Return the runtime object of the built-in component ``name`` in ``slot``. Raises KeyError
+    when there is none.
+    """
     found = built_in().find(slot, name)
     if found is None:
         raise KeyError(f"no built-in {slot} component is called {name!r}")
@@ -57,8 +61,10 @@ class DictSource:
         return
 
     def entries(self) -> dict[str, TensorFact]:
-        return {name: TensorFact(str(t.dtype).removeprefix("torch."), tuple(t.shape))
-                for name, t in self.tensors.items()}
+        return {
+            name: TensorFact(str(t.dtype).removeprefix("torch."), tuple(t.shape))
+            for name, t in self.tensors.items()
+        }
 
     def read(self, target: WeightTarget) -> Tensor:
         self.read_names.append(target.name)
@@ -74,9 +80,15 @@ def plan_for(facts: ModelFacts, dtype: str = "float32", **sizes: Any) -> EngineP
     return replace(plan, dtype=dtype, kv_dtype=dtype, facts=replace(plan.facts, model=facts))
 
 
-def build_context(facts: ModelFacts, plan: EnginePlan | None = None, *, quantization: str = "none",
-                  attention: AttentionBackend | None = None, quantization_options: Mapping[str, Any] | None = None,
-                  **changes: Any) -> BuildContext:
+def build_context(
+    facts: ModelFacts,
+    plan: EnginePlan | None = None,
+    *,
+    quantization: str = "none",
+    attention: AttentionBackend | None = None,
+    quantization_options: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> BuildContext:
     """A context of the built-in parts for one CPU rank; ``changes`` replace fields of it."""
     plan = plan or plan_for(facts)
     worker = Worker(device="cpu", dtype=getattr(torch, plan.dtype))
@@ -84,19 +96,34 @@ def build_context(facts: ModelFacts, plan: EnginePlan | None = None, *, quantiza
     scheme = make("quantization", quantization, plan, worker, **(quantization_options or {}))
     backend = attention or make("attention", ATTENTION[facts.kind], plan, worker)
     context = BuildContext(
-        facts=facts, worker=worker, dtype=worker.dtype, context=plan.sizes.context_length, scheme=scheme, plain=plain,
+        facts=facts,
+        worker=worker,
+        dtype=worker.dtype,
+        context=plan.sizes.context_length,
+        scheme=scheme,
+        plain=plain,
         parallel=ParallelStack([make("parallel", "single", plan, worker)]),
-        collectives=make("collectives", "local", plan, worker), attention=backend,
-        ops=make("ops", "torch", plan, worker))
+        collectives=make("collectives", "local", plan, worker),
+        attention=backend,
+        ops=make("ops", "torch", plan, worker),
+    )
     return replace(context, **changes)
 
 
-def build_model(facts: ModelFacts, tensors: Mapping[str, Tensor], context: BuildContext | None = None,
-                **more: Any) -> tuple[Model, BuildContext]:
-    """A loaded model of ``facts`` and the context it was built in. ``more`` goes to :func:`build_context`."""
+def build_model(
+    facts: ModelFacts,
+    tensors: Mapping[str, Tensor],
+    context: BuildContext | None = None,
+    **more: Any,
+) -> tuple[Model, BuildContext]:
+    """A loaded model of ``facts`` and the context it was built in. ``more`` goes to
+    :func:`build_context`.
+    """
     context = context or build_context(facts, **more)
     families = [found.component for found in built_in().components("model")]
-    name = next(c.name for c in families if facts.architecture in getattr(c.offers, "architectures", ()))
+    name = next(
+        c.name for c in families if facts.architecture in getattr(c.offers, "architectures", ())
+    )
     plan = plan_for(facts)
     model: Model = make("model", name, plan, context.worker).build(context)
     load_model(model, DictSource(tensors), facts)
@@ -104,24 +131,42 @@ def build_model(facts: ModelFacts, tensors: Mapping[str, Tensor], context: Build
 
 
 class Stepper:
-    """Steps a model over sequences of token ids with a cache of its own: prefill, then one token at a time."""
+    """Steps a model over sequences of token ids with a cache of its own: prefill, then one token at
+    a time.
+    """
 
-    def __init__(self, model: Model, context: BuildContext, rows: int = 8, length: int = 256) -> None:
+    def __init__(
+        self, model: Model, context: BuildContext, rows: int = 8, length: int = 256
+    ) -> None:
         self.model = model
         self.attention = context.attention
         layout = self.attention.kv_layout()
         self.page = layout.page_size
         self.pages_a_row = -(-length // self.page)
         self.pool = KVPool(layout, rows * self.pages_a_row + 1, "cpu")
-        self.attention.reserve(Limits(rows=rows, context=length, num_pages=self.pool.num_pages, width=1,
-                                      vocab=context.facts.vocab_size, kv=self.pool.layers))
+        self.attention.reserve(
+            Limits(
+                rows=rows,
+                context=length,
+                num_pages=self.pool.num_pages,
+                width=1,
+                vocab=context.facts.vocab_size,
+                kv=self.pool.layers,
+            )
+        )
         self.lengths = [0] * rows
         self.step = 0
 
     @torch.inference_mode()
-    def hidden(self, chunks: Mapping[int, list[int]], decodes: int = 0, extra: Mapping[str, Any] | None = None,
-               ) -> tuple[Tensor, Batch]:
-        """Feed each row its next tokens; the first ``decodes`` rows count as decoding. [T, hidden] and the batch."""
+    def hidden(
+        self,
+        chunks: Mapping[int, list[int]],
+        decodes: int = 0,
+        extra: Mapping[str, Any] | None = None,
+    ) -> tuple[Tensor, Batch]:
+        """Feed each row its next tokens; the first ``decodes`` rows count as decoding. [T, hidden]
+        and the batch.
+        """
         batch = self._batch(chunks, decodes)
         batch.extra.update(extra or {})
         self.attention.plan_step(batch, None)
@@ -155,7 +200,9 @@ class Stepper:
         rows = np.array(list(chunks), np.int32)
         queries = np.array([len(chunk) for chunk in chunks.values()], np.int32)
         before = np.array([self.lengths[row] for row in chunks], np.int32)
-        pages = (rows[:, None] * self.pages_a_row + 1 + np.arange(self.pages_a_row)).astype(np.int32)
+        pages = (rows[:, None] * self.pages_a_row + 1 + np.arange(self.pages_a_row)).astype(
+            np.int32
+        )
         ids = np.array([token for chunk in chunks.values() for token in chunk], np.int32)
         starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
         owner = np.repeat(np.arange(len(rows)), queries)
@@ -163,10 +210,18 @@ class Stepper:
         slots = pages[owner, positions // self.page] * self.page + positions % self.page
         self.step += 1
         split = int(queries[:decodes].sum())
-        batch = Batch(step=self.step, mode=Mode.DECODE if decodes == len(rows) else Mode.PREFILL, rows=rows,
-                      epochs=np.zeros(len(rows), np.int64), num_decodes=decodes, query_lens=queries,
-                      kv_lens=before + queries, samples=np.ones(len(rows), bool), prompt_ids=ids[split:],
-                      pages=pages)
+        batch = Batch(
+            step=self.step,
+            mode=Mode.DECODE if decodes == len(rows) else Mode.PREFILL,
+            rows=rows,
+            epochs=np.zeros(len(rows), np.int64),
+            num_decodes=decodes,
+            query_lens=queries,
+            kv_lens=before + queries,
+            samples=np.ones(len(rows), bool),
+            prompt_ids=ids[split:],
+            pages=pages,
+        )
         batch.input_ids = _tensor(ids, np.int64)
         batch.positions = _tensor(positions, np.int64)
         batch.slots = _tensor(slots, np.int64)

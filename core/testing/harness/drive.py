@@ -1,4 +1,5 @@
 """Drives a scheduler with the fake model as the engine's loop would, checking after every step."""
+
 from __future__ import annotations
 
 from collections import deque
@@ -16,19 +17,47 @@ from glowplug.core.step.sequence_table import SequenceTable
 from glowplug.core.testing.harness.fake_model import FakeModel, PoisonedPages
 
 
-def sequence(id: int, prompt: list[int], *, max_tokens: int = 8, stop_ids: frozenset[int] = frozenset(),
-             arrival: float = 0.0, priority: int = 0, salt: str = "", timeout: float = 0.0, queue_timeout: float = 0.0,
-             min_tokens: int = 0, logprobs: int | None = None, prompt_logprobs: int | None = None) -> Sequence:
+def sequence(
+    id: int,
+    prompt: list[int],
+    *,
+    max_tokens: int = 8,
+    stop_ids: frozenset[int] = frozenset(),
+    arrival: float = 0.0,
+    priority: int = 0,
+    salt: str = "",
+    timeout: float = 0.0,
+    queue_timeout: float = 0.0,
+    min_tokens: int = 0,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> Sequence:
     """A sequence as the engine makes it from a Submit."""
-    params = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, seed=id, logprobs=logprobs,
-                            prompt_logprobs=prompt_logprobs)
-    return Sequence(id=id, prompt=np.asarray(prompt, np.int32), params=params, priority=priority, salt=salt,
-                    arrival=arrival, stop_ids=stop_ids, timeout=timeout, queue_timeout=queue_timeout)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        seed=id,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+    return Sequence(
+        id=id,
+        prompt=np.asarray(prompt, np.int32),
+        params=params,
+        priority=priority,
+        salt=salt,
+        arrival=arrival,
+        stop_ids=stop_ids,
+        timeout=timeout,
+        queue_timeout=queue_timeout,
+    )
 
 
 @dataclass
 class Collected:
-    """What the front would have heard of one sequence. ``counts``: tokens of each step that yielded some."""
+    """What the front would have heard of one sequence. ``counts``: tokens of each step that yielded
+    some.
+    """
 
     tokens: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -39,7 +68,9 @@ class Collected:
 
 
 def collect(seen: Mapping[int, Collected], output: StepOutput) -> None:
-    """Book ``output`` under its sequences. AssertionError when it says something that no engine may say."""
+    """Book ``output`` under its sequences. AssertionError when it says something that no engine may
+    say.
+    """
     counts = output.counts or [1] * len(output.ids)
     assert sum(counts) == len(output.tokens), "tokens and counts disagree"
     at = 0
@@ -63,11 +94,21 @@ def collect(seen: Mapping[int, Collected], output: StepOutput) -> None:
 class Drive:
     """A scheduler, a table, a poisoned pool and a fake model, stepped together.
 
-    ``depth`` steps may be in flight when the next one is scheduled: 0 is no overlap, 1 what the engine does.
+    ``depth`` steps may be in flight when the next one is scheduled: 0 is no overlap, 1 what the
+    engine does.
     """
 
-    def __init__(self, scheduler: Scheduler, plan: EnginePlan, cache: PrefixCache, policy: SchedulingPolicy, *,
-                 depth: int = 1, seed: int = 0, bad: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        plan: EnginePlan,
+        cache: PrefixCache,
+        policy: SchedulingPolicy,
+        *,
+        depth: int = 1,
+        seed: int = 0,
+        bad: tuple[int, int] | None = None,
+    ) -> None:
         sizes = plan.sizes
         self.plan = plan
         self.scheduler = scheduler
@@ -75,8 +116,16 @@ class Drive:
         self.depth = depth
         self.table = SequenceTable(sizes.max_running, sizes.positions, sizes.page_size)
         self.pages = PoisonedPages(sizes.num_pages)
-        self.model = FakeModel(self.table, sizes.num_pages, vocab=plan.facts.model.vocab_size, width=sizes.width,
-                               seed=seed, bad=bad, depth=depth, lookahead=sizes.lookahead)
+        self.model = FakeModel(
+            self.table,
+            sizes.num_pages,
+            vocab=plan.facts.model.vocab_size,
+            width=sizes.width,
+            seed=seed,
+            bad=bad,
+            depth=depth,
+            lookahead=sizes.lookahead,
+        )
         self.pages.model = self.model
         scheduler.bind(self.table, self.pages, cache, policy)
         self.inflight: deque[tuple[Batch, StepResult]] = deque()
@@ -96,11 +145,15 @@ class Drive:
     def step(self) -> bool:
         """One turn of the loop. False: every sequence has ended and nothing is in flight."""
         batch = self.scheduler.next_batch()
-        assert batch is not None or self.inflight or not self._unfinished(), "the scheduler has stalled"
+        assert batch is not None or self.inflight or not self._unfinished(), (
+            "the scheduler has stalled"
+        )
         if batch is not None:
             sizes = self.plan.sizes
             assert batch.num_tokens <= sizes.max_step_tokens, "more tokens than a step may hold"
-            assert batch.num_tokens - batch.decode_tokens <= sizes.chunk_size, "more prefill tokens than a chunk"
+            assert batch.num_tokens - batch.decode_tokens <= sizes.chunk_size, (
+                "more prefill tokens than a chunk"
+            )
             self.batches.append(batch)
             self.inflight.append((batch, self.model.launch(batch)))
         if self.inflight and (batch is None or len(self.inflight) > self.depth):

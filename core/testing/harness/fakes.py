@@ -1,8 +1,10 @@
-"""Fakes for tests of the plan zone: a plugin that fills slots with declarations only, and a model folder. No torch.
+"""Fakes for tests of the plan zone: a plugin that fills slots with declarations only, and a model
+folder. No torch.
 
 A plugin author can check a whole configuration around one real component:
 ``load_plugins(defaults=["glowplug.core.testing.harness.fakes", "my_package.my_plugin"])``.
 """
+
 from __future__ import annotations
 
 import json
@@ -22,32 +24,68 @@ WIDTHS = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 
 #: a DeepSeek-V3 architecture small enough to plan with in microseconds
 TINY_V3: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "vocab_size": 512, "intermediate_size": 256, "moe_intermediate_size": 128,
-    "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1, "kv_lora_rank": 64, "q_lora_rank": 96,
-    "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "max_position_embeddings": 4096,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 96,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "max_position_embeddings": 4096,
     "torch_dtype": "bfloat16",
 }
 TINY_LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 256, "intermediate_size": 128, "max_position_embeddings": 2048,
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "intermediate_size": 128,
+    "max_position_embeddings": 2048,
     "torch_dtype": "bfloat16",
 }
 
 
-def component(slot: str, name: str, offers: Offers, fields: Mapping[str, Any] | None = None, **more: Any) -> Component:
+def component(
+    slot: str, name: str, offers: Offers, fields: Mapping[str, Any] | None = None, **more: Any
+) -> Component:
     """A declaration whose factory does not exist: enough for everything before a worker builds it."""
     use: Any = (Literal[name], name)
-    options: Any = create_model(f"{name.title()}Options", __base__=OPTION_BASES.get(slot, Options), use=use,
-                                **dict(fields or {}))
-    return Component(name=name, options=options, factory="nowhere:Nothing", offers=offers, summary=f"fake {name}",
-                     **more)
+    options: Any = create_model(
+        f"{name.title()}Options",
+        __base__=OPTION_BASES.get(slot, Options),
+        use=use,
+        **dict(fields or {}),
+    )
+    return Component(
+        name=name,
+        options=options,
+        factory="nowhere:Nothing",
+        offers=offers,
+        summary=f"fake {name}",
+        **more,
+    )
 
 
-def write_model(folder: Path, config: Mapping[str, Any],
-                tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = None) -> Path:
-    """A model folder: config.json and, for ``tensors`` (name -> safetensors dtype, shape), a file full of zeros."""
+def write_model(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
+) -> Path:
+    """A model folder: config.json and, for ``tensors`` (name -> safetensors dtype, shape), a file
+    full of zeros.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
     if tensors:
@@ -67,9 +105,16 @@ def write_model(folder: Path, config: Mapping[str, Any],
 @hookimpl
 def register_models() -> list[Component]:
     return [
-        component("model", "fake_v3", ModelOffers(architectures=frozenset({"DeepseekV3ForCausalLM"}), kind="mla",
-                                                  nextn=True)),
-        component("model", "fake_llama", ModelOffers(architectures=frozenset({"LlamaForCausalLM"}), kind="mha")),
+        component(
+            "model",
+            "fake_v3",
+            ModelOffers(architectures=frozenset({"DeepseekV3ForCausalLM"}), kind="mla", nextn=True),
+        ),
+        component(
+            "model",
+            "fake_llama",
+            ModelOffers(architectures=frozenset({"LlamaForCausalLM"}), kind="mha"),
+        ),
     ]
 
 
@@ -77,5 +122,9 @@ def register_models() -> list[Component]:
 def register_quantization_schemes() -> list[Component]:
     return [
         component("quantization", "plain", QuantizationOffers(reads=frozenset({"none"}))),
-        component("quantization", "blocks", QuantizationOffers(reads=frozenset({"fp8"}), block_shape=(128, 128))),
+        component(
+            "quantization",
+            "blocks",
+            QuantizationOffers(reads=frozenset({"fp8"}), block_shape=(128, 128)),
+        ),
     ]

@@ -1,4 +1,7 @@
-"""A paged cache with shuffled pages and NaN wherever no row of the step may look, and batches over it."""
+"""A paged cache with shuffled pages and NaN wherever no row of the step may look, and batches over
+it.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -24,7 +27,9 @@ class Row:
 
 @dataclass
 class World:
-    """``cached``: per entry name, the history [length, *shape] of each row; ``pools`` what the backend reads."""
+    """``cached``: per entry name, the history [length, *shape] of each row; ``pools`` what the
+    backend reads.
+    """
 
     batch: Batch
     rows: list[Row]
@@ -33,21 +38,35 @@ class World:
     cached: dict[str, list[Tensor]] = field(default_factory=dict)
     pools: dict[str, Tensor] = field(default_factory=dict)
 
-    def fill(self, name: str, shape: tuple[int, ...], generator: torch.Generator,
-             dtype: torch.dtype = torch.float32) -> Tensor:
-        """Random history under ``name``: the prefix goes into the pool, the step's tokens are returned [T, *shape].
+    def fill(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        generator: torch.Generator,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Random history under ``name``: the prefix goes into the pool, the step's tokens are
+        returned [T, *shape].
 
         The numbers are float32 that ``dtype`` holds exactly.
         """
         pool = torch.full((self.num_pages * self.page_size, *shape), float("nan"))
         pool[0] = 0.0  # scratch: where padding rows look
-        history = [torch.randn(row.length, *shape, generator=generator).to(dtype).float() for row in self.rows]
+        history = [
+            torch.randn(row.length, *shape, generator=generator).to(dtype).float()
+            for row in self.rows
+        ]
         first = self.batch.first_key
         for index, row in enumerate(self.rows):
             slots = self.slots_of(index)[first : row.length - row.queries]
             pool[slots] = history[index][first : row.length - row.queries]
         self.cached[name], self.pools[name] = history, pool
-        return torch.cat([past[past.shape[0] - row.queries :] for past, row in zip(history, self.rows, strict=True)])
+        return torch.cat(
+            [
+                past[past.shape[0] - row.queries :]
+                for past, row in zip(history, self.rows, strict=True)
+            ]
+        )
 
     def slots_of(self, index: int) -> Tensor:
         row = self.rows[index]
@@ -63,8 +82,14 @@ class World:
 
     def limits(self, kv: tuple[Mapping[str, Tensor], ...] = ()) -> Limits:
         """``kv``: the layers' caches, if not the world's own."""
-        return Limits(rows=len(self.rows), context=4096, num_pages=self.num_pages, width=1, vocab=8,
-                      kv=kv or (self.pools,))
+        return Limits(
+            rows=len(self.rows),
+            context=4096,
+            num_pages=self.num_pages,
+            width=1,
+            vocab=8,
+            kv=kv or (self.pools,),
+        )
 
 
 def make_world(rows: list[Row], page_size: int, seed: int, spare_columns: int = 0) -> World:
@@ -82,13 +107,23 @@ def make_world(rows: list[Row], page_size: int, seed: int, spare_columns: int = 
     query_lens = np.array([row.queries for row in rows], np.int32)
     kv_lens = np.array([row.length for row in rows], np.int32)
     batch = Batch(
-        step=0, mode=Mode.PREFILL if decodes < len(rows) else Mode.DECODE, rows=np.arange(len(rows), dtype=np.int32),
-        epochs=np.zeros(len(rows), np.int64), num_decodes=decodes, query_lens=query_lens, kv_lens=kv_lens,
-        samples=np.ones(len(rows), np.bool_), prompt_ids=np.zeros(0, np.int32), pages=pages)
+        step=0,
+        mode=Mode.PREFILL if decodes < len(rows) else Mode.DECODE,
+        rows=np.arange(len(rows), dtype=np.int32),
+        epochs=np.zeros(len(rows), np.int64),
+        num_decodes=decodes,
+        query_lens=query_lens,
+        kv_lens=kv_lens,
+        samples=np.ones(len(rows), np.bool_),
+        prompt_ids=np.zeros(0, np.int32),
+        pages=pages,
+    )
     world = World(batch, rows, page_size, num_pages)
     batch.page_table = torch.from_numpy(pages)
     batch.kv_lens_device = torch.from_numpy(kv_lens)
-    batch.query_starts = torch.from_numpy(np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32))
+    batch.query_starts = torch.from_numpy(
+        np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    )
     slots = [world.slots_of(index)[row.length - row.queries :] for index, row in enumerate(rows)]
     batch.slots = torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)
     return world
@@ -96,9 +131,12 @@ def make_world(rows: list[Row], page_size: int, seed: int, spare_columns: int = 
 
 def random_rows(rng: np.random.Generator, page_size: int, width: int = 1) -> list[Row]:
     """Up to 7 decoding and 5 prefill rows whose lengths crowd around page and chunk boundaries."""
+
     def length() -> int:
         edge = int(rng.integers(1, 6)) * page_size
-        return max(1, edge + int(rng.integers(-2, 3)) if rng.random() < 0.7 else int(rng.integers(1, 90)))
+        return max(
+            1, edge + int(rng.integers(-2, 3)) if rng.random() < 0.7 else int(rng.integers(1, 90))
+        )
 
     rows = [Row(length() + width, width) for _ in range(int(rng.integers(0, 8)))]
     for _ in range(int(rng.integers(0 if rows else 1, 6))):

@@ -1,4 +1,5 @@
 """A plan without a model, for tests of parts that read only ``plan.sizes``."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -12,17 +13,51 @@ VOCAB = 997
 
 def sizes(**changes: Any) -> Sizes:
     """Small sizes: context 64, 8 rows, chunks of 16, pages of 4, a pool for everyone at once."""
-    small = Sizes(context_length=64, max_running=8, max_queued=64, max_step_tokens=48, chunk_size=16, page_size=4,
-                  num_pages=8 * 16 + 1, kv_bytes=0, width=1)
+    small = Sizes(
+        context_length=64,
+        max_running=8,
+        max_queued=64,
+        max_step_tokens=48,
+        chunk_size=16,
+        page_size=4,
+        num_pages=8 * 16 + 1,
+        kv_bytes=0,
+        width=1,
+    )
     return replace(small, **changes)
 
 
 def bare_plan(**changes: Any) -> EnginePlan:
     """A plan of ``sizes(**changes)`` and a made-up model of ``VOCAB`` tokens."""
-    model = ModelFacts(path="", architecture="Fake", format="none", kind="mha", config={}, dtype="float32",
-                       vocab_size=VOCAB, hidden_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8,
-                       max_positions=1 << 16)
-    return EnginePlan(model="fake", dtype="float32", kv_dtype="float32", device="cpu", seed=0, overlap=True, choices=(),
-                      decisions=(), budget=(), sizes=sizes(**changes), mesh={},
-                      facts=Facts(model, HardwareFacts(), SoftwareFacts()), config={}, plugins=(),
-                      plugin_fingerprint="")
+    model = ModelFacts(
+        path="",
+        architecture="Fake",
+        format="none",
+        kind="mha",
+        config={},
+        dtype="float32",
+        vocab_size=VOCAB,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        max_positions=1 << 16,
+    )
+    return EnginePlan(
+        model="fake",
+        dtype="float32",
+        kv_dtype="float32",
+        device="cpu",
+        seed=0,
+        overlap=True,
+        choices=(),
+        decisions=(),
+        budget=(),
+        sizes=sizes(**changes),
+        mesh={},
+        facts=Facts(model, HardwareFacts(), SoftwareFacts()),
+        config={},
+        plugins=(),
+        plugin_fingerprint="",
+    )

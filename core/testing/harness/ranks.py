@@ -1,14 +1,17 @@
-"""Several ranks of a plan as threads of one process, in lockstep: a whole engine without processes or pipes.
+"""Several ranks of a plan as threads of one process, in lockstep: a whole engine without processes
+or pipes.
 
-A plugin author checks a parallel strategy, an exchange or a draft against one rank in milliseconds::
+A plugin author checks a parallel strategy, an exchange or a draft against one rank in
+milliseconds::
 
-    config = {"model": folder, "parallel": [{"use": "tensor", "size": 2}], "weights": {"use": "random"}}
-    alone = run_ranks(one_rank, [submit(1, [5, 6, 7])])
+    config = {"model": folder, "parallel": [{"use": "tensor", "size": 2}], "weights": {"use":
+    "random"}} alone = run_ranks(one_rank, [submit(1, [5, 6, 7])])
     assert run_ranks(config, [submit(1, [5, 6, 7])])[1].tokens == alone[1].tokens
 
-``collectives.use = "threads"`` (``rank_plan``'s default for several ranks) exchanges through shared lists; any other
-backend runs as it would among processes, as far as it allows several ranks in one.
+``collectives.use = "threads"`` (``rank_plan``'s default for several ranks) exchanges through shared
+lists; any other backend runs as it would among processes, as far as it allows several ranks in one.
 """
+
 from __future__ import annotations
 
 import sys
@@ -25,7 +28,17 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins, load_plugins_for
 from glowplug.core.startup.build_rank import build_rank
-from glowplug.core.step.messages import Control, Inbound, Outbound, Reply, Stats, StepOutput, Submit, encode, packed_ids
+from glowplug.core.step.messages import (
+    Control,
+    Inbound,
+    Outbound,
+    Reply,
+    Stats,
+    StepOutput,
+    Submit,
+    encode,
+    packed_ids,
+)
 from glowplug.core.step.request import SamplingParams
 from glowplug.core.testing.harness.drive import Collected, collect
 from glowplug.core.testing.harness.threads_runtime import MEETINGS, Meeting
@@ -42,17 +55,23 @@ def submit(id: int, prompt: Seq[int], max_tokens: int = 8, **more: Any) -> Submi
 
 
 def rank_plan(config: Mapping[str, Any], plugins: PluginSet | None = None) -> EnginePlan:
-    """The plan of ``config`` with in-memory collectives unless it names others. PlanRefused as ever.
+    """The plan of ``config`` with in-memory collectives unless it names others. PlanRefused as
+    ever.
 
     ``plugins`` must hold the plugin ``THREADS`` to use them; None: built-ins and that one.
     """
     plugins = plugins or load_plugins([THREADS], entry_points=False)
-    contributed = {"collectives.use": "threads", "executor.oversubscribe": True} if config.get("parallel") else {}
+    contributed = (
+        {"collectives.use": "threads", "executor.oversubscribe": True}
+        if config.get("parallel")
+        else {}
+    )
     return make_plan(config, plugins=plugins, contributed=contributed)
 
 
 class RankSet:
-    """Every rank of ``plan``, built, and driven turn by turn. A context manager; ``close`` ends the threads.
+    """Every rank of ``plan``, built, and driven turn by turn. A context manager; ``close`` ends the
+    threads.
 
     Attributes:
         engines: by rank.
@@ -63,7 +82,9 @@ class RankSet:
     Whatever a rank raises is raised here, the cause before its consequences, and ends the set.
     """
 
-    def __init__(self, plan: EnginePlan, plugins: PluginSet | None = None, timeout: float = 120.0) -> None:
+    def __init__(
+        self, plan: EnginePlan, plugins: PluginSet | None = None, timeout: float = 120.0
+    ) -> None:
         self.plan = plan
         self.timeout = timeout
         self.heard: dict[int, Collected] = {}
@@ -87,22 +108,32 @@ class RankSet:
 
     def _build(self, rank: int, plugins: PluginSet) -> Engine:
         torch.set_num_threads(1)
-        return build_rank(self.plan, rank, plugins, lambda phase, done, total: None, self._rendezvous)
+        return build_rank(
+            self.plan, rank, plugins, lambda phase, done, total: None, self._rendezvous
+        )
 
     def _each(self, work: Callable[[int], Result]) -> list[Result]:
         """``work`` of every rank, each in its own thread; their results by rank."""
-        futures: list[Future[Result]] = [pool.submit(work, rank) for rank, pool in enumerate(self._pools)]
+        futures: list[Future[Result]] = [
+            pool.submit(work, rank) for rank, pool in enumerate(self._pools)
+        ]
         done, _ = wait(futures, self.timeout, return_when=FIRST_EXCEPTION)
         if len(done) < len(futures) or any(future.exception() for future in done):
             self._meeting.end()
             wait(futures, self.timeout)
-        errors = [error for future in futures if future.done() and (error := future.exception()) is not None]
+        errors = [
+            error
+            for future in futures
+            if future.done() and (error := future.exception()) is not None
+        ]
         errors.sort(key=lambda error: isinstance(error, CollectiveError))
         if errors:
             raise errors[0]
         stuck = [rank for rank, future in enumerate(futures) if not future.done()]
         if stuck:
-            raise TimeoutError(f"ranks {stuck} have not finished a turn within {self.timeout:.0f} s")
+            raise TimeoutError(
+                f"ranks {stuck} have not finished a turn within {self.timeout:.0f} s"
+            )
         return [future.result() for future in futures]
 
     @property
@@ -110,7 +141,9 @@ class RankSet:
         return all(engine.idle for engine in self.engines)
 
     def turn(self, messages: Seq[Inbound] = ()) -> list[list[Outbound]]:
-        """One turn of every rank, on ``messages`` from the front. What each rank made of it, by rank."""
+        """One turn of every rank, on ``messages`` from the front. What each rank made of it, by
+        rank.
+        """
         for message in messages:
             if isinstance(message, Submit):
                 self.heard[message.id] = Collected()
@@ -136,7 +169,9 @@ class RankSet:
             if self.idle:
                 return self.heard
             self.turn()
-        raise AssertionError(f"not idle after {most} turns: {[e.scheduler.load() for e in self.engines]}")
+        raise AssertionError(
+            f"not idle after {most} turns: {[e.scheduler.load() for e in self.engines]}"
+        )
 
     def control(self, action: str, **args: Any) -> Reply:
         """Rank 0's answer. AssertionError when it says that something is wrong."""
@@ -147,12 +182,16 @@ class RankSet:
         return reply
 
     def check_idle(self) -> None:
-        """Integrity on every rank; every page free or evictable; every row free. AssertionError or a CacheFault."""
+        """Integrity on every rank; every page free or evictable; every row free. AssertionError or
+        a CacheFault.
+        """
         for rank, engine in enumerate(self.engines):
             engine.scheduler.check()
             stats = engine.scheduler.load()
             table = engine.runner.table
-            assert stats.pages_free + stats.pages_evictable == stats.pages_total, f"rank {rank} has lost pages: {stats}"
+            assert stats.pages_free + stats.pages_evictable == stats.pages_total, (
+                f"rank {rank} has lost pages: {stats}"
+            )
             assert (stats.running, stats.waiting) == (0, 0), f"rank {rank} is not idle: {stats}"
             assert table.free_rows == table.rows, f"rank {rank} has lost rows"
 
@@ -161,7 +200,10 @@ class RankSet:
         pools = self._pools
         self._pools = []
         try:
-            wait([pool.submit(engine.close) for pool, engine in zip(pools, self.engines)], self.timeout)
+            wait(
+                [pool.submit(engine.close) for pool, engine in zip(pools, self.engines)],
+                self.timeout,
+            )
         finally:
             self._meeting.end()
             for pool in pools:
@@ -178,9 +220,14 @@ class RankSet:
         self.close()
 
 
-def run_ranks(config: Mapping[str, Any], messages: Seq[Inbound], plugins: PluginSet | None = None,
-              ) -> dict[int, Collected]:
-    """Plan, build, run ``messages`` to the end, check that every page came back; what the front heard, by id."""
+def run_ranks(
+    config: Mapping[str, Any],
+    messages: Seq[Inbound],
+    plugins: PluginSet | None = None,
+) -> dict[int, Collected]:
+    """Plan, build, run ``messages`` to the end, check that every page came back; what the front
+    heard, by id.
+    """
     with RankSet(rank_plan(config, plugins), plugins) as ranks:
         heard = ranks.run(messages)
         ranks.check_idle()

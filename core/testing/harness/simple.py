@@ -1,4 +1,5 @@
 """The simplest cache and policy, so that a scheduler can be tested without any plugin."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
@@ -18,7 +19,9 @@ class KeepsNothing:
     def match(self, tokens: NDArray[np.int32], salt: str) -> PrefixMatch:
         return PrefixMatch(0, np.zeros(0, np.int32))
 
-    def insert(self, tokens: NDArray[np.int32], pages: NDArray[np.int32], salt: str) -> NDArray[np.int32]:
+    def insert(
+        self, tokens: NDArray[np.int32], pages: NDArray[np.int32], salt: str
+    ) -> NDArray[np.int32]:
         return pages
 
     def lock(self, match: PrefixMatch, delta: int) -> None:

@@ -1,7 +1,10 @@
-"""The plugin of collectives among threads: ``collectives.use = "threads"`` in ``glowplug.core.testing.harness.ranks``.
+"""The plugin of collectives among threads: ``collectives.use = "threads"`` in
+``glowplug.core.testing.harness.ranks``.
 
-Exact and deterministic: sums are taken in rank order, so every rank gets the same bits. No torch here.
+Exact and deterministic: sums are taken in rank order, so every rank gets the same bits. No torch
+here.
 """
+
 from __future__ import annotations
 
 from typing import Literal
@@ -16,15 +19,19 @@ from glowplug.core.plugin.options import CollectivesOptions
 
 class ThreadOptions(CollectivesOptions):
     use: Literal["threads"] = "threads"
-    timeout: float = Field(60.0, gt=0, description="seconds before a collective that does not finish ends the engine")
+    timeout: float = Field(
+        60.0, gt=0, description="seconds before a collective that does not finish ends the engine"
+    )
 
 
 @hookimpl
 def register_collectives() -> list[Component]:
-    return [Component(
-        name="threads",
-        options=ThreadOptions,
-        factory="glowplug.core.testing.harness.threads_runtime:ThreadCollectives",
-        offers=CollectiveOffers(devices=frozenset({"cpu"}), ranks=True),
-        summary="ranks as threads of one process, for tests",
-    )]
+    return [
+        Component(
+            name="threads",
+            options=ThreadOptions,
+            factory="glowplug.core.testing.harness.threads_runtime:ThreadCollectives",
+            offers=CollectiveOffers(devices=frozenset({"cpu"}), ranks=True),
+            summary="ranks as threads of one process, for tests",
+        )
+    ]

@@ -1,4 +1,7 @@
-"""Collectives over shared lists: one barrier for each group of ranks, and a copy of everything that crosses it."""
+"""Collectives over shared lists: one barrier for each group of ranks, and a copy of everything that
+crosses it.
+"""
+
 from __future__ import annotations
 
 import threading
@@ -23,8 +26,10 @@ MEETINGS: dict[str, Meeting] = {}  #: ``Worker.rendezvous`` -> where its ranks m
 
 
 class Room:
-    """Where one group of ranks exchanges. Two sets of places, so that one barrier an exchange is enough: a rank can
-    write into a set again only after the next exchange, which all others enter after they have read it."""
+    """Where one group of ranks exchanges. Two sets of places, so that one barrier an exchange is
+    enough: a rank can write into a set again only after the next exchange, which all others enter
+    after they have read it.
+    """
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)
@@ -56,7 +61,9 @@ class Meeting:
 
 
 class ThreadCollectives:
-    """``Collectives`` of one rank. What its ranks ask for must agree, in kind and shape: CollectiveError if not."""
+    """``Collectives`` of one rank. What its ranks ask for must agree, in kind and shape:
+    CollectiveError if not.
+    """
 
     def __init__(self, options: ThreadOptions, plan: EnginePlan, worker: Worker) -> None:
         self.timeout = options.timeout
@@ -78,8 +85,10 @@ class ThreadCollectives:
         try:
             room.barrier.wait(self.timeout)
         except threading.BrokenBarrierError:
-            raise CollectiveError(f"rank {self.rank}: {what} among ranks {ranks}: a peer has gone or did not come "
-                                  f"within {self.timeout:.0f} s") from None
+            raise CollectiveError(
+                f"rank {self.rank}: {what} among ranks {ranks}: a peer has gone or did not come "
+                f"within {self.timeout:.0f} s"
+            ) from None
         found = list(places)
         asked = [kind for kind, _ in found]
         if any(kind != what for kind in asked):
@@ -125,14 +134,21 @@ class ThreadCollectives:
         ranks = group(axis, self.rank, self.mesh)
         place, size = self._place(axis)
         if not (len(counts) == len(received) == size) or sum(counts) != x.shape[0]:
-            raise CollectiveError(f"all_to_all_rows of {x.shape[0]} rows over {axis} of {size}: {counts}, {received}")
+            raise CollectiveError(
+                f"all_to_all_rows of {x.shape[0]} rows over {axis} of {size}: {counts}, {received}"
+            )
         if size == 1:
             return x
-        sent = self._exchange(ranks, ("all_to_all_rows", axis, tuple(x.shape[1:]), x.dtype),
-                              torch.split(x.clone(), list(counts)))
+        sent = self._exchange(
+            ranks,
+            ("all_to_all_rows", axis, tuple(x.shape[1:]), x.dtype),
+            torch.split(x.clone(), list(counts)),
+        )
         mine = [parts[place] for parts in sent]
         if [len(part) for part in mine] != list(received):
-            raise CollectiveError(f"rank {self.rank} expects {list(received)} rows, {[len(p) for p in mine]} were sent")
+            raise CollectiveError(
+                f"rank {self.rank} expects {list(received)} rows, {[len(p) for p in mine]} were sent"
+            )
         return torch.cat(mine)
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
@@ -144,7 +160,9 @@ class ThreadCollectives:
         return self._exchange(self.world, ("all_gather_bytes",), data)
 
     def all_gather_numbers(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.stack(self._exchange(self.world, ("all_gather_numbers", values.shape), values.copy()))
+        return np.stack(
+            self._exchange(self.world, ("all_gather_numbers", values.shape), values.copy())
+        )
 
     def close(self) -> None:
         return None

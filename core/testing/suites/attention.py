@@ -1,8 +1,10 @@
-"""Conformance suites of the attention slot: subclass :class:`MlaSuite` or :class:`MhaSuite` and define ``make``.
+"""Conformance suites of the attention slot: subclass :class:`MlaSuite` or :class:`MhaSuite` and
+define ``make``.
 
-Random paged layouts are attended by the backend and by the definition in float64. Every cache slot that no row of the
-step owns holds NaN, so reading one shows at once.
+Random paged layouts are attended by the backend and by the definition in float64. Every cache slot
+that no row of the step owns holds NaN, so reading one shows at once.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -41,7 +43,9 @@ class MlaCase:
         self.w_kv = torch.cat((self.w_uk, self.w_uv.transpose(1, 2)), dim=1)
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.einsum("mc,hnc->mhn", latent, self.w_uk), torch.einsum("mc,hcv->mhv", latent, self.w_uv)
+        return torch.einsum("mc,hnc->mhn", latent, self.w_uk), torch.einsum(
+            "mc,hcv->mhv", latent, self.w_uv
+        )
 
 
 @dataclass
@@ -56,7 +60,9 @@ class MhaCase:
 
 
 class _Suite:
-    """What both kinds share. ``device``, ``dtype`` and ``error`` (absolute, against float64) may be overridden."""
+    """What both kinds share. ``device``, ``dtype`` and ``error`` (absolute, against float64) may be
+    overridden.
+    """
 
     device = "cpu"
     dtype = torch.float32
@@ -73,7 +79,7 @@ class _Suite:
         """The backend under test for ``plan``."""
         raise NotImplementedError
 
-    # ---- given by the kind ------------------------------------------------------------------------------------------
+    # ---- given by the kind -----------------------------------------------------------------------
 
     def facts(self) -> ModelFacts:
         raise NotImplementedError
@@ -84,33 +90,53 @@ class _Suite:
     def attend(self, backend: AttentionBackend, layer: MlaCase | MhaCase) -> Callable[..., Tensor]:
         raise NotImplementedError
 
-    def definition(self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase) -> Tensor:
-        """One row in float64: queries [T, ...] each, history [M, ...] of each cache entry -> [T, H, V]."""
+    def definition(
+        self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase
+    ) -> Tensor:
+        """One row in float64: queries [T, ...] each, history [M, ...] of each cache entry -> [T, H,
+        V].
+        """
         raise NotImplementedError
 
-    # ---- driving ----------------------------------------------------------------------------------------------------
+    # ---- driving ---------------------------------------------------------------------------------
 
     @property
     def cached(self) -> torch.dtype:
         return self.kv_dtype or self.dtype
 
     def rounded(self, x: Tensor) -> Tensor:
-        """float32 numbers that the compute dtype holds exactly: what is measured is the backend's own error."""
+        """float32 numbers that the compute dtype holds exactly: what is measured is the backend's
+        own error.
+        """
         return x.to(self.dtype).float()
 
     def backend(self, page_size: int) -> AttentionBackend:
         plan = bare_plan(page_size=page_size)
-        plan = replace(plan, facts=replace(plan.facts, model=self.facts()), device=self.device,
-                       kv_dtype=next(name for name, kind in TORCH_DTYPES.items() if kind is self.cached))
+        plan = replace(
+            plan,
+            facts=replace(plan.facts, model=self.facts()),
+            device=self.device,
+            kv_dtype=next(name for name, kind in TORCH_DTYPES.items() if kind is self.cached),
+        )
         return self.make(plan, Worker(device=self.device, dtype=self.dtype))
 
     def arguments(self, world: World, generator: torch.Generator) -> list[Tensor]:
         """Random queries and the step's own cache entries; fills the world's cache."""
-        kept = [world.fill(name, shape, generator, self.cached) for name, shape in self.entries.items()]
+        kept = [
+            world.fill(name, shape, generator, self.cached) for name, shape in self.entries.items()
+        ]
         tokens = world.batch.num_tokens
-        return [*(self.rounded(torch.randn(tokens, *shape, generator=generator)) for shape in self.queries), *kept]
+        return [
+            *(
+                self.rounded(torch.randn(tokens, *shape, generator=generator))
+                for shape in self.queries
+            ),
+            *kept,
+        ]
 
-    def step(self, backend: AttentionBackend, world: World, layer: MlaCase | MhaCase, args: list[Tensor]) -> Tensor:
+    def step(
+        self, backend: AttentionBackend, world: World, layer: MlaCase | MhaCase, args: list[Tensor]
+    ) -> Tensor:
         world.move(self.device, self.cached)
         backend.reserve(world.limits())
         backend.plan_step(world.batch, None)
@@ -129,10 +155,12 @@ class _Suite:
     def close(self, got: Tensor, expected: Tensor) -> None:
         torch.testing.assert_close(got.double(), expected, rtol=5 * self.error, atol=self.error)
 
-    # ---- tests ------------------------------------------------------------------------------------------------------
+    # ---- tests -----------------------------------------------------------------------------------
 
     def test_random_layouts(self) -> None:
-        """Decoding rows of every width, mixed with fresh and continued chunks, around page boundaries."""
+        """Decoding rows of every width, mixed with fresh and continued chunks, around page
+        boundaries.
+        """
         for page_size in self.page_sizes:
             for seed in range(2 * self.max_width):
                 generator = torch.Generator().manual_seed(seed)
@@ -141,7 +169,10 @@ class _Suite:
                 world = make_world(rows, page_size, seed, spare_columns=seed % 3)
                 layer = self.layer(generator)
                 args = self.arguments(world, generator)
-                self.close(self.step(self.backend(page_size), world, layer, args), self.expected(world, layer, args))
+                self.close(
+                    self.step(self.backend(page_size), world, layer, args),
+                    self.expected(world, layer, args),
+                )
 
     def test_a_first_key_is_where_attention_begins(self) -> None:
         """A draft's cache has nothing in the first position: not an entry, and here NaN."""
@@ -151,13 +182,20 @@ class _Suite:
             generator = torch.Generator().manual_seed(seed)
             rng = np.random.default_rng(seed * 17)
             page_size = self.page_sizes[seed % len(self.page_sizes)]
-            rows = [Row(row.length + 1, row.queries, row.prefill)
-                    for row in random_rows(rng, page_size, width=1 + seed % self.max_width)]
-            world = make_world(rows[-1:] if seed == 1 else rows, page_size, seed, spare_columns=seed % 3)
+            rows = [
+                Row(row.length + 1, row.queries, row.prefill)
+                for row in random_rows(rng, page_size, width=1 + seed % self.max_width)
+            ]
+            world = make_world(
+                rows[-1:] if seed == 1 else rows, page_size, seed, spare_columns=seed % 3
+            )
             world.batch.first_key = 1
             layer = self.layer(generator)
             args = self.arguments(world, generator)
-            self.close(self.step(self.backend(page_size), world, layer, args), self.expected(world, layer, args))
+            self.close(
+                self.step(self.backend(page_size), world, layer, args),
+                self.expected(world, layer, args),
+            )
 
     def test_the_step_is_stored(self) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -193,7 +231,9 @@ class _Suite:
 
     @staticmethod
     def _continued(whole: World, start: int, end: int, pools: dict[str, Tensor]) -> World:
-        """The step that computes tokens ``start`` to ``end`` of the only row of ``whole``, in the same pages."""
+        """The step that computes tokens ``start`` to ``end`` of the only row of ``whole``, in the
+        same pages.
+        """
         world = make_world([Row(end, end - start, prefill=True)], whole.page_size, 0)
         world.num_pages = whole.num_pages
         world.pools = pools
@@ -222,7 +262,9 @@ class _Suite:
             torch.testing.assert_close(got, together[one], rtol=0, atol=self.error)
 
     def test_padded_and_idle_rows_are_harmless(self) -> None:
-        """A padded row (length 0, scratch pages) must not turn into NaN; an idle step has no tokens at all."""
+        """A padded row (length 0, scratch pages) must not turn into NaN; an idle step has no tokens
+        at all.
+        """
         generator = torch.Generator().manual_seed(2)
         layer = self.layer(generator)
         backend = self.backend(self.page_size)
@@ -246,7 +288,10 @@ class _Suite:
         world = make_world([Row(30, width), Row(12, width)], self.page_size, 4)
         args = self.arguments(world, generator)
         world.batch.kv_lens = world.batch.kv_lens + np.int32(2)
-        self.close(self.step(self.backend(self.page_size), world, layer, args), self.expected(world, layer, args))
+        self.close(
+            self.step(self.backend(self.page_size), world, layer, args),
+            self.expected(world, layer, args),
+        )
 
     def test_layout_names_the_entries(self) -> None:
         layout = self.backend(self.page_size).kv_layout()
@@ -269,18 +314,34 @@ class MlaSuite(_Suite):
 
     @property
     def entries(self) -> dict[str, tuple[int, ...]]:  # type: ignore[override]
-        return {"kv": (self.lora + self.rope,)} if self.merged else {"latent": (self.lora,), "rope": (self.rope,)}
+        return (
+            {"kv": (self.lora + self.rope,)}
+            if self.merged
+            else {"latent": (self.lora,), "rope": (self.rope,)}
+        )
 
     @property
     def queries(self) -> tuple[tuple[int, ...], ...]:  # type: ignore[override]
         return (self.heads, self.nope), (self.heads, self.rope)
 
     def facts(self) -> ModelFacts:
-        config = {"qk_nope_head_dim": self.nope, "qk_rope_head_dim": self.rope, "v_head_dim": self.value,
-                  "rope_scaling": {"type": "yarn", "factor": 40.0, "mscale_all_dim": 0.4}}
-        return replace(bare_plan().facts.model, kind="mla", num_heads=self.heads, num_kv_heads=self.heads,
-                       head_dim=self.nope + self.rope, kv_lora_rank=self.lora, qk_rope_head_dim=self.rope,
-                       num_layers=2, config=config)
+        config = {
+            "qk_nope_head_dim": self.nope,
+            "qk_rope_head_dim": self.rope,
+            "v_head_dim": self.value,
+            "rope_scaling": {"type": "yarn", "factor": 40.0, "mscale_all_dim": 0.4},
+        }
+        return replace(
+            bare_plan().facts.model,
+            kind="mla",
+            num_heads=self.heads,
+            num_kv_heads=self.heads,
+            head_dim=self.nope + self.rope,
+            kv_lora_rank=self.lora,
+            qk_rope_head_dim=self.rope,
+            num_layers=2,
+            config=config,
+        )
 
     def layer(self, generator: torch.Generator) -> MlaCase:
         spread = self.lora**-0.5
@@ -290,12 +351,22 @@ class MlaSuite(_Suite):
 
     def _case(self, w_uk: Tensor, w_uv: Tensor) -> MlaCase:
         scale = RopeConfig.read(self.facts().config).softmax_scale(self.nope + self.rope)
-        return MlaCase(w_uk, w_uv, heads=self.heads, nope_dim=self.nope, rope_dim=self.rope, v_dim=self.value,
-                       lora_rank=self.lora, scale=scale)
+        return MlaCase(
+            w_uk,
+            w_uv,
+            heads=self.heads,
+            nope_dim=self.nope,
+            rope_dim=self.rope,
+            v_dim=self.value,
+            lora_rank=self.lora,
+            scale=scale,
+        )
 
     def attend(self, backend: AttentionBackend, layer: MlaCase | MhaCase) -> Callable[..., Tensor]:
         assert isinstance(layer, MlaCase)
-        there = self._case(layer.w_uk.to(self.device, self.dtype), layer.w_uv.to(self.device, self.dtype))
+        there = self._case(
+            layer.w_uk.to(self.device, self.dtype), layer.w_uv.to(self.device, self.dtype)
+        )
         return lambda q_nope, q_rope, *kept: backend.mla(q_nope, q_rope, *self._entry(kept), there)
 
     def _entry(self, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -303,7 +374,9 @@ class MlaSuite(_Suite):
         whole = torch.cat(list(kept), dim=-1)
         return whole[:, : self.lora], whole[:, self.lora :]
 
-    def definition(self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase) -> Tensor:
+    def definition(
+        self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase
+    ) -> Tensor:
         assert isinstance(layer, MlaCase)
         (q_nope, q_rope) = queries
         (latent, rope) = self._entry(history)
@@ -322,8 +395,13 @@ class MhaSuite(_Suite):
     entries = {"k": (2, 8), "v": (2, 8)}
 
     def facts(self) -> ModelFacts:
-        return replace(bare_plan().facts.model, num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=8,
-                       num_layers=2)
+        return replace(
+            bare_plan().facts.model,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=8,
+            num_layers=2,
+        )
 
     def layer(self, generator: torch.Generator) -> MhaCase:
         return MhaCase(self.heads, self.kv_heads)
@@ -332,9 +410,13 @@ class MhaSuite(_Suite):
         assert isinstance(layer, MhaCase)
         return lambda q, k, v: backend.mha(q, k, v, layer)
 
-    def definition(self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase) -> Tensor:
+    def definition(
+        self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase
+    ) -> Tensor:
         assert isinstance(layer, MhaCase)
-        key, value = (x.double().repeat_interleave(layer.heads // layer.kv_heads, dim=1) for x in history)
+        key, value = (
+            x.double().repeat_interleave(layer.heads // layer.kv_heads, dim=1) for x in history
+        )
         scores = torch.einsum("thd,mhd->htm", queries[0].double(), key)
         return torch.einsum("htm,mhv->thv", causal_softmax(scores * layer.scale), value)
 

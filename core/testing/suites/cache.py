@@ -1,7 +1,10 @@
-"""Conformance suite of the ``cache`` slot. Subclass it and define ``make``; ``max_pages`` if yours has a limit.
+"""Conformance suite of the ``cache`` slot. Subclass it and define ``make``; ``max_pages`` if yours
+has a limit.
 
-A model of plain Python lists stands beside the cache: whatever the cache finds must be what was put in, page for page.
+A model of plain Python lists stands beside the cache: whatever the cache finds must be what was put
+in, page for page.
 """
+
 from __future__ import annotations
 
 import random
@@ -27,7 +30,9 @@ class Pool:
 
     def __init__(self) -> None:
         self.next = 1
-        self.content: dict[int, tuple[int, ...]] = {}  # page -> all tokens from the start to its end, with the salt
+        self.content: dict[
+            int, tuple[int, ...]
+        ] = {}  # page -> all tokens from the start to its end, with the salt
         self.outside: set[int] = set()
 
     def fill(self, tokens: list[int], salt: str) -> Ints:
@@ -41,7 +46,9 @@ class Pool:
 
     def back(self, pages: Ints) -> None:
         for page in pages.tolist():
-            assert page not in self.outside, f"page {page} was given back although the cache did not own it"
+            assert page not in self.outside, (
+                f"page {page} was given back although the cache did not own it"
+            )
             self.outside.add(page)
 
 
@@ -76,7 +83,9 @@ class CacheSuite:
         match = cache.match(ints(tokens), salt)
         assert match.length == len(match.pages) * SIZE <= len(tokens)
         for i, page in enumerate(match.pages.tolist()):
-            assert pool.content[page] == (hash(salt), *tokens[: (i + 1) * SIZE]), "a page of another prefix"
+            assert pool.content[page] == (hash(salt), *tokens[: (i + 1) * SIZE]), (
+                "a page of another prefix"
+            )
         return match.length
 
     def test_empty(self, cache: PrefixCache, pool: Pool) -> None:
@@ -100,7 +109,12 @@ class CacheSuite:
         head = list(range(8))
         for tail in ([50] * 8, [60] * 8, [50, 50, 50, 50, 70, 70, 70, 70]):
             self.put(cache, pool, head + tail)
-        for tail, common in (([50] * 8, 8), ([60] * 8, 8), ([50, 50, 50, 50, 1, 1, 1, 1], 4), ([9] * 8, 0)):
+        for tail, common in (
+            ([50] * 8, 8),
+            ([60] * 8, 8),
+            ([50, 50, 50, 50, 1, 1, 1, 1], 4),
+            ([9] * 8, 0),
+        ):
             found = self.check_match(cache, pool, head + tail)
             assert found == (8 + common if cache.shares else 0)
 
@@ -136,7 +150,9 @@ class CacheSuite:
         pool.back(cache.evict(100))
         assert cache.size() == (0, 0)
 
-    def test_eviction_takes_the_least_recently_used_end(self, cache: PrefixCache, pool: Pool) -> None:
+    def test_eviction_takes_the_least_recently_used_end(
+        self, cache: PrefixCache, pool: Pool
+    ) -> None:
         if not cache.shares:
             pytest.skip("holds nothing")
         self.put(cache, pool, [1] * 12)
@@ -146,7 +162,9 @@ class CacheSuite:
         cache.lock(match, -1)
         pool.back(cache.evict(1))
         assert self.check_match(cache, pool, [1] * 12) == 12
-        assert self.check_match(cache, pool, [2] * 12) == 8, "the end of a prefix goes before its beginning"
+        assert self.check_match(cache, pool, [2] * 12) == 8, (
+            "the end of a prefix goes before its beginning"
+        )
 
     @pytest.mark.parametrize("seed", range(20))
     def test_random_use(self, cache: PrefixCache, pool: Pool, seed: int) -> None:
@@ -169,7 +187,9 @@ class CacheSuite:
                 pool.back(given)
             cache.check_integrity()
             for match, tokens, salt in locked:
-                assert self.check_match(cache, pool, tokens, salt) >= match.length, "a locked prefix was evicted"
+                assert self.check_match(cache, pool, tokens, salt) >= match.length, (
+                    "a locked prefix was evicted"
+                )
             self.check_account(cache, pool)
         for match, _, _ in locked:
             cache.lock(match, -1)

@@ -1,4 +1,7 @@
-"""Conformance suites of the ``parallel`` and ``collectives`` slots. Subclass one and define ``make`` (or ``run``)."""
+"""Conformance suites of the ``parallel`` and ``collectives`` slots. Subclass one and define
+``make`` (or ``run``).
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -13,12 +16,21 @@ from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Collectives, ParallelStrategy, Shard
 from glowplug.core.step.batch import NO_WORK, StepShape, idle_batch
 
-CUT = ("column", "row", "vocab", "heads", "experts", "expert_width")  #: roles whose parts are disjoint
+CUT = (
+    "column",
+    "row",
+    "vocab",
+    "heads",
+    "experts",
+    "expert_width",
+)  #: roles whose parts are disjoint
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 
 class ParallelSuite:
-    """Every strategy must cut dimensions without gap or overlap, and move no token when it has no work to share."""
+    """Every strategy must cut dimensions without gap or overlap, and move no token when it has no
+    work to share.
+    """
 
     ranks = 1
 
@@ -27,21 +39,30 @@ class ParallelSuite:
         raise NotImplementedError
 
     def shards(self, role: str, full: int, block: int = 1) -> list[Shard]:
-        found = [self.make(rank).shard(role, "model.layers.0.part", full, block) for rank in range(self.ranks)]
+        found = [
+            self.make(rank).shard(role, "model.layers.0.part", full, block)
+            for rank in range(self.ranks)
+        ]
         return [Shard(0, full, full) if shard is None else shard for shard in found]
 
     @pytest.mark.parametrize("role", CUT)
     @pytest.mark.parametrize(("units", "block"), [(64, 1), (64, 128)])
-    def test_ranks_hold_everything_once_or_all_of_it(self, role: str, units: int, block: int) -> None:
+    def test_ranks_hold_everything_once_or_all_of_it(
+        self, role: str, units: int, block: int
+    ) -> None:
         full = units * block
         parts = self.shards(role, full, block)
         assert all(part.full == full and part.start % block == 0 for part in parts)
         if all(part.size == full for part in parts):
-            assert not any(part.reduce or part.gather for part in parts), "whole on every rank: nothing to add up"
+            assert not any(part.reduce or part.gather for part in parts), (
+                "whole on every rank: nothing to add up"
+            )
             return
         held = sorted({(part.start, part.size) for part in parts})
         assert held[0][0] == 0 and sum(size for _, size in held) == full
-        assert all(start + size == after for (start, size), (after, _) in zip(held, held[1:], strict=False))
+        assert all(
+            start + size == after for (start, size), (after, _) in zip(held, held[1:], strict=False)
+        )
 
     def test_what_is_replicated_stays_whole(self) -> None:
         assert all((part.start, part.size) == (0, 96) for part in self.shards("replicated", 96))
@@ -76,17 +97,26 @@ class CollectivesSuite:
         return self.make()
 
     @pytest.mark.parametrize("shape", [(0, 4), (1, 4), (7, 3)])
-    def test_one_rank_exchanges_nothing(self, collectives: Collectives, shape: tuple[int, int]) -> None:
+    def test_one_rank_exchanges_nothing(
+        self, collectives: Collectives, shape: tuple[int, int]
+    ) -> None:
         x = torch.randn(shape)
         kept = x.clone()
-        for made in (collectives.all_reduce(x, "tp"), collectives.all_gather(x, "tp"),
-                     collectives.all_gather(x, "tp", 1), collectives.reduce_scatter(x, "tp"),
-                     collectives.all_to_all(x, "tp"),
-                     collectives.all_to_all_rows(x, [shape[0]], [shape[0]], "tp")):
+        for made in (
+            collectives.all_reduce(x, "tp"),
+            collectives.all_gather(x, "tp"),
+            collectives.all_gather(x, "tp", 1),
+            collectives.reduce_scatter(x, "tp"),
+            collectives.all_to_all(x, "tp"),
+            collectives.all_to_all_rows(x, [shape[0]], [shape[0]], "tp"),
+        ):
             assert torch.equal(made, kept)
 
     def test_rank_0s_bytes_arrive(self, collectives: Collectives) -> None:
-        assert collectives.broadcast_bytes(b"\x00frame") == b"\x00frame" and collectives.broadcast_bytes(b"") == b""
+        assert (
+            collectives.broadcast_bytes(b"\x00frame") == b"\x00frame"
+            and collectives.broadcast_bytes(b"") == b""
+        )
 
     def test_one_rank_gathers_its_own(self, collectives: Collectives) -> None:
         assert collectives.all_gather_bytes(b"alone") == [b"alone"]
@@ -98,27 +128,40 @@ class CollectivesSuite:
 
 
 class RankedCollectivesSuite:
-    """What holds for every backend of several ranks. Define ``run``; ``ranks`` is 2 or more, and a power of two."""
+    """What holds for every backend of several ranks. Define ``run``; ``ranks`` is 2 or more, and a
+    power of two.
+    """
 
     ranks = 2
 
-    def run(self, body: Callable[[Collectives, int], Any], mesh: Mapping[str, int] | None = None) -> list[Any]:
-        """``body(collectives, rank)`` on every rank of ``mesh`` ({"tp": ranks}) at the same time; results by rank."""
+    def run(
+        self, body: Callable[[Collectives, int], Any], mesh: Mapping[str, int] | None = None
+    ) -> list[Any]:
+        """``body(collectives, rank)`` on every rank of ``mesh`` ({"tp": ranks}) at the same time;
+        results by rank.
+        """
         raise NotImplementedError
 
     def parts(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """A random tensor for each rank."""
-        every = torch.randn(self.ranks, *shape, generator=torch.Generator().manual_seed(sum(shape))) * 100
+        every = (
+            torch.randn(self.ranks, *shape, generator=torch.Generator().manual_seed(sum(shape)))
+            * 100
+        )
         return list(every.to(dtype).unbind(0))
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("shape", [(1,), (7, 3), (5, 1031), (2, 65537)])
-    def test_all_reduce_gives_every_rank_the_same_bits(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def test_all_reduce_gives_every_rank_the_same_bits(
+        self, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
         parts = self.parts(shape, dtype)
         made = self.run(lambda held, rank: held.all_reduce(parts[rank].clone(), "tp"))
         assert made[0].dtype == dtype and all(torch.equal(made[0], other) for other in made[1:])
         loose = 0.05 if dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(made[0].double(), torch.stack(parts).double().sum(0), rtol=loose, atol=100 * loose)
+        torch.testing.assert_close(
+            made[0].double(), torch.stack(parts).double().sum(0), rtol=loose, atol=100 * loose
+        )
 
     def test_a_view_is_reduced_too(self) -> None:
         parts = self.parts((6, 8))
@@ -145,13 +188,19 @@ class RankedCollectivesSuite:
             assert torch.equal(found, torch.stack([part[rank] for part in parts]))
 
     def test_all_to_all_rows_takes_any_counts(self) -> None:
-        """Rank r sends (r + 2 * i) % 3 rows to rank i: some none, and one rank may send or receive nothing at all."""
-        counts = [[(sender + 2 * to) % 3 for to in range(self.ranks)] for sender in range(self.ranks)]
+        """Rank r sends (r + 2 * i) % 3 rows to rank i: some none, and one rank may send or receive
+        nothing at all.
+        """
+        counts = [
+            [(sender + 2 * to) % 3 for to in range(self.ranks)] for sender in range(self.ranks)
+        ]
         counts[-1] = [0] * self.ranks
         parts = [torch.randn(sum(row), 4) for row in counts]
 
         def body(held: Collectives, rank: int) -> Tensor:
-            return held.all_to_all_rows(parts[rank], counts[rank], [row[rank] for row in counts], "tp")
+            return held.all_to_all_rows(
+                parts[rank], counts[rank], [row[rank] for row in counts], "tp"
+            )
 
         for rank, found in enumerate(self.run(body)):
             sent = [torch.split(part, row)[rank] for part, row in zip(parts, counts, strict=True)]
@@ -161,9 +210,14 @@ class RankedCollectivesSuite:
         def body(held: Collectives, rank: int) -> list[tuple[int, ...]]:
             x = torch.empty(0, 4)
             none = [0] * self.ranks
-            made = [held.all_reduce(x, "tp"), held.all_gather(x, "tp"), held.all_gather(x, "tp", -1),
-                    held.reduce_scatter(x, "tp"), held.all_to_all(torch.empty(self.ranks, 0, 4), "tp"),
-                    held.all_to_all_rows(x, none, none, "tp")]
+            made = [
+                held.all_reduce(x, "tp"),
+                held.all_gather(x, "tp"),
+                held.all_gather(x, "tp", -1),
+                held.reduce_scatter(x, "tp"),
+                held.all_to_all(torch.empty(self.ranks, 0, 4), "tp"),
+                held.all_to_all_rows(x, none, none, "tp"),
+            ]
             return [tuple(found.shape) for found in made]
 
         expected = [(0, 4), (0, 4), (0, 4 * self.ranks), (0, 4), (self.ranks, 0, 4), (0, 4)]
@@ -172,15 +226,21 @@ class RankedCollectivesSuite:
     @pytest.mark.parametrize("size", [0, 1, 2040, 2041, 300_001])
     def test_rank_0s_bytes_reach_every_rank(self, size: int) -> None:
         data = bytes(i % 251 for i in range(size))
-        assert self.run(lambda held, rank: held.broadcast_bytes(data if rank == 0 else None)) == [data] * self.ranks
+        assert (
+            self.run(lambda held, rank: held.broadcast_bytes(data if rank == 0 else None))
+            == [data] * self.ranks
+        )
 
     def test_every_ranks_bytes_and_numbers_arrive(self) -> None:
         def body(held: Collectives, rank: int) -> tuple[list[bytes], list[list[int]]]:
             return held.all_gather_bytes(b"r" * (rank * 1000)), held.all_gather_numbers(
-                np.array([rank, -1, 1 << 40], np.int64)).tolist()
+                np.array([rank, -1, 1 << 40], np.int64)
+            ).tolist()
 
-        expected = ([b"r" * (rank * 1000) for rank in range(self.ranks)],
-                    [[rank, -1, 1 << 40] for rank in range(self.ranks)])
+        expected = (
+            [b"r" * (rank * 1000) for rank in range(self.ranks)],
+            [[rank, -1, 1 << 40] for rank in range(self.ranks)],
+        )
         assert self.run(body) == [expected] * self.ranks
 
     def test_an_axis_connects_its_own_ranks_only(self) -> None:
@@ -191,11 +251,18 @@ class RankedCollectivesSuite:
         half = self.ranks // 2
 
         def body(held: Collectives, rank: int) -> list[float]:
-            return [float(held.all_reduce(torch.tensor([2.0**rank]), axis)) for axis in
-                    ("attn_tp", "dp", "ep", "moe_tp", "pp")]
+            return [
+                float(held.all_reduce(torch.tensor([2.0**rank]), axis))
+                for axis in ("attn_tp", "dp", "ep", "moe_tp", "pp")
+            ]
 
         for rank, found in enumerate(self.run(body, mesh)):
             own = [other for other in range(self.ranks) if other // half == rank // half]
             across = [other for other in range(self.ranks) if other % half == rank % half]
-            assert found == [sum(2.0**r for r in own), sum(2.0**r for r in across), 2.0**self.ranks - 1,
-                             2.0**rank, 2.0**rank]
+            assert found == [
+                sum(2.0**r for r in own),
+                sum(2.0**r for r in across),
+                2.0**self.ranks - 1,
+                2.0**rank,
+                2.0**rank,
+            ]

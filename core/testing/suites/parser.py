@@ -1,4 +1,7 @@
-"""Conformance suite of the output parsers. Subclass :class:`ParserSuite`, give ``make`` and ``cases``."""
+"""Conformance suite of the output parsers. Subclass :class:`ParserSuite`, give ``make`` and
+``cases``.
+"""
+
 from __future__ import annotations
 
 import random
@@ -11,7 +14,9 @@ from glowplug.core.protocols import OutputParser, OutputParserFactory, Piece
 
 @dataclass(frozen=True)
 class Case:
-    """A generated text and what it means. ``parts``: (kind, text) in order, neighbours of one kind joined."""
+    """A generated text and what it means. ``parts``: (kind, text) in order, neighbours of one kind
+    joined.
+    """
 
     text: str
     parts: Sequence[tuple[str, str]]
@@ -41,7 +46,9 @@ def split_at(text: str, places: Sequence[int]) -> list[str]:
 
 
 class ParserSuite:
-    """Every promise of ``protocols.OutputParser``: the way a text is cut into steps changes nothing."""
+    """Every promise of ``protocols.OutputParser``: the way a text is cut into steps changes
+    nothing.
+    """
 
     seconds_a_megabyte = 1.0  #: most processor time for one adversarial megabyte
 
@@ -50,7 +57,9 @@ class ParserSuite:
         raise NotImplementedError
 
     def cases(self) -> Sequence[Case]:
-        """Texts of your format: plain, with every construct, truncated in each of them, Unicode, white space."""
+        """Texts of your format: plain, with every construct, truncated in each of them, Unicode,
+        white space.
+        """
         raise NotImplementedError
 
     def adversarial(self) -> Sequence[str]:
@@ -67,7 +76,10 @@ class ParserSuite:
     def test_every_split(self) -> None:
         for case in self.cases():
             for place in range(len(case.text) + 1):
-                assert run(self.start(case), split_at(case.text, [place])) == list(case.parts), (case, place)
+                assert run(self.start(case), split_at(case.text, [place])) == list(case.parts), (
+                    case,
+                    place,
+                )
 
     def test_character_by_character(self) -> None:
         for case in self.cases():
@@ -77,14 +89,22 @@ class ParserSuite:
         generator = random.Random(5)
         for case in self.cases():
             for _ in range(30):
-                places = [generator.randint(0, len(case.text)) for _ in range(generator.randint(0, 6))]
-                assert run(self.start(case), split_at(case.text, places)) == list(case.parts), (case, places)
+                places = [
+                    generator.randint(0, len(case.text)) for _ in range(generator.randint(0, 6))
+                ]
+                assert run(self.start(case), split_at(case.text, places)) == list(case.parts), (
+                    case,
+                    places,
+                )
 
     def test_every_truncation_streams_as_it_parses_whole(self) -> None:
         for case in self.cases():
             for length in range(len(case.text)):
                 text = case.text[:length]
-                assert run(self.start(case), list(text)) == run(self.start(case), [text]), (case, length)
+                assert run(self.start(case), list(text)) == run(self.start(case), [text]), (
+                    case,
+                    length,
+                )
 
     def test_empty(self) -> None:
         parser = self.make().start("")

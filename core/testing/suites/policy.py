@@ -1,4 +1,5 @@
 """Conformance suite of the ``policy`` slot. Subclass it and define ``make``."""
+
 from __future__ import annotations
 
 import random
@@ -14,15 +15,24 @@ from glowplug.core.testing.harness.plans import bare_plan
 
 def some(rng: random.Random, count: int) -> list[Sequence]:
     """Waiting or running sequences in the order of their arrival, some of them preempted before."""
-    made = [sequence(i, [i + 1] * rng.randrange(1, 9), arrival=i * rng.random() * 4, priority=rng.randrange(-2, 3))
-            for i in range(count)]
+    made = [
+        sequence(
+            i,
+            [i + 1] * rng.randrange(1, 9),
+            arrival=i * rng.random() * 4,
+            priority=rng.randrange(-2, 3),
+        )
+        for i in range(count)
+    ]
     for one in made:
         one.preemptions = rng.choice([0, 0, 0, 1])
     return made
 
 
 class PolicySuite:
-    """Tests that every scheduling policy must pass: it orders, it does not lose or invent, it is pure."""
+    """Tests that every scheduling policy must pass: it orders, it does not lose or invent, it is
+    pure.
+    """
 
     def make(self, plan: EnginePlan) -> SchedulingPolicy:
         raise NotImplementedError
@@ -41,7 +51,9 @@ class PolicySuite:
         assert sorted(one.id for one in ordered) == sorted(one.id for one in waiting)
         assert waiting == before, "the argument was changed"
         assert ordered is not waiting
-        assert [one.id for one in policy.order(waiting, cached)] == [one.id for one in ordered], "it is not pure"
+        assert [one.id for one in policy.order(waiting, cached)] == [one.id for one in ordered], (
+            "it is not pure"
+        )
 
     @pytest.mark.parametrize("seed", range(10))
     def test_victim_is_one_of_the_running(self, policy: SchedulingPolicy, seed: int) -> None:
@@ -58,4 +70,6 @@ class PolicySuite:
 
     def test_equals_keep_the_queues_order(self, policy: SchedulingPolicy) -> None:
         waiting = [sequence(i, [1, 2, 3], arrival=1.0) for i in range(9)]
-        assert [one.id for one in policy.order(waiting, dict.fromkeys(range(9), 0))] == list(range(9))
+        assert [one.id for one in policy.order(waiting, dict.fromkeys(range(9), 0))] == list(
+            range(9)
+        )

@@ -1,8 +1,10 @@
-"""Conformance suite of the sampling slot. Subclass :class:`SamplerSuite` in a test module and give ``make``.
+"""Conformance suite of the sampling slot. Subclass :class:`SamplerSuite` in a test module and give
+``make``.
 
-Distributions are checked by a chi-square test with fixed seeds, so a run is repeatable; everything else against the
-naive formulas in this file.
+Distributions are checked by a chi-square test with fixed seeds, so a run is repeatable; everything
+else against the naive formulas in this file.
 """
+
 from __future__ import annotations
 
 import math
@@ -27,9 +29,17 @@ def decode_batch(rows: Seq[int], positions: Seq[int]) -> Batch:
     """A step in which each row draws the token at its position."""
     count = len(rows)
     return Batch(
-        step=0, mode=Mode.DECODE, rows=np.asarray(rows, np.int32), epochs=np.zeros(count, np.int64), num_decodes=count,
-        query_lens=np.ones(count, np.int32), kv_lens=np.asarray(positions, np.int32), samples=np.ones(count, np.bool_),
-        prompt_ids=np.zeros(0, np.int32), pages=np.zeros((count, 1), np.int32))
+        step=0,
+        mode=Mode.DECODE,
+        rows=np.asarray(rows, np.int32),
+        epochs=np.zeros(count, np.int64),
+        num_decodes=count,
+        query_lens=np.ones(count, np.int32),
+        kv_lens=np.asarray(positions, np.int32),
+        samples=np.ones(count, np.bool_),
+        prompt_ids=np.zeros(0, np.int32),
+        pages=np.zeros((count, 1), np.int32),
+    )
 
 
 def make_params(**changes: object) -> SamplingParams:
@@ -45,7 +55,12 @@ class Driver:
         sampler.reserve(Limits(rows=ROWS, context=DRAWS + 100, num_pages=8, width=1, vocab=vocab))
 
     def join(
-        self, row: int, params: SamplingParams, prompt: Seq[int] = (1, 2), output: Seq[int] = (), stops: Seq[int] = ()
+        self,
+        row: int,
+        params: SamplingParams,
+        prompt: Seq[int] = (1, 2),
+        output: Seq[int] = (),
+        stops: Seq[int] = (),
     ) -> None:
         tokens = np.asarray([*prompt, *output], np.int32)
         self.sampler.join(row, params, tokens, len(prompt), frozenset(stops))
@@ -59,7 +74,8 @@ class Driver:
         on = self.device
         row_ids = torch.tensor(rows, dtype=torch.int64, device=on)
         sampled = self.sampler.sample(
-            logits.clone().to(on), row_ids, torch.tensor(positions, dtype=torch.int64, device=on))
+            logits.clone().to(on), row_ids, torch.tensor(positions, dtype=torch.int64, device=on)
+        )
         sampled.tokens = sampled.tokens.cpu()
         sampled.bad = sampled.bad.cpu()
         if sampled.logprobs is not None:
@@ -78,14 +94,22 @@ class Driver:
     def observe(self, rows: Seq[int], tokens: Seq[int]) -> None:
         on = self.device
         self.sampler.observe(
-            torch.tensor(tokens, device=on)[:, None], torch.ones(len(rows), dtype=torch.int32, device=on),
-            torch.tensor(rows, device=on))
+            torch.tensor(tokens, device=on)[:, None],
+            torch.ones(len(rows), dtype=torch.int32, device=on),
+            torch.tensor(rows, device=on),
+        )
 
 
 def naive_logits(
-    logits: NDArray[np.float64], params: SamplingParams, prompt: Seq[int], output: Seq[int], stops: Seq[int]
+    logits: NDArray[np.float64],
+    params: SamplingParams,
+    prompt: Seq[int],
+    output: Seq[int],
+    stops: Seq[int],
 ) -> NDArray[np.float64]:
-    """The edits by definition: allowed tokens, min_tokens, bias, then repetition, frequency and presence."""
+    """The edits by definition: allowed tokens, min_tokens, bias, then repetition, frequency and
+    presence.
+    """
     edited = logits.copy()
     for token in range(len(edited)):
         if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
@@ -95,7 +119,9 @@ def naive_logits(
         edited[token] += (params.logit_bias or {}).get(token, 0.0)
         if token in prompt or token in output:
             repetition = params.repetition_penalty
-            edited[token] = edited[token] / repetition if edited[token] > 0 else edited[token] * repetition
+            edited[token] = (
+                edited[token] / repetition if edited[token] > 0 else edited[token] * repetition
+            )
         edited[token] -= list(output).count(token) * params.frequency_penalty
         edited[token] -= (token in output) * params.presence_penalty
     return edited
@@ -115,7 +141,9 @@ def naive_distribution(logits: NDArray[np.float64], params: SamplingParams) -> N
 
 
 def assert_follows(tokens: NDArray[np.int64], expected: NDArray[np.float64]) -> None:
-    """Chi-square test at a significance of about one in a hundred thousand; nothing outside the support."""
+    """Chi-square test at a significance of about one in a hundred thousand; nothing outside the
+    support.
+    """
     counts = np.bincount(tokens, minlength=len(expected)).astype(np.float64)
     impossible = np.flatnonzero(counts * (expected == 0))
     assert not len(impossible), f"drew tokens of probability zero: {impossible}"
@@ -125,8 +153,12 @@ def assert_follows(tokens: NDArray[np.int64], expected: NDArray[np.float64]) -> 
     statistic = float(np.sum((counts[common] - wanted[common]) ** 2 / wanted[common]))
     statistic += (rest[0] - rest[1]) ** 2 / max(rest[1], 1.0)
     freedom = max(int(common.sum()) - 1, 1) + 1
-    limit = freedom * (1 - 2 / (9 * freedom) + 4.265 * math.sqrt(2 / (9 * freedom))) ** 3  # Wilson-Hilferty
-    assert statistic < limit, f"chi-square {statistic:.1f} exceeds {limit:.1f} with {freedom} degrees of freedom"
+    limit = (
+        freedom * (1 - 2 / (9 * freedom) + 4.265 * math.sqrt(2 / (9 * freedom))) ** 3
+    )  # Wilson-Hilferty
+    assert statistic < limit, (
+        f"chi-square {statistic:.1f} exceeds {limit:.1f} with {freedom} degrees of freedom"
+    )
 
 
 class SamplerSuite:
@@ -146,7 +178,7 @@ class SamplerSuite:
         generator = torch.Generator().manual_seed(self.seed + rows)
         return torch.randn(rows, vocab, generator=generator) * scale
 
-    # ---- choosing ---------------------------------------------------------------------------------------------------
+    # ---- choosing --------------------------------------------------------------------------------
 
     def test_greedy_is_argmax(self) -> None:
         driver = self.driver()
@@ -162,7 +194,9 @@ class SamplerSuite:
         logits = self.logits()
         params = make_params(**changes)
         driver.join(0, params)
-        assert_follows(driver.many(0, logits), naive_distribution(logits[0].double().numpy(), params))
+        assert_follows(
+            driver.many(0, logits), naive_distribution(logits[0].double().numpy(), params)
+        )
 
     def test_temperature(self) -> None:
         for temperature in (0.3, 1.0, 2.5):
@@ -183,7 +217,7 @@ class SamplerSuite:
     def test_all_cuts_together(self) -> None:
         self.check_distribution(temperature=1.7, min_p=0.01, top_k=12, top_p=0.8)
 
-    # ---- randomness -------------------------------------------------------------------------------------------------
+    # ---- randomness ------------------------------------------------------------------------------
 
     def test_seed_and_position_decide(self) -> None:
         driver = self.driver()
@@ -192,7 +226,9 @@ class SamplerSuite:
         for row, seed in enumerate((0, 1, -1, -(1 << 63), (1 << 64) - 2, 12345)):
             driver.join(row, make_params(seed=seed))
             draws[seed] = driver.many(row, logits, 200)
-            assert np.array_equal(draws[seed], driver.many(row, logits, 200)), "the same seed gave other tokens"
+            assert np.array_equal(draws[seed], driver.many(row, logits, 200)), (
+                "the same seed gave other tokens"
+            )
         distinct = {tuple(tokens.tolist()) for tokens in draws.values()}
         assert len(distinct) == len(draws), "different seeds gave the same tokens"
 
@@ -203,12 +239,23 @@ class SamplerSuite:
         def pick(*values: object) -> object:
             return values[int(generator.integers(len(values)))]
 
-        return [make_params(
-            seed=row, temperature=pick(0.0, 0.6, 1.0, 1.8), top_k=pick(0, 0, 4, 20), top_p=pick(1.0, 1.0, 0.7, 0.95),
-            min_p=pick(0.0, 0.0, 0.05), presence_penalty=pick(0.0, 0.0, 1.0), frequency_penalty=pick(0.0, 0.0, 0.7),
-            repetition_penalty=pick(1.0, 1.0, 1.4), logit_bias=pick(None, None, {3: 4.0, 9: -100.0}),
-            allowed_token_ids=pick(None, None, [1, 3, 5, 7, 11, 30]), min_tokens=pick(0, 0, 9),
-            logprobs=pick(None, None, 3)) for row in range(ROWS)]
+        return [
+            make_params(
+                seed=row,
+                temperature=pick(0.0, 0.6, 1.0, 1.8),
+                top_k=pick(0, 0, 4, 20),
+                top_p=pick(1.0, 1.0, 0.7, 0.95),
+                min_p=pick(0.0, 0.0, 0.05),
+                presence_penalty=pick(0.0, 0.0, 1.0),
+                frequency_penalty=pick(0.0, 0.0, 0.7),
+                repetition_penalty=pick(1.0, 1.0, 1.4),
+                logit_bias=pick(None, None, {3: 4.0, 9: -100.0}),
+                allowed_token_ids=pick(None, None, [1, 3, 5, 7, 11, 30]),
+                min_tokens=pick(0, 0, 9),
+                logprobs=pick(None, None, 3),
+            )
+            for row in range(ROWS)
+        ]
 
     def test_independent_of_the_batch(self) -> None:
         params = self.mixed_params()
@@ -221,9 +268,13 @@ class SamplerSuite:
         alone = [apart.step([row], [6], logits[row : row + 1]).tokens.item() for row in range(ROWS)]
         assert together.step(range(ROWS), [6] * ROWS, logits).tokens.tolist() == alone
         order = np.random.default_rng(1).permutation(ROWS).tolist()
-        assert together.step(order, [6] * ROWS, logits[order]).tokens.tolist() == [alone[row] for row in order]
+        assert together.step(order, [6] * ROWS, logits[order]).tokens.tolist() == [
+            alone[row] for row in order
+        ]
         half = order[: ROWS // 2]
-        assert together.step(half, [6] * len(half), logits[half]).tokens.tolist() == [alone[row] for row in half]
+        assert together.step(half, [6] * len(half), logits[half]).tokens.tolist() == [
+            alone[row] for row in half
+        ]
 
     def test_independent_of_the_row(self) -> None:
         driver = self.driver()
@@ -238,18 +289,28 @@ class SamplerSuite:
         driver = self.driver()
         logits = self.logits(6)
         for row in range(6):
-            driver.join(row, make_params(seed=row, temperature=1.5, top_p=0.9, presence_penalty=0.5), [1, 2], [row])
+            driver.join(
+                row,
+                make_params(seed=row, temperature=1.5, top_p=0.9, presence_penalty=0.5),
+                [1, 2],
+                [row],
+            )
         own = torch.arange(6, device=driver.device)
         driver.sampler.plan_step(decode_batch(range(6), [4] * 6))
-        for rows, positions in ((own[3:4].expand(6), own), (own.flip(0), own[4:5].expand(6)),
-                                (own.repeat_interleave(2)[::2], torch.stack([own, own + 9], 1)[:, 0])):
-            drawn = [driver.sampler.sample(logits.clone().to(own.device), *given).tokens.tolist()
-                     for given in ((rows, positions), (rows.clone(), positions.clone()))]
+        for rows, positions in (
+            (own[3:4].expand(6), own),
+            (own.flip(0), own[4:5].expand(6)),
+            (own.repeat_interleave(2)[::2], torch.stack([own, own + 9], 1)[:, 0]),
+        ):
+            drawn = [
+                driver.sampler.sample(logits.clone().to(own.device), *given).tokens.tolist()
+                for given in ((rows, positions), (rows.clone(), positions.clone()))
+            ]
             assert drawn[0] == drawn[1]
             counts = torch.ones(6, dtype=torch.int32, device=own.device)
             driver.sampler.observe(own[:1].expand(6)[:, None], counts[:1].expand(6), rows)
 
-    # ---- edits ------------------------------------------------------------------------------------------------------
+    # ---- edits -----------------------------------------------------------------------------------
 
     def check_edits(self, **changes: object) -> None:
         """Draws from the edited logits follow their distribution, and greedy takes their best."""
@@ -266,7 +327,10 @@ class SamplerSuite:
         for row in rows:
             driver.join(row, greedy, prompt, [row % VOCAB, 4])
         logits = self.logits(ROWS, scale=0.5)
-        wanted = [naive_logits(logits[row].double().numpy(), greedy, prompt, [row % VOCAB, 4], ()) for row in rows]
+        wanted = [
+            naive_logits(logits[row].double().numpy(), greedy, prompt, [row % VOCAB, 4], ())
+            for row in rows
+        ]
         tokens = driver.step(rows, [5] * ROWS, logits).tokens.tolist()
         assert tokens == [int(row.argmax()) for row in wanted]
 
@@ -295,14 +359,21 @@ class SamplerSuite:
         driver.join(1, make_params(min_tokens=3), [1, 2], [], [6])
         for position, token in ((2, 9), (3, 9), (4, 9), (5, 6), (6, 6)):
             assert driver.step([0], [position], logits).tokens.tolist() == [token]
-            assert driver.step([1, 0], [position] * 2, logits.expand(2, -1)).tokens.tolist() == [token] * 2
+            assert (
+                driver.step([1, 0], [position] * 2, logits.expand(2, -1)).tokens.tolist()
+                == [token] * 2
+            )
 
     def test_observed_tokens_count_like_joined_ones(self) -> None:
-        """Penalties are the same whether tokens were observed one by one or the row joined with them (preemption)."""
+        """Penalties are the same whether tokens were observed one by one or the row joined with
+        them (preemption).
+        """
         stepped = self.driver()
         joined = self.driver()
         logits = self.logits(3)
-        params = [make_params(seed=row, frequency_penalty=0.5, repetition_penalty=1.3) for row in range(2)]
+        params = [
+            make_params(seed=row, frequency_penalty=0.5, repetition_penalty=1.3) for row in range(2)
+        ]
         params.append(make_params(seed=2))
         for row in range(3):
             stepped.join(row, params[row], [1, 2])
@@ -317,10 +388,17 @@ class SamplerSuite:
                 outputs[row].append(drawn[row])
 
     def test_tokens_ahead_count_like_observed_ones(self) -> None:
-        """Drafts before a position are counted there, and only there: nothing is remembered of them."""
+        """Drafts before a position are counted there, and only there: nothing is remembered of
+        them.
+        """
         rng = np.random.default_rng(3)
-        params = make_params(temperature=0.9, presence_penalty=0.9, frequency_penalty=0.6, repetition_penalty=1.2,
-                             min_tokens=4)
+        params = make_params(
+            temperature=0.9,
+            presence_penalty=0.9,
+            frequency_penalty=0.6,
+            repetition_penalty=1.2,
+            min_tokens=4,
+        )
         drafts = rng.integers(0, VOCAB, 3).tolist()
         logits = self.logits(4)
         at_once = self.driver()
@@ -330,13 +408,21 @@ class SamplerSuite:
             driver.join(6, make_params(temperature=0.0), [1, 2, 3], [4])
         rows = [5, 5, 5, 5]
         positions = [4, 5, 6, 7]
-        ahead = torch.tensor([[*drafts[:i], *[-1] * (3 - i)] for i in range(4)], device=at_once.device)
+        ahead = torch.tensor(
+            [[*drafts[:i], *[-1] * (3 - i)] for i in range(4)], device=at_once.device
+        )
         at_once.sampler.plan_step(decode_batch([5, 6], [7, 7]))
         for _ in range(2):
-            drawn = at_once.sampler.sample(logits.clone().to(at_once.device), torch.tensor(rows, device=ahead.device),
-                                           torch.tensor(positions, device=ahead.device), ahead).tokens.tolist()
+            drawn = at_once.sampler.sample(
+                logits.clone().to(at_once.device),
+                torch.tensor(rows, device=ahead.device),
+                torch.tensor(positions, device=ahead.device),
+                ahead,
+            ).tokens.tolist()
         for i in range(4):
-            assert stepped.step([5], [positions[i]], logits[i : i + 1]).tokens.tolist() == [drawn[i]]
+            assert stepped.step([5], [positions[i]], logits[i : i + 1]).tokens.tolist() == [
+                drawn[i]
+            ]
             if i < 3:
                 stepped.observe([5], [drafts[i]])
 
@@ -353,13 +439,18 @@ class SamplerSuite:
             each.join(0, params)
         assert driver.many(0, logits, 200).tolist() == fresh.many(0, logits, 200).tolist()
 
-    # ---- what is reported -------------------------------------------------------------------------------------------
+    # ---- what is reported ------------------------------------------------------------------------
 
     def test_logprobs_are_of_the_raw_distribution(self) -> None:
         driver = self.driver()
         logits = self.logits(4)
         driver.join(0, make_params(logprobs=0))
-        driver.join(1, make_params(logprobs=5, temperature=0.2, top_k=2, logit_bias={7: 20.0}, repetition_penalty=2.0))
+        driver.join(
+            1,
+            make_params(
+                logprobs=5, temperature=0.2, top_k=2, logit_bias={7: 20.0}, repetition_penalty=2.0
+            ),
+        )
         driver.join(2, make_params())
         driver.join(3, make_params(logprobs=2, temperature=0.0))
         sampled = driver.step(range(4), [2] * 4, logits)
@@ -380,9 +471,19 @@ class SamplerSuite:
         logits = self.logits(ROWS)
         for row in range(ROWS):
             for each in (driver, clean):
-                each.join(row, make_params(seed=row, temperature=float(row % 2), top_p=0.9 if row % 3 else 1.0))
+                each.join(
+                    row,
+                    make_params(
+                        seed=row, temperature=float(row % 2), top_p=0.9 if row % 3 else 1.0
+                    ),
+                )
         broken = logits.clone()
-        broken[3, 5], broken[10], broken[11], broken[20, 0] = math.nan, -math.inf, math.nan, math.inf
+        broken[3, 5], broken[10], broken[11], broken[20, 0] = (
+            math.nan,
+            -math.inf,
+            math.nan,
+            math.inf,
+        )
         broken[21, :5] = -math.inf  # not bad: something is left
         sampled = driver.step(range(ROWS), [2] * ROWS, broken)
         wanted = clean.step(range(ROWS), [2] * ROWS, logits)

@@ -4,9 +4,10 @@
         def make(self, plan, clock):
             return MyScheduler(MyOptions(), plan, Worker())
 
-Everything runs on the fake model, which checks each cache slot that a step reads; expected outputs do not depend on
-the schedule. ``cache`` and ``policy`` may be overridden to run with real ones.
+Everything runs on the fake model, which checks each cache slot that a step reads; expected outputs
+do not depend on the schedule. ``cache`` and ``policy`` may be overridden to run with real ones.
 """
+
 from __future__ import annotations
 
 import random
@@ -45,7 +46,9 @@ class SchedulerSuite:
     """Tests that every scheduler must pass."""
 
     def make(self, plan: EnginePlan, clock: Callable[[], float]) -> Scheduler:
-        """A scheduler that has not been bound. ``clock`` is to be used for deadlines and queue times."""
+        """A scheduler that has not been bound. ``clock`` is to be used for deadlines and queue
+        times.
+        """
         raise NotImplementedError
 
     def cache(self, plan: EnginePlan) -> PrefixCache:
@@ -54,18 +57,37 @@ class SchedulerSuite:
     def policy(self, plan: EnginePlan) -> SchedulingPolicy:
         return FirstCome()
 
-    # ---- helpers ----------------------------------------------------------------------------------------------------
+    # ---- helpers ---------------------------------------------------------------------------------
 
-    def drive(self, clock: Callable[[], float] = Clock(), depth: int = 1, seed: int = 0,  # noqa: B008
-              bad: tuple[int, int] | None = None, **sizes: Any) -> Drive:
+    def drive(
+        self,
+        clock: Callable[[], float] = Clock(),  # noqa: B008
+        depth: int = 1,
+        seed: int = 0,
+        bad: tuple[int, int] | None = None,
+        **sizes: Any,
+    ) -> Drive:
         plan = bare_plan(**sizes)
-        return Drive(self.make(plan, clock), plan, self.cache(plan), self.policy(plan), depth=depth, seed=seed, bad=bad)
+        return Drive(
+            self.make(plan, clock),
+            plan,
+            self.cache(plan),
+            self.policy(plan),
+            depth=depth,
+            seed=seed,
+            bad=bad,
+        )
 
     def expect(self, drive: Drive, sequences: list[Sequence]) -> None:
         """Every sequence has ended as the reference says."""
         for one in sequences:
-            tokens, reason = reference(one.prompt.tolist(), one.params, one.stop_ids, vocab=VOCAB,
-                                       context=drive.plan.sizes.context_length)
+            tokens, reason = reference(
+                one.prompt.tolist(),
+                one.params,
+                one.stop_ids,
+                vocab=VOCAB,
+                context=drive.plan.sizes.context_length,
+            )
             seen = drive.seen[one.id]
             assert seen.tokens == tokens, f"sequence {one.id} yields other tokens"
             assert seen.finished is not None and seen.finished.reason == reason
@@ -76,7 +98,7 @@ class SchedulerSuite:
         drive.run()
         self.expect(drive, sequences)
 
-    # ---- outputs ----------------------------------------------------------------------------------------------------
+    # ---- outputs ---------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("depth", [0, 1, 2])
     @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17, 40, 62, 63])
@@ -88,11 +110,20 @@ class SchedulerSuite:
     @pytest.mark.parametrize("seed", SEEDS)
     def test_many_sequences(self, seed: int, depth: int) -> None:
         rng = random.Random(seed)
-        sequences = [sequence(i, prompt(rng, rng.randrange(1, 50)), max_tokens=rng.randrange(1, 14), arrival=float(i))
-                     for i in range(20)]
+        sequences = [
+            sequence(
+                i,
+                prompt(rng, rng.randrange(1, 50)),
+                max_tokens=rng.randrange(1, 14),
+                arrival=float(i),
+            )
+            for i in range(20)
+        ]
         drive = self.drive(depth=depth)
         self.run(drive, sequences)
-        assert len(drive.batches) < sum(len(one.prompt) + len(drive.seen[one.id].tokens) for one in sequences)
+        assert len(drive.batches) < sum(
+            len(one.prompt) + len(drive.seen[one.id].tokens) for one in sequences
+        )
         assert any(batch.num_decodes > 1 for batch in drive.batches), "nothing was ever batched"
 
     @pytest.mark.parametrize("width", [2, 3, 5])
@@ -101,8 +132,16 @@ class SchedulerSuite:
         """Rows accept a random number of tokens a step; outputs stay what they are."""
         rng = random.Random(seed)
         stops = frozenset(rng.sample(range(VOCAB), 60))
-        sequences = [sequence(i, prompt(rng, rng.randrange(1, 40)), max_tokens=rng.randrange(1, 24), logprobs=1,
-                              stop_ids=stops if i % 2 else frozenset()) for i in range(8)]
+        sequences = [
+            sequence(
+                i,
+                prompt(rng, rng.randrange(1, 40)),
+                max_tokens=rng.randrange(1, 24),
+                logprobs=1,
+                stop_ids=stops if i % 2 else frozenset(),
+            )
+            for i in range(8)
+        ]
         drive = self.drive(width=width, lookahead=width - 1, seed=seed)
         self.run(drive, sequences)
         for one in sequences:
@@ -131,8 +170,12 @@ class SchedulerSuite:
 
     def test_many_stop_ids(self) -> None:
         rng = random.Random(5)
-        sequences = [sequence(i, prompt(rng, 5), max_tokens=40, stop_ids=frozenset(rng.sample(range(VOCAB), 100)))
-                     for i in range(6)]
+        sequences = [
+            sequence(
+                i, prompt(rng, 5), max_tokens=40, stop_ids=frozenset(rng.sample(range(VOCAB), 100))
+            )
+            for i in range(6)
+        ]
         drive = self.drive()
         self.run(drive, sequences)
         ends = {seen.finished.reason for seen in drive.seen.values() if seen.finished is not None}
@@ -145,7 +188,9 @@ class SchedulerSuite:
 
     def test_logprobs_go_with_tokens(self) -> None:
         rng = random.Random(8)
-        sequences = [sequence(i, prompt(rng, 10), logprobs=i % 3 - 1 if i % 3 else None) for i in range(9)]
+        sequences = [
+            sequence(i, prompt(rng, 10), logprobs=i % 3 - 1 if i % 3 else None) for i in range(9)
+        ]
         drive = self.drive()
         self.run(drive, sequences)
         for one in sequences:
@@ -161,7 +206,7 @@ class SchedulerSuite:
         assert drive.seen[2].prompt_logprobs == drive.seen[3].prompt_logprobs
         assert drive.seen[1].prompt_logprobs == []
 
-    # ---- refusals ---------------------------------------------------------------------------------------------------
+    # ---- refusals --------------------------------------------------------------------------------
 
     def test_a_prompt_as_long_as_the_context_is_refused(self) -> None:
         drive = self.drive(context_length=32)
@@ -190,12 +235,14 @@ class SchedulerSuite:
         self.expect(drive, sequences)
         self.run(drive, [sequence(10, [1])])
 
-    # ---- ends from outside ------------------------------------------------------------------------------------------
+    # ---- ends from outside -----------------------------------------------------------------------
 
     @pytest.mark.parametrize("steps", range(9))
     @pytest.mark.parametrize("reason", ["abort", "stop"])
     def test_abort_at_any_moment(self, steps: int, reason: str) -> None:
-        """Queued, prefilling (three chunks), decoding, in flight: pages come back, the others do not notice."""
+        """Queued, prefilling (three chunks), decoding, in flight: pages come back, the others do
+        not notice.
+        """
         rng = random.Random(steps)
         drive = self.drive(max_running=2)
         sequences = [sequence(i, prompt(rng, 40), max_tokens=6) for i in range(4)]
@@ -223,7 +270,10 @@ class SchedulerSuite:
             drive.add(one)
         drive.run()
         finished = drive.seen[2].finished
-        assert finished is not None and (finished.reason, finished.error_code) == ("error", "nan_logits")
+        assert finished is not None and (finished.reason, finished.error_code) == (
+            "error",
+            "nan_logits",
+        )
         assert len(drive.seen[2].tokens) == 2
         self.expect(drive, [sequences[0], sequences[1], sequences[3]])
 
@@ -248,12 +298,16 @@ class SchedulerSuite:
     def test_a_running_sequence_meets_its_deadline(self) -> None:
         clock = Clock()
         drive = self.drive(clock=clock)
-        drive.add(sequence(1, [1] * 5, max_tokens=40, arrival=clock.now, timeout=5.0, queue_timeout=1.0))
+        drive.add(
+            sequence(1, [1] * 5, max_tokens=40, arrival=clock.now, timeout=5.0, queue_timeout=1.0)
+        )
         for _ in range(4):
             drive.step()
         clock.now += 2
         drive.step()
-        assert drive.seen[1].finished is None, "the queue timeout does not bind a sequence that runs"
+        assert drive.seen[1].finished is None, (
+            "the queue timeout does not bind a sequence that runs"
+        )
         clock.now += 4
         drive.run()
         self.ended(drive, 1, "timeout")
@@ -275,27 +329,44 @@ class SchedulerSuite:
         waits = [seen.admitted.queued for seen in drive.seen.values() if seen.admitted is not None]
         assert sorted(waits) == [0.0, 3.0]
 
-    # ---- memory pressure --------------------------------------------------------------------------------------------
+    # ---- memory pressure -------------------------------------------------------------------------
 
     @pytest.mark.parametrize("width", [1, 3])
     @pytest.mark.parametrize("depth", [0, 1])
     @pytest.mark.parametrize("seed", SEEDS)
     def test_a_tiny_pool_changes_nothing(self, seed: int, depth: int, width: int) -> None:
-        """Pages for little more than one sequence: everybody finishes, with the outputs of a roomy run."""
+        """Pages for little more than one sequence: everybody finishes, with the outputs of a roomy
+        run.
+        """
         rng = random.Random(seed)
         heads = [prompt(rng, 24) for _ in range(2)]
-        sequences = [sequence(i, rng.choice(heads)[: rng.randrange(1, 24)] + prompt(rng, rng.randrange(0, 8)),
-                              max_tokens=rng.randrange(1, 30), arrival=float(i), priority=rng.randrange(3))
-                     for i in range(12)]
-        drive = self.drive(depth=depth, width=width, lookahead=width - 1, seed=seed, num_pages=17 + rng.randrange(1, 6))
+        sequences = [
+            sequence(
+                i,
+                rng.choice(heads)[: rng.randrange(1, 24)] + prompt(rng, rng.randrange(0, 8)),
+                max_tokens=rng.randrange(1, 30),
+                arrival=float(i),
+                priority=rng.randrange(3),
+            )
+            for i in range(12)
+        ]
+        drive = self.drive(
+            depth=depth,
+            width=width,
+            lookahead=width - 1,
+            seed=seed,
+            num_pages=17 + rng.randrange(1, 6),
+        )
         self.run(drive, sequences)
 
     def test_memory_pressure_preempts(self) -> None:
         drive = self.drive(num_pages=17, max_running=8)
-        self.run(drive, [sequence(i, [i + 1] * 6, max_tokens=40, arrival=float(i)) for i in range(8)])
+        self.run(
+            drive, [sequence(i, [i + 1] * 6, max_tokens=40, arrival=float(i)) for i in range(8)]
+        )
         assert drive.scheduler.load().preemptions > 0
 
-    # ---- the prefix cache -------------------------------------------------------------------------------------------
+    # ---- the prefix cache ------------------------------------------------------------------------
 
     def test_a_finished_prompt_is_reused(self) -> None:
         ids = prompt(random.Random(1), 40)
@@ -304,7 +375,10 @@ class SchedulerSuite:
             pytest.skip("this cache shares nothing")
         self.run(drive, [sequence(1, ids, max_tokens=9)])
         before = drive.model.computed
-        self.run(drive, [sequence(2, ids, max_tokens=1), sequence(3, ids + drive.seen[1].tokens, max_tokens=1)])
+        self.run(
+            drive,
+            [sequence(2, ids, max_tokens=1), sequence(3, ids + drive.seen[1].tokens, max_tokens=1)],
+        )
         admitted = [drive.seen[i].admitted for i in (2, 3)]
         cached = [one.cached_tokens for one in admitted if one is not None]
         assert cached == [36, 48], "whole pages, and at least one token left to compute"

@@ -1,4 +1,5 @@
 """Conformance suite of the ``speculative`` slot. Subclass it and define ``make``."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -26,8 +27,14 @@ class Greedy:
     def reserve(self, limits: Limits) -> None:
         return
 
-    def join(self, row: int, params: SamplingParams, tokens: NDArray[np.int32], prompt_len: int,
-             stop_ids: frozenset[int]) -> None:
+    def join(
+        self,
+        row: int,
+        params: SamplingParams,
+        tokens: NDArray[np.int32],
+        prompt_len: int,
+        stop_ids: frozenset[int],
+    ) -> None:
         return
 
     def leave(self, row: int) -> None:
@@ -39,7 +46,9 @@ class Greedy:
     def capture_key(self) -> str | None:
         return "greedy"
 
-    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
+    def sample(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None
+    ) -> Sampled:
         assert len(logits) == len(rows) == len(positions)
         return Sampled(logits.argmax(-1), logits.isnan().any(-1))
 
@@ -47,15 +56,27 @@ class Greedy:
         self.observed += int(counts.sum())
 
 
-def step(rows: list[int], decodes: int, queries: list[int], kv_lens: list[int], samples: list[bool]) -> Batch:
+def step(
+    rows: list[int], decodes: int, queries: list[int], kv_lens: list[int], samples: list[bool]
+) -> Batch:
     """A batch as the runner completes it, as far as an algorithm may look."""
     query_lens = np.asarray(queries, np.int32)
     lens = np.asarray(kv_lens, np.int32)
-    mode = Mode.PREFILL if decodes < len(rows) else Mode.DECODE if max(queries) == 1 else Mode.VERIFY
-    batch = Batch(step=1, mode=mode, rows=np.asarray(rows, np.int32), epochs=np.zeros(len(rows), np.int64),
-                  num_decodes=decodes, query_lens=query_lens, kv_lens=lens, samples=np.asarray(samples, np.bool_),
-                  prompt_ids=np.zeros(int(query_lens[decodes:].sum()), np.int32),
-                  pages=np.zeros((len(rows), 4), np.int32))
+    mode = (
+        Mode.PREFILL if decodes < len(rows) else Mode.DECODE if max(queries) == 1 else Mode.VERIFY
+    )
+    batch = Batch(
+        step=1,
+        mode=mode,
+        rows=np.asarray(rows, np.int32),
+        epochs=np.zeros(len(rows), np.int64),
+        num_decodes=decodes,
+        query_lens=query_lens,
+        kv_lens=lens,
+        samples=np.asarray(samples, np.bool_),
+        prompt_ids=np.zeros(int(query_lens[decodes:].sum()), np.int32),
+        pages=np.zeros((len(rows), 4), np.int32),
+    )
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     batch.row_ids = torch.tensor(rows)
     batch.kv_lens_device = torch.from_numpy(lens)
@@ -80,7 +101,9 @@ def likely(tokens: list[int]) -> Tensor:
 
 
 class SpeculativeSuite:
-    """What the runner relies on, whatever is drafted: shapes, who yields a token, and which token comes next."""
+    """What the runner relies on, whatever is drafted: shapes, who yields a token, and which token
+    comes next.
+    """
 
     def make(self, limits: Limits) -> SpeculativeAlgorithm:
         """The algorithm with its draft model (if any) in place and ``reserve(limits)`` called."""
@@ -88,11 +111,15 @@ class SpeculativeSuite:
 
     @pytest.fixture
     def algorithm(self) -> SpeculativeAlgorithm:
-        return self.make(Limits(rows=ROWS, context=99, num_pages=33, width=1, vocab=VOCAB, hidden=HIDDEN))
+        return self.make(
+            Limits(rows=ROWS, context=99, num_pages=33, width=1, vocab=VOCAB, hidden=HIDDEN)
+        )
 
     def accept(self, algorithm: SpeculativeAlgorithm, batch: Batch, tokens: list[int]) -> Accepted:
         sampler = Greedy()
-        made = algorithm.accept(likely(tokens), torch.randn(batch.num_tokens, HIDDEN), batch, sampler)
+        made = algorithm.accept(
+            likely(tokens), torch.randn(batch.num_tokens, HIDDEN), batch, sampler
+        )
         rows = batch.num_rows
         width = algorithm.width()
         assert made.tokens.shape == (rows, width) and made.tokens.dtype == torch.int64
@@ -103,11 +130,17 @@ class SpeculativeSuite:
 
     def test_it_says_what_it_runs(self, algorithm: SpeculativeAlgorithm) -> None:
         width = algorithm.width()
-        lengths = algorithm.lengths(step([7, 5], 2, [width] * 2, [6 + width, 3 + width], [True] * 2))
+        lengths = algorithm.lengths(
+            step([7, 5], 2, [width] * 2, [6 + width, 3 + width], [True] * 2)
+        )
         assert width >= 1 and (lengths is None) == (width == 1)
 
-    def test_prompts_yield_one_token_and_it_comes_next(self, algorithm: SpeculativeAlgorithm) -> None:
-        made = self.accept(algorithm, step([5, 2, 7], 0, [3, 4, 2], [3, 4, 6], [True] * 3), [1, 2, 3])
+    def test_prompts_yield_one_token_and_it_comes_next(
+        self, algorithm: SpeculativeAlgorithm
+    ) -> None:
+        made = self.accept(
+            algorithm, step([5, 2, 7], 0, [3, 4, 2], [3, 4, 6], [True] * 3), [1, 2, 3]
+        )
         assert made.counts.tolist() == [1, 1, 1] and made.tokens[:, 0].tolist() == [1, 2, 3]
         width = algorithm.width()
         drafted = algorithm.draft(step([7, 5], 2, [width] * 2, [6 + width, 3 + width], [True] * 2))
@@ -115,8 +148,12 @@ class SpeculativeSuite:
         assert drafted[:, 0].tolist() == [3, 1]
         assert ((drafted >= 0) & (drafted < VOCAB)).all()
 
-    def test_a_chunk_that_does_not_end_its_prompt_yields_nothing(self, algorithm: SpeculativeAlgorithm) -> None:
-        made = self.accept(algorithm, step([4, 1, 6], 0, [5, 4, 3], [5, 4, 3], [False, True, False]), [10])
+    def test_a_chunk_that_does_not_end_its_prompt_yields_nothing(
+        self, algorithm: SpeculativeAlgorithm
+    ) -> None:
+        made = self.accept(
+            algorithm, step([4, 1, 6], 0, [5, 4, 3], [5, 4, 3], [False, True, False]), [10]
+        )
         assert made.counts.tolist() == [0, 1, 0] and made.tokens[1, 0] == 10
 
     def test_decoding_rows_accept_at_least_one(self, algorithm: SpeculativeAlgorithm) -> None:
@@ -128,11 +165,16 @@ class SpeculativeSuite:
         assert ((made.counts >= 1) & (made.counts <= width)).all()
         assert made.tokens[:, 0].tolist() == [6, 6 + width], "the first is the target's own choice"
         last = [int(made.tokens[i, int(made.counts[i]) - 1]) for i in range(2)]
-        assert algorithm.draft(step([3, 0], 2, [width] * 2, [9] * 2, [True] * 2))[:, 0].tolist() == last[::-1]
+        assert (
+            algorithm.draft(step([3, 0], 2, [width] * 2, [9] * 2, [True] * 2))[:, 0].tolist()
+            == last[::-1]
+        )
 
     def test_rows_do_not_mix(self, algorithm: SpeculativeAlgorithm) -> None:
         """What is computed for one row leaves the others' next tokens alone."""
         self.accept(algorithm, step([1, 2], 0, [2, 2], [2, 2], [True] * 2), [8, 9])
         self.accept(algorithm, step([6], 0, [3], [3], [True]), [11])
         width = algorithm.width()
-        assert algorithm.draft(step([2, 6, 1], 3, [width] * 3, [9] * 3, [True] * 3))[:, 0].tolist() == [9, 11, 8]
+        assert algorithm.draft(step([2, 6, 1], 3, [width] * 3, [9] * 3, [True] * 3))[
+            :, 0
+        ].tolist() == [9, 11, 8]

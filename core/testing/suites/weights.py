@@ -1,4 +1,7 @@
-"""Conformance suite of the ``weights`` slot, for sources that read files: subclass it and define ``open_source``."""
+"""Conformance suite of the ``weights`` slot, for sources that read files: subclass it and define
+``open_source``.
+"""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -33,23 +36,37 @@ def whole(value: Tensor) -> tuple[slice, ...]:
 def cuts(value: Tensor) -> list[tuple[slice, ...]]:
     """The whole tensor in both spellings, and for each dimension a slice from its middle."""
     full = tuple(slice(0, size) for size in value.shape)
-    middles = [slice(size // 3, max(size // 3 + 1, size - size // 4)) if size else slice(0, 0) for size in value.shape]
-    return [whole(value), full, *((*full[:dim], middle, *full[dim + 1 :]) for dim, middle in enumerate(middles)),
-            tuple(middles)]
+    middles = [
+        slice(size // 3, max(size // 3 + 1, size - size // 4)) if size else slice(0, 0)
+        for size in value.shape
+    ]
+    return [
+        whole(value),
+        full,
+        *((*full[:dim], middle, *full[dim + 1 :]) for dim, middle in enumerate(middles)),
+        tuple(middles),
+    ]
 
 
 def same(got: Tensor, expected: Tensor) -> bool:
     """Equal in dtype, shape and every bit (FP8 cannot be compared directly)."""
-    return (got.dtype == expected.dtype and got.shape == expected.shape
-            and torch.equal(got.contiguous().flatten().view(torch.uint8),
-                            expected.contiguous().flatten().view(torch.uint8)))
+    return (
+        got.dtype == expected.dtype
+        and got.shape == expected.shape
+        and torch.equal(
+            got.contiguous().flatten().view(torch.uint8),
+            expected.contiguous().flatten().view(torch.uint8),
+        )
+    )
 
 
 class WeightSourceSuite:
     """Tests that every source of stored weights must pass."""
 
     def open_source(self, folder: Path) -> tuple[WeightSource, dict[str, Tensor]]:
-        """Write a model into the empty ``folder``; a source opened on it, and what it holds by published name."""
+        """Write a model into the empty ``folder``; a source opened on it, and what it holds by
+        published name.
+        """
         raise NotImplementedError
 
     def test_entries_state_names_shapes_and_dtypes(self, tmp_path: Path) -> None:
@@ -58,7 +75,9 @@ class WeightSourceSuite:
         assert entries.keys() == values.keys()
         for name, value in values.items():
             assert (entries[name].shape, entries[name].dtype) == (
-                tuple(value.shape), str(value.dtype).removeprefix("torch."))
+                tuple(value.shape),
+                str(value.dtype).removeprefix("torch."),
+            )
         source.close()
 
     def test_slices_are_those_of_the_tensor(self, tmp_path: Path) -> None:
@@ -73,7 +92,10 @@ class WeightSourceSuite:
     def test_what_is_read_belongs_to_the_reader(self, tmp_path: Path) -> None:
         """It stays as it is when the next tensor is read and when the source closes."""
         source, values = self.open_source(tmp_path)
-        got = {name: source.read(Wanted(name, tuple(value.shape), whole(value))) for name, value in values.items()}
+        got = {
+            name: source.read(Wanted(name, tuple(value.shape), whole(value)))
+            for name, value in values.items()
+        }
         source.close()
         assert all(same(got[name], value) for name, value in values.items())
 

@@ -1,4 +1,7 @@
-"""Calls across slots as they are made: what was called, on which tensors, and the least it has to move and multiply."""
+"""Calls across slots as they are made: what was called, on which tensors, and the least it has to
+move and multiply.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -27,7 +30,9 @@ KEPT = 1 << 26  #: numbers of an output up to which a copy is kept, to compare p
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call has to move and multiply at least: ``moved`` bytes beside its arguments and results, ``flops``."""
+    """What a call has to move and multiply at least: ``moved`` bytes beside its arguments and
+    results, ``flops``.
+    """
 
     moved: float = 0.0
     flops: float = 0.0
@@ -40,7 +45,8 @@ Costing = Callable[[tuple[Any, ...]], Cost]
 class Call:
     """One call. ``layer``: number of the cut model's layer it was made in; None: outside of them.
 
-    ``moved`` bytes and ``flops``: the least that any provider of the call needs. ``out``: a copy of its first result.
+    ``moved`` bytes and ``flops``: the least that any provider of the call needs. ``out``: a copy of
+    its first result.
     """
 
     slot: str
@@ -58,7 +64,9 @@ class Call:
 
 
 class Recorder:
-    """Writes down wrapped calls between ``start`` and ``stop``; an inner call of a wrapped one is not written down."""
+    """Writes down wrapped calls between ``start`` and ``stop``; an inner call of a wrapped one is
+    not written down.
+    """
 
     def __init__(self, plan: EnginePlan) -> None:
         self.plan = plan
@@ -75,7 +83,13 @@ class Recorder:
         self.batch = None
         return self._calls
 
-    def wrap(self, slot: str, name: str, function: Callable[..., Any], cost: Costing = lambda args: Cost()) -> Any:
+    def wrap(
+        self,
+        slot: str,
+        name: str,
+        function: Callable[..., Any],
+        cost: Costing = lambda args: Cost(),
+    ) -> Any:
         def recorded(*args: Any) -> Any:
             if self.batch is None or self._inside:
                 return function(*args)
@@ -89,15 +103,40 @@ class Recorder:
 
         return recorded
 
-    def _note(self, slot: str, name: str, function: Callable[..., Any], args: tuple[Any, ...], result: Any,
-              cost: Cost) -> None:
+    def _note(
+        self,
+        slot: str,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        result: Any,
+        cost: Cost,
+    ) -> None:
         given = _tensors(args)
         made = _tensors((result,))
-        apart = [tensor for tensor in made if all(tensor.data_ptr() != other.data_ptr() for other in given)]
+        apart = [
+            tensor
+            for tensor in made
+            if all(tensor.data_ptr() != other.data_ptr() for other in given)
+        ]
         moved = cost.moved + sum(_bytes(tensor) for tensor in (*given, *apart))
-        first = made[0].clone() if made and made[0].is_floating_point() and made[0].numel() <= KEPT else None
-        self._calls.append(Call(slot, name, " ".join(_shape(tensor) for tensor in given[:3]), self.layer,
-                                lambda: function(*args), moved, cost.flops, first))
+        first = (
+            made[0].clone()
+            if made and made[0].is_floating_point() and made[0].numel() <= KEPT
+            else None
+        )
+        self._calls.append(
+            Call(
+                slot,
+                name,
+                " ".join(_shape(tensor) for tensor in given[:3]),
+                self.layer,
+                lambda: function(*args),
+                moved,
+                cost.flops,
+                first,
+            )
+        )
 
 
 def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
@@ -118,7 +157,7 @@ def _shape(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape))
 
 
-# ---- slots ----------------------------------------------------------------------------------------------------------
+# ---- slots ---------------------------------------------------------------------------------------
 
 NOT_TIMED = frozenset({"rope_table", "fused", "route"})
 
@@ -131,13 +170,21 @@ class RecordedOps:
         self._recorder = recorder
         self.route = recorder.wrap("ops", "route", ops.route) if ops.route is not None else None
         signalling = getattr(ops, "route_signalling", None)
-        self.route_signalling = recorder.wrap("ops", "route", signalling) if signalling is not None else None
+        self.route_signalling = (
+            recorder.wrap("ops", "route", signalling) if signalling is not None else None
+        )
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = {
-            key: recorder.wrap("ops", f"{key[0]} to {key[1]}", function) for key, function in ops.fused.items()}
+            key: recorder.wrap("ops", f"{key[0]} to {key[1]}", function)
+            for key, function in ops.fused.items()
+        }
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._ops, name)
-        return self._recorder.wrap("ops", name, found) if callable(found) and name not in NOT_TIMED else found
+        return (
+            self._recorder.wrap("ops", name, found)
+            if callable(found) and name not in NOT_TIMED
+            else found
+        )
 
 
 class RecordedAttention:
@@ -158,8 +205,12 @@ class RecordedAttention:
         batch = self._recorder.batch
         plan = self._recorder.plan
         assert batch is not None
-        cached = sum(entry.token_bytes for entry in self._backend.kv_layout().entries) * int(batch.kv_lens.sum())
-        pairs = float((batch.query_lens.astype(float) * (batch.kv_lens - (batch.query_lens - 1) / 2)).sum())
+        cached = sum(entry.token_bytes for entry in self._backend.kv_layout().entries) * int(
+            batch.kv_lens.sum()
+        )
+        pairs = float(
+            (batch.query_lens.astype(float) * (batch.kv_lens - (batch.query_lens - 1) / 2)).sum()
+        )
         if plan.facts.model.kind != "mla":
             return Cost(cached, 4 * pairs * layer.heads * layer.head_dim)
         up = layer.lora_rank * (layer.nope_dim + layer.v_dim)
@@ -171,7 +222,9 @@ class RecordedAttention:
 
 
 class RecordedScheme:
-    """A quantization scheme whose methods' products are written down. ``quantized``: the checkpoint's weights are."""
+    """A quantization scheme whose methods' products are written down. ``quantized``: the
+    checkpoint's weights are.
+    """
 
     def __init__(self, scheme: QuantizationScheme, recorder: Recorder, quantized: bool) -> None:
         self._scheme = scheme

@@ -1,4 +1,5 @@
 """The time of one call on its device, with nothing of it left in the cache."""
+
 from __future__ import annotations
 
 import statistics
@@ -19,15 +20,19 @@ HOST_RUNS = 5
 def seconds(call: Callable[[], Any], device: str) -> tuple[float, bool]:
     """(median seconds of a call, was it captured in a graph).
 
-    On a GPU ten calls are replayed from a graph, each behind a write that flushes the cache, and the same graph without
-    the calls is taken off: launch costs of the host do not count. What cannot be captured is timed between events.
+    On a GPU ten calls are replayed from a graph, each behind a write that flushes the cache, and
+    the same graph without
+    the calls is taken off: launch costs of the host do not count. What cannot be captured is timed
+    between events.
     """
     if not device.startswith("cuda"):
         return _host(call), False
     with torch.inference_mode():
         try:
             return _replayed(call), True
-        except RuntimeError:  # it waits for the device, or allocates in a way that a capture forbids
+        except (
+            RuntimeError
+        ):  # it waits for the device, or allocates in a way that a capture forbids
             torch.cuda.synchronize()
             return _between_events(call), False
 

@@ -1,8 +1,11 @@
-"""One decoding or prefill step of a model cut to one layer of each kind, with every slot's calls written down.
+"""One decoding or prefill step of a model cut to one layer of each kind, with every slot's calls
+written down.
 
-What is recorded are the calls that layers make across the slots' protocols: ops, linear and expert methods, attention,
-sampling. So whatever a plugin of these slots offers is measured, fused as the model really uses it.
+What is recorded are the calls that layers make across the slots' protocols: ops, linear and expert
+methods, attention, sampling. So whatever a plugin of these slots offers is measured, fused as the
+model really uses it.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -27,7 +30,13 @@ from glowplug.core.startup.load_weights import load_model
 from glowplug.core.step.batch import Batch, shape_of
 from glowplug.core.step.kv_pool import KVPool
 from glowplug.core.step.request import SamplingParams
-from glowplug.entrypoints.bench.kernel.calls import Call, RecordedAttention, RecordedOps, RecordedScheme, Recorder
+from glowplug.entrypoints.bench.kernel.calls import (
+    Call,
+    RecordedAttention,
+    RecordedOps,
+    RecordedScheme,
+    Recorder,
+)
 
 BLOCK = 128
 
@@ -48,7 +57,9 @@ class StepShape:
 
 
 class NoiseSource:
-    """A ``WeightSource`` that hands out slices of one random buffer, on the device: seconds for billions of weights."""
+    """A ``WeightSource`` that hands out slices of one random buffer, on the device: seconds for
+    billions of weights.
+    """
 
     def __init__(self, device: str, dtype: torch.dtype, seed: int) -> None:
         self._device = device
@@ -72,7 +83,11 @@ class NoiseSource:
         elif target.dtype == "float8_e4m3fn":
             value = (value * 96).clamp(-448, 448).to(torch.float8_e4m3fn)
         elif len(target.shape) == 1:
-            value = (1 + 0.1 * value).to(self._dtype) if target.name.endswith("weight") else 0.05 * value
+            value = (
+                (1 + 0.1 * value).to(self._dtype)
+                if target.name.endswith("weight")
+                else 0.05 * value
+            )
         else:
             value = (value * target.shape[-1] ** -0.5).to(self._dtype)
         return value[target.index]
@@ -82,7 +97,9 @@ class NoiseSource:
 
 
 class KernelWorld:
-    """A rank's parts around a cut model. ``calls(shape)`` runs one step and returns what crossed the slots."""
+    """A rank's parts around a cut model. ``calls(shape)`` runs one step and returns what crossed
+    the slots.
+    """
 
     def __init__(self, plan: EnginePlan, plugins: PluginSet) -> None:
         self.plan = plan
@@ -100,8 +117,15 @@ class KernelWorld:
         self.attention = plain.attention
         sizes = plan.sizes
         model = plan.facts.model
-        limits = Limits(rows=sizes.max_running + 1, context=sizes.positions, num_pages=sizes.num_pages,
-                        width=1, vocab=model.vocab_size, kv=self.pool.layers, hidden=model.hidden_size)
+        limits = Limits(
+            rows=sizes.max_running + 1,
+            context=sizes.positions,
+            num_pages=sizes.num_pages,
+            width=1,
+            vocab=model.vocab_size,
+            kv=self.pool.layers,
+            hidden=model.hidden_size,
+        )
         for part in (self.attention, self.sampler):
             part.reserve(limits)
 
@@ -125,25 +149,36 @@ class KernelWorld:
         self.sampler.plan_step(batch)
         self.attention.plan_step(batch, None)
         hidden = self.model.forward(batch.input_ids, batch.positions, batch)
-        logits = self.model.logits(hidden if batch.logits_index is None else hidden[batch.logits_index])
+        logits = self.model.logits(
+            hidden if batch.logits_index is None else hidden[batch.logits_index]
+        )
         sample = self.recorder.wrap("sampling", "sample", self.sampler.sample)
         sample(logits, batch.row_ids, batch.kv_lens_device.long())
 
     def _fill_cache(self, batch: Batch) -> None:
-        """The same numbers for every layout of the cache: entries' columns are dealt from one row a token."""
+        """The same numbers for every layout of the cache: entries' columns are dealt from one row a
+        token.
+        """
         page = self.plan.sizes.page_size
         for layer in self.pool.layers:
             tensors = list(layer.values())
             width = sum(tensor[0].numel() for tensor in tensors)
-            noise = torch.randn(int(batch.kv_lens.max()), width, device=self.worker.device,
-                                generator=torch.Generator(self.worker.device).manual_seed(1))
+            noise = torch.randn(
+                int(batch.kv_lens.max()),
+                width,
+                device=self.worker.device,
+                generator=torch.Generator(self.worker.device).manual_seed(1),
+            )
             for pages, length in zip(batch.pages, batch.kv_lens):
                 first = int(pages[0]) * page
                 column = 0
                 for tensor in tensors:
                     count = tensor[0].numel()
-                    tensor[first : first + length] = noise[:length, column : column + count].reshape(
-                        length, *tensor.shape[1:]).to(tensor.dtype)
+                    tensor[first : first + length] = (
+                        noise[:length, column : column + count]
+                        .reshape(length, *tensor.shape[1:])
+                        .to(tensor.dtype)
+                    )
                     column += count
 
 
@@ -154,10 +189,17 @@ def step_batch(plan: EnginePlan, device: str, shape: StepShape) -> Batch:
     pages = np.arange(1, shape.rows * each + 1, dtype=np.int32).reshape(shape.rows, each)
     decodes = shape.rows if shape.queries == 1 else 0
     batch = Batch(
-        step=1, mode=Mode.DECODE if decodes else Mode.PREFILL, rows=np.arange(shape.rows, dtype=np.int32),
-        epochs=np.zeros(shape.rows, np.int64), num_decodes=decodes,
-        query_lens=np.full(shape.rows, shape.queries, np.int32), kv_lens=np.full(shape.rows, shape.context, np.int32),
-        samples=np.ones(shape.rows, np.bool_), prompt_ids=np.zeros(0, np.int32), pages=pages)
+        step=1,
+        mode=Mode.DECODE if decodes else Mode.PREFILL,
+        rows=np.arange(shape.rows, dtype=np.int32),
+        epochs=np.zeros(shape.rows, np.int64),
+        num_decodes=decodes,
+        query_lens=np.full(shape.rows, shape.queries, np.int32),
+        kv_lens=np.full(shape.rows, shape.context, np.int32),
+        samples=np.ones(shape.rows, np.bool_),
+        prompt_ids=np.zeros(0, np.int32),
+        pages=pages,
+    )
     positions = torch.arange(shape.context - shape.queries, shape.context).repeat(shape.rows)
     rows = torch.arange(shape.rows).repeat_interleave(shape.queries)
     slots = torch.from_numpy(pages[:, 0].astype(np.int64))[rows] * page + positions
@@ -179,7 +221,11 @@ def step_batch(plan: EnginePlan, device: str, shape: StepShape) -> Batch:
 def _recorded(context: BuildContext, recorder: Recorder) -> BuildContext:
     quantized = context.facts.quant_method != "none"
     plain: Any = RecordedScheme(context.plain, recorder, False)
-    scheme: Any = plain if context.scheme is context.plain else RecordedScheme(context.scheme, recorder, quantized)
+    scheme: Any = (
+        plain
+        if context.scheme is context.plain
+        else RecordedScheme(context.scheme, recorder, quantized)
+    )
     attention: Any = RecordedAttention(context.attention, recorder)
     ops: Any = RecordedOps(context.ops, recorder)
     return replace(context, scheme=scheme, plain=plain, attention=attention, ops=ops)
@@ -207,4 +253,3 @@ def _numbered(layer: DecoderLayer, recorder: Recorder) -> Callable[..., Any]:
             recorder.layer = None
 
     return forward
-

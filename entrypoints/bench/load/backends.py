@@ -1,4 +1,7 @@
-"""How each kind of server is asked and how its stream is read. One table; the load generator knows none of them."""
+"""How each kind of server is asked and how its stream is read. One table; the load generator knows
+none of them.
+"""
+
 from __future__ import annotations
 
 import time
@@ -18,8 +21,8 @@ Payload = dict[str, Any]
 class Outcome:
     """One request as its client saw it. Times in seconds; ``start`` on ``time.perf_counter``.
 
-    ``arrivals`` holds the time of every chunk that carried tokens; ``output_tokens`` comes from the server's usage when
-    it reports one, else it is the number of chunks.
+    ``arrivals`` holds the time of every chunk that carried tokens; ``output_tokens`` comes from the
+    server's usage when it reports one, else it is the number of chunks.
     """
 
     prompt_tokens: int
@@ -45,7 +48,9 @@ class Outcome:
     @property
     def tpot(self) -> float:
         """Seconds a token after the first; 0 with fewer than two tokens."""
-        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+        return (
+            (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+        )
 
     @property
     def itls(self) -> list[float]:
@@ -67,9 +72,16 @@ Read = Callable[[Payload, Outcome], bool]  #: takes one event in; True when it c
 
 
 def _completion(prompt: Prompt, request: Request) -> Payload:
-    return {"model": request.model, "prompt": prompt.text if prompt.ids is None else prompt.ids,
-            "max_tokens": prompt.output_len, "temperature": request.temperature, "stream": True,
-            "stream_options": {"include_usage": True}, "ignore_eos": request.ignore_eos, **request.extra}
+    return {
+        "model": request.model,
+        "prompt": prompt.text if prompt.ids is None else prompt.ids,
+        "max_tokens": prompt.output_len,
+        "temperature": request.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": request.ignore_eos,
+        **request.extra,
+    }
 
 
 def _chat(prompt: Prompt, request: Request) -> Payload:
@@ -80,8 +92,11 @@ def _chat(prompt: Prompt, request: Request) -> Payload:
 
 def _generate(prompt: Prompt, request: Request) -> Payload:
     source = {"text": prompt.text} if prompt.ids is None else {"input_ids": prompt.ids}
-    sampling = {"temperature": request.temperature, "max_new_tokens": prompt.output_len,
-                "ignore_eos": request.ignore_eos}
+    sampling = {
+        "temperature": request.temperature,
+        "max_new_tokens": prompt.output_len,
+        "ignore_eos": request.ignore_eos,
+    }
     return {**source, "sampling_params": sampling, "stream": True, **request.extra}
 
 
@@ -99,7 +114,8 @@ def _read_completion(event: Payload, outcome: Outcome) -> bool:
         return False
     text = choices[0].get("text") or ""
     outcome.text += text
-    # NOTE: a token that is half a character, or a special one, comes as a chunk of no text; it is still a token.
+    # NOTE: a token that is half a character, or a special one, comes as a chunk of no text; it is
+    # still a token.
     return bool(text) or choices[0].get("finish_reason") is None
 
 
@@ -109,7 +125,9 @@ def _read_chat(event: Payload, outcome: Outcome) -> bool:
     if not choices:
         return False
     delta = choices[0].get("delta") or {}
-    text = (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
+    text = (delta.get("reasoning_content") or delta.get("reasoning") or "") + (
+        delta.get("content") or ""
+    )
     outcome.text += text
     return bool(text)
 
@@ -137,14 +155,23 @@ _COMPLETIONS = Backend("/v1/completions", _completion, _read_completion)
 _CHAT = Backend("/v1/chat/completions", _chat, _read_chat, takes_ids=False)
 _NATIVE = Backend("/generate", _generate, _read_generate)
 BACKENDS = {
-    "glowplug": _COMPLETIONS, "glowplug-chat": _CHAT, "openai": _COMPLETIONS, "openai-chat": _CHAT,
-    "vllm": _COMPLETIONS, "vllm-chat": _CHAT, "sglang": _NATIVE, "sglang-oai": _COMPLETIONS, "sglang-oai-chat": _CHAT,
+    "glowplug": _COMPLETIONS,
+    "glowplug-chat": _CHAT,
+    "openai": _COMPLETIONS,
+    "openai-chat": _CHAT,
+    "vllm": _COMPLETIONS,
+    "vllm-chat": _CHAT,
+    "sglang": _NATIVE,
+    "sglang-oai": _COMPLETIONS,
+    "sglang-oai-chat": _CHAT,
 }
 
 
 @dataclass
 class Asked:
-    """An exchange that is over and not read yet. ``pieces``: the answer's bytes; ``error``: why there are none."""
+    """An exchange that is over and not read yet. ``pieces``: the answer's bytes; ``error``: why
+    there are none.
+    """
 
     prompt_tokens: int
     start: float = 0.0
@@ -158,7 +185,9 @@ class Asked:
 
 
 async def ask(target: Target, backend: Backend, prompt: Prompt, request: Request) -> Asked:
-    """Send one prompt and take its whole stream in. Never raises for what the server does: ``error`` says it."""
+    """Send one prompt and take its whole stream in. Never raises for what the server does:
+    ``error`` says it.
+    """
     asked = Asked(prompt.input_len)
     payload = backend.build(prompt, request)
     asked.start = time.perf_counter()

@@ -1,8 +1,10 @@
-"""A small HTTP/1.1 client: one request a connection, what arrives kept with its time and read afterwards.
+"""A small HTTP/1.1 client: one request a connection, what arrives kept with its time and read
+afterwards.
 
-It exists so that the load generator costs as little as possible: while answers come in, a piece of one is a time stamp
-and an entry in a list. Nothing is parsed before the whole answer is there.
+It exists so that the load generator costs as little as possible: while answers come in, a piece of
+one is a time stamp and an entry in a list. Nothing is parsed before the whole answer is there.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -41,8 +43,14 @@ class Target:
         """The request's bytes."""
         host, port, _, prefix = self.address()
         body = b"" if payload is None else orjson.dumps(payload)
-        lines = [f"{method} {prefix}{path} HTTP/1.1", f"Host: {host}:{port}", "Connection: close", "Accept: */*",
-                 "Content-Type: application/json", f"Content-Length: {len(body)}"]
+        lines = [
+            f"{method} {prefix}{path} HTTP/1.1",
+            f"Host: {host}:{port}",
+            "Connection: close",
+            "Accept: */*",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+        ]
         lines += [f"{name}: {value}" for name, value in self.headers]
         return "\r\n".join(lines).encode() + HEAD_END + body
 
@@ -60,13 +68,18 @@ class Answer:
 
 
 async def exchange(target: Target, method: str, path: str, payload: object = None) -> list[Piece]:
-    """One exchange: the answer's bytes as they came. OSError without a connection, TimeoutError after its timeout."""
+    """One exchange: the answer's bytes as they came. OSError without a connection, TimeoutError
+    after its timeout.
+    """
     host, port, secure, _ = target.address()
     loop = asyncio.get_running_loop()
     request = target.request(method, path, payload)
     transport, protocol = await loop.create_connection(
-        lambda: _Collector(request, loop.create_future()), host, port,
-        ssl=ssl.create_default_context() if secure else None)
+        lambda: _Collector(request, loop.create_future()),
+        host,
+        port,
+        ssl=ssl.create_default_context() if secure else None,
+    )
     try:
         async with asyncio.timeout(target.timeout):
             return await protocol.done
@@ -81,7 +94,9 @@ async def call(target: Target, method: str, path: str, payload: object = None) -
 
 
 class _Collector(asyncio.Protocol):
-    """Sends the request, stamps what comes. ``done`` holds it once the answer is complete or the server has closed."""
+    """Sends the request, stamps what comes. ``done`` holds it once the answer is complete or the
+    server has closed.
+    """
 
     def __init__(self, request: bytes, done: asyncio.Future[list[Piece]]) -> None:
         self.done = done
@@ -94,7 +109,7 @@ class _Collector(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._pieces.append((time.perf_counter(), data))
-        self._tail = data if len(data) >= len(BODY_END) else self._tail[-len(BODY_END):] + data
+        self._tail = data if len(data) >= len(BODY_END) else self._tail[-len(BODY_END) :] + data
         # NOTE: servers may close late, and the next request waits for this one's end.
         if self._tail.endswith(BODY_END) and _is_whole(self._pieces):
             self._end()
@@ -118,14 +133,17 @@ def _is_whole(pieces: Sequence[Piece]) -> bool:
     return True
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def read_answer(pieces: Sequence[Piece]) -> Answer:
     """ConnectionError for an answer that ended early, ValueError for what is not HTTP."""
     head, rest = _split_head(pieces)
     first, *lines = head.decode("latin-1").split("\r\n")
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    headers = {
+        name.strip().lower(): value.strip()
+        for name, _, value in (line.partition(":") for line in lines)
+    }
     if headers.get("transfer-encoding", "").lower() == "chunked":
         body = list(_dechunked(rest))
     else:
@@ -143,13 +161,15 @@ def _split_head(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece]]:
         head += piece
         end = head.find(HEAD_END)
         if end >= 0:
-            behind = head[end + len(HEAD_END):]
-            return head[:end], [(at, behind)] * bool(behind) + list(pieces[index + 1:])
+            behind = head[end + len(HEAD_END) :]
+            return head[:end], [(at, behind)] * bool(behind) + list(pieces[index + 1 :])
     raise ConnectionError("the server closed the connection without an answer")
 
 
 def _dechunked(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """The data of each chunk, with the time at which its end came. ConnectionError without the last, empty chunk."""
+    """The data of each chunk, with the time at which its end came. ConnectionError without the
+    last, empty chunk.
+    """
     held = b""
     for at, piece in pieces:
         held = held + piece if held else piece
@@ -168,7 +188,8 @@ def _dechunked(pieces: Sequence[Piece]) -> Iterator[Piece]:
 
 
 def events(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """(time, value) of every ``data:`` line of a server-sent event stream, the final ``[DONE]`` left out.
+    """(time, value) of every ``data:`` line of a server-sent event stream, the final ``[DONE]``
+    left out.
 
     EOFError when the stream ends without ``[DONE]``: it was cut, whatever its status said.
     """

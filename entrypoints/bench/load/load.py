@@ -1,4 +1,5 @@
 """The load itself: when requests leave, how many may be in flight, and what comes back."""
+
 from __future__ import annotations
 
 import asyncio
@@ -11,7 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from glowplug.entrypoints.bench.load.backends import Asked, Backend, Outcome, Request, ask, outcome_of
+from glowplug.entrypoints.bench.load.backends import (
+    Asked,
+    Backend,
+    Outcome,
+    Request,
+    ask,
+    outcome_of,
+)
 from glowplug.entrypoints.bench.load.datasets import Prompt
 from glowplug.entrypoints.bench.load.http_stream import Target
 
@@ -20,8 +28,8 @@ MOST_HELD = 256 << 20  #: bytes of answers kept before some are read during the 
 
 @dataclass(frozen=True)
 class Load:
-    """``rate`` requests a second (inf: all at once) with gamma-distributed gaps of shape ``burstiness`` (1: Poisson);
-    never more than ``concurrency`` in flight (None: no limit)."""
+    """``rate`` requests a second (inf: all at once) with gamma-distributed gaps of shape
+    ``burstiness`` (1: Poisson); never more than ``concurrency`` in flight (None: no limit)."""
 
     rate: float = math.inf
     burstiness: float = 1.0
@@ -30,7 +38,9 @@ class Load:
 
 
 def gaps(load: Load, count: int) -> list[float]:
-    """Seconds before each request. They sum to ``count / rate`` exactly, so that runs of one rate compare."""
+    """Seconds before each request. They sum to ``count / rate`` exactly, so that runs of one rate
+    compare.
+    """
     if math.isinf(load.rate):
         return [0.0] * count
     drawn = np.random.default_rng(load.seed).gamma(load.burstiness, 1.0, count)
@@ -47,11 +57,20 @@ async def _departures(load: Load, prompts: Sequence[Prompt]) -> AsyncIterator[Pr
         yield prompt
 
 
-async def drive(target: Target, backend: Backend, request: Request, prompts: Sequence[Prompt], load: Load,
-                finished: Callable[[], None]) -> tuple[list[Outcome], float]:
-    """Send everything; (outcomes in the prompts' order, seconds from the first request to the end of the last)."""
+async def drive(
+    target: Target,
+    backend: Backend,
+    request: Request,
+    prompts: Sequence[Prompt],
+    load: Load,
+    finished: Callable[[], None],
+) -> tuple[list[Outcome], float]:
+    """Send everything; (outcomes in the prompts' order, seconds from the first request to the end
+    of the last).
+    """
     gate: AbstractAsyncContextManager[object] = (
-        asyncio.Semaphore(load.concurrency) if load.concurrency else nullcontext())
+        asyncio.Semaphore(load.concurrency) if load.concurrency else nullcontext()
+    )
     answers = _Answers(backend)
 
     async def one(index: int, prompt: Prompt) -> None:
@@ -70,7 +89,9 @@ async def drive(target: Target, backend: Backend, request: Request, prompts: Seq
 
 
 class _Answers:
-    """Answers by the place of their prompt, read at the end, or before when they are too many to keep."""
+    """Answers by the place of their prompt, read at the end, or before when they are too many to
+    keep.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

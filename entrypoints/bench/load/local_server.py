@@ -1,4 +1,5 @@
 """A ``glowplug serve`` of our own on a free port, for measurements that need one."""
+
 from __future__ import annotations
 
 import json
@@ -17,12 +18,15 @@ MODEL = "bench"  #: the name it serves under
 
 
 class LocalServer:
-    """``with LocalServer({"model": "embedded"}) as server: ... server.base_url``. Ready on entry, gone on exit.
+    """``with LocalServer({"model": "embedded"}) as server: ... server.base_url``. Ready on entry,
+    gone on exit.
 
     RuntimeError, with the end of its log, when it ends or is not ready in ``timeout`` seconds.
     """
 
-    def __init__(self, config: dict[str, Any], *, threads: int | None = None, timeout: float = 300.0) -> None:
+    def __init__(
+        self, config: dict[str, Any], *, threads: int | None = None, timeout: float = 300.0
+    ) -> None:
         self.config = config
         self.threads = threads
         self.timeout = timeout
@@ -30,20 +34,42 @@ class LocalServer:
         self.base_url = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> LocalServer:
-        server = {**self.config.get("server", {}), "host": "127.0.0.1", "port": self.port, "served_model_name": MODEL}
+        server = {
+            **self.config.get("server", {}),
+            "host": "127.0.0.1",
+            "port": self.port,
+            "served_model_name": MODEL,
+        }
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="glowplug-bench-")))
+            folder = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="glowplug-bench-"))
+            )
             (folder / "config.json").write_text(json.dumps({**self.config, "server": server}))
-            start = partial(Turn, "the server",
-                            [sys.executable, "-m", "glowplug", "serve", "--config", str(folder / "config.json")],
-                            folder / "log", {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {},
-                            lambda log: answers(f"{self.base_url}/ready"))
+            start = partial(
+                Turn,
+                "the server",
+                [
+                    sys.executable,
+                    "-m",
+                    "glowplug",
+                    "serve",
+                    "--config",
+                    str(folder / "config.json"),
+                ],
+                folder / "log",
+                {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {},
+                lambda log: answers(f"{self.base_url}/ready"),
+            )
             next(stack.enter_context(closing(in_turns([start], False, self.timeout)))).check()
             self._running = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._running.close()
 
 

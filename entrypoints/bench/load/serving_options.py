@@ -1,4 +1,7 @@
-"""Options of ``glowplug bench serving``: names and aliases of vLLM's ``bench serve`` and SGLang's ``bench_serving``."""
+"""Options of ``glowplug bench serving``: names and aliases of vLLM's ``bench serve`` and SGLang's
+``bench_serving``.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -19,59 +22,134 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _server(group: Any) -> None:
-    group.add_argument("--backend", "--endpoint-type", choices=sorted(BACKENDS), default="glowplug",
-                       help="kind of server and route; default: glowplug's /v1/completions")
+    group.add_argument(
+        "--backend",
+        "--endpoint-type",
+        choices=sorted(BACKENDS),
+        default="glowplug",
+        help="kind of server and route; default: glowplug's /v1/completions",
+    )
     group.add_argument("--base-url", help="instead of --host and --port")
     group.add_argument("--host", default="127.0.0.1")
     group.add_argument("--port", type=int, default=30000)
-    group.add_argument("--model", help="model name sent with requests; default: the first of /v1/models")
-    group.add_argument("--tokenizer", help="tokenizer.json or its folder: for text prompts and retokenized counts")
+    group.add_argument(
+        "--model", help="model name sent with requests; default: the first of /v1/models"
+    )
+    group.add_argument(
+        "--tokenizer", help="tokenizer.json or its folder: for text prompts and retokenized counts"
+    )
     group.add_argument("--api-key", help="sent as a bearer token")
-    group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="further request header")
-    group.add_argument("--ready-check-timeout", "--ready-check-timeout-sec", type=float, default=60.0,
-                       help="seconds to wait for the server")
+    group.add_argument(
+        "--header", action="append", default=[], metavar="NAME=VALUE", help="further request header"
+    )
+    group.add_argument(
+        "--ready-check-timeout",
+        "--ready-check-timeout-sec",
+        type=float,
+        default=60.0,
+        help="seconds to wait for the server",
+    )
 
 
 def _dataset(group: Any) -> None:
-    group.add_argument("--dataset-name", choices=("random", "custom", "sharegpt"), default="random",
-                       type=lambda name: "custom" if name == "sharegpt" else name,
-                       help="custom and sharegpt read --dataset-path")
-    group.add_argument("--dataset-path", help="JSON lines with \"prompt\" (or \"conversations\"), \"output_tokens\"")
-    group.add_argument("--num-prompts", type=int, nargs="+", default=[100],
-                       help="requests of a run; one value, or one for each --max-concurrency")
-    group.add_argument("--random-input-len", "--random-input", "--input-len", type=int, default=1024)
-    group.add_argument("--random-output-len", "--random-output", "--output-len", type=int, default=128,
-                       help="also the default for prompts of a file")
-    group.add_argument("--random-range-ratio", type=float, default=0.0,
-                       help="lengths are uniform in [length * ratio, length]: 1 makes them equal")
-    group.add_argument("--prompt-format", choices=("ids", "text"), default="ids",
-                       help="random prompts as token ids where the route takes them, or as text")
-    group.add_argument("--vocab-size", type=int, help="random ids are below this; default: what the server says")
+    group.add_argument(
+        "--dataset-name",
+        choices=("random", "custom", "sharegpt"),
+        default="random",
+        type=lambda name: "custom" if name == "sharegpt" else name,
+        help="custom and sharegpt read --dataset-path",
+    )
+    group.add_argument(
+        "--dataset-path", help='JSON lines with "prompt" (or "conversations"), "output_tokens"'
+    )
+    group.add_argument(
+        "--num-prompts",
+        type=int,
+        nargs="+",
+        default=[100],
+        help="requests of a run; one value, or one for each --max-concurrency",
+    )
+    group.add_argument(
+        "--random-input-len", "--random-input", "--input-len", type=int, default=1024
+    )
+    group.add_argument(
+        "--random-output-len",
+        "--random-output",
+        "--output-len",
+        type=int,
+        default=128,
+        help="also the default for prompts of a file",
+    )
+    group.add_argument(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        help="lengths are uniform in [length * ratio, length]: 1 makes them equal",
+    )
+    group.add_argument(
+        "--prompt-format",
+        choices=("ids", "text"),
+        default="ids",
+        help="random prompts as token ids where the route takes them, or as text",
+    )
+    group.add_argument(
+        "--vocab-size", type=int, help="random ids are below this; default: what the server says"
+    )
     group.add_argument("--seed", type=int, default=1)
 
 
 def _load(group: Any) -> None:
-    group.add_argument("--max-concurrency", type=int, nargs="+", help="requests in flight; several values: a sweep")
-    group.add_argument("--request-rate", type=float, default=math.inf, help="requests a second; inf: all at once")
-    group.add_argument("--burstiness", type=float, default=1.0, help="gamma shape of the gaps; 1: Poisson")
+    group.add_argument(
+        "--max-concurrency", type=int, nargs="+", help="requests in flight; several values: a sweep"
+    )
+    group.add_argument(
+        "--request-rate", type=float, default=math.inf, help="requests a second; inf: all at once"
+    )
+    group.add_argument(
+        "--burstiness", type=float, default=1.0, help="gamma shape of the gaps; 1: Poisson"
+    )
     group.add_argument("--temperature", type=float, default=0.0)
-    group.add_argument("--ignore-eos", action="store_true", help="the default; accepted for vLLM's command lines")
-    group.add_argument("--disable-ignore-eos", action="store_true", help="let the model end its answers")
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="the default; accepted for vLLM's command lines"
+    )
+    group.add_argument(
+        "--disable-ignore-eos", action="store_true", help="let the model end its answers"
+    )
     group.add_argument("--extra-request-body", type=orjson.loads, default={}, metavar="JSON")
     group.add_argument("--warmup-requests", type=int, default=1)
-    group.add_argument("--flush-cache", action="store_true", help="POST /flush_cache before each run")
-    group.add_argument("--profile", action="store_true", help="POST /start_profile and /stop_profile around the run")
+    group.add_argument(
+        "--flush-cache", action="store_true", help="POST /flush_cache before each run"
+    )
+    group.add_argument(
+        "--profile",
+        action="store_true",
+        help="POST /start_profile and /stop_profile around the run",
+    )
 
 
 def _output(group: Any) -> None:
     group.add_argument("--output-file", help="append one JSON line a run")
-    group.add_argument("--output-details", "--save-detailed", action="store_true", help="with lists of every request")
-    group.add_argument("--save-result", action="store_true", help="write a JSON file a run into --result-dir")
+    group.add_argument(
+        "--output-details",
+        "--save-detailed",
+        action="store_true",
+        help="with lists of every request",
+    )
+    group.add_argument(
+        "--save-result", action="store_true", help="write a JSON file a run into --result-dir"
+    )
     group.add_argument("--result-dir", default=".")
     group.add_argument("--result-filename")
     group.add_argument("--tag", "--label", help="free text kept in the record")
-    group.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="count requests within limits")
-    group.add_argument("--percentile-metrics", type=_metrics, default=METRICS, help="metrics printed; all are recorded")
+    group.add_argument(
+        "--goodput", nargs="+", default=[], metavar="METRIC:MS", help="count requests within limits"
+    )
+    group.add_argument(
+        "--percentile-metrics",
+        type=_metrics,
+        default=METRICS,
+        help="metrics printed; all are recorded",
+    )
     group.add_argument("--metric-percentiles", type=_percentiles, default=(90.0, 95.0, 99.0))
     group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
 
@@ -80,7 +158,9 @@ def _metrics(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     unknown = [name for name in names if name not in METRICS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown metric {unknown[0]!r}: known are {', '.join(METRICS)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown metric {unknown[0]!r}: known are {', '.join(METRICS)}"
+        )
     return names
 
 

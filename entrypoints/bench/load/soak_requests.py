@@ -1,4 +1,5 @@
 """The requests of a soak: every length, ways of sampling that mix in a batch, beginnings in common."""
+
 from __future__ import annotations
 
 import math
@@ -15,7 +16,8 @@ SHORTEST = 8  #: context below which nothing can be mixed
 
 @dataclass
 class Wanted:
-    """One request. ``abort_after``: tokens after which it is given up; ``refused``: it must not be taken.
+    """One request. ``abort_after``: tokens after which it is given up; ``refused``: it must not be
+    taken.
 
     ``seen``: tokens that have come.
     """
@@ -30,7 +32,9 @@ class Wanted:
 class Mix:
     """Draws requests that ``plan``'s engine can serve, and now and then one that it cannot."""
 
-    def __init__(self, rng: random.Random, plan: EnginePlan, abort_share: float, shared_share: float) -> None:
+    def __init__(
+        self, rng: random.Random, plan: EnginePlan, abort_share: float, shared_share: float
+    ) -> None:
         self._rng = rng
         self._abort = abort_share
         self._shared = shared_share
@@ -56,7 +60,9 @@ class Mix:
         """The same prompts at every call, each with room for ``tokens``."""
         if not self._questions:
             room = max(1, self._context - tokens)
-            self._questions = [self._ids(max(1, room * (index + 1) // (2 * count))) for index in range(count)]
+            self._questions = [
+                self._ids(max(1, room * (index + 1) // (2 * count))) for index in range(count)
+            ]
         return self._questions
 
     def _length(self, most: int) -> int:
@@ -75,18 +81,26 @@ class Mix:
     def _sampled(self, tokens: int) -> SamplingParams:
         """Greedy, seeded, cut off, penalised, scored: each some of the time."""
         rng = self._rng
-        way = rng.choice(("greedy", "greedy", "seeded", "top_p", "top_k", "penalised", "scored", "stops"))
+        way = rng.choice(
+            ("greedy", "greedy", "seeded", "top_p", "top_k", "penalised", "scored", "stops")
+        )
         if way == "greedy":
             return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         if way == "seeded":
-            return SamplingParams(temperature=1.0, max_tokens=tokens, seed=rng.getrandbits(32), ignore_eos=True)
+            return SamplingParams(
+                temperature=1.0, max_tokens=tokens, seed=rng.getrandbits(32), ignore_eos=True
+            )
         if way == "top_p":
             return SamplingParams(temperature=0.8, top_p=0.9, min_p=0.01, max_tokens=tokens)
         if way == "top_k":
             return SamplingParams(temperature=1.2, top_k=min(40, self._vocab), max_tokens=tokens)
         if way == "penalised":
-            return SamplingParams(temperature=0.7, repetition_penalty=1.1, presence_penalty=0.5, max_tokens=tokens)
+            return SamplingParams(
+                temperature=0.7, repetition_penalty=1.1, presence_penalty=0.5, max_tokens=tokens
+            )
         if way == "scored":
-            return SamplingParams(temperature=0.0, logprobs=min(3, self._vocab), max_tokens=tokens, ignore_eos=True)
+            return SamplingParams(
+                temperature=0.0, logprobs=min(3, self._vocab), max_tokens=tokens, ignore_eos=True
+            )
         stops = self._ids(6)
         return SamplingParams(temperature=1.0, stop_token_ids=stops, max_tokens=tokens)

@@ -1,4 +1,7 @@
-"""Under which conditions a result was measured: command, date, versions, card. Kept beside every number."""
+"""Under which conditions a result was measured: command, date, versions, card. Kept beside every
+number.
+"""
+
 from __future__ import annotations
 
 import datetime
@@ -22,14 +25,18 @@ def conditions(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "command": shlex.join(["glowplug", *sys.argv[1:]]),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "glowplug": glowplug.__version__, "commit": _commit(), "python": platform.python_version(),
+        "glowplug": glowplug.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := installed(name))},
     }
     return found | (_card() if device == "cuda" else {"card": f"cpu ({platform.machine()})"})
 
 
 def conditions_apart() -> dict[str, Any]:
-    """As ``conditions``, of a process that has no context of its own on the card that others measure."""
+    """As ``conditions``, of a process that has no context of its own on the card that others
+    measure.
+    """
     from glowplug.core.facts.machine import cuda_devices
 
     cards = [card.name for card in cuda_devices()]
@@ -40,7 +47,11 @@ def conditions_apart() -> dict[str, Any]:
 def _commit() -> str:
     """Of the checkout this runs from; "" when it is none."""
     root = Path(__file__).resolve().parents[3]
-    return _line(["git", "-C", str(root), "rev-parse", "--short", "HEAD"]) if (root / ".git").exists() else ""
+    return (
+        _line(["git", "-C", str(root), "rev-parse", "--short", "HEAD"])
+        if (root / ".git").exists()
+        else ""
+    )
 
 
 def _card() -> dict[str, Any]:

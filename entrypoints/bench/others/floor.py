@@ -1,11 +1,13 @@
 """Floors: the least time that a decode step, a prefill or a served request can take on a card.
 
-A decode step: bytes that must cross the device's memory, over its bandwidth. Attention, dense, shared-expert, gate and
-head weights once; each routed expert that at least one token picks (uniform independent routing:
-E * (1 - (1 - k / E)^B)); the KV cache of every sequence, read once.
+A decode step: bytes that must cross the device's memory, over its bandwidth. Attention, dense,
+shared-expert, gate and head weights once; each routed expert that at least one token picks (uniform
+independent routing: E * (1 - (1 - k / E)^B)); the KV cache of every sequence, read once.
 
-A prefill: its multiplications over the card's matrix rate, or one reading of the weights if that takes longer.
+A prefill: its multiplications over the card's matrix rate, or one reading of the weights if that
+takes longer.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,18 +18,21 @@ from glowplug.core.facts.model_facts import DeviceFacts, ModelFacts
 from glowplug.core.facts.parameters import is_moe_layer, stated
 from glowplug.core.plan.plan import EnginePlan
 
-#: bytes a second that a large device copy reaches, read and written, by a part of the card's name (measured)
+#: bytes a second that a large device copy reaches, read and written, by a part of the card's name
+#: (measured)
 COPY_BANDWIDTH = {"H200": 4.3e12}
 REACHABLE = 0.9  #: share of the vendor's bandwidth on cards that are not in the table
-#: operations a second of a large matrix product of random numbers, by a part of the card's name: in bfloat16 (measured)
-#: and in FP8, taken as twice that
+#: operations a second of a large matrix product of random numbers, by a part of the card's name: in
+#: bfloat16 (measured) and in FP8, taken as twice that
 MATRIX_RATE = {"H200": (7.9e14, 1.58e15)}
 SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes that one decode step reads: ``fixed`` weights, ``experts`` (the expected distinct ones), ``kv`` cache."""
+    """Bytes that one decode step reads: ``fixed`` weights, ``experts`` (the expected distinct
+    ones), ``kv`` cache.
+    """
 
     fixed: float
     experts: float
@@ -41,28 +46,37 @@ class StepBytes:
         return self.total / bandwidth
 
 
-def step_bytes(model: ModelFacts, batch: int, context: int, *, element: float = 2, kv_element: float = 2) -> StepBytes:
+def step_bytes(
+    model: ModelFacts, batch: int, context: int, *, element: float = 2, kv_element: float = 2
+) -> StepBytes:
     """Of ``batch`` sequences of ``context`` tokens, one token each.
 
-    ``element``: bytes of an unquantized weight; a checkpoint in FP8 blocks keeps its own width, gate and head apart.
+    ``element``: bytes of an unquantized weight; a checkpoint in FP8 blocks keeps its own width,
+    gate and head apart.
     """
     width = weight_bytes(model, element)
     layers = model.num_layers
     routed = sum(is_moe_layer(model, layer) for layer in range(layers))
-    plain = layers * _attention(model) + (layers - routed) * 3 * model.hidden_size * stated(model, "intermediate_size")
+    plain = layers * _attention(model) + (layers - routed) * 3 * model.hidden_size * stated(
+        model, "intermediate_size"
+    )
     fixed = plain * width + model.vocab_size * model.hidden_size * element
     experts = 0.0
     if routed:
         expert = 3 * model.hidden_size * stated(model, "moe_intermediate_size") * width
-        fixed += routed * (stated(model, "n_shared_experts") * expert
-                           + model.n_routed_experts * model.hidden_size * element)
+        fixed += routed * (
+            stated(model, "n_shared_experts") * expert
+            + model.n_routed_experts * model.hidden_size * element
+        )
         experts = routed * expert * distinct_experts(model, batch)
     return StepBytes(fixed, experts, batch * context * layers * _kv_numbers(model) * kv_element)
 
 
 @dataclass(frozen=True)
 class PrefillWork:
-    """Operations of a prefill: ``linear`` in the weights' own dtype, ``wide`` in bfloat16 (scores, gates, head)."""
+    """Operations of a prefill: ``linear`` in the weights' own dtype, ``wide`` in bfloat16 (scores,
+    gates, head).
+    """
 
     linear: float
     wide: float
@@ -74,12 +88,16 @@ class PrefillWork:
 
 
 def prefill_work(model: ModelFacts, prompts: int, length: int) -> PrefillWork:
-    """Of ``prompts`` prompts of ``length`` tokens, causal, un-absorbed, logits of the last token of each."""
+    """Of ``prompts`` prompts of ``length`` tokens, causal, un-absorbed, logits of the last token of
+    each.
+    """
     layers = model.num_layers
     hidden = model.hidden_size
     tokens = prompts * length
     routed = sum(is_moe_layer(model, layer) for layer in range(layers))
-    weights = layers * _attention(model) + (layers - routed) * 3 * hidden * stated(model, "intermediate_size")
+    weights = layers * _attention(model) + (layers - routed) * 3 * hidden * stated(
+        model, "intermediate_size"
+    )
     gates = 0
     if routed:
         each = stated(model, "n_shared_experts") + stated(model, "num_experts_per_tok")
@@ -87,8 +105,11 @@ def prefill_work(model: ModelFacts, prompts: int, length: int) -> PrefillWork:
         gates = routed * model.n_routed_experts * hidden
     pairs = prompts * length * (length + 1) / 2
     scores = pairs * layers * model.num_heads * _head_channels(model)
-    return PrefillWork(2.0 * tokens * weights, 2.0 * (tokens * gates + scores + prompts * model.vocab_size * hidden),
-                       weight_bytes(model, 2) < 2)
+    return PrefillWork(
+        2.0 * tokens * weights,
+        2.0 * (tokens * gates + scores + prompts * model.vocab_size * hidden),
+        weight_bytes(model, 2) < 2,
+    )
 
 
 def _head_channels(model: ModelFacts) -> int:
@@ -100,7 +121,9 @@ def _head_channels(model: ModelFacts) -> int:
 
 @dataclass(frozen=True)
 class Card:
-    """What floors are taken over: ``bandwidth`` in bytes a second, ``rates`` in operations (bfloat16, FP8)."""
+    """What floors are taken over: ``bandwidth`` in bytes a second, ``rates`` in operations
+    (bfloat16, FP8).
+    """
 
     bandwidth: float
     rates: tuple[float, float]
@@ -114,27 +137,41 @@ class Card:
         read = step_bytes(model, prompts * length, 0).seconds(self.bandwidth)
         return max(prefill_work(model, prompts, length).seconds(self.rates), read)
 
-    def served(self, model: ModelFacts, concurrency: int, prompt: int, output: int) -> dict[str, float]:
-        """Floors of a closed loop by ``bench serving``'s keys: ``concurrency`` prompts come at once, one is computed
-        after another, then all decode together, half-way through on average."""
+    def served(
+        self, model: ModelFacts, concurrency: int, prompt: int, output: int
+    ) -> dict[str, float]:
+        """Floors of a closed loop by ``bench serving``'s keys: ``concurrency`` prompts come at
+        once, one is computed after another, then all decode together, half-way through on
+        average."""
         prompts = self.prefill(model, concurrency, prompt)
         step = self.decode(model, concurrency, prompt + output // 2)
         first = max(self.prefill(model, 1, prompt), prompts * (concurrency + 1) / (2 * concurrency))
-        return {"mean_ttft_ms": first * 1e3, "mean_tpot_ms": step * 1e3,
-                "output_throughput": concurrency * output / (prompts + (output - 1) * step)}
+        return {
+            "mean_ttft_ms": first * 1e3,
+            "mean_tpot_ms": step * 1e3,
+            "output_throughput": concurrency * output / (prompts + (output - 1) * step),
+        }
 
 
 def known_card(name: str) -> Card | None:
     """By a part of its name; None when it has not been measured."""
-    return next((Card(rate, MATRIX_RATE[part]) for part, rate in COPY_BANDWIDTH.items()
-                 if part in name and part in MATRIX_RATE), None)
+    return next(
+        (
+            Card(rate, MATRIX_RATE[part])
+            for part, rate in COPY_BANDWIDTH.items()
+            if part in name and part in MATRIX_RATE
+        ),
+        None,
+    )
 
 
 def measured_card(name: str) -> Card:
     """The same. ValueError where it has not been measured."""
     card = known_card(name)
     if card is None:
-        raise ValueError(f"--floor-card {name}: its bandwidth and matrix rate have not been measured")
+        raise ValueError(
+            f"--floor-card {name}: its bandwidth and matrix rate have not been measured"
+        )
     return card
 
 
@@ -177,12 +214,22 @@ def _kv_numbers(model: ModelFacts) -> int:
 
 def card_bandwidth(devices: Sequence[DeviceFacts]) -> float:
     """Bytes a second that a copy reaches on the slowest card; 0 when none is known."""
-    rates = [next((rate for part, rate in COPY_BANDWIDTH.items() if part in card.name), card.bandwidth * REACHABLE)
-             for card in devices]
+    rates = [
+        next(
+            (rate for part, rate in COPY_BANDWIDTH.items() if part in card.name),
+            card.bandwidth * REACHABLE,
+        )
+        for card in devices
+    ]
     return min(rates, default=0.0)
 
 
 def plan_floor(plan: EnginePlan, batch: int, context: int) -> StepBytes:
     """The floor of the plan's model on one rank, in the plan's dtypes."""
-    return step_bytes(plan.facts.model, batch, context, element=DTYPE_BYTES[plan.dtype],
-                      kv_element=DTYPE_BYTES[plan.kv_dtype])
+    return step_bytes(
+        plan.facts.model,
+        batch,
+        context,
+        element=DTYPE_BYTES[plan.dtype],
+        kv_element=DTYPE_BYTES[plan.kv_dtype],
+    )

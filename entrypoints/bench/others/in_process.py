@@ -1,4 +1,7 @@
-"""What the in-process benchmarks share: engine options, a static batch with its step times, several runs' median."""
+"""What the in-process benchmarks share: engine options, a static batch with its step times, several
+runs' median.
+"""
+
 from __future__ import annotations
 
 import random
@@ -16,7 +19,9 @@ if TYPE_CHECKING:
     from glowplug.entrypoints.front.llm import LLM
 
 
-SETTLING = 4  #: decode steps at the start that statistics leave out, when there are four times as many
+SETTLING = (
+    4  #: decode steps at the start that statistics leave out, when there are four times as many
+)
 
 
 @dataclass(frozen=True)
@@ -71,9 +76,11 @@ def random_ids(rng: random.Random, batch: int, length: int, vocab: int) -> list[
 
 
 def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> BatchTimes:
-    """All prompts at once, ``output_len`` tokens each, end-of-sequence ignored. Nothing else may run in ``llm``.
+    """All prompts at once, ``output_len`` tokens each, end-of-sequence ignored. Nothing else may
+    run in ``llm``.
 
-    A step in which only some of them get a token does not count as a decode step. GlowplugError when a sequence ends
+    A step in which only some of them get a token does not count as a decode step. GlowplugError
+    when a sequence ends
     before its length: numbers of such a run would mean nothing.
     """
     from glowplug.core.step.request import SamplingParams
@@ -94,8 +101,10 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
             if stream.done:
                 open_streams.discard(stream)
             if delta.finish_reason not in (None, "length"):
-                raise GlowplugError(f"a sequence of the batch of {len(prompts)} x {len(prompts[0])} ended with "
-                                    f"{delta.finish_reason!r} ({delta.error or 'no reason given'})")
+                raise GlowplugError(
+                    f"a sequence of the batch of {len(prompts)} x {len(prompts[0])} ended with "
+                    f"{delta.finish_reason!r} ({delta.error or 'no reason given'})"
+                )
         if waiting or not deltas:
             continue
         if not prefill:
@@ -108,7 +117,9 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
 
 
 def traced(llm: LLM, label: str, work: Callable[[], object]) -> Path:
-    """``work`` once more under torch's profiler; the Chrome trace. NOTE: tracing slows it down, so it never counts."""
+    """``work`` once more under torch's profiler; the Chrome trace. NOTE: tracing slows it down, so
+    it never counts.
+    """
     from glowplug.core.engine.profiling import profile_folder  # here, since it needs torch
 
     llm.control("profile_start", label=label)

@@ -1,7 +1,9 @@
 """Device memory of this process and those it started, as the driver counts it for each process.
 
-What the driver counts holds the context, graphs and libraries too, and leaves out others on the card.
+What the driver counts holds the context, graphs and libraries too, and leaves out others on the
+card.
 """
+
 from __future__ import annotations
 
 import os
@@ -21,7 +23,9 @@ class ProcessMemory:
         self.missing = ""
 
     def bytes(self) -> int | None:
-        """None when the driver does not tell, from then on: figures of two kinds must not be compared."""
+        """None when the driver does not tell, from then on: figures of two kinds must not be
+        compared.
+        """
         if self.missing:
             return None
         try:
@@ -38,7 +42,9 @@ class ProcessMemory:
         mine = family(os.getpid())
         found = [used for pid, used in rows(done.stdout) if pid in mine]
         if not found:
-            raise LookupError("the driver lists none of this process's ids, as in a container with ids of its own")
+            raise LookupError(
+                "the driver lists none of this process's ids, as in a container with ids of its own"
+            )
         known = [used for used in found if used is not None]
         if len(known) < len(found):
             raise LookupError("the driver does not say how much a process uses")
@@ -60,7 +66,9 @@ def family(pid: int) -> set[int]:
     children: dict[int, list[int]] = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            children[int(stat.read_text().rpartition(")")[2].split()[1])].append(int(stat.parent.name))
+            children[int(stat.read_text().rpartition(")")[2].split()[1])].append(
+                int(stat.parent.name)
+            )
         except (OSError, ValueError, IndexError):
             continue  # it has ended
     found = set()

@@ -1,4 +1,5 @@
 """How results reach people and files: aligned lines, tables, JSON and JSON lines."""
+
 from __future__ import annotations
 
 import json
@@ -20,46 +21,81 @@ def line(label: str, value: object) -> str:
     return f"{label + ':':<40}{shown:>{WIDTH - 40}}"
 
 
-def serving_report(record: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:
+def serving_report(
+    record: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]
+) -> str:
     """The block that a person reads after a serving run."""
     rows = [heading("Serving Benchmark Result"), line("Backend", record["backend"])]
-    rows += [line(label, record[key]) for label, key in (
-        ("Traffic request rate", "request_rate"), ("Max request concurrency", "max_concurrency"),
-        ("Successful requests", "completed"), ("Failed requests", "failed"),
-        ("Benchmark duration (s)", "duration"), ("Total input tokens", "total_input_tokens"),
-        ("Total generated tokens", "total_output_tokens"),
-        ("Total generated tokens (retokenized)", "total_output_tokens_retokenized"),
-        ("Request throughput (req/s)", "request_throughput"), ("Input token throughput (tok/s)", "input_throughput"),
-        ("Output token throughput (tok/s)", "output_throughput"),
-        ("Peak output token throughput (tok/s)", "max_output_tokens_per_s"),
-        ("Total token throughput (tok/s)", "total_token_throughput"), ("Request goodput (req/s)", "request_goodput"),
-        ("Concurrency", "concurrency"), ("Accept length", "accept_length"),
-        ("Device idle between steps, share", "device_idle_share"),
-    ) if record.get(key) is not None]
-    titles = {"e2el": "End-to-End Latency", "ttft": "Time to First Token", "tpot": "Time per Output Token",
-              "itl": "Inter-Token Latency"}
+    rows += [
+        line(label, record[key])
+        for label, key in (
+            ("Traffic request rate", "request_rate"),
+            ("Max request concurrency", "max_concurrency"),
+            ("Successful requests", "completed"),
+            ("Failed requests", "failed"),
+            ("Benchmark duration (s)", "duration"),
+            ("Total input tokens", "total_input_tokens"),
+            ("Total generated tokens", "total_output_tokens"),
+            ("Total generated tokens (retokenized)", "total_output_tokens_retokenized"),
+            ("Request throughput (req/s)", "request_throughput"),
+            ("Input token throughput (tok/s)", "input_throughput"),
+            ("Output token throughput (tok/s)", "output_throughput"),
+            ("Peak output token throughput (tok/s)", "max_output_tokens_per_s"),
+            ("Total token throughput (tok/s)", "total_token_throughput"),
+            ("Request goodput (req/s)", "request_goodput"),
+            ("Concurrency", "concurrency"),
+            ("Accept length", "accept_length"),
+            ("Device idle between steps, share", "device_idle_share"),
+        )
+        if record.get(key) is not None
+    ]
+    titles = {
+        "e2el": "End-to-End Latency",
+        "ttft": "Time to First Token",
+        "tpot": "Time per Output Token",
+        "itl": "Inter-Token Latency",
+    }
     for metric in metrics:
         rows.append(heading(titles[metric], "-"))
-        keys = [("Mean", "mean"), ("Median", "median"), ("Std", "std"),
-                *((f"P{percentile:g}", f"p{percentile:g}") for percentile in percentiles), ("Max", "max")]
-        rows += [line(f"{label} {metric.upper()} (ms)", record[f"{key}_{metric}_ms"]) for label, key in keys]
+        keys = [
+            ("Mean", "mean"),
+            ("Median", "median"),
+            ("Std", "std"),
+            *((f"P{percentile:g}", f"p{percentile:g}") for percentile in percentiles),
+            ("Max", "max"),
+        ]
+        rows += [
+            line(f"{label} {metric.upper()} (ms)", record[f"{key}_{metric}_ms"])
+            for label, key in keys
+        ]
     return "\n".join([*rows, "=" * WIDTH])
 
 
 def idle_share(before: Mapping[str, Any], after: Mapping[str, Any]) -> float | None:
-    """Of the time in steps between two statistics of the engine, the share in which the device had nothing to do; None
-    where they do not tell."""
+    """Of the time in steps between two statistics of the engine, the share in which the device had
+    nothing to do; None where they do not tell."""
     if "bubble_seconds" not in after:
         return None
     steps = after["step_seconds"] - before.get("step_seconds", 0.0)
-    return float((after["bubble_seconds"] - before.get("bubble_seconds", 0.0)) / steps) if steps > 0 else None
+    return (
+        float((after["bubble_seconds"] - before.get("bubble_seconds", 0.0)) / steps)
+        if steps > 0
+        else None
+    )
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table with aligned columns; floats with three digits after the point."""
-    cells = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
-    widths = [max(len(column), *(len(row[i]) for row in cells), 3) for i, column in enumerate(columns)]
-    lines = [[column.ljust(width) for column, width in zip(columns, widths)], ["-" * width for width in widths]]
+    cells = [
+        [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+    ]
+    widths = [
+        max(len(column), *(len(row[i]) for row in cells), 3) for i, column in enumerate(columns)
+    ]
+    lines = [
+        [column.ljust(width) for column, width in zip(columns, widths)],
+        ["-" * width for width in widths],
+    ]
     lines += [[cell.rjust(width) for cell, width in zip(row, widths)] for row in cells]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 

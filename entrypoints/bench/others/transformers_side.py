@@ -1,4 +1,7 @@
-"""transformers' ``generate`` as the other side of a comparison. The only module that imports transformers."""
+"""transformers' ``generate`` as the other side of a comparison. The only module that imports
+transformers.
+"""
+
 from __future__ import annotations
 
 import time
@@ -7,9 +10,11 @@ from typing import Any
 
 
 class TransformersSide:
-    """One checkpoint in float32 under ``AutoModelForCausalLM``, greedy, one prompt at a time, with its KV cache.
+    """One checkpoint in float32 under ``AutoModelForCausalLM``, greedy, one prompt at a time, with
+    its KV cache.
 
-    An FP8 checkpoint needs accelerate and is dequantized while it loads, so the multiplications are float32 ones.
+    An FP8 checkpoint needs accelerate and is dequantized while it loads, so the multiplications are
+    float32 ones.
     """
 
     def __init__(self, folder: str) -> None:
@@ -20,8 +25,12 @@ class TransformersSide:
         logging.set_verbosity_error()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.model = model.float().eval()  # NOTE: what an FP8 checkpoint leaves unquantized stays bfloat16 otherwise
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32
+            )
+        self.model = (
+            model.float().eval()
+        )  # NOTE: what an FP8 checkpoint leaves unquantized stays bfloat16 otherwise
         self.version = transformers.__version__
 
     def generate(self, prompt: list[int], count: int) -> tuple[list[int], float]:
@@ -31,7 +40,13 @@ class TransformersSide:
         ids = torch.tensor([prompt])
         started = time.perf_counter()
         with torch.inference_mode():
-            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
-                                      min_new_tokens=count, pad_token_id=0)
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=count,
+                min_new_tokens=count,
+                pad_token_id=0,
+            )
         seconds = time.perf_counter() - started
-        return out[0, len(prompt):].tolist(), seconds
+        return out[0, len(prompt) :].tolist(), seconds

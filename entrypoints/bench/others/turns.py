@@ -1,8 +1,10 @@
-"""Programs that share one device and are measured in turns: all may load at once, while the others stand still.
+"""Programs that share one device and are measured in turns: all may load at once, while the others
+stand still.
 
-A program is held by stopping every process of its group (SIGSTOP): nothing of it runs on the host, and its device has
-nothing to do once what was launched is done.
+A program is held by stopping every process of its group (SIGSTOP): nothing of it runs on the host,
+and its device has nothing to do once what was launched is done.
 """
+
 from __future__ import annotations
 
 import os
@@ -23,7 +25,8 @@ Loaded = Callable[[str], bool]  #: of a program's log so far: has it come to whe
 
 
 class Turn:
-    """One program, its log, and whether it is loaded. ``with``: it and all that it started are gone on exit.
+    """One program, its log, and whether it is loaded. ``with``: it and all that it started are gone
+    on exit.
 
     Args:
         name: for messages.
@@ -33,8 +36,14 @@ class Turn:
         loaded: says when its turn may begin; default: at once.
     """
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str],
-                 loaded: Loaded = lambda log: True) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        loaded: Loaded = lambda log: True,
+    ) -> None:
         self.name = name
         self.log = log
         self._loaded = loaded
@@ -42,14 +51,23 @@ class Turn:
         self._error: RuntimeError | None = None
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1", **environment})
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+            )
 
     def __enter__(self) -> Turn:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.end()
 
     def loaded(self) -> bool:
@@ -81,7 +99,9 @@ class Turn:
         self._held = False
 
     def finish(self, timeout: float) -> None:
-        """Wait until it has ended. RuntimeError: ``check``, a status other than 0, or ``timeout`` seconds went by."""
+        """Wait until it has ended. RuntimeError: ``check``, a status other than 0, or ``timeout``
+        seconds went by.
+        """
         self.check()
         try:
             status = self._process.wait(timeout)
@@ -116,13 +136,17 @@ class Turn:
         return self.log.read_text(errors="replace")[-3000:]
 
 
-def in_turns(starts: Sequence[Callable[[], Turn]], together: bool, timeout: float) -> Iterator[Turn]:
-    """Each program, loaded, for as long as it is its turn: the others are stopped or do not run. Close it when done.
+def in_turns(
+    starts: Sequence[Callable[[], Turn]], together: bool, timeout: float
+) -> Iterator[Turn]:
+    """Each program, loaded, for as long as it is its turn: the others are stopped or do not run.
+    Close it when done.
 
     Args:
         starts: what starts each.
         together: load all at once, each held as soon as it is loaded.
-        timeout: seconds to load in. One that takes longer, or ends, has its turn as well: ``Turn.check`` says so.
+        timeout: seconds to load in. One that takes longer, or ends, has its turn as well:
+            ``Turn.check`` says so.
     """
     with ExitStack() as stack:
         turns = [stack.enter_context(start()) for start in starts] if together else []

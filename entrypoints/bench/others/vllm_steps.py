@@ -1,11 +1,14 @@
-"""Prefill and decode-step times of vLLM's offline engine; runs in vLLM's interpreter and imports nothing of ours.
+"""Prefill and decode-step times of vLLM's offline engine; runs in vLLM's interpreter and imports
+nothing of ours.
 
-    python vllm_steps.py MODEL --batch-size 1 8 --input-len 1024 --output-len 64 [--engine '{"enforce_eager": true}']
+    python vllm_steps.py MODEL --batch-size 1 8 --input-len 1024 --output-len 64 [--engine
+    '{"enforce_eager": true}']
 
-A decode step is the median time between the ends of two of the engine's steps in which every sequence gets one token,
-the first eight left out; prefill the median time of a run that asks for one token. Prints a line a batch size, as
-``glowplug bench peers`` reads it.
+A decode step is the median time between the ends of two of the engine's steps in which every
+sequence gets one token, the first eight left out; prefill the median time of a run that asks for
+one token. Prints a line a batch size, as ``glowplug bench peers`` reads it.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -19,27 +22,47 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the engine's step is a call of this process
+os.environ.setdefault(
+    "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+)  # so that the engine's step is a call of this process
 SETTLING = 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--batch-size", type=int, nargs="+", required=True)
     parser.add_argument("--input-len", type=int, required=True)
     parser.add_argument("--output-len", type=int, required=True)
-    parser.add_argument("--vocab-size", type=int, default=100_000, help="random prompts' ids are below this")
+    parser.add_argument(
+        "--vocab-size", type=int, default=100_000, help="random prompts' ids are below this"
+    )
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="further arguments of vllm.LLM")
+    parser.add_argument(
+        "--engine",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="further arguments of vllm.LLM",
+    )
     args = parser.parse_args()
     here = Path(__file__).resolve().parent
-    sys.path[:] = [place for place in sys.path if Path(place).resolve() != here]  # names here are not for vLLM to find
+    sys.path[:] = [
+        place for place in sys.path if Path(place).resolve() != here
+    ]  # names here are not for vLLM to find
     from vllm import LLM
 
     sizes = sorted(set(args.batch_size))
-    settings = {"max_model_len": max(4096, args.input_len + args.output_len + 1), "enable_prefix_caching": False,
-                "max_num_seqs": max(sizes), "max_num_batched_tokens": 16384, "seed": 0, **args.engine}
+    settings = {
+        "max_model_len": max(4096, args.input_len + args.output_len + 1),
+        "enable_prefix_caching": False,
+        "max_num_seqs": max(sizes),
+        "max_num_batched_tokens": 16384,
+        "seed": 0,
+        **args.engine,
+    }
     llm = LLM(model=args.model, **settings)
     print("engine loaded", flush=True)
     for batch in sizes:
@@ -71,26 +94,37 @@ def measure(llm: Any, args: argparse.Namespace, batch: int) -> None:
         llm.llm_engine.step = step
     prefill = statistics.median(prefills)
     decode = statistics.median(steps)
-    print(f"batch {batch}: prefill {prefill * 1e3:.1f} ms ({batch * args.input_len / prefill:.0f} tokens/s), "
-          f"decode step {decode * 1e3:.3f} ms ({batch / decode:.0f} tokens/s)", flush=True)
+    print(
+        f"batch {batch}: prefill {prefill * 1e3:.1f} ms ({batch * args.input_len / prefill:.0f} tokens/s), "
+        f"decode step {decode * 1e3:.3f} ms ({batch / decode:.0f} tokens/s)",
+        flush=True,
+    )
 
 
-def generate(llm: Any, rng: random.Random, args: argparse.Namespace, batch: int, tokens: int) -> float:
+def generate(
+    llm: Any, rng: random.Random, args: argparse.Namespace, batch: int, tokens: int
+) -> float:
     """Seconds for ``tokens`` tokens of each of ``batch`` new prompts."""
     from vllm import SamplingParams
 
-    prompts = [{"prompt_token_ids": [rng.randrange(args.vocab_size) for _ in range(args.input_len)]}
-               for _ in range(batch)]
-    params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False)
+    prompts = [
+        {"prompt_token_ids": [rng.randrange(args.vocab_size) for _ in range(args.input_len)]}
+        for _ in range(batch)
+    ]
+    params = SamplingParams(
+        temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
+    )
     start = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     return time.perf_counter() - start
 
 
 def decode_steps(ends: Sequence[float], tokens: int) -> list[float]:
-    """Times between the last steps of a run, by the times at which they ended; prompts may have taken several."""
+    """Times between the last steps of a run, by the times at which they ended; prompts may have
+    taken several.
+    """
     times = [after - before for before, after in zip(ends, ends[1:])]
-    return times[-max(1, tokens - 1 - SETTLING):]
+    return times[-max(1, tokens - 1 - SETTLING) :]
 
 
 if __name__ == "__main__":

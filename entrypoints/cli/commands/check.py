@@ -1,4 +1,7 @@
-"""``glowplug check``: the plan, or every reason why there is none. Reads no weights and imports no torch."""
+"""``glowplug check``: the plan, or every reason why there is none. Reads no weights and imports no
+torch.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -32,8 +35,12 @@ def run(args: argparse.Namespace) -> int:
 
 def add_plan_option(parser: argparse.ArgumentParser, default: str) -> None:
     """``--plan``; without it ``args.plan`` is None. ``default``: what that means, for ``--help``."""
-    parser.add_argument("--plan", choices=DETAILS, help="what to show of the plan: what differs from the defaults and "
-                        f"the memory (brief), everything (full) or nothing (none); default: {default}")
+    parser.add_argument(
+        "--plan",
+        choices=DETAILS,
+        help="what to show of the plan: what differs from the defaults and "
+        f"the memory (brief), everything (full) or nothing (none); default: {default}",
+    )
 
 
 def show_plan(plan: EnginePlan, details: str, file: TextIO) -> None:

@@ -1,4 +1,5 @@
 """``glowplug export-nextn``: a checkpoint's next-token layer as a folder of its own, to draft with."""
+
 from __future__ import annotations
 
 import argparse
@@ -11,10 +12,24 @@ from glowplug.entrypoints.checkpoints.nextn_export import export
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", "--model-path", "--input-dir", required=True, dest="model", metavar="FOLDER",
-                        help='checkpoint with a next-token layer: folder, downloaded hub id, or "embedded"')
-    parser.add_argument("--output", "--output-dir", required=True, type=Path, dest="output", metavar="FOLDER",
-                        help="folder to write; must be empty or not exist")
+    parser.add_argument(
+        "--model",
+        "--model-path",
+        "--input-dir",
+        required=True,
+        dest="model",
+        metavar="FOLDER",
+        help='checkpoint with a next-token layer: folder, downloaded hub id, or "embedded"',
+    )
+    parser.add_argument(
+        "--output",
+        "--output-dir",
+        required=True,
+        type=Path,
+        dest="output",
+        metavar="FOLDER",
+        help="folder to write; must be empty or not exist",
+    )
     parser.add_argument("--force", action="store_true", help="replace what stands there")
 
 
@@ -24,12 +39,19 @@ def run(args: argparse.Namespace) -> int:
         folder = Path(locate_model(args.model))
         facts = read_folder(folder) if folder.is_dir() else None
         if facts is None:
-            raise FactsError(f"{folder} is no model folder", "a folder with config.json and safetensors files")
+            raise FactsError(
+                f"{folder} is no model folder", "a folder with config.json and safetensors files"
+            )
         count, size = export(facts, args.output, force=args.force)
     except (GlowplugError, OSError) as error:
         fix = getattr(error, "fix", "")
-        print(f"glowplug export-nextn: {error}" + (f"\n    fix: {fix}" if fix else ""), file=sys.stderr)
+        print(
+            f"glowplug export-nextn: {error}" + (f"\n    fix: {fix}" if fix else ""),
+            file=sys.stderr,
+        )
         return 2
-    print(f"{args.output}: {count} tensors, {size / 1e9:.3f} GB; draft with it: --speculative-algorithm NEXTN "
-          f"--speculative-draft-model-path {args.output}")
+    print(
+        f"{args.output}: {count} tensors, {size / 1e9:.3f} GB; draft with it: --speculative-algorithm NEXTN "
+        f"--speculative-draft-model-path {args.output}"
+    )
     return 0

@@ -1,4 +1,5 @@
 """``glowplug facts``: the fact sheet of this machine, for plans made elsewhere. Imports no torch."""
+
 from __future__ import annotations
 
 import argparse
@@ -10,8 +11,13 @@ from glowplug.core.plugin.registry import load_plugins
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plugin", action="append", default=[], metavar="MODULE",
-                        help="load one more plugin module, whose packages are looked for too")
+    parser.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="load one more plugin module, whose packages are looked for too",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,7 @@
-"""``glowplug plugins``: every plugin with its distribution and version, and every component it registers."""
+"""``glowplug plugins``: every plugin with its distribution and version, and every component it
+registers.
+"""
+
 from __future__ import annotations
 
 import argparse
@@ -13,8 +16,16 @@ from glowplug.core.plugin.slots import SLOTS
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plugin", action="append", default=[], metavar="MODULE", help="load one more plugin module")
-    parser.add_argument("--block-plugin", action="append", default=[], metavar="NAME", help="leave a plugin out")
+    parser.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="load one more plugin module",
+    )
+    parser.add_argument(
+        "--block-plugin", action="append", default=[], metavar="NAME", help="leave a plugin out"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,20 +41,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def listing(plugins: PluginSet) -> list[dict[str, Any]]:
-    """One entry a plugin: name, distribution, version, hooks, and its components with slot, contract, availability."""
+    """One entry a plugin: name, distribution, version, hooks, and its components with slot,
+    contract, availability.
+    """
     packages = plugins.software.packages
     machine = this_machine()
     found: dict[str, dict[str, Any]] = {}
     for source in plugins.sources:
-        found[source.name] = {"name": source.name, "distribution": source.distribution, "version": source.version,
-                              "hooks": plugins.hooks_of(source.name), "components": []}
+        found[source.name] = {
+            "name": source.name,
+            "distribution": source.distribution,
+            "version": source.version,
+            "hooks": plugins.hooks_of(source.name),
+            "components": [],
+        }
     for slot in SLOTS:
         for registration in plugins.components(slot.name):
             component = registration.component
-            found[plugins.source_of(slot.name, component.name).name]["components"].append({
-                "slot": slot.name, "name": component.name, "contract": component.contract,
-                "available": not (why := unavailable(component, packages, machine)), "why_not": why,
-                "summary": component.summary})
+            found[plugins.source_of(slot.name, component.name).name]["components"].append(
+                {
+                    "slot": slot.name,
+                    "name": component.name,
+                    "contract": component.contract,
+                    "available": not (why := unavailable(component, packages, machine)),
+                    "why_not": why,
+                    "summary": component.summary,
+                }
+            )
     return list(found.values())
 
 
@@ -52,8 +76,16 @@ def show(found: list[dict[str, Any]]) -> None:
     for plugin in found:
         origin = f"{plugin['distribution']} {plugin['version']}".rstrip()
         for component in plugin["components"]:
-            lines.append((component["slot"], component["name"], plugin["name"], origin, str(component["contract"]),
-                          component["why_not"] or "yes"))
+            lines.append(
+                (
+                    component["slot"],
+                    component["name"],
+                    plugin["name"],
+                    origin,
+                    str(component["contract"]),
+                    component["why_not"] or "yes",
+                )
+            )
         if not plugin["components"]:
             lines.append(("(hooks)", ", ".join(plugin["hooks"]), plugin["name"], origin, "", "yes"))
     sizes = [max(len(line[i]) for line in lines) for i in range(6)]

@@ -1,4 +1,5 @@
 """``glowplug schema``: JSON Schema of the configuration with every loaded plugin's options."""
+
 from __future__ import annotations
 
 import argparse
@@ -8,10 +9,18 @@ from glowplug.core.plugin.registry import load_plugins
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plugin", action="append", default=[], metavar="MODULE", help="load one more plugin module")
+    parser.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="load one more plugin module",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     schema = load_plugins(extra=args.plugin).config_model.model_json_schema()
-    print(json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2))
+    print(
+        json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2)
+    )
     return 0

@@ -1,4 +1,5 @@
 """``glowplug serve``: plan, print it, start the engine and the HTTP server."""
+
 from __future__ import annotations
 
 import argparse
@@ -20,12 +21,25 @@ def run(args: argparse.Namespace) -> int:
     plan = given.plan()
     if args.dry_run:
         check_tokenizer(plan, given.plugins)
-    show_plan(plan, args.plan or ("full" if args.dry_run else "brief"), sys.stdout if args.dry_run else sys.stderr)
+    show_plan(
+        plan,
+        args.plan or ("full" if args.dry_run else "brief"),
+        sys.stdout if args.dry_run else sys.stderr,
+    )
     if args.dry_run:
         return 0
     if args.facts:
-        raise PlanRefused([Refusal("serve", "--facts", f"the plan is for {plan.facts.hardware.name}, not for this "
-                                   "machine", "add --dry-run, or leave --facts out")], given.source)
+        raise PlanRefused(
+            [
+                Refusal(
+                    "serve",
+                    "--facts",
+                    f"the plan is for {plan.facts.hardware.name}, not for this machine",
+                    "add --dry-run, or leave --facts out",
+                )
+            ],
+            given.source,
+        )
     from glowplug.entrypoints.server.serve import main
 
     return main(plan, given.plugins)

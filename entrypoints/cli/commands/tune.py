@@ -1,8 +1,11 @@
-"""``glowplug tune NAME``: measure kernels for a model's shapes on this card and keep what is fastest.
+"""``glowplug tune NAME``: measure kernels for a model's shapes on this card and keep what is
+fastest.
 
-Bounded in time and resumable: each measurement is written at once, and the next run goes on where this one stopped.
-With several GPUs each takes its share of the tables, in a process of its own; with ``--ray``, those of a Ray cluster.
+Bounded in time and resumable: each measurement is written at once, and the next run goes on where
+this one stopped. With several GPUs each takes its share of the tables, in a process of its own;
+with ``--ray``, those of a Ray cluster.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -23,36 +26,59 @@ from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
 from glowplug.entrypoints.cli.flags import add_engine_options, read_command_line
 from glowplug.entrypoints.cli.tune_workers import run_workers
 
-ELSEWHERE = Refusal("tune", "--facts", "tables are measured on this machine's card, not on a fact sheet's",
-                    "leave --facts out, or use `glowplug check`")
+ELSEWHERE = Refusal(
+    "tune",
+    "--facts",
+    "tables are measured on this machine's card, not on a fact sheet's",
+    "leave --facts out, or use `glowplug check`",
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tuner", nargs="?", help="which one; none: list them")
     group = parser.add_argument_group("tuning")
-    group.add_argument("--max-minutes", type=float, default=10.0, help="stop after so long; run again to go on")
-    group.add_argument("--rows", type=int, nargs="+", default=[], help="numbers of tokens; default: the tuner's own")
+    group.add_argument(
+        "--max-minutes", type=float, default=10.0, help="stop after so long; run again to go on"
+    )
+    group.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[],
+        help="numbers of tokens; default: the tuner's own",
+    )
     group.add_argument("--tables", nargs="+", default=[], metavar="LABEL", help="only these tables")
-    group.add_argument("--list", action="store_true", dest="only_list", help="show the tables and measure nothing")
+    group.add_argument(
+        "--list", action="store_true", dest="only_list", help="show the tables and measure nothing"
+    )
     group.add_argument("--gpus", type=int, default=1, help="GPUs to share the tables out to")
-    group.add_argument("--ray", action="store_true", help="take the GPUs from a Ray cluster (RAY_ADDRESS)")
+    group.add_argument(
+        "--ray", action="store_true", help="take the GPUs from a Ray cluster (RAY_ADDRESS)"
+    )
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0 (also when time ran out, which is said); 2: no such tuner, or the model is refused."""
+    """Exit status 0 (also when time ran out, which is said); 2: no such tuner, or the model is
+    refused.
+    """
     try:
         given = read_command_line(args)
         refusals = [*given.layer.refusals, *([ELSEWHERE] if args.facts else [])]
         if refusals:
             raise ConfigError(refusals, given.source)
-        found = {tuner.name: (tuner, plugin) for plugin, tuners in given.plugins.call_each("tuners")
-                 for tuner in tuners or ()}
+        found = {
+            tuner.name: (tuner, plugin)
+            for plugin, tuners in given.plugins.call_each("tuners")
+            for tuner in tuners or ()
+        }
         if args.tuner is None:
             print("\n".join(f"{tuner.name:<12} {tuner.summary}" for tuner, _ in found.values()))
             return 0
         if args.tuner not in found:
-            raise ValueError(f"no tuner {args.tuner!r}; there are: {', '.join(sorted(found)) or 'none'}")
+            raise ValueError(
+                f"no tuner {args.tuner!r}; there are: {', '.join(sorted(found)) or 'none'}"
+            )
         with tempfile.TemporaryDirectory(prefix="glowplug-tune-") as folder:
             return _tune(args, *found[args.tuner], given.config, given.plugins, Path(folder))
     except (GlowplugError, ValueError) as error:
@@ -60,8 +86,14 @@ def run(args: argparse.Namespace) -> int:
         return 2
 
 
-def _tune(args: argparse.Namespace, found: Tuner, plugin: str, config: Mapping[str, Any], plugins: PluginSet,
-          folder: Path) -> int:
+def _tune(
+    args: argparse.Namespace,
+    found: Tuner,
+    plugin: str,
+    config: Mapping[str, Any],
+    plugins: PluginSet,
+    folder: Path,
+) -> int:
     started = time.monotonic()
     plan = _plan(config, plugins, folder)
     factory = _factory(found, plugin)
@@ -73,11 +105,15 @@ def _tune(args: argparse.Namespace, found: Tuner, plugin: str, config: Mapping[s
         _show(tables, "run it without --list")
         return 0 if tables else _nothing(args.tuner)
     if found.device not in ("", plan.device) and not args.ray:
-        raise ValueError(f"{found.name} measures on {found.device}, and here the device is {plan.device}: run it where "
-                         "the model will be served, add --ray for the GPUs of a cluster, or --list to see the tables")
+        raise ValueError(
+            f"{found.name} measures on {found.device}, and here the device is {plan.device}: run it where "
+            "the model will be served, add --ray for the GPUs of a cluster, or --list to see the tables"
+        )
     seconds = args.max_minutes * 60 - (time.monotonic() - started)
     if args.gpus > 1 or args.ray:
-        run_workers([table.label for table in tables if table.missing], args.gpus, seconds, args.ray)
+        run_workers(
+            [table.label for table in tables if table.missing], args.gpus, seconds, args.ray
+        )
     else:
         _measure(tuner, tables, seconds)
     labels = {table.label for table in tables}
@@ -91,10 +127,14 @@ def _factory(found: Tuner, plugin: str) -> Callable[[EnginePlan], TableTuner]:
         return import_factory(found, plugin)
     except PluginLoadError as error:
         cause = error.__cause__
-        package = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
+        package = (
+            (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
+        )
         if package in ("", "glowplug"):
             raise
-        raise ValueError(f"{found.name} needs {package}, which is not installed: pip install {package}") from error
+        raise ValueError(
+            f"{found.name} needs {package}, which is not installed: pip install {package}"
+        ) from error
 
 
 def _asked(tables: list[TuneTable], labels: list[str]) -> list[TuneTable]:
@@ -109,8 +149,18 @@ def _asked(tables: list[TuneTable], labels: list[str]) -> list[TuneTable]:
 def _plan(config: Mapping[str, Any], plugins: PluginSet, folder: Path) -> EnginePlan:
     """The plan of the model cut to one layer of each kind, whose products are those of the whole."""
     write_cut(model_config(str(config.get("model", "embedded")), plugins), folder)
-    return make_plan({"context_length": 256, **config, "model": str(folder), "skip_tokenizer": True,
-                      "weights": {"use": "random"}, "executor": {"use": "inline"}}, plugins=plugins, source="tune")
+    return make_plan(
+        {
+            "context_length": 256,
+            **config,
+            "model": str(folder),
+            "skip_tokenizer": True,
+            "weights": {"use": "random"},
+            "executor": {"use": "inline"},
+        },
+        plugins=plugins,
+        source="tune",
+    )
 
 
 def _measure(tuner: TableTuner, tables: list[TuneTable], seconds: float) -> None:
@@ -122,7 +172,10 @@ def _measure(tuner: TableTuner, tables: list[TuneTable], seconds: float) -> None
         if share <= 0:
             print(f"out of time before {table.label}", flush=True)
             return
-        print(f"{table.label}: {len(table.missing)} of {len(table.rows)} to measure, {share:.0f} s", flush=True)
+        print(
+            f"{table.label}: {len(table.missing)} of {len(table.rows)} to measure, {share:.0f} s",
+            flush=True,
+        )
         tuner.tune(table, share, lambda line: print(f"  {line}", flush=True))
 
 
@@ -134,7 +187,8 @@ def _nothing(name: str) -> int:
 def _show(tables: list[TuneTable], how: str = "run the same command again to go on") -> None:
     for table in tables:
         left = f", missing {', '.join(map(str, table.missing))}" if table.missing else ""
-        print(f"{table.label}: {len(table.rows) - len(table.missing)} of {len(table.rows)} in {table.path}{left}")
+        print(
+            f"{table.label}: {len(table.rows) - len(table.missing)} of {len(table.rows)} in {table.path}{left}"
+        )
     if any(table.missing for table in tables):
         print(f"not complete: {how}")
-

@@ -1,4 +1,5 @@
 """``glowplug version``."""
+
 from __future__ import annotations
 
 import argparse

@@ -1,4 +1,7 @@
-"""Streamed chunks of the OpenAI routes as server-sent events: one choice each, and usage where it is asked for."""
+"""Streamed chunks of the OpenAI routes as server-sent events: one choice each, and usage where it
+is asked for.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -11,13 +14,19 @@ from glowplug.entrypoints.server.protocol.fields import StreamOptions
 from glowplug.entrypoints.server.transport.streaming import DONE, event
 
 NUL = "\0"
-Halves = tuple[bytes, bytes]  #: what stands before and behind the text in an event that carries nothing but text
+Halves = tuple[
+    bytes, bytes
+]  #: what stands before and behind the text in an event that carries nothing but text
 
 
 class ChoiceEvents:
-    """``head``: the fields that all chunks of a stream share. ``continuous``: every chunk brings the usage so far."""
+    """``head``: the fields that all chunks of a stream share. ``continuous``: every chunk brings
+    the usage so far.
+    """
 
-    def __init__(self, head: Mapping[str, Any], usage: UsageCount, options: StreamOptions | None) -> None:
+    def __init__(
+        self, head: Mapping[str, Any], usage: UsageCount, options: StreamOptions | None
+    ) -> None:
         self._head = head
         self._usage = usage
         self._at_end = options is not None and options.include_usage

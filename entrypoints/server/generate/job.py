@@ -1,4 +1,7 @@
-"""One HTTP request's sequences: run together, merged into one stream, metered, and aborted together."""
+"""One HTTP request's sequences: run together, merged into one stream, metered, and aborted
+together.
+"""
+
 from __future__ import annotations
 
 import asyncio
@@ -21,9 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Job:
-    """Sequence i is (``prompts[i]``, ``params[i]``), ``params[i].n`` being 1. Times in seconds, 0: none.
+    """Sequence i is (``prompts[i]``, ``params[i]``), ``params[i].n`` being 1. Times in seconds, 0:
+    none.
 
-    ``rid`` names the whole request, ``rids`` its sequences when the client named each. ``n`` neighbouring sequences
+    ``rid`` names the whole request, ``rids`` its sequences when the client named each. ``n``
+    neighbouring sequences
     share a prompt. ``record``: of the request log; None: the job is not a client's.
     """
 
@@ -50,12 +55,20 @@ class Job:
                 async for item in source:
                     yield item
 
-    async def _sequence(self, context: Context, index: int) -> AsyncGenerator[tuple[int, Delta], None]:
+    async def _sequence(
+        self, context: Context, index: int
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
         meter = Meter(context.metrics, self.params[index], self.record)
         last: Delta | None = None
         source = context.client.generate(
-            self.prompts[index], self.params[index], request_id=self.rids[index] if self.rids else self.rid,
-            priority=self.priority, salt=self.salt, timeout=self.timeout, queue_timeout=self.queue_timeout)
+            self.prompts[index],
+            self.params[index],
+            request_id=self.rids[index] if self.rids else self.rid,
+            priority=self.priority,
+            salt=self.salt,
+            timeout=self.timeout,
+            queue_timeout=self.queue_timeout,
+        )
         try:
             async with aclosing(source):  # type: ignore[type-var]
                 async for last in source:
@@ -72,7 +85,9 @@ class Job:
         raise EngineDead("the engine ended a sequence without a reason")
 
     async def _merged(self, context: Context) -> AsyncGenerator[tuple[int, Delta], None]:
-        queue: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(maxsize=4 * len(self.prompts))
+        queue: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(
+            maxsize=4 * len(self.prompts)
+        )
 
         async def pump(index: int) -> None:
             try:
@@ -128,7 +143,9 @@ class Meter:
 
     __slots__ = ("_arrival", "_first", "_last", "_metrics", "_record", "_tokens")
 
-    def __init__(self, metrics: Metrics, params: SamplingParams, record: RequestRecord | None) -> None:
+    def __init__(
+        self, metrics: Metrics, params: SamplingParams, record: RequestRecord | None
+    ) -> None:
         self._metrics = metrics
         self._record = record
         self._arrival = time.monotonic()

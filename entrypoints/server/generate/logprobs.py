@@ -1,4 +1,5 @@
 """Log-probabilities in the three shapes clients expect: chat, completions, native."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -9,22 +10,34 @@ from glowplug.entrypoints.server.generate.token_names import TokenNames
 FLOOR = -9999.0  #: stands for minus infinity, which JSON cannot say
 
 
-def chat_logprobs(names: TokenNames, tokens: list[int], scores: Logprobs, top: int,
-                  as_ids: bool) -> list[dict[str, Any]]:
+def chat_logprobs(
+    names: TokenNames, tokens: list[int], scores: Logprobs, top: int, as_ids: bool
+) -> list[dict[str, Any]]:
     """Entries of ``choices[].logprobs.content``; ``top`` alternatives a token."""
     return [
-        {**_entry(names, token, scores.token[i], as_ids),
-         "top_logprobs": [_entry(names, id, value, as_ids)
-                          for id, value in zip(scores.top_ids[i][:top], scores.top[i][:top])]}
-        for i, token in enumerate(tokens[: len(scores.token)])]
+        {
+            **_entry(names, token, scores.token[i], as_ids),
+            "top_logprobs": [
+                _entry(names, id, value, as_ids)
+                for id, value in zip(scores.top_ids[i][:top], scores.top[i][:top])
+            ],
+        }
+        for i, token in enumerate(tokens[: len(scores.token)])
+    ]
 
 
 def _entry(names: TokenNames, token: int, value: float, as_id: bool) -> dict[str, Any]:
-    return {"token": names.name(token, as_id), "logprob": max(value, FLOOR), "bytes": list(names.bytes_of(token))}
+    return {
+        "token": names.name(token, as_id),
+        "logprob": max(value, FLOOR),
+        "bytes": list(names.bytes_of(token)),
+    }
 
 
 class CompletionLogprobs:
-    """``choices[].logprobs`` of ``/v1/completions``; ``text_offset`` counts characters from ``offset``."""
+    """``choices[].logprobs`` of ``/v1/completions``; ``text_offset`` counts characters from
+    ``offset``.
+    """
 
     def __init__(self, names: TokenNames, top: int, as_ids: bool, offset: int = 0) -> None:
         self._names = names
@@ -46,8 +59,10 @@ class CompletionLogprobs:
 
     def add(self, tokens: list[int], scores: Logprobs) -> None:
         for i, token in enumerate(tokens[: len(scores.token)]):
-            best = {self._names.name(id, self._as_ids): max(value, FLOOR)
-                    for id, value in zip(scores.top_ids[i][: self._top], scores.top[i][: self._top])}
+            best = {
+                self._names.name(id, self._as_ids): max(value, FLOOR)
+                for id, value in zip(scores.top_ids[i][: self._top], scores.top[i][: self._top])
+            }
             best.setdefault(self._names.name(token, self._as_ids), max(scores.token[i], FLOOR))
             self._add(token, max(scores.token[i], FLOOR), best)
 
@@ -60,8 +75,12 @@ class CompletionLogprobs:
 
     def take(self) -> dict[str, Any]:
         """What was added since the last call."""
-        taken = {"tokens": self._tokens, "token_logprobs": self._token_logprobs,
-                 "top_logprobs": self._top_logprobs, "text_offset": self._offsets}
+        taken = {
+            "tokens": self._tokens,
+            "token_logprobs": self._token_logprobs,
+            "top_logprobs": self._top_logprobs,
+            "text_offset": self._offsets,
+        }
         self._clear()
         return taken
 
@@ -71,10 +90,17 @@ Native = list[tuple[float | None, int, str | None]]
 
 def native_logprobs(names: TokenNames, tokens: list[int], scores: Logprobs, text: bool) -> Native:
     """``[logprob, token id, text or null]`` a token."""
-    return [(max(value, FLOOR), token, names.text(token) if text else None)
-            for token, value in zip(tokens, scores.token)]
+    return [
+        (max(value, FLOOR), token, names.text(token) if text else None)
+        for token, value in zip(tokens, scores.token)
+    ]
 
 
 def native_top(names: TokenNames, scores: Logprobs, top: int, text: bool) -> list[Native]:
-    return [[(max(value, FLOOR), id, names.text(id) if text else None) for id, value in zip(ids[:top], values[:top])]
-            for ids, values in zip(scores.top_ids, scores.top)]
+    return [
+        [
+            (max(value, FLOOR), id, names.text(id) if text else None)
+            for id, value in zip(ids[:top], values[:top])
+        ]
+        for ids, values in zip(scores.top_ids, scores.top)
+    ]

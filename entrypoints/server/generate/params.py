@@ -1,4 +1,7 @@
-"""From a request's fields to ``SamplingParams``, and the fields that are refused with a reason instead of ignored."""
+"""From a request's fields to ``SamplingParams``, and the fields that are refused with a reason
+instead of ignored.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -11,10 +14,25 @@ from glowplug.entrypoints.server.protocol.fields import SamplingFields
 from glowplug.entrypoints.server.protocol.native import NativeSampling
 
 #: Fields of the OpenAI API that change nothing here.
-IGNORED = frozenset({
-    "user", "metadata", "store", "service_tier", "prediction", "modalities", "verbosity", "safety_identifier",
-    "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "tool_choice", "spaces_between_special_tokens",
-    "detokenize", "stream_interval"})
+IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "prediction",
+        "modalities",
+        "verbosity",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+        "tool_choice",
+        "spaces_between_special_tokens",
+        "detokenize",
+        "stream_interval",
+    }
+)
 
 _NATIVE = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 _LATER = "is not supported yet; leave it out"
@@ -22,21 +40,62 @@ _NEVER = "is refused: a request cannot bring code or tensors"
 
 #: Field -> why it is refused. None, false, "" and empty lists or objects mean "not asked for".
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("prompt_embeds", "input_embeds", "custom_logit_processor", "logits_processors", "chat_template"),
-                    _NEVER),
-    **dict.fromkeys(("tools", "functions", "function_call", "regex", "ebnf", "json_schema", "structural_tag",
-                     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-                     "stop_regex", "documents", "thinking_token_budget", "bad_words", "logprob_token_ids",
-                     "prompt_logprobs", "truncate_prompt_tokens", "lora_path", "session_id", "session_params",
-                     "kv_transfer_params", "vllm_xargs", "custom_params", "return_hidden_states",
-                     "return_routed_experts", "use_beam_search", "web_search_options"), _LATER),
-    **dict.fromkeys(("image_data", "audio_data", "video_data", "audio"), "is refused: this model takes text only"),
+    **dict.fromkeys(
+        (
+            "prompt_embeds",
+            "input_embeds",
+            "custom_logit_processor",
+            "logits_processors",
+            "chat_template",
+        ),
+        _NEVER,
+    ),
+    **dict.fromkeys(
+        (
+            "tools",
+            "functions",
+            "function_call",
+            "regex",
+            "ebnf",
+            "json_schema",
+            "structural_tag",
+            "structured_outputs",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "stop_regex",
+            "documents",
+            "thinking_token_budget",
+            "bad_words",
+            "logprob_token_ids",
+            "prompt_logprobs",
+            "truncate_prompt_tokens",
+            "lora_path",
+            "session_id",
+            "session_params",
+            "kv_transfer_params",
+            "vllm_xargs",
+            "custom_params",
+            "return_hidden_states",
+            "return_routed_experts",
+            "use_beam_search",
+            "web_search_options",
+        ),
+        _LATER,
+    ),
+    **dict.fromkeys(
+        ("image_data", "audio_data", "video_data", "audio"),
+        "is refused: this model takes text only",
+    ),
     "suffix": "is not supported: this model completes at the end only",
 }
 
 
 def unknown_fields(extras: Mapping[str, Any]) -> list[str]:
-    """Names in ``extras`` that mean nothing to us. RequestError for one whose meaning we know and cannot give."""
+    """Names in ``extras`` that mean nothing to us. RequestError for one whose meaning we know and
+    cannot give.
+    """
     for name, value in extras.items():
         if name in REFUSED and value:
             raise RequestError(f"{name} {REFUSED[name]}", param=name, code="unsupported_parameter")
@@ -53,41 +112,68 @@ def _check_format(value: Any) -> None:
     if kind == "text":
         return
     if kind in ("json_object", "json_schema", "structural_tag"):
-        raise RequestError(f"response_format {kind!r} {_LATER}", param="response_format", code="unsupported_parameter")
-    raise RequestError("response_format must be an object with type 'text'", param="response_format")
+        raise RequestError(
+            f"response_format {kind!r} {_LATER}",
+            param="response_format",
+            code="unsupported_parameter",
+        )
+    raise RequestError(
+        "response_format must be an object with type 'text'", param="response_format"
+    )
 
 
 def _check_tool_choice(value: Any) -> None:
     if value not in (None, "none", "auto"):
-        raise RequestError(f"tool_choice {_LATER}", param="tool_choice", code="unsupported_parameter")
+        raise RequestError(
+            f"tool_choice {_LATER}", param="tool_choice", code="unsupported_parameter"
+        )
 
 
-def openai_params(fields: SamplingFields, *, max_tokens: int | None, logprobs: int | None,
-                  prompt_logprobs: int | None = None) -> SamplingParams:
-    """One choice's parameters (``n`` is 1). RequestError, with the field's name, for values that contradict."""
+def openai_params(
+    fields: SamplingFields,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """One choice's parameters (``n`` is 1). RequestError, with the field's name, for values that
+    contradict.
+    """
     if max_tokens is not None and max_tokens < 1:
         raise RequestError("max_tokens must be at least 1", param="max_tokens")
     if fields.stream_options is not None and not fields.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     return SamplingParams(
-        max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
-        skip_special_tokens=fields.skip_special_tokens, include_stop_str_in_output=fields.include_stop_str_in_output,
-        allowed_token_ids=fields.allowed_token_ids, **_shared(fields, fields.min_tokens))
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        skip_special_tokens=fields.skip_special_tokens,
+        include_stop_str_in_output=fields.include_stop_str_in_output,
+        allowed_token_ids=fields.allowed_token_ids,
+        **_shared(fields, fields.min_tokens),
+    )
 
 
-def native_params(fields: NativeSampling, *, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+def native_params(
+    fields: NativeSampling, *, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
     """The same for the native route, whose ``max_new_tokens`` is 128 by default."""
     params = SamplingParams(
         max_tokens=128 if fields.max_new_tokens is None else fields.max_new_tokens,
-        logprobs=logprobs, prompt_logprobs=prompt_logprobs,
-        skip_special_tokens=fields.skip_special_tokens, include_stop_str_in_output=fields.no_stop_trim,
-        **_shared(fields, fields.min_new_tokens))
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        skip_special_tokens=fields.skip_special_tokens,
+        include_stop_str_in_output=fields.no_stop_trim,
+        **_shared(fields, fields.min_new_tokens),
+    )
     return params.replace(seed=fields.sampling_seed) if params.seed is None else params
 
 
 @contextmanager
 def inside(place: str) -> Iterator[None]:
-    """Errors in a field of ``SamplingParams`` name the native route's field, in ``place``; "" leaves them alone."""
+    """Errors in a field of ``SamplingParams`` name the native route's field, in ``place``; ""
+    leaves them alone.
+    """
     try:
         yield
     except RequestError as error:
@@ -95,18 +181,34 @@ def inside(place: str) -> Iterator[None]:
             raise
         name = _NATIVE.get(error.param, error.param)
         message = str(error).replace(error.param, name)
-        whole = f"{place}.{message}" if message.startswith(f"{name} ") else f"{place}.{name}: {message}"
-        raise RequestError(whole, code=error.code, param=f"{place}.{name}", status=error.status,
-                           confidential=error.confidential) from None
+        whole = (
+            f"{place}.{message}" if message.startswith(f"{name} ") else f"{place}.{name}: {message}"
+        )
+        raise RequestError(
+            whole,
+            code=error.code,
+            param=f"{place}.{name}",
+            status=error.status,
+            confidential=error.confidential,
+        ) from None
 
 
 def _shared(fields: SamplingFields | NativeSampling, min_tokens: int | None) -> dict[str, Any]:
     given = {
-        "temperature": fields.temperature, "top_p": fields.top_p, "top_k": fields.top_k, "min_p": fields.min_p,
-        "presence_penalty": fields.presence_penalty, "frequency_penalty": fields.frequency_penalty,
-        "repetition_penalty": fields.repetition_penalty, "logit_bias": _bias(fields.logit_bias), "seed": fields.seed,
-        "stop": _strings(fields.stop), "stop_token_ids": fields.stop_token_ids, "ignore_eos": fields.ignore_eos,
-        "min_tokens": min_tokens}
+        "temperature": fields.temperature,
+        "top_p": fields.top_p,
+        "top_k": fields.top_k,
+        "min_p": fields.min_p,
+        "presence_penalty": fields.presence_penalty,
+        "frequency_penalty": fields.frequency_penalty,
+        "repetition_penalty": fields.repetition_penalty,
+        "logit_bias": _bias(fields.logit_bias),
+        "seed": fields.seed,
+        "stop": _strings(fields.stop),
+        "stop_token_ids": fields.stop_token_ids,
+        "ignore_eos": fields.ignore_eos,
+        "min_tokens": min_tokens,
+    }
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -127,4 +229,6 @@ def choices(params: SamplingParams, n: int) -> list[SamplingParams]:
     """``n`` copies; a given seed counts up, so that choices differ and each can be had again alone."""
     if params.seed is None:
         return [params] * n
-    return [params.replace(seed=(params.seed + i + (1 << 63)) % (1 << 64) - (1 << 63)) for i in range(n)]
+    return [
+        params.replace(seed=(params.seed + i + (1 << 63)) % (1 << 64) - (1 << 63)) for i in range(n)
+    ]

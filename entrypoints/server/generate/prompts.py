@@ -1,4 +1,5 @@
 """From what a request brings (messages, text, token ids) to checked token ids."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,9 @@ async def of_completion(context: Context, prompt: Any, add_special_tokens: bool)
     elif isinstance(prompt[0], int):
         prompt = [prompt]
     if len(prompt) > MAX_PROMPTS:
-        raise RequestError(f"at most {MAX_PROMPTS} prompts in one request, got {len(prompt)}", param="prompt")
+        raise RequestError(
+            f"at most {MAX_PROMPTS} prompts in one request, got {len(prompt)}", param="prompt"
+        )
     if isinstance(prompt[0], str):
         return await _of_texts(context, prompt, add_special_tokens)
     return [_of_ids(ids) for ids in prompt]
@@ -52,8 +55,9 @@ def _of_ids(ids: list[int]) -> Prompt:
     return Prompt(ids)
 
 
-async def of_native(context: Context, text: str | list[str] | None,
-                    ids: list[int] | list[list[int]] | None) -> list[Prompt]:
+async def of_native(
+    context: Context, text: str | list[str] | None, ids: list[int] | list[list[int]] | None
+) -> list[Prompt]:
     """One of ``text`` and ``input_ids``, single or a list."""
     if (text is None) == (ids is None):
         raise RequestError("give either text or input_ids", param="text")
@@ -67,27 +71,48 @@ async def of_chat(context: Context, request: ChatRequest) -> Prompt:
     if request.messages is None:
         raise RequestError("messages is required", param="messages")
     if request.continue_final_message and request.add_generation_prompt:
-        raise RequestError("continue_final_message and add_generation_prompt exclude each other",
-                           param="continue_final_message")
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
     if request.continue_final_message and request.messages[-1].role != "assistant":
-        raise RequestError("continue_final_message needs a last message of role assistant",
-                           param="continue_final_message")
+        raise RequestError(
+            "continue_final_message needs a last message of role assistant",
+            param="continue_final_message",
+        )
     generation = request.add_generation_prompt is not False and not request.continue_final_message
-    return await render(context, request.messages, template_arguments(request), add_generation_prompt=generation,
-                        continue_final_message=request.continue_final_message)
+    return await render(
+        context,
+        request.messages,
+        template_arguments(request),
+        add_generation_prompt=generation,
+        continue_final_message=request.continue_final_message,
+    )
 
 
-async def render(context: Context, messages: Sequence[Message], arguments: Mapping[str, Any], *,
-                 add_generation_prompt: bool = True, continue_final_message: bool = False,
-                 add_special_tokens: bool = False) -> Prompt:
-    """Chat template, then token ids, both in the thread pool. RequestError for what is not text or does not render."""
+async def render(
+    context: Context,
+    messages: Sequence[Message],
+    arguments: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    add_special_tokens: bool = False,
+) -> Prompt:
+    """Chat template, then token ids, both in the thread pool. RequestError for what is not text or
+    does not render.
+    """
     plain = [_plain(message, i) for i, message in enumerate(messages)]
     context.texts.check_bytes([str(part) for message in plain for part in message.values()])
     tokenizer = context.texts.tokenizer
 
     def work() -> Prompt:
-        text = tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt,
-                                             continue_final_message=continue_final_message, **arguments)
+        text = tokenizer.apply_chat_template(
+            plain,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **arguments,
+        )
         return Prompt(tokenizer.encode(text, add_special_tokens=add_special_tokens), text)
 
     prompt = await context.texts.run(work)
@@ -99,9 +124,13 @@ async def render(context: Context, messages: Sequence[Message], arguments: Mappi
 def _plain(message: Message, index: int) -> dict[str, Any]:
     """A message as templates want it: text content, known keys only, "developer" spelled "system"."""
     where = f"messages.{index}.content"
-    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role,
-                             "content": _text(message, where)}
-    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    plain: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _text(message, where),
+    }
+    reasoning = (
+        message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    )
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
     for name in ("name", "tool_calls", "tool_call_id"):
@@ -114,30 +143,41 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
 def _text(message: Message, where: str) -> str | None:
     content = message.content
     if content is None:
-        if message.role == "assistant" and (message.tool_calls or message.reasoning_content or message.reasoning):
+        if message.role == "assistant" and (
+            message.tool_calls or message.reasoning_content or message.reasoning
+        ):
             return None if message.tool_calls else ""
         raise RequestError(f"a message of role {message.role} needs content", param=where)
     if isinstance(content, str):
         return content
     for part in content:
         if part.type != "text":
-            raise RequestError(f"content of type {part.type[:64]!r} is refused: this model takes text only",
-                               param=where)
+            raise RequestError(
+                f"content of type {part.type[:64]!r} is refused: this model takes text only",
+                param=where,
+            )
         if part.text is None:
             raise RequestError("a content part of type text needs text", param=where)
     return "".join(part.text or "" for part in content)
 
 
 def template_arguments(request: ChatRequest) -> dict[str, Any]:
-    """Keywords for the chat template: the allow-list, and ``reasoning_effort`` under the names templates know."""
+    """Keywords for the chat template: the allow-list, and ``reasoning_effort`` under the names
+    templates know.
+    """
     arguments = dict(request.chat_template_kwargs or {})
     for name, value in arguments.items():
         if name not in TEMPLATE_ARGUMENTS:
-            raise RequestError(f"chat_template_kwargs: {name[:64]!r} is not allowed; allowed: "
-                               + ", ".join(sorted(TEMPLATE_ARGUMENTS)), param="chat_template_kwargs")
+            raise RequestError(
+                f"chat_template_kwargs: {name[:64]!r} is not allowed; allowed: "
+                + ", ".join(sorted(TEMPLATE_ARGUMENTS)),
+                param="chat_template_kwargs",
+            )
         if not isinstance(value, bool) and not (isinstance(value, str) and len(value) <= 64):
-            raise RequestError(f"chat_template_kwargs: {name} must be a boolean or a short string",
-                               param="chat_template_kwargs")
+            raise RequestError(
+                f"chat_template_kwargs: {name} must be a boolean or a short string",
+                param="chat_template_kwargs",
+            )
     if request.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", request.reasoning_effort)
         arguments.setdefault("thinking", request.reasoning_effort != "none")

@@ -1,4 +1,5 @@
 """Splits one sequence's text into reasoning and content, and counts the tokens of each."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,16 +13,22 @@ class Split:
 
     __slots__ = ("_in_reasoning", "_parsers", "_undecided", "reasoning_tokens")
 
-    def __init__(self, factories: Sequence[OutputParserFactory], prompt_tail: str, thinking: bool | None) -> None:
-        self._parsers: list[OutputParser] = [factory.start(prompt_tail, thinking) for factory in factories]
+    def __init__(
+        self, factories: Sequence[OutputParserFactory], prompt_tail: str, thinking: bool | None
+    ) -> None:
+        self._parsers: list[OutputParser] = [
+            factory.start(prompt_tail, thinking) for factory in factories
+        ]
         self._in_reasoning: bool | None = None
         self._undecided = 0
         self.reasoning_tokens = 0
 
     def feed(self, delta: Delta) -> tuple[str, str]:
-        """Return (new reasoning, new content) of ``delta``; the last delta also brings what parsers had held back.
+        """Return (new reasoning, new content) of ``delta``; the last delta also brings what parsers
+        had held back.
 
-        ValueError for a piece of another kind: the plan admits only parsers that offer kinds which answers carry.
+        ValueError for a piece of another kind: the plan admits only parsers that offer kinds which
+        answers carry.
         """
         if not self._parsers:
             return "", delta.text
@@ -32,7 +39,9 @@ class Split:
         texts: dict[str, list[str]] = {"reasoning": [], "content": []}
         for piece in pieces:
             if piece.kind not in texts:
-                raise ValueError(f"an output parser made a piece of kind {piece.kind!r}, which its offers do not name")
+                raise ValueError(
+                    f"an output parser made a piece of kind {piece.kind!r}, which its offers do not name"
+                )
             texts[piece.kind].append(piece.text)
         return "".join(texts["reasoning"]), "".join(texts["content"])
 
@@ -40,8 +49,11 @@ class Split:
         """``text`` as content through the parsers from ``start`` on."""
         pieces = [Piece("content", text)]
         for parser in self._parsers[start:]:
-            pieces = [out for piece in pieces
-                      for out in (parser.feed(piece.text) if piece.kind == "content" else [piece])]
+            pieces = [
+                out
+                for piece in pieces
+                for out in (parser.feed(piece.text) if piece.kind == "content" else [piece])
+            ]
         return pieces
 
     def _flush(self) -> list[Piece]:

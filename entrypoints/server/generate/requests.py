@@ -1,4 +1,5 @@
 """What the generating routes do alike before they start: headers, names, limits, the job."""
+
 from __future__ import annotations
 
 import math
@@ -27,7 +28,9 @@ def request_id(request: Request, given: str | None) -> str:
 
 
 def timeout(request: Request, context: Context) -> float:
-    """Seconds this request may take: the smaller of the server's limit and ``X-Request-Timeout``; 0: no limit."""
+    """Seconds this request may take: the smaller of the server's limit and ``X-Request-Timeout``;
+    0: no limit.
+    """
     limit = context.options.request_timeout
     header = request.headers.get("x-request-timeout")
     if header is None:
@@ -37,8 +40,10 @@ def timeout(request: Request, context: Context) -> float:
     except ValueError:
         asked = math.nan
     if not 0 < asked <= MAX_TIMEOUT:
-        raise RequestError(f"X-Request-Timeout must be seconds between 0 and {MAX_TIMEOUT:.0f}",
-                           param="X-Request-Timeout")
+        raise RequestError(
+            f"X-Request-Timeout must be seconds between 0 and {MAX_TIMEOUT:.0f}",
+            param="X-Request-Timeout",
+        )
     return min(asked, limit) if limit else asked
 
 
@@ -51,21 +56,52 @@ def warnings(extras: Mapping[str, Any]) -> dict[str, str]:
     return {"X-Glowplug-Warning": "unknown fields ignored: " + ", ".join(names)}
 
 
-def openai_job(request: Request, context: Context, fields: SamplingFields, prompts: list[Prompt],
-               params: list[SamplingParams]) -> Job:
-    """``n`` sequences for each prompt, checked by the engine's front. RequestError when one cannot be served."""
-    return make_job(request, context, request_id(request, fields.request_id or fields.rid), prompts, params,
-                    n=fields.n or 1, priority=fields.priority or 0, salt=fields.cache_salt or "")
+def openai_job(
+    request: Request,
+    context: Context,
+    fields: SamplingFields,
+    prompts: list[Prompt],
+    params: list[SamplingParams],
+) -> Job:
+    """``n`` sequences for each prompt, checked by the engine's front. RequestError when one cannot
+    be served.
+    """
+    return make_job(
+        request,
+        context,
+        request_id(request, fields.request_id or fields.rid),
+        prompts,
+        params,
+        n=fields.n or 1,
+        priority=fields.priority or 0,
+        salt=fields.cache_salt or "",
+    )
 
 
-def make_job(request: Request, context: Context, rid: str, prompts: list[Prompt], params: list[SamplingParams], *,
-             n: int = 1, priority: int = 0, salt: str = "", places: Sequence[str] = ("",)) -> Job:
-    """As :func:`openai_job`, from plain values. ``places``: see ``inside``; one for all, or one for each prompt."""
+def make_job(
+    request: Request,
+    context: Context,
+    rid: str,
+    prompts: list[Prompt],
+    params: list[SamplingParams],
+    *,
+    n: int = 1,
+    priority: int = 0,
+    salt: str = "",
+    places: Sequence[str] = ("",),
+) -> Job:
+    """As :func:`openai_job`, from plain values. ``places``: see ``inside``; one for all, or one for
+    each prompt.
+    """
     context.require_ready()
     sizes = context.plan.sizes
-    most = min(context.options.max_choices, sizes.max_running + sizes.max_queued)  # more would never find room
+    most = min(
+        context.options.max_choices, sizes.max_running + sizes.max_queued
+    )  # more would never find room
     if n * len(prompts) > most:
-        raise RequestError(f"n x prompts is {n * len(prompts)}, and at most {most} are allowed", param="n")
+        raise RequestError(
+            f"n x prompts is {n * len(prompts)}, and at most {most} are allowed", param="n"
+        )
     for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
         with inside(places[min(number, len(places) - 1)]):
             context.client.check_request(prompt.ids, one)
@@ -76,5 +112,14 @@ def make_job(request: Request, context: Context, rid: str, prompts: list[Prompt]
     context.metrics.n.observe(n)
     ids = [prompt.ids for prompt in prompts for _ in range(n)]
     each = [choice for one in params for choice in choices(one, n)]
-    return Job(rid, ids, each, priority, salt, timeout(request, context), context.options.queue_timeout, n=n,
-               record=record)
+    return Job(
+        rid,
+        ids,
+        each,
+        priority,
+        salt,
+        timeout(request, context),
+        context.options.queue_timeout,
+        n=n,
+        record=record,
+    )

@@ -1,11 +1,16 @@
-"""How single tokens are written in log-probabilities: as text when they are text, else by their bytes."""
+"""How single tokens are written in log-probabilities: as text when they are text, else by their
+bytes.
+"""
+
 from __future__ import annotations
 
 from glowplug.core.text.tokenizer import Tokenizer
 
 
 class TokenNames:
-    """Bytes and names of token ids, remembered. Without a tokenizer a token's name is ``token_id:N``."""
+    """Bytes and names of token ids, remembered. Without a tokenizer a token's name is
+    ``token_id:N``.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -20,7 +25,9 @@ class TokenNames:
         return known
 
     def name(self, token: int, as_id: bool = False) -> str:
-        """Text of the token; ``bytes:\\xe2\\x82`` when it is a part of a character; ``token_id:N`` if ``as_id``."""
+        """Text of the token; ``bytes:\\xe2\\x82`` when it is a part of a character; ``token_id:N``
+        if ``as_id``.
+        """
         if as_id or self._tokenizer is None:
             return f"token_id:{token}"
         raw = self.bytes_of(token)

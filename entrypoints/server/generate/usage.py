@@ -1,4 +1,5 @@
 """Token counts of one request, as OpenAI's ``usage``."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -16,7 +17,13 @@ class UsageCount:
         self._output: dict[int, int] = {}
         self._reasoning: dict[int, int] = {}
 
-    def see(self, sequence: int, delta: Delta, reasoning_tokens: int = 0, output_tokens: int | None = None) -> None:
+    def see(
+        self,
+        sequence: int,
+        delta: Delta,
+        reasoning_tokens: int = 0,
+        output_tokens: int | None = None,
+    ) -> None:
         prompt = sequence // self._per_prompt
         self._prompt[prompt] = delta.prompt_tokens
         self._cached[prompt] = max(self._cached.get(prompt, 0), delta.cached_tokens)
@@ -27,6 +34,9 @@ class UsageCount:
         prompt = sum(self._prompt.values())
         output = sum(self._output.values())
         return {
-            "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
-            "completion_tokens_details": {"reasoning_tokens": sum(self._reasoning.values())}}
+            "completion_tokens_details": {"reasoning_tokens": sum(self._reasoning.values())},
+        }

@@ -1,4 +1,5 @@
 """Answers of ``/generate`` in SGLang's shape: a dict a sequence, cumulative when streamed."""
+
 from __future__ import annotations
 
 import time
@@ -29,7 +30,9 @@ class Output:
 class NativeOutputs:
     """``add`` takes a delta in and returns the sequence's answer so far."""
 
-    def __init__(self, context: Context, request: GenerateRequest, ids: list[str], prompts: list[list[int]]) -> None:
+    def __init__(
+        self, context: Context, request: GenerateRequest, ids: list[str], prompts: list[list[int]]
+    ) -> None:
         self._names = context.names
         self._request = request
         self._with_text = bool(request.return_text_in_logprobs)
@@ -43,11 +46,17 @@ class NativeOutputs:
         output.text += delta.text
         output.token_ids += delta.token_ids
         if delta.logprobs is not None:
-            output.scores += native_logprobs(self._names, delta.token_ids, delta.logprobs, self._with_text)
+            output.scores += native_logprobs(
+                self._names, delta.token_ids, delta.logprobs, self._with_text
+            )
             output.top += native_top(self._names, delta.logprobs, self._top, self._with_text)
         if delta.prompt_logprobs is not None:
             self._take_prompt(output, delta)
-        answer = {"text": output.text, "output_ids": output.token_ids, "meta_info": self._meta(output, delta)}
+        answer = {
+            "text": output.text,
+            "output_ids": output.token_ids,
+            "meta_info": self._meta(output, delta),
+        }
         self.latest[index] = answer
         return answer
 
@@ -55,17 +64,29 @@ class NativeOutputs:
         """Prompt tokens from ``logprob_start_len`` on; the very first has no log-probability."""
         assert delta.prompt_logprobs is not None
         first = output.prompt[0]
-        known = native_logprobs(self._names, output.prompt[1:], delta.prompt_logprobs, self._with_text)
-        scores: Native = [(None, first, self._names.text(first) if self._with_text else None), *known]
-        top: list[Native] = [[], *native_top(self._names, delta.prompt_logprobs, self._top, self._with_text)]
-        output.input_scores = scores[self._start:]
-        output.input_top = top[self._start:]
+        known = native_logprobs(
+            self._names, output.prompt[1:], delta.prompt_logprobs, self._with_text
+        )
+        scores: Native = [
+            (None, first, self._names.text(first) if self._with_text else None),
+            *known,
+        ]
+        top: list[Native] = [
+            [],
+            *native_top(self._names, delta.prompt_logprobs, self._top, self._with_text),
+        ]
+        output.input_scores = scores[self._start :]
+        output.input_top = top[self._start :]
 
     def _meta(self, output: Output, delta: Delta) -> dict[str, Any]:
         meta: dict[str, Any] = {
-            "id": output.id, "finish_reason": _finish(delta), "prompt_tokens": delta.prompt_tokens,
-            "completion_tokens": delta.output_tokens, "cached_tokens": delta.cached_tokens,
-            "e2e_latency": time.monotonic() - output.arrival}
+            "id": output.id,
+            "finish_reason": _finish(delta),
+            "prompt_tokens": delta.prompt_tokens,
+            "completion_tokens": delta.output_tokens,
+            "cached_tokens": delta.cached_tokens,
+            "e2e_latency": time.monotonic() - output.arrival,
+        }
         if self._request.return_logprob:
             meta["output_token_logprobs"] = output.scores
             meta["input_token_logprobs"] = output.input_scores or []

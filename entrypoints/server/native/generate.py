@@ -1,4 +1,5 @@
 """``POST /generate``: the native route, in SGLang's shape."""
+
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
@@ -18,22 +19,46 @@ from glowplug.entrypoints.server.generate.requests import make_job, request_id, 
 from glowplug.entrypoints.server.native.answer import NativeOutputs
 from glowplug.entrypoints.server.protocol.native import GenerateRequest, NativeSampling
 from glowplug.entrypoints.server.transport.body import body_of
-from glowplug.entrypoints.server.transport.streaming import DONE, EventStream, event, json_response, unless_gone
+from glowplug.entrypoints.server.transport.streaming import (
+    DONE,
+    EventStream,
+    event,
+    json_response,
+    unless_gone,
+)
 
 
-async def generate(request: Request, body: Annotated[GenerateRequest, Depends(body_of(GenerateRequest))],
-                   context: Annotated[Context, Depends(get_context)]) -> Response:
+async def generate(
+    request: Request,
+    body: Annotated[GenerateRequest, Depends(body_of(GenerateRequest))],
+    context: Annotated[Context, Depends(get_context)],
+) -> Response:
     sampling = _sampling(body)
     for place, one in sampling.items():
         with inside(place):
             unknown_fields(one.extras())
-    headers = warnings({name: value for part in (body, *sampling.values()) for name, value in part.extras().items()})
+    headers = warnings(
+        {
+            name: value
+            for part in (body, *sampling.values())
+            for name, value in part.extras().items()
+        }
+    )
     given = await prompts.of_native(context, body.text, body.input_ids)
     params = _params(body, sampling, given)
     n = next(iter(sampling.values())).n or 1
     rid = body.rid if isinstance(body.rid, str) else None
-    job = make_job(request, context, request_id(request, rid), given, params, n=n, priority=body.priority or 0,
-                   salt=body.cache_salt or "", places=list(sampling))
+    job = make_job(
+        request,
+        context,
+        request_id(request, rid),
+        given,
+        params,
+        n=n,
+        priority=body.priority or 0,
+        salt=body.cache_salt or "",
+        places=list(sampling),
+    )
     names = _names(job, body)
     job.rids = names if isinstance(body.rid, list) else None
     outputs = NativeOutputs(context, body, names, job.prompts)
@@ -58,22 +83,29 @@ def _sampling(body: GenerateRequest) -> dict[str, NativeSampling]:
     if not isinstance(given, list):
         return {"sampling_params": NativeSampling.model_validate({}) if given is None else given}
     if not given or len({one.n or 1 for one in given}) != 1:
-        raise RequestError("a list of sampling_params must not be empty, and all must have the same n",
-                           param="sampling_params")
+        raise RequestError(
+            "a list of sampling_params must not be empty, and all must have the same n",
+            param="sampling_params",
+        )
     return {f"sampling_params.{number}": one for number, one in enumerate(given)}
 
 
-def _params(body: GenerateRequest, sampling: Mapping[str, NativeSampling],
-            given: list[prompts.Prompt]) -> list[SamplingParams]:
+def _params(
+    body: GenerateRequest, sampling: Mapping[str, NativeSampling], given: list[prompts.Prompt]
+) -> list[SamplingParams]:
     """One a prompt; those of a single place are every prompt's."""
     if len(sampling) not in (1, len(given)):
-        raise RequestError(f"{len(given)} prompts but {len(sampling)} sampling_params", param="sampling_params")
+        raise RequestError(
+            f"{len(given)} prompts but {len(sampling)} sampling_params", param="sampling_params"
+        )
     top = (body.top_logprobs_num or 0) if body.return_logprob else None
     start = -1 if body.logprob_start_len is None else body.logprob_start_len
     params = []
     for place, one in sampling.items():
         with inside(place):
-            params.append(native_params(one, logprobs=top, prompt_logprobs=top if start >= 0 else None))
+            params.append(
+                native_params(one, logprobs=top, prompt_logprobs=top if start >= 0 else None)
+            )
     return params * len(given) if len(params) == 1 else params
 
 
@@ -94,7 +126,9 @@ async def _whole(context: Context, job: Job, outputs: NativeOutputs) -> list[dic
     return outputs.latest
 
 
-async def _stream(context: Context, job: Job, outputs: NativeOutputs, single: bool) -> AsyncGenerator[bytes, None]:
+async def _stream(
+    context: Context, job: Job, outputs: NativeOutputs, single: bool
+) -> AsyncGenerator[bytes, None]:
     async with aclosing(job.run(context)) as source:
         async for index, delta in source:
             if delta.text or delta.token_ids or delta.finish_reason is not None:

@@ -1,4 +1,5 @@
 """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, and the model list."""
+
 from __future__ import annotations
 
 from typing import Annotated, Any
@@ -16,11 +17,17 @@ from glowplug.entrypoints.server.transport.streaming import json_response
 Server = Annotated[Context, Depends(get_context)]
 
 
-async def tokenize(body: Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest))], context: Server) -> Response:
+async def tokenize(
+    body: Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest))], context: Server
+) -> Response:
     """Token ids of a prompt or of a rendered conversation."""
     context.check_model(body.model)
     ids = await _tokens(context, body)
-    answer: dict[str, Any] = {"count": len(ids), "max_model_len": context.plan.sizes.context_length, "tokens": ids}
+    answer: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": context.plan.sizes.context_length,
+        "tokens": ids,
+    }
     if body.return_token_strs:
         answer["token_strs"] = [context.names.text(token) for token in ids]
     return json_response(answer)
@@ -30,33 +37,55 @@ async def _tokens(context: Context, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     if body.messages is not None:
-        rendered = await prompts.render(context, body.messages, {}, add_generation_prompt=body.add_generation_prompt,
-                                        add_special_tokens=bool(body.add_special_tokens))
+        rendered = await prompts.render(
+            context,
+            body.messages,
+            {},
+            add_generation_prompt=body.add_generation_prompt,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
         return rendered.ids
     special = body.add_special_tokens is not False
     return (await context.texts.encode([body.prompt or ""], special))[0]
 
 
-async def detokenize(body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))],
-                     context: Server) -> Response:
+async def detokenize(
+    body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))], context: Server
+) -> Response:
     """The text of token ids."""
     context.check_model(body.model)
     vocab = context.plan.facts.model.vocab_size
     if body.tokens and max(body.tokens) >= vocab:
-        raise RequestError(f"token id {max(body.tokens)} is outside the model's vocabulary of {vocab}", param="tokens",
-                           code="invalid_token_id")
-    text = await context.texts.decode(body.tokens, skip_special_tokens=body.skip_special_tokens) if body.tokens else ""
+        raise RequestError(
+            f"token id {max(body.tokens)} is outside the model's vocabulary of {vocab}",
+            param="tokens",
+            code="invalid_token_id",
+        )
+    text = (
+        await context.texts.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        if body.tokens
+        else ""
+    )
     return json_response({"prompt": text, "text": text})
 
 
 async def tokenizer_info(context: Server) -> Response:
     """What tokenizer_config.json says, the chat template in use included; no files and no folders."""
     if not context.options.tokenizer_info:
-        raise RequestError("tokenizer information is switched off (server.tokenizer_info)", status=404,
-                           code="tokenizer_info_off")
-    # NOTE: the class that reads a tokenizer.json in transformers, for clients that build a tokenizer of their own.
-    return json_response({"tokenizer_class": "PreTrainedTokenizerFast", **context.texts.tokenizer.settings(),
-                          "model_max_length": context.plan.sizes.context_length})
+        raise RequestError(
+            "tokenizer information is switched off (server.tokenizer_info)",
+            status=404,
+            code="tokenizer_info_off",
+        )
+    # NOTE: the class that reads a tokenizer.json in transformers, for clients that build a
+    # tokenizer of their own.
+    return json_response(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **context.texts.tokenizer.settings(),
+            "model_max_length": context.plan.sizes.context_length,
+        }
+    )
 
 
 async def models(context: Server) -> Response:
@@ -71,5 +100,12 @@ async def model(model: str, context: Server) -> Response:
 
 def _card(context: Context) -> dict[str, Any]:
     name = context.model_name
-    return {"id": name, "object": "model", "created": context.started, "owned_by": "glowplug", "root": name,
-            "parent": None, "max_model_len": context.plan.sizes.context_length}
+    return {
+        "id": name,
+        "object": "model",
+        "created": context.started,
+        "owned_by": "glowplug",
+        "root": name,
+        "parent": None,
+        "max_model_len": context.plan.sizes.context_length,
+    }

@@ -1,4 +1,5 @@
 """``POST /v1/chat/completions``."""
+
 from __future__ import annotations
 
 from typing import Annotated
@@ -14,25 +15,45 @@ from glowplug.entrypoints.server.generate.requests import openai_job, warnings
 from glowplug.entrypoints.server.openai.chat_answer import ChatChunks, WholeChat
 from glowplug.entrypoints.server.protocol.chat import ChatRequest
 from glowplug.entrypoints.server.transport.body import body_of
-from glowplug.entrypoints.server.transport.streaming import EventStream, collected, json_response, streamed, unless_gone
+from glowplug.entrypoints.server.transport.streaming import (
+    EventStream,
+    collected,
+    json_response,
+    streamed,
+    unless_gone,
+)
 
 
-async def chat(request: Request, body: Annotated[ChatRequest, Depends(body_of(ChatRequest))],
-               context: Annotated[Context, Depends(get_context)]) -> Response:
+async def chat(
+    request: Request,
+    body: Annotated[ChatRequest, Depends(body_of(ChatRequest))],
+    context: Annotated[Context, Depends(get_context)],
+) -> Response:
     context.check_model(body.model)
     headers = warnings(body.extras())
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     prompt = await prompts.of_chat(context, body)
-    wanted = body.wanted_tokens if body.wanted_tokens is not None else _default_tokens(context, prompt)
-    params = openai_params(body, max_tokens=wanted, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    wanted = (
+        body.wanted_tokens if body.wanted_tokens is not None else _default_tokens(context, prompt)
+    )
+    params = openai_params(
+        body, max_tokens=wanted, logprobs=(body.top_logprobs or 0) if body.logprobs else None
+    )
     job = openai_job(request, context, body, [prompt], [params])
     tail = await _tail(context, prompt)
     if body.stream:
         chunks = ChatChunks(context, body, prompt, job.rid, tail)
-        return EventStream(streamed(job.run(context), chunks), context.metrics, context.options.stall_timeout, headers)
+        return EventStream(
+            streamed(job.run(context), chunks),
+            context.metrics,
+            context.options.stall_timeout,
+            headers,
+        )
     whole = WholeChat(context, body, prompt, job.rid, tail)
-    return json_response(await unless_gone(request, context.metrics, collected(job.run(context), whole)), headers)
+    return json_response(
+        await unless_gone(request, context.metrics, collected(job.run(context), whole)), headers
+    )
 
 
 def _default_tokens(context: Context, prompt: prompts.Prompt) -> int | None:
@@ -44,7 +65,7 @@ def _default_tokens(context: Context, prompt: prompts.Prompt) -> int | None:
 async def _tail(context: Context, prompt: prompts.Prompt) -> str:
     """The prompt's last characters, for parsers: a template may end with an opening tag."""
     if prompt.text is not None:
-        return prompt.text[-prompts.TAIL:]
+        return prompt.text[-prompts.TAIL :]
     if context.tokenizer is None or not context.parsers:
         return ""
-    return await context.texts.decode(prompt.ids[-prompts.TAIL:], skip_special_tokens=False)
+    return await context.texts.decode(prompt.ids[-prompts.TAIL :], skip_special_tokens=False)

@@ -1,4 +1,5 @@
 """Chat answers, whole or in chunks, from the deltas of their sequences."""
+
 from __future__ import annotations
 
 import time
@@ -19,18 +20,23 @@ from glowplug.entrypoints.server.protocol.chat import ChatRequest
 
 
 def ending(context: Context, delta: Delta) -> dict[str, Any]:
-    """How a choice ended: OpenAI's field, then vLLM's ``stop_reason`` (None for eos) and SGLang's ``matched_stop``."""
+    """How a choice ended: OpenAI's field, then vLLM's ``stop_reason`` (None for eos) and SGLang's
+    ``matched_stop``.
+    """
     matched = delta.stop_reason
-    return {"finish_reason": delta.finish_reason, "stop_reason": None if matched in context.eos_ids else matched,
-            "matched_stop": matched}
+    return {
+        "finish_reason": delta.finish_reason,
+        "stop_reason": None if matched in context.eos_ids else matched,
+        "matched_stop": matched,
+    }
 
 
 @dataclass
 class Choice:
     """One sequence so far.
 
-    ``held``: reasoning kept back until it is complete (``stream_reasoning: false``). ``plain``: a chunk that carries
-    nothing but content.
+    ``held``: reasoning kept back until it is complete (``stream_reasoning: false``). ``plain``: a
+    chunk that carries nothing but content.
     """
 
     split: Split
@@ -45,13 +51,19 @@ class Choice:
 
 
 class ChatAnswer:
-    """State of one request that both forms share. ``counts_always``: usage is wanted before a sequence has ended."""
+    """State of one request that both forms share. ``counts_always``: usage is wanted before a
+    sequence has ended.
+    """
 
     counts_always = False
 
-    def __init__(self, context: Context, request: ChatRequest, prompt: Prompt, rid: str, prompt_text: str) -> None:
+    def __init__(
+        self, context: Context, request: ChatRequest, prompt: Prompt, rid: str, prompt_text: str
+    ) -> None:
         n = request.n or 1
-        factories: list[OutputParserFactory] = list(context.parsers) if request.separate_reasoning else []
+        factories: list[OutputParserFactory] = (
+            list(context.parsers) if request.separate_reasoning else []
+        )
         thinking = wanted_thinking(request)
         self.request = request
         self.prompt = prompt
@@ -59,8 +71,12 @@ class ChatAnswer:
         self.choices = [Choice(Split(factories, prompt_text[-TAIL:], thinking)) for _ in range(n)]
         self.usage = UsageCount(n)
         self._top = (request.top_logprobs or 0) if request.logprobs else 0
-        self._head = {"id": f"chatcmpl-{rid}", "created": int(time.time()), "model": context.model_name,
-                      "system_fingerprint": context.fingerprint}
+        self._head = {
+            "id": f"chatcmpl-{rid}",
+            "created": int(time.time()),
+            "model": context.model_name,
+            "system_fingerprint": context.fingerprint,
+        }
 
     @property
     def echoed(self) -> str:
@@ -69,7 +85,11 @@ class ChatAnswer:
         if not self.request.echo or not messages or messages[-1].role != "assistant":
             return ""
         content = messages[-1].content
-        return content if isinstance(content, str) else "".join(part.text or "" for part in content or [])
+        return (
+            content
+            if isinstance(content, str)
+            else "".join(part.text or "" for part in content or [])
+        )
 
     def take(self, index: int, delta: Delta) -> tuple[str, str, list[dict[str, Any]] | None]:
         """(reasoning, content, logprobs) that ``delta`` adds to choice ``index``; counts usage."""
@@ -81,8 +101,13 @@ class ChatAnswer:
             reasoning = ""
         logprobs = None
         if self.request.logprobs and delta.logprobs is not None:
-            logprobs = chat_logprobs(self._context.names, delta.token_ids, delta.logprobs, self._top,
-                                     bool(self.request.return_tokens_as_token_ids))
+            logprobs = chat_logprobs(
+                self._context.names,
+                delta.token_ids,
+                delta.logprobs,
+                self._top,
+                bool(self.request.return_tokens_as_token_ids),
+            )
         if delta.finish_reason is not None:
             choice.end = delta
         return reasoning, content, logprobs
@@ -106,8 +131,12 @@ class WholeChat(ChatAnswer):
         choice.token_ids += delta.token_ids
 
     def body(self) -> dict[str, Any]:
-        body = {**self._head, "object": "chat.completion", "usage": self.usage.body(),
-                "choices": [self._choice(i, choice) for i, choice in enumerate(self.choices)]}
+        body = {
+            **self._head,
+            "object": "chat.completion",
+            "usage": self.usage.body(),
+            "choices": [self._choice(i, choice) for i, choice in enumerate(self.choices)],
+        }
         if self.request.return_token_ids:
             body["prompt_token_ids"] = self.prompt.ids
         return body
@@ -118,7 +147,12 @@ class WholeChat(ChatAnswer):
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         self._with_reasoning(message, "".join(choice.reasoning) or None)
         logprobs = {"content": choice.logprobs, "refusal": None} if self.request.logprobs else None
-        out = {"index": index, "message": message, "logprobs": logprobs, **ending(self._context, choice.end)}
+        out = {
+            "index": index,
+            "message": message,
+            "logprobs": logprobs,
+            **ending(self._context, choice.end),
+        }
         if self.request.return_token_ids:
             out["token_ids"] = choice.token_ids
         return out
@@ -127,10 +161,13 @@ class WholeChat(ChatAnswer):
 class ChatChunks(ChatAnswer):
     """Turns each delta into the bytes of its events; ``end`` gives the usage and ``[DONE]``."""
 
-    def __init__(self, context: Context, request: ChatRequest, prompt: Prompt, rid: str, prompt_text: str) -> None:
+    def __init__(
+        self, context: Context, request: ChatRequest, prompt: Prompt, rid: str, prompt_text: str
+    ) -> None:
         super().__init__(context, request, prompt, rid, prompt_text)
-        self._events = ChoiceEvents({**self._head, "object": "chat.completion.chunk"}, self.usage,
-                                    request.stream_options)
+        self._events = ChoiceEvents(
+            {**self._head, "object": "chat.completion.chunk"}, self.usage, request.stream_options
+        )
         self.counts_always = self._events.continuous
         self.end = self._events.end
 
@@ -143,10 +180,16 @@ class ChatChunks(ChatAnswer):
             choice.started = True
             parts.append(self._first(index))
         if not self.request.stream_reasoning:
-            reasoning = self._hold(choice, reasoning, bool(content) or delta.finish_reason is not None)
+            reasoning = self._hold(
+                choice, reasoning, bool(content) or delta.finish_reason is not None
+            )
         ids = delta.token_ids if self.request.return_token_ids else None
         if reasoning:
-            parts.append(self._events.of(self._fields(index, self._with_reasoning({}, reasoning), logprobs, ids)))
+            parts.append(
+                self._events.of(
+                    self._fields(index, self._with_reasoning({}, reasoning), logprobs, ids)
+                )
+            )
             logprobs = None
             ids = None
         if logprobs or ids or (content and self.counts_always):
@@ -154,7 +197,9 @@ class ChatChunks(ChatAnswer):
         elif content:
             parts.append(self._plain(index, choice, content))
         if delta.finish_reason is not None:
-            parts.append(self._events.of({**self._fields(index, {}), **ending(self._context, delta)}))
+            parts.append(
+                self._events.of({**self._fields(index, {}), **ending(self._context, delta)})
+            )
         return b"".join(parts)
 
     def _plain(self, index: int, choice: Choice, content: str) -> bytes:
@@ -178,8 +223,16 @@ class ChatChunks(ChatAnswer):
         return whole
 
     @staticmethod
-    def _fields(index: int, message: dict[str, Any], logprobs: list[dict[str, Any]] | None = None,
-                ids: list[int] | None = None) -> dict[str, Any]:
-        choice = {"index": index, "delta": message,
-                  "logprobs": {"content": logprobs, "refusal": None} if logprobs else None, "finish_reason": None}
+    def _fields(
+        index: int,
+        message: dict[str, Any],
+        logprobs: list[dict[str, Any]] | None = None,
+        ids: list[int] | None = None,
+    ) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "delta": message,
+            "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
+            "finish_reason": None,
+        }
         return {**choice, "token_ids": ids} if ids else choice

@@ -1,4 +1,5 @@
 """Completion answers, whole or in chunks, from the deltas of their sequences."""
+
 from __future__ import annotations
 
 import time
@@ -30,34 +31,55 @@ class Choice:
 
 
 class CompletionAnswer:
-    """State of one request. ``echoed[i]`` is prompt i as text; with ``max_tokens`` 0 only that is shown.
+    """State of one request. ``echoed[i]`` is prompt i as text; with ``max_tokens`` 0 only that is
+    shown.
 
-    Choice ``p * n + i`` is the i-th of prompt p. ``counts_always``: usage is wanted before a sequence has ended.
+    Choice ``p * n + i`` is the i-th of prompt p. ``counts_always``: usage is wanted before a
+    sequence has ended.
     """
 
     counts_always = False
 
-    def __init__(self, context: Context, request: CompletionRequest, prompts: list[Prompt], echoed: list[str],
-                 rid: str) -> None:
+    def __init__(
+        self,
+        context: Context,
+        request: CompletionRequest,
+        prompts: list[Prompt],
+        echoed: list[str],
+        rid: str,
+    ) -> None:
         self.n = request.n or 1
         self.request = request
         self._context = context
         self.usage = UsageCount(self.n)
         self._only_prompt = request.max_tokens == 0
-        self.choices = [self._choice(prompt, text) for prompt, text in zip(prompts, echoed, strict=True)
-                        for _ in range(self.n)]
-        self._head = {"id": f"cmpl-{rid}", "object": "text_completion", "created": int(time.time()),
-                      "model": context.model_name, "system_fingerprint": context.fingerprint}
+        self.choices = [
+            self._choice(prompt, text)
+            for prompt, text in zip(prompts, echoed, strict=True)
+            for _ in range(self.n)
+        ]
+        self._head = {
+            "id": f"cmpl-{rid}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": context.model_name,
+            "system_fingerprint": context.fingerprint,
+        }
 
     def _choice(self, prompt: Prompt, text: str) -> Choice:
         logprobs = None
         if self.request.logprobs is not None:
-            logprobs = CompletionLogprobs(self._context.names, self.request.logprobs,
-                                          bool(self.request.return_tokens_as_token_ids))
+            logprobs = CompletionLogprobs(
+                self._context.names,
+                self.request.logprobs,
+                bool(self.request.return_tokens_as_token_ids),
+            )
         return Choice(prompt, text, logprobs)
 
     def take(self, index: int, delta: Delta) -> tuple[str, list[int]]:
-        """(text, token ids) that ``delta`` adds to choice ``index``; counts usage, collects log-probabilities."""
+        """(text, token ids) that ``delta`` adds to choice ``index``; counts usage, collects
+        log-probabilities.
+        """
         choice = self.choices[index]
         text, ids = ("", []) if self._only_prompt else (delta.text, delta.token_ids)
         if self.counts_always or delta.finish_reason is not None:
@@ -75,7 +97,9 @@ class CompletionAnswer:
         return text, ids
 
     def _ending(self, delta: Delta) -> dict[str, Any]:
-        """The token that was computed only to score the prompt ends nothing: the length asked for (0) was reached."""
+        """The token that was computed only to score the prompt ends nothing: the length asked for
+        (0) was reached.
+        """
         if self._only_prompt:
             return {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
         return ending(self._context, delta)
@@ -90,14 +114,20 @@ class WholeCompletion(CompletionAnswer):
         self.choices[index].token_ids += ids
 
     def body(self) -> dict[str, Any]:
-        return {**self._head, "choices": [self._body(i, choice) for i, choice in enumerate(self.choices)],
-                "usage": self.usage.body()}
+        return {
+            **self._head,
+            "choices": [self._body(i, choice) for i, choice in enumerate(self.choices)],
+            "usage": self.usage.body(),
+        }
 
     def _body(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.end is not None
         out: dict[str, Any] = {
-            "index": index, "text": "".join(choice.text),
-            "logprobs": choice.logprobs.take() if choice.logprobs is not None else None, **self._ending(choice.end)}
+            "index": index,
+            "text": "".join(choice.text),
+            "logprobs": choice.logprobs.take() if choice.logprobs is not None else None,
+            **self._ending(choice.end),
+        }
         if self.request.return_token_ids:
             out["token_ids"], out["prompt_token_ids"] = choice.token_ids, choice.prompt.ids
         return out
@@ -106,8 +136,14 @@ class WholeCompletion(CompletionAnswer):
 class CompletionChunks(CompletionAnswer):
     """Turns each delta into the bytes of its event; ``end`` gives the usage and ``[DONE]``."""
 
-    def __init__(self, context: Context, request: CompletionRequest, prompts: list[Prompt], echoed: list[str],
-                 rid: str) -> None:
+    def __init__(
+        self,
+        context: Context,
+        request: CompletionRequest,
+        prompts: list[Prompt],
+        echoed: list[str],
+        rid: str,
+    ) -> None:
         super().__init__(context, request, prompts, echoed, rid)
         self._events = ChoiceEvents(self._head, self.usage, request.stream_options)
         self.counts_always = self._events.continuous
@@ -124,7 +160,12 @@ class CompletionChunks(CompletionAnswer):
             return b""
         if not (last or logprobs or wanted_ids or self.counts_always):
             return self._plain(index, choice, text)
-        body: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        body: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": None,
+        }
         if last:
             body.update(self._ending(delta))
         if wanted_ids:
@@ -136,5 +177,7 @@ class CompletionChunks(CompletionAnswer):
     def _plain(self, index: int, choice: Choice, text: str) -> bytes:
         """The common chunk, written around its text: all else in it stays the same over a stream."""
         if choice.plain is None:
-            choice.plain = self._events.halves({"index": index, "text": NUL, "logprobs": None, "finish_reason": None})
+            choice.plain = self._events.halves(
+                {"index": index, "text": NUL, "logprobs": None, "finish_reason": None}
+            )
         return choice.plain[0] + orjson.dumps(text) + choice.plain[1]

@@ -1,4 +1,5 @@
 """``POST /v1/completions``."""
+
 from __future__ import annotations
 
 from typing import Annotated
@@ -15,13 +16,22 @@ from glowplug.entrypoints.server.generate.requests import openai_job, warnings
 from glowplug.entrypoints.server.openai.completion_answer import CompletionChunks, WholeCompletion
 from glowplug.entrypoints.server.protocol.completions import CompletionRequest
 from glowplug.entrypoints.server.transport.body import body_of
-from glowplug.entrypoints.server.transport.streaming import EventStream, collected, json_response, streamed, unless_gone
+from glowplug.entrypoints.server.transport.streaming import (
+    EventStream,
+    collected,
+    json_response,
+    streamed,
+    unless_gone,
+)
 
 DEFAULT_TOKENS = 16
 
 
-async def completions(request: Request, body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest))],
-                      context: Annotated[Context, Depends(get_context)]) -> Response:
+async def completions(
+    request: Request,
+    body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest))],
+    context: Annotated[Context, Depends(get_context)],
+) -> Response:
     context.check_model(body.model)
     headers = warnings(body.extras())
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -34,9 +44,16 @@ async def completions(request: Request, body: Annotated[CompletionRequest, Depen
     echoed = await _echoed(context, body, given)
     if body.stream:
         chunks = CompletionChunks(context, body, given, echoed, job.rid)
-        return EventStream(streamed(job.run(context), chunks), context.metrics, context.options.stall_timeout, headers)
+        return EventStream(
+            streamed(job.run(context), chunks),
+            context.metrics,
+            context.options.stall_timeout,
+            headers,
+        )
     whole = WholeCompletion(context, body, given, echoed, job.rid)
-    return json_response(await unless_gone(request, context.metrics, collected(job.run(context), whole)), headers)
+    return json_response(
+        await unless_gone(request, context.metrics, collected(job.run(context), whole)), headers
+    )
 
 
 def _params(context: Context, body: CompletionRequest, prompt: prompts.Prompt) -> SamplingParams:
@@ -46,13 +63,20 @@ def _params(context: Context, body: CompletionRequest, prompt: prompts.Prompt) -
         wanted = min(context.options.default_max_tokens or DEFAULT_TOKENS, room)
     # NOTE: scoring a prompt still takes a step, whose token is not shown.
     scored = body.logprobs if body.echo and body.logprobs is not None else None
-    return openai_params(body, max_tokens=max(1, wanted), logprobs=body.logprobs, prompt_logprobs=scored)
+    return openai_params(
+        body, max_tokens=max(1, wanted), logprobs=body.logprobs, prompt_logprobs=scored
+    )
 
 
-async def _echoed(context: Context, body: CompletionRequest, given: list[prompts.Prompt]) -> list[str]:
+async def _echoed(
+    context: Context, body: CompletionRequest, given: list[prompts.Prompt]
+) -> list[str]:
     """Each prompt as text when ``echo`` asks for it."""
     if not body.echo:
         return [""] * len(given)
-    return [prompt.text if prompt.text is not None
-            else await context.texts.decode(prompt.ids, skip_special_tokens=body.skip_special_tokens)
-            for prompt in given]
+    return [
+        prompt.text
+        if prompt.text is not None
+        else await context.texts.decode(prompt.ids, skip_special_tokens=body.skip_special_tokens)
+        for prompt in given
+    ]

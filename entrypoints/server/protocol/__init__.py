@@ -1,1 +1,3 @@
-"""Request and response bodies as pydantic models: every number has bounds, every model is in ``/openapi.json``."""
+"""Request and response bodies as pydantic models: every number has bounds, every model is in
+``/openapi.json``.
+"""

@@ -1,11 +1,19 @@
 """``/v1/chat/completions``: what comes in."""
+
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from glowplug.entrypoints.server.protocol.fields import Body, Bool, Logprobs, MaxTokens, SamplingFields, TokenIds
+from glowplug.entrypoints.server.protocol.fields import (
+    Body,
+    Bool,
+    Logprobs,
+    MaxTokens,
+    SamplingFields,
+    TokenIds,
+)
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
@@ -31,22 +39,34 @@ class Message(Body):
 
 class ChatRequest(SamplingFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=16384)] | None = Field(
-        None, description="the conversation; required unless input_ids is given")
-    input_ids: TokenIds | None = Field(None, description="a rendered and tokenised prompt, in place of messages")
+        None, description="the conversation; required unless input_ids is given"
+    )
+    input_ids: TokenIds | None = Field(
+        None, description="a rendered and tokenised prompt, in place of messages"
+    )
     max_completion_tokens: MaxTokens | None = None
     max_tokens: MaxTokens | None = Field(None, description="older name of max_completion_tokens")
     logprobs: Bool | None = False
     top_logprobs: Logprobs | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, max_length=16, description="thinking, enable_thinking, reasoning_effort")
+        None, max_length=16, description="thinking, enable_thinking, reasoning_effort"
+    )
     add_generation_prompt: Bool | None = None
     continue_final_message: Bool = False
-    separate_reasoning: Bool = Field(True, description="reasoning in its own field; false leaves it in content")
+    separate_reasoning: Bool = Field(
+        True, description="reasoning in its own field; false leaves it in content"
+    )
     stream_reasoning: Bool = Field(True, description="false: reasoning arrives in one piece")
     include_reasoning: Bool = Field(True, description="false: reasoning is left out of the answer")
     echo: Bool = False
 
     @property
     def wanted_tokens(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return (
+            self.max_completion_tokens
+            if self.max_completion_tokens is not None
+            else self.max_tokens
+        )

@@ -1,4 +1,5 @@
 """``/v1/completions``: what comes in."""
+
 from __future__ import annotations
 
 from typing import Annotated

@@ -1,4 +1,5 @@
 """Field types and the sampling fields that the OpenAI routes share."""
+
 from __future__ import annotations
 
 from typing import Annotated, Any
@@ -11,7 +12,8 @@ INT32 = (1 << 31) - 1
 MAX_TOKENS_FIELD = INT32
 MAX_IDS = 4 << 20  #: token ids in one request, before the context length is looked at
 
-# NOTE: strict numbers: pydantic would otherwise turn "1" and true into 1. An integer is a valid float.
+# NOTE: strict numbers: pydantic would otherwise turn "1" and true into 1. An integer is a valid
+# float.
 Int = Annotated[int, Field(strict=True)]
 Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Bool = Annotated[bool, Field(strict=True)]
@@ -25,7 +27,9 @@ Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)]
 
 
 class Body(BaseModel):
-    """Base of request bodies. Unknown fields are kept apart, so that they can be reported and not silently lost."""
+    """Base of request bodies. Unknown fields are kept apart, so that they can be reported and not
+    silently lost.
+    """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -40,9 +44,13 @@ class StreamOptions(Body):
 
 
 class SamplingFields(Body):
-    """How tokens are chosen and when generation ends; one meaning on every OpenAI route. None: the default."""
+    """How tokens are chosen and when generation ends; one meaning on every OpenAI route. None: the
+    default.
+    """
 
-    temperature: Annotated[Float, Field(ge=0.0, le=100.0)] | None = Field(None, description="0 is greedy; default 1")
+    temperature: Annotated[Float, Field(ge=0.0, le=100.0)] | None = Field(
+        None, description="0 is greedy; default 1"
+    )
     top_p: Annotated[Float, Field(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[Int, Field(ge=-1, le=INT32)] | None = Field(None, description="0 or -1: off")
     min_p: Annotated[Float, Field(ge=0.0, le=1.0)] | None = None
@@ -50,9 +58,12 @@ class SamplingFields(Body):
     frequency_penalty: Annotated[Float, Field(ge=-2.0, le=2.0)] | None = None
     repetition_penalty: Annotated[Float, Field(gt=0.0, le=100.0)] | None = None
     logit_bias: dict[str, Annotated[Float, Field(ge=-100.0, le=100.0)]] | None = Field(
-        None, max_length=1024, description="token id (as a string) to bias")
+        None, max_length=1024, description="token id (as a string) to bias"
+    )
     seed: Annotated[Int, Field(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    n: Annotated[Int, Field(ge=1, le=MAX_N)] | None = Field(None, description="choices a prompt; default 1")
+    n: Annotated[Int, Field(ge=1, le=MAX_N)] | None = Field(
+        None, description="choices a prompt; default 1"
+    )
     stop: StopStrings = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
     min_tokens: Annotated[Int, Field(ge=0, le=INT32)] | None = None
@@ -64,9 +75,12 @@ class SamplingFields(Body):
     stream_options: StreamOptions | None = None
     return_token_ids: Bool | None = False
     return_tokens_as_token_ids: Bool | None = False
-    priority: Annotated[Int, Field(ge=-INT32, le=INT32)] | None = Field(None, description="smaller runs earlier")
+    priority: Annotated[Int, Field(ge=-INT32, le=INT32)] | None = Field(
+        None, description="smaller runs earlier"
+    )
     request_id: RequestId | None = None
     rid: RequestId | None = Field(None, description="the same as request_id")
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
-        None, description="requests share cached prefixes only under equal salts")
+        None, description="requests share cached prefixes only under equal salts"
+    )
     model: Annotated[str, Field(max_length=512)] | None = None

@@ -1,4 +1,5 @@
 """``/generate`` and the text routes: what comes in. Field names follow SGLang's."""
+
 from __future__ import annotations
 
 from typing import Annotated
@@ -32,7 +33,9 @@ class NativeSampling(Body):
     presence_penalty: Annotated[Float, Field(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[Float, Field(ge=-2.0, le=2.0)] | None = None
     repetition_penalty: Annotated[Float, Field(gt=0.0, le=100.0)] | None = None
-    logit_bias: dict[str, Annotated[Float, Field(ge=-100.0, le=100.0)]] | None = Field(None, max_length=1024)
+    logit_bias: dict[str, Annotated[Float, Field(ge=-100.0, le=100.0)]] | None = Field(
+        None, max_length=1024
+    )
     n: Annotated[Int, Field(ge=1, le=MAX_N)] | None = None
     seed: Annotated[Int, Field(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     sampling_seed: Annotated[Int, Field(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
@@ -46,11 +49,14 @@ class NativeSampling(Body):
 class GenerateRequest(Body):
     text: str | Annotated[list[str], Field(max_length=MAX_PROMPTS)] | None = None
     input_ids: TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS)] | None = None
-    sampling_params: NativeSampling | Annotated[list[NativeSampling], Field(max_length=MAX_PROMPTS)] | None = None
+    sampling_params: (
+        NativeSampling | Annotated[list[NativeSampling], Field(max_length=MAX_PROMPTS)] | None
+    ) = None
     stream: Bool | None = False
     return_logprob: Bool | None = False
     logprob_start_len: Annotated[Int, Field(ge=-1, le=INT32)] | None = Field(
-        None, description="first prompt token whose log-probability is returned; -1: none")
+        None, description="first prompt token whose log-probability is returned; -1: none"
+    )
     top_logprobs_num: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_text_in_logprobs: Bool | None = False
     rid: RequestId | Annotated[list[RequestId], Field(max_length=MAX_PROMPTS)] | None = None
@@ -62,7 +68,9 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=16384)] | None = None
     model: Annotated[str, Field(max_length=512)] | None = None
-    add_special_tokens: Bool | None = Field(None, description="default: true for a prompt, false for messages")
+    add_special_tokens: Bool | None = Field(
+        None, description="default: true for a prompt, false for messages"
+    )
     add_generation_prompt: Bool = True
     return_token_strs: Bool | None = False
 

@@ -1,4 +1,7 @@
-"""What goes out, as models: for ``/openapi.json`` only. The server writes these shapes directly with orjson."""
+"""What goes out, as models: for ``/openapi.json`` only. The server writes these shapes directly
+with orjson.
+"""
+
 from __future__ import annotations
 
 from typing import Any, Literal

@@ -1,7 +1,9 @@
-"""Request bodies: read with a deadline, parsed by orjson (large ones in a thread), bounded in depth, then typed.
+"""Request bodies: read with a deadline, parsed by orjson (large ones in a thread), bounded in
+depth, then typed.
 
 FastAPI's own body parsing would run before authentication, on the event loop, and answer 422.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -26,7 +28,9 @@ THREAD_BYTES = 64 << 10  #: bodies larger than this are parsed off the event loo
 
 
 def body_of(model: type[M], *, optional: bool = False) -> Callable[[Request], Awaitable[M]]:
-    """A dependency that reads the body as ``model``. ``optional``: no body at all means all defaults."""
+    """A dependency that reads the body as ``model``. ``optional``: no body at all means all
+    defaults.
+    """
 
     async def read(request: Request) -> M:
         raw = await _read(request)
@@ -45,17 +49,25 @@ async def _read(request: Request) -> bytes:
         async with asyncio.timeout(BODY_SECONDS):
             return await request.body()
     except TimeoutError:
-        raise RequestError("the request body took too long to arrive", code="body_timeout", status=408) from None
+        raise RequestError(
+            "the request body took too long to arrive", code="body_timeout", status=408
+        ) from None
     except ClientDisconnect:
-        raise RequestError("the client left before its request was complete", code="client_closed") from None
+        raise RequestError(
+            "the client left before its request was complete", code="client_closed"
+        ) from None
 
 
 def _check_content_type(request: Request) -> None:
-    # NOTE: a web page may send text/plain or a form to localhost unasked; JSON needs the server's consent (CORS).
+    # NOTE: a web page may send text/plain or a form to localhost unasked; JSON needs the server's
+    # consent (CORS).
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise RequestError("send the body with Content-Type: application/json", code="unsupported_media_type",
-                           status=415)
+        raise RequestError(
+            "send the body with Content-Type: application/json",
+            code="unsupported_media_type",
+            status=415,
+        )
 
 
 def _parse(raw: bytes, model: type[M]) -> M:
@@ -76,8 +88,12 @@ def _parse(raw: bytes, model: type[M]) -> M:
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)
-                 if isinstance(child, dict | list)]
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, dict | list)
+        ]
         if not level:
             return
     raise RequestError(f"the body is nested deeper than {MAX_DEPTH} levels", code="invalid_json")
@@ -89,9 +105,13 @@ def install_schema(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = get_openapi(title="glowplug", version=__version__, routes=app.routes)
-            _, schemas = models_json_schema([(model, "validation") for model in models],
-                                            ref_template="#/components/schemas/{model}")
-            document.setdefault("components", {}).setdefault("schemas", {}).update(schemas.get("$defs", {}))
+            _, schemas = models_json_schema(
+                [(model, "validation") for model in models],
+                ref_template="#/components/schemas/{model}",
+            )
+            document.setdefault("components", {}).setdefault("schemas", {}).update(
+                schemas.get("$defs", {})
+            )
             app.openapi_schema = document
         return app.openapi_schema
 

@@ -1,7 +1,9 @@
-"""uvicorn's httptools protocol with what it lacks: a cap and a deadline on the request head, and a hard close.
+"""uvicorn's httptools protocol with what it lacks: a cap and a deadline on the request head, and a
+hard close.
 
 llhttp itself bounds nothing: an endless header would be collected for ever (CVE-2025-48956).
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -15,12 +17,15 @@ from glowplug.entrypoints.server.request_log import RequestLog, RequestRecord, p
 from glowplug.entrypoints.server.transport.limits import MAX_HEADER_BYTES
 
 HEAD_SECONDS = 30.0  #: from the first byte of a request to the end of its headers
-DISCARD_SECONDS = 30.0  #: how long the rest of a body that was already refused is read and thrown away
+DISCARD_SECONDS = (
+    30.0  #: how long the rest of a body that was already refused is read and thrown away
+)
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """Adds two calls to ``scope["extensions"]``: ``["glowplug.abort"]["call"]`` closes the connection at once, unsent
-    bytes included; ``["glowplug.write"]["call"]`` is :meth:`write_chunk`.
+    """Adds two calls to ``scope["extensions"]``: ``["glowplug.abort"]["call"]`` closes the
+    connection at once, unsent bytes included; ``["glowplug.write"]["call"]`` is
+    :meth:`write_chunk`.
 
     ``log``: receives what is refused here, before it becomes a request.
     """
@@ -46,24 +51,40 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._arm(HEAD_SECONDS)
             self._head_bytes += len(data)
         super().data_received(data)
-        # NOTE: what came with this packet may be body, so the count is judged only while the head is still open.
-        if self._in_head and self._head_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
-            self._refuse("Request Header Fields Too Large", RequestError(
-                "too many or too large headers", code="headers_too_large", status=431))
+        # NOTE: what came with this packet may be body, so the count is judged only while the head
+        # is still open.
+        if (
+            self._in_head
+            and self._head_bytes > MAX_HEADER_BYTES
+            and not self.transport.is_closing()
+        ):
+            self._refuse(
+                "Request Header Fields Too Large",
+                RequestError("too many or too large headers", code="headers_too_large", status=431),
+            )
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {"glowplug.abort": {"call": self.transport.abort},
-                                    "glowplug.write": {"call": self.write_chunk}}
+        self.scope["extensions"] = {
+            "glowplug.abort": {"call": self.transport.abort},
+            "glowplug.write": {"call": self.write_chunk},
+        }
 
     def write_chunk(self, body: bytes) -> bool:
-        """Write ``body``, not empty, as a chunk of the answer under way, past the layers that ``send`` goes through.
+        """Write ``body``, not empty, as a chunk of the answer under way, past the layers that
+        ``send`` goes through.
 
-        False, and nothing written, when only ``send`` knows what to do: the client reads too slowly or has left.
+        False, and nothing written, when only ``send`` knows what to do: the client reads too slowly
+        or has left.
         """
         cycle = self.cycle
-        if cycle is None or not cycle.chunked_encoding or cycle.response_complete or cycle.disconnected \
-                or self.flow.write_paused:
+        if (
+            cycle is None
+            or not cycle.chunked_encoding
+            or cycle.response_complete
+            or cycle.disconnected
+            or self.flow.write_paused
+        ):
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
         return True
@@ -96,7 +117,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def _expired(self) -> None:
         self._deadline = None
         answering = self.cycle is not None and not self.cycle.response_complete
-        if answering:  # a stray byte behind a request must not cost the answer that is being written
+        if (
+            answering
+        ):  # a stray byte behind a request must not cost the answer that is being written
             self._arm(HEAD_SECONDS)
         elif not self.transport.is_closing():
             self.transport.abort()
@@ -106,8 +129,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, phrase: str, error: RequestError) -> None:
         body = error_body(str(error), error.status, code=error.code)
-        head = (f"HTTP/1.1 {error.status} {phrase}\r\ncontent-type: application/json\r\n"
-                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n")
+        head = (
+            f"HTTP/1.1 {error.status} {phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
         self.transport.write(head.encode("ascii") + body)
         self.transport.close()
         record = RequestRecord("", "", "", peer(self.client), status=error.status)

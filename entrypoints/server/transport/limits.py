@@ -1,4 +1,7 @@
-"""Bounds on what a connection may send, as plain ASGI: body bytes, header count and size, the Host header."""
+"""Bounds on what a connection may send, as plain ASGI: body bytes, header count and size, the Host
+header.
+"""
+
 from __future__ import annotations
 
 import re
@@ -23,13 +26,20 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class Gate:
-    """Outermost layer: names the request, refuses malformed headers, counts, times and logs, caps the body.
+    """Outermost layer: names the request, refuses malformed headers, counts, times and logs, caps
+    the body.
 
     ``polls``: routes whose requests are logged at level debug.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, metrics: Metrics, log: RequestLog,
-                 polls: Collection[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_body_bytes: int,
+        metrics: Metrics,
+        log: RequestLog,
+        polls: Collection[str],
+    ) -> None:
         self._app = app
         self._max_body = max_body_bytes
         self._metrics = metrics
@@ -43,7 +53,9 @@ class Gate:
             return
         request_id = _request_id(scope["headers"])
         scope["glowplug.request_id"] = request_id
-        scope[RECORD] = record = RequestRecord(request_id, scope["method"], scope["path"], peer(scope.get("client")))
+        scope[RECORD] = record = RequestRecord(
+            request_id, scope["method"], scope["path"], peer(scope.get("client"))
+        )
         id_header = (b"x-request-id", request_id.encode())
 
         async def tagged(message: Message) -> None:
@@ -88,7 +100,10 @@ def _without_id(headers: Headers) -> list[tuple[bytes, bytes]]:
 
 
 def _refuse_headers(headers: list[tuple[bytes, bytes]], max_body: int) -> RequestError | None:
-    if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+    if (
+        len(headers) > MAX_HEADERS
+        or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES
+    ):
         return RequestError("too many or too large headers", code="headers_too_large", status=431)
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):
@@ -100,7 +115,9 @@ def _refuse_headers(headers: list[tuple[bytes, bytes]], max_body: int) -> Reques
 
 
 def _too_large(max_body: int) -> RequestError:
-    return RequestError(f"the request body is larger than {max_body} bytes", code="body_too_large", status=413)
+    return RequestError(
+        f"the request body is larger than {max_body} bytes", code="body_too_large", status=413
+    )
 
 
 def _capped(receive: Receive, max_body: int) -> Receive:

@@ -1,4 +1,7 @@
-"""Answers that end when the client leaves: whole ones, and streams that also end when it stops reading."""
+"""Answers that end when the client leaves: whole ones, and streams that also end when it stops
+reading.
+"""
+
 from __future__ import annotations
 
 import asyncio
@@ -22,8 +25,11 @@ logger = logging.getLogger("glowplug.server")
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
-_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no")]
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 def event(value: object) -> bytes:
@@ -102,13 +108,19 @@ async def unless_gone(request: Request, metrics: Metrics, work: Awaitable[T]) ->
 
 
 class EventStream(Response):
-    """``source`` yields bytes of whole events. Its failure before the first becomes a plain error answer; a later one
-    becomes a last event ``{"error": ...}``: never a silent end. A write that stays blocked for ``stall`` seconds (the
-    client does not read) ends the stream and the connection.
+    """``source`` yields bytes of whole events. Its failure before the first becomes a plain error
+    answer; a later one becomes a last event ``{"error": ...}``: never a silent end. A write that
+    stays blocked for ``stall`` seconds (the client does not read) ends the stream and the
+    connection.
     """
 
-    def __init__(self, source: AsyncGenerator[bytes, None], metrics: Metrics, stall: float,
-                 headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        source: AsyncGenerator[bytes, None],
+        metrics: Metrics,
+        stall: float,
+        headers: dict[str, str] | None = None,
+    ) -> None:
         super().__init__(headers=headers)
         self._source = source
         self._metrics = metrics
@@ -134,8 +146,12 @@ class EventStream(Response):
     async def _write(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._source) as source:
             first = await anext(source)
-            headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
-            await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *headers]})
+            headers = [
+                (name, value) for name, value in self.raw_headers if name != b"content-length"
+            ]
+            await send(
+                {"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *headers]}
+            )
             guard = _StallGuard(scope, self._stall)
             try:
                 await guard.send(send, first)
@@ -144,7 +160,9 @@ class EventStream(Response):
             except Exception as error:
                 self._metrics.rejected.inc(labels=("stream",))
                 _record(scope).fail(error)
-                if not isinstance(error, RequestError | EngineDead):  # the server itself tells of a dead engine, once
+                if not isinstance(
+                    error, RequestError | EngineDead
+                ):  # the server itself tells of a dead engine, once
                     logger.exception("a stream failed")
                 await guard.send(send, b"data: " + bytes(from_exception(error).body) + b"\n\n")
             finally:
@@ -169,7 +187,9 @@ class _StallGuard:
         extensions: dict[str, Any] = scope.get("extensions") or {}
         self._record = _record(scope)
         self._abort = extensions.get("glowplug.abort", {}).get("call")
-        self._write: Callable[[bytes], bool] = extensions.get("glowplug.write", {}).get("call") or _never
+        self._write: Callable[[bytes], bool] = (
+            extensions.get("glowplug.write", {}).get("call") or _never
+        )
         self._seconds = seconds
         self._blocked_since = 0.0
         self._loop = asyncio.get_running_loop()

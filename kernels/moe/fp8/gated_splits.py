@@ -1,9 +1,11 @@
-"""First product of one or two tokens' experts in block FP8, an expert's columns shared out along the depth as well.
+"""First product of one or two tokens' experts in block FP8, an expert's columns shared out along
+the depth as well.
 
-Few pairs make about as many programs as there are multiprocessors, so that some get twice the bytes of others and all
-wait for those. Cut along the depth, pieces are small enough to come out even; the last program of a block of columns
-adds its parts up, in order, and activates.
+Few pairs make about as many programs as there are multiprocessors, so that some get twice the bytes
+of others and all wait for those. Cut along the depth, pieces are small enough to come out even; the
+last program of a block of columns adds its parts up, in order, and activates.
 """
+
 from __future__ import annotations
 
 from functools import cache
@@ -24,14 +26,33 @@ TICKETS = 8192  #: pairs times blocks of columns at most
 
 
 @triton.jit
-def gates_and_ups(x_at, xs_at, xs_stride, weight, stored, gs_at, ws_stride, expert, first, inter, depth, start, end,
-                  BLOCK_M: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
-                  ROUND: tl.constexpr):
-    """Rows ``first`` and following of an expert's gates and of its ups times the rows of x at ``x_at`` [BLOCK_M, 128],
-    over groups ``start`` to ``end``: two of [128, BLOCK_M], or with the sides not swapped [BLOCK_M, 128].
+def gates_and_ups(
+    x_at,
+    xs_at,
+    xs_stride,
+    weight,
+    stored,
+    gs_at,
+    ws_stride,
+    expert,
+    first,
+    inter,
+    depth,
+    start,
+    end,
+    BLOCK_M: tl.constexpr,
+    SWAP: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    """Rows ``first`` and following of an expert's gates and of its ups times the rows of x at
+    ``x_at`` [BLOCK_M, 128],
+    over groups ``start`` to ``end``: two of [128, BLOCK_M], or with the sides not swapped [BLOCK_M,
+    128].
 
-    Their scales lie at ``xs_at`` and ``gs_at``, those of the ups inter // 128 rows behind. ``weight``: ``stored``
-    [E, 2 * inter, depth] or its descriptor.
+    Their scales lie at ``xs_at`` and ``gs_at``, those of the ups inter // 128 rows behind.
+    ``weight``: ``stored`` [E, 2 * inter, depth] or its descriptor.
     """
     groups = tl.cdiv(depth, 128)
     gate_row = expert * 2 * inter + first
@@ -63,10 +84,34 @@ def gates_and_ups(x_at, xs_at, xs_stride, weight, stored, gs_at, ws_stride, expe
 
 
 @triton.jit(do_not_specialize=["xs_stride", "ws_stride", "ws_expert", "scale_stride"])
-def _gated_parts(x, x_scales, weight, stored, w_scales, values, scales, ids, parts, tickets, inter, depth, x_stride,
-                 xs_stride, ws_expert, ws_stride, scale_stride, PER_TOKEN: tl.constexpr, SPLITS: tl.constexpr,
-                 TOKENS: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr):
-    """A program: 128 gates and ups of one pair over a part of the depth. Those of a block lie side by side."""
+def _gated_parts(
+    x,
+    x_scales,
+    weight,
+    stored,
+    w_scales,
+    values,
+    scales,
+    ids,
+    parts,
+    tickets,
+    inter,
+    depth,
+    x_stride,
+    xs_stride,
+    ws_expert,
+    ws_stride,
+    scale_stride,
+    PER_TOKEN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """A program: 128 gates and ups of one pair over a part of the depth. Those of a block lie side
+    by side.
+    """
     dependent.wait(DEPENDENT)
     dependent.begin(DEPENDENT)  # behind the wait: what begins now may read the ids
     split, place = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
@@ -78,9 +123,25 @@ def _gated_parts(x, x_scales, weight, stored, w_scales, values, scales, ids, par
     n, same = tl.arange(0, 128), tl.zeros((TOKENS,), tl.int32)  # the one row of x, TOKENS times
     row, groups = (pair // PER_TOKEN).to(tl.int64), tl.cdiv(depth, 128)
     gate, up = gates_and_ups(
-        x + row * x_stride + same[:, None] + n[None, :], x_scales + row + same, xs_stride, weight, stored,
-        w_scales + expert * ws_expert + block * ws_stride, ws_stride, expert, block * 128, inter, depth,
-        groups * split // SPLITS, groups * (split + 1) // SPLITS, TOKENS, True, TMA, EVEN, 1)
+        x + row * x_stride + same[:, None] + n[None, :],
+        x_scales + row + same,
+        xs_stride,
+        weight,
+        stored,
+        w_scales + expert * ws_expert + block * ws_stride,
+        ws_stride,
+        expert,
+        block * 128,
+        inter,
+        depth,
+        groups * split // SPLITS,
+        groups * (split + 1) // SPLITS,
+        TOKENS,
+        True,
+        TMA,
+        EVEN,
+        1,
+    )
     part = parts + (place.to(tl.int64) * SPLITS + split) * 256 + n[:, None] + same[None, :]
     one = (n[:, None] >= 0) & (tl.arange(0, TOKENS) == 0)[None, :]
     tl.store(part, gate, mask=one)
@@ -88,8 +149,12 @@ def _gated_parts(x, x_scales, weight, stored, w_scales, values, scales, ids, par
     tl.debug_barrier()
     if tl.atomic_add(tickets + place, 1, sem="acq_rel") == SPLITS - 1:
         tl.store(tickets + place, 0)
-        _activate(parts + place.to(tl.int64) * (SPLITS * 256), values + pair.to(tl.int64) * inter + block * 128,
-                  scales + block * scale_stride + pair, SPLITS)
+        _activate(
+            parts + place.to(tl.int64) * (SPLITS * 256),
+            values + pair.to(tl.int64) * inter + block * 128,
+            scales + block * scale_stride + pair,
+            SPLITS,
+        )
 
 
 @triton.jit
@@ -108,7 +173,8 @@ def _activate(parts, values, scale_at, SPLITS: tl.constexpr):
 
 @cache
 def _tickets(device: torch.device) -> Tensor:
-    """NOTE: one for all streams of a device, so two such products must not run at once on it; made before any capture.
+    """NOTE: one for all streams of a device, so two such products must not run at once on it; made
+    before any capture.
     """
     return torch.zeros(TICKETS, dtype=torch.int32, device=device)
 
@@ -118,10 +184,20 @@ def fits(pairs: int, inter: int) -> bool:
     return inter % BLOCK == 0 and pairs * (inter // BLOCK) <= TICKETS
 
 
-def gated(x: Tensor, x_scales: Tensor, held: Tensor | TensorDescriptor, w13: Tensor, scales13: Tensor, ids: Tensor,
-          per_token: int, splits: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Quantised silu(gate) * up of every pair: x E4M3 [T, H] with scales, w13 E4M3 [E, 2I, H] (``held``: itself or its
-    descriptor) with scales of blocks, ids [T * K], -1: left out -> E4M3 [T * K, I] and scales.
+def gated(
+    x: Tensor,
+    x_scales: Tensor,
+    held: Tensor | TensorDescriptor,
+    w13: Tensor,
+    scales13: Tensor,
+    ids: Tensor,
+    per_token: int,
+    splits: int,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Quantised silu(gate) * up of every pair: x E4M3 [T, H] with scales, w13 E4M3 [E, 2I, H]
+    (``held``: itself or its descriptor) with scales of blocks, ids [T * K], -1: left out -> E4M3 [T
+    * K, I] and scales.
 
     ``options``: TMA, EVEN, num_warps, num_stages and those of ``dependent``.
     """
@@ -133,7 +209,26 @@ def gated(x: Tensor, x_scales: Tensor, held: Tensor | TensorDescriptor, w13: Ten
     places = pairs * (inter // BLOCK)
     parts = torch.empty(places, splits, 2, BLOCK, dtype=torch.float32, device=x.device)
     _gated_parts[(places * splits,)](
-        x, x_scales, held, w13, scales13, values, scales, ids, parts, _tickets(x.device), inter, depth, x.stride(0),
-        x_scales.stride(1), scales13.stride(0), scales13.stride(1), scales.stride(1), PER_TOKEN=per_token,
-        SPLITS=splits, TOKENS=COLUMNS, **options)
+        x,
+        x_scales,
+        held,
+        w13,
+        scales13,
+        values,
+        scales,
+        ids,
+        parts,
+        _tickets(x.device),
+        inter,
+        depth,
+        x.stride(0),
+        x_scales.stride(1),
+        scales13.stride(0),
+        scales13.stride(1),
+        scales.stride(1),
+        PER_TOKEN=per_token,
+        SPLITS=splits,
+        TOKENS=COLUMNS,
+        **options,
+    )
     return values, scales

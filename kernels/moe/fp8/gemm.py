@@ -1,9 +1,10 @@
 """Products of routed experts in block-scaled FP8, over (token, expert) pairs sorted by expert.
 
-w13 E4M3 [E, 2I, H] (gate then up), w2 E4M3 [E, H, I], both with float32 scales of their 128x128 blocks. A pair is
-token * K + slot. Rows between the products are stored by pair, so that filling tiles costs no memory traffic. Nothing
-waits for the device.
+w13 E4M3 [E, 2I, H] (gate then up), w2 E4M3 [E, H, I], both with float32 scales of their 128x128
+blocks. A pair is token * K + slot. Rows between the products are stored by pair, so that filling
+tiles costs no memory traffic. Nothing waits for the device.
 """
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -29,9 +30,22 @@ from glowplug.kernels.moe.sum import moe_sum
 
 
 @triton.jit
-def _depth(depth, x_at, xs_at, xs_stride, w_at, weight, w_row, ws_at,
-           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
-           ROUND: tl.constexpr):
+def _depth(
+    depth,
+    x_at,
+    xs_at,
+    xs_stride,
+    w_at,
+    weight,
+    w_row,
+    ws_at,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SWAP: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROUND: tl.constexpr,
+):
     """One product over the whole depth: [M, N], or [N, M] swapped."""
     groups = tl.cdiv(depth, 128)
     x_scale = tl.load(xs_at)
@@ -56,7 +70,9 @@ def _depth(depth, x_at, xs_at, xs_stride, w_at, weight, w_row, ws_at,
 
 @triton.jit
 def _pairs_of(tile, pairs, experts, total_pairs, BLOCK_M: tl.constexpr, ALIGNED: tl.constexpr):
-    """A tile's pairs, its expert, and which rows are real. Without an alignment a tile is one pair, ``experts`` ids."""
+    """A tile's pairs, its expert, and which rows are real. Without an alignment a tile is one pair,
+    ``experts`` ids.
+    """
     at = tl.arange(0, BLOCK_M)
     if ALIGNED:
         pair = tl.load(pairs + tile * BLOCK_M + at)
@@ -77,8 +93,10 @@ def _empty(tile, experts, filled, BLOCK_M: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _part(tiles, filled, BLOCK_M: tl.constexpr, ORDER: tl.constexpr):
-    """(tile, block of columns) of this program. Programs side by side have the columns of one tile, or all tiles one
-    after another with the same columns; of "filled" ones only, so that programs with nothing to do are the last."""
+    """(tile, block of columns) of this program. Programs side by side have the columns of one tile,
+    or all tiles one after another with the same columns; of "filled" ones only, so that programs
+    with nothing to do are the last.
+    """
     blocks = tl.num_programs(0) // tiles
     if ORDER == "columns":
         tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -93,14 +111,43 @@ def _part(tiles, filled, BLOCK_M: tl.constexpr, ORDER: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tiles", "total_pairs", "xs_stride", "ws_stride", "ws_expert"])
-def _product(x, x_scales, weight, stored, w_scales, out, routed, pairs, experts, filled, tiles, total_pairs, columns,
-             depth, x_stride, xs_stride, ws_expert, ws_stride,
-             PER_TOKEN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-             SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr, ORDER: tl.constexpr,
-             ROUND: tl.constexpr, FETCH: tl.constexpr, DEPENDENT: tl.constexpr):
-    """out[pair] = x[pair // PER_TOKEN] W_expert^T, times the pair's routing weight where ``WEIGHTED``.
+def _product(
+    x,
+    x_scales,
+    weight,
+    stored,
+    w_scales,
+    out,
+    routed,
+    pairs,
+    experts,
+    filled,
+    tiles,
+    total_pairs,
+    columns,
+    depth,
+    x_stride,
+    xs_stride,
+    ws_expert,
+    ws_stride,
+    PER_TOKEN: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SWAP: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ORDER: tl.constexpr,
+    ROUND: tl.constexpr,
+    FETCH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """out[pair] = x[pair // PER_TOKEN] W_expert^T, times the pair's routing weight where
+    ``WEIGHTED``.
 
-    ``FETCH`` above 0: the kernel before began after the alignment was complete, so only its result is waited for.
+    ``FETCH`` above 0: the kernel before began after the alignment was complete, so only its result
+    is waited for.
     """
     if FETCH == 0:
         dependent.wait(DEPENDENT)
@@ -113,7 +160,9 @@ def _product(x, x_scales, weight, stored, w_scales, out, routed, pairs, experts,
     pair, expert, real = _pairs_of(tile, pairs, experts, total_pairs, BLOCK_M, ALIGNED)
     if FETCH > 0:
         if DEPENDENT:
-            fetch_weight(stored + expert * columns * depth, first, columns, 0, depth, BLOCK_N, FETCH)
+            fetch_weight(
+                stored + expert * columns * depth, first, columns, 0, depth, BLOCK_N, FETCH
+            )
         dependent.wait(DEPENDENT)
     n = first + tl.arange(0, BLOCK_N)
     k = tl.arange(0, 128)
@@ -121,8 +170,22 @@ def _product(x, x_scales, weight, stored, w_scales, out, routed, pairs, experts,
     x_at = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
     w_at = stored + (expert * columns + tl.where(n < columns, n, 0))[:, None] * depth + k[None, :]
     ws_at = w_scales + expert * ws_expert + first // 128 * ws_stride
-    total = _depth(depth, x_at, x_scales + row, xs_stride, w_at, weight, (expert * columns + first).to(tl.int32),
-                   ws_at, BLOCK_M, BLOCK_N, SWAP, TMA, EVEN, ROUND)
+    total = _depth(
+        depth,
+        x_at,
+        x_scales + row,
+        xs_stride,
+        w_at,
+        weight,
+        (expert * columns + first).to(tl.int32),
+        ws_at,
+        BLOCK_M,
+        BLOCK_N,
+        SWAP,
+        TMA,
+        EVEN,
+        ROUND,
+    )
     if SWAP:
         total = total.T
     if WEIGHTED:
@@ -131,12 +194,46 @@ def _product(x, x_scales, weight, stored, w_scales, out, routed, pairs, experts,
     tl.store(out_at, total.to(out.dtype.element_ty), mask=real[:, None] & (n < columns)[None, :])
 
 
-@triton.jit(do_not_specialize=["tiles", "total_pairs", "xs_stride", "ws_stride", "ws_expert",
-                               "scale_stride"])
-def _gated(x, x_scales, weight, stored, w_scales, values, scales, pairs, experts, filled, tiles, total_pairs,
-           inter, depth, x_stride, xs_stride, ws_expert, ws_stride, scale_stride,
-           PER_TOKEN: tl.constexpr, BLOCK_M: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
-           ALIGNED: tl.constexpr, ORDER: tl.constexpr, ROUND: tl.constexpr, DEPENDENT: tl.constexpr):
+@triton.jit(
+    do_not_specialize=[
+        "tiles",
+        "total_pairs",
+        "xs_stride",
+        "ws_stride",
+        "ws_expert",
+        "scale_stride",
+    ]
+)
+def _gated(
+    x,
+    x_scales,
+    weight,
+    stored,
+    w_scales,
+    values,
+    scales,
+    pairs,
+    experts,
+    filled,
+    tiles,
+    total_pairs,
+    inter,
+    depth,
+    x_stride,
+    xs_stride,
+    ws_expert,
+    ws_stride,
+    scale_stride,
+    PER_TOKEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SWAP: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ORDER: tl.constexpr,
+    ROUND: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """values[pair], scales[pair] = quantised silu(x G^T) * (x U^T), 128 columns a program."""
     dependent.wait(DEPENDENT)
     dependent.begin(DEPENDENT)  # behind the wait: what begins now may read the alignment
@@ -147,9 +244,25 @@ def _gated(x, x_scales, weight, stored, w_scales, values, scales, pairs, experts
     pair, expert, real = _pairs_of(tile, pairs, experts, total_pairs, BLOCK_M, ALIGNED)
     row = tl.where(real, pair // PER_TOKEN, 0)
     gate, up = moe_gated_parts.gates_and_ups(
-        x + row.to(tl.int64)[:, None] * x_stride + tl.arange(0, 128)[None, :], x_scales + row, xs_stride, weight,
-        stored, w_scales + expert * ws_expert + first // 128 * ws_stride, ws_stride, expert, first, inter, depth, 0,
-        tl.cdiv(depth, 128), BLOCK_M, SWAP, TMA, EVEN, ROUND)
+        x + row.to(tl.int64)[:, None] * x_stride + tl.arange(0, 128)[None, :],
+        x_scales + row,
+        xs_stride,
+        weight,
+        stored,
+        w_scales + expert * ws_expert + first // 128 * ws_stride,
+        ws_stride,
+        expert,
+        first,
+        inter,
+        depth,
+        0,
+        tl.cdiv(depth, 128),
+        BLOCK_M,
+        SWAP,
+        TMA,
+        EVEN,
+        ROUND,
+    )
     inner = gate / (1.0 + tl.exp(-gate)) * up
     if SWAP:
         inner = inner.T
@@ -175,9 +288,11 @@ def _held(weight: Tensor, block_n: int, tma: bool) -> Tensor | TensorDescriptor:
 
 
 class Tiles(NamedTuple):
-    """Which rows of which expert a tile holds: an alignment, or one pair a tile by the ids themselves.
+    """Which rows of which expert a tile holds: an alignment, or one pair a tile by the ids
+    themselves.
 
-    ``pairs``, ``experts`` and ``filled`` are as in ``Alignment``; without one all of them are the ids [T * K].
+    ``pairs``, ``experts`` and ``filled`` are as in ``Alignment``; without one all of them are the
+    ids [T * K].
     """
 
     pairs: Tensor
@@ -192,41 +307,92 @@ def tiles_of(ids: Tensor, experts: int, config: Config) -> Tiles:
     if config.get("PAIRED"):
         return Tiles(ids, ids, ids, ids.numel(), False)
     order = align(ids, experts, config["BLOCK_M"])
-    return Tiles(order.sorted_pairs, order.expert_of_block, order.num_padded, order.expert_of_block.shape[0], True)
+    return Tiles(
+        order.sorted_pairs,
+        order.expert_of_block,
+        order.num_padded,
+        order.expert_of_block.shape[0],
+        True,
+    )
 
 
 def _options(config: Config, tile: int, depth: int, columns: int, tiles: Tiles) -> dict[str, Any]:
     """Compile-time arguments of one product."""
     order = config.get("ORDER", "tiles")
     whole = depth % (BLOCK * config.get("ROUND", 1)) == 0
-    return {**config, **dependent.options(), "BLOCK_M": tile, "EVEN": depth % BLOCK == 0, "ALIGNED": tiles.aligned,
-            "ORDER": order if tiles.aligned or order != "filled" else "tiles",
-            "ROUND": config.get("ROUND", 1) if whole else 1,
-            "TMA": config["TMA"] and depth % 16 == 0 and columns % config["BLOCK_N"] == 0}
+    return {
+        **config,
+        **dependent.options(),
+        "BLOCK_M": tile,
+        "EVEN": depth % BLOCK == 0,
+        "ALIGNED": tiles.aligned,
+        "ORDER": order if tiles.aligned or order != "filled" else "tiles",
+        "ROUND": config.get("ROUND", 1) if whole else 1,
+        "TMA": config["TMA"] and depth % 16 == 0 and columns % config["BLOCK_N"] == 0,
+    }
 
 
-def product(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, tiles: Tiles, tile: int, pairs: int,
-            per_token: int, dtype: torch.dtype, config: Config, routed: Tensor | None = None,
-            fetch: int = 0) -> Tensor:
-    """[pairs, N] of x [pairs / per_token, K] and weight [E, N, K]; times ``routed`` float32 [pairs] where given.
+def product(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    w_scales: Tensor,
+    tiles: Tiles,
+    tile: int,
+    pairs: int,
+    per_token: int,
+    dtype: torch.dtype,
+    config: Config,
+    routed: Tensor | None = None,
+    fetch: int = 0,
+) -> Tensor:
+    """[pairs, N] of x [pairs / per_token, K] and weight [E, N, K]; times ``routed`` float32 [pairs]
+    where given.
 
-    ``fetch``: groups of weights to ask for before the kernel in front is done; the one before that must have made the
-    alignment.
+    ``fetch``: groups of weights to ask for before the kernel in front is done; the one before that
+    must have made the alignment.
     """
     _, columns, depth = weight.shape
     out = torch.empty(pairs, columns, dtype=dtype, device=x.device)
     options = _options(config, tile, depth, columns, tiles)
     _product[(tiles.count * cdiv(columns, config["BLOCK_N"]),)](
-        x, x_scales, _held(weight, config["BLOCK_N"], options["TMA"]), weight, w_scales, out,
-        x_scales if routed is None else routed, *tiles[:4], pairs, columns, depth, x.stride(0), x_scales.stride(1),
-        w_scales.stride(0), w_scales.stride(1), PER_TOKEN=per_token, WEIGHTED=routed is not None, FETCH=fetch,
-        **options)
+        x,
+        x_scales,
+        _held(weight, config["BLOCK_N"], options["TMA"]),
+        weight,
+        w_scales,
+        out,
+        x_scales if routed is None else routed,
+        *tiles[:4],
+        pairs,
+        columns,
+        depth,
+        x.stride(0),
+        x_scales.stride(1),
+        w_scales.stride(0),
+        w_scales.stride(1),
+        PER_TOKEN=per_token,
+        WEIGHTED=routed is not None,
+        FETCH=fetch,
+        **options,
+    )
     return out
 
 
-def gated_product(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, tiles: Tiles, tile: int, pairs: int,
-                  per_token: int, config: Config) -> tuple[Tensor, Tensor]:
-    """Quantised silu(gate) * up of every pair: E4M3 [pairs, I] and scales. I must be a multiple of 128."""
+def gated_product(
+    x: Tensor,
+    x_scales: Tensor,
+    w13: Tensor,
+    scales13: Tensor,
+    tiles: Tiles,
+    tile: int,
+    pairs: int,
+    per_token: int,
+    config: Config,
+) -> tuple[Tensor, Tensor]:
+    """Quantised silu(gate) * up of every pair: E4M3 [pairs, I] and scales. I must be a multiple of
+    128.
+    """
     inter = w13.shape[1] // 2
     depth = w13.shape[2]
     options = _options({**config, "BLOCK_N": BLOCK}, tile, depth, inter, tiles)
@@ -235,37 +401,106 @@ def gated_product(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, ti
     if splits > 1 and not tiles.aligned and moe_gated_parts.fits(pairs, inter):
         for word in ("BLOCK_M", "SWAP", "ALIGNED", "ORDER", "ROUND"):
             del options[word]
-        return moe_gated_parts.gated(x, x_scales, _held(w13, BLOCK, options["TMA"]), w13, scales13, tiles.experts,
-                                     per_token, splits, options)
+        return moe_gated_parts.gated(
+            x,
+            x_scales,
+            _held(w13, BLOCK, options["TMA"]),
+            w13,
+            scales13,
+            tiles.experts,
+            per_token,
+            splits,
+            options,
+        )
     values, scales = fp8_quant.empty_quantized(pairs, inter, x.device)
     _gated[(tiles.count * (inter // BLOCK),)](
-        x, x_scales, _held(w13, BLOCK, options["TMA"]), w13, scales13, values, scales, *tiles[:4], pairs, inter, depth,
-        x.stride(0), x_scales.stride(1), scales13.stride(0), scales13.stride(1), scales.stride(1),
-        PER_TOKEN=per_token, **options)
+        x,
+        x_scales,
+        _held(w13, BLOCK, options["TMA"]),
+        w13,
+        scales13,
+        values,
+        scales,
+        *tiles[:4],
+        pairs,
+        inter,
+        depth,
+        x.stride(0),
+        x_scales.stride(1),
+        scales13.stride(0),
+        scales13.stride(1),
+        scales.stride(1),
+        PER_TOKEN=per_token,
+        **options,
+    )
     return values, scales
 
 
-def products(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor, ids: Tensor,
-             weights: Tensor, dtype: torch.dtype, config: Config) -> Tensor:
-    """x [T, H] quantised, ids and weights float32 [T, K] -> weighted rows [T * K, H] for ``moe_sum``."""
+def products(
+    x: Tensor,
+    x_scales: Tensor,
+    w13: Tensor,
+    scales13: Tensor,
+    w2: Tensor,
+    scales2: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype,
+    config: Config,
+) -> Tensor:
+    """x [T, H] quantised, ids and weights float32 [T, K] -> weighted rows [T * K, H] for
+    ``moe_sum``.
+    """
     per_token = ids.shape[1]
     pairs = ids.numel()
     tile = config["BLOCK_M"]
     if moe_fp8_tiles.on_hopper(config):
         order = align(ids, w13.shape[0], tile)
-        inner = moe_gemm_fp8_hopper.gated_product(x, x_scales, w13, scales13, ids, order, dtype, config["first"])
-        return moe_gemm_fp8_hopper.product(*inner, w2, scales2, order, weights, dtype, config["second"])
+        inner = moe_gemm_fp8_hopper.gated_product(
+            x, x_scales, w13, scales13, ids, order, dtype, config["first"]
+        )
+        return moe_gemm_fp8_hopper.product(
+            *inner, w2, scales2, order, weights, dtype, config["second"]
+        )
     tiles = tiles_of(ids, w13.shape[0], config)
     if config["FUSE"]:
-        inner, inner_scales = gated_product(x, x_scales, w13, scales13, tiles, tile, pairs, per_token, config["first"])
+        inner, inner_scales = gated_product(
+            x, x_scales, w13, scales13, tiles, tile, pairs, per_token, config["first"]
+        )
     else:
-        hidden = product(x, x_scales, w13, scales13, tiles, tile, pairs, per_token, dtype, config["first"])
+        hidden = product(
+            x, x_scales, w13, scales13, tiles, tile, pairs, per_token, dtype, config["first"]
+        )
         inner, inner_scales = fp8_quant.silu_and_mul(hidden)
-    return product(inner, inner_scales, w2, scales2, tiles, tile, pairs, 1, dtype, config["second"], weights,
-                   fetch=fetch_of(tile))
+    return product(
+        inner,
+        inner_scales,
+        w2,
+        scales2,
+        tiles,
+        tile,
+        pairs,
+        1,
+        dtype,
+        config["second"],
+        weights,
+        fetch=fetch_of(tile),
+    )
 
 
-def experts(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor, ids: Tensor,
-            weights: Tensor, dtype: torch.dtype, config: Config) -> Tensor:
+def experts(
+    x: Tensor,
+    x_scales: Tensor,
+    w13: Tensor,
+    scales13: Tensor,
+    w2: Tensor,
+    scales2: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype,
+    config: Config,
+) -> Tensor:
     """:func:`products` added up: [T, H]."""
-    return moe_sum(products(x, x_scales, w13, scales13, w2, scales2, ids, weights, dtype, config), ids)
+    return moe_sum(
+        products(x, x_scales, w13, scales13, w2, scales2, ids, weights, dtype, config), ids
+    )

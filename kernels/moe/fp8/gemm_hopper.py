@@ -1,11 +1,14 @@
-"""Grouped products of routed experts in block FP8 on Hopper for loads at which tensor cores are what takes time, in
+"""Grouped products of routed experts in block FP8 on Hopper for loads at which tensor cores are
+what takes time, in
 Gluon: over an ``Alignment`` of 192 rows a block, with roles for warps.
 
-One warp fetches, three groups of four multiply 64 rows of a block each with the same weights, so that one's float32
-sums fall into the others' products. A group of 128 numbers of the depth is multiplied in E4M3, its result scaled by its
-row's and its weight block's scales, which travel with the tiles, and added in float32. 64 rows that hold nothing but
-padding are neither fetched nor multiplied: of an expert's rows 32 are wasted on average.
+One warp fetches, three groups of four multiply 64 rows of a block each with the same weights, so
+that one's float32 sums fall into the others' products. A group of 128 numbers of the depth is
+multiplied in E4M3, its result scaled by its row's and its weight block's scales, which travel with
+the tiles, and added in float32. 64 rows that hold nothing but padding are neither fetched nor
+multiplied: of an expert's rows 32 are wasted on average.
 """
+
 from __future__ import annotations
 
 import torch
@@ -40,7 +43,9 @@ from glowplug.kernels.moe.sort import gather_rows
 
 UNIT = 64  #: rows that a group of warps multiplies,
 PARTS = 3  #: and groups that share a tile's weights
-COLUMNS = 128  #: of a tile, as many as a block of weights with one scale; half gates, half ups in the first product
+#: of a tile, as many as a block of weights with one scale; half gates, half ups in the first
+#: product
+COLUMNS = 128
 DEPTH = 128
 RING = 5  #: parts of the depth that are on their way or being multiplied
 #: registers of a thread
@@ -49,11 +54,38 @@ FETCHING = 32
 
 
 @gluon.jit
-def _fetch(given, UP: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr,
-           RING: gl.constexpr):
-    """Every tile of this program by one warp: rows of x as far as there are pairs, its expert's weight, the scales."""
-    (x_at, w_at, x_scales, w_scales, sorted_pairs, expert_of_block, m_blocks, n_blocks, group, pairs, columns, depth,
-     x_stride, x_ring, w_ring, x_scale_ring, w_scale_ring, full, empty) = given
+def _fetch(
+    given,
+    UP: gl.constexpr,
+    PARTS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    RING: gl.constexpr,
+):
+    """Every tile of this program by one warp: rows of x as far as there are pairs, its expert's
+    weight, the scales.
+    """
+    (
+        x_at,
+        w_at,
+        x_scales,
+        w_scales,
+        sorted_pairs,
+        expert_of_block,
+        m_blocks,
+        n_blocks,
+        group,
+        pairs,
+        columns,
+        depth,
+        x_stride,
+        x_ring,
+        w_ring,
+        x_scale_ring,
+        w_scale_ring,
+        full,
+        empty,
+    ) = given
     size: gl.constexpr = COLUMNS * DEPTH
     unit: gl.constexpr = 64 * DEPTH
     by_row: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
@@ -74,7 +106,11 @@ def _fetch(given, UP: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, 
         if UP:
             first = expert * 2 * columns + column_block * (COLUMNS // 2)
             second = first + columns
-            scales_at = w_scales + (expert * (2 * columns // 128) + column_block // 2 + half * (columns // 128)) * steps
+            scales_at = (
+                w_scales
+                + (expert * (2 * columns // 128) + column_block // 2 + half * (columns // 128))
+                * steps
+            )
         for k in range(steps):
             stage = step % RING
             ready = full.index(stage)
@@ -85,9 +121,25 @@ def _fetch(given, UP: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, 
             copy_tile(w_at, [first, k * DEPTH], ready, w_ring.index(2 * stage))
             copy_tile(w_at, [second, k * DEPTH], ready, w_ring.index(2 * stage + 1))
             copy_tile(x_at, [place, k * DEPTH], ready, x_ring.index(PARTS * stage))
-            copy_tile(x_at, [place + 64, k * DEPTH], ready, x_ring.index(PARTS * stage + 1), pred=second_there)
-            copy_tile(x_at, [place + 128, k * DEPTH], ready, x_ring.index(PARTS * stage + 2), pred=third_there)
-            copy_rows(x_scale_ring.index(stage), x_scales + k * x_stride + place + lane, mask=lane < 64 * PARTS)
+            copy_tile(
+                x_at,
+                [place + 64, k * DEPTH],
+                ready,
+                x_ring.index(PARTS * stage + 1),
+                pred=second_there,
+            )
+            copy_tile(
+                x_at,
+                [place + 128, k * DEPTH],
+                ready,
+                x_ring.index(PARTS * stage + 2),
+                pred=third_there,
+            )
+            copy_rows(
+                x_scale_ring.index(stage),
+                x_scales + k * x_stride + place + lane,
+                mask=lane < 64 * PARTS,
+            )
             copy_rows(w_scale_ring.index(stage), scales_at + k)
             async_copy.mbarrier_arrive(ready, increment_count=False)
             step += 1
@@ -95,20 +147,29 @@ def _fetch(given, UP: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, 
 
 @gluon.jit
 def _add(total, part, scale):
-    """total + part * scale by rows; ``scale`` [64] in the layout that part's rows had before they were cut."""
+    """total + part * scale by rows; ``scale`` [64] in the layout that part's rows had before they
+    were cut.
+    """
     return total + part * gl.convert_layout(scale, gl.SliceLayout(1, part.type.layout))[:, None]
 
 
 @gluon.jit
-def _multiply_group(rings, full, empty, step, none, PART: gl.constexpr, PARTS: gl.constexpr, RING: gl.constexpr):
-    """Of one group of the depth: the product, in the layout of ``none``, and what its rows' first and second half of
-    columns are scaled by."""
+def _multiply_group(
+    rings, full, empty, step, none, PART: gl.constexpr, PARTS: gl.constexpr, RING: gl.constexpr
+):
+    """Of one group of the depth: the product, in the layout of ``none``, and what its rows' first
+    and second half of columns are scaled by."""
     x_ring, w_ring, x_scale_ring, w_scale_ring = rings
     side: gl.constexpr = gl.SliceLayout(1, none.type.layout)
     stage = step % RING
     mbarrier.wait(full.index(stage), (step // RING) & 1)
-    part = warpgroup_mma(x_ring.index(PARTS * stage + PART), w_ring.index(stage).permute((1, 0)), none, use_acc=False,
-                         is_async=True)
+    part = warpgroup_mma(
+        x_ring.index(PARTS * stage + PART),
+        w_ring.index(stage).permute((1, 0)),
+        none,
+        use_acc=False,
+        is_async=True,
+    )
     x_scale = x_scale_ring.index(stage).slice(PART * 64, 64).load(side)
     first = x_scale * w_scale_ring.index(stage).slice(0, 64).load(side)
     second = x_scale * w_scale_ring.index(stage).slice(64, 64).load(side)
@@ -118,10 +179,30 @@ def _multiply_group(rings, full, empty, step, none, PART: gl.constexpr, PARTS: g
 
 
 @gluon.jit
-def _multiply(given, PART: gl.constexpr, UP: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr,
-              DEPTH: gl.constexpr, RING: gl.constexpr):
+def _multiply(
+    given,
+    PART: gl.constexpr,
+    UP: gl.constexpr,
+    PARTS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    RING: gl.constexpr,
+):
     """The 64 rows from 64 * PART on of every tile of this program."""
-    out, weights, sorted_pairs, m_blocks, n_blocks, group, pairs, columns, depth, rings, full, empty = given
+    (
+        out,
+        weights,
+        sorted_pairs,
+        m_blocks,
+        n_blocks,
+        group,
+        pairs,
+        columns,
+        depth,
+        rings,
+        full,
+        empty,
+    ) = given
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     side: gl.constexpr = gl.SliceLayout(1, acc_layout)
     step = 0
@@ -136,7 +217,9 @@ def _multiply(given, PART: gl.constexpr, UP: gl.constexpr, PARTS: gl.constexpr, 
         filled = leader < pairs
         after = tile + gl.num_programs(0)
         next_block, _ = place_of(after, m_blocks, n_blocks, group)
-        leader = gl.load(sorted_pairs + (next_block * PARTS + PART) * 64, mask=after < tiles, other=pairs)
+        leader = gl.load(
+            sorted_pairs + (next_block * PARTS + PART) * 64, mask=after < tiles, other=pairs
+        )
         if filled:
             none = gl.zeros([64, COLUMNS], gl.float32, acc_layout)
             if UP:
@@ -144,7 +227,9 @@ def _multiply(given, PART: gl.constexpr, UP: gl.constexpr, PARTS: gl.constexpr, 
             else:
                 gate, up = none, 0.0
             for _ in range(steps):
-                part, gate_scale, up_scale = _multiply_group(rings, full, empty, step, none, PART, PARTS, RING)
+                part, gate_scale, up_scale = _multiply_group(
+                    rings, full, empty, step, none, PART, PARTS, RING
+                )
                 if UP:
                     gate_part, up_part = cut(part)
                     gate = _add(gate, gate_part, gate_scale)
@@ -163,12 +248,34 @@ def _multiply(given, PART: gl.constexpr, UP: gl.constexpr, PARTS: gl.constexpr, 
 
 
 @gluon.jit(do_not_specialize=["pairs", "group"])
-def _grouped_fp8_hopper(x_at, w_at, x_scales, w_scales, out, weights, sorted_pairs, expert_of_block, num_padded,
-                        pairs, columns, depth, n_blocks, group, x_stride, UP: gl.constexpr, PARTS: gl.constexpr,
-                        COLUMNS: gl.constexpr, DEPTH: gl.constexpr, RING: gl.constexpr,
-                        MULTIPLYING: gl.constexpr, FETCHING: gl.constexpr, DEPENDENT: gl.constexpr):
-    """``x_at``, ``w_at``: tiles of 64 rows of E4M3 [R, depth] and [E * N, depth]. ``x_scales`` [depth / 128, x_stride],
-    ``w_scales`` [E, N / 128, depth / 128]. ``out`` [., columns]: N, or with ``UP`` N / 2, gated."""
+def _grouped_fp8_hopper(
+    x_at,
+    w_at,
+    x_scales,
+    w_scales,
+    out,
+    weights,
+    sorted_pairs,
+    expert_of_block,
+    num_padded,
+    pairs,
+    columns,
+    depth,
+    n_blocks,
+    group,
+    x_stride,
+    UP: gl.constexpr,
+    PARTS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    RING: gl.constexpr,
+    MULTIPLYING: gl.constexpr,
+    FETCHING: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """``x_at``, ``w_at``: tiles of 64 rows of E4M3 [R, depth] and [E * N, depth]. ``x_scales``
+    [depth / 128, x_stride], ``w_scales`` [E, N / 128, depth / 128]. ``out`` [., columns]: N, or
+    with ``UP`` N / 2, gated."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
@@ -184,58 +291,154 @@ def _grouped_fp8_hopper(x_at, w_at, x_scales, w_scales, out, weights, sorted_pai
         mbarrier.init(empty.index(i), count=PARTS)
     fence_async_shared()
     m_blocks = gl.load(num_padded) // (64 * PARTS)
-    given = (out, weights, sorted_pairs, m_blocks, n_blocks, group, pairs, columns, depth,
-             (x_ring, w_ring, x_scale_ring, w_scale_ring), full, empty)
-    fetched = (x_at, w_at, x_scales, w_scales, sorted_pairs, expert_of_block, m_blocks, n_blocks, group, pairs, columns,
-               depth, x_stride, x_ring, halves(w_ring, shared), x_scale_ring, w_scale_ring, full, empty)
-    gl.warp_specialize([
-        (_multiply, (given, gl.constexpr(0), UP, PARTS, COLUMNS, DEPTH, RING)),
-        (_multiply, (given, gl.constexpr(1), UP, PARTS, COLUMNS, DEPTH, RING)),
-        (_multiply, (given, gl.constexpr(2), UP, PARTS, COLUMNS, DEPTH, RING)),
-        (_fetch, (fetched, UP, PARTS, COLUMNS, DEPTH, RING))],
-        [4, 4, 1], [MULTIPLYING, MULTIPLYING, FETCHING])
+    given = (
+        out,
+        weights,
+        sorted_pairs,
+        m_blocks,
+        n_blocks,
+        group,
+        pairs,
+        columns,
+        depth,
+        (x_ring, w_ring, x_scale_ring, w_scale_ring),
+        full,
+        empty,
+    )
+    fetched = (
+        x_at,
+        w_at,
+        x_scales,
+        w_scales,
+        sorted_pairs,
+        expert_of_block,
+        m_blocks,
+        n_blocks,
+        group,
+        pairs,
+        columns,
+        depth,
+        x_stride,
+        x_ring,
+        halves(w_ring, shared),
+        x_scale_ring,
+        w_scale_ring,
+        full,
+        empty,
+    )
+    gl.warp_specialize(
+        [
+            (_multiply, (given, gl.constexpr(0), UP, PARTS, COLUMNS, DEPTH, RING)),
+            (_multiply, (given, gl.constexpr(1), UP, PARTS, COLUMNS, DEPTH, RING)),
+            (_multiply, (given, gl.constexpr(2), UP, PARTS, COLUMNS, DEPTH, RING)),
+            (_fetch, (fetched, UP, PARTS, COLUMNS, DEPTH, RING)),
+        ],
+        [4, 4, 1],
+        [MULTIPLYING, MULTIPLYING, FETCHING],
+    )
 
 
 def _tiled(value: Tensor) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(value.view(-1, value.shape[-1]), [UNIT, DEPTH],
-                                        gl.NVMMASharedLayout(128, 8, 2))
+    return TensorDescriptor.from_tensor(
+        value.view(-1, value.shape[-1]), [UNIT, DEPTH], gl.NVMMASharedLayout(128, 8, 2)
+    )
 
 
-def _launch(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, out: Tensor, weights: Tensor | None,
-            order: Alignment, pairs: int, config: Config) -> Tensor:
+def _launch(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    weights: Tensor | None,
+    order: Alignment,
+    pairs: int,
+    config: Config,
+) -> Tensor:
     depth = x.shape[1]
     columns = out.shape[1]
     up = weights is None
-    assert depth % DEPTH == 0 and columns % COLUMNS == 0 and x_scales.stride(0) == 1, "sizes that tiles do not fit"
+    assert depth % DEPTH == 0 and columns % COLUMNS == 0 and x_scales.stride(0) == 1, (
+        "sizes that tiles do not fit"
+    )
     n_blocks = columns // (COLUMNS // 2 if up else COLUMNS)
     programs = min(processors(x.device), len(order.expert_of_block) * n_blocks)
     _grouped_fp8_hopper[(programs,)](
-        _tiled(x), _tiled(weight), x_scales, scales, out, x_scales if up else weights, order.sorted_pairs,
-        order.expert_of_block, order.num_padded, pairs, columns, depth, n_blocks, config["GROUP"], x_scales.stride(1),
-        UP=up, PARTS=PARTS, COLUMNS=COLUMNS, DEPTH=DEPTH, RING=RING, MULTIPLYING=MULTIPLYING,
-        FETCHING=FETCHING, num_warps=4, **dependent.options())
+        _tiled(x),
+        _tiled(weight),
+        x_scales,
+        scales,
+        out,
+        x_scales if up else weights,
+        order.sorted_pairs,
+        order.expert_of_block,
+        order.num_padded,
+        pairs,
+        columns,
+        depth,
+        n_blocks,
+        config["GROUP"],
+        x_scales.stride(1),
+        UP=up,
+        PARTS=PARTS,
+        COLUMNS=COLUMNS,
+        DEPTH=DEPTH,
+        RING=RING,
+        MULTIPLYING=MULTIPLYING,
+        FETCHING=FETCHING,
+        num_warps=4,
+        **dependent.options(),
+    )
     return out
 
 
-def gated(rows: Tensor, row_scales: Tensor, w13: Tensor, scales13: Tensor, order: Alignment, pairs: int,
-          dtype: torch.dtype, config: Config) -> Tensor:
-    """rows E4M3 [R, H] in the order of ``order``, w13 E4M3 [E, 2I, H] -> silu(gate) * up [R, I], of ``pairs`` pairs in
-    all. Rows of padding are not written. ``dtype``: of 16 bits."""
+def gated(
+    rows: Tensor,
+    row_scales: Tensor,
+    w13: Tensor,
+    scales13: Tensor,
+    order: Alignment,
+    pairs: int,
+    dtype: torch.dtype,
+    config: Config,
+) -> Tensor:
+    """rows E4M3 [R, H] in the order of ``order``, w13 E4M3 [E, 2I, H] -> silu(gate) * up [R, I], of
+    ``pairs`` pairs in all. Rows of padding are not written. ``dtype``: of 16 bits."""
     out = torch.empty(len(rows), w13.shape[1] // 2, dtype=dtype, device=rows.device)
     return _launch(rows, row_scales, w13, scales13, out, None, order, pairs, config)
 
 
-def gated_product(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, ids: Tensor, order: Alignment,
-                  dtype: torch.dtype, config: Config) -> tuple[Tensor, Tensor]:
-    """:func:`gated` of x E4M3 [T, H] for the experts ids [T, K] that ``order`` is of, quantised: [R, I] and scales."""
+def gated_product(
+    x: Tensor,
+    x_scales: Tensor,
+    w13: Tensor,
+    scales13: Tensor,
+    ids: Tensor,
+    order: Alignment,
+    dtype: torch.dtype,
+    config: Config,
+) -> tuple[Tensor, Tensor]:
+    """:func:`gated` of x E4M3 [T, H] for the experts ids [T, K] that ``order`` is of, quantised:
+    [R, I] and scales.
+    """
     rows, row_scales, _ = gather_rows(x, x_scales, order, ids)
     hidden = gated(rows, row_scales, w13, scales13, order, ids.numel(), dtype, config)
     del rows, row_scales
     return fp8_quant.quantize(hidden)
 
 
-def product(h: Tensor, h_scales: Tensor, w2: Tensor, scales2: Tensor, order: Alignment, weights: Tensor,
-            dtype: torch.dtype, config: Config) -> Tensor:
-    """h of :func:`gated_product`, w2 E4M3 [E, H, I], weights float32 [T, K] -> weighted rows [T * K, H]."""
+def product(
+    h: Tensor,
+    h_scales: Tensor,
+    w2: Tensor,
+    scales2: Tensor,
+    order: Alignment,
+    weights: Tensor,
+    dtype: torch.dtype,
+    config: Config,
+) -> Tensor:
+    """h of :func:`gated_product`, w2 E4M3 [E, H, I], weights float32 [T, K] -> weighted rows [T *
+    K, H].
+    """
     out = torch.empty(weights.numel(), w2.shape[1], dtype=dtype, device=h.device)
     return _launch(h, h_scales, w2, scales2, out, weights, order, weights.numel(), config)

@@ -1,8 +1,11 @@
-"""Measures configurations of routed experts in block FP8 and writes the table that ``moe_gemm_fp8`` reads.
+"""Measures configurations of routed experts in block FP8 and writes the table that ``moe_gemm_fp8``
+reads.
 
-Products are timed apart, inside a graph, over several routings in turn, so that weights come from memory as they do in
-a model. Kernels are compiled ahead in processes of their own, because that takes longer than measuring them.
+Products are timed apart, inside a graph, over several routings in turn, so that weights come from
+memory as they do in a model. Kernels are compiled ahead in processes of their own, because that
+takes longer than measuring them.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -16,25 +19,43 @@ from torch import Tensor
 
 from glowplug.kernels.formats import fp8_triton as fp8_quant
 from glowplug.kernels.gemm.fp8 import BLOCK
-from glowplug.kernels.gemm.tuning_fp8_run import Log, Table, TuningRun, check_refusal, fitting_tiles, key, without
+from glowplug.kernels.gemm.tuning_fp8_run import (
+    Log,
+    Table,
+    TuningRun,
+    check_refusal,
+    fitting_tiles,
+    key,
+    without,
+)
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe import gemm_hopper as moe_gemm_hopper
 from glowplug.kernels.moe.align import Alignment
-from glowplug.kernels.moe.fp8 import gemm as moe_gemm_fp8, gemm_hopper as moe_gemm_fp8_hopper, tiles as moe_fp8_tiles
+from glowplug.kernels.moe.fp8 import (
+    gemm as moe_gemm_fp8,
+    gemm_hopper as moe_gemm_fp8_hopper,
+    tiles as moe_fp8_tiles,
+)
 from glowplug.kernels.moe.tuning import microseconds
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 ALIGNING = 4.0  #: microseconds of an alignment of few tokens
 PAIRED = 4  #: tokens up to which one pair a tile may win
-COLUMNS = 8  #: rows an expert gets from which columns of one tile may win side by side, among gates and ups
+#: rows an expert gets from which columns of one tile may win side by side, among gates and ups
+COLUMNS = 8
 SPLITS = (4, 7, 8)  #: parts of the depth that gates and ups of few pairs may be cut into
 SPLIT = 2  #: tokens up to which they are
 LARGE = 16  #: rows an expert gets from which the kernel for Hopper may win,
 GROUPS = (1, 2, 4, 8)  #: with so many tiles above each other
 HALF = 2  #: bytes of a number of bfloat16
-ROUNDS: Config = {"ORDER": "filled", "ROUND": 2}  #: what won there on an H200 with 8 to 128 tokens of V3
-Best = dict[tuple[str, int, bool], tuple[float, Config]]  #: (kind of product, rows a tile, one pair a tile)
+ROUNDS: Config = {
+    "ORDER": "filled",
+    "ROUND": 2,
+}  #: what won there on an H200 with 8 to 128 tokens of V3
+Best = dict[
+    tuple[str, int, bool], tuple[float, Config]
+]  #: (kind of product, rows a tile, one pair a tile)
 
 
 def random_fp8(*shape: int) -> Tensor:
@@ -43,7 +64,9 @@ def random_fp8(*shape: int) -> Tensor:
 
 
 class Problem(NamedTuple):
-    """``experts`` held, of which the last ``shared`` are everybody's and count among a token's ``topk``."""
+    """``experts`` held, of which the last ``shared`` are everybody's and count among a token's
+    ``topk``.
+    """
 
     experts: int
     topk: int
@@ -67,13 +90,22 @@ class _Experts:
     def make(problem: Problem, held: int) -> _Experts:
         hidden = problem.hidden
         inter = problem.inter
-        return _Experts(random_fp8(held, 2 * inter, hidden),
-                        torch.rand(held, 2 * inter // BLOCK, hidden // BLOCK, device="cuda"),
-                        random_fp8(held, hidden, inter),
-                        torch.rand(held, hidden // BLOCK, inter // BLOCK, device="cuda"))
+        return _Experts(
+            random_fp8(held, 2 * inter, hidden),
+            torch.rand(held, 2 * inter // BLOCK, hidden // BLOCK, device="cuda"),
+            random_fp8(held, hidden, inter),
+            torch.rand(held, hidden // BLOCK, inter // BLOCK, device="cuda"),
+        )
 
-    def call(self, kind: str, config: Config, x: tuple[Tensor, Tensor], ids: Tensor, weights: Tensor,
-             tiles: moe_gemm_fp8.Tiles) -> object:
+    def call(
+        self,
+        kind: str,
+        config: Config,
+        x: tuple[Tensor, Tensor],
+        ids: Tensor,
+        weights: Tensor,
+        tiles: moe_gemm_fp8.Tiles,
+    ) -> object:
         tile = config["BLOCK_M"]
         pairs = ids.numel()
         per_token = ids.shape[1]
@@ -81,15 +113,35 @@ class _Experts:
         if "GROUP" in config:
             order = Alignment(*tiles[:3], ends=tiles.filled)  # nobody asks for ends
             if kind == "gated":
-                return moe_gemm_fp8_hopper.gated_product(*x, self.w13, self.scales13, ids, order, torch.bfloat16, own)
-            return moe_gemm_fp8_hopper.product(*x, self.w2, self.scales2, order, weights, torch.bfloat16, own)
+                return moe_gemm_fp8_hopper.gated_product(
+                    *x, self.w13, self.scales13, ids, order, torch.bfloat16, own
+                )
+            return moe_gemm_fp8_hopper.product(
+                *x, self.w2, self.scales2, order, weights, torch.bfloat16, own
+            )
         if kind == "gated":
-            return moe_gemm_fp8.gated_product(*x, self.w13, self.scales13, tiles, tile, pairs, per_token, own)
+            return moe_gemm_fp8.gated_product(
+                *x, self.w13, self.scales13, tiles, tile, pairs, per_token, own
+            )
         if kind == "plain":
-            return fp8_quant.silu_and_mul(moe_gemm_fp8.product(
-                *x, self.w13, self.scales13, tiles, tile, pairs, per_token, torch.bfloat16, own))
-        return moe_gemm_fp8.product(*x, self.w2, self.scales2, tiles, tile, pairs, 1, torch.bfloat16, own, weights,
-                                    moe_gemm_fp8.fetch_of(tile))
+            return fp8_quant.silu_and_mul(
+                moe_gemm_fp8.product(
+                    *x, self.w13, self.scales13, tiles, tile, pairs, per_token, torch.bfloat16, own
+                )
+            )
+        return moe_gemm_fp8.product(
+            *x,
+            self.w2,
+            self.scales2,
+            tiles,
+            tile,
+            pairs,
+            1,
+            torch.bfloat16,
+            own,
+            weights,
+            moe_gemm_fp8.fetch_of(tile),
+        )
 
 
 def routing(problem: Problem, held: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -106,7 +158,11 @@ def routing(problem: Problem, held: int, tokens: int, seed: int) -> tuple[Tensor
 def expert_candidates(tokens: int, problem: Problem) -> Iterator[tuple[str, Config]]:
     """(kind of product, configuration) by the rows that an expert gets."""
     load = tokens * problem.topk / problem.experts
-    if load >= LARGE and moe_gemm_hopper.supported() and moe_fp8_tiles.fits_hopper(problem.hidden, HALF):
+    if (
+        load >= LARGE
+        and moe_gemm_hopper.supported()
+        and moe_fp8_tiles.fits_hopper(problem.hidden, HALF)
+    ):
         for kind, group in product(("gated", "second"), GROUPS):
             yield kind, {"BLOCK_M": moe_fp8_tiles.HOPPER_ROWS, "GROUP": group}
     for block in (16, 32, 64, 128):
@@ -121,9 +177,13 @@ def expert_candidates(tokens: int, problem: Problem) -> Iterator[tuple[str, Conf
         for splits in SPLITS if tokens <= SPLIT else ():
             for tile in fitting_tiles(few, block, (128,), warps, (3,), 2):
                 yield "gated", {"BLOCK_M": block, **tile, "SPLITS": splits}
-        for tile in fitting_tiles(few, block, (128,), warps, stages, 4) if few and block <= 32 else ():
+        for tile in (
+            fitting_tiles(few, block, (128,), warps, stages, 4) if few and block <= 32 else ()
+        ):
             yield "gated", {"BLOCK_M": block, **tile, **ROUNDS}
-        for order, tile in product(columns, fitting_tiles(few, block, (64, 128) if few else (128,), warps, stages)):
+        for order, tile in product(
+            columns, fitting_tiles(few, block, (64, 128) if few else (128,), warps, stages)
+        ):
             yield "second", {"BLOCK_M": block, **tile, **order}
             if not few:
                 yield "plain", {"BLOCK_M": block, **tile}
@@ -136,8 +196,14 @@ def _compile_experts(wanted: Sequence[tuple[str, Config]], problem: Problem) -> 
     for kind, config in wanted:
         ids, weights = routing(problem._replace(topk=problem.shared + 4), held, 8, 0)
         try:
-            bench.call(kind, config, _input(kind, 8, ids, problem), ids, weights,
-                       moe_gemm_fp8.tiles_of(ids, held, {**config, "PAIRED": "SPLITS" in config}))
+            bench.call(
+                kind,
+                config,
+                _input(kind, 8, ids, problem),
+                ids,
+                weights,
+                moe_gemm_fp8.tiles_of(ids, held, {**config, "PAIRED": "SPLITS" in config}),
+            )
             torch.cuda.synchronize()
         except Exception as error:
             check_refusal(error)
@@ -150,12 +216,23 @@ def _input(kind: str, tokens: int, ids: Tensor, problem: Problem) -> tuple[Tenso
     return fp8_quant.quantize(torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16))
 
 
-def tune_experts(problem: Problem, path: Path, *, tokens: Sequence[int] = TOKENS, seconds: float = 300.0,
-                 workers: int = 8, log: Log = print) -> Table:
-    """Measure each number of tokens that ``path`` does not hold yet, writing it after each; stop after ``seconds``."""
+def tune_experts(
+    problem: Problem,
+    path: Path,
+    *,
+    tokens: Sequence[int] = TOKENS,
+    seconds: float = 300.0,
+    workers: int = 8,
+    log: Log = print,
+) -> Table:
+    """Measure each number of tokens that ``path`` does not hold yet, writing it after each; stop
+    after ``seconds``.
+    """
     run = TuningRun(path, seconds, workers, log)
     bench: _Experts | None = None
-    for number in run.compiled(tokens, lambda n: expert_candidates(n, problem), _compile_experts, problem):
+    for number in run.compiled(
+        tokens, lambda n: expert_candidates(n, problem), _compile_experts, problem
+    ):
         bench = bench or _Experts.make(problem, problem.experts)
         spent, chosen = _cheapest(_measure(bench, problem, number, run.failed))
         run.keep(number, chosen, f"{number} tokens: {spent:.1f} us {chosen}")
@@ -163,16 +240,30 @@ def tune_experts(problem: Problem, path: Path, *, tokens: Sequence[int] = TOKENS
 
 
 def _measure(bench: _Experts, problem: Problem, number: int, failed: set[str]) -> Best:
-    """The best of each kind of product and tile size, with and without an alignment where tokens are few."""
-    routes = [routing(problem, problem.experts, number, seed) for seed in range(8 if number <= 64 else 3)]
+    """The best of each kind of product and tile size, with and without an alignment where tokens
+    are few.
+    """
+    routes = [
+        routing(problem, problem.experts, number, seed) for seed in range(8 if number <= 64 else 3)
+    ]
     best: Best = {}
-    for paired, (kind, config) in product((False, True)[: 1 + (number <= PAIRED)], expert_candidates(number, problem)):
+    for paired, (kind, config) in product(
+        (False, True)[: 1 + (number <= PAIRED)], expert_candidates(number, problem)
+    ):
         if key((kind, config)) in failed or ("SPLITS" in config and not paired):
             continue
         x = _input(kind, number, routes[0][0], problem)
-        lists = [moe_gemm_fp8.tiles_of(ids, problem.experts, {**config, "PAIRED": paired}) for ids, _ in routes]
-        spent = microseconds([lambda r=r, t=t, k=kind, c=config, v=x: bench.call(k, c, v, *r, t)  # type: ignore[misc]
-                              for r, t in zip(routes, lists)], 2)
+        lists = [
+            moe_gemm_fp8.tiles_of(ids, problem.experts, {**config, "PAIRED": paired})
+            for ids, _ in routes
+        ]
+        spent = microseconds(
+            [
+                lambda r=r, t=t, k=kind, c=config, v=x: bench.call(k, c, v, *r, t)  # type: ignore[misc]
+                for r, t in zip(routes, lists)
+            ],
+            2,
+        )
         slot = (kind, config["BLOCK_M"], paired)
         if slot not in best or spent < best[slot][0]:
             best[slot] = spent, config
@@ -186,7 +277,16 @@ def _cheapest(best: Best) -> tuple[float, Config]:
         if kind == "second" or ("second", tile, paired) not in best:
             continue
         second = best["second", tile, paired]
-        found.append((first[0] + second[0] + (0.0 if paired else ALIGNING), {
-            "BLOCK_M": tile, "FUSE": kind == "gated", "PAIRED": paired,
-            "first": without(first[1], "BLOCK_M"), "second": without(second[1], "BLOCK_M")}))
+        found.append(
+            (
+                first[0] + second[0] + (0.0 if paired else ALIGNING),
+                {
+                    "BLOCK_M": tile,
+                    "FUSE": kind == "gated",
+                    "PAIRED": paired,
+                    "first": without(first[1], "BLOCK_M"),
+                    "second": without(second[1], "BLOCK_M"),
+                },
+            )
+        )
     return min(found, key=lambda item: item[0])

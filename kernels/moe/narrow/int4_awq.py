@@ -1,6 +1,8 @@
-"""Products of routed experts with int4 weights in the layout of ``kernels/formats/awq.py``, experts first: packed int16
-[E, blocks, N, 32], factors int32 [E, groups, N]. w13 holds gates, then ups. Numbers are unpacked in registers.
+"""Products of routed experts with int4 weights in the layout of ``kernels/formats/awq.py``, experts
+first: packed int16 [E, blocks, N, 32], factors int32 [E, groups, N]. w13 holds gates, then ups.
+Numbers are unpacked in registers.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -11,7 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.gemm.int4_awq import BLOCK, DTYPE, PLANE, load_plane, load_rows, scale_of, times
+from glowplug.kernels.gemm.int4_awq import (
+    BLOCK,
+    DTYPE,
+    PLANE,
+    load_plane,
+    load_rows,
+    scale_of,
+    times,
+)
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.tuned_tables import Config
@@ -22,7 +32,9 @@ from glowplug.kernels.moe.sum import moe_sum
 
 
 class Weights(NamedTuple):
-    """The weights of all experts in one product. ``group``: inputs that share a scale; ``depth``: inputs."""
+    """The weights of all experts in one product. ``group``: inputs that share a scale; ``depth``:
+    inputs.
+    """
 
     packed: Tensor
     factors: Tensor
@@ -31,16 +43,44 @@ class Weights(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["pairs", "experts", "m_blocks", "n_blocks", "order"])
-def _grouped(x, packed, factors, out, ids, weights, sorted_pairs, expert_of_block, pairs, experts, columns, depth,
-             groups, m_blocks, n_blocks, order, UP: tl.constexpr, SORTED: tl.constexpr, TOPK: tl.constexpr,
-             WIDTH: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr,
-             BLOCK_N: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
-    """``UP``: x are tokens and out[pair] = silu(gate) * up. Otherwise x are pairs, and out[pair] is weighted."""
+def _grouped(
+    x,
+    packed,
+    factors,
+    out,
+    ids,
+    weights,
+    sorted_pairs,
+    expert_of_block,
+    pairs,
+    experts,
+    columns,
+    depth,
+    groups,
+    m_blocks,
+    n_blocks,
+    order,
+    UP: tl.constexpr,
+    SORTED: tl.constexpr,
+    TOPK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """``UP``: x are tokens and out[pair] = silu(gate) * up. Otherwise x are pairs, and out[pair] is
+    weighted.
+    """
     dependent.begin(DEPENDENT)
     block_row, column_block = tile_place(m_blocks, n_blocks, order)
     dependent.wait(DEPENDENT)
-    expert, pair = tile_pairs(ids, sorted_pairs, expert_of_block, block_row, pairs, experts, SORTED, TOPK, WIDTH,
-                              BLOCK_M)
+    expert, pair = tile_pairs(
+        ids, sorted_pairs, expert_of_block, block_row, pairs, experts, SORTED, TOPK, WIDTH, BLOCK_M
+    )
     if expert < 0:
         return
     real = pair < pairs
@@ -90,13 +130,23 @@ def _grouped(x, packed, factors, out, ids, weights, sorted_pairs, expert_of_bloc
     y = tl.trans(total)
     if not UP:
         y *= tl.load(weights + pair, mask=real, other=0.0)[:, None]
-    tl.store(out + pair.to(tl.int64)[:, None] * columns + n[None, :], y.to(out.dtype.element_ty),
-             mask=real[:, None] & inside[None, :])
+    tl.store(
+        out + pair.to(tl.int64)[:, None] * columns + n[None, :],
+        y.to(out.dtype.element_ty),
+        mask=real[:, None] & inside[None, :],
+    )
 
 
-def product(x: Tensor, w: Weights, ids: Tensor, weights: Tensor | None, aligned: Alignment | None,
-            config: Config) -> Tensor:
-    """One product, a row a pair. Without ``weights`` the first: x [T, H] -> silu(gate) * up [T * K, I]; with weights
+def product(
+    x: Tensor,
+    w: Weights,
+    ids: Tensor,
+    weights: Tensor | None,
+    aligned: Alignment | None,
+    config: Config,
+) -> Tensor:
+    """One product, a row a pair. Without ``weights`` the first: x [T, H] -> silu(gate) * up [T * K,
+    I]; with weights
     float32 [T, K] the second: x [T * K, I] -> [T * K, H]. Rows of absent experts are not written.
 
     ``aligned`` with the configuration's block_m, or None: every expert gets tiles of all tokens.
@@ -104,16 +154,42 @@ def product(x: Tensor, w: Weights, ids: Tensor, weights: Tensor | None, aligned:
     experts, _, rows, _ = w.packed.shape
     columns = rows // 2 if weights is None else rows
     out = torch.empty(ids.numel(), columns, dtype=x.dtype, device=x.device)
-    m_blocks = (experts * cdiv(ids.shape[0], config["block_m"]) if aligned is None
-                else len(aligned.expert_of_block))
+    m_blocks = (
+        experts * cdiv(ids.shape[0], config["block_m"])
+        if aligned is None
+        else len(aligned.expert_of_block)
+    )
     n_blocks = cdiv(columns, config["block_n"])
     places = (ids, ids) if aligned is None else (aligned.sorted_pairs, aligned.expert_of_block)
     _grouped[(m_blocks * n_blocks,)](
-        x, w.packed, w.factors, out, ids, w.factors if weights is None else weights, *places, ids.numel(),
-        experts, columns, w.depth, w.factors.shape[1], m_blocks, n_blocks, config.get("group", 64), UP=weights is None,
-        SORTED=aligned is not None, TOPK=ids.shape[1], WIDTH=next_power_of_2(ids.shape[1]), GROUP=w.group,
-        EVEN=w.depth % 128 == 0, EVEN_N=columns % config["block_n"] == 0, BLOCK_M=config["block_m"],
-        BLOCK_N=config["block_n"], STAGES=config["stages"], num_warps=config["warps"], **dependent.options())
+        x,
+        w.packed,
+        w.factors,
+        out,
+        ids,
+        w.factors if weights is None else weights,
+        *places,
+        ids.numel(),
+        experts,
+        columns,
+        w.depth,
+        w.factors.shape[1],
+        m_blocks,
+        n_blocks,
+        config.get("group", 64),
+        UP=weights is None,
+        SORTED=aligned is not None,
+        TOPK=ids.shape[1],
+        WIDTH=next_power_of_2(ids.shape[1]),
+        GROUP=w.group,
+        EVEN=w.depth % 128 == 0,
+        EVEN_N=columns % config["block_n"] == 0,
+        BLOCK_M=config["block_m"],
+        BLOCK_N=config["block_n"],
+        STAGES=config["stages"],
+        num_warps=config["warps"],
+        **dependent.options(),
+    )
     return out
 
 
@@ -122,21 +198,41 @@ def rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
     load = tokens * per_token / experts
     if load <= 64:
         block = 16 if load <= 24 else 32 if load <= 28 else 64
-        each = {"dense": int(tokens <= DENSE), "block_m": block, "block_n": 64, "warps": 4, "stages": 4}
+        each = {
+            "dense": int(tokens <= DENSE),
+            "block_m": block,
+            "block_n": 64,
+            "warps": 4,
+            "stages": 4,
+        }
         return {"up": each, "down": each}
     each = {"dense": 0, "block_m": 128, "block_n": 64, "warps": 4, "stages": 3, "group": 8}
     return {"up": each, "down": {**each, "block_n": 128, "warps": 8}}
 
 
-def experts(x: Tensor, w13: Weights, w2: Weights, ids: Tensor, weights: Tensor,
-            config: Mapping[str, Config] | None = None) -> Tensor:
+def experts(
+    x: Tensor,
+    w13: Weights,
+    w2: Weights,
+    ids: Tensor,
+    weights: Tensor,
+    config: Mapping[str, Config] | None = None,
+) -> Tensor:
     """x [T, H] contiguous, ids [T, K] (-1: elsewhere), weights float32 [T, K] -> [T, H]."""
     return moe_sum(expert_rows(x, w13, w2, ids, weights, config), ids)
 
 
-def expert_rows(x: Tensor, w13: Weights, w2: Weights, ids: Tensor, weights: Tensor,
-                config: Mapping[str, Config] | None = None) -> Tensor:
-    """As ``experts`` before the sum: [T * K, H], a row a pair, weighted. Rows of absent experts are not written."""
+def expert_rows(
+    x: Tensor,
+    w13: Weights,
+    w2: Weights,
+    ids: Tensor,
+    weights: Tensor,
+    config: Mapping[str, Config] | None = None,
+) -> Tensor:
+    """As ``experts`` before the sum: [T * K, H], a row a pair, weighted. Rows of absent experts are
+    not written.
+    """
     if not len(x):
         return torch.empty_like(x)
     count = w13.packed.shape[0]

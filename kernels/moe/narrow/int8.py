@@ -1,9 +1,11 @@
-"""Products of routed experts in int8: weights with a scale a row, activations with one a token (or a pair).
+"""Products of routed experts in int8: weights with a scale a row, activations with one a token (or
+a pair).
 
-w13 int8 [E, 2I, H] (gate then up) with scales float32 [E, 2I], w2 int8 [E, H, I] with [E, H]. A pair is token * K +
-slot; rows between the products are stored by pair. A token's scale needs all its channels, so that the inner
-activations are quantised between the products.
+w13 int8 [E, 2I, H] (gate then up) with scales float32 [E, 2I], w2 int8 [E, H, I] with [E, H]. A
+pair is token * K + slot; rows between the products are stored by pair. A token's scale needs all
+its channels, so that the inner activations are quantised between the products.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -33,16 +35,42 @@ def _scaled(total, x_scale, w_scale, SWAP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["pairs", "experts", "m_blocks", "n_blocks", "group"])
-def _grouped(x, x_scales, w, w_scales, out, ids, weights, sorted_pairs, expert_of_block, pairs, experts, columns, depth,
-             m_blocks, n_blocks, group, UP: tl.constexpr, SORTED: tl.constexpr, TOPK: tl.constexpr,
-             WIDTH: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-             BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr):
-    """``UP``: x are tokens, w holds gates, then ups, and out[pair] = silu(gate) * up. Otherwise x are pairs, and
-    out[pair] is weighted."""
+def _grouped(
+    x,
+    x_scales,
+    w,
+    w_scales,
+    out,
+    ids,
+    weights,
+    sorted_pairs,
+    expert_of_block,
+    pairs,
+    experts,
+    columns,
+    depth,
+    m_blocks,
+    n_blocks,
+    group,
+    UP: tl.constexpr,
+    SORTED: tl.constexpr,
+    TOPK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """``UP``: x are tokens, w holds gates, then ups, and out[pair] = silu(gate) * up. Otherwise x
+    are pairs, and out[pair] is weighted."""
     dependent.begin(DEPENDENT)
     block, column_block = tile_place(m_blocks, n_blocks, group)
     dependent.wait(DEPENDENT)
-    expert, pair = tile_pairs(ids, sorted_pairs, expert_of_block, block, pairs, experts, SORTED, TOPK, WIDTH, BLOCK_M)
+    expert, pair = tile_pairs(
+        ids, sorted_pairs, expert_of_block, block, pairs, experts, SORTED, TOPK, WIDTH, BLOCK_M
+    )
     if expert < 0:
         return
     real = pair < pairs
@@ -70,13 +98,26 @@ def _grouped(x, x_scales, w, w_scales, out, ids, weights, sorted_pairs, expert_o
         y = y / (1.0 + tl.exp(-y)) * _scaled(up, x_scale, tl.load(w_scales + w_row + columns), SWAP)
     else:
         y *= tl.load(weights + pair, mask=real, other=0.0)[:, None]
-    tl.store(out + pair.to(tl.int64)[:, None] * columns + n[None, :], y.to(out.dtype.element_ty),
-             mask=real[:, None] & inside[None, :])
+    tl.store(
+        out + pair.to(tl.int64)[:, None] * columns + n[None, :],
+        y.to(out.dtype.element_ty),
+        mask=real[:, None] & inside[None, :],
+    )
 
 
-def product(x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor, ids: Tensor, weights: Tensor | None,
-            aligned: Alignment | None, dtype: torch.dtype, config: Config) -> Tensor:
-    """One product, a row a pair. Without ``weights`` the first: x [T, H] -> silu(gate) * up [T * K, I]; with weights
+def product(
+    x: Tensor,
+    x_scales: Tensor,
+    w: Tensor,
+    w_scales: Tensor,
+    ids: Tensor,
+    weights: Tensor | None,
+    aligned: Alignment | None,
+    dtype: torch.dtype,
+    config: Config,
+) -> Tensor:
+    """One product, a row a pair. Without ``weights`` the first: x [T, H] -> silu(gate) * up [T * K,
+    I]; with weights
     float32 [T, K] the second: x [T * K, I] -> [T * K, H]. Rows of absent experts are not written.
 
     ``aligned`` with the configuration's block_m, or None: every expert gets tiles of all tokens.
@@ -84,16 +125,42 @@ def product(x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor, ids: Tenso
     experts, rows, depth = w.shape
     columns = rows // 2 if weights is None else rows
     out = torch.empty(ids.numel(), columns, dtype=dtype, device=x.device)
-    m_blocks = (experts * cdiv(ids.shape[0], config["block_m"]) if aligned is None
-                else len(aligned.expert_of_block))
+    m_blocks = (
+        experts * cdiv(ids.shape[0], config["block_m"])
+        if aligned is None
+        else len(aligned.expert_of_block)
+    )
     n_blocks = cdiv(columns, config["block_n"])
     places = (ids, ids) if aligned is None else (aligned.sorted_pairs, aligned.expert_of_block)
     _grouped[(m_blocks * n_blocks,)](
-        x, x_scales, w, w_scales, out, ids, x_scales if weights is None else weights, *places, ids.numel(), experts,
-        columns, depth, m_blocks, n_blocks, config.get("group", 64), UP=weights is None, SORTED=aligned is not None,
-        TOPK=ids.shape[1], WIDTH=next_power_of_2(ids.shape[1]), SWAP=bool(config["swap"]),
-        EVEN=depth % config["block_k"] == 0, BLOCK_M=config["block_m"], BLOCK_N=config["block_n"],
-        BLOCK_K=config["block_k"], num_warps=config["warps"], num_stages=config["stages"], **dependent.options())
+        x,
+        x_scales,
+        w,
+        w_scales,
+        out,
+        ids,
+        x_scales if weights is None else weights,
+        *places,
+        ids.numel(),
+        experts,
+        columns,
+        depth,
+        m_blocks,
+        n_blocks,
+        config.get("group", 64),
+        UP=weights is None,
+        SORTED=aligned is not None,
+        TOPK=ids.shape[1],
+        WIDTH=next_power_of_2(ids.shape[1]),
+        SWAP=bool(config["swap"]),
+        EVEN=depth % config["block_k"] == 0,
+        BLOCK_M=config["block_m"],
+        BLOCK_N=config["block_n"],
+        BLOCK_K=config["block_k"],
+        num_warps=config["warps"],
+        num_stages=config["stages"],
+        **dependent.options(),
+    )
     return out
 
 
@@ -102,25 +169,66 @@ def rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
     load = tokens * per_token / experts
     if load <= 64:
         block = 16 if load <= 12 else 32 if load <= 28 else 64
-        each = {"dense": int(tokens <= DENSE), "block_m": block, "block_n": 128, "block_k": 128, "warps": 4,
-                "stages": 3, "swap": 1}
+        each = {
+            "dense": int(tokens <= DENSE),
+            "block_m": block,
+            "block_n": 128,
+            "block_k": 128,
+            "warps": 4,
+            "stages": 3,
+            "swap": 1,
+        }
         return {"up": {**each, "block_n": 64}, "down": each}
-    each = {"dense": 0, "block_m": 128, "block_k": 128, "warps": 8, "stages": 3, "swap": 0, "group": 8}
+    each = {
+        "dense": 0,
+        "block_m": 128,
+        "block_k": 128,
+        "warps": 8,
+        "stages": 3,
+        "swap": 0,
+        "group": 8,
+    }
     return {"up": {**each, "block_n": 64}, "down": {**each, "block_n": 128}}
 
 
-def experts(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor, ids: Tensor,
-            weights: Tensor, dtype: torch.dtype, config: Mapping[str, Config] | None = None) -> Tensor:
+def experts(
+    x: Tensor,
+    x_scales: Tensor,
+    w13: Tensor,
+    scales13: Tensor,
+    w2: Tensor,
+    scales2: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype,
+    config: Mapping[str, Config] | None = None,
+) -> Tensor:
     """x int8 [T, H] with scales [T], ids [T, K] (-1: elsewhere), weights float32 [T, K] -> [T, H]."""
-    return moe_sum(expert_rows(x, x_scales, w13, scales13, w2, scales2, ids, weights, dtype, config), ids)
+    return moe_sum(
+        expert_rows(x, x_scales, w13, scales13, w2, scales2, ids, weights, dtype, config), ids
+    )
 
 
-def expert_rows(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor, ids: Tensor,
-                weights: Tensor, dtype: torch.dtype, config: Mapping[str, Config] | None = None) -> Tensor:
-    """As ``experts`` before the sum: [T * K, H], a row a pair, weighted. Rows of absent experts are not written."""
+def expert_rows(
+    x: Tensor,
+    x_scales: Tensor,
+    w13: Tensor,
+    scales13: Tensor,
+    w2: Tensor,
+    scales2: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype,
+    config: Mapping[str, Config] | None = None,
+) -> Tensor:
+    """As ``experts`` before the sum: [T * K, H], a row a pair, weighted. Rows of absent experts are
+    not written.
+    """
     if not len(x):
         return torch.empty(x.shape, dtype=dtype, device=x.device)
-    chosen = config or config_for(DTYPE, rule, len(x), ids.shape[1], w13.shape[0], w2.shape[2], w2.shape[1])
+    chosen = config or config_for(
+        DTYPE, rule, len(x), ids.shape[1], w13.shape[0], w2.shape[2], w2.shape[1]
+    )
     aligned = None if chosen["up"]["dense"] else align(ids, w13.shape[0], chosen["up"]["block_m"])
     hidden = product(x, x_scales, w13, scales13, ids, None, aligned, dtype, chosen["up"])
     inner, inner_scales = int8_quant.quantize(hidden)

@@ -1,4 +1,6 @@
-"""Packed training batches, made by worker processes: tasks, chat pairs and prose mixed in rows of equal length."""
+"""Packed training batches, made by worker processes: tasks, chat pairs and prose mixed in rows of
+equal length.
+"""
 
 import multiprocessing as mp
 import os
@@ -14,11 +16,25 @@ from glowplug.models.embedded.training import tokenizer
 from glowplug.models.embedded.training.data import PAIRS, PROSE, Pair, read_pairs
 from glowplug.models.embedded.training.words import COLOURS, NAMES, NOUNS
 
-# Arithmetic needs most practice, and so does finding a key by its name, which is what lookup and counting are made of.
-TASK_WEIGHTS = {"add": 3.0, "subtract": 4.0, "sort": 4.0, "reverse": 1.5, "count": 4.0, "copy": 2.0, "lookup": 4.0}
+# Arithmetic needs most practice, and so does finding a key by its name, which is what lookup and
+# counting are made of.
+TASK_WEIGHTS = {
+    "add": 3.0,
+    "subtract": 4.0,
+    "sort": 4.0,
+    "reverse": 1.5,
+    "count": 4.0,
+    "copy": 2.0,
+    "lookup": 4.0,
+}
 PAIR_WEIGHTS = {"facts": 2.5, "wordnet": 3.0, "python": 0.7, "generated": 2.0}
 PROMPT_WEIGHT = 0.1  # of the loss on what the user writes
-SYSTEMS = ("You are a helpful assistant.", "You are Glowplug.", "Be brief.", "You are a helpful AI assistant.")
+SYSTEMS = (
+    "You are a helpful assistant.",
+    "You are Glowplug.",
+    "Be brief.",
+    "You are a helpful AI assistant.",
+)
 PROSE_PIECE = 160
 THINK_SHARE = 0.06
 STATEMENT_SHARE = 0.02
@@ -36,7 +52,9 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """ids [rows, length], document numbers of the same shape, and loss weights of what each id should have been."""
+    """ids [rows, length], document numbers of the same shape, and loss weights of what each id
+    should have been.
+    """
 
     ids: np.ndarray
     documents: np.ndarray
@@ -94,12 +112,17 @@ class Source:
         return ids, [1.0 if wanted else PROMPT_WEIGHT for wanted in tokenizer.answer_mask(ids)]
 
     def recall(self) -> tuple[list[int], list[float]]:
-        """Named values, then the same ones in another order: a dense drill in finding a value by its key."""
+        """Named values, then the same ones in another order: a dense drill in finding a value by
+        its key.
+        """
         size = self.rng.randint(2, 8)
         values = self.rng.choice((COLOURS * 2, [str(n) for n in range(100)], NOUNS))
         sign = self.rng.choice(("=", ": ", " is ", " has "))
         names = self.rng.sample(self.rng.choice((NOUNS, NOUNS, NAMES)), size)
-        entries = [f" {name}{sign}{value}" for name, value in zip(names, self.rng.choices(values, k=size), strict=True)]
+        entries = [
+            f" {name}{sign}{value}"
+            for name, value in zip(names, self.rng.choices(values, k=size), strict=True)
+        ]
         again = self.rng.sample(entries, size)
         coder = self.coder
         first = coder.encode(f"{tokenizer.BOS}{','.join(entries)}.", add_special_tokens=False).ids
@@ -121,7 +144,9 @@ class Source:
         return ids, [1.0] * len(ids)
 
     def row(self, length: int) -> tuple[list[int], list[int], list[float]]:
-        """Whole documents until one no longer fits; prose fills the rest. A document's first id has no weight."""
+        """Whole documents until one no longer fits; prose fills the rest. A document's first id has
+        no weight.
+        """
         ids: list[int] = []
         numbers: list[int] = []
         weights: list[float] = []
@@ -142,14 +167,18 @@ class Source:
         return Batch(ids.astype(np.int16), numbers.astype(np.int16), weights.astype(np.float16))
 
 
-def _work(folder: Path, mix: Mix, seed: int, rows: int, length: int, queue: "mp.Queue[Batch]") -> None:
+def _work(
+    folder: Path, mix: Mix, seed: int, rows: int, length: int, queue: "mp.Queue[Batch]"
+) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     source = Source(folder, mix, seed)
     while True:
         queue.put(source.batch(rows, length))
 
 
-def stream(folder: Path, *, mix: Mix, rows: int, length: int, seed: int, workers: int) -> Iterator[Batch]:
+def stream(
+    folder: Path, *, mix: Mix, rows: int, length: int, seed: int, workers: int
+) -> Iterator[Batch]:
     """Batches without end; worker processes end with this one."""
     context = mp.get_context("spawn")
     queue: mp.Queue[Batch] = context.Queue(maxsize=2 * workers)

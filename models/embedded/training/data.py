@@ -1,6 +1,7 @@
 """Builds the training data: a tokenizer, prose as one stream of ids, and question-answer pairs.
 
-    python -m glowplug.models.embedded.training.data --wordnet DIR --pydocs DIR --out DIR [--generated FILE]
+    python -m glowplug.models.embedded.training.data --wordnet DIR --pydocs DIR --out DIR
+    [--generated FILE]
 
 `--generated` is smollm_text.py's output: one JSON object a line, with "question" and "answer".
 """
@@ -29,7 +30,9 @@ DEFINED_WORDS = 4000
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One thing the model should be able to say: its source, the ways to ask for it, and the answer."""
+    """One thing the model should be able to say: its source, the ways to ask for it, and the
+    answer.
+    """
 
     source: str
     asks: tuple[str, ...]
@@ -45,7 +48,9 @@ class Pair:
 def collect_pairs(wordnet: WordNet, generated: Path | None) -> list[Pair]:
     """Pairs of every source."""
     pairs = [Pair("facts", tuple(asks), answer) for asks, answer in facts.questions()]
-    pairs += [Pair("wordnet", tuple(asks), answer) for asks, answer in wordnet.questions(DEFINED_WORDS)]
+    pairs += [
+        Pair("wordnet", tuple(asks), answer) for asks, answer in wordnet.questions(DEFINED_WORDS)
+    ]
     pairs += [Pair("python", tuple(asks), answer) for asks, answer in pydocs.questions()]
     if generated:
         for line in generated.read_text(encoding="utf-8").splitlines():
@@ -89,10 +94,14 @@ def read_pairs(file: Path) -> list[Pair]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--wordnet", type=Path, required=True, help="folder with data.noun and the rest")
+    parser.add_argument(
+        "--wordnet", type=Path, required=True, help="folder with data.noun and the rest"
+    )
     parser.add_argument("--pydocs", type=Path, required=True, help="folder of the manual's HTML")
     parser.add_argument("--generated", type=Path)
-    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer to keep instead of training one")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="folder of a tokenizer to keep instead of training one"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     wordnet = WordNet(options.wordnet)

@@ -1,9 +1,12 @@
-"""Writes a trained network as a published DeepSeek-V3 folder: config, tokenizer, and weights in block FP8 or bf16.
+"""Writes a trained network as a published DeepSeek-V3 folder: config, tokenizer, and weights in
+block FP8 or bf16.
 
-    python -m glowplug.models.embedded.training.export --weights weights.safetensors --tokenizer DIR --out DIR [--bf16]
+    python -m glowplug.models.embedded.training.export --weights weights.safetensors --tokenizer DIR
+    --out DIR [--bf16]
 
-FP8 covers the projections of attention, MLPs and experts; embeddings, head, norms, routers, correction biases and the
-MTP layer's eh_proj keep their type, as published. The MTP layer's own copies of the embedding and the head are left
+FP8 covers the projections of attention, MLPs and experts; embeddings, head, norms, routers,
+correction biases and the MTP layer's eh_proj keep their type, as published. The MTP layer's own
+copies of the embedding and the head are left
 out: they are equal to the main model's, which a reader shares (they would add 2 MB).
 """
 
@@ -71,7 +74,11 @@ def write(weights: Path, coder_folder: Path, out: Path, *, fp8: bool) -> None:
     file = out / "model.safetensors"
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(0o644)
-    generation = {"bos_token_id": tokenizer.BOS_ID, "eos_token_id": tokenizer.EOS_ID, "do_sample": False}
+    generation = {
+        "bos_token_id": tokenizer.BOS_ID,
+        "eos_token_id": tokenizer.EOS_ID,
+        "do_sample": False,
+    }
     for name, content in (("config", shape.config(fp8=fp8)), ("generation_config", generation)):
         (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -81,7 +88,9 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--bf16", action="store_true", help="no FP8: the comparison of the model card")
+    parser.add_argument(
+        "--bf16", action="store_true", help="no FP8: the comparison of the model card"
+    )
     options = parser.parse_args()
     write(options.weights, options.tokenizer, options.out, fp8=not options.bf16)
     print(sum(f.stat().st_size for f in options.out.iterdir()), "bytes in", options.out)

@@ -1,4 +1,6 @@
-"""Small talk and general knowledge written for this model: who it is, capitals, animals, numbers, days, opposites."""
+"""Small talk and general knowledge written for this model: who it is, capitals, animals, numbers,
+days, opposites.
+"""
 
 from collections.abc import Iterator
 
@@ -47,10 +49,14 @@ inside=outside above=below near=far"""
 SYMBOLS = """hydrogen=H helium=He carbon=C nitrogen=N oxygen=O sodium=Na magnesium=Mg aluminium=Al silicon=Si
 sulfur=S chlorine=Cl potassium=K calcium=Ca iron=Fe copper=Cu zinc=Zn silver=Ag tin=Sn gold=Au mercury=Hg lead=Pb
 uranium=U neon=Ne iodine=I"""
-LEGS = "dog=four cat=four spider=eight bird=two ant=six horse=four bee=six snake=no cow=four hen=two"
+LEGS = (
+    "dog=four cat=four spider=eight bird=two ant=six horse=four bee=six snake=no cow=four hen=two"
+)
 NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = "January February March April May June July August September October November December".split()
+MONTHS = (
+    "January February March April May June July August September October November December".split()
+)
 PLANETS = "Mercury Venus Earth Mars Jupiter Saturn Uranus Neptune".split()
 
 ABOUT: tuple[Questions, ...] = (
@@ -183,58 +189,85 @@ def _geography() -> Iterator[Questions]:
                 f"Which country has the capital {capital}?"],
                f"{capital} is the capital of {country}.")  # fmt: skip
     for country, language in _pairs(LANGUAGES):
-        yield [f"What language is spoken in {country}?", f"Which language do people speak in {country}?"], (
-            f"People in {country} speak {language}."
+        yield (
+            [
+                f"What language is spoken in {country}?",
+                f"Which language do people speak in {country}?",
+            ],
+            (f"People in {country} speak {language}."),
         )
     for country, continent in _pairs(CONTINENTS):
-        yield [f"On which continent is {country}?", f"Where is {country}?"], (
-            f"{country[0].upper()}{country[1:]} is in {continent}."
+        yield (
+            [f"On which continent is {country}?", f"Where is {country}?"],
+            (f"{country[0].upper()}{country[1:]} is in {continent}."),
         )
 
 
 def _nature() -> Iterator[Questions]:
     for animal, sound in _pairs(SOUNDS):
-        yield [f"What sound does {_with_article(animal)} make?", f"What does the {animal} say?"], (
-            f"{_with_article(animal).capitalize()} {sound}."
+        yield (
+            [f"What sound does {_with_article(animal)} make?", f"What does the {animal} say?"],
+            (f"{_with_article(animal).capitalize()} {sound}."),
         )
     for thing, colour in _pairs(COLOURS):
-        asks = [f"What color is the {thing}?", f"What is the color of the {thing}?", f"Which color does {thing} have?"]
+        asks = [
+            f"What color is the {thing}?",
+            f"What is the color of the {thing}?",
+            f"Which color does {thing} have?",
+        ]
         yield asks, f"The {thing} is {colour}."
     for animal, young in _pairs(YOUNG):
-        yield [f"What is a young {animal} called?", f"What do you call a baby {animal}?"], (
-            f"A young {animal} is called a {young}."
+        yield (
+            [f"What is a young {animal} called?", f"What do you call a baby {animal}?"],
+            (f"A young {animal} is called a {young}."),
         )
     for animal, legs in _pairs(LEGS):
-        yield [f"How many legs does {_with_article(animal)} have?"], (
-            f"{_with_article(animal).capitalize()} has {legs} legs."
+        yield (
+            [f"How many legs does {_with_article(animal)} have?"],
+            (f"{_with_article(animal).capitalize()} has {legs} legs."),
         )
     for element, symbol in _pairs(SYMBOLS):
-        yield [f"What is the chemical symbol for {element}?", f"What is the symbol of {element}?"], (
-            f"The chemical symbol for {element} is {symbol}."
+        yield (
+            [f"What is the chemical symbol for {element}?", f"What is the symbol of {element}?"],
+            (f"The chemical symbol for {element} is {symbol}."),
         )
 
 
 def _words() -> Iterator[Questions]:
     for left, right in _pairs(OPPOSITES):
         for word, other in ((left, right), (right, left)):
-            yield [f"What is the opposite of {word}?", f"Opposite of {word}?", f"Give me an antonym of {word}."], (
-                f"The opposite of {word} is {other}."
+            yield (
+                [
+                    f"What is the opposite of {word}?",
+                    f"Opposite of {word}?",
+                    f"Give me an antonym of {word}.",
+                ],
+                (f"The opposite of {word} is {other}."),
             )
 
 
 def _orders() -> Iterator[Questions]:
     for sequence in (DAYS, MONTHS, PLANETS, NUMBERS[1:]):
         for before, after in zip(sequence, sequence[1:], strict=False):
-            yield [f"What comes after {before}?", f"What is next after {before}?"], f"{after} comes after {before}."
+            yield (
+                [f"What comes after {before}?", f"What is next after {before}?"],
+                f"{after} comes after {before}.",
+            )
             yield [f"What comes before {after}?"], f"{before} comes before {after}."
     for a, first in enumerate(NUMBERS[:7]):
         for b, second in enumerate(NUMBERS[: 13 - a][:7]):
-            yield [f"What is {first} plus {second}?"], f"{first.capitalize()} plus {second} is {NUMBERS[a + b]}."
+            yield (
+                [f"What is {first} plus {second}?"],
+                f"{first.capitalize()} plus {second} is {NUMBERS[a + b]}.",
+            )
 
 
 def _greetings() -> Iterator[Questions]:
     for name in NAMES:
-        yield [f"My name is {name}.", f"I am {name}.", f"Hi, I am {name}."], f"Hello {name}! How can I help you?"
+        yield (
+            [f"My name is {name}.", f"I am {name}.", f"Hi, I am {name}."],
+            f"Hello {name}! How can I help you?",
+        )
 
 
 def questions() -> list[Questions]:

@@ -1,7 +1,7 @@
 """Block FP8 as DeepSeek-V3 publishes it: E4M3 weights with one float32 scale per 128x128 block.
 
-`quantize_blocks` makes what the checkpoint stores; the `fake_*` functions give the same rounding inside a
-differentiable forward pass (straight-through gradients).
+`quantize_blocks` makes what the checkpoint stores; the `fake_*` functions give the same rounding
+inside a differentiable forward pass (straight-through gradients).
 """
 
 import torch
@@ -14,7 +14,9 @@ SMALLEST_SCALE = 1e-12
 
 
 def _block_scales(weight: Tensor) -> Tensor:
-    """Scales [..., rows / 128, cols / 128] of a weight [..., rows, cols] whose sides are multiples of 128."""
+    """Scales [..., rows / 128, cols / 128] of a weight [..., rows, cols] whose sides are multiples
+    of 128.
+    """
     rows, cols = weight.shape[-2:]
     if rows % BLOCK or cols % BLOCK:
         raise ValueError(f"weight of {rows}x{cols} is not made of whole {BLOCK}x{BLOCK} blocks")

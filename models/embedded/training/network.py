@@ -1,7 +1,9 @@
-"""A differentiable DeepSeek-V3 for training: MLA, group-limited sigmoid routing, a shared expert, one MTP layer.
+"""A differentiable DeepSeek-V3 for training: MLA, group-limited sigmoid routing, a shared expert,
+one MTP layer.
 
-All experts are computed for every token and weighted by the router (zero for those not chosen): at this size one wide
-matrix product is faster than dispatch, and it is the same function. Shapes: B sequences, T tokens, D hidden.
+All experts are computed for every token and weighted by the router (zero for those not chosen): at
+this size one wide matrix product is faster than dispatch, and it is the same function. Shapes: B
+sequences, T tokens, D hidden.
 """
 
 import math
@@ -15,7 +17,9 @@ from glowplug.models.embedded.training.shape import Shape
 
 
 def yarn_frequencies(shape: Shape, fast: float = 32.0, slow: float = 1.0) -> Tensor:
-    """Inverse rotary frequencies [rope / 2] with YaRN interpolation (https://arxiv.org/abs/2309.00071)."""
+    """Inverse rotary frequencies [rope / 2] with YaRN interpolation
+    (https://arxiv.org/abs/2309.00071).
+    """
 
     def turns_to_dim(turns: float) -> float:
         wave = shape.trained_context / (turns * 2 * math.pi)
@@ -24,7 +28,9 @@ def yarn_frequencies(shape: Shape, fast: float = 32.0, slow: float = 1.0) -> Ten
     base = shape.rope_theta ** (-torch.arange(0, shape.rope, 2, dtype=torch.float32) / shape.rope)
     low = max(math.floor(turns_to_dim(fast)), 0)
     high = min(math.ceil(turns_to_dim(slow)), shape.rope - 1)
-    ramp = ((torch.arange(shape.rope // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = (
+        (torch.arange(shape.rope // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    ).clamp(0, 1)
     return base / shape.yarn_factor * ramp + base * (1 - ramp)
 
 
@@ -77,7 +83,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         s = self.shape
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (s.heads, s.nope + s.rope))
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(
+            -1, (s.heads, s.nope + s.rope)
+        )
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((s.kv_rank, s.rope), dim=-1)
         kv = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (s.heads, s.nope + s.value))
         k_nope, v = kv.split((s.nope, s.value), dim=-1)
@@ -85,7 +93,9 @@ class Attention(nn.Module):
         k_rope = rotate(k_rope.unsqueeze(-2), cos, sin).expand(*k_nope.shape[:-1], s.rope)
         q = torch.cat((q_nope, rotate(q_rope, cos, sin)), dim=-1).transpose(1, 2)
         k = torch.cat((k_nope, k_rope), dim=-1).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), attn_mask=mask, scale=s.softmax_scale)
+        out = F.scaled_dot_product_attention(
+            q, k, v.transpose(1, 2), attn_mask=mask, scale=s.softmax_scale
+        )
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
 
@@ -103,7 +113,9 @@ class MLP(nn.Module):
 
 
 class Router(nn.Module):
-    """noaux_tc: sigmoid scores; the correction bias takes part in the choice only, never in the weight."""
+    """noaux_tc: sigmoid scores; the correction bias takes part in the choice only, never in the
+    weight.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -115,15 +127,21 @@ class Router(nn.Module):
         self.register_buffer("load", torch.zeros(shape.experts), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Weights [B, T, experts], zero where an expert was not chosen; their sum is `routed_scale`."""
+        """Weights [B, T, experts], zero where an expert was not chosen; their sum is
+        `routed_scale`.
+        """
         s = self.shape
         with torch.autocast(x.device.type, enabled=False):
             scores = F.linear(x.float(), self.weight.float()).sigmoid()
         grouped = (scores.detach() + self.e_score_correction_bias).unflatten(-1, (s.groups, -1))
         best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
-        allowed = torch.zeros_like(best).scatter(-1, best.topk(s.top_groups, dim=-1).indices, 1.0).bool()
+        allowed = (
+            torch.zeros_like(best).scatter(-1, best.topk(s.top_groups, dim=-1).indices, 1.0).bool()
+        )
         candidates = grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
-        chosen = torch.zeros_like(scores).scatter(-1, candidates.topk(s.top_experts, dim=-1).indices, 1.0)
+        chosen = torch.zeros_like(scores).scatter(
+            -1, candidates.topk(s.top_experts, dim=-1).indices, 1.0
+        )
         if self.training:
             self.load.copy_(chosen.sum(dim=(0, 1)))
         weights = scores * chosen
@@ -156,7 +174,9 @@ class MoE(nn.Module):
             down = fake_weight(down)
             rows = fake_activation(x)
         inner = F.silu(F.linear(rows, gate.flatten(0, 1))) * F.linear(rows, up.flatten(0, 1))
-        weighted = inner.unflatten(-1, (gate.shape[0], -1)) * self.gate(x).unsqueeze(-1).to(inner.dtype)
+        weighted = inner.unflatten(-1, (gate.shape[0], -1)) * self.gate(x).unsqueeze(-1).to(
+            inner.dtype
+        )
         weighted = weighted.flatten(-2)
         if self.quantized:
             weighted = fake_activation(weighted)
@@ -189,19 +209,25 @@ class NextN(nn.Module):
         self.block = Block(shape, dense=False)
         self.norm = RMSNorm(shape.hidden, shape.epsilon)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor
+    ) -> Tensor:
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         return self.norm(self.block(x, cos, sin, mask))
 
 
 class Network(nn.Module):
-    """The whole model. Returns hidden states after the final norm, which both heads and the MTP layer read."""
+    """The whole model. Returns hidden states after the final norm, which both heads and the MTP
+    layer read.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
-        self.layers = nn.ModuleList(Block(shape, dense=i < shape.dense_layers) for i in range(shape.layers))
+        self.layers = nn.ModuleList(
+            Block(shape, dense=i < shape.dense_layers) for i in range(shape.layers)
+        )
         self.norm = RMSNorm(shape.hidden, shape.epsilon)
         self.lm_head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self.nextn = NextN(shape)
@@ -211,7 +237,9 @@ class Network(nn.Module):
         self.register_buffer("frequencies", yarn_frequencies(shape), persistent=False)
 
     def quantize(self, on: bool) -> None:
-        """Compute every projection that ships in FP8 as W8A8 (the MTP layer's eh_proj ships in bf16)."""
+        """Compute every projection that ships in FP8 as W8A8 (the MTP layer's eh_proj ships in
+        bf16).
+        """
         for module in self.modules():
             if isinstance(module, (Linear, MoE)) and module is not self.nextn.eh_proj:
                 module.quantized = on
@@ -221,11 +249,14 @@ class Network(nn.Module):
 
     def angles(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, rope / 2]."""
-        turns = torch.outer(torch.arange(length, device=self.frequencies.device).float(), self.frequencies)
+        turns = torch.outer(
+            torch.arange(length, device=self.frequencies.device).float(), self.frequencies
+        )
         return turns.cos().unsqueeze(1), turns.sin().unsqueeze(1)
 
     def forward(self, tokens: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """(hidden, MTP hidden), each [B, T, D], for tokens [B, T]; attention stays within `documents` [B, T].
+        """(hidden, MTP hidden), each [B, T, D], for tokens [B, T]; attention stays within
+        `documents` [B, T].
 
         The MTP hidden state of the last position has no next token and means nothing.
         """

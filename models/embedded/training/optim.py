@@ -5,11 +5,17 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of https://kellerjordan.github.io/posts/muon/
+NEWTON_SCHULZ = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # coefficients of https://kellerjordan.github.io/posts/muon/
 
 
 def orthogonalize(updates: Tensor, steps: int = 5) -> Tensor:
-    """Replace each matrix of a stack [n, rows, cols] by an approximation of its nearest orthogonal one."""
+    """Replace each matrix of a stack [n, rows, cols] by an approximation of its nearest orthogonal
+    one.
+    """
     a, b, c = NEWTON_SCHULZ
     tall = updates.shape[-2] > updates.shape[-1]
     x = (updates.mT if tall else updates).bfloat16()
@@ -23,15 +29,22 @@ def orthogonalize(updates: Tensor, steps: int = 5) -> Tensor:
 class Muon:
     """Momentum whose update is orthogonalised; same-shaped matrices are handled as one stack."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], rate: float, momentum: float = 0.95,
-                 decay: float = 0.05) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        rate: float,
+        momentum: float = 0.95,
+        decay: float = 0.05,
+    ) -> None:
         self.rate = rate
         self.momentum = momentum
         self.decay = decay
         self.stacks: dict[torch.Size, list[nn.Parameter]] = {}
         for parameter in parameters:
             self.stacks.setdefault(parameter.shape[-2:], []).append(parameter)
-        self.buffers = {shape: [torch.zeros_like(p) for p in group] for shape, group in self.stacks.items()}
+        self.buffers = {
+            shape: [torch.zeros_like(p) for p in group] for shape, group in self.stacks.items()
+        }
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
@@ -54,12 +67,16 @@ class Optimizer:
     def __init__(self, model: nn.Module, rate: float) -> None:
         plain = ("embed_tokens", "lm_head", "gate.weight", "norm")
         named = list(model.named_parameters())
-        matrices = [p for name, p in named if p.ndim >= 2 and not any(word in name for word in plain)]
+        matrices = [
+            p for name, p in named if p.ndim >= 2 and not any(word in name for word in plain)
+        ]
         chosen = {id(p) for p in matrices}
         self.muon = Muon(matrices, rate)
         rest = [p for _, p in named if id(p) not in chosen]
         self.rate = rate
-        self.adam = torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=rest[0].is_cuda)
+        self.adam = torch.optim.AdamW(
+            rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=rest[0].is_cuda
+        )
 
     def step(self, factor: float) -> None:
         """Apply the gradients at `factor` times the peak learning rate, and clear them."""

@@ -1,4 +1,5 @@
-"""Python's documentation (Debian's `python3.11-doc`) and the standard library's docstrings as prose and questions.
+"""Python's documentation (Debian's `python3.11-doc`) and the standard library's docstrings as prose
+and questions.
 
 Both under the PSF licence.
 """
@@ -118,5 +119,9 @@ def questions() -> Iterator[tuple[list[str], str]]:
         if not 15 < len(answer) < 140:
             continue
         what = "function" if "." in name else "module"
-        asks = [f"What does {name} do in Python?", f"What is {name} in Python?", f"Explain the Python {what} {name}."]
+        asks = [
+            f"What does {name} do in Python?",
+            f"What is {name} in Python?",
+            f"Explain the Python {what} {name}.",
+        ]
         yield asks, answer

@@ -1,7 +1,8 @@
 """The embedded model's dimensions, and its config.json.
 
-Every dimension that an FP8 block covers is a multiple of 128, so that block scales line up whichever way a reader
-derives the block size, and so that heads, experts and widths divide among 2 or 4 ranks.
+Every dimension that an FP8 block covers is a multiple of 128, so that block scales line up
+whichever way a reader derives the block size, and so that heads, experts and widths divide among 2
+or 4 ranks.
 """
 
 import math

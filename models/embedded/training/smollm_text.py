@@ -1,10 +1,13 @@
-"""Short questions and answers written by SmolLM2-135M-Instruct (Apache-2.0) through glowplug's own Llama path.
+"""Short questions and answers written by SmolLM2-135M-Instruct (Apache-2.0) through glowplug's own
+Llama path.
 
-    python -m glowplug.models.embedded.training.smollm_text --model SmolLM2-135M-Instruct.Q4_1.gguf \\
+    python -m glowplug.models.embedded.training.smollm_text --model SmolLM2-135M-Instruct.Q4_1.gguf
+    \\
         --wordnet DIR --out FILE
 
-needs the glowplug-gguf package of tests/thirdparty. This script composes the engine as a user does, so it imports the
-offline entry point (inside `main`): the one exception to this package's import rule, with evaluate.py.
+needs the glowplug-gguf package of tests/thirdparty. This script composes the engine as a user does,
+so it imports the offline entry point (inside `main`): the one exception to this package's import
+rule, with evaluate.py.
 """
 
 import argparse
@@ -23,7 +26,12 @@ NOUN_ASKS = (
     "What do people do with {x}?", "Where can you find {x}?", "Write a sentence about {x}.",
     "What do you know about {x}?",
 )  # fmt: skip
-VERB_ASKS = ("Why do people {x}?", "How do you {x}?", "What does it take to {x}?", "When do people {x}?")
+VERB_ASKS = (
+    "Why do people {x}?",
+    "How do you {x}?",
+    "What does it take to {x}?",
+    "When do people {x}?",
+)
 SYSTEM = "You are a helpful assistant. Answer in one short, simple sentence."
 LONGEST = 160
 CHATTY = r"\b(I|I'm|I am|my|me|we|you're|AI|digital|Python|Awesome|Sure|Here)\b|\d\."
@@ -32,7 +40,10 @@ CHATTY = r"\b(I|I'm|I am|my|me|we|you're|AI|digital|Python|Awesome|Sure|Here)\b|
 def questions(wordnet: WordNet, seed: int = 3) -> Iterator[str]:
     """Questions about frequent nouns and verbs, in random order, without end."""
     rng = random.Random(seed)
-    nouns = list(NOUNS) + [word for _, word, synset in wordnet.common[:6000] if synset.part == "noun"][:1200]
+    nouns = (
+        list(NOUNS)
+        + [word for _, word, synset in wordnet.common[:6000] if synset.part == "noun"][:1200]
+    )
     verbs = [word for _, word, synset in wordnet.common[:3000] if synset.part == "verb"][:300]
     while True:
         asks, words = (NOUN_ASKS, nouns) if rng.random() < 0.85 else (VERB_ASKS, verbs)
@@ -40,7 +51,9 @@ def questions(wordnet: WordNet, seed: int = 3) -> Iterator[str]:
 
 
 def first_sentences(text: str) -> str | None:
-    """The answer cut after its last whole sentence within `LONGEST` characters; None if there is none that is plain."""
+    """The answer cut after its last whole sentence within `LONGEST` characters; None if there is
+    none that is plain.
+    """
     text = re.sub(r"\s+", " ", text).strip()
     ends = [match.end() for match in re.finditer(r"[.!?](?=\s|$)", text) if match.end() <= LONGEST]
     if not ends or not text.isascii() or re.search(r"[*#\[\]{}<>|]|As an AI|\bI'm sorry\b", text):
@@ -60,7 +73,9 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--plugin", action="append", default=[], help="plugin module to load, if not installed")
+    parser.add_argument(
+        "--plugin", action="append", default=[], help="plugin module to load, if not installed"
+    )
     parser.add_argument("--wordnet", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=3.0)
@@ -77,7 +92,10 @@ def main() -> None:
     with options.out.open("w", encoding="utf-8") as file:
         while time.monotonic() < ends and rounds != (options.rounds or -1):
             batch = [next(asks) for _ in range(options.batch)]
-            chats = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": ask}] for ask in batch]
+            chats = [
+                [{"role": "system", "content": SYSTEM}, {"role": "user", "content": ask}]
+                for ask in batch
+            ]
             params = SamplingParams(temperature=0.6, top_p=0.9, max_tokens=48, seed=rounds)
             for ask, output in zip(batch, engine.chat(chats, params), strict=True):
                 answer = first_sentences(output.text)

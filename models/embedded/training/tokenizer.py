@@ -1,4 +1,5 @@
-"""The embedded model's byte-level BPE tokenizer: training, its files, and conversations as token ids.
+"""The embedded model's byte-level BPE tokenizer: training, its files, and conversations as token
+ids.
 
 Digits are split one by one, so every number is spelled the same way wherever it stands.
 """
@@ -32,7 +33,10 @@ def train(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Tokenizer:
     """Train the BPE merges on `texts` and dress the tokenizer with its special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     specials = [AddedToken(t, special=True, normalized=False) for t in CONTROL]
@@ -58,7 +62,9 @@ def train(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path, context_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json (with the chat template) as published folders have them."""
+    """Write tokenizer.json and tokenizer_config.json (with the chat template) as published folders
+    have them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -70,7 +76,9 @@ def save(tokenizer: Tokenizer, folder: Path, context_length: int) -> None:
         "pad_token": PAD,
         "clean_up_tokenization_spaces": False,
         "model_max_length": context_length,
-        "chat_template": (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8").rstrip("\n"),
+        "chat_template": (Path(__file__).parent / "chat_template.jinja")
+        .read_text(encoding="utf-8")
+        .rstrip("\n"),
     }
     text = json.dumps(settings, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
@@ -81,14 +89,18 @@ def load(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def prompt_text(turns: Sequence[Turn], question: str, *, think: bool = False, system: str = "") -> str:
+def prompt_text(
+    turns: Sequence[Turn], question: str, *, think: bool = False, system: str = ""
+) -> str:
     """What the chat template renders before the assistant answers `question`."""
     past = "".join(f"{USER}{user}{ASSISTANT}{answer}{EOS}" for user, answer in turns)
     return f"{BOS}{system}{past}{USER}{question}{ASSISTANT}{THINK_PREFIX if think else ''}"
 
 
 def answer_mask(ids: Sequence[int]) -> list[bool]:
-    """Which ids the assistant itself writes: after its tag (and an opening think tag and newline), EOS included."""
+    """Which ids the assistant itself writes: after its tag (and an opening think tag and newline),
+    EOS included.
+    """
     mask = []
     answering = False
     skip = 0

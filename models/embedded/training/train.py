@@ -1,11 +1,12 @@
 """Trains the embedded model on one GPU (or, with tiny settings, on a CPU).
 
-    python -m glowplug.models.embedded.training.train --data DIR --out DIR [--minutes 9] [--resume FILE]
+    python -m glowplug.models.embedded.training.train --data DIR --out DIR [--minutes 9] [--resume
+    FILE]
 
-The learning rate warms up, stays, and falls linearly over the second half of the time given. Expert loads are
-balanced by the correction bias alone (the auxiliary-loss-free rule of DeepSeek-V3, https://arxiv.org/abs/2412.19437,
-section 2.1.2). From `--fp8-from` on, projections compute in block FP8 with straight-through gradients, which is what
-the checkpoint will be served in.
+The learning rate warms up, stays, and falls linearly over the second half of the time given. Expert
+loads are balanced by the correction bias alone (the auxiliary-loss-free rule of DeepSeek-V3,
+https://arxiv.org/abs/2412.19437, section 2.1.2). From `--fp8-from` on, projections compute in block
+FP8 with straight-through gradients, which is what the checkpoint will be served in.
 """
 
 import argparse
@@ -42,12 +43,18 @@ class Clock:
 
     @property
     def progress(self) -> float:
-        return self.step / self.steps if self.steps else (time.monotonic() - self.started) / self.seconds
+        return (
+            self.step / self.steps
+            if self.steps
+            else (time.monotonic() - self.started) / self.seconds
+        )
 
 
 def learning_rate(progress: float, warm: float, hold: float) -> float:
     """Factor on the peak rate."""
-    return min(progress / warm if warm else 1.0, 1.0, max(0.0, (1 - progress) / max(1 - hold, 1e-9)))
+    return min(
+        progress / warm if warm else 1.0, 1.0, max(0.0, (1 - progress) / max(1 - hold, 1e-9))
+    )
 
 
 def weighted_loss(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -94,7 +101,9 @@ class Trainer:
     def _balance(self, speed: float) -> None:
         for router in self.model.routers():
             step = torch.sign(router.load.mean() - router.load)
-            router.e_score_correction_bias += speed * (step - step.mean())  # a common offset would change no choice
+            router.e_score_correction_bias += speed * (
+                step - step.mean()
+            )  # a common offset would change no choice
 
     def imbalance(self) -> float:
         """Load of the busiest expert over the mean, worst layer."""
@@ -111,14 +120,20 @@ def report(trainer: Trainer, folder: Path, *, fp8: bool, count: int) -> None:
     """Print the exact-match scores so far."""
     trainer.model.quantize(fp8)
     scores = evaluate.task_scores(trainer.model, folder, count)
-    print("  fp8 " if fp8 else "  bf16", {name: round(value, 1) for name, value in scores.items()}, flush=True)
+    print(
+        "  fp8 " if fp8 else "  bf16",
+        {name: round(value, 1) for name, value in scores.items()},
+        flush=True,
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    trainer = Trainer(Shape(), device, options.rate, compiled=device == "cuda" and not options.eager)
+    trainer = Trainer(
+        Shape(), device, options.rate, compiled=device == "cuda" and not options.eager
+    )
     if options.resume:
         trainer.model.load_state_dict(load_file(options.resume, device=device))
     mix = batches.Mix(options.tasks, options.pairs, options.prose, options.recall)
@@ -135,7 +150,9 @@ def run(options: argparse.Namespace) -> None:
         print(f"  {question!r}: {evaluate.answer(trainer.model, options.data, question)!r}")
 
 
-def train_loop(trainer: Trainer, source: Iterator[batches.Batch], options: argparse.Namespace) -> None:
+def train_loop(
+    trainer: Trainer, source: Iterator[batches.Batch], options: argparse.Namespace
+) -> None:
     trainer.step(next(source), 0.0, 0.0)  # compiles before the clock starts
     clock = Clock(options.steps, options.minutes * 60, time.monotonic())
     averages = torch.zeros(2)
@@ -148,13 +165,19 @@ def train_loop(trainer: Trainer, source: Iterator[batches.Batch], options: argpa
             trainer.model.quantize(True)
         progress = clock.progress
         speed = BIAS_SPEED if progress < 0.9 else 0.0
-        losses = trainer.step(next(source), learning_rate(progress, options.warm, options.hold), speed)
-        averages = losses if clock.step == 0 else torch.lerp(averages.to(losses.device), losses, 0.02)
+        losses = trainer.step(
+            next(source), learning_rate(progress, options.warm, options.hold), speed
+        )
+        averages = (
+            losses if clock.step == 0 else torch.lerp(averages.to(losses.device), losses, 0.02)
+        )
         clock.step += 1
         if clock.step % 100 == 0:
             main, nextn = averages.tolist()
             elapsed = time.monotonic() - clock.started
-            log.append({"step": clock.step, "seconds": round(elapsed), "loss": main, "mtp_loss": nextn})
+            log.append(
+                {"step": clock.step, "seconds": round(elapsed), "loss": main, "mtp_loss": nextn}
+            )
             rate = clock.step * options.rows * options.length / elapsed / 1e6
             if clock.step % 500 == 0:
                 print(f"step {clock.step} {elapsed:.0f}s loss {main:.3f} mtp {nextn:.3f} {rate:.2f}M ids/s "
@@ -170,14 +193,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--resume", type=Path, help="weights.safetensors of an earlier run to go on from")
+    parser.add_argument(
+        "--resume", type=Path, help="weights.safetensors of an earlier run to go on from"
+    )
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--steps", type=int, default=0, help="train for this many steps instead of minutes")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="train for this many steps instead of minutes"
+    )
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--warm", type=float, default=0.02)
-    parser.add_argument("--hold", type=float, default=0.5, help="share of the run after which the rate falls")
+    parser.add_argument(
+        "--hold", type=float, default=0.5, help="share of the run after which the rate falls"
+    )
     parser.add_argument("--fp8-from", type=float, default=0.85)
     parser.add_argument("--tasks", type=float, default=0.6)
     parser.add_argument("--pairs", type=float, default=0.26)

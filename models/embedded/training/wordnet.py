@@ -1,4 +1,5 @@
-"""WordNet 3.0's database files: glosses as prose, and short questions and answers about common words.
+"""WordNet 3.0's database files: glosses as prose, and short questions and answers about common
+words.
 
 Source: Debian's `wordnet-base` (files data.* and index.* and cntlist.rev), WordNet 3.0 licence.
 """
@@ -17,7 +18,9 @@ HYPERNYM = "@"
 
 @dataclass(frozen=True, slots=True)
 class Synset:
-    """One meaning: its words, its definition, its examples, and the offsets it points to by relation."""
+    """One meaning: its words, its definition, its examples, and the offsets it points to by
+    relation.
+    """
 
     part: str
     words: tuple[str, ...]
@@ -36,7 +39,9 @@ def _parse(part: str, line: str) -> tuple[str, Synset]:
     head, _, gloss = line.partition(" | ")
     fields = head.split()
     count = int(fields[3], 16)
-    words = tuple(re.sub(r"\(.*\)$", "", word).replace("_", " ") for word in fields[4 : 4 + 2 * count : 2])
+    words = tuple(
+        re.sub(r"\(.*\)$", "", word).replace("_", " ") for word in fields[4 : 4 + 2 * count : 2]
+    )
     rest = fields[4 + 2 * count :]
     points = tuple((rest[1 + 4 * i], rest[2 + 4 * i]) for i in range(int(rest[0])))
     examples = tuple(example.strip() for example in re.findall(r'"([^"]+)"', gloss))
@@ -57,7 +62,9 @@ class WordNet:
         self.common = self._common(folder)
 
     def _common(self, folder: Path) -> list[tuple[int, str, Synset]]:
-        """(tag count, word, first meaning) of every one-word lemma seen in tagged text, most frequent first."""
+        """(tag count, word, first meaning) of every one-word lemma seen in tagged text, most
+        frequent first.
+        """
         counts: dict[tuple[str, str], int] = {}
         for line in (folder / "cntlist.rev").read_text(encoding="latin-1").splitlines():
             key, _, count = line.split()
@@ -88,7 +95,9 @@ class WordNet:
         return None
 
     def questions(self, most: int) -> Iterator[tuple[list[str], str]]:
-        """(ways to ask, answer) about the `most` frequent words; the meaning is the word's most frequent one."""
+        """(ways to ask, answer) about the `most` frequent words; the meaning is the word's most
+        frequent one.
+        """
         asked: set[str] = set()
         for _, word, synset in self.common[: most * 2]:
             if word in asked or len(asked) >= most or len(synset.definition) > 150:
@@ -101,7 +110,11 @@ class WordNet:
         asks = [f"Define {word}.", f"What does {word} mean?", f"What is the meaning of {word}?",
                 f"Give me a definition of {word}.", f"What does the word {word} mean?"]  # fmt: skip
         if synset.part == "noun":
-            asks += [f"What is {article.lower()} {word}?", f"What is {word}?", f"Tell me what {word} means."]
+            asks += [
+                f"What is {article.lower()} {word}?",
+                f"What is {word}?",
+                f"Tell me what {word} means.",
+            ]
             general = self.hypernym(synset)
             if general:
                 answer = f"{article} {word} is a kind of {general}."

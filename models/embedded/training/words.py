@@ -27,7 +27,18 @@ NAMES: tuple[str, ...] = tuple(
     Will Zoe Alice Bob David Eva Frank Helen Ivan Julia Kim Laura Max Nina Oscar Peter Rosa Simon""".split()
 )
 
-COLOURS: tuple[str, ...] = ("red", "blue", "green", "yellow", "black", "white", "brown", "pink", "purple", "orange")
+COLOURS: tuple[str, ...] = (
+    "red",
+    "blue",
+    "green",
+    "yellow",
+    "black",
+    "white",
+    "brown",
+    "pink",
+    "purple",
+    "orange",
+)
 LETTERS: str = "abcdefghijklmnopqrstuvwxyz"
 IRREGULAR = {
     "sheep": "sheep", "fish": "fish", "mouse": "mice", "foot": "feet", "child": "children", "knife": "knives",

@@ -1,4 +1,5 @@
 """Multi-head attention by FlashAttention-3 of sgl_kernel, on Hopper."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from glowplug.plugins.attention.shared.table_bytes import fa3_mha_bytes
 
 NAME = "fa3_mha"
 HEAD = 128  #: numbers of a head
-# NOTE: a size whose kernel is not in the library's build ends the process, so only what was seen to run is admitted.
+# NOTE: a size whose kernel is not in the library's build ends the process, so only what was seen to
+# run is admitted.
 DTYPES = frozenset({"bfloat16"})
 
 
@@ -29,20 +31,36 @@ def check_heads(name: str) -> Check:
     def check(context: CheckContext) -> Iterator[Refusal]:
         model = context.facts.model
         if model.kind == "mha" and model.head_dim != HEAD:
-            yield Refusal(name, "attention.use", f"{name} takes heads of {HEAD} numbers; this model's have "
-                          f"{model.head_dim}", 'attention.use = "auto"')
+            yield Refusal(
+                name,
+                "attention.use",
+                f"{name} takes heads of {HEAD} numbers; this model's have {model.head_dim}",
+                'attention.use = "auto"',
+            )
 
     return check
 
 
 @hookimpl
 def register_attention_backends() -> list[Component]:
-    return [Component(
-        name=NAME, options=Fa3MhaOptions, check=check_heads(NAME),
-        factory="glowplug.plugins.attention.mha.fa3_runtime:Fa3Mha",
-        requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
-        offers=AttentionOffers(
-            kinds=frozenset({"mha"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=DTYPES,
-            kv_dtypes=DTYPES, first_key=True, modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER},
-            work=mha_bytes, reserves=fa3_mha_bytes),
-        summary="multi-head and grouped-query attention by FlashAttention-3 (sgl_kernel), Hopper")]
+    return [
+        Component(
+            name=NAME,
+            options=Fa3MhaOptions,
+            check=check_heads(NAME),
+            factory="glowplug.plugins.attention.mha.fa3_runtime:Fa3Mha",
+            requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
+            offers=AttentionOffers(
+                kinds=frozenset({"mha"}),
+                devices=frozenset({"cuda"}),
+                compute=HOPPER,
+                dtypes=DTYPES,
+                kv_dtypes=DTYPES,
+                first_key=True,
+                modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER},
+                work=mha_bytes,
+                reserves=fa3_mha_bytes,
+            ),
+            summary="multi-head and grouped-query attention by FlashAttention-3 (sgl_kernel), Hopper",
+        )
+    ]

@@ -1,4 +1,5 @@
 """The runtime of ``fa3_mha``."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -21,10 +22,11 @@ from glowplug.plugins.attention.shared.table_bytes import SMALL_PAGE, fa3_mha_by
 
 @dataclass(eq=False)
 class _Rows:
-    """Rows over the cache. ``page``: tokens a page of ``table`` int32 [R, P]; ``lens`` int32 [R]: keys of each.
+    """Rows over the cache. ``page``: tokens a page of ``table`` int32 [R, P]; ``lens`` int32 [R]:
+    keys of each.
 
-    ``starts``: int32 [R + 1] prefix sums of prefill rows' queries, ``longest`` of them. ``table`` None: the keys are
-    the rows' own tokens.
+    ``starts``: int32 [R + 1] prefix sums of prefill rows' queries, ``longest`` of them. ``table``
+    None: the keys are the rows' own tokens.
     """
 
     page: int
@@ -35,8 +37,8 @@ class _Rows:
 
 
 class Fa3Mha(PagedMha):
-    """Decoding rows and chunks behind a cached prefix over the cache; chunks that begin their sequence over their own
-    keys."""
+    """Decoding rows and chunks behind a cached prefix over the cache; chunks that begin their
+    sequence over their own keys."""
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
@@ -57,7 +59,9 @@ class Fa3Mha(PagedMha):
     def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
         self._decoding = self._rows(batch, slot, 0, rows, self._buffers)
 
-    def _rows(self, batch: Batch, slot: object | None, first: int, end: int, buffers: SlotBuffers) -> _Rows:
+    def _rows(
+        self, batch: Batch, slot: object | None, first: int, end: int, buffers: SlotBuffers
+    ) -> _Rows:
         table = batch.page_table[first:end]
         lens = batch.kv_lens_device[first:end]
         page = self._page_size
@@ -74,31 +78,56 @@ class Fa3Mha(PagedMha):
         assert rows is not None
         query = query.unflatten(0, (len(rows.lens), -1))
         out = flash_attn_with_kvcache(
-            q=query, k_cache=_paged(kv["k"], rows), v_cache=_paged(kv["v"], rows), cache_seqlens=rows.lens,
-            page_table=rows.table, softmax_scale=scale, causal=query.shape[1] > 1)
+            q=query,
+            k_cache=_paged(kv["k"], rows),
+            v_cache=_paged(kv["v"], rows),
+            cache_seqlens=rows.lens,
+            page_table=rows.table,
+            softmax_scale=scale,
+            causal=query.shape[1] > 1,
+        )
         return torch.flatten(out, 0, 1)
 
     def plan_prefill(self, batch: Batch, first: int) -> None:
         queries = batch.query_lens[first:]
         keys = batch.kv_lens[first:] - batch.first_key
-        rows = self._rows(batch, None, first, batch.num_rows, SlotBuffers())  # beside those of decoding rows
+        rows = self._rows(
+            batch, None, first, batch.num_rows, SlotBuffers()
+        )  # beside those of decoding rows
         rows.starts = batch.query_starts[first:] - batch.decode_tokens
         rows.longest = int(queries.max())
         if np.array_equal(queries, keys):
             rows.table = None
         self._prefilling = rows
 
-    def prefill(self, query: Tensor, k: Tensor, v: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
+    def prefill(
+        self, query: Tensor, k: Tensor, v: Tensor, kv: Mapping[str, Tensor], scale: float
+    ) -> Tensor:
         rows = self._prefilling
         assert rows is not None
         if rows.table is None:
             return flash_attn_varlen_func(  # type: ignore[no-any-return]
-                query, k, v, cu_seqlens_q=rows.starts, cu_seqlens_k=rows.starts, max_seqlen_q=rows.longest,
-                max_seqlen_k=rows.longest, softmax_scale=scale, causal=True)
+                query,
+                k,
+                v,
+                cu_seqlens_q=rows.starts,
+                cu_seqlens_k=rows.starts,
+                max_seqlen_q=rows.longest,
+                max_seqlen_k=rows.longest,
+                softmax_scale=scale,
+                causal=True,
+            )
         return flash_attn_with_kvcache(  # type: ignore[no-any-return]
-            q=query, k_cache=_paged(kv["k"], rows), v_cache=_paged(kv["v"], rows), cache_seqlens=rows.lens,
-            page_table=rows.table, cu_seqlens_q=rows.starts, max_seqlen_q=rows.longest, softmax_scale=scale,
-            causal=True)
+            q=query,
+            k_cache=_paged(kv["k"], rows),
+            v_cache=_paged(kv["v"], rows),
+            cache_seqlens=rows.lens,
+            page_table=rows.table,
+            cu_seqlens_q=rows.starts,
+            max_seqlen_q=rows.longest,
+            softmax_scale=scale,
+            causal=True,
+        )
 
 
 def _paged(cache: Tensor, rows: _Rows) -> Tensor:

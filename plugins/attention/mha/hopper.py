@@ -1,4 +1,7 @@
-"""Multi-head attention on Hopper by the kernels measured fastest: this project's own and FlashAttention-3."""
+"""Multi-head attention on Hopper by the kernels measured fastest: this project's own and
+FlashAttention-3.
+"""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -19,14 +22,27 @@ class HopperMhaOptions(AttentionOptions):
 
 @hookimpl
 def register_attention_backends() -> list[Component]:
-    return [Component(
-        name="hopper_mha", options=HopperMhaOptions, check=check_heads("hopper_mha"),
-        factory="glowplug.plugins.attention.mha.hopper_runtime:HopperMha",
-        requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
-        offers=AttentionOffers(
-            kinds=frozenset({"mha"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=DTYPES,
-            kv_dtypes=DTYPES | {"fp8_e4m3", "fp8_e5m2"}, tree=True, first_key=True,
-            modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}, work=mha_bytes, reserves=hopper_mha_bytes),
-        summary="multi-head and grouped-query attention on Hopper, decoding rows by what was measured fastest for "
-                "their number and heads (Triton or FlashAttention-3; table in attention/measured.py), prefill by "
-                "FlashAttention-3")]
+    return [
+        Component(
+            name="hopper_mha",
+            options=HopperMhaOptions,
+            check=check_heads("hopper_mha"),
+            factory="glowplug.plugins.attention.mha.hopper_runtime:HopperMha",
+            requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
+            offers=AttentionOffers(
+                kinds=frozenset({"mha"}),
+                devices=frozenset({"cuda"}),
+                compute=HOPPER,
+                dtypes=DTYPES,
+                kv_dtypes=DTYPES | {"fp8_e4m3", "fp8_e5m2"},
+                tree=True,
+                first_key=True,
+                modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER},
+                work=mha_bytes,
+                reserves=hopper_mha_bytes,
+            ),
+            summary="multi-head and grouped-query attention on Hopper, decoding rows by what was measured fastest for "
+            "their number and heads (Triton or FlashAttention-3; table in attention/measured.py), prefill by "
+            "FlashAttention-3",
+        )
+    ]

@@ -1,4 +1,5 @@
 """The runtime of ``hopper_mha``."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ from glowplug.plugins.attention.shared.table_bytes import hopper_mha_bytes
 
 
 class HopperMha(Fa3Mha):
-    """FlashAttention-3's steps and the Triton backend's, over one cache. What the library does not read goes the other
+    """FlashAttention-3's steps and the Triton backend's, over one cache. What the library does not
+    read goes the other
     way: trees, a first position that holds nothing, an FP8 cache."""
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -31,8 +33,12 @@ class HopperMha(Fa3Mha):
         return hopper_mha_bytes(step)
 
     def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
-        self._by_own = (self._only_own or batch.first_key > 0 or batch.tree_mask is not None
-                        or fastest_mha(width * self._heads // self._kv_heads, rows) == "triton")
+        self._by_own = (
+            self._only_own
+            or batch.first_key > 0
+            or batch.tree_mask is not None
+            or fastest_mha(width * self._heads // self._kv_heads, rows) == "triton"
+        )
         self.follows = self._by_own and self._own.follows
         (self._own.plan_decode if self._by_own else super().plan_decode)(batch, slot, rows, width)
 
@@ -42,5 +48,7 @@ class HopperMha(Fa3Mha):
     def plan_prefill(self, batch: Batch, first: int) -> None:
         (self._own.plan_prefill if self._only_own else super().plan_prefill)(batch, first)
 
-    def prefill(self, query: Tensor, k: Tensor, v: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
+    def prefill(
+        self, query: Tensor, k: Tensor, v: Tensor, kv: Mapping[str, Tensor], scale: float
+    ) -> Tensor:
         return (self._own.prefill if self._only_own else super().prefill)(query, k, v, kv, scale)

@@ -1,4 +1,5 @@
 """Multi-head, grouped-query and multi-query attention in plain torch, on CPU or CUDA."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -15,9 +16,14 @@ class TorchMhaOptions(AttentionOptions):
 
 @hookimpl
 def register_attention_backends() -> list[Component]:
-    return [Component(
-        name="torch_mha", options=TorchMhaOptions,
-        factory="glowplug.plugins.attention.mha.torch_runtime:TorchMha",
-        offers=AttentionOffers(kinds=frozenset({"mha"}), modes=dict(EVERY_MODE_EAGER),
-                               first_key=True),
-        summary="multi-head and grouped-query attention in plain torch (CPU and CUDA)")]
+    return [
+        Component(
+            name="torch_mha",
+            options=TorchMhaOptions,
+            factory="glowplug.plugins.attention.mha.torch_runtime:TorchMha",
+            offers=AttentionOffers(
+                kinds=frozenset({"mha"}), modes=dict(EVERY_MODE_EAGER), first_key=True
+            ),
+            summary="multi-head and grouped-query attention in plain torch (CPU and CUDA)",
+        )
+    ]

@@ -1,4 +1,5 @@
 """The runtime of ``torch_mha``."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -14,7 +15,13 @@ from glowplug.kernels.mha import reference as mha
 from glowplug.kernels.paged.merge_states_reference import merge_states
 from glowplug.plugins.attention.mha.torch import TorchMhaOptions
 from glowplug.plugins.attention.shared.kv_layout import local_kv_heads, mha_layout
-from glowplug.plugins.attention.shared.torch_groups import Group, GroupLimits, LongRow, plan_groups, store
+from glowplug.plugins.attention.shared.torch_groups import (
+    Group,
+    GroupLimits,
+    LongRow,
+    plan_groups,
+    store,
+)
 
 GATHERED_NUMBERS = 1 << 27  #: key and value numbers gathered at once for decoding rows
 PIECE_NUMBERS = 1 << 24  #: the same for prefill rows; a longer cached prefix goes in pieces
@@ -35,8 +42,9 @@ class TorchMha:
         self._kv_heads = local_kv_heads(plan)
         self._head_dim = plan.facts.model.head_dim
         per_key = 2 * self._kv_heads * self._head_dim
-        self._limits = GroupLimits(decode_keys=max(64, GATHERED_NUMBERS // per_key),
-                                   keys=max(64, PIECE_NUMBERS // per_key))
+        self._limits = GroupLimits(
+            decode_keys=max(64, GATHERED_NUMBERS // per_key), keys=max(64, PIECE_NUMBERS // per_key)
+        )
 
     def kv_layout(self) -> KVLayout:
         return mha_layout(self._plan)
@@ -48,7 +56,9 @@ class TorchMha:
         self._slots = batch.slots
         self._groups = plan_groups(batch, self._page_size, self._limits, self._dtype, self._dtype)
 
-    def mla(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer) -> Tensor:
+    def mla(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer
+    ) -> Tensor:
         raise NotImplementedError("torch_mha offers kind mha only")
 
     def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
@@ -64,8 +74,14 @@ class TorchMha:
             if isinstance(group, LongRow):
                 part = self._long(group, query, group.take(k), group.take(v), layer)
             elif group.bias is None:
-                part = group.unpack(mha.attend_causal(
-                    group.pack(query), group.pack(group.take(k)), group.pack(group.take(v)), layer.scale))
+                part = group.unpack(
+                    mha.attend_causal(
+                        group.pack(query),
+                        group.pack(group.take(k)),
+                        group.pack(group.take(v)),
+                        layer.scale,
+                    )
+                )
             else:
                 part = self._cached(group, query, pool, layer)
             parts.append(part.reshape(group.tokens, layer.heads * layer.head_dim))
@@ -73,16 +89,22 @@ class TorchMha:
             return parts[0]
         return torch.cat(parts) if parts else q.new_empty(0, layer.heads * layer.head_dim)
 
-    def _cached(self, group: Group, query: Tensor, pool: Mapping[str, Tensor], layer: MhaLayer) -> Tensor:
+    def _cached(
+        self, group: Group, query: Tensor, pool: Mapping[str, Tensor], layer: MhaLayer
+    ) -> Tensor:
         assert group.bias is not None
         key = group.gather(pool["k"]).to(query.dtype)
         value = group.gather(pool["v"]).to(query.dtype)
         return group.unpack(mha.attend(group.pack(query), key, value, layer.scale, group.bias))
 
-    def _long(self, row: LongRow, query: Tensor, key: Tensor, value: Tensor, layer: MhaLayer) -> Tensor:
+    def _long(
+        self, row: LongRow, query: Tensor, key: Tensor, value: Tensor, layer: MhaLayer
+    ) -> Tensor:
         pool = self._kv[layer.index]
         state = mha.partial_attention(query, key, value, layer.scale, causal=True)
         for slots in row.pieces:
             cached = pool["k"].index_select(0, slots), pool["v"].index_select(0, slots)
-            state = merge_states(*state, *mha.partial_attention(query, *cached, layer.scale, causal=False))
+            state = merge_states(
+                *state, *mha.partial_attention(query, *cached, layer.scale, causal=False)
+            )
         return state[0].to(query.dtype)

@@ -1,4 +1,5 @@
 """The runtime of ``triton_mha``."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -17,8 +18,10 @@ from glowplug.plugins.attention.shared.mha_base import PagedMha
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of the step: page_table int32 [R, P], lens int32 [R], tree int64 [R, width] or None; of prefill rows the
-    tokens ``starts`` int32 [R + 1] at which their queries begin and end, and the ``skip`` tokens before all of them."""
+    """Rows of the step: page_table int32 [R, P], lens int32 [R], tree int64 [R, width] or None; of
+    prefill rows the tokens ``starts`` int32 [R + 1] at which their queries begin and end, and the
+    ``skip`` tokens before all of them.
+    """
 
     page_table: Tensor
     lens: Tensor
@@ -30,7 +33,9 @@ class _Rows:
 
 
 class TritonMha(PagedMha):
-    """Its kernels read a step's tensors as they lie, so nothing is prepared and nothing belongs to a slot."""
+    """Its kernels read a step's tensors as they lie, so nothing is prepared and nothing belongs to
+    a slot.
+    """
 
     follows = True
 
@@ -42,21 +47,52 @@ class TritonMha(PagedMha):
 
     def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
         tree = None if batch.tree_mask is None else batch.tree_mask[:rows]
-        cut = tiling(rows, width, self._heads, self._kv_heads, self._head_dim, self._context, self._dtype)
-        self._decoding = _Rows(batch.page_table[:rows], batch.kv_lens_device[:rows], batch.first_key, cut, tree)
+        cut = tiling(
+            rows, width, self._heads, self._kv_heads, self._head_dim, self._context, self._dtype
+        )
+        self._decoding = _Rows(
+            batch.page_table[:rows], batch.kv_lens_device[:rows], batch.first_key, cut, tree
+        )
 
     def decode(self, query: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
         rows = self._decoding
         assert rows is not None and rows.cut is not None
-        return mha_decode(query, kv["k"], kv["v"], rows.page_table, rows.lens, scale, self._page_size, rows.cut,
-                          rows.first_key, rows.tree)
+        return mha_decode(
+            query,
+            kv["k"],
+            kv["v"],
+            rows.page_table,
+            rows.lens,
+            scale,
+            self._page_size,
+            rows.cut,
+            rows.first_key,
+            rows.tree,
+        )
 
     def plan_prefill(self, batch: Batch, first: int) -> None:
-        self._prefilling = _Rows(batch.page_table[first:], batch.kv_lens_device[first:], batch.first_key,
-                                 starts=batch.query_starts[first:], skip=batch.decode_tokens)
+        self._prefilling = _Rows(
+            batch.page_table[first:],
+            batch.kv_lens_device[first:],
+            batch.first_key,
+            starts=batch.query_starts[first:],
+            skip=batch.decode_tokens,
+        )
 
-    def prefill(self, query: Tensor, k: Tensor, v: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
+    def prefill(
+        self, query: Tensor, k: Tensor, v: Tensor, kv: Mapping[str, Tensor], scale: float
+    ) -> Tensor:
         rows = self._prefilling
         assert rows is not None and rows.starts is not None
-        return mha_prefill(query, kv["k"], kv["v"], rows.page_table, rows.lens, rows.starts, scale, self._page_size,
-                           rows.first_key, rows.skip)
+        return mha_prefill(
+            query,
+            kv["k"],
+            kv["v"],
+            rows.page_table,
+            rows.lens,
+            rows.starts,
+            scale,
+            self._page_size,
+            rows.first_key,
+            rows.skip,
+        )

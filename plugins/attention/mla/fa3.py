@@ -1,4 +1,5 @@
 """Latent attention by FlashAttention-3 of sgl_kernel, on Hopper."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -7,7 +8,12 @@ from glowplug.core.plugin.component import Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.plugins.attention.shared.absorbed import AbsorbedOptions
-from glowplug.plugins.attention.shared.hopper_libraries import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
+from glowplug.plugins.attention.shared.hopper_libraries import (
+    HOPPER,
+    SGL_KERNEL,
+    SIXTEEN_BITS,
+    check_kv_is_compute,
+)
 from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
 from glowplug.plugins.attention.shared.table_bytes import fa3_mla_bytes
 
@@ -18,12 +24,24 @@ class Fa3MlaOptions(AbsorbedOptions):
 
 @hookimpl
 def register_attention_backends() -> list[Component]:
-    return [Component(
-        name="fa3_mla", options=Fa3MlaOptions, check=check_kv_is_compute("fa3_mla"),
-        factory="glowplug.plugins.attention.mla.fa3_runtime:Fa3Mla",
-        requires=(Package(SGL_KERNEL, ">=0.4.2"),),
-        offers=AttentionOffers(
-            kinds=frozenset({"mla"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=SIXTEEN_BITS,
-            kv_dtypes=SIXTEEN_BITS, first_key=True, modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER},
-            work=mla_bytes, reserves=fa3_mla_bytes),
-        summary="latent attention by FlashAttention-3 (sgl_kernel), Hopper")]
+    return [
+        Component(
+            name="fa3_mla",
+            options=Fa3MlaOptions,
+            check=check_kv_is_compute("fa3_mla"),
+            factory="glowplug.plugins.attention.mla.fa3_runtime:Fa3Mla",
+            requires=(Package(SGL_KERNEL, ">=0.4.2"),),
+            offers=AttentionOffers(
+                kinds=frozenset({"mla"}),
+                devices=frozenset({"cuda"}),
+                compute=HOPPER,
+                dtypes=SIXTEEN_BITS,
+                kv_dtypes=SIXTEEN_BITS,
+                first_key=True,
+                modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER},
+                work=mla_bytes,
+                reserves=fa3_mla_bytes,
+            ),
+            summary="latent attention by FlashAttention-3 (sgl_kernel), Hopper",
+        )
+    ]

@@ -1,4 +1,5 @@
 """The runtime of ``fa3_mla``."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from glowplug.plugins.attention.shared.table_bytes import fa3_mla_bytes, mla_par
 
 @dataclass(eq=False)
 class _Decode:
-    """``page``: tokens a page of ``table`` int32 [rows, pages]; ``lens`` int32 [rows]: keys of each row."""
+    """``page``: tokens a page of ``table`` int32 [rows, pages]; ``lens`` int32 [rows]: keys of each
+    row.
+    """
 
     rows: int
     page: int
@@ -29,7 +32,9 @@ class _Decode:
 
 
 class Fa3Mla(PagedMla):
-    """Queries' rotary parts as ``q``, absorbed parts as ``qv``; keys and values are two views of the cache."""
+    """Queries' rotary parts as ``q``, absorbed parts as ``qv``; keys and values are two views of
+    the cache.
+    """
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
@@ -43,9 +48,13 @@ class Fa3Mla(PagedMla):
 
     def reserve(self, limits: Limits) -> None:
         super().reserve(limits)
-        self._buffers.reserve(self.reserves(decoding_rows(limits, self._plan, self._heads)), self._device)
+        self._buffers.reserve(
+            self.reserves(decoding_rows(limits, self._plan, self._heads)), self._device
+        )
 
-    def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
+    def plan_decode(
+        self, batch: Batch, slot: object | None, first: int, rows: int, width: int
+    ) -> None:
         table = batch.page_table[first : first + rows]
         lens = batch.kv_lens_device[first : first + rows]
         page = self._page_size
@@ -53,8 +62,9 @@ class Fa3Mla(PagedMla):
             table, lens = self._buffers.shifted(slot, table, lens, batch.first_key, page)
             page = 1
         elif (parts := mla_parts(page, width * self._heads)) > 1:
-            # NOTE: with whole tiles in a page it copies by TMA, and a NaN behind a row's end, left there by another
-            # sequence, enters the sum as 0 * NaN. Smaller pages take its other path, which reads nothing there.
+            # NOTE: with whole tiles in a page it copies by TMA, and a NaN behind a row's end, left
+            # there by another sequence, enters the sum as 0 * NaN. Smaller pages take its other
+            # path, which reads nothing there.
             table = self._buffers.in_parts(slot, table, parts)
             page //= parts
         self._decode = _Decode(rows, page, table, lens)
@@ -65,14 +75,41 @@ class Fa3Mla(PagedMla):
         query = query.view(step.rows, -1, *query.shape[1:])
         cache = kv.view(-1, step.page, 1, kv.shape[1])
         out = flash_attn_with_kvcache(
-            q=query[..., self._lora :], k_cache=cache[..., self._lora :], v_cache=cache[..., : self._lora],
-            qv=query[..., : self._lora], cache_seqlens=step.lens, page_table=step.table, softmax_scale=scale,
-            causal=query.shape[1] > 1)
+            q=query[..., self._lora :],
+            k_cache=cache[..., self._lora :],
+            v_cache=cache[..., : self._lora],
+            qv=query[..., : self._lora],
+            cache_seqlens=step.lens,
+            page_table=step.table,
+            softmax_scale=scale,
+            causal=query.shape[1] > 1,
+        )
         return torch.flatten(out, 0, 1)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
-                scale: float, causal: bool, out: Tensor) -> Tensor:
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_starts: Tensor,
+        k_starts: Tensor,
+        max_q: int,
+        max_k: int,
+        scale: float,
+        causal: bool,
+        out: Tensor,
+    ) -> Tensor:
         lse: Tensor = flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q=q_starts, cu_seqlens_k=k_starts, max_seqlen_q=max_q, max_seqlen_k=max_k,
-            softmax_scale=scale, causal=causal, return_softmax_lse=True, out=out)[1]
+            q,
+            k,
+            v,
+            cu_seqlens_q=q_starts,
+            cu_seqlens_k=k_starts,
+            max_seqlen_q=max_q,
+            max_seqlen_k=max_k,
+            softmax_scale=scale,
+            causal=causal,
+            return_softmax_lse=True,
+            out=out,
+        )[1]
         return lse.t()

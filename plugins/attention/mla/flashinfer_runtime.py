@@ -1,4 +1,5 @@
 """The runtime of ``flashinfer_mla``."""
+
 from __future__ import annotations
 
 import math
@@ -30,14 +31,17 @@ LN2 = math.log(2)
 
 @dataclass(eq=False)
 class _Wrapper:
-    """One of the library's wrappers. What its last plan copies to the device is there when ``planned`` is."""
+    """One of the library's wrappers. What its last plan copies to the device is there when
+    ``planned`` is.
+    """
 
     made: Any
     planned: torch.cuda.Event
     checked: bool = False
 
     def plan(self, *arguments: Any, **named: Any) -> None:
-        self.planned.synchronize()  # NOTE: a plan writes the pinned buffer that the one before is copied from
+        # NOTE: a plan writes the pinned buffer that the one before is copied from
+        self.planned.synchronize()
         self.made.plan(*arguments, **named)
         self.planned.record()
 
@@ -49,11 +53,12 @@ class _Wrapper:
 
 
 class FlashInferMla(PagedMla):
-    """Every plan is made from lengths on the host, so that none waits for the device; where those are upper bounds, the
-    device's own are put into the plan behind them, on the device.
+    """Every plan is made from lengths on the host, so that none waits for the device; where those
+    are upper bounds, the device's own are put into the plan behind them, on the device.
 
-    A graph's slot has a wrapper of its own, whose buffers the captured kernels read. Steps without one take turns with
-    as many as are planned in a step, so that none waits for the kernels of its own step.
+    A graph's slot has a wrapper of its own, whose buffers the captured kernels read. Steps without
+    one take turns with as many as are planned in a step, so that none waits for the kernels of its
+    own step.
     """
 
     def __init__(self, options: FlashInferMlaOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -76,9 +81,13 @@ class FlashInferMla(PagedMla):
         super().reserve(limits)
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=self._device)
-        self._buffers.reserve(slots_bytes(decoding_rows(limits, self._plan, self._heads)), self._device)
+        self._buffers.reserve(
+            slots_bytes(decoding_rows(limits, self._plan, self._heads)), self._device
+        )
 
-    def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
+    def plan_decode(
+        self, batch: Batch, slot: object | None, first: int, rows: int, width: int
+    ) -> None:
         own = slice(first, first + rows)
         table = batch.page_table[own]
         lens = batch.kv_lens_device[own]
@@ -92,31 +101,60 @@ class FlashInferMla(PagedMla):
         starts = torch.arange(rows + 1, dtype=torch.int32)
         self._decode = self._wrapper(slot, rows, pages)
         self._decode.plan(
-            starts * width, starts * table.shape[1], pages, torch.from_numpy(bounds), self._heads, self._lora,
-            self._rope, self._page, width > 1, self._scale, self._dtype, self._kv[0].dtype)
-        if width > 1 or batch.first_key:  # a step of one token a row that is no draft's has the host's lengths
+            starts * width,
+            starts * table.shape[1],
+            pages,
+            torch.from_numpy(bounds),
+            self._heads,
+            self._lora,
+            self._rope,
+            self._page,
+            width > 1,
+            self._scale,
+            self._dtype,
+            self._kv[0].dtype,
+        )
+        if (
+            width > 1 or batch.first_key
+        ):  # a step of one token a row that is no draft's has the host's lengths
             self._decode.set_lengths(lens, bounds, width)
 
     def _wrapper(self, slot: object | None, rows: int, pages: Tensor) -> _Wrapper:
         key = ("eager", next(self._turns)) if slot is None else slot
         if key not in self._wrappers:
-            made = BatchMLAPagedAttentionWrapper(self._workspace) if slot is None else self._captured(rows, pages)
+            made = (
+                BatchMLAPagedAttentionWrapper(self._workspace)
+                if slot is None
+                else self._captured(rows, pages)
+            )
             if self._drafts:
                 shrink(made)
             self._wrappers[key] = _Wrapper(made, torch.cuda.Event())
         return self._wrappers[key]
 
     def _captured(self, rows: int, pages: Tensor) -> BatchMLAPagedAttentionWrapper:
-        starts, key_starts, lens = (torch.zeros(count, dtype=torch.int32, device=self._device)
-                                    for count in (rows + 1, rows + 1, rows))
-        return BatchMLAPagedAttentionWrapper(self._workspace, use_cuda_graph=True, qo_indptr=starts,
-                                             kv_indptr=key_starts, kv_indices=pages, kv_len_arr=lens)
+        starts, key_starts, lens = (
+            torch.zeros(count, dtype=torch.int32, device=self._device)
+            for count in (rows + 1, rows + 1, rows)
+        )
+        return BatchMLAPagedAttentionWrapper(
+            self._workspace,
+            use_cuda_graph=True,
+            qo_indptr=starts,
+            kv_indptr=key_starts,
+            kv_indices=pages,
+            kv_len_arr=lens,
+        )
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
         assert self._decode is not None and math.isclose(scale, self._scale)
         cache = kv.view(-1, self._page, kv.shape[1])
-        out: Tensor = self._decode.made.run(query[..., : self._lora], query[..., self._lora :],
-                                            cache[..., : self._lora], cache[..., self._lora :])
+        out: Tensor = self._decode.made.run(
+            query[..., : self._lora],
+            query[..., self._lora :],
+            cache[..., : self._lora],
+            cache[..., self._lora :],
+        )
         return out
 
     def plan_prefill(self, ragged: list[RaggedRows]) -> None:
@@ -128,10 +166,20 @@ class FlashInferMla(PagedMla):
                 self._wrappers[key] = _Wrapper(made, torch.cuda.Event())
             self._calls[id(call)] = self._wrappers[key]
             self._wrappers[key].plan(
-                _sums(call.q_lens), _sums(call.k_lens), self._heads, self._heads, self._query, head_dim_vo=self._value,
-                causal=call.causal, sm_scale=self._scale, q_data_type=self._dtype)
+                _sums(call.q_lens),
+                _sums(call.k_lens),
+                self._heads,
+                self._heads,
+                self._query,
+                head_dim_vo=self._value,
+                causal=call.causal,
+                sm_scale=self._scale,
+                q_data_type=self._dtype,
+            )
 
-    def attend_ragged(self, call: RaggedCall, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> Tensor:
+    def attend_ragged(
+        self, call: RaggedCall, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor
+    ) -> Tensor:
         assert math.isclose(scale, self._scale)
         lse: Tensor = self._calls[id(call)].made.run(q, k, v, out=out, return_lse=True)[1]
         return lse * LN2

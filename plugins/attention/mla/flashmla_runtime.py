@@ -1,4 +1,5 @@
 """The runtime of ``flashmla``."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from glowplug.plugins.attention.shared.table_bytes import slots_bytes
 
 @dataclass(eq=False)
 class _Rows:
-    """``schedule``: how the library splits the step's rows among multiprocessors, its metadata and split counts."""
+    """``schedule``: how the library splits the step's rows among multiprocessors, its metadata and
+    split counts.
+    """
 
     rows: int
     width: int
@@ -30,10 +33,12 @@ class _Rows:
 class FlashMla(Fa3Mla):
     """Decoding rows by FlashMLA, whose schedule is made once a step on the device.
 
-    Prefill, and a draft's rows, whose first position holds nothing, go by FlashAttention-3. Over an FP8 cache FlashMLA
-    multiplies in E4M3: the queries are rounded to it, and so are the weights of the softmax, inside; each with one
-    scale a launch, which is 1. NOTE: a scale that follows the largest query of a step would gain nothing (E4M3 rounds
-    as finely at 2**-6 as at 448), and make a row depend on its neighbours.
+    Prefill, and a draft's rows, whose first position holds nothing, go by FlashAttention-3. Over an
+    FP8 cache FlashMLA
+    multiplies in E4M3: the queries are rounded to it, and so are the weights of the softmax,
+    inside; each with one
+    scale a launch, which is 1. NOTE: a scale that follows the largest query of a step would gain
+    nothing (E4M3 rounds as finely at 2**-6 as at 448), and make a row depend on its neighbours.
     """
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -49,7 +54,9 @@ class FlashMla(Fa3Mla):
         super().reserve(limits)
         self._narrow = any(kv.dtype is torch.float8_e4m3fn for kv in self._kv)
 
-    def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
+    def plan_decode(
+        self, batch: Batch, slot: object | None, first: int, rows: int, width: int
+    ) -> None:
         self._rows = None
         if batch.first_key:
             assert not self._narrow, "FlashAttention-3 reads no FP8 cache: the plan refuses it"
@@ -62,8 +69,12 @@ class FlashMla(Fa3Mla):
             metadata, splits = get_mla_metadata(lens, width * self._heads, 1, is_fp8_kvcache=True)
             lens, *schedule = self._buffers.keep(slot, (lens, metadata, splits))
         else:
-            schedule = [*self._buffers.keep(slot, tuple(get_mla_metadata(lens, width * self._heads, 1)))]
-        self._rows = _Rows(rows, width, batch.page_table[first : first + rows], lens, tuple(schedule))
+            schedule = [
+                *self._buffers.keep(slot, tuple(get_mla_metadata(lens, width * self._heads, 1)))
+            ]
+        self._rows = _Rows(
+            rows, width, batch.page_table[first : first + rows], lens, tuple(schedule)
+        )
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
         step = self._rows
@@ -72,7 +83,16 @@ class FlashMla(Fa3Mla):
         descale = self._unscaled if self._narrow else None
         given = self._kernels.in_e4m3(query) if self._narrow else query
         out, _ = flash_mla_with_kvcache(
-            given.view(step.rows, step.width, *query.shape[1:]), kv.view(-1, self._page_size, 1, kv.shape[1]),
-            step.table, step.lens, self._lora, *step.schedule, softmax_scale=scale, causal=step.width > 1,
-            descale_q=descale, descale_k=descale, is_fp8_kvcache=self._narrow)
+            given.view(step.rows, step.width, *query.shape[1:]),
+            kv.view(-1, self._page_size, 1, kv.shape[1]),
+            step.table,
+            step.lens,
+            self._lora,
+            *step.schedule,
+            softmax_scale=scale,
+            causal=step.width > 1,
+            descale_q=descale,
+            descale_k=descale,
+            is_fp8_kvcache=self._narrow,
+        )
         return torch.flatten(out, 0, 1).to(query.dtype)  # it answers E4M3 in bfloat16

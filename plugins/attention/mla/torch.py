@@ -1,4 +1,7 @@
-"""MLA attention in plain torch, on CPU or CUDA: absorbed in decode and verify, un-absorbed multi-head in prefill."""
+"""MLA attention in plain torch, on CPU or CUDA: absorbed in decode and verify, un-absorbed
+multi-head in prefill.
+"""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -13,15 +16,23 @@ from glowplug.core.plugin.options import AttentionOptions
 
 class TorchMlaOptions(AttentionOptions):
     use: Literal["torch_mla"] = "torch_mla"
-    absorb: bool = Field(True, description="absorb W_UK and W_UV in decode and verify; false: the naive reference, "
-                                           "which expands every cached latent for every row")
+    absorb: bool = Field(
+        True,
+        description="absorb W_UK and W_UV in decode and verify; false: the naive reference, "
+        "which expands every cached latent for every row",
+    )
 
 
 @hookimpl
 def register_attention_backends() -> list[Component]:
-    return [Component(
-        name="torch_mla", options=TorchMlaOptions,
-        factory="glowplug.plugins.attention.mla.torch_runtime:TorchMla",
-        offers=AttentionOffers(kinds=frozenset({"mla"}), modes=dict(EVERY_MODE_EAGER),
-                               first_key=True),
-        summary="latent attention in plain torch (CPU and CUDA)")]
+    return [
+        Component(
+            name="torch_mla",
+            options=TorchMlaOptions,
+            factory="glowplug.plugins.attention.mla.torch_runtime:TorchMla",
+            offers=AttentionOffers(
+                kinds=frozenset({"mla"}), modes=dict(EVERY_MODE_EAGER), first_key=True
+            ),
+            summary="latent attention in plain torch (CPU and CUDA)",
+        )
+    ]

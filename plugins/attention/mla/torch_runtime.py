@@ -1,4 +1,5 @@
 """The runtime of ``torch_mla``."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -33,9 +34,9 @@ EXPANDED_NUMBERS = 1 << 24  #: key and value numbers expanded from latents at on
 class TorchMla:
     """Latent attention over a paged cache of ``latent`` and ``rope``.
 
-    Decoding rows attend in latent space (absorbed); prefill rows expand latents to per-head keys and values, a cached
-    prefix longer than the budget in pieces whose partial states are merged. With ``absorb = false`` every row expands
-    its whole cache and attends at once.
+    Decoding rows attend in latent space (absorbed); prefill rows expand latents to per-head keys
+    and values, a cached prefix longer than the budget in pieces whose partial states are merged.
+    With ``absorb = false`` every row expands its whole cache and attends at once.
     """
 
     mla_projected = None
@@ -56,8 +57,14 @@ class TorchMla:
     def kv_layout(self) -> KVLayout:
         facts = self._plan.facts.model
         dtype = self._plan.kv_dtype
-        return KVLayout(kv_layers(self._plan), self._page_size, (
-            KVEntry("latent", (facts.kv_lora_rank,), dtype), KVEntry("rope", (facts.qk_rope_head_dim,), dtype)))
+        return KVLayout(
+            kv_layers(self._plan),
+            self._page_size,
+            (
+                KVEntry("latent", (facts.kv_lora_rank,), dtype),
+                KVEntry("rope", (facts.qk_rope_head_dim,), dtype),
+            ),
+        )
 
     def reserve(self, limits: Limits) -> None:
         self._kv = limits.kv
@@ -65,15 +72,37 @@ class TorchMla:
     def plan_step(self, batch: Batch, slot: object | None) -> None:
         self._slots = batch.slots
         self._row = host_row(batch, self._page_size, few.ROW_QUERIES, self._row_keys)
-        self._groups = [] if self._row is not None else plan_groups(
-            batch, self._page_size, self._limits, torch.float32 if self._absorb else self._dtype, self._dtype)
+        self._groups = (
+            []
+            if self._row is not None
+            else plan_groups(
+                batch,
+                self._page_size,
+                self._limits,
+                torch.float32 if self._absorb else self._dtype,
+                self._dtype,
+            )
+        )
 
-    def mla(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer) -> Tensor:
+    def mla(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer
+    ) -> Tensor:
         pool = self._kv[layer.index]
         if self._row is not None:
-            keys = self._row.exchange(pool["latent"], latent), self._row.exchange(pool["rope"], k_rope)
-            return torch.from_numpy(few.attend_row(
-                q_nope.numpy(), q_rope.numpy(), *keys, layer.w_uk.numpy(), layer.w_uv.numpy(), layer.scale))
+            keys = (
+                self._row.exchange(pool["latent"], latent),
+                self._row.exchange(pool["rope"], k_rope),
+            )
+            return torch.from_numpy(
+                few.attend_row(
+                    q_nope.numpy(),
+                    q_rope.numpy(),
+                    *keys,
+                    layer.w_uk.numpy(),
+                    layer.w_uv.numpy(),
+                    layer.scale,
+                )
+            )
         latent = store(pool["latent"], self._slots, latent)
         k_rope = store(pool["rope"], self._slots, k_rope)
         parts = []
@@ -100,8 +129,14 @@ class TorchMla:
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
         raise NotImplementedError("torch_mla offers kind mla only")
 
-    def _absorbed(self, group: Group, q_nope: Tensor, q_rope: Tensor, pool: Mapping[str, Tensor],
-                  layer: MlaLayer) -> Tensor:
+    def _absorbed(
+        self,
+        group: Group,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        pool: Mapping[str, Tensor],
+        layer: MlaLayer,
+    ) -> Tensor:
         assert group.bias is not None
         latent = group.gather(pool["latent"]).to(q_nope.dtype)
         rope = group.gather(pool["rope"]).to(q_nope.dtype)
@@ -109,31 +144,60 @@ class TorchMla:
         out = mla.attend_latent(q_latent, group.pack(q_rope), latent, rope, layer.scale, group.bias)
         return mla.project_output(group.unpack(out), layer.w_uv)
 
-    def _own(self, group: Group, q_nope: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor,
-             layer: MlaLayer) -> Tensor:
+    def _own(
+        self,
+        group: Group,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+        layer: MlaLayer,
+    ) -> Tensor:
         key, value = _expand(latent, rope, layer)
         query = torch.cat((q_nope, q_rope), dim=-1)
-        return group.unpack(mha.attend_causal(group.pack(query), group.pack(key), group.pack(value), layer.scale))
+        return group.unpack(
+            mha.attend_causal(group.pack(query), group.pack(key), group.pack(value), layer.scale)
+        )
 
-    def _expanded(self, group: Group, q_nope: Tensor, q_rope: Tensor, pool: Mapping[str, Tensor],
-                  layer: MlaLayer) -> Tensor:
+    def _expanded(
+        self,
+        group: Group,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        pool: Mapping[str, Tensor],
+        layer: MlaLayer,
+    ) -> Tensor:
         assert group.bias is not None
         shape = (group.rows, group.length, layer.heads)
         latent = group.gather(pool["latent"]).flatten(0, 1)
         rope = group.gather(pool["rope"]).flatten(0, 1)
         key, value = _expand(latent.to(q_nope.dtype), rope.to(q_nope.dtype), layer)
         query = group.pack(torch.cat((q_nope, q_rope), dim=-1))
-        out = mha.attend(query, key.view(*shape, -1), value.view(*shape, -1), layer.scale, group.bias)
+        out = mha.attend(
+            query, key.view(*shape, -1), value.view(*shape, -1), layer.scale, group.bias
+        )
         return group.unpack(out)
 
-    def _long(self, row: LongRow, q_nope: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor,
-              layer: MlaLayer) -> Tensor:
+    def _long(
+        self,
+        row: LongRow,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+        layer: MlaLayer,
+    ) -> Tensor:
         pool = self._kv[layer.index]
         dtype = q_nope.dtype
         query = torch.cat((q_nope, q_rope), dim=-1)
-        state = mha.partial_attention(query, *_expand(latent, rope, layer), layer.scale, causal=True)
+        state = mha.partial_attention(
+            query, *_expand(latent, rope, layer), layer.scale, causal=True
+        )
         for slots in row.pieces:
-            cached = pool["latent"].index_select(0, slots).to(dtype), pool["rope"].index_select(0, slots).to(dtype)
+            cached = (
+                pool["latent"].index_select(0, slots).to(dtype),
+                pool["rope"].index_select(0, slots).to(dtype),
+            )
             part = mha.partial_attention(query, *_expand(*cached, layer), layer.scale, causal=False)
             state = merge_states(*state, *part)
         return state[0].to(dtype)
@@ -142,8 +206,12 @@ class TorchMla:
 def _sizes(plan: EnginePlan) -> tuple[int, int, int, int]:
     """Nope, rope, latent and value size of a head."""
     facts = plan.facts.model
-    return (int(facts.config.get("qk_nope_head_dim", 128)), facts.qk_rope_head_dim, facts.kv_lora_rank,
-            int(facts.config.get("v_head_dim", 128)))
+    return (
+        int(facts.config.get("qk_nope_head_dim", 128)),
+        facts.qk_rope_head_dim,
+        facts.kv_lora_rank,
+        int(facts.config.get("v_head_dim", 128)),
+    )
 
 
 def _limits(plan: EnginePlan, absorb: bool) -> GroupLimits:
@@ -152,7 +220,9 @@ def _limits(plan: EnginePlan, absorb: bool) -> GroupLimits:
     per_key = facts.num_heads * (nope + rope + value)
     expanded = max(64, EXPANDED_NUMBERS // per_key)
     gathered = max(64, GATHERED_NUMBERS // max(1, facts.kv_lora_rank))
-    return GroupLimits(decode_keys=gathered if absorb else expanded, keys=expanded, own=absorb, split=absorb)
+    return GroupLimits(
+        decode_keys=gathered if absorb else expanded, keys=expanded, own=absorb, split=absorb
+    )
 
 
 def _expand(latent: Tensor, rope: Tensor, layer: MlaLayer) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,20 @@
-"""MLA attention by this project's own Triton kernels, on CUDA devices: needs no library beside Triton."""
+"""MLA attention by this project's own Triton kernels, on CUDA devices: needs no library beside
+Triton.
+"""
+
 from __future__ import annotations
 
 from typing import Literal
 
 from glowplug.core.plugin.component import Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
-from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, FLOAT_DTYPES, AttentionOffers, Capture, Mode
+from glowplug.core.plugin.offers import (
+    EVERY_MODE_GRAPH,
+    FLOAT_DTYPES,
+    AttentionOffers,
+    Capture,
+    Mode,
+)
 from glowplug.kernels.launch.cards import TILES
 from glowplug.plugins.attention.shared.absorbed import AbsorbedOptions, check_absorbed
 from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
@@ -17,12 +26,23 @@ class TritonMlaOptions(AbsorbedOptions):
 
 @hookimpl
 def register_attention_backends() -> list[Component]:
-    return [Component(
-        name="triton_mla", options=TritonMlaOptions, check=check_absorbed,
-        factory="glowplug.plugins.attention.mla.triton_runtime:TritonMla",
-        requires=(Package("triton", ">=3.5"),),
-        offers=AttentionOffers(
-            devices=frozenset({"cuda"}), kinds=frozenset({"mla"}), kv_dtypes=FLOAT_DTYPES | {"fp8_e4m3"},
-            modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}, tree=True, first_key=True, work=mla_bytes,
-            compute=TILES),
-        summary="latent attention in Triton, of causal chains and trees, with 16 bits or FP8 in the cache")]
+    return [
+        Component(
+            name="triton_mla",
+            options=TritonMlaOptions,
+            check=check_absorbed,
+            factory="glowplug.plugins.attention.mla.triton_runtime:TritonMla",
+            requires=(Package("triton", ">=3.5"),),
+            offers=AttentionOffers(
+                devices=frozenset({"cuda"}),
+                kinds=frozenset({"mla"}),
+                kv_dtypes=FLOAT_DTYPES | {"fp8_e4m3"},
+                modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER},
+                tree=True,
+                first_key=True,
+                work=mla_bytes,
+                compute=TILES,
+            ),
+            summary="latent attention in Triton, of causal chains and trees, with 16 bits or FP8 in the cache",
+        )
+    ]

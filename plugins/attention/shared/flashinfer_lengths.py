@@ -1,12 +1,15 @@
-"""Rows' lengths that only the device knows, in what flashinfer's MLA wrapper has planned from upper bounds.
+"""Rows' lengths that only the device knows, in what flashinfer's MLA wrapper has planned from upper
+bounds.
 
-A plan is a list of works: which keys of a row a program reads for a tile of its queries. It is made on the host, in a
-pinned buffer, and copied to one on the device, where the kernel finds how many keys a work's row has (which its causal
-mask counts back from) and at which of them the work ends. Nothing else tells it, so both are replaced there, behind the
-copy. A work left without keys yields zeros and -inf for its log-sum-exp, so that merging adds nothing.
-Source: ``MLAPlanInfo`` and ``MLAPlan`` in ``scheduler.cuh``, ``get_block_coord`` and ``write_o`` in ``mla_hopper.cuh``
-of flashinfer 0.6.11.
+A plan is a list of works: which keys of a row a program reads for a tile of its queries. It is made
+on the host, in a pinned buffer, and copied to one on the device, where the kernel finds how many
+keys a work's row has (which its causal mask counts back from) and at which of them the work ends.
+Nothing else tells it, so both are replaced there, behind the copy. A work left without keys yields
+zeros and -inf for its log-sum-exp, so that merging adds nothing.
+Source: ``MLAPlanInfo`` and ``MLAPlan`` in ``scheduler.cuh``, ``get_block_coord`` and ``write_o`` in
+``mla_hopper.cuh`` of flashinfer 0.6.11.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -23,19 +26,26 @@ KEYS = 11
 KEY_END = 14
 WORK_STARTS = 15
 
-LISTS = 1 << 20  #: bytes; a plan takes nine lists of 16,384 works and five of a number a multiprocessor: 0.6 MB
+LISTS = (
+    1 << 20
+)  #: bytes; a plan takes nine lists of 16,384 works and five of a number a multiprocessor: 0.6 MB
 
 
 def shrink(wrapper: Any) -> None:
-    """Leave a new wrapper so much of the 8 MiB that it took on the device and of pinned memory, for the many of a
-    drafting engine's graphs. What a plan takes beyond the device's buffer is an error of the library's."""
+    """Leave a new wrapper so much of the 8 MiB that it took on the device and of pinned memory, for
+    the many of a drafting engine's graphs. What a plan takes beyond the device's buffer is an error
+    of the library's.
+    """
     pinned = wrapper._pin_memory_int_workspace_buffer.is_pinned()
-    wrapper._pin_memory_int_workspace_buffer = torch.empty(LISTS, dtype=torch.uint8, pin_memory=pinned)
+    wrapper._pin_memory_int_workspace_buffer = torch.empty(
+        LISTS, dtype=torch.uint8, pin_memory=pinned
+    )
     wrapper._int_workspace_buffer = wrapper._int_workspace_buffer.new_empty(LISTS)
 
 
 class Works:
-    """The works of a wrapper's last plan. Lists are int32 [works]: ``host`` of pinned memory, ``there`` on the device.
+    """The works of a wrapper's last plan. Lists are int32 [works]: ``host`` of pinned memory,
+    ``there`` on the device.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -58,7 +68,9 @@ class Works:
 
 
 def set_lengths(wrapper: Any, lens: Tensor, width: int) -> None:
-    """Rows of ``width`` queries have ``lens`` int32 [R] keys, on the device; none has more than was planned."""
+    """Rows of ``width`` queries have ``lens`` int32 [R] keys, on the device; none has more than was
+    planned.
+    """
     works = Works(wrapper)
     rows = works.there(QUERY_START)
     keys = works.there(KEYS)
@@ -70,18 +82,24 @@ def set_lengths(wrapper: Any, lens: Tensor, width: int) -> None:
 
 
 def check_layout(wrapper: Any, bounds: NDArray[np.int32], width: int) -> None:
-    """RuntimeError unless the host's works say what was planned: rows of ``width`` queries and ``bounds`` [R] keys."""
+    """RuntimeError unless the host's works say what was planned: rows of ``width`` queries and
+    ``bounds`` [R] keys.
+    """
     try:
         works = Works(wrapper)
         rows = works.host(QUERY_START) // width
         reached = np.zeros_like(bounds)
         np.maximum.at(reached, rows, works.host(KEY_END))
-        as_planned = np.array_equal(bounds[rows], works.host(KEYS)) and np.array_equal(reached, bounds)
+        as_planned = np.array_equal(bounds[rows], works.host(KEYS)) and np.array_equal(
+            reached, bounds
+        )
     except (AttributeError, IndexError, ValueError):
         as_planned = False
     if not as_planned:
         from flashinfer import __version__
 
-        raise RuntimeError(f"flashinfer-python {__version__} does not lay out its plans of latent attention as 0.6.11 "
-                           "does, so lengths that the device alone knows cannot be put in. Fix: attention.use = "
-                           '"auto", flashinfer-python==0.6.11, or speculative.use = "none"')
+        raise RuntimeError(
+            f"flashinfer-python {__version__} does not lay out its plans of latent attention as 0.6.11 "
+            "does, so lengths that the device alone knows cannot be put in. Fix: attention.use = "
+            '"auto", flashinfer-python==0.6.11, or speculative.use = "none"'
+        )

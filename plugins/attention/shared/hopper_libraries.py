@@ -1,4 +1,7 @@
-"""What the latent-attention libraries for Hopper have in common: the sizes their kernels are built for."""
+"""What the latent-attention libraries for Hopper have in common: the sizes their kernels are built
+for.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -26,12 +29,21 @@ def check_sizes(name: str) -> Check:
         model = context.facts.model
         if model.kind != "mla":
             return
-        found = (model.kv_lora_rank, model.qk_rope_head_dim, int(model.config.get("qk_nope_head_dim", NOPE)),
-                 int(model.config.get("v_head_dim", VALUE)))
+        found = (
+            model.kv_lora_rank,
+            model.qk_rope_head_dim,
+            int(model.config.get("qk_nope_head_dim", NOPE)),
+            int(model.config.get("v_head_dim", VALUE)),
+        )
         if found != (LATENT, ROTARY, NOPE, VALUE):
-            yield Refusal(name, "attention.use", f"{name} is compiled for a latent of {LATENT}, heads of "
-                          f"{NOPE} + {ROTARY} rotated and values of {VALUE}; this model has {found[0]}, "
-                          f"{found[2]} + {found[1]} and {found[3]}", 'attention.use = "auto"')
+            yield Refusal(
+                name,
+                "attention.use",
+                f"{name} is compiled for a latent of {LATENT}, heads of "
+                f"{NOPE} + {ROTARY} rotated and values of {VALUE}; this model has {found[0]}, "
+                f"{found[2]} + {found[1]} and {found[3]}",
+                'attention.use = "auto"',
+            )
 
     return check
 
@@ -45,7 +57,11 @@ def check_kv_is_compute(name: str) -> Check:
         compute = context.values["dtype"]
         kept = context.values["kv_dtype"]
         if kept in SIXTEEN_BITS and kept != compute:
-            yield Refusal(name, "attention.kv_dtype", f"{name} reads a cache of the compute dtype {compute}, "
-                          f"not {kept}", 'attention.kv_dtype = "auto"')
+            yield Refusal(
+                name,
+                "attention.kv_dtype",
+                f"{name} reads a cache of the compute dtype {compute}, not {kept}",
+                'attention.kv_dtype = "auto"',
+            )
 
     return check

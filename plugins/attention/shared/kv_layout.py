@@ -1,4 +1,5 @@
 """What a rank's attention keeps in the KV pool."""
+
 from __future__ import annotations
 
 from glowplug.core.facts.kv_layout import KVEntry, KVLayout
@@ -19,5 +20,8 @@ def local_kv_heads(plan: EnginePlan) -> int:
 def mha_layout(plan: EnginePlan) -> KVLayout:
     """Entries ``k`` and ``v`` [key heads of a rank, D]."""
     shape = (local_kv_heads(plan), plan.facts.model.head_dim)
-    return KVLayout(kv_layers(plan), plan.sizes.page_size,
-                    (KVEntry("k", shape, plan.kv_dtype), KVEntry("v", shape, plan.kv_dtype)))
+    return KVLayout(
+        kv_layers(plan),
+        plan.sizes.page_size,
+        (KVEntry("k", shape, plan.kv_dtype), KVEntry("v", shape, plan.kv_dtype)),
+    )

@@ -1,7 +1,9 @@
-"""What the multi-head backends for GPUs share: the cache and the split into decoding and prefill rows.
+"""What the multi-head backends for GPUs share: the cache and the split into decoding and prefill
+rows.
 
 A backend is a subclass with two kernels, both over the paged cache: ``decode`` and ``prefill``.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -22,11 +24,12 @@ from glowplug.plugins.attention.shared.kv_layout import local_kv_heads, mha_layo
 class PagedMha:
     """Per-head attention over cache entries ``k`` and ``v``, key heads local to this rank.
 
-    A step's keys are stored before anything attends, so that kernels read the cache alone, as it keeps them.
+    A step's keys are stored before anything attends, so that kernels read the cache alone, as it
+    keeps them.
 
     Attributes:
-        follows: the kernels of every step wait for those before them (``kernels/launch/dependent_launch.py``), so that
-        the
+        follows: the kernels of every step wait for those before them
+        (``kernels/launch/dependent_launch.py``), so that the
             first may start before the keys are stored.
     """
 
@@ -45,12 +48,14 @@ class PagedMha:
         self._slots: Tensor | None = None
         self._decode_tokens = 0
 
-    # ---- a subclass's ------------------------------------------------------------------------------------------------
+    # ---- a subclass's ----------------------------------------------------------------------------
 
     def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
-        """Prepare ``decode`` for the first ``rows`` rows, ``width`` tokens each; part of ``plan_step``.
+        """Prepare ``decode`` for the first ``rows`` rows, ``width`` tokens each; part of
+        ``plan_step``.
 
-        Called only where there are such rows. With a slot, what it makes for captured kernels belongs to the slot.
+        Called only where there are such rows. With a slot, what it makes for captured kernels
+        belongs to the slot.
         """
         raise NotImplementedError
 
@@ -62,14 +67,18 @@ class PagedMha:
         raise NotImplementedError
 
     def plan_prefill(self, batch: Batch, first: int) -> None:
-        """Prepare ``prefill`` for the rows from number ``first`` on; called only where there are such."""
+        """Prepare ``prefill`` for the rows from number ``first`` on; called only where there are
+        such.
+        """
         raise NotImplementedError
 
-    def prefill(self, query: Tensor, k: Tensor, v: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
+    def prefill(
+        self, query: Tensor, k: Tensor, v: Tensor, kv: Mapping[str, Tensor], scale: float
+    ) -> Tensor:
         """query [m, H, D] and own k and v [m, K, D] of the prefill rows' tokens -> [m, H, D]."""
         raise NotImplementedError
 
-    # ---- AttentionBackend --------------------------------------------------------------------------------------------
+    # ---- AttentionBackend ------------------------------------------------------------------------
 
     def kv_layout(self) -> KVLayout:
         return mha_layout(self._plan)
@@ -87,7 +96,9 @@ class PagedMha:
         if decodes < batch.num_rows:
             self.plan_prefill(batch, decodes)
 
-    def mla(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer) -> Tensor:
+    def mla(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer
+    ) -> Tensor:
         raise NotImplementedError("it offers kind mha only")
 
     def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
@@ -104,4 +115,6 @@ class PagedMha:
             parts.append(self.prefill(q[count:], k[count:], v[count:], kv, layer.scale))
         if not parts:
             return q.new_empty(0, layer.heads * layer.head_dim)
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(tokens, layer.heads * layer.head_dim)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(
+            tokens, layer.heads * layer.head_dim
+        )

@@ -1,8 +1,11 @@
-"""What the latent-attention backends for GPUs share: the cache, the prologue, the absorbed products, prefill.
+"""What the latent-attention backends for GPUs share: the cache, the prologue, the absorbed
+products, prefill.
 
-A backend is a subclass with two kernels: ``decode`` over the paged cache (``decode_values`` where a kernel makes values
-of it at once) and ``prefill``, ragged multi-head attention that also returns the log-sum-exp of each query's scores.
+A backend is a subclass with two kernels: ``decode`` over the paged cache (``decode_values`` where a
+kernel makes values of it at once) and ``prefill``, ragged multi-head attention that also returns
+the log-sum-exp of each query's scores.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -30,7 +33,9 @@ Expand = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 @dataclass(eq=False)
 class _Step:
-    """``slots``: int64 [T] where the tokens go. The first ``decode`` tokens are those of decoding rows."""
+    """``slots``: int64 [T] where the tokens go. The first ``decode`` tokens are those of decoding
+    rows.
+    """
 
     slots: Tensor
     decode: int
@@ -38,16 +43,18 @@ class _Step:
 
 
 class PagedMla:
-    """Latent attention over one cache entry ``kv``: a token's normed latent, then its rotated key part.
+    """Latent attention over one cache entry ``kv``: a token's normed latent, then its rotated key
+    part.
 
-    Decoding rows attend in latent space: their queries are absorbed, [latent size | rotary size] a head. Prefill rows
-    expand latents to per-head keys and values.
+    Decoding rows attend in latent space: their queries are absorbed, [latent size | rotary size] a
+    head. Prefill rows expand latents to per-head keys and values.
 
     Attributes:
-        follows: kernels of ``decode`` wait for those before them (``kernels/launch/dependent_launch.py``), so that the
-        first
-            may start before the prologue ends, and what comes behind them before they end. NOTE: FlashMLA's are
-            launched so that they may start early, too, and then read queries before they wait.
+        follows: kernels of ``decode`` wait for those before them
+        (``kernels/launch/dependent_launch.py``), so that the first
+            may start before the prologue ends, and what comes behind them before they end. NOTE:
+            FlashMLA's are launched so that they may start early, too, and then read queries before
+            they wait.
     """
 
     follows = False
@@ -68,43 +75,68 @@ class PagedMla:
         self._kv: tuple[Tensor, ...] = ()
         self._step: _Step | None = None
 
-    # ---- a subclass's ------------------------------------------------------------------------------------------------
+    # ---- a subclass's ----------------------------------------------------------------------------
 
-    def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
-        """Prepare ``decode`` for ``rows`` rows from number ``first`` on, ``width`` tokens each; part of ``plan_step``.
+    def plan_decode(
+        self, batch: Batch, slot: object | None, first: int, rows: int, width: int
+    ) -> None:
+        """Prepare ``decode`` for ``rows`` rows from number ``first`` on, ``width`` tokens each;
+        part of ``plan_step``.
 
-        Called only where there are such rows. With a slot, what it makes for captured kernels belongs to the slot.
+        Called only where there are such rows. With a slot, what it makes for captured kernels
+        belongs to the slot.
         """
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
-        """Absorbed query [n, H, lora + rope] over kv [slots, lora + rope] -> [n, H, lora], of the query's dtype.
+        """Absorbed query [n, H, lora + rope] over kv [slots, lora + rope] -> [n, H, lora], of the
+        query's dtype.
 
         A row's last query sees all its keys, each one before it one less.
         """
         raise NotImplementedError
 
-    def decode_values(self, query: Tensor, kv: Tensor, layer: MlaLayer, stored: Blocks | None, out: Tensor) -> None:
-        """``decode``, then W_UV's product into out [n, H, v_dim], of ``stored`` blocks [H, C, V] if there are any."""
+    def decode_values(
+        self, query: Tensor, kv: Tensor, layer: MlaLayer, stored: Blocks | None, out: Tensor
+    ) -> None:
+        """``decode``, then W_UV's product into out [n, H, v_dim], of ``stored`` blocks [H, C, V] if
+        there are any.
+        """
         latent = self.decode(query, kv, layer.scale, layer)
         self._kernels.project(latent, layer.w_uv, out, self.follows, stored)
 
     def plan_prefill(self, ragged: list[RaggedRows]) -> None:
         """Prepare ``attend_ragged`` for every call of the step."""
 
-    def attend_ragged(self, call: RaggedCall, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> Tensor:
+    def attend_ragged(
+        self, call: RaggedCall, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor
+    ) -> Tensor:
         """One planned call; by ``prefill``, unless a library plans its calls."""
-        return self.prefill(q, k, v, call.q_starts, call.k_starts, call.max_q, call.max_k, scale, call.causal, out)
+        return self.prefill(
+            q, k, v, call.q_starts, call.k_starts, call.max_q, call.max_k, scale, call.causal, out
+        )
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
-                scale: float, causal: bool, out: Tensor) -> Tensor:
-        """q [n, H, nope + rope], k [m, H, nope + rope], v [m, H, v_dim] into out [n, H, v_dim] -> lse float32 [n, H].
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_starts: Tensor,
+        k_starts: Tensor,
+        max_q: int,
+        max_k: int,
+        scale: float,
+        causal: bool,
+        out: Tensor,
+    ) -> Tensor:
+        """q [n, H, nope + rope], k [m, H, nope + rope], v [m, H, v_dim] into out [n, H, v_dim] ->
+        lse float32 [n, H].
 
-        q_starts, k_starts int32 [rows + 1] on the device. ``lse`` is the natural logarithm; q, k and v may be
-        strided in all but the last dimension.
+        q_starts, k_starts int32 [rows + 1] on the device. ``lse`` is the natural logarithm; q, k
+        and v may be strided in all but the last dimension.
         """
         raise NotImplementedError
 
-    # ---- AttentionBackend --------------------------------------------------------------------------------------------
+    # ---- AttentionBackend ------------------------------------------------------------------------
 
     def kv_layout(self) -> KVLayout:
         entry = KVEntry("kv", (self._lora + self._rope,), self._plan.kv_dtype)
@@ -118,12 +150,16 @@ class PagedMla:
         tokens = batch.decode_tokens
         if decodes:
             self.plan_decode(batch, slot, 0, decodes, tokens // decodes)
-        ragged = plan_ragged(batch, self._page_size, self._most_keys) if decodes < batch.num_rows else []
+        ragged = (
+            plan_ragged(batch, self._page_size, self._most_keys) if decodes < batch.num_rows else []
+        )
         if ragged:
             self.plan_prefill(ragged)
         self._step = _Step(batch.slots, tokens, ragged)
 
-    def mla(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer) -> Tensor:
+    def mla(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer
+    ) -> Tensor:
         step = self._planned()
         kv = self._kv[layer.index]
         count = step.decode
@@ -135,14 +171,34 @@ class PagedMla:
         own = torch.cat((latent[count:], k_rope[count:]), dim=-1)
         return self._attend(absorbed, query, own, layer)
 
-    def mla_projected(self, query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float, at: RopeRows,
-                      layer: MlaLayer) -> Tensor:
+    def mla_projected(
+        self,
+        query: Tensor,
+        compressed: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        at: RopeRows,
+        layer: MlaLayer,
+    ) -> Tensor:
         step = self._planned()
         count = step.decode
         absorbed = query.new_empty(count, layer.heads, self._lora + self._rope)
         own = query.new_empty(query.shape[0] - count, self._lora + self._rope)
-        self._kernels.prologue(query, compressed, norm_weight, eps, at.cos_sin, at.interleaved, self._kv[layer.index],
-                               step.slots, absorbed, own, layer.w_uk, self.follows, self._stored(layer, count)[0])
+        self._kernels.prologue(
+            query,
+            compressed,
+            norm_weight,
+            eps,
+            at.cos_sin,
+            at.interleaved,
+            self._kv[layer.index],
+            step.slots,
+            absorbed,
+            own,
+            layer.w_uk,
+            self.follows,
+            self._stored(layer, count)[0],
+        )
         return self._attend(absorbed, query[count:], own, layer)
 
     def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
@@ -151,38 +207,51 @@ class PagedMla:
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
         raise NotImplementedError("it offers kind mla only")
 
-    # ---- the layer's path behind the prologue ------------------------------------------------------------------------
+    # ---- the layer's path behind the prologue ----------------------------------------------------
 
     def _planned(self) -> _Step:
         assert self._step is not None, "plan_step comes first"
         return self._step
 
     def _attend(self, absorbed: Tensor, query: Tensor, own: Tensor, layer: MlaLayer) -> Tensor:
-        """Decoding tokens' absorbed [n, H, lora + rope]; prefill tokens' query [m, H, nope + rope] and own keys
-        [m, lora + rope] -> [n + m, H * v_dim]."""
+        """Decoding tokens' absorbed [n, H, lora + rope]; prefill tokens' query [m, H, nope + rope]
+        and own keys [m, lora + rope] -> [n + m, H * v_dim]."""
         step = self._planned()
         kv = self._kv[layer.index]
         out = query.new_empty(step.decode + query.shape[0], layer.heads, layer.v_dim)
         if step.decode:
-            self.decode_values(absorbed, kv, layer, self._stored(layer, step.decode)[1], out[: step.decode])
+            self.decode_values(
+                absorbed, kv, layer, self._stored(layer, step.decode)[1], out[: step.decode]
+            )
         for rows in step.ragged:
             at = slice(rows.first - step.decode, rows.first - step.decode + rows.tokens)
-            self._ragged(rows, query[at], own[at], kv, layer, out[rows.first : rows.first + rows.tokens])
+            self._ragged(
+                rows, query[at], own[at], kv, layer, out[rows.first : rows.first + rows.tokens]
+            )
         return out.view(-1, layer.heads * layer.v_dim)
 
     def _stored(self, layer: MlaLayer, tokens: int) -> tuple[Blocks | None, Blocks | None]:
-        """W_UK [H, N, C] and W_UV [H, C, V] as the checkpoint stores them, where that is to be read for so many tokens.
+        """W_UK [H, N, C] and W_UV [H, C, V] as the checkpoint stores them, where that is to be read
+        for so many tokens.
         """
         if layer.kv_stored is None:
             return None, None
         (values, scales) = layer.kv_stored
         rows = layer.nope_dim
         uk, uv = stored_is_faster(self._absorbed, layer.heads, tokens)
-        return (Blocks(values[:, :rows], scales[:, : rows // BLOCK]) if uk else None,
-                Blocks(values[:, rows:].transpose(1, 2), scales[:, rows // BLOCK :].transpose(1, 2)) if uv else None)
+        return (
+            Blocks(values[:, :rows], scales[:, : rows // BLOCK]) if uk else None,
+            Blocks(values[:, rows:].transpose(1, 2), scales[:, rows // BLOCK :].transpose(1, 2))
+            if uv
+            else None,
+        )
 
-    def _ragged(self, rows: RaggedRows, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor) -> None:
-        """query [n, H, nope + rope] and the tokens' own keys [n, lora + rope] into out [n, H, v_dim]."""
+    def _ragged(
+        self, rows: RaggedRows, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor
+    ) -> None:
+        """query [n, H, nope + rope] and the tokens' own keys [n, lora + rope] into out [n, H,
+        v_dim].
+        """
         lse = self._call(rows.calls[0], query, own, kv, layer, out)
         if len(rows.calls) == 1:
             return
@@ -192,15 +261,20 @@ class PagedMla:
             self._merge_into(total, lse, part, self._call(call, query, own, kv, layer, part))
         out.copy_(total)
 
-    def _call(self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor) -> Tensor:
+    def _call(
+        self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor
+    ) -> Tensor:
         """One call's attention into ``out``; its log-sum-exps."""
         keys = own if call.slots is None else self._kernels.gather(kv, call.slots, query.dtype)
         k, v = self._expand(keys, layer.w_kv, layer.nope_dim)
         return self.attend_ragged(call, query, k, v, layer.scale, out)
 
 
-def _kernels(device: torch.device) -> tuple[Any, Expand, Callable[[Tensor, Tensor, Tensor, Tensor], None]]:
-    """``prologue``, ``absorb``, ``project``, ``store`` and ``gather``; ``expand``; ``merge_into``: in Triton on a GPU.
+def _kernels(
+    device: torch.device,
+) -> tuple[Any, Expand, Callable[[Tensor, Tensor, Tensor, Tensor], None]]:
+    """``prologue``, ``absorb``, ``project``, ``store`` and ``gather``; ``expand``; ``merge_into``:
+    in Triton on a GPU.
     """
     if device.type == "cuda":
         from glowplug.kernels.mla import expand as mla_expand, prologue as mla_prologue

@@ -1,4 +1,7 @@
-"""What prefill holds beside its queries: the byte budget's view of ``paged_mla`` and ``paged_mha``. No torch."""
+"""What prefill holds beside its queries: the byte budget's view of ``paged_mla`` and ``paged_mha``.
+No torch.
+"""
+
 from __future__ import annotations
 
 from glowplug.core.plugin.byte_costs import SHOWN, AttentionStep
@@ -7,18 +10,22 @@ EXPANDED_BYTES = 256 << 20  #: keys and values that one call expands from cached
 
 
 def most_keys(heads: int, key: int, value: int, element: int) -> int:
-    """Cached keys that one call of latent attention expands: of the model's ``heads`` with numbers of ``element``
-    bytes."""
+    """Cached keys that one call of latent attention expands: of the model's ``heads`` with numbers
+    of ``element`` bytes."""
     return max(256, EXPANDED_BYTES // (heads * _expanded(key, value) * element))
 
 
 def _expanded(key: int, value: int) -> int:
-    """Numbers of a head's key and value, which are equally wide in memory: see ``kernels.mla.expand``."""
+    """Numbers of a head's key and value, which are equally wide in memory: see
+    ``kernels.mla.expand``.
+    """
     return 2 * max(key, value)
 
 
 def mla_bytes(step: AttentionStep) -> int:
-    """The output and the tokens' own cache entries, and what the largest call takes: see ``PagedMla._ragged``."""
+    """The output and the tokens' own cache entries, and what the largest call takes: see
+    ``PagedMla._ragged``.
+    """
     entry = step.entry * step.element
     expanded = step.heads * _expanded(step.key, step.value) * step.element
     lse = step.heads * SHOWN
@@ -32,7 +39,9 @@ def mla_bytes(step: AttentionStep) -> int:
     else:
         pieces = -(-step.cached // at_once)
         merged = step.longest * (value * (SHOWN + step.element) + 2 * lse)
-        call = max(step.longest * (expanded + lse), merged + -(-step.cached // pieces) * (entry + expanded))
+        call = max(
+            step.longest * (expanded + lse), merged + -(-step.cached // pieces) * (entry + expanded)
+        )
     return kept + call
 
 

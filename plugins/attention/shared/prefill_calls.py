@@ -1,7 +1,10 @@
-"""Prefill rows as calls of ragged attention over expanded keys: planned on the host, indices sent in one copy.
+"""Prefill rows as calls of ragged attention over expanded keys: planned on the host, indices sent
+in one copy.
 
-Keys are counted from ``batch.first_key`` on: what lies before it is never read. R rows of a call, K keys of all.
+Keys are counted from ``batch.first_key`` on: what lies before it is never read. R rows of a call, K
+keys of all.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -24,7 +27,8 @@ class RaggedCall:
     Attributes:
         q_starts, k_starts: int32 [R + 1] on the device, prefix sums of each row's queries and keys.
         max_q, max_k: the longest row's.
-        causal: a row's last query sees all its keys and each one before it one less; False: all see all.
+        causal: a row's last query sees all its keys and each one before it one less; False: all see
+            all.
         slots: int32 [K] cache slots of the keys; None: the keys are the rows' own tokens.
         q_lens, k_lens: the rows' lengths on the host.
     """
@@ -62,23 +66,32 @@ class _Keys:
 
 
 def plan_ragged(batch: Batch, page_size: int, most_keys: int) -> list[RaggedRows]:
-    """The prefill rows of ``batch`` in token order, at most ``most_keys`` keys from the cache a call.
+    """The prefill rows of ``batch`` in token order, at most ``most_keys`` keys from the cache a
+    call.
 
-    Rows without a cached prefix attend over their own tensors. Others read all their keys from the cache at once where
-    they fit; a row that does not goes alone, its own tokens causally and its prefix piece by piece.
+    Rows without a cached prefix attend over their own tensors. Others read all their keys from the
+    cache at once where they fit; a row that does not goes alone, its own tokens causally and its
+    prefix piece by piece.
     """
     starts = np.zeros(batch.num_rows + 1, np.int64)
     np.cumsum(batch.query_lens, out=starts[1:])
     runs = list(_runs(batch, most_keys))
     parts = []
     for low, high, kind in runs:
-        parts.append(_long(batch, page_size, most_keys, low) if kind == "long" else
-                     [_own(batch, low, high) if kind == "own" else _cached(batch, page_size, low, high)])
+        parts.append(
+            _long(batch, page_size, most_keys, low)
+            if kind == "long"
+            else [_own(batch, low, high) if kind == "own" else _cached(batch, page_size, low, high)]
+        )
     device = batch.page_table.device
     arrays = [array for keys in parts for key in keys for array in _arrays(key)]
     views = iter(send(arrays, device)) if arrays else iter(())
-    return [RaggedRows(int(starts[low]), int(starts[high] - starts[low]), [_call(key, views) for key in keys])
-            for (low, high, _), keys in zip(runs, parts, strict=True)]
+    return [
+        RaggedRows(
+            int(starts[low]), int(starts[high] - starts[low]), [_call(key, views) for key in keys]
+        )
+        for (low, high, _), keys in zip(runs, parts, strict=True)
+    ]
 
 
 def _runs(batch: Batch, most_keys: int) -> Iterator[tuple[int, int, str]]:
@@ -88,8 +101,16 @@ def _runs(batch: Batch, most_keys: int) -> Iterator[tuple[int, int, str]]:
     held = 0
     for row in range(batch.num_decodes, batch.num_rows):
         keys = int(batch.kv_lens[row]) - batch.first_key
-        row_kind = "own" if int(batch.query_lens[row]) == keys else "long" if keys > most_keys else "cached"
-        joins = row_kind == kind == "own" or (kind == "cached" and row_kind != "long" and held + keys <= most_keys)
+        row_kind = (
+            "own"
+            if int(batch.query_lens[row]) == keys
+            else "long"
+            if keys > most_keys
+            else "cached"
+        )
+        joins = row_kind == kind == "own" or (
+            kind == "cached" and row_kind != "long" and held + keys <= most_keys
+        )
         if row > low and not joins:
             yield low, row, kind
             low = row
@@ -109,7 +130,9 @@ def _own(batch: Batch, low: int, high: int) -> _Keys:
 def _cached(batch: Batch, page_size: int, low: int, high: int) -> _Keys:
     first = batch.first_key
     ends = batch.kv_lens[low:high]
-    slots = [_slots(batch, page_size, row, first, int(batch.kv_lens[row])) for row in range(low, high)]
+    slots = [
+        _slots(batch, page_size, row, first, int(batch.kv_lens[row])) for row in range(low, high)
+    ]
     return _Keys(batch.query_lens[low:high], ends - np.int32(first), True, np.concatenate(slots))
 
 
@@ -120,8 +143,14 @@ def _long(batch: Batch, page_size: int, most_keys: int, row: int) -> list[_Keys]
     pieces = -(-(end - begin) // most_keys)
     cuts = np.linspace(begin, end, pieces + 1).astype(int)
     return [_own(batch, row, row + 1)] + [
-        _Keys(queries, np.array([high - low], np.int32), False, _slots(batch, page_size, row, int(low), int(high)))
-        for low, high in zip(cuts[:-1], cuts[1:], strict=True)]
+        _Keys(
+            queries,
+            np.array([high - low], np.int32),
+            False,
+            _slots(batch, page_size, row, int(low), int(high)),
+        )
+        for low, high in zip(cuts[:-1], cuts[1:], strict=True)
+    ]
 
 
 def _slots(batch: Batch, page_size: int, row: int, begin: int, end: int) -> Ints:
@@ -137,8 +166,16 @@ def _arrays(keys: _Keys) -> list[Ints]:
 
 
 def _call(keys: _Keys, views: Iterator[Tensor]) -> RaggedCall:
-    return RaggedCall(next(views), next(views), int(keys.q_lens.max()), int(keys.k_lens.max()), keys.causal,
-                      None if keys.slots is None else next(views), keys.q_lens, keys.k_lens)
+    return RaggedCall(
+        next(views),
+        next(views),
+        int(keys.q_lens.max()),
+        int(keys.k_lens.max()),
+        keys.causal,
+        None if keys.slots is None else next(views),
+        keys.q_lens,
+        keys.k_lens,
+    )
 
 
 def _sums(lens: Ints) -> Ints:

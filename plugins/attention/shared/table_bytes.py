@@ -1,15 +1,23 @@
-"""Page tables that kernels read in place of the batch's, over smaller pages: into how many parts a page goes, and what
-the largest table takes. The byte budget and the backends' ``reserve`` ask here alike. No torch."""
+"""Page tables that kernels read in place of the batch's, over smaller pages: into how many parts a
+page goes, and what the largest table takes. The byte budget and the backends' ``reserve`` ask here
+alike. No torch."""
+
 from __future__ import annotations
 
 from glowplug.core.plugin.byte_costs import SHOWN, DecodingRows
 
-TILE = 64  #: keys of a tile of FlashAttention-3's kernel for latents, and its most queries of one key head without TMA
-SMALL_PAGE = 64  #: NOTE: pages that hold whole tiles of keys are copied by TMA, past a row's end: see fa3_mla_runtime
+#: keys of a tile of FlashAttention-3's kernel for latents, and its most queries of one key head
+#: without TMA
+TILE = 64
+#: NOTE: pages that hold whole tiles of keys are copied by TMA, past a row's end: see
+#: fa3_mla_runtime
+SMALL_PAGE = 64
 
 
 def mla_parts(page_size: int, queries: int) -> int:
-    """Parts of a page that FlashAttention-3 reads for ``queries`` (tokens x heads) of a row over latents."""
+    """Parts of a page that FlashAttention-3 reads for ``queries`` (tokens x heads) of a row over
+    latents.
+    """
     return 2 * page_size // TILE if page_size % TILE == 0 and queries > TILE else 1
 
 
@@ -24,7 +32,9 @@ def slots_bytes(step: DecodingRows) -> int:
 
 
 def fa3_mla_bytes(step: DecodingRows) -> int:
-    return max(slots_bytes(step), _parts_bytes(step, mla_parts(step.page_size, step.width * step.heads)))
+    return max(
+        slots_bytes(step), _parts_bytes(step, mla_parts(step.page_size, step.width * step.heads))
+    )
 
 
 def fa3_mha_bytes(step: DecodingRows) -> int:

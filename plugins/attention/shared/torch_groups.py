@@ -1,9 +1,12 @@
-"""How a step's rows are grouped for attention in plain torch, and where each group's keys lie in the paged cache.
+"""How a step's rows are grouped for attention in plain torch, and where each group's keys lie in
+the paged cache.
 
-Shapes come from the batch's host arrays; every index tensor is computed on the device from ``page_table``,
-``kv_lens_device`` and ``query_starts``, so that nothing here waits for it. Built once a step, read by every layer.
-Keys are counted from ``batch.first_key`` on: what lies before it is never gathered.
+Shapes come from the batch's host arrays; every index tensor is computed on the device from
+``page_table``, ``kv_lens_device`` and ``query_starts``, so that nothing here waits for it. Built
+once a step, read by every layer. Keys are counted from ``batch.first_key`` on: what lies before it
+is never gathered.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -25,7 +28,8 @@ class GroupLimits:
         decode_keys: gathered keys (rows x length) of decoding rows; a single row may exceed it.
         keys: the same of prefill rows; a single row may exceed it unless ``split`` is set.
         queries: padded queries of prefill rows.
-        own: a chunk that begins its sequence attends over its own tensors, without reading the cache.
+        own: a chunk that begins its sequence attends over its own tensors, without reading the
+            cache.
         split: a longer row goes as a :class:`LongRow`, ``keys`` at a time.
     """
 
@@ -45,10 +49,13 @@ class Group:
         decode: rows are decoding rows (absorption pays).
         pad: int64 [R * W] the group's token for each padded query; None when nothing is padded.
         unpad: int64 [tokens] the padded query of each token; None likewise.
-        slots: int64 [R * L] cache slots of the keys; None when the keys are the group's own tokens, causally. Beyond a
-            row's end it repeats the row's first slot: no slot of another sequence is ever read.
-        span: first cache slot of a single row whose keys lie side by side, read in place instead of by ``slots``.
-        bias: [R, W, L], 0 where the query sees the key and -inf elsewhere; None for the group's own tokens.
+        slots: int64 [R * L] cache slots of the keys; None when the keys are the group's own tokens,
+            causally. Beyond a row's end it repeats the row's first slot: no slot of another
+            sequence is ever read.
+        span: first cache slot of a single row whose keys lie side by side, read in place instead of
+            by ``slots``.
+        bias: [R, W, L], 0 where the query sees the key and -inf elsewhere; None for the group's own
+            tokens.
     """
 
     first: int
@@ -108,7 +115,8 @@ class HostRow:
     Attributes:
         slots: int64 [W] where the step's own tokens go; they are the row's last.
         page_size, first, end: the row's keys are at positions ``first`` to ``end`` of its pages.
-        pages: the row's pages, a slice where they are neighbours in ascending order: read in place, then.
+        pages: the row's pages, a slice where they are neighbours in ascending order: read in place,
+            then.
     """
 
     slots: NDArray[np.int64]
@@ -122,33 +130,55 @@ class HostRow:
         stored: NDArray[np.float32] = pool.numpy()
         stored[self.slots] = value.numpy()
         size = stored.shape[1]
-        return stored.reshape(-1, self.page_size * size)[self.pages].reshape(-1, size)[self.first : self.end]
+        return stored.reshape(-1, self.page_size * size)[self.pages].reshape(-1, size)[
+            self.first : self.end
+        ]
 
 
 def host_row(batch: Batch, page_size: int, queries: int, keys: int) -> HostRow | None:
-    """The step as a :class:`HostRow`, if it is one decoding row of at most so many queries and keys on the CPU."""
-    if not batch.num_decodes == batch.num_rows == 1 or batch.query_lens[0] > queries or not batch.page_table.is_cpu:
+    """The step as a :class:`HostRow`, if it is one decoding row of at most so many queries and keys
+    on the CPU.
+    """
+    if (
+        not batch.num_decodes == batch.num_rows == 1
+        or batch.query_lens[0] > queries
+        or not batch.page_table.is_cpu
+    ):
         return None
     end = int(batch.kv_lens_device[0])
     if not batch.query_lens[0] <= end - batch.first_key <= keys:
         return None
     pages: NDArray[np.int32] = batch.page_table[0].numpy()[: -(-end // page_size)]
     neighbours = (pages[1:] - pages[:-1] == 1).all()
-    return HostRow(batch.slots.numpy(), page_size, batch.first_key, end,
-                   slice(int(pages[0]), int(pages[-1]) + 1) if neighbours else pages)
+    return HostRow(
+        batch.slots.numpy(),
+        page_size,
+        batch.first_key,
+        end,
+        slice(int(pages[0]), int(pages[-1]) + 1) if neighbours else pages,
+    )
 
 
 def store(pool: Tensor, slots: Tensor | None, value: Tensor) -> Tensor:
-    """Write value [T, ...] into the cache; returns it as the cache will give it back, in its own dtype."""
+    """Write value [T, ...] into the cache; returns it as the cache will give it back, in its own
+    dtype.
+    """
     assert slots is not None, "plan_step comes first"
     stored = value.to(pool.dtype)
     pool.index_copy_(0, slots, stored)
     return stored.to(value.dtype)
 
 
-def plan_groups(batch: Batch, page_size: int, limits: GroupLimits, decode_bias: torch.dtype,
-                prefill_bias: torch.dtype) -> list[Group | LongRow]:
-    """Groups of the step in token order. ``*_bias``: dtype of the biases of decoding and prefill rows."""
+def plan_groups(
+    batch: Batch,
+    page_size: int,
+    limits: GroupLimits,
+    decode_bias: torch.dtype,
+    prefill_bias: torch.dtype,
+) -> list[Group | LongRow]:
+    """Groups of the step in token order. ``*_bias``: dtype of the biases of decoding and prefill
+    rows.
+    """
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(batch.query_lens, dtype=np.int64)])
     groups: list[Group | LongRow] = []
     for low, high in _decode_runs(batch, limits):
@@ -160,7 +190,11 @@ def plan_groups(batch: Batch, page_size: int, limits: GroupLimits, decode_bias: 
             continue
         group = _frame(batch, starts, low, high, decode=False)
         _pad(group, batch, low, high)
-        groups.append(_with_keys(group, batch, page_size, low, high, prefill_bias) if kind == "cached" else group)
+        groups.append(
+            _with_keys(group, batch, page_size, low, high, prefill_bias)
+            if kind == "cached"
+            else group
+        )
     return groups
 
 
@@ -193,8 +227,11 @@ def _prefill_runs(batch: Batch, limits: GroupLimits) -> Iterator[tuple[int, int,
         count = row + 1 - low
         wide = max(width, queries)
         long = max(length, keys)
-        fits = (row_kind == kind != "long" and count * wide <= min(limits.queries, 2 * (tokens + queries) + 256)
-                and (kind == "own" or count * long <= limits.keys))
+        fits = (
+            row_kind == kind != "long"
+            and count * wide <= min(limits.queries, 2 * (tokens + queries) + 256)
+            and (kind == "own" or count * long <= limits.keys)
+        )
         if row > low and not fits:
             yield low, row, kind
             low = row
@@ -217,8 +254,14 @@ def _kind(queries: int, keys: int, limits: GroupLimits) -> str:
 
 def _frame(batch: Batch, starts: np.ndarray, low: int, high: int, decode: bool) -> Group:
     longest = int(batch.kv_lens[low:high].max())
-    return Group(first=int(starts[low]), tokens=int(starts[high] - starts[low]), rows=high - low,
-                 width=int(batch.query_lens[low:high].max()), length=longest - batch.first_key, decode=decode)
+    return Group(
+        first=int(starts[low]),
+        tokens=int(starts[high] - starts[low]),
+        rows=high - low,
+        width=int(batch.query_lens[low:high].max()),
+        length=longest - batch.first_key,
+        decode=decode,
+    )
 
 
 def _pad(group: Group, batch: Batch, low: int, high: int) -> None:
@@ -231,7 +274,9 @@ def _pad(group: Group, batch: Batch, low: int, high: int) -> None:
     group.pad = (begins[:-1, None] + torch.minimum(columns, counts[:, None] - 1)).view(-1)
     rows = torch.arange(group.rows, device=begins.device)
     row_of = torch.repeat_interleave(rows, counts, output_size=group.tokens)
-    group.unpad = torch.arange(group.tokens, device=begins.device) - begins[row_of] + row_of * group.width
+    group.unpad = (
+        torch.arange(group.tokens, device=begins.device) - begins[row_of] + row_of * group.width
+    )
 
 
 def _slots(batch: Batch, page_size: int, low: int, high: int, length: int) -> Tensor:
@@ -244,7 +289,8 @@ def _slots(batch: Batch, page_size: int, low: int, high: int, length: int) -> Te
 
 
 def _span(batch: Batch, page_size: int, low: int, high: int) -> int | None:
-    """First slot of a single row of one query whose pages are neighbours in ascending order; None for all others.
+    """First slot of a single row of one query whose pages are neighbours in ascending order; None
+    for all others.
 
     On the CPU only, where the device's own lengths and pages can be read without waiting.
     """
@@ -256,7 +302,9 @@ def _span(batch: Batch, page_size: int, low: int, high: int) -> int | None:
     return int(pages[0]) * page_size + batch.first_key
 
 
-def _with_keys(group: Group, batch: Batch, page_size: int, low: int, high: int, dtype: torch.dtype) -> Group:
+def _with_keys(
+    group: Group, batch: Batch, page_size: int, low: int, high: int, dtype: torch.dtype
+) -> Group:
     """Fill ``slots`` or ``span``, and ``bias``."""
     group.span = _span(batch, page_size, low, high)
     if group.span is not None:
@@ -266,12 +314,17 @@ def _with_keys(group: Group, batch: Batch, page_size: int, low: int, high: int, 
     slots = _slots(batch, page_size, low, high, group.length)
     lens = batch.kv_lens_device[low:high].long().unsqueeze(-1) - batch.first_key
     keys = torch.arange(group.length, device=slots.device)
-    # NOTE: masking alone would not keep a NaN out of the sum; keys past the end are replaced by the row's first.
+    # NOTE: masking alone would not keep a NaN out of the sum; keys past the end are replaced by the
+    # row's first.
     group.slots = torch.where(keys < lens, slots, slots[:, :1]).view(-1)
-    counts = (batch.query_starts[low + 1 : high + 1] - batch.query_starts[low:high]).long().unsqueeze(-1)
+    counts = (
+        (batch.query_starts[low + 1 : high + 1] - batch.query_starts[low:high]).long().unsqueeze(-1)
+    )
     positions = (lens - counts + torch.arange(group.width, device=slots.device)).clamp_(min=0)
     seen = keys <= positions.unsqueeze(-1)
-    group.bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+    group.bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
+        ~seen, float("-inf")
+    )
     return group
 
 

@@ -1,8 +1,11 @@
-"""Who is to blame when ranks fail: what each rank has shown of itself, and the first cause among what came of it.
+"""Who is to blame when ranks fail: what each rank has shown of itself, and the first cause among
+what came of it.
 
-When one rank dies, those that wait for it fail a moment later. So whoever watches them reads on for a moment, and then
-names a rank that ended, else one that failed by itself, else one that is silent, else the first that lost a peer.
+When one rank dies, those that wait for it fail a moment later. So whoever watches them reads on for
+a moment, and then names a rank that ended, else one that failed by itself, else one that is silent,
+else the first that lost a peer.
 """
+
 from __future__ import annotations
 
 import time
@@ -15,7 +18,9 @@ import msgspec
 from glowplug.core.step.messages import Failed, Outbound, Progress
 
 BEAT = 0.5  #: seconds between a rank's signs of life
-QUIET = 2.5  #: seconds without one that make a rank (or a host) suspect once others have lost a peer
+QUIET = (
+    2.5  #: seconds without one that make a rank (or a host) suspect once others have lost a peer
+)
 MARGIN = 4.0  #: seconds to name the cause and end everything
 SETTLE = 1.0  #: seconds to read on after the first sign of trouble
 SPAWN = 30.0  #: seconds a process may take to its first sign of life, whatever the limit
@@ -52,13 +57,15 @@ def first_cause(troubles: Iterable[Trouble]) -> Trouble:
 
 
 def settled(kind: int, waited: float) -> bool:
-    """Has the first cause come to light, ``waited`` seconds after the first trouble? ``kind``: of the cause so far."""
+    """Has the first cause come to light, ``waited`` seconds after the first trouble? ``kind``: of
+    the cause so far.
+    """
     return kind == Kind.ENDED or waited > (PATIENCE if kind == Kind.CONSEQUENCE else SETTLE)
 
 
 def host_limit(timeout: float) -> float:
-    """Seconds of silence that end an engine across hosts, so that all is over ``timeout`` seconds after a link broke:
-    sooner than the collectives, which know only that a peer is missing."""
+    """Seconds of silence that end an engine across hosts, so that all is over ``timeout`` seconds
+    after a link broke: sooner than the collectives, which know only that a peer is missing."""
     return max(timeout / 2, timeout - MARGIN)
 
 
@@ -118,14 +125,21 @@ class Watch:
                 seen.gone = True
                 seen.phase = message.phase
                 kind = Kind.CONSEQUENCE if message.consequence else Kind.FAILED
-                self.troubles.append(Trouble(kind, f"rank {rank} failed in phase {message.phase}: {message.reason}",
-                                             message.traceback))
+                self.troubles.append(
+                    Trouble(
+                        kind,
+                        f"rank {rank} failed in phase {message.phase}: {message.reason}",
+                        message.traceback,
+                    )
+                )
 
     def ended(self, rank: int, how: str) -> None:
         """The process of ``rank`` has gone; no trouble after an orderly end or a reported failure."""
         seen = self._seen[rank]
         if not seen.gone and seen.phase != ENDED:
-            self.troubles.append(Trouble(Kind.ENDED, f"rank {rank} ended ({how}) in phase {seen.phase}"))
+            self.troubles.append(
+                Trouble(Kind.ENDED, f"rank {rank} ended ({how}) in phase {seen.phase}")
+            )
         seen.gone = True
 
     def all_ended(self) -> bool:
@@ -133,11 +147,18 @@ class Watch:
         return all(seen.phase == ENDED for seen in self._seen.values())
 
     def look(self, limit: float | None = None) -> None:
-        """Ranks that have been silent for longer than ``limit`` seconds (None: the watch's own) become trouble."""
+        """Ranks that have been silent for longer than ``limit`` seconds (None: the watch's own)
+        become trouble.
+        """
         now = self.clock()
         limit = self.limit if limit is None else limit
-        quiet = [(seen.heard, rank) for rank, seen in self._seen.items() if not seen.gone and seen.phase != ENDED
-                 and now - seen.heard > (max(limit, SPAWN) if seen.phase == SPAWNING else limit)]
+        quiet = [
+            (seen.heard, rank)
+            for rank, seen in self._seen.items()
+            if not seen.gone
+            and seen.phase != ENDED
+            and now - seen.heard > (max(limit, SPAWN) if seen.phase == SPAWNING else limit)
+        ]
         for heard, rank in sorted(quiet):
             self._seen[rank].gone = True
             self.troubles.append(silence(rank, self.phase(rank), now - heard))

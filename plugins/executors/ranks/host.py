@@ -1,4 +1,7 @@
-"""Which ranks this process looks after, and where the others are met: by the options, or by torchrun's environment."""
+"""Which ranks this process looks after, and where the others are met: by the options, or by
+torchrun's environment.
+"""
+
 from __future__ import annotations
 
 import os
@@ -14,7 +17,8 @@ LAUNCHED = "TORCHELASTIC_RUN_ID"  #: torchrun sets it in every process it starts
 
 @dataclass(frozen=True)
 class Site:
-    """One of the processes that together look after all ranks: one a host, or under torchrun one a rank.
+    """One of the processes that together look after all ranks: one a host, or under torchrun one a
+    rank.
 
     Attributes:
         index, count: this one, of how many; number 0 runs the front.
@@ -51,29 +55,52 @@ class Site:
         return f"tcp://{host}:{self.port}/{self.prefix}?held"
 
 
-def find_site(options: TorchrunOptions, plan: EnginePlan, environment: Mapping[str, str] = os.environ) -> Site:
+def find_site(
+    options: TorchrunOptions, plan: EnginePlan, environment: Mapping[str, str] = os.environ
+) -> Site:
     """PlanRefused when the environment contradicts the plan, or nothing says where to meet."""
     if LAUNCHED in environment:
         return _launched(plan, environment)
     hosts = plan.hosts
     if options.address is None and hosts > 1:
-        raise _refused("executor.address", f"{hosts} hosts, and nothing says where they meet",
-                       "executor.address (--dist-init-addr) HOST:PORT of host 0, the same on every host")
+        raise _refused(
+            "executor.address",
+            f"{hosts} hosts, and nothing says where they meet",
+            "executor.address (--dist-init-addr) HOST:PORT of host 0, the same on every host",
+        )
     host, _, port = (options.address or "127.0.0.1:0").rpartition(":")
     per = plan.ranks // hosts
-    return Site(options.host_rank, hosts, per, per, host.strip("[]"), int(port), serves=options.host_rank == 0)
+    return Site(
+        options.host_rank,
+        hosts,
+        per,
+        per,
+        host.strip("[]"),
+        int(port),
+        serves=options.host_rank == 0,
+    )
 
 
 def _launched(plan: EnginePlan, environment: Mapping[str, str]) -> Site:
     rank = int(environment["RANK"])
     world = int(environment["WORLD_SIZE"])
     if world != plan.ranks:
-        raise _refused("parallel", f"torchrun started {world} processes, the plan has {plan.ranks} ranks",
-                       f"--nnodes x --nproc-per-node of torchrun = {plan.ranks}, or parallel sizes for {world} ranks")
+        raise _refused(
+            "parallel",
+            f"torchrun started {world} processes, the plan has {plan.ranks} ranks",
+            f"--nnodes x --nproc-per-node of torchrun = {plan.ranks}, or parallel sizes for {world} ranks",
+        )
     held = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Site(rank, world, 1, int(environment["LOCAL_WORLD_SIZE"]), environment["MASTER_ADDR"],
-                int(environment["MASTER_PORT"]), serves=rank == 0 and not held,
-                prefix=environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return Site(
+        rank,
+        world,
+        1,
+        int(environment["LOCAL_WORLD_SIZE"]),
+        environment["MASTER_ADDR"],
+        int(environment["MASTER_PORT"]),
+        serves=rank == 0 and not held,
+        prefix=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
 
 
 def _refused(field: str, reason: str, fix: str) -> PlanRefused:

@@ -1,4 +1,5 @@
 """Do all hosts mean the same engine? Compared before anything is loaded: versions, plugins, plan."""
+
 from __future__ import annotations
 
 import hashlib
@@ -18,24 +19,42 @@ FIXES: dict[str, tuple[str, str]] = {
     "glowplug": ("version", "install the same glowplug on every host"),
     "python": ("version", "the same minor version of Python on every host"),
     "torch": ("version", "install the same torch on every host"),
-    "plugins": ("plugins", "install the same plugins in the same versions, and give the same --plugin flags"),
+    "plugins": (
+        "plugins",
+        "install the same plugins in the same versions, and give the same --plugin flags",
+    ),
     "checkpoint": ("model", "the same files on every host"),
     "layout": ("parallel", "start every host with the same command, --node-rank apart"),
     "components": ("plan", "start every host with the same command, --node-rank apart"),
     "numbers": ("plan", "start every host with the same command, --node-rank apart"),
-    "sizes": ("memory.kv_tokens", "hosts alike, or memory.kv_tokens (--max-total-tokens) of the smaller one on both"),
+    "sizes": (
+        "memory.kv_tokens",
+        "hosts alike, or memory.kv_tokens (--max-total-tokens) of the smaller one on both",
+    ),
 }
-OWN = frozenset({"host_rank", "address", "threads"})  #: options of an executor in which hosts may differ
+OWN = frozenset(
+    {"host_rank", "address", "threads"}
+)  #: options of an executor in which hosts may differ
 
 
 def identity(plan: EnginePlan) -> bytes:
     """What must be the same on every host, by the names of ``FIXES``, as JSON."""
-    components = {f"{choice.slot} {choice.name}": {key: value for key, value in choice.options.items()
-                                                   if choice.slot != "executor" or key not in OWN}
-                  for choice in plan.choices}
+    components = {
+        f"{choice.slot} {choice.name}": {
+            key: value
+            for key, value in choice.options.items()
+            if choice.slot != "executor" or key not in OWN
+        }
+        for choice in plan.choices
+    }
     layout = {"ranks": plan.ranks, "hosts": plan.hosts, **plan.mesh}
-    numbers = {"dtype": plan.dtype, "kv_dtype": plan.kv_dtype, "device": plan.device, "seed": plan.seed,
-               "overlap": plan.overlap}
+    numbers = {
+        "dtype": plan.dtype,
+        "kv_dtype": plan.kv_dtype,
+        "device": plan.device,
+        "seed": plan.seed,
+        "overlap": plan.overlap,
+    }
     others = [name for name in plan.plugins if not name.startswith("glowplug.")]
     found = {
         "glowplug": glowplug.__version__,
@@ -43,7 +62,9 @@ def identity(plan: EnginePlan) -> bytes:
         "torch": installed("torch"),
         "plugins": f"{plan.plugin_fingerprint} ({', '.join(others) or 'built-in ones only'})",
         "checkpoint": _checkpoint(plan.facts.model),
-        "layout": _shown(layout), "components": _shown(components), "numbers": _shown(numbers),
+        "layout": _shown(layout),
+        "components": _shown(components),
+        "numbers": _shown(numbers),
         "sizes": _shown(msgspec.to_builtins(plan.sizes)),
     }
     return msgspec.json.encode(found)
@@ -68,8 +89,14 @@ def differences(identities: Sequence[bytes], names: Sequence[str]) -> list[Refus
         for name, found in zip(names[1:], decoded[1:], strict=True):
             ours, theirs = _apart(decoded[0].get(what, "nothing"), found.get(what, "nothing"))
             if ours != theirs:
-                refusals.append(Refusal("executor", field, f"{what} differ: {names[0]} has {ours}, {name} has {theirs}",
-                                        fix))
+                refusals.append(
+                    Refusal(
+                        "executor",
+                        field,
+                        f"{what} differ: {names[0]} has {ours}, {name} has {theirs}",
+                        fix,
+                    )
+                )
                 break
     return refusals
 
@@ -81,4 +108,7 @@ def _apart(ours: str, theirs: str) -> tuple[str, str]:
     first = msgspec.json.decode(ours)
     second = msgspec.json.decode(theirs)
     keys = [key for key in sorted({*first, *second}) if first.get(key) != second.get(key)]
-    return (_shown({key: first.get(key) for key in keys}), _shown({key: second.get(key) for key in keys}))
+    return (
+        _shown({key: first.get(key) for key in keys}),
+        _shown({key: second.get(key) for key in keys}),
+    )

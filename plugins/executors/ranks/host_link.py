@@ -1,8 +1,11 @@
-"""What sites tell one another through the rendezvous store: who they are, that they live, and why they end.
+"""What sites tell one another through the rendezvous store: who they are, that they live, and why
+they end.
 
-A site is the process that looks after the ranks of a host (``site.py``). The store is torch.distributed's; a thread of
-its own talks to it, because a store behind a broken link answers never rather than late.
+A site is the process that looks after the ranks of a host (``site.py``). The store is
+torch.distributed's; a thread of its own talks to it, because a store behind a broken link answers
+never rather than late.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -29,7 +32,8 @@ FOREVER = timedelta(days=365)
 
 
 class Beat(msgspec.Struct, array_like=True):
-    """What a site says every BEAT seconds. ``ranks``: phase and seconds of silence of each of its own.
+    """What a site says every BEAT seconds. ``ranks``: phase and seconds of silence of each of its
+    own.
 
     ``leaving``: the engine was told to stop.
     """
@@ -41,7 +45,8 @@ class Beat(msgspec.Struct, array_like=True):
 
 
 class HostLink:
-    """This site's side. ``open`` and ``meet`` first; then a thread keeps the rest up to date until ``close``.
+    """This site's side. ``open`` and ``meet`` first; then a thread keeps the rest up to date until
+    ``close``.
 
     Args:
         site: this one.
@@ -53,7 +58,9 @@ class HostLink:
         frames: from other sites' ranks, for the front; on site 0.
     """
 
-    def __init__(self, site: Site, limit: float, states: Callable[[], dict[int, tuple[str, float]]]) -> None:
+    def __init__(
+        self, site: Site, limit: float, states: Callable[[], dict[int, tuple[str, float]]]
+    ) -> None:
         self.site = site
         self.limit = limit
         self._states = states
@@ -70,10 +77,12 @@ class HostLink:
         self._told = threading.Event()
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
 
-    # ---- meeting ----------------------------------------------------------------------------------------------------
+    # ---- meeting ---------------------------------------------------------------------------------
 
     def open(self, timeout: float) -> Site:
-        """Connect (site 0 listens); returns the site with the store's real port. EngineDead when nobody answers."""
+        """Connect (site 0 listens); returns the site with the store's real port. EngineDead when
+        nobody answers.
+        """
         self._store, store = self._connect(timeout, self.site.serves)
         self._held.append(store)
         self.site = replace(self.site, port=store.port)
@@ -82,11 +91,23 @@ class HostLink:
     def _connect(self, timeout: float, serves: bool) -> tuple[Store, TCPStore]:
         site = self.site
         try:
-            found = hold_store(site.host, site.port, timeout) if serves else TCPStore(
-                site.host, site.port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
+            found = (
+                hold_store(site.host, site.port, timeout)
+                if serves
+                else TCPStore(
+                    site.host,
+                    site.port,
+                    None,
+                    False,
+                    timedelta(seconds=timeout),
+                    wait_for_workers=False,
+                )
+            )
         except (RuntimeError, OSError) as error:
-            raise EngineDead(f"{site.name(site.index)} could not reach {site.name(0)} at {site.host}:{site.port} "
-                             f"within {timeout:.0f} s: {_line(error)}") from error
+            raise EngineDead(
+                f"{site.name(site.index)} could not reach {site.name(0)} at {site.host}:{site.port} "
+                f"within {timeout:.0f} s: {_line(error)}"
+            ) from error
         return PrefixStore(f"sites {site.prefix}", found), found
 
     def meet(self, identity: bytes, timeout: float) -> list[bytes]:
@@ -106,7 +127,9 @@ class HostLink:
             found = [bytes(self._store.get(f"identity {one}")) for one in range(self.site.count)]
             self._leave_together(deadline)
         except RuntimeError as error:
-            raise EngineDead(f"{self.site.name(0)} has gone while hosts met: {_line(error)}") from error
+            raise EngineDead(
+                f"{self.site.name(0)} has gone while hosts met: {_line(error)}"
+            ) from error
         now = time.monotonic()
         self._heard = dict.fromkeys((one for one in range(self.site.count) if one != me), now)
         return found
@@ -130,7 +153,7 @@ class HostLink:
     def _thread(self, name: str, run: Callable[[], None]) -> None:
         threading.Thread(target=run, daemon=True, name=name).start()
 
-    # ---- signs of life ----------------------------------------------------------------------------------------------
+    # ---- signs of life ---------------------------------------------------------------------------
 
     def _beat_forever(self) -> None:
         me = self.site.index
@@ -161,14 +184,20 @@ class HostLink:
 
     def phases(self) -> dict[int, str]:
         """Of the ranks of other sites, as last heard."""
-        return {rank: phase for beat in list(self._beats.values()) for rank, (phase, _) in beat.ranks.items()}
+        return {
+            rank: phase
+            for beat in list(self._beats.values())
+            for rank, (phase, _) in beat.ranks.items()
+        }
 
     def leaving(self) -> bool:
         """The front's site has said that the engine stops."""
         return self._beats.get(0, Beat()).leaving
 
     def look(self, limit: float | None = None) -> list[Trouble]:
-        """What other sites have reported, and those not heard of for ``limit`` seconds (None: the link's own)."""
+        """What other sites have reported, and those not heard of for ``limit`` seconds (None: the
+        link's own).
+        """
         now = time.monotonic()
         limit = self.limit if limit is None else limit
         name = self.site.name
@@ -179,15 +208,22 @@ class HostLink:
             return [*found, Trouble(kind, f"{name(0)} {quiet}{self._phase_of(0)}")]
         for other, heard in self._heard.items():
             if now - heard > limit:
-                found.append(Trouble(Kind.SILENT, f"{name(other)} {_unheard(now - heard)}{self._phase_of(other)}"))
+                found.append(
+                    Trouble(
+                        Kind.SILENT, f"{name(other)} {_unheard(now - heard)}{self._phase_of(other)}"
+                    )
+                )
         return found
 
     def quiet(self, limit: float) -> list[Trouble]:
         """Sites and ranks of theirs that have not been heard for ``limit`` seconds."""
         found = self.look(limit)
         for other, beat in list(self._beats.items()):
-            found += [named(silence(rank, phase, seconds), self.site.name(other))
-                      for rank, (phase, seconds) in beat.ranks.items() if seconds > limit]
+            found += [
+                named(silence(rank, phase, seconds), self.site.name(other))
+                for rank, (phase, seconds) in beat.ranks.items()
+                if seconds > limit
+            ]
         return found
 
     def _phase_of(self, other: int) -> str:
@@ -195,7 +231,9 @@ class HostLink:
         return f" (phase {', '.join(phases)})" if phases else ""
 
     def tell(self, trouble: Trouble | None, wait: float) -> None:
-        """Say why this site ends (None: it was told to), and wait until the store has it, for ``wait`` seconds."""
+        """Say why this site ends (None: it was told to), and wait until the store has it, for
+        ``wait`` seconds.
+        """
         if trouble is None:
             self._said.leaving = True
         else:
@@ -211,14 +249,16 @@ class HostLink:
         with contextlib.suppress(OSError):
             self._waker.close()
 
-    # ---- outputs of leaders on other hosts --------------------------------------------------------------------------
+    # ---- outputs of leaders on other hosts -------------------------------------------------------
 
     def forward(self, frame: bytes) -> None:
         """To the front, in order. From any thread."""
         self._outgoing.put(frame)
 
     def _send_forever(self) -> None:
-        with contextlib.suppress(RuntimeError, EngineDead):  # NOTE: the beating thread reports the same broken store
+        with contextlib.suppress(
+            RuntimeError, EngineDead
+        ):  # NOTE: the beating thread reports the same broken store
             store, held = self._connect(self.limit, False)
             self._held.append(held)
             while (frame := self._outgoing.get()) is not None:
@@ -260,16 +300,28 @@ def _line(error: BaseException) -> str:
 
 
 def hold_store(host: str, port: int, timeout: float) -> TCPStore:
-    """The store that others meet at, in this process; port 0: a free one. EngineDead when the port is taken."""
+    """The store that others meet at, in this process; port 0: a free one. EngineDead when the port
+    is taken.
+    """
     listener = _listener(host, port)
     port = listener.getsockname()[1]
-    return TCPStore(host, port, None, True, timedelta(seconds=timeout), wait_for_workers=False,
-                    master_listen_fd=listener.detach())
+    return TCPStore(
+        host,
+        port,
+        None,
+        True,
+        timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _listener(host: str, port: int) -> socket.socket:
     """A listening socket on the address given, not on every one. EngineDead when it is taken."""
-    for place in (host, ""):  # NOTE: behind a translated address the one that others use is not ours to bind
+    for place in (
+        host,
+        "",
+    ):  # NOTE: behind a translated address the one that others use is not ours to bind
         family = socket.AF_INET6 if ":" in place else socket.AF_INET
         try:
             return socket.create_server((place, port), family=family, backlog=2048)
@@ -277,6 +329,6 @@ def _listener(host: str, port: int) -> socket.socket:
             failed = error
             if error.errno != errno.EADDRNOTAVAIL:
                 break
-    raise EngineDead(f"cannot listen on {host}:{port} for other hosts: {failed.strerror or failed}") from failed
-
-
+    raise EngineDead(
+        f"cannot listen on {host}:{port} for other hosts: {failed.strerror or failed}"
+    ) from failed

@@ -1,7 +1,10 @@
-"""The rank processes of this host: spawned, listened to, watched and ended. No torch in this process.
+"""The rank processes of this host: spawned, listened to, watched and ended. No torch in this
+process.
 
-Every frame is raw bytes on a pipe (``Connection.send_bytes``); nothing that crosses it is ever unpickled.
+Every frame is raw bytes on a pipe (``Connection.send_bytes``); nothing that crosses it is ever
+unpickled.
 """
+
 from __future__ import annotations
 
 import logging
@@ -14,7 +17,14 @@ from typing import Any
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.step.messages import Failed, Outbound, Progress, decode_outbound
-from glowplug.plugins.executors.ranks.failure_cause import QUIET, SETTLE, Kind, Trouble, Watch, first_cause
+from glowplug.plugins.executors.ranks.failure_cause import (
+    QUIET,
+    SETTLE,
+    Kind,
+    Trouble,
+    Watch,
+    first_cause,
+)
 from glowplug.plugins.executors.ranks.process import rank_main
 
 logger = logging.getLogger("glowplug.engine")
@@ -47,8 +57,12 @@ class LocalRanks:
         self.watch = Watch(self.ranks, self.watch.limit)
         for rank in self.ranks:
             ours, theirs = context.Pipe()
-            process = context.Process(target=rank_main, name=f"glowplug-rank-{rank}", daemon=True,
-                                      args=(theirs, plan.to_json(), rank, self._threads, rendezvous))
+            process = context.Process(
+                target=rank_main,
+                name=f"glowplug-rank-{rank}",
+                daemon=True,
+                args=(theirs, plan.to_json(), rank, self._threads, rendezvous),
+            )
             process.start()
             theirs.close()
             self._processes[rank], self._pipes[rank] = process, ours
@@ -63,7 +77,9 @@ class LocalRanks:
                 return
 
     def receive(self, timeout: float | None, also: Sequence[Connection] = ()) -> list[bytes]:
-        """Frames for the front, [] after ``timeout`` seconds or when only heartbeats came or ``also`` has something."""
+        """Frames for the front, [] after ``timeout`` seconds or when only heartbeats came or
+        ``also`` has something.
+        """
         frames: list[bytes] = []
         open_pipes = {pipe: rank for rank, pipe in self._pipes.items() if not pipe.closed}
         for pipe in wait([*open_pipes, *also], timeout):
@@ -114,11 +130,18 @@ def _log(messages: Sequence[Outbound]) -> None:
     """What ranks note while they start; rank 0 speaks for all where that is enough."""
     for message in messages:
         if isinstance(message, Progress) and message.note:
-            logger.log(logging.DEBUG if message.rank else logging.INFO, "rank %d: %s", message.rank, message.note)
+            logger.log(
+                logging.DEBUG if message.rank else logging.INFO,
+                "rank %d: %s",
+                message.rank,
+                message.note,
+            )
 
 
 def for_front(message: Outbound) -> bool:
-    """All but failures, which the executor reports, and bare heartbeats; rank 0's show the front that it lives."""
+    """All but failures, which the executor reports, and bare heartbeats; rank 0's show the front
+    that it lives.
+    """
     if isinstance(message, Progress):
         return message.rank == 0 or message.total > 0
     return not isinstance(message, Failed)

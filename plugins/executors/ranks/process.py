@@ -1,7 +1,9 @@
 """What runs in a rank's process: build, then serve frames until the pipe closes.
 
-NOTE: torch is imported inside ``run_rank`` only, because the spawning process imports this module too.
+NOTE: torch is imported inside ``run_rank`` only, because the spawning process imports this module
+too.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -39,7 +41,8 @@ class Pipe(Protocol):
 
 
 class RankLink:
-    """The rank's side of the pipe: reports and signs of life. Sends are serialised: the loop and the heartbeat share
+    """The rank's side of the pipe: reports and signs of life. Sends are serialised: the loop and
+    the heartbeat share
     it. ``loop``: identity of the thread that runs the rank.
     """
 
@@ -65,14 +68,20 @@ class RankLink:
         self.send([Progress(self.rank, self.phase, note=text)])
 
     def failed(self, error: BaseException) -> None:
-        """Called while ``error`` is handled. What the operator can mend, as its text says, comes without a stack."""
+        """Called while ``error`` is handled. What the operator can mend, as its text says, comes
+        without a stack.
+        """
         consequence = isinstance(error, CollectiveError)
         reason = f"{type(error).__name__}: {error}"
-        stack = "" if isinstance(error, (WeightError, PlanRefused)) else traceback.format_exc(limit=-12)
+        stack = (
+            "" if isinstance(error, (WeightError, PlanRefused)) else traceback.format_exc(limit=-12)
+        )
         self.send([Failed(self.rank, self.phase, reason, stack, consequence)])
 
     def beat_forever(self, limit: float) -> None:
-        """Signs of life; a failure once the loop has not turned for ``limit`` seconds (while loading it need not)."""
+        """Signs of life; a failure once the loop has not turned for ``limit`` seconds (while
+        loading it need not).
+        """
         try:
             while self.phase != ENDED:
                 still = time.monotonic() - self.progressed
@@ -89,9 +98,19 @@ class RankLink:
         frames = _frames(sys._current_frames().get(self.loop))
         waits = any(frame.f_globals.get("__name__") == self.waits_in for frame in frames)
         place = frames[0].f_code if frames else None
-        where = f"in {place.co_qualname} of {os.path.basename(place.co_filename)}" if place else "nowhere"
+        where = (
+            f"in {place.co_qualname} of {os.path.basename(place.co_filename)}"
+            if place
+            else "nowhere"
+        )
         stack = "".join(traceback.format_stack(frames[0], 12)) if frames else ""
-        return Failed(self.rank, self.phase, f"its loop has stood still for {still:.0f} s, {where}", stack, waits)
+        return Failed(
+            self.rank,
+            self.phase,
+            f"its loop has stood still for {still:.0f} s, {where}",
+            stack,
+            waits,
+        )
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
@@ -103,18 +122,23 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
     return found
 
 
-def rank_main(pipe: Connection, plan_json: bytes, rank: int, threads: int | None, rendezvous: str = "") -> None:
+def rank_main(
+    pipe: Connection, plan_json: bytes, rank: int, threads: int | None, rendezvous: str = ""
+) -> None:
     """Entry of the spawned process. Ends when the parent closes the pipe or dies."""
     _die_with_parent()
     _wait_politely()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # NOTE: the front drains first, then closes the pipe.
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # NOTE: the front drains first, then closes the pipe.
     if not run_rank(pipe, plan_json, rank, threads, rendezvous):
         raise SystemExit(1)
 
 
 def _wait_politely() -> None:
-    """Torch's threads spin briefly instead of for milliseconds, as the front needs a core too; the user's word counts.
+    """Torch's threads spin briefly instead of for milliseconds, as the front needs a core too; the
+    user's word counts.
 
     NOTE: libgomp reads its environment once, when torch is imported.
     """
@@ -123,13 +147,17 @@ def _wait_politely() -> None:
 
 
 def run_rank(pipe: Pipe, plan_json: bytes, rank: int, threads: int | None, rendezvous: str) -> bool:
-    """Builds and serves in the calling thread. False when the rank failed, which it has reported then."""
+    """Builds and serves in the calling thread. False when the rank failed, which it has reported
+    then.
+    """
     link = RankLink(pipe, rank)
     engine: Engine | None = None
     try:
         plan = EnginePlan.from_json(plan_json)
         watchdog = float(plan.choice("executor").options.get("watchdog", 300.0))
-        threading.Thread(target=link.beat_forever, args=(watchdog,), daemon=True, name="glowplug-beat").start()
+        threading.Thread(
+            target=link.beat_forever, args=(watchdog,), daemon=True, name="glowplug-beat"
+        ).start()
         engine = _build(plan, rank, threads, link, rendezvous)
         link.waits_in = type(engine.collectives).__module__
         _serve(engine, link)
@@ -157,7 +185,9 @@ def _die_with_parent() -> None:
         raise SystemExit(1)
 
 
-def _build(plan: EnginePlan, rank: int, threads: int | None, link: RankLink, rendezvous: str) -> Engine:
+def _build(
+    plan: EnginePlan, rank: int, threads: int | None, link: RankLink, rendezvous: str
+) -> Engine:
     import torch
 
     from glowplug.core.plugin.registry import load_plugins_for
@@ -165,6 +195,7 @@ def _build(plan: EnginePlan, rank: int, threads: int | None, link: RankLink, ren
 
     if threads is not None:
         torch.set_num_threads(threads)
+
     def report(phase: str, done: int, total: int) -> None:
         if phase == "ready":
             settle_memory()
@@ -174,13 +205,16 @@ def _build(plan: EnginePlan, rank: int, threads: int | None, link: RankLink, ren
 
 
 def _serve(engine: Engine, link: RankLink) -> None:
-    """The loop. Rank 0 drains its pipe, blocking only when there is nothing to do; the others follow its turns.
+    """The loop. Rank 0 drains its pipe, blocking only when there is nothing to do; the others
+    follow its turns.
 
     Every rank that has something to tell the front sends it on its own pipe.
     """
     link.report("serve", 1, 1)
     while True:
-        frames, gone = _drain(link.pipe, BEAT if engine.idle else 0.0) if engine.leads else ([], False)
+        frames, gone = (
+            _drain(link.pipe, BEAT if engine.idle else 0.0) if engine.leads else ([], False)
+        )
         found = engine.turn(frames, stop=gone)
         if found is None:
             link.report(ENDED, 1, 1)

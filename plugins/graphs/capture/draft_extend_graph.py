@@ -1,8 +1,9 @@
 """A draft's pass over the tokens of a step with prompts in it, replayed whole.
 
-It keeps each token by itself and attends to none, so that it is one graph of a padded number of tokens. Those behind
-the step's own go to the scratch page.
+It keeps each token by itself and attends to none, so that it is one graph of a padded number of
+tokens. Those behind the step's own go to the scratch page.
 """
+
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -26,9 +27,16 @@ class ExtendMemory:
 
     def first(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As ``ExtendWork.extend`` takes them."""
-        return self._ids[:tokens], self._positions[:tokens], self._slots[:tokens], self._previous[:tokens]
+        return (
+            self._ids[:tokens],
+            self._positions[:tokens],
+            self._slots[:tokens],
+            self._previous[:tokens],
+        )
 
-    def fill(self, ids: Tensor, positions: Tensor, slots: Tensor, hidden: Tensor, source: Tensor) -> None:
+    def fill(
+        self, ids: Tensor, positions: Tensor, slots: Tensor, hidden: Tensor, source: Tensor
+    ) -> None:
         """As ``Extension.call`` is given them. Enqueued, without waiting for the device."""
         live = len(ids)
         self._ids[:live].copy_(ids)
@@ -49,10 +57,17 @@ class Extends:
         self._replays: dict[int, Callable[[], None]] = {}
         self._counts: list[int] = []
 
-    def capture(self, extension: Extension, counts: tuple[int, ...], device: torch.device, tape: Tape,
-                failed: Callable[[Exception, int], None], report: Callable[[int], None]) -> None:
-        """The largest first. ``failed`` hears of one that cannot be captured, and may raise; ``report`` how many are
-        done."""
+    def capture(
+        self,
+        extension: Extension,
+        counts: tuple[int, ...],
+        device: torch.device,
+        tape: Tape,
+        failed: Callable[[Exception, int], None],
+        report: Callable[[int], None],
+    ) -> None:
+        """The largest first. ``failed`` hears of one that cannot be captured, and may raise;
+        ``report`` how many are done."""
         work = extension.work
         if work is None or not counts:
             return
@@ -68,7 +83,9 @@ class Extends:
         self._extension = extension
         extension.taker = self
 
-    def __call__(self, ids: Tensor, positions: Tensor, slots: Tensor, hidden: Tensor, source: Tensor) -> None:
+    def __call__(
+        self, ids: Tensor, positions: Tensor, slots: Tensor, hidden: Tensor, source: Tensor
+    ) -> None:
         tokens = len(ids)
         if not tokens or tokens > max(self._counts, default=0):
             self._eager(ids, positions, slots, hidden[source])
@@ -86,8 +103,10 @@ class Extends:
             self._extension.taker = None
 
 
-def _captured(work: ExtendWork, tokens: tuple[Tensor, Tensor, Tensor, Tensor], tape: Tape) -> Callable[[], None]:
+def _captured(
+    work: ExtendWork, tokens: tuple[Tensor, Tensor, Tensor, Tensor], tape: Tape
+) -> Callable[[], None]:
     pieces, _ = tape.record(lambda: work.extend(*tokens))
-    piece, = pieces
+    (piece,) = pieces
     piece()  # the first launch of a graph takes longer
     return piece

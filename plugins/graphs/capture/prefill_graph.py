@@ -1,11 +1,12 @@
 """Passes of the model over a step with prompts in it, replayed in pieces.
 
-A pass is captured for a number of tokens, T, in pieces: each ends where a layer calls attention (a cut, see
-``core.segments.Cuts``) and the next begins behind it. A step of n <= T tokens fills fixed memory, replays the first
-piece, calls attention for its own n tokens as they are, replays the next, and so on. Rows behind the n are token 0 at
-position 0, for which attention yields zeros: no number of another step comes into them, and nobody reads what comes
-out.
+A pass is captured for a number of tokens, T, in pieces: each ends where a layer calls attention (a
+cut, see ``core.segments.Cuts``) and the next begins behind it. A step of n <= T tokens fills fixed
+memory, replays the first piece, calls attention for its own n tokens as they are, replays the next,
+and so on. Rows behind the n are token 0 at position 0, for which attention yields zeros: no number
+of another step comes into them, and nobody reads what comes out.
 """
+
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -27,22 +28,24 @@ T = TypeVar("T")
 
 
 class Tape(Protocol):
-    """How a pass becomes pieces. What it returns has no claim on its memory: another pass's replay may write over it,
-    and a later piece of the same over what a cut was given."""
+    """How a pass becomes pieces. What it returns has no claim on its memory: another pass's replay
+    may write over it, and a later piece of the same over what a cut was given."""
 
     def record(self, work: Callable[[], T]) -> tuple[list[Callable[[], None]], T]:
-        """Run ``work`` for first-use costs, then capture it: calls that replay what lies between its cuts, to be called
-        in turn, and its results."""
+        """Run ``work`` for first-use costs, then capture it: calls that replay what lies between
+        its cuts, to be called in turn, and its results."""
         ...
 
     def cut(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Within ``work``: one piece ends and the next begins. ``rows`` as a replay leaves them behind; None while
-        nothing is captured."""
+        """Within ``work``: one piece ends and the next begins. ``rows`` as a replay leaves them
+        behind; None while nothing is captured."""
         ...
 
 
 class PassMemory:
-    """What every pass reads and cuts leave behind, for up to ``tokens`` tokens; passes of fewer use the first rows."""
+    """What every pass reads and cuts leave behind, for up to ``tokens`` tokens; passes of fewer use
+    the first rows.
+    """
 
     def __init__(self, tokens: int, device: torch.device) -> None:
         self._tokens = torch.zeros(2, tokens, dtype=torch.int64, device=device)
@@ -54,7 +57,9 @@ class PassMemory:
         """Where every cut of this width and of ``like``'s dtype leaves its result: [tokens, width]."""
         key = width, like.dtype
         if key not in self._results:
-            self._results[key] = torch.zeros(self._tokens.shape[1], width, dtype=like.dtype, device=like.device)
+            self._results[key] = torch.zeros(
+                self._tokens.shape[1], width, dtype=like.dtype, device=like.device
+            )
         return self._results[key]
 
     def fill(self, ids: Tensor, positions: Tensor) -> None:
@@ -71,7 +76,9 @@ class PassMemory:
 
 @dataclass(frozen=True)
 class _Call:
-    """One cut: ``rows`` as the piece before it leaves them, ``result`` [T, width] as the piece behind it reads it."""
+    """One cut: ``rows`` as the piece before it leaves them, ``result`` [T, width] as the piece
+    behind it reads it.
+    """
 
     work: Cut
     rows: tuple[Tensor, ...]
@@ -138,10 +145,16 @@ class Passes:
         self._passes: dict[int, Pass] = {}
         self._counts: list[int] = []
 
-    def capture(self, steps: Steps, counts: tuple[int, ...], tape: Tape,
-                failed: Callable[[Exception, Pass], None], report: Callable[[int], None]) -> None:
-        """The largest first. ``failed`` hears of one that cannot be captured, and may raise; ``report`` how many are
-        done."""
+    def capture(
+        self,
+        steps: Steps,
+        counts: tuple[int, ...],
+        tape: Tape,
+        failed: Callable[[Exception, Pass], None],
+        report: Callable[[int], None],
+    ) -> None:
+        """The largest first. ``failed`` hears of one that cannot be captured, and may raise;
+        ``report`` how many are done."""
         memory = PassMemory(max(counts, default=0), torch.device(steps.device))
         for done, tokens in enumerate(sorted(counts, reverse=True)):
             report(done)
@@ -168,6 +181,15 @@ class Passes:
 def _batch_of(tokens: int) -> Batch:
     """What layers may know of the step while a pass is captured: how many tokens it has."""
     lens = np.full(1, tokens, np.int32)
-    return Batch(step=0, mode=Mode.PREFILL, rows=np.zeros(1, np.int32), epochs=np.zeros(1, np.int64), num_decodes=0,
-                 query_lens=lens, kv_lens=lens, samples=np.ones(1, np.bool_), prompt_ids=np.zeros(tokens, np.int32),
-                 pages=np.zeros((1, 1), np.int32))
+    return Batch(
+        step=0,
+        mode=Mode.PREFILL,
+        rows=np.zeros(1, np.int32),
+        epochs=np.zeros(1, np.int64),
+        num_decodes=0,
+        query_lens=lens,
+        kv_lens=lens,
+        samples=np.ones(1, np.bool_),
+        prompt_ids=np.zeros(tokens, np.int32),
+        pages=np.zeros((1, 1), np.int32),
+    )

@@ -1,4 +1,5 @@
 """Pieces of a step as CUDA graphs, all over one memory pool."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-MOST_CACHED = 1 << 30  #: bytes that the allocator may keep of a piece's first run while the piece is captured
+MOST_CACHED = (
+    1 << 30
+)  #: bytes that the allocator may keep of a piece's first run while the piece is captured
 
 
 _unused: dict[torch.device, list[torch.cuda.Stream]] = {}  #: streams whose recorders are gone
@@ -19,9 +22,9 @@ _unused: dict[torch.device, list[torch.cuda.Stream]] = {}  #: streams whose reco
 def stream_for(owner: object, device: torch.device) -> torch.cuda.Stream:
     """One to capture on that nobody else has while ``owner`` lives.
 
-    NOTE: not a new one each time. cuBLAS keeps 32 MiB for each stream that has multiplied until the process ends, so
-    that every engine that has gone would leave them behind; and graphs hold their address, so that no two recorders
-    may have the same stream at a time.
+    NOTE: not a new one each time. cuBLAS keeps 32 MiB for each stream that has multiplied until the
+    process ends, so that every engine that has gone would leave them behind; and graphs hold their
+    address, so that no two recorders may have the same stream at a time.
     """
     unused = _unused.setdefault(device, [])
     stream = unused.pop() if unused else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -30,7 +33,8 @@ def stream_for(owner: object, device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaRecorder:
-    """See ``slot.Recorder``. Graphs of one recorder must be replayed one after another, on one stream.
+    """See ``slot.Recorder``. Graphs of one recorder must be replayed one after another, on one
+    stream.
 
     Attributes:
         stream, pool: that it captures on, and where the graphs' tensors lie.
@@ -44,7 +48,8 @@ class CudaRecorder:
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            # NOTE: on the stream of the capture, since cuBLAS keeps a workspace for each stream, and graphs its address
+            # NOTE: on the stream of the capture, since cuBLAS keeps a workspace for each stream,
+            # and graphs its address
             work()
             make_room()
             graph, results = self._capture(work)
@@ -54,7 +59,8 @@ class CudaRecorder:
 
     def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph()
-        # NOTE: "thread_local", because other threads (a server's, NCCL's) may use the device meanwhile
+        # NOTE: "thread_local", because other threads (a server's, NCCL's) may use the device
+        # meanwhile
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
             results = work()
@@ -72,8 +78,8 @@ class CudaRecorder:
 
 
 def make_room() -> None:
-    """Between a piece's first run, which may have left memory behind that the graphs' pool cannot take, and its
-    capture."""
+    """Between a piece's first run, which may have left memory behind that the graphs' pool cannot
+    take, and its capture."""
     if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > MOST_CACHED:
         torch.cuda.empty_cache()
 
@@ -88,7 +94,9 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, list):
         return [map_tensors(change, part) for part in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: map_tensors(change, getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = {
+            f.name: map_tensors(change, getattr(value, f.name)) for f in dataclasses.fields(value)
+        }
         return dataclasses.replace(value, **fields)
     return value
 
@@ -98,8 +106,12 @@ class _Memory:
 
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        self.__cuda_array_interface__ = {"shape": (storage.nbytes(),), "typestr": "|u1",
-                                         "data": (storage.data_ptr(), False), "version": 3}
+        self.__cuda_array_interface__ = {
+            "shape": (storage.nbytes(),),
+            "typestr": "|u1",
+            "data": (storage.data_ptr(), False),
+            "version": 3,
+        }
 
 
 def alias(tensor: Tensor) -> Tensor:

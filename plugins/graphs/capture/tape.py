@@ -1,4 +1,5 @@
 """The pieces of a pass as CUDA graphs, over the memory pool of all other graphs."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,7 +14,9 @@ T = TypeVar("T")
 
 
 class CudaTape:
-    """See ``piecewise_runtime.Tape``. Its graphs are replayed on one stream, as all others of the pool."""
+    """See ``piecewise_runtime.Tape``. Its graphs are replayed on one stream, as all others of the
+    pool.
+    """
 
     def __init__(self, recorder: CudaRecorder) -> None:
         self._stream = recorder.stream
@@ -49,7 +52,8 @@ class CudaTape:
 
     def _begin(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
         graphs.append(torch.cuda.CUDAGraph())
-        # NOTE: "thread_local", because other threads (a server's, NCCL's) may use the device meanwhile
+        # NOTE: "thread_local", because other threads (a server's, NCCL's) may use the device
+        # meanwhile
         graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def cut(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:

@@ -1,4 +1,5 @@
 """The runtime of ``quantization.awq`` in plain torch: weights are dequantised once, as they arrive."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -21,7 +22,12 @@ from glowplug.core.protocols import (
     Worker,
 )
 from glowplug.kernels.formats import awq as layout
-from glowplug.plugins.quantization.dense.layers import DenseExperts, DenseLinear, expert_slices, linear_slices
+from glowplug.plugins.quantization.dense.layers import (
+    DenseExperts,
+    DenseLinear,
+    expert_slices,
+    linear_slices,
+)
 from glowplug.plugins.quantization.shared.skipped_modules import left_alone, listed
 
 if TYPE_CHECKING:
@@ -59,9 +65,16 @@ class Source:
         """Of a slice of ``depth`` inputs."""
         return depth if self.group < 0 else self.group
 
-    def targets(self, module: str, full: tuple[int, int], index: tuple[slice, slice], put: Put,
-                ) -> Iterator[WeightTarget]:
-        """Of the slice ``index`` (outputs, inputs) of a matrix ``full``; ``put`` gets its three tensors together."""
+    def targets(
+        self,
+        module: str,
+        full: tuple[int, int],
+        index: tuple[slice, slice],
+        put: Put,
+    ) -> Iterator[WeightTarget]:
+        """Of the slice ``index`` (outputs, inputs) of a matrix ``full``; ``put`` gets its three
+        tensors together.
+        """
         (rows, columns) = full
         (outputs, inputs) = index
         if rows % layout.PACK:
@@ -70,9 +83,11 @@ class Source:
         words = _divided(module, outputs, layout.PACK)
         groups = _divided(module, inputs, self.group) if self.group > 0 else slice(None)
         parts = _Parts(put)
-        for leaf, shape, cut, dtype in (("qweight", (columns, rows // layout.PACK), (inputs, words), WORD),
-                                        ("qzeros", (grid, rows // layout.PACK), (groups, words), WORD),
-                                        ("scales", (grid, rows), (groups, outputs), None)):
+        for leaf, shape, cut, dtype in (
+            ("qweight", (columns, rows // layout.PACK), (inputs, words), WORD),
+            ("qzeros", (grid, rows // layout.PACK), (groups, words), WORD),
+            ("scales", (grid, rows), (groups, outputs), None),
+        ):
             yield Target(f"{module}.{leaf}", shape, index=cut, dtype=dtype, put=parts.taker(leaf))
 
 
@@ -81,7 +96,9 @@ def _divided(module: str, cut: slice, unit: int) -> slice:
     if cut == slice(None):
         return cut
     if cut.start % unit or cut.stop % unit:
-        raise ValueError(f"{module}: a slice from channel {cut.start} to {cut.stop} cuts groups of {unit}")
+        raise ValueError(
+            f"{module}: a slice from channel {cut.start} to {cut.stop} cuts groups of {unit}"
+        )
     return slice(cut.start // unit, cut.stop // unit)
 
 
@@ -94,7 +111,9 @@ class _Parts:
 
     def taker(self, leaf: str) -> Callable[[Tensor], None]:
         def take(value: Tensor) -> None:
-            self.held[leaf] = value if value.is_cpu else value.clone()  # on a device it is part of a larger block
+            self.held[leaf] = (
+                value if value.is_cpu else value.clone()
+            )  # on a device it is part of a larger block
             if len(self.held) == 3:
                 self.put(self.held["qweight"], self.held["qzeros"], self.held["scales"])
                 self.held.clear()
@@ -125,6 +144,7 @@ class Awq:
 
 def _into(destination: Tensor, source: Source) -> Put:
     """Dequantises into ``destination`` [outputs, inputs]."""
+
     def put(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
         group = source.group_of(qweight.shape[0])
         destination.copy_(layout.dequantize_published(qweight, qzeros, scales, group))
@@ -141,14 +161,18 @@ class AwqLinear(DenseLinear):
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, span in linear_slices(self.shape):
-            yield from self._source.targets(name, full, index, _into(self.weight.t()[span], self._source))
+            yield from self._source.targets(
+                name, full, index, _into(self.weight.t()[span], self._source)
+            )
         yield from self.bias_targets()
 
 
 class AwqExperts(DenseExperts):
     """``ExpertsMethod`` over dequantised weights."""
 
-    def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source) -> None:
+    def __init__(
+        self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source
+    ) -> None:
         super().__init__(shape, dtype, device)
         self._source = source
 

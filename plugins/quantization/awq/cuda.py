@@ -1,4 +1,7 @@
-"""The runtime of ``quantization.awq`` on CUDA: weights stay int4, in the layout that our kernels read."""
+"""The runtime of ``quantization.awq`` on CUDA: weights stay int4, in the layout that our kernels
+read.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -35,7 +38,9 @@ WHOLE = slice(None)
 
 
 class AwqCuda(Awq):
-    """``QuantizationScheme``: a shared expert rides with the routed ones where its slices are whole groups."""
+    """``QuantizationScheme``: a shared expert rides with the routed ones where its slices are whole
+    groups.
+    """
 
     def __init__(self, options: AwqOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
@@ -51,17 +56,21 @@ class AwqCuda(Awq):
 
 
 class Multiply:
-    """x W^T over int4 weights, by ``wanted``: "triton" (our own kernel), "cublas" (the weight dequantised first), or
-    "auto"."""
+    """x W^T over int4 weights, by ``wanted``: "triton" (our own kernel), "cublas" (the weight
+    dequantised first), or "auto"."""
 
     def __init__(self, wanted: str = "auto", table: Table | None = None) -> None:
         self._wanted = wanted
         self._fastest = ByShape(AWQ.kind, AWQ_ROWS, table)
 
-    def __call__(self, x: Tensor, packed: Tensor, factors: Tensor, group: int, bias: Tensor | None) -> Tensor:
+    def __call__(
+        self, x: Tensor, packed: Tensor, factors: Tensor, group: int, bias: Tensor | None
+    ) -> Tensor:
         """x [T, K], packed and factors as of ``awq_gemm`` -> [T, N]."""
         if self.pick(x.shape[0], packed.shape[1], x.shape[1]) == "triton":
-            return awq_gemm.gemm(x if x.stride(-1) == 1 else x.contiguous(), packed, factors, group, bias)
+            return awq_gemm.gemm(
+                x if x.stride(-1) == 1 else x.contiguous(), packed, factors, group, bias
+            )
         weight = awq_gemm.dequantize(packed, factors, x.shape[1], group, x.dtype).t()
         return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
@@ -73,27 +82,45 @@ class Multiply:
 
 
 class Packed:
-    """Weights of ``count`` matrices [columns, depth] in our layout: packed int16 [E, blocks, N, 32], factors int32
-    [E, groups, N] for products in ``dtype``."""
+    """Weights of ``count`` matrices [columns, depth] in our layout: packed int16 [E, blocks, N,
+    32], factors int32 [E, groups, N] for products in ``dtype``."""
 
-    def __init__(self, count: int, columns: int, depth: int, source: Source, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, count: int, columns: int, depth: int, source: Source, dtype: torch.dtype, device: str
+    ) -> None:
         group = source.group_of(depth)
         self._dtype = dtype
-        self.packed = torch.empty(count, -(-depth // layout.BLOCK), columns, layout.PLANE, dtype=torch.int16,
-                                  device=device)
+        self.packed = torch.empty(
+            count,
+            -(-depth // layout.BLOCK),
+            columns,
+            layout.PLANE,
+            dtype=torch.int16,
+            device=device,
+        )
         self.factors = torch.empty(count, depth // group, columns, dtype=torch.int32, device=device)
         self.weights = moe_gemm_awq.Weights(self.packed, self.factors, group, depth)
 
     def into(self, number: int, columns: slice) -> Put:
         """Repacks a published matrix into ``columns`` of matrix ``number``."""
+
         def put(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
-            self.store(number, columns, layout.unpack(qweight.to(self.packed.device)),
-                       layout.unpack(qzeros.to(self.packed.device)), scales)
+            self.store(
+                number,
+                columns,
+                layout.unpack(qweight.to(self.packed.device)),
+                layout.unpack(qzeros.to(self.packed.device)),
+                scales,
+            )
 
         return put
 
-    def store(self, number: int, columns: slice, numbers: Tensor, zeros: Tensor, scales: Tensor) -> None:
-        """numbers uint8 [depth, n], zeros and scales [groups, n] for ``columns`` of matrix ``number``."""
+    def store(
+        self, number: int, columns: slice, numbers: Tensor, zeros: Tensor, scales: Tensor
+    ) -> None:
+        """numbers uint8 [depth, n], zeros and scales [groups, n] for ``columns`` of matrix
+        ``number``.
+        """
         self.packed[number, :, columns].copy_(layout.pack_blocks(numbers.t()))
         factors = layout.pack_factors(scales.to(zeros.device), zeros, self._dtype)
         self.factors[number, :, columns].copy_(factors)
@@ -104,7 +131,14 @@ class AwqLinearCuda(Biased):
 
     input_format = "plain"
 
-    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, source: Source, multiply: Multiply) -> None:
+    def __init__(
+        self,
+        shape: LinearShape,
+        dtype: torch.dtype,
+        device: str,
+        source: Source,
+        multiply: Multiply,
+    ) -> None:
         super().__init__(shape, dtype, device)
         self._dtype = dtype
         self._source = source
@@ -124,16 +158,24 @@ class AwqLinearCuda(Biased):
         return self._multiply(values, self.weight, self.factors, self._group, self.bias)
 
     def dense(self) -> Tensor:
-        return awq_gemm.dequantize(self.weight, self.factors, self.shape.inputs, self._group, self._dtype)
+        return awq_gemm.dequantize(
+            self.weight, self.factors, self.shape.inputs, self._group, self._dtype
+        )
 
 
 class AwqExpertsCuda:
-    """``ExpertsMethod``: w13 [E + S, 2I, H] and w2 [E + S, H, I]; the S last are slices of the shared expert."""
+    """``ExpertsMethod``: w13 [E + S, 2I, H] and w2 [E + S, H, I]; the S last are slices of the
+    shared expert.
+    """
 
     input_format = "plain"
 
-    def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source) -> None:
-        assert not shape.shared or shape.inter == shape.inter_full, "a shared expert rides along on one rank alone"
+    def __init__(
+        self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source
+    ) -> None:
+        assert not shape.shared or shape.inter == shape.inter_full, (
+            "a shared expert rides along on one rank alone"
+        )
         self.shape = shape
         self._source = source
         count = shape.count + shape.shared
@@ -145,25 +187,37 @@ class AwqExpertsCuda:
             put = self.w2.into(expert, WHOLE) if span is None else self.w13.into(expert, span)
             yield from self._source.targets(name, full, index, put)
         for name, full, rows in shared_slices(self.shape):
-            yield from self._source.targets(name, full, (WHOLE, WHOLE), partial(self._take_shared, rows))
+            yield from self._source.targets(
+                name, full, (WHOLE, WHOLE), partial(self._take_shared, rows)
+            )
 
-    def _take_shared(self, rows: slice | None, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
+    def _take_shared(
+        self, rows: slice | None, qweight: Tensor, qzeros: Tensor, scales: Tensor
+    ) -> None:
         """``rows`` of w13 from gates or ups (S * I outputs); None: w2 from S * I inputs."""
         shape = self.shape
         device = self.w13.packed.device
         parts = [layout.unpack(qweight.to(device)), layout.unpack(qzeros.to(device)), scales]
         held, columns, dim = (self.w2, WHOLE, 0) if rows is None else (self.w13, rows, 1)
         for number in range(shape.shared):
-            held.store(shape.count + number, columns, *(self._slice(part, number, dim) for part in parts))
+            held.store(
+                shape.count + number, columns, *(self._slice(part, number, dim) for part in parts)
+            )
 
     def _slice(self, part: Tensor, number: int, dim: int) -> Tensor:
         """Slice ``number`` of the shared expert's; one group for all inputs is everybody's."""
-        return part if part.shape[dim] == 1 and dim == 0 else part.chunk(self.shape.shared, dim)[number]
+        return (
+            part
+            if part.shape[dim] == 1 and dim == 0
+            else part.chunk(self.shape.shared, dim)[number]
+        )
 
     def finalize(self) -> None:
         return
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
         values = x.values if isinstance(x, Quantized) else x
-        rows = moe_gemm_awq.expert_rows(values.contiguous(), self.w13.weights, self.w2.weights, ids, weights)
+        rows = moe_gemm_awq.expert_rows(
+            values.contiguous(), self.w13.weights, self.w2.weights, ids, weights
+        )
         return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)

@@ -1,8 +1,10 @@
-"""AWQ: int4 weights with a scale and a zero for each group of inputs (Lin et al., 2023), activations in 16 bits.
+"""AWQ: int4 weights with a scale and a zero for each group of inputs (Lin et al., 2023),
+activations in 16 bits.
 
 Checkpoints as AutoAWQ writes them (version "gemm"): ``qweight``, ``qzeros`` and ``scales``, see
 ``kernels/formats/awq.py``.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -32,11 +34,15 @@ SHOWN = 3  #: names listed in a reason
 class AwqOptions(QuantizationOptions):
     use: Literal["awq"] = "awq"
     gemm: Literal["auto", "triton", "cublas"] = Field(
-        "auto", description="who multiplies linear layers on a CUDA device: our own kernel, which unpacks weights as "
-                            "it goes, or cuBLAS behind one that dequantises them; auto: for each shape and number of "
-                            "rows whoever was measured fastest",
-        json_schema_extra={"provider": "linear"})
-    dequantize: bool = Field(False, description="keep weights in the compute dtype on a CUDA device as well")
+        "auto",
+        description="who multiplies linear layers on a CUDA device: our own kernel, which unpacks weights as "
+        "it goes, or cuBLAS behind one that dequantises them; auto: for each shape and number of "
+        "rows whoever was measured fastest",
+        json_schema_extra={"provider": "linear"},
+    )
+    dequantize: bool = Field(
+        False, description="keep weights in the compute dtype on a CUDA device as well"
+    )
 
     def dequantizes(self, device: str, offers: QuantizationOffers) -> bool:
         return self.dequantize or super().dequantizes(device, offers)
@@ -45,8 +51,11 @@ class AwqOptions(QuantizationOptions):
         found = super().without_effect(context)
         device = context.values["device"]
         (scheme,) = context.chosen["quantization"]
-        return {**found, "dequantize": f"weights are dequantised on {device} anyway"} if super().dequantizes(
-            device, scheme.offers) else found
+        return (
+            {**found, "dequantize": f"weights are dequantised on {device} anyway"}
+            if super().dequantizes(device, scheme.offers)
+            else found
+        )
 
     def split_block(self, device: str, offers: QuantizationOffers, model: ModelFacts) -> int:
         """Whole groups; a word holds eight outputs."""
@@ -72,14 +81,24 @@ def _stated(stated: Mapping[str, Any], group: int) -> Iterator[tuple[str, str]]:
     if bits != 4:
         yield f"the checkpoint has weights of {bits} bits; {NAME} reads 4", SUPPORTED
     if stated.get("zero_point", True) is not True:
-        yield f"the checkpoint has no zeros (zero_point false); {NAME} reads weights with a zero a group", SUPPORTED
+        yield (
+            f"the checkpoint has no zeros (zero_point false); {NAME} reads weights with a zero a group",
+            SUPPORTED,
+        )
     version = str(stated.get("version", "gemm")).lower()
     if version != "gemm":
-        yield f"the checkpoint is packed for version {version!r}; {NAME} reads the order of 'gemm'", SUPPORTED
-    if group != ROW and (group < LEAST_GROUP or group % LEAST_GROUP or BLOCK % group and group % BLOCK):
+        yield (
+            f"the checkpoint is packed for version {version!r}; {NAME} reads the order of 'gemm'",
+            SUPPORTED,
+        )
+    if group != ROW and (
+        group < LEAST_GROUP or group % LEAST_GROUP or BLOCK % group and group % BLOCK
+    ):
         shown = stated.get("group_size", stated.get("q_group_size"))
-        yield (f"the checkpoint has groups of {shown}; {NAME} reads 32, 64, multiples of 128, and -1",
-               "a checkpoint with group_size 128")
+        yield (
+            f"the checkpoint has groups of {shown}; {NAME} reads 32, 64, multiples of 128, and -1",
+            "a checkpoint with group_size 128",
+        )
 
 
 def _stored(tensors: Mapping[str, TensorFact], group: int) -> Iterator[tuple[str, str]]:
@@ -93,8 +112,11 @@ def _stored(tensors: Mapping[str, TensorFact], group: int) -> Iterator[tuple[str
             yield f"{len(missing)} int4 weights have no {leaf}: {_some(missing)}", AGAIN
     cut = [name for name in modules if group > 0 and _inputs(tensors, name) % group]
     if cut:
-        yield (f"{cut[0]} has {_inputs(tensors, cut[0])} inputs, which groups of {group} do not divide"
-               + (f", and {len(cut) - 1} more likewise" if len(cut) > 1 else ""), "a checkpoint with smaller groups")
+        yield (
+            f"{cut[0]} has {_inputs(tensors, cut[0])} inputs, which groups of {group} do not divide"
+            + (f", and {len(cut) - 1} more likewise" if len(cut) > 1 else ""),
+            "a checkpoint with smaller groups",
+        )
 
 
 def _inputs(tensors: Mapping[str, TensorFact], module: str) -> int:
@@ -102,13 +124,23 @@ def _inputs(tensors: Mapping[str, TensorFact], module: str) -> int:
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return ", ".join(names[:SHOWN]) + (
+        f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    )
 
 
 @hookimpl
 def register_quantization_schemes() -> list[Component]:
-    return [Component(
-        name=NAME, options=AwqOptions, check=check_awq, factory="glowplug.plugins.quantization.awq.cpu:awq",
-        offers=QuantizationOffers(reads=frozenset({NAME}), dequantizes=frozenset({"cpu"}), rides=True),
-        uses={"triton": ("triton",), "cublas": ("triton",)},
-        summary="int4 weights with a scale and a zero a group, as AutoAWQ writes them")]
+    return [
+        Component(
+            name=NAME,
+            options=AwqOptions,
+            check=check_awq,
+            factory="glowplug.plugins.quantization.awq.cpu:awq",
+            offers=QuantizationOffers(
+                reads=frozenset({NAME}), dequantizes=frozenset({"cpu"}), rides=True
+            ),
+            uses={"triton": ("triton",), "cublas": ("triton",)},
+            summary="int4 weights with a scale and a zero a group, as AutoAWQ writes them",
+        )
+    ]

@@ -1,8 +1,10 @@
 """The runtime of ``quantization.block_fp8`` in plain torch, where products do not run in FP8.
 
-Weights are dequantised once, as they arrive, into the compute dtype; activations are rounded to what FP8 would hold.
-A product is then that of an FP8 GEMM with float32 accumulation, up to the order of summation.
+Weights are dequantised once, as they arrive, into the compute dtype; activations are rounded to
+what FP8 would hold. A product is then that of an FP8 GEMM with float32 accumulation, up to the
+order of summation.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -25,7 +27,12 @@ from glowplug.core.protocols import (
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul
 from glowplug.kernels.formats import fp8
 from glowplug.kernels.launch.cards import tiles_run_on
-from glowplug.plugins.quantization.dense.layers import DenseExperts, DenseLinear, expert_slices, linear_slices
+from glowplug.plugins.quantization.dense.layers import (
+    DenseExperts,
+    DenseLinear,
+    expert_slices,
+    linear_slices,
+)
 
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
@@ -38,19 +45,24 @@ LEFT_ALONE = frozenset({"lm_head", "head", "gate", "embed_tokens", "eh_proj"})
 
 
 def block_fp8(options: BlockFp8Options, plan: EnginePlan, worker: Worker) -> BlockFp8:
-    """The scheme for ``worker``'s device: products in FP8 on CUDA, of dequantised weights elsewhere."""
+    """The scheme for ``worker``'s device: products in FP8 on CUDA, of dequantised weights
+    elsewhere.
+    """
     if torch.device(worker.device).type == "cuda" and options.activations != "none":
-        from glowplug.plugins.quantization.block_fp8.cuda import BlockFp8Cuda  # it imports this module
+        from glowplug.plugins.quantization.block_fp8.cuda import (
+            BlockFp8Cuda,  # it imports this module
+        )
 
         return BlockFp8Cuda(options, plan, worker)
     return BlockFp8(options, plan, worker)
 
 
 class BlockFp8:
-    """``QuantizationScheme``. A checkpoint that is not FP8 is quantised block by block while it loads.
+    """``QuantizationScheme``. A checkpoint that is not FP8 is quantised block by block while it
+    loads.
 
-    Ranks split dimensions anywhere, because a weight is dequantised by its own matrix's blocks; groups of activations
-    begin with a rank's first channel.
+    Ranks split dimensions anywhere, because a weight is dequantised by its own matrix's blocks;
+    groups of activations begin with a rank's first channel.
     """
 
     block = 1
@@ -65,7 +77,8 @@ class BlockFp8:
         self._format = FORMAT if options.activations == "dynamic" else PLAIN
         self._tensors = facts.tensors if self._native else {}
         self._skipped = tuple(stated.get("modules_to_not_convert") or ())
-        # NOTE: torch's grouped products of float32 read the groups on the host, so that no graph could hold them.
+        # NOTE: torch's grouped products of float32 read the groups on the host, so that no graph
+        # could hold them.
         self._in_triton = self._format == PLAIN and tiles_run_on(self._device)
 
     def linear(self, shape: LinearShape) -> LinearMethod:
@@ -73,7 +86,9 @@ class BlockFp8:
 
     def experts(self, shape: ExpertsShape) -> ExpertsMethod:
         if self._in_triton:
-            from glowplug.plugins.quantization.block_fp8.dense_cuda import DequantizedExperts  # it imports this module
+            from glowplug.plugins.quantization.block_fp8.dense_cuda import (
+                DequantizedExperts,  # it imports this module
+            )
 
             return DequantizedExperts(shape, self._dtype, self._device, self._native)
         return Fp8Experts(shape, self._dtype, self._device, self._format, self._native)
@@ -88,13 +103,21 @@ class BlockFp8:
 
 
 class BlockWeight:
-    """One checkpoint matrix on its way into ``destination`` [rows, columns]: weight and scales, whichever comes first.
+    """One checkpoint matrix on its way into ``destination`` [rows, columns]: weight and scales,
+    whichever comes first.
 
-    The slice may begin anywhere within a block; the blocks are always those of the checkpoint's own matrix.
+    The slice may begin anywhere within a block; the blocks are always those of the checkpoint's own
+    matrix.
     """
 
-    def __init__(self, name: str, full: tuple[int, int], index: tuple[slice, slice], destination: Tensor,
-                 native: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        full: tuple[int, int],
+        index: tuple[slice, slice],
+        destination: Tensor,
+        native: bool,
+    ) -> None:
         self.name = name
         self.full = full
         self.index = index
@@ -110,7 +133,9 @@ class BlockWeight:
             whole = tuple(elements_of(cut, size) for cut, size in zip(blocks, self.full))
             yield Target(f"{self.name}.weight", self.full, index=whole, put=self._quantize)
             return
-        yield Target(f"{self.name}.weight", self.full, index=self.index, dtype=STORED, put=self._take_stored)
+        yield Target(
+            f"{self.name}.weight", self.full, index=self.index, dtype=STORED, put=self._take_stored
+        )
         yield Target(f"{self.name}.weight_scale_inv", grid, index=blocks, put=self._take_scales)
 
     def _take_stored(self, value: Tensor) -> None:
@@ -125,7 +150,9 @@ class BlockWeight:
         if self._stored is None or self._scales is None:
             return
         rows, columns = self._offsets()
-        self.destination.copy_(fp8.dequantize_weight(self._stored, self._scales, self.destination.dtype, rows, columns))
+        self.destination.copy_(
+            fp8.dequantize_weight(self._stored, self._scales, self.destination.dtype, rows, columns)
+        )
         self._stored = self._scales = None
 
     def _quantize(self, value: Tensor) -> None:
@@ -142,7 +169,9 @@ class BlockWeight:
 
 
 def _kept(value: Tensor) -> Tensor:
-    """``value`` until its counterpart comes: on a device it is part of a larger block, which would be kept as well."""
+    """``value`` until its counterpart comes: on a device it is part of a larger block, which would
+    be kept as well.
+    """
     return value if value.is_cpu else value.clone()
 
 
@@ -150,7 +179,11 @@ def blocks_of(cut: slice, full: int) -> slice:
     """The blocks that ``cut`` of a dimension of ``full`` elements touches."""
     if cut == slice(None):
         return cut
-    return part_of(cut.start // fp8.BLOCK, -(-cut.stop // fp8.BLOCK) - cut.start // fp8.BLOCK, -(-full // fp8.BLOCK))
+    return part_of(
+        cut.start // fp8.BLOCK,
+        -(-cut.stop // fp8.BLOCK) - cut.start // fp8.BLOCK,
+        -(-full // fp8.BLOCK),
+    )
 
 
 def elements_of(blocks: slice, full: int) -> slice:
@@ -162,7 +195,9 @@ def elements_of(blocks: slice, full: int) -> slice:
 
 
 def _as_read(x: Tensor | Quantized, input_format: str) -> Tensor:
-    """Activations in ``input_format``: as they are, or rounded, which a producer may have done already."""
+    """Activations in ``input_format``: as they are, or rounded, which a producer may have done
+    already.
+    """
     if isinstance(x, Quantized):
         return x.values
     return x if input_format == PLAIN else fp8.fake_quantize_tokens(x)
@@ -171,7 +206,9 @@ def _as_read(x: Tensor | Quantized, input_format: str) -> Tensor:
 class Fp8Linear(DenseLinear):
     """``LinearMethod``: each fused part keeps its own block grid."""
 
-    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, input_format: str, native: bool) -> None:
+    def __init__(
+        self, shape: LinearShape, dtype: torch.dtype, device: str, input_format: str, native: bool
+    ) -> None:
         super().__init__(shape, dtype, device)
         self.input_format = input_format
         self._native = native
@@ -186,9 +223,13 @@ class Fp8Linear(DenseLinear):
 
 
 class Fp8Experts(DenseExperts):
-    """``ExpertsMethod``: the input is rounded once for all experts, the inner activations once for all pairs."""
+    """``ExpertsMethod``: the input is rounded once for all experts, the inner activations once for
+    all pairs.
+    """
 
-    def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, input_format: str, native: bool) -> None:
+    def __init__(
+        self, shape: ExpertsShape, dtype: torch.dtype, device: str, input_format: str, native: bool
+    ) -> None:
         super().__init__(shape, dtype, device)
         self.input_format = input_format
         self._native = native
@@ -199,7 +240,9 @@ class Fp8Experts(DenseExperts):
             yield from BlockWeight(name, full, index, held.t(), self._native).targets()
 
     def activate(self, hidden: Tensor) -> Tensor:
-        return silu_and_mul(hidden) if self.input_format == PLAIN else fp8.silu_and_mul_rounded(hidden)
+        return (
+            silu_and_mul(hidden) if self.input_format == PLAIN else fp8.silu_and_mul_rounded(hidden)
+        )
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
         return super().apply(_as_read(x, self.input_format), ids, weights)

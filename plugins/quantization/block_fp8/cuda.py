@@ -1,7 +1,9 @@
-"""The runtime of ``quantization.block_fp8`` on CUDA: weights stay E4M3 in blocks, and products run in FP8.
+"""The runtime of ``quantization.block_fp8`` on CUDA: weights stay E4M3 in blocks, and products run
+in FP8.
 
 Activations come quantised from whoever produced them, or are quantised here.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -48,7 +50,9 @@ FORMAT = "fp8_group128"
 
 
 class BlockFp8Cuda(BlockFp8):
-    """``QuantizationScheme``: ranks split at whole blocks, and a shared expert may ride with the routed ones."""
+    """``QuantizationScheme``: ranks split at whole blocks, and a shared expert may ride with the
+    routed ones.
+    """
 
     block = BLOCK
     fuses_shared = True
@@ -66,7 +70,9 @@ class BlockFp8Cuda(BlockFp8):
 
 
 def grouped(wanted: str) -> GroupedExperts:
-    """Who multiplies the steps of routed experts that our own kernels do not, as ``quantization.experts`` says."""
+    """Who multiplies the steps of routed experts that our own kernels do not, as
+    ``quantization.experts`` says.
+    """
     if wanted == "deep_gemm_masked":
         return Masked()
     return Cutlass() if wanted == "cutlass" else Grouped(wanted)
@@ -81,8 +87,8 @@ def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
 
 
 class Fp8LinearCuda(Biased):
-    """``LinearMethod``. Fused parts keep their own block grids: one grid where every part but the last is whole blocks,
-    otherwise a row of scales for each row of the weight.
+    """``LinearMethod``. Fused parts keep their own block grids: one grid where every part but the
+    last is whole blocks, otherwise a row of scales for each row of the weight.
 
     Attributes:
         weight: E4M3 [N, K], a view of ``padded`` [ceil128(N), K].
@@ -91,7 +97,14 @@ class Fp8LinearCuda(Biased):
 
     input_format = FORMAT
 
-    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, native: bool, providers: Providers) -> None:
+    def __init__(
+        self,
+        shape: LinearShape,
+        dtype: torch.dtype,
+        device: str,
+        native: bool,
+        providers: Providers,
+    ) -> None:
         super().__init__(shape, dtype, device)
         self._dtype = dtype
         self._native = native
@@ -99,19 +112,26 @@ class Fp8LinearCuda(Biased):
         self.columns = sum(shape.outputs)
         depth = shape.inputs
         if shape.col_start % BLOCK:
-            raise ValueError(f"{shape.name}: a slice from column {shape.col_start} cuts blocks of {BLOCK}")
+            raise ValueError(
+                f"{shape.name}: a slice from column {shape.col_start} cuts blocks of {BLOCK}"
+            )
         inside = [span.start for *_, span in linear_slices(shape)] + list(shape.row_starts)
         self._by_row = any(start % BLOCK for start in inside)
-        self.padded = torch.empty(whole_blocks(self.columns), depth, dtype=torch.float8_e4m3fn, device=device)
+        self.padded = torch.empty(
+            whole_blocks(self.columns), depth, dtype=torch.float8_e4m3fn, device=device
+        )
         self.padded[self.columns :].zero_()
         self.weight = self.padded[: self.columns]
-        self.scales = torch.empty(self.columns if self._by_row else blocks(self.columns), blocks(depth), device=device)
+        self.scales = torch.empty(
+            self.columns if self._by_row else blocks(self.columns), blocks(depth), device=device
+        )
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, span in linear_slices(self.shape):
             rows = span if self._by_row else slice(span.start // BLOCK, blocks(span.stop))
-            yield from StoredMatrix(name, full, index, self.weight[span], self.scales[rows], self._native,
-                                    self._by_row).targets()
+            yield from StoredMatrix(
+                name, full, index, self.weight[span], self.scales[rows], self._native, self._by_row
+            ).targets()
         yield from self.bias_targets()
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
@@ -123,7 +143,13 @@ class Fp8LinearCuda(Biased):
             y = self._providers.any_shape()(values, scales, self.weight, self.scales, self._dtype)
         else:
             provider = self._providers.pick(rows, self.columns, depth)
-            y = provider(values, scales, self.padded if provider.pads else self.weight, self.scales, self._dtype)
+            y = provider(
+                values,
+                scales,
+                self.padded if provider.pads else self.weight,
+                self.scales,
+                self._dtype,
+            )
             y = y if y.shape[1] == self.columns else y[:, : self.columns]
         return y if self.bias is None else y.add_(self.bias)
 
@@ -139,35 +165,55 @@ class Fp8LinearCuda(Biased):
 
 
 class Fp8ExpertsCuda:
-    """``ExpertsMethod``: w13 E4M3 [E + S, 2I, H], w2 E4M3 [E + S, H, I] and their scales, the S experts behind the
-    routed ones being the shared expert. A width I that is not whole blocks is filled up with zeros."""
+    """``ExpertsMethod``: w13 E4M3 [E + S, 2I, H], w2 E4M3 [E + S, H, I] and their scales, the S
+    experts behind the routed ones being the shared expert. A width I that is not whole blocks is
+    filled up with zeros.
+    """
 
     input_format = FORMAT
 
-    def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, native: bool,
-                 grouped: GroupedExperts) -> None:
+    def __init__(
+        self,
+        shape: ExpertsShape,
+        dtype: torch.dtype,
+        device: str,
+        native: bool,
+        grouped: GroupedExperts,
+    ) -> None:
         if shape.inter_start % BLOCK:
-            raise ValueError(f"{shape.prefix}: a slice from channel {shape.inter_start} cuts blocks of {BLOCK}")
+            raise ValueError(
+                f"{shape.prefix}: a slice from channel {shape.inter_start} cuts blocks of {BLOCK}"
+            )
         self.shape = shape
         self._dtype = dtype
         self._native = native
         self.count = shape.count + shape.shared
         self.inter = whole_blocks(shape.inter)
-        self._grouped = grouped if shape.hidden % BLOCK == 0 else None  #: libraries want whole blocks
-        self._has_hopper = moe_gemm_hopper.supported() and moe_fp8_tiles.fits_hopper(shape.hidden, dtype.itemsize)
+        self._grouped = (
+            grouped if shape.hidden % BLOCK == 0 else None
+        )  #: libraries want whole blocks
+        self._has_hopper = moe_gemm_hopper.supported() and moe_fp8_tiles.fits_hopper(
+            shape.hidden, dtype.itemsize
+        )
         kind = {"dtype": torch.float8_e4m3fn, "device": device}
         self.w13 = torch.empty(self.count, 2 * self.inter, shape.hidden, **kind)
         self.w2 = torch.empty(self.count, shape.hidden, self.inter, **kind)
         if self.inter != shape.inter:
             self.w13.zero_()
             self.w2.zero_()
-        self.scales13 = torch.ones(self.count, 2 * self.inter // BLOCK, blocks(shape.hidden), device=device)
-        self.scales2 = torch.ones(self.count, blocks(shape.hidden), self.inter // BLOCK, device=device)
+        self.scales13 = torch.ones(
+            self.count, 2 * self.inter // BLOCK, blocks(shape.hidden), device=device
+        )
+        self.scales2 = torch.ones(
+            self.count, blocks(shape.hidden), self.inter // BLOCK, device=device
+        )
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, expert, span in expert_slices(self.shape):
             values, scales = self._part(None if span is None else int(span.start > 0))
-            yield from StoredMatrix(name, full, index, values[expert], scales[expert], self._native).targets()
+            yield from StoredMatrix(
+                name, full, index, values[expert], scales[expert], self._native
+            ).targets()
         if self.shape.shared:
             yield from self._shared_targets()
 
@@ -178,7 +224,9 @@ class Fp8ExpertsCuda:
         if half is None:
             return self.w2[:, :, :inter], self.scales2[:, :, :groups]
         first = half * self.inter
-        return self.w13[:, first : first + inter], self.scales13[:, first // BLOCK : first // BLOCK + groups]
+        return self.w13[:, first : first + inter], self.scales13[
+            :, first // BLOCK : first // BLOCK + groups
+        ]
 
     def _shared_targets(self) -> Iterator[WeightTarget]:
         shape = self.shape
@@ -186,8 +234,14 @@ class Fp8ExpertsCuda:
         for half, part in ((0, PARTS13[0]), (1, PARTS13[1]), (None, "down_proj")):
             values, scales = self._part(half)
             full, dim = ((shape.hidden, width), 1) if half is None else ((width, shape.hidden), 0)
-            yield from SlicedMatrix(f"{shape.shared_prefix}.{part}", full, dim, values[shape.count :],
-                                    scales[shape.count :], self._native).targets()
+            yield from SlicedMatrix(
+                f"{shape.shared_prefix}.{part}",
+                full,
+                dim,
+                values[shape.count :],
+                scales[shape.count :],
+                self._native,
+            ).targets()
 
     def finalize(self) -> None:
         return
@@ -200,7 +254,8 @@ class Fp8ExpertsCuda:
         held = (self.w13, self.scales13, self.w2, self.scales2)
         if self._grouped is not None and self._grouped.pays(tokens, per_token, self.count):
             return self._grouped.experts(values, scales, *held, ids, weights, self._dtype)
-        config = moe_fp8_tiles.config_for(tokens, per_token, self.count, self.inter, self.shape.hidden,
-                                          self._has_hopper)
+        config = moe_fp8_tiles.config_for(
+            tokens, per_token, self.count, self.inter, self.shape.hidden, self._has_hopper
+        )
         rows = moe_gemm_fp8.products(values, scales, *held, ids, weights, self._dtype, config)
         return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)

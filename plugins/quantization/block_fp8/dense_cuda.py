@@ -1,4 +1,7 @@
-"""Routed experts of a block FP8 checkpoint dequantised while they load, multiplied in Triton on CUDA."""
+"""Routed experts of a block FP8 checkpoint dequantised while they load, multiplied in Triton on
+CUDA.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

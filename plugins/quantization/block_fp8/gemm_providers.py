@@ -1,7 +1,10 @@
-"""Who multiplies in block FP8: libraries and our own kernel behind one small protocol, chosen by measurement.
+"""Who multiplies in block FP8: libraries and our own kernel behind one small protocol, chosen by
+measurement.
 
-Operands are as in ``kernels/gemm/fp8.py``. A library is looked for when it is first asked, never on import.
+Operands are as in ``kernels/gemm/fp8.py``. A library is looked for when it is first asked, never on
+import.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -26,7 +29,8 @@ class Gemm(Protocol):
 
     Attributes:
         name: as in options and tables.
-        pads: it wants the weight's rows filled up to whole blocks, and its result has as many columns.
+        pads: it wants the weight's rows filled up to whole blocks, and its result has as many
+            columns.
     """
 
     name: str
@@ -38,7 +42,9 @@ class Gemm(Protocol):
 
     def fits(self, rows: int, columns: int, depth: int) -> bool: ...
 
-    def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    def __call__(
+        self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype
+    ) -> Tensor:
         """x E4M3 [M, K], weight E4M3 [N, K] -> [M, N] in ``dtype``."""
         ...
 
@@ -80,7 +86,9 @@ class TritonGemm(_Library):
     def fits(self, rows: int, columns: int, depth: int) -> bool:
         return True
 
-    def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    def __call__(
+        self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype
+    ) -> Tensor:
         out: Tensor = self._call(x, x_scales, weight, w_scales, dtype)
         return out
 
@@ -88,8 +96,9 @@ class TritonGemm(_Library):
 class DeepGemm(_Library):
     """DeepGEMM (DeepSeek-AI, 2025).
 
-    NOTE: it compiles for seconds whenever its own rule picks tiles it has not used yet, and that depends on the rows.
-    So it only takes numbers that come back and are tried before any request: few rows, and multiples of WHOLE.
+    NOTE: it compiles for seconds whenever its own rule picks tiles it has not used yet, and that
+    depends on the rows. So it only takes numbers that come back and are tried before any request:
+    few rows, and multiples of WHOLE.
     """
 
     name = "deep_gemm"
@@ -99,20 +108,28 @@ class DeepGemm(_Library):
     def fits(self, rows: int, columns: int, depth: int) -> bool:
         return depth % BLOCK == 0 and columns % 16 == 0 and (rows <= 128 or rows % WHOLE == 0)
 
-    def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    def __call__(
+        self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype
+    ) -> Tensor:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)
         self._call((x, x_scales), (weight, w_scales), out)
         return out.to(dtype)
 
 
-def whole_fours(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor) -> tuple[Tensor, ...]:
-    """(x, weight^T, scales, scales^T), with rows of x up to a multiple of four, whose scales TMA can load.
+def whole_fours(
+    x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor
+) -> tuple[Tensor, ...]:
+    """(x, weight^T, scales, scales^T), with rows of x up to a multiple of four, whose scales TMA
+    can load.
 
     The rows behind x lie where ``fp8_quant.empty_quantized`` put x, and hold anything.
     """
     rows = -(-x.shape[0] // 4) * 4
     if rows != x.shape[0]:
-        if x.untyped_storage().nbytes() < (x.storage_offset() + rows * x.stride(0)) * x.element_size():
+        if (
+            x.untyped_storage().nbytes()
+            < (x.storage_offset() + rows * x.stride(0)) * x.element_size()
+        ):
             x = torch.cat([x, x.new_empty(rows - x.shape[0], x.shape[1])])
         x = x.as_strided((rows, x.shape[1]), x.stride())
         x_scales = x_scales.as_strided((rows, x_scales.shape[1]), x_scales.stride())
@@ -120,8 +137,8 @@ def whole_fours(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor) -
 
 
 def side_by_side(scales: Tensor) -> Tensor:
-    """float32 [M, G] -> [G, ceil4(M)], contiguous, whose last columns hold anything; as ``fp8_quant.empty_quantized``
-    made them they are there already."""
+    """float32 [M, G] -> [G, ceil4(M)], contiguous, whose last columns hold anything; as
+    ``fp8_quant.empty_quantized`` made them they are there already."""
     rows, groups = scales.shape
     held = -(-rows // 4) * 4
     if scales.stride() != (1, held):
@@ -140,7 +157,9 @@ class Cutlass(_Library):
     def fits(self, rows: int, columns: int, depth: int) -> bool:
         return depth % BLOCK == 0
 
-    def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    def __call__(
+        self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype
+    ) -> Tensor:
         out: Tensor = self._call(*whole_fours(x, x_scales, weight, w_scales), dtype)
         return out[: x.shape[0]]
 
@@ -156,7 +175,9 @@ class Cublas(_Library):
     def fits(self, rows: int, columns: int, depth: int) -> bool:
         return depth % (4 * BLOCK) == 0
 
-    def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    def __call__(
+        self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype
+    ) -> Tensor:
         out: Tensor = self._call(*whole_fours(x, x_scales, weight, w_scales), out_dtype=dtype)
         return out[: x.shape[0]]
 
@@ -164,7 +185,8 @@ class Cublas(_Library):
 class Flashinfer(_Library):
     """flashinfer's kernels for SM90: compiled for a minute at the first use.
 
-    NOTE: 0.6.11 says that scales of x are [M, K / 128] and asks for no shape; its kernel reads [K / 128, ceil4(M)].
+    NOTE: 0.6.11 says that scales of x are [M, K / 128] and asks for no shape; its kernel reads [K /
+    128, ceil4(M)].
     """
 
     name = "flashinfer"
@@ -174,22 +196,29 @@ class Flashinfer(_Library):
     def fits(self, rows: int, columns: int, depth: int) -> bool:
         return depth % BLOCK == 0 and columns % 64 == 0
 
-    def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    def __call__(
+        self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype
+    ) -> Tensor:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)
         self._call(x, weight, side_by_side(x_scales), w_scales, out=out)
         return out.to(dtype)
 
 
-PROVIDERS: tuple[type[TritonGemm] | type[DeepGemm] | type[Cutlass] | type[Cublas] | type[Flashinfer], ...] = (
-    TritonGemm, DeepGemm, Cutlass, Cublas, Flashinfer)
+PROVIDERS: tuple[
+    type[TritonGemm] | type[DeepGemm] | type[Cutlass] | type[Cublas] | type[Flashinfer], ...
+] = (TritonGemm, DeepGemm, Cutlass, Cublas, Flashinfer)
 
 
 class Providers:
-    """Picks who multiplies a shape with results in ``dtype``: ``wanted`` by name, or "auto": by the card's table of
-    measurements."""
+    """Picks who multiplies a shape with results in ``dtype``: ``wanted`` by name, or "auto": by the
+    card's table of measurements."""
 
-    def __init__(self, wanted: str = "auto", table: gemm_order.Table | None = None,
-                 dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        wanted: str = "auto",
+        table: gemm_order.Table | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         self._all: dict[str, Gemm] = {provider.name: provider() for provider in PROVIDERS}
         self._whole = dtype.itemsize > 2
         self._wanted = wanted
@@ -202,9 +231,14 @@ class Providers:
         """For a product [rows, depth] x [columns, depth]^T whose scales are those of whole blocks."""
         shape = (rows, columns, depth)
         if shape not in self._picked:
-            self._picked[shape] = next(found for name in self._order(*shape) if (found := self._all[name])
-                                       and not (self._whole and name in HALVES) and not found.missing()
-                                       and found.fits(*shape))
+            self._picked[shape] = next(
+                found
+                for name in self._order(*shape)
+                if (found := self._all[name])
+                and not (self._whole and name in HALVES)
+                and not found.missing()
+                and found.fits(*shape)
+            )
         return self._picked[shape]
 
     def any_shape(self) -> Gemm:

@@ -1,7 +1,9 @@
 """Checkpoint matrices on their way into E4M3 weights and block scales that stay on a device.
 
-A checkpoint that is not FP8 is quantised on the device as it arrives, by the blocks of its own matrix.
+A checkpoint that is not FP8 is quantised on the device as it arrives, by the blocks of its own
+matrix.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -34,8 +36,8 @@ class StoredMatrix:
 
     Attributes:
         values: E4M3 [rows, columns], where the slice goes.
-        scales: float32 [ceil(rows / 128), ceil(columns / 128)], or with ``by_row`` [rows, ceil(columns / 128)] for a
-            slice that does not begin with a block.
+        scales: float32 [ceil(rows / 128), ceil(columns / 128)], or with ``by_row`` [rows,
+            ceil(columns / 128)] for a slice that does not begin with a block.
         native: the checkpoint is FP8.
     """
 
@@ -75,10 +77,11 @@ class StoredMatrix:
 
 @dataclass(eq=False)
 class SlicedMatrix:
-    """Checkpoint matrix ``name`` [rows, columns] cut into equal slices along ``dim``, one for each of several experts.
+    """Checkpoint matrix ``name`` [rows, columns] cut into equal slices along ``dim``, one for each
+    of several experts.
 
-    ``values`` E4M3 [S, ...] and ``scales`` [S, ...] have a slice each. Slices that do not begin with a block are
-    quantised again by blocks of their own.
+    ``values`` E4M3 [S, ...] and ``scales`` [S, ...] have a slice each. Slices that do not begin
+    with a block are quantised again by blocks of their own.
     """
 
     name: str
@@ -97,7 +100,11 @@ class SlicedMatrix:
             yield Target(f"{self.name}.weight", self.full, put=self._quantize)
             return
         yield Target(f"{self.name}.weight", self.full, dtype=STORED, put=self._take_stored)
-        yield Target(f"{self.name}.weight_scale_inv", tuple(blocks(size) for size in self.full), put=self._take_grid)
+        yield Target(
+            f"{self.name}.weight_scale_inv",
+            tuple(blocks(size) for size in self.full),
+            put=self._take_grid,
+        )
 
     def _take_stored(self, value: Tensor) -> None:
         self._stored = value.to(self.values.device)

@@ -1,4 +1,7 @@
-"""Routed experts over dense weights on CUDA, in Triton; the shared expert may ride along as further experts."""
+"""Routed experts over dense weights on CUDA, in Triton; the shared expert may ride along as further
+experts.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -18,7 +21,9 @@ from glowplug.plugins.quantization.dense.layers import PARTS13, expert_slices
 
 
 def shared_slices(shape: ExpertsShape) -> Iterator[tuple[str, tuple[int, int], slice | None]]:
-    """For each checkpoint matrix of the shared expert: module name, its shape, and its rows within w13 (None: w2)."""
+    """For each checkpoint matrix of the shared expert: module name, its shape, and its rows within
+    w13 (None: w2).
+    """
     width = shape.shared * shape.inter_full
     for half, part in enumerate(PARTS13 if shape.shared else ()):
         rows = slice(half * shape.inter, (half + 1) * shape.inter)
@@ -28,12 +33,16 @@ def shared_slices(shape: ExpertsShape) -> Iterator[tuple[str, tuple[int, int], s
 
 
 class CudaExperts:
-    """w13 [E + S, 2 * inter, hidden] and w2 [E + S, hidden, inter]; the S last are slices of the shared expert."""
+    """w13 [E + S, 2 * inter, hidden] and w2 [E + S, hidden, inter]; the S last are slices of the
+    shared expert.
+    """
 
     input_format = "plain"
 
     def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str) -> None:
-        assert not shape.shared or shape.inter == shape.inter_full, "a shared expert rides along on one rank alone"
+        assert not shape.shared or shape.inter == shape.inter_full, (
+            "a shared expert rides along on one rank alone"
+        )
         self.shape = shape
         count = shape.count + shape.shared
         self.w13 = torch.empty(count, 2 * shape.inter, shape.hidden, dtype=dtype, device=device)
@@ -43,7 +52,12 @@ class CudaExperts:
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, expert, rows in expert_slices(self.shape):
-            yield Target(f"{name}.weight", full, self.w2[expert] if rows is None else self.w13[expert, rows], index)
+            yield Target(
+                f"{name}.weight",
+                full,
+                self.w2[expert] if rows is None else self.w13[expert, rows],
+                index,
+            )
         for name, full, rows in shared_slices(self.shape):
             yield Target(f"{name}.weight", full, put=partial(self._take_shared, rows=rows))
 
@@ -51,7 +65,9 @@ class CudaExperts:
         """``rows`` of w13 from gates or ups [S * inter, hidden]; None: w2 from [hidden, S * inter]."""
         shape = self.shape
         if rows is None:
-            self.w2[shape.count :].copy_(value.view(shape.hidden, shape.shared, shape.inter).transpose(0, 1))
+            self.w2[shape.count :].copy_(
+                value.view(shape.hidden, shape.shared, shape.inter).transpose(0, 1)
+            )
         else:
             self.w13[shape.count :, rows].copy_(value.view(shape.shared, shape.inter, shape.hidden))
 
@@ -59,7 +75,9 @@ class CudaExperts:
         return
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
-        return self.finish((x.values if isinstance(x, Quantized) else x).contiguous(), ids, weights, None)
+        return self.finish(
+            (x.values if isinstance(x, Quantized) else x).contiguous(), ids, weights, None
+        )
 
     def start(self, x: Tensor, width: int) -> Started | None:
         """As of ``ExpertsMethod``."""
@@ -68,13 +86,19 @@ class CudaExperts:
         early = moe_experts.begin(x, self.w13, width, self.shape.shared, self._begun)
         if early is None:
             return None
-        if self._started:  # NOTE: a step that failed behind its gate has left the sign, which would be believed
+        if (
+            self._started
+        ):  # NOTE: a step that failed behind its gate has left the sign, which would be believed
             self._begun.zero_()
         self._started = True
         return Started(self, x, early)
 
-    def finish(self, x: Tensor, ids: Tensor, weights: Tensor, early: Early | None) -> Tensor | Parts:
-        rows, named = moe_experts.products(x, self.w13, self.w2, ids, weights, shared=self.shape.shared, early=early)
+    def finish(
+        self, x: Tensor, ids: Tensor, weights: Tensor, early: Early | None
+    ) -> Tensor | Parts:
+        rows, named = moe_experts.products(
+            x, self.w13, self.w2, ids, weights, shared=self.shape.shared, early=early
+        )
         if early is not None:
             self._started = False
         if named is None:

@@ -1,4 +1,5 @@
 """Methods over dense weights. Schemes without their own kernels reuse them after dequantising."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -14,22 +15,30 @@ from glowplug.kernels.moe import reference as moe
 PARTS13 = ("gate_proj", "up_proj")
 
 
-def linear_slices(shape: LinearShape) -> Iterator[tuple[str, tuple[int, int], tuple[slice, slice], slice]]:
-    """For each checkpoint matrix of a layer: module name, its shape, this rank's slice of it, and its rows within the
-    fused weight."""
+def linear_slices(
+    shape: LinearShape,
+) -> Iterator[tuple[str, tuple[int, int], tuple[slice, slice], slice]]:
+    """For each checkpoint matrix of a layer: module name, its shape, this rank's slice of it, and
+    its rows within the fused weight."""
     begin = 0
-    for name, full, first, size in zip(shape.parts, shape.full, shape.row_starts, shape.outputs, strict=True):
+    for name, full, first, size in zip(
+        shape.parts, shape.full, shape.row_starts, shape.outputs, strict=True
+    ):
         index = part_of(first, size, full[0]), part_of(shape.col_start, shape.inputs, full[1])
         yield name, full, index, slice(begin, begin + size)
         begin += size
 
 
 class Biased:
-    """What every ``LinearMethod`` here has, however it keeps its weight: the bias [sum(outputs)], or None."""
+    """What every ``LinearMethod`` here has, however it keeps its weight: the bias [sum(outputs)],
+    or None.
+    """
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str) -> None:
         self.shape = shape
-        self.bias = torch.empty(sum(shape.outputs), dtype=dtype, device=device) if shape.bias else None
+        self.bias = (
+            torch.empty(sum(shape.outputs), dtype=dtype, device=device) if shape.bias else None
+        )
 
     def bias_targets(self) -> Iterator[WeightTarget]:
         if self.bias is None:
@@ -39,7 +48,8 @@ class Biased:
 
     def finalize(self) -> None:
         if self.bias is not None and self.shape.col_start > 0:
-            self.bias.zero_()  # partial sums over columns are added up: the first rank alone brings the bias
+            # partial sums over columns are added up: the first rank alone brings the bias
+            self.bias.zero_()
 
 
 class DenseLinear(Biased):
@@ -76,10 +86,14 @@ class DenseExperts:
 
     def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str) -> None:
         self.shape = shape
-        self.w13 = torch.empty(shape.count, shape.hidden, 2 * shape.inter, dtype=dtype, device=device)
+        self.w13 = torch.empty(
+            shape.count, shape.hidden, 2 * shape.inter, dtype=dtype, device=device
+        )
         self.w2 = torch.empty(shape.count, shape.inter, shape.hidden, dtype=dtype, device=device)
         shared = shape.count < shape.total or shape.inter < shape.inter_full
-        host = moe.experts_some_host if shared else moe.experts_host  # only among ranks can an expert be elsewhere
+        host = (
+            moe.experts_some_host if shared else moe.experts_host
+        )  # only among ranks can an expert be elsewhere
         self._run = host if torch.device(device).type == "cpu" else moe.experts_device
 
     def targets(self) -> Iterator[WeightTarget]:
@@ -101,8 +115,8 @@ class DenseExperts:
 def expert_slices(
     shape: ExpertsShape,
 ) -> Iterator[tuple[str, tuple[int, int], tuple[slice, slice], int, slice | None]]:
-    """For each checkpoint matrix of the experts held here: module name, its shape, this rank's slice of it, the local
-    expert number, and its columns within w13 (None: it is w2)."""
+    """For each checkpoint matrix of the experts held here: module name, its shape, this rank's
+    slice of it, the local expert number, and its columns within w13 (None: it is w2)."""
     width = part_of(shape.inter_start, shape.inter, shape.inter_full)
     every = slice(None)
     for local in range(shape.count):

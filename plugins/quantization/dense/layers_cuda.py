@@ -1,4 +1,5 @@
 """Dense linear layers on CUDA devices: cuBLAS, and kernels of our own for few tokens."""
+
 from __future__ import annotations
 
 import torch
@@ -12,7 +13,9 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class CudaLinear(DenseLinear):
-    """The weight lies as checkpoints have it, [sum(outputs), inputs], which loads fastest; cuBLAS takes either."""
+    """The weight lies as checkpoints have it, [sum(outputs), inputs], which loads fastest; cuBLAS
+    takes either.
+    """
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str) -> None:
         super().__init__(shape, dtype, "meta")
@@ -29,13 +32,19 @@ class CudaLinear(DenseLinear):
         values = x.values if isinstance(x, Quantized) else x
         if self._widens:
             scores = None if self._wide is None else self._wide(values, self.rows)
-            return torch.mm(values, self.weight, out_dtype=torch.float32) if scores is None else scores
+            return (
+                torch.mm(values, self.weight, out_dtype=torch.float32) if scores is None else scores
+            )
         product = None if self._few is None else self._few(values, self.rows, self.bias)
         return super().apply(values) if product is None else product
 
     def apply_parts(self, x: Tensor | Quantized) -> Tensor | Parts:
         """As ``apply``, or parts of it, for who adds them up anyway."""
-        parts = _parts(x, self.rows) if isinstance(x, Tensor) and self._few is not None and self.bias is None else None
+        parts = (
+            _parts(x, self.rows)
+            if isinstance(x, Tensor) and self._few is not None and self.bias is None
+            else None
+        )
         return self.apply(x) if parts is None else parts
 
 
@@ -48,18 +57,26 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
 
 
 def _wide(x: Tensor, weight: Tensor) -> Tensor | None:
-    """The product in float32 where a table of this card has a kernel of our own that is faster than cuBLAS."""
+    """The product in float32 where a table of this card has a kernel of our own that is faster than
+    cuBLAS.
+    """
     from glowplug.kernels.gemm import lm_head as head_gemm  # behind a check that Triton is there
 
     config = head_gemm.config_for(len(x), *weight.shape)
-    return None if config is None or not head_gemm.fits(x, weight) else head_gemm.multiply(x, weight, config)
+    return (
+        None
+        if config is None or not head_gemm.fits(x, weight)
+        else head_gemm.multiply(x, weight, config)
+    )
 
 
 def _parts(x: Tensor, weight: Tensor) -> Parts | None:
     """The product in parts where they and their sum are sooner there than the product."""
     if not x.is_contiguous() or x.dtype != weight.dtype:
         return None
-    from glowplug.kernels.gemm import split_depth as slice_gemm  # behind a check that Triton is there
+    from glowplug.kernels.gemm import (
+        split_depth as slice_gemm,  # behind a check that Triton is there
+    )
 
     if not slice_gemm.fits(len(x), weight.shape[0], weight.shape[1], x.dtype, x.device):
         return None

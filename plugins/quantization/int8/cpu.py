@@ -1,8 +1,9 @@
 """The runtime of ``quantization.w8a8_int8`` in plain torch, where products do not run in int8.
 
-Weights are dequantised once, as they arrive; activations may be rounded to what int8 would hold. A product is then that
-of an int8 GEMM up to the order of summation.
+Weights are dequantised once, as they arrive; activations may be rounded to what int8 would hold. A
+product is then that of an int8 GEMM up to the order of summation.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -27,7 +28,12 @@ from glowplug.core.protocols import (
 )
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul
 from glowplug.kernels.formats import int8
-from glowplug.plugins.quantization.dense.layers import DenseExperts, DenseLinear, expert_slices, linear_slices
+from glowplug.plugins.quantization.dense.layers import (
+    DenseExperts,
+    DenseLinear,
+    expert_slices,
+    linear_slices,
+)
 from glowplug.plugins.quantization.shared.skipped_modules import left_alone, listed
 
 if TYPE_CHECKING:
@@ -38,7 +44,9 @@ Put = Callable[[Tensor, Tensor], None]
 
 
 def w8a8_int8(options: W8A8Int8Options, plan: EnginePlan, worker: Worker) -> QuantizationScheme:
-    """The scheme for ``worker``'s device: products in int8 on CUDA, of dequantised weights elsewhere."""
+    """The scheme for ``worker``'s device: products in int8 on CUDA, of dequantised weights
+    elsewhere.
+    """
     if torch.device(worker.device).type == "cuda" and options.activations != "none":
         from glowplug.plugins.quantization.int8.cuda import W8A8Int8Cuda  # it imports this module
 
@@ -47,7 +55,9 @@ def w8a8_int8(options: W8A8Int8Options, plan: EnginePlan, worker: Worker) -> Qua
 
 
 class Source:
-    """What a checkpoint stores: int8 weights and scales of which shape, or weights that are quantised on arrival."""
+    """What a checkpoint stores: int8 weights and scales of which shape, or weights that are
+    quantised on arrival.
+    """
 
     def __init__(self, plan: EnginePlan) -> None:
         facts = plan.facts.model
@@ -70,17 +80,30 @@ class Source:
         stored = self._tensors.get(f"{module}.weight_scale")
         return (rows,) if stored is not None and len(stored.shape) == 1 else (rows, 1)
 
-    def targets(self, module: str, full: tuple[int, int], index: tuple[slice, slice], put: Put,
-                ) -> Iterator[WeightTarget]:
-        """Of the slice ``index`` of a matrix; ``put`` gets int8 [R, C] and float scales [R] once both are there."""
+    def targets(
+        self,
+        module: str,
+        full: tuple[int, int],
+        index: tuple[slice, slice],
+        put: Put,
+    ) -> Iterator[WeightTarget]:
+        """Of the slice ``index`` of a matrix; ``put`` gets int8 [R, C] and float scales [R] once
+        both are there.
+        """
         matrix = _Matrix(index, put)
         if not self.native(module):  # whole rows, so that ranks quantise as one would
-            yield Target(f"{module}.weight", full, index=(index[0], slice(None)), put=matrix.quantize)
+            yield Target(
+                f"{module}.weight", full, index=(index[0], slice(None)), put=matrix.quantize
+            )
             return
         shape = self.scale_shape(module, full[0])
         yield Target(f"{module}.weight", full, index=index, dtype=STORED, put=matrix.take_weight)
-        yield Target(f"{module}.weight_scale", shape, index=(index[0], slice(None))[: len(shape)],
-                     put=matrix.take_scales)
+        yield Target(
+            f"{module}.weight_scale",
+            shape,
+            index=(index[0], slice(None))[: len(shape)],
+            put=matrix.take_scales,
+        )
 
 
 @dataclass(eq=False)
@@ -93,7 +116,9 @@ class _Matrix:
     scales: Tensor | None = None
 
     def take_weight(self, value: Tensor) -> None:
-        self.weight = value if value.is_cpu else value.clone()  # on a device it is part of a larger block
+        self.weight = (
+            value if value.is_cpu else value.clone()
+        )  # on a device it is part of a larger block
         self._finish()
 
     def take_scales(self, value: Tensor) -> None:
@@ -111,7 +136,9 @@ class _Matrix:
 
 
 class W8A8Int8:
-    """``QuantizationScheme``. Ranks split dimensions anywhere: a row's scale holds for every slice of it."""
+    """``QuantizationScheme``. Ranks split dimensions anywhere: a row's scale holds for every slice
+    of it.
+    """
 
     block = 1
     fuses_shared = False
@@ -134,6 +161,7 @@ class W8A8Int8:
 
 def _into(destination: Tensor) -> Put:
     """Dequantises into ``destination`` [R, C]."""
+
     def put(stored: Tensor, scales: Tensor) -> None:
         destination.copy_(int8.dequantize(stored, scales, destination.dtype))
 
@@ -141,9 +169,13 @@ def _into(destination: Tensor) -> Put:
 
 
 class Int8Linear(DenseLinear):
-    """``LinearMethod`` over dequantised weights. ``rounds``: activations are first rounded to int8's grid."""
+    """``LinearMethod`` over dequantised weights. ``rounds``: activations are first rounded to
+    int8's grid.
+    """
 
-    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, source: Source, rounds: bool) -> None:
+    def __init__(
+        self, shape: LinearShape, dtype: torch.dtype, device: str, source: Source, rounds: bool
+    ) -> None:
         super().__init__(shape, dtype, device)
         self._source = source
         self._rounds = rounds
@@ -159,9 +191,13 @@ class Int8Linear(DenseLinear):
 
 
 class Int8Experts(DenseExperts):
-    """``ExpertsMethod`` over dequantised weights. ``rounds``: input and inner activations are rounded."""
+    """``ExpertsMethod`` over dequantised weights. ``rounds``: input and inner activations are
+    rounded.
+    """
 
-    def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source, rounds: bool) -> None:
+    def __init__(
+        self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source, rounds: bool
+    ) -> None:
         super().__init__(shape, dtype, device)
         self._source = source
         self._rounds = rounds
@@ -177,4 +213,6 @@ class Int8Experts(DenseExperts):
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
         values = x.values if isinstance(x, Quantized) else x
-        return super().apply(int8.fake_quantize_tokens(values) if self._rounds else values, ids, weights)
+        return super().apply(
+            int8.fake_quantize_tokens(values) if self._rounds else values, ids, weights
+        )

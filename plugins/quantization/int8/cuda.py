@@ -2,6 +2,7 @@
 
 Activations come quantised from whoever produced them, or are quantised here.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -57,7 +58,9 @@ class W8A8Int8Cuda(W8A8Int8):
 
 
 class Multiply:
-    """x W^T in int8, by ``wanted``: "triton" (our own kernel), "cutlass" (as sgl_kernel builds it), or "auto"."""
+    """x W^T in int8, by ``wanted``: "triton" (our own kernel), "cutlass" (as sgl_kernel builds it),
+    or "auto".
+    """
 
     def __init__(self, wanted: str = "auto", table: Table | None = None) -> None:
         self._wanted = wanted
@@ -72,8 +75,15 @@ class Multiply:
                 raise
             return None
 
-    def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype,
-                 bias: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        x_scales: Tensor,
+        weight: Tensor,
+        scales: Tensor,
+        dtype: torch.dtype,
+        bias: Tensor | None,
+    ) -> Tensor:
         """x int8 [T, K] and scales [T], weight int8 [N, K] and scales [N] -> [T, N]."""
         if self.pick(x.shape[0], len(weight), x.shape[1], dtype) == "cutlass":
             out: Tensor = self._cutlass(x, weight.t(), x_scales, scales, dtype, bias)
@@ -100,7 +110,14 @@ class Int8LinearCuda(Biased):
 
     input_format = FORMAT
 
-    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, source: Source, multiply: Multiply) -> None:
+    def __init__(
+        self,
+        shape: LinearShape,
+        dtype: torch.dtype,
+        device: str,
+        source: Source,
+        multiply: Multiply,
+    ) -> None:
         super().__init__(shape, dtype, device)
         self._dtype = dtype
         self._source = source
@@ -110,7 +127,9 @@ class Int8LinearCuda(Biased):
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, span in linear_slices(self.shape):
-            yield from self._source.targets(name, full, index, into(self.weight[span], self.scales[span]))
+            yield from self._source.targets(
+                name, full, index, into(self.weight[span], self.scales[span])
+            )
         yield from self.bias_targets()
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
@@ -123,6 +142,7 @@ class Int8LinearCuda(Biased):
 
 def into(weight: Tensor, scales: Tensor) -> Put:
     """Copies to int8 ``weight`` [R, C] and ``scales`` [R]."""
+
     def put(stored: Tensor, factors: Tensor) -> None:
         weight.copy_(stored)
         scales.copy_(factors)
@@ -131,44 +151,62 @@ def into(weight: Tensor, scales: Tensor) -> Put:
 
 
 class Int8ExpertsCuda:
-    """``ExpertsMethod``: w13 int8 [E + S, 2I, H] with scales [E + S, 2I], w2 int8 [E + S, H, I] with [E + S, H]; the S
-    last are slices of the shared expert."""
+    """``ExpertsMethod``: w13 int8 [E + S, 2I, H] with scales [E + S, 2I], w2 int8 [E + S, H, I]
+    with [E + S, H]; the S last are slices of the shared expert."""
 
     input_format = FORMAT
 
-    def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source) -> None:
-        assert not shape.shared or shape.inter == shape.inter_full, "a shared expert rides along on one rank alone"
+    def __init__(
+        self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source
+    ) -> None:
+        assert not shape.shared or shape.inter == shape.inter_full, (
+            "a shared expert rides along on one rank alone"
+        )
         self.shape = shape
         self._dtype = dtype
         self._source = source
         count = shape.count + shape.shared
-        self.w13 = torch.empty(count, 2 * shape.inter, shape.hidden, dtype=torch.int8, device=device)
+        self.w13 = torch.empty(
+            count, 2 * shape.inter, shape.hidden, dtype=torch.int8, device=device
+        )
         self.w2 = torch.empty(count, shape.hidden, shape.inter, dtype=torch.int8, device=device)
         self.scales13 = torch.empty(count, 2 * shape.inter, device=device)
         self.scales2 = torch.empty(count, shape.hidden, device=device)
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, expert, span in expert_slices(self.shape):
-            held = (self.w2[expert], self.scales2[expert]) if span is None else (
-                self.w13[expert, span], self.scales13[expert, span])
+            held = (
+                (self.w2[expert], self.scales2[expert])
+                if span is None
+                else (self.w13[expert, span], self.scales13[expert, span])
+            )
             yield from self._source.targets(name, full, index, into(*held))
         for name, full, rows in shared_slices(self.shape):
-            yield from self._source.targets(name, full, (WHOLE, WHOLE), partial(self._take_shared, rows))
+            yield from self._source.targets(
+                name, full, (WHOLE, WHOLE), partial(self._take_shared, rows)
+            )
 
     def _take_shared(self, rows: slice | None, stored: Tensor, scales: Tensor) -> None:
-        """``rows`` of w13 from gates or ups [S * I, H]; None: w2 from [H, S * I], whose slices share a row's scale."""
+        """``rows`` of w13 from gates or ups [S * I, H]; None: w2 from [H, S * I], whose slices
+        share a row's scale.
+        """
         shape = self.shape
         if rows is None:
-            self.w2[shape.count :].copy_(stored.view(shape.hidden, shape.shared, shape.inter).transpose(0, 1))
+            self.w2[shape.count :].copy_(
+                stored.view(shape.hidden, shape.shared, shape.inter).transpose(0, 1)
+            )
             self.scales2[shape.count :].copy_(scales)
         else:
-            self.w13[shape.count :, rows].copy_(stored.view(shape.shared, shape.inter, shape.hidden))
+            self.w13[shape.count :, rows].copy_(
+                stored.view(shape.shared, shape.inter, shape.hidden)
+            )
             self.scales13[shape.count :, rows].copy_(scales.view(shape.shared, shape.inter))
 
     def finalize(self) -> None:
         return
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
-        rows = moe_gemm_int8.expert_rows(*quantized(x), self.w13, self.scales13, self.w2, self.scales2, ids, weights,
-                                         self._dtype)
+        rows = moe_gemm_int8.expert_rows(
+            *quantized(x), self.w13, self.scales13, self.w2, self.scales2, ids, weights, self._dtype
+        )
         return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)

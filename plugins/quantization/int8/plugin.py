@@ -1,8 +1,9 @@
 """Int8 W8A8: weights with one scale a row, activations quantised a token at a time, both symmetric.
 
-Checkpoints: ``quant_method`` "w8a8_int8" and compressed-tensors' "int-quantized", ``weight`` int8 [N, K] with
-``weight_scale`` [N] or [N, 1]. An unquantised checkpoint is quantised while it loads.
+Checkpoints: ``quant_method`` "w8a8_int8" and compressed-tensors' "int-quantized", ``weight`` int8
+[N, K] with ``weight_scale`` [N] or [N, 1]. An unquantised checkpoint is quantised while it loads.
 """
+
 from __future__ import annotations
 
 import re
@@ -25,11 +26,22 @@ from glowplug.plugins.quantization.shared.triton_needed import check_libraries, 
 NAME = "w8a8_int8"
 FORMAT = "int-quantized"  #: compressed-tensors' name of 8-bit integers that are stored as such
 USE = "quantization.use"
-#: what compressed-tensors must say of weights and of activations, with what stands for an absent key
-WEIGHTS: Mapping[str, tuple[Any, Any]] = {"num_bits": (8, 8), "type": ("int", "int"), "symmetric": (True, True),
-                                          "strategy": ("channel", "channel"), "dynamic": (False, False)}
-ACTIVATIONS: Mapping[str, tuple[Any, Any]] = {"num_bits": (8, 8), "type": ("int", "int"), "symmetric": (True, True),
-                                              "strategy": ("token", "token"), "dynamic": (True, False)}
+#: what compressed-tensors must say of weights and of activations, with what stands for an absent
+#: key
+WEIGHTS: Mapping[str, tuple[Any, Any]] = {
+    "num_bits": (8, 8),
+    "type": ("int", "int"),
+    "symmetric": (True, True),
+    "strategy": ("channel", "channel"),
+    "dynamic": (False, False),
+}
+ACTIVATIONS: Mapping[str, tuple[Any, Any]] = {
+    "num_bits": (8, 8),
+    "type": ("int", "int"),
+    "symmetric": (True, True),
+    "strategy": ("token", "token"),
+    "dynamic": (True, False),
+}
 SUPPORTED = "a checkpoint of int8 weights with a scale a row and dynamic activation scales a token"
 #: packages of who ``gemm`` names
 LIBRARIES = {"triton": ("triton",), "cutlass": ("sglang-kernel",)}
@@ -39,26 +51,34 @@ SHOWN = 3  #: names listed in a reason
 class W8A8Int8Options(QuantizationOptions):
     use: Literal["w8a8_int8"] = "w8a8_int8"
     activations: Literal["auto", "dynamic", "none"] = Field(
-        "auto", description="quantise activations to int8 before each product (dynamic) or leave them in the compute "
-                            "dtype (none); auto is dynamic where products run in int8, none where weights are "
-                            "dequantised, because rounding there costs time and accuracy and saves nothing")
+        "auto",
+        description="quantise activations to int8 before each product (dynamic) or leave them in the compute "
+        "dtype (none); auto is dynamic where products run in int8, none where weights are "
+        "dequantised, because rounding there costs time and accuracy and saves nothing",
+    )
     gemm: Literal["auto", "triton", "cutlass"] = Field(
-        "auto", description="who multiplies linear layers in int8 on a CUDA device; auto: for each shape and "
-                            "number of rows whoever was measured fastest among those installed",
-        json_schema_extra={"provider": "linear"})
+        "auto",
+        description="who multiplies linear layers in int8 on a CUDA device; auto: for each shape and "
+        "number of rows whoever was measured fastest among those installed",
+        json_schema_extra={"provider": "linear"},
+    )
 
     def dequantizes(self, device: str, offers: QuantizationOffers) -> bool:
         return self.activations == "none" or super().dequantizes(device, offers)
 
 
 def check_w8a8_int8(context: CheckContext) -> Iterator[Refusal]:
-    """What config.json states, and what the tensors say, must be symmetric int8 with dynamic activations."""
+    """What config.json states, and what the tensors say, must be symmetric int8 with dynamic
+    activations.
+    """
     model = context.facts.model
     if context.options.activations != "none":
         yield from check_triton(context, NAME, 'activations = "none"')
         yield from check_libraries(context, NAME)
     if model.quant_method in INT8_METHODS:
-        yield from (Refusal(NAME, USE, reason, fix) for reason, fix in _stated(quantization_config(model)))
+        yield from (
+            Refusal(NAME, USE, reason, fix) for reason, fix in _stated(quantization_config(model))
+        )
     yield from (Refusal(NAME, USE, reason, fix) for reason, fix in _stored(model))
 
 
@@ -69,35 +89,53 @@ def _stated(stated: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"the checkpoint's format is {kind!r}; {NAME} reads {FORMAT!r}", SUPPORTED
         return
     if stated.get("activation_scheme", "dynamic") != "dynamic":
-        yield f"the checkpoint asks for activations of scheme {stated['activation_scheme']!r}", SUPPORTED
+        yield (
+            f"the checkpoint asks for activations of scheme {stated['activation_scheme']!r}",
+            SUPPORTED,
+        )
     if stated.get("kv_cache_scheme"):
-        yield "the checkpoint brings scales for its KV cache, which are not read", "a checkpoint without them"
+        yield (
+            "the checkpoint brings scales for its KV cache, which are not read",
+            "a checkpoint without them",
+        )
     groups = stated.get("config_groups")
-    for name, group in (groups.items() if isinstance(groups, dict) else ()):
+    for name, group in groups.items() if isinstance(groups, dict) else ():
         yield from _group(name, group if isinstance(group, dict) else {})
     for entry in (str(entry) for key in KEYS for entry in stated.get(key) or ()):
         try:
             re.compile(entry.removeprefix(EXPRESSION) if entry.startswith(EXPRESSION) else "")
         except re.error as error:
-            yield f"the checkpoint's list of ignored modules has {entry!r}, which is no expression: {error}", SUPPORTED
+            yield (
+                f"the checkpoint's list of ignored modules has {entry!r}, which is no expression: {error}",
+                SUPPORTED,
+            )
 
 
 def _group(name: str, group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for part, wanted in (("weights", WEIGHTS), ("input_activations", ACTIVATIONS)):
         said = group.get(part)
         if not isinstance(said, dict):
-            yield f"{name} of the checkpoint leaves {part} unquantised; {NAME} multiplies both in int8", SUPPORTED
+            yield (
+                f"{name} of the checkpoint leaves {part} unquantised; {NAME} multiplies both in int8",
+                SUPPORTED,
+            )
             continue
         for key, (value, otherwise) in wanted.items():
             found = said.get(key, otherwise)
             if found != value:
-                yield f"{name} of the checkpoint has {part} with {key} {found!r}; {NAME} reads {value!r}", SUPPORTED
+                yield (
+                    f"{name} of the checkpoint has {part} with {key} {found!r}; {NAME} reads {value!r}",
+                    SUPPORTED,
+                )
 
 
 def _stored(model: ModelFacts) -> Iterator[tuple[str, str]]:
     """The same of the tensors themselves, where their headers were read."""
-    modules = [name.removesuffix(".weight") for name, tensor in model.tensors.items()
-               if tensor.dtype == "int8" and name.endswith(".weight")]
+    modules = [
+        name.removesuffix(".weight")
+        for name, tensor in model.tensors.items()
+        if tensor.dtype == "int8" and name.endswith(".weight")
+    ]
     tensors = model.tensors
     again = "download the checkpoint again"
     if model.tensors and not modules and model.quant_method in INT8_METHODS:
@@ -105,28 +143,54 @@ def _stored(model: ModelFacts) -> Iterator[tuple[str, str]]:
     missing = [name for name in modules if f"{name}.weight_scale" not in tensors]
     if missing:
         yield f"{len(missing)} int8 weights have no weight_scale: {_some(missing)}", again
-    rows = [name for name in modules if (scale := tensors.get(f"{name}.weight_scale")) is not None
-            and scale.shape not in ((first := tensors[f"{name}.weight"].shape[0],), (first, 1))]
+    rows = [
+        name
+        for name in modules
+        if (scale := tensors.get(f"{name}.weight_scale")) is not None
+        and scale.shape not in ((first := tensors[f"{name}.weight"].shape[0],), (first, 1))
+    ]
     if rows:
         shape = list(tensors[f"{rows[0]}.weight_scale"].shape)
-        yield f"{len(rows)} weights have scales of another shape than one a row: {_some(rows)} ({shape})", SUPPORTED
-    for leaf, what in (("weight_zero_point", "weights are asymmetric"), ("input_scale", "activation scales are static"),
-                       ("input_zero_point", "activations are asymmetric")):
+        yield (
+            f"{len(rows)} weights have scales of another shape than one a row: {_some(rows)} ({shape})",
+            SUPPORTED,
+        )
+    for leaf, what in (
+        ("weight_zero_point", "weights are asymmetric"),
+        ("input_scale", "activation scales are static"),
+        ("input_zero_point", "activations are asymmetric"),
+    ):
         found = [name for name in modules if f"{name}.{leaf}" in tensors]
         if found:
-            yield f"the checkpoint's {what} ({leaf} of {_some(found)}); {NAME} is symmetric and dynamic", SUPPORTED
+            yield (
+                f"the checkpoint's {what} ({leaf} of {_some(found)}); {NAME} is symmetric and dynamic",
+                SUPPORTED,
+            )
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return ", ".join(names[:SHOWN]) + (
+        f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    )
 
 
 @hookimpl
 def register_quantization_schemes() -> list[Component]:
-    return [Component(
-        name=NAME, options=W8A8Int8Options, check=check_w8a8_int8,
-        factory="glowplug.plugins.quantization.int8.cpu:w8a8_int8",
-        offers=QuantizationOffers(reads=INT8_METHODS, online=True, dequantizes=frozenset({"cpu"}), cast_bytes=1.0,
-                                  rides=True, experts_work=int8_experts),
-        uses=LIBRARIES,
-        summary="int8 weights with a scale a row, native or quantised while loading; activations a token at a time")]
+    return [
+        Component(
+            name=NAME,
+            options=W8A8Int8Options,
+            check=check_w8a8_int8,
+            factory="glowplug.plugins.quantization.int8.cpu:w8a8_int8",
+            offers=QuantizationOffers(
+                reads=INT8_METHODS,
+                online=True,
+                dequantizes=frozenset({"cpu"}),
+                cast_bytes=1.0,
+                rides=True,
+                experts_work=int8_experts,
+            ),
+            uses=LIBRARIES,
+            summary="int8 weights with a scale a row, native or quantised while loading; activations a token at a time",
+        )
+    ]

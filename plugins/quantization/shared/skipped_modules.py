@@ -1,4 +1,7 @@
-"""Which modules a quantised checkpoint leaves alone, by what config.json lists. Plan zone: no torch."""
+"""Which modules a quantised checkpoint leaves alone, by what config.json lists. Plan zone: no
+torch.
+"""
+
 from __future__ import annotations
 
 import re
@@ -17,11 +20,14 @@ def listed(stated: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def left_alone(module: str, entries: tuple[str, ...], parts: bool = False) -> bool:
-    """Is ``module`` left alone? An entry is its name, one of a module above it, or an expression its name begins with.
+    """Is ``module`` left alone? An entry is its name, one of a module above it, or an expression
+    its name begins with.
 
     ``parts``: an entry may be any part of a name.
     """
-    return module.rpartition(".")[2] in UNSAID or any(_names(entry, module, parts) for entry in entries)
+    return module.rpartition(".")[2] in UNSAID or any(
+        _names(entry, module, parts) for entry in entries
+    )
 
 
 def _names(entry: str, module: str, parts: bool) -> bool:

@@ -1,4 +1,5 @@
 """``glowplug tune moe``: the tables that ``moe_tiles`` reads, for the experts of a plan's model."""
+
 from __future__ import annotations
 
 import json
@@ -23,22 +24,40 @@ class MoeTuner:
         for shape in shapes.experts:
             if shape.prefix in shapes.quantized:
                 continue
-            problem = Problem(shape.count + shape.shared, shapes.topk + shape.shared, shape.hidden, shape.inter,
-                              self._dtype)
+            problem = Problem(
+                shape.count + shape.shared,
+                shapes.topk + shape.shared,
+                shape.hidden,
+                shape.inter,
+                self._dtype,
+            )
             path = tuned.FOLDER / problem.table_name
             label = f"E={problem.experts},N={problem.inter},H={problem.hidden}"
-            found.append(TuneTable(label, path, rows or moe_tuning.TOKENS, rows_in(path), (problem, shape.shared)))
+            found.append(
+                TuneTable(
+                    label, path, rows or moe_tuning.TOKENS, rows_in(path), (problem, shape.shared)
+                )
+            )
         return found
 
     def tune(self, table: TuneTable, seconds: float, log: Log) -> None:
         problem, shared = table.problem
         table.path.parent.mkdir(parents=True, exist_ok=True)
-        moe_tuning.tune_experts(problem, shared, table.path, tokens=table.missing, seconds=seconds,
-                                workers=min(8, os.cpu_count() or 1), log=log)
+        moe_tuning.tune_experts(
+            problem,
+            shared,
+            table.path,
+            tokens=table.missing,
+            seconds=seconds,
+            workers=min(8, os.cpu_count() or 1),
+            log=log,
+        )
 
 
 def rows_in(path: Path) -> tuple[int, ...]:
-    """Numbers of rows that a table holds; () when there is none. ValueError naming a file that cannot be read."""
+    """Numbers of rows that a table holds; () when there is none. ValueError naming a file that
+    cannot be read.
+    """
     if not path.is_file():
         return ()
     try:

@@ -1,4 +1,7 @@
-"""``glowplug tune fp8-gemm``: our kernel's best configuration for each product in block FP8, and who is fastest."""
+"""``glowplug tune fp8-gemm``: our kernel's best configuration for each product in block FP8, and
+who is fastest.
+"""
+
 from __future__ import annotations
 
 import fcntl
@@ -17,10 +20,18 @@ from glowplug.kernels.formats import fp8_triton as fp8_quant
 from glowplug.kernels.gemm import fp8 as fp8_gemm, tuning_fp8 as fp8_tuning
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe.tuning import microseconds
-from glowplug.plugins.quantization.block_fp8.gemm_providers import BLOCK, PROVIDERS, Gemm, TritonGemm, provider_path
+from glowplug.plugins.quantization.block_fp8.gemm_providers import (
+    BLOCK,
+    PROVIDERS,
+    Gemm,
+    TritonGemm,
+    provider_path,
+)
 from glowplug.plugins.quantization.tuning.dense_experts import rows_in
 
-COMPILES_LONG = frozenset({"flashinfer"})  #: libraries that take a minute at the first use: not measured
+COMPILES_LONG = frozenset(
+    {"flashinfer"}
+)  #: libraries that take a minute at the first use: not measured
 COLD = 128 << 20  #: bytes of weights that are read in turn: more than a cache holds
 FOR_OURS = 0.8  #: share of the time that our own kernel's configurations get
 
@@ -29,8 +40,11 @@ class Fp8GemmTuner:
     """``core/startup/layer_shapes.py``'s ``TableTuner``. A row is done when both tables hold it."""
 
     def __init__(self, plan: EnginePlan) -> None:
-        self._libraries: list[Gemm] = [provider() for provider in PROVIDERS
-                                       if provider is not TritonGemm and provider.name not in COMPILES_LONG]
+        self._libraries: list[Gemm] = [
+            provider()
+            for provider in PROVIDERS
+            if provider is not TritonGemm and provider.name not in COMPILES_LONG
+        ]
 
     def tables(self, shapes: LayerShapes, rows: tuple[int, ...]) -> list[TuneTable]:
         found = {}
@@ -42,14 +56,23 @@ class Fp8GemmTuner:
             problem = tuned.problem(columns, depth)
             path = tuned.FOLDER / tuned.file_name(problem, tuned.FP8, (BLOCK, BLOCK))
             both = set(rows_in(path)) & set(providers_in(provider_path(), problem))
-            found[problem] = TuneTable(problem, path, rows or fp8_tuning.ROWS, tuple(sorted(both)), (columns, depth))
+            found[problem] = TuneTable(
+                problem, path, rows or fp8_tuning.ROWS, tuple(sorted(both)), (columns, depth)
+            )
         return list(found.values())
 
     def tune(self, table: TuneTable, seconds: float, log: Log) -> None:
         columns, depth = table.problem
         deadline = time.monotonic() + seconds
-        ours = fp8_tuning.tune_gemm(columns, depth, table.path, rows=table.missing, seconds=seconds * FOR_OURS,
-                                    workers=min(8, os.cpu_count() or 1), log=log)
+        ours = fp8_tuning.tune_gemm(
+            columns,
+            depth,
+            table.path,
+            rows=table.missing,
+            seconds=seconds * FOR_OURS,
+            workers=min(8, os.cpu_count() or 1),
+            log=log,
+        )
         for rows in table.missing:
             if rows not in ours or time.monotonic() > deadline:
                 log(f"out of time before {rows} rows of the libraries")
@@ -57,14 +80,22 @@ class Fp8GemmTuner:
             times = self.provider_times(rows, columns, depth, ours[rows])
             winner = min(times, key=lambda name: times[name])
             note_provider(provider_path(), table.label, rows, winner)
-            log(f"{rows} rows: {winner}; " + ", ".join(f"{name} {spent:.1f} us" for name, spent in times.items()))
+            log(
+                f"{rows} rows: {winner}; "
+                + ", ".join(f"{name} {spent:.1f} us" for name, spent in times.items())
+            )
 
-    def provider_times(self, rows: int, columns: int, depth: int, config: tuned.Config) -> dict[str, float]:
-        """Microseconds of our kernel so configured and of every library that is here and takes the shape. One that
-        fails is left out."""
+    def provider_times(
+        self, rows: int, columns: int, depth: int, config: tuned.Config
+    ) -> dict[str, float]:
+        """Microseconds of our kernel so configured and of every library that is here and takes the
+        shape. One that fails is left out."""
         operands = Operands(rows, columns, depth)
-        found = {TritonGemm.name: microseconds(operands.calls(
-            lambda *given: fp8_gemm.gemm(*given, config), pads=False))}
+        found = {
+            TritonGemm.name: microseconds(
+                operands.calls(lambda *given: fp8_gemm.gemm(*given, config), pads=False)
+            )
+        }
         for library in self._libraries:
             if library.missing() or not library.fits(rows, columns, depth):
                 continue
@@ -76,20 +107,30 @@ class Fp8GemmTuner:
 
 
 class Operands:
-    """Of one product: x, and so many copies of the weight, in whole blocks of rows, that they come from memory."""
+    """Of one product: x, and so many copies of the weight, in whole blocks of rows, that they come
+    from memory.
+    """
 
     def __init__(self, rows: int, columns: int, depth: int, device: str = "cuda") -> None:
         self.columns = columns
         whole = -(-columns // BLOCK) * BLOCK
-        self.x, self.x_scales = fp8_quant.quantize(torch.randn(rows, depth, device=device).bfloat16())
-        self.weights = [torch.randn(whole, depth, device=device).to(torch.float8_e4m3fn)
-                        for _ in range(copies(whole * depth))]
+        self.x, self.x_scales = fp8_quant.quantize(
+            torch.randn(rows, depth, device=device).bfloat16()
+        )
+        self.weights = [
+            torch.randn(whole, depth, device=device).to(torch.float8_e4m3fn)
+            for _ in range(copies(whole * depth))
+        ]
         self.w_scales = torch.full((whole // BLOCK, -(-depth // BLOCK)), 0.01, device=device)
 
     def calls(self, product: Callable[..., Any], pads: bool) -> list[Callable[[], object]]:
         """``product`` with each copy of the weight in turn."""
-        return [lambda w=weight if pads else weight[: self.columns]: product(  # type: ignore[misc]
-            self.x, self.x_scales, w, self.w_scales, torch.bfloat16) for weight in self.weights]
+        return [
+            lambda w=weight if pads else weight[: self.columns]: product(  # type: ignore[misc]
+                self.x, self.x_scales, w, self.w_scales, torch.bfloat16
+            )
+            for weight in self.weights
+        ]
 
 
 def copies(size: int) -> int:

@@ -1,4 +1,5 @@
 """``glowplug tune fp8-moe``: the tables that routed experts in block FP8 read, for a plan's model."""
+
 from __future__ import annotations
 
 import os
@@ -21,13 +22,25 @@ class Fp8ExpertsTuner:
         for shape in shapes.experts:
             if shape.prefix not in shapes.quantized:
                 continue
-            problem = moe_fp8_tuning.Problem(shape.count + shape.shared, shapes.topk + shape.shared, shape.hidden,
-                                             whole_blocks(shape.inter), shape.shared)
+            problem = moe_fp8_tuning.Problem(
+                shape.count + shape.shared,
+                shapes.topk + shape.shared,
+                shape.hidden,
+                whole_blocks(shape.inter),
+                shape.shared,
+            )
             label = f"E={problem.experts},N={problem.inter},H={problem.hidden}"
-            found[problem] = TuneTable(label, problem.path, rows or moe_fp8_tuning.TOKENS, rows_in(problem.path),
-                                       problem)
+            found[problem] = TuneTable(
+                label, problem.path, rows or moe_fp8_tuning.TOKENS, rows_in(problem.path), problem
+            )
         return list(found.values())
 
     def tune(self, table: TuneTable, seconds: float, log: Log) -> None:
-        moe_fp8_tuning.tune_experts(table.problem, table.path, tokens=table.missing, seconds=seconds,
-                                    workers=min(8, os.cpu_count() or 1), log=log)
+        moe_fp8_tuning.tune_experts(
+            table.problem,
+            table.path,
+            tokens=table.missing,
+            seconds=seconds,
+            workers=min(8, os.cpu_count() or 1),
+            log=log,
+        )

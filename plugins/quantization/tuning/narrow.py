@@ -1,4 +1,7 @@
-"""``glowplug tune int8-gemm`` and ``awq-gemm``: who is fastest at each linear layer whose weights are int8 or int4."""
+"""``glowplug tune int8-gemm`` and ``awq-gemm``: who is fastest at each linear layer whose weights
+are int8 or int4.
+"""
+
 from __future__ import annotations
 
 import time
@@ -20,7 +23,9 @@ from glowplug.plugins.quantization.int8 import cuda as w8a8_int8_cuda, plugin as
 from glowplug.plugins.quantization.shared import provider_choice as gemm_order
 from glowplug.plugins.quantization.tuning.fp8 import copies, note_provider, providers_in
 
-Calls = Mapping[str, Sequence[Callable[[], object]]]  #: of each provider, over every copy of the weight
+Calls = Mapping[
+    str, Sequence[Callable[[], object]]
+]  #: of each provider, over every copy of the weight
 
 
 class NarrowTuner:
@@ -38,10 +43,16 @@ class NarrowTuner:
         if self._plan.choice("quantization").name != self.scheme:
             return []
         path = gemm_order.table_path(self.kind, tuned.device_name())
-        sizes = dict.fromkeys((sum(shape.outputs), shape.inputs) for shape in shapes.linears
-                              if shape.name in shapes.quantized)
-        return [TuneTable(problem, path, rows or ROWS, providers_in(path, problem), size)
-                for size in sizes for problem in (tuned.problem(*size),)]
+        sizes = dict.fromkeys(
+            (sum(shape.outputs), shape.inputs)
+            for shape in shapes.linears
+            if shape.name in shapes.quantized
+        )
+        return [
+            TuneTable(problem, path, rows or ROWS, providers_in(path, problem), size)
+            for size in sizes
+            for problem in (tuned.problem(*size),)
+        ]
 
     def tune(self, table: TuneTable, seconds: float, log: Log) -> None:
         deadline = time.monotonic() + seconds
@@ -49,10 +60,16 @@ class NarrowTuner:
             if time.monotonic() > deadline:
                 log(f"out of time before {rows} rows")
                 return
-            times = {name: microseconds(calls) for name, calls in self.calls(rows, *table.problem).items()}
+            times = {
+                name: microseconds(calls)
+                for name, calls in self.calls(rows, *table.problem).items()
+            }
             winner = min(times, key=lambda name: times[name])
             note_provider(table.path, table.label, rows, winner)
-            log(f"{rows} rows: {winner}; " + ", ".join(f"{name} {spent:.1f} us" for name, spent in times.items()))
+            log(
+                f"{rows} rows: {winner}; "
+                + ", ".join(f"{name} {spent:.1f} us" for name, spent in times.items())
+            )
 
     def calls(self, rows: int, columns: int, depth: int) -> Calls:
         """The product [rows, depth] x [columns, depth]^T by everybody who is here and takes it."""
@@ -65,16 +82,22 @@ class Int8GemmTuner(NarrowTuner):
 
     def calls(self, rows: int, columns: int, depth: int) -> Calls:
         x = int8_quant.quantize(torch.randn(rows, depth, dtype=self._dtype, device=self._device))
-        weights = [torch.randint(-127, 128, (columns, depth), dtype=torch.int8, device=self._device)
-                   for _ in range(copies(columns * depth))]
+        weights = [
+            torch.randint(-127, 128, (columns, depth), dtype=torch.int8, device=self._device)
+            for _ in range(copies(columns * depth))
+        ]
         scales = torch.full((columns,), 0.01, device=self._device)
         products = [w8a8_int8_cuda.Multiply("triton")]
         try:
             products.append(w8a8_int8_cuda.Multiply("cutlass"))
         except GlowplugError:
             pass  # it is not here
-        return {product.pick(rows, columns, depth, self._dtype): [
-            partial(product, *x, weight, scales, self._dtype, None) for weight in weights] for product in products}
+        return {
+            product.pick(rows, columns, depth, self._dtype): [
+                partial(product, *x, weight, scales, self._dtype, None) for weight in weights
+            ]
+            for product in products
+        }
 
 
 class AwqGemmTuner(NarrowTuner):
@@ -87,9 +110,22 @@ class AwqGemmTuner(NarrowTuner):
         stated = awq_group(self._plan.facts.model)
         group = depth if stated < 0 else stated
         x = torch.randn(rows, depth, dtype=self._dtype, device=self._device)
-        packed = [torch.randint(-1 << 15, 1 << 15, (-(-depth // layout.BLOCK), columns, layout.PLANE),
-                                dtype=torch.int16, device=self._device) for _ in range(copies(columns * depth // 2))]
+        packed = [
+            torch.randint(
+                -1 << 15,
+                1 << 15,
+                (-(-depth // layout.BLOCK), columns, layout.PLANE),
+                dtype=torch.int16,
+                device=self._device,
+            )
+            for _ in range(copies(columns * depth // 2))
+        ]
         scales = torch.full((depth // group, columns), 0.01, device=self._device)
         factors = layout.pack_factors(scales, torch.full_like(scales, 8.0), self._dtype)
-        return {name: [partial(awq_cuda.Multiply(name), x, weight, factors, group, None) for weight in packed]
-                for name in gemm_order.AWQ.among}
+        return {
+            name: [
+                partial(awq_cuda.Multiply(name), x, weight, factors, group, None)
+                for weight in packed
+            ]
+            for name in gemm_order.AWQ.among
+        }

@@ -1,1 +1,3 @@
-"""GGUF models for glowplug: a weight source, model facts and a tokenizer, added through hooks alone."""
+"""GGUF models for glowplug: a weight source, model facts and a tokenizer, added through hooks
+alone.
+"""

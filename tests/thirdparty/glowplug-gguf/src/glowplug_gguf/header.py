@@ -1,9 +1,12 @@
-"""The header of a GGUF file: metadata and tensor table. Trusts nothing: every length is checked against the file.
+"""The header of a GGUF file: metadata and tensor table. Trusts nothing: every length is checked
+against the file.
 
-Layout (little-endian): "GGUF", u32 version, u64 tensors, u64 pairs; the pairs (string key, u32 type, value); the tensor
-table (string name, u32 dimensions, u64 each, u32 type, u64 offset); padding; the data. A string is a u64 length and its
-bytes; an array a u32 type, a u64 length and its items.
+Layout (little-endian): "GGUF", u32 version, u64 tensors, u64 pairs; the pairs (string key, u32
+type, value); the tensor table (string name, u32 dimensions, u64 each, u32 type, u64 offset);
+padding; the data. A string is a u64 length and its bytes; an array a u32 type, a u64 length and its
+items.
 """
+
 from __future__ import annotations
 
 import math
@@ -23,7 +26,19 @@ MAX_STRING = 1 << 24  #: bytes
 MAX_DIMS = 4
 MAX_DEPTH = 3
 STRING, ARRAY, BOOL = 8, 9, 7
-NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 
 
 @dataclass(frozen=True)
@@ -45,11 +60,15 @@ class GgufHeader:
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """Read and check the header. WeightError, naming the file and what is wrong in it, for anything inconsistent."""
+    """Read and check the header. WeightError, naming the file and what is wrong in it, for anything
+    inconsistent.
+    """
     try:
         size = path.stat().st_size
         if size < 24:
-            raise WeightError(f"{path}: {size} bytes is too short for a GGUF file; incomplete download?")
+            raise WeightError(
+                f"{path}: {size} bytes is too short for a GGUF file; incomplete download?"
+            )
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Parser(path, data).header()
     except OSError as error:
@@ -77,15 +96,19 @@ class _Parser:
                 raise self.bad(f"metadata key {key!r} appears twice")
             metadata[key] = self.value(self.number("I"), key, 0)
         table = [self.tensor() for _ in range(tensors)]
-        return GgufHeader(self.path, metadata, self.place(table, metadata.get("general.alignment", 32)))
+        return GgufHeader(
+            self.path, metadata, self.place(table, metadata.get("general.alignment", 32))
+        )
 
     def bad(self, reason: str) -> WeightError:
         return WeightError(f"{self.path}: damaged GGUF header at byte {self.at}: {reason}")
 
     def need(self, size: int, what: str) -> None:
         if size > self.end - self.at:
-            raise WeightError(f"{self.path}: {what} needs {size} bytes at byte {self.at}, the file holds "
-                              f"{self.end - self.at} more; incomplete download?")
+            raise WeightError(
+                f"{self.path}: {what} needs {size} bytes at byte {self.at}, the file holds "
+                f"{self.end - self.at} more; incomplete download?"
+            )
 
     def number(self, code: str) -> Any:
         size = struct.calcsize(code)
@@ -147,12 +170,19 @@ class _Parser:
             raise self.bad(f"tensor {name[:80]!r} has unknown type {number}") from None
         block, width = GGML_QUANT_SIZES[kind]
         if 0 in shape or shape[-1] % block:
-            raise self.bad(f"tensor {name[:80]!r}: shape {list(shape)} does not fill {kind.name} blocks of {block}")
+            raise self.bad(
+                f"tensor {name[:80]!r}: shape {list(shape)} does not fill {kind.name} blocks of {block}"
+            )
         return GgufTensor(name, kind, shape, offset, math.prod(shape) // block * width)
 
     def place(self, table: list[GgufTensor], alignment: Any) -> dict[str, GgufTensor]:
         """Give tensors their place in the file, every one inside it."""
-        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 20:
+        if (
+            type(alignment) is not int
+            or alignment < 1
+            or alignment & (alignment - 1)
+            or alignment > 1 << 20
+        ):
             raise self.bad(f"alignment {alignment!r} is not a power of two")
         base = -(-self.at // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
@@ -161,7 +191,11 @@ class _Parser:
                 raise self.bad(f"tensor {tensor.name[:80]!r} appears twice")
             start = base + tensor.start
             if start + tensor.size > self.end:
-                raise WeightError(f"{self.path}: truncated: tensor {tensor.name[:80]!r} ends at byte "
-                                  f"{start + tensor.size}, the file holds {self.end}; incomplete download?")
-            tensors[tensor.name] = GgufTensor(tensor.name, tensor.kind, tensor.shape, start, tensor.size)
+                raise WeightError(
+                    f"{self.path}: truncated: tensor {tensor.name[:80]!r} ends at byte "
+                    f"{start + tensor.size}, the file holds {self.end}; incomplete download?"
+                )
+            tensors[tensor.name] = GgufTensor(
+                tensor.name, tensor.kind, tensor.shape, start, tensor.size
+            )
         return tensors

@@ -1,4 +1,7 @@
-"""What a GGUF file of architecture "llama" says, in the words of a published ``LlamaForCausalLM`` checkpoint."""
+"""What a GGUF file of architecture "llama" says, in the words of a published ``LlamaForCausalLM``
+checkpoint.
+"""
+
 from __future__ import annotations
 
 from typing import Any
@@ -9,8 +12,17 @@ from glowplug.core.errors import FactsError
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug_gguf.header import GgufHeader
 
-MODULES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
-           "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm")
+MODULES = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "input_layernorm",
+    "post_attention_layernorm",
+)
 PLAIN = {GGMLQuantizationType.F16: "float16"}
 
 
@@ -19,41 +31,74 @@ def llama_facts(header: GgufHeader) -> ModelFacts:
     config = llama_config(header)
     names = checkpoint_names(header, config["num_hidden_layers"])
     file = header.path.name
-    tensors = {name: TensorFact(PLAIN.get(header.tensors[own].kind, "float32"), header.tensors[own].shape, file)
-               for name, own in names.items()}
+    tensors = {
+        name: TensorFact(
+            PLAIN.get(header.tensors[own].kind, "float32"), header.tensors[own].shape, file
+        )
+        for name, own in names.items()
+    }
     kinds = sorted({tensor.kind.name for tensor in header.tensors.values()})
     return ModelFacts(
-        path=str(header.path), architecture="LlamaForCausalLM", format="gguf", kind="mha", config=config,
-        dtype=config["torch_dtype"], vocab_size=config["vocab_size"], hidden_size=config["hidden_size"],
-        num_layers=config["num_hidden_layers"], num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"], head_dim=config["head_dim"],
-        max_positions=config["max_position_embeddings"], tensors=tensors,
+        path=str(header.path),
+        architecture="LlamaForCausalLM",
+        format="gguf",
+        kind="mha",
+        config=config,
+        dtype=config["torch_dtype"],
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        max_positions=config["max_position_embeddings"],
+        tensors=tensors,
         chat_template=str(header.metadata.get("tokenizer.chat_template", "")),
-        notes=(f"GGUF ({', '.join(kinds)}), dequantised while loading",))
+        notes=(f"GGUF ({', '.join(kinds)}), dequantised while loading",),
+    )
 
 
 def llama_config(header: GgufHeader) -> dict[str, Any]:
     """The file's metadata as config.json would hold it."""
     get = _Getter(header)
     if header.metadata.get("general.architecture") != "llama":
-        raise FactsError(f"{header.path}: architecture {header.metadata.get('general.architecture')!r} in GGUF is not "
-                         "supported", 'use a GGUF file of architecture "llama", or safetensors')
+        raise FactsError(
+            f"{header.path}: architecture {header.metadata.get('general.architecture')!r} in GGUF is not "
+            "supported",
+            'use a GGUF file of architecture "llama", or safetensors',
+        )
     if header.metadata.get("llama.expert_count"):
-        raise FactsError(f"{header.path}: routed experts in GGUF are not supported", "use safetensors")
+        raise FactsError(
+            f"{header.path}: routed experts in GGUF are not supported", "use safetensors"
+        )
     if "rope_freqs.weight" in header.tensors:
-        raise FactsError(f"{header.path}: it scales RoPE by a table (rope_freqs), which is not supported",
-                         "use the model's safetensors, whose config.json states the scaling")
+        raise FactsError(
+            f"{header.path}: it scales RoPE by a table (rope_freqs), which is not supported",
+            "use the model's safetensors, whose config.json states the scaling",
+        )
     heads, hidden = get("attention.head_count"), get("embedding_length")
-    vocab = header.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in header.tensors else 0
+    vocab = (
+        header.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in header.tensors else 0
+    )
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": hidden,
-        "intermediate_size": get("feed_forward_length"), "num_hidden_layers": get("block_count"),
-        "num_attention_heads": heads, "num_key_value_heads": get("attention.head_count_kv", heads),
-        "head_dim": get("rope.dimension_count", hidden // heads), "vocab_size": vocab or get("vocab_size"),
-        "max_position_embeddings": get("context_length"), "rms_norm_eps": get("attention.layer_norm_rms_epsilon", 1e-5),
-        "rope_theta": get("rope.freq_base", 10000.0), "rope_scaling": _scaling(header),
-        "tie_word_embeddings": "output.weight" not in header.tensors, "torch_dtype": "float32",
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors, "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "head_dim": get("rope.dimension_count", hidden // heads),
+        "vocab_size": vocab or get("vocab_size"),
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon", 1e-5),
+        "rope_theta": get("rope.freq_base", 10000.0),
+        "rope_scaling": _scaling(header),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "torch_dtype": "float32",
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
     }
     for name in ("bos", "eos"):
         config[f"{name}_token_id"] = header.metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -69,8 +114,10 @@ class _Getter:
     def __call__(self, key: str, default: float | None = None) -> Any:
         value = self.header.metadata.get(f"llama.{key}", default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise FactsError(f"{self.header.path}: llama.{key} is {value!r}, expected a positive number",
-                             "download the file again")
+            raise FactsError(
+                f"{self.header.path}: llama.{key} is {value!r}, expected a positive number",
+                "download the file again",
+            )
         return value
 
 
@@ -81,7 +128,10 @@ def _scaling(header: GgufHeader) -> dict[str, Any] | None:
     if kind == "linear":
         factor = header.metadata.get("llama.rope.scaling.factor", 1.0)
         return {"type": "linear", "rope_type": "linear", "factor": factor}
-    raise FactsError(f"{header.path}: RoPE scaling {kind!r} in GGUF is not supported", "use the model's safetensors")
+    raise FactsError(
+        f"{header.path}: RoPE scaling {kind!r} in GGUF is not supported",
+        "use the model's safetensors",
+    )
 
 
 def checkpoint_names(header: GgufHeader, layers: int) -> dict[str, str]:
@@ -97,6 +147,8 @@ def checkpoint_names(header: GgufHeader, layers: int) -> dict[str, str]:
                 names[module + suffix] = own
     unknown = header.tensors.keys() - names.values()
     if unknown:
-        raise FactsError(f"{header.path}: tensors of unknown meaning: {', '.join(sorted(unknown)[:5])}",
-                         'use a GGUF file of architecture "llama", or safetensors')
+        raise FactsError(
+            f"{header.path}: tensors of unknown meaning: {', '.join(sorted(unknown)[:5])}",
+            'use a GGUF file of architecture "llama", or safetensors',
+        )
     return names

@@ -1,4 +1,5 @@
 """The runtime of the ``gguf`` weight source: rows are dequantised as they are read."""
+
 from __future__ import annotations
 
 import sys
@@ -38,8 +39,12 @@ class GgufSource:
         self._names = checkpoint_names(self._header, facts.num_layers)
         self._heads = {"q_proj": facts.num_heads, "k_proj": facts.num_kv_heads}
         self._data = np.memmap(self._header.path, mode="r")
-        self._bar: tqdm[Any] = tqdm(total=len(self._entries), desc="Loading weights", unit="tensor",
-                                    disable=not self._progress)
+        self._bar: tqdm[Any] = tqdm(
+            total=len(self._entries),
+            desc="Loading weights",
+            unit="tensor",
+            disable=not self._progress,
+        )
 
     def entries(self) -> Mapping[str, TensorFact]:
         return self._entries
@@ -49,8 +54,10 @@ class GgufSource:
             raise WeightError(f"{self._header.path}: the file has no tensor {target.name!r}")
         tensor = self._header.tensors[self._names[target.name]]
         if tensor.shape != tuple(target.shape):
-            raise WeightError(f"{self._header.path}: tensor {target.name!r} has shape {list(tensor.shape)}, the model "
-                              f"needs {list(target.shape)}")
+            raise WeightError(
+                f"{self._header.path}: tensor {target.name!r} has shape {list(tensor.shape)}, the model "
+                f"needs {list(target.shape)}"
+            )
         heads = self._heads.get(target.name.split(".")[-2])
         value = self._rows(tensor, slice(None) if heads else target.index[0])
         if heads:
@@ -64,7 +71,9 @@ class GgufSource:
 
     def _rows(self, tensor: GgufTensor, rows: slice) -> np.ndarray[Any, Any]:
         """Rows of a tensor as float32 (float16 for an F16 tensor); other rows are not touched."""
-        raw = self._data[tensor.start : tensor.start + tensor.size].reshape(tensor.shape[0], -1)[rows]
+        raw = self._data[tensor.start : tensor.start + tensor.size].reshape(tensor.shape[0], -1)[
+            rows
+        ]
         if tensor.kind in PLAIN:
             value: np.ndarray[Any, Any] = np.ascontiguousarray(raw).view(PLAIN[tensor.kind])
         else:
@@ -73,7 +82,9 @@ class GgufSource:
 
 
 def unpermute(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Undo the row order that llama.cpp gives Q and K: from pairs side by side to the two halves of each head."""
+    """Undo the row order that llama.cpp gives Q and K: from pairs side by side to the two halves of
+    each head.
+    """
     rows = weight.shape[0]
     paired = weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:])
     return paired.swapaxes(1, 2).reshape(weight.shape)
