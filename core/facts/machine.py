@@ -8,9 +8,10 @@ import functools
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ import msgspec
 
 from glowplug.core.errors import FactsError
 from glowplug.core.facts.model_facts import DeviceFacts, HardwareFacts, SoftwareFacts
-from glowplug.core.plugin.requirements import normalised
 
+PACKAGE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 SHEETS = Path(__file__).absolute().parent / "sheets"
 FORMER_KEYS = {"interconnect"}  #: of sheets: they may say it, and nothing depends on it
 QUERY = ["--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
@@ -201,6 +202,32 @@ def _packages_file(sheet: Path, name: str) -> Any:
             f"facts sheet {sheet}: packages: {name!r} could not be read: {reason}",
             'a JSON file {"NAME": "VERSION"} beside the sheet, or the table itself',
         ) from None
+
+
+def normalised(packages: Mapping[str, str]) -> dict[str, str]:
+    """Return the version of each stated package by its normalised name.
+
+    An entry with an empty version states that the package is not installed.
+
+    Raises:
+        ValueError: an entry's name is not the name of a distribution, its version is not a
+            version, or it is stated twice.
+    """
+    from packaging.version import InvalidVersion, Version  # slow to import, as below
+
+    found: dict[str, str] = {}
+    for name, version in packages.items():
+        if not PACKAGE_NAME.fullmatch(name):
+            raise ValueError(f"packages: {name!r} is not the name of a package")
+        plain = re.sub(r"[-_.]+", "-", name).lower()
+        if plain in found:
+            raise ValueError(f"packages: {plain} is there twice")
+        found[plain] = version.strip()
+        try:
+            Version(version or "0")
+        except InvalidVersion:
+            raise ValueError(f"packages: {version!r}, of {name}, is no version") from None
+    return found
 
 
 def own_sheet(packages: Iterable[str]) -> HardwareFacts:

@@ -138,3 +138,20 @@ class Component:
     check: Check | None = None
     contract: int = CONTRACT
     summary: str = ""
+
+
+@dataclass(frozen=True)
+class Tuner:
+    """A command ``glowplug tune NAME`` that a plugin provides.
+
+    Attributes:
+        name: NAME on the command line.
+        factory: ``"package.module:Class"`` of a ``TableTuner``; called as ``factory(plan)``.
+        summary: one line for ``--help``.
+        device: type of device the tuner measures on ("cuda"); "": any.
+    """
+
+    name: str
+    factory: str
+    summary: str = ""
+    device: str = ""

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from glowplug.core.errors import Refusal
     from glowplug.core.facts.model_facts import Facts, ModelFacts
     from glowplug.core.plan.plan import Decision, EnginePlan
-    from glowplug.core.plugin.component import CheckContext, Component
+    from glowplug.core.plugin.component import CheckContext, Component, Tuner
     from glowplug.core.protocols import Worker
-    from glowplug.core.startup.layer_shapes import Tuner
     from glowplug.core.text.tokenizer import Tokenizer
 
 PROJECT = "glowplug"
@@ -204,5 +203,5 @@ def extend_cli(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def tuners() -> list[Tuner]:  # type: ignore[empty-body]
     """Tuners that ``glowplug tune NAME`` runs: measure kernels for a model and keep tables.
 
-    See ``core/startup/layer_shapes.py``.
+    See ``core/protocols/tuning.py``.
     """

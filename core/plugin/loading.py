@@ -27,7 +27,7 @@ from glowplug.core.plugin.options import OPTION_BASES
 from glowplug.core.plugin.slots import SLOTS, Slot
 
 if TYPE_CHECKING:
-    from glowplug.core.startup.layer_shapes import Tuner
+    from glowplug.core.plugin.component import Tuner
 
 BUILT_IN = "built in"
 

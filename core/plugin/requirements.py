@@ -2,39 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import cache
 
 from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.plugin.component import Component, Package
-
-NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")  #: of a distribution
-
-
-def normalised(packages: Mapping[str, str]) -> dict[str, str]:
-    """Return versions by normalised name of a sheet's table of packages; "" stays for one that is
-    not installed.
-
-    Raises:
-        ValueError: an entry is no distribution's name, no version, or there twice; the message
-            names it.
-    """
-    from packaging.version import InvalidVersion, Version  # slow to import, as below
-
-    found: dict[str, str] = {}
-    for name, version in packages.items():
-        if not NAME.fullmatch(name):
-            raise ValueError(f"packages: {name!r} is not the name of a package")
-        plain = re.sub(r"[-_.]+", "-", name).lower()
-        if plain in found:
-            raise ValueError(f"packages: {plain} is there twice")
-        found[plain] = version.strip()
-        try:
-            Version(version or "0")
-        except InvalidVersion:
-            raise ValueError(f"packages: {version!r}, of {name}, is no version") from None
-    return found
 
 
 def missing_packages(component: Component, packages: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -1,85 +1,18 @@
-"""What plugins that tune kernels provide, and which products a plan's model asks for. Plan zone: no
-torch.
-
-A plugin names its tuners by the hook ``tuners``; ``glowplug tune NAME`` runs one. Tables lie where
-the plugin's own runtime looks for them.
-"""
+"""The linear and expert layers of a plan's model, for tuning. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from glowplug.core.plugin.offers import QuantizationOffers
+from glowplug.core.protocols.tuning import LayerShapes
 
 if TYPE_CHECKING:
     from glowplug.core.plan.plan import EnginePlan
     from glowplug.core.plugin.registry import PluginSet
     from glowplug.core.protocols import ExpertsShape, LinearShape, QuantizationScheme
-
-Log = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Tuner:
-    """Attributes:
-    name: after ``glowplug tune``.
-    factory: ``"package.module:Class"`` of a ``TableTuner``; called as ``factory(plan)``.
-    summary: one line for ``--help``.
-    device: type of device that it measures on ("cuda"); "": any.
-    """
-
-    name: str
-    factory: str
-    summary: str = ""
-    device: str = ""
-
-
-@dataclass(frozen=True)
-class LayerShapes:
-    """The different products of a model on one rank. ``quantized``: names (experts: prefixes) of
-    those whose weights the scheme keeps in another form than the compute dtype.
-
-    ``topk``: experts that a token picks, those that ride along not counted.
-    """
-
-    linears: tuple[LinearShape, ...]
-    experts: tuple[ExpertsShape, ...]
-    quantized: frozenset[str]
-    topk: int
-
-
-@dataclass(frozen=True)
-class TuneTable:
-    """One file of measurements: ``rows`` are the numbers of tokens wanted, ``done`` those that it
-    holds.
-    """
-
-    label: str
-    path: Path
-    rows: tuple[int, ...]
-    done: tuple[int, ...]
-    problem: Any = None  #: the tuner's own
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        return tuple(row for row in self.rows if row not in self.done)
-
-
-class TableTuner(Protocol):
-    """Measures on the device it runs on. Both methods may be called again at any time: what is done
-    stays done.
-    """
-
-    def tables(self, shapes: LayerShapes, rows: tuple[int, ...]) -> list[TuneTable]:
-        """Every table that these products want. ``rows``: numbers of tokens; (): the tuner's own."""
-        ...
-
-    def tune(self, table: TuneTable, seconds: float, log: Log) -> None:
-        """Measure the missing rows and write each as soon as it is known; stop after ``seconds``."""
-        ...
 
 
 def layer_shapes(plan: EnginePlan, plugins: PluginSet) -> LayerShapes:

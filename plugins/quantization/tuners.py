@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from glowplug.core.plugin.component import Tuner
 from glowplug.core.plugin.hookspecs import hookimpl
-from glowplug.core.startup.layer_shapes import Tuner
 
 
 @hookimpl

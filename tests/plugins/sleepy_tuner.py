@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from glowplug.core.plugin.component import Tuner
 from glowplug.core.plugin.hookspecs import hookimpl
-from glowplug.core.startup.layer_shapes import LayerShapes, Log, Tuner, TuneTable
+from glowplug.core.protocols.tuning import LayerShapes, Log, TuneTable
 
 SECONDS = 0.05  #: a measurement
 

@@ -12,7 +12,8 @@ import pytest
 
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.startup.layer_shapes import LayerShapes, layer_shapes
+from glowplug.core.protocols.tuning import LayerShapes
+from glowplug.core.startup.layer_shapes import layer_shapes
 from glowplug.entrypoints.cli import tune_workers
 from glowplug.entrypoints.cli.commands import tune
 from glowplug.entrypoints.cli.main import main

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from glowplug.core.startup.layer_shapes import Tuner
+from glowplug.core.plugin.component import Tuner
 from glowplug.entrypoints.cli.commands import tune
 from glowplug.entrypoints.cli.main import main
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.protocols import ExpertsShape, LinearShape
-from glowplug.core.startup.layer_shapes import LayerShapes, TuneTable
+from glowplug.core.protocols.tuning import LayerShapes, TuneTable
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.kernels.gemm import tuning_fp8 as fp8_tuning
 from glowplug.kernels.launch import tuned_tables as tuned

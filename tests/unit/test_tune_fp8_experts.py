@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton")
 
 from glowplug.core.protocols import ExpertsShape
-from glowplug.core.startup.layer_shapes import LayerShapes
+from glowplug.core.protocols.tuning import LayerShapes
 from glowplug.kernels.moe.fp8 import tiles as moe_fp8_tiles, tuning as moe_fp8_tuning
 from glowplug.plugins.quantization.tuning.fp8_experts import Fp8ExpertsTuner
 

@@ -19,7 +19,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from glowplug.core.protocols import LinearShape  # noqa: E402
-from glowplug.core.startup.layer_shapes import LayerShapes  # noqa: E402
+from glowplug.core.protocols.tuning import LayerShapes  # noqa: E402
 from glowplug.core.testing.harness.build import plan_for  # noqa: E402
 from glowplug.kernels.formats import awq as layout  # noqa: E402
 from glowplug.kernels.launch import tuned_tables as tuned  # noqa: E402

@@ -19,9 +19,11 @@ from typing import Any
 from glowplug.core.errors import ConfigError, GlowplugError, PluginLoadError, Refusal
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
+from glowplug.core.plugin.component import Tuner
 from glowplug.core.plugin.loading import import_factory
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.core.startup.layer_shapes import TableTuner, Tuner, TuneTable, layer_shapes
+from glowplug.core.protocols.tuning import TableTuner, TuneTable
+from glowplug.core.startup.layer_shapes import layer_shapes
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
 from glowplug.entrypoints.cli.flags import add_engine_options, read_command_line
 from glowplug.entrypoints.cli.tune_workers import run_workers

@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.startup.layer_shapes import LayerShapes, Log, TuneTable
+from glowplug.core.protocols.tuning import LayerShapes, Log, TuneTable
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe import tuning as moe_tuning
 from glowplug.kernels.moe.tiles import Problem
 
 
 class MoeTuner:
-    """``core/startup/layer_shapes.py``'s ``TableTuner``."""
+    """``core/protocols/tuning.py``'s ``TableTuner``."""
 
     def __init__(self, plan: EnginePlan) -> None:
         self._dtype = plan.dtype

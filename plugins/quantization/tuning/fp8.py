@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.startup.layer_shapes import LayerShapes, Log, TuneTable
+from glowplug.core.protocols.tuning import LayerShapes, Log, TuneTable
 from glowplug.kernels.formats import fp8_triton as fp8_quant
 from glowplug.kernels.gemm import fp8 as fp8_gemm, tuning_fp8 as fp8_tuning
 from glowplug.kernels.launch import tuned_tables as tuned
@@ -37,7 +37,7 @@ FOR_OURS = 0.8  #: share of the time that our own kernel's configurations get
 
 
 class Fp8GemmTuner:
-    """``core/startup/layer_shapes.py``'s ``TableTuner``. A row is done when both tables hold it."""
+    """``core/protocols/tuning.py``'s ``TableTuner``. A row is done when both tables hold it."""
 
     def __init__(self, plan: EnginePlan) -> None:
         self._libraries: list[Gemm] = [

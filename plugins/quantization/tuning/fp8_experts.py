@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.startup.layer_shapes import LayerShapes, Log, TuneTable
+from glowplug.core.protocols.tuning import LayerShapes, Log, TuneTable
 from glowplug.kernels.moe.fp8 import tuning as moe_fp8_tuning
 from glowplug.plugins.quantization.block_fp8.weights import whole_blocks
 from glowplug.plugins.quantization.tuning.dense_experts import rows_in
 
 
 class Fp8ExpertsTuner:
-    """``core/startup/layer_shapes.py``'s ``TableTuner``."""
+    """``core/protocols/tuning.py``'s ``TableTuner``."""
 
     def __init__(self, plan: EnginePlan) -> None:
         """Layers' shapes say all; of ``plan`` nothing is read."""

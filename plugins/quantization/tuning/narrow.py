@@ -13,7 +13,7 @@ import torch
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.stored_formats import awq_group
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.startup.layer_shapes import LayerShapes, Log, TuneTable
+from glowplug.core.protocols.tuning import LayerShapes, Log, TuneTable
 from glowplug.kernels.formats import awq as layout, int8_triton as int8_quant
 from glowplug.kernels.gemm.tuning_fp8 import ROWS
 from glowplug.kernels.launch import tuned_tables as tuned
