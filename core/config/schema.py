@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast
 
@@ -124,8 +125,9 @@ class EngineConfig(Section):
         return tuple(value) if slot.many else (value,)
 
 
+@lru_cache(maxsize=8)
 def config_class(plugins: PluginSet) -> type[EngineConfig]:
-    """The configuration model for these plugins."""
+    """Return the configuration model of these plugins. Cached, because building it takes long."""
     fields: dict[str, Any] = {}
     for slot in SLOTS:
         if slot.section:

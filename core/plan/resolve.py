@@ -13,7 +13,14 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
 
-from glowplug.core.config.schema import SECRETS, EngineConfig, Parsed, parse, recorded
+from glowplug.core.config.schema import (
+    SECRETS,
+    EngineConfig,
+    Parsed,
+    config_class,
+    parse,
+    recorded,
+)
 from glowplug.core.errors import (
     ConfigError,
     FactsError,
@@ -80,7 +87,7 @@ def plan(
         _facts(reading, hardware, plugins), config.get("chat_template"), refusals
     )
     defaults = _contributions(plugins, facts, contributed or {})
-    parsed = parse(config, plugins, plugins.config_model, defaults, places)
+    parsed = parse(config, plugins, config_class(plugins), defaults, places)
     if "chat_template" in defaults and "chat_template" not in config:
         facts = _with_template(facts, parsed.config.chat_template, refusals)
     if facts is None or reading is None:

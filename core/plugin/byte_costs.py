@@ -11,6 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+#: token counts divisible by this are common, since prompts often have round lengths; libraries
+#: compile kernels for each, so warm-up runs them
+ROUND_TOKENS = 512
+
 SHOWN = 4  #: bytes of a float32 number, or of an int32 one
 
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from glowplug.core.errors import Refusal
+from glowplug.core.facts.model_facts import Facts
 from glowplug.core.plugin.offers import Offers
-
-if TYPE_CHECKING:
-    from glowplug.core.config.schema import EngineConfig
-    from glowplug.core.facts.model_facts import Facts
 
 CONTRACT = (
     1  #: version of the protocols in ``core/protocols``; a component built for another is refused
@@ -94,14 +91,14 @@ class CheckContext:
 
     Attributes:
         options: this component's own parsed options.
-        config: the operator's whole configuration, read-only.
+        config: the operator's whole configuration (``config.schema.EngineConfig``), read-only.
         facts: model, hardware and software facts.
         chosen: what every slot holds (lists for slots that hold several); ask offers, never names.
         values: decided values by dotted field, e.g. ``values["dtype"] == "float32"``.
     """
 
     options: Any
-    config: EngineConfig
+    config: Any
     facts: Facts
     chosen: Mapping[str, tuple[Chosen, ...]]
     values: Mapping[str, Any]

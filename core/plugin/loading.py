@@ -16,18 +16,15 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import pluggy
 
 from glowplug.core.errors import PluginLoadError
 from glowplug.core.plugin import offers as offers_module
-from glowplug.core.plugin.component import Component, Options
+from glowplug.core.plugin.component import Component, Options, Tuner
 from glowplug.core.plugin.options import OPTION_BASES
 from glowplug.core.plugin.slots import SLOTS, Slot
-
-if TYPE_CHECKING:
-    from glowplug.core.plugin.component import Tuner
 
 BUILT_IN = "built in"
 

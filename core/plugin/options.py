@@ -7,7 +7,7 @@ zone: no torch. "None" always means: let the plan decide, and say why in a Decis
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -27,6 +27,23 @@ class Section(BaseModel):
         ``Options.without_effect``.
         """
         return {}
+
+
+class StepDefaults(NamedTuple):
+    """Defaults of one kind of device.
+
+    Attributes:
+        running: sequences in flight.
+        chunk: prompt tokens a step.
+        page: tokens a page.
+    """
+
+    running: int
+    chunk: int
+    page: int
+
+
+DEVICE_DEFAULTS = {"cpu": StepDefaults(64, 1024, 16), "cuda": StepDefaults(256, 8192, 64)}
 
 
 class AttentionOptions(Options):

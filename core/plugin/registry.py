@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pluggy
 
-from glowplug.core.config.schema import EngineConfig, config_class
 from glowplug.core.errors import FactsError, GlowplugError, PluginLoadError
 from glowplug.core.facts.machine import software
 from glowplug.core.facts.model_facts import ModelFacts, SoftwareFacts
@@ -35,14 +34,10 @@ from glowplug.core.plugin.loading import (
     PluginSource,
     Registration,
     describe,
-    import_factory,
     load,
     watched,
 )
 from glowplug.core.plugin.slots import SLOTS
-
-if TYPE_CHECKING:
-    from glowplug.core.plan.plan import Choice, EnginePlan
 
 GROUP = "glowplug"  #: entry-point group of third-party plugins
 LOAD_TIMEOUT = 30.0  #: seconds one plugin may take to load
@@ -205,27 +200,6 @@ class PluginSet:
                 ) from error
         return results
 
-    def factory(self, choice: Choice) -> Callable[..., Any]:
-        """The runtime class of a choice. PluginLoadError when it is not here or cannot be imported."""
-        return import_factory(*self._registered(choice))
-
-    def build(self, choice: Choice, plan: EnginePlan, worker: Any) -> Any:
-        """The runtime object of a choice: its options parsed again, its factory imported and
-        called.
-        """
-        component, origin = self._registered(choice)
-        options = component.options.model_validate(choice.options)
-        return import_factory(component, origin)(options, plan, worker)
-
-    def _registered(self, choice: Choice) -> tuple[Component, str]:
-        found = self.find(choice.slot, choice.name)
-        if found is None:
-            raise PluginLoadError(
-                f"the plan chose {choice.slot} {choice.name!r} of {choice.distribution}, "
-                "which is not loaded here"
-            )
-        return found.component, f"{found.distribution} {found.version}".rstrip()
-
     def read_model(self, name: str) -> ModelReading:
         """Facts of ``model = name``, kept until the folder or its config.json changes. FactsError,
         WeightError.
@@ -264,11 +238,6 @@ class PluginSet:
         return found
 
     @cached_property
-    def config_model(self) -> type[EngineConfig]:
-        """The configuration model of these plugins."""
-        return config_class(self)
-
-    @cached_property
     def packages(self) -> frozenset[str]:
         """Names of the packages that any component needs or makes use of, and torch."""
         return frozenset({"torch", *self._packages(lambda found: True)})
@@ -293,7 +262,7 @@ class PluginSet:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """What ``EnginePlan.plugins`` records and :func:`load_plugins_for` reads."""
+        """Names of the plugins, as ``EnginePlan.plugins`` records them."""
         return tuple(source.name for source in self.sources)
 
     @cached_property
@@ -325,8 +294,8 @@ def load_plugins(
     name in ``block`` that is not here.
     """
     sources = [PluginSource(name, name) for name in defaults]
-    sources += _entry_points() if entry_points else []
-    sources += [PluginSource(name, name, *_distribution_of(name)) for name in extra]
+    sources += entry_point_sources() if entry_points else []
+    sources += [PluginSource(name, name, *distribution_of(name)) for name in extra]
     names = [source.name for source in sources]
     for name in block:
         if name not in names:
@@ -337,33 +306,7 @@ def load_plugins(
     return PluginSet(kept, block, timeout)
 
 
-def load_plugins_for(plan: EnginePlan) -> PluginSet:
-    """The plugin set a plan was made with, in a worker. PluginLoadError when this environment holds
-    another one.
-    """
-    found = {source.name: source for source in _entry_points()}
-    defaults = set(DEFAULT_PLUGINS)
-    sources = []
-    for name in plan.plugins:
-        if name in defaults:
-            sources.append(PluginSource(name, name))
-        else:
-            sources.append(found.get(name) or PluginSource(name, name, *_distribution_of(name)))
-    plugins = PluginSet(sources)
-    if plugins.fingerprint != plan.plugin_fingerprint:
-        others = (
-            ", ".join(source.label for source in plugins.sources if source.distribution != BUILT_IN)
-            or "none"
-        )
-        raise PluginLoadError(
-            "this process loaded other plugins or versions than the plan was made with (fingerprint "
-            f"{plugins.fingerprint}, plan {plan.plugin_fingerprint}); third-party plugins here: "
-            f"{others}"
-        )
-    return plugins
-
-
-def _entry_points() -> list[PluginSource]:
+def entry_point_sources() -> list[PluginSource]:
     """Entry points of the group. PluginLoadError when two share a name: pluggy would skip the
     second silently.
     """
@@ -385,7 +328,7 @@ def _entry_points() -> list[PluginSource]:
     return list(sources.values())
 
 
-def _distribution_of(module: str) -> tuple[str, str]:
+def distribution_of(module: str) -> tuple[str, str]:
     """Distribution and version that ship a module given by ``--plugin``, as far as they are known."""
     top = module.partition(":")[0].partition(".")[0]
     if top == "glowplug":

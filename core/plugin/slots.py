@@ -124,3 +124,6 @@ SLOTS: tuple[Slot, ...] = (
 )
 
 BY_NAME = {slot.name: slot for slot in SLOTS}
+
+#: slots whose components are inside a captured pass of the model
+CAPTURED_SLOTS = ("model", "quantization", "ops")

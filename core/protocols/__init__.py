@@ -31,9 +31,6 @@ from glowplug.core.protocols.models import (
     Model as Model,
     ModelFamily as ModelFamily,
     SampledLastLayer as SampledLastLayer,
-    StreamingSource as StreamingSource,
-    WeightSource as WeightSource,
-    WeightTarget as WeightTarget,
 )
 from glowplug.core.protocols.ops import (
     Ops as Ops,
@@ -67,6 +64,11 @@ from glowplug.core.protocols.scheduling import (
     PrefixMatch as PrefixMatch,
     Scheduler as Scheduler,
     SchedulingPolicy as SchedulingPolicy,
+)
+from glowplug.core.protocols.weights import (
+    StreamingSource as StreamingSource,
+    WeightSource as WeightSource,
+    WeightTarget as WeightTarget,
 )
 from glowplug.core.protocols.worker import (
     Limits as Limits,

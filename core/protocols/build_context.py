@@ -8,8 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.protocols import AttentionBackend, Collectives, Ops, QuantizationScheme, Worker
+from glowplug.core.protocols.attention import AttentionBackend
+from glowplug.core.protocols.ops import Ops
+from glowplug.core.protocols.parallel import Collectives
 from glowplug.core.protocols.parallel_stack import ParallelStack
+from glowplug.core.protocols.quantization import QuantizationScheme
+from glowplug.core.protocols.worker import Worker
 from glowplug.core.step.graph_pieces import Cuts, Extension
 
 if TYPE_CHECKING:

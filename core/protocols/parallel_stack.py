@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from glowplug.core.protocols import ExpertExchange, ParallelStrategy, RequestRouter, Shard
+from glowplug.core.protocols.parallel import ExpertExchange, ParallelStrategy, RequestRouter, Shard
 from glowplug.core.step.batch import Batch, StepShape
 
 if TYPE_CHECKING:

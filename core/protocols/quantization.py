@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from glowplug.core.protocols.models import WeightTarget
+from glowplug.core.protocols.weights import WeightTarget
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -29,6 +29,7 @@ from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Model, QuantizationScheme, Scheduler, Worker
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
+from glowplug.core.startup.components import build_component
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.startup.memory_fit import RankMemory
 from glowplug.core.startup.memory_gauge import memory_now
@@ -50,11 +51,13 @@ def build_context(
     plan's.
     """
     made = {
-        slot: plugins.build(plan.choice(slot), plan, worker)
+        slot: build_component(plugins, plan.choice(slot), plan, worker)
         for slot in ("quantization", "collectives", "attention", "ops")
     }
     joined = replace(worker, collectives=made["collectives"])
-    strategies = [plugins.build(choice, plan, joined) for choice in plan.choices_in("parallel")]
+    strategies = [
+        build_component(plugins, choice, plan, joined) for choice in plan.choices_in("parallel")
+    ]
     return BuildContext(
         facts=facts or plan.facts.model,
         worker=worker,
@@ -80,7 +83,7 @@ def _plain_scheme(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> Quant
             choice = Choice(
                 "quantization", component.name, component.factory, {"use": component.name}
             )
-            scheme: QuantizationScheme = plugins.build(choice, plan, worker)
+            scheme: QuantizationScheme = build_component(plugins, choice, plan, worker)
             return scheme
     raise GlowplugError("no registered quantization scheme reads unquantized weights")
 
@@ -99,7 +102,7 @@ class RankBuilder:
         self.memory = RankMemory(plan, worker)
 
     def component(self, slot: str) -> Any:
-        return self.plugins.build(self.plan.choice(slot), self.plan, self.worker)
+        return build_component(self.plugins, self.plan.choice(slot), self.plan, self.worker)
 
     def build(self) -> Engine:
         with self.phases.run("build"):

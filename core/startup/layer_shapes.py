@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.protocols.tuning import LayerShapes
+from glowplug.core.startup.components import build_component
 
 if TYPE_CHECKING:
     from glowplug.core.plan.plan import EnginePlan
@@ -25,7 +26,7 @@ def layer_shapes(plan: EnginePlan, plugins: PluginSet) -> LayerShapes:
     context = build_context(plan, plugins, worker)
     plain = _Asked(context.plain)
     scheme = _Asked(context.scheme)
-    family = plugins.build(plan.choice("model"), plan, worker)
+    family = build_component(plugins, plan.choice("model"), plan, worker)
     asked: Any = plain
     chosen: Any = scheme
     family.build(replace(context, scheme=chosen, plain=asked))

@@ -18,6 +18,7 @@ from glowplug.core.engine.runner import Runner
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plan.budget.step import SCORED
 from glowplug.core.plan.plan import EnginePlan, Sizes
+from glowplug.core.plugin.byte_costs import ROUND_TOKENS
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import RequestRouter
 from glowplug.core.step.batch import Batch, idle_batch, shape_of
@@ -32,8 +33,6 @@ CACHED_CHUNKS = (
 #: steps with prompts between the captured and the largest ones, each with one decoding row more
 BETWEEN = 24
 EVEN = 16  #: kernels are compiled apart for numbers that it divides
-#: numbers that it divides come back, with prompts of round lengths: libraries compile for them, too
-WHOLE = 512
 EVERYTHING = SamplingParams(
     temperature=1.0,
     top_p=0.9,
@@ -162,16 +161,16 @@ def steps_between(runner: Runner, plan: EnginePlan) -> None:
 
 
 def counts_between(sizes: Sizes) -> list[tuple[int, int]]:
-    """(decoding rows, tokens) of those steps, ascending: every multiple of WHOLE, and numbers
+    """(decoding rows, tokens) of those steps, ascending: every multiple of ROUND_TOKENS, and numbers
     between that are odd and divisible by EVEN in turn."""
     least = sizes.pass_tokens[-1] if sizes.pass_tokens else 0
     most = sizes.chunk_size
     steps = min(BETWEEN, sizes.max_running - 1)
-    wholes = set(range(least // WHOLE * WHOLE + WHOLE, most, WHOLE))
+    wholes = set(range(least // ROUND_TOKENS * ROUND_TOKENS + ROUND_TOKENS, most, ROUND_TOKENS))
     found = set(wholes)
     for count in range(1, steps + 1):
         tokens = least + (most - least) * count // BETWEEN
-        near = round(tokens / WHOLE) * WHOLE
+        near = round(tokens / ROUND_TOKENS) * ROUND_TOKENS
         if count % 2 and near in wholes and abs(near - tokens) * BETWEEN < most - least:
             continue  # one of them is as good
         found.add(tokens // EVEN * EVEN if count % 2 else tokens - 1 + tokens % 2)

@@ -20,7 +20,7 @@ from glowplug.core.errors import FactsError
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.model_folder import NEXTN_ALONE, read_json
 from glowplug.core.facts.weight_classes import next_token_layer
-from glowplug.entrypoints.checkpoints.random import TOKENIZER_FILES
+from glowplug.entrypoints.checkpoints.tokenizer_files import TOKENIZER_FILES
 
 PIECE = 16 << 20  #: bytes copied at a time
 WEIGHTS = "model.safetensors"

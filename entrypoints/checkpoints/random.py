@@ -14,18 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from glowplug.core.errors import GlowplugError
+from glowplug.entrypoints.checkpoints.tokenizer_files import BYTES, NONE
 from glowplug.entrypoints.cli.usage import without_command
 
 COMMANDS = {"random": "write a checkpoint of random weights"}
-BYTES = "bytes"
-NONE = "none"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 FP8 = {
     "quant_method": "fp8",
     "fmt": "e4m3",

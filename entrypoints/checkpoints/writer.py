@@ -26,8 +26,9 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import WeightSource, WeightTarget, Worker
 from glowplug.core.startup.build_rank import build_context
+from glowplug.core.startup.components import build_component
 from glowplug.entrypoints.checkpoints.byte_tokenizer import TOKENS, write_byte_tokenizer
-from glowplug.entrypoints.checkpoints.random import BYTES, NONE, TOKENIZER_FILES
+from glowplug.entrypoints.checkpoints.tokenizer_files import BYTES, NONE, TOKENIZER_FILES
 
 
 def write_random(
@@ -54,7 +55,7 @@ def write_random(
         shutil.copyfile(path, out / path.name)
     if tokenizer == BYTES:
         write_byte_tokenizer(out)
-    source: WeightSource = plugins.build(plan.choice("weights"), plan, Worker())
+    source: WeightSource = build_component(plugins, plan.choice("weights"), plan, Worker())
     source.open(plan.facts.model)
     return _write_shards(out, shards, source)
 
@@ -81,7 +82,7 @@ def weight_targets(plan: EnginePlan, plugins: PluginSet) -> Iterator[WeightTarge
 
     facts = _with_nextn(plan.facts.model)
     context = build_context(plan, plugins, worker, facts=facts, context=plan.sizes.page_size)
-    family = plugins.build(plan.choice("model"), plan, worker)
+    family = build_component(plugins, plan.choice("model"), plan, worker)
     model = family.build(context)
     yield from model.targets()
     for number in range(facts.nextn_layers):

@@ -6,11 +6,12 @@ from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Executor, Worker
+from glowplug.core.startup.components import build_component
 
 
 def make_executor(plan: EnginePlan, plugins: PluginSet) -> Executor:
     """The plan's executor, not yet started. Ask ``leads`` whether the front belongs here."""
-    executor: Executor = plugins.build(plan.choice("executor"), plan, Worker())
+    executor: Executor = build_component(plugins, plan.choice("executor"), plan, Worker())
     return executor
 
 

@@ -25,6 +25,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import LogOptions, ServerOptions
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Executor, OutputParserFactory, Worker
+from glowplug.core.startup.components import build_component
 from glowplug.core.startup.garbage import settle_memory
 from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.cli import exit_codes
@@ -71,7 +72,10 @@ def main(plan: EnginePlan, plugins: PluginSet) -> int:
     sys.setswitchinterval(SWITCH)
     with listener:
         tokenizer = open_tokenizer(plan, plugins)
-        parsers = [plugins.build(choice, plan, Worker()) for choice in plan.choices_in("outputs")]
+        parsers = [
+            build_component(plugins, choice, plan, Worker())
+            for choice in plan.choices_in("outputs")
+        ]
         code = serve_until_done(
             plan,
             tokenizer,

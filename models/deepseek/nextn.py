@@ -18,7 +18,7 @@ from glowplug.core.layers.norm import RmsNorm
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import Batch
 from glowplug.models.deepseek.config import DeepseekConfig
-from glowplug.models.deepseek.model import deepseek_layer, deepseek_rope
+from glowplug.models.deepseek.layers import deepseek_layer, deepseek_rope
 
 PREVIOUS_HIDDEN = (
     "previous_hidden"  #: key of ``Batch.extra``: [T, hidden], the target's normed hidden states

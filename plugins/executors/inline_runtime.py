@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from glowplug.core.errors import EngineDead, GlowplugError
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.plugin.registry import load_plugins_for
 from glowplug.core.protocols import Worker
+from glowplug.core.startup.components import load_plugins_for
 from glowplug.core.startup.garbage import give_memory_back
 from glowplug.core.step.messages import Outbound, Progress, encode
 

@@ -15,12 +15,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from glowplug.core.errors import Refusal
-from glowplug.core.plan.budget.graphs import INSIDE
-from glowplug.core.plan.budget.sizes import DEFAULTS
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import GraphOffers, Mode
-from glowplug.core.plugin.options import GraphOptions
+from glowplug.core.plugin.options import DEVICE_DEFAULTS, GraphOptions
+from glowplug.core.plugin.slots import CAPTURED_SLOTS
 
 NAME = "cuda_graph"
 CAPTURES = frozenset({Mode.DECODE, Mode.VERIFY, Mode.DRAFT_DECODE})
@@ -77,7 +76,7 @@ class CudaGraphOptions(GraphOptions):
         found = super().without_effect(context)
         loose = [
             chosen.name
-            for slot in INSIDE
+            for slot in CAPTURED_SLOTS
             for chosen in context.chosen[slot]
             if Mode.PREFILL not in chosen.offers.captures_in
         ]
@@ -114,7 +113,7 @@ def check_cuda_graph(context: CheckContext) -> Iterator[Refusal]:
     options: CudaGraphOptions = context.options
     smallest = min(options.batch_sizes or (1,))
     asked = context.config.scheduler.max_running_requests
-    rows = asked or DEFAULTS["cuda"][0]
+    rows = asked or DEVICE_DEFAULTS["cuda"].running
     if options.max_batch is not None and smallest > options.max_batch:
         yield Refusal(
             NAME,
@@ -169,7 +168,7 @@ def _prefill(options: CudaGraphOptions, context: CheckContext) -> Iterator[Refus
             "each step's own number",
             "leave graphs.prefill out",
         )
-    for chosen in [chosen for slot in INSIDE for chosen in context.chosen.get(slot, ())]:
+    for chosen in [chosen for slot in CAPTURED_SLOTS for chosen in context.chosen.get(slot, ())]:
         if options.prefill and Mode.PREFILL not in chosen.offers.captures_in:
             yield Refusal(
                 NAME,

@@ -22,6 +22,7 @@ from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import Model, WeightTarget
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.startup.build_rank import build_context, make_worker
+from glowplug.core.startup.components import build_component
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.testing.harness.build import DictSource, Stepper
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
@@ -95,7 +96,7 @@ def build(
     torch.set_num_threads(1)
     worker = make_worker(plan, rank, meeting)
     context = build_context(plan, plugins, worker)
-    return plugins.build(plan.choice("model"), plan, worker).build(context), context
+    return build_component(plugins, plan.choice("model"), plan, worker).build(context), context
 
 
 def on_ranks(

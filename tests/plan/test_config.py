@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from glowplug.core.config.files import Layer, merge, read_config, set_path
+from glowplug.core.config.schema import config_class
 from glowplug.core.errors import ConfigError, PlanRefused
 from glowplug.core.plugin.registry import PluginSet
 
@@ -123,7 +124,7 @@ def test_an_empty_key_does_not_leave_the_server_open(planned, refused, key: str)
 
 
 def test_the_parsed_configuration_is_frozen(plugins: PluginSet, v3: Path) -> None:
-    config = plugins.config_model.model_validate({"model": str(v3)})
+    config = config_class(plugins).model_validate({"model": str(v3)})
     with pytest.raises(ValueError, match="frozen"):
         config.dtype = "float16"  # type: ignore[misc]
 
@@ -160,7 +161,7 @@ def test_no_configuration_brings_the_planner_down(planned, plugins: PluginSet) -
     from glowplug.core.config.errors import leaf_paths
 
     rng = random.Random(23)
-    known = leaf_paths(plugins, plugins.config_model)
+    known = leaf_paths(plugins, config_class(plugins))
     outcomes = {"plan": 0, "refused": 0}
     for _ in range(600):
         config: dict[str, object] = {}

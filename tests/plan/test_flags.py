@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from glowplug.core.config.schema import config_class
 from glowplug.core.errors import PlanRefused
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.entrypoints.cli.flag_table import FLAGS, MOOT, byte_count, text_list
@@ -207,7 +208,7 @@ def test_config_fields_exist(plugins: PluginSet) -> None:
     """
     from glowplug.core.config.errors import leaf_paths
 
-    known = set(leaf_paths(plugins, plugins.config_model))
+    known = set(leaf_paths(plugins, config_class(plugins)))
     to_come = ("graphs.", "speculative.", "executor.host", "executor.address")
     for flag in FLAGS:
         for path in (flag.path, *flag.also):

@@ -17,7 +17,8 @@ from glowplug.core.plugin import hookspecs
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.loading import PluginSource, load
-from glowplug.core.plugin.registry import DEFAULT_PLUGINS, PluginSet, load_plugins, load_plugins_for
+from glowplug.core.plugin.registry import DEFAULT_PLUGINS, PluginSet, load_plugins
+from glowplug.core.startup.components import build_component, load_plugins_for
 
 HEAD = """
 from typing import Literal
@@ -232,15 +233,18 @@ def test_a_worker_loads_the_same_set_or_refuses(site: Path, planned) -> None:
 
 def test_build_parses_again_and_names_who_is_missing(planned, plugins: PluginSet) -> None:
     plan = planned()
-    built = plugins.build(
-        Choice("policy", "longest_prefix", "", {"use": "longest_prefix", "window": 3}), plan, None
+    built = build_component(
+        plugins,
+        Choice("policy", "longest_prefix", "", {"use": "longest_prefix", "window": 3}),
+        plan,
+        None,
     )
     assert callable(built.order)
     with pytest.raises(PluginLoadError, match="gone of elsewhere|'gone' of elsewhere"):
-        plugins.build(Choice("policy", "gone", "", {}, "elsewhere"), plan, None)
+        build_component(plugins, Choice("policy", "gone", "", {}, "elsewhere"), plan, None)
     broken = PluginSet([PluginSource("b", "", "b-dist", "7", loaded=_Broken())])
     with pytest.raises(PluginLoadError, match="b-dist 7.*ModuleNotFoundError"):
-        broken.build(Choice("cache", "lost", "", {"use": "lost"}), plan, None)
+        build_component(broken, Choice("cache", "lost", "", {"use": "lost"}), plan, None)
 
 
 @pytest.mark.parametrize("hook", ["contribute_defaults", "check_plan"])

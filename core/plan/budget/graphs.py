@@ -13,6 +13,7 @@ from glowplug.core.plan.plan import BudgetLine
 from glowplug.core.plan.proposal import Draft
 from glowplug.core.plugin.offers import AttentionOffers, Mode
 from glowplug.core.plugin.options import GraphOptions
+from glowplug.core.plugin.slots import CAPTURED_SLOTS
 
 MIB = 1 << 20
 PAGE = 64  #: tokens a page, near enough for what page tables take
@@ -36,7 +37,6 @@ GROWN = 12 * MIB  #: what segments that grow by 20 MiB have to spare
 SAMPLED = 1.03  #: logits with what a captured step makes of them
 GRAIN = 32 * MIB  #: what blocks of the largest pass's tensors have to spare, at most
 FEW = GRAIN // 2  #: the same of the largest decoding step
-INSIDE = ("model", "quantization", "ops")  #: slots whose components are inside a captured pass
 
 
 def driver_bytes(
@@ -100,7 +100,7 @@ def pass_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
     runner = draft.first("graphs")
     if runner is None or not isinstance(runner.options, GraphOptions) or draft.values["ranks"] > 1:
         return ()
-    inside = [chosen for slot in INSIDE for chosen in draft.chosen.get(slot, ())]
+    inside = [chosen for slot in CAPTURED_SLOTS for chosen in draft.chosen.get(slot, ())]
     capturable = all(Mode.PREFILL in chosen.offers.captures_in for chosen in inside)
     return runner.options.token_counts(step_tokens) if capturable else ()
 
@@ -110,7 +110,9 @@ def extend_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
     passes, where all that takes part allows it. Attention only stores in it, as in the captured
     steps of decoding rows.
     """
-    taking = [chosen for slot in (*INSIDE, "speculative") for chosen in draft.chosen.get(slot, ())]
+    taking = [
+        chosen for slot in (*CAPTURED_SLOTS, "speculative") for chosen in draft.chosen.get(slot, ())
+    ]
     capturable = draft.values["lookahead"] and all(
         Mode.DRAFT_EXTEND in one.offers.captures_in for one in taking
     )

@@ -27,17 +27,13 @@ from glowplug.core.plugin.offers import (
     QuantizationOffers,
     SpeculativeOffers,
 )
-from glowplug.core.plugin.options import QuantizationOptions
+from glowplug.core.plugin.options import DEVICE_DEFAULTS, QuantizationOptions
 
 GIB = 1 << 30
 CPU_SHARE = 0.7  #: of the memory, so that the machine stays usable
 CPU_KV_CAP = 4 * GIB  #: a CPU plan takes no more for the KV cache unless told to
 KV_SPARE = 4  #: times what sequences in flight can use at most, for the prefix cache
 CUDA_RESERVE = 0.02  #: of the device, left free
-DEFAULTS = {  #: device -> (sequences in flight, prompt tokens a step, tokens a page)
-    "cpu": (64, 1024, 16),
-    "cuda": (256, 8192, 64),
-}
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,7 @@ def _rows(draft: Draft, device: str) -> int:
         draft,
         "scheduler.max_running_requests",
         draft.config.scheduler.max_running_requests,
-        DEFAULTS[device][0],
+        DEVICE_DEFAULTS[device].running,
         f"default on {device}",
     )
 
@@ -160,7 +156,7 @@ def _chunk(draft: Draft, device: str) -> int:
         draft,
         "scheduler.chunk_size",
         draft.config.scheduler.chunk_size,
-        DEFAULTS[device][1],
+        DEVICE_DEFAULTS[device].chunk,
         f"default on {device}",
     )
 
@@ -168,10 +164,12 @@ def _chunk(draft: Draft, device: str) -> int:
 def _page(draft: Draft, device: str) -> int:
     attention = draft.first("attention")
     assert attention is not None and isinstance(attention.offers, AttentionOffers)
-    wanted = DEFAULTS[device][2]
+    wanted = DEVICE_DEFAULTS[device].page
     why = f"default on {device}"
     if attention.offers.page_sizes and wanted not in attention.offers.page_sizes:
-        wanted = min(attention.offers.page_sizes, key=lambda size: abs(size - DEFAULTS[device][2]))
+        wanted = min(
+            attention.offers.page_sizes, key=lambda size: abs(size - DEVICE_DEFAULTS[device].page)
+        )
         why = f"what {attention.name} reads"
     return _given_or(draft, "attention.page_size", draft.config.attention.page_size, wanted, why)
 

@@ -26,8 +26,9 @@ from glowplug.core.engine.engine import Engine
 from glowplug.core.errors import CollectiveError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
-from glowplug.core.plugin.registry import PluginSet, load_plugins, load_plugins_for
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.startup.build_rank import build_rank
+from glowplug.core.startup.components import load_plugins_for
 from glowplug.core.step.messages import (
     Control,
     Inbound,

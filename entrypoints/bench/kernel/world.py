@@ -26,6 +26,7 @@ from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Limits, WeightTarget
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.startup.build_rank import build_context, make_worker
+from glowplug.core.startup.components import build_component
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.step.batch import Batch, shape_of
 from glowplug.core.step.kv_pool import KVPool
@@ -107,12 +108,12 @@ class KernelWorld:
         self.recorder = Recorder(plan)
         plain = build_context(plan, plugins, self.worker)
         self.context = _recorded(plain, self.recorder)
-        family = plugins.build(plan.choice("model"), plan, self.worker)
+        family = build_component(plugins, plan.choice("model"), plan, self.worker)
         self.model: Any = family.build(self.context)
         source = NoiseSource(self.worker.device, self.worker.dtype, plan.seed)
         load_model(self.model, source, plan.facts.model)
         _watch(self.model, self.recorder)
-        self.sampler = plugins.build(plan.choice("sampling"), plan, self.worker)
+        self.sampler = build_component(plugins, plan.choice("sampling"), plan, self.worker)
         self.pool = KVPool(plain.attention.kv_layout(), plan.sizes.num_pages, self.worker.device)
         self.attention = plain.attention
         sizes = plan.sizes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from glowplug.core.config.schema import config_class
 from glowplug.core.plugin.registry import load_plugins
 
 
@@ -19,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    schema = load_plugins(extra=args.plugin).config_model.model_json_schema()
+    schema = config_class(load_plugins(extra=args.plugin)).model_json_schema()
     print(
         json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2)
     )

@@ -190,8 +190,8 @@ def _build(
 ) -> Engine:
     import torch
 
-    from glowplug.core.plugin.registry import load_plugins_for
     from glowplug.core.startup.build_rank import build_rank
+    from glowplug.core.startup.components import load_plugins_for
 
     if threads is not None:
         torch.set_num_threads(threads)

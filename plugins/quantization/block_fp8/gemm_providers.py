@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.errors import GlowplugError
-from glowplug.core.startup.warmup import WHOLE
+from glowplug.core.plugin.byte_costs import ROUND_TOKENS
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.plugins.quantization.block_fp8.plugin import HALVES
 from glowplug.plugins.quantization.shared import provider_choice as gemm_order
@@ -98,7 +98,7 @@ class DeepGemm(_Library):
 
     NOTE: it compiles for seconds whenever its own rule picks tiles it has not used yet, and that
     depends on the rows. So it only takes numbers that come back and are tried before any request:
-    few rows, and multiples of WHOLE.
+    few rows, and multiples of ROUND_TOKENS.
     """
 
     name = "deep_gemm"
@@ -106,7 +106,9 @@ class DeepGemm(_Library):
     function = "fp8_gemm_nt"
 
     def fits(self, rows: int, columns: int, depth: int) -> bool:
-        return depth % BLOCK == 0 and columns % 16 == 0 and (rows <= 128 or rows % WHOLE == 0)
+        return (
+            depth % BLOCK == 0 and columns % 16 == 0 and (rows <= 128 or rows % ROUND_TOKENS == 0)
+        )
 
     def __call__(
         self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype

@@ -1,0 +1,61 @@
+"""The plugins and runtime objects of a plan, in a worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from glowplug.core.errors import PluginLoadError
+from glowplug.core.plan.plan import Choice, EnginePlan
+from glowplug.core.plugin.loading import BUILT_IN, PluginSource, import_factory
+from glowplug.core.plugin.registry import (
+    DEFAULT_PLUGINS,
+    PluginSet,
+    distribution_of,
+    entry_point_sources,
+)
+
+
+def build_component(plugins: PluginSet, choice: Choice, plan: EnginePlan, worker: Any) -> Any:
+    """Return the runtime object of a choice: ``factory(options, plan, worker)``.
+
+    The options are parsed again, and the factory is imported.
+
+    Raises:
+        PluginLoadError: the component is not loaded here, or its factory cannot be imported.
+    """
+    found = plugins.find(choice.slot, choice.name)
+    if found is None:
+        raise PluginLoadError(
+            f"the plan chose {choice.slot} {choice.name!r} of {choice.distribution}, "
+            "which is not loaded here"
+        )
+    options = found.component.options.model_validate(choice.options)
+    origin = f"{found.distribution} {found.version}".rstrip()
+    return import_factory(found.component, origin)(options, plan, worker)
+
+
+def load_plugins_for(plan: EnginePlan) -> PluginSet:
+    """Return the plugin set that a plan was made with.
+
+    Raises:
+        PluginLoadError: this environment holds another set of plugins, or other versions.
+    """
+    found = {source.name: source for source in entry_point_sources()}
+    defaults = set(DEFAULT_PLUGINS)
+    sources = []
+    for name in plan.plugins:
+        if name in defaults:
+            sources.append(PluginSource(name, name))
+        else:
+            sources.append(found.get(name) or PluginSource(name, name, *distribution_of(name)))
+    plugins = PluginSet(sources)
+    if plugins.fingerprint != plan.plugin_fingerprint:
+        others = (
+            ", ".join(source.label for source in plugins.sources if source.distribution != BUILT_IN)
+            or "none"
+        )
+        raise PluginLoadError(
+            "this process loaded other plugins or versions than the plan was made with (fingerprint "
+            f"{plugins.fingerprint}, plan {plan.plugin_fingerprint}); third-party plugins here: {others}"
+        )
+    return plugins

@@ -1,0 +1,63 @@
+"""Decoder layers of the DeepSeek family: latent attention, and a dense MLP or a mixture of experts."""
+
+from __future__ import annotations
+
+from glowplug.core.layers.attention import MlaAttention, MlaSizes
+from glowplug.core.layers.decoder import DecoderLayer
+from glowplug.core.layers.mlp import Mlp
+from glowplug.core.layers.moe import Moe, MoeSizes
+from glowplug.core.layers.rope import Rope, RopeConfig
+from glowplug.core.protocols.build_context import BuildContext
+from glowplug.models.deepseek.config import DeepseekConfig
+
+
+def deepseek_rope(context: BuildContext, config: DeepseekConfig) -> Rope:
+    return Rope(context, RopeConfig.read(context.facts.config), config.rope, config.interleaved)
+
+
+def deepseek_layer(
+    context: BuildContext, config: DeepseekConfig, name: str, layer: int, index: int
+) -> DecoderLayer:
+    """Layer ``layer`` of the checkpoint; ``index`` is its number in the KV pool."""
+    scale = RopeConfig.read(context.facts.config).softmax_scale(config.nope + config.rope)
+    sizes = MlaSizes(
+        config.hidden,
+        config.heads,
+        config.nope,
+        config.rope,
+        config.v,
+        config.kv_lora,
+        config.q_lora,
+        config.attention_bias,
+    )
+    return DecoderLayer(
+        context,
+        name,
+        config.hidden,
+        config.eps,
+        MlaAttention(context, f"{name}.self_attn", index, sizes, scale),
+        _feed_forward(context, config, f"{name}.mlp", layer),
+    )
+
+
+def _feed_forward(
+    context: BuildContext, config: DeepseekConfig, name: str, layer: int
+) -> Mlp | Moe:
+    if config.dense(layer):
+        return Mlp(context, name, config.hidden, config.intermediate, bias=config.mlp_bias)
+    return Moe(
+        context,
+        name,
+        MoeSizes(
+            hidden=config.hidden,
+            width=config.moe_intermediate,
+            experts=config.experts,
+            topk=config.topk,
+            shared=config.shared * config.moe_intermediate,
+            sigmoid=config.sigmoid,
+            groups=config.groups,
+            topk_groups=config.topk_groups,
+            renormalize=config.renormalize,
+            scale=config.scale,
+        ),
+    )
