@@ -163,7 +163,7 @@ def auto_options(slot: Slot) -> type[Options]:
         base = OPTION_BASES.get(slot.name, Options)
         use: Any = (Literal["auto"], "auto")
         made: Any = create_model(f"Auto{slot.name.capitalize()}Options", __base__=base, use=use)
-        _AUTO[slot.name] = made
+        _AUTO[slot.name] = cast(type[Options], made)
     return _AUTO[slot.name]
 
 

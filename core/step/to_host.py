@@ -27,8 +27,8 @@ class Marks:
     @staticmethod
     def new() -> Marks:
         return Marks(
-            torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
-            torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
+            torch.cuda.Event(enable_timing=True),
+            torch.cuda.Event(enable_timing=True),
         )
 
 

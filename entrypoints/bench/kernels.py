@@ -266,7 +266,10 @@ def _measure_variant(
             row = _row(call, shape.name, _provider(variant, plan, call.slot), spent, rates)
             row |= {
                 "captured": captured,
-                "step_us": spent * 1e6 * count * times.get(call.layer, 1),
+                "step_us": spent
+                * 1e6
+                * count
+                * (1 if call.layer is None else times.get(call.layer, 1)),
                 "out": call.out,
                 "differs": _difference(call.out, known.get((shape.name, *call.key))),
             }

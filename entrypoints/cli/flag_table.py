@@ -46,9 +46,9 @@ def byte_count(text: str) -> int:
     if match is None:
         raise ValueError(text)
     number, unit = match.groups()
-    return round(
-        float(number) * (1024 if unit.isupper() else 1000) ** " kmgt".index(unit.lower() or " ")
-    )
+    base = 1024.0 if unit.isupper() else 1000.0
+    power = " kmgt".index(unit.lower() or " ")
+    return round(float(number) * float(base**power))
 
 
 def text_list(text: str) -> list[str]:

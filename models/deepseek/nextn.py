@@ -72,8 +72,8 @@ class DeepseekNextN(Module):
         Returns normed hidden states [T, hidden]: what ``logits`` and a further NextN step read.
         """
         x = self._joined(input_ids, batch.extra[PREVIOUS_HIDDEN])
-        x, residual = self.layer.forward(x, None, self.rope.at(positions), batch)
-        return self.norm.add(x, residual)[0]  # type: ignore[no-any-return]
+        out, residual = self.layer.forward(x, None, self.rope.at(positions), batch)
+        return self.norm.add(out, residual)[0]  # type: ignore[no-any-return]
 
     def fill(self, input_ids: Tensor, positions: Tensor, slots: Tensor, previous: Tensor) -> None:
         """Cache tokens that nothing is drafted from: this is the only layer, so that later tokens

@@ -60,7 +60,7 @@ def _hidden(model: Network, ids: Tensor) -> tuple[Tensor, Tensor]:
     model.eval()
     with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
         # NOTE: lengths change at every step, so a compiled block would be compiled again and again.
-        with torch.compiler.set_stance("force_eager"):  # type: ignore[attr-defined]
+        with torch.compiler.set_stance("force_eager"):
             hidden, ahead = model(ids, torch.zeros_like(ids))
     model.train(was_training)
     return hidden.float(), ahead.float()

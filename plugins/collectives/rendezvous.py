@@ -71,7 +71,7 @@ def await_ranks(store: Store, rank: int, ranks: int, timeout: float, what: str) 
     deadline = time.monotonic() + timeout
     missing = list(range(ranks))
     try:
-        store.set(f"{what} {rank}", b"done")
+        store.set(f"{what} {rank}", "done")
         while missing := [other for other in missing if not store.check([f"{what} {other}"])]:
             if time.monotonic() > deadline:
                 raise CollectiveError(

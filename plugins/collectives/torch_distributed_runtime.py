@@ -79,7 +79,7 @@ class Gloo:
 
     def _host_group(self, members: tuple[int, ...], name: str) -> Any:
         store = self._part(members, name)
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
         options._devices = [self._network()]
         return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), options)

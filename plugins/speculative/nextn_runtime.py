@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -100,7 +101,8 @@ class NextN:
             return self._last.new_empty(0, self._width)
         run = batch.segments.run
         drafted, hidden, every = run("draft places", partial(self._begin, batch))
-        for number, at in enumerate(every, 1):
+        passes: Sequence[Places | Batch] = every
+        for number, at in enumerate(passes, 1):
             step = at if isinstance(at, Batch) else one_more(batch, number, at, self._width)
             piece = f"draft {number}"
             self._attention.plan_step(step, batch.segments.part(piece))

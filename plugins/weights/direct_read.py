@@ -136,7 +136,7 @@ class DirectReader(Generic[Key]):
         if event is not None:
             event.synchronize()
         wanted = min(self._piece, block.end - at)
-        view = memoryview(self._staging[slot].numpy())
+        view = self._staging[slot].numpy().data
         done = 0
         try:
             while done < wanted:

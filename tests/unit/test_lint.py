@@ -1,4 +1,4 @@
-"""Ruff over everything and mypy's strict mode over the core, so that `make test` is the whole
+"""Ruff over everything and mypy in strict mode over all but the kernels, so that `make test` is the whole
 check.
 """
 
@@ -21,5 +21,5 @@ def test_ruff() -> None:
     assert run("ruff", "check", "--output-format=concise", ".") == ""
 
 
-def test_mypy_strict_on_core() -> None:
+def test_mypy_strict() -> None:
     assert run("mypy") == ""

@@ -25,7 +25,9 @@ def test_a_folder_has_few_modules() -> None:
 
 def is_declaration(module: str) -> bool:
     """Does the module register components or tuners, or declare a protocol or routes?"""
-    names = {node.name for node in tree(modules()[module]).body if isinstance(node, ast.FunctionDef)}
+    names = {
+        node.name for node in tree(modules()[module]).body if isinstance(node, ast.FunctionDef)
+    }
     return any(name.startswith("register_") or name in ("configure", "tuners") for name in names)
 
 

@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import create_model
 
@@ -70,7 +70,7 @@ def component(
     )
     return Component(
         name=name,
-        options=options,
+        options=cast(type[Options], options),
         factory="nowhere:Nothing",
         offers=offers,
         summary=f"fake {name}",

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -138,7 +138,7 @@ class Turn:
 
 def in_turns(
     starts: Sequence[Callable[[], Turn]], together: bool, timeout: float
-) -> Iterator[Turn]:
+) -> Generator[Turn]:
     """Each program, loaded, for as long as it is its turn: the others are stopped or do not run.
     Close it when done.
 

@@ -164,9 +164,9 @@ class MoE(nn.Module):
         self.quantized = False
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = self.experts_gate
-        up = self.experts_up
-        down = self.experts_down
+        gate: Tensor = self.experts_gate
+        up: Tensor = self.experts_up
+        down: Tensor = self.experts_down
         rows = x
         if self.quantized:
             gate = fake_weight(gate)

@@ -57,8 +57,9 @@ class Muon:
             updates = orthogonalize(torch.cat([m.reshape(-1, *shape) for m in mixed]))
             sizes = [p.numel() // (shape[0] * shape[1]) for p in group]
             pieces = [u.view_as(p) for u, p in zip(updates.split(sizes), group, strict=True)]
-            torch._foreach_mul_(group, 1 - rate * self.decay)
-            torch._foreach_add_(group, pieces, alpha=-rate * 0.2 * max(shape) ** 0.5)
+            weights: list[Tensor] = list(group)
+            torch._foreach_mul_(weights, 1 - rate * self.decay)
+            torch._foreach_add_(weights, pieces, alpha=-rate * 0.2 * max(shape) ** 0.5)
 
 
 class Optimizer:

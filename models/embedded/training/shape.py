@@ -47,7 +47,7 @@ class Shape:
     def softmax_scale(self) -> float:
         """1 / sqrt(query width), times the square of YaRN's attention temperature."""
         mscale = 0.1 * math.log(self.yarn_factor) + 1.0 if self.yarn_factor > 1 else 1.0
-        return (self.nope + self.rope) ** -0.5 * mscale * mscale
+        return float((self.nope + self.rope) ** -0.5 * mscale * mscale)
 
     def config(self, *, fp8: bool) -> dict[str, object]:
         """config.json as DeepSeek publishes it."""

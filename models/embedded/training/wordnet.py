@@ -79,8 +79,8 @@ class WordNet:
                 if line.startswith(" ") or not re.fullmatch(r"[a-z]{2,}", fields[0]):
                     continue
                 pointers = int(fields[3])
-                count = counts.get((part, fields[0]), 0)
-                found.append((count, fields[0], self.synsets[part, fields[6 + pointers]]))
+                uses = counts.get((part, fields[0]), 0)
+                found.append((uses, fields[0], self.synsets[part, fields[6 + pointers]]))
         return sorted(found, key=lambda item: (-item[0], item[1]))
 
     def prose(self) -> Iterator[str]:

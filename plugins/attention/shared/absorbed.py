@@ -16,7 +16,8 @@ from pydantic import Field
 
 from glowplug.core.errors import Refusal
 from glowplug.core.plugin.component import CheckContext
-from glowplug.core.plugin.options import AttentionOptions
+from glowplug.core.plugin.offers import QuantizationOffers
+from glowplug.core.plugin.options import AttentionOptions, QuantizationOptions
 
 MOST = 64  #: decoding tokens that a program of the kernels for stored blocks holds
 #: heads of a rank -> tokens of a step for which stored blocks were faster on an H200, for W_UK and
@@ -49,7 +50,9 @@ class AbsorbedOptions(AttentionOptions):
 def keeps_blocks(context: CheckContext) -> bool:
     """Return whether the quantization keeps weights in blocks on this device."""
     return any(
-        one.offers.block_shape is not None
+        isinstance(one.offers, QuantizationOffers)
+        and isinstance(one.options, QuantizationOptions)
+        and one.offers.block_shape is not None
         and not one.options.dequantizes(context.values["device"], one.offers)
         for one in context.chosen.get("quantization", ())
     )

@@ -157,7 +157,9 @@ def _slots(batch: Batch, page_size: int, row: int, begin: int, end: int) -> Ints
     """Cache slots of positions ``begin`` to ``end`` of a row."""
     first = begin // page_size
     pages = batch.pages[row, first : -(-end // page_size)]
-    slots = (pages[:, None] * np.int32(page_size) + np.arange(page_size, dtype=np.int32)).ravel()
+    within: Ints = np.arange(page_size, dtype=np.int32)
+    starts: Ints = pages[:, None] * np.int32(page_size)
+    slots = (starts + within).ravel()
     return slots[begin - first * page_size :][: end - begin]
 
 

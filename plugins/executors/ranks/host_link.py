@@ -115,8 +115,8 @@ class HostLink:
         me = self.site.index
         deadline = time.monotonic() + timeout
         try:
-            self._store.set(f"beat {me}", msgspec.msgpack.encode(self._said))
-            self._store.set(f"identity {me}", identity)
+            self._store.set(f"beat {me}", msgspec.msgpack.encode(self._said))  # type: ignore[arg-type]
+            self._store.set(f"identity {me}", identity)  # type: ignore[arg-type]
             missing = list(range(self.site.count))
             while missing := [one for one in missing if not self._store.check([f"identity {one}"])]:
                 if time.monotonic() > deadline or self._closed.is_set():
@@ -164,7 +164,7 @@ class HostLink:
                 self._urgent.clear()
                 self._said.count += 1
                 self._said.ranks = self._states()
-                self._store.set(f"beat {me}", msgspec.msgpack.encode(self._said))
+                self._store.set(f"beat {me}", msgspec.msgpack.encode(self._said))  # type: ignore[arg-type]
                 if urgent:
                     self._told.set()
                 self._read(others)

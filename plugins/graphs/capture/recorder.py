@@ -27,7 +27,7 @@ def stream_for(owner: object, device: torch.device) -> torch.cuda.Stream:
     address, so that no two recorders may have the same stream at a time.
     """
     unused = _unused.setdefault(device, [])
-    stream = unused.pop() if unused else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = unused.pop() if unused else torch.cuda.Stream(device)
     weakref.finalize(owner, unused.append, stream)
     return stream
 

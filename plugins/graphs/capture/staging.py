@@ -18,7 +18,7 @@ class Staging:
         self.buffers = [
             torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(TURNS)
         ]
-        self._events = [torch.cuda.Event() for _ in range(TURNS if pinned else 0)]  # type: ignore[no-untyped-call]
+        self._events = [torch.cuda.Event() for _ in range(TURNS if pinned else 0)]
         self._next = 0
 
     def take(self) -> int:

@@ -51,6 +51,7 @@ class AwqOptions(QuantizationOptions):
         found = super().without_effect(context)
         device = context.values["device"]
         (scheme,) = context.chosen["quantization"]
+        assert isinstance(scheme.offers, QuantizationOffers)
         return (
             {**found, "dequantize": f"weights are dequantised on {device} anyway"}
             if super().dequantizes(device, scheme.offers)

@@ -7,6 +7,7 @@ Activations come quantised from whoever produced them, or are quantised here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -195,9 +196,9 @@ class Fp8ExpertsCuda:
         self._has_hopper = moe_gemm_hopper.supported() and moe_fp8_tiles.fits_hopper(
             shape.hidden, dtype.itemsize
         )
-        kind = {"dtype": torch.float8_e4m3fn, "device": device}
-        self.w13 = torch.empty(self.count, 2 * self.inter, shape.hidden, **kind)
-        self.w2 = torch.empty(self.count, shape.hidden, self.inter, **kind)
+        empty = partial(torch.empty, dtype=torch.float8_e4m3fn, device=device)
+        self.w13 = empty(self.count, 2 * self.inter, shape.hidden)
+        self.w2 = empty(self.count, shape.hidden, self.inter)
         if self.inter != shape.inter:
             self.w13.zero_()
             self.w2.zero_()

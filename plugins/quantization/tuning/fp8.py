@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ class Fp8GemmTuner:
         operands = Operands(rows, columns, depth)
         found = {
             TritonGemm.name: microseconds(
-                operands.calls(lambda *given: fp8_gemm.gemm(*given, config), pads=False)
+                operands.calls(partial(fp8_gemm.gemm, config=config), pads=False)
             )
         }
         for library in self._libraries:
