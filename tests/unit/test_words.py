@@ -1,0 +1,116 @@
+"""Docstrings, comments and messages in plain words, and commit subjects in the imperative."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from tests.support.source_tree import ROOT, dotted, name_of, sources, tree
+
+#: words that make persons of code, and the private words that the glossary replaces
+PERSONS = re.compile(r"\b(who|whoever|whom|nobody|everybody|somebody|hears?|tells?|asks?)\b", re.I)
+#: beginnings of a clause that stands as a title
+CLAUSE = re.compile(
+    r"^(What|Which|Whether|As (?!a\b|an\b)|Of|For (?!each|every|the)|That|Those|Whose|The same)\b"
+)
+#: share of the docstrings of functions that act, which have to begin with a verb
+VERBS_SHARE = 0.9
+#: texts that are data: the embedded model is trained on them, or their words are another program's
+DATA = ("models/embedded/", "entrypoints/checkpoints/byte_tokenizer.py")
+
+VALUES = {"property", "cached_property", "functools.cached_property", "overload"}
+#: endings that no imperative has; other first words are looked up in VERBS
+NO_VERB = re.compile(r"(ed|ing|tion|ment|ness|ity)$")
+VERBS = frozenset(
+    (ROOT / "tests" / "unit" / "verbs.txt").read_text(encoding="utf-8").split()
+)
+
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def documented() -> Iterator[tuple[str, Documented, str]]:
+    """Yield (place, node, docstring) of everything that has one."""
+    for path in sources():
+        if name_of(path).startswith(DATA):
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, Documented) and (text := ast.get_docstring(node)):
+                line = getattr(node, "lineno", 1)
+                yield f"{name_of(path)}:{line}", node, text
+
+
+def acts(node: Documented) -> bool:
+    """Return whether a docstring of this node describes an action: a function that is no property."""
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not any(
+        dotted(mark) in VALUES for mark in node.decorator_list
+    )
+
+
+def first_word(text: str) -> str:
+    return re.sub(r"[^\w-].*", "", text, flags=re.DOTALL).lower()
+
+
+def test_functions_that_act_begin_with_a_verb() -> None:
+    texts = [(place, text) for place, node, text in documented() if acts(node)]
+    others = [f"{place}: {text.splitlines()[0]}" for place, text in texts if first_word(text) not in VERBS]
+    assert len(others) <= (1 - VERBS_SHARE) * len(texts), "\n".join(others)
+
+
+def test_verbs_are_verbs() -> None:
+    """A word of the list that ends like a noun or a participle is a slip."""
+    odd = {"feed", "need", "embed", "seed", "bring", "string", "shed", "proceed", "mention", "document", "implement"}
+    assert [word for word in sorted(VERBS - odd) if NO_VERB.search(word)] == []
+
+
+def test_no_clause_stands_as_a_title() -> None:
+    found = [f"{place}: {text.splitlines()[0]}" for place, _, text in documented() if CLAUSE.match(text)]
+    assert found == []
+
+
+def test_docstrings_make_no_persons_of_code() -> None:
+    found = [
+        f"{place}: {match[0]!r} in {text.splitlines()[0]!r}"
+        for place, _, text in documented()
+        if (match := PERSONS.search(text))
+    ]
+    assert found == []
+
+
+@cache
+def comments(path: Path) -> list[tuple[int, str]]:
+    """Return (line, text) of every comment of a file."""
+    reader = io.StringIO(path.read_text(encoding="utf-8")).readline
+    return [
+        (token.start[0], token.string)
+        for token in tokenize.generate_tokens(reader)
+        if token.type == tokenize.COMMENT
+    ]
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of every string constant that is a sentence and no docstring."""
+    prose = {id(node.body[0].value) for node in ast.walk(tree(path)) if _has_docstring(node)}
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            if node.value.count(" ") >= 2:
+                yield node.lineno, node.value
+
+
+def _has_docstring(node: ast.AST) -> bool:
+    return isinstance(node, Documented) and ast.get_docstring(node) is not None
+
+
+def test_comments_and_messages_make_no_persons_of_code() -> None:
+    found = [
+        f"{name_of(path)}:{line}: {match[0]!r} in {text.strip()[:80]!r}"
+        for path in sources()
+        if not name_of(path).startswith(DATA)
+        for line, text in (*comments(path), *messages(path))
+        if (match := PERSONS.search(text))
+    ]
+    assert found == []
