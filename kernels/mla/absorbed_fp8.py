@@ -1,9 +1,8 @@
-"""Latent attention's absorbed products by weights that stay E4M3 in 128 x 128 blocks, for few
-tokens.
+"""MLA's absorbed GEMMs for few tokens, with weights kept in E4M3 with 128 x 128 block scales.
 
-With few tokens the weights are what moves: half the bytes of 16 bits. Activations stay as they are;
-codes become 16 bits in registers, exactly, and each block's sum is scaled. The reference is the
-product of the dequantised weights.
+With few tokens the time goes into reading the weights: FP8 takes half the bytes of 16 bits.
+Activations are not quantised. The codes are converted exactly to 16 bits in registers, and the sum
+over each block is scaled. The reference is the GEMM with dequantised weights.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from glowplug.kernels.formats.fp8 import Blocks
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
-BLOCK = 128  #: rows and columns with one scale
+BLOCK = 128  #: rows and columns that share a scale
 
 
 @triton.jit
@@ -44,11 +43,11 @@ def scaled_product(
     WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out[:, head, column to column + WIDTH] = x[:, head] w[head]: x [rows, H, SIZE], w E4M3 [H,
-    SIZE, COLUMNS].
+    """Compute out[:, head, column : column + WIDTH] = x[:, head] w[head].
 
-    SIZE is whole blocks, and WIDTH columns lie in one. Weights and scales come in before it waits
-    for the kernel that makes x.
+    x is [rows, H, SIZE], w is E4M3 [H, SIZE, COLUMNS]. SIZE is a multiple of the block size, and
+    the WIDTH columns are in one block. Weights and scales are loaded before the wait for the kernel
+    that makes x.
     """
     row, at, depth = tl.arange(0, ROWS), column + tl.arange(0, WIDTH), tl.arange(0, 128)
     inside = at < COLUMNS
@@ -136,11 +135,15 @@ def _by_heads_fp8(
 def multiply(
     x: Tensor, weight: Blocks, out: Tensor, width: int, warps: int = 4, follows: bool = False
 ) -> None:
-    """x [T, H, K] times weight [H, K, N] into out [T, H, N]; K is whole blocks, ``width`` columns
-    go to a program.
+    """Multiply x [T, H, K] by weight [H, K, N] into out [T, H, N].
 
-    x and out are contiguous in their last dimension. ``follows``: the kernel before waits for those
-    before it, as ``dependent`` asks, so that this one may start early.
+    K must be a multiple of the block size. x and out must be contiguous in their last dimension.
+
+    Args:
+        width: columns per program
+        warps: warps per program
+        follows: the preceding kernel waits for its predecessors as ``dependent_launch`` requires,
+            so this one may start early
     """
     tokens, heads, size = x.shape
     columns = weight.values.shape[2]

@@ -1,12 +1,13 @@
-"""Latent attention over a paged cache, few query tokens a row: decode, verify and draft steps of
-MLA.
+"""Latent attention over a paged cache for the decode, verify and draft steps of MLA.
 
-One key head of C + R numbers serves every query head and its first C numbers are the value too, so
-a tile of the cache is loaded once and multiplied twice, and the query heads of a row (times its
-query tokens) fill a block of the tensor cores. The cache of a row is divided among ``splits``
-programs whose partial results ``mla_merge`` joins, or the last of them, or W_UV's product
-(``mla_values``); the grid depends on the padded batch only, lengths are read on the device
-(FlashDecoding, Dao 2023; FlashMLA, DeepSeek-AI 2025).
+Rows have few query tokens. One key head of C + R numbers serves every query head, and its first C
+numbers are also the value, so a tile of the cache is loaded once and multiplied twice. The query
+heads of a row, times its query tokens, fill a tensor core tile.
+
+Split-KV: the keys of a row are divided among ``splits`` programs. Their partial results are merged
+by ``merge_splits``, by the last program of a row, or by W_UV's GEMM (``value_projection``). The
+grid depends only on the padded batch; lengths are read on the device (FlashDecoding, Dao 2023;
+FlashMLA, DeepSeek-AI 2025).
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.mla.merge_splits import merge
 from glowplug.kernels.paged import page_table as paged
 
-#: parts of a row's keys up to which who ends last joins them (not of tiles of 32 pairs: never
-#: measured)
-JOINED = 8
-APART = 9  #: parts at most that W_UV's product joins instead, in steps of APART_ROWS rows
-#: of few short rows of many heads: (blocks of this many pairs at most, pairs of a block), so that
-#: there is about a program for every processor
-NARROW = ((33, 16), (64, 32))
-MANY_APART = range(
-    1, 9
-)  #: in steps of so many such rows W_UV's product joins the parts; with 128 heads on an H200
-TICKETS = 1 << 16
+#: splits up to which the last program of a row merges them (not for tiles of 32 pairs, which were
+#: never measured)
+LAST_PROGRAM_SPLITS_MAX = 8
+#: splits up to which W_UV's GEMM merges them instead, in steps of APART_ROWS rows
+VALUE_GEMM_SPLITS_MAX = 9
+#: (most blocks, pairs per block) for few short rows of many heads: about one program per
+#: multiprocessor
+NARROW_BLOCKS = ((33, 16), (64, 32))
+#: numbers of such rows for which W_UV's GEMM merges the splits; measured with 128 heads on an H200
+MANY_HEADS_APART_ROWS = range(1, 9)
+TICKETS = 1 << 16  #: arrival counters per device
 
 
 @triton.jit
 def _part(at, filled, C: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr):
-    """Numbers ``FIRST`` to ``FIRST + SIZE`` of the rows of C numbers at ``at``, zeros where there
-    are none.
+    """Load columns FIRST to FIRST + SIZE of the rows of C numbers at ``at``.
+
+    Elements that are not ``filled`` or beyond C are zeros.
     """
     c = FIRST + tl.arange(0, SIZE)
     if C >= FIRST + SIZE:
@@ -80,12 +82,12 @@ def mla_decode_kernel(
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A program: ``BLOCK_M`` (query token, head) pairs of a row, one split of its keys.
+    """Attend ``BLOCK_M`` (query token, head) pairs of a row to one split of its keys.
 
-    Softmax in base 2: ``scale`` carries log2(e) and the cache's scale. Writes ``out`` at [pair, C]
-    if there is one split, else at [pair, split, C], and ``lse`` (base 2) at [pair, split]. The
-    latent lies in ``PARTS`` tiles
-    of ``BLOCK_C``: short products that do not wait for each other.
+    Softmax is in base 2: ``scale`` includes log2(e) and the scale of the cache. ``out`` is written
+    at [pair, C] if there is one split, else at [pair, split, C] with ``lse`` (base 2) at [pair,
+    split]. The latent is divided into ``PARTS`` tiles of ``BLOCK_C`` columns: short matrix
+    multiplications that do not wait for each other.
     """
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
@@ -120,8 +122,8 @@ def mla_decode_kernel(
         for part in tl.static_range(PARTS):
             latent = latent + (_part(entry, filled, C, BLOCK_C, part * BLOCK_C).to(q_r.dtype),)
         rope = _part(entry + C, filled, R, BLOCK_R, 0).to(q_r.dtype)
-        # NOTE: scaled before they are summed: a bare sum of products becomes one chain that waits
-        # for each of its links
+        # NOTE: each term is scaled before the sum: a plain sum of matrix multiplications becomes
+        # one chain, in which each link waits for the one before
         scores = tl.dot(q_r, tl.trans(rope), input_precision=PRECISION) * scale
         for part in tl.static_range(PARTS):
             scores += tl.dot(q_c[part], tl.trans(latent[part]), input_precision=PRECISION) * scale
@@ -151,10 +153,11 @@ def mla_decode_kernel(
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a decode step is cut: constants of the kernels, fixed by what a captured graph fixes.
+    """Launch configuration of a decode step: kernel constants that a captured graph fixes.
 
-    ``ring``: by the kernel for Hopper, whose tiles have 64 keys and ``stages`` of them are in
-    shared memory. ``apart``: parts of a row's keys are left to W_UV's product to be joined.
+    Programs take ``block_m`` (query token, head) pairs and tiles of ``block_n`` keys, with the
+    latent in ``parts`` column tiles. ``ring``: use the Hopper kernel, which keeps ``stages`` tiles
+    of 64 keys in shared memory. ``apart``: W_UV's GEMM merges the KV splits.
     """
 
     block_m: int
@@ -178,20 +181,20 @@ def tiling(
     ring: bool = False,
     apart: bool = False,
 ) -> Tiling:
-    """For ``rows`` (padded) rows of ``width`` query tokens, ``heads`` heads, rows of ``context``
-    keys at most.
+    """Choose the tiling for ``rows`` (padded) rows of at most ``context`` keys.
 
-    ``apart``: parts may be left to W_UV's product, where that was measured to be faster. On an H200
-    at 1024 keys, from
-    the prologue to W_UV: 17.3 to 15.6 us with 8 rows (9 parts), 19.9 to 18.3 with 16 (8), 24.7 to
-    23.6 with 32 (4). Few rows of more than ``MANY_HEADS`` heads: blocks of heads are narrow, which
-    read keys again, but from L2.
+    Rows have ``width`` query tokens of dtype ``dtype``; the cache has dtype ``kv``. ``ring``: the
+    Hopper kernel may be used. ``apart``: W_UV's GEMM may merge the splits, where that was measured
+    to be faster. On an H200 at 1024 keys, from the prologue to W_UV: 17.3 to 15.6 us with 8 rows (9
+    splits), 19.9 to 18.3 with 16 (8), 24.7 to 23.6 with 32 (4). Few rows of more than
+    ``MANY_HEADS`` heads use narrow blocks of heads, which read the keys again, but from L2.
     """
     block_m = min(64 if dtype.itemsize <= 2 else 32, max(16, next_power_of_2(width * heads)))
     many = ring and width == 1 and heads > MANY_HEADS and context <= SHORT
     if many:
         block_m = next(
-            (narrow for most, narrow in NARROW if rows * cdiv(heads, narrow) <= most), block_m
+            (narrow for most, narrow in NARROW_BLOCKS if rows * cdiv(heads, narrow) <= most),
+            block_m,
         )
     blocks = max(1, rows * cdiv(width * heads, block_m))
     wide = block_m == 64
@@ -200,18 +203,23 @@ def tiling(
         64 if ring or wide else 16 if dtype.itemsize > 2 else 32 if narrow or block_m > 16 else 64
     )
     splits = paged.best_splits(blocks, cdiv(context, block_n), MULTIPROCESSORS)
-    spared = ring and block_m == 16 and blocks >= JOINED and context <= SHORT and not many
+    spared = (
+        ring
+        and block_m == 16
+        and blocks >= LAST_PROGRAM_SPLITS_MAX
+        and context <= SHORT
+        and not many
+    )
     apart = (
         apart
         and splits > 1
         and width == 1
-        and (rows in MANY_APART and not wide if many else spared and rows in APART_ROWS)
+        and (rows in MANY_HEADS_APART_ROWS and not wide if many else spared and rows in APART_ROWS)
     )
-    # to spare the merge is worth more than a part for every processor: of 8 rows of 1024 keys on an
-    # H200
+    # avoiding the merge kernel gains more than one split per multiprocessor: 8 rows of 1024 keys
+    # on an H200 take 17.1 us merged by the last program, 20.8 us with 16 splits and that kernel
     if spared:
-        # 17.1 us joined, 20.8 us in 16 parts and merged
-        splits = min(splits, APART if apart else JOINED)
+        splits = min(splits, VALUE_GEMM_SPLITS_MAX if apart else LAST_PROGRAM_SPLITS_MAX)
     if ring:
         return Tiling(
             block_m,
@@ -235,7 +243,10 @@ def tiling(
 def ring_fits(
     query: torch.dtype, kv: torch.dtype, page_size: int, lora: int, rope: int, device: torch.device
 ) -> bool:
-    """May the kernel for Hopper be used? It copies whole tiles, and multiplies 16-bit numbers."""
+    """Return whether the Hopper kernel can be used.
+
+    It copies whole tiles and multiplies 16-bit numbers.
+    """
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device)[0] == 9
@@ -249,8 +260,10 @@ def ring_fits(
 
 @cache
 def _tickets(device: torch.device) -> Tensor:
-    """NOTE: one for all streams of a device, so two steps must not decode at once on it; made
-    before any capture.
+    """Return the arrival counters of a device, for the Hopper kernel's merge.
+
+    NOTE: all streams of a device share them, so two steps must not decode on it at once. They are
+    created before any capture.
     """
     return torch.zeros(TICKETS, dtype=torch.int32, device=device)
 
@@ -268,13 +281,22 @@ def mla_decode(
     tree: Tensor | None = None,
     kv_scale: float = 1.0,
 ) -> Tensor:
-    """Absorbed queries [B * W, H, C + R] over the cache kv [slots, C + R] -> [B * W, H, C] in the
-    query's dtype.
+    """Attend absorbed queries to a paged cache.
 
-    page_table int32 [B, P], kv_lens int32 [B] on the device; W is what B leaves of the tokens.
-    Query token i of a row sees the keys from ``first_key`` to the row's last but W - 1 - i, or with
-    ``tree`` int64 [B, W] those before the row's W own tokens, and own token j where bit j is set.
-    ``kv_scale`` multiplies what an FP8 cache holds.
+    Query token i of a row sees the keys from ``first_key`` to the row's last but W - 1 - i. With
+    ``tree`` it sees the keys before the row's W own tokens, and own token j if bit j is set.
+
+    Args:
+        query: [B * W, H, C + R]; W is the number of tokens divided by B
+        kv: the cache [slots, C + R]
+        page_table: int32 [B, P] on the device
+        kv_lens: int32 [B] on the device
+        lora: C
+        tree: int64 [B, W] or None
+        kv_scale: factor on the contents of an FP8 cache
+
+    Returns:
+        [B * W, H, C] in the query's dtype
     """
     tokens, heads, _ = query.shape
     out = query.new_empty(tokens, heads, lora)
@@ -297,7 +319,12 @@ def mla_decode(
             None,
         )
         return out
-    joins = cut.ring and cut.block_m != 32 and cut.splits <= JOINED and tokens * heads <= TICKETS
+    joins = (
+        cut.ring
+        and cut.block_m != 32
+        and cut.splits <= LAST_PROGRAM_SPLITS_MAX
+        and tokens * heads <= TICKETS
+    )
     partial, lse = decode_parts(
         query,
         kv,
@@ -331,11 +358,15 @@ def decode_parts(
     kv_scale: float = 1.0,
     joined: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``mla_decode``, but what each of more than one ``cut.splits`` found: [B * W, H, S, C] in
-    the query's dtype and the scores' log-sum-exps, float32 [B * W, H, S] in base 2.
+    """Run ``mla_decode`` but return the partial result of each of S = ``cut.splits`` > 1 splits.
 
-    Rows of few tiles of ``cut.block_n`` keys have fewer parts than S; what lies behind theirs is
-    not written. Into ``joined`` [B * W, H, C], if given, Hopper's kernel joins them as well.
+    Rows of few tiles of ``cut.block_n`` keys fill fewer than S splits; the others are not written.
+
+    If ``joined`` [B * W, H, C] is given, the Hopper kernel also writes the merged result there.
+
+    Returns:
+        partial results [B * W, H, S, C] in the query's dtype, and the log-sum-exps of the scores,
+            float32 [B * W, H, S] in base 2
     """
     tokens, heads, _ = query.shape
     partial = query.new_empty(tokens, heads, cut.splits, lora)
@@ -374,6 +405,7 @@ def _launch(
     lse: Tensor,
     joined: Tensor | None,
 ) -> None:
+    """Launch the kernel that ``cut`` selects; arguments as in ``mla_decode``."""
     (tokens, heads, size) = query.shape
     rows = kv_lens.shape[0]
     lora = out.shape[-1]

@@ -1,11 +1,13 @@
-"""Latent attention over a paged cache on Hopper, in Gluon: what ``mla_decode`` computes, with the
-copies and products of this one architecture under control.
+"""Latent attention over a paged cache on Hopper, in Gluon.
 
-A ring of tiles of 64 keys is refilled by the tensor memory accelerator as soon as a tile is done
-with, so that memory never waits for arithmetic; tiles of an FP8 cache are widened into one more
-before they are multiplied. Few pairs of query token and head (up to 32) are the columns of the
-score tile, whose rows are the keys: then the cores work without padding. With 64 pairs two warp
-groups share their rows.
+It computes the same as ``mla_decode_kernel``, with explicit control over the copies and matrix
+instructions of this architecture.
+
+The tensor memory accelerator refills a ring of tiles of 64 keys: each buffer is refilled as soon as
+its tile has been used, so that memory never waits for arithmetic. Tiles of an FP8 cache are widened
+into one more buffer before they are multiplied. Up to 32 (query token, head) pairs are the columns
+of the score tile, whose rows are the keys: then the tensor cores work without padding. With 64
+pairs two warp groups share the rows of pairs.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from glowplug.kernels.launch import dependent_launch as dependent
 
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # its name before and since Triton 3.7
-TILE = gl.constexpr(64)  #: keys
+barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # name before and since Triton 3.7
+TILE = gl.constexpr(64)  #: keys per tile
 
 
 @gluon.jit
 def _fetch(latent_at, rope_at, page, n0, latent, rope, ready, PAGE: gl.constexpr):
-    """Begin to copy the tile at position ``n0`` of a row, which lies in ``page``."""
+    """Start to copy the tile at position ``n0`` of a row, stored in ``page``."""
     slot = page * PAGE + n0 % PAGE
     mbarrier.expect(ready, latent_at.block_type.nbytes + rope_at.block_type.nbytes)
     copy_tile(latent_at, [slot, 0], ready, latent)
@@ -40,11 +42,11 @@ def _fetch(latent_at, rope_at, page, n0, latent, rope, ready, PAGE: gl.constexpr
 
 @gluon.jit
 def _written():
-    """What all threads stored in shared memory is there for the tensor cores and for copies into
-    it.
+    """Make shared memory stores of all threads visible to the tensor cores and to TMA copies.
 
-    NOTE: the compiler adds neither: without the fence products read what lay there before, once in
-    some thousand steps, and without the barrier they begin before slower warps have stored.
+    NOTE: the compiler adds neither the fence nor the barrier. Without the fence matrix instructions
+    read the old contents, once in some thousand steps; without the barrier they begin before slower
+    warps have stored.
     """
     fence_async_shared()
     barrier()
@@ -52,8 +54,10 @@ def _written():
 
 @gluon.jit
 def _copy(source, target, low, high, COLUMNS: gl.constexpr):
-    """Rows ``low`` to ``high`` of a tile in target's dtype, zeros before and behind: unwritten
-    slots may hold NaN, and 0 * NaN is NaN. Source and target may be the same."""
+    """Copy rows ``low`` to ``high`` of a tile in target's dtype, and zeros for the other rows.
+
+    Unwritten slots may hold NaN, and 0 * NaN is NaN. Source and target may be the same.
+    """
     STEP: gl.constexpr = min(COLUMNS, 128)
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 * 8 // STEP, STEP // 8], [gl.num_warps(), 1], [1, 0]
@@ -69,8 +73,9 @@ def _copy(source, target, low, high, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _take(latent, rope, wide, wide_r, low, high, C: gl.constexpr, R: gl.constexpr):
-    """What is to be multiplied of the tile that has come: itself, or where its numbers are narrow,
-    its copy.
+    """Return the operands for a tile that has arrived.
+
+    They are the tile itself, or its widened copy if its dtype is narrower.
     """
     if latent.dtype == wide.dtype:
         if (low > 0) | (high < TILE):
@@ -87,7 +92,10 @@ def _take(latent, rope, wide, wide_r, low, high, C: gl.constexpr, R: gl.constexp
 
 @gluon.constexpr_function
 def _score_layout(block_m, warps):
-    """Keys are rows if there are few pairs, else columns that two warp groups share."""
+    """Return the layout of the scores.
+
+    With few pairs the keys are rows, otherwise columns that two warp groups share.
+    """
     if block_m < 64:
         return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block_m, 16])
     return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, 64 // (warps // 4), 16])
@@ -95,6 +103,7 @@ def _score_layout(block_m, warps):
 
 @gluon.constexpr_function
 def _sum_layout(block_m, columns, warps):
+    """Return the layout of the accumulated output, arranged as the scores are."""
     if block_m < 64:
         return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block_m, 16])
     return gl.NVMMADistributedLayout(
@@ -117,12 +126,14 @@ def _ring(
     PAGE: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Shared memory for the tiles, with the first of them on their way: latents, rotary parts and
-    their barriers; and for a tile of ``dtype`` if theirs is another.
+    """Allocate shared memory for the ring of tiles and start the first copies.
+
+    Returns latents, rotary parts, their barriers, and a widened tile of ``dtype`` if the cache has
+    another dtype.
 
     NOTE: lengths, pages and the first ``known`` keys are older than the step's first kernel, so
-    they are asked for before the prologue ends, which adds the other keys: 0.8, 1.9 and 0.4 us of
-    17, 25 and 50 at 8, 32 and 128 rows.
+    they are requested before the prologue ends, which adds the other keys. This saves 0.8, 1.9 and
+    0.4 us of 17, 25 and 50 us at 8, 32 and 128 rows.
     """
     latent = gl.allocate_shared_memory(latent_at.dtype, [RING, TILE, C], latent_at.layout)
     rope = gl.allocate_shared_memory(latent_at.dtype, [RING, TILE, R], rope_at.layout)
@@ -175,8 +186,9 @@ def _queries(
     R: gl.constexpr,
     BLOCK_M: gl.constexpr,
 ):
-    """Pairs ``first`` and following of a row's ``pairs``, at ``query``, in shared memory: [M, C]
-    and [M, R].
+    """Load BLOCK_M pairs from ``first`` of a row's ``pairs`` to shared memory as [M, C] and [M, R].
+
+    ``query`` points at the first pair of the row.
     """
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -196,6 +208,7 @@ def _queries(
 
 @gluon.jit
 def _scores(q_c, q_r, latent, rope, blank, SWAP: gl.constexpr):
+    """Multiply queries by keys; with SWAP the keys are the rows of the result."""
     if SWAP:
         scores = warpgroup_mma(latent, q_c.permute((1, 0)), blank, use_acc=False)
         return warpgroup_mma(rope, q_r.permute((1, 0)), scores)
@@ -206,8 +219,9 @@ def _scores(q_c, q_r, latent, rope, blank, SWAP: gl.constexpr):
 
 @gluon.jit
 def _visible(pos, begin, own, tree, first_key, end, AXIS: gl.constexpr, TREE: gl.constexpr):
-    """Which keys at ``pos`` [N] the query tokens ``own`` [M] see; the row's own tokens begin at
-    ``begin``.
+    """Return the mask of keys at ``pos`` [N] that the query tokens ``own`` [M] see.
+
+    The row's own tokens begin at ``begin``.
     """
     key = gl.expand_dims(pos, 1 - AXIS)
     if TREE:
@@ -220,8 +234,9 @@ def _visible(pos, begin, own, tree, first_key, end, AXIS: gl.constexpr, TREE: gl
 
 @gluon.jit
 def _weights(scores, top, total, AXIS: gl.constexpr):
-    """Softmax goes on over one more tile: its weights, what is kept of the sums so far, and top and
-    total after it.
+    """Continue the softmax over one more tile.
+
+    Returns its weights, the factor on the sums so far, and the new maximum and total.
     """
     higher = gl.maximum(top, gl.max(scores, AXIS))
     base = gl.where(higher == float("-inf"), 0.0, higher)
@@ -232,7 +247,7 @@ def _weights(scores, top, total, AXIS: gl.constexpr):
 
 @gluon.jit
 def _add(acc, kept, weights, p_smem, latent, AXIS: gl.constexpr):
-    """acc * kept + the tile's values by their weights."""
+    """Return acc * kept plus the values of the tile times their weights."""
     p_smem.store(weights.to(p_smem.dtype))
     acc = acc * gl.expand_dims(gl.convert_layout(kept, gl.SliceLayout(AXIS, acc.type.layout)), AXIS)
     _written()
@@ -246,8 +261,11 @@ def _add(acc, kept, weights, p_smem, latent, AXIS: gl.constexpr):
 def _store(
     out, acc, norm, kv_scale, line, real, C: gl.constexpr, AXIS: gl.constexpr, FLAT: gl.constexpr
 ):
-    """out[line] = acc / norm * kv_scale. FLAT (with pairs as columns): by way of shared memory, so
-    that a thread stores 16 bytes of a pair side by side and not two."""
+    """Store out[line] = acc / norm * kv_scale.
+
+    FLAT (pairs are columns): store through shared memory, so that a thread writes 16 contiguous
+    bytes of a pair rather than two.
+    """
     layout: gl.constexpr = acc.type.layout
     side: gl.constexpr = gl.SliceLayout(AXIS, layout)
     inverse = gl.convert_layout(kv_scale / gl.where(norm == 0.0, 1.0, norm), side)
@@ -272,7 +290,10 @@ def _store(
 
 @gluon.jit
 def _last_of(tickets, programs):
-    """Is this the last of so many programs to come here? Sets the ticket back for the next step."""
+    """Return whether this is the last of ``programs`` programs to arrive.
+
+    The last one resets the ticket for the next step.
+    """
     barrier()
     last = gl.atomic_add(tickets, 1, sem="acq_rel") == programs - 1
     if last:
@@ -293,8 +314,10 @@ def _join(
     C: gl.constexpr,
     BLOCK_M: gl.constexpr,
 ):
-    """Pairs ``first`` and following of the row whose pairs begin at ``line``: ``count`` of SPLITS
-    parts become one, and no parts zeros."""
+    """Merge ``count`` of SPLITS splits of BLOCK_M pairs from ``first``; no splits give zeros.
+
+    ``line`` is the index of the first pair of the row.
+    """
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     pair = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, flat))
     real, c = pair < pairs, gl.arange(0, C, gl.SliceLayout(0, flat))
@@ -362,11 +385,14 @@ def mla_decode_hopper_kernel(
     FLAT: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """As ``mla_decode_kernel``, with the same arguments; ``latent_at`` and ``rope_at`` describe the
-    cache [slots, C + R] in tiles of 64 rows of C and of R numbers. With ``JOIN``, the number of
-    splits, who ends last of those with the same queries joins their parts into ``joined`` [B * W,
-    H, C]. ``FLAT``, below 64 pairs only: see ``_store``."""
-    AXIS: gl.constexpr = 0 if BLOCK_M < 64 else 1  # along which keys lie
+    """Compute the same as ``mla_decode_kernel``, with the same arguments.
+
+    ``latent_at`` and ``rope_at`` describe the cache [slots, C + R] in tiles of 64 rows of C and of
+    R numbers. If JOIN (the number of splits) is not 0, the last program to finish for a block of
+    queries merges the splits into ``joined`` [B * W, H, C]. For FLAT, only below 64 pairs, see
+    ``_store``.
+    """
+    AXIS: gl.constexpr = 0 if BLOCK_M < 64 else 1  # axis of the keys
     s_layout: gl.constexpr = _score_layout(BLOCK_M, gl.num_warps())
     o_layout: gl.constexpr = _sum_layout(BLOCK_M, C, gl.num_warps())
     p_layout: gl.constexpr = gl.NVMMASharedLayout(min(BLOCK_M * 2, 128), 16, 2)
@@ -375,7 +401,7 @@ def mla_decode_hopper_kernel(
     dependent.begin(DEPENDENT)
     block, row, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     pairs = width * heads
-    line = row.to(gl.int64) * pairs  # of the row's first pair
+    line = row.to(gl.int64) * pairs  # index of the row's first pair
     length = gl.load(kv_lens + row)
     each = gl.cdiv(gl.cdiv(length, TILE), splits) * TILE
     start = split * each
@@ -384,7 +410,7 @@ def mla_decode_hopper_kernel(
         if start >= end:
             dependent.wait(DEPENDENT)
             if JOIN > 0:
-                if (length <= 0) & (split == 0):  # of a row without keys nobody else writes
+                if (length <= 0) & (split == 0):  # no other program writes it
                     _join(out, lse, joined, line, block * BLOCK_M, pairs, 0, 0, C, BLOCK_M)
             return
     tiles, table = gl.cdiv(end - start, TILE), page_table + row * table_stride
@@ -449,7 +475,10 @@ def mla_decode_hopper_kernel(
 
 
 def described(kv: Tensor, lora: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """The cache kv [slots, C + R] in tiles of its first ``lora`` numbers and of those behind them."""
+    """Return TMA descriptors of the cache kv [slots, C + R].
+
+    The first covers its first ``lora`` columns, the second the rest, in tiles of 64 rows.
+    """
     dtype = {
         torch.bfloat16: gl.bfloat16,
         torch.float16: gl.float16,

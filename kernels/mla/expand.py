@@ -1,7 +1,7 @@
-"""Latents expanded to each head's keys and values for prefill: a product by heads writes between
-the columns of the rotary part, which one launch hands to every head, so that no key is copied.
+"""Expansion of latents to the keys and values of each head, for MLA prefill.
 
-The reference is ``kernels.mla.expand``.
+One launch writes the rotary part to every head's key; a batched GEMM by heads writes the other
+columns. No key is copied. The reference is ``kernels.mla.reference.expand``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
-ROWS = 64  #: (token, head) pairs of a program
+PAIRS_PER_PROGRAM = 64  #: (token, head) pairs of one program
 
 
 @triton.jit(do_not_specialize=["count", "heads"])
@@ -31,7 +31,7 @@ def _spread(
     ROWS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """keys[token, every head] = rotary[token], for ``count`` pairs of token and head."""
+    """Set keys[token, every head] = rotary[token] for ``count`` (token, head) pairs."""
     dependent.wait(DEPENDENT)
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = (pair // heads).to(tl.int64), pair % heads
@@ -48,9 +48,12 @@ def _spread(
 
 
 def spread(rotary: Tensor, keys: Tensor) -> None:
-    """rotary [n, P] into keys [n, H, P]; the last dimension of both is contiguous."""
+    """Copy rotary [n, P] to every head of keys [n, H, P].
+
+    The last dimension of both tensors must be contiguous.
+    """
     tokens, heads, size = keys.shape
-    _spread[(cdiv(tokens * heads, ROWS),)](
+    _spread[(cdiv(tokens * heads, PAIRS_PER_PROGRAM),)](
         rotary,
         keys,
         tokens * heads,
@@ -60,15 +63,17 @@ def spread(rotary: Tensor, keys: Tensor) -> None:
         keys.stride(1),
         SIZE=size,
         BLOCK=next_power_of_2(size),
-        ROWS=ROWS,
+        ROWS=PAIRS_PER_PROGRAM,
         **dependent.options(),
     )
 
 
 def expand(entries: Tensor, w_kv: Tensor, nope: int) -> tuple[Tensor, Tensor]:
-    """As ``kernels.mla.expand``. Where keys' latent parts and values are of one size, both are
-    views of one tensor in which they alternate, values as wide as keys, and one product fills
-    it."""
+    """Expand cache entries to keys and values as ``kernels.mla.reference.expand`` does.
+
+    If the latent part of the keys and the values have the same size, keys and values are views of
+    one tensor in which they alternate (values are as wide as keys), and one GEMM fills it.
+    """
     (tokens, size) = entries.shape
     (heads, rows, lora) = w_kv.shape
     whole = nope + size - lora

@@ -1,4 +1,4 @@
-"""Joins what the programs of ``mla_decode`` found in their parts of a row's keys."""
+"""Merge of the KV splits of ``mla_decode`` and ``mha_decode``."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ def mla_merge_kernel(
     CHUNK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A program: ``BLOCK_D`` numbers of one (query token, head) pair; ``pairs`` of a row lie side
-    by side.
+    """Merge ``BLOCK_D`` columns of one (query token, head) pair.
 
-    partial [pair, split, C], lse float32 [pair, split] in base 2 -> out [pair, C]. How many splits
-    of a row hold anything follows from its length as in the kernel before; the first ``CHUNK`` are
-    fetched before that is known.
+    The ``pairs`` pairs of a row are contiguous. partial [pair, split, C] and lse float32 [pair,
+    split] in base 2 -> out [pair, C]. The number of filled splits of a row follows from its length
+    as in the preceding kernel; the first ``CHUNK`` splits are loaded before that number is known.
     """
     dependent.begin(DEPENDENT)
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -63,7 +62,16 @@ def mla_merge_kernel(
 def merge(
     partial: Tensor, lse: Tensor, kv_lens: Tensor, out: Tensor, pairs: int, block_n: int
 ) -> None:
-    """partial [B * W, H, S, C], lse float32 [B * W, H, S], kv_lens int32 [B] -> out [B * W, H, C]."""
+    """Merge partial results of KV splits into ``out``.
+
+    Args:
+        partial: [B * W, H, S, C]
+        lse: float32 [B * W, H, S], base 2
+        kv_lens: int32 [B]
+        out: [B * W, H, C], written
+        pairs: W * H
+        block_n: keys per tile of the preceding kernel
+    """
     tokens, heads, splits, size = partial.shape
     padded = next_power_of_2(splits)
     block_d = min(128, next_power_of_2(size))

@@ -1,9 +1,9 @@
-"""Ragged attention over expanded keys and values, for prefill of MLA: scores over N + R numbers,
-values of V.
+"""Ragged attention over expanded keys and values, for MLA prefill.
 
-FlashAttention-2's loop (Dao, 2023): a block of one row's queries against its keys tile by tile,
-tiles that every query of the block sees in full without a mask. The rotary part of the keys is a
-tensor of its own, so that one for all heads need not be copied to each.
+Scores are over N + R numbers, values have V. The loop is FlashAttention-2's (Dao, 2023): a block of
+queries of one row against its keys tile by tile; tiles that every query of the block sees in full
+need no mask. The rotary part of the keys is a separate tensor, so that one part for all heads need
+not be copied to each.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def _tiles(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Keys ``low`` to ``high`` in tiles of ``BLOCK_K``; query i sees those up to number ``last[i]``
-    of ``keys``.
+    """Process keys ``low`` to ``high`` in tiles of ``BLOCK_K``.
+
+    The row has ``keys`` keys; query i sees those up to number ``last[i]``.
     """
     n, r, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_V)
     j = tl.arange(0, BLOCK_K)
@@ -122,11 +123,10 @@ def mla_prefill_kernel(
     CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A program: ``BLOCK_Q`` queries of one row and head, the row's last ones first, since they see
-    the most keys.
+    """Attend ``BLOCK_Q`` queries of one row and head to the keys of the row.
 
-    ``scale`` carries log2(e). lse float32 [token, head] is the natural logarithm, -inf where a
-    query sees no key.
+    The last blocks of a row run first, since they see the most keys. ``scale`` includes log2(e).
+    lse float32 [token, head] is the natural logarithm, -inf where a query sees no key.
     """
     block, head, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     q_first, k_first = tl.load(q_starts + row).to(tl.int64), tl.load(k_starts + row).to(tl.int64)
@@ -152,7 +152,7 @@ def mla_prefill_kernel(
     k_rope += k_first * kr_stride + head * kr_head
     v += k_first * v_stride + head * v_head
     if CAUSAL:
-        seen = keys - queries + block * BLOCK_Q + 1  # by the block's first query
+        seen = keys - queries + block * BLOCK_Q + 1  # keys that the block's first query sees
         last = keys - queries + i
         high = tl.minimum(keys, keys - queries + (block + 1) * BLOCK_Q)
     else:
@@ -236,14 +236,26 @@ def mla_prefill(
     causal: bool,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q [n, H, N + R], k_nope [m, H, N], k_rope [m, R] or [m, H, R], v [m, H, V] -> out [n, H, V],
-    lse float32 [n, H].
+    """Attend the queries of each row to its own keys.
 
-    Row b's queries are tokens q_starts[b] to q_starts[b + 1] (int32 [B + 1], on the device), its
-    keys likewise; with ``causal`` its last query sees all its keys and each one before it one less.
-    Any strides but of the last dimension.
-    ``lse``: natural logarithm of each query's summed exponentials; where it sees no key, -inf, and
-    ``out`` is zero. With ``out``, which is contiguous, that is written.
+    With ``causal`` the last query of a row sees all its keys, and each earlier query one key fewer.
+    Any strides are allowed except in the last dimension.
+
+    Args:
+        q: [n, H, N + R]
+        k_nope: [m, H, N]
+        k_rope: [m, R] or [m, H, R]
+        v: [m, H, V]
+        q_starts: int32 [B + 1] on the device; row b has queries q_starts[b] to q_starts[b + 1]
+        k_starts: int32 [B + 1] on the device; the same for keys
+        max_q: most queries of a row
+        scale: factor on the scores
+        causal: mask later keys
+        out: contiguous [n, H, V] to write; None: a new tensor
+
+    Returns:
+        ``out`` [n, H, V] and lse float32 [n, H], the natural logarithm of each query's summed
+            exponentials. Where a query sees no key, lse is -inf and ``out`` is zero.
     """
     (tokens, heads, _) = q.shape
     nope = k_nope.shape[2]
@@ -292,11 +304,12 @@ def mla_prefill(
 
 
 def _padded(size: int) -> int:
+    """Return the tile size for ``size`` columns."""
     return max(16, next_power_of_2(size))
 
 
 def _tile(max_q: int, itemsize: int) -> tuple[int, int, int, int]:
-    """(queries, keys, warps, stages) of a program, for rows of ``max_q`` queries at most."""
+    """Return (queries, keys, warps, stages) of a program for rows of at most ``max_q`` queries."""
     if itemsize > 2:
         return 32, 16, 4, 2
     return (128, 64, 8, 3) if max_q > 64 else (64, 64, 4, 3)

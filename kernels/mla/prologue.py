@@ -1,7 +1,6 @@
-"""Latent attention's prologue in one launch: norm, both rotations, the cache write, and W_UK's
-product; and W_UV's.
+"""MLA's prologue in one launch: norm, both rotations, the cache write and W_UK's GEMM; also W_UV's.
 
-References are in ``kernels.mla``.
+The references are in ``kernels.mla.reference``.
 """
 
 from __future__ import annotations
@@ -17,26 +16,25 @@ from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.mla import absorbed_fp8 as mla_absorbed_fp8
 from glowplug.kernels.mla.absorbed_fp8 import scaled_product
 
-HEADS = 16  #: query heads a program rotates
-GATHERED = 8  #: cache entries a program of ``gather`` copies
-#: numbers of a line of a query, of which all are full, and lines a program of ``in_e4m3`` rounds
-LINE = 64
-LINES = 32
-#: decoding tokens up to which W_UK's product is quicker in the prologue than as one of cuBLAS,
-FEW = 64
-#: twice as many where tokens times heads are no more than these; of W_UV's product as well
-FEW_PAIRS = 2048
-UV_STORED = 64  #: columns of W_UV's product that a program makes of stored weights
-UK_COLUMNS = 64  #: of one head's product that a program makes
-#: the same of W_UV's, and tokens of them
-UV_COLUMNS = 32
-UV_ROWS = 32
+ROTATED_HEADS = 16  #: query heads that one program rotates
+GATHER_ROWS = 8  #: cache entries that one program of ``gather`` copies
+E4M3_LINE = 64  #: numbers per line in ``in_e4m3``; the size of a query is a multiple
+E4M3_LINES = 32  #: lines that one program of ``in_e4m3`` rounds
+#: decoding tokens up to which W_UK's GEMM is faster in the prologue than in cuBLAS; the limit
+#: doubles for at most FEW_PAIRS_MAX (token, head) pairs. W_UV's GEMM needs both limits
+FEW_TOKENS_MAX = 64
+FEW_PAIRS_MAX = 2048  #: (token, head) pairs up to which the batch counts as small
+UV_FP8_COLUMNS = 64  #: columns of W_UV's GEMM per program with stored FP8 weights
+UK_COLUMNS = 64  #: columns of one head's W_UK GEMM per program
+UV_COLUMNS = 32  #: columns of one head's W_UV GEMM per program
+UV_ROWS = 32  #: tokens of W_UV's GEMM per program
 
 
 @triton.jit
 def _put(target, value, FP8: tl.constexpr, inside):
-    """Store float32 ``value`` in target's dtype; FP8 saturates, as the hardware's conversion alone
-    might not.
+    """Store float32 ``value`` in target's dtype.
+
+    FP8 is clamped first, because the hardware conversion alone might not saturate.
     """
     if FP8:
         value = tl.clamp(value, -448.0, 448.0)
@@ -66,10 +64,10 @@ def _product(
     DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out[rows, head, columns] = x[rows, head] w[head], ROWS rows from ``first`` and BLOCK columns
-    from ``column`` on: x [rows, H, SIZE], w [H, SIZE, COLUMNS].
+    """Compute one tile of out[rows, head, columns] = x[rows, head] w[head].
 
-    The weights come in before it waits for the kernel that makes x.
+    The tile has ROWS rows from ``first`` and BLOCK columns from ``column``; x is [rows, H, SIZE], w
+    is [H, SIZE, COLUMNS]. The weights are loaded before the wait for the kernel that makes x.
     """
     row, at, depth = first + tl.arange(0, ROWS), column + tl.arange(0, BLOCK), tl.arange(0, DEPTH)
     b = tl.load(
@@ -184,8 +182,11 @@ def _prologue(
     DEPENDENT: tl.constexpr,
     LEADS: tl.constexpr,
 ):
-    """Programs 0 to tokens * PARTS - 1: a token's key, or some of its query heads; those behind:
-    W_UK's product, of codes and the scales of their blocks where it is STORED."""
+    """Process tokens in the first tokens * PARTS programs, and W_UK's GEMM in the others.
+
+    Each of the first programs handles the key or HEAD_BLOCK query heads of one token. If STORED,
+    W_UK consists of E4M3 codes and block scales.
+    """
     dependent.begin(LEADS)
     program = tl.program_id(0)
     if program < tokens * PARTS:
@@ -292,8 +293,11 @@ def _turn(
     INTERLEAVED: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """HEAD_BLOCK rotary parts [2 * HALF] of one token, rotated, into ``target``, which may be
-    ``source``; with ``keep`` into ``own``, too. Neighbours are read and written side by side."""
+    """Rotate HEAD_BLOCK rotary parts [2 * HALF] of one token into ``target``.
+
+    ``target`` may be ``source``. If ``keep``, the result is also written to ``own``. Neighbouring
+    elements are read and written contiguously.
+    """
     head = first + tl.arange(0, HEAD_BLOCK)[:, None]
     if INTERLEAVED:
         at = tl.arange(0, 2 * HALF_BLOCK)[None, :]
@@ -352,7 +356,7 @@ def _token(
     INTERLEAVED: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """The key of a token (part 0), or HEAD_BLOCK of its query heads."""
+    """Process the key of a token (part 0) or HEAD_BLOCK of its query heads."""
     pair = tl.arange(0, HALF_BLOCK)
     cos = tl.load(cos_sin + token * cos_token + pair, mask=pair < HALF, other=0.0)[None, :]
     sin = tl.load(cos_sin + token * cos_token + HALF + pair, mask=pair < HALF, other=0.0)[None, :]
@@ -441,6 +445,7 @@ def _store(
     BLOCK: tl.constexpr,
     FP8: tl.constexpr,
 ):
+    """Write the latent and the rotary part of one token to its slot."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     first = column < LORA
@@ -463,6 +468,7 @@ def _gather(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """Copy ROWS cache entries to ``out``, converted to its dtype."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < count)[:, None] & (column < SIZE)[None, :]
@@ -489,11 +495,14 @@ def prologue(
     leads: bool = False,
     stored: Blocks | None = None,
 ) -> None:
-    """As ``kernels.mla.prologue``. Tokens may be strided; within a token the last dimension is
-    contiguous.
+    """Run ``kernels.mla.reference.prologue`` in one launch.
 
-    ``leads``: the kernel behind waits for this one as ``dependent`` asks, so that it may start
-    early. ``stored`` only for few decoding tokens.
+    Tokens may be strided; within a token the last dimension must be contiguous.
+
+    Args:
+        leads: the next kernel waits for this one as ``dependent_launch`` requires, so it may start
+            early
+        stored: used only for few decoding tokens
     """
     tokens, heads, size = query.shape
     lora = norm_weight.shape[0]
@@ -501,9 +510,9 @@ def prologue(
     rope = compressed.shape[1] - lora
     if not tokens:
         return
-    block = min(HEADS, next_power_of_2(heads))
+    block = min(ROTATED_HEADS, next_power_of_2(heads))
     parts = 1 + cdiv(heads, block)
-    few = 0 < decode <= (2 * FEW if decode * heads <= FEW_PAIRS else FEW)
+    few = 0 < decode <= (2 * FEW_TOKENS_MAX if decode * heads <= FEW_PAIRS_MAX else FEW_TOKENS_MAX)
     stored = stored if few else None
     weight, scales = (w_uk, norm_weight.expand(1, 1, -1)) if stored is None else stored
     uk_block = min(UK_COLUMNS, next_power_of_2(lora)) if stored is None else mla_absorbed_fp8.BLOCK
@@ -547,7 +556,7 @@ def prologue(
         ROWS=_tile(decode) if few else 16,
         DEPTH=_tile(size - rope),
         STORED=stored is not None,
-        num_warps=8 if few and decode > FEW else 4,
+        num_warps=8 if few and decode > FEW_TOKENS_MAX else 4,
         **(options := dependent.options()),
         LEADS=options["DEPENDENT"] and leads and few,
     )
@@ -556,29 +565,36 @@ def prologue(
 
 
 def absorb(q_nope: Tensor, w_uk: Tensor, absorbed: Tensor) -> None:
-    """As ``kernels.mla.absorb``."""
+    """Run ``kernels.mla.reference.absorb``."""
     _bmm(q_nope, w_uk, absorbed[..., : w_uk.shape[2]])
 
 
 def project(
     latent: Tensor, w_uv: Tensor, out: Tensor, follows: bool = False, stored: Blocks | None = None
 ) -> None:
-    """As ``kernels.mla.project``. latent and out are contiguous in their last dimension.
+    """Run ``kernels.mla.reference.project``.
 
-    ``follows``: the kernel before waits for those before it, as ``dependent`` asks, so that this
-    one may start early. ``stored`` only for few tokens.
+    ``latent`` and ``out`` must be contiguous in their last dimension.
+
+    Args:
+        follows: the preceding kernel waits for its predecessors as ``dependent_launch`` requires,
+            so this one may start early
+        stored: only for few tokens
     """
     tokens, heads, _ = latent.shape
     if stored is not None:
-        mla_absorbed_fp8.multiply(latent, stored, out, UV_STORED, follows=follows)
-    elif tokens > FEW or tokens * heads > FEW_PAIRS:
+        mla_absorbed_fp8.multiply(latent, stored, out, UV_FP8_COLUMNS, follows=follows)
+    elif tokens > FEW_TOKENS_MAX or tokens * heads > FEW_PAIRS_MAX:
         _bmm(latent, w_uv, out)
     elif tokens:
         by_heads(latent, w_uv, out, min(UV_COLUMNS, next_power_of_2(w_uv.shape[2])), follows)
 
 
 def by_heads(x: Tensor, w: Tensor, out: Tensor, block: int, follows: bool) -> None:
-    """x [T, H, K], w [H, K, N] -> out [T, H, N] for few tokens, ``block`` columns a program."""
+    """Multiply x [T, H, K] by w [H, K, N] into out [T, H, N] for few tokens.
+
+    ``block`` is the number of columns per program.
+    """
     (tokens, heads, size) = x.shape
     columns = w.shape[2]
     tile = min(UV_ROWS, _tile(tokens))
@@ -603,17 +619,17 @@ def by_heads(x: Tensor, w: Tensor, out: Tensor, block: int, follows: bool) -> No
 
 
 def _bmm(x: Tensor, w: Tensor, out: Tensor) -> None:
-    """x [T, H, K], w [H, K, N] -> out [T, H, N]; none of them is copied."""
+    """Multiply x [T, H, K] by w [H, K, N] into out [T, H, N] without copying any of them."""
     torch.bmm(x.transpose(0, 1), w, out=out.transpose(0, 1))
 
 
 def _tile(size: int) -> int:
-    """A power of two that holds ``size``, and what tensor cores take at least."""
+    """Return the smallest power of two that holds ``size``, but at least the tensor core minimum."""
     return max(16, next_power_of_2(size))
 
 
 def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """As ``kernels.mla.store``."""
+    """Run ``kernels.mla.reference.store``."""
     tokens, lora = latent.shape
     rope = k_rope.shape[1]
     if not tokens:
@@ -634,12 +650,12 @@ def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """As ``kernels.mla.gather``."""
+    """Run ``kernels.mla.reference.gather``."""
     count = slots.shape[0]
     size = cache.shape[1]
     out = torch.empty(count, size, dtype=dtype, device=cache.device)
     if count:
-        _gather[(cdiv(count, GATHERED),)](
+        _gather[(cdiv(count, GATHER_ROWS),)](
             cache,
             slots,
             out,
@@ -647,13 +663,14 @@ def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
             cache.stride(0),
             SIZE=size,
             BLOCK=next_power_of_2(size),
-            ROWS=GATHERED,
+            ROWS=GATHER_ROWS,
         )
     return out
 
 
 @triton.jit(do_not_specialize=["lines"])
 def _in_e4m3(query, out, lines, LINE: tl.constexpr, LINES: tl.constexpr):
+    """Convert LINES lines of LINE numbers to E4M3."""
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
     at, inside = line * LINE + tl.arange(0, LINE)[None, :], line < lines
     value = tl.load(query + at, mask=inside, other=0.0).to(tl.float32)
@@ -662,10 +679,13 @@ def _in_e4m3(query, out, lines, LINE: tl.constexpr, LINES: tl.constexpr):
 
 
 def in_e4m3(query: Tensor) -> Tensor:
-    """As ``kernels.mla.in_e4m3``, of contiguous queries of whole lines of 64 numbers."""
-    assert query.is_contiguous() and query.shape[-1] % LINE == 0
+    """Run ``kernels.mla.reference.in_e4m3`` on contiguous queries.
+
+    The size of a query must be a multiple of 64.
+    """
+    assert query.is_contiguous() and query.shape[-1] % E4M3_LINE == 0
     out = torch.empty_like(query, dtype=torch.float8_e4m3fn)
-    lines = query.numel() // LINE
+    lines = query.numel() // E4M3_LINE
     if lines:
-        _in_e4m3[(cdiv(lines, LINES),)](query, out, lines, LINE=LINE, LINES=LINES)
+        _in_e4m3[(cdiv(lines, E4M3_LINES),)](query, out, lines, LINE=E4M3_LINE, LINES=E4M3_LINES)
     return out

@@ -1,10 +1,11 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) on plain tensors. Pure functions,
-reference beside them.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) on plain tensors.
 
-R rows, W queries a row, L keys a row, H heads, C latent size, P rope size, N nope size, V value
-size. A head's key is ``[W_UK latent, rope]`` and its value ``W_UV latent``; absorbed, W_UK moves to
-the query and W_UV to the output, so that
-the cache is read as it lies: one key head of size C + P whose first C numbers are also the value.
+Pure functions, with a float64 reference for each kind of attention.
+
+Shapes: R rows, W queries per row, L keys per row, H heads, C latent size, P rope size, N nope size,
+V value size. The key of a head is ``[W_UK latent, rope]`` and its value ``W_UV latent``. Absorbed,
+W_UK is applied to the query and W_UV to the output, so that attention reads the cache directly: one
+key head of size C + P whose first C numbers are also the value.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from glowplug.kernels.formats.fp8 import E4M3_MAX, Blocks, dequantize_weight
 
 
 def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
-    """q_nope [T, H, N], w_uk [H, N, C] -> [T, H, C]."""
+    """Multiply q_nope [T, H, N] by w_uk [H, N, C] and return [T, H, C]."""
     return torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
 
 
 def project_output(out_latent: Tensor, w_uv: Tensor) -> Tensor:
-    """out_latent [T, H, C], w_uv [H, C, V] -> [T, H * V]."""
+    """Multiply out_latent [T, H, C] by w_uv [H, C, V] and return [T, H * V]."""
     out = torch.bmm(out_latent.transpose(0, 1), w_uv).transpose(0, 1)
     return out.reshape(out_latent.shape[0], -1)
 
@@ -31,10 +32,18 @@ def project_output(out_latent: Tensor, w_uv: Tensor) -> Tensor:
 def attend_latent(
     q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, scale: float, bias: Tensor
 ) -> Tensor:
-    """q_latent [R, W, H, C], q_rope [R, W, H, P], latent [R, L, C], rope [R, L, P] -> [R, W, H, C].
+    """Attend absorbed queries to latents. Scores and softmax are float32.
 
-    ``bias`` float32 [R, W, L]: 0 where a query sees a key, -inf elsewhere. Scores and softmax are
-    float32.
+    Args:
+        q_latent: [R, W, H, C]
+        q_rope: [R, W, H, P]
+        latent: [R, L, C]
+        rope: [R, L, P]
+        scale: factor on the scores
+        bias: float32 [R, W, L]: 0 where a query sees a key, -inf elsewhere
+
+    Returns:
+        [R, W, H, C]
     """
     rows, width, heads, size = q_latent.shape
     if width > 1:
@@ -56,10 +65,21 @@ def mla_reference(
     w_uv: Tensor,
     scale: float,
 ) -> Tensor:
-    """One row by the definition, un-absorbed, in float64.
+    """Compute the attention of one row by the definition, un-absorbed, in float64.
 
-    q_nope [T, H, N], q_rope [T, H, P], latent [M, C], rope [M, P], w_uk [H, N, C], w_uv [H, C, V]
-    -> [T, H, V]; the last query sees all M keys, each one before it one less.
+    The last query sees all M keys, and each earlier query one key fewer.
+
+    Args:
+        q_nope: [T, H, N]
+        q_rope: [T, H, P]
+        latent: [M, C]
+        rope: [M, P]
+        w_uk: [H, N, C]
+        w_uv: [H, C, V]
+        scale: factor on the scores
+
+    Returns:
+        float64 [T, H, V]
     """
     count = q_nope.shape[0]
     keys = latent.shape[0]
@@ -88,15 +108,27 @@ def prologue(
     leads: bool = False,
     stored: Blocks | None = None,
 ) -> None:
-    """From a step's projections to what attention reads. T tokens, of which the first D are those
-    of decoding rows.
+    """Turn the projections of a step into the inputs of attention.
 
-    query [T, H, N + P], compressed [T, C + P], norm_weight [C], cos_sin float32 [T, P], cache
-    [slots, C + P], slots int64 [T], absorbed [D, H, C + P], own [T - D, C + P]. The latent is
-    normed and the key's rotary part rotated into ``cache``, and into ``own`` for the tokens behind
-    D. ``absorbed`` gets the query times w_uk [H, N, C], then its rotary part, rotated; for the
-    tokens behind D that goes back into ``query``. ``leads`` is of the kernel's. With ``stored``
-    that is multiplied instead of w_uk, which it gives up to rounding.
+    The first D of the T tokens belong to decoding rows. The latent is normalised and the rotary
+    part of the key is rotated into ``cache``, and also into ``own`` for the tokens after the first
+    D. ``absorbed`` receives the query multiplied by ``w_uk``, followed by the rotated rotary part;
+    for the tokens after the first D the rotated part is written back to ``query``.
+
+    Args:
+        query: [T, H, N + P]
+        compressed: [T, C + P]
+        norm_weight: [C]
+        eps: epsilon of the norm
+        cos_sin: float32 [T, P]
+        interleaved: rotate neighbouring elements
+        cache: [slots, C + P], written at ``slots``
+        slots: int64 [T]
+        absorbed: [D, H, C + P], written
+        own: [T - D, C + P], written
+        w_uk: [H, N, C]
+        leads: used by the kernel only
+        stored: FP8 blocks to multiply by instead of ``w_uk``, which they equal up to rounding
     """
     lora = norm_weight.shape[0]
     decode = absorbed.shape[0]
@@ -116,21 +148,32 @@ def prologue(
 
 
 def absorb(q_nope: Tensor, w_uk: Tensor, absorbed: Tensor) -> None:
-    """q_nope [T, H, N] times w_uk [H, N, C] into the first C of ``absorbed`` [T, H, C + P]."""
+    """Multiply q_nope [T, H, N] by w_uk [H, N, C] into absorbed[..., :C].
+
+    Args:
+        q_nope: [T, H, N]
+        w_uk: [H, N, C]
+        absorbed: [T, H, C + P]; only the first C columns are written
+    """
     torch.bmm(q_nope.transpose(0, 1), w_uk, out=absorbed[..., : w_uk.shape[2]].transpose(0, 1))
 
 
 def project(
     latent: Tensor, w_uv: Tensor, out: Tensor, follows: bool = False, stored: Blocks | None = None
 ) -> None:
-    """latent [T, H, C] times w_uv [H, C, V] into out [T, H, V]. ``follows`` is of the kernel's;
-    ``stored`` as in ``prologue``."""
+    """Multiply latent [T, H, C] by w_uv [H, C, V] into out [T, H, V].
+
+    ``follows`` is used by the kernel only. ``stored`` as in ``prologue``.
+    """
     weight = w_uv if stored is None else dequantize_weight(*stored, w_uv.dtype)
     torch.bmm(latent.transpose(0, 1), weight, out=out.transpose(0, 1))
 
 
 def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """latent [T, C] and k_rope [T, P] into cache [slots, C + P] at slots int64 [T]; FP8 saturates."""
+    """Write latent [T, C] and k_rope [T, P] to cache [slots, C + P] at slots int64 [T].
+
+    An FP8 cache saturates.
+    """
     entry = torch.cat((latent, k_rope), dim=-1)
     if cache.dtype is torch.float8_e4m3fn:
         cache.view(torch.uint8).index_copy_(
@@ -141,21 +184,31 @@ def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 def in_e4m3(query: Tensor) -> Tensor:
-    """Absorbed queries [T, H, C + P] as kernels read them that multiply in E4M3: without a scale,
-    as entries of the cache are. Beyond 448 it saturates; NaN stays."""
+    """Convert absorbed queries [T, H, C + P] to E4M3, for kernels that multiply in E4M3.
+
+    The conversion uses no scale, as for cache entries. Values beyond 448 saturate; NaN stays.
+    """
     return query.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows int32 [K] of cache [slots, C + P] -> [K, C + P] in ``dtype``."""
+    """Return the rows slots int32 [K] of cache [slots, C + P] as [K, C + P] in ``dtype``."""
     if cache.dtype is torch.float8_e4m3fn:
         return cache.view(torch.uint8).index_select(0, slots).view(cache.dtype).to(dtype)
     return cache.index_select(0, slots).to(dtype)
 
 
 def expand(entries: Tensor, w_kv: Tensor, nope: int) -> tuple[Tensor, Tensor]:
-    """Cache entries [n, C + P] by w_kv [H, N + V, C], of which the first ``nope`` rows of a head
-    are W_UK -> keys [n, H, N + P] and values [n, H, V]."""
+    """Expand cache entries to the keys and values of every head.
+
+    Args:
+        entries: [n, C + P]
+        w_kv: [H, N + V, C]; the first ``nope`` rows of a head are W_UK
+        nope: N
+
+    Returns:
+        keys [n, H, N + P] and values [n, H, V]
+    """
     heads, rows, lora = w_kv.shape
     k_nope, v = (
         entries[:, :lora]
@@ -177,12 +230,25 @@ def paged_latent_reference(
     first_key: int = 0,
     tree: Tensor | None = None,
 ) -> Tensor:
-    """Absorbed queries [B * W, H, C + P] over the cache kv [slots, C + P], row by row in float64 ->
-    [B * W, H, C].
+    """Attend absorbed queries to a paged cache, row by row in float64.
 
-    page_table int [B, pages], kv_lens int [B]. A row's last query sees its keys from ``first_key``
-    on, each one before it one less; with ``tree`` int64 [B, W], of the row's W own tokens, which
-    end its keys, a query sees those whose bit is set. A query that sees no key gives zeros.
+    The last query of a row sees its keys from ``first_key`` on, and each earlier query one key
+    fewer. A query that sees no key gives zeros.
+
+    Args:
+        query: [B * W, H, C + P]
+        kv: the cache [slots, C + P]
+        page_table: int [B, pages]
+        kv_lens: int [B]
+        scale: factor on the scores
+        page_size: slots per page
+        lora: C
+        first_key: position of the first visible key
+        tree: int64 [B, W]: bit j set means that the query sees token j of the row's own W tokens,
+            which are its last keys
+
+    Returns:
+        float64 [B * W, H, C]
     """
     rows = kv_lens.shape[0]
     (tokens, heads, _) = query.shape
@@ -213,11 +279,22 @@ def ragged_reference(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Rows of q [n, H, D] over their own rows of k [m, H, D], v [m, H, V] -> out [n, H, V], lse [n,
-    H], in float64.
+    """Attend the queries of each row to its own keys, in float64.
 
-    With ``causal`` a row's last query sees all its keys, each one before it one less. A query that
-    sees none has zeros and -inf.
+    With ``causal`` the last query of a row sees all its keys, and each earlier query one key fewer.
+    A query that sees no key gives zeros and -inf.
+
+    Args:
+        q: [n, H, D]
+        k: [m, H, D]
+        v: [m, H, V]
+        q_lens: queries of each row
+        k_lens: keys of each row
+        scale: factor on the scores
+        causal: mask later keys
+
+    Returns:
+        out [n, H, V] and lse [n, H]
     """
     outs = []
     lses = []

@@ -1,9 +1,8 @@
-"""W_UV's product of what the programs of ``mla_decode`` found in their parts of a row's keys, which
-it joins itself.
+"""W_UV's GEMM fused with the merge of the KV splits of ``mla_decode``.
 
-One launch less than ``mla_merge`` and ``mla_prologue.project``, and one pass over memory and one
-wait less than where the last program of a row joins its parts. References: ``mla_merge``, then
-``kernels.mla.project``.
+It takes one launch less than ``merge_splits.merge`` followed by ``prologue.project``, and one pass
+over memory and one wait less than a merge by the last program of a row. References:
+``merge_splits.merge``, then ``kernels.mla.reference.project``.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from torch import Tensor
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
-#: of one head's product that a program makes, and rows of them
-COLUMNS = 32
-ROWS = 8
-AT_ONCE, CHUNK = 9, 8  #: parts up to which all are asked for at once; and of more, at a time
-SHARES = 4  #: into which a product's depth is cut, for warps to sum side by side
-WIDE = 16  #: rows above which a program has 8 warps; both measured with 16 heads on an H200
+COLUMNS = 32  #: columns of one head's GEMM per program
+ROWS = 8  #: rows per program
+ONE_LOAD_SPLITS_MAX = 9  #: splits up to which all are loaded at once
+SPLITS_PER_LOAD = 8  #: splits loaded at a time if there are more
+#: parts of the GEMM's depth, which warps sum in parallel; measured with 16 heads on an H200
+DEPTH_SHARES = 4
+FOUR_WARPS_ROWS_MAX = 16  #: rows above which a program has 8 warps; measured likewise
 
 
 @triton.jit(do_not_specialize=["rows", "heads"])
@@ -48,10 +48,11 @@ def _joined(
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A program: BLOCK columns of one head's product for ROWS rows.
+    """Compute BLOCK columns of one head's GEMM for ROWS rows.
 
-    How many of SPLITS parts a row has follows from its length as in the kernel before. Weights and,
-    as there, lengths are older than the step's first kernel, so they come in before it waits.
+    The number of filled splits of a row, at most SPLITS, follows from its length as in the
+    preceding kernel. Weights and lengths are older than the step's first kernel, so they are loaded
+    before the wait.
     """
     dependent.begin(DEPENDENT)
     head = tl.program_id(0).to(tl.int64)
@@ -91,20 +92,25 @@ def _joined(
 
 
 def fits(lora: int, value: int) -> bool:
-    """Are these sizes of the latent and of a head's value ones that programs share out without a
-    rest?
-    """
-    return lora >= 16 * SHARES and lora & (lora - 1) == 0 and value % COLUMNS == 0
+    """Return whether programs can divide these latent and value sizes without a remainder."""
+    return lora >= 16 * DEPTH_SHARES and lora & (lora - 1) == 0 and value % COLUMNS == 0
 
 
 def project(
     partial: Tensor, lse: Tensor, kv_lens: Tensor, w_uv: Tensor, out: Tensor, block_n: int
 ) -> None:
-    """What ``decode_parts`` gives of rows with one query token each: partial [B, H, S, C], lse
-    float32 [B, H, S] in base 2; kv_lens int32 [B], w_uv [H, C, V], by tiles of ``block_n`` keys ->
-    out [B, H, V], each row contiguous.
+    """Merge the splits that ``decode_parts`` returns and multiply the result by W_UV.
 
-    Rows without any key become zeros. The kernel before has to wait as ``dependent`` asks.
+    Every row has one query token. Rows without any key become zeros. The preceding kernel must wait
+    as ``dependent_launch`` requires.
+
+    Args:
+        partial: [B, H, S, C]
+        lse: float32 [B, H, S], base 2
+        kv_lens: int32 [B]
+        w_uv: [H, C, V]
+        out: [B, H, V], written; each row contiguous
+        block_n: keys per tile of the preceding kernel
     """
     rows, heads, splits, lora = partial.shape
     assert (
@@ -128,13 +134,13 @@ def project(
         out.stride(0),
         out.stride(1),
         SPLITS=splits,
-        CHUNK=splits if splits <= AT_ONCE else CHUNK,
+        CHUNK=splits if splits <= ONE_LOAD_SPLITS_MAX else SPLITS_PER_LOAD,
         BLOCK_S=next_power_of_2(splits),
-        SHARES=SHARES,
-        DEPTH=lora // SHARES,
+        SHARES=DEPTH_SHARES,
+        DEPTH=lora // DEPTH_SHARES,
         ROWS=ROWS,
         BLOCK=COLUMNS,
         TILE=block_n,
-        num_warps=8 if rows > WIDE else 4,
+        num_warps=8 if rows > FOUR_WARPS_ROWS_MAX else 4,
         **dependent.options(),
     )

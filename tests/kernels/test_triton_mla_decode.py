@@ -261,7 +261,7 @@ def test_a_step_of_some_rows_has_no_more_parts_than_are_joined() -> None:
     assert (
         parts[1]
         > parts[7]
-        > kernel.JOINED
+        > kernel.LAST_PROGRAM_SPLITS_MAX
         == parts[8]
         == parts[12]
         > parts[32]
@@ -271,13 +271,13 @@ def test_a_step_of_some_rows_has_no_more_parts_than_are_joined() -> None:
     )
     assert (
         kernel.tiling(8, 1, 16, 1 << 14, torch.bfloat16, torch.bfloat16, True).splits
-        > kernel.JOINED
+        > kernel.LAST_PROGRAM_SPLITS_MAX
     )
     others = (
         kernel.tiling(8, 1, 128, 1 << 14, torch.bfloat16, torch.bfloat16, True),
         kernel.tiling(8, 1, 16, 4096, torch.bfloat16, torch.bfloat16),
     )
-    assert others[0].block_m == 64 and others[1].splits > kernel.JOINED
+    assert others[0].block_m == 64 and others[1].splits > kernel.LAST_PROGRAM_SPLITS_MAX
 
 
 def test_parts_are_left_to_the_values_product_where_that_was_measured() -> None:
@@ -319,7 +319,10 @@ def test_parts_are_left_to_the_values_product_where_that_was_measured() -> None:
         cut(8, context=64),
         cut(8, apart=False),
     )
-    assert not any(other.apart for other in others) and others[-1].splits == kernel.JOINED
+    assert (
+        not any(other.apart for other in others)
+        and others[-1].splits == kernel.LAST_PROGRAM_SPLITS_MAX
+    )
 
 
 def test_few_rows_of_many_heads_are_cut_narrow() -> None:
