@@ -1,9 +1,9 @@
-"""Multi-head, grouped-query and multi-query attention over a paged cache, few query tokens a row.
+"""Multi-head, grouped-query and multi-query attention over a paged cache for decoding.
 
-The query heads of one key head, times the row's query tokens, fill a block of the tensor cores, so
-that a key is loaded once for all of them. The keys of a row are divided among ``splits`` programs
-whose partial results ``mla_merge`` joins; the grid depends on the padded batch only, lengths are
-read on the device (FlashDecoding, Dao 2023).
+Rows have few query tokens. The query heads of one key head, times the row's query tokens, fill a
+tensor core tile, so that a key is loaded once for all of them. Split-KV: the keys of a row are
+divided among ``splits`` programs whose partial results ``kernels.mla.merge_splits`` merges. The
+grid depends only on the padded batch; lengths are read on the device (FlashDecoding, Dao 2023).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from glowplug.kernels.paged import page_table as paged
 
 @triton.jit
 def _tile(at, filled, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows of D numbers at ``at`` [N], zeros where there are none."""
+    """Load rows of D numbers at ``at`` [N]; rows that are not ``filled`` are zeros."""
     d = tl.arange(0, BLOCK_D)
     if D == BLOCK_D:
         return tl.load(at[:, None] + d[None, :], mask=filled[:, None], other=0.0)
     return tl.load(at[:, None] + d[None, :], mask=filled[:, None] & (d < D)[None, :], other=0.0)
 
 
-# NOTE: rows may begin anywhere in a batch's tensors, and a variant for each alignment would be
-# compiled while serving
+# NOTE: rows may begin anywhere in the tensors of a batch; without the second option a variant for
+# each alignment would be compiled while serving
 @triton.jit(
     do_not_specialize=["splits", "first_key", "width", "table_stride"],
     do_not_specialize_on_alignment=["page_table", "kv_lens", "tree_mask"],
@@ -69,12 +69,12 @@ def mha_decode_kernel(
     NARROW: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A program: ``BLOCK_M`` (query token, head of the group) pairs of a row and key head, one
-    split of its keys.
+    """Attend ``BLOCK_M`` pairs of a row and key head to one split of its keys.
 
-    Softmax in base 2: ``scale`` carries log2(e). NARROW: FP8 is widened to float16, which is one
-    instruction and exact. Writes ``out`` at [token, head, D] if there is one split, else at
-    [token, head, split, D], and ``lse`` (base 2) at [token, head, split].
+    A pair is (query token, head of the group). Softmax is in base 2: ``scale`` includes log2(e).
+    NARROW: FP8 is widened to float16, which is one instruction and exact. ``out`` is written at
+    [token, head, D] if there is one split, else at [token, head, split, D] with ``lse`` (base 2) at
+    [token, head, split].
     """
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
@@ -123,7 +123,15 @@ def mha_decode_kernel(
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a decode step is cut: constants of the kernel, fixed by what a captured graph fixes."""
+    """Launch configuration of a decode step: kernel constants that a captured graph fixes.
+
+    Attributes:
+        block_m: (query token, head of the group) pairs per program
+        block_n: keys per tile
+        splits: KV splits per row
+        warps: warps per program
+        stages: pipeline stages
+    """
 
     block_m: int
     block_n: int
@@ -136,7 +144,10 @@ class Tiling:
 def tiling(
     rows: int, width: int, heads: int, kv_heads: int, dim: int, context: int, dtype: torch.dtype
 ) -> Tiling:
-    """For ``rows`` (padded) rows of ``width`` query tokens and of ``context`` keys at most."""
+    """Choose the tiling for ``rows`` (padded) rows of at most ``context`` keys.
+
+    Each row has ``width`` query tokens.
+    """
     pairs = width * (heads // kv_heads)
     block_m = min(64 if dtype.itemsize <= 2 else 32, max(16, next_power_of_2(pairs)))
     block_n = 64 if dtype.itemsize <= 2 else 16
@@ -157,12 +168,25 @@ def mha_decode(
     first_key: int = 0,
     tree: Tensor | None = None,
 ) -> Tensor:
-    """query [B * W, H, D] over caches [slots, K, D] -> [B * W, H, D]; a cache in FP8 is read as it
-    is.
+    """Attend queries to a paged cache. An FP8 cache is read as stored, without a scale.
 
-    page_table int32 [B, P], kv_lens int32 [B] on the device; W is what B leaves of the tokens.
-    Query token i of a row sees the keys from ``first_key`` to the row's last but W - 1 - i, or with
-    ``tree`` int64 [B, W] those before the row's W own tokens, and own token j where bit j is set.
+    Query token i of a row sees the keys from ``first_key`` to the row's last but W - 1 - i. With
+    ``tree`` it sees the keys before the row's W own tokens, and own token j if bit j is set.
+
+    Args:
+        query: [B * W, H, D]; W is the number of tokens divided by B
+        k_cache: [slots, K, D]
+        v_cache: [slots, K, D]
+        page_table: int32 [B, P] on the device
+        kv_lens: int32 [B] on the device
+        scale: factor on the scores
+        page_size: slots per page
+        cut: tiling of the step
+        first_key: position of the first visible key
+        tree: int64 [B, W] or None
+
+    Returns:
+        [B * W, H, D]
     """
     (tokens, heads, dim) = query.shape
     (rows,) = kv_lens.shape

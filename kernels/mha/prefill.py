@@ -1,9 +1,9 @@
-"""Ragged attention over a paged cache: chunks of prompts, with or without a cached prefix, that are
-in the cache already.
+"""Ragged attention over a paged cache, for prompt chunks whose keys are already in the cache.
 
-FlashAttention-2's loop (Dao, 2023): a block of one row's queries against the row's keys tile by
-tile, tiles that every query of the block sees in full without a mask. The grid follows from the
-numbers of tokens and rows alone: a program finds its row on the device.
+The chunks may have a cached prefix. The loop is FlashAttention-2's (Dao, 2023): a block of queries
+of one row against the keys of the row tile by tile; tiles that every query of the block sees in
+full need no mask. The grid depends only on the numbers of tokens and rows: a program finds its row
+on the device.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch import Tensor
 from glowplug.kernels.launch.integers import next_power_of_2
 from glowplug.kernels.paged import page_table as paged
 
-ROWS = 128  #: for so many rows one kernel serves, more take others
+ROWS_PER_VARIANT_MIN = 128  #: up to this many rows share one compiled variant
 
 
 @triton.jit
 def _block(q_starts, rows, number, BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Block ``number`` of all rows' queries: its row (``rows`` where there is none) and its place
-    in the row.
+    """Return the row of query block ``number`` and the index of the block in the row.
+
+    The row is ``rows`` if there is no such block.
     """
     r = tl.arange(0, BLOCK_R)
     first = tl.load(q_starts + r, mask=r < rows, other=0)
@@ -33,6 +34,7 @@ def _block(q_starts, rows, number, BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr)
 
 @triton.jit
 def _tile(at, filled, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Load rows of D numbers at ``at`` [N]; with MASKED, rows that are not ``filled`` are zeros."""
     d = tl.arange(0, BLOCK_D)
     if MASKED or D != BLOCK_D:
         return tl.load(at[:, None] + d[None, :], mask=filled[:, None] & (d < D)[None, :], other=0.0)
@@ -64,12 +66,13 @@ def _tiles(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Keys at positions ``low`` to ``high`` in tiles; query i sees those up to position
-    ``last[i]``.
+    """Process keys at positions ``low`` to ``high`` in tiles of ``BLOCK_K``.
+
+    Query i sees those up to position ``last[i]``.
     """
     j = tl.arange(0, BLOCK_K)
-    # NOTE: tiles begin at the first key; with one behind position 0 none of them lies within a page
-    # for sure
+    # NOTE: tiles begin at the first key; if that is not position 0, a tile may cross a page
+    # boundary
     STEP: tl.constexpr = BLOCK_K if FIRST_KEY == 0 else PAGE + 1
     for first in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         at = paged.entries(base, table, first, j, end, slot_stride, PAGE, STEP)
@@ -121,7 +124,10 @@ def mha_prefill_kernel(
     PRECISION: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """A program: ``BLOCK_Q`` queries of one row and head. ``scale`` carries log2(e)."""
+    """Attend ``BLOCK_Q`` queries of one row and head to the keys of the row.
+
+    ``scale`` includes log2(e).
+    """
     head, number = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     row, block = _block(q_starts, rows, number, BLOCK_Q, BLOCK_R)
     if row >= rows:
@@ -132,11 +138,13 @@ def mha_prefill_kernel(
     real, token = i < queries, (begin - skip + i).to(tl.int64)
     query = _tile(q + token * q_token + head * q_head, real, D, BLOCK_D, True)
     if NARROW:
-        query = query.to(tl.float16)  # as in ``mha_decode``
+        query = query.to(tl.float16)  # as in ``mha_decode_kernel``
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     top, total = tl.full([BLOCK_Q], float("-inf"), tl.float32), tl.zeros([BLOCK_Q], tl.float32)
     last = end - queries + i
-    seen = tl.minimum(end - queries + block * BLOCK_Q + 1, end)  # by the block's first query
+    seen = tl.minimum(
+        end - queries + block * BLOCK_Q + 1, end
+    )  # keys that the block's first query sees
     high = tl.minimum(end, end - queries + (block + 1) * BLOCK_Q)
     whole = FIRST_KEY + tl.maximum(seen - FIRST_KEY, 0) // BLOCK_K * BLOCK_K
     base, table = head // GROUP * D, page_table + row * table_stride
@@ -209,11 +217,27 @@ def mha_prefill(
     first_key: int = 0,
     skip: int = 0,
 ) -> Tensor:
-    """q [T, H, D] over caches [slots, K, D] -> [T, H, D]; a cache in FP8 is read as it is.
+    """Attend the queries of each row to its keys in the paged cache.
 
-    Row b's queries are tokens q_starts[b] - skip to q_starts[b + 1] - skip (int32 [B + 1]), its
-    keys lie in the pages page_table[b] (int32 [B, P]) at positions ``first_key`` to kv_lens[b]
-    (int32 [B]), all on the device: its last query sees all of them and each one before it one less.
+    The last query of a row sees all its keys, and each earlier query one key fewer. An FP8 cache is
+    read as stored, without a scale.
+
+    Args:
+        q: [T, H, D]
+        k_cache: [slots, K, D]
+        v_cache: [slots, K, D]
+        page_table: int32 [B, P] on the device, the pages of each row
+        kv_lens: int32 [B] on the device; the keys of row b are at positions ``first_key`` to
+            kv_lens[b]
+        q_starts: int32 [B + 1] on the device; row b has the queries q_starts[b] - skip to
+            q_starts[b + 1] - skip
+        scale: factor on the scores
+        page_size: slots per page
+        first_key: position of the first visible key
+        skip: subtracted from ``q_starts``
+
+    Returns:
+        [T, H, D]
     """
     (tokens, heads, dim) = q.shape
     kv_heads = k_cache.shape[1]
@@ -245,7 +269,7 @@ def mha_prefill(
         BLOCK_D=max(16, next_power_of_2(dim)),
         BLOCK_Q=block_q,
         BLOCK_K=block_k,
-        BLOCK_R=max(ROWS, next_power_of_2(rows)),
+        BLOCK_R=max(ROWS_PER_VARIANT_MIN, next_power_of_2(rows)),
         PAGE=page_size,
         STAGES=stages,
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
@@ -257,7 +281,7 @@ def mha_prefill(
 
 
 def _sizes(dim: int, itemsize: int) -> tuple[int, int, int, int]:
-    """(queries, keys, warps, stages) of a program."""
+    """Return (queries, keys, warps, stages) of a program."""
     if itemsize > 2:
         return 32, 16, 4, 2
     return 64, 64, 4, 5 if dim <= 128 else 2

@@ -1,8 +1,7 @@
-"""Multi-head and grouped-query attention on plain tensors. Pure functions; references in float64
-beside them.
+"""Multi-head and grouped-query attention on plain tensors, with float64 references.
 
-R rows, W queries a row, L keys a row, H query heads, K key heads (H a multiple of K), D head size,
-V value size.
+All functions are pure. Shapes: R rows, W queries per row, L keys per row, H query heads, K key
+heads (H is a multiple of K), D head size, V value size.
 """
 
 from __future__ import annotations
@@ -12,23 +11,31 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-# NOTE: cuDNN's attention, first choice for 16-bit types, builds a plan for every new length: 1 ms a
-# layer and step.
+# NOTE: cuDNN's attention, torch's first choice for 16-bit types, is left out: it builds a plan for
+# every new length, which takes 1 ms per layer and step.
 CUDA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-MAX_SCORES = 1 << 24  #: float32 scores that ``partial_attention`` keeps at once
+MAX_SCORES = 1 << 24  #: float32 scores held at once by ``partial_attention``
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor) -> Tensor:
-    """q [R, W, H, D], k [R, L, K, D], v [R, L, K, V] -> [R, W, H, V], all of one dtype.
+    """Attend each row's queries to its keys, with a bias on the scores.
 
-    ``bias`` [R, W, L], of q's dtype, is added to every head's scores: 0 where a query sees a key,
-    -inf elsewhere; each query must see at least one.
+    Args:
+        q: [R, W, H, D]
+        k: [R, L, K, D]
+        v: [R, L, K, V], all of one dtype
+        scale: factor on the scores
+        bias: [R, W, L] in q's dtype, added to the scores of every head: 0 where a query sees a key,
+            -inf elsewhere; each query must see at least one key
+
+    Returns:
+        [R, W, H, V]
     """
     rows, width, heads, dim = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
-    # NOTE: queries of one key head become rows of its query matrix, so that keys are never repeated
-    # for their group.
+    # NOTE: the queries of one key head become rows of its query matrix, so that keys need not be
+    # repeated for each head of the group.
     folded = (
         q.view(rows, width, kv_heads, group, dim)
         .transpose(1, 2)
@@ -42,8 +49,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor) -> Tenso
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q [R, W, H, D], k [R, W, K, D], v [R, W, K, V] -> [R, W, H, V]: query i of a row sees keys 0
-    to i of it.
+    """Attend q [R, W, H, D] to k [R, W, K, D] and v [R, W, K, V]; return [R, W, H, V].
+
+    Query i of a row sees keys 0 to i of the row.
     """
     group = q.shape[2] // k.shape[2]
     if group > 1:
@@ -54,7 +62,10 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> Tensor:
-    """Scaled dot-product attention, causal without ``bias``. [.., D] and [.., V] may differ."""
+    """Call scaled dot-product attention, causal without ``bias``.
+
+    The head sizes [.., D] and [.., V] may differ.
+    """
     dim = q.shape[-1]
     value_dim = v.shape[-1]
     if q.is_cuda and q.dtype != torch.float32:
@@ -63,7 +74,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) ->
                 q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale
             )
     # NOTE: torch's fused CPU kernel needs equal head sizes; padding the values is far cheaper than
-    # its fallback.
+    # the unfused fallback.
     if not q.is_cuda and value_dim < dim:
         v = pad(v, (0, dim - value_dim))
     out = scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale)
@@ -73,11 +84,20 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) ->
 def partial_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """One row's queries over one set of keys, as a partial state for ``merge_states``.
+    """Attend one row's queries to one set of keys and return a state for ``merge_states``.
 
-    q [N, H, D], k [M, K, D], v [M, K, V] -> out float32 [N, H, V], lse float32 [N, H]. With
-    ``causal`` the last query sees every key and each query before it one key less (M >= N). Queries
-    go in blocks of at most MAX_SCORES scores.
+    With ``causal`` the last query sees every key, and each earlier query one key fewer (M >= N).
+    Queries are processed in blocks of at most MAX_SCORES scores.
+
+    Args:
+        q: [N, H, D]
+        k: [M, K, D]
+        v: [M, K, V]
+        scale: factor on the scores
+        causal: mask later keys
+
+    Returns:
+        out float32 [N, H, V] and lse float32 [N, H]
     """
     count, heads, dim = q.shape
     keys, kv_heads, _ = k.shape
@@ -104,8 +124,18 @@ def partial_attention(
 
 
 def mha_reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """One row by the definition, in float64: q [N, H, D], k [M, K, D], v [M, K, V] -> [N, H, V],
-    causal at the end.
+    """Compute the attention of one row by the definition, in float64.
+
+    The last query sees all keys, and each earlier query one key fewer.
+
+    Args:
+        q: [N, H, D]
+        k: [M, K, D]
+        v: [M, K, V]
+        scale: factor on the scores
+
+    Returns:
+        float64 [N, H, V]
     """
     count, heads, _ = q.shape
     keys, kv_heads, _ = k.shape
@@ -130,12 +160,25 @@ def paged_reference(
     first_key: int = 0,
     tree: Tensor | None = None,
 ) -> Tensor:
-    """Decoding rows over a paged cache by the definition, in float64: query [B * W, H, D], caches
-    [slots, K, D], page_table int32 [B, P], kv_lens int32 [B] -> [B * W, H, D].
+    """Attend decoding rows to a paged cache by the definition, in float64.
 
-    Query token i of a row sees the keys from ``first_key`` to the row's last but W - 1 - i, or with
-    ``tree`` int64 [B, W] those before the row's W own tokens, and own token j where bit j is set.
-    Zeros where it sees none.
+    Query token i of a row sees the keys from ``first_key`` to the row's last but W - 1 - i. With
+    ``tree`` it sees the keys before the row's W own tokens, and own token j if bit j is set. A
+    query that sees no key gives zeros.
+
+    Args:
+        query: [B * W, H, D]
+        k_cache: [slots, K, D]
+        v_cache: [slots, K, D]
+        page_table: int32 [B, P]
+        kv_lens: int32 [B]
+        scale: factor on the scores
+        page_size: slots per page
+        first_key: position of the first visible key
+        tree: int64 [B, W] or None
+
+    Returns:
+        float64 [B * W, H, D]
     """
     rows = len(kv_lens)
     heads = query.shape[1]

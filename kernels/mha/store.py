@@ -1,4 +1,4 @@
-"""Keys and values of a step into the paged cache, in the cache's own dtype."""
+"""Writes of a step's keys and values to the paged cache, in the dtype of the cache."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from torch import Tensor
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import next_power_of_2
 
-MOST = {
+#: largest finite number of each FP8 format
+FP8_MAX = {
     torch.float8_e4m3fn: 448.0,
     torch.float8_e5m2: 57344.0,
-}  #: largest number of the FP8 formats
+}
 
 
 @triton.jit
 def _copy(source, target, inside, at, MOST: tl.constexpr):
-    """FP8 saturates, as the hardware's conversion alone might not."""
+    """Copy the elements ``at`` of source to target.
+
+    If MOST > 0 (FP8), values are clamped to it, because the hardware conversion alone might not
+    saturate.
+    """
     value = tl.load(source + at, mask=inside, other=0.0)
     if MOST > 0:
         value = tl.clamp(value.to(tl.float32), -MOST, MOST)
@@ -40,7 +45,7 @@ def mha_store_kernel(
     DEPENDENT: tl.constexpr,
     LEADS: tl.constexpr,
 ):
-    """A program: one token's ``SIZE`` numbers of keys and as many of values."""
+    """Write the ``SIZE`` numbers of one token's keys and the same of its values."""
     dependent.begin(LEADS)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -54,9 +59,13 @@ def mha_store_kernel(
 def mha_store(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, follows: bool
 ) -> None:
-    """k, v [T, K, D] (tokens may be strided) to ``slots`` int64 [T] of the caches [slots, K, D].
+    """Write k and v [T, K, D] to ``slots`` int64 [T] of the caches [slots, K, D].
 
-    ``follows``: the next kernel waits for this one (see ``dependent``), so that it may start early.
+    Tokens may be strided.
+
+    Args:
+        follows: the next kernel waits for this one (see ``dependent_launch``), so it may start
+            early
     """
     tokens, heads, dim = k.shape
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
@@ -73,7 +82,7 @@ def mha_store(
             v.stride(0),
             SIZE=heads * dim,
             BLOCK=next_power_of_2(heads * dim),
-            MOST=MOST.get(k_cache.dtype, 0.0),
+            MOST=FP8_MAX.get(k_cache.dtype, 0.0),
             LEADS=follows and options["DEPENDENT"],
             **options,
         )
