@@ -1,4 +1,7 @@
-"""Merging attention over disjoint sets of keys in place; the reference is in ``kernels.merge``."""
+"""In-place merge of attention over disjoint sets of keys.
+
+The reference is in ``kernels.paged.merge_states_reference``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from torch import Tensor
 
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
-ROWS = 8  #: (token, head) pairs of a program
+PAIRS_PER_PROGRAM = 8  #: (token, head) pairs of one program
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -27,6 +30,7 @@ def _merge_into(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """Merge ROWS (token, head) pairs of ``part`` into ``out``, and ``part_lse`` into ``lse``."""
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = pair < count
     token, head = pair // heads, pair % heads
@@ -43,7 +47,7 @@ def _merge_into(
     column = tl.arange(0, BLOCK)
     at = pair.to(tl.int64)[:, None] * SIZE + column[None, :]
     inside = real[:, None] & (column < SIZE)[None, :]
-    # NOTE: what a state over no keys holds may be NaN: it is left out, not multiplied by zero
+    # NOTE: a state over no keys may contain NaN, so it is masked, not multiplied by zero
     before = tl.load(out + at, mask=inside & (old_weight > 0.0)[:, None], other=0.0)
     added = tl.load(part + at, mask=inside & (new_weight > 0.0)[:, None], other=0.0).to(tl.float32)
     tl.store(
@@ -55,13 +59,14 @@ def _merge_into(
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """As ``kernels.merge.merge_into``. out and part are contiguous; the log-sum-exps may be
-    strided.
+    """Run ``kernels.paged.merge_states_reference.merge_into``.
+
+    ``out`` and ``part`` must be contiguous; the log-sum-exps may be strided.
     """
     tokens, heads, size = out.shape
     assert out.is_contiguous() and part.is_contiguous()
     if tokens:
-        _merge_into[(cdiv(tokens * heads, ROWS),)](
+        _merge_into[(cdiv(tokens * heads, PAIRS_PER_PROGRAM),)](
             out,
             lse,
             part,
@@ -72,5 +77,5 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
             *part_lse.stride(),
             SIZE=size,
             BLOCK=next_power_of_2(size),
-            ROWS=ROWS,
+            ROWS=PAIRS_PER_PROGRAM,
         )

@@ -1,9 +1,9 @@
-"""What the decoding kernels over a paged cache share: masks, addresses, the softmax that goes on,
-the number of splits.
+"""Shared code of the decoding kernels over a paged cache.
 
-A row's query tokens are its last ones; the keys of a row are divided among ``splits`` programs
-(FlashDecoding, Dao 2023), fixed by what a captured graph fixes, while lengths are read on the
-device.
+It contains the masks, the addresses, the running softmax and the number of splits. The query tokens
+of a row are its last tokens. The keys of a row are divided among ``splits`` programs
+(FlashDecoding, Dao 2023); that number is fixed by what a captured graph fixes, while lengths are
+read on the device.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-TYPICAL_TILES = 32  #: of a row, for which the number of splits is chosen: 2048 keys
+TYPICAL_TILES = 32  #: tiles of the row for which splits are chosen: 2048 keys
 LOG2_E = 1.4426950408889634
 
 
 @triton.jit
 def visible(pos, begin, own, tree, first_key, end, TREE: tl.constexpr):
-    """[M, N]: which keys at ``pos`` [N] the query tokens ``own`` [M] see; the row's own tokens
-    begin at ``begin``.
+    """Return the mask [M, N] of keys at ``pos`` [N] that the query tokens ``own`` [M] see.
+
+    The row's own tokens begin at ``begin``.
     """
     if TREE:
         mine = (pos - begin)[None, :]
@@ -30,26 +31,27 @@ def visible(pos, begin, own, tree, first_key, end, TREE: tl.constexpr):
 
 @triton.jit
 def entries(kv, table, n0, n, end, kv_stride: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr):
-    """Pointers [N] to the cache entries of positions ``n0 + n`` of the row whose pages are at
-    ``table``.
+    """Return pointers [N] to the cache entries at positions ``n0 + n`` of a row.
 
-    ``n0`` is a multiple of STEP and ``n`` is below it. With an integer for ``kv``, offsets.
+    ``table`` points at the pages of the row. ``n0`` is a multiple of STEP and ``n`` is below STEP.
+    If ``kv`` is an integer, offsets are returned.
     """
     if PAGE % STEP == 0:
         slot = (tl.load(table + n0 // PAGE) * PAGE + n0 % PAGE).to(tl.int64)
         return kv + slot * kv_stride + n * kv_stride
     pos = n0 + n
     page = tl.load(table + pos // PAGE, mask=pos < end, other=0)
-    # NOTE: multiplied before they are summed: of a page's first slot plus a place in the page,
-    # Triton 3.6 takes the sum for a multiple of PAGE, and copies 16 bytes at a time of entries that
-    # begin at multiples of fewer
+    # NOTE: the terms are multiplied before the sum: Triton 3.6 takes the sum of a page's first slot
+    # and an offset in the page for a multiple of PAGE, and then copies 16 bytes at a time from
+    # entries that are not aligned to 16 bytes
     return kv + page.to(tl.int64) * (PAGE * kv_stride) + (pos % PAGE) * kv_stride
 
 
 @triton.jit
 def weights(scores, top, total):
-    """Softmax goes on over one more tile: its weights, what is kept of the sums so far, and top and
-    total after it.
+    """Continue the softmax over one more tile.
+
+    Returns its weights, the factor on the sums so far, and the new maximum and total.
     """
     higher = tl.maximum(top, tl.max(scores, axis=1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -59,11 +61,11 @@ def weights(scores, top, total):
 
 
 def best_splits(blocks: int, tiles: int, slots: int) -> int:
-    """Into how many parts to cut the keys of each of ``blocks`` that cover ``tiles`` tiles at most.
+    """Return the number of KV splits for ``blocks`` programs of at most ``tiles`` tiles each.
 
-    The least time for rows of 32 tiles, in units of a tile: rounds of ``slots`` programs at a time,
-    where a program costs two and a half to begin, and a merge one more. Of equals the most, which
-    longer rows want.
+    It minimises the time for rows of TYPICAL_TILES tiles, in units of the time for one tile: rounds
+    of ``slots`` programs at a time, where a program costs two and a half tiles to begin and a merge
+    costs one more. Of equal costs the largest number is taken, which suits longer rows.
     """
 
     def cost(splits: int) -> float:
