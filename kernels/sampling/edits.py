@@ -1,8 +1,7 @@
-"""Logits changed before a token is chosen from them, by what each row of the sequence table asks
-for; in Triton.
+"""Edits of logits before a token is chosen, according to each row of the sequence table, in Triton.
 
-The rules are those of ``kernels.sampling.apply_penalties``; listed tokens and masks come before, as
-in vLLM. A row that asks for nothing costs a look at its flags.
+Penalties follow ``kernels.sampling.reference.apply_penalties``; listed tokens and masks are applied
+first, as in vLLM. A row without edits costs one load of its flags.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ from torch import Tensor
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import next_power_of_2
 
-#: bits of a row's flags
-PENALTIES = 1
-ALLOWED = 2
-LISTED = 4
-#: bits of a token's entry in the table: it is not allowed; it is in the prompt. The rest counts it
-#: in the output
-FORBIDDEN = -(1 << 31)
+PENALTIES = 1  #: row flag: the row has penalties
+ALLOWED = 2  #: row flag: only some tokens are allowed
+LISTED = 4  #: row flag: the row has a list of tokens
+FORBIDDEN = -(1 << 31)  #: bit of a table entry: the token is not allowed
+#: bit of a table entry: the token is in the prompt. The lower bits count it in the output
 IN_PROMPT = 1 << 30
 
 _PENALTIES = tl.constexpr(PENALTIES)
@@ -32,15 +29,20 @@ _IN_PROMPT = tl.constexpr(IN_PROMPT)
 
 
 class RowEdits(NamedTuple):
-    """What rows of the sequence table ask for. R rows, V vocabulary, L entries of a list at most.
+    """Edits per row of the sequence table. R rows, V vocabulary, L entries of a list at most.
 
     Attributes:
-        flags, min_length, added, listed: int64 columns [R] of one table. The first ``added`` of a
-            row's list always count, the others, ``listed`` in all, before position ``min_length``.
-        repetition, frequency, presence: float32 columns [R] of one table.
-        ids, values: int32, float32 [R, L]: numbers added to logits of these tokens, which differ
-            among the added ones and among the others.
-        table: int32 [R, V], of rows with penalties or allowed tokens.
+        flags: int64 column [R], bits PENALTIES, ALLOWED and LISTED
+        min_length: int64 column [R]: position before which all entries of the row's list count
+        added: int64 column [R]: number of first entries of the list that always count
+        listed: int64 column [R]: number of entries of the list. The four int64 columns belong to
+            one table
+        repetition: float32 column [R]
+        frequency: float32 column [R]
+        presence: float32 column [R]. The three float32 columns belong to one table
+        ids: int32 [R, L]: listed tokens, distinct among the first ``added`` and among the others
+        values: float32 [R, L]: numbers added to the logits of the listed tokens
+        table: int32 [R, V], for rows with penalties or allowed tokens
     """
 
     flags: Tensor
@@ -56,6 +58,7 @@ class RowEdits(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, int, int]:
+        """Row strides of the int64 and the float32 columns, and L."""
         return self.flags.stride(0), self.repetition.stride(0), self.ids.shape[1]
 
 
@@ -74,7 +77,7 @@ def _add_listed(
     width,
     LIST: tl.constexpr,
 ):
-    """Add to the logits of listed tokens ``first`` to ``last`` in place."""
+    """Add the values of listed tokens ``first`` to ``last`` to their logits in place."""
     always, count = tl.load(added), tl.load(listed)
     until = tl.where(position < tl.load(min_length), count, always)
     for start in range(0, until.to(tl.int32), LIST):
@@ -87,6 +90,7 @@ def _add_listed(
 
 @triton.jit
 def _penalised(value, held, index, ahead, ahead_count, repetition, frequency, presence):
+    """Return the penalised logits of tokens ``index``; ``held`` are their table entries."""
     count = held & (_IN_PROMPT - 1)
     seen = (held & 0x7FFFFFFF) != 0
     for j in range(ahead_count):
@@ -125,8 +129,9 @@ def edited(
     BLOCK: tl.constexpr,
     LIST: tl.constexpr,
 ):
-    """The row's logits at ``index``, -inf behind the vocabulary, edited and written back to
-    ``source``.
+    """Edit the row's logits at ``index``, write them back to ``source`` and return them.
+
+    Positions beyond the vocabulary give -inf.
     """
     inside = index < vocab
     asked = tl.load(flags + state * int_stride)
@@ -179,6 +184,7 @@ def _observe(
     WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Count the accepted tokens of one row."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     row = tl.program_id(0)
@@ -191,8 +197,13 @@ def _observe(
 
 
 def observe(tokens: Tensor, counts: Tensor, rows: Tensor, edits: RowEdits) -> None:
-    """Count the first ``counts`` int32 [B] of tokens int64 [B, W] in the table, for rows int64 [B]
-    with penalties.
+    """Count tokens in the table, for rows with penalties.
+
+    Args:
+        tokens: int64 [B, W]
+        counts: int32 [B]: the number of first tokens of each row to count
+        rows: int64 [B], rows of the sequence table
+        edits: the table
     """
     if len(rows):
         width = next_power_of_2(max(2, tokens.shape[1]))

@@ -1,9 +1,8 @@
-"""Choosing tokens from logits in a few passes, by the rules of ``kernels.sampling``: no sort, no
-host synchronisation.
+"""Token choice from logits in a few passes, by the rules of ``kernels.sampling.reference``.
 
-A pass cuts each row into blocks of the vocabulary, one program a block; the last program of a row
-to finish combines what the blocks found, in order, so a result depends on its row alone. N rows, V
-vocabulary, B blocks a row.
+There is no sort and no host synchronisation. A pass divides each row into blocks of the vocabulary,
+one program per block. The last program of a row to finish combines the results of the blocks in
+order, so a result depends on its row alone. Shapes: N rows, V vocabulary, B blocks per row.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.sampling import edits as sampling_edits
 from glowplug.kernels.sampling.edits import RowEdits
 
-BLOCK = 2048  #: vocabulary entries a program; the same for every batch, since sums depend on it
-LIST = 64  #: listed tokens looked at together
-PIVOTS = 16
-#: bits in which the thresholds of a pass are apart; weights are at most 1, whose bits are below
-#: 2^30
+BLOCK = 2048  #: vocabulary entries per program; equal for every batch, since sums depend on it
+LIST_CHUNK = 64  #: listed tokens processed together
+PIVOTS = 16  #: thresholds of a pass
+#: log2 of the distance between the thresholds of each pass, in float32 bits; weights are at most 1,
+#: whose bits are below 2^30
 SHIFTS = (26, 22, 18, 14, 10, 6, 2, 0)
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -34,8 +33,9 @@ BELOW_ONE = tl.constexpr(1.0 - 2.0**-53)
 
 
 class RowParameters(NamedTuple):
-    """Columns [R] over rows of the sequence table, each possibly strided; float32 but for ``seed``,
-    ``top_k`` int64.
+    """Columns [R] of the sequence table, each possibly strided.
+
+    ``seed`` and ``top_k`` are int64, the others float32.
     """
 
     temperature: Tensor
@@ -46,8 +46,14 @@ class RowParameters(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Of N rows: the most likely token int64, its logit float32, is that no finite number bool, and
-    a cut-off float32 bits int32 (0: none yet)."""
+    """Chosen tokens of N rows.
+
+    Attributes:
+        tokens: int64 [N]: the most likely token
+        peaks: float32 [N]: its logit
+        bad: bool [N]: that logit is not finite
+        least: int32 [N]: bits of the cut-off, a float32; 0: none yet
+    """
 
     tokens: Tensor
     peaks: Tensor
@@ -57,8 +63,9 @@ class Choice(NamedTuple):
 
 @triton.jit
 def finished(arrived, row, blocks):
-    """Is this the last program of ``row``? What the others stored is visible to it, and the counter
-    is zero again.
+    """Return whether this is the last program of ``row`` to finish.
+
+    If so, the stores of the others are visible to it, and the counter is reset to zero.
     """
     tl.debug_barrier()
     last = tl.atomic_add(arrived + row, 1, sem="acq_rel") == blocks - 1
@@ -69,6 +76,7 @@ def finished(arrived, row, blocks):
 
 @triton.jit
 def _mix(x):
+    """Apply the finaliser of SplitMix64, as ``kernels.sampling.reference.mix64`` does."""
     x = (x ^ (x >> 30)) * MIX_1
     x = (x ^ (x >> 27)) * MIX_2
     return x ^ (x >> 31)
@@ -76,7 +84,7 @@ def _mix(x):
 
 @triton.jit
 def _uniform(seed, position):
-    """float64 in [0, 1): ``kernels.sampling.uniform`` of stream 0."""
+    """Return float64 in [0, 1): ``kernels.sampling.reference.uniform`` of stream 0."""
     state = _mix(seed.to(tl.uint64) + GOLDEN)
     state = _mix(state + position.to(tl.uint64) * GOLDEN)
     return (state >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
@@ -84,7 +92,7 @@ def _uniform(seed, position):
 
 @triton.jit
 def key_of(value, index):
-    """int64 that orders by value, NaN above all, then by the smaller index."""
+    """Return an int64 key that orders by value, then by smaller index; NaN is largest."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)  # the sum makes -0 equal to 0
     ordered = tl.where(value != value, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
     return (ordered.to(tl.int64) << 32) + (0x7FFFFFFF - index)
@@ -106,6 +114,7 @@ def _best(
     BLOCKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Find the most likely token of a row."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
@@ -165,6 +174,7 @@ def _best_edited(
     LIST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Edit the logits of a row and find its most likely token."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
@@ -230,6 +240,7 @@ def _best_of_row(
     blocks,
     BLOCKS: tl.constexpr,
 ):
+    """Reduce a block to its best key; the last program of the row writes the choice."""
     tl.store(keys + row * blocks + block, tl.max(key_of(value, index)))
     if finished(arrived, row, blocks):
         each = tl.arange(0, BLOCKS)
@@ -251,7 +262,7 @@ def _best_of_row(
 
 @triton.jit
 def _weights(source, index, vocab, peak, temperature, min_p, least):
-    """exp((logit - peak) / temperature) where that is at least both cut-offs, 0 elsewhere."""
+    """Return exp((logit - peak) / temperature), or 0 where it is below either cut-off."""
     value = tl.load(source + index, mask=index < vocab, other=float("-inf"))
     weight = tl.exp((value - peak) / temperature)
     return tl.where((weight < min_p) | (weight < least) | (index >= vocab), 0.0, weight)
@@ -275,8 +286,10 @@ def _shares(
     COUNT: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """What of a block lies at or above each of PIVOTS + 1 thresholds goes to ``parts``; to ``held``
-    bit j: some of it lies between threshold j and the next."""
+    """Store the share of a block at or above each of PIVOTS + 1 thresholds in ``parts``.
+
+    Bit j of ``held`` is set if part of the block is between threshold j and the next.
+    """
     bits = weight.to(tl.int32, bitcast=True)
     inside = (bits >= start) & (index < vocab)
     worth = tl.where(inside, 1.0, 0.0) if COUNT else tl.where(inside, weight, 0.0)
@@ -324,10 +337,10 @@ def _narrow(
     PIVOTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Raise ``low``, the bits of the largest weight known to leave enough, by the next four bits of
-    it.
+    """Raise ``low`` by the next four bits of the search.
 
-    A block none of whose weights lie in what is left of the search is not read again.
+    ``low`` holds the bits of the largest weight known to leave enough. A block without weights in
+    the remaining search interval is not read again.
     """
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
@@ -376,14 +389,13 @@ def _narrow(
             chosen = tl.maximum(tl.sum((total >= goal).to(tl.int32), 0), 1) - 1
             tl.store(steps + row, chosen)
             tl.store(low + row, start + (chosen << shift))
-            tl.store(
-                least + row, start + (chosen << shift)
-            )  # which passes to come may know already
+            # later passes may use this cut-off already
+            tl.store(least + row, start + (chosen << shift))
 
 
 @triton.jit
 def _totals(parts, row, blocks, BLOCKS: tl.constexpr, PIVOTS: tl.constexpr):
-    """float64 [PIVOTS]: all blocks of a row together."""
+    """Return float64 [PIVOTS]: the sums over all blocks of a row."""
     each = tl.arange(0, BLOCKS)
     found = tl.load(
         parts + (row * blocks + each)[:, None] * (PIVOTS + 1) + tl.arange(0, PIVOTS)[None, :],
@@ -396,8 +408,9 @@ def _totals(parts, row, blocks, BLOCKS: tl.constexpr, PIVOTS: tl.constexpr):
 
 @triton.jit
 def _first_above(weight, cumulative, target, SIZE: tl.constexpr):
-    """Position of the first positive ``weight`` whose cumulative sum exceeds ``target``; at most
-    SIZE - 1.
+    """Return the first position with a positive weight and a cumulative sum above ``target``.
+
+    The position is at most SIZE - 1.
     """
     at = tl.arange(0, SIZE)
     return tl.minimum(tl.min(tl.where((cumulative > target) & (weight > 0), at, SIZE)), SIZE - 1)
@@ -427,6 +440,7 @@ def _draw(
     BLOCKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Sum the weights of a block; the last program of the row draws a token."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
@@ -461,14 +475,15 @@ def _draw(
 
 
 class Grid(NamedTuple):
-    """What every pass over ``logits`` [N, V] needs to know of them."""
+    """Launch grid and sizes of a pass over ``logits`` [N, V]."""
 
-    programs: tuple[int, int]
+    programs: tuple[int, int]  #: N, B
     sizes: tuple[int, int, int]  #: V, stride between rows, B
     blocks: int  #: B rounded up to a power of two
 
     @classmethod
     def over(cls, logits: Tensor) -> Grid:
+        """Return the grid for ``logits``."""
         blocks = cdiv(logits.shape[1], BLOCK)
         return cls(
             (logits.shape[0], blocks),
@@ -478,8 +493,11 @@ class Grid(NamedTuple):
 
 
 def best(logits: Tensor, arrived: Tensor) -> Choice:
-    """logits float32 [N, V], rows may be strided; ``arrived`` int32 [N or more], zeros before and
-    after.
+    """Choose the most likely token of each row.
+
+    Args:
+        logits: float32 [N, V]; rows may be strided
+        arrived: int32 [N or more], zeros before and after
     """
     grid = Grid.over(logits)
     choice = _choice(logits)
@@ -506,18 +524,23 @@ def best_edited(
     ahead: Tensor | None,
     edits: RowEdits,
 ) -> Choice:
-    """The same of logits edited first, in place, by what ``rows`` int64 [N] ask for; positions
-    int64 [N].
+    """Edit logits in place and choose the most likely token of each row.
 
-    ``ahead`` int64 [N, W - 1]: tokens that penalties count although they were not observed yet, -1:
-    none.
+    Args:
+        logits: float32 [N, V]; rows may be strided
+        arrived: int32 [N or more], zeros before and after
+        rows: int64 [N], rows of the sequence table
+        positions: int64 [N]
+        ahead: int64 [N, W - 1]: tokens that penalties count although they were not observed yet;
+            -1: none
+        edits: edits of the rows
     """
     grid = Grid.over(logits)
     choice = _choice(logits)
     if len(logits):
         keys = torch.empty(grid.programs, dtype=torch.int64, device=logits.device)
         count = 0 if ahead is None else ahead.shape[1]
-        # NOTE: products and sums are rounded one by one, as torch does, so that ties fall alike.
+        # NOTE: without fusion, each product and sum is rounded as in torch, so that ties are equal.
         _best_edited[grid.programs](
             logits,
             keys,
@@ -533,7 +556,7 @@ def best_edited(
             *grid.sizes,
             BLOCK=BLOCK,
             BLOCKS=grid.blocks,
-            LIST=LIST,
+            LIST=LIST_CHUNK,
             enable_fp_fusion=False,
             **dependent.options(),
         )
@@ -541,6 +564,7 @@ def best_edited(
 
 
 def _choice(logits: Tensor) -> Choice:
+    """Allocate a choice for the rows of ``logits``."""
     rows = logits.shape[0]
     device = logits.device
     return Choice(
@@ -560,10 +584,10 @@ def cut_off(
     count: bool,
     arrived: Tensor,
 ) -> None:
-    """Set ``choice.least`` by top-k (``count``) or, of what that left, by top-p. Equal weights
-    survive together.
+    """Set ``choice.least`` by top-k (``count``), or by top-p of what top-k left.
 
-    Rows colder than ``coldest`` are greedy and left alone, as are rows whose limit is off.
+    Equal weights survive together. Rows colder than ``coldest`` are greedy and not changed, nor are
+    rows whose limit is off.
     """
     grid = Grid.over(logits)
     device = logits.device
@@ -606,8 +630,9 @@ def draw(
     coldest: float,
     arrived: Tensor,
 ) -> None:
-    """Replace ``choice.tokens`` of the rows that are not greedy by a draw at the uniform of (seed,
-    position).
+    """Replace ``choice.tokens`` of the rows that are not greedy by a draw.
+
+    The draw uses the uniform of (seed, position).
     """
     grid = Grid.over(logits)
     if len(rows):
@@ -631,6 +656,6 @@ def draw(
 
 
 def _columns(parameters: RowParameters, last: Tensor) -> tuple[Tensor | int, ...]:
-    """Temperature, min-p and one more column, each with its stride."""
+    """Return temperature, min-p and the column ``last``, each followed by its stride."""
     each = (parameters.temperature, parameters.min_p, last)
     return tuple(value for column in each for value in (column, column.stride(0)))

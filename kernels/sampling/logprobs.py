@@ -1,8 +1,7 @@
-"""Log-probabilities of drawn tokens and of the most likely ones, in one launch, without a sort or a
-copy of the logits.
+"""Log-probabilities of drawn and most likely tokens, in one launch, without a sort or a copy.
 
-As in ``sampling``, a row's blocks find their part each, and the last of them to finish puts the
-parts together.
+As in ``kernels.sampling.kernels``, each block of a row finds its own result, and the last program
+of the row to finish combines them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import next_power_of_2
 from glowplug.kernels.sampling import kernels as sampling
 
-NONE: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # below the key of any logit
+NONE: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # less than the key of any logit
 
 
 @triton.jit
@@ -39,6 +38,7 @@ def _scores(
     PLACES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Find the K largest logits and the exponential sum of a block, and combine them per row."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
@@ -77,8 +77,15 @@ def _scores(
 def token_logprobs(
     logits: Tensor, tokens: Tensor, peaks: Tensor, k: int, arrived: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``kernels.sampling.token_logprobs``, of equal ones the lower id first. peaks float32 [N]:
-    each row's largest logit; ``arrived`` as in ``sampling.best``."""
+    """Compute ``kernels.sampling.reference.token_logprobs``; equal logits: the lower id first.
+
+    Args:
+        logits: float32 [N, V]
+        tokens: int64 [N]
+        peaks: float32 [N]: the largest logit of each row
+        k: number of most likely tokens
+        arrived: as in ``kernels.sampling.kernels.best``
+    """
     grid = sampling.Grid.over(logits)
     rows = len(logits)
     device = logits.device

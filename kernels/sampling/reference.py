@@ -1,10 +1,9 @@
-"""Sampling on tensors: counter-based uniforms, inverse-CDF draws, top-k/top-p cut-offs, penalties,
-log-probabilities.
+"""Sampling on tensors: uniforms, inverse-CDF draws, top-k/top-p, penalties, log-probabilities.
 
-Pure functions, no host synchronisation on an accelerator. N logits rows, V vocabulary. Every result
-of a row depends
-on that row alone: the draw walks the vocabulary in its own order, and a cut-off is a *value*, so a
-batch that sorts for one row draws the same token for the others as a batch that does not.
+All functions are pure and need no host synchronisation on an accelerator. Shapes: N rows of logits,
+V vocabulary size. The uniforms are counter-based. Every result of a row depends on that row alone:
+the draw walks the vocabulary in its own order, and a cut-off is a *value*, so the other rows draw
+the same tokens whether or not one row of the batch needs a sort.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ from torch import Tensor
 
 from glowplug.kernels.launch.chunks import LOGPROB_ROWS
 
-BLOCK = 256  #: vocabulary entries summed at a time by ``draw``
-SORT_ROWS = 64  #: rows sorted at a time, which bounds the temporary memory of ``cutoff``
+DRAW_BLOCK = 256  #: vocabulary entries that ``draw`` sums at a time
+SORT_ROWS = 64  #: rows sorted at a time, to bound the temporary memory of ``cutoff``
 
 
 def _signed(value: int) -> int:
+    """Return the int64 with the same bits as the unsigned ``value``."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -30,22 +30,25 @@ MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64 (torch's is arithmetic)."""
+    """Shift int64 right logically (torch's shift is arithmetic)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def mix64(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64 [...], modulo 2^64."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea, Flood 2014) to int64 [...], modulo 2^64."""
     x = (x ^ _shift_right(x, 30)) * MIX_1
     x = (x ^ _shift_right(x, 27)) * MIX_2
     return x ^ _shift_right(x, 31)
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
-    """Float64 [N] in [0, 1), a function of (seed, position, stream) only: int64 [N], int64 [N], a
-    small int.
+    """Return float64 [N] in [0, 1) that depend only on (seed, position, stream).
 
-    Stream 0 draws tokens; speculation takes others for acceptance tests and draft tokens.
+    Args:
+        seeds: int64 [N]
+        positions: int64 [N]
+        stream: a small integer; stream 0 draws tokens, speculation uses others for acceptance tests
+            and draft tokens
     """
     offset = _signed(((stream + 1) * (GOLDEN % (1 << 64))) % (1 << 64))
     state = mix64(mix64(seeds + offset) + positions * GOLDEN)
@@ -53,10 +56,10 @@ def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Index int64 [N] of the first entry of ``cumulative`` float64 [N, K] greater than ``target``
-    [N, 1].
+    """Return the index int64 [N] of the first entry of ``cumulative`` above ``target``.
 
-    ``target`` is held below the total, so the entry found has a positive share. NaN gives 0.
+    ``cumulative`` is float64 [N, K], ``target`` [N, 1]. The target is kept below the total, so the
+    entry found has a positive share. NaN gives 0.
     """
     total = cumulative[:, -1:]
     below = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
@@ -64,30 +67,30 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """One index int64 [N] for each row of ``weights`` float32 [N, V] >= 0 (unnormalised), by
-    inverse CDF at u [N].
+    """Draw one index int64 [N] per row of ``weights`` by inverse CDF at u [N].
 
-    Two levels (block sums, then one block) in float64: no [N, V] float64 temporary. A zero weight
-    is never drawn.
+    ``weights`` float32 [N, V] >= 0 need not be normalised. There are two levels in float64 (block
+    sums, then one block), so no [N, V] float64 temporary. A zero weight is never drawn.
     """
     rows, vocab = weights.shape
-    if vocab % BLOCK:
-        weights = F.pad(weights, (0, -vocab % BLOCK))
-    blocks = weights.view(rows, -1, BLOCK)
+    if vocab % DRAW_BLOCK:
+        weights = F.pad(weights, (0, -vocab % DRAW_BLOCK))
+    blocks = weights.view(rows, -1, DRAW_BLOCK)
     cumulative = blocks.sum(-1, dtype=torch.float64).cumsum_(-1)
     target = u[:, None] * cumulative[:, -1:]
     block = _first_above(cumulative, target)[:, None]
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp_(min=0)), 0.0)
     inside = (
-        blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))
+        blocks.gather(1, block[:, :, None].expand(-1, 1, DRAW_BLOCK))
         .squeeze(1)
         .cumsum(-1, dtype=torch.float64)
     )
-    index = block.squeeze(1) * BLOCK + _first_above(inside, target - before)
+    index = block.squeeze(1) * DRAW_BLOCK + _first_above(inside, target - before)
     return index.clamp_(max=vocab - 1)
 
 
 def _sort_descending(weights: Tensor) -> Tensor:
+    """Sort each row of ``weights`` in descending order."""
     if weights.device.type != "cpu":
         return weights.sort(-1, descending=True).values
     # NOTE: numpy's vectorised sort is 7 to 18 times faster than torch.sort on a CPU (torch also
@@ -96,11 +99,14 @@ def _sort_descending(weights: Tensor) -> Tensor:
 
 
 def cutoff(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Smallest weight float32 [N] that survives top-k and then top-p (of what top-k left). Ties
-    survive together.
+    """Return the smallest weight float32 [N] that survives top-k and then top-p.
 
-    weights float32 [N, V] >= 0, unnormalised; top_k int64 [N], 0: off; top_p float32 [N] in (0, 1],
-    1: off.
+    Top-p applies to what top-k left. Ties survive together.
+
+    Args:
+        weights: float32 [N, V] >= 0, unnormalised
+        top_k: int64 [N]; 0: off
+        top_p: float32 [N] in (0, 1]; 1: off
     """
     chunks = zip(
         weights.split(SORT_ROWS), top_k.split(SORT_ROWS), top_p.split(SORT_ROWS), strict=True
@@ -109,6 +115,7 @@ def cutoff(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _cutoff(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Compute ``cutoff`` for at most SORT_ROWS rows."""
     vocab = weights.shape[1]
     ordered = _sort_descending(weights)
     last = torch.where(top_k > 0, top_k, vocab).clamp_(max=vocab)[:, None] - 1
@@ -129,12 +136,18 @@ def apply_penalties(
     frequency: Tensor,
     presence: Tensor,
 ) -> Tensor:
-    """Penalised logits float32 [N, V], in place.
+    """Penalise logits float32 [N, V] in place and return them.
 
-    seen bool [N, V]: token is in the prompt or the output; counts int32 [N, V]: times in the
-    output; the rest [N]. Repetition divides positive and multiplies negative logits of seen tokens
-    (Keskar et al. 2019); frequency and presence are OpenAI's: ``logit - count * frequency - (count
-    > 0) * presence``.
+    Repetition divides positive and multiplies negative logits of seen tokens (Keskar et al. 2019).
+    Frequency and presence are OpenAI's: ``logit - count * frequency - (count > 0) * presence``.
+
+    Args:
+        logits: float32 [N, V]
+        seen: bool [N, V]: the token is in the prompt or the output
+        counts: int32 [N, V]: occurrences in the output
+        repetition: [N]
+        frequency: [N]
+        presence: [N]
     """
     factor = torch.where(seen, repetition[:, None], 1.0)
     logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
@@ -143,11 +156,18 @@ def apply_penalties(
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities under ``log_softmax(logits)``: of ``tokens`` and of the k most likely, best
-    first.
+    """Return log-probabilities of ``tokens`` and of the k most likely tokens, best first.
 
-    logits float32 [N, V], tokens int64 [N] -> token float32 [N], top_ids int64 [N, k], top float32
-    [N, k]. Works on chunks of rows, so that the temporaries stay small for a long prompt.
+    They are taken from ``log_softmax(logits)``, in chunks of rows, so that temporaries stay small
+    for a long prompt.
+
+    Args:
+        logits: float32 [N, V]
+        tokens: int64 [N]
+        k: number of most likely tokens
+
+    Returns:
+        token float32 [N], top_ids int64 [N, k] and top float32 [N, k]
     """
     chunks = zip(logits.split(LOGPROB_ROWS), tokens.split(LOGPROB_ROWS), strict=True)
     parts = [_token_logprobs(*chunk, k) for chunk in chunks]
@@ -156,6 +176,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tens
 
 
 def _token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``token_logprobs`` for at most LOGPROB_ROWS rows."""
     logits = logits.float()
     norm = logits.logsumexp(-1, keepdim=True)
     top, top_ids = logits.topk(min(k, logits.shape[1]), dim=-1)
