@@ -624,7 +624,7 @@ def _bmm(x: Tensor, w: Tensor, out: Tensor) -> None:
 
 
 def _tile(size: int) -> int:
-    """Return the smallest power of two that holds ``size``, but at least the tensor core minimum."""
+    """Return the smallest power of two that holds ``size``, at least the tensor core minimum."""
     return max(16, next_power_of_2(size))
 
 
