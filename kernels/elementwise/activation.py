@@ -1,4 +1,4 @@
-"""Gated activations."""
+"""Gated activations in Triton."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv
 from glowplug.kernels.launch.rows import rows_of
 
-BLOCK = 1024  #: elements a program
+BLOCK = 1024  #: elements per program
 
 
 @triton.jit
 def _silu_and_mul(x, out, x_stride, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Compute BLOCK elements of silu(gate) * up for one row."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -29,7 +30,7 @@ def _silu_and_mul(x, out, x_stride, size, BLOCK: tl.constexpr, DEPENDENT: tl.con
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """x [..., 2I], gate then up -> silu(gate) * up [..., I], rounded once to x's dtype."""
+    """Return silu(gate) * up [..., I] for x [..., 2I], gate first, rounded once to x's dtype."""
     flat = rows_of(x)
     rows = flat.shape[0]
     size = x.shape[-1] // 2

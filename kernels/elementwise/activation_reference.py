@@ -1,4 +1,4 @@
-"""Gated activations."""
+"""Gated activations on plain tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from glowplug.kernels.elementwise import cpu_small as few
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """x [..., 2I], gate then up -> silu(gate) * up [..., I]."""
+    """Return silu(gate) * up [..., I] for x [..., 2I], gate first."""
     if few.is_few(x) and x.dim() == 2:
         return torch.from_numpy(few.silu_and_mul(x.numpy()))
     half = x.shape[-1] // 2

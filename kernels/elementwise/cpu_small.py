@@ -1,9 +1,9 @@
-"""Small kernels for a few float32 tokens in host memory, in numpy.
+"""Small kernels in numpy for a few float32 tokens in host memory.
 
-A decoding step of a small model on the CPU spends more on calls than on arithmetic, and a numpy
+A decode step of a small model on the CPU spends more time on calls than on arithmetic, and a numpy
 call costs a third of a torch call. x is float32 [T, N], contiguous in its last dimension; results
-are new arrays unless the name says "into". Products stay below the size from which OpenBLAS wakes
-threads of its own, which torch's thread count does not bind.
+are new arrays unless the name contains "into". Matrix multiplications stay below the size from
+which OpenBLAS wakes threads of its own, which torch's thread count does not limit.
 """
 
 from __future__ import annotations
@@ -18,33 +18,31 @@ from torch import Tensor
 
 Floats: TypeAlias = NDArray[np.float32]
 
-FEW = 1 << 14  #: elements up to which these beat torch
+FEW_ELEMENTS_MAX = 1 << 14  #: elements up to which these kernels are faster than torch
 GROUP = 128  #: channels that share a scale
 TINY = 1e-10  #: smallest absolute maximum of a group, as in the published activation kernel
 E4M3_MAX = np.float32(448.0)
-EXPONENT_BITS = np.int32(0x7F800000)
-ROUNDING = np.float32(
-    1.5 * 2.0**20
-)  #: keeps 3 of 23 mantissa bits when added to a number's power of two
-SMALLEST_ROUNDING = np.float32(
-    1.5 * 2.0**14
-)  #: the same at 2^-6, below which E4M3's grid stays 2^-9 wide
+EXPONENT_BITS = np.int32(0x7F800000)  #: exponent mask of a float32
+#: factor on a number's power of two; adding the result keeps 3 of the 23 mantissa bits
+ROUNDING = np.float32(1.5 * 2.0**20)
+#: ROUNDING times 2^-6, below which the spacing of E4M3 stays 2^-9
+SMALLEST_ROUNDING = np.float32(1.5 * 2.0**14)
 ONE = np.float32(1.0)
-ONE_THREAD_VECTOR = (
-    9216  #: elements of a matrix below which OpenBLAS multiplies a vector by it in one thread
-)
-ONE_THREAD_MATRIX = 1 << 18  #: multiplications of a matrix product below which it does
-ROW_QUERIES = 8  #: queries of a row up to which it is attended to here
-LARGEST_EXPONENT = np.float32(88.0)  #: exp of more overflows float32
+#: elements of a matrix below which OpenBLAS multiplies a vector by it in one thread
+ONE_THREAD_VECTOR = 9216
+#: multiplications below which OpenBLAS runs a matrix multiplication in one thread
+ONE_THREAD_MATRIX = 1 << 18
+ROW_QUERIES = 8  #: queries of a row up to which ``attend_row`` is used
+LARGEST_EXPONENT = np.float32(88.0)  #: exp of larger numbers overflows float32
 
 
 def is_few(x: Tensor) -> bool:
-    """Are these kernels for ``x``?"""
-    return x.dtype is torch.float32 and x.is_cpu and 0 < x.numel() <= FEW
+    """Return whether these kernels apply to ``x``."""
+    return x.dtype is torch.float32 and x.is_cpu and 0 < x.numel() <= FEW_ELEMENTS_MAX
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
-    """x / sqrt(mean(x^2) + eps) * weight [N]."""
+    """Return x / sqrt(mean(x^2) + eps) * weight; weight is [N]."""
     if x.size == weight.size:
         row = x.ravel()
         normed: Floats = x * (1.0 / math.sqrt(float(row.dot(row)) / row.size + eps))
@@ -60,7 +58,7 @@ def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
 
 
 def silu_and_mul(x: Floats) -> Floats:
-    """x [T, 2I], gate then up -> silu(gate) * up [T, I]."""
+    """Return silu(gate) * up [T, I] for x [T, 2I], gate first."""
     half = x.shape[-1] // 2
     gate = x[:, :half]
     spread = np.negative(gate)
@@ -72,8 +70,9 @@ def silu_and_mul(x: Floats) -> Floats:
 
 
 def round_into_e4m3(x: Floats) -> Floats:
-    """x [T, N], N a multiple of 128, rounded in place to what E4M3 with one scale a token and group
-    would hold.
+    """Round x in place to the values of E4M3 with one scale per token and group, and return x.
+
+    x is [T, N]; N must be a multiple of 128.
     """
     groups = x.reshape(x.shape[0], x.shape[1] // GROUP, GROUP)
     scales = np.maximum.reduce(np.abs(groups), axis=-1, keepdims=True, initial=TINY)
@@ -97,8 +96,9 @@ def topk_sigmoid(
     renormalize: bool,
     scale: float,
 ) -> tuple[Floats, NDArray[np.int64]]:
-    """The gate of DeepSeek-V3, as ``routing.topk_sigmoid``: logits [T, E] -> weights [T, K], ids
-    [T, K].
+    """Compute the gate of DeepSeek-V3 as ``kernels.moe.route_reference.topk_sigmoid`` does.
+
+    logits [T, E] -> weights [T, K], ids [T, K].
     """
     tokens, experts = logits.shape
     rows = np.arange(tokens)[:, None]
@@ -123,8 +123,9 @@ def topk_sigmoid(
 
 
 def row_keys(heads: int, nope: int, rope: int, size: int, value: int) -> int:
-    """Up to how many keys :func:`attend_row` is for a layer of these sizes (H, N, P, C, V); 0: for
-    none.
+    """Return the number of keys up to which :func:`attend_row` applies; 0: never.
+
+    The arguments are the sizes H, N, P, C, V of a layer.
     """
     if size * max(nope, value) >= ONE_THREAD_VECTOR:
         return 0
@@ -140,11 +141,21 @@ def attend_row(
     w_uv: Floats,
     scale: float,
 ) -> Floats:
-    """Absorbed latent attention (see ``mla``) of one row, whose last W of L keys are those of its
-    few queries.
+    """Run absorbed latent attention (see ``kernels.mla.reference``) for one row.
 
-    q_nope [W, H, N], q_rope [W, H, P], latent [L, C], rope [L, P], w_uk [H, N, C], w_uv [H, C, V]
-    -> [W, H * V].
+    The last W of the L keys belong to the row's few queries.
+
+    Args:
+        q_nope: [W, H, N]
+        q_rope: [W, H, P]
+        latent: [L, C]
+        rope: [L, P]
+        w_uk: [H, N, C]
+        w_uv: [H, C, V]
+        scale: factor on the scores
+
+    Returns:
+        [W, H * V]
     """
     q_latent = np.matmul(q_nope[:, :, None], w_uk)[:, :, 0]
     scores = np.matmul(q_latent, latent.T)

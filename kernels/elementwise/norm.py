@@ -1,6 +1,7 @@
-"""Root-mean-square normalisation in one kernel, a program a token: of a row, of a row added to the
-residual, or of rows of experts added up and then to the residual; stored as it is, quantised to
-E4M3 as in ``fp8_quant``, or both.
+"""Root-mean-square normalisation in one kernel, one program per token.
+
+The input is a row, a row plus the residual, or the sum of rows of experts plus the residual. The
+result is stored unquantised, quantised to E4M3 as in ``kernels.formats.fp8_triton``, or both.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.rows import rows_of
 
-FEW_ROWS = 128  #: about as many as there are processors
+FEW_ROWS_MAX = 128  #: about the number of multiprocessors
 
 
 @triton.jit
 def add_parts(parts, ids, row, ids_stride, column, inside, size, PARTS: tl.constexpr):
-    """The sum in order of a token's ``PARTS`` rows of ``parts``; those of negative ids do not count
-    and hold anything.
+    """Return the sum, in order, of a token's ``PARTS`` rows of ``parts``.
 
-    Rows are asked for before it is known which count: only where experts are elsewhere is one read
-    in vain.
+    Rows with negative ids do not count and may hold anything. All rows are loaded before the ids
+    are known; only where experts are on other ranks is a row loaded in vain.
     """
     total = tl.zeros(column.shape, tl.float32)
     for part in tl.static_range(PARTS):
@@ -58,7 +58,7 @@ def _norm(
     QUANTIZED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """``PARTS``: rows of x that make up a token's, 0 for its own alone."""
+    """Normalise one token. ``PARTS``: rows of x to sum for the token, 0 for its own row alone."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -76,9 +76,8 @@ def _norm(
         )
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + row * size + column, rounded, mask=inside)
-        value = rounded.to(
-            tl.float32
-        )  # what the next layer will read, not what the sum was before rounding
+        # the next layer reads the rounded sum
+        value = rounded.to(tl.float32)
     normed = value * tl.rsqrt(tl.sum(value * value) / size + eps) * gain
     if PLAIN:
         tl.store(plain + row * size + column, normed.to(plain.dtype.element_ty), mask=inside)
@@ -86,14 +85,16 @@ def _norm(
         store_quantized(normed, values, scales, row, group, column, size, scale_stride)
 
 
-def warps_for(block: int, parts: bool = False, rows: int = FEW_ROWS + 1) -> int:
-    """Warps of each of ``rows`` programs that reduces ``block`` elements, each of them a sum where
-    there are ``parts``.
+def warps_for(block: int, parts: bool = False, rows: int = FEW_ROWS_MAX + 1) -> int:
+    """Return the warps of each of ``rows`` programs that reduce ``block`` elements.
+
+    If ``parts``, each element is a sum of several rows.
     """
     if parts and block > 4096:
         return 32
-    if parts and block > 1024 and rows <= FEW_ROWS:
-        return 16  # 8 parts of 2048 numbers, 128 rows and 32: 0.4 and 0.3 us less than with 8
+    if parts and block > 1024 and rows <= FEW_ROWS_MAX:
+        # 8 parts of 2048 numbers: 0.4 us (128 rows) and 0.3 us (32 rows) less than with 8 warps
+        return 16
     return 4 if block <= 1024 else 8 if block <= 4096 else 16
 
 
@@ -108,10 +109,10 @@ def _launch(
     plain: Tensor | None = None,
     quantized: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Fill ``plain`` and ``quantized`` with the norm of x, or of x and the residual, whose sum goes
-    into ``total``.
+    """Fill ``plain`` and ``quantized`` with the norm of x, or of x plus the residual.
 
-    x and residual [rows, N]; with ids [rows, K], rows strided at will, x is [rows * K, N].
+    x and residual are [rows, N]; with ids [rows, K], whose rows may be strided, x is [rows * K, N].
+    The sum with the residual is written to ``total``.
     """
     x = rows_of(x)
     rows, size = x.shape if ids is None else (len(ids), x.shape[1])
@@ -146,7 +147,10 @@ def _launch(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., N], weight [N] -> x / sqrt(mean(x^2) + eps) * weight, rounded once to x's dtype."""
+    """Return x / sqrt(mean(x^2) + eps) * weight, rounded once to x's dtype.
+
+    x is [..., N], weight is [N].
+    """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, weight, eps, plain=out)
     return out
@@ -155,8 +159,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_fp8(
     x: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x [T, N] -> its norm quantised from float32: values and scales. As it is into ``plain`` [T,
-    N], too.
+    """Return the norm of x [T, N] quantised from float32, as values and scales.
+
+    The unquantised norm is also written to ``plain`` [T, N] if that is given.
     """
     quantized = empty_quantized(*x.shape, x.device)
     _launch(x, weight, eps, plain=plain, quantized=quantized)
@@ -170,11 +175,10 @@ def add_rms_norm(
     eps: float,
     ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(residual + x), residual + x), the norm being of the rounded sum. Neither argument
-    is written.
+    """Return (rms_norm(residual + x), residual + x); the norm is that of the rounded sum.
 
-    With ids [T, K] x is [T * K, N], of which each token's rows with ids of 0 and above are added up
-    first, in float32.
+    Neither argument is written. With ids [T, K], x is [T * K, N], and each token's rows with ids >=
+    0 are first summed in float32.
     """
     out, total = (
         torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2)
@@ -191,7 +195,10 @@ def add_rms_norm_fp8(
     plain: Tensor | None = None,
     ids: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """:func:`add_rms_norm` quantised from float32; as it is into ``plain`` [T, N], too."""
+    """Return :func:`add_rms_norm` quantised from float32, as (values, scales), and the sum.
+
+    The unquantised norm is also written to ``plain`` [T, N] if that is given.
+    """
     quantized = empty_quantized(*residual.shape, residual.device)
     total = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     _launch(

@@ -1,6 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich, 2019), alone and with the residual add before
-it.
-"""
+"""Root-mean-square normalisation (Zhang and Sennrich, 2019), also with a residual add before it."""
 
 from __future__ import annotations
 
@@ -12,8 +10,9 @@ from glowplug.kernels.elementwise import cpu_small as few
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., N], weight [N] -> x / sqrt(mean(x^2) + eps) * weight in x's dtype, computed in
-    float32.
+    """Return x / sqrt(mean(x^2) + eps) * weight in x's dtype, computed in float32.
+
+    x is [..., N], weight is [N].
     """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -21,13 +20,13 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As the reference; accumulates in float32."""
+    """Compute the same as ``rms_norm_reference``, accumulated in float32."""
     if few.is_few(x):
         return torch.from_numpy(few.rms_norm(x.numpy(), weight.numpy(), eps))
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(residual + x), residual + x)."""
+    """Return (rms_norm(residual + x), residual + x)."""
     residual = residual + x
     return rms_norm(residual, weight, eps), residual

@@ -1,5 +1,6 @@
-"""Rotary position embedding of queries and keys in one launch; frequencies and tables are those of
-``kernels.rope``.
+"""Rotary position embedding of queries and keys in one launch.
+
+Frequencies and tables are those of ``kernels.elementwise.rope_reference``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
-ELEMENTS = 2048  #: about what one program rotates
+PROGRAM_ELEMENTS = 2048  #: approximate number of elements that one program rotates
 
 
 @triton.jit
@@ -66,6 +67,7 @@ def _rope(
     INTERLEAVED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Rotate HEADS query heads or key heads of one token."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
@@ -99,22 +101,24 @@ def _rope(
         )
 
 
-def _even(x: Tensor) -> Tensor:
+def _contiguous_last(x: Tensor) -> Tensor:
+    """Return x with a contiguous last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def rotate(q: Tensor, k: Tensor, cos_sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """q [T, H, R] and k [T, G, R], either possibly without heads, by cos_sin float32 [T, R] ->
-    rotated, contiguous.
+    """Rotate q [T, H, R] and k [T, G, R] by cos_sin float32 [T, R]; the results are contiguous.
+
+    Either may have no heads.
     """
-    q = _even(q)
-    k = _even(k)
+    q = _contiguous_last(q)
+    k = _contiguous_last(k)
     tokens, q_heads, size = q.shape
     k_heads = k.shape[1]
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     half = next_power_of_2(size // 2)
     most = next_power_of_2(max(q_heads, k_heads, 1))
-    heads = min(most, max(1, ELEMENTS // half))
+    heads = min(most, max(1, PROGRAM_ELEMENTS // half))
     q_blocks = cdiv(q_heads, heads)
     k_blocks = cdiv(k_heads, heads)
     if tokens and q_blocks + k_blocks:

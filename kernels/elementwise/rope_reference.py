@@ -1,5 +1,4 @@
-"""Rotary position embedding: frequencies with every published scaling, tables, and the two
-rotations.
+"""Rotary position embedding: frequencies with every published scaling, tables, both rotations.
 
 "Interleaved" rotates neighbouring elements (2i, 2i+1), as DeepSeek's checkpoints do; otherwise
 element i pairs with i + R/2 (NeoX style, Llama). A table is float32 [positions, R]: cosines of the
@@ -19,7 +18,7 @@ ROPE_TYPES = frozenset({"default", "linear", "dynamic", "llama3", "yarn"})
 
 
 def rope_type(scaling: Mapping[str, Any] | None) -> str:
-    """The kind of scaling; published configs call the key ``type`` or ``rope_type``."""
+    """Return the kind of scaling; published configs call the key ``type`` or ``rope_type``."""
     if not scaling:
         return "default"
     return str(scaling.get("rope_type") or scaling.get("type") or "default")
@@ -32,11 +31,20 @@ def inverse_frequencies(
     max_positions: int = 0,
     context: int = 0,
 ) -> tuple[Tensor, float]:
-    """Frequencies float32 [dim / 2] and the factor on cosines and sines.
+    """Return frequencies float32 [dim / 2] and the factor on cosines and sines.
 
-    ``max_positions``: the config's ``max_position_embeddings``; ``context``: the longest sequence
-    served. Both matter to dynamic NTK only, which uses one base for the whole context (the plain
-    one when it fits ``max_positions``). Raises ValueError for an unknown scaling.
+    ``max_positions`` and ``context`` matter only to dynamic NTK, which uses one base for the whole
+    context (the plain one if the context fits ``max_positions``).
+
+    Args:
+        dim: rotary size R
+        theta: base
+        scaling: the config's ``rope_scaling``
+        max_positions: the config's ``max_position_embeddings``
+        context: longest sequence served
+
+    Raises:
+        ValueError: unknown scaling
     """
     kind = rope_type(scaling)
     scaling = scaling or {}
@@ -57,7 +65,10 @@ def inverse_frequencies(
 
 
 def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Llama 3.1: long wavelengths divided by ``factor``, short ones kept, a linear blend between."""
+    """Scale as Llama 3.1 does.
+
+    Long wavelengths are divided by ``factor``, short ones are kept, with a linear blend between.
+    """
     low = scaling["low_freq_factor"]
     high = scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
@@ -66,8 +77,9 @@ def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's growth of attention logits: 0.1 * mscale * ln(factor) + 1 (Peng et al., 2023, section
-    3.4).
+    """Return YaRN's factor on attention logits: 0.1 * mscale * ln(factor) + 1.
+
+    From Peng et al., 2023, section 3.4.
     """
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
@@ -79,6 +91,7 @@ def _yarn(
     scaling: Mapping[str, Any],
     max_positions: int,
 ) -> tuple[Tensor, float]:
+    """Return YaRN's frequencies and its factor on cosines and sines."""
     original = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or max_positions / original
     attention = scaling.get("attention_factor")
@@ -106,13 +119,13 @@ def _yarn(
 
 
 def cos_sin_table(frequencies: Tensor, factor: float, positions: int) -> Tensor:
-    """float32 [positions, R]: cosines then sines."""
+    """Return the table float32 [positions, R]: cosines, then sines."""
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
     return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(factor)
 
 
 def rotate_reference(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
-    """x [T, H, R], cos_sin [T, R] -> rotated, in x's dtype. Written from the definition."""
+    """Rotate x [T, H, R] by cos_sin [T, R] by the definition; the result has x's dtype."""
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     wide = x.float()
     if interleaved:
@@ -124,7 +137,7 @@ def rotate_reference(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def prepare(cos_sin: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
-    """What ``rotate`` needs of the steps' rows cos_sin [T, R]: once a step, not once a layer."""
+    """Return the operands of ``rotate`` for cos_sin [T, R]: once per step, not once per layer."""
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     if interleaved:
         return (torch.complex(cos, sin),)
@@ -132,7 +145,7 @@ def prepare(cos_sin: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
 
 
 def rotate(x: Tensor, prepared: tuple[Tensor, ...]) -> Tensor:
-    """x [T, H, R] (last dimension contiguous) -> rotated, as :func:`rotate_reference`."""
+    """Rotate x [T, H, R] (last dimension contiguous) as :func:`rotate_reference` does."""
     wide = x if x.dtype is torch.float32 else x.float()
     if len(prepared) == 1:  # neighbouring pairs are complex numbers
         turned = (wide.view(torch.complex64) * prepared[0]).view(torch.float32)

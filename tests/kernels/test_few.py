@@ -48,7 +48,7 @@ def test_as_torch(
     x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(tokens)) * 4
     x[0, :2] = torch.tensor([-200.0, 200.0])  # exp of either overflows one way
     found = function(x)
-    monkeypatch.setattr(few, "FEW", 0)
+    monkeypatch.setattr(few, "FEW_ELEMENTS_MAX", 0)
     torch.testing.assert_close(found, function(x), rtol=1e-5, atol=1e-6)
 
 
@@ -68,7 +68,7 @@ def test_rounding_few_is_rounding_many(monkeypatch: pytest.MonkeyPatch) -> None:
         -30, 30, 9
     ).unsqueeze(1)
     found = fp8.fake_quantize_tokens(x)
-    monkeypatch.setattr(few, "FEW", 0)
+    monkeypatch.setattr(few, "FEW_ELEMENTS_MAX", 0)
     assert torch.equal(found, fp8.fake_quantize_tokens(x))
 
 
