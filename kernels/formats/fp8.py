@@ -1,9 +1,8 @@
-"""Block FP8 as DeepSeek-V3 publishes it (DeepSeek-AI, 2024, section 3.3): E4M3 weights with one
-float32 scale a 128x128 block, activations quantised on the fly with one scale a token and 128
-channels.
+"""Block FP8 as published with DeepSeek-V3 (DeepSeek-AI, 2024, section 3.3).
 
-The last block of a dimension may be ragged (576 rows are four blocks and a half). ``scale`` always
-multiplies: value = stored * scale.
+Weights are E4M3 with one float32 scale per 128x128 block; activations are quantised on the fly with
+one scale per token and 128 channels. The last block of a dimension may be ragged (576 rows are four
+and a half blocks). ``scale`` always multiplies: value = stored * scale.
 """
 
 from __future__ import annotations
@@ -19,21 +18,20 @@ from glowplug.kernels.elementwise.activation_reference import silu_and_mul
 from glowplug.kernels.elementwise.cpu_small import TINY
 from glowplug.kernels.elementwise.norm_reference import rms_norm
 
-BLOCK = 128
+BLOCK = 128  #: rows and columns of a weight block; channels of an activation group
 E4M3_MAX = 448.0
-E4M3_SMALLEST_EXPONENT = 2.0**-6  #: below it the grid stays 2^-9 wide (subnormals)
-EXPONENT_BITS = 0x7F800000  #: of a float32
-ROUNDING = (
-    1.5 * 2.0**20
-)  #: keeps 3 of a float32's 23 mantissa bits when added to its power of two and taken away
+E4M3_SMALLEST_EXPONENT = 2.0**-6  #: below it the spacing stays 2^-9 (subnormals)
+EXPONENT_BITS = 0x7F800000  #: exponent mask of a float32
+#: factor on a number's power of two; adding and subtracting the result keeps 3 of the 23 mantissa
+#: bits of a float32
+ROUNDING = 1.5 * 2.0**20
 
 
 def round_e4m3(x: Tensor) -> Tensor:
-    """float32 x, |x| <= 448, rounded as a cast to float8_e4m3fn and back would: to nearest, ties to
-    even.
+    """Round float32 x, |x| <= 448, as a cast to float8_e4m3fn and back: to nearest, ties to even.
 
-    NOTE: torch's CPU casts to and from float8 take one element at a time. Adding and subtracting
-    1.5 * 2^20 times a number's power of two leaves exactly its three mantissa bits, in vector
+    NOTE: torch's CPU casts to and from float8 process one element at a time. Adding and subtracting
+    1.5 * 2^20 times a number's power of two keeps exactly its three mantissa bits, in vector
     instructions.
     """
     if x.device.type != "cpu":
@@ -44,19 +42,19 @@ def round_e4m3(x: Tensor) -> Tensor:
 
 
 def _groups(x: Tensor) -> Tensor:
-    """x [T, K] -> float32 [T, ceil(K / 128), 128], zero-padded."""
+    """Return x [T, K] as float32 [T, ceil(K / 128), 128], zero-padded."""
     ragged = -x.shape[-1] % BLOCK
     x = F.pad(x.float(), (0, ragged)) if ragged else x.float()
     return x.reshape(x.shape[0], x.shape[1] // BLOCK, BLOCK)
 
 
 def _scales(groups: Tensor) -> Tensor:
-    """float32 [T, G, 1] such that the largest value of each group becomes 448, within rounding."""
+    """Return float32 scales [T, G, 1] that map each group's maximum to 448, up to rounding."""
     return groups.abs().amax(-1, keepdim=True).clamp_(min=TINY).div_(E4M3_MAX)
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, K] -> E4M3 [T, K] and float32 scales [T, ceil(K / 128)]."""
+    """Quantise x [T, K] to E4M3 [T, K] and float32 scales [T, ceil(K / 128)]."""
     groups = _groups(x)
     scales = _scales(groups)
     stored = (groups / scales).to(torch.float8_e4m3fn)
@@ -64,7 +62,7 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fake_quantize_tokens(x: Tensor) -> Tensor:
-    """x [T, K] -> the values that :func:`quantize_tokens` stores, in x's dtype."""
+    """Return the values that :func:`quantize_tokens` stores for x [T, K], in x's dtype."""
     if few.is_few(x) and x.shape[1] % BLOCK == 0:
         return torch.from_numpy(few.round_into_e4m3(x.numpy().copy()))
     groups = _groups(x)
@@ -74,33 +72,38 @@ def fake_quantize_tokens(x: Tensor) -> Tensor:
 
 
 def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``fake_quantize_tokens(rms_norm(x, weight, eps))``."""
+    """Return ``fake_quantize_tokens(rms_norm(x, weight, eps))``."""
     if few.is_few(x) and x.shape[1] % BLOCK == 0:
         return torch.from_numpy(few.round_into_e4m3(few.rms_norm(x.numpy(), weight.numpy(), eps)))
     return fake_quantize_tokens(rms_norm(x, weight, eps))
 
 
 def silu_and_mul_rounded(x: Tensor) -> Tensor:
-    """``fake_quantize_tokens(silu_and_mul(x))``."""
+    """Return ``fake_quantize_tokens(silu_and_mul(x))``."""
     if few.is_few(x) and x.shape[1] % (2 * BLOCK) == 0:
         return torch.from_numpy(few.round_into_e4m3(few.silu_and_mul(x.numpy())))
     return fake_quantize_tokens(silu_and_mul(x))
 
 
 def _block_index(size: int, offset: int, device: torch.device) -> Tensor:
+    """Return the block index of each of ``size`` positions from ``offset``."""
     return (torch.arange(size, device=device) + offset) // BLOCK
 
 
 class Blocks(NamedTuple):
-    """A weight as it is stored: E4M3 [..., N, K], and float32 scales [..., ceil(N / 128), ceil(K /
-    128)] of its blocks. Both may be views, transposed too."""
+    """A weight in stored form. Both tensors may be views, also transposed.
+
+    Attributes:
+        values: E4M3 [..., N, K]
+        scales: float32 [..., ceil(N / 128), ceil(K / 128)], one per block
+    """
 
     values: Tensor
     scales: Tensor
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [N, K] -> E4M3 [N, K] and float32 scales [ceil(N / 128), ceil(K / 128)]."""
+    """Quantise weight [N, K] to E4M3 [N, K] and float32 scales [ceil(N / 128), ceil(K / 128)]."""
     rows, columns = weight.shape
     padded = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
@@ -118,11 +121,19 @@ def dequantize_weight(
     row_offset: int = 0,
     column_offset: int = 0,
 ) -> Tensor:
-    """stored [..., N, K] E4M3, scales [..., B, C] -> [..., N, K] in ``dtype``; leading dimensions
-    are batches.
+    """Dequantise E4M3 weights to ``dtype``; leading dimensions are batches.
 
-    The tensor may begin inside a block: its first row is row ``row_offset`` of the first block of
-    ``scales``, and likewise its columns.
+    The tensor may begin inside a block.
+
+    Args:
+        stored: E4M3 [..., N, K]
+        scales: [..., B, C]
+        dtype: dtype of the result
+        row_offset: row of the first block of ``scales`` that is the tensor's first row
+        column_offset: the same for columns
+
+    Returns:
+        [..., N, K]
     """
     rows = _block_index(stored.shape[-2], row_offset, stored.device)
     columns = _block_index(stored.shape[-1], column_offset, stored.device)
@@ -131,11 +142,16 @@ def dequantize_weight(
 
 
 def block_scaled_mm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
-    """Reference GEMM: x E4M3 [T, K] with [T, ceil(K / 128)], weight E4M3 [N, K] with its blocks ->
-    float32 [T, N].
+    """Compute the reference GEMM, float32 [T, N].
 
-    Each 128-deep partial product is scaled and accumulated in float32, as FP8 tensor cores with
-    promotion do.
+    Each 128-deep partial sum is scaled and accumulated in float32, as on FP8 tensor cores with
+    promotion.
+
+    Args:
+        x: E4M3 [T, K]
+        x_scales: [T, ceil(K / 128)]
+        weight: E4M3 [N, K]
+        weight_scales: scales of its blocks
     """
     rows = _block_index(weight.shape[0], 0, weight.device)
     total = torch.zeros(x.shape[0], weight.shape[0], device=x.device)

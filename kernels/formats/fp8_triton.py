@@ -1,9 +1,10 @@
-"""Activations to E4M3 with one float32 scale a token and 128 channels, alone and behind the gated
-activation (``norm`` does it behind a norm).
+"""Quantisation of activations to E4M3 with one float32 scale per token and 128 channels.
 
-Every function returns (values E4M3 [T, N], scales float32 [T, ceil(N / 128)]). Scales lie channel
-group after channel group with tokens side by side, a group's tokens filled up to a multiple of
-four: the layout that TMA loads want. The last group of a token may be ragged.
+It is available alone and fused behind the gated activation (``elementwise.norm`` fuses it behind a
+norm). Every function returns (values E4M3 [T, N], scales float32 [T, ceil(N / 128)]). Scales are
+stored group-major: the scales of all tokens for one channel group are contiguous, padded to a
+multiple of four tokens, which is the layout that TMA loads need. The last group of a token may be
+ragged.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.rows import rows_of
 
-GROUP = 128
-CHUNK = 8  #: groups a program quantises where a token's groups do not depend on each other,
-CHUNK_OF_MANY = 16  #: and where programs are many
-MANY = 1024  #: tokens
-ROWS = 2  #: rows a program activates where some only fill tiles up
+GROUP = 128  #: channels per scale
+#: groups per program in kernels where the groups of a token do not depend on each other
+GROUPS_PER_PROGRAM = 8
+GROUPS_PER_PROGRAM_MANY_TOKENS = 16  #: the same number with many tokens
+MANY_TOKENS_MIN = 1024  #: tokens from which a batch counts as many
+PAIR_ROWS = 2  #: rows per program of ``silu_and_mul_pairs``
 
 
 @triton.jit
 def quantize_rows(x):
-    """float32 x [R, 128] -> E4M3 [R, 128] and float32 scales [R], the largest value of a row
-    becoming 448.
+    """Quantise float32 x [R, 128] to E4M3 [R, 128] and float32 scales [R].
+
+    The largest value of a row becomes 448.
     """
     scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-10) / 448.0
     return (x / scale[:, None]).to(tl.float8e4nv), scale
@@ -35,7 +38,7 @@ def quantize_rows(x):
 
 @triton.jit
 def store_quantized(x, values, scales, row, group, column, size, scale_stride):
-    """Groups x float32 [G, 128] of a token, at ``column`` [G, 128] of its row."""
+    """Quantise groups x float32 [G, 128] of a token and store them at ``column`` [G, 128]."""
     stored, scale = quantize_rows(x)
     tl.store(values + row * size + column, stored, mask=column < size)
     tl.store(scales + group * scale_stride + row, scale, mask=group * 128 < size)
@@ -45,6 +48,7 @@ def store_quantized(x, values, scales, row, group, column, size, scale_stride):
 def _quantize(
     x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr
 ):
+    """Quantise GROUPS groups of one token."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -58,6 +62,7 @@ def _quantize(
 def _silu_and_mul(
     x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr
 ):
+    """Apply the gated activation to GROUPS groups of one token and quantise them."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -86,7 +91,7 @@ def _silu_and_mul_pairs(
     GROUPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """ROWS rows a program, of which those without a pair are neither read nor written."""
+    """Process ROWS rows; rows without a pair are neither read nor written."""
     at = tl.arange(0, ROWS * GROUPS)
     row, group = tl.program_id(0) * ROWS + at // GROUPS, tl.program_id(1) * GROUPS + at % GROUPS
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -106,25 +111,23 @@ def _silu_and_mul_pairs(
 
 
 def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Values [rows, size] and scales [rows, ceil(size / 128)] in the module's layout, neither
-    filled.
+    """Allocate values [rows, size] and scales [rows, ceil(size / 128)] in the module's layout.
 
-    Both lie in memory for a multiple of four rows, which some products read.
+    The memory of both is a multiple of four rows, because some GEMMs read that many.
     """
     held = -(-rows // 4) * 4
     scales = torch.empty(-(-size // GROUP), held, dtype=torch.float32, device=device)
-    return torch.empty(held, size, dtype=torch.float8_e4m3fn, device=device)[:rows], scales.t()[
-        :rows
-    ]
+    values = torch.empty(held, size, dtype=torch.float8_e4m3fn, device=device)
+    return values[:rows], scales.t()[:rows]
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, N]; rows may be strided."""
+    """Quantise x [T, N]; rows may be strided."""
     x = rows_of(x)
     rows, size = x.shape
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
-        groups = CHUNK if rows < MANY else CHUNK_OF_MANY
+        groups = GROUPS_PER_PROGRAM if rows < MANY_TOKENS_MIN else GROUPS_PER_PROGRAM_MANY_TOKENS
         _quantize[(rows, cdiv(scales.shape[1], groups))](
             x,
             values,
@@ -140,13 +143,13 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, 2N], gate then up -> silu(gate) * up, quantised from float32."""
+    """Compute silu(gate) * up for x [T, 2N], gate first, and quantise it from float32."""
     x = rows_of(x)
     rows = x.shape[0]
     size = x.shape[1] // 2
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
-        groups = CHUNK if rows < MANY else CHUNK_OF_MANY
+        groups = GROUPS_PER_PROGRAM if rows < MANY_TOKENS_MIN else GROUPS_PER_PROGRAM_MANY_TOKENS
         _silu_and_mul[(rows, cdiv(scales.shape[1], groups))](
             x,
             values,
@@ -164,16 +167,21 @@ def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
 def silu_and_mul_pairs(
     x: Tensor, pairs: Tensor, filled: Tensor, total_pairs: int
 ) -> tuple[Tensor, Tensor]:
-    """The same of rows in order of experts, x [R, 2N] with R even: of the first ``filled`` int32
-    [1] (even, too) those whose ``pairs`` int32 [R] are below ``total_pairs``. The others, which
-    fill tiles up, are not written.
+    """Run ``silu_and_mul`` on rows sorted by expert, without the padding rows.
+
+    Args:
+        x: [R, 2N], R even
+        pairs: int32 [R]; a row is real if its pair is below ``total_pairs``, otherwise it pads a
+            tile and is not written
+        filled: int32 [1]: number of first rows in use, even
+        total_pairs: number of pairs
     """
     x = rows_of(x)
     rows = x.shape[0]
     size = x.shape[1] // 2
     values, scales = empty_quantized(rows, size, x.device)
-    groups = min(CHUNK_OF_MANY, next_power_of_2(scales.shape[1]))
-    _silu_and_mul_pairs[(rows // ROWS, cdiv(scales.shape[1], groups))](
+    groups = min(GROUPS_PER_PROGRAM_MANY_TOKENS, next_power_of_2(scales.shape[1]))
+    _silu_and_mul_pairs[(rows // PAIR_ROWS, cdiv(scales.shape[1], groups))](
         x,
         pairs,
         filled,
@@ -183,7 +191,7 @@ def silu_and_mul_pairs(
         x.stride(0),
         size,
         scales.stride(1),
-        ROWS=ROWS,
+        ROWS=PAIR_ROWS,
         GROUPS=groups,
         num_warps=4,
         **dependent.options(),

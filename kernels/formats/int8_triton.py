@@ -1,7 +1,7 @@
-"""Activations to int8 with one float32 scale a token, alone and at the end of what produces them.
+"""Quantisation of activations to int8 with one float32 scale per token.
 
-Every function returns (values int8 [T, N], scales float32 [T]). A program holds one token in
-registers.
+It is available alone and fused behind the kernels that produce activations. Every function returns
+(values int8 [T, N], scales float32 [T]). A program holds one token in registers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from glowplug.kernels.launch.rows import rows_of
 
 @triton.jit
 def _store(x, values, scales, row, column, size):
-    """Quantise one token, zeros behind its end; adding 1.5 * 2^23 and taking it away rounds to the
-    nearest integer.
+    """Quantise and store one token; x is zero beyond its end.
+
+    Adding and subtracting 1.5 * 2^23 rounds to the nearest integer.
     """
     scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-10) / 127.0
     rounded = x / scale + 12582912.0
@@ -29,6 +30,7 @@ def _store(x, values, scales, row, column, size):
 
 @triton.jit
 def _quantize(x, values, scales, x_stride, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Quantise one token."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     dependent.begin(DEPENDENT)
@@ -39,6 +41,7 @@ def _quantize(x, values, scales, x_stride, size, BLOCK: tl.constexpr, DEPENDENT:
 
 @triton.jit
 def _silu_and_mul(x, values, scales, x_stride, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Apply the gated activation to one token and quantise it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -67,6 +70,7 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Normalise one token, after adding the residual if ADD, and quantise it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -80,9 +84,8 @@ def _rms_norm(
         )
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + row * size + column, rounded, mask=inside)
-        value = rounded.to(
-            tl.float32
-        )  # what the next layer will read, not what the sum was before rounding
+        # the next layer reads the rounded sum
+        value = rounded.to(tl.float32)
     root = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
     normed = value * root * gain
     if BOTH:
@@ -91,13 +94,13 @@ def _rms_norm(
 
 
 def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Values [rows, size] and scales [rows], neither filled."""
-    return torch.empty(rows, size, dtype=torch.int8, device=device), torch.empty(
-        rows, device=device
-    )
+    """Allocate values [rows, size] and scales [rows]."""
+    values = torch.empty(rows, size, dtype=torch.int8, device=device)
+    return values, torch.empty(rows, device=device)
 
 
-def _shape(size: int) -> dict[str, int]:
+def _launch_options(size: int) -> dict[str, int]:
+    """Return the launch options for tokens of ``size`` channels."""
     block = next_power_of_2(size)
     return {
         "BLOCK": block,
@@ -106,26 +109,26 @@ def _shape(size: int) -> dict[str, int]:
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, N]; rows may be strided."""
+    """Quantise x [T, N]; rows may be strided."""
     x = rows_of(x)
     rows, size = x.shape
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
         _quantize[(rows,)](
-            x, values, scales, x.stride(0), size, **_shape(size), **dependent.options()
+            x, values, scales, x.stride(0), size, **_launch_options(size), **dependent.options()
         )
     return values, scales
 
 
 def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, 2N], gate then up -> silu(gate) * up, quantised from float32."""
+    """Compute silu(gate) * up for x [T, 2N], gate first, and quantise it from float32."""
     x = rows_of(x)
     rows = x.shape[0]
     size = x.shape[1] // 2
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
         _silu_and_mul[(rows,)](
-            x, values, scales, x.stride(0), size, **_shape(size), **dependent.options()
+            x, values, scales, x.stride(0), size, **_launch_options(size), **dependent.options()
         )
     return values, scales
 
@@ -133,8 +136,9 @@ def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x [T, N] -> x / sqrt(mean(x^2) + eps) * weight, quantised from float32; as it is into
-    ``plain`` [T, N], too.
+    """Compute x / sqrt(mean(x^2) + eps) * weight for x [T, N] and quantise it from float32.
+
+    The unquantised norm is also written to ``plain`` [T, N] if that is given.
     """
     x = rows_of(x)
     rows, size = x.shape
@@ -154,7 +158,7 @@ def rms_norm(
             eps,
             ADD=False,
             BOTH=plain is not None,
-            **_shape(size),
+            **_launch_options(size),
             **dependent.options(),
         )
     return values, scales
@@ -167,8 +171,11 @@ def add_rms_norm(
     eps: float,
     plain: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """x and residual [T, N] -> (:func:`rms_norm` of their sum as rounded to residual's dtype, the
-    sum). Neither is written; x may be float32."""
+    """Return :func:`rms_norm` of x + residual, and the sum.
+
+    x and residual are [T, N]; neither is written, and x may be float32. The sum is rounded to
+    residual's dtype before the norm.
+    """
     x = rows_of(x)
     residual = rows_of(residual)
     rows, size = x.shape
@@ -189,7 +196,7 @@ def add_rms_norm(
             eps,
             ADD=True,
             BOTH=plain is not None,
-            **_shape(size),
+            **_launch_options(size),
             **dependent.options(),
         )
     return (values, scales), total
