@@ -1,5 +1,6 @@
-"""How many rows kernels work on at a time where the byte budget counts their memory, too. It
-imports no torch.
+"""Chunk sizes of kernels whose temporaries count towards the memory budget.
+
+This module imports no torch.
 """
 
-LOGPROB_ROWS = 256  #: of logits, normalised at a time by ``sampling.token_logprobs``
+LOGPROB_ROWS = 256  #: rows of logits that ``token_logprobs`` normalises at a time

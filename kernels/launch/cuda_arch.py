@@ -1,9 +1,11 @@
-"""The card that launch rules were measured on."""
+"""Constants of launch rules measured on an H200."""
 
-MULTIPROCESSORS = 132
-SHORT_CONTEXT = 8192  #: of a plan whose rows are short: few parts of their keys are enough,
-SHORT = SHORT_CONTEXT + 128  #: and positions that such rows may come to in a step and with drafts
-#: rows of 16 heads at most in steps whose parts of keys W_UV's product joins: measured with 8, 16
-#: and 32, with one it gained nothing
+MULTIPROCESSORS = 132  #: streaming multiprocessors of an H200
+SHORT_CONTEXT = 8192  #: context length of a plan up to which few KV splits suffice
+#: longest row in a plan of SHORT_CONTEXT: the tokens of a step and drafts are added
+SHORT = SHORT_CONTEXT + 128
+#: rows of a step for which W_UV's GEMM also merges the KV splits, with at most 16 heads: measured
+#: with 8, 16 and 32 rows; with one row it gained nothing
 APART_ROWS = range(8, 33)
-MANY_HEADS = 64  #: heads beyond which few short rows are cut narrower than the widest tile
+#: heads above which few short rows use narrower tiles than the widest
+MANY_HEADS = 64

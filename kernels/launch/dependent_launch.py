@@ -1,11 +1,11 @@
-"""Programmatic dependent launch: a kernel starts while the one before it drains, and waits only
-where it reads.
+"""Programmatic dependent launch (PDL): a kernel starts while the preceding kernel still runs.
 
-A kernel launched with ``OPTIONS`` calls ``begin`` first of all, then whatever needs no result of an
-earlier kernel (fetching weights), then ``wait`` before the first load or store of anything else.
-Every kernel so launched has to wait: the next one relies on it.
+It waits only before it reads results of that kernel. A kernel launched with ``options()`` first
+calls ``begin``, then does work that needs no result of an earlier kernel (such as loading weights),
+then calls ``wait`` before the first load or store of anything else. Every kernel launched in this
+way must wait, because the next one relies on it.
 
-NOTE: right behind a library's kernel that is launched so too, launch plainly: FlashMLA's last one
+NOTE: launch plainly right after a library kernel that itself uses PDL: the last kernel of FlashMLA
 may return without having waited for the one that wrote its results.
 """
 
@@ -22,34 +22,35 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @cache
 def supported() -> bool:
-    """On Hopper and later, outside the interpreter."""
+    """Return whether the device supports PDL: Hopper and later, outside Triton's interpreter."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def options() -> Mapping[str, bool]:
-    """Keyword arguments of a launch of a kernel that begins and waits as above; its ``DEPENDENT``
-    among them.
+    """Return the launch options for a kernel that calls ``begin`` and ``wait``.
+
+    They include the kernel's ``DEPENDENT`` argument.
     """
     return {"DEPENDENT": True, "launch_pdl": True} if supported() else {"DEPENDENT": False}
 
 
 @triton.jit
 def begin(DEPENDENT: tl.constexpr):
+    """Allow the next kernel to start."""
     if DEPENDENT:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait(DEPENDENT: tl.constexpr):
+    """Wait for the preceding kernels."""
     if DEPENDENT:
         gdc_wait()
 
 
 @triton.jit
 def fetch(lines):
-    """Ask for the cache lines at ``lines`` (pointers) to be brought into L2; nothing waits for
-    them.
-    """
+    """Prefetch the cache lines at ``lines`` (pointers) into L2 without waiting for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",

@@ -1,4 +1,4 @@
-"""Tensors as kernels that work row by row take them."""
+"""Reshaping of tensors for kernels that process rows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from torch import Tensor
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x [..., N] as [rows, N] whose last dimension is contiguous; rows may be strided."""
+    """Return x [..., N] as [rows, N] with a contiguous last dimension; rows may be strided."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()

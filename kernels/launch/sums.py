@@ -1,4 +1,4 @@
-"""Sums whose order is fixed."""
+"""Sums in a fixed order."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ from torch import Tensor
 
 
 def add_pairs(rows: Tensor, ids: Tensor) -> Tensor:
-    """rows [T * K, N], ids [T, K] -> [T, N]: each token's rows in float32, but those of negative
-    ids.
+    """Sum the rows of each token in float32, except those with negative ids.
+
+    rows [T * K, N], ids [T, K] -> [T, N] in the dtype of rows.
     """
     return sum_of_pairs(rows.view(*ids.shape, rows.shape[1]), ids).to(rows.dtype)
 
 
 def sum_of_pairs(rows: Tensor, ids: Tensor) -> Tensor:
-    """rows [T, K, N], ids [T, K] -> float32 [T, N]."""
+    """Sum the rows of each token, except those with negative ids.
+
+    rows [T, K, N], ids [T, K] -> float32 [T, N].
+    """
     return rows.float().masked_fill((ids < 0).unsqueeze(-1), 0.0).sum(1)
 
 
 def add_up(parts: Tensor) -> Tensor:
-    """[N, ...] -> [...], in order; floats in float32."""
+    """Sum parts [N, ...] to [...] in order; floats are summed in float32."""
     total = parts[0].float() if parts.is_floating_point() else parts[0].clone()
     for part in parts[1:]:
         total += part

@@ -1,10 +1,8 @@
-"""Tuned launch configurations: JSON tables beside the kernels, one a problem, card and Triton
-version.
+"""Tuned launch configurations: JSON tables, one per problem, card and Triton version.
 
-A table maps a number of rows, as a string, to a configuration. A problem without one for this card
-uses the kernel's
-own rule: configurations measured elsewhere are not trusted. Tables are read without torch or
-Triton.
+A table maps a number of rows, as a string, to a configuration. A problem without a table for this
+card uses the kernel's own rule: configurations measured on other cards are not used. Tables are
+read without torch or Triton.
 """
 
 from __future__ import annotations
@@ -16,32 +14,33 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 FOLDER = Path(__file__).resolve().parent.parent / "configs"
-FP8 = "fp8_w8a8"  #: weights and activations in block FP8, in names of files
-CUBLAS = "cublas"  #: a head's "way" at numbers of rows for which no kernel of ours is faster
+FP8 = "fp8_w8a8"  #: dtype of block FP8 weights and activations in file names
+CUBLAS = "cublas"  #: value of "way" in an LM head table where none of our kernels is faster
 Config = Mapping[str, Any]
 Measured = TypeVar("Measured")
 
 
 def device_name() -> str:
-    """The current card as file names spell it; "cpu" without one."""
+    """Return the name of the current card as in file names; "cpu" without one."""
     import torch
 
     return spelt(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
 
 
 def triton_version() -> str:
+    """Return Triton's major and minor version."""
     import triton
 
     return minor(triton.__version__)
 
 
 def spelt(card: str) -> str:
-    """As in names of files."""
+    """Return the name of a card as in file names."""
     return card.replace(" ", "_")
 
 
 def minor(version: str) -> str:
-    """Major and minor version, which tables are made for."""
+    """Return the major and minor version, which identify a table."""
     return ".".join(version.split(".")[:2])
 
 
@@ -51,8 +50,14 @@ def file_name(
     block_shape: tuple[int, int] | None = None,
     machine: tuple[str, str] | None = None,
 ) -> str:
-    """``problem``: its sizes, "N=2112,K=7168" or "E=257,N=2048,H=7168". ``machine``: name of a card
-    and version of Triton; None: this one's."""
+    """Return the file name of a table.
+
+    Args:
+        problem: its sizes, "N=2112,K=7168" or "E=257,N=2048,H=7168"
+        dtype: dtype as in file names
+        block_shape: shape of FP8 weight blocks
+        machine: name of a card and version of Triton; None: those of this machine
+    """
     card, version = (
         (spelt(machine[0]), minor(machine[1])) if machine else (device_name(), triton_version())
     )
@@ -61,18 +66,18 @@ def file_name(
 
 
 def problem(columns: int, depth: int) -> str:
-    """A product [rows, depth] x [columns, depth]^T, as tables and their files name it."""
+    """Return the name of the GEMM [rows, depth] x [columns, depth]^T in tables and file names."""
     return f"N={columns},K={depth}"
 
 
 def head_file_name(vocab: int, hidden: int, machine: tuple[str, str] | None = None) -> str:
-    """Of the head's scores: float32 from bfloat16."""
+    """Return the file name of the table for the LM head: float32 logits from bfloat16."""
     return file_name(problem(vocab, hidden), "bfloat16_to_float32", machine=machine)
 
 
 @cache
 def table(name: str) -> dict[int, Config] | None:
-    """The table in file ``name``, rows in ascending order; None: there is none."""
+    """Return the table in file ``name`` in ascending order of rows; None: no such file."""
     path = FOLDER / name
     if not path.is_file():
         return None
@@ -83,7 +88,7 @@ def table(name: str) -> dict[int, Config] | None:
 
 
 def keep(path: Path, table: Mapping[int, Config]) -> None:
-    """Write ``table`` to ``path``, whole or not at all: a run that is killed leaves what it had."""
+    """Write ``table`` to ``path`` atomically, so that a killed run keeps the earlier file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")
@@ -93,12 +98,18 @@ def keep(path: Path, table: Mapping[int, Config]) -> None:
 def measured_for(
     name: str, rows: int, fits: Callable[[Config], bool] = lambda config: True
 ) -> Config | None:
-    """The configuration for ``rows`` in the table of this name, of those that ``fits``; None where
-    no more than half as many were measured, since tiles for few rows are no good for many."""
+    """Return the configuration for ``rows`` in the table ``name``.
+
+    Only configurations that ``fits`` accepts are considered.
+
+    Returns:
+        the nearest measured configuration; None if the largest measured number of rows is less than
+            half of ``rows``, since tiles for few rows are bad for many
+    """
     found = {measured: config for measured, config in (table(name) or {}).items() if fits(config)}
     return nearest(found, rows) if found and rows <= 2 * max(found) else None
 
 
 def nearest(table: Mapping[int, Measured], rows: int) -> Measured:
-    """What was measured for the number of rows nearest to ``rows``; the larger of two as near."""
+    """Return the value for the number of rows nearest to ``rows``; of two as near, the larger."""
     return table[min(table, key=lambda measured: (abs(measured - rows), -measured))]
