@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glowplug.kernels.elementwise import cpu_small as few
+from glowplug.kernels.elementwise import cpu_small
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -21,8 +21,8 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute the same as ``rms_norm_reference``, accumulated in float32."""
-    if few.is_few(x):
-        return torch.from_numpy(few.rms_norm(x.numpy(), weight.numpy(), eps))
+    if cpu_small.is_few(x):
+        return torch.from_numpy(cpu_small.rms_norm(x.numpy(), weight.numpy(), eps))
     return F.rms_norm(x, weight.shape, weight, eps)
 
 

@@ -104,6 +104,7 @@ def _yarn(
         )
 
     def boundary(turns: float) -> float:
+        """Return the pair index at which a frequency makes ``turns`` turns over ``original``."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low = boundary(scaling.get("beta_fast") or 32)

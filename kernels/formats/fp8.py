@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glowplug.kernels.elementwise import cpu_small as few
+from glowplug.kernels.elementwise import cpu_small
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul
 from glowplug.kernels.elementwise.cpu_small import TINY
 from glowplug.kernels.elementwise.norm_reference import rms_norm
@@ -63,8 +63,8 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def fake_quantize_tokens(x: Tensor) -> Tensor:
     """Return the values that :func:`quantize_tokens` stores for x [T, K], in x's dtype."""
-    if few.is_few(x) and x.shape[1] % BLOCK == 0:
-        return torch.from_numpy(few.round_into_e4m3(x.numpy().copy()))
+    if cpu_small.is_few(x) and x.shape[1] % BLOCK == 0:
+        return torch.from_numpy(cpu_small.round_into_e4m3(x.numpy().copy()))
     groups = _groups(x)
     scales = _scales(groups)
     values = round_e4m3(groups / scales).mul_(scales).flatten(-2)
@@ -73,15 +73,17 @@ def fake_quantize_tokens(x: Tensor) -> Tensor:
 
 def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return ``fake_quantize_tokens(rms_norm(x, weight, eps))``."""
-    if few.is_few(x) and x.shape[1] % BLOCK == 0:
-        return torch.from_numpy(few.round_into_e4m3(few.rms_norm(x.numpy(), weight.numpy(), eps)))
+    if cpu_small.is_few(x) and x.shape[1] % BLOCK == 0:
+        return torch.from_numpy(
+            cpu_small.round_into_e4m3(cpu_small.rms_norm(x.numpy(), weight.numpy(), eps))
+        )
     return fake_quantize_tokens(rms_norm(x, weight, eps))
 
 
 def silu_and_mul_rounded(x: Tensor) -> Tensor:
     """Return ``fake_quantize_tokens(silu_and_mul(x))``."""
-    if few.is_few(x) and x.shape[1] % (2 * BLOCK) == 0:
-        return torch.from_numpy(few.round_into_e4m3(few.silu_and_mul(x.numpy())))
+    if cpu_small.is_few(x) and x.shape[1] % (2 * BLOCK) == 0:
+        return torch.from_numpy(cpu_small.round_into_e4m3(cpu_small.silu_and_mul(x.numpy())))
     return fake_quantize_tokens(silu_and_mul(x))
 
 

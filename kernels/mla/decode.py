@@ -436,10 +436,10 @@ def _launch(
     if cut.ring:
         from glowplug.kernels.mla import decode_hopper as hopper
 
-        described = hopper.described(kv, lora)
+        descriptors = hopper.tma_descriptors(kv, lora)
         hopper.mla_decode_hopper_kernel[grid](
             query,
-            *described,
+            *descriptors,
             *rows_of,
             out if joined is None else joined,
             _tickets(query.device),

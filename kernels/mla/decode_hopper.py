@@ -474,7 +474,7 @@ def mla_decode_hopper_kernel(
             )
 
 
-def described(kv: Tensor, lora: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+def tma_descriptors(kv: Tensor, lora: int) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Return TMA descriptors of the cache kv [slots, C + R].
 
     The first covers its first ``lora`` columns, the second the rest, in tiles of 64 rows.

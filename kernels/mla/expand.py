@@ -47,7 +47,7 @@ def _spread(
     )
 
 
-def spread(rotary: Tensor, keys: Tensor) -> None:
+def copy_rotary(rotary: Tensor, keys: Tensor) -> None:
     """Copy rotary [n, P] to every head of keys [n, H, P].
 
     The last dimension of both tensors must be contiguous.
@@ -87,7 +87,7 @@ def expand(entries: Tensor, w_kv: Tensor, nope: int) -> tuple[Tensor, Tensor]:
         v = entries.new_empty(tokens, heads, rows - nope)
         parts = [(w_kv[:, :nope], k[..., :nope]), (w_kv[:, nope:], v)]
     if tokens:
-        spread(entries[:, lora:], k[..., nope:])
+        copy_rotary(entries[:, lora:], k[..., nope:])
         for weight, out in parts:
             torch.bmm(
                 entries[:, :lora].expand(len(weight), -1, -1),

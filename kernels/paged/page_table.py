@@ -69,6 +69,7 @@ def best_splits(blocks: int, tiles: int, slots: int) -> int:
     """
 
     def cost(splits: int) -> float:
+        """Return the estimated time with ``splits`` splits, in units of the time for one tile."""
         return -(-blocks * splits // slots) * (-(-TYPICAL_TILES // splits) + 2.5) + (
             1 if splits > 1 else 0
         )

@@ -71,7 +71,7 @@ def test_only_the_rotary_part_is_written() -> None:
     """Of keys that lie anywhere in a wider tensor."""
     keys = torch.full((5, 4, 12), NAN, device=DEVICE)
     rotary = torch.randn(5, 9, device=DEVICE)[:, 2:8]
-    mla_expand.spread(rotary, keys[:, ::2, 3:9])
+    mla_expand.copy_rotary(rotary, keys[:, ::2, 3:9])
     assert torch.equal(keys[:, ::2, 3:9], rotary[:, None].expand(-1, 2, -1))
     keys[:, ::2, 3:9] = NAN
     assert keys.isnan().all()
