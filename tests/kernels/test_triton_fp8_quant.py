@@ -60,7 +60,7 @@ def test_cast(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("many", [0, 1 << 20])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_silu_and_mul(shape: tuple[int, int], many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_quant, "MANY", many)
+    monkeypatch.setattr(fp8_quant, "MANY_TOKENS_MIN", many)
     x = draw(shape[0], 2 * shape[1], 2)
     wanted = silu_and_mul(x.clone())
     agree(fp8_quant.silu_and_mul(x), wanted)
