@@ -1,7 +1,7 @@
-"""y = x W^T (+ bias) for few rows of x, where fetching W is all the time it takes.
+"""GEMM for few tokens, y = x W^T (+ bias), limited by reading W.
 
-A program holds its rows of W, all columns, in registers. It asks for them before it waits for the
-kernel that computes x, so that they are on their way meanwhile. T tokens, W [N, K].
+A program holds its rows of W, all columns, in registers. It loads them before it waits for the
+kernel that computes x (programmatic dependent launch). x is [T, K], W [N, K].
 """
 
 from __future__ import annotations
@@ -19,9 +19,15 @@ from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 
 class Tile(NamedTuple):
-    """How a product is cut: rows of W a program, into how many parts warps share out its columns
-    for the tensor cores (0: none, one token after the other is summed without them), tokens a
-    program, warps."""
+    """The work of a program.
+
+    Attributes:
+        rows: Rows of W.
+        parts: Splits of the columns of W among warps, multiplied by the tensor cores; 0: no tensor
+            cores, one token is summed after another.
+        tokens: Tokens.
+        warps: Warps.
+    """
 
     rows: int
     parts: int
@@ -108,33 +114,40 @@ def _matrix(
     )
 
 
-MOST = 16  #: tokens from which on nothing here beats cuBLAS
-LARGE = 40 << 20  #: numbers of W from which on cuBLAS is quicker for two tokens and more
+TOKENS_MAX = 16  #: most tokens at which a tile here may beat cuBLAS
+#: elements of W from which cuBLAS is faster for two and more tokens
+CUBLAS_WEIGHT_ELEMENTS = 40 << 20
 
 
 def rule(tokens: int, size: int, depth: int) -> Tile | None:
-    """The tile for x [tokens, depth] and W [size, depth] of two bytes a number; None: cuBLAS does
-    it as fast.
+    """Return the tile for x [tokens, depth] and W [size, depth] of 16 bits; None: use cuBLAS.
 
-    Measured on an H200 for V2-Lite's layers, behind a norm: 7.9 -> 5.4 and 7.8 -> 3.7 us for one
-    token, 8.6 -> 6.9 and
-    7.9 -> 5.1 for eight. Of its dense layer's first product (21,888 rows, 44.8 million numbers) the
-    tile for eight tokens takes 40.4 us with four and 43.4 with eight, cuBLAS 27.0 and 27.3, norm
-    included; LARGE lies below that one and above what of DeepSeek's layers was not measured (24,576
-    rows of 1,536 numbers are the next).
+    Measured on an H200 for V2-Lite's layers, after a norm: 7.9 -> 5.4 and 7.8 -> 3.7 us for one
+    token, 8.6 -> 6.9 and 7.9 -> 5.1 us for eight. For the first GEMM of its dense layer (21,888
+    rows, 44.8 million elements) the tile for eight tokens takes 40.4 us with four tokens and 43.4
+    with eight, cuBLAS 27.0 and 27.3, norm included. ``CUBLAS_WEIGHT_ELEMENTS`` is below that size
+    and above the largest of DeepSeek's layers that were not measured (24,576 rows of 1,536).
     """
     if tokens == 1 and depth <= 16384:
         return Tile(4, 0, 1, 4) if depth <= 4096 else Tile(2, 0, 1, 8)
-    if not 128 <= depth <= 2048 or size * depth >= LARGE:
+    if not 128 <= depth <= 2048 or size * depth >= CUBLAS_WEIGHT_ELEMENTS:
         return None
     if tokens <= 8:
         return Tile(16, 8, 8, 8)
-    return Tile(16, 8, 16, 8) if tokens <= MOST and size <= 16 * MULTIPROCESSORS else None
+    return Tile(16, 8, 16, 8) if tokens <= TOKENS_MAX and size <= 16 * MULTIPROCESSORS else None
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
-    """x [T, K] (rows may be strided) times weight [N, K], contiguous, transposed: [T, N], summed in
-    float32.
+    """Compute x W^T (+ bias), accumulated in float32.
+
+    Args:
+        x: [T, K]; rows may be strided.
+        weight: [N, K], contiguous.
+        bias: [N] or None.
+        tile: The tile, of :func:`rule`.
+
+    Returns:
+        [T, N].
     """
     tokens, depth = x.shape
     size = weight.shape[0]

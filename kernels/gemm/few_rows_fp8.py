@@ -1,8 +1,8 @@
-"""A block-scaled FP8 product of one token, where fetching W is all the time it takes:
-``skinny_gemm``'s way with ``fp8_gemm``'s operands.
+"""Block-scaled FP8 GEMV for one token, limited by reading W.
 
-A program holds its rows of W, all columns or a part of them, in registers, and asks for them before
-it waits for the kernel that computes x.
+The method is that of ``gemm.few_rows``, the operands are those of ``gemm.fp8``. A program holds its
+rows of W, all columns or one split of them, in registers. It loads them before it waits for the
+kernel that computes x.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from glowplug.kernels.gemm.split_k import sum_parts
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
-#: bytes of W that a thread may hold
-FEWEST = 64
-MOST = 512
+THREAD_BYTES_MIN = 64  #: fewest bytes of W that a thread should hold
+THREAD_BYTES_MAX = 512  #: most bytes of W that a thread may hold
 
 
 @triton.jit
@@ -38,7 +37,7 @@ def _vector(
     SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A program: ROWS columns of out, of a part of the depth, which is GROUPS groups at most."""
+    """Compute ``ROWS`` columns of ``out`` over one depth split of at most ``GROUPS`` groups."""
     dependent.begin(DEPENDENT)
     first, split, groups = tl.program_id(0) * ROWS, tl.program_id(1), tl.cdiv(depth, 128)
     start, end = groups * split // SPLITS, groups * (split + 1) // SPLITS
@@ -64,12 +63,12 @@ def _vector(
 
 
 def groups_of(depth: int, splits: int) -> int:
-    """Groups that a program makes room for."""
+    """Return the depth groups for which a program has registers: a power of two."""
     return next_power_of_2(cdiv(cdiv(depth, GROUP), splits))
 
 
 def fits(tokens: int, rows: int) -> bool:
-    """Can programs of so many ``rows`` of W do it? Those lie in one block of scales."""
+    """Return whether programs with ``rows`` rows of W, all in one scale block, are possible."""
     return tokens == 1 and GROUP % rows == 0
 
 
@@ -83,8 +82,21 @@ def multiply(
     splits: int,
     warps: int,
 ) -> Tensor:
-    """As ``fp8_gemm.gemm`` with one row of x and scales of whole blocks: ``rows`` of W a program
-    (see ``fits``), the depth in ``splits`` parts."""
+    """Compute ``gemm.fp8.gemm`` for one row of x and block scales.
+
+    Args:
+        x: E4M3 [1, K].
+        x_scales: float32 [1, ceil(K / 128)].
+        weight: E4M3 [N, K].
+        w_scales: float32 [ceil(N / 128), ceil(K / 128)].
+        dtype: Result's dtype.
+        rows: Rows of W a program, see :func:`fits`.
+        splits: Splits of the depth.
+        warps: Warps of a program.
+
+    Returns:
+        [1, N].
+    """
     depth = x.shape[1]
     columns = weight.shape[0]
     out = torch.empty(1, columns, dtype=dtype, device=x.device)

@@ -1,9 +1,8 @@
-"""Block-scaled FP8 product: y = x W^T with x E4M3 in groups of 128 channels and W E4M3 in blocks of
-128x128.
+"""Block-scaled FP8 GEMM, y = x W^T: x E4M3 in groups of 128 channels, W E4M3 in 128x128 blocks.
 
-Each 128-deep partial product is scaled and accumulated in float32. N and K may be ragged. Few rows
-are multiplied as (W x^T)^T (``SWAP``): the weight then fills the rows of a warpgroup product and
-the tokens its narrow side.
+The sum over each 128-deep group is scaled and accumulated in float32. N and K may be ragged. Few
+rows are multiplied as (W x^T)^T (``SWAP``): the weight is then the M side of a warpgroup MMA and
+the tokens its narrow N side.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from glowplug.kernels.launch.cuda_arch import MULTIPROCESSORS
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.tuned_tables import Config
 
-BLOCK = 128
-FETCH = (
-    4  #: groups of a few tokens' weights that a program asks for while the kernel in front drains
-)
+BLOCK = 128  #: side of a weight block
+#: depth groups of weights that a program prefetches, for few tokens, while the previous kernel ends
+PREFETCH_GROUPS = 4
 
 
 @triton.jit
 def load_tile(at, group, depth, EVEN: tl.constexpr):
-    """Columns 128 * group to 128 * (group + 1) of the rows that ``at`` [R, 128] points to; zeros
-    behind ``depth``.
+    """Load depth group ``group``, 128 columns, of the rows at ``at`` [R, 128].
+
+    Columns beyond ``depth`` are zeros.
     """
     if EVEN:
         tile = tl.load(at + group * 128)
@@ -46,7 +45,7 @@ def load_tile(at, group, depth, EVEN: tl.constexpr):
 
 @triton.jit
 def load_weight(weight, row, at, group, depth, TMA: tl.constexpr, EVEN: tl.constexpr):
-    """The same of a weight: through its descriptor from ``row`` on, or at the pointers ``at``."""
+    """Load a depth group of a weight: by its descriptor from ``row`` on, or at pointers ``at``."""
     if TMA:
         tile = weight.load([row, group * 128])
     else:
@@ -56,8 +55,10 @@ def load_weight(weight, row, at, group, depth, TMA: tl.constexpr, EVEN: tl.const
 
 @triton.jit
 def add_scaled(total, x, weight, x_scale, w_scale, ROW_SCALES: tl.constexpr, SWAP: tl.constexpr):
-    """total [M, N] ([N, M] swapped) + x [M, 128] times weight [N, 128], scales [M] and a number
-    ([N] by row).
+    """Return total + the scaled result of x [M, 128] times weight [N, 128].
+
+    ``total`` is [M, N], with ``SWAP`` [N, M]. ``x_scale`` is [M]. ``w_scale`` is one number, with
+    ``ROW_SCALES`` [N].
     """
     if SWAP:
         product = tl.dot(weight, x.T)
@@ -76,8 +77,9 @@ def add_scaled(total, x, weight, x_scale, w_scale, ROW_SCALES: tl.constexpr, SWA
 
 @triton.jit
 def fetch_weight(weight, first, rows, group, depth, BLOCK_N: tl.constexpr, FETCH: tl.constexpr):
-    """Ask for ``FETCH`` groups of columns of the weight's rows ``first`` and following, while
-    nothing else can run.
+    """Prefetch ``FETCH`` depth groups, from ``group`` on, of ``BLOCK_N`` weight rows into L2.
+
+    For use before ``dependent.wait``, when nothing else can run.
     """
     row = tl.minimum(first + tl.arange(0, BLOCK_N), rows - 1).to(tl.int64)
     column = tl.minimum((group + tl.arange(0, FETCH)) * 128, depth - 1)
@@ -108,7 +110,10 @@ def _gemm(
     FETCH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """``weight``: ``stored`` or its descriptor. The second grid dimension splits the depth."""
+    """Compute one tile of one depth split, the second grid dimension.
+
+    ``weight`` is ``stored`` or its descriptor.
+    """
     dependent.begin(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tile = tl.program_id(0)
@@ -154,8 +159,9 @@ def _gemm(
 
 
 def rule(rows: int, columns: int, depth: int) -> Config:
-    """A configuration for a problem that nobody has tuned: enough programs to read the weight with
-    every core.
+    """Return a configuration for an untuned problem.
+
+    Few rows get enough programs to read the weight with every multiprocessor.
     """
     if rows > 64:
         return {
@@ -182,8 +188,11 @@ def rule(rows: int, columns: int, depth: int) -> Config:
 
 @lru_cache(maxsize=4096)
 def config_for(rows: int, columns: int, depth: int) -> Config:
-    """The table's or the rule's: tiles of ``_gemm``, or rows of the weight that a program of
-    ``skinny_gemm_fp8`` holds (``HELD``), warps and the parts of the depth (``SPLIT_K``)."""
+    """Return the table's configuration for the nearest row count, or the rule's.
+
+    It holds the tiles of ``_gemm``, or, for ``gemm.few_rows_fp8``, the weight rows of a program
+    (``HELD``), the depth splits (``SPLIT_K``) and the warps.
+    """
     name = tuned.file_name(tuned.problem(columns, depth), tuned.FP8, (BLOCK, BLOCK))
     return tuned.measured_for(
         name,
@@ -200,11 +209,15 @@ def gemm(
     dtype: torch.dtype,
     config: Config | None = None,
 ) -> Tensor:
-    """x E4M3 [M, K] with scales float32 [M, ceil(K / 128)] whose tokens lie side by side; weight
-    E4M3 [N, K] -> [M, N].
+    """Compute x W^T: [M, N].
 
-    w_scales float32 [ceil(N / 128), ceil(K / 128)], or one row a row of the weight: [N, ceil(K /
-    128)].
+    Args:
+        x: E4M3 [M, K].
+        x_scales: float32 [M, ceil(K / 128)], column-major.
+        weight: E4M3 [N, K].
+        w_scales: float32 [ceil(N / 128), ceil(K / 128)], or [N, ceil(K / 128)] for scales by row.
+        dtype: Result's dtype.
+        config: Tiles; None: those of :func:`config_for`.
     """
     rows, depth = x.shape
     columns = weight.shape[0]
@@ -228,8 +241,8 @@ def gemm(
     split = chosen.pop("SPLIT_K")
     block_n = chosen["BLOCK_N"]
     chosen["TMA"] = chosen["TMA"] and depth % 16 == 0
-    chosen.setdefault("FETCH", FETCH if rows <= chosen["BLOCK_M"] <= 32 else 0)
-    held = (
+    chosen.setdefault("FETCH", PREFETCH_GROUPS if rows <= chosen["BLOCK_M"] <= 32 else 0)
+    weight_operand = (
         TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [block_n, BLOCK])
         if chosen["TMA"]
         else weight
@@ -244,7 +257,7 @@ def gemm(
     _gemm[grid](
         x,
         x_scales,
-        held,
+        weight_operand,
         weight,
         w_scales,
         into,

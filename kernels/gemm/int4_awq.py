@@ -1,10 +1,9 @@
-"""Products with int4 weights in the layout of ``kernels/formats/awq.py``: y = x W^T, x in 16 bits
-(float32 when interpreted).
+"""GEMM with int4 weights in the layout of ``kernels/formats/awq.py``: y = x W^T, x in 16 bits.
 
-Numbers are unpacked in registers, two an instruction: a shift, and one operation that masks four
-bits of each half and puts them into the mantissa of OFFSET, from which OFFSET + z is taken away.
-What is left is a small integer, exact in 16 bits; partial products of a group are scaled in
-float32. Always as (W x^T)^T, so that the weight stays in registers.
+Under Triton's interpreter x is float32. Numbers are unpacked in registers, two an instruction: a
+shift, then one operation that masks four bits of each half and puts them into the mantissa of
+OFFSET. Subtracting OFFSET + z leaves a small integer, exact in 16 bits. The sum of a group is
+scaled in float32. The GEMM is always (W x^T)^T, so that the weight stays in registers.
 """
 
 from __future__ import annotations
@@ -25,17 +24,15 @@ from glowplug.kernels.launch.tuned_tables import Config
 
 DTYPE = "int4_w4a16"
 BLOCK: tl.constexpr = tl.constexpr(128)  # inputs of a packed block
-LARGE = (
-    1 << 24
-    #: numbers of a weight from which tiles of 32 rows beat 16 (H200: 17.0 against 24.1 us for 45
-    #: million)
-)
+#: elements of a weight from which tiles of 32 rows are faster than tiles of 16 (H200: 17.0 against
+#: 24.1 us for 45 million)
+LARGE_WEIGHT_ELEMENTS = 1 << 24
 PLANE: tl.constexpr = tl.constexpr(32)  # neighbouring inputs that one shift yields
 
 _BF16 = (
     "{.reg .b32 t, m; mov.b32 m, 0xBF80BF80; shr.b32 t, $1, %d; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; "
     "fma.rn.bf16x2 $0, $2, m, t;}"
-)  # t - zero; there is no subtraction of two before SM90
+)  # t - zero; before SM90 there is no packed bfloat16 subtraction
 _FP16 = "{.reg .b32 t; shr.b32 t, $1, %d; lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA; sub.f16x2 $0, t, $2;}"
 BF16_0, BF16_1, BF16_2, BF16_3 = (tl.constexpr(_BF16 % (4 * plane)) for plane in range(4))
 FP16_0, FP16_1, FP16_2, FP16_3 = (tl.constexpr(_FP16 % (4 * plane)) for plane in range(4))
@@ -55,7 +52,7 @@ def scale_of(factors):
 
 @triton.jit
 def zero_of(factors, DTYPE: tl.constexpr):
-    """OFFSET + z in the compute dtype."""
+    """Return OFFSET + z in the compute dtype."""
     upper = (factors >> 16).to(tl.int16)
     if DTYPE == tl.float32:
         zero = upper.to(tl.float32)
@@ -66,7 +63,17 @@ def zero_of(factors, DTYPE: tl.constexpr):
 
 @triton.jit
 def unpack(packed, factors, DTYPE: tl.constexpr, PLANE_NUMBER: tl.constexpr):
-    """packed int16 [R, 32], factors int32 [R] -> q - z of one plane, [R, 32] in the compute dtype."""
+    """Unpack one plane, q - z.
+
+    Args:
+        packed: int16 [R, 32].
+        factors: int32 [R].
+        DTYPE: The compute dtype.
+        PLANE_NUMBER: 0 to 3.
+
+    Returns:
+        [R, 32] in ``DTYPE``.
+    """
     zero = tl.broadcast_to(zero_of(factors, DTYPE)[:, None], packed.shape)
     if zero.dtype == tl.bfloat16:
         if PLANE_NUMBER == 0:
@@ -93,7 +100,7 @@ def unpack(packed, factors, DTYPE: tl.constexpr, PLANE_NUMBER: tl.constexpr):
 
 @triton.jit
 def load_plane(x_at, first, depth, EVEN: tl.constexpr):
-    """Inputs ``first`` to ``first + 32`` of the rows at ``x_at``; zeros behind ``depth``."""
+    """Load inputs ``first`` to ``first + 32`` of the rows at ``x_at``; zeros from ``depth`` on."""
     if EVEN:
         tile = tl.load(x_at + first)
     else:
@@ -112,7 +119,7 @@ def load_rows(at, inside, EVEN_N: tl.constexpr):
 
 @triton.jit
 def times(packed, factors, x, part, PLANE_NUMBER: tl.constexpr):
-    """part float32 [N, M] + one plane of the weight times x [M, 32]^T."""
+    """Return part float32 [N, M] + one plane of the weight times x [M, 32]^T."""
     return tl.dot(
         unpack(packed, factors, x.dtype, PLANE_NUMBER), tl.trans(x), part, input_precision="ieee"
     )
@@ -138,8 +145,9 @@ def _gemm(
     BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The second grid dimension splits the depth into parts, [parts, M, N]. A group is 32, 64 or so
-    many blocks.
+    """Compute one tile of one depth split, the second grid dimension: out [splits, M, N].
+
+    ``GROUP`` is 32, 64 or a multiple of 128.
     """
     dependent.begin(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -156,7 +164,9 @@ def _gemm(
     step = columns.to(tl.int64) * PLANE
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     dependent.wait(DEPENDENT)
-    for block in tl.range(start, end, num_stages=STAGES):  # said here, it holds for factors, too
+    for block in tl.range(
+        start, end, num_stages=STAGES
+    ):  # num_stages also pipelines factors
         words = load_rows(w_at + block * step, inside[:, None], EVEN_N)
         part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for plane in tl.static_range(4):
@@ -197,7 +207,7 @@ def _dequantize(
     lane = tl.arange(0, PLANE)
     at = packed + (block.to(tl.int64) * columns + n)[:, None] * PLANE + lane[None, :]
     words = tl.load(at, mask=inside[:, None], other=0)
-    dependent.wait(DEPENDENT)  # what reads ``out`` of the call before may still run
+    dependent.wait(DEPENDENT)  # the reader of the previous call's ``out`` may still run
     for plane in tl.static_range(4):
         first = block * BLOCK + plane * PLANE
         group = first // GROUP * columns + n
@@ -216,11 +226,12 @@ def _dequantize(
 
 
 def rule(rows: int, columns: int, depth: int) -> Config:
-    """A configuration for a problem that nobody has tuned: enough programs to read the weight with
-    every core.
+    """Return a configuration for an untuned problem.
+
+    It has enough programs to read the weight with every multiprocessor.
     """
     few = rows <= 64
-    least = 32 if columns * depth >= LARGE else 16
+    least = 32 if columns * depth >= LARGE_WEIGHT_ELEMENTS else 16
     block_m, block_n = (
         (max(least, next_power_of_2(rows)), 64) if few else (64 if rows <= 256 else 128, 128)
     )
@@ -237,6 +248,7 @@ def rule(rows: int, columns: int, depth: int) -> Config:
 
 @lru_cache(maxsize=4096)
 def config_for(rows: int, columns: int, depth: int) -> Config:
+    """Return the table's configuration for the nearest row count, or the rule's without one."""
     return tuned.measured_for(tuned.file_name(tuned.problem(columns, depth), DTYPE), rows) or rule(
         rows, columns, depth
     )
@@ -250,10 +262,18 @@ def gemm(
     bias: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """x [M, K], packed int16 [ceil(K / 128), N, 32], factors int32 [ceil(K / group), N] for x's
-    dtype -> [M, N].
+    """Compute x W^T (+ bias).
 
-    ``group``: 32, 64, or a multiple of 128 (or all of K). bias [N] is added.
+    Args:
+        x: [M, K].
+        packed: int16 [ceil(K / 128), N, 32].
+        factors: int32 [ceil(K / group), N], made for x's dtype.
+        group: Inputs that share a scale: 32, 64, a multiple of 128, or all of K.
+        bias: [N] or None.
+        config: Tiles; None: those of :func:`config_for`.
+
+    Returns:
+        [M, N].
     """
     rows, depth = x.shape
     columns = packed.shape[1]
@@ -292,7 +312,7 @@ def gemm(
 def dequantize(
     packed: Tensor, factors: Tensor, depth: int, group: int, dtype: torch.dtype
 ) -> Tensor:
-    """[N, depth] in ``dtype``, which ``factors`` were made for."""
+    """Dequantise a weight: [N, depth] in ``dtype``, for which ``factors`` were made."""
     blocks, columns, _ = packed.shape
     out = torch.empty(columns, depth, dtype=dtype, device=packed.device)
     _dequantize[(cdiv(columns, 64), blocks)](

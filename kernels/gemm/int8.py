@@ -1,7 +1,7 @@
-"""Int8 product: y = x W^T with x int8 and a scale a token, W int8 [N, K] and a scale a row.
+"""Int8 GEMM, y = x W^T: x int8 with one scale a token, W int8 [N, K] with one scale a row.
 
-Sums are int32, exact, and scaled once. Few rows are multiplied as (W x^T)^T (``SWAP``): the weight
-then fills the rows of a warpgroup product and the tokens its narrow side.
+Sums are exact in int32 and scaled once. Few rows are multiplied as (W x^T)^T (``SWAP``): the weight
+is then the M side of a warpgroup MMA and the tokens its narrow N side.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ DTYPE = "int8_w8a8"
 
 @triton.jit
 def load_tile(at, first, depth, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Columns ``first`` to ``first + BLOCK_K`` of the rows that ``at`` points to; zeros behind
-    ``depth``.
-    """
+    """Load ``BLOCK_K`` columns from ``first`` on of the rows at ``at``; zeros beyond ``depth``."""
     if EVEN:
         tile = tl.load(at + first)
     else:
@@ -74,8 +72,9 @@ def _gemm(
     SPLIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The second grid dimension splits the depth; ``SPLIT`` parts are stored as they are, int32
-    [parts, M, N].
+    """Compute one tile of one depth split, the second grid dimension.
+
+    With ``SPLIT`` the unscaled sums are stored, int32 [splits, M, N].
     """
     dependent.begin(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -123,7 +122,7 @@ def _finish(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out [M, N] = scaled sum of parts int32 [count, M, N]."""
+    """Compute out [M, N], the scaled sum of splits int32 [count, M, N]."""
     dependent.begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -140,13 +139,13 @@ def _finish(
 
 
 def rule(rows: int, columns: int, depth: int) -> Config:
-    """A configuration for a problem that nobody has tuned: enough programs to read the weight with
-    every core.
+    """Return a configuration for an untuned problem.
+
+    It has enough programs to read the weight with every multiprocessor.
     """
     few = rows <= 256
-    block_m = (
-        min(64, max(32, next_power_of_2(rows))) if few else 128
-    )  # 16 was measured slower, for one row, too
+    # a BLOCK_M of 16 was measured slower, even for one row
+    block_m = min(64, max(32, next_power_of_2(rows))) if few else 128
     split = splits_for(
         cdiv(rows, block_m) * cdiv(columns, 64 if few else 128), depth, MULTIPROCESSORS
     )
@@ -173,6 +172,7 @@ def rule(rows: int, columns: int, depth: int) -> Config:
 
 @lru_cache(maxsize=4096)
 def config_for(rows: int, columns: int, depth: int) -> Config:
+    """Return the table's configuration for the nearest row count, or the rule's without one."""
     return tuned.measured_for(tuned.file_name(tuned.problem(columns, depth), DTYPE), rows) or rule(
         rows, columns, depth
     )
@@ -187,8 +187,19 @@ def gemm(
     bias: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """x int8 [M, K] with scales float32 [M], weight int8 [N, K] with scales float32 [N] -> [M, N],
-    bias [N] added.
+    """Compute x W^T (+ bias).
+
+    Args:
+        x: int8 [M, K].
+        x_scales: float32 [M].
+        weight: int8 [N, K].
+        w_scales: float32 [N].
+        dtype: Result's dtype.
+        bias: [N] or None.
+        config: Tiles; None: those of :func:`config_for`.
+
+    Returns:
+        [M, N].
     """
     rows, depth = x.shape
     columns = weight.shape[0]

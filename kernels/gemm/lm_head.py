@@ -1,8 +1,8 @@
-"""x W^T in float32 for few rows of x and a W of very many rows: the head that scores every token.
+"""GEMM of the LM head, x W^T in float32 for few rows of x and a W with very many rows.
 
-Reading W is all the time it takes. A result is summed over the whole depth in one program, so that
-it does not depend on other rows of x. cuBLAS multiplies where no table of this card says that these
-tiles are faster.
+It is limited by reading W. One program sums a result over the whole depth, so that the result does
+not depend on other rows of x. The kernel runs only where a table of this card shows that it is
+faster; otherwise cuBLAS is used.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from glowplug.kernels.launch import dependent_launch as dependent, tuned_tables 
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.tuned_tables import Config
 
-MOST = 128  #: tokens
+TOKENS_MAX = 128  #: most tokens
 
 
 @triton.jit
 def _x_tile(x, token, tokens, start, depth, x_stride, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
-    """Columns from ``start`` on of the tokens [T]; zeros behind either end."""
+    """Load ``BLOCK_K`` columns of the tokens [T]. Rows and columns beyond the end are zeros."""
     k = start + tl.arange(0, BLOCK_K)
     real = (token < tokens)[:, None]
     if not EVEN:
@@ -44,9 +44,7 @@ def _w_tile(
     TMA: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Columns from ``start`` on of the weight's rows from ``first`` on; behind the last row
-    whatever is there.
-    """
+    """Load ``BLOCK_K`` columns of ``BLOCK_N`` weight rows. Rows beyond the last are undefined."""
     if TMA:
         tile = weight.load([first, start])
     else:
@@ -77,9 +75,11 @@ def tiles_kernel(
     EVEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out float32 [tokens, size], a program each ``BLOCK_N`` columns; ``weight``: ``stored`` or its
-    descriptor.
-    ``FETCH``: tiles of W to ask for before x is there."""
+    """Compute ``BLOCK_N`` columns of out float32 [tokens, size].
+
+    ``weight`` is ``stored`` or its descriptor. ``FETCH`` is the number of 64-column runs of W that
+    are prefetched before x is available.
+    """
     dependent.begin(DEPENDENT)
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
@@ -103,45 +103,53 @@ def tiles_kernel(
 
 @lru_cache(maxsize=4096)
 def config_for(tokens: int, size: int, depth: int) -> Config | None:
-    """How to multiply x [tokens, depth] by W [size, depth], as a table of this card has it for the
-    nearest number of tokens; None: cuBLAS.
+    """Return the configuration for x [tokens, depth] and W [size, depth]; None: use cuBLAS.
 
-    A configuration's "way" is "cublas" or "tiles" (BLOCK_N, BLOCK_K, TMA, FETCH, num_warps,
-    num_stages).
+    It is that of this card's table for the nearest token count. A table's "way" is "cublas" or
+    "tiles" (with BLOCK_N, BLOCK_K, TMA, FETCH, num_warps, num_stages).
     """
-    if not 0 < tokens <= MOST:
+    if not 0 < tokens <= TOKENS_MAX:
         return None
     found = tuned.measured_for(tuned.head_file_name(size, depth), tokens)
     return None if found is None or found["way"] == tuned.CUBLAS else found
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Can ``multiply`` do it?"""
+    """Return whether :func:`multiply` supports the operands."""
     return (
         x.dtype == weight.dtype == torch.bfloat16
         and x.is_contiguous()
         and weight.is_contiguous()
-        and 0 < len(x) <= MOST
+        and 0 < len(x) <= TOKENS_MAX
         and weight.shape[1] % 8 == 0
         and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
     )
 
 
 def multiply(x: Tensor, weight: Tensor, config: Config) -> Tensor:
-    """x [T, K] times weight [N, K], both contiguous, transposed: float32 [T, N]. For what ``fits``."""
+    """Compute x W^T for operands that :func:`fits`.
+
+    Args:
+        x: bfloat16 [T, K], contiguous.
+        weight: bfloat16 [N, K], contiguous.
+        config: The tiles, of :func:`config_for`.
+
+    Returns:
+        float32 [T, N].
+    """
     out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
     (tokens, depth) = x.shape
     size = len(weight)
     block_n = config["BLOCK_N"]
     block_k = config["BLOCK_K"]
-    held = (
+    weight_operand = (
         TensorDescriptor(weight, [size, depth], [depth, 1], [block_n, block_k])
         if config["TMA"]
         else weight
     )
     tiles_kernel[(cdiv(size, block_n),)](
         x,
-        held,
+        weight_operand,
         weight,
         out,
         tokens,

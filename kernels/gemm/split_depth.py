@@ -1,9 +1,8 @@
-"""x W^T for some tens of rows of x on Hopper, in Gluon, cut along its depth as well: parts for a
-norm to add up.
+"""Split-K GEMM x W^T for tens of tokens on Hopper, in Gluon; a norm sums the splits.
 
-A program holds its piece of W and of x whole in shared memory. W is on its way before the kernel
-that computes x ends, and every piece is short, so that hardly anything is left to do once x is
-there: 64 columns by a quarter of 2048.
+A program holds its whole piece of W and of x in shared memory: 64 rows of W by a quarter of a depth
+of 2048, for example. W is loaded before the kernel that computes x ends, and a piece is small, so
+that little work is left when x is available.
 """
 
 from __future__ import annotations
@@ -28,24 +27,31 @@ from glowplug.kernels.launch.cuda_arch import MULTIPROCESSORS
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-ROWS = 64  #: of W a program
-STEP = 64  #: columns of W and x that are copied at once: 128 bytes
-SPLITS = 4
-FEWEST, MOST = 17, 64  #: tokens: below, ``skinny_gemm`` is quicker; beyond, cuBLAS
-DEEPEST = 512  #: columns of a piece, what shared memory holds of both
+ROWS = 64  #: rows of W a program
+COPY_COLUMNS = 64  #: columns of W and x in one TMA copy: 128 bytes
+SPLITS = 4  #: splits of the depth
+TOKENS_MIN = 17  #: fewest tokens; for fewer ``gemm.few_rows`` is faster
+TOKENS_MAX = 64  #: most tokens; for more cuBLAS is faster
+SPLIT_COLUMNS_MAX = 512  #: most columns of a split for which W and x fit into shared memory
 
 
 def fits(tokens: int, size: int, depth: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Is x [tokens, depth] times W [size, depth] done sooner here, with the norm that adds up its
-    parts?
+    """Return whether this GEMM, with a norm that sums the splits, is faster than the alternatives.
 
-    Measured on an H200 for W [2048, 2048]: W_UV's product, this one and the norm take 9.9 us for 32
-    tokens and 10.5 for 64, with cuBLAS 11.5 and 11.9.
+    Measured on an H200 for W [2048, 2048]: W_UV's GEMM, this one and the norm take 9.9 us for 32
+    tokens and 10.5 us for 64; with cuBLAS 11.5 and 11.9 us.
+
+    Args:
+        tokens: Rows of x.
+        size: Rows of W.
+        depth: Columns of x and W.
+        dtype: Dtype of both.
+        device: Their device.
     """
     return (
-        FEWEST <= tokens <= MOST
-        and depth % (SPLITS * STEP) == 0
-        and depth <= SPLITS * DEEPEST
+        TOKENS_MIN <= tokens <= TOKENS_MAX
+        and depth % (SPLITS * COPY_COLUMNS) == 0
+        and depth <= SPLITS * SPLIT_COLUMNS_MAX
         and cdiv(size, ROWS) * SPLITS <= MULTIPROCESSORS
         and dtype in (torch.bfloat16, torch.float16)
         and device.type == "cuda"
@@ -66,8 +72,9 @@ def slice_kernel(
     TOKENS: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """out [tokens * SPLITS, size]: a token's rows are the products of its depth's SPLITS parts,
-    STEPS copies each.
+    """Compute out [tokens * SPLITS, size], with one row for each split of a token.
+
+    A split is ``STEPS`` copies deep.
     """
     dependent.begin(DEPENDENT)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
@@ -101,20 +108,27 @@ def slice_kernel(
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, K] times weight [N, K], both contiguous, transposed: float32 [T * SPLITS, N], each
-    token's rows to be added up. For what ``fits``."""
+    """Compute the splits of x W^T, for operands that :func:`fits`.
+
+    Args:
+        x: [T, K], contiguous.
+        weight: [N, K], contiguous.
+
+    Returns:
+        float32 [T * SPLITS, N]; the sum of a token's ``SPLITS`` rows is its result.
+    """
     (tokens, depth) = x.shape
     size = weight.shape[0]
     padded = max(16, next_power_of_2(tokens))
     out = torch.empty(tokens * SPLITS, size, dtype=torch.float32, device=x.device)
     slice_kernel[(cdiv(size, ROWS), SPLITS)](
-        _described(x, padded),
-        _described(weight, ROWS),
+        _descriptor(x, padded),
+        _descriptor(weight, ROWS),
         out,
         tokens,
         size,
         SPLITS=SPLITS,
-        STEPS=depth // SPLITS // STEP,
+        STEPS=depth // SPLITS // COPY_COLUMNS,
         ROWS=ROWS,
         TOKENS=padded,
         num_warps=ROWS // 16,
@@ -123,18 +137,25 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _described(x: Tensor, rows: int) -> TensorDescriptor:
+def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Return a descriptor of ``x`` in tiles of ``rows`` x ``COPY_COLUMNS``."""
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
     return TensorDescriptor.from_tensor(
-        x, [rows, STEP], gl.NVMMASharedLayout.get_default_for([rows, STEP], dtype)
+        x,
+        [rows, COPY_COLUMNS],
+        gl.NVMMASharedLayout.get_default_for([rows, COPY_COLUMNS], dtype),
     )
 
 
 @cache
-def _counted(device: torch.device) -> Tensor:
+def _one_row_of_ids(device: torch.device) -> Tensor:
+    """Return int32 zeros [1, SPLITS] on a device."""
     return torch.zeros(1, SPLITS, dtype=torch.int32, device=device)
 
 
 def counted(tokens: int, device: torch.device) -> Tensor:
-    """int32 [tokens, SPLITS], ids of parts that all count; its rows are one."""
-    return _counted(device).expand(tokens, SPLITS)
+    """Return int32 ids [tokens, SPLITS], all >= 0, so that a sum by ids includes every split.
+
+    All rows share the memory of one.
+    """
+    return _one_row_of_ids(device).expand(tokens, SPLITS)

@@ -1,4 +1,4 @@
-"""Products whose depth is split among programs: into how many parts, and the sum of the parts."""
+"""Split-K GEMMs: the number of splits, and the sum of the splits."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from torch import Tensor
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv
 
-BLOCK_SIZE = 512  #: numbers a program adds up
-STEP = 128  #: columns of a step along the depth
-FEWEST = 4  #: steps of a part
+SUM_BLOCK = 512  #: results that a program of the sum computes
+STEP_COLUMNS = 128  #: columns of a step along the depth
+SPLIT_STEPS_MIN = 4  #: fewest steps of a split
 
 
 def splits_for(tiles: int, depth: int, programs: int) -> int:
-    """A power of two of parts, so that ``tiles`` of the output come to ``programs``, or parts
-    become too short.
+    """Return the number of depth splits, a power of two.
+
+    It is the smallest that gives at least ``programs`` programs for ``tiles`` tiles of the output,
+    unless splits would become too short.
     """
     split = 1
-    while tiles * split < programs and depth // STEP // (2 * split) >= FEWEST:
+    steps = depth // STEP_COLUMNS
+    while tiles * split < programs and steps // (2 * split) >= SPLIT_STEPS_MIN:
         split *= 2
     return split
 
@@ -36,8 +39,8 @@ def _sum_parts(parts, out, size, count, BLOCK_SIZE: tl.constexpr, DEPENDENT: tl.
 
 
 def sum_parts(parts: Tensor, out: Tensor) -> None:
-    """parts float32 [S, M, N], added up in order into out [M, N]."""
+    """Sum the splits, float32 [S, M, N], in order into ``out`` [M, N]."""
     size = out.numel()
-    _sum_parts[(cdiv(size, BLOCK_SIZE),)](
-        parts, out, size, len(parts), BLOCK_SIZE=BLOCK_SIZE, **dependent.options()
+    _sum_parts[(cdiv(size, SUM_BLOCK),)](
+        parts, out, size, len(parts), BLOCK_SIZE=SUM_BLOCK, **dependent.options()
     )

@@ -1,9 +1,8 @@
-"""Measures configurations of the block-scaled FP8 product and writes the tables that ``fp8_gemm``
-reads.
+"""Tuner for the block-scaled FP8 GEMM: measure tiles and write the tables that ``gemm.fp8`` reads.
 
-Each is timed inside a graph over several weights in turn, so that they come from memory as they do
-in a model. Kernels are compiled ahead in processes of their own, because that takes longer than
-measuring them.
+Each configuration is timed in a CUDA graph over several weights in turn, so that weights are read
+from device memory as in a model. Worker processes compile the kernels ahead of time, because
+compiling takes longer than measuring.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe.tuning import microseconds
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-#: rows of a weight that a program holds, and of how many parts
-HELD = (4, 8, 16)
-PARTS = (1, 2, 3, 4, 6, 8, 9)
-COLD = 400 << 20  #: bytes of weights to go through in turn
+HELD_ROWS = (4, 8, 16)  #: weight rows of a program of ``gemm.few_rows_fp8`` that are tried
+DEPTH_SPLITS = (1, 2, 3, 4, 6, 8, 9)  #: depth splits that are tried with them
+COLD_BYTES = 400 << 20  #: bytes of weights used in turn, so that L2 does not hold them
 
 
 def _gemm_tiles(rows: int) -> list[dict[str, Any]]:
+    """Return the candidate tiles of ``gemm.fp8``, without splits."""
     if rows <= 64:
         block = max(16, next_power_of_2(rows))
         return [
@@ -56,8 +55,10 @@ def _gemm_tiles(rows: int) -> list[dict[str, Any]]:
 
 
 def gemm_candidates(rows: int, columns: int, depth: int) -> list[Config]:
-    """Splits of the depth where tiles alone do not keep every core busy; for one row also weights
-    that programs hold.
+    """Return the candidates for one row count.
+
+    Depth splits are tried where tiles alone do not keep every multiprocessor busy. One row also
+    gets the candidates of ``gemm.few_rows_fp8``.
     """
     found: list[Config] = held_candidates(depth) if rows == 1 else []
     for tile in _gemm_tiles(rows):
@@ -71,19 +72,20 @@ def gemm_candidates(rows: int, columns: int, depth: int) -> list[Config]:
 
 
 def held_candidates(depth: int) -> list[Config]:
-    """``skinny_gemm_fp8``'s, of whose numbers in registers at most a quarter is behind the depth."""
+    """Return the candidates of ``gemm.few_rows_fp8`` with at most a quarter of padding in depth."""
     found: list[Config] = []
-    for rows, splits, warps in product(HELD, PARTS, (4, 8)):
+    for rows, splits, warps in product(HELD_ROWS, DEPTH_SPLITS, (4, 8)):
         groups = skinny_gemm_fp8.groups_of(depth, splits)
-        parts = cdiv(depth, BLOCK) / splits
+        split_groups = cdiv(depth, BLOCK) / splits
         held = rows * groups * BLOCK // (32 * warps)
-        if skinny_gemm_fp8.FEWEST <= held <= skinny_gemm_fp8.MOST and 4 * parts >= 3 * groups >= 12:
+        in_registers = skinny_gemm_fp8.THREAD_BYTES_MIN <= held <= skinny_gemm_fp8.THREAD_BYTES_MAX
+        if in_registers and 4 * split_groups >= 3 * groups >= 12:
             found.append({"HELD": rows, "SPLIT_K": splits, "num_warps": warps})
     return found
 
 
 def _kernel(config: Config, rows: int, depth: int) -> Config:
-    """What makes another kernel of a candidate."""
+    """Return the part of a candidate that determines the compiled kernel."""
     if "HELD" in config:
         return {**config, "GROUPS": skinny_gemm_fp8.groups_of(depth, config["SPLIT_K"])}
     return {**without(config, "SPLIT_K"), "FETCH": fetch_of(rows, config["BLOCK_M"])}
@@ -92,17 +94,19 @@ def _kernel(config: Config, rows: int, depth: int) -> Config:
 def _operands(
     rows: int, columns: int, depth: int, copies: int
 ) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+    """Draw x, its scales, ``copies`` weights, and the scales of a weight."""
     x = fp8_quant.quantize(torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16))
     weights = [random_fp8(columns, depth) for _ in range(copies)]
     return *x, weights, torch.rand(cdiv(columns, BLOCK), cdiv(depth, BLOCK), device="cuda")
 
 
 def random_fp8(*shape: int) -> Tensor:
-    """Every finite positive E4M3 number, on the device."""
+    """Draw a tensor of finite non-negative E4M3 numbers on the device."""
     return torch.randint(0, 127, shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
 
 
 def _compile_gemm(wanted: Sequence[Config]) -> list[str]:
+    """Run each candidate once to fill the disk cache. Return the keys of those that fail."""
     failed = []
     for config in wanted:
         held = "HELD" in config
@@ -119,7 +123,7 @@ def _compile_gemm(wanted: Sequence[Config]) -> list[str]:
                     {**without(config, "GROUPS"), "SPLIT_K": splits},
                 )
             torch.cuda.synchronize()
-        except Exception as error:  # a compiler's refusal has no type of its own
+        except Exception as error:  # compilers raise errors of many types
             check_refusal(error)
             failed.append(key(config))
     return failed
@@ -135,8 +139,19 @@ def tune_gemm(
     workers: int = 8,
     log: Log = print,
 ) -> Table:
-    """Measure each number of rows that ``path`` does not hold yet, writing it after each; stop
-    after ``seconds``.
+    """Measure every row count missing from the table, writing the table after each.
+
+    Args:
+        columns: N.
+        depth: K.
+        path: The table.
+        rows: Row counts of the table.
+        seconds: Time limit.
+        workers: Processes that compile kernels.
+        log: Receives progress lines.
+
+    Returns:
+        The table.
     """
 
     def candidates(number: int) -> list[Config]:
@@ -151,7 +166,7 @@ def tune_gemm(
 
     def measure(number: int, configs: Sequence[Config]) -> Iterator[tuple[float, Config]]:
         x, scales, weights, w_scales = _operands(
-            number, columns, depth, max(2, min(16, COLD // (columns * depth)))
+            number, columns, depth, max(2, min(16, COLD_BYTES // (columns * depth)))
         )
         for config in configs:
             yield (
@@ -176,4 +191,5 @@ def tune_gemm(
 
 
 def fetch_of(rows: int, block_m: int) -> int:
-    return fp8_gemm.FETCH if rows <= block_m <= 32 else 0
+    """Return the depth groups that ``gemm.fp8`` prefetches with these tiles."""
+    return fp8_gemm.PREFETCH_GROUPS if rows <= block_m <= 32 else 0

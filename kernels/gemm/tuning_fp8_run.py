@@ -1,6 +1,4 @@
-"""What the tuners of FP8 products share: tiles that fit, a table filled within a time, kernels
-compiled ahead.
-"""
+"""Helpers of the FP8 tuners: candidate tiles, and a time-limited run that fills a table."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from glowplug.kernels.gemm.fp8 import BLOCK
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.launch.tuned_tables import Config
 
-SHARED_MEMORY = 225_000  #: bytes a program may use on Hopper
+SHARED_MEMORY = 225_000  #: bytes of shared memory that a CTA may use on Hopper
 Table = dict[int, Config]
 Log = Callable[[str], None]
 
@@ -30,6 +28,7 @@ def fitting_tiles(
     stages: Sequence[int],
     weights: int = 1,
 ) -> Iterator[dict[str, Any]]:
+    """Yield tiles that fit into shared memory; ``weights``: weight tiles of a pipeline stage."""
     for block_n, warp, stage, tma in product(blocks_n, warps, stages, (True, False)):
         if stage * (weights * block_n + block_m) * BLOCK <= SHARED_MEMORY:
             yield {
@@ -41,22 +40,30 @@ def fitting_tiles(
             }
 
 
-def key(what: object) -> str:
-    return json.dumps(what, sort_keys=True)
+def key(value: object) -> str:
+    """Return a string that identifies a candidate."""
+    return json.dumps(value, sort_keys=True)
 
 
 def without(config: Config, name: str) -> dict[str, Any]:
+    """Return a copy of a configuration without ``name``."""
     return {key: value for key, value in config.items() if key != name}
 
 
 def check_refusal(error: Exception) -> None:
-    """A compiler's refusal is expected; a broken device is not."""
+    """Re-raise an error of the device. An error of the compiler is expected and ignored."""
     if "CUDA error" in str(error):
         raise error
 
 
 class TuningRun:
-    """One table being filled: what it holds, how much time is left, what does not compile."""
+    """A time-limited run that fills one table.
+
+    Attributes:
+        path: File of the table.
+        table: Row count -> configuration, as far as measured.
+        failed: Keys of the candidates that do not compile.
+    """
 
     def __init__(self, path: Path, seconds: float, workers: int, log: Log) -> None:
         self.path = path
@@ -75,7 +82,14 @@ class TuningRun:
         compile_: Callable[..., list[str]],
         *more: object,
     ) -> Iterator[int]:
-        """Numbers of rows still to be measured, once every candidate is compiled, until time is up."""
+        """Compile the candidates of the missing row counts, then yield these until time is up.
+
+        Args:
+            rows: Row counts of the table.
+            candidates: Row count -> its candidates.
+            compile_: Compiles candidates in a worker process; returns the keys that failed.
+            *more: Further arguments of ``compile_``.
+        """
         left = [number for number in rows if number not in self.table]
         wanted = list({key(c): c for number in left for c in candidates(number)}.values())
         shares = [
@@ -86,24 +100,25 @@ class TuningRun:
                 done = [pool.submit(compile_, share, *more) for share in shares]
                 self.failed = {name for share in done for name in share.result()}
             self._log(
-                f"{self.path.name}: {len(wanted)} compiled, {len(self.failed)} of them refused"
+                f"{self.path.name}: compiled {len(wanted)} candidates, {len(self.failed)} failed"
             )
         for position, number in enumerate(left):
             if time.monotonic() > self._end:
-                self._log(f"out of time; not measured: {left[position:]}")
+                self._log(f"time limit reached; not measured: {left[position:]} rows")
                 return
             yield number
 
     def within_time(
         self, measured: Iterator[tuple[float, Config]]
     ) -> Iterator[tuple[float, Config]]:
-        """At least one measurement, and no more once time is up."""
+        """Yield measurements until time is up, at least one."""
         for item in measured:
             yield item
             if time.monotonic() > self._end:
                 return
 
     def keep(self, rows: int, config: Config, line: str) -> None:
+        """Add a configuration to the table, write the table, and log ``line``."""
         self.table[rows] = dict(config)
         tuned.keep(self.path, self.table)
         self._log(line)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels.gemm.few_rows import MOST, Tile, multiply, rule
+from glowplug.kernels.gemm.few_rows import TOKENS_MAX, Tile, multiply, rule
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VECTOR, MATRIX = Tile(4, 0, 1, 4), Tile(16, 4, 8, 4)
@@ -33,9 +33,9 @@ def test_products(tokens: int, tile: Tile, size: int, depth: int, bias: bool) ->
 
 
 def test_the_rule_leaves_what_it_does_not_do_better_to_others() -> None:
-    assert rule(1, 129280, 7168) and rule(8, 2048, 2048) and rule(MOST, 2048, 2048)
+    assert rule(1, 129280, 7168) and rule(8, 2048, 2048) and rule(TOKENS_MAX, 2048, 2048)
     assert rule(1, 64, 20000) is None and rule(2, 2048, 10944) is None and rule(8, 64, 64) is None
-    assert rule(MOST + 1, 2048, 2048) is None and rule(MOST, 3648, 2048) is None
+    assert rule(TOKENS_MAX + 1, 2048, 2048) is None and rule(TOKENS_MAX, 3648, 2048) is None
     assert rule(2, 21888, 2048) is None and rule(8, 21888, 2048) is None, (
         "the dense layer's first product"
     )

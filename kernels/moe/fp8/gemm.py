@@ -1,8 +1,8 @@
-"""Products of routed experts in block-scaled FP8, over (token, expert) pairs sorted by expert.
+"""Grouped GEMMs of routed experts in block-scaled FP8, over pairs sorted by expert.
 
-w13 E4M3 [E, 2I, H] (gate then up), w2 E4M3 [E, H, I], both with float32 scales of their 128x128
-blocks. A pair is token * K + slot. Rows between the products are stored by pair, so that filling
-tiles costs no memory traffic. Nothing waits for the device.
+w13 is E4M3 [E, 2I, H] (gate then up), w2 E4M3 [E, H, I], both with float32 scales of 128x128
+blocks. Pair t * K + k is token t's k-th expert. Rows between the GEMMs are stored by pair, so that
+padding rows cost no memory traffic. Nothing syncs with the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from glowplug.kernels.formats import fp8_triton as fp8_quant
-from glowplug.kernels.gemm.fp8 import BLOCK, FETCH, add_scaled, fetch_weight, load_tile, load_weight
+from glowplug.kernels.gemm.fp8 import (
+    BLOCK,
+    PREFETCH_GROUPS,
+    add_scaled,
+    fetch_weight,
+    load_tile,
+    load_weight,
+)
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv
 from glowplug.kernels.launch.tuned_tables import Config
@@ -46,7 +53,7 @@ def _depth(
     EVEN: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """One product over the whole depth: [M, N], or [N, M] swapped."""
+    """Accumulate one tile over the whole depth: [M, N], with ``SWAP`` [N, M]."""
     groups = tl.cdiv(depth, 128)
     x_scale = tl.load(xs_at)
     w_scale = tl.load(ws_at)
@@ -70,8 +77,9 @@ def _depth(
 
 @triton.jit
 def _pairs_of(tile, pairs, experts, total_pairs, BLOCK_M: tl.constexpr, ALIGNED: tl.constexpr):
-    """A tile's pairs, its expert, and which rows are real. Without an alignment a tile is one pair,
-    ``experts`` ids.
+    """Return a tile's pairs, its expert, and a mask of the rows that are not padding.
+
+    Without an alignment a tile is one pair, and ``experts`` are the ids.
     """
     at = tl.arange(0, BLOCK_M)
     if ALIGNED:
@@ -83,7 +91,7 @@ def _pairs_of(tile, pairs, experts, total_pairs, BLOCK_M: tl.constexpr, ALIGNED:
 
 @triton.jit
 def _empty(tile, experts, filled, BLOCK_M: tl.constexpr, ALIGNED: tl.constexpr):
-    """Is there nothing to do in ``tile``?"""
+    """Return whether ``tile`` has no pairs."""
     if ALIGNED:
         empty = tile * BLOCK_M >= tl.load(filled)
     else:
@@ -93,9 +101,11 @@ def _empty(tile, experts, filled, BLOCK_M: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _part(tiles, filled, BLOCK_M: tl.constexpr, ORDER: tl.constexpr):
-    """(tile, block of columns) of this program. Programs side by side have the columns of one tile,
-    or all tiles one after another with the same columns; of "filled" ones only, so that programs
-    with nothing to do are the last.
+    """Return (tile, column block) of this program.
+
+    With ``ORDER`` "columns" consecutive programs have the column blocks of one tile. Otherwise they
+    have the same columns of consecutive tiles; with "filled" only of the tiles in use, so that idle
+    programs come last.
     """
     blocks = tl.num_programs(0) // tiles
     if ORDER == "columns":
@@ -143,11 +153,11 @@ def _product(
     FETCH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out[pair] = x[pair // PER_TOKEN] W_expert^T, times the pair's routing weight where
-    ``WEIGHTED``.
+    """Compute out[pair] = x[pair // PER_TOKEN] W_expert^T.
 
-    ``FETCH`` above 0: the kernel before began after the alignment was complete, so only its result
-    is waited for.
+    ``WEIGHTED`` multiplies by the pair's routing weight. With ``FETCH`` > 0 the previous kernel
+    started after the alignment was complete, so that the alignment may be read, and weights
+    prefetched, before waiting for that kernel.
     """
     if FETCH == 0:
         dependent.wait(DEPENDENT)
@@ -234,9 +244,9 @@ def _gated(
     ROUND: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """values[pair], scales[pair] = quantised silu(x G^T) * (x U^T), 128 columns a program."""
+    """Compute values[pair], scales[pair] = quantised silu(x G^T) * (x U^T), 128 columns at once."""
     dependent.wait(DEPENDENT)
-    dependent.begin(DEPENDENT)  # behind the wait: what begins now may read the alignment
+    dependent.begin(DEPENDENT)  # after the wait, so that the next kernel may read the alignment
     tile, block = _part(tiles, filled, BLOCK_M, ORDER)
     if _empty(tile, experts, filled, BLOCK_M, ALIGNED):
         return
@@ -274,12 +284,12 @@ def _gated(
 
 
 def fetch_of(tile: int) -> int:
-    """Groups of the second product's weights to ask for early, where tiles have ``tile`` rows."""
-    return FETCH if tile <= 32 else 0
+    """Return the depth groups that the second GEMM prefetches with ``tile`` rows a tile."""
+    return PREFETCH_GROUPS if tile <= 32 else 0
 
 
-def _held(weight: Tensor, block_n: int, tma: bool) -> Tensor | TensorDescriptor:
-    """weight [E, N, K] for a kernel: itself, or a descriptor of [E * N, K]."""
+def _weight_operand(weight: Tensor, block_n: int, tma: bool) -> Tensor | TensorDescriptor:
+    """Return the kernel's operand for weight [E, N, K]: itself, or a descriptor of [E * N, K]."""
     if not tma:
         return weight
     rows = weight.shape[0] * weight.shape[1]
@@ -288,11 +298,14 @@ def _held(weight: Tensor, block_n: int, tma: bool) -> Tensor | TensorDescriptor:
 
 
 class Tiles(NamedTuple):
-    """Which rows of which expert a tile holds: an alignment, or one pair a tile by the ids
-    themselves.
+    """The pairs and the expert of each tile, from an alignment or with one pair a tile.
 
-    ``pairs``, ``experts`` and ``filled`` are as in ``Alignment``; without one all of them are the
-    ids [T * K].
+    Attributes:
+        pairs: ``Alignment.sorted_pairs``; without an alignment the ids [T * K].
+        experts: ``Alignment.expert_of_block``; without an alignment the ids.
+        filled: ``Alignment.num_padded``; without an alignment the ids.
+        count: Number of tiles.
+        aligned: False if each tile is one pair.
     """
 
     pairs: Tensor
@@ -303,7 +316,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(ids: Tensor, experts: int, config: Config) -> Tiles:
-    """Of ids [T, K]; one pair a tile (``PAIRED``) spares few tokens the alignment."""
+    """Return the tiles of ids [T, K]. ``PAIRED`` saves the alignment for few tokens."""
     if config.get("PAIRED"):
         return Tiles(ids, ids, ids, ids.numel(), False)
     order = align(ids, experts, config["BLOCK_M"])
@@ -317,7 +330,7 @@ def tiles_of(ids: Tensor, experts: int, config: Config) -> Tiles:
 
 
 def _options(config: Config, tile: int, depth: int, columns: int, tiles: Tiles) -> dict[str, Any]:
-    """Compile-time arguments of one product."""
+    """Return the compile-time arguments of one GEMM."""
     order = config.get("ORDER", "tiles")
     whole = depth % (BLOCK * config.get("ROUND", 1)) == 0
     return {
@@ -346,11 +359,25 @@ def product(
     routed: Tensor | None = None,
     fetch: int = 0,
 ) -> Tensor:
-    """[pairs, N] of x [pairs / per_token, K] and weight [E, N, K]; times ``routed`` float32 [pairs]
-    where given.
+    """Compute one grouped GEMM.
 
-    ``fetch``: groups of weights to ask for before the kernel in front is done; the one before that
-    must have made the alignment.
+    Args:
+        x: E4M3 [pairs / per_token, K].
+        x_scales: float32 [pairs / per_token, ceil(K / 128)], column-major.
+        weight: E4M3 [E, N, K].
+        w_scales: float32, one a 128x128 block.
+        tiles: The tiles, of :func:`tiles_of`.
+        tile: Rows of a tile.
+        pairs: T * K.
+        per_token: Pairs of a row of x.
+        dtype: Result's dtype.
+        config: This GEMM's configuration.
+        routed: float32 [pairs], routing weights; None: 1.
+        fetch: Depth groups of weights to prefetch before the previous kernel ends. If > 0, the
+            alignment must be the work of a kernel before that one.
+
+    Returns:
+        [pairs, N].
     """
     _, columns, depth = weight.shape
     out = torch.empty(pairs, columns, dtype=dtype, device=x.device)
@@ -358,7 +385,7 @@ def product(
     _product[(tiles.count * cdiv(columns, config["BLOCK_N"]),)](
         x,
         x_scales,
-        _held(weight, config["BLOCK_N"], options["TMA"]),
+        _weight_operand(weight, config["BLOCK_N"], options["TMA"]),
         weight,
         w_scales,
         out,
@@ -390,8 +417,9 @@ def gated_product(
     per_token: int,
     config: Config,
 ) -> tuple[Tensor, Tensor]:
-    """Quantised silu(gate) * up of every pair: E4M3 [pairs, I] and scales. I must be a multiple of
-    128.
+    """Compute the quantised silu(gate) * up of every pair: E4M3 [pairs, I] and scales.
+
+    I must be a multiple of 128. The arguments are those of :func:`product`.
     """
     inter = w13.shape[1] // 2
     depth = w13.shape[2]
@@ -399,12 +427,12 @@ def gated_product(
     del options["BLOCK_N"]
     splits = options.pop("SPLITS", 1)
     if splits > 1 and not tiles.aligned and moe_gated_parts.fits(pairs, inter):
-        for word in ("BLOCK_M", "SWAP", "ALIGNED", "ORDER", "ROUND"):
-            del options[word]
+        for name in ("BLOCK_M", "SWAP", "ALIGNED", "ORDER", "ROUND"):
+            del options[name]
         return moe_gated_parts.gated(
             x,
             x_scales,
-            _held(w13, BLOCK, options["TMA"]),
+            _weight_operand(w13, BLOCK, options["TMA"]),
             w13,
             scales13,
             tiles.experts,
@@ -416,7 +444,7 @@ def gated_product(
     _gated[(tiles.count * (inter // BLOCK),)](
         x,
         x_scales,
-        _held(w13, BLOCK, options["TMA"]),
+        _weight_operand(w13, BLOCK, options["TMA"]),
         w13,
         scales13,
         values,
@@ -448,8 +476,9 @@ def products(
     dtype: torch.dtype,
     config: Config,
 ) -> Tensor:
-    """x [T, H] quantised, ids and weights float32 [T, K] -> weighted rows [T * K, H] for
-    ``moe_sum``.
+    """Compute the weighted output of every pair, [T * K, H] for ``moe_sum``.
+
+    ``x`` is quantised [T, H]; ``ids`` and ``weights`` (float32) are [T, K].
     """
     per_token = ids.shape[1]
     pairs = ids.numel()
@@ -500,7 +529,7 @@ def experts(
     dtype: torch.dtype,
     config: Config,
 ) -> Tensor:
-    """:func:`products` added up: [T, H]."""
+    """Return the sum of :func:`products` over each token's experts: [T, H]."""
     return moe_sum(
         products(x, x_scales, w13, scales13, w2, scales2, ids, weights, dtype, config), ids
     )
