@@ -1,8 +1,7 @@
-"""Tokens in order of their experts, each expert's filled up to whole tiles: what a grouped product
-walks over.
+"""Alignment of (token, expert) pairs for grouped GEMMs: sorted by expert, padded to whole tiles.
 
-Nothing here depends on a value on the host: grids and sizes follow from the shape of the ids alone.
-Within an expert the order is that of the tokens, so results repeat bit by bit.
+Nothing depends on a value on the host: grids and sizes follow from the shape of the ids alone. The
+pairs of an expert are in token order, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -17,21 +16,22 @@ from torch import Tensor
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
-ONE_LAUNCH = 4096  #: pairs up to which every expert looks through all ids by itself
-CHUNK = 128  #: pairs a program ranks at once where there are more
+#: most pairs for a single launch, in which one program an expert reads all ids
+ONE_LAUNCH_PAIRS_MAX = 4096
+CHUNK_PAIRS = 128  #: pairs that a program ranks at once if there are more
 
 
 class Alignment(NamedTuple):
-    """Pair t * K + k is token t's k-th expert.
+    """Pairs sorted by expert. Pair t * K + k is token t's k-th expert.
 
     Attributes:
-        sorted_pairs: int32 [padded pairs at most]: pairs in order of expert, T * K in the padding;
+        sorted_pairs: int32 [most padded pairs]: pairs in order of experts, T * K in padding;
             undefined from ``num_padded`` on.
-        expert_of_block: int32 [blocks at most]: the expert of each ``block_m`` of them, -1 from the
-            last block on.
-        num_padded: int32 [1].
-        ends: int32 [experts]: the place behind each expert's last pair; where its first would be if
-            it has none.
+        expert_of_block: int32 [most blocks]: the expert of each block of ``block_m`` positions, -1
+            after the last block.
+        num_padded: int32 [1], number of positions in use, padding included.
+        ends: int32 [experts]: the position after each expert's last pair; the position where its
+            first would be if it has none.
     """
 
     sorted_pairs: Tensor
@@ -41,7 +41,7 @@ class Alignment(NamedTuple):
 
 
 def max_blocks(pairs: int, experts: int, block_m: int) -> int:
-    """The most blocks that ``pairs`` can fill, however they fall."""
+    """Return the largest number of blocks that ``pairs`` can fill, for any routing."""
     return min(pairs, (pairs + experts * (block_m - 1)) // block_m)
 
 
@@ -60,10 +60,10 @@ def _fill(
     BINS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """What belongs to ``expert`` beside its pairs: its padding and its blocks; the first expert
-    closes the lists.
+    """Store the padding and the blocks of ``expert``. The first expert also ends the lists.
 
-    Returns its first place.
+    Returns:
+        The expert's first position.
     """
     bins = tl.arange(0, BINS)
     start = tl.sum(tl.where(bins < expert, padded, 0))
@@ -86,7 +86,7 @@ def _fill(
 
 @triton.jit
 def _load_ids(ids, place, pairs, experts, BINS: tl.constexpr):
-    """Expert numbers; BINS - 1 for what is no expert of these."""
+    """Load expert ids; BINS - 1 replaces ids outside [0, experts)."""
     chosen = tl.load(ids + place, mask=place < pairs, other=-1).to(tl.int32)
     return tl.where((chosen < 0) | (chosen >= experts), BINS - 1, chosen)
 
@@ -107,7 +107,7 @@ def _by_expert(
     WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program an expert."""
+    """Align in one launch, one program an expert."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     expert = tl.program_id(0)
@@ -152,7 +152,7 @@ def _count(
     SPAN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """counts [BINS, chunks]: how often each chunk of ids names each expert."""
+    """Count how often each chunk of ids names each expert: counts [BINS, chunks]."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     chunk = tl.program_id(0)
@@ -164,7 +164,7 @@ def _count(
 
 @triton.jit
 def _scan(counts, totals, chunks, SPAN: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Counts become those of all chunks before; totals int32 [BINS]."""
+    """Replace counts by their exclusive prefix sums over chunks; store totals int32 [BINS]."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     row = counts + tl.program_id(0) * chunks
@@ -196,7 +196,7 @@ def _place(
     WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a chunk of ids, then one an expert."""
+    """Store the positions: one program a chunk of ids, followed by one program an expert."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     program = tl.program_id(0)
@@ -232,15 +232,18 @@ def _place(
         tl.store(sorted_pairs + start + rank, pair, mask=chosen < experts)
 
 
-def align(ids: Tensor, experts: int, block_m: int, others: int = 0) -> Alignment:
-    """ids int32 or int64 [T, K]; ``block_m``: a tile's rows, any number. Numbers that are not below
-    ``experts``, or negative, are left out; at least ``others`` of each token are.
+def align(ids: Tensor, experts: int, block_m: int, left_out: int = 0) -> Alignment:
+    """Sort the pairs of ids by expert. Takes one launch for few pairs, three for many.
 
-    One launch for few pairs, three for many.
+    Args:
+        ids: int32 or int64 [T, K]. Ids outside [0, experts) are left out.
+        experts: Number of experts.
+        block_m: Rows of a tile, any number.
+        left_out: Ids of each token, at least, that are left out; fused shared experts for example.
     """
     pairs = ids.numel()
     device = ids.device
-    blocks = max_blocks(pairs - others * ids.shape[0], experts, block_m)
+    blocks = max_blocks(pairs - left_out * ids.shape[0], experts, block_m)
     found = Alignment(
         *(
             torch.empty(size, dtype=torch.int32, device=device)
@@ -249,7 +252,7 @@ def align(ids: Tensor, experts: int, block_m: int, others: int = 0) -> Alignment
     )
     bins = next_power_of_2(experts + 1)
     width = max(32, min(256, next_power_of_2(block_m)))
-    if pairs <= ONE_LAUNCH:
+    if pairs <= ONE_LAUNCH_PAIRS_MAX:
         span = max(32, min(1024, next_power_of_2(pairs)))
         _by_expert[(experts,)](
             ids,
@@ -264,11 +267,11 @@ def align(ids: Tensor, experts: int, block_m: int, others: int = 0) -> Alignment
             **dependent.options(),
         )
         return found
-    chunks = cdiv(pairs, CHUNK)
+    chunks = cdiv(pairs, CHUNK_PAIRS)
     counts = torch.empty(bins, chunks, dtype=torch.int32, device=device)
     totals = torch.empty(bins, dtype=torch.int32, device=device)
     _count[(chunks,)](
-        ids, counts, pairs, experts, chunks, BINS=bins, SPAN=CHUNK, **dependent.options()
+        ids, counts, pairs, experts, chunks, BINS=bins, SPAN=CHUNK_PAIRS, **dependent.options()
     )
     _scan[(bins,)](counts, totals, chunks, SPAN=1024, **dependent.options())
     _place[(chunks + experts,)](
@@ -282,7 +285,7 @@ def align(ids: Tensor, experts: int, block_m: int, others: int = 0) -> Alignment
         blocks,
         BLOCK_M=block_m,
         BINS=bins,
-        SPAN=CHUNK,
+        SPAN=CHUNK_PAIRS,
         WIDTH=width,
         **dependent.options(),
     )

@@ -1,6 +1,4 @@
-"""Routed experts in Triton, in the way and with the tiles that ``moe_tiles`` gives for the number
-of tokens.
-"""
+"""Routed experts in Triton. ``moe.tiles`` selects kernels and tiles by token count."""
 
 from __future__ import annotations
 
@@ -22,11 +20,12 @@ from glowplug.kernels.moe.gemm import Early
 from glowplug.kernels.moe.sum import moe_sum
 from glowplug.kernels.moe.tiles import Problem, chosen, has_wide_tiles
 
-#: Tokens for which everybody's experts begin before the gate has chosen. NOTE: their programs hold
-#: multiprocessors and wait for the gate's sign (V2-Lite: 132 at most); they start only when all of
-#: the gate's and the alignment's have.
-FEWEST_EARLY = 5
-MOST_EARLY = 384
+#: fewest tokens for which the fused shared experts start before the gate has chosen
+EARLY_TOKENS_MIN = 5
+#: most tokens for which they do. NOTE: their programs occupy multiprocessors while they spin on the
+#: gate's ready flag (V2-Lite: at most 132 programs); they start only after all programs of the gate
+#: and of the alignment have started.
+EARLY_TOKENS_MAX = 384
 
 
 def begin(
@@ -37,30 +36,42 @@ def begin(
     begun: Tensor,
     config: Mapping[str, Config] | None = None,
 ) -> Early | None:
-    """What :func:`products` of x with ids [T, width] needs to begin with the ``shared`` last
-    experts early; its gate is to be called next, with ``begun`` int32 [2], zeros. None: there is
-    nothing to begin with, or a gate that need not tell chooses sooner.
+    """Allocate the buffers with which :func:`products` starts the fused shared experts early.
+
+    The gate must be called next, with ``begun``.
+
+    Args:
+        x: [T, H].
+        w13: [E, 2I, H], gates before ups.
+        width: Columns of the ids [T, width], fused shared experts included.
+        shared: Number of fused shared experts, the last ones of ``w13``.
+        begun: int32 [2], zeros: the gate's ready flag and its count of readers.
+        config: The tile configurations of both GEMMs; None: chosen by shape and token count.
+
+    Returns:
+        None if there are no fused shared experts, if their kernels cannot start early, or if a gate
+        without a ready flag is faster.
     """
     tokens = len(x)
     (experts, double, hidden) = w13.shape
-    if not shared or not FEWEST_EARLY <= tokens <= MOST_EARLY or not x.is_contiguous():
+    if not shared or not EARLY_TOKENS_MIN <= tokens <= EARLY_TOKENS_MAX or not x.is_contiguous():
         return None
-    if tokens >= route.many(experts - shared):
+    if tokens >= route.library_tokens_min(experts - shared):
         return None
     config = config or chosen(
         Problem(experts, width, hidden, double // 2, str(x.dtype).split(".")[1]), tokens
     )
     up = config["up"]
     if has_wide_tiles(up, tokens):
-        places = (
+        rows = (
             max_blocks(tokens * (width - shared), experts - shared, up["block_m"]) * up["block_m"]
         )
     elif up["way"] == config["down"]["way"] == "dense":
-        places = tokens * width
+        rows = tokens * width
     else:
         return None
     return Early(
-        begun, torch.empty(places + shared * tokens, double // 2, dtype=x.dtype, device=x.device)
+        begun, torch.empty(rows + shared * tokens, double // 2, dtype=x.dtype, device=x.device)
     )
 
 
@@ -74,14 +85,23 @@ def products(
     shared: int = 0,
     early: Early | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """x [T, H], w13 [E, 2I, H] gates before ups, w2 [E, H, I], ids [T, K] (-1: elsewhere), weights
-    float32 [T, K] -> weighted rows [T * K', H] and ids [T, K'] for ``moe_sum``, or their sums [T,
-    H] and None.
+    """Compute the weighted output of every (token, expert) pair.
 
-    A token names an expert at most once. No step depends on a value on the host. ``shared``: the
-    last so many experts are the last ones of every token's, in order, with weight 1; they may
-    become one row, whose id is the first's.
-    ``early``: of :func:`begin`, for the same x and the ids that its gate chose.
+    A token names an expert at most once. Nothing depends on a value on the host.
+
+    Args:
+        x: [T, H].
+        w13: [E, 2I, H], gates before ups.
+        w2: [E, H, I].
+        ids: [T, K]; -1: an expert of another rank.
+        weights: float32 [T, K].
+        config: The tile configurations of both GEMMs; None: chosen by shape and token count.
+        shared: Number of fused shared experts: the last experts, which are the last ones of every
+            token, in order, with weight 1. They may become one row with the id of the first.
+        early: The result of :func:`begin` for the same x and the ids that the gate chose.
+
+    Returns:
+        Weighted rows [T * K', H] and ids [T, K'] for ``moe_sum``, or the sums [T, H] and None.
     """
     if not len(x):
         return torch.empty_like(x), None
@@ -95,7 +115,7 @@ def products(
     up = config["up"]
     down = config["down"]
     if up["way"] == "hopper":
-        return _large(x, w13, w2, ids, weights, config, shared if up["apart"] else 0)
+        return _products_on_hopper(x, w13, w2, ids, weights, config, shared if up["apart"] else 0)
     wide = shared if early is not None or has_wide_tiles(up, len(x)) else 0
     aligned = align(ids, len(w13) - wide, up["block_m"], wide) if up["way"] == "sorted" else None
     hidden = (
@@ -108,23 +128,26 @@ def products(
     return moe_gemm.down(hidden, w2, ids, weights, aligned, down, wide), ids
 
 
-def _large(
+def _products_on_hopper(
     x: Tensor,
     w13: Tensor,
     w2: Tensor,
     ids: Tensor,
     weights: Tensor,
     config: Mapping[str, Config],
-    apart: int,
+    dense_shared: int,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`products` by the kernel for Hopper, and of the ``apart`` last experts by dense ones."""
-    routed = len(w13) - apart
-    kept = ids.shape[1] - max(apart - 1, 0)
+    """Compute :func:`products` with the Hopper kernel.
+
+    The last ``dense_shared`` experts, fused shared experts, are computed as a dense MLP.
+    """
+    routed = len(w13) - dense_shared
+    kept = ids.shape[1] - max(dense_shared - 1, 0)
     rows = torch.empty(len(x), kept, w2.shape[1], dtype=x.dtype, device=x.device)
-    if apart:
+    if dense_shared:
         moe_shared.mlp(x, w13[routed:], w2[routed:], rows[:, -1])
     if routed:
-        aligned = align(ids, routed, config["up"]["block_m"], apart)
+        aligned = align(ids, routed, config["up"]["block_m"], dense_shared)
         hidden = moe_gemm_hopper.up(x, w13, ids, aligned, config["up"])
         moe_gemm_hopper.down(hidden, w2, weights, aligned, config["down"], rows)
     return rows.view(-1, w2.shape[1]), ids[:, :kept]
@@ -140,6 +163,6 @@ def experts(
     shared: int = 0,
     early: Early | None = None,
 ) -> Tensor:
-    """:func:`products` added up: [T, H]."""
+    """Return the sum of :func:`products` over each token's experts: [T, H]."""
     rows, named = products(x, w13, w2, ids, weights, config, shared, early)
     return rows if named is None else moe_sum(rows, named)

@@ -1,6 +1,4 @@
-"""Experts that every token chose as one dense MLP, for loads at which tensor cores are what takes
-time.
-"""
+"""Fused shared experts as one dense MLP, for loads that are limited by the tensor cores."""
 
 from __future__ import annotations
 
@@ -11,11 +9,16 @@ from glowplug.kernels.elementwise.activation import silu_and_mul
 
 
 def mlp(x: Tensor, w13: Tensor, w2: Tensor, out: Tensor) -> None:
-    """x [T, H], w13 [S, 2I, H] gates before ups, w2 [S, H, I] -> the sum of the S experts into out
-    [T, H], whose rows may be strided.
+    """Write the sum of S experts' outputs to ``out``.
 
-    NOTE: one product over all S of w2 would want them side by side, [H, S * I], which no other way
-    reads.
+    NOTE: a single GEMM over all S of w2 would need them side by side, [H, S * I], a layout that no
+    other kernel here reads.
+
+    Args:
+        x: [T, H].
+        w13: [S, 2I, H], gates before ups.
+        w2: [S, H, I].
+        out: [T, H]; its rows may be strided.
     """
     experts, width, hidden = w13.shape
     inner = silu_and_mul(torch.mm(x, w13.view(-1, hidden).t()).view(-1, width)).view(

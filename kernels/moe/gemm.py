@@ -1,12 +1,11 @@
-"""Grouped products of routed experts: rows of many tokens, each times its own expert's weight,
-accumulated in float32.
+"""Grouped GEMMs of routed experts: each token's row times the weight of its expert, in float32.
 
-Weights lie as checkpoints have them, [E, rows, K]. The first product ends in silu(gate) * up, the
-second in the routing weight. Two ways to a tile's rows: "sorted" walks over an ``Alignment``;
-"dense" gives every expert a tile of all tokens and stores only those that chose it, which for few
-tokens spares the alignment. Experts that every token chose have wider tiles of their own, because
-what limits both products is how fast rows come from L2: a weight that several tiles want comes
-several times.
+Weights have the layout of checkpoints, [E, rows, K]. The epilogue of the first GEMM is silu(gate) *
+up, that of the second multiplies by the routing weight. A tile gets its rows in one of two ways.
+"sorted" walks over an ``Alignment``. "dense" gives every expert a tile of all tokens and stores
+only the tokens that chose it; this saves the alignment for few tokens. Fused shared experts have
+larger tiles of their own: both GEMMs are limited by the L2 bandwidth, and a weight is read once for
+every tile that needs it.
 """
 
 from __future__ import annotations
@@ -23,27 +22,25 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.moe.align import Alignment
-from glowplug.kernels.moe.tiles import WIDE
+from glowplug.kernels.moe.tiles import SHARED_TILE_TOKENS_MAX
 
-POLLS_AT_MOST: tl.constexpr = tl.constexpr(
-    4096
-)  # looks for the gate's sign; it comes within some ten
-#: rows of a tile up to which most are padding, which is not read: its way from L2 takes time from
-#: weights'
-SPARSE = 32
-Config = Mapping[
-    str, Any
-]  #: of one product: block_m, block_n, block_k, group, warps, stages, swap, tma, way, wide
+#: reads of the gate's ready flag before a program gives up polling; about ten are enough
+POLLS_AT_MOST: tl.constexpr = tl.constexpr(4096)
+#: largest BLOCK_M for which padding rows are masked. Most rows of such tiles are padding, and
+#: reading them from L2 would take bandwidth from the weights.
+MASKED_TILE_ROWS_MAX = 32
+#: one GEMM's block_m, block_n, block_k, group, warps, stages, swap, tma, way, wide
+Config = Mapping[str, Any]
 
 
 class Early(NamedTuple):
-    """What lets everybody's experts begin before the gate has chosen.
+    """Buffers that let the fused shared experts start before the gate has chosen the routed ones.
 
     Attributes:
-        begun: int32 [2], zeros before and after: ``route``'s sign that x is there, and how many
-            have seen it.
-        out: what ``up`` fills. NOTE: made before the gate is launched, because memory that the gate
-            gives back must not become a result that is written while the gate still runs.
+        begun: int32 [2], zeros before and after the step: the ready flag that ``route`` sets when x
+            is available, and the number of programs that have seen the flag.
+        out: The output of ``up``. NOTE: allocated before the gate is launched. Otherwise the
+            allocator could reuse memory that the gate has freed but still writes.
     """
 
     begun: Tensor
@@ -52,8 +49,10 @@ class Early(NamedTuple):
 
 @triton.jit
 def tile_place(m_blocks, n_blocks, group, before=0):
-    """The tile of this program, ``before`` other ones: down ``group`` tiles of rows, then on to the
-    next columns.
+    """Return the (row block, column block) of this program's tile.
+
+    The first ``before`` programs have no tile here. Tiles are grouped as in a swizzle: down
+    ``group`` row blocks, then on to the next column block.
     """
     program = tl.program_id(0) - before
     each = group * n_blocks
@@ -66,8 +65,9 @@ def tile_place(m_blocks, n_blocks, group, before=0):
 def chosen_pairs(
     ids, expert, first_token, pairs, TOPK: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Of the tokens from ``first_token`` on: each one's pair with ``expert``, or ``pairs``. A token
-    has one at most.
+    """Return each token's pair with ``expert``, or ``pairs`` if it has none: int32 [BLOCK_M].
+
+    The tokens are ``first_token`` and following. A token has at most one pair with an expert.
     """
     token = first_token + tl.arange(0, BLOCK_M)
     k = tl.arange(0, WIDTH)
@@ -90,9 +90,9 @@ def tile_pairs(
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """(expert, pairs int32 [BLOCK_M]) of a tile; the expert is -1 where there is nothing to do.
+    """Return (expert, pairs int32 [BLOCK_M]) of a tile. The expert is -1 if the tile is empty.
 
-    Unless ``SORTED``, experts come from last to first.
+    Without ``SORTED`` tiles are in descending order of experts.
     """
     if SORTED:
         expert = tl.load(expert_of_block + block)
@@ -118,7 +118,10 @@ def _load_weight(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Rows [row, row + BLOCK_N) of an expert's weight; past its end whatever is there."""
+    """Load rows [row, row + BLOCK_N) of an expert's weight.
+
+    Rows beyond the expert's end have undefined values.
+    """
     if TMA:
         value = w.load([expert * rows + row, first_k])
     else:
@@ -148,8 +151,9 @@ def _times(x, w, total, SWAP: tl.constexpr):
 
 @triton.jit
 def _rows(x, row, k, depth, start, real, EVEN_K: tl.constexpr, MASK: tl.constexpr):
-    """x[row, start + k]; rows that are not ``real`` are whatever is there, or with ``MASK`` not
-    read.
+    """Load x[row, start + k].
+
+    Rows that are not ``real`` have undefined values; with ``MASK`` they are zeros and not read.
     """
     at = x + row.to(tl.int64)[:, None] * depth + start + k[None, :]
     if MASK:
@@ -186,8 +190,9 @@ def _tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Rows ``row`` of x times an expert's rows from ``first`` on, into rows ``target`` of out where
-    they are real.
+    """Multiply rows ``row`` of x by an expert's weight rows ``first`` and following.
+
+    The result, with its epilogue, is stored in rows ``target`` of ``out`` where they are real.
     """
     if SWAP:
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -269,8 +274,10 @@ def _everybodys(
     WIDE_N: tl.constexpr,
     WIDE_K: tl.constexpr,
 ):
-    """A tile of one of the ``SHARED`` last experts, which every token chose last; their rows lie
-    behind ``places``.
+    """Compute a tile of one of the ``SHARED`` fused shared experts.
+
+    They are the last experts and the last ones of every token. Their rows between the two GEMMs are
+    stored after the first ``places`` rows.
     """
     tiles = tl.cdiv(tokens, WIDE_M)
     shared, first = program // tiles % SHARED, program // tiles // SHARED * WIDE_N
@@ -305,8 +312,9 @@ def _everybodys(
 
 @triton.jit
 def _await(begun, programs, DEPENDENT: tl.constexpr):
-    """Wait until the gate has seen x, the earliest moment to read it; the last of ``programs``
-    takes the sign back.
+    """Spin until the gate sets the ready flag for x, the earliest moment at which x may be read.
+
+    The last of ``programs`` clears the flag.
     """
     looks = 0
     while (looks < POLLS_AT_MOST) & (tl.atomic_add(begun, 0, sem="acquire") == 0):
@@ -360,13 +368,15 @@ def _grouped(
     EARLY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """``UP``: x are tokens [T, K], w holds gates, then ups; out has a row a place in the sorted
-    list, or a pair.
+    """Compute one tile of a grouped GEMM.
 
-    Otherwise x are those rows, and out has a row a pair: [T * K, columns]. ``stored`` and
-    ``x_stored``: w and x as pointers. The first ``wide`` programs are for everybody's experts,
-    which the list leaves out; with ``EARLY`` those of the first product run while the gate still
-    chooses, as soon as ``begun`` says that x is there.
+    With ``UP``, the first GEMM: x holds tokens [T, K], w gates before ups, and ``out`` has one row
+    for each position of the sorted list (or for each pair). Otherwise x holds those rows, and
+    ``out`` has one row for each pair: [T * K, columns].
+
+    ``stored`` and ``x_stored`` are w and x as pointers. The first ``wide`` programs compute the
+    fused shared experts, which the sorted list leaves out. With ``EARLY`` those of the first GEMM
+    run while the gate still chooses, as soon as the ready flag ``begun`` is set for x.
     """
     if EARLY:
         if tl.program_id(0) < wide:
@@ -394,7 +404,7 @@ def _grouped(
             return
     if UP:
         dependent.wait(DEPENDENT)
-    dependent.begin(DEPENDENT)  # the second product may read what the first has waited for
+    dependent.begin(DEPENDENT)  # the second GEMM may read the inputs that the first waited for
     if SHARED > 0 and not EARLY:
         if tl.program_id(0) < wide:
             if not UP:
@@ -440,7 +450,7 @@ def _grouped(
     place = block * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.where(
         real, pair, 0
-    )  # padding that is not masked multiplies row 0; its products are not stored
+    )  # padding rows that are not masked read row 0; their results are not stored
     target = pair
     if UP:
         row = row // TOPK
@@ -475,11 +485,13 @@ def _grouped(
 
 
 def wide_tile(tokens: int, up: bool, config: Config) -> tuple[int, int, int]:
-    """Rows, columns and depth of a tile of everybody's experts, whose tokens share one where they
-    fit.
+    """Return the rows, columns and depth of a fused shared expert's tile.
+
+    All tokens share one tile if they fit into ``SHARED_TILE_TOKENS_MAX`` rows.
     """
     columns = config.get("wide") or (64 if up or config["warps"] < 8 else 128)
-    return min(WIDE, max(16, next_power_of_2(tokens))), columns, 64
+    rows = min(SHARED_TILE_TOKENS_MAX, max(16, next_power_of_2(tokens)))
+    return rows, columns, 64
 
 
 def _launch(
@@ -538,7 +550,7 @@ def _launch(
         X_TMA=x_tma,
         SWAP=bool(config.get("swap")),
         EVEN_K=depth % block_k == 0 == depth % wide_k,
-        MASK=block_m <= SPARSE and not x_tma,
+        MASK=block_m <= MASKED_TILE_ROWS_MAX and not x_tma,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -563,14 +575,23 @@ def up(
     shared: int = 0,
     early: Early | None = None,
 ) -> Tensor:
-    """x [T, H], w13 [E, 2I, H] gates before ups, ids [T, K] -> silu(gate) * up, I columns.
+    """Compute the first GEMM, silu(gate) * up.
 
-    A row a place in ``aligned``, which was made with the configuration's block_m; without one
-    ("dense") a row a pair. Rows of padding and of absent experts are not written. ``shared``: so
-    many last experts are every token's last ones and not in ``aligned``; T rows for each of them
-    follow, and without ``aligned`` their pairs' are not written. With
-    ``early`` these do not wait for the ids: only right behind the gate that was given
-    ``early.begun`` for the same x.
+    Args:
+        x: [T, H].
+        w13: [E, 2I, H], gates before ups.
+        ids: [T, K].
+        aligned: An alignment made with the configuration's block_m; None ("dense"): one row a pair.
+        config: The tile configuration.
+        shared: Number of fused shared experts. They are the last experts, every token's last ones,
+            and not in ``aligned``.
+        early: If given, the fused shared experts do not wait for the ids. Only allowed directly
+            after the gate that got ``early.begun`` for the same x.
+
+    Returns:
+        [R + shared * T, I]: a row for each position in ``aligned`` (or each pair), then T rows for
+        each fused shared expert. Rows of padding and of absent experts are not written, nor,
+        without ``aligned``, the rows of the fused shared experts' pairs among the first R.
     """
     if early is not None:
         return _launch(x, w13, early.out, ids, None, aligned, config, shared, early.begun)
@@ -588,11 +609,21 @@ def down(
     config: Config,
     shared: int = 0,
 ) -> Tensor:
-    """h of ``up`` with its ``aligned`` and ``shared``, w2 [E, H, I], weights float32 [T, K] -> [T *
-    K, H], weighted.
+    """Compute the second GEMM, times the routing weights.
 
-    It may only follow ``up``: it reads ids and lists while that still runs. Rows of absent experts
-    are not written.
+    Must directly follow ``up``: it reads the ids and the alignment while ``up`` still runs.
+
+    Args:
+        h: The result of ``up`` with the same ``aligned`` and ``shared``.
+        w2: [E, H, I].
+        ids: [T, K].
+        weights: float32 [T, K].
+        aligned: See ``up``.
+        config: The tile configuration.
+        shared: See ``up``.
+
+    Returns:
+        [T * K, H], one row a pair. Rows of absent experts are not written.
     """
     out = torch.empty(ids.numel(), w2.shape[1], dtype=h.dtype, device=h.device)
     return _launch(h, w2, out, ids, weights, aligned, config, shared)

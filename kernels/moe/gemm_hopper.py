@@ -1,9 +1,10 @@
-"""Grouped products of routed experts on Hopper for loads at which tensor cores are what takes time,
-in Gluon: what ``moe_gemm`` computes over an ``Alignment`` of 128 rows a tile, with roles for warps.
+"""Warp-specialised grouped GEMMs of routed experts on Hopper, in Gluon.
 
-Four warps fetch, two groups of four multiply 64 rows of a tile each, so that one's last touches
-(silu, the routing weight, storing) fall into the other's products. Programs stay and take one tile
-after another; a half of a tile that holds nothing but padding is neither fetched nor multiplied.
+They compute what ``moe.gemm`` does over an ``Alignment`` of 128 or 192 rows a tile, for loads that
+are limited by the tensor cores. Four warps load; two or three warpgroups multiply 64 rows of a tile
+each, so that the epilogue of one (silu, routing weight, stores) overlaps the MMAs of another. The
+kernel is persistent: a program computes one tile after another. 64 rows that are all padding are
+not multiplied and, where rows are gathered, not loaded.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe.align import Alignment
 
-COLUMNS = 256  #: of a tile; half of them gates and half ups in the first product
-DEPTH = 64
-#: by 64 rows of a tile: tiles that are on their way or being multiplied, registers of a thread that
-#: multiplies, fetches
+COLUMNS = 256  #: columns of a tile; half gates and half ups in the first GEMM
+DEPTH = 64  #: depth of a pipeline stage
+#: rows of a tile / 64 -> (pipeline stages, registers of a multiplying and of a loading thread)
 RINGS = {2: (4, 216, 72), 3: (3, 160, 32)}
 
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -41,7 +41,7 @@ NAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 @gluon.jit
 def halves(ring, layout: gl.constexpr):
-    """The tiles of a ring [N, rows, depth] cut in two: [2 N, rows / 2, depth]."""
+    """Return a view of a ring buffer [N, rows, depth] as half tiles [2 N, rows / 2, depth]."""
     shape: gl.constexpr = [2 * ring.shape[0], ring.shape[1] // 2, ring.shape[2]]
     if NAMED:
         return ring.reinterpret(ring.dtype, shape, layout)
@@ -51,20 +51,18 @@ def halves(ring, layout: gl.constexpr):
 
 @gluon.jit
 def place_of(tile, m_blocks, n_blocks, group):
-    """Row and column block of a tile: down ``group`` tiles of rows, then on to the next columns."""
+    """Return (row block, column block) of a tile: down ``group`` row blocks, then right."""
     each = group * n_blocks
     first = tile // each * group
     height = gl.maximum(
         gl.minimum(m_blocks - first, group), 1
-    )  # behind the last tile: no remainder by 0
+    )  # avoids a remainder by 0 beyond the last tile
     return first + tile % each % height, tile % each // height
 
 
 @gluon.jit
 def _rows_of(x, sorted_pairs, place, pairs, depth, TOPK: gl.constexpr, DEPTH: gl.constexpr):
-    """Where the tokens at ``place`` and following of the sorted list begin, [64, DEPTH], and which
-    are there.
-    """
+    """Return pointers [64, DEPTH] to the tokens from ``place`` of the sorted list, and a mask."""
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DEPTH, DEPTH // 8], [4, 1], [1, 0])
     pair = gl.load(sorted_pairs + place + gl.arange(0, 64, gl.SliceLayout(1, flat)))
     token = gl.where(pair < pairs, pair // TOPK, 0)
@@ -83,8 +81,9 @@ def _fetch(
     DEPTH: gl.constexpr,
     RING: gl.constexpr,
 ):
-    """Every tile of this program: its rows of x, gathered or as they lie, and of its expert's
-    weight.
+    """Load x and the expert's weight for every tile of this program.
+
+    With ``GATHER`` the rows of x are gathered by the sorted list; otherwise they are contiguous.
     """
     (
         x,
@@ -144,7 +143,7 @@ def _fetch(
 
 @gluon.jit
 def store_rows(out, value, row, real, first, columns):
-    """value [M, N] into rows ``row`` of out [., columns] from column ``first`` on."""
+    """Store value [M, N] in rows ``row`` of out [., columns] from column ``first`` on."""
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     column = first + gl.arange(0, value.shape[1], gl.SliceLayout(0, flat))
     row = gl.convert_layout(row, gl.SliceLayout(1, flat))
@@ -158,13 +157,13 @@ def store_rows(out, value, row, real, first, columns):
 
 @gluon.jit
 def cut(value):
-    """value [M, N] -> its halves [M, N / 2]."""
+    """Split value [M, N] into its left and right half, [M, N / 2] each."""
     return value.reshape([value.shape[0], 2, value.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
 def store_gated(out, gate, up, row, real, column_block, columns):
-    """silu(gate) * up into rows ``row`` of out [., columns]."""
+    """Store silu(gate) * up in rows ``row`` of out [., columns]."""
     store_rows(
         out, gate / (1.0 + gl.exp(-gate)) * up, row, real, column_block * gate.shape[1], columns
     )
@@ -172,7 +171,7 @@ def store_gated(out, gate, up, row, real, column_block, columns):
 
 @gluon.jit
 def store_weighted(out, value, weights, pair, pairs, row, real, column_block, columns):
-    """value times each pair's weight into rows ``row`` of out [., columns]."""
+    """Store value times each pair's routing weight in rows ``row`` of out [., columns]."""
     value = value * gl.load(weights + pair, mask=pair < pairs, other=0.0)[:, None]
     low, high = cut(value)
     store_rows(out, low, row, real, column_block * value.shape[1], columns)
@@ -181,7 +180,7 @@ def store_weighted(out, value, weights, pair, pairs, row, real, column_block, co
 
 @gluon.jit
 def pass_over(full, empty, step, steps, RING: gl.constexpr):
-    """Nothing to multiply with the next ``steps`` tiles of the ring; the step behind them."""
+    """Release the next ``steps`` pipeline stages unread. Return the step after them."""
     for _ in range(steps):
         mbarrier.wait(full.index(step % RING), (step // RING) & 1)
         mbarrier.arrive(empty.index(step % RING), count=1)
@@ -203,7 +202,7 @@ def _multiply(
     RING: gl.constexpr,
     LEAD: gl.constexpr,
 ):
-    """The 64 rows from 64 * PART on of every tile of this program."""
+    """Multiply rows 64 * PART to 64 * PART + 63 of every tile of this program."""
     (
         out,
         weights,
@@ -307,10 +306,10 @@ def _grouped_hopper(
     FETCHING: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """As ``moe_gemm._grouped`` of sorted pairs. ``x_at``, ``w_at``: x and w in tiles; x is gathered
-    with ``GATHER``.
+    """Compute what ``moe.gemm._grouped`` does over sorted pairs.
 
-    The first group of warps begins ``LEAD`` steps ahead of the others, and stays so.
+    ``x_at`` and ``w_at`` are tiled descriptors of x and w. With ``GATHER`` x is gathered instead.
+    The first warpgroup starts ``LEAD`` steps before the others, and stays ahead of them.
     """
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
@@ -459,16 +458,18 @@ def _grouped_hopper(
 
 
 def supported() -> bool:
-    """On Hopper alone: later cards have no such products of groups of warps."""
+    """Return whether the card is a Hopper: later cards have no warpgroup MMA (wgmma)."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 @cache
 def processors(device: torch.device) -> int:
+    """Return the number of a device's multiprocessors."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _tiled(value: Tensor, rows: int) -> TensorDescriptor:
+    """Return a descriptor of ``value`` in tiles of ``rows`` x ``DEPTH``."""
     return TensorDescriptor.from_tensor(
         value.view(-1, value.shape[-1]), [rows, DEPTH], gl.NVMMASharedLayout(128, 16, 2)
     )
@@ -489,7 +490,7 @@ def _launch(
     depth = w.shape[2]
     width = COLUMNS // (2 if weights is None else 1)
     assert depth % DEPTH == 0 and columns % 8 == 0 and x.element_size() == 2, (
-        "sizes that tiles do not fit"
+        "these sizes do not fit the kernel's tiles"
     )
     n_blocks = -(-columns // width)
     parts = config["block_m"] // 64
@@ -527,7 +528,10 @@ def _launch(
 
 
 def up(x: Tensor, w13: Tensor, ids: Tensor, aligned: Alignment, config: Config) -> Tensor:
-    """As ``moe_gemm.up`` of ``aligned`` only. config: block_m, group, lead."""
+    """Compute the first GEMM as ``moe.gemm.up`` does for ``aligned``.
+
+    ``config`` holds block_m, group and lead.
+    """
     out = torch.empty(len(aligned.sorted_pairs), w13.shape[1] // 2, dtype=x.dtype, device=x.device)
     return _launch(x, w13, out, None, aligned, ids.numel(), ids.shape[1], ids.shape[1], config)
 
@@ -535,10 +539,15 @@ def up(x: Tensor, w13: Tensor, ids: Tensor, aligned: Alignment, config: Config) 
 def down(
     h: Tensor, w2: Tensor, weights: Tensor, aligned: Alignment, config: Config, out: Tensor
 ) -> Tensor:
-    """As ``moe_gemm.down``: h of ``up``, weights float32 [T, K] -> weighted rows into out [T, K',
-    H].
+    """Compute the second GEMM as ``moe.gemm.down`` does, into ``out``.
 
-    K' < K where the K - K' last experts of no token are in ``aligned``.
+    Args:
+        h: The result of ``up``.
+        w2: [E, H, I].
+        weights: float32 [T, K].
+        aligned: The alignment that ``up`` got.
+        config: block_m, group and lead.
+        out: [T, K', H]. K' < K if ``aligned`` leaves out the last K - K' experts of every token.
     """
     return _launch(
         h, w2, out, weights, aligned, weights.numel(), weights.shape[1], out.shape[1], config

@@ -1,10 +1,8 @@
-"""Routed experts of one or a few tokens: matrix-vector products that stream each pair's weights
-once.
+"""Routed experts of one or a few tokens: GEMVs that read each pair's weights once.
 
-Without tensor cores and without an alignment; the second product adds up a token's experts as it
-goes. It begins while
-the first one drains: the first lets it begin only once the ids are there, so that it may fetch
-weights by them.
+They use neither tensor cores nor an alignment. The second GEMV sums a token's experts. It starts
+while the first one drains (programmatic dependent launch). The first GEMV permits this only after
+the ids are available, so that the second can prefetch the weights that the ids select.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from torch import Tensor
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
-FETCHED: tl.constexpr = tl.constexpr(2)  # experts of a token whose weights are fetched ahead
+FETCHED: tl.constexpr = tl.constexpr(2)  # experts of a token whose weights are prefetched
 
 
 @triton.jit
@@ -119,12 +117,15 @@ def _down(
 
 
 def _lines(w: Tensor) -> int:
-    """Cache lines of a row of weights, at 64 elements each."""
+    """Return the cache lines of a weight row, at 64 elements each, as a power of two."""
     return next_power_of_2(cdiv(w.shape[-1], 64))
 
 
 def up(x: Tensor, w13: Tensor, ids: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """As ``moe_gemm.up``. config: block_n, block_k, warps."""
+    """Compute silu(gate) * up of every pair, [T * K, I], as ``moe.gemm.up`` does.
+
+    ``config`` holds block_n, block_k and warps. Rows of absent experts are not written.
+    """
     columns = w13.shape[1] // 2
     depth = w13.shape[2]
     out = torch.empty(ids.numel(), columns, dtype=x.dtype, device=x.device)
@@ -146,8 +147,17 @@ def up(x: Tensor, w13: Tensor, ids: Tensor, config: Mapping[str, Any]) -> Tensor
 
 
 def down(h: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """h [T * K, I], w2 [E, H, I], weights float32 [T, K] -> the weighted sum of each token's
-    experts [T, H].
+    """Compute the weighted sum of each token's experts.
+
+    Args:
+        h: [T * K, I], the result of ``up``.
+        w2: [E, H, I].
+        ids: [T, K].
+        weights: float32 [T, K].
+        config: block_n, block_k and warps.
+
+    Returns:
+        [T, H].
     """
     columns = w2.shape[1]
     depth = w2.shape[2]

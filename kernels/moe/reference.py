@@ -1,8 +1,8 @@
-"""Routed experts in plain torch: w13 [E, H, 2I] (gate then up) and w2 [E, I, H], both stored
-input-major.
+"""Routed experts in plain torch: reference, CPU and grouped-GEMM versions.
 
-``activate`` turns [P, 2I] into [P, I]. ids int64 [T, K] name experts of these tensors; weights
-float32 [T, K].
+All functions take w13 [E, H, 2I] (gate then up) and w2 [E, I, H], both stored input-major, ids
+int64 [T, K] that index their first dimension, and weights float32 [T, K]. ``activate`` maps [P, 2I]
+to [P, I].
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Activation = Callable[[Tensor], Tensor]
-MAX_PADDING = (
-    4  #: padded rows for each real one up to which one batched product beats a loop over experts
-)
-MAX_PAIRWISE = 16  #: (token, expert) pairs up to which single matrix-vector products may win
+#: most padded rows for each real row at which one batched GEMM beats a loop over experts
+MAX_PADDING = 4
+MAX_PAIRWISE = 16  #: most (token, expert) pairs at which single matrix-vector products may win
 
 
 def experts_reference(
@@ -30,24 +29,25 @@ def experts_reference(
     weights: Tensor,
     activate: Activation,
 ) -> Tensor:
-    """x [T, H] -> [T, H]: every expert on the tokens that chose it. Ids of -1 are experts held
-    elsewhere.
+    """Apply every expert to the tokens that chose it: x [T, H] -> [T, H].
+
+    An id of -1 stands for an expert of another rank.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(w13.shape[0]):
-        token, slot = (ids == expert).nonzero(as_tuple=True)
+        token, column = (ids == expert).nonzero(as_tuple=True)
         y = activate(x[token] @ w13[expert]) @ w2[expert]
-        out.index_add_(0, token, y.float() * weights[token, slot, None])
+        out.index_add_(0, token, y.float() * weights[token, column, None])
     return out.to(x.dtype)
 
 
 def experts_host(
     x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation
 ) -> Tensor:
-    """As the reference, for the CPU, where reading the ids costs nothing. All ids must be valid.
+    """Compute :func:`experts_reference` on the CPU, where reading ids is free. Ids must be >= 0.
 
-    Few pairs: matrix-vector products. Even loads: one padded batched product over all experts,
-    which uses every core. Otherwise (many experts, few hit): a loop over the experts hit.
+    Few pairs take matrix-vector products. Even loads take one padded batched GEMM over all experts,
+    which uses every core. Other loads (many experts, few hit) take a loop over the experts hit.
     """
     tokens = ids.shape[0]
     pairs = ids.numel()
@@ -69,6 +69,7 @@ def experts_host(
 def _pairwise(
     x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation
 ) -> Tensor:
+    """Compute the experts by matrix-vector products, one pair after another: [T, H]."""
     chosen = ids.tolist()
     rows = x.unsqueeze(1).unbind()
     hidden = torch.cat(
@@ -93,9 +94,7 @@ def experts_some_host(
     weights: Tensor,
     activate: Activation,
 ) -> Tensor:
-    """As the reference, for the CPU, where many ids may be -1: only the pairs of experts held here
-    are computed.
-    """
+    """Compute :func:`experts_reference` on the CPU. Pairs with an id of -1 are skipped."""
     chosen = ids.numpy().ravel()
     here = np.flatnonzero(chosen >= 0)
     if len(here) == len(chosen):
@@ -120,7 +119,7 @@ def experts_some_host(
 def _sorted_places(
     flat: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pairs in order of expert, and each sorted pair's place within its expert."""
+    """Return the pairs in order of experts, and each sorted pair's rank within its expert."""
     order = np.argsort(flat, kind="stable")
     firsts = np.cumsum(counts) - counts
     return order, np.arange(len(flat)) - firsts[flat[order]]
@@ -135,7 +134,11 @@ def _padded(
     most: int,
     activate: Activation,
 ) -> Tensor:
-    """[T * K, H], one row a pair, from [E, most, .] batched products; padding rows repeat token 0."""
+    """Compute the experts by batched GEMMs over [E, most, .]; padding rows repeat token 0.
+
+    Returns:
+        [T * K, H], one row a pair, without routing weights.
+    """
     experts = len(counts)
     width = len(flat) // x.shape[0]
     order, place = _sorted_places(flat, counts)
@@ -158,7 +161,11 @@ def _looped(
     counts: NDArray[np.int64],
     activate: Activation,
 ) -> Tensor:
-    """[T * K, H], one row a pair, one product for each expert hit."""
+    """Compute the experts by one GEMM for each expert hit.
+
+    Returns:
+        [T * K, H], one row a pair, without routing weights.
+    """
     width = len(flat) // x.shape[0]
     order, _ = _sorted_places(flat, counts)
     hit = np.flatnonzero(counts)
@@ -175,10 +182,9 @@ def _looped(
 def experts_device(
     x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation
 ) -> Tensor:
-    """As the reference, on a device: sorted by expert and multiplied in groups, without waiting for
-    the device.
+    """Compute :func:`experts_reference` by grouped GEMMs over sorted pairs, without device syncs.
 
-    Ids of -1 sort first. Rows of every operand must be a multiple of 16 bytes (grouped_mm).
+    Rows of every operand must be a multiple of 16 bytes (grouped_mm).
     """
     tokens, width = ids.shape
     flat, order = ids.flatten().sort(stable=True)
@@ -186,7 +192,8 @@ def experts_device(
     ends = torch.searchsorted(flat, torch.arange(w13.shape[0], device=x.device), right=True)
     ends = ends.to(torch.int32)
     absent = (flat < 0).unsqueeze(1)
-    # NOTE: the rows of absent experts ride in the first group; their weight is zeroed below.
+    # NOTE: ids of -1 sort first, so the rows of absent experts are part of the first group. Their
+    # results are zeroed below.
     hidden = F.grouped_mm(x.index_select(0, token), w13, offs=ends)
     y = F.grouped_mm(activate(hidden), w2, offs=ends).float()
     y = (y * weights.flatten()[order].unsqueeze(1)).masked_fill_(absent, 0.0)

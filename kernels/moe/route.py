@@ -1,10 +1,9 @@
-"""A mixture's gate in one launch or two: scores in float32, the choice of experts, their weights.
+"""The MoE gate in one or two launches: scores in float32, the choice of experts, their weights.
 
-The score product is shared out among programs, over experts and, for few tokens, over its depth
-too. Where choosing is little work, the program that ends last for a block of tokens adds up the
-parts and chooses; it is found by a ticket that it sets back to zero. Otherwise a second launch
-chooses, a warp a token. From ``many`` tokens on that is so for any gate, and the scores before it
-are a library's product.
+The score GEMM is split over experts and, for few tokens, over the depth. If choosing is cheap, the
+last program of a block of tokens, found by a ticket that it resets, sums the splits and chooses.
+Otherwise a second launch chooses, one warp a token; from ``library_tokens_min`` tokens on it always
+does, after cuBLAS has computed the scores.
 """
 
 from __future__ import annotations
@@ -20,23 +19,18 @@ from torch import Tensor
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
-VECTOR = 4  #: tokens up to which scores are matrix-vector products
-DEEPEST = 8192  #: channels up to which they may be
-#: experts up to which the last program chooses for a block of tokens, if they form no groups
-AT_ONCE = 128
-#: tokens from which a library's product of 16-bit numbers is faster, where more than AT_ONCE
-#: experts score
-MANY = 256
-#: the same where as many or fewer do. NOTE: measured with 64 experts, and 8192 and 16384 tokens,
-#: alone
-MORE = 2048
-WIDE = 1024  #: tokens from which blocks are large
-PROGRAMS = 512  #: about as many as keep a device busy
-TICKETS = 16384
-LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # an expert of a group that is left out
-INVALID: tl.constexpr = tl.constexpr(
-    -1.0e30
-)  # a score that is no number: chosen last, but a valid expert
+VECTOR_TOKENS_MAX = 4  #: most tokens for matrix-vector scores
+VECTOR_HIDDEN_MAX = 8192  #: most channels for matrix-vector scores
+ONE_LAUNCH_EXPERTS_MAX = 128  #: most experts, without groups, to choose in the first launch
+#: fewest tokens for 16-bit scores by cuBLAS, with more experts than that
+LIBRARY_TOKENS_MANY_EXPERTS = 256
+#: the same with fewer. NOTE: measured only with 64 experts, 8192 and 16384 tokens
+LIBRARY_TOKENS_FEW_EXPERTS = 2048
+LARGE_BLOCK_TOKENS_MIN = 1024  #: fewest tokens for large blocks
+BUSY_PROGRAMS = 512  #: programs that keep a device busy
+TICKETS_MAX = 16384  #: most blocks of tokens
+LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # score of an expert in an excluded group
+INVALID: tl.constexpr = tl.constexpr(-1.0e30)  # replaces NaN: chosen last, but a valid expert
 
 
 @triton.jit
@@ -52,7 +46,7 @@ def _vector_scores(
     BK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """float32 [1, BE]: one token's x times gate weights, which are on their way before x is there."""
+    """Return one token's scores, float32 [1, BE]. Gate weights are loaded before x is ready."""
     expert, k = first_expert + tl.arange(0, BE), tl.arange(0, BK)
     gate = tl.load(
         weight + tl.where(expert < experts, expert, 0)[:, None] * hidden + k[None, :],
@@ -85,8 +79,10 @@ def _matrix_scores(
     TELLS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """float32 [BT, BE]: x times gate weights over channels ``start`` to ``end``. With ``TELLS`` one
-    program sets ``begun`` to 1 as soon as x is there."""
+    """Return scores over channels ``start`` to ``end``, float32 [BT, BE].
+
+    With ``TELLS`` one program sets the ready flag ``begun`` once x is available.
+    """
     token, expert, k = first + tl.arange(0, BT), first_expert + tl.arange(0, BE), tl.arange(0, BK)
     x_at = x + tl.where(token < tokens, token, 0).to(tl.int64)[:, None] * x_stride + k[None, :]
     rows = weight + tl.where(expert < experts, expert, 0)[:, None] * hidden
@@ -111,9 +107,7 @@ def _matrix_scores(
 def _best_groups(
     choice, group, within, G2: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr
 ):
-    """bool [R, G2, 1]: the groups kept, by their best expert, with ``SIGMOID`` by their best two
-    together.
-    """
+    """Return groups to keep, bool [R, G2, 1], by best expert (``SIGMOID``: sum of best two)."""
     if SIGMOID:
         best, at = tl.max(choice, 2, return_indices=True)
         best += tl.max(tl.where(within[None, None, :] == at[:, :, None], float("-inf"), choice), 2)
@@ -149,9 +143,7 @@ def _choose(
     SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):
-    """Experts and weights of the ROWS tokens from ``first`` on. Experts lie as [group, within the
-    group].
-    """
+    """Store experts and weights of ROWS tokens from ``first`` on; scores [token, group, expert]."""
     per = experts // GROUPS
     row, group, within = first + tl.arange(0, ROWS), tl.arange(0, G2), tl.arange(0, PER2)
     real = ((group[:, None] < GROUPS) & (within[None, :] < per))[None, :, :]
@@ -322,7 +314,7 @@ def _choose_each(
     RENORMALIZE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a token."""
+    """Choose the experts of one token a program."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     _choose(
@@ -350,43 +342,45 @@ def _choose_each(
 
 @cache
 def _tickets(device: torch.device) -> Tensor:
-    """NOTE: one for all streams of a device, so two gates must not run at once on it; made before
-    any capture.
+    """Return the ticket counters of a device, one a block of tokens.
+
+    NOTE: all streams share them, so two gates must not run at once. Allocate before any capture.
     """
-    return torch.zeros(TICKETS, dtype=torch.int32, device=device)
+    return torch.zeros(TICKETS_MAX, dtype=torch.int32, device=device)
 
 
 def _blocks(tokens: int, experts: int, hidden: int) -> tuple[int, int, int, int]:
-    """(tokens, experts and channels of a block, splits of the depth)."""
-    wide = next_power_of_2(experts)
+    """Return a block's tokens, experts, channels and depth splits."""
     deep = next_power_of_2(hidden)
-    if tokens <= VECTOR and deep <= DEEPEST:
+    if tokens <= VECTOR_TOKENS_MAX and deep <= VECTOR_HIDDEN_MAX:
         return 1, 1, deep, 1
+    large = tokens >= LARGE_BLOCK_TOKENS_MIN
     depth = min(128, max(16, deep))
-    rows, columns = (
-        (64, min(128, max(16, wide))) if tokens >= WIDE else (16, min(32, max(16, wide)))
-    )
-    if tokens >= WIDE:
+    rows = 64 if large else 16
+    columns = min(128 if large else 32, max(16, next_power_of_2(experts)))
+    if large:
         depth = min(64, depth)
-    elif experts <= AT_ONCE:
+    elif experts <= ONE_LAUNCH_EXPERTS_MAX:
         depth = min(256, max(16, deep))
     programs = cdiv(tokens, rows) * cdiv(experts, columns)
-    return rows, columns, depth, max(1, min(8, PROGRAMS // programs, hidden // (2 * depth)))
+    splits = max(1, min(8, BUSY_PROGRAMS // programs, hidden // (2 * depth)))
+    return rows, columns, depth, splits
 
 
-def many(experts: int) -> int:
-    """Tokens from which a library scores so many experts, unless the gate has to say when x is
-    there.
-    """
-    return MANY if experts > AT_ONCE else MORE
+def library_tokens_min(experts: int) -> int:
+    """Return the tokens from which cuBLAS computes scores, if no ready flag is needed."""
+    many = experts > ONE_LAUNCH_EXPERTS_MAX
+    return LIBRARY_TOKENS_MANY_EXPERTS if many else LIBRARY_TOKENS_FEW_EXPERTS
 
 
 def _library_pays(x: Tensor, weight: Tensor) -> bool:
-    return x.shape[0] >= many(weight.shape[0]) and x.dtype == weight.dtype != torch.float32
+    """Return whether cuBLAS is faster."""
+    many = x.shape[0] >= library_tokens_min(weight.shape[0])
+    return many and x.dtype == weight.dtype != torch.float32
 
 
 def _library_scores(x: Tensor, weight: Tensor) -> Tensor:
-    """float32 [T, E], added up in float32."""
+    """Return scores [T, E], summed and stored in float32."""
     if x.is_cuda:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())
@@ -404,15 +398,23 @@ def route(
     appended: int,
     begun: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [T, H] rows strided at will, weight [E, H] -> weights float32 [T, K + A], ids int32 [T, K +
-    A].
+    """Choose each token's experts. Of equal scores the lower expert is first.
 
-    ``bias`` float32 [E]: a sigmoid gate that chooses by score + bias; None: softmax. Of ``groups``
-    equal groups only the best ``topk_groups`` count. The A = ``appended`` last columns are experts
-    E to E + A - 1 with weight 1. Equal
-    scores: the lower number first. A score that is no number gives valid ids with weights that are
-    none either. With more than ``VECTOR`` tokens ``begun[0]`` (int32) becomes 1 as soon as x is
-    there.
+    NaN scores give valid ids and NaN weights.
+
+    Args:
+        x: [T, H]; rows may be strided.
+        weight: [E, H].
+        bias: float32 [E], for a sigmoid gate that chooses by score + bias; None: softmax.
+        k: Experts chosen for a token.
+        groups: Equal groups of experts.
+        topk_groups: Groups kept.
+        appended: A fused shared experts from E on: last columns, weight 1.
+        begun: int32 ready flag: with more than ``VECTOR_TOKENS_MAX`` tokens ``begun[0]`` is set
+            to 1 once x is available.
+
+    Returns:
+        Weights float32 [T, K + A] and ids int32 [T, K + A].
     """
     tokens = x.shape[0]
     (experts, hidden) = weight.shape
@@ -457,8 +459,8 @@ def route(
     logits = torch.empty(splits, tokens, experts, device=x.device)
     e_blocks = cdiv(experts, be)
     blocks = cdiv(tokens, bt)
-    assert blocks <= TICKETS, "more tokens than a step may hold"
-    at_once = bt == 1 or (not grouped and experts <= AT_ONCE)
+    assert blocks <= TICKETS_MAX, "more tokens than a step may have"
+    one_launch = bt == 1 or (not grouped and experts <= ONE_LAUNCH_EXPERTS_MAX)
     choice = {**rule, "SPLITS": splits, **dependent.options()}
     _route[(e_blocks * splits, blocks)](
         x,
@@ -481,12 +483,12 @@ def route(
         BK=bk,
         LINES=next_power_of_2(cdiv(split_depth, 64)),
         CAST=x.dtype != weight.dtype,
-        CHOOSE=at_once,
+        CHOOSE=one_launch,
         ROWS=min(bt, 16),
         TELLS=begun is not None,
         **choice,
     )
-    if not at_once:
+    if not one_launch:
         _choose_each[(tokens,)](
             logits, bias, weights, ids, tokens, experts, scale, num_warps=1, **choice
         )

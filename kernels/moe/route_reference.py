@@ -1,9 +1,8 @@
-"""Expert gates of DeepSeek-V2 (softmax) and V3 (sigmoid with a correction bias), limited to groups
-or not.
+"""Reference gates of DeepSeek-V2 (softmax) and V3 (sigmoid with a correction bias), in torch.
 
-Logits are float32 [T, E]; the result is weights float32 [T, K] and expert ids int64 [T, K], in no
-particular order. E experts form ``groups`` equal groups of which only the best ``topk_groups`` may
-be chosen; one group means no limit.
+Both take logits float32 [T, E] and return weights float32 [T, K] and expert ids int64 [T, K], in no
+particular order. The E experts form ``groups`` equal groups, of which only the best ``topk_groups``
+are eligible. One group means no limit.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from torch import Tensor
 from glowplug.kernels.elementwise import cpu_small as few
 
 
-def _leave_out(scores: Tensor, group_scores: Tensor, topk_groups: int, value: float) -> None:
-    """Overwrite with ``value`` the scores [T, groups, experts a group] of all but the best groups."""
+def _exclude_groups(scores: Tensor, group_scores: Tensor, topk_groups: int, value: float) -> None:
+    """Overwrite the scores [T, groups, experts a group] of all but the best groups in place."""
     best = group_scores.topk(topk_groups, dim=-1, sorted=False).indices
     outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
     scores.masked_fill_(outside.unsqueeze(-1), value)
 
 
 def _finish(weights: Tensor, renormalize: bool, scale: float) -> Tensor:
-    """Overwrites ``weights``."""
+    """Renormalise and scale ``weights`` in place."""
     if renormalize:
         weights.div_(weights.sum(-1, keepdim=True).add_(1e-20))
     return weights if scale == 1.0 else weights.mul_(scale)
@@ -36,13 +35,14 @@ def topk_softmax(
     renormalize: bool = False,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """DeepSeek-V2: softmax scores; a group counts as much as its best expert
-    ("group_limited_greedy").
+    """Choose experts by softmax scores, as DeepSeek-V2 does ("group_limited_greedy").
+
+    A group is ranked by its best expert.
     """
     scores = logits.softmax(-1, dtype=torch.float32)
     if topk_groups < groups:
         by_group = scores.view(scores.shape[0], groups, scores.shape[1] // groups)
-        _leave_out(by_group, by_group.amax(-1), topk_groups, 0.0)
+        _exclude_groups(by_group, by_group.amax(-1), topk_groups, 0.0)
     weights, ids = scores.topk(k, dim=-1, sorted=False)
     return _finish(weights, renormalize, scale), ids
 
@@ -56,9 +56,9 @@ def topk_sigmoid(
     renormalize: bool = True,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """DeepSeek-V3 ("noaux_tc"): chosen by sigmoid + bias, weighted by the sigmoid alone.
+    """Choose experts by sigmoid + bias, as DeepSeek-V3 does ("noaux_tc"); weigh by the sigmoid.
 
-    bias float32 [E]. A group counts as much as its two best experts together.
+    ``bias`` is float32 [E]. A group is ranked by the sum of its two best experts.
     """
     if few.is_few(logits):
         found = few.topk_sigmoid(
@@ -77,12 +77,12 @@ def topk_sigmoid_reference(
     renormalize: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`topk_sigmoid`, in torch for any number of tokens."""
+    """Compute :func:`topk_sigmoid` in torch, for any number of tokens."""
     scores = logits.sigmoid()
     choice = scores + bias
     if topk_groups < groups:
         by_group = choice.view(choice.shape[0], groups, choice.shape[1] // groups)
         best_two = by_group.topk(2, dim=-1, sorted=False).values
-        _leave_out(by_group, best_two.sum(-1), topk_groups, float("-inf"))
+        _exclude_groups(by_group, best_two.sum(-1), topk_groups, float("-inf"))
     ids = choice.topk(k, dim=-1, sorted=False).indices
     return _finish(scores.gather(1, ids), renormalize, scale), ids

@@ -1,6 +1,4 @@
-"""Activations in the order of their experts and back: for grouped products that want an expert's
-rows side by side.
-"""
+"""Activations sorted by expert and back, for grouped GEMMs that need contiguous rows an expert."""
 
 from __future__ import annotations
 
@@ -13,9 +11,9 @@ from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.moe.align import Alignment
 
-#: places whose scales a program brings in order; alignments of so many rows a block, or a multiple
-ROWS = 16
-WIDTH = 8192  #: numbers of a token that a program writes to all its places
+#: positions whose scales a program moves; the alignment's block_m must be a multiple
+SCALE_ROWS = 16
+TOKEN_CHANNELS = 8192  #: channels of a token that a program copies to all of the token's positions
 
 
 @triton.jit(do_not_specialize=["total_pairs", "scale_stride", "to_stride"])
@@ -72,7 +70,7 @@ def _spread(
     for slot in tl.static_range(PER_TOKEN):
         pair = token * PER_TOKEN + slot
         here = column < tl.where(tl.load(ids + pair) >= 0, depth, 0)
-        row = tl.load(place + pair).to(tl.int64)  # anything where the expert is not here
+        row = tl.load(place + pair).to(tl.int64)  # undefined for an expert of another rank
         tl.store(values + row * depth + column, value, mask=here)
 
 
@@ -96,7 +94,7 @@ def _sum(
     for slot in tl.static_range(WIDTH):
         pair = token * WIDTH + slot
         here = column < tl.where(tl.load(ids + pair) >= 0, size, 0)
-        row = tl.load(place + pair).to(tl.int64)  # anything where the expert is not here
+        row = tl.load(place + pair).to(tl.int64)  # undefined for an expert of another rank
         part = tl.load(y + row * size + column, mask=here, other=0.0).to(tl.float32)
         total += part * tl.load(weights + pair).to(tl.float32)
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=column < size)
@@ -105,11 +103,17 @@ def _sum(
 def gather_rows(
     x: Tensor, x_scales: Tensor, order: Alignment, ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x E4M3 [T, N] and its scales in the order of ``order.sorted_pairs`` [R], and where each pair
-    of ids [T, K] went.
+    """Gather tokens and their scales in the order of an alignment.
 
-    Returns values [R, N], scales [R, ceil(N / 128)] with rows side by side, place int32 [T * K].
-    Rows of padding are not written. R is a multiple of 16.
+    Args:
+        x: E4M3 [T, N].
+        x_scales: float32 [T, ceil(N / 128)], column-major.
+        order: The alignment of ``ids``, with R positions, a multiple of 16.
+        ids: [T, K].
+
+    Returns:
+        Values [R, N], scales [R, ceil(N / 128)], column-major, and each pair's position, int32 [T *
+        K]. Rows of padding are not written.
     """
     rows = order.sorted_pairs.shape[0]
     (tokens, depth) = x.shape
@@ -118,7 +122,7 @@ def gather_rows(
     scales = torch.empty(groups, rows, device=x.device)
     place = torch.empty(ids.numel(), dtype=torch.int32, device=x.device)
     options = {"PER_TOKEN": ids.shape[1], "num_warps": 4, **dependent.options()}
-    _place[(cdiv(rows, ROWS),)](
+    _place[(cdiv(rows, SCALE_ROWS),)](
         x_scales,
         order.sorted_pairs,
         order.num_padded,
@@ -128,11 +132,11 @@ def gather_rows(
         groups,
         x_scales.stride(1),
         rows,
-        ROWS=ROWS,
+        ROWS=SCALE_ROWS,
         GROUPS=next_power_of_2(groups),
         **options,
     )
-    width = min(WIDTH, next_power_of_2(depth))
+    width = min(TOKEN_CHANNELS, next_power_of_2(depth))
     _spread[(tokens, cdiv(depth, width))](
         x, ids, place, values, depth, x.stride(0), WIDTH=width, **options
     )
@@ -140,10 +144,16 @@ def gather_rows(
 
 
 def sum_placed(y: Tensor, place: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """y [R, H], place int32 [T * K], ids and weights float32 [T, K] -> [T, H]: the weighted sum of
-    a token's rows.
+    """Compute the weighted sum of each token's rows, in float32 in the order of K.
 
-    Float32, in the order of K; rows of experts held elsewhere (-1) are not read.
+    Args:
+        y: [R, H].
+        place: int32 [T * K], the row of each pair.
+        ids: [T, K]; rows of experts of other ranks (-1) are not read.
+        weights: float32 [T, K].
+
+    Returns:
+        [T, H].
     """
     (tokens, width) = ids.shape
     size = y.shape[1]

@@ -1,4 +1,4 @@
-"""The rows of a token's experts added up."""
+"""Sum of the rows of a token's experts."""
 
 from __future__ import annotations
 
@@ -36,10 +36,14 @@ def _sum(
 
 
 def moe_sum(parts: Tensor, ids: Tensor) -> Tensor:
-    """parts [T * K, H], ids [T, K] with rows strided at will -> [T, H], summed in float32 in the
-    order of K.
+    """Sum each token's rows, in float32 in the order of K.
 
-    Rows of ids of -1 are not read.
+    Args:
+        parts: [T * K, H].
+        ids: [T, K]; rows may be strided. The rows of ids of -1 are not read.
+
+    Returns:
+        [T, H].
     """
     tokens, width = ids.shape
     size = parts.shape[1]

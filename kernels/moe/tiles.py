@@ -1,11 +1,12 @@
-"""In which way and with which tiles routed experts are multiplied: a table's, or a rule's. No
-torch.
+"""Kernel and tile configurations of routed experts, from a tuned table or a rule.
 
-A configuration of one product: ``way`` "gemv", "dense" or "sorted" (see ``moe_gemv`` and
-``moe_gemm``) and its tiles (``wide``: columns of those of everybody's experts, where not the
-kernel's own choice), or "hopper" (``moe_gemm_hopper``). Both products are sorted, with the same
-block_m, or neither is, and both are by "hopper" or neither is; with ``apart`` everybody's experts
-are then dense products (``moe_shared``).
+This module does not import torch.
+
+A configuration of one GEMM has a ``way``: "gemv" (``moe.gemv``), "dense" or "sorted" (``moe.gemm``)
+with its tile sizes, or "hopper" (``moe.gemm_hopper``). ``wide`` is the number of columns of the
+fused shared experts' tiles; without it the kernel chooses. Either both GEMMs are sorted, with the
+same block_m, or neither is. Either both are "hopper" or neither is; with ``apart`` the fused shared
+experts are then a dense MLP (``moe.fused_shared``).
 """
 
 from __future__ import annotations
@@ -17,15 +18,22 @@ from functools import lru_cache
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.launch.tuned_tables import Config
 
-FEW = 1  #: tokens whose experts do not overlap, so that nothing is read twice
-DENSE = 16  #: tokens that fit into one tile
-WIDE = 128  #: tokens that share a tile of everybody's experts
+#: tokens up to which the rule uses "gemv": their experts do not overlap, so no weight is read twice
+GEMV_TOKENS_MAX = 1
+DENSE_TOKENS_MAX = 16  #: tokens that fit into one "dense" tile
+SHARED_TILE_TOKENS_MAX = 128  #: tokens that share one tile of a fused shared expert
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Experts of one layer on this rank: w13 [E, 2 * inter, hidden], w2 [E, hidden, inter]; ids of
-    ``topk`` columns.
+    """The experts of one layer on this rank.
+
+    Attributes:
+        experts: E, number of experts held, fused shared experts included.
+        topk: Columns of the ids.
+        hidden: Channels of x; w13 is [E, 2 * inter, hidden], w2 [E, hidden, inter].
+        inter: Channels between the two GEMMs.
+        dtype: Name of the weights' dtype, e.g. "bfloat16".
     """
 
     experts: int
@@ -36,11 +44,11 @@ class Problem:
 
     @property
     def table_name(self) -> str:
-        """The file of this machine's table."""
+        """File name of this machine's table."""
         return self.table_on(None)
 
     def table_on(self, machine: tuple[str, str] | None) -> str:
-        """As of ``tuned.file_name``."""
+        """Return the file name of a machine's table; see ``tuned.file_name``."""
         return tuned.file_name(
             f"E={self.experts},N={self.inter},H={self.hidden}", self.dtype, machine=machine
         )
@@ -59,6 +67,7 @@ def tile(
     tma: bool = False,
     wide: int = 0,
 ) -> dict[str, str | int]:
+    """Return the configuration of a "dense" or "sorted" GEMM."""
     found: dict[str, str | int] = {
         "way": way,
         "block_m": block_m,
@@ -74,16 +83,18 @@ def tile(
 
 
 def rule(problem: Problem, tokens: int) -> dict[str, Config]:
-    """{"up", "down"} where nothing was measured."""
+    """Return the configurations {"up", "down"} of a problem without measurements."""
     load = tokens * problem.topk / problem.experts
-    if tokens <= FEW:
+    if tokens <= GEMV_TOKENS_MAX:
         return dict.fromkeys(
             ("up", "down"), {"way": "gemv", "block_n": 2, "block_k": 1024, "warps": 4}
         )
     if problem.dtype == "float32":  # without tensor cores
         return dict.fromkeys(("up", "down"), tile("sorted", 32, 64, 32, 4, 2))
     if load <= 64:
-        way, block_m = ("dense", 16) if tokens <= DENSE else ("sorted", 16 if load <= 12 else 32)
+        way, block_m = (
+            ("dense", 16) if tokens <= DENSE_TOKENS_MAX else ("sorted", 16 if load <= 12 else 32)
+        )
         return dict.fromkeys(
             ("up", "down"), tile(way, block_m, 128, 128, 4, 3, swap=True, tma=True)
         )
@@ -97,17 +108,17 @@ def rule(problem: Problem, tokens: int) -> dict[str, Config]:
 
 @lru_cache(maxsize=1024)
 def chosen(problem: Problem, tokens: int) -> Mapping[str, Config]:
-    """:func:`pick` from this machine's table."""
+    """Return the configurations {"up", "down"} by :func:`pick` from this machine's table."""
     return pick(problem, tokens, tuned.table(problem.table_name) or {})
 
 
 def pick(
     problem: Problem, tokens: int, measured: Mapping[int, Mapping[str, Config]]
 ) -> Mapping[str, Config]:
-    """The configuration ``measured`` for the number of tokens nearest to ``tokens``; the rule's
-    where there is none.
+    """Return the configuration measured for the nearest token count, or the rule's without one.
 
-    Dense tiles that do not hold all tokens are passed over: they were measured where they did.
+    Configurations with dense tiles smaller than ``tokens`` are skipped: they were measured only
+    where a tile held all tokens.
     """
     fitting = {
         number: config
@@ -120,7 +131,8 @@ def pick(
 
 
 def has_wide_tiles(config: Config, tokens: int) -> bool:
-    """Do everybody's experts get wider tiles than the others? One that took several would be
-    fetched several times.
+    """Return whether the fused shared experts get larger tiles than the routed experts.
+
+    With several small tiles their weights would be read several times.
     """
-    return config["way"] == "sorted" and config["block_m"] < min(tokens, WIDE)
+    return config["way"] == "sorted" and config["block_m"] < min(tokens, SHARED_TILE_TOKENS_MAX)

@@ -1,8 +1,8 @@
-"""Measures tiles for routed experts and writes the table that ``moe_tiles`` reads.
+"""Tuner for routed experts: measure tiles and write the table that ``moe.tiles`` reads.
 
-Products are timed apart, inside a graph, over several routings in turn, so that weights come from
-memory as they do in a model. Kernels are compiled ahead in processes of their own, because that
-takes longer than measuring them.
+The two GEMMs are timed separately, in a CUDA graph, over several routings in turn, so that weights
+are read from device memory as in a model. Worker processes compile the kernels ahead of time,
+because compiling takes longer than measuring.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from glowplug.kernels.moe import (
 )
 from glowplug.kernels.moe.align import Alignment, align
 from glowplug.kernels.moe.sum import moe_sum
-from glowplug.kernels.moe.tiles import WIDE, Problem, has_wide_tiles, tile
+from glowplug.kernels.moe.tiles import SHARED_TILE_TOKENS_MAX, Problem, has_wide_tiles, tile
 
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
-SHARED_MEMORY = 225_000  #: bytes a program may use on Hopper
-Measured = tuple[float, Config]
+SHARED_MEMORY = 225_000  #: bytes of shared memory that a CTA may use on Hopper
+Measured = tuple[float, Config]  #: (microseconds, configuration)
 
 
 def _fits(product: str, config: Config, problem: Problem, tokens: int, width: int = 2) -> bool:
-    """Into a program's shared memory, everybody's experts' tiles too; wide ones only where no
-    column is left over.
+    """Return whether the tiles, also those of fused shared experts, fit into shared memory.
+
+    Tiles of more than 128 columns must also divide the columns evenly. ``width``: bytes a number.
     """
     columns, products = (problem.inter, 2) if product == "up" else (problem.hidden, 1)
     tiles = [(config["block_m"], config["block_n"], config["block_k"])]
@@ -50,7 +51,7 @@ def _fits(product: str, config: Config, problem: Problem, tokens: int, width: in
 
 
 def _streaming() -> Iterator[Config]:
-    """For loads so low that weights are what takes time."""
+    """Yield configurations for low loads, which are limited by reading weights."""
     for way, block_m in (("dense", 16), ("dense", 32), ("sorted", 16), ("sorted", 32)):
         for block_n, block_k, warps, stages, swap, tma in (
             (64, 128, 4, 3, 0, 0),
@@ -76,16 +77,12 @@ def _streaming() -> Iterator[Config]:
             yield tile(
                 way, block_m, block_n, block_k, warps, stages, swap=bool(swap), tma=bool(tma)
             )
-    for block_m in (
-        32,
-        64,
-    ):  # columns of an expert side by side: V2-Lite's gates and ups of 192 to 384 tokens
+    # an expert's column blocks side by side: for V2-Lite's first GEMM with 192 to 384 tokens
+    for block_m in (32, 64):
         yield tile("sorted", block_m, 128, 64, 4, 5, group=4, swap=True, tma=True)
     yield tile("sorted", 32, 64, 128, 4, 3, group=8, swap=True)
-    for block_m in (
-        16,
-        32,
-    ):  # activations fetched for more columns at once, everybody's experts' above all
+    # activations loaded for more columns at once, above all for the fused shared experts
+    for block_m in (16, 32):
         for block_n, block_k, warps, stages, tma, wide in (
             (128, 64, 4, 3, 0, 128),
             (128, 128, 8, 3, 1, 128),
@@ -111,7 +108,7 @@ def _streaming() -> Iterator[Config]:
 
 
 def _computing() -> Iterator[Config]:
-    """For loads at which tensor cores are what takes time."""
+    """Yield configurations for high loads, which are limited by the tensor cores."""
     for block_m, block_n, block_k, warps, stages in (
         (64, 64, 64, 4, 4),
         (64, 64, 128, 4, 3),
@@ -133,7 +130,7 @@ def _computing() -> Iterator[Config]:
 
 
 def _hopper(problem: Problem) -> Iterator[Config]:
-    """For such loads on Hopper, where sizes fit."""
+    """Yield configurations of the Hopper kernel for high loads, if the sizes fit."""
     if (
         problem.dtype == "float32"
         or problem.hidden % moe_gemm_hopper.DEPTH
@@ -146,6 +143,7 @@ def _hopper(problem: Problem) -> Iterator[Config]:
 
 
 def _vectors() -> Iterator[Config]:
+    """Yield "gemv" configurations."""
     for block_n, block_k, warps in (
         (2, 512, 2),
         (2, 512, 4),
@@ -166,7 +164,14 @@ def _vectors() -> Iterator[Config]:
 
 
 def candidates(product: str, problem: Problem, tokens: int, hopper: bool = False) -> list[Config]:
-    """``product``: "up" or "down". ``hopper``: for such a card even where none is."""
+    """Return the configurations to measure.
+
+    Args:
+        product: "up" or "down".
+        problem: The experts.
+        tokens: Tokens of a step.
+        hopper: Include the Hopper kernel's configurations even without such a card.
+    """
     load = tokens * problem.topk / problem.experts
     found: list[Config] = [*_vectors()] if tokens <= 4 else []
     if load <= 64:
@@ -192,7 +197,10 @@ def candidates(product: str, problem: Problem, tokens: int, hopper: bool = False
 
 @dataclass
 class Bench:
-    """Weights, and for each of some routings what the products read."""
+    """Weights of a problem, and methods that draw routings and run one GEMM.
+
+    The last ``shared`` experts are fused shared experts.
+    """
 
     problem: Problem
     w13: Tensor
@@ -201,6 +209,7 @@ class Bench:
 
     @staticmethod
     def make(problem: Problem, shared: int, held: int = 0, device: str = "cuda") -> Bench:
+        """Draw random weights of ``held`` experts (0: all of the problem's)."""
         count = held or problem.experts
         dtype = getattr(torch, problem.dtype)
         w13 = torch.empty(
@@ -212,7 +221,7 @@ class Bench:
         return Bench(problem, w13, w2, shared)
 
     def routing(self, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-        """(ids, weights): the last ``shared`` experts for everybody, the others evenly."""
+        """Draw (ids, weights): fused shared experts for every token, the others uniformly."""
         device = self.w13.device
         generator = torch.Generator(device).manual_seed(seed)
         routed = len(self.w13) - self.shared
@@ -225,15 +234,16 @@ class Bench:
         return ids, torch.rand(ids.shape, generator=generator, device=device)
 
     def wide(self, config: Config, tokens: int) -> int:
-        """Experts with tiles or products of their own, as ``moe_experts`` has it."""
+        """Return the number of fused shared experts that are computed outside the alignment."""
         return self.shared if has_wide_tiles(config, tokens) or config["way"] == "hopper" else 0
 
     def align(self, config: Config, ids: Tensor) -> Alignment | None:
+        """Return the alignment that a configuration needs, or None."""
         wide = self.wide(config, len(ids))
         return align(ids, len(self.w13) - wide, config["block_m"], wide) if aligns(config) else None
 
     def rows(self, product: str, config: Config, tokens: int, aligned: Alignment | None) -> Tensor:
-        """What ``product`` reads of ``tokens`` tokens."""
+        """Draw the input of GEMM ``product`` for ``tokens`` tokens."""
         pairs = tokens * self.problem.topk
         if aligned is not None:
             wide = 0 if config["way"] == "hopper" else self.wide(config, tokens)
@@ -252,6 +262,7 @@ class Bench:
         weights: Tensor,
         aligned: Alignment | None,
     ) -> Tensor:
+        """Run GEMM ``product``, "up" or "down"."""
         wide = self.wide(config, len(ids))
         if config["way"] == "hopper":
             return self._run_hopper(product, config, x, ids, weights, aligned)
@@ -276,7 +287,7 @@ class Bench:
         weights: Tensor,
         aligned: Alignment | None,
     ) -> Tensor:
-        """Dense products of everybody's experts, both of them, count with the first."""
+        """Run a GEMM by the Hopper kernel. "up" includes the fused shared experts' dense MLP."""
         assert aligned is not None
         kept = ids.shape[1] - max(self.shared - 1, 0)
         rows = torch.empty(len(ids), kept, self.problem.hidden, dtype=x.dtype, device=x.device)
@@ -288,11 +299,12 @@ class Bench:
 
 
 def aligns(config: Config) -> bool:
+    """Return whether a configuration needs an alignment."""
     return config["way"] in ("sorted", "hopper")
 
 
 def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 3) -> float:
-    """One call's time, all of them in turn inside a graph; the best of ``repeats``."""
+    """Return the mean time of one of ``calls`` in a CUDA graph, the best of ``repeats`` replays."""
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -313,8 +325,11 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 3) -> flo
 
 
 def _compile(problem: Problem, shared: int, wanted: Sequence[tuple[str, Config, int]]) -> list[str]:
-    """Run each configuration once for so many tokens of a few experts, so that its kernel is in the
-    cache on disk; what failed."""
+    """Run each (GEMM, configuration, tokens) once on a few experts to fill the disk cache.
+
+    Returns:
+        Keys of the configurations that failed.
+    """
     bench = Bench.make(problem, shared, held=problem.topk)
     failed = []
     for product, config, tokens in wanted:
@@ -324,26 +339,28 @@ def _compile(problem: Problem, shared: int, wanted: Sequence[tuple[str, Config, 
         try:
             bench.run(product, config, x, ids, weights, aligned)
             torch.cuda.synchronize()
-        except Exception as error:  # a compiler's refusal has no type of its own
+        except Exception as error:  # compilers raise errors of many types
             failed.append(json.dumps([product, config]))
             if "CUDA error" in str(error):
                 raise
     return failed
 
 
-def _alike(config: Config, tokens: int, shared: int) -> int:
-    """A small number of tokens for which the kernel is the same as for ``tokens``."""
-    return min(WIDE, next_power_of_2(tokens)) if shared and has_wide_tiles(config, tokens) else 16
+def _equivalent_tokens(config: Config, tokens: int, shared: int) -> int:
+    """Return a small token count for which the same kernel is compiled as for ``tokens``."""
+    if shared and has_wide_tiles(config, tokens):
+        return min(SHARED_TILE_TOKENS_MAX, next_power_of_2(tokens))
+    return 16
 
 
 def compile_ahead(problem: Problem, shared: int, tokens: Sequence[int], workers: int) -> set[str]:
-    """Compile every candidate, ``workers`` at a time. Returns those that do not compile."""
+    """Compile every candidate in ``workers`` processes. Return those that do not compile."""
     wanted = {
-        json.dumps([product, config, alike]): (product, config, alike)
+        json.dumps([product, config, equivalent]): (product, config, equivalent)
         for number in tokens
         for product in ("up", "down")
         for config in candidates(product, problem, number)
-        for alike in (_alike(config, number, shared),)
+        for equivalent in (_equivalent_tokens(config, number, shared),)
     }
     shares = [list(wanted.values())[number::workers] for number in range(workers)]
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
@@ -354,8 +371,16 @@ def compile_ahead(problem: Problem, shared: int, tokens: Sequence[int], workers:
 def measure(
     bench: Bench, tokens: int, failed: set[str], deadline: float
 ) -> dict[str, list[Measured]]:
-    """Every candidate's time for ``tokens``, fastest first. One of each kind of product at least is
-    measured.
+    """Measure the candidates for ``tokens`` until ``deadline``, at least one of each GEMM.
+
+    Args:
+        bench: Weights and routings.
+        tokens: Tokens of a step.
+        failed: Keys of the configurations that do not compile.
+        deadline: Value of ``time.monotonic()``.
+
+    Returns:
+        {"up", "down"}: measurements, fastest first.
     """
     routings = [bench.routing(tokens, seed) for seed in range(8 if tokens <= 64 else 3)]
     found: dict[str, list[Measured]] = {"up": [], "down": []}
@@ -377,7 +402,7 @@ def measure(
 
 
 def overheads(bench: Bench, tokens: int) -> tuple[float, float]:
-    """Microseconds of an alignment and of the last sum."""
+    """Return the microseconds of an alignment and of the final sum."""
     ids, _ = bench.routing(tokens, 0)
     parts = torch.empty(
         ids.numel(), bench.problem.hidden, dtype=bench.w13.dtype, device="cuda"
@@ -391,8 +416,12 @@ def overheads(bench: Bench, tokens: int) -> tuple[float, float]:
 def best_pair(
     found: dict[str, list[Measured]], aligning: float, summing: float
 ) -> tuple[float, dict[str, Config]]:
-    """(microseconds, {"up", "down"}) of the best two products that go together, with the alignment
-    and the sum.
+    """Return (microseconds, {"up", "down"}) of the fastest compatible pair of GEMMs.
+
+    Args:
+        found: Measurements of each GEMM.
+        aligning: Microseconds of an alignment, added if the pair needs one.
+        summing: Microseconds of the final sum, added if the pair needs it.
     """
 
     def order(config: Config) -> tuple[bool, int]:
@@ -424,11 +453,19 @@ def tune_experts(
     workers: int = 8,
     log: Callable[[str], None] = print,
 ) -> dict[int, dict[str, Config]]:
-    """Measure each number of tokens that ``path`` does not hold yet, writing it after each; stop
-    after ``seconds``.
+    """Measure every token count missing from the table, writing the table after each.
 
-    ``path``: ``tuned.FOLDER / problem.table_name``. ``shared``: the last so many of the experts are
-    everybody's.
+    Args:
+        problem: The experts.
+        shared: Number of fused shared experts, the last ones.
+        path: The table, ``tuned.FOLDER / problem.table_name``.
+        tokens: Token counts of the table.
+        seconds: Time limit.
+        workers: Processes that compile kernels.
+        log: Receives progress lines.
+
+    Returns:
+        The table: token count -> {"up", "down"}.
     """
     begin = time.monotonic()
     table = {int(k): v for k, v in json.loads(path.read_text()).items()} if path.is_file() else {}
@@ -437,13 +474,14 @@ def tune_experts(
         return table
     failed = compile_ahead(problem, shared, open_, workers)
     log(
-        f"{asdict(problem)}: compiled in {time.monotonic() - begin:.0f} s, {len(failed)} do not compile"
+        f"{asdict(problem)}: compiled in {time.monotonic() - begin:.0f} s; "
+        f"{len(failed)} candidates do not compile"
     )
     bench = Bench.make(problem, shared)
     for position, number in enumerate(open_):
         left = begin + seconds - time.monotonic()
         if left <= 0:
-            log(f"out of time; not measured: {open_[position:]}")
+            log(f"time limit reached; not measured: {open_[position:]} tokens")
             break
         found = measure(
             bench, number, failed, time.monotonic() + left / (len(open_) - position) * 2

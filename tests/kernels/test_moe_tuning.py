@@ -109,7 +109,7 @@ def test_what_is_measured_is_what_runs(tokens: int) -> None:
     assert torch.equal(
         rows, moe_experts.products(x, bench.w13, bench.w2, ids, weights, config, 2)[0]
     )
-    assert moe_tuning._alike(config["up"], tokens, 2) == (32 if tokens > 16 else 16)
+    assert moe_tuning._equivalent_tokens(config["up"], tokens, 2) == (32 if tokens > 16 else 16)
 
 
 def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

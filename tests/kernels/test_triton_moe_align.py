@@ -58,7 +58,7 @@ def test_align(
     launches: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(moe_align, "ONE_LAUNCH", 4096 if launches == 1 else 0)
+    monkeypatch.setattr(moe_align, "ONE_LAUNCH_PAIRS_MAX", 4096 if launches == 1 else 0)
     check(draw_ids(tokens, k, experts, absent, 0), experts, block_m)
     check(draw_ids(tokens, k, experts, absent, 1).long(), experts, block_m)
 

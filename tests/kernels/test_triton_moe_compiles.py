@@ -24,22 +24,22 @@ SCRIPT = """
 from tests.support.compiled import build
 from glowplug.kernels.moe import gemm as moe_gemm
 from glowplug.kernels.launch import tuned_tables as tuned
-from glowplug.kernels.moe.experts import MOST_EARLY
+from glowplug.kernels.moe.experts import EARLY_TOKENS_MAX
 from glowplug.kernels.moe.tiles import Problem, chosen
 
 tuned.device_name, tuned.triton_version = (lambda: "NVIDIA_H200"), (lambda: "3.6")
 problem = Problem(66, 8, 2048, 1408, "bfloat16")
 for tokens in (160, 192, 256, 384, 512):
     for product, early in (("up", True), ("up", False), ("down", False)):
-        if early and tokens > MOST_EARLY:
+        if early and tokens > EARLY_TOKENS_MAX:
             continue
         config, up = chosen(problem, tokens)[product], product == "up"
         rows, columns, depth = config["block_m"], config["block_n"], config["block_k"]
         tma, x_tma = bool(config["tma"]), bool(config["tma"]) and not up
         wide = dict(zip(("WIDE_M", "WIDE_N", "WIDE_K"), moe_gemm.wide_tile(tokens, up, config)))
         constants = dict(UP=up, SORTED=True, TOPK=8, WIDTH=8, TMA=tma, X_TMA=x_tma, SWAP=bool(config["swap"]),
-                         EVEN_K=True, MASK=rows <= moe_gemm.SPARSE and not x_tma, BLOCK_M=rows, BLOCK_N=columns,
-                         BLOCK_K=depth, SHARED=2, EARLY=early, DEPENDENT=True, **wide)
+                         EVEN_K=True, MASK=rows <= moe_gemm.MASKED_TILE_ROWS_MAX and not x_tma,
+                         BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth, SHARED=2, EARLY=early, DEPENDENT=True, **wide)
         kinds = dict(x=f"tensordesc<bf16[{rows},{depth}]>" if x_tma else "*bf16", x_stored="*bf16",
                      w=f"tensordesc<bf16[{columns},{depth}]>" if tma else "*bf16", stored="*bf16", out="*bf16",
                      weights="*bf16" if up else "*fp32",

@@ -71,10 +71,10 @@ def test_the_same_results(tokens: int) -> None:
 
 def test_not_for_few_or_many_tokens() -> None:
     begun = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    for tokens in (0, 1, moe_experts.FEWEST_EARLY - 1, moe_experts.MOST_EARLY + 1):
+    for tokens in (0, 1, moe_experts.EARLY_TOKENS_MIN - 1, moe_experts.EARLY_TOKENS_MAX + 1):
         x, _, w13, _ = draw(tokens, 5, 48, 40, 0)
         assert moe_experts.begin(x, w13, 4, 2, begun, tiles(tokens)) is None
-    x, _, w13, _ = draw(moe_experts.MOST_EARLY, 5, 48, 40, 0)
+    x, _, w13, _ = draw(moe_experts.EARLY_TOKENS_MAX, 5, 48, 40, 0)
     assert moe_experts.begin(x, w13, 4, 2, begun, tiles(len(x))) is not None
     x, _, w13, _ = draw(40, 5, 48, 40, 0)
     assert moe_experts.begin(x.t().contiguous().t(), w13, 4, 2, begun) is None

@@ -124,7 +124,7 @@ def test_route(
 
 
 def test_blocks_for_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_route, "WIDE", 8)
+    monkeypatch.setattr(triton_route, "LARGE_BLOCK_TOKENS_MIN", 8)
     check(*draw(70, 20, 48, True, 0), 4, 4, 2, True, 2.5, 1)
 
 
@@ -167,7 +167,7 @@ def test_from_where_on_a_library_scores(
     scored: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(triton_route, "MANY", 6)
+    monkeypatch.setattr(triton_route, "LIBRARY_TOKENS_MANY_EXPERTS", 6)
     x, weight, bias = draw(tokens, experts, 24, sigmoid, tokens, HALF)
     check(
         torch.cat([x, x], 1)[:, :24], weight, bias, k, groups, topk_groups, sigmoid, 2.5, appended
@@ -191,7 +191,7 @@ def test_what_a_library_scores(scored: list[int], monkeypatch: pytest.MonkeyPatc
         x, weight = torch.empty(tokens, 8, dtype=dtype), torch.empty(experts, 8, dtype=dtype)
         assert triton_route._library_pays(x, weight) is pays
     assert not triton_route._library_pays(torch.empty(256, 8).bfloat16(), torch.empty(256, 8))
-    monkeypatch.setattr(triton_route, "MANY", 6)
+    monkeypatch.setattr(triton_route, "LIBRARY_TOKENS_MANY_EXPERTS", 6)
     x, weight, _ = draw(6, 130, 16, False, 0, HALF)
     begun, rest = torch.zeros(1, dtype=torch.int32, device=DEVICE), (None, 2, 1, 1, True, 1.0, 0)
     wanted = route(x, weight, *rest)
@@ -217,7 +217,7 @@ def test_a_library_s_scores_give_the_same_bits(
     )
     found = []
     for least in (1, 10):
-        monkeypatch.setattr(triton_route, "MANY", least)
+        monkeypatch.setattr(triton_route, "LIBRARY_TOKENS_MANY_EXPERTS", least)
         found.append(route(x, weight, bias, 6, 4, 2, sigmoid, 2.5, 1))
     assert torch.equal(found[0][1], found[1][1])
     torch.testing.assert_close(*(weights for weights, _ in found), rtol=0, atol=0, equal_nan=True)
@@ -239,7 +239,7 @@ def test_few_experts_that_a_library_scores(
         torch.randint(-1, 2, (64,), generator=generator).mul(0.25).to(DEVICE) if sigmoid else None
     )
     wanted = route(x, weight, bias, 6, 1, 1, False, 1.0, 2)
-    monkeypatch.setattr(triton_route, "MORE", 37)
+    monkeypatch.setattr(triton_route, "LIBRARY_TOKENS_FEW_EXPERTS", 37)
     found = route(x, weight, bias, 6, 1, 1, False, 1.0, 2)
     assert scored == [37] and torch.equal(found[1], wanted[1])
     assert (
