@@ -57,6 +57,6 @@ def test_kernels_do_not_share_a_choice() -> None:
         for dtype, rule in KERNELS
     ]
     assert each == [rule(4, 2, EXPERTS) for _, rule in KERNELS] and each[0] != each[1]
-    most = narrow_tiles.DENSE
+    most = narrow_tiles.DENSE_TOKENS_MAX
     for _, rule in KERNELS:
         assert [rule(tokens, 2, EXPERTS)["up"]["dense"] for tokens in (most, most + 1)] == [1, 0]

@@ -86,7 +86,7 @@ def test_the_cheapest_pair_shares_a_tile_size() -> None:
         "first": {"name": "c"},
         "second": {"name": "d"},
     }
-    assert spent == 18.0 + moe_fp8_tuning.ALIGNING
+    assert spent == 18.0 + moe_fp8_tuning.ALIGN_MICROSECONDS
     best |= {
         ("gated", 16, True): (10.0, config(16, "a")),
         ("second", 16, True): (9.0, config(16, "b")),

@@ -1,9 +1,9 @@
-"""First product of one or two tokens' experts in block FP8, an expert's columns shared out along
-the depth as well.
+"""Split-K first GEMM of the experts of one or two tokens in block FP8.
 
-Few pairs make about as many programs as there are multiprocessors, so that some get twice the bytes
-of others and all wait for those. Cut along the depth, pieces are small enough to come out even; the
-last program of a block of columns adds its parts up, in order, and activates.
+Without splits, few pairs give about as many programs as there are multiprocessors: some
+multiprocessors then read twice the bytes of others, and the step waits for these. Depth splits are
+small enough for an even distribution. The last program of a column block sums the splits, in order,
+and computes silu(gate) * up.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from glowplug.kernels.formats import fp8_triton as fp8_quant
 from glowplug.kernels.gemm.fp8 import BLOCK, add_scaled, load_tile, load_weight
 from glowplug.kernels.launch import dependent_launch as dependent
 
-COLUMNS = 16  #: of x, all of them the one token, that a product takes at least
-TICKETS = 8192  #: pairs times blocks of columns at most
+#: copies of the token that fill the token side of an MMA to its smallest size
+TOKEN_COPIES = 16
+TICKETS_MAX = 8192  #: most pairs times column blocks
 
 
 @triton.jit
@@ -46,13 +47,14 @@ def gates_and_ups(
     EVEN: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """Rows ``first`` and following of an expert's gates and of its ups times the rows of x at
-    ``x_at`` [BLOCK_M, 128],
-    over groups ``start`` to ``end``: two of [128, BLOCK_M], or with the sides not swapped [BLOCK_M,
-    128].
+    """Multiply 128 gates and 128 ups of an expert, rows ``first`` on, by x.
 
-    Their scales lie at ``xs_at`` and ``gs_at``, those of the ups inter // 128 rows behind.
-    ``weight``: ``stored`` [E, 2 * inter, depth] or its descriptor.
+    ``x_at`` [BLOCK_M, 128] points to the rows of x. The scales are at ``xs_at`` and ``gs_at``,
+    those of the ups inter // 128 rows further on. ``weight`` is ``stored`` [E, 2 * inter, depth] or
+    its descriptor. The sums are over depth groups ``start`` to ``end``.
+
+    Returns:
+        Gates and ups, with ``SWAP`` [128, BLOCK_M] each, otherwise [BLOCK_M, 128].
     """
     groups = tl.cdiv(depth, 128)
     gate_row = expert * 2 * inter + first
@@ -109,18 +111,19 @@ def _gated_parts(
     EVEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A program: 128 gates and ups of one pair over a part of the depth. Those of a block lie side
-    by side.
+    """Compute 128 gates and ups of one pair over one depth split.
+
+    The programs of a column block are consecutive.
     """
     dependent.wait(DEPENDENT)
-    dependent.begin(DEPENDENT)  # behind the wait: what begins now may read the ids
+    dependent.begin(DEPENDENT)  # after the wait, so that the next kernel may read the ids
     split, place = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
     blocks = inter // 128
     pair, block = place // blocks, place % blocks
     expert = tl.load(ids + pair).to(tl.int64)
     if expert < 0:
         return
-    n, same = tl.arange(0, 128), tl.zeros((TOKENS,), tl.int32)  # the one row of x, TOKENS times
+    n, same = tl.arange(0, 128), tl.zeros((TOKENS,), tl.int32)  # the row of x, TOKENS times
     row, groups = (pair // PER_TOKEN).to(tl.int64), tl.cdiv(depth, 128)
     gate, up = gates_and_ups(
         x + row * x_stride + same[:, None] + n[None, :],
@@ -159,7 +162,7 @@ def _gated_parts(
 
 @triton.jit
 def _activate(parts, values, scale_at, SPLITS: tl.constexpr):
-    """Quantised silu(gate) * up of 128 columns, of gates and ups in ``SPLITS`` parts."""
+    """Sum ``SPLITS`` splits of 128 gates and ups; store the quantised silu(gate) * up."""
     n = tl.arange(0, 128)
     gate = tl.zeros((128,), tl.float32)
     up = tl.zeros((128,), tl.float32)
@@ -173,21 +176,23 @@ def _activate(parts, values, scale_at, SPLITS: tl.constexpr):
 
 @cache
 def _tickets(device: torch.device) -> Tensor:
-    """NOTE: one for all streams of a device, so two such products must not run at once on it; made
-    before any capture.
+    """Return the ticket counters of a device, one a column block of a pair.
+
+    NOTE: all streams share them, so two such GEMMs must not run at once on a device. They must be
+    allocated before any graph capture.
     """
-    return torch.zeros(TICKETS, dtype=torch.int32, device=device)
+    return torch.zeros(TICKETS_MAX, dtype=torch.int32, device=device)
 
 
 def fits(pairs: int, inter: int) -> bool:
-    """Are there tickets for all of the blocks?"""
-    return inter % BLOCK == 0 and pairs * (inter // BLOCK) <= TICKETS
+    """Return whether there are tickets for all column blocks."""
+    return inter % BLOCK == 0 and pairs * (inter // BLOCK) <= TICKETS_MAX
 
 
 def gated(
     x: Tensor,
     x_scales: Tensor,
-    held: Tensor | TensorDescriptor,
+    weight: Tensor | TensorDescriptor,
     w13: Tensor,
     scales13: Tensor,
     ids: Tensor,
@@ -195,23 +200,33 @@ def gated(
     splits: int,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Quantised silu(gate) * up of every pair: x E4M3 [T, H] with scales, w13 E4M3 [E, 2I, H]
-    (``held``: itself or its descriptor) with scales of blocks, ids [T * K], -1: left out -> E4M3 [T
-    * K, I] and scales.
+    """Compute the quantised silu(gate) * up of every pair.
 
-    ``options``: TMA, EVEN, num_warps, num_stages and those of ``dependent``.
+    Args:
+        x: E4M3 [T, H].
+        x_scales: float32 [T, ceil(H / 128)], column-major.
+        weight: ``w13`` or its descriptor.
+        w13: E4M3 [E, 2I, H].
+        scales13: float32, one a 128x128 block.
+        ids: [T * K]; pairs with -1 are skipped.
+        per_token: K.
+        splits: Splits of the depth.
+        options: TMA, EVEN, num_warps, num_stages and the launch options of ``dependent``.
+
+    Returns:
+        E4M3 [T * K, I] and scales.
     """
     inter = w13.shape[1] // 2
     depth = w13.shape[2]
     pairs = ids.numel()
-    assert fits(pairs, inter), "more blocks of columns than there are tickets"
+    assert fits(pairs, inter), "more column blocks than tickets"
     values, scales = fp8_quant.empty_quantized(pairs, inter, x.device)
     places = pairs * (inter // BLOCK)
     parts = torch.empty(places, splits, 2, BLOCK, dtype=torch.float32, device=x.device)
     _gated_parts[(places * splits,)](
         x,
         x_scales,
-        held,
+        weight,
         w13,
         scales13,
         values,
@@ -228,7 +243,7 @@ def gated(
         scales.stride(1),
         PER_TOKEN=per_token,
         SPLITS=splits,
-        TOKENS=COLUMNS,
+        TOKENS=TOKEN_COPIES,
         **options,
     )
     return values, scales

@@ -1,12 +1,11 @@
-"""Grouped products of routed experts in block FP8 on Hopper for loads at which tensor cores are
-what takes time, in
-Gluon: over an ``Alignment`` of 192 rows a block, with roles for warps.
+"""Warp-specialised grouped GEMMs of routed experts in block FP8 on Hopper, in Gluon.
 
-One warp fetches, three groups of four multiply 64 rows of a block each with the same weights, so
-that one's float32 sums fall into the others' products. A group of 128 numbers of the depth is
-multiplied in E4M3, its result scaled by its row's and its weight block's scales, which travel with
-the tiles, and added in float32. 64 rows that hold nothing but padding are neither fetched nor
-multiplied: of an expert's rows 32 are wasted on average.
+They run over an ``Alignment`` of 192 rows a block, for loads that are limited by the tensor cores.
+One warp loads. Three warpgroups multiply 64 rows of a block each by the same weights, so that the
+float32 sums of one overlap the MMAs of the others. A depth group of 128 numbers is multiplied in
+E4M3. The result is multiplied by the scales of the row and of the weight block, which are loaded
+with the tiles, and summed in float32. 64 rows that are all padding are neither loaded nor
+multiplied, so that an expert wastes 32 rows on average.
 """
 
 from __future__ import annotations
@@ -41,16 +40,14 @@ from glowplug.kernels.moe.gemm_hopper import (
 )
 from glowplug.kernels.moe.sort import gather_rows
 
-UNIT = 64  #: rows that a group of warps multiplies,
-PARTS = 3  #: and groups that share a tile's weights
-#: of a tile, as many as a block of weights with one scale; half gates, half ups in the first
-#: product
+UNIT = 64  #: rows that a warpgroup multiplies
+PARTS = 3  #: warpgroups that share a tile's weights
+#: columns of a tile, equal to those of a weight block; half gates, half ups in the first GEMM
 COLUMNS = 128
-DEPTH = 128
-RING = 5  #: parts of the depth that are on their way or being multiplied
-#: registers of a thread
-MULTIPLYING = 160
-FETCHING = 32
+DEPTH = 128  #: depth of a pipeline stage
+RING = 5  #: pipeline stages
+MULTIPLYING = 160  #: registers of a thread that multiplies
+FETCHING = 32  #: registers of a thread that loads
 
 
 @gluon.jit
@@ -62,8 +59,9 @@ def _fetch(
     DEPTH: gl.constexpr,
     RING: gl.constexpr,
 ):
-    """Every tile of this program by one warp: rows of x as far as there are pairs, its expert's
-    weight, the scales.
+    """Load x, the expert's weight and the scales for every tile of this program, by one warp.
+
+    Of x, 64 rows that are all padding are not loaded.
     """
     (
         x_at,
@@ -147,8 +145,9 @@ def _fetch(
 
 @gluon.jit
 def _add(total, part, scale):
-    """total + part * scale by rows; ``scale`` [64] in the layout that part's rows had before they
-    were cut.
+    """Return total + part * scale by rows.
+
+    ``scale`` [64] has the layout of the rows before ``cut`` split them.
     """
     return total + part * gl.convert_layout(scale, gl.SliceLayout(1, part.type.layout))[:, None]
 
@@ -157,8 +156,12 @@ def _add(total, part, scale):
 def _multiply_group(
     rings, full, empty, step, none, PART: gl.constexpr, PARTS: gl.constexpr, RING: gl.constexpr
 ):
-    """Of one group of the depth: the product, in the layout of ``none``, and what its rows' first
-    and second half of columns are scaled by."""
+    """Multiply one depth group.
+
+    Returns:
+        The unscaled result, in the layout of ``none``, and the row scales of the left and of the
+        right half of its columns.
+    """
     x_ring, w_ring, x_scale_ring, w_scale_ring = rings
     side: gl.constexpr = gl.SliceLayout(1, none.type.layout)
     stage = step % RING
@@ -188,7 +191,7 @@ def _multiply(
     DEPTH: gl.constexpr,
     RING: gl.constexpr,
 ):
-    """The 64 rows from 64 * PART on of every tile of this program."""
+    """Multiply rows 64 * PART to 64 * PART + 63 of every tile of this program."""
     (
         out,
         weights,
@@ -273,9 +276,12 @@ def _grouped_fp8_hopper(
     FETCHING: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """``x_at``, ``w_at``: tiles of 64 rows of E4M3 [R, depth] and [E * N, depth]. ``x_scales``
-    [depth / 128, x_stride], ``w_scales`` [E, N / 128, depth / 128]. ``out`` [., columns]: N, or
-    with ``UP`` N / 2, gated."""
+    """Compute one grouped GEMM, with ``UP`` followed by silu(gate) * up.
+
+    ``x_at`` and ``w_at`` are descriptors of E4M3 [R, depth] and [E * N, depth] in tiles of 64 rows.
+    ``x_scales`` is [depth / 128, x_stride], ``w_scales`` [E, N / 128, depth / 128]. ``out`` has N
+    columns, with ``UP`` N / 2.
+    """
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
@@ -287,7 +293,7 @@ def _grouped_fp8_hopper(
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(RING):
-        mbarrier.init(full.index(i), count=33)  # the bytes expected, and every lane's scales
+        mbarrier.init(full.index(i), count=33)  # expected bytes + each lane's scales
         mbarrier.init(empty.index(i), count=PARTS)
     fence_async_shared()
     m_blocks = gl.load(num_padded) // (64 * PARTS)
@@ -339,6 +345,7 @@ def _grouped_fp8_hopper(
 
 
 def _tiled(value: Tensor) -> TensorDescriptor:
+    """Return a descriptor of ``value`` in tiles of ``UNIT`` x ``DEPTH``."""
     return TensorDescriptor.from_tensor(
         value.view(-1, value.shape[-1]), [UNIT, DEPTH], gl.NVMMASharedLayout(128, 8, 2)
     )
@@ -359,7 +366,7 @@ def _launch(
     columns = out.shape[1]
     up = weights is None
     assert depth % DEPTH == 0 and columns % COLUMNS == 0 and x_scales.stride(0) == 1, (
-        "sizes that tiles do not fit"
+        "these sizes do not fit the kernel's tiles"
     )
     n_blocks = columns // (COLUMNS // 2 if up else COLUMNS)
     programs = min(processors(x.device), len(order.expert_of_block) * n_blocks)
@@ -402,8 +409,21 @@ def gated(
     dtype: torch.dtype,
     config: Config,
 ) -> Tensor:
-    """rows E4M3 [R, H] in the order of ``order``, w13 E4M3 [E, 2I, H] -> silu(gate) * up [R, I], of
-    ``pairs`` pairs in all. Rows of padding are not written. ``dtype``: of 16 bits."""
+    """Compute silu(gate) * up of sorted rows.
+
+    Args:
+        rows: E4M3 [R, H], sorted by ``order``.
+        row_scales: float32 [R, H / 128], column-major.
+        w13: E4M3 [E, 2I, H].
+        scales13: float32 [E, 2I / 128, H / 128].
+        order: The alignment.
+        pairs: Number of pairs.
+        dtype: Result's dtype, of 16 bits.
+        config: ``GROUP``.
+
+    Returns:
+        [R, I]. Rows of padding are not written.
+    """
     out = torch.empty(len(rows), w13.shape[1] // 2, dtype=dtype, device=rows.device)
     return _launch(rows, row_scales, w13, scales13, out, None, order, pairs, config)
 
@@ -418,8 +438,12 @@ def gated_product(
     dtype: torch.dtype,
     config: Config,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`gated` of x E4M3 [T, H] for the experts ids [T, K] that ``order`` is of, quantised:
-    [R, I] and scales.
+    """Sort x, compute :func:`gated` and quantise the result.
+
+    ``x`` is E4M3 [T, H], ``order`` the alignment of ids [T, K].
+
+    Returns:
+        E4M3 [R, I] and scales.
     """
     rows, row_scales, _ = gather_rows(x, x_scales, order, ids)
     hidden = gated(rows, row_scales, w13, scales13, order, ids.numel(), dtype, config)
@@ -437,8 +461,9 @@ def product(
     dtype: torch.dtype,
     config: Config,
 ) -> Tensor:
-    """h of :func:`gated_product`, w2 E4M3 [E, H, I], weights float32 [T, K] -> weighted rows [T *
-    K, H].
+    """Compute the second GEMM, times the routing weights: [T * K, H], one row a pair.
+
+    ``h`` is the result of :func:`gated_product`, w2 E4M3 [E, H, I], ``weights`` float32 [T, K].
     """
     out = torch.empty(weights.numel(), w2.shape[1], dtype=dtype, device=h.device)
     return _launch(h, h_scales, w2, scales2, out, weights, order, weights.numel(), config)

@@ -1,9 +1,12 @@
-"""Rows of experts in buffers that no alignment fills up: so many rows for every expert, or one
-expert's rows right behind another's. Nothing waits for the device, and only rows of pairs that are
-here are touched.
+"""Row layouts of the libraries' grouped and masked FP8 GEMMs.
 
-Pair t * K + k is token t's k-th expert. Scales are float32 [G, R, ceil(N / 128)] of buffers with G
-* R rows, strided as a product wants them.
+Rows of experts are stored without alignment padding: with a fixed capacity for every expert
+(masked GEMM), or packed, one expert's rows directly after another's (CUTLASS's grouped GEMM).
+Nothing syncs with the device. Only the rows of pairs whose expert is on this rank are read or
+written.
+
+Pair t * K + k is token t's k-th expert. Scales are float32 [G, R, ceil(N / 128)] for buffers with G
+* R rows, with the strides that the GEMM requires.
 """
 
 from __future__ import annotations
@@ -19,12 +22,15 @@ from glowplug.kernels.formats.fp8_triton import GROUP, quantize_rows
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
-GROUPS = 8  #: groups of a row that one program moves or activates
+GROUPS = 8  #: 128-channel groups of a row that one program copies or activates
 
 
 class Static(NamedTuple):
-    """``rows`` rows for every expert: place int32 [T * K], expert * rows + rank; counts int32 [E],
-    rows in use.
+    """A layout with a capacity of ``rows`` rows for every expert.
+
+    Attributes:
+        place: int32 [T * K]: each pair's row, expert * rows + its rank within the expert.
+        counts: int32 [E]: rows in use.
     """
 
     place: Tensor
@@ -32,14 +38,15 @@ class Static(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Expert behind expert, as CUTLASS's grouped products are told of two products [., H] -> [.,
-    2I], [., I] -> [., H].
+    """A packed layout, and the problem sizes of CUTLASS's grouped GEMMs.
+
+    The GEMMs are [., H] -> [., 2I] and [., I] -> [., H].
 
     Attributes:
-        place: int32 [T * K].
+        place: int32 [T * K]: each pair's row.
         starts: int32 [E]: each expert's first row.
-        sizes: int32 [2, E, 3]: rows, columns and depth of each expert's problem, in both products.
-        strides: int64 [3, E]: from row to row of what is H, 2I and I wide.
+        sizes: int32 [2, E, 3]: rows, columns and depth of each expert's problem, in both GEMMs.
+        strides: int64 [3, E]: row strides of the operands with H, 2I and I columns.
     """
 
     place: Tensor
@@ -64,7 +71,10 @@ def _find(
     SPAN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program an expert, which looks through all ids; ``counts`` are starts where ``PACKED``."""
+    """Find the rows of one expert's pairs; each program reads all ids.
+
+    With ``PACKED``, ``counts`` gets the starts.
+    """
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     expert = tl.program_id(0)
@@ -133,7 +143,7 @@ def _spread(
     for slot in tl.static_range(PER_TOKEN):
         pair = token * PER_TOKEN + slot
         end = tl.where(tl.load(ids + pair) >= 0, depth, 0)
-        row = tl.load(place + pair).to(tl.int64)  # anything where the expert is not here
+        row = tl.load(place + pair).to(tl.int64)  # undefined for an expert of another rank
         tl.store(values + row * depth + column, value, mask=column < end)
         tl.store(
             _scale_at(scales, row, rows, by_expert, by_row) + group * by_group,
@@ -178,8 +188,14 @@ def _activate(
 
 
 def static(ids: Tensor, experts: int, rows: int) -> Static:
-    """ids int32 or int64 [T, K] below ``experts``, or negative; none names an expert more than
-    ``rows`` times (rows behind that many lie in the last one)."""
+    """Lay out the pairs with a capacity of ``rows`` rows for every expert.
+
+    Args:
+        ids: int32 or int64 [T, K], below ``experts``; negative: an expert of another rank.
+        experts: E.
+        rows: Capacity. ``ids`` must not name an expert more often: the surplus pairs would share
+            the expert's last row.
+    """
     place, counts = (
         torch.empty(size, dtype=torch.int32, device=ids.device) for size in (ids.numel(), experts)
     )
@@ -188,7 +204,14 @@ def static(ids: Tensor, experts: int, rows: int) -> Static:
 
 
 def packed(ids: Tensor, experts: int, hidden: int, inter: int) -> Packed:
-    """ids as for :func:`static`, each any number of times."""
+    """Lay out the pairs without gaps.
+
+    Args:
+        ids: As for :func:`static`, with any number of pairs an expert.
+        experts: E.
+        hidden: H.
+        inter: I.
+    """
     count = {"dtype": torch.int32, "device": ids.device}
     found = Packed(
         torch.empty(ids.numel(), **count),
@@ -233,8 +256,16 @@ def _launch(
 def spread(
     x: Tensor, x_scales: Tensor, ids: Tensor, place: Tensor, values: Tensor, scales: Tensor
 ) -> None:
-    """x E4M3 [T, N] with scales as ``fp8_quant`` lays them out, to values [G * R, N] and scales [G,
-    R, .]: each token to the places of its pairs. Other rows stay as they are."""
+    """Copy each token and its scales to the rows of its pairs. Other rows keep their content.
+
+    Args:
+        x: E4M3 [T, N].
+        x_scales: float32 [T, ceil(N / 128)], in the layout of ``formats.fp8_triton``.
+        ids: [T, K]; pairs with negative ids are skipped.
+        place: int32 [T * K].
+        values: [G * R, N], written.
+        scales: [G, R, ceil(N / 128)], written.
+    """
     tokens, depth = x.shape
     _spread[(tokens, cdiv(depth, GROUPS * GROUP))](
         x,
@@ -256,9 +287,15 @@ def spread(
 
 
 def activate(x: Tensor, ids: Tensor, place: Tensor, values: Tensor, scales: Tensor) -> None:
-    """x [G * R, 2N], gate then up -> silu(gate) * up, quantised from float32, to values [G * R, N]
-    and scales
-    [G, R, .]: rows of pairs that are here. Other rows stay as they are."""
+    """Compute and quantise silu(gate) * up in the rows of pairs. Other rows keep their content.
+
+    Args:
+        x: [G * R, 2N], gate then up; the activation is computed in float32.
+        ids: [T, K]; pairs with negative ids are skipped.
+        place: int32 [T * K].
+        values: E4M3 [G * R, N], written.
+        scales: [G, R, ceil(N / 128)], written.
+    """
     size = x.shape[1] // 2
     _activate[(ids.numel(), cdiv(size, GROUPS * GROUP))](
         x,

@@ -1,15 +1,23 @@
-"""In which way and with which tiles routed experts in block FP8 are multiplied: a table's, or a
-rule's. No torch.
+"""Kernel and tile configurations of routed experts in block FP8, from a tuned table or a rule.
 
-A configuration: rows a tile (``BLOCK_M``), ``first`` and ``second`` product, whether the first
-activates (``FUSE``), and whether a tile is one pair (``PAIRED``; left out: no).
+This module does not import torch. The keys of a configuration:
 
-A product of ``moe_gemm_fp8``: columns a program (``BLOCK_N``), are weights the left operand
-(``SWAP``) and read through descriptors (``TMA``), whose programs lie side by side (``ORDER``:
-"columns" of one tile, "filled" tiles or, left out, "tiles"), groups of the depth read side by side
-(``ROUND``; left out: 1), parts of the depth that gates and ups of paired tiles are cut into
-(``SPLITS``; left out: 1), warps, stages. Both products of ``moe_gemm_fp8_hopper``: tiles of rows
-that lie above each other (``GROUP``).
+- ``BLOCK_M``: rows of a tile.
+- ``first`` and ``second``: the configurations of both GEMMs.
+- ``FUSE``: the first GEMM also computes silu(gate) * up.
+- ``PAIRED``: a tile is one (token, expert) pair, without an alignment; default false.
+
+The keys of one GEMM of ``moe.fp8.gemm``, besides warps and stages:
+
+- ``BLOCK_N``: columns of a program.
+- ``SWAP``: weights are the left operand.
+- ``TMA``: weights are read through descriptors.
+- ``ORDER``: the order of programs: "columns" of one tile first, "filled" tiles first, or all
+  "tiles" first (default).
+- ``ROUND``: depth groups read together; default 1.
+- ``SPLITS``: depth splits of the first GEMM of paired tiles; default 1.
+
+Both GEMMs of ``moe.fp8.gemm_hopper`` have one key, ``GROUP``: the height of a tile group, in tiles.
 """
 
 from __future__ import annotations
@@ -20,16 +28,17 @@ from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.launch.tuned_tables import Config
 
 BLOCK = 128
-HOPPER_ROWS = 192  #: a tile of ``moe_gemm_fp8_hopper``
-FEW = 40  #: rows that an expert gets up to which narrow tiles are quicker
+HOPPER_ROWS = 192  #: rows of a tile of ``moe.fp8.gemm_hopper``
+FEW = 40  #: rows of an expert up to which small tiles are faster
 
 
 def on_hopper(config: Config) -> bool:
-    """Are the products those of ``moe_gemm_fp8_hopper``?"""
+    """Return whether a configuration is for ``moe.fp8.gemm_hopper``."""
     return "GROUP" in config["first"]
 
 
 def hopper(group: int) -> Config:
+    """Return the configuration of ``moe.fp8.gemm_hopper`` with a tile group's height."""
     return {
         "BLOCK_M": HOPPER_ROWS,
         "FUSE": True,
@@ -40,7 +49,7 @@ def hopper(group: int) -> Config:
 
 
 def rule(tokens: int, per_token: int, experts: int, has_hopper: bool) -> Config:
-    """A configuration for a problem that nobody has tuned, by the rows that an expert gets."""
+    """Return a configuration for an untuned problem, by the mean rows of an expert."""
     rows = tokens * per_token / experts
     if rows <= FEW:
         block = 16 if rows <= 10 else 32
@@ -62,13 +71,14 @@ def rule(tokens: int, per_token: int, experts: int, has_hopper: bool) -> Config:
 def table_name(
     experts: int, inter: int, hidden: int, machine: tuple[str, str] | None = None
 ) -> str:
-    """The file of this machine's table, or of another: see ``tuned.file_name``."""
+    """Return the file name of a table, by default this machine's: see ``tuned.file_name``."""
     return tuned.file_name(f"E={experts},N={inter},H={hidden}", tuned.FP8, (BLOCK, BLOCK), machine)
 
 
 def fits_hopper(hidden: int, element: int) -> bool:
-    """Does ``moe_gemm_fp8_hopper`` multiply experts of this size, for results of so many bytes a
-    number?
+    """Return whether ``moe.fp8.gemm_hopper`` supports this size.
+
+    ``element``: bytes of a result's number.
     """
     return hidden % BLOCK == 0 and element == 2
 
@@ -83,7 +93,17 @@ def config_for(
     has_hopper: bool,
     machine: tuple[str, str] | None = None,
 ) -> Config:
-    """``inter`` in whole blocks. ``has_hopper``: on such a card, and :func:`fits_hopper`."""
+    """Return the table's configuration for the nearest token count, or the rule's.
+
+    Args:
+        tokens: Tokens of a step.
+        per_token: Columns of the ids.
+        experts: Experts held.
+        inter: Channels between the GEMMs, a multiple of ``BLOCK``.
+        hidden: Channels of x.
+        has_hopper: The card is a Hopper and :func:`fits_hopper` holds.
+        machine: See :func:`table_name`.
+    """
     name = table_name(experts, inter, hidden, machine)
     found = tuned.measured_for(name, tokens, lambda config: has_hopper or not on_hopper(config))
     return found or rule(tokens, per_token, experts, has_hopper)

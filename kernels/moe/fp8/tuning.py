@@ -1,9 +1,8 @@
-"""Measures configurations of routed experts in block FP8 and writes the table that ``moe_gemm_fp8``
-reads.
+"""Tuner for routed experts in block FP8: measure tiles and write the table of ``moe.fp8.tiles``.
 
-Products are timed apart, inside a graph, over several routings in turn, so that weights come from
-memory as they do in a model. Kernels are compiled ahead in processes of their own, because that
-takes longer than measuring them.
+The two GEMMs are timed separately, in a CUDA graph, over several routings in turn, so that weights
+are read from device memory as in a model. Worker processes compile the kernels ahead of time,
+because compiling takes longer than measuring.
 """
 
 from __future__ import annotations
@@ -40,32 +39,35 @@ from glowplug.kernels.moe.fp8 import (
 from glowplug.kernels.moe.tuning import microseconds
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-ALIGNING = 4.0  #: microseconds of an alignment of few tokens
-PAIRED = 4  #: tokens up to which one pair a tile may win
-#: rows an expert gets from which columns of one tile may win side by side, among gates and ups
-COLUMNS = 8
-SPLITS = (4, 7, 8)  #: parts of the depth that gates and ups of few pairs may be cut into
-SPLIT = 2  #: tokens up to which they are
-LARGE = 16  #: rows an expert gets from which the kernel for Hopper may win,
-GROUPS = (1, 2, 4, 8)  #: with so many tiles above each other
-HALF = 2  #: bytes of a number of bfloat16
-ROUNDS: Config = {
-    "ORDER": "filled",
-    "ROUND": 2,
-}  #: what won there on an H200 with 8 to 128 tokens of V3
-Best = dict[
-    tuple[str, int, bool], tuple[float, Config]
-]  #: (kind of product, rows a tile, one pair a tile)
+ALIGN_MICROSECONDS = 4.0  #: time of an alignment of few tokens
+PAIRED_TOKENS_MAX = 4  #: most tokens at which one pair a tile may win
+#: fewest rows of an expert at which ``ORDER`` "columns" may win in the first GEMM
+COLUMN_ORDER_ROWS_MIN = 8
+DEPTH_SPLITS = (4, 7, 8)  #: depth splits tried for the first GEMM of few pairs
+SPLIT_TOKENS_MAX = 2  #: most tokens at which depth splits are tried
+HOPPER_ROWS_MIN = 16  #: fewest rows of an expert at which the Hopper kernel may win
+HOPPER_GROUPS = (1, 2, 4, 8)  #: heights of its tile groups that are tried
+BFLOAT16_BYTES = 2
+#: options that won with small tiles for V3's first GEMM with 8 to 128 tokens on an H200
+ROUND_OPTIONS: Config = {"ORDER": "filled", "ROUND": 2}
+#: (kind of GEMM, rows a tile, one pair a tile) -> (microseconds, configuration)
+Best = dict[tuple[str, int, bool], tuple[float, Config]]
 
 
 def random_fp8(*shape: int) -> Tensor:
-    """Every finite positive E4M3 number, on the device."""
+    """Draw a tensor of finite non-negative E4M3 numbers on the device."""
     return torch.randint(0, 127, shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
 
 
 class Problem(NamedTuple):
-    """``experts`` held, of which the last ``shared`` are everybody's and count among a token's
-    ``topk``.
+    """The experts of one layer on this rank.
+
+    Attributes:
+        experts: Experts held, fused shared experts included.
+        topk: Experts of a token, fused shared experts included.
+        hidden: Channels of x.
+        inter: Channels between the two GEMMs.
+        shared: Number of fused shared experts, the last ones.
     """
 
     experts: int
@@ -76,11 +78,14 @@ class Problem(NamedTuple):
 
     @property
     def path(self) -> Path:
+        """File of this machine's table."""
         return tuned.FOLDER / moe_fp8_tiles.table_name(self.experts, self.inter, self.hidden)
 
 
 @dataclass
 class _Experts:
+    """Random weights of experts, and a method that runs one GEMM."""
+
     w13: Tensor
     scales13: Tensor
     w2: Tensor
@@ -88,6 +93,7 @@ class _Experts:
 
     @staticmethod
     def make(problem: Problem, held: int) -> _Experts:
+        """Draw the weights of ``held`` experts."""
         hidden = problem.hidden
         inter = problem.inter
         return _Experts(
@@ -106,12 +112,13 @@ class _Experts:
         weights: Tensor,
         tiles: moe_gemm_fp8.Tiles,
     ) -> object:
+        """Run one GEMM: ``kind`` "gated" (first, activated), "plain" (first) or "second"."""
         tile = config["BLOCK_M"]
         pairs = ids.numel()
         per_token = ids.shape[1]
         own = without(config, "BLOCK_M")
         if "GROUP" in config:
-            order = Alignment(*tiles[:3], ends=tiles.filled)  # nobody asks for ends
+            order = Alignment(*tiles[:3], ends=tiles.filled)  # the kernel does not read ends
             if kind == "gated":
                 return moe_gemm_fp8_hopper.gated_product(
                     *x, self.w13, self.scales13, ids, order, torch.bfloat16, own
@@ -145,7 +152,7 @@ class _Experts:
 
 
 def routing(problem: Problem, held: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-    """(ids, weights): the last ``shared`` experts for everybody, the others evenly."""
+    """Draw (ids, weights): fused shared experts for every token, the others uniformly."""
     generator = torch.Generator("cuda").manual_seed(seed)
     routed = held - problem.shared
     ids = torch.rand(tokens, routed, generator=generator, device="cuda")
@@ -156,14 +163,14 @@ def routing(problem: Problem, held: int, tokens: int, seed: int) -> tuple[Tensor
 
 
 def expert_candidates(tokens: int, problem: Problem) -> Iterator[tuple[str, Config]]:
-    """(kind of product, configuration) by the rows that an expert gets."""
+    """Yield (kind of GEMM, configuration), chosen by the mean rows of an expert."""
     load = tokens * problem.topk / problem.experts
     if (
-        load >= LARGE
+        load >= HOPPER_ROWS_MIN
         and moe_gemm_hopper.supported()
-        and moe_fp8_tiles.fits_hopper(problem.hidden, HALF)
+        and moe_fp8_tiles.fits_hopper(problem.hidden, BFLOAT16_BYTES)
     ):
-        for kind, group in product(("gated", "second"), GROUPS):
+        for kind, group in product(("gated", "second"), HOPPER_GROUPS):
             yield kind, {"BLOCK_M": moe_fp8_tiles.HOPPER_ROWS, "GROUP": group}
     for block in (16, 32, 64, 128):
         if (block > 16 and load < block / 4) or load > 8 * block:
@@ -171,16 +178,16 @@ def expert_candidates(tokens: int, problem: Problem) -> Iterator[tuple[str, Conf
         few = block <= 64 and load <= 64
         warps, stages = ((4, 8), (3, 4, 6)) if few else ((8, 4), (3, 4))
         columns: tuple[Config, ...] = ({}, {"ORDER": "columns"}) if few else ({},)
-        orders = columns if load >= COLUMNS else ({},)
+        orders = columns if load >= COLUMN_ORDER_ROWS_MIN else ({},)
         for order, tile in product(orders, fitting_tiles(few, block, (128,), warps, stages, 2)):
             yield "gated", {"BLOCK_M": block, **tile, **order}
-        for splits in SPLITS if tokens <= SPLIT else ():
+        for splits in DEPTH_SPLITS if tokens <= SPLIT_TOKENS_MAX else ():
             for tile in fitting_tiles(few, block, (128,), warps, (3,), 2):
                 yield "gated", {"BLOCK_M": block, **tile, "SPLITS": splits}
         for tile in (
             fitting_tiles(few, block, (128,), warps, stages, 4) if few and block <= 32 else ()
         ):
-            yield "gated", {"BLOCK_M": block, **tile, **ROUNDS}
+            yield "gated", {"BLOCK_M": block, **tile, **ROUND_OPTIONS}
         for order, tile in product(
             columns, fitting_tiles(few, block, (64, 128) if few else (128,), warps, stages)
         ):
@@ -190,6 +197,7 @@ def expert_candidates(tokens: int, problem: Problem) -> Iterator[tuple[str, Conf
 
 
 def _compile_experts(wanted: Sequence[tuple[str, Config]], problem: Problem) -> list[str]:
+    """Run each candidate once to fill the disk cache. Return the keys of those that fail."""
     held = problem.shared + 4
     bench = _Experts.make(problem, held)
     failed = []
@@ -212,6 +220,7 @@ def _compile_experts(wanted: Sequence[tuple[str, Config]], problem: Problem) -> 
 
 
 def _input(kind: str, tokens: int, ids: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Draw the quantised input of one GEMM, and its scales."""
     rows, depth = (ids.numel(), problem.inter) if kind == "second" else (tokens, problem.hidden)
     return fp8_quant.quantize(torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16))
 
@@ -225,8 +234,18 @@ def tune_experts(
     workers: int = 8,
     log: Log = print,
 ) -> Table:
-    """Measure each number of tokens that ``path`` does not hold yet, writing it after each; stop
-    after ``seconds``.
+    """Measure every token count missing from the table, writing the table after each.
+
+    Args:
+        problem: The experts.
+        path: The table.
+        tokens: Token counts of the table.
+        seconds: Time limit.
+        workers: Processes that compile kernels.
+        log: Receives progress lines.
+
+    Returns:
+        The table.
     """
     run = TuningRun(path, seconds, workers, log)
     bench: _Experts | None = None
@@ -240,15 +259,16 @@ def tune_experts(
 
 
 def _measure(bench: _Experts, problem: Problem, number: int, failed: set[str]) -> Best:
-    """The best of each kind of product and tile size, with and without an alignment where tokens
-    are few.
+    """Return the fastest configuration of each kind of GEMM and tile size.
+
+    For few tokens, also without an alignment.
     """
     routes = [
         routing(problem, problem.experts, number, seed) for seed in range(8 if number <= 64 else 3)
     ]
     best: Best = {}
     for paired, (kind, config) in product(
-        (False, True)[: 1 + (number <= PAIRED)], expert_candidates(number, problem)
+        (False, True)[: 1 + (number <= PAIRED_TOKENS_MAX)], expert_candidates(number, problem)
     ):
         if key((kind, config)) in failed or ("SPLITS" in config and not paired):
             continue
@@ -264,14 +284,14 @@ def _measure(bench: _Experts, problem: Problem, number: int, failed: set[str]) -
             ],
             2,
         )
-        slot = (kind, config["BLOCK_M"], paired)
-        if slot not in best or spent < best[slot][0]:
-            best[slot] = spent, config
+        variant = (kind, config["BLOCK_M"], paired)
+        if variant not in best or spent < best[variant][0]:
+            best[variant] = spent, config
     return best
 
 
 def _cheapest(best: Best) -> tuple[float, Config]:
-    """The pair of products of one tile size that together take the least."""
+    """Return (microseconds, configuration) of the fastest pair of GEMMs with one tile size."""
     found = []
     for (kind, tile, paired), first in best.items():
         if kind == "second" or ("second", tile, paired) not in best:
@@ -279,7 +299,7 @@ def _cheapest(best: Best) -> tuple[float, Config]:
         second = best["second", tile, paired]
         found.append(
             (
-                first[0] + second[0] + (0.0 if paired else ALIGNING),
+                first[0] + second[0] + (0.0 if paired else ALIGN_MICROSECONDS),
                 {
                     "BLOCK_M": tile,
                     "FUSE": kind == "gated",

@@ -1,6 +1,8 @@
-"""Products of routed experts with int4 weights in the layout of ``kernels/formats/awq.py``, experts
-first: packed int16 [E, blocks, N, 32], factors int32 [E, groups, N]. w13 holds gates, then ups.
-Numbers are unpacked in registers.
+"""Grouped GEMMs of routed experts with int4 weights.
+
+The weights have the layout of ``kernels/formats/awq.py`` with a leading dimension of experts:
+packed int16 [E, blocks, N, 32], factors int32 [E, groups, N]. w13 holds gates, then ups. Numbers
+are unpacked in registers.
 """
 
 from __future__ import annotations
@@ -27,13 +29,18 @@ from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe.align import Alignment, align
 from glowplug.kernels.moe.gemm import tile_pairs, tile_place
-from glowplug.kernels.moe.narrow.tiles import DENSE, config_for
+from glowplug.kernels.moe.narrow.tiles import DENSE_TOKENS_MAX, config_for
 from glowplug.kernels.moe.sum import moe_sum
 
 
 class Weights(NamedTuple):
-    """The weights of all experts in one product. ``group``: inputs that share a scale; ``depth``:
-    inputs.
+    """The weights of all experts for one GEMM.
+
+    Attributes:
+        packed: int16 [E, blocks, N, 32].
+        factors: int32 [E, groups, N].
+        group: Inputs that share a scale.
+        depth: Inputs.
     """
 
     packed: Tensor
@@ -72,8 +79,10 @@ def _grouped(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """``UP``: x are tokens and out[pair] = silu(gate) * up. Otherwise x are pairs, and out[pair] is
-    weighted.
+    """Compute one tile of a grouped GEMM.
+
+    With ``UP`` x holds tokens and out[pair] = silu(gate) * up. Otherwise x holds pairs and the
+    results are multiplied by the routing weights.
     """
     dependent.begin(DEPENDENT)
     block_row, column_block = tile_place(m_blocks, n_blocks, order)
@@ -98,7 +107,7 @@ def _grouped(
     grid = expert.to(tl.int64) * groups * every
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for block in tl.range(blocks, num_stages=STAGES):  # said here, it holds for factors, too
+    for block in tl.range(blocks, num_stages=STAGES):  # num_stages also pipelines factors
         at = w_at + block * step
         words = load_rows(at, inside[:, None], EVEN_N)
         part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -145,11 +154,20 @@ def product(
     aligned: Alignment | None,
     config: Config,
 ) -> Tensor:
-    """One product, a row a pair. Without ``weights`` the first: x [T, H] -> silu(gate) * up [T * K,
-    I]; with weights
-    float32 [T, K] the second: x [T * K, I] -> [T * K, H]. Rows of absent experts are not written.
+    """Compute one grouped GEMM.
 
-    ``aligned`` with the configuration's block_m, or None: every expert gets tiles of all tokens.
+    Args:
+        x: Tokens [T, H] for the first GEMM, pairs [T * K, I] for the second.
+        w: The weights.
+        ids: [T, K].
+        weights: float32 [T, K] for the second GEMM; None: the first.
+        aligned: An alignment with the configuration's block_m; None: every expert gets tiles of all
+            tokens.
+        config: This GEMM's configuration.
+
+    Returns:
+        silu(gate) * up [T * K, I], or weighted rows [T * K, H]. Rows of absent experts are not
+        written.
     """
     experts, _, rows, _ = w.packed.shape
     columns = rows // 2 if weights is None else rows
@@ -194,12 +212,12 @@ def product(
 
 
 def rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
-    """{"up", "down"} where nothing was measured; "dense" where the alignment is to be spared."""
+    """Return {"up", "down"} for an untuned problem. Few tokens are "dense": no alignment."""
     load = tokens * per_token / experts
     if load <= 64:
         block = 16 if load <= 24 else 32 if load <= 28 else 64
         each = {
-            "dense": int(tokens <= DENSE),
+            "dense": int(tokens <= DENSE_TOKENS_MAX),
             "block_m": block,
             "block_n": 64,
             "warps": 4,
@@ -218,7 +236,19 @@ def experts(
     weights: Tensor,
     config: Mapping[str, Config] | None = None,
 ) -> Tensor:
-    """x [T, H] contiguous, ids [T, K] (-1: elsewhere), weights float32 [T, K] -> [T, H]."""
+    """Compute the weighted sum of each token's experts.
+
+    Args:
+        x: [T, H], contiguous.
+        w13: Weights of the first GEMM.
+        w2: Weights of the second GEMM.
+        ids: [T, K]; -1: an expert of another rank.
+        weights: float32 [T, K].
+        config: {"up", "down"}; None: from a table or the rule.
+
+    Returns:
+        [T, H].
+    """
     return moe_sum(expert_rows(x, w13, w2, ids, weights, config), ids)
 
 
@@ -230,8 +260,9 @@ def expert_rows(
     weights: Tensor,
     config: Mapping[str, Config] | None = None,
 ) -> Tensor:
-    """As ``experts`` before the sum: [T * K, H], a row a pair, weighted. Rows of absent experts are
-    not written.
+    """Compute the weighted output of every pair: [T * K, H], for ``moe_sum``.
+
+    The arguments are those of :func:`experts`. Rows of absent experts are not written.
     """
     if not len(x):
         return torch.empty_like(x)

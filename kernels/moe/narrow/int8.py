@@ -1,9 +1,8 @@
-"""Products of routed experts in int8: weights with a scale a row, activations with one a token (or
-a pair).
+"""Grouped GEMMs of routed experts in int8, weights scaled by row and activations by token or pair.
 
-w13 int8 [E, 2I, H] (gate then up) with scales float32 [E, 2I], w2 int8 [E, H, I] with [E, H]. A
-pair is token * K + slot; rows between the products are stored by pair. A token's scale needs all
-its channels, so that the inner activations are quantised between the products.
+w13 is int8 [E, 2I, H] (gate then up) with scales float32 [E, 2I], w2 int8 [E, H, I] with scales
+[E, H]. Pair t * K + k is token t's k-th expert; rows between the GEMMs are stored by pair. A row's
+scale depends on all its channels, so a separate kernel quantises the activations between the GEMMs.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe.align import Alignment, align
 from glowplug.kernels.moe.gemm import tile_pairs, tile_place
-from glowplug.kernels.moe.narrow.tiles import DENSE, config_for
+from glowplug.kernels.moe.narrow.tiles import DENSE_TOKENS_MAX, config_for
 from glowplug.kernels.moe.sum import moe_sum
 
 
 @triton.jit
 def _scaled(total, x_scale, w_scale, SWAP: tl.constexpr):
-    """float32 [M, N] of int32 sums."""
+    """Scale int32 sums: float32 [M, N]."""
     if SWAP:
         total = tl.trans(total)
     return total.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
@@ -63,8 +62,11 @@ def _grouped(
     BLOCK_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """``UP``: x are tokens, w holds gates, then ups, and out[pair] = silu(gate) * up. Otherwise x
-    are pairs, and out[pair] is weighted."""
+    """Compute one tile of a grouped GEMM.
+
+    With ``UP`` x holds tokens, w holds gates before ups, and out[pair] = silu(gate) * up. Otherwise
+    x holds pairs and the results are multiplied by the routing weights.
+    """
     dependent.begin(DEPENDENT)
     block, column_block = tile_place(m_blocks, n_blocks, group)
     dependent.wait(DEPENDENT)
@@ -74,7 +76,7 @@ def _grouped(
     if expert < 0:
         return
     real = pair < pairs
-    row = tl.where(real, pair, 0)  # padding multiplies row 0, which is cheaper than a mask
+    row = tl.where(real, pair, 0)  # padding rows read row 0, which is cheaper than a mask
     if UP:
         row = row // TOPK
     n = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -116,11 +118,23 @@ def product(
     dtype: torch.dtype,
     config: Config,
 ) -> Tensor:
-    """One product, a row a pair. Without ``weights`` the first: x [T, H] -> silu(gate) * up [T * K,
-    I]; with weights
-    float32 [T, K] the second: x [T * K, I] -> [T * K, H]. Rows of absent experts are not written.
+    """Compute one grouped GEMM.
 
-    ``aligned`` with the configuration's block_m, or None: every expert gets tiles of all tokens.
+    Args:
+        x: Tokens [T, H] for the first GEMM, pairs [T * K, I] for the second.
+        x_scales: float32, one a row of x.
+        w: int8 [E, rows, depth].
+        w_scales: float32 [E, rows].
+        ids: [T, K].
+        weights: float32 [T, K] for the second GEMM; None: the first.
+        aligned: An alignment with the configuration's block_m; None: every expert gets tiles of all
+            tokens.
+        dtype: Result's dtype.
+        config: This GEMM's configuration.
+
+    Returns:
+        silu(gate) * up [T * K, I], or weighted rows [T * K, H]. Rows of absent experts are not
+        written.
     """
     experts, rows, depth = w.shape
     columns = rows // 2 if weights is None else rows
@@ -165,12 +179,12 @@ def product(
 
 
 def rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
-    """{"up", "down"} where nothing was measured; "dense" where the alignment is to be spared."""
+    """Return {"up", "down"} for an untuned problem. Few tokens are "dense": no alignment."""
     load = tokens * per_token / experts
     if load <= 64:
         block = 16 if load <= 12 else 32 if load <= 28 else 64
         each = {
-            "dense": int(tokens <= DENSE),
+            "dense": int(tokens <= DENSE_TOKENS_MAX),
             "block_m": block,
             "block_n": 128,
             "block_k": 128,
@@ -203,7 +217,23 @@ def experts(
     dtype: torch.dtype,
     config: Mapping[str, Config] | None = None,
 ) -> Tensor:
-    """x int8 [T, H] with scales [T], ids [T, K] (-1: elsewhere), weights float32 [T, K] -> [T, H]."""
+    """Compute the weighted sum of each token's experts.
+
+    Args:
+        x: int8 [T, H].
+        x_scales: float32 [T].
+        w13: int8 [E, 2I, H].
+        scales13: float32 [E, 2I].
+        w2: int8 [E, H, I].
+        scales2: float32 [E, H].
+        ids: [T, K]; -1: an expert of another rank.
+        weights: float32 [T, K].
+        dtype: Result's dtype.
+        config: {"up", "down"}; None: from a table or the rule.
+
+    Returns:
+        [T, H].
+    """
     return moe_sum(
         expert_rows(x, x_scales, w13, scales13, w2, scales2, ids, weights, dtype, config), ids
     )
@@ -221,8 +251,9 @@ def expert_rows(
     dtype: torch.dtype,
     config: Mapping[str, Config] | None = None,
 ) -> Tensor:
-    """As ``experts`` before the sum: [T * K, H], a row a pair, weighted. Rows of absent experts are
-    not written.
+    """Compute the weighted output of every pair: [T * K, H], for ``moe_sum``.
+
+    The arguments are those of :func:`experts`. Rows of absent experts are not written.
     """
     if not len(x):
         return torch.empty(x.shape, dtype=dtype, device=x.device)
