@@ -50,6 +50,7 @@ def _vector(
     BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Compute ``ROWS`` columns of ``out`` for all tokens, without tensor cores."""
     dependent.begin(DEPENDENT)
     row, at = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DEPTH)
     held = tl.load(
@@ -84,6 +85,10 @@ def _matrix(
     BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Compute ``ROWS`` columns of ``out`` for ``TOKENS`` tokens with tensor cores.
+
+    The warps share ``PARTS`` splits of the depth.
+    """
     dependent.begin(DEPENDENT)
     row, token = (
         tl.program_id(0) * ROWS + tl.arange(0, ROWS),

@@ -40,6 +40,7 @@ FP16_0, FP16_1, FP16_2, FP16_3 = (tl.constexpr(_FP16 % (4 * plane)) for plane in
 
 @triton.jit
 def _half(packed, zero, ASM: tl.constexpr):
+    """Return q - z of one plane in a 16-bit dtype, two numbers an instruction."""
     return tl.inline_asm_elementwise(
         ASM, "=r,r,r", [packed, zero], dtype=zero.dtype, is_pure=True, pack=2
     )
@@ -47,6 +48,7 @@ def _half(packed, zero, ASM: tl.constexpr):
 
 @triton.jit
 def scale_of(factors):
+    """Return the scale of int32 factors, float32."""
     return (factors & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -110,6 +112,7 @@ def load_plane(x_at, first, depth, EVEN: tl.constexpr):
 
 @triton.jit
 def load_rows(at, inside, EVEN_N: tl.constexpr):
+    """Load at the pointers ``at``; without ``EVEN_N`` zeros where not ``inside``."""
     if EVEN_N:
         value = tl.load(at)
     else:
@@ -164,9 +167,7 @@ def _gemm(
     step = columns.to(tl.int64) * PLANE
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     dependent.wait(DEPENDENT)
-    for block in tl.range(
-        start, end, num_stages=STAGES
-    ):  # num_stages also pipelines factors
+    for block in tl.range(start, end, num_stages=STAGES):  # num_stages also pipelines factors
         words = load_rows(w_at + block * step, inside[:, None], EVEN_N)
         part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for plane in tl.static_range(4):
@@ -200,6 +201,7 @@ def _dequantize(
     BLOCK_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Dequantise ``BLOCK_N`` outputs of one packed block."""
     dependent.begin(DEPENDENT)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     block = tl.program_id(1)

@@ -35,6 +35,7 @@ def load_tile(at, first, depth, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def times(x, w, total, SWAP: tl.constexpr):
+    """Return total + x w^T, with ``SWAP`` total + w x^T, int32."""
     if SWAP:
         total = tl.dot(w, tl.trans(x), total, out_dtype=tl.int32)
     else:
@@ -44,6 +45,7 @@ def times(x, w, total, SWAP: tl.constexpr):
 
 @triton.jit
 def zeros_of(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr):
+    """Return an int32 accumulator of zeros, [M, N], with ``SWAP`` [N, M]."""
     if SWAP:
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
     else:

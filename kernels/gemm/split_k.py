@@ -29,6 +29,7 @@ def splits_for(tiles: int, depth: int, programs: int) -> int:
 
 @triton.jit(do_not_specialize=["count"])
 def _sum_parts(parts, out, size, count, BLOCK_SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Sum ``BLOCK_SIZE`` results over ``count`` splits."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     at = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)

@@ -116,16 +116,19 @@ def products(
     down = config["down"]
     if up["way"] == "hopper":
         return _products_on_hopper(x, w13, w2, ids, weights, config, shared if up["apart"] else 0)
-    wide = shared if early is not None or has_wide_tiles(up, len(x)) else 0
-    aligned = align(ids, len(w13) - wide, up["block_m"], wide) if up["way"] == "sorted" else None
+    own_tiles = early is not None or has_wide_tiles(up, len(x))
+    separate = shared if own_tiles else 0  # fused shared experts outside the alignment
+    aligned = (
+        align(ids, len(w13) - separate, up["block_m"], separate) if up["way"] == "sorted" else None
+    )
     hidden = (
         moe_gemv.up(x, w13, ids, up)
         if up["way"] == "gemv"
-        else moe_gemm.up(x, w13, ids, aligned, up, wide, early)
+        else moe_gemm.up(x, w13, ids, aligned, up, separate, early)
     )
     if down["way"] == "gemv":
         return moe_gemv.down(hidden, w2, ids, weights, down), None
-    return moe_gemm.down(hidden, w2, ids, weights, aligned, down, wide), ids
+    return moe_gemm.down(hidden, w2, ids, weights, aligned, down, separate), ids
 
 
 def _products_on_hopper(

@@ -142,6 +142,7 @@ def _load_weight(
 
 @triton.jit
 def _times(x, w, total, SWAP: tl.constexpr):
+    """Return total + x w^T, with ``SWAP`` total + w x^T."""
     if SWAP:
         total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
     else:
@@ -505,6 +506,7 @@ def _launch(
     shared: int = 0,
     begun: Tensor | None = None,
 ) -> Tensor:
+    """Launch one grouped GEMM into ``out``; without ``weights`` the first."""
     pairs = ids.numel()
     (experts, _, depth) = w.shape
     columns = out.shape[1]
@@ -518,12 +520,12 @@ def _launch(
     n_blocks = cdiv(columns, block_n)
     tma = bool(config.get("tma")) and depth * w.element_size() % 16 == 0
     x_tma = tma and not dense and weights is not None
-    places = (None, None) if dense else (aligned.sorted_pairs, aligned.expert_of_block)
+    tile_lists = (None, None) if dense else (aligned.sorted_pairs, aligned.expert_of_block)
     wide_m, wide_n, wide_k = (
         wide_tile(ids.shape[0], weights is None, config) if shared else (16, 16, 16)
     )
-    wide = shared * cdiv(ids.shape[0], wide_m) * cdiv(columns, wide_n)
-    _grouped[(wide + m_blocks * n_blocks,)](
+    shared_programs = shared * cdiv(ids.shape[0], wide_m) * cdiv(columns, wide_n)
+    _grouped[(shared_programs + m_blocks * n_blocks,)](
         TensorDescriptor.from_tensor(x, [block_m, block_k]) if x_tma else x,
         x,
         TensorDescriptor.from_tensor(w.view(-1, depth), [block_n, block_k]) if tma else w,
@@ -531,7 +533,7 @@ def _launch(
         out,
         ids,
         weights,
-        *places,
+        *tile_lists,
         ids if begun is None else begun,
         pairs,
         experts,
@@ -540,7 +542,7 @@ def _launch(
         m_blocks,
         n_blocks,
         config.get("group", 64),
-        wide,
+        shared_programs,
         ids.shape[0],
         UP=weights is None,
         SORTED=not dense,

@@ -486,6 +486,7 @@ def _launch(
     kept: int,
     config: Config,
 ) -> Tensor:
+    """Launch one grouped GEMM into ``out``; without ``weights`` the first."""
     columns = out.shape[-1]
     depth = w.shape[2]
     width = COLUMNS // (2 if weights is None else 1)

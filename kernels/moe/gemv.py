@@ -35,6 +35,7 @@ def _up(
     BLOCK_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Compute ``BLOCK_N`` columns of silu(gate) * up of one pair."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dependent.wait(DEPENDENT)
     dependent.begin(DEPENDENT)
@@ -78,6 +79,7 @@ def _down(
     LINES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Compute ``BLOCK_N`` columns of the weighted sum of one token's experts."""
     dependent.begin(DEPENDENT)
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

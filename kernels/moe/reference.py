@@ -58,9 +58,9 @@ def experts_host(
         return _pairwise(x, w13, w2, ids, weights, activate)
     flat = ids.numpy().ravel()
     counts = np.bincount(flat, minlength=experts)
-    most = int(counts.max())
-    if experts * most <= MAX_PADDING * pairs:
-        y = _padded(x, w13, w2, flat, counts, most, activate)
+    max_rows = int(counts.max())
+    if experts * max_rows <= MAX_PADDING * pairs:
+        y = _padded(x, w13, w2, flat, counts, max_rows, activate)
     else:
         y = _looped(x, w13, w2, flat, counts, activate)
     return torch.bmm(weights.to(y.dtype).unsqueeze(1), y.view(tokens, -1, y.shape[-1])).squeeze(1)
@@ -131,10 +131,10 @@ def _padded(
     w2: Tensor,
     flat: NDArray[np.int64],
     counts: NDArray[np.int64],
-    most: int,
+    max_rows: int,
     activate: Activation,
 ) -> Tensor:
-    """Compute the experts by batched GEMMs over [E, most, .]; padding rows repeat token 0.
+    """Compute the experts by batched GEMMs over [E, max_rows, .]; padding rows repeat token 0.
 
     Returns:
         [T * K, H], one row a pair, without routing weights.
@@ -142,14 +142,14 @@ def _padded(
     experts = len(counts)
     width = len(flat) // x.shape[0]
     order, place = _sorted_places(flat, counts)
-    cell = flat[order] * most + place
-    source = np.zeros(experts * most, np.int64)
+    cell = flat[order] * max_rows + place
+    source = np.zeros(experts * max_rows, np.int64)
     source[cell] = order // width
     cell_of = np.empty(len(flat), np.int64)
     cell_of[order] = cell
-    rows = x.index_select(0, torch.from_numpy(source)).view(experts, most, -1)
-    hidden = torch.bmm(rows, w13).view(experts * most, -1)
-    y = torch.bmm(activate(hidden).view(experts, most, -1), w2).view(experts * most, -1)
+    rows = x.index_select(0, torch.from_numpy(source)).view(experts, max_rows, -1)
+    hidden = torch.bmm(rows, w13).view(experts * max_rows, -1)
+    y = torch.bmm(activate(hidden).view(experts, max_rows, -1), w2).view(experts * max_rows, -1)
     return y.index_select(0, torch.from_numpy(cell_of))
 
 

@@ -32,6 +32,7 @@ def _place(
     GROUPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Store the position of each of ``ROWS`` sorted pairs, and copy their scales there."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     first = tl.program_id(0) * ROWS
@@ -62,6 +63,7 @@ def _spread(
     WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Copy ``WIDTH`` channels of a token to the positions of its pairs."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
@@ -86,6 +88,7 @@ def _sum(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Sum ``BLOCK`` channels of a token's weighted rows."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)

@@ -22,6 +22,7 @@ def _sum(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Sum ``BLOCK`` channels of a token's rows."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)

@@ -362,6 +362,7 @@ def _launch(
     pairs: int,
     config: Config,
 ) -> Tensor:
+    """Launch one grouped GEMM into ``out``; without ``weights`` the first."""
     depth = x.shape[1]
     columns = out.shape[1]
     up = weights is None

@@ -111,6 +111,7 @@ def _find(
 
 @triton.jit
 def _scale_at(scales, row, rows, by_expert, by_row):
+    """Return a pointer to the scale of a row's first group."""
     return scales + row // rows * by_expert + row % rows * by_row
 
 
@@ -133,6 +134,7 @@ def _spread(
     GROUPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Copy ``GROUPS`` groups of a token and their scales to the rows of its pairs."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
@@ -167,6 +169,7 @@ def _activate(
     GROUPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Compute and quantise ``GROUPS`` groups of silu(gate) * up of a pair."""
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     pair = tl.program_id(0)
@@ -235,6 +238,7 @@ def _launch(
     experts: int,
     packed: bool,
 ) -> None:
+    """Launch ``_find``, with one program an expert."""
     span = max(32, min(1024, next_power_of_2(ids.numel())))
     _find[(experts,)](
         ids,

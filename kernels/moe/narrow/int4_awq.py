@@ -178,7 +178,7 @@ def product(
         else len(aligned.expert_of_block)
     )
     n_blocks = cdiv(columns, config["block_n"])
-    places = (ids, ids) if aligned is None else (aligned.sorted_pairs, aligned.expert_of_block)
+    tile_lists = (ids, ids) if aligned is None else (aligned.sorted_pairs, aligned.expert_of_block)
     _grouped[(m_blocks * n_blocks,)](
         x,
         w.packed,
@@ -186,7 +186,7 @@ def product(
         out,
         ids,
         w.factors if weights is None else weights,
-        *places,
+        *tile_lists,
         ids.numel(),
         experts,
         columns,

@@ -145,7 +145,7 @@ def product(
         else len(aligned.expert_of_block)
     )
     n_blocks = cdiv(columns, config["block_n"])
-    places = (ids, ids) if aligned is None else (aligned.sorted_pairs, aligned.expert_of_block)
+    tile_lists = (ids, ids) if aligned is None else (aligned.sorted_pairs, aligned.expert_of_block)
     _grouped[(m_blocks * n_blocks,)](
         x,
         x_scales,
@@ -154,7 +154,7 @@ def product(
         out,
         ids,
         x_scales if weights is None else weights,
-        *places,
+        *tile_lists,
         ids.numel(),
         experts,
         columns,
