@@ -39,8 +39,8 @@ class Early(NamedTuple):
     Attributes:
         begun: int32 [2], zeros before and after the step: the ready flag that ``route`` sets when x
             is available, and the number of programs that have seen the flag.
-        out: The output of ``up``. NOTE: allocated before the gate is launched. Otherwise the
-            allocator could reuse memory that the gate has freed but still writes.
+        out: The output of ``up``. NOTE: allocated before the gate is launched. Otherwise it could
+            get memory that the gate has released on the host but still uses on the device.
     """
 
     begun: Tensor
