@@ -25,6 +25,6 @@ def register_quantization_schemes() -> list[Component]:
             offers=QuantizationOffers(
                 reads=frozenset({"none"}), rides=True, experts_work=dense_experts
             ),
-            summary="weights as they are, in the compute dtype",
+            summary="weights in the compute dtype, unquantised",
         )
     ]

@@ -1,4 +1,4 @@
-"""The runtime of ``quantization.none``."""
+"""Runtime of ``quantization.none``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class NoQuantization:
-    """``QuantizationScheme`` that keeps weights dense. Covers everything."""
+    """``QuantizationScheme`` that keeps the weights of every module dense."""
 
     block = 1
 

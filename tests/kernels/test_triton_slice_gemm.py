@@ -32,7 +32,7 @@ def test_parts_add_up(tokens: int, size: int, depth: int) -> None:
     from glowplug.core.protocols import Parts
     from glowplug.kernels.elementwise import norm
     from glowplug.kernels.gemm import split_depth as slice_gemm
-    from glowplug.plugins.quantization.dense.layers_cuda import _parts
+    from glowplug.plugins.quantization.dense.layers_cuda import _split_parts
 
     generator = torch.Generator("cuda").manual_seed(tokens)
     x, weight, residual = (
@@ -46,7 +46,7 @@ def test_parts_add_up(tokens: int, size: int, depth: int) -> None:
     gain = torch.ones(size, device="cuda", dtype=torch.bfloat16)
 
     def made() -> tuple[torch.Tensor, torch.Tensor]:
-        parts = _parts(x, weight)
+        parts = _split_parts(x, weight)
         assert isinstance(parts, Parts) and parts.ids.shape == (tokens, slice_gemm.SPLITS)
         return norm.add_rms_norm(parts.rows, residual, gain, 1e-6, parts.ids)
 

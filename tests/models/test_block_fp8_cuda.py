@@ -26,7 +26,7 @@ from glowplug.plugins.quantization.block_fp8 import gemm_providers as fp8_gemm  
 from glowplug.plugins.quantization.block_fp8.cuda import Fp8ExpertsCuda, Fp8LinearCuda, grouped  # noqa: E402
 from glowplug.plugins.quantization.block_fp8.gemm_providers import Providers  # noqa: E402
 from glowplug.plugins.quantization.block_fp8.grouped import Grouped  # noqa: E402
-from glowplug.plugins.quantization.block_fp8.plugin import HALVES  # noqa: E402
+from glowplug.plugins.quantization.block_fp8.plugin import SIXTEEN_BIT_ONLY  # noqa: E402
 
 TOLERANCE = 4e-3 if DEVICE == "cuda" else 0.12
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -195,7 +195,10 @@ def test_who_makes_16_bits_is_not_asked_for_float32(
     monkeypatch.setattr(fp8_gemm._Library, "missing", lambda self: "")
     table = {"N=512,K=512": {"64": "cutlass", "512": "cublas"}}
     for rows, columns in ((1, 512), (64, 512), (512, 512), (512, 768)):
-        assert Providers(wanted, table, torch.float32).pick(rows, columns, 512).name not in HALVES
+        assert (
+            Providers(wanted, table, torch.float32).pick(rows, columns, 512).name
+            not in SIXTEEN_BIT_ONLY
+        )
     assert {
         Providers("auto", table, dtype).pick(64, 512, 512).name
         for dtype in (torch.float16, torch.bfloat16)

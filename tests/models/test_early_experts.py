@@ -93,7 +93,7 @@ def test_the_same_mixture(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(2):
         x = torch.randn(tokens, SIZES.hidden, generator=torch.Generator().manual_seed(seed))
         torch.testing.assert_close(riding.forward(x), plain.forward(x), atol=1e-5, rtol=1e-4)
-        assert not riding.experts.method._begun.any()  # type: ignore[attr-defined]
+        assert not riding.experts.method._ready.any()  # type: ignore[attr-defined]
     assert [sign.tolist() for sign in begun] == ([[1, 0]] * 2 if tokens > 32 else [])
 
 
@@ -118,11 +118,11 @@ def test_a_step_that_failed_behind_its_gate_leaves_no_sign(monkeypatch: pytest.M
     with monkeypatch.context() as failing, pytest.raises(torch.OutOfMemoryError):
         failing.setattr(dense_cuda.moe_experts, "products", refused)
         riding.forward(x)
-    assert method._begun.tolist() == [1, 0]
+    assert method._ready.tolist() == [1, 0]
     few = riding.forward(x[:5])  # which begins nothing early
     started = method.start(x, SIZES.topk + 2)
     assert started is not None and not started.begun.any()
-    assert torch.equal(riding.forward(x), wanted) and not method._begun.any()
+    assert torch.equal(riding.forward(x), wanted) and not method._ready.any()
     torch.testing.assert_close(few, wanted[:5])
 
 

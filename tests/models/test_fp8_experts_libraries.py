@@ -28,7 +28,7 @@ from glowplug.plugins.quantization.block_fp8.cutlass import Cutlass  # noqa: E40
 from glowplug.plugins.quantization.block_fp8.grouped import Grouped  # noqa: E402
 from glowplug.plugins.quantization.block_fp8.masked import Masked  # noqa: E402
 from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options  # noqa: E402
-from glowplug.plugins.quantization.shared.expert_bytes import TILE  # noqa: E402
+from glowplug.plugins.quantization.shared.expert_bytes import DEEP_GEMM_TILE  # noqa: E402
 from tests.models.test_fp8_grouped import EXPERTS, HIDDEN, INTER, WIDTH, blocks, wanted_of  # noqa: E402
 
 Pair = tuple[Tensor, Tensor]
@@ -51,7 +51,7 @@ class DeepGemm:
         self.usual.append(usual)
         (experts, rows, depth), groups = x[0].shape, x[1].shape[2]
         assert (
-            rows % TILE == 0
+            rows % DEEP_GEMM_TILE == 0
             and out.shape == (experts, rows, weight[0].shape[1])
             and out.dtype == torch.bfloat16
         )
@@ -191,7 +191,7 @@ def test_steps_beyond_the_masked_ones_are_as_auto_has_them(
     monkeypatch.setattr(fp8_masked, "MASKED_TOKENS", 8)
     asked: list[tuple[int, ...]] = []
     made = Masked()
-    made._beyond = SimpleNamespace(  # type: ignore[assignment]
+    made._larger_steps = SimpleNamespace(  # type: ignore[assignment]
         pays=lambda *load: asked.append(load), experts=lambda x, *_: asked.append((len(x),))
     )
     assert made.pays(8, 1, 1000) and not asked and not made.pays(9, 2, 3) and asked == [(9, 2, 3)]

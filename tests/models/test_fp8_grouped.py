@@ -29,7 +29,7 @@ EXPERTS, HIDDEN, INTER, WIDTH, TILE = 5, 256, 128, 3, 16
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_grouped, "TILE", TILE)
+    monkeypatch.setattr(fp8_grouped, "DEEP_GEMM_TILE", TILE)
 
 
 class Library:

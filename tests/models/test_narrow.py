@@ -333,14 +333,14 @@ def group_with(part: str, **changes: Any) -> dict[str, Any]:
 
 
 STATED: dict[str, tuple[dict[str, Any], str]] = {
-    "bits": ({**AWQ, "bits": 8}, "weights of 8 bits; awq reads 4"),
+    "bits": ({**AWQ, "bits": 8}, "8-bit weights; awq reads 4-bit weights"),
     "no zeros": ({**AWQ, "zero_point": False}, "zero_point false"),
-    "version": ({**AWQ, "version": "gemv"}, "packed for version 'gemv'"),
+    "version": ({**AWQ, "version": "gemv"}, "packed in version 'gemv'"),
     "group": ({**AWQ, "group_size": 48}, "groups of 48"),
     "group of words": ({**AWQ, "group_size": "x"}, "groups of x"),
     "asymmetric": (
         group_with("weights", symmetric=False),
-        "weights with symmetric False; w8a8_int8 reads True",
+        "weights with symmetric False; w8a8_int8 supports True",
     ),
     "four bits": (group_with("weights", num_bits=4), "weights with num_bits 4"),
     "grouped": (group_with("weights", strategy="group"), "weights with strategy 'group'"),
@@ -362,9 +362,9 @@ STATED: dict[str, tuple[dict[str, Any], str]] = {
         "leaves input_activations unquantised",
     ),
     "format": ({**COMPRESSED, "format": "pack-quantized"}, "format is 'pack-quantized'"),
-    "cache": ({**COMPRESSED, "kv_cache_scheme": {"num_bits": 8}}, "scales for its KV cache"),
-    "expression": ({**COMPRESSED, "ignore": ["re:("]}, "which is no expression"),
-    "scheme": ({**INT8, "activation_scheme": "static"}, "activations of scheme 'static'"),
+    "cache": ({**COMPRESSED, "kv_cache_scheme": {"num_bits": 8}}, "has KV cache scales"),
+    "expression": ({**COMPRESSED, "ignore": ["re:("]}, "which is not a regular expression"),
+    "scheme": ({**INT8, "activation_scheme": "static"}, "requires the activation scheme 'static'"),
 }
 
 
@@ -399,7 +399,7 @@ GATE = "model.layers.1.mlp.experts.3.gate_proj"
             "int8",
             f"{GATE}.weight_scale",
             {f"{GATE}.weight_scale": torch.ones(1)},
-            "scales of another shape",
+            "scales of a shape other than one per row",
         ),
         ("awq", f"{GATE}.scales", {}, f"1 int4 weights have no scales: {GATE}"),
         ("awq", f"{GATE}.qzeros", {}, f"1 int4 weights have no qzeros: {GATE}"),
@@ -407,7 +407,7 @@ GATE = "model.layers.1.mlp.experts.3.gate_proj"
             "awq",
             f"{GATE}.qweight",
             {f"{GATE}.qweight": torch.zeros(48, 4, dtype=torch.int32)},
-            f"{GATE} has 48 inputs, which groups of 32 do not divide",
+            f"{GATE} has 48 inputs, not a multiple of the group size 32",
         ),
     ],
 )

@@ -148,7 +148,8 @@ def test_a_slice_that_cuts_a_group_names_its_layer() -> None:
         LinearShape("m", (name,), (96,), 48, (0,), 48, ((96, 256),))
     )
     with pytest.raises(
-        ValueError, match=f"{name}: a slice from channel 48 to 96 cuts groups of 32"
+        ValueError,
+        match=f"{name}: the slice from channel 48 to 96 does not consist of whole groups of 32",
     ):
         list(method.targets())
 

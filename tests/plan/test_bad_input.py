@@ -207,7 +207,7 @@ def test_libraries_are_named_on_the_cards_that_they_are_called_on(
     found = refusals(make, asked, B200)
     assert list(found) == [f"quantization.{option}"]
     refusal = found[f"quantization.{option}"]
-    assert f"{value} is called on SM90" in refusal.reason and "SM100" in refusal.reason
+    assert f"{value} is used only on SM90" in refusal.reason and "SM100" in refusal.reason
     assert (
         refusal.fix == f'quantization.{option} = "auto"'
         and make(asked).choice("quantization").name == name
@@ -248,7 +248,7 @@ def test_a_checkpoint_in_fp8_on_a_card_that_is_not_for_it(
     model = {"model": str(write_model(tmp_path / "fp8", config))}
     found = refusals(make, model, A100)["quantization.use"]
     assert (
-        "block_fp8 multiplies by kernels made for SM90, 100, 103; 1 x NVIDIA A100-SXM4-80GB has SM80"
+        "block_fp8 needs kernels written for SM90, 100, 103; 1 x NVIDIA A100-SXM4-80GB has SM80"
         in found.reason
     )
     assert found.fix.startswith(
@@ -344,7 +344,10 @@ def test_a_library_that_makes_16_bits_is_refused_for_float32(
     found = refusals(make, {"quantization": scheme, "dtype": "float32"})
     assert list(found) == [f"quantization.{option}"]
     said = found[f"quantization.{option}"]
-    assert "16 bits alone" in said.reason and f'quantization.{option} = "auto"' in said.fix
+    assert (
+        "supports 16-bit results only" in said.reason
+        and f'quantization.{option} = "auto"' in said.fix
+    )
     for fits in ("auto", "triton"):
         assert make({"quantization": {**scheme, option: fits}, "dtype": "float32"}).choice(
             "quantization"
@@ -473,7 +476,7 @@ class TestTunedTables:
         found = decision(make(hardware=hardware), tuned_tables.FIELD)
         assert found.value == "rules" and hardware.devices[0].name in found.why
         assert (
-            "tables are of NVIDIA H200 with Triton 3.6" in found.why
+            "tables are for NVIDIA H200 with Triton 3.6 and do not apply to" in found.why
             and "glowplug tune moe" in found.why
         )
 
@@ -491,19 +494,24 @@ class TestTunedTables:
         self, make: Callable[..., EnginePlan], own_tables: Path
     ) -> None:
         assert not [
-            found for found in make(hardware=B200).decisions if found.field == tuned_tables.HEAD
+            found
+            for found in make(hardware=B200).decisions
+            if found.field == tuned_tables.HEAD_FIELD
         ]
         plan, ours = make(), {"way": "tiles"}
         vocab, hidden = plan.facts.model.vocab_size, plan.facts.model.hidden_size
         path = own_tables / tuned.head_file_name(vocab, hidden, ("NVIDIA H100", "3.6"))
         tuned.keep(path, {1: {"way": "cublas"}, 8: ours, 32: ours})
         forget()
-        found = decision(make(hardware=H100), tuned_tables.HEAD)
-        assert found.value == "by rows" and "at 8, 32 rows, as measured on NVIDIA H100" in found.why
+        found = decision(make(hardware=H100), tuned_tables.HEAD_FIELD)
+        assert found.value == "by rows" and (
+            "own kernel at or near 8, 32 rows, cuBLAS at others, as measured on NVIDIA H100"
+            in found.why
+        )
         assert not [
             each
             for each in make({"dtype": "float16"}, H100).decisions
-            if each.field == tuned_tables.HEAD
+            if each.field == tuned_tables.HEAD_FIELD
         ]
 
     def test_who_multiplies_is_said(self, make: Callable[..., EnginePlan]) -> None:
@@ -512,15 +520,19 @@ class TestTunedTables:
         assert (found.value, found.by) == (
             "by shape",
             "facts",
-        ) and "measured fastest on NVIDIA H200" in found.why
+        ) and "fastest provider measured on NVIDIA H200" in found.why
         assert (
-            "of triton, deep_gemm, cutlass, flashinfer, cublas; for others triton up to 64 rows"
-            in found.why
-        )
+            "candidates: triton, deep_gemm, cutlass, flashinfer, cublas; "
+            "other shapes: triton up to 64 rows"
+        ) in found.why
+        assert "then the first available of cublas, cutlass, triton" in found.why
         without = decision(make(fp8, packages={**LIBRARIES, "sgl-deep-gemm": ""}), gemm_order.FIELD)
-        assert "of triton, cutlass, flashinfer, cublas (not installed: deep_gemm)" in without.why
+        assert (
+            "candidates: triton, cutlass, flashinfer, cublas (not installed: deep_gemm)"
+            in without.why
+        )
         other = decision(make(fp8, H100), gemm_order.FIELD)
-        assert other.value == "rules" and "nobody was measured on NVIDIA H100" in other.why
+        assert other.value == "rules" and "no measurements for NVIDIA H100" in other.why
         assert decision(make(fp8, B200), gemm_order.FIELD).value == "triton"
         named = decision(
             make({"quantization": {"use": "block_fp8", "gemm": "cutlass"}}), gemm_order.FIELD
@@ -534,15 +546,20 @@ class TestTunedTables:
         assert not [found for found in plan.decisions if found.field == gemm_order.FIELD]
 
     @pytest.mark.parametrize(
-        ("scheme", "kind", "among", "rule"),
+        ("scheme", "kind", "candidates", "rule"),
         [
             (
                 "w8a8_int8",
                 "int8-gemm",
-                "of triton, cutlass",
-                "triton below 64 rows, cutlass from there on",
+                "candidates: triton, cutlass",
+                "triton below 64 rows, cutlass from 64 rows",
             ),
-            ("awq", "awq-gemm", "of triton, cublas", "triton below 512 rows, cublas from there on"),
+            (
+                "awq",
+                "awq-gemm",
+                "candidates: triton, cublas",
+                "triton below 512 rows, cublas from 512 rows",
+            ),
         ],
     )
     def test_so_it_is_of_narrow_weights(
@@ -551,7 +568,7 @@ class TestTunedTables:
         tmp_path: Path,
         scheme: str,
         kind: str,
-        among: str,
+        candidates: str,
         rule: str,
     ) -> None:
         """By the card's own table; another card's is passed over, with the reason."""
@@ -560,14 +577,14 @@ class TestTunedTables:
         config = {"model": model, "quantization": {"use": scheme}}
         found = decision(make(config), gemm_order.FIELD)
         assert (found.value, found.by) == ("by shape", "facts")
-        assert (
-            f"for 3 shapes whoever was measured fastest on NVIDIA H200, {among}; for others the nearest"
-            in found.why
+        assert found.why == (
+            f"the fastest provider measured on NVIDIA H200 for each of 3 shapes; {candidates}; "
+            "other shapes: the provider of the nearest measured shape"
         )
         other = decision(make(config, H100), gemm_order.FIELD)
         assert other.value == "rules" and other.why == (
-            "nobody was measured on NVIDIA H100, and tables of NVIDIA H200 are not trusted there: "
-            f"{rule}; {among}; `glowplug tune {kind}` measures"
+            "no measurements for NVIDIA H100 (those of NVIDIA H200 do not apply): "
+            f"{rule}; {candidates}; run `glowplug tune {kind}` to measure"
         )
         blackwell = decision(make(config, B200), gemm_order.FIELD)
         assert blackwell.value == ("rules" if scheme == "awq" else "triton")
@@ -586,15 +603,21 @@ class TestTunedTables:
         plan = make(
             {"quantization": {"use": "w8a8_int8"}}, packages={**LIBRARIES, "sglang-kernel": ""}
         )
-        assert "of triton (not installed: cutlass)" in decision(plan, gemm_order.FIELD).why
+        assert "candidates: triton (not installed: cutlass)" in decision(plan, gemm_order.FIELD).why
 
     def test_what_is_said_of_who_multiplies_is_what_runs(self) -> None:
         pytest.importorskip("triton")
         from glowplug.plugins.quantization.block_fp8 import gemm_providers as fp8_gemm
 
         providers = fp8_gemm.Providers("auto", {})
-        assert tuple(providers._order(gemm_order.FEW, 512, 512)) == gemm_order.UNMEASURED_FEW
-        assert tuple(providers._order(gemm_order.FEW + 1, 512, 512)) == gemm_order.UNMEASURED
+        assert (
+            tuple(providers._order(gemm_order.FEW_ROWS_MAX, 512, 512))
+            == gemm_order.UNMEASURED_FEW_ROWS
+        )
+        assert (
+            tuple(providers._order(gemm_order.FEW_ROWS_MAX + 1, 512, 512))
+            == gemm_order.UNMEASURED_MANY_ROWS
+        )
         assert fp8_gemm.provider_path().parent == tuned.FOLDER
         assert len(gemm_order.measured("fp8_gemm", "NVIDIA H200")) >= 5
 

@@ -15,10 +15,10 @@ from glowplug.core.startup import warmup
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
 from glowplug.plugins.quantization.shared.expert_bytes import (
+    DEEP_GEMM_TILE,
     MASKED_TOKENS,
-    TILE,
     fp8_experts,
-    fp8_turns,
+    fp8_peak_tokens,
     masked_rows,
 )
 from tests.gpu.traced_memory import planned, plugins_of_the_card, written
@@ -36,7 +36,7 @@ def step(tokens: int, experts: Any = "auto", element: int = 2) -> ExpertsStep:
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 128), (128, 128), (129, 256), (512, 512)])
 def test_masked_rows_are_whole_tiles_of_every_token(tokens: int, rows: int) -> None:
-    assert masked_rows(tokens) == rows and rows % TILE == 0
+    assert masked_rows(tokens) == rows and rows % DEEP_GEMM_TILE == 0
     work = fp8_experts(step(tokens, "deep_gemm_masked"))
     inner, outer = 257 * rows * 2048 * (1 + 4 / 128), 257 * rows * 7168 * 2
     assert work.left == tokens * 7168 * 2 and 0 <= work.most - (inner + outer) < MIB
@@ -84,7 +84,9 @@ def test_a_step_that_may_hold_more_than_larger_ones_is_measured(experts: str) ->
         for tokens in (128, 256, 512, 513, 1024, 8192)
     ]
     assert sizes == sorted(sizes)
-    assert fp8_turns(given.options) == ((MASKED_TOKENS,) if experts == "deep_gemm_masked" else ())
+    assert fp8_peak_tokens(given.options) == (
+        (MASKED_TOKENS,) if experts == "deep_gemm_masked" else ()
+    )
 
 
 @pytest.mark.parametrize("element", [2, 4])

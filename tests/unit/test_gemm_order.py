@@ -134,7 +134,7 @@ def test_the_larger_of_two_numbers_of_rows_as_near() -> None:
 
 @pytest.mark.parametrize(("kind", "rule"), [(INT8.kind, INT8_ROWS), (AWQ.kind, AWQ_ROWS)])
 def test_a_card_without_a_table_goes_by_rows(
-    kind: str, rule: gemm_order.ByRows, card: None, monkeypatch: pytest.MonkeyPatch
+    kind: str, rule: gemm_order.RowRule, card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The H200's is not looked into, whatever the shape."""
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H100")
@@ -144,8 +144,8 @@ def test_a_card_without_a_table_goes_by_rows(
     pick = picks(kind)
     for columns, depth in ((2048, 10944), (21888, 2048), (512, 512)):
         assert [
-            pick(rows, columns, depth) for rows in (1, rule.least - 1, rule.least, 1 << 14)
-        ] == [rule.few, rule.few, rule.many, rule.many]
+            pick(rows, columns, depth) for rows in (1, rule.threshold - 1, rule.threshold, 1 << 14)
+        ] == [rule.small, rule.small, rule.large, rule.large]
 
 
 @pytest.mark.parametrize("wanted", ["triton", "cutlass"])

@@ -108,7 +108,7 @@ def test_no_time_notes_no_provider(tuner: tune_fp8.Fp8GemmTuner, folder: Path) -
     tuner.tune(
         TuneTable("N=2112,K=7168", folder / "t.json", (1, 8), (), (2112, 7168)), -1.0, log.append
     )
-    assert log[-1] == "out of time before 1 rows of the libraries"
+    assert log[-1] == "out of time before measuring the libraries at 1 rows"
     assert not (folder / "providers.json").exists()
 
 

@@ -75,7 +75,7 @@ def test_tables_fill_and_the_next_run_goes_on(
         ("N=64,K=256", (8, 128)),
     ]
     tuner.tune(first, -1.0, log.append)
-    assert log == ["out of time before 8 rows"] and not first.path.exists()
+    assert log == ["out of time before measuring 8 rows"] and not first.path.exists()
     tuner.tune(first, 60.0, log.append)
     assert log[1:] == [
         "8 rows: triton; triton 8.0 us, other 20.0 us",

@@ -1,4 +1,4 @@
-"""The runtime of ``quantization.awq`` in plain torch: weights are dequantised once, as they arrive."""
+"""Runtime of ``quantization.awq`` in plain torch: weights are dequantised as they arrive."""
 
 from __future__ import annotations
 
@@ -33,22 +33,27 @@ from glowplug.plugins.quantization.shared.skipped_modules import left_alone, lis
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.awq.plugin import AwqOptions
 
-WORD = "int32"
-#: what takes (qweight, qzeros, scales) of a slice, in the published layout
+WORD = "int32"  #: dtype of packed tensors in the checkpoint
+#: callback for (qweight, qzeros, scales) of a slice, in the published layout
 Put = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def awq(options: AwqOptions, plan: EnginePlan, worker: Worker) -> QuantizationScheme:
-    """The scheme for ``worker``'s device: int4 weights on CUDA, dequantised ones elsewhere."""
+    """Return the scheme for ``worker``'s device: int4 weights on CUDA, else dequantised ones."""
     if torch.device(worker.device).type == "cuda" and not options.dequantize:
-        from glowplug.plugins.quantization.awq.cuda import AwqCuda  # it imports this module
+        # imported late: the module imports this one
+        from glowplug.plugins.quantization.awq.cuda import AwqCuda
 
         return AwqCuda(options, plan, worker)
     return Awq(options, plan, worker)
 
 
 class Source:
-    """What a checkpoint stores. ``group``: inputs that share a scale, -1 for all of a row."""
+    """The tensors that a checkpoint stores for each quantised matrix.
+
+    Attributes:
+        group: inputs that share a scale; -1: all inputs of a row.
+    """
 
     def __init__(self, plan: EnginePlan) -> None:
         facts = plan.facts.model
@@ -57,12 +62,13 @@ class Source:
         self.group = awq_group(facts)
 
     def covers(self, module: str) -> bool:
+        """Return True if ``module`` is quantised in the checkpoint."""
         if self._tensors:
             return f"{module}.qweight" in self._tensors
         return not left_alone(module, self._listed, parts=True)
 
     def group_of(self, depth: int) -> int:
-        """Of a slice of ``depth`` inputs."""
+        """Return the group size of a slice of ``depth`` inputs."""
         return depth if self.group < 0 else self.group
 
     def targets(
@@ -72,57 +78,71 @@ class Source:
         index: tuple[slice, slice],
         put: Put,
     ) -> Iterator[WeightTarget]:
-        """Of the slice ``index`` (outputs, inputs) of a matrix ``full``; ``put`` gets its three
-        tensors together.
+        """Yield the targets of one slice of a matrix.
+
+        Args:
+            module: module name in the checkpoint.
+            full: outputs and inputs of the matrix.
+            index: the slice of outputs and of inputs.
+            put: receives the slice's three tensors once all have arrived.
+
+        Raises:
+            ValueError: the matrix or slice does not consist of whole words and groups.
         """
         (rows, columns) = full
         (outputs, inputs) = index
         if rows % layout.PACK:
-            raise ValueError(f"{module}: {rows} outputs are no whole words of {layout.PACK}")
+            raise ValueError(
+                f"{module}: {rows} outputs are not a multiple of the {layout.PACK} per word"
+            )
         grid = -(-columns // self.group) if self.group > 0 else 1
         words = _divided(module, outputs, layout.PACK)
         groups = _divided(module, inputs, self.group) if self.group > 0 else slice(None)
-        parts = _Parts(put)
+        pending = _PendingMatrix(put)
         for leaf, shape, cut, dtype in (
             ("qweight", (columns, rows // layout.PACK), (inputs, words), WORD),
             ("qzeros", (grid, rows // layout.PACK), (groups, words), WORD),
             ("scales", (grid, rows), (groups, outputs), None),
         ):
-            yield Target(f"{module}.{leaf}", shape, index=cut, dtype=dtype, put=parts.taker(leaf))
+            yield Target(
+                f"{module}.{leaf}", shape, index=cut, dtype=dtype, put=pending.setter(leaf)
+            )
 
 
 def _divided(module: str, cut: slice, unit: int) -> slice:
-    """``cut`` counted in whole units."""
+    """Return ``cut`` in multiples of ``unit`` channels."""
     if cut == slice(None):
         return cut
     if cut.start % unit or cut.stop % unit:
         raise ValueError(
-            f"{module}: a slice from channel {cut.start} to {cut.stop} cuts groups of {unit}"
+            f"{module}: the slice from channel {cut.start} to {cut.stop} does not consist of whole "
+            f"groups of {unit}"
         )
     return slice(cut.start // unit, cut.stop // unit)
 
 
 @dataclass(eq=False)
-class _Parts:
-    """One matrix on its way: its three tensors, in any order."""
+class _PendingMatrix:
+    """One matrix whose three tensors arrive in any order."""
 
     put: Put
     held: dict[str, Tensor] = field(default_factory=dict)
 
-    def taker(self, leaf: str) -> Callable[[Tensor], None]:
-        def take(value: Tensor) -> None:
-            self.held[leaf] = (
-                value if value.is_cpu else value.clone()
-            )  # on a device it is part of a larger block
+    def setter(self, leaf: str) -> Callable[[Tensor], None]:
+        """Return a callback that stores tensor ``leaf``; the third one triggers ``put``."""
+
+        def set_tensor(value: Tensor) -> None:
+            # a device tensor is a view of a larger block, which it would keep alive; hence the copy
+            self.held[leaf] = value if value.is_cpu else value.clone()
             if len(self.held) == 3:
                 self.put(self.held["qweight"], self.held["qzeros"], self.held["scales"])
                 self.held.clear()
 
-        return take
+        return set_tensor
 
 
 class Awq:
-    """``QuantizationScheme``. Ranks split at whole groups."""
+    """``QuantizationScheme`` with dequantised weights. Ranks split at group boundaries."""
 
     fuses_shared = False
 
@@ -143,7 +163,7 @@ class Awq:
 
 
 def _into(destination: Tensor, source: Source) -> Put:
-    """Dequantises into ``destination`` [outputs, inputs]."""
+    """Return a callback that dequantises into ``destination`` [outputs, inputs]."""
 
     def put(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
         group = source.group_of(qweight.shape[0])

@@ -1,6 +1,4 @@
-"""The runtime of ``quantization.awq`` on CUDA: weights stay int4, in the layout that our kernels
-read.
-"""
+"""Runtime of ``quantization.awq`` on CUDA: weights stay int4, in our kernels' layout."""
 
 from __future__ import annotations
 
@@ -34,12 +32,13 @@ from glowplug.plugins.quantization.shared.provider_choice import AWQ, AWQ_ROWS, 
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.awq.plugin import AwqOptions
 
-WHOLE = slice(None)
+ALL = slice(None)
 
 
 class AwqCuda(Awq):
-    """``QuantizationScheme``: a shared expert rides with the routed ones where its slices are whole
-    groups.
+    """``QuantizationScheme`` with int4 weights.
+
+    The shared expert may be fused if its slices consist of whole groups.
     """
 
     def __init__(self, options: AwqOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -56,8 +55,13 @@ class AwqCuda(Awq):
 
 
 class Multiply:
-    """x W^T over int4 weights, by ``wanted``: "triton" (our own kernel), "cublas" (the weight
-    dequantised first), or "auto"."""
+    """The GEMM x W^T over int4 weights.
+
+    Args:
+        wanted: "triton" (our own kernel), "cublas" (after dequantising the weight), or "auto" (the
+            fastest measured one).
+        table: measurements for "auto"; None: those of the current GPU.
+    """
 
     def __init__(self, wanted: str = "auto", table: Table | None = None) -> None:
         self._wanted = wanted
@@ -66,7 +70,18 @@ class Multiply:
     def __call__(
         self, x: Tensor, packed: Tensor, factors: Tensor, group: int, bias: Tensor | None
     ) -> Tensor:
-        """x [T, K], packed and factors as of ``awq_gemm`` -> [T, N]."""
+        """Return x W^T.
+
+        Args:
+            x: [T, K].
+            packed: weight as in ``kernels/gemm/int4_awq.py``.
+            factors: scales and zeros as in ``kernels/gemm/int4_awq.py``.
+            group: inputs that share a scale.
+            bias: [N] or None.
+
+        Returns:
+            [T, N].
+        """
         if self.pick(x.shape[0], packed.shape[1], x.shape[1]) == "triton":
             return awq_gemm.gemm(
                 x if x.stride(-1) == 1 else x.contiguous(), packed, factors, group, bias
@@ -75,15 +90,19 @@ class Multiply:
         return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
     def pick(self, rows: int, columns: int, depth: int) -> str:
-        """Who multiplies [rows, depth] x [columns, depth]^T."""
+        """Return the provider for [rows, depth] x [columns, depth]^T."""
         if not rows:
             return "triton"
         return self._fastest.pick(rows, columns, depth) if self._wanted == "auto" else self._wanted
 
 
 class Packed:
-    """Weights of ``count`` matrices [columns, depth] in our layout: packed int16 [E, blocks, N,
-    32], factors int32 [E, groups, N] for products in ``dtype``."""
+    """Weights of ``count`` matrices [columns, depth] in our layout, for GEMMs in ``dtype``.
+
+    Attributes:
+        packed: int16 [E, blocks, N, 32].
+        factors: int32 [E, groups, N].
+    """
 
     def __init__(
         self, count: int, columns: int, depth: int, source: Source, dtype: torch.dtype, device: str
@@ -102,7 +121,7 @@ class Packed:
         self.weights = moe_gemm_awq.Weights(self.packed, self.factors, group, depth)
 
     def into(self, number: int, columns: slice) -> Put:
-        """Repacks a published matrix into ``columns`` of matrix ``number``."""
+        """Return a callback that repacks a matrix into ``columns`` of matrix ``number``."""
 
         def put(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
             self.store(
@@ -118,8 +137,14 @@ class Packed:
     def store(
         self, number: int, columns: slice, numbers: Tensor, zeros: Tensor, scales: Tensor
     ) -> None:
-        """numbers uint8 [depth, n], zeros and scales [groups, n] for ``columns`` of matrix
-        ``number``.
+        """Store a matrix slice in ``columns`` of matrix ``number``.
+
+        Args:
+            number: index of the matrix.
+            columns: the slice's outputs.
+            numbers: uint8 [depth, n].
+            zeros: [groups, n].
+            scales: [groups, n].
         """
         self.packed[number, :, columns].copy_(layout.pack_blocks(numbers.t()))
         factors = layout.pack_factors(scales.to(zeros.device), zeros, self._dtype)
@@ -127,7 +152,7 @@ class Packed:
 
 
 class AwqLinearCuda(Biased):
-    """``LinearMethod``."""
+    """``LinearMethod`` over int4 weights."""
 
     input_format = "plain"
 
@@ -164,8 +189,11 @@ class AwqLinearCuda(Biased):
 
 
 class AwqExpertsCuda:
-    """``ExpertsMethod``: w13 [E + S, 2I, H] and w2 [E + S, H, I]; the S last are slices of the
-    shared expert.
+    """``ExpertsMethod`` over int4 weights; the last S experts are slices of the shared expert.
+
+    Attributes:
+        w13: [E + S, 2I, H].
+        w2: [E + S, H, I].
     """
 
     input_format = "plain"
@@ -174,7 +202,7 @@ class AwqExpertsCuda:
         self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source
     ) -> None:
         assert not shape.shared or shape.inter == shape.inter_full, (
-            "a shared expert rides along on one rank alone"
+            "the shared expert can be fused only on one rank"
         )
         self.shape = shape
         self._source = source
@@ -184,28 +212,39 @@ class AwqExpertsCuda:
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, expert, span in expert_slices(self.shape):
-            put = self.w2.into(expert, WHOLE) if span is None else self.w13.into(expert, span)
+            put = self.w2.into(expert, ALL) if span is None else self.w13.into(expert, span)
             yield from self._source.targets(name, full, index, put)
         for name, full, rows in shared_slices(self.shape):
             yield from self._source.targets(
-                name, full, (WHOLE, WHOLE), partial(self._take_shared, rows)
+                name, full, (ALL, ALL), partial(self._take_shared, rows)
             )
 
     def _take_shared(
         self, rows: slice | None, qweight: Tensor, qzeros: Tensor, scales: Tensor
     ) -> None:
-        """``rows`` of w13 from gates or ups (S * I outputs); None: w2 from S * I inputs."""
+        """Store one published matrix of the shared expert, slice by slice.
+
+        Args:
+            rows: rows of w13 for the gate or up projection (S * I outputs); None: w2 (S * I
+                inputs).
+            qweight: packed weights.
+            qzeros: packed zeros.
+            scales: scales.
+        """
         shape = self.shape
         device = self.w13.packed.device
         parts = [layout.unpack(qweight.to(device)), layout.unpack(qzeros.to(device)), scales]
-        held, columns, dim = (self.w2, WHOLE, 0) if rows is None else (self.w13, rows, 1)
+        held, columns, dim = (self.w2, ALL, 0) if rows is None else (self.w13, rows, 1)
         for number in range(shape.shared):
             held.store(
                 shape.count + number, columns, *(self._slice(part, number, dim) for part in parts)
             )
 
     def _slice(self, part: Tensor, number: int, dim: int) -> Tensor:
-        """Slice ``number`` of the shared expert's; one group for all inputs is everybody's."""
+        """Return slice ``number`` of the shared expert's tensor ``part``.
+
+        If a single group covers all inputs, all slices share it.
+        """
         return (
             part
             if part.shape[dim] == 1 and dim == 0

@@ -1,8 +1,7 @@
-"""AWQ: int4 weights with a scale and a zero for each group of inputs (Lin et al., 2023),
-activations in 16 bits.
+"""AWQ (Lin et al., 2023): int4 weights with a scale and a zero for each group of inputs.
 
-Checkpoints as AutoAWQ writes them (version "gemm"): ``qweight``, ``qzeros`` and ``scales``, see
-``kernels/formats/awq.py``.
+Activations have 16 bits. Checkpoints are those of AutoAWQ (version "gemm") with tensors
+``qweight``, ``qzeros`` and ``scales``; see ``kernels/formats/awq.py``.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ from glowplug.core.plugin.options import QuantizationOptions
 from glowplug.plugins.quantization.shared.triton_needed import check_triton
 
 NAME = "awq"
-USE = "quantization.use"
-ROW = -1  #: group size of one scale a row
-LEAST_GROUP = 32
-BLOCK = 128
+FIELD = "quantization.use"
+WHOLE_ROW = -1  #: group size that means one scale per row
+GROUP_MIN = 32
+BLOCK = 128  #: inputs in a block of our kernels' weight layout
 SUPPORTED = "a checkpoint that AutoAWQ wrote with 4 bits, zero_point true and version gemm"
-AGAIN = "download the checkpoint again"
-SHOWN = 3  #: names listed in a reason
+DOWNLOAD_AGAIN = "download the checkpoint again"
+NAMES_SHOWN = 3  #: names listed in a reason
 
 
 class AwqOptions(QuantizationOptions):
     use: Literal["awq"] = "awq"
     gemm: Literal["auto", "triton", "cublas"] = Field(
         "auto",
-        description="who multiplies linear layers on a CUDA device: our own kernel, which unpacks weights as "
-        "it goes, or cuBLAS behind one that dequantises them; auto: for each shape and number of "
-        "rows whoever was measured fastest",
+        description="GEMM provider for linear layers on CUDA devices: triton (our own kernel, "
+        "which unpacks weights on the fly) or cublas (after dequantising them); auto: for each "
+        "shape and number of rows the fastest measured one",
         json_schema_extra={"provider": "linear"},
     )
     dequantize: bool = Field(
-        False, description="keep weights in the compute dtype on a CUDA device as well"
+        False, description="keep weights in the compute dtype on CUDA devices too"
     )
 
     def dequantizes(self, device: str, offers: QuantizationOffers) -> bool:
@@ -59,12 +58,12 @@ class AwqOptions(QuantizationOptions):
         )
 
     def split_block(self, device: str, offers: QuantizationOffers, model: ModelFacts) -> int:
-        """Whole groups; a word holds eight outputs."""
+        """Return the multiple at which ranks may split: a group, or a word of eight outputs."""
         return max(8, awq_group(model))
 
 
 def check_awq(context: CheckContext) -> Iterator[Refusal]:
-    """What config.json states, and what the tensors say."""
+    """Check the quantization config and the tensors of an AWQ checkpoint, and the devices."""
     model = context.facts.model
     if not context.options.dequantize:
         yield from check_triton(context, NAME, "dequantize = true")
@@ -73,49 +72,50 @@ def check_awq(context: CheckContext) -> Iterator[Refusal]:
     found = list(_stated(quantization_config(model), awq_group(model)))
     if not found:
         found = list(_stored(model.tensors, awq_group(model)))
-    yield from (Refusal(NAME, USE, reason, fix) for reason, fix in found)
+    yield from (Refusal(NAME, FIELD, reason, fix) for reason, fix in found)
 
 
 def _stated(stated: Mapping[str, Any], group: int) -> Iterator[tuple[str, str]]:
-    """Reason and fix of everything in a ``quantization_config`` that is not read here."""
+    """Yield reason and fix for each unsupported setting of a ``quantization_config``."""
     bits = stated.get("bits", stated.get("w_bit", 4))
     if bits != 4:
-        yield f"the checkpoint has weights of {bits} bits; {NAME} reads 4", SUPPORTED
+        yield f"the checkpoint has {bits}-bit weights; {NAME} reads 4-bit weights", SUPPORTED
     if stated.get("zero_point", True) is not True:
         yield (
-            f"the checkpoint has no zeros (zero_point false); {NAME} reads weights with a zero a group",
+            f"the checkpoint has no zeros (zero_point false); {NAME} needs a zero per group",
             SUPPORTED,
         )
     version = str(stated.get("version", "gemm")).lower()
     if version != "gemm":
         yield (
-            f"the checkpoint is packed for version {version!r}; {NAME} reads the order of 'gemm'",
+            f"the checkpoint is packed in version {version!r}; {NAME} reads version 'gemm'",
             SUPPORTED,
         )
-    if group != ROW and (
-        group < LEAST_GROUP or group % LEAST_GROUP or BLOCK % group and group % BLOCK
+    if group != WHOLE_ROW and (
+        group < GROUP_MIN or group % GROUP_MIN or BLOCK % group and group % BLOCK
     ):
         shown = stated.get("group_size", stated.get("q_group_size"))
         yield (
-            f"the checkpoint has groups of {shown}; {NAME} reads 32, 64, multiples of 128, and -1",
+            f"the checkpoint has groups of {shown}; {NAME} supports 32, 64, multiples of 128, and "
+            "-1",
             "a checkpoint with group_size 128",
         )
 
 
 def _stored(tensors: Mapping[str, TensorFact], group: int) -> Iterator[tuple[str, str]]:
-    """The same of the tensors themselves, where their headers were read."""
+    """Yield reason and fix for each problem of the tensors, if their headers were read."""
     modules = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
     if tensors and not modules:
-        yield f"config.json says {NAME}, but no tensor is called qweight", AGAIN
+        yield f"config.json says {NAME}, but no tensor is called qweight", DOWNLOAD_AGAIN
     for leaf in ("qzeros", "scales"):
         missing = [name for name in modules if f"{name}.{leaf}" not in tensors]
         if missing:
-            yield f"{len(missing)} int4 weights have no {leaf}: {_some(missing)}", AGAIN
+            yield f"{len(missing)} int4 weights have no {leaf}: {_some(missing)}", DOWNLOAD_AGAIN
     cut = [name for name in modules if group > 0 and _inputs(tensors, name) % group]
     if cut:
         yield (
-            f"{cut[0]} has {_inputs(tensors, cut[0])} inputs, which groups of {group} do not divide"
-            + (f", and {len(cut) - 1} more likewise" if len(cut) > 1 else ""),
+            f"{cut[0]} has {_inputs(tensors, cut[0])} inputs, not a multiple of the group size "
+            f"{group}" + (f" (and {len(cut) - 1} more weights)" if len(cut) > 1 else ""),
             "a checkpoint with smaller groups",
         )
 
@@ -125,8 +125,8 @@ def _inputs(tensors: Mapping[str, TensorFact], module: str) -> int:
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (
-        f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + (
+        f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     )
 
 
@@ -142,6 +142,6 @@ def register_quantization_schemes() -> list[Component]:
                 reads=frozenset({NAME}), dequantizes=frozenset({"cpu"}), rides=True
             ),
             uses={"triton": ("triton",), "cublas": ("triton",)},
-            summary="int4 weights with a scale and a zero a group, as AutoAWQ writes them",
+            summary="int4 weights with a scale and a zero per group, as AutoAWQ writes them",
         )
     ]

@@ -1,8 +1,8 @@
-"""The runtime of ``quantization.block_fp8`` in plain torch, where products do not run in FP8.
+"""Runtime of ``quantization.block_fp8`` in plain torch, for devices without FP8 GEMMs.
 
 Weights are dequantised once, as they arrive, into the compute dtype; activations are rounded to
-what FP8 would hold. A product is then that of an FP8 GEMM with float32 accumulation, up to the
-order of summation.
+FP8 values. A result equals that of an FP8 GEMM with float32 accumulation, up to the order of
+summation.
 """
 
 from __future__ import annotations
@@ -37,32 +37,33 @@ from glowplug.plugins.quantization.dense.layers import (
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
 
-FORMAT = "fp8_group128_values"
-PLAIN = "plain"
-STORED = "float8_e4m3fn"
-#: last name of modules that published FP8 checkpoints leave alone
-LEFT_ALONE = frozenset({"lm_head", "head", "gate", "embed_tokens", "eh_proj"})
+FORMAT = "fp8_group128_values"  #: input format of rounded activations
+PLAIN = "plain"  #: input format of activations in the compute dtype
+STORED = "float8_e4m3fn"  #: dtype of quantised weights in the checkpoint
+#: last names of modules that published FP8 checkpoints leave unquantised
+UNQUANTIZED = frozenset({"lm_head", "head", "gate", "embed_tokens", "eh_proj"})
 
 
 def block_fp8(options: BlockFp8Options, plan: EnginePlan, worker: Worker) -> BlockFp8:
-    """The scheme for ``worker``'s device: products in FP8 on CUDA, of dequantised weights
-    elsewhere.
+    """Return the scheme for ``worker``'s device.
+
+    CUDA devices run FP8 GEMMs unless ``activations = "none"``; otherwise weights are dequantised.
     """
     if torch.device(worker.device).type == "cuda" and options.activations != "none":
-        from glowplug.plugins.quantization.block_fp8.cuda import (
-            BlockFp8Cuda,  # it imports this module
-        )
+        # imported late: the module imports this one
+        from glowplug.plugins.quantization.block_fp8.cuda import BlockFp8Cuda
 
         return BlockFp8Cuda(options, plan, worker)
     return BlockFp8(options, plan, worker)
 
 
 class BlockFp8:
-    """``QuantizationScheme``. A checkpoint that is not FP8 is quantised block by block while it
-    loads.
+    """``QuantizationScheme`` with dequantised weights.
 
-    Ranks split dimensions anywhere, because a weight is dequantised by its own matrix's blocks;
-    groups of activations begin with a rank's first channel.
+    A checkpoint that is not FP8 is quantised block by block while it loads. Ranks may split a
+    dimension anywhere, because a weight is dequantised by the blocks of the whole checkpoint
+    matrix.
+    Activation groups start at a rank's first channel.
     """
 
     block = 1
@@ -77,8 +78,8 @@ class BlockFp8:
         self._format = FORMAT if options.activations == "dynamic" else PLAIN
         self._tensors = facts.tensors if self._native else {}
         self._skipped = tuple(stated.get("modules_to_not_convert") or ())
-        # NOTE: torch's grouped products of float32 read the groups on the host, so that no graph
-        # could hold them.
+        # NOTE: torch's grouped GEMMs in float32 read the group sizes on the host and cannot be
+        # captured in a CUDA graph.
         self._in_triton = self._format == PLAIN and tiles_run_on(self._device)
 
     def linear(self, shape: LinearShape) -> LinearMethod:
@@ -86,9 +87,8 @@ class BlockFp8:
 
     def experts(self, shape: ExpertsShape) -> ExpertsMethod:
         if self._in_triton:
-            from glowplug.plugins.quantization.block_fp8.dense_cuda import (
-                DequantizedExperts,  # it imports this module
-            )
+            # imported late: the module imports this one
+            from glowplug.plugins.quantization.block_fp8.dense_cuda import DequantizedExperts
 
             return DequantizedExperts(shape, self._dtype, self._device, self._native)
         return Fp8Experts(shape, self._dtype, self._device, self._format, self._native)
@@ -97,17 +97,24 @@ class BlockFp8:
         weight = self._tensors.get(f"{module}.weight")
         if weight is not None:
             return weight.dtype == STORED
-        if module.rpartition(".")[2] in LEFT_ALONE:
+        if module.rpartition(".")[2] in UNQUANTIZED:
             return False
         return not any(module == name or module.startswith(f"{name}.") for name in self._skipped)
 
 
 class BlockWeight:
-    """One checkpoint matrix on its way into ``destination`` [rows, columns]: weight and scales,
-    whichever comes first.
+    """One checkpoint matrix, dequantised into ``destination`` while it loads.
 
-    The slice may begin anywhere within a block; the blocks are always those of the checkpoint's own
-    matrix.
+    Weight and scales may arrive in either order. The slice may begin anywhere within a block;
+    blocks
+    are always those of the whole checkpoint matrix.
+
+    Attributes:
+        name: module name in the checkpoint.
+        full: shape of the checkpoint matrix.
+        index: this rank's slice of it.
+        destination: [rows, columns] of the slice, in the compute dtype.
+        native: the checkpoint is FP8.
     """
 
     def __init__(
@@ -156,27 +163,28 @@ class BlockWeight:
         self._stored = self._scales = None
 
     def _quantize(self, value: Tensor) -> None:
-        """``value``: every block that this rank holds some of."""
+        """Quantise and dequantise ``value``, all blocks that this rank's slice touches."""
         stored, scales = fp8.quantize_weight(value)
         (first, rows), (left, columns) = zip(self._offsets(), self.destination.shape, strict=True)
         whole = fp8.dequantize_weight(stored, scales, self.destination.dtype)
         self.destination.copy_(whole[first : first + rows, left : left + columns])
 
     def _offsets(self) -> tuple[int, int]:
-        """First row and column held, counted from the beginning of their block."""
+        """Return the slice's first row and column, relative to the start of their block."""
         rows, columns = self.index
         return (rows.start or 0) % fp8.BLOCK, (columns.start or 0) % fp8.BLOCK
 
 
 def _kept(value: Tensor) -> Tensor:
-    """``value`` until its counterpart comes: on a device it is part of a larger block, which would
-    be kept as well.
+    """Return ``value`` for keeping until its counterpart arrives.
+
+    On a device ``value`` is a view of a larger block, which it would keep alive; hence the copy.
     """
     return value if value.is_cpu else value.clone()
 
 
 def blocks_of(cut: slice, full: int) -> slice:
-    """The blocks that ``cut`` of a dimension of ``full`` elements touches."""
+    """Return the slice of blocks that ``cut`` of a dimension of ``full`` elements touches."""
     if cut == slice(None):
         return cut
     return part_of(
@@ -187,7 +195,7 @@ def blocks_of(cut: slice, full: int) -> slice:
 
 
 def elements_of(blocks: slice, full: int) -> slice:
-    """The elements of ``blocks`` of a dimension of ``full``."""
+    """Return the slice of elements that ``blocks`` covers in a dimension of ``full`` elements."""
     if blocks == slice(None):
         return blocks
     start = blocks.start * fp8.BLOCK
@@ -195,8 +203,9 @@ def elements_of(blocks: slice, full: int) -> slice:
 
 
 def _as_read(x: Tensor | Quantized, input_format: str) -> Tensor:
-    """Activations in ``input_format``: as they are, or rounded, which a producer may have done
-    already.
+    """Return activations in ``input_format``: unchanged, or rounded to FP8 values.
+
+    ``Quantized`` input has been rounded by its producer.
     """
     if isinstance(x, Quantized):
         return x.values
@@ -204,7 +213,7 @@ def _as_read(x: Tensor | Quantized, input_format: str) -> Tensor:
 
 
 class Fp8Linear(DenseLinear):
-    """``LinearMethod``: each fused part keeps its own block grid."""
+    """``LinearMethod`` over dequantised weights; each fused matrix has its own block grid."""
 
     def __init__(
         self, shape: LinearShape, dtype: torch.dtype, device: str, input_format: str, native: bool
@@ -223,8 +232,9 @@ class Fp8Linear(DenseLinear):
 
 
 class Fp8Experts(DenseExperts):
-    """``ExpertsMethod``: the input is rounded once for all experts, the inner activations once for
-    all pairs.
+    """``ExpertsMethod`` over dequantised weights.
+
+    The input is rounded once for all experts, the inner activations once for all pairs.
     """
 
     def __init__(

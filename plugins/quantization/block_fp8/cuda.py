@@ -1,7 +1,6 @@
-"""The runtime of ``quantization.block_fp8`` on CUDA: weights stay E4M3 in blocks, and products run
-in FP8.
+"""Runtime of ``quantization.block_fp8`` on CUDA: E4M3 weights in blocks and FP8 GEMMs.
 
-Activations come quantised from whoever produced them, or are quantised here.
+Activations are quantised by the op that produces them, or here.
 """
 
 from __future__ import annotations
@@ -42,17 +41,18 @@ from glowplug.plugins.quantization.block_fp8.weights import (
     whole_blocks,
 )
 from glowplug.plugins.quantization.dense.layers import PARTS13, Biased, expert_slices, linear_slices
-from glowplug.plugins.quantization.shared.expert_bytes import by_dtype
+from glowplug.plugins.quantization.shared.expert_bytes import provider_for_dtype
 
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
 
-FORMAT = "fp8_group128"
+FORMAT = "fp8_group128"  #: input format of quantised activations
 
 
 class BlockFp8Cuda(BlockFp8):
-    """``QuantizationScheme``: ranks split at whole blocks, and a shared expert may ride with the
-    routed ones.
+    """``QuantizationScheme`` with FP8 weights.
+
+    Ranks split dimensions at block boundaries, and the shared expert may be fused.
     """
 
     block = BLOCK
@@ -61,7 +61,7 @@ class BlockFp8Cuda(BlockFp8):
     def __init__(self, options: BlockFp8Options, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         self._providers = Providers(options.gemm, dtype=self._dtype)
-        self._grouped = grouped(by_dtype(options.experts, self._dtype.itemsize))
+        self._grouped = grouped(provider_for_dtype(options.experts, self._dtype.itemsize))
 
     def linear(self, shape: LinearShape) -> LinearMethod:
         return Fp8LinearCuda(shape, self._dtype, self._device, self._native, self._providers)
@@ -71,16 +71,14 @@ class BlockFp8Cuda(BlockFp8):
 
 
 def grouped(wanted: str) -> GroupedExperts:
-    """Who multiplies the steps of routed experts that our own kernels do not, as
-    ``quantization.experts`` says.
-    """
+    """Return the library for routed experts that ``quantization.experts`` names."""
     if wanted == "deep_gemm_masked":
         return Masked()
     return Cutlass() if wanted == "cutlass" else Grouped(wanted)
 
 
 def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
-    """Values and scales of activations, whether or not their producer has quantised them."""
+    """Return values and scales of activations, quantising them if their producer has not."""
     if not isinstance(x, Quantized):
         return fp8_quant.quantize(x)
     assert x.scales is not None, f"activations in {FORMAT} have scales"
@@ -88,12 +86,17 @@ def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
 
 
 class Fp8LinearCuda(Biased):
-    """``LinearMethod``. Fused parts keep their own block grids: one grid where every part but the
-    last is whole blocks, otherwise a row of scales for each row of the weight.
+    """``LinearMethod``. Each fused matrix has its own block grid.
+
+    Together they have one grid if every matrix but the last has whole blocks of rows; otherwise
+    each
+    row of the weight has its own scales.
 
     Attributes:
-        weight: E4M3 [N, K], a view of ``padded`` [ceil128(N), K].
-        scales: float32 [ceil(N / 128), ceil(K / 128)] or [N, ceil(K / 128)].
+        padded: E4M3 [ceil128(N), K], the weight with zero rows up to whole blocks.
+        weight: E4M3 [N, K], a view of ``padded``.
+        scales: float32 [ceil(N / 128), ceil(K / 128)], or [N, ceil(K / 128)] with scales per row.
+        columns: N.
     """
 
     input_format = FORMAT
@@ -114,7 +117,8 @@ class Fp8LinearCuda(Biased):
         depth = shape.inputs
         if shape.col_start % BLOCK:
             raise ValueError(
-                f"{shape.name}: a slice from column {shape.col_start} cuts blocks of {BLOCK}"
+                f"{shape.name}: the slice from column {shape.col_start} does not begin at a block "
+                f"of {BLOCK}"
             )
         inside = [span.start for *_, span in linear_slices(shape)] + list(shape.row_starts)
         self._by_row = any(start % BLOCK for start in inside)
@@ -161,14 +165,22 @@ class Fp8LinearCuda(Biased):
         return self.weight.float().mul_(wide).to(self._dtype)
 
     def stored_blocks(self) -> tuple[Tensor, Tensor] | None:
-        """See ``core.layers.linear.Linear``."""
+        """Return weight and block scales; see ``core.layers.linear.Linear``."""
         return None if self._by_row else (self.weight, self.scales)
 
 
 class Fp8ExpertsCuda:
-    """``ExpertsMethod``: w13 E4M3 [E + S, 2I, H], w2 E4M3 [E + S, H, I] and their scales, the S
-    experts behind the routed ones being the shared expert. A width I that is not whole blocks is
-    filled up with zeros.
+    """``ExpertsMethod`` in FP8. The S experts behind the routed ones are the fused shared expert.
+
+    A width I that is not a multiple of the block size is padded with zeros.
+
+    Attributes:
+        w13: E4M3 [E + S, 2I, H].
+        w2: E4M3 [E + S, H, I].
+        scales13: float32 [E + S, 2I / 128, ceil(H / 128)].
+        scales2: float32 [E + S, ceil(H / 128), I / 128].
+        count: E + S.
+        inter: I, padded.
     """
 
     input_format = FORMAT
@@ -183,16 +195,16 @@ class Fp8ExpertsCuda:
     ) -> None:
         if shape.inter_start % BLOCK:
             raise ValueError(
-                f"{shape.prefix}: a slice from channel {shape.inter_start} cuts blocks of {BLOCK}"
+                f"{shape.prefix}: the slice from channel {shape.inter_start} does not begin at a "
+                f"block of {BLOCK}"
             )
         self.shape = shape
         self._dtype = dtype
         self._native = native
         self.count = shape.count + shape.shared
         self.inter = whole_blocks(shape.inter)
-        self._grouped = (
-            grouped if shape.hidden % BLOCK == 0 else None
-        )  #: libraries want whole blocks
+        # libraries support whole blocks only
+        self._grouped = grouped if shape.hidden % BLOCK == 0 else None
         self._has_hopper = moe_gemm_hopper.supported() and moe_fp8_tiles.fits_hopper(
             shape.hidden, dtype.itemsize
         )
@@ -219,7 +231,7 @@ class Fp8ExpertsCuda:
             yield from self._shared_targets()
 
     def _part(self, half: int | None) -> tuple[Tensor, Tensor]:
-        """Values and scales of all experts' gate (0), up (1) or down (None) projection."""
+        """Return values and scales of the gate (0), up (1) or down (None) projections."""
         inter = self.shape.inter
         groups = blocks(self.shape.inter)
         if half is None:

@@ -1,6 +1,4 @@
-"""Routed experts of a block FP8 checkpoint dequantised while they load, multiplied in Triton on
-CUDA.
-"""
+"""Routed experts of block FP8 checkpoints, dequantised while loading, for Triton on CUDA."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ from glowplug.plugins.quantization.dense.layers import expert_slices
 
 
 class DequantizedExperts(CudaExperts):
-    """``ExpertsMethod`` over dense weights, for activations that are not rounded."""
+    """``ExpertsMethod`` over dense weights, for activations that are not rounded to FP8."""
 
     def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, native: bool) -> None:
-        assert not shape.shared, "the shared expert is a layer of its own here"
+        assert not shape.shared, "this method does not fuse the shared expert"
         super().__init__(shape, dtype, device)
         self._native = native
 

@@ -1,4 +1,4 @@
-"""What routed experts in block FP8 ask of a library's grouped product."""
+"""Protocol of the libraries that compute routed experts in block FP8 by grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class GroupedExperts(Protocol):
-    """Both products of experts and what lies between them."""
+    """Both GEMMs of the routed experts and the activation between them."""
 
     def pays(self, tokens: int, per_token: int, experts: int) -> bool:
-        """Is such a step multiplied here? Otherwise by our own kernels."""
+        """Return True if this provider computes such a step; otherwise our own kernels do."""
         ...
 
     def experts(
@@ -27,7 +27,20 @@ class GroupedExperts(Protocol):
         weights: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """x E4M3 [T, H] and its scales as ``fp8_quant`` lays them out, weights as of
-        ``moe_gemm_fp8``, ids [T, K] (-1: not here) and weights float32 [T, K] -> [T, H] in
-        ``dtype``."""
+        """Compute the routed experts.
+
+        Args:
+            x: E4M3 [T, H].
+            x_scales: scales of ``x`` in the layout of ``kernels/formats/fp8_triton``.
+            w13: gate and up weights, as in ``kernels/moe/fp8/gemm``.
+            scales13: scales of ``w13``.
+            w2: down weights, as in ``kernels/moe/fp8/gemm``.
+            scales2: scales of ``w2``.
+            ids: experts of each token [T, K]; -1: not on this rank.
+            weights: float32 [T, K].
+            dtype: of the result.
+
+        Returns:
+            [T, H] in ``dtype``.
+        """
         ...

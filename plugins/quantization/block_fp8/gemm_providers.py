@@ -1,8 +1,6 @@
-"""Who multiplies in block FP8: libraries and our own kernel behind one small protocol, chosen by
-measurement.
+"""GEMM providers for block FP8: our own kernel and libraries, chosen by measured tables.
 
-Operands are as in ``kernels/gemm/fp8.py``. A library is looked for when it is first asked, never on
-import.
+Operands are laid out as in ``kernels/gemm/fp8.py``. A library is imported at its first use.
 """
 
 from __future__ import annotations
@@ -17,46 +15,58 @@ from torch import Tensor
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plugin.byte_costs import ROUND_TOKENS
 from glowplug.kernels.launch import tuned_tables as tuned
-from glowplug.plugins.quantization.block_fp8.plugin import HALVES
-from glowplug.plugins.quantization.shared import provider_choice as gemm_order
+from glowplug.plugins.quantization.block_fp8.plugin import SIXTEEN_BIT_ONLY
+from glowplug.plugins.quantization.shared import provider_choice
 from glowplug.plugins.quantization.shared.libraries import library
 
-BLOCK = 128
+BLOCK = 128  #: size of a weight block, and of an activation group
 
 
 class Gemm(Protocol):
-    """One provider.
+    """One provider of block FP8 GEMMs.
 
     Attributes:
-        name: as in options and tables.
-        pads: it wants the weight's rows filled up to whole blocks, and its result has as many
-            columns.
+        name: its name in options and tables.
+        pads: the weight must be padded to whole blocks of rows; the result has the padded columns.
     """
 
     name: str
     pads: bool
 
     def missing(self) -> str:
-        """Why it cannot be used here; "": it can."""
+        """Return the reason why the provider cannot be used on this machine, or ""."""
         ...
 
-    def fits(self, rows: int, columns: int, depth: int) -> bool: ...
+    def fits(self, rows: int, columns: int, depth: int) -> bool:
+        """Return True if the provider supports the GEMM [rows, depth] x [columns, depth]^T."""
+        ...
 
     def __call__(
         self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """x E4M3 [M, K], weight E4M3 [N, K] -> [M, N] in ``dtype``."""
+        """Return x [M, K] times weight [N, K] transposed.
+
+        Args:
+            x: E4M3 [M, K].
+            x_scales: scales of ``x``.
+            weight: E4M3 [N, K].
+            w_scales: scales of ``weight``.
+            dtype: of the result.
+
+        Returns:
+            [M, N] in ``dtype``.
+        """
         ...
 
 
 class _Library:
-    """What providers from a library share: import once, remember why it failed."""
+    """Base of providers: imports the library once and keeps the reason of a failure."""
 
     name = ""
     module = ""
     function = ""
     pads = False
-    own = False  #: it runs on every card that this project's kernels do
+    own = False  #: runs on every GPU that this project's kernels support
 
     def __init__(self) -> None:
         self._call: Any = None
@@ -76,7 +86,7 @@ class _Library:
 
 
 class TritonGemm(_Library):
-    """Our own kernel: every shape, and scales of single rows."""
+    """Our own kernel, which supports every shape and also scales per row."""
 
     name = "triton"
     module = "glowplug.kernels.gemm.fp8"
@@ -96,9 +106,10 @@ class TritonGemm(_Library):
 class DeepGemm(_Library):
     """DeepGEMM (DeepSeek-AI, 2025).
 
-    NOTE: it compiles for seconds whenever its own rule picks tiles it has not used yet, and that
-    depends on the rows. So it only takes numbers that come back and are tried before any request:
-    few rows, and multiples of ROUND_TOKENS.
+    NOTE: It compiles for seconds whenever its heuristic picks tiles for the first time, which
+    depends
+    on the number of rows. It is therefore used only for row counts that are common and that warm-up
+    runs before any request: few rows, and multiples of ``ROUND_TOKENS``.
     """
 
     name = "deep_gemm"
@@ -118,13 +129,17 @@ class DeepGemm(_Library):
         return out.to(dtype)
 
 
-def whole_fours(
+def padded_to_four_rows(
     x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor
 ) -> tuple[Tensor, ...]:
-    """(x, weight^T, scales, scales^T), with rows of x up to a multiple of four, whose scales TMA
-    can load.
+    """Return operands with the rows of ``x`` padded to a multiple of four.
 
-    The rows behind x lie where ``fp8_quant.empty_quantized`` put x, and hold anything.
+    TMA can load the scales of such rows. The padding rows are uninitialised.
+    ``fp8_triton.empty_quantized`` allocates them behind ``x``;
+    otherwise ``x`` is copied.
+
+    Returns:
+        (x, weight^T, scales, scales^T).
     """
     rows = -(-x.shape[0] // 4) * 4
     if rows != x.shape[0]:
@@ -138,9 +153,12 @@ def whole_fours(
     return x, weight.t(), x_scales, w_scales.t()
 
 
-def side_by_side(scales: Tensor) -> Tensor:
-    """float32 [M, G] -> [G, ceil4(M)], contiguous, whose last columns hold anything; as
-    ``fp8_quant.empty_quantized`` made them they are there already."""
+def transposed_scales(scales: Tensor) -> Tensor:
+    """Return ``scales`` float32 [M, G] as a contiguous [G, ceil4(M)].
+
+    The padding columns are uninitialised or zero. Scales from ``fp8_triton.empty_quantized`` have
+    this layout already and are not copied.
+    """
     rows, groups = scales.shape
     held = -(-rows // 4) * 4
     if scales.stride() != (1, held):
@@ -149,7 +167,7 @@ def side_by_side(scales: Tensor) -> Tensor:
 
 
 class Cutlass(_Library):
-    """CUTLASS as sgl_kernel builds it."""
+    """CUTLASS in sgl_kernel's build."""
 
     name = "cutlass"
     module = "sgl_kernel"
@@ -162,7 +180,7 @@ class Cutlass(_Library):
     def __call__(
         self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        out: Tensor = self._call(*whole_fours(x, x_scales, weight, w_scales), dtype)
+        out: Tensor = self._call(*padded_to_four_rows(x, x_scales, weight, w_scales), dtype)
         return out[: x.shape[0]]
 
 
@@ -180,15 +198,18 @@ class Cublas(_Library):
     def __call__(
         self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        out: Tensor = self._call(*whole_fours(x, x_scales, weight, w_scales), out_dtype=dtype)
+        out: Tensor = self._call(
+            *padded_to_four_rows(x, x_scales, weight, w_scales), out_dtype=dtype
+        )
         return out[: x.shape[0]]
 
 
 class Flashinfer(_Library):
-    """flashinfer's kernels for SM90: compiled for a minute at the first use.
+    """FlashInfer's kernels for SM90, which compile for a minute at the first use.
 
-    NOTE: 0.6.11 says that scales of x are [M, K / 128] and asks for no shape; its kernel reads [K /
-    128, ceil4(M)].
+    NOTE: FlashInfer 0.6.11 documents the scales of x as [M, K / 128] and checks no shape; its
+    kernel
+    reads [K / 128, ceil4(M)].
     """
 
     name = "flashinfer"
@@ -202,7 +223,7 @@ class Flashinfer(_Library):
         self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype
     ) -> Tensor:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)
-        self._call(x, weight, side_by_side(x_scales), w_scales, out=out)
+        self._call(x, weight, transposed_scales(x_scales), w_scales, out=out)
         return out.to(dtype)
 
 
@@ -212,56 +233,69 @@ PROVIDERS: tuple[
 
 
 class Providers:
-    """Picks who multiplies a shape with results in ``dtype``: ``wanted`` by name, or "auto": by the
-    card's table of measurements."""
+    """The provider for each GEMM shape.
+
+    Args:
+        wanted: name of a provider, or "auto" for the fastest by the GPU's measured table.
+        table: measurements; None: those of the current GPU.
+        dtype: of the results.
+
+    Raises:
+        GlowplugError: the named provider cannot be used.
+    """
 
     def __init__(
         self,
         wanted: str = "auto",
-        table: gemm_order.Table | None = None,
+        table: provider_choice.Table | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self._all: dict[str, Gemm] = {provider.name: provider() for provider in PROVIDERS}
-        self._whole = dtype.itemsize > 2
+        self._float32_results = dtype.itemsize > 2
         self._wanted = wanted
-        self._measured = gemm_order.by_shape(measured_table() if table is None else table)
+        self._measured = provider_choice.by_shape(measured_table() if table is None else table)
         self._picked: dict[tuple[int, int, int], Gemm] = {}
         if wanted != "auto" and self._all[wanted].missing():
             raise GlowplugError(self._all[wanted].missing())
 
     def pick(self, rows: int, columns: int, depth: int) -> Gemm:
-        """For a product [rows, depth] x [columns, depth]^T whose scales are those of whole blocks."""
+        """Return the provider for [rows, depth] x [columns, depth]^T with block scales."""
         shape = (rows, columns, depth)
         if shape not in self._picked:
             self._picked[shape] = next(
                 found
                 for name in self._order(*shape)
                 if (found := self._all[name])
-                and not (self._whole and name in HALVES)
+                and not (self._float32_results and name in SIXTEEN_BIT_ONLY)
                 and not found.missing()
                 and found.fits(*shape)
             )
         return self._picked[shape]
 
     def any_shape(self) -> Gemm:
-        """Our own, which also takes scales of single rows."""
+        """Return our own kernel, which also supports scales per row."""
         return self._all[TritonGemm.name]
 
     def _order(self, rows: int, columns: int, depth: int) -> Iterator[str]:
+        """Yield provider names in order of preference."""
         if self._wanted != "auto":
             yield from (self._wanted, TritonGemm.name)
             return
         measured = self._measured.get((columns, depth))
         if measured:
             yield tuned.nearest(measured, rows)
-        yield from (gemm_order.UNMEASURED_FEW if rows <= gemm_order.FEW else gemm_order.UNMEASURED)
+        yield from (
+            provider_choice.UNMEASURED_FEW_ROWS
+            if rows <= provider_choice.FEW_ROWS_MAX
+            else provider_choice.UNMEASURED_MANY_ROWS
+        )
 
 
-def measured_table() -> gemm_order.Table:
-    """Of the current card; empty where nobody has measured."""
-    return gemm_order.measured(gemm_order.FP8.kind, tuned.device_name())
+def measured_table() -> provider_choice.Table:
+    """Return the current GPU's table; empty if there are no measurements."""
+    return provider_choice.measured(provider_choice.FP8.kind, tuned.device_name())
 
 
 def provider_path() -> Path:
-    """Where ``measured_table`` looks."""
-    return gemm_order.table_path(gemm_order.FP8.kind, tuned.device_name())
+    """Return the file of the current GPU's table."""
+    return provider_choice.table_path(provider_choice.FP8.kind, tuned.device_name())

@@ -1,5 +1,7 @@
-"""Routed experts in block FP8 by a grouped product over rows sorted by expert, for loads at which
-tensor cores are what takes time."""
+"""Routed experts in block FP8 by DeepGEMM's grouped GEMM over rows sorted by expert.
+
+It pays at loads that are limited by the tensor cores.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,26 @@ from glowplug.core.errors import GlowplugError
 from glowplug.kernels.formats import fp8_triton as fp8_quant
 from glowplug.kernels.moe.align import Alignment, align
 from glowplug.kernels.moe.sort import gather_rows, sum_placed
-from glowplug.plugins.quantization.shared.expert_bytes import TILE, grouped_pays
+from glowplug.plugins.quantization.shared.expert_bytes import DEEP_GEMM_TILE, grouped_pays
 from glowplug.plugins.quantization.shared.libraries import library
 
-#: what DeepGEMM is told to expect, the same at any load so that it compiles one kernel a product
-USUAL_LOAD = 256
+#: expected rows per expert passed to DeepGEMM, constant so that it compiles one kernel per GEMM
+EXPECTED_ROWS = 256
 LIBRARY = "deep_gemm"
 NAMES = ("m_grouped_fp8_gemm_nt_contiguous",)
-ENDS = "use_psum_layout"  #: the library's word for layouts that say where each expert's rows end
+#: DeepGEMM's parameter for layouts that hold the end of each expert's rows
+ENDS_PARAMETER = "use_psum_layout"
 log = logging.getLogger("glowplug")
 
 
 class Grouped:
-    """DeepGEMM's grouped product. ``wanted``: "auto" where it pays, "deep_gemm" always, "triton"
-    never.
+    """``GroupedExperts`` by DeepGEMM's grouped GEMM.
+
+    Args:
+        wanted: "auto": steps for which it pays; "deep_gemm": every step; "triton": none.
+
+    Raises:
+        GlowplugError: ``wanted`` is "deep_gemm" and DeepGEMM cannot be used.
     """
 
     def __init__(self, wanted: str = "auto") -> None:
@@ -39,17 +47,17 @@ class Grouped:
             return
         try:
             self._multiply = library("experts", "deep_gemm", LIBRARY, NAMES)
-            self._by_ends = _takes_ends(self._multiply)
+            self._by_ends = _accepts_ends(self._multiply)
         except GlowplugError as error:
             if wanted == "deep_gemm":
                 raise
-            why = error.__cause__  #: of a library that was looked for
-            if why and not (isinstance(why, ModuleNotFoundError) and why.name == LIBRARY):
+            cause = error.__cause__  # the library's own exception; None on GPUs it does not support
+            if cause and not (isinstance(cause, ModuleNotFoundError) and cause.name == LIBRARY):
                 log.warning(
-                    "quantization.experts: DeepGEMM is installed and cannot be used, so our own kernels "
-                    "multiply every load: %s: %s",
-                    type(why).__name__,
-                    why,
+                    "quantization.experts: DeepGEMM is installed but cannot be used; our own "
+                    "kernels run at every load: %s: %s",
+                    type(cause).__name__,
+                    cause,
                 )
 
     def pays(self, tokens: int, per_token: int, experts: int) -> bool:
@@ -67,8 +75,23 @@ class Grouped:
         weights: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """x [T, H] quantised, ids and weights float32 [T, K] -> [T, H]."""
-        order = align(ids, w13.shape[0], TILE)
+        """Compute the routed experts; see ``GroupedExperts.experts``.
+
+        Args:
+            x: E4M3 [T, H].
+            x_scales: scales of ``x``.
+            w13: E4M3 [E, 2I, H].
+            scales13: scales of ``w13``.
+            w2: E4M3 [E, H, I].
+            scales2: scales of ``w2``.
+            ids: experts of each token [T, K].
+            weights: float32 [T, K].
+            dtype: of the result.
+
+        Returns:
+            [T, H] in ``dtype``.
+        """
+        order = align(ids, w13.shape[0], DEEP_GEMM_TILE)
         values, scales, place = gather_rows(x, x_scales, order, ids)
         hidden = self._product((values, scales), w13, scales13, order)
         del values, scales
@@ -83,12 +106,24 @@ class Grouped:
     def _product(
         self, x: tuple[Tensor, Tensor], weight: Tensor, scales: Tensor, order: Alignment
     ) -> Tensor:
-        """x [R, K] in order of experts and weight [E, N, K] -> bfloat16 [R, N].
+        """Multiply each expert's rows of ``x`` by its weight.
 
-        NOTE: told each row's expert, it fetches every tile that might be filled, and fetching takes
-        as long as multiplying; told where each expert's rows end, it stops behind the last. Some
-        builds take ends on Blackwell alone, and neither their signature nor a product of no rows
-        says so: an assertion does, before it multiplies.
+        NOTE: With a layout of each row's expert DeepGEMM fetches every tile that might be filled,
+        and
+        fetching takes as long as multiplying. With the end of each expert's rows it stops behind
+        the
+        last one. Some builds accept ends on Blackwell only. Neither their signature nor a GEMM of
+        no
+        rows shows it: an assertion fails before anything is multiplied.
+
+        Args:
+            x: values [R, K] in expert order, and their scales.
+            weight: [E, N, K].
+            scales: scales of ``weight``.
+            order: alignment of the rows.
+
+        Returns:
+            bfloat16 [R, N].
         """
         out = torch.empty(
             x[0].shape[0], weight.shape[1], dtype=torch.bfloat16, device=weight.device
@@ -101,28 +136,30 @@ class Grouped:
                     out,
                     order.ends,
                     use_psum_layout=True,
-                    expected_m_for_psum_layout=USUAL_LOAD,
+                    expected_m_for_psum_layout=EXPECTED_ROWS,
                 )
                 return out
             except RuntimeError as error:
-                if ENDS not in str(error):
+                if ENDS_PARAMETER not in str(error):
                     raise
                 self._by_ends = False
                 log.warning(
-                    "quantization.experts: this build of DeepGEMM cannot be told where experts' rows end and "
-                    "is told each row's expert, which is slower: %s",
+                    "quantization.experts: this build of DeepGEMM does not accept the end of each "
+                    "expert's rows; passing the expert of each row instead, which is slower: %s",
                     error,
                 )
-        layout = order.expert_of_block.unsqueeze(1).expand(-1, TILE).reshape(-1)
+        layout = order.expert_of_block.unsqueeze(1).expand(-1, DEEP_GEMM_TILE).reshape(-1)
         self._multiply(x, (weight, scales), out, layout)
         return out
 
 
-def _takes_ends(multiply: Callable[..., Any]) -> bool:
-    """Compiled functions may not say what they take; those are told each row's expert, which every
-    build can.
+def _accepts_ends(multiply: Callable[..., Any]) -> bool:
+    """Return True if ``multiply`` has the parameter ``use_psum_layout``.
+
+    Compiled functions may have no signature. They are called with each row's expert, which every
+    build accepts.
     """
     try:
-        return ENDS in signature(multiply).parameters
+        return ENDS_PARAMETER in signature(multiply).parameters
     except ValueError:
         return False

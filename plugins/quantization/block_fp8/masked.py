@@ -1,6 +1,8 @@
-"""Routed experts in block FP8 by DeepGEMM's masked layout: so many rows for every expert, of which
-those in use are multiplied. Shapes depend on the number of tokens alone, and nothing waits for the
-device."""
+"""Routed experts in block FP8 by DeepGEMM's masked GEMM.
+
+Every expert has a buffer of equally many rows, of which those in use are multiplied. Shapes depend
+only on the number of tokens, and nothing waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,22 @@ from glowplug.plugins.quantization.block_fp8.grouped import Grouped
 from glowplug.plugins.quantization.shared.expert_bytes import GROUP, MASKED_TOKENS, masked_rows
 from glowplug.plugins.quantization.shared.libraries import library
 
-NAMES = ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked")  #: in DeepGEMM's builds
+#: the function's names in DeepGEMM's builds
+NAMES = ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked")
 
 
 class Masked:
-    """Steps of up to ``MASKED_TOKENS`` tokens; larger ones are multiplied as "auto" has them."""
+    """``GroupedExperts`` for steps of up to ``MASKED_TOKENS`` tokens.
+
+    Larger steps run as with ``quantization.experts = "auto"``.
+    """
 
     def __init__(self) -> None:
         self._multiply = library("experts", "deep_gemm_masked", "deep_gemm", NAMES)
-        self._beyond = Grouped("auto")
+        self._larger_steps = Grouped("auto")
 
     def pays(self, tokens: int, per_token: int, experts: int) -> bool:
-        return tokens <= MASKED_TOKENS or self._beyond.pays(tokens, per_token, experts)
+        return tokens <= MASKED_TOKENS or self._larger_steps.pays(tokens, per_token, experts)
 
     def experts(
         self,
@@ -38,45 +44,76 @@ class Masked:
         weights: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """x [T, H] quantised, ids (of a token all different) and weights float32 [T, K] -> [T, H]."""
+        """Compute the routed experts; see ``GroupedExperts.experts``.
+
+        Args:
+            x: E4M3 [T, H].
+            x_scales: scales of ``x``.
+            w13: E4M3 [E, 2I, H].
+            scales13: scales of ``w13``.
+            w2: E4M3 [E, H, I].
+            scales2: scales of ``w2``.
+            ids: experts of each token [T, K], all different within a token.
+            weights: float32 [T, K].
+            dtype: of the result.
+
+        Returns:
+            [T, H] in ``dtype``.
+        """
         if x.shape[0] > MASKED_TOKENS:
-            return self._beyond.experts(
+            return self._larger_steps.experts(
                 x, x_scales, w13, scales13, w2, scales2, ids, weights, dtype
             )
         count = w13.shape[0]
         rows = masked_rows(x.shape[0])
         place, counts = moe_places.static(ids, count, rows)
-        usual = -(-ids.numel() // count)
-        given = _empty(count, rows, x.shape[1], x.device)
-        moe_places.spread(x, x_scales, ids, place, given[0].flatten(0, 1), given[1])
-        hidden = self._product(given, w13, scales13, counts, usual)
-        del given
+        mean_rows = -(-ids.numel() // count)
+        inputs = _empty(count, rows, x.shape[1], x.device)
+        moe_places.spread(x, x_scales, ids, place, inputs[0].flatten(0, 1), inputs[1])
+        hidden = self._product(inputs, w13, scales13, counts, mean_rows)
+        del inputs
         inner = _empty(count, rows, w2.shape[2], x.device)
         moe_places.activate(hidden.flatten(0, 1), ids, place, inner[0].flatten(0, 1), inner[1])
         del hidden
-        outer = self._product(inner, w2, scales2, counts, usual)
+        outer = self._product(inner, w2, scales2, counts, mean_rows)
         del inner
         return sum_placed(outer.flatten(0, 1), place, ids, weights).to(dtype)
 
     def _product(
-        self, x: tuple[Tensor, Tensor], weight: Tensor, scales: Tensor, counts: Tensor, usual: int
+        self,
+        x: tuple[Tensor, Tensor],
+        weight: Tensor,
+        scales: Tensor,
+        counts: Tensor,
+        mean_rows: int,
     ) -> Tensor:
-        """x [E, R, K] and weight [E, N, K] -> bfloat16 [E, R, N], of each expert the first
-        ``counts`` rows.
+        """Multiply the first ``counts`` rows of each expert by its weight.
 
-        NOTE: it writes whole tiles of 64 or 128 rows, wherever the next expert's begin; hence
-        ``masked_rows``.
+        NOTE: The kernel writes whole tiles of 64 or 128 rows, even where the next expert's rows
+        begin;
+        hence ``masked_rows``.
+
+        Args:
+            x: values [E, R, K] and their scales.
+            weight: [E, N, K].
+            scales: scales of ``weight``.
+            counts: rows in use of each expert [E].
+            mean_rows: expected rows per expert.
+
+        Returns:
+            bfloat16 [E, R, N].
         """
         out = torch.empty(
             *x[0].shape[:2], weight.shape[1], dtype=torch.bfloat16, device=weight.device
         )
-        self._multiply(x, (weight, scales), out, counts, usual)
+        self._multiply(x, (weight, scales), out, counts, mean_rows)
         return out
 
 
 def _empty(experts: int, rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Values E4M3 [E, R, N] and scales [E, R, N / 128] with rows side by side, as TMA loads them;
-    neither filled.
+    """Return uninitialised E4M3 values [E, R, N] and float32 scales [E, R, N / 128].
+
+    The scales are column-major for each expert (rows contiguous), as TMA loads them.
     """
     scales = torch.empty(experts, size // GROUP, rows, device=device)
     return torch.empty(

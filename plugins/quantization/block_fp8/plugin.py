@@ -1,5 +1,6 @@
-"""Block FP8: E4M3 weights in 128x128 blocks, activations quantised a token and 128 channels at a
-time (DeepSeek-V3).
+"""Block FP8 (DeepSeek-V3): E4M3 weights in 128x128 blocks.
+
+Activations are quantised per token and group of 128 channels.
 """
 
 from __future__ import annotations
@@ -15,46 +16,46 @@ from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.options import QuantizationOptions
 from glowplug.plugins.quantization.shared.expert_bytes import (
-    CAST,
     DEEP_GEMM,
+    FP8_NUMBER_BYTES,
     fp8_experts,
-    fp8_turns,
+    fp8_peak_tokens,
 )
 from glowplug.plugins.quantization.shared.triton_needed import check_libraries, check_triton
 
 METHOD = "fp8"  #: the checkpoint's ``quant_method``
-#: packages of the libraries that ``gemm`` and ``experts`` name
+#: value of ``gemm`` or ``experts`` -> packages it needs
 LIBRARIES = {
     "triton": ("triton",),
     "deep_gemm": DEEP_GEMM,
     "cutlass": ("sglang-kernel",),
     "flashinfer": ("flashinfer-python",),
 }
-MASKED = {"deep_gemm_masked": DEEP_GEMM}  #: a name of ``experts`` alone
-#: who makes results in 16 bits alone
-HALVES = frozenset({"cutlass", "cublas", "deep_gemm", "deep_gemm_masked", "flashinfer"})
+MASKED_LIBRARY = {"deep_gemm_masked": DEEP_GEMM}  #: the same, of ``experts`` only
+#: providers whose results have 16 bits only
+SIXTEEN_BIT_ONLY = frozenset({"cutlass", "cublas", "deep_gemm", "deep_gemm_masked", "flashinfer"})
 
 
 class BlockFp8Options(QuantizationOptions):
     use: Literal["block_fp8"] = "block_fp8"
     activations: Literal["auto", "dynamic", "none"] = Field(
         "auto",
-        description="quantise activations to E4M3 before each product (dynamic) or leave them in the compute "
-        "dtype (none); auto is dynamic where products run in FP8, none where weights are "
-        "dequantised, because rounding there costs time and accuracy and saves nothing",
+        description="quantise activations to E4M3 before each GEMM (dynamic) or keep them in the "
+        "compute dtype (none); auto: dynamic where GEMMs run in FP8, none where weights are "
+        "dequantised, because rounding would cost time and accuracy and save nothing",
     )
     gemm: Literal["auto", "triton", "deep_gemm", "cutlass", "cublas", "flashinfer"] = Field(
         "auto",
-        description="who multiplies linear layers in FP8 on a CUDA device; auto: for each shape whoever was "
-        "measured fastest among those installed",
+        description="GEMM provider for linear layers in FP8 on CUDA devices; auto: for each shape "
+        "the fastest measured provider that is installed",
         json_schema_extra={"provider": "linear"},
     )
     experts: Literal["auto", "triton", "deep_gemm", "deep_gemm_masked", "cutlass"] = Field(
         "auto",
-        description="who multiplies routed experts in FP8 on a CUDA device; auto: DeepGEMM where it is "
-        "installed, experts get many rows each and the dtype has 16 bits, our own kernels "
-        "otherwise (the plan says which); deep_gemm_masked: its masked layout for steps of up "
-        "to 512 tokens, auto for larger ones; cutlass: sgl_kernel's grouped product",
+        description="GEMM provider for routed experts in FP8 on CUDA devices; auto: DeepGEMM if "
+        "it is installed, each expert gets many rows and the dtype has 16 bits, otherwise our own "
+        "kernels (the plan shows the choice); deep_gemm_masked: DeepGEMM's masked GEMM for steps "
+        "of up to 512 tokens, auto for larger ones; cutlass: sgl_kernel's grouped GEMM",
         json_schema_extra={"provider": "experts"},
     )
 
@@ -63,9 +64,7 @@ class BlockFp8Options(QuantizationOptions):
 
 
 def check_block_fp8(context: CheckContext) -> Iterator[Refusal]:
-    """Native checkpoints must hold E4M3 in blocks and ask for dynamic activation scales; devices
-    must multiply it.
-    """
+    """Check that checkpoint and devices fit: E4M3 in blocks, dynamic activation scales."""
     if context.options.activations != "none":
         yield from check_triton(context, "block_fp8", 'activations = "none"')
         yield from check_libraries(context, "block_fp8")
@@ -79,8 +78,8 @@ def check_block_fp8(context: CheckContext) -> Iterator[Refusal]:
         yield Refusal(
             by,
             "quantization.use",
-            "the checkpoint is FP8 with one scale a tensor (no weight_block_size); "
-            "block_fp8 reads blocks",
+            "the checkpoint is FP8 with one scale per tensor (no weight_block_size); "
+            "block_fp8 reads block scales",
             "a checkpoint with weight_block_size [128, 128]",
         )
     if stated.get("fmt", "e4m3") not in {"e4m3", "float8_e4m3fn"}:
@@ -97,24 +96,24 @@ def check_block_fp8(context: CheckContext) -> Iterator[Refusal]:
         yield Refusal(
             by,
             "quantization.activations",
-            "the checkpoint asks for activations of scheme "
-            f"{stated['activation_scheme']!r}; block_fp8 knows dynamic scales",
+            f"the checkpoint requires the activation scheme {stated['activation_scheme']!r}; "
+            "block_fp8 supports dynamic scales only",
             'quantization.activations = "dynamic" (or "none")',
         )
 
 
 def _results(context: CheckContext) -> Iterator[Refusal]:
-    """A library that was named must make results in the compute dtype."""
+    """Refuse named libraries that cannot return results in the compute dtype."""
     dtype = context.values["dtype"]
     if context.values["device"] != "cuda" or dtype != "float32":
         return
     for name in context.options.provider_fields():
         value = getattr(context.options, name)
-        if value in HALVES:
+        if value in SIXTEEN_BIT_ONLY:
             yield Refusal(
                 "block_fp8",
                 f"quantization.{name}",
-                f"{value} makes results in 16 bits alone, the dtype is {dtype}",
+                f"{value} supports 16-bit results only, and the dtype is {dtype}",
                 f'quantization.{name} = "auto" (or dtype = "bfloat16")',
             )
 
@@ -132,12 +131,12 @@ def register_quantization_schemes() -> list[Component]:
                 online=True,
                 block_shape=(128, 128),
                 dequantizes=frozenset({"cpu"}),
-                cast_bytes=CAST,
+                cast_bytes=FP8_NUMBER_BYTES,
                 rides=True,
                 experts_work=fp8_experts,
-                turns=fp8_turns,
+                turns=fp8_peak_tokens,
             ),
-            uses={**LIBRARIES, **MASKED},
+            uses={**LIBRARIES, **MASKED_LIBRARY},
             summary="E4M3 weights in 128x128 blocks, native or quantised while loading",
         )
     ]

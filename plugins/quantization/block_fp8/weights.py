@@ -1,7 +1,7 @@
-"""Checkpoint matrices on their way into E4M3 weights and block scales that stay on a device.
+"""Loading of checkpoint matrices into E4M3 weights and block scales on a device.
 
-A checkpoint that is not FP8 is quantised on the device as it arrives, by the blocks of its own
-matrix.
+A checkpoint that is not FP8 is quantised on the device as it arrives, in the blocks of the whole
+checkpoint matrix.
 """
 
 from __future__ import annotations
@@ -21,24 +21,28 @@ BLOCK = fp8.BLOCK
 
 
 def whole_blocks(size: int) -> int:
-    """``size`` filled up to whole blocks."""
+    """Return ``size`` rounded up to a multiple of the block size."""
     return -(-size // BLOCK) * BLOCK
 
 
 def blocks(size: int) -> int:
-    """Blocks that ``size`` elements touch."""
+    """Return the number of blocks in ``size`` elements, including a partial one."""
     return -(-size // BLOCK)
 
 
 @dataclass(eq=False)
 class StoredMatrix:
-    """The slice ``index`` of checkpoint matrix ``name`` of shape ``full``, kept as it is stored.
+    """A slice of one checkpoint matrix, stored in FP8.
 
     Attributes:
-        values: E4M3 [rows, columns], where the slice goes.
+        name: module name in the checkpoint.
+        full: shape of the checkpoint matrix.
+        index: the slice of it.
+        values: E4M3 [rows, columns], the slice's destination.
         scales: float32 [ceil(rows / 128), ceil(columns / 128)], or with ``by_row`` [rows,
-            ceil(columns / 128)] for a slice that does not begin with a block.
+            ceil(columns / 128)] for a slice that does not begin at a block boundary.
         native: the checkpoint is FP8.
+        by_row: each row has its own scales.
     """
 
     name: str
@@ -72,16 +76,23 @@ class StoredMatrix:
         self.scales.copy_(value)
 
     def _first_row(self) -> int:
+        """Return the slice's first row, relative to the start of its block."""
         return (self.index[0].start or 0) % BLOCK
 
 
 @dataclass(eq=False)
 class SlicedMatrix:
-    """Checkpoint matrix ``name`` [rows, columns] cut into equal slices along ``dim``, one for each
-    of several experts.
+    """A checkpoint matrix cut into equal slices along ``dim``, one for each of several experts.
 
-    ``values`` E4M3 [S, ...] and ``scales`` [S, ...] have a slice each. Slices that do not begin
-    with a block are quantised again by blocks of their own.
+    Slices that do not begin at a block boundary are requantised in blocks of their own.
+
+    Attributes:
+        name: module name in the checkpoint.
+        full: shape of the checkpoint matrix.
+        dim: dimension that is cut.
+        values: E4M3 [S, ...], the slices.
+        scales: float32 [S, ...], the scales of the slices.
+        native: the checkpoint is FP8.
     """
 
     name: str

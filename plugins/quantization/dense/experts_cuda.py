@@ -1,6 +1,4 @@
-"""Routed experts over dense weights on CUDA, in Triton; the shared expert may ride along as further
-experts.
-"""
+"""Routed experts over dense weights on CUDA, in Triton; the shared expert may be fused."""
 
 from __future__ import annotations
 
@@ -21,8 +19,10 @@ from glowplug.plugins.quantization.dense.layers import PARTS13, expert_slices
 
 
 def shared_slices(shape: ExpertsShape) -> Iterator[tuple[str, tuple[int, int], slice | None]]:
-    """For each checkpoint matrix of the shared expert: module name, its shape, and its rows within
-    w13 (None: w2).
+    """Yield each checkpoint matrix of the shared expert.
+
+    Yields:
+        Module name, shape of the matrix, and its rows within w13 (None: w2).
     """
     width = shape.shared * shape.inter_full
     for half, part in enumerate(PARTS13 if shape.shared else ()):
@@ -33,21 +33,24 @@ def shared_slices(shape: ExpertsShape) -> Iterator[tuple[str, tuple[int, int], s
 
 
 class CudaExperts:
-    """w13 [E + S, 2 * inter, hidden] and w2 [E + S, hidden, inter]; the S last are slices of the
-    shared expert.
+    """``ExpertsMethod`` over dense weights; the last S experts are slices of the shared expert.
+
+    Attributes:
+        w13: [E + S, 2 * inter, hidden].
+        w2: [E + S, hidden, inter].
     """
 
     input_format = "plain"
 
     def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str) -> None:
         assert not shape.shared or shape.inter == shape.inter_full, (
-            "a shared expert rides along on one rank alone"
+            "the shared expert can be fused only on one rank"
         )
         self.shape = shape
         count = shape.count + shape.shared
         self.w13 = torch.empty(count, 2 * shape.inter, shape.hidden, dtype=dtype, device=device)
         self.w2 = torch.empty(count, shape.hidden, shape.inter, dtype=dtype, device=device)
-        self._begun = torch.zeros(2, dtype=torch.int32, device=device)
+        self._ready = torch.zeros(2, dtype=torch.int32, device=device)
         self._started = False
 
     def targets(self) -> Iterator[WeightTarget]:
@@ -62,7 +65,13 @@ class CudaExperts:
             yield Target(f"{name}.weight", full, put=partial(self._take_shared, rows=rows))
 
     def _take_shared(self, value: Tensor, *, rows: slice | None) -> None:
-        """``rows`` of w13 from gates or ups [S * inter, hidden]; None: w2 from [hidden, S * inter]."""
+        """Store a matrix of the shared expert.
+
+        Args:
+            value: gate or up projection [S * inter, hidden], or down projection [hidden, S *
+                inter].
+            rows: rows of w13 for a gate or up projection; None: ``value`` is the down projection.
+        """
         shape = self.shape
         if rows is None:
             self.w2[shape.count :].copy_(
@@ -80,22 +89,22 @@ class CudaExperts:
         )
 
     def start(self, x: Tensor, width: int) -> Started | None:
-        """As of ``ExpertsMethod``."""
+        """Launch the work that may precede the gate; see ``ExpertsMethod``."""
         if not dependent.supported():
             return None
-        early = moe_experts.begin(x, self.w13, width, self.shape.shared, self._begun)
+        early = moe_experts.begin(x, self.w13, width, self.shape.shared, self._ready)
         if early is None:
             return None
-        if (
-            self._started
-        ):  # NOTE: a step that failed behind its gate has left the sign, which would be believed
-            self._begun.zero_()
+        # NOTE: a step that failed after its gate left the ready flag set; this one would trust it
+        if self._started:
+            self._ready.zero_()
         self._started = True
         return Started(self, x, early)
 
     def finish(
         self, x: Tensor, ids: Tensor, weights: Tensor, early: Early | None
     ) -> Tensor | Parts:
+        """Compute the experts' result, from ``early`` if ``start`` launched it."""
         rows, named = moe_experts.products(
             x, self.w13, self.w2, ids, weights, shared=self.shape.shared, early=early
         )
@@ -116,6 +125,7 @@ class Started:
 
     @property
     def begun(self) -> Tensor:
+        """The ready flag that the gate sets, int32."""
         return self.early.begun
 
     def finish(self, ids: Tensor, weights: Tensor) -> Tensor | Parts:

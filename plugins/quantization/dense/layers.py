@@ -1,4 +1,4 @@
-"""Methods over dense weights. Schemes without their own kernels reuse them after dequantising."""
+"""Linear and expert layers over dense weights, reused by schemes that dequantise."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from glowplug.core.protocols import ExpertsShape, LinearShape, Quantized, Weight
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul
 from glowplug.kernels.moe import reference as moe
 
-PARTS13 = ("gate_proj", "up_proj")
+PARTS13 = ("gate_proj", "up_proj")  #: checkpoint matrices fused in w13, in order
 
 
 def linear_slices(
     shape: LinearShape,
 ) -> Iterator[tuple[str, tuple[int, int], tuple[slice, slice], slice]]:
-    """For each checkpoint matrix of a layer: module name, its shape, this rank's slice of it, and
-    its rows within the fused weight."""
+    """Yield each checkpoint matrix of a linear layer.
+
+    Yields:
+        Module name, shape of the matrix, this rank's slice of it, and the slice's rows within the
+        fused weight.
+    """
     begin = 0
     for name, full, first, size in zip(
         shape.parts, shape.full, shape.row_starts, shape.outputs, strict=True
@@ -30,8 +34,11 @@ def linear_slices(
 
 
 class Biased:
-    """What every ``LinearMethod`` here has, however it keeps its weight: the bias [sum(outputs)],
-    or None.
+    """Base of the ``LinearMethod`` classes here, which differ in how they store the weight.
+
+    Attributes:
+        shape: the layer's shape.
+        bias: [sum(outputs)], or None.
     """
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str) -> None:
@@ -48,14 +55,14 @@ class Biased:
 
     def finalize(self) -> None:
         if self.bias is not None and self.shape.col_start > 0:
-            # partial sums over columns are added up: the first rank alone brings the bias
+            # ranks' partial sums over columns are added up, so only the first rank adds the bias
             self.bias.zero_()
 
 
 class DenseLinear(Biased):
-    """The weight, input-major: [inputs, sum(outputs)].
+    """``LinearMethod`` with an input-major dense weight [inputs, sum(outputs)].
 
-    NOTE: input-major because a CPU multiplies one to sixteen rows by it up to twice as fast.
+    NOTE: Input-major, because a CPU multiplies one to sixteen rows by it up to twice as fast.
     """
 
     input_format = "plain"
@@ -80,7 +87,12 @@ class DenseLinear(Biased):
 
 
 class DenseExperts:
-    """w13 [E, hidden, 2 * inter] and w2 [E, inter, hidden], input-major."""
+    """``ExpertsMethod`` with input-major dense weights.
+
+    Attributes:
+        w13: [E, hidden, 2 * inter].
+        w2: [E, inter, hidden].
+    """
 
     input_format = "plain"
 
@@ -90,10 +102,9 @@ class DenseExperts:
             shape.count, shape.hidden, 2 * shape.inter, dtype=dtype, device=device
         )
         self.w2 = torch.empty(shape.count, shape.inter, shape.hidden, dtype=dtype, device=device)
-        shared = shape.count < shape.total or shape.inter < shape.inter_full
-        host = (
-            moe.experts_some_host if shared else moe.experts_host
-        )  # only among ranks can an expert be elsewhere
+        split = shape.count < shape.total or shape.inter < shape.inter_full
+        # only a layer that is split among ranks may meet experts held elsewhere
+        host = moe.experts_some_host if split else moe.experts_host
         self._run = host if torch.device(device).type == "cpu" else moe.experts_device
 
     def targets(self) -> Iterator[WeightTarget]:
@@ -115,8 +126,12 @@ class DenseExperts:
 def expert_slices(
     shape: ExpertsShape,
 ) -> Iterator[tuple[str, tuple[int, int], tuple[slice, slice], int, slice | None]]:
-    """For each checkpoint matrix of the experts held here: module name, its shape, this rank's
-    slice of it, the local expert number, and its columns within w13 (None: it is w2)."""
+    """Yield each checkpoint matrix of the experts held here.
+
+    Yields:
+        Module name, shape of the matrix, this rank's slice of it, local number of the expert, and
+        the matrix's columns within w13 (None: it is w2).
+    """
     width = part_of(shape.inter_start, shape.inter, shape.inter_full)
     every = slice(None)
     for local in range(shape.count):

@@ -1,4 +1,4 @@
-"""Dense linear layers on CUDA devices: cuBLAS, and kernels of our own for few tokens."""
+"""Dense linear layers on CUDA devices: cuBLAS, and our own kernels for few rows."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from glowplug.core.protocols import LinearShape, Parts, Quantized
 from glowplug.kernels.launch.cards import tiles_run_on
 from glowplug.plugins.quantization.dense.layers import DenseLinear
 
-HALF = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class CudaLinear(DenseLinear):
-    """The weight lies as checkpoints have it, [sum(outputs), inputs], which loads fastest; cuBLAS
-    takes either.
+    """``LinearMethod`` with the weight stored as in checkpoints, [sum(outputs), inputs].
+
+    Loading this layout is fastest, and cuBLAS takes either.
     """
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str) -> None:
@@ -23,44 +24,45 @@ class CudaLinear(DenseLinear):
         self.weight = self.rows.t()
         if self.bias is not None:
             self.bias = torch.empty(self.bias.shape, dtype=dtype, device=device)
-        half = dtype in HALF and self.rows.is_cuda
+        half = dtype in HALF_DTYPES and self.rows.is_cuda
         self._widens = shape.wide and half and not shape.bias
-        self._few = _few if half and tiles_run_on(device) else None
-        self._wide = _wide if self._widens and tiles_run_on(device) else None
+        self._few_rows = _few_rows if half and tiles_run_on(device) else None
+        self._lm_head = _lm_head if self._widens and tiles_run_on(device) else None
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
         values = x.values if isinstance(x, Quantized) else x
         if self._widens:
-            scores = None if self._wide is None else self._wide(values, self.rows)
+            scores = None if self._lm_head is None else self._lm_head(values, self.rows)
             return (
                 torch.mm(values, self.weight, out_dtype=torch.float32) if scores is None else scores
             )
-        product = None if self._few is None else self._few(values, self.rows, self.bias)
-        return super().apply(values) if product is None else product
+        result = None if self._few_rows is None else self._few_rows(values, self.rows, self.bias)
+        return super().apply(values) if result is None else result
 
     def apply_parts(self, x: Tensor | Quantized) -> Tensor | Parts:
-        """As ``apply``, or parts of it, for who adds them up anyway."""
+        """Return the result of ``apply``, or partial sums for an op that adds them up anyway."""
         parts = (
-            _parts(x, self.rows)
-            if isinstance(x, Tensor) and self._few is not None and self.bias is None
+            _split_parts(x, self.rows)
+            if isinstance(x, Tensor) and self._few_rows is not None and self.bias is None
             else None
         )
         return self.apply(x) if parts is None else parts
 
 
-def _few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The product where a kernel of our own is faster than cuBLAS."""
-    from glowplug.kernels.gemm import few_rows as skinny_gemm  # behind a check that Triton is there
+def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return x W^T by our own kernel where it is faster than cuBLAS, else None."""
+    from glowplug.kernels.gemm import few_rows as skinny_gemm  # imported late: it needs Triton
 
     tile = skinny_gemm.rule(len(x), *weight.shape)
     return None if tile is None else skinny_gemm.multiply(x, weight, bias, tile)
 
 
-def _wide(x: Tensor, weight: Tensor) -> Tensor | None:
-    """The product in float32 where a table of this card has a kernel of our own that is faster than
-    cuBLAS.
+def _lm_head(x: Tensor, weight: Tensor) -> Tensor | None:
+    """Return x W^T in float32 by our own kernel, or None if cuBLAS is used.
+
+    Our kernel runs where this GPU's tuned table has a configuration faster than cuBLAS.
     """
-    from glowplug.kernels.gemm import lm_head as head_gemm  # behind a check that Triton is there
+    from glowplug.kernels.gemm import lm_head as head_gemm  # imported late: it needs Triton
 
     config = head_gemm.config_for(len(x), *weight.shape)
     return (
@@ -70,13 +72,14 @@ def _wide(x: Tensor, weight: Tensor) -> Tensor | None:
     )
 
 
-def _parts(x: Tensor, weight: Tensor) -> Parts | None:
-    """The product in parts where they and their sum are sooner there than the product."""
+def _split_parts(x: Tensor, weight: Tensor) -> Parts | None:
+    """Return x W^T as partial sums, or None where the whole GEMM is faster.
+
+    The comparison includes adding up the partial sums.
+    """
     if not x.is_contiguous() or x.dtype != weight.dtype:
         return None
-    from glowplug.kernels.gemm import (
-        split_depth as slice_gemm,  # behind a check that Triton is there
-    )
+    from glowplug.kernels.gemm import split_depth as slice_gemm  # imported late: it needs Triton
 
     if not slice_gemm.fits(len(x), weight.shape[0], weight.shape[1], x.dtype, x.device):
         return None

@@ -1,7 +1,7 @@
-"""The runtime of ``quantization.w8a8_int8`` in plain torch, where products do not run in int8.
+"""Runtime of ``quantization.w8a8_int8`` in plain torch, for devices without int8 GEMMs.
 
-Weights are dequantised once, as they arrive; activations may be rounded to what int8 would hold. A
-product is then that of an int8 GEMM up to the order of summation.
+Weights are dequantised once, as they arrive; activations may be rounded to int8 values. A result
+equals that of an int8 GEMM up to the order of summation.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from glowplug.plugins.quantization.shared.skipped_modules import left_alone, lis
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.int8.plugin import W8A8Int8Options
 
-STORED = "int8"
-Put = Callable[[Tensor, Tensor], None]
+STORED = "int8"  #: dtype of quantised weights in the checkpoint
+Put = Callable[[Tensor, Tensor], None]  #: callback for weight and scales of a slice
 
 
 def w8a8_int8(options: W8A8Int8Options, plan: EnginePlan, worker: Worker) -> QuantizationScheme:
-    """The scheme for ``worker``'s device: products in int8 on CUDA, of dequantised weights
-    elsewhere.
+    """Return the scheme for ``worker``'s device.
+
+    CUDA devices run int8 GEMMs unless ``activations = "none"``; otherwise weights are dequantised.
     """
     if torch.device(worker.device).type == "cuda" and options.activations != "none":
-        from glowplug.plugins.quantization.int8.cuda import W8A8Int8Cuda  # it imports this module
+        # imported late: the module imports this one
+        from glowplug.plugins.quantization.int8.cuda import W8A8Int8Cuda
 
         return W8A8Int8Cuda(options, plan, worker)
     return W8A8Int8(options, plan, worker)
 
 
 class Source:
-    """What a checkpoint stores: int8 weights and scales of which shape, or weights that are
-    quantised on arrival.
-    """
+    """The tensors of a checkpoint: int8 weights with scales, or weights to quantise."""
 
     def __init__(self, plan: EnginePlan) -> None:
         facts = plan.facts.model
@@ -66,17 +66,19 @@ class Source:
         self._native = facts.quant_method in INT8_METHODS
 
     def covers(self, module: str) -> bool:
+        """Return True if ``module`` is quantised, in the checkpoint or while loading."""
         weight = self._tensors.get(f"{module}.weight")
         if weight is not None and (self._native or weight.dtype == STORED):
             return weight.dtype == STORED
         return not left_alone(module, self._listed)
 
     def native(self, module: str) -> bool:
+        """Return True if the checkpoint stores ``module`` in int8."""
         weight = self._tensors.get(f"{module}.weight")
         return self._native if weight is None else weight.dtype == STORED
 
     def scale_shape(self, module: str, rows: int) -> tuple[int, ...]:
-        """[N, 1], unless the checkpoint has [N]."""
+        """Return the shape of the module's scales, [N, 1] or [N] as the checkpoint has it."""
         stored = self._tensors.get(f"{module}.weight_scale")
         return (rows,) if stored is not None and len(stored.shape) == 1 else (rows, 1)
 
@@ -87,11 +89,17 @@ class Source:
         index: tuple[slice, slice],
         put: Put,
     ) -> Iterator[WeightTarget]:
-        """Of the slice ``index`` of a matrix; ``put`` gets int8 [R, C] and float scales [R] once
-        both are there.
+        """Yield the targets of one slice of a matrix.
+
+        Args:
+            module: module name in the checkpoint.
+            full: shape of the matrix.
+            index: the slice of rows and of columns.
+            put: receives int8 [R, C] and floating-point scales [R] once both have arrived.
         """
-        matrix = _Matrix(index, put)
-        if not self.native(module):  # whole rows, so that ranks quantise as one would
+        matrix = _PendingMatrix(index, put)
+        # whole rows, so that the scales do not depend on the number of ranks
+        if not self.native(module):
             yield Target(
                 f"{module}.weight", full, index=(index[0], slice(None)), put=matrix.quantize
             )
@@ -107,8 +115,8 @@ class Source:
 
 
 @dataclass(eq=False)
-class _Matrix:
-    """One matrix on its way: weight and scales, whichever comes first."""
+class _PendingMatrix:
+    """One matrix whose weight and scales arrive in either order."""
 
     index: tuple[slice, slice]
     put: Put
@@ -116,9 +124,8 @@ class _Matrix:
     scales: Tensor | None = None
 
     def take_weight(self, value: Tensor) -> None:
-        self.weight = (
-            value if value.is_cpu else value.clone()
-        )  # on a device it is part of a larger block
+        # a device tensor is a view of a larger block, which it would keep alive; hence the copy
+        self.weight = value if value.is_cpu else value.clone()
         self._finish()
 
     def take_scales(self, value: Tensor) -> None:
@@ -136,8 +143,9 @@ class _Matrix:
 
 
 class W8A8Int8:
-    """``QuantizationScheme``. Ranks split dimensions anywhere: a row's scale holds for every slice
-    of it.
+    """``QuantizationScheme`` with dequantised weights.
+
+    Ranks may split dimensions anywhere, because a row's scale is valid for every slice of the row.
     """
 
     block = 1
@@ -160,7 +168,7 @@ class W8A8Int8:
 
 
 def _into(destination: Tensor) -> Put:
-    """Dequantises into ``destination`` [R, C]."""
+    """Return a callback that dequantises into ``destination`` [R, C]."""
 
     def put(stored: Tensor, scales: Tensor) -> None:
         destination.copy_(int8.dequantize(stored, scales, destination.dtype))
@@ -169,8 +177,14 @@ def _into(destination: Tensor) -> Put:
 
 
 class Int8Linear(DenseLinear):
-    """``LinearMethod`` over dequantised weights. ``rounds``: activations are first rounded to
-    int8's grid.
+    """``LinearMethod`` over dequantised weights.
+
+    Args:
+        shape: the layer's shape.
+        dtype: the compute dtype.
+        device: the weight's device.
+        source: the checkpoint.
+        rounds: round activations to int8 values first.
     """
 
     def __init__(
@@ -191,8 +205,14 @@ class Int8Linear(DenseLinear):
 
 
 class Int8Experts(DenseExperts):
-    """``ExpertsMethod`` over dequantised weights. ``rounds``: input and inner activations are
-    rounded.
+    """``ExpertsMethod`` over dequantised weights.
+
+    Args:
+        shape: the layer's shape.
+        dtype: the compute dtype.
+        device: the weights' device.
+        source: the checkpoint.
+        rounds: round the input and the inner activations to int8 values.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""The runtime of ``quantization.w8a8_int8`` on CUDA: weights stay int8, and products run in int8.
+"""Runtime of ``quantization.w8a8_int8`` on CUDA: int8 weights and int8 GEMMs.
 
-Activations come quantised from whoever produced them, or are quantised here.
+Activations are quantised by the op that produces them, or here.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from glowplug.plugins.quantization.shared.provider_choice import INT8, INT8_ROWS
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.int8.plugin import W8A8Int8Options
 
-FORMAT = "int8_token"
-WHOLE = slice(None)
+FORMAT = "int8_token"  #: input format of quantised activations
+ALL = slice(None)
 
 
 class W8A8Int8Cuda(W8A8Int8):
-    """``QuantizationScheme``: a shared expert may ride with the routed ones."""
+    """``QuantizationScheme`` with int8 weights; the shared expert may be fused."""
 
     fuses_shared = True
 
@@ -58,8 +58,15 @@ class W8A8Int8Cuda(W8A8Int8):
 
 
 class Multiply:
-    """x W^T in int8, by ``wanted``: "triton" (our own kernel), "cutlass" (as sgl_kernel builds it),
-    or "auto".
+    """The GEMM x W^T in int8.
+
+    Args:
+        wanted: "triton" (our own kernel), "cutlass" (sgl_kernel's build), or "auto" (the fastest
+            measured one that is installed).
+        table: measurements for "auto"; None: those of the current GPU.
+
+    Raises:
+        GlowplugError: ``wanted`` is "cutlass" and it cannot be used.
     """
 
     def __init__(self, wanted: str = "auto", table: Table | None = None) -> None:
@@ -68,6 +75,7 @@ class Multiply:
         self._fastest = ByShape(INT8.kind, INT8_ROWS, table)
 
     def _find(self) -> Any:
+        """Return CUTLASS's function, or None if "auto" has to do without."""
         try:
             return library("gemm", "cutlass", "sgl_kernel", ("int8_scaled_mm",))
         except GlowplugError:
@@ -84,21 +92,33 @@ class Multiply:
         dtype: torch.dtype,
         bias: Tensor | None,
     ) -> Tensor:
-        """x int8 [T, K] and scales [T], weight int8 [N, K] and scales [N] -> [T, N]."""
+        """Return x W^T in ``dtype``.
+
+        Args:
+            x: int8 [T, K].
+            x_scales: float32 [T].
+            weight: int8 [N, K].
+            scales: float32 [N].
+            dtype: of the result.
+            bias: [N] or None.
+
+        Returns:
+            [T, N].
+        """
         if self.pick(x.shape[0], len(weight), x.shape[1], dtype) == "cutlass":
             out: Tensor = self._cutlass(x, weight.t(), x_scales, scales, dtype, bias)
             return out
         return int8_gemm.gemm(x, x_scales, weight, scales, dtype, bias)
 
     def pick(self, rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
-        """Who multiplies [rows, depth] x [columns, depth]^T with results in ``dtype``."""
+        """Return the provider for [rows, depth] x [columns, depth]^T with results in ``dtype``."""
         if self._cutlass is None or not rows or depth % 16 or columns % 8 or dtype is torch.float32:
             return "triton"
         return self._fastest.pick(rows, columns, depth) if self._wanted == "auto" else self._wanted
 
 
 def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
-    """Values and scales of activations, whether or not their producer has quantised them."""
+    """Return values and scales of activations, quantising them if their producer has not."""
     if not isinstance(x, Quantized):
         return int8_quant.quantize(x)
     assert x.scales is not None, f"activations in {FORMAT} have scales"
@@ -106,7 +126,12 @@ def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
 
 
 class Int8LinearCuda(Biased):
-    """``LinearMethod``. weight int8 [N, K] and scales float32 [N], fused parts behind one another."""
+    """``LinearMethod`` in int8, with fused matrices stacked along the rows.
+
+    Attributes:
+        weight: int8 [N, K].
+        scales: float32 [N].
+    """
 
     input_format = FORMAT
 
@@ -141,7 +166,7 @@ class Int8LinearCuda(Biased):
 
 
 def into(weight: Tensor, scales: Tensor) -> Put:
-    """Copies to int8 ``weight`` [R, C] and ``scales`` [R]."""
+    """Return a callback that copies to int8 ``weight`` [R, C] and ``scales`` [R]."""
 
     def put(stored: Tensor, factors: Tensor) -> None:
         weight.copy_(stored)
@@ -151,8 +176,14 @@ def into(weight: Tensor, scales: Tensor) -> Put:
 
 
 class Int8ExpertsCuda:
-    """``ExpertsMethod``: w13 int8 [E + S, 2I, H] with scales [E + S, 2I], w2 int8 [E + S, H, I]
-    with [E + S, H]; the S last are slices of the shared expert."""
+    """``ExpertsMethod`` in int8; the last S experts are slices of the shared expert.
+
+    Attributes:
+        w13: int8 [E + S, 2I, H].
+        w2: int8 [E + S, H, I].
+        scales13: float32 [E + S, 2I].
+        scales2: float32 [E + S, H].
+    """
 
     input_format = FORMAT
 
@@ -160,7 +191,7 @@ class Int8ExpertsCuda:
         self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source
     ) -> None:
         assert not shape.shared or shape.inter == shape.inter_full, (
-            "a shared expert rides along on one rank alone"
+            "the shared expert can be fused only on one rank"
         )
         self.shape = shape
         self._dtype = dtype
@@ -183,12 +214,17 @@ class Int8ExpertsCuda:
             yield from self._source.targets(name, full, index, into(*held))
         for name, full, rows in shared_slices(self.shape):
             yield from self._source.targets(
-                name, full, (WHOLE, WHOLE), partial(self._take_shared, rows)
+                name, full, (ALL, ALL), partial(self._take_shared, rows)
             )
 
     def _take_shared(self, rows: slice | None, stored: Tensor, scales: Tensor) -> None:
-        """``rows`` of w13 from gates or ups [S * I, H]; None: w2 from [H, S * I], whose slices
-        share a row's scale.
+        """Store a matrix of the shared expert.
+
+        Args:
+            rows: rows of w13 for a gate or up projection; None: w2, whose slices share a row's
+                scale.
+            stored: int8 [S * I, H], or for w2 [H, S * I].
+            scales: scale of each row of ``stored``.
         """
         shape = self.shape
         if rows is None:

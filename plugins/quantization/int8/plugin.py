@@ -1,7 +1,8 @@
-"""Int8 W8A8: weights with one scale a row, activations quantised a token at a time, both symmetric.
+"""Int8 W8A8: weights with one scale per row, activations with one per token, both symmetric.
 
-Checkpoints: ``quant_method`` "w8a8_int8" and compressed-tensors' "int-quantized", ``weight`` int8
-[N, K] with ``weight_scale`` [N] or [N, 1]. An unquantised checkpoint is quantised while it loads.
+Checkpoints have ``quant_method`` "w8a8_int8" or compressed-tensors' "int-quantized", with
+``weight`` int8 [N, K] and ``weight_scale`` [N] or [N, 1]. Unquantised checkpoints are quantised
+while they load.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ from glowplug.plugins.quantization.shared.skipped_modules import EXPRESSION, KEY
 from glowplug.plugins.quantization.shared.triton_needed import check_libraries, check_triton
 
 NAME = "w8a8_int8"
-FORMAT = "int-quantized"  #: compressed-tensors' name of 8-bit integers that are stored as such
-USE = "quantization.use"
-#: what compressed-tensors must say of weights and of activations, with what stands for an absent
-#: key
+FORMAT = "int-quantized"  #: compressed-tensors' name of weights stored as 8-bit integers
+FIELD = "quantization.use"
+#: compressed-tensors' settings of weights: key -> (required value, value if the key is absent)
 WEIGHTS: Mapping[str, tuple[Any, Any]] = {
     "num_bits": (8, 8),
     "type": ("int", "int"),
@@ -35,6 +35,7 @@ WEIGHTS: Mapping[str, tuple[Any, Any]] = {
     "strategy": ("channel", "channel"),
     "dynamic": (False, False),
 }
+#: the same for activations
 ACTIVATIONS: Mapping[str, tuple[Any, Any]] = {
     "num_bits": (8, 8),
     "type": ("int", "int"),
@@ -42,24 +43,26 @@ ACTIVATIONS: Mapping[str, tuple[Any, Any]] = {
     "strategy": ("token", "token"),
     "dynamic": (True, False),
 }
-SUPPORTED = "a checkpoint of int8 weights with a scale a row and dynamic activation scales a token"
-#: packages of who ``gemm`` names
+SUPPORTED = (
+    "a checkpoint of int8 weights with a scale per row and dynamic activation scales per token"
+)
+#: value of ``gemm`` -> packages it needs
 LIBRARIES = {"triton": ("triton",), "cutlass": ("sglang-kernel",)}
-SHOWN = 3  #: names listed in a reason
+NAMES_SHOWN = 3  #: names listed in a reason
 
 
 class W8A8Int8Options(QuantizationOptions):
     use: Literal["w8a8_int8"] = "w8a8_int8"
     activations: Literal["auto", "dynamic", "none"] = Field(
         "auto",
-        description="quantise activations to int8 before each product (dynamic) or leave them in the compute "
-        "dtype (none); auto is dynamic where products run in int8, none where weights are "
-        "dequantised, because rounding there costs time and accuracy and saves nothing",
+        description="quantise activations to int8 before each GEMM (dynamic) or keep them in the "
+        "compute dtype (none); auto: dynamic where GEMMs run in int8, none where weights are "
+        "dequantised, because rounding would cost time and accuracy and save nothing",
     )
     gemm: Literal["auto", "triton", "cutlass"] = Field(
         "auto",
-        description="who multiplies linear layers in int8 on a CUDA device; auto: for each shape and "
-        "number of rows whoever was measured fastest among those installed",
+        description="GEMM provider for linear layers in int8 on CUDA devices; auto: for each "
+        "shape and number of rows the fastest measured provider that is installed",
         json_schema_extra={"provider": "linear"},
     )
 
@@ -68,8 +71,9 @@ class W8A8Int8Options(QuantizationOptions):
 
 
 def check_w8a8_int8(context: CheckContext) -> Iterator[Refusal]:
-    """What config.json states, and what the tensors say, must be symmetric int8 with dynamic
-    activations.
+    """Check that the checkpoint is symmetric int8 with dynamic activation scales, and the devices.
+
+    The quantization config and the stored tensors are both checked.
     """
     model = context.facts.model
     if context.options.activations != "none":
@@ -77,25 +81,26 @@ def check_w8a8_int8(context: CheckContext) -> Iterator[Refusal]:
         yield from check_libraries(context, NAME)
     if model.quant_method in INT8_METHODS:
         yield from (
-            Refusal(NAME, USE, reason, fix) for reason, fix in _stated(quantization_config(model))
+            Refusal(NAME, FIELD, reason, fix) for reason, fix in _stated(quantization_config(model))
         )
-    yield from (Refusal(NAME, USE, reason, fix) for reason, fix in _stored(model))
+    yield from (Refusal(NAME, FIELD, reason, fix) for reason, fix in _stored(model))
 
 
 def _stated(stated: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Reason and fix of everything in a ``quantization_config`` that is not read here."""
+    """Yield reason and fix for each unsupported setting of a ``quantization_config``."""
     kind = stated.get("format", FORMAT)
     if kind != FORMAT:
         yield f"the checkpoint's format is {kind!r}; {NAME} reads {FORMAT!r}", SUPPORTED
         return
     if stated.get("activation_scheme", "dynamic") != "dynamic":
         yield (
-            f"the checkpoint asks for activations of scheme {stated['activation_scheme']!r}",
+            f"the checkpoint requires the activation scheme {stated['activation_scheme']!r}; "
+            f"{NAME} supports dynamic scales only",
             SUPPORTED,
         )
     if stated.get("kv_cache_scheme"):
         yield (
-            "the checkpoint brings scales for its KV cache, which are not read",
+            "the checkpoint has KV cache scales, which are not supported",
             "a checkpoint without them",
         )
     groups = stated.get("config_groups")
@@ -106,31 +111,34 @@ def _stated(stated: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             re.compile(entry.removeprefix(EXPRESSION) if entry.startswith(EXPRESSION) else "")
         except re.error as error:
             yield (
-                f"the checkpoint's list of ignored modules has {entry!r}, which is no expression: {error}",
+                f"the checkpoint's list of ignored modules has {entry!r}, which is not a regular "
+                f"expression: {error}",
                 SUPPORTED,
             )
 
 
 def _group(name: str, group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield reason and fix for each unsupported setting of one config group."""
     for part, wanted in (("weights", WEIGHTS), ("input_activations", ACTIVATIONS)):
-        said = group.get(part)
-        if not isinstance(said, dict):
+        settings = group.get(part)
+        if not isinstance(settings, dict):
             yield (
-                f"{name} of the checkpoint leaves {part} unquantised; {NAME} multiplies both in int8",
+                f"{name} of the checkpoint leaves {part} unquantised; {NAME} needs both in int8",
                 SUPPORTED,
             )
             continue
-        for key, (value, otherwise) in wanted.items():
-            found = said.get(key, otherwise)
+        for key, (value, default) in wanted.items():
+            found = settings.get(key, default)
             if found != value:
                 yield (
-                    f"{name} of the checkpoint has {part} with {key} {found!r}; {NAME} reads {value!r}",
+                    f"{name} of the checkpoint has {part} with {key} {found!r}; {NAME} supports "
+                    f"{value!r}",
                     SUPPORTED,
                 )
 
 
 def _stored(model: ModelFacts) -> Iterator[tuple[str, str]]:
-    """The same of the tensors themselves, where their headers were read."""
+    """Yield reason and fix for each problem of the tensors, if their headers were read."""
     modules = [
         name.removesuffix(".weight")
         for name, tensor in model.tensors.items()
@@ -152,7 +160,8 @@ def _stored(model: ModelFacts) -> Iterator[tuple[str, str]]:
     if rows:
         shape = list(tensors[f"{rows[0]}.weight_scale"].shape)
         yield (
-            f"{len(rows)} weights have scales of another shape than one a row: {_some(rows)} ({shape})",
+            f"{len(rows)} weights have scales of a shape other than one per row: {_some(rows)} "
+            f"({shape})",
             SUPPORTED,
         )
     for leaf, what in (
@@ -163,14 +172,15 @@ def _stored(model: ModelFacts) -> Iterator[tuple[str, str]]:
         found = [name for name in modules if f"{name}.{leaf}" in tensors]
         if found:
             yield (
-                f"the checkpoint's {what} ({leaf} of {_some(found)}); {NAME} is symmetric and dynamic",
+                f"the checkpoint's {what} ({leaf} of {_some(found)}); {NAME} supports symmetric "
+                "weights and dynamic activation scales only",
                 SUPPORTED,
             )
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (
-        f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + (
+        f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     )
 
 
@@ -191,6 +201,7 @@ def register_quantization_schemes() -> list[Component]:
                 experts_work=int8_experts,
             ),
             uses=LIBRARIES,
-            summary="int8 weights with a scale a row, native or quantised while loading; activations a token at a time",
+            summary="int8 weights with a scale per row, native or quantised while loading; "
+            "activations quantised per token",
         )
     ]

@@ -1,6 +1,7 @@
-"""What routed experts hold on a CUDA device beside their input. No torch.
+"""Bytes that routed experts allocate on a CUDA device beside their input. No torch.
 
-The byte budget's view of ``dense_cuda``, ``block_fp8_cuda`` and ``w8a8_int8_cuda``.
+These are the byte budget's figures for ``dense.experts_cuda``, ``block_fp8.cuda`` and
+``int8.cuda``.
 """
 
 from __future__ import annotations
@@ -20,38 +21,41 @@ from glowplug.kernels.moe.fp8 import tiles as moe_fp8_tiles
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
 
-GROUP = 128  #: numbers with one scale
-CAST = 1 + SHOWN / GROUP  #: bytes of a number as FP8 products read it, its scale's share among them
-TILE = 128  #: rows that one expert's are filled up to for DeepGEMM
-#: rows an expert gets on average from which sorting them for DeepGEMM pays (H200: 3.34 against 3.41
-#: ms at 36)
-LEAST_LOAD = 35
-DEEP_GEMM = ("sgl-deep-gemm", "deep-gemm")  #: packages that bring it
-#: of the largest steps in DeepGEMM's masked layout, where every expert has rows for all of them
+GROUP = 128  #: consecutive numbers that share one scale
+FP8_NUMBER_BYTES = 1 + SHOWN / GROUP  #: bytes of a quantised activation with its share of a scale
+DEEP_GEMM_TILE = 128  #: multiple to which each expert's rows are padded for DeepGEMM
+#: average rows per expert from which sorting them for DeepGEMM pays (H200: 3.34 against 3.41 ms at
+#: 36)
+GROUPED_LOAD_MIN = 35
+DEEP_GEMM = ("sgl-deep-gemm", "deep-gemm")  #: distributions that install DeepGEMM
+#: most tokens of a step in DeepGEMM's masked layout, in which every expert has rows for all tokens
 MASKED_TOKENS = 512
-HALF = 2  #: bytes of a number of the libraries' results
-CUTLASS_WORKSPACE = (
-    1 << 17
-)  #: two descriptors for each processor and operand, and for those of results
-LAYOUT = 5  #: int32 numbers that say how a group's scales lie
+LIBRARY_RESULT_BYTES = 2  #: bytes of a number in the libraries' results
+#: bytes of CUTLASS's descriptors: two for each SM and operand, and those of the results
+CUTLASS_WORKSPACE = 1 << 17
+CUTLASS_LAYOUT_INTS = 5  #: int32 numbers that describe the layout of one group's scales
 
 
 def dense_experts(step: ExpertsStep) -> Work:
-    """What a step of as many tokens holds at most, or of fewer, which a table may serve in a way
-    that holds more.
+    """Return the memory use of a step with dense weights and up to ``step.tokens`` tokens.
+
+    A smaller step is included where its row of the tuned table needs more memory.
     """
     problem = moe_tiles.Problem(step.count, step.chosen, step.hidden, step.inter, step.dtype)
     machine = (step.card or "cpu", step.packages.get("triton", ""))
     measured = tuned.table(problem.table_on(machine)) or {}
     works = [
         _dense(replace(step, tokens=tokens), moe_tiles.pick(problem, tokens, measured)["up"])
-        for tokens in _turns(measured, step.tokens)
+        for tokens in _peak_tokens(measured, step.tokens)
     ]
     return Work(max(work.most for work in works), max(work.left for work in works))
 
 
-def _turns(measured: Iterable[int], tokens: int) -> set[int]:
-    """``tokens``, and the largest numbers below that the table's rows serve."""
+def _peak_tokens(measured: Iterable[int], tokens: int) -> set[int]:
+    """Return the token counts at which memory may peak, up to ``tokens``.
+
+    These are ``tokens`` and, for each row of the tuned table, the largest smaller count it serves.
+    """
     return {
         tokens,
         *(last for row, after in pairwise(measured) if (last := (row + after - 1) // 2) < tokens),
@@ -59,10 +63,13 @@ def _turns(measured: Iterable[int], tokens: int) -> set[int]:
 
 
 def _dense(step: ExpertsStep, up: Config) -> Work:
-    """Of ``moe_experts`` with this configuration of the first product: gated rows, in order of
-    experts with the places that tiles leave empty, or of each token; where everybody's experts have
-    tiles of their own, theirs behind. Where these are dense products, their gates, ups and product
-    come before all that, and one row of results is left.
+    """Return the memory use of ``moe_experts`` with the configuration ``up`` of the first GEMM.
+
+    In the ways "hopper" and "sorted" the gated rows are stored in expert order, including the rows
+    that fill tiles; otherwise they are stored per token. If the shared expert has wide tiles of its
+    own, its gated rows follow. If the shared expert runs as dense GEMMs (``up["apart"]``), its gate
+    and up results and their gated product are allocated and released before the gated rows, and its
+    result adds one row per token.
     """
     routed = step.tokens * (step.chosen - step.shared)
     experts = step.count - step.shared
@@ -87,38 +94,46 @@ def _dense(step: ExpertsStep, up: Config) -> Work:
 
 
 def fp8_experts(step: ExpertsStep) -> Work:
-    """By the library that is named, DeepGEMM's grouped product where experts get many rows each, or
-    our own.
+    """Return the memory use of a step in block FP8, by the provider that runs it.
+
+    The provider is the library that ``quantization.experts`` names, DeepGEMM's grouped GEMM where
+    experts get many rows each, or our own kernels.
     """
-    wanted = by_dtype(step.options.experts, step.element)
+    wanted = provider_for_dtype(step.options.experts, step.element)
     if wanted == "cutlass":
-        return _packed(step)
+        return _cutlass(step)
     if wanted == "deep_gemm_masked":
         masked = _masked(replace(step, tokens=min(step.tokens, MASKED_TOKENS)))
-        return masked if step.tokens <= MASKED_TOKENS else _more(_by_load(step, "auto"), masked)
+        return masked if step.tokens <= MASKED_TOKENS else _maximum(_by_load(step, "auto"), masked)
     return _by_load(step, wanted)
 
 
-def by_dtype(wanted: str, element: int) -> str:
-    """``quantization.experts`` for activations of ``element`` bytes a number: whom auto may choose
-    makes 16 bits.
+def provider_for_dtype(wanted: str, element: int) -> str:
+    """Return ``quantization.experts`` for activations of ``element`` bytes a number.
+
+    The libraries that "auto" may choose have 16-bit results only.
     """
-    return "triton" if wanted == "auto" and element > HALF else wanted
+    return "triton" if wanted == "auto" and element > LIBRARY_RESULT_BYTES else wanted
 
 
-def fp8_turns(options: BlockFp8Options) -> tuple[int, ...]:
-    """Larger steps than those in the masked layout have rows for the pairs that there are."""
+def fp8_peak_tokens(options: BlockFp8Options) -> tuple[int, ...]:
+    """Return token counts below the largest step at which memory may peak.
+
+    Steps above ``MASKED_TOKENS`` leave the masked layout, and allocate rows for existing pairs
+    only.
+    """
     return (MASKED_TOKENS,) if options.experts == "deep_gemm_masked" else ()
 
 
-def _more(work: Work, other: Work) -> Work:
-    """Of ``work``, where a smaller step may be the ``other``."""
+def _maximum(work: Work, other: Work) -> Work:
+    """Return the larger of each figure of ``work`` and ``other``, either of which may run."""
     return Work(
         max(work.most, other.most), max(work.left, other.left), max(work.extra, other.extra)
     )
 
 
 def _by_load(step: ExpertsStep, wanted: str) -> Work:
+    """Return the memory use of DeepGEMM's grouped GEMM if it pays, else of our own kernels."""
     if grouped_pays(wanted, step.tokens, step.chosen, step.count) and any(
         step.packages.get(name) for name in DEEP_GEMM
     ):
@@ -136,76 +151,102 @@ def _by_load(step: ExpertsStep, wanted: str) -> Work:
     )
     if moe_fp8_tiles.on_hopper(config):
         return _on_hopper(step, config["BLOCK_M"])
-    return step.summed(0, int(step.pairs * inter * (2 * step.element + CAST)))
+    return step.summed(0, int(step.pairs * inter * (2 * step.element + FP8_NUMBER_BYTES)))
 
 
 def _on_hopper(step: ExpertsStep, tile: int) -> Work:
-    """See ``moe_gemm_fp8_hopper``: rows in order of experts, what is gated, the same as FP8,
+    """Return the memory use of ``moe_gemm_fp8_hopper`` with tiles of ``tile`` rows.
+
+    It holds, in expert order: the input rows, the gated rows, the gated rows in FP8 and the
     results.
     """
     rows = tiled_rows(step.pairs, step.count, tile)
     given, hidden, inner = (
         int(rows * size)
-        for size in (step.hidden * CAST, step.inter * step.element, step.inter * CAST)
+        for size in (
+            step.hidden * FP8_NUMBER_BYTES,
+            step.inter * step.element,
+            step.inter * FP8_NUMBER_BYTES,
+        )
     )
     kept = (step.pairs + rows + rows // tile) * SHOWN
     return step.summed(kept + max(given + hidden, hidden + inner), kept + inner)
 
 
 def int8_experts(step: ExpertsStep) -> Work:
-    """Gated rows, and the same as the second product reads them."""
+    """Return the memory use in int8: the gated rows, and the same rows quantised."""
     return step.summed(0, step.pairs * step.inter * (step.element + 1))
 
 
 def grouped_pays(wanted: str, tokens: int, chosen: int, experts: int) -> bool:
-    """Does the option's ``wanted`` give such a step to DeepGEMM's grouped product, where there is
-    one?
+    """Return True if a step of ``tokens`` runs DeepGEMM's grouped GEMM where it is installed.
+
+    Args:
+        wanted: value of ``quantization.experts``.
+        tokens: tokens of the step.
+        chosen: experts per token.
+        experts: experts held on the rank.
     """
     if wanted == "auto":
-        return tokens * chosen >= LEAST_LOAD * experts
+        return tokens * chosen >= GROUPED_LOAD_MIN * experts
     return wanted == "deep_gemm"
 
 
 def masked_rows(tokens: int) -> int:
-    """Rows of every expert in DeepGEMM's masked layout: each token's, filled up to whole tiles."""
-    return -(-tokens // TILE) * TILE
+    """Return the rows per expert in DeepGEMM's masked layout: ``tokens`` in whole tiles."""
+    return -(-tokens // DEEP_GEMM_TILE) * DEEP_GEMM_TILE
 
 
 def _grouped(step: ExpertsStep) -> Work:
-    """See ``fp8_grouped.Grouped.experts``."""
-    rows = tiled_rows(step.pairs, step.count, TILE)
-    return _in_order(
-        step, rows, (step.pairs + 3 * rows) * SHOWN, step.element
-    )  # places, and who is whose
+    """Return the memory use of ``block_fp8.grouped.Grouped.experts``."""
+    rows = tiled_rows(step.pairs, step.count, DEEP_GEMM_TILE)
+    maps = (step.pairs + 3 * rows) * SHOWN  # row of each pair; pair and expert of each row
+    return _library(step, rows, maps, step.element)
 
 
 def _masked(step: ExpertsStep) -> Work:
-    """See ``fp8_masked.Masked.experts``."""
-    return _in_order(
-        step, step.count * masked_rows(step.tokens), (step.pairs + step.count) * SHOWN, HALF
+    """Return the memory use of ``block_fp8.masked.Masked.experts``."""
+    return _library(
+        step,
+        step.count * masked_rows(step.tokens),
+        (step.pairs + step.count) * SHOWN,
+        LIBRARY_RESULT_BYTES,
     )
 
 
-def _packed(step: ExpertsStep) -> Work:
-    """See ``fp8_cutlass.Cutlass.experts``: an expert has a start, two problems of three numbers and
-    three strides, and in a product five pointers, two layouts and, within the library, another
-    problem."""
-    told = (1 + 6) * SHOWN + 3 * 2 * SHOWN + (5 + 3) * 2 * SHOWN + 2 * LAYOUT * SHOWN
-    return _in_order(
-        step, step.pairs, step.pairs * SHOWN + step.count * told + CUTLASS_WORKSPACE, HALF
+def _cutlass(step: ExpertsStep) -> Work:
+    """Return the memory use of ``block_fp8.cutlass.Cutlass.experts``.
+
+    Each expert has a start, two problems of three numbers and three strides. Each GEMM adds five
+    pointers, two layouts and, within the library, another problem per expert.
+    """
+    layouts = 2 * CUTLASS_LAYOUT_INTS * SHOWN
+    per_expert = (1 + 6) * SHOWN + 3 * 2 * SHOWN + (5 + 3) * 2 * SHOWN + layouts
+    return _library(
+        step,
+        step.pairs,
+        step.pairs * SHOWN + step.count * per_expert + CUTLASS_WORKSPACE,
+        LIBRARY_RESULT_BYTES,
     )
 
 
-def _in_order(step: ExpertsStep, rows: int, kept: int, element: int) -> Work:
-    """Rows in order of experts; gate and up; their product; results. ``element``: bytes of the
-    products' results.
+def _library(step: ExpertsStep, rows: int, kept: int, element: int) -> Work:
+    """Return the memory use of a library's grouped GEMMs over rows in expert order.
+
+    It holds, in turn: input rows, gate and up results, gated rows and results.
+
+    Args:
+        step: the step.
+        rows: rows in expert order.
+        kept: bytes held throughout.
+        element: bytes of a number in the GEMMs' results.
     """
     given, both, inner, outer = (
         int(rows * size)
         for size in (
-            step.hidden * CAST,
+            step.hidden * FP8_NUMBER_BYTES,
             2 * step.inter * element,
-            step.inter * CAST,
+            step.inter * FP8_NUMBER_BYTES,
             step.hidden * element,
         )
     )

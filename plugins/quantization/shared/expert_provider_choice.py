@@ -1,7 +1,6 @@
-"""Who multiplies routed experts in block FP8 where ``quantization.experts`` leaves it open, for the
-plan. No torch.
+"""The plan's remark on how ``quantization.experts = "auto"`` is resolved for block FP8. No torch.
 
-The choice itself is made where the products are: ``experts_bytes.grouped_pays`` and
+The choice itself is made next to the kernels: ``expert_bytes.grouped_pays`` and
 ``kernels/moe/fp8/tiles``.
 """
 
@@ -13,17 +12,24 @@ from glowplug.core.plugin.component import CheckContext
 from glowplug.kernels.launch.cards import LIBRARIES as LIBRARY_CARDS
 from glowplug.kernels.moe.fp8 import tiles as moe_fp8_tiles
 from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
-from glowplug.plugins.quantization.shared.expert_bytes import DEEP_GEMM, GROUP, LEAST_LOAD, by_dtype
-from glowplug.plugins.quantization.shared.provider_choice import on_device
+from glowplug.plugins.quantization.shared.expert_bytes import (
+    DEEP_GEMM,
+    GROUP,
+    GROUPED_LOAD_MIN,
+    provider_for_dtype,
+)
+from glowplug.plugins.quantization.shared.provider_choice import narrow_options
 
 FIELD = "quantization.experts"
 
 
 def remark(context: CheckContext) -> Decision | None:
-    """Of a plan for CUDA devices that our kernels are made for; None where nothing is left to be
-    chosen.
+    """Return the provider of the routed experts' GEMMs on CUDA devices that our kernels support.
+
+    Returns:
+        None if there is nothing to choose: another option value, scheme, or no routed experts.
     """
-    options = on_device(context)
+    options = narrow_options(context)
     model = context.facts.model
     dtype = context.values["dtype"]
     if (
@@ -32,27 +38,31 @@ def remark(context: CheckContext) -> Decision | None:
         or not model.n_routed_experts
     ):
         return None
-    if by_dtype("auto", DTYPE_BYTES[dtype]) != "auto":
-        return _own(f"DeepGEMM makes no {dtype}")
+    if provider_for_dtype("auto", DTYPE_BYTES[dtype]) != "auto":
+        return _own_kernels(f"DeepGEMM has no {dtype} results")
     if model.hidden_size % GROUP:
-        return _own(f"DeepGEMM wants hidden sizes in blocks of {GROUP}, not {model.hidden_size}")
+        return _own_kernels(
+            f"DeepGEMM needs a hidden size that is a multiple of {GROUP}, not {model.hidden_size}"
+        )
     if {card.compute for card in context.facts.hardware.devices} - LIBRARY_CARDS:
-        return _own("other libraries' products were not tried on this card")
+        return _own_kernels("8-bit GEMMs of other libraries were not tried on this GPU")
     if any(context.facts.software.packages.get(name) for name in DEEP_GEMM):
         return Decision(
             FIELD,
             "by load",
             "facts",
-            f"as measured on an H200, DeepGEMM in steps that give an expert "
-            f"{LEAST_LOAD} rows or more on average, our own kernels in smaller ones",
+            f"DeepGEMM in steps with {GROUPED_LOAD_MIN} rows or more per expert on average, our "
+            "own kernels in smaller steps (measured on an H200)",
         )
-    return _own(
-        f"DeepGEMM is not installed, warps with roles from {moe_fp8_tiles.FEW} rows an expert on; with it (pip "
-        f"install {DEEP_GEMM[0]}) V3's experts took up to a fifth less time in large steps on an H200"
+    return _own_kernels(
+        f"DeepGEMM is not installed; our warp-specialised kernel runs above {moe_fp8_tiles.FEW} "
+        f"rows per expert. Installing it (pip install {DEEP_GEMM[0]}) made V3's experts up to 20% "
+        "faster in large steps on an H200"
     )
 
 
-def _own(why: str) -> Decision:
+def _own_kernels(reason: str) -> Decision:
+    """Return the decision for our own kernels at every load, because of ``reason``."""
     return Decision(
-        FIELD, "triton", "facts", f"our own kernels for every load: {why}", notable=True
+        FIELD, "triton", "facts", f"our own kernels at every load: {reason}", notable=True
     )

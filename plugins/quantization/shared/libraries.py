@@ -1,4 +1,4 @@
-"""Where products of other libraries are found, and what is said of one that cannot be had."""
+"""Lookup of GEMM functions in other libraries, with errors that name the option."""
 
 from __future__ import annotations
 
@@ -12,16 +12,23 @@ from glowplug.kernels.launch.cards import unfit_for_libraries
 def library(
     option: str, wanted: str, module: str, names: tuple[str, ...], own: bool = False
 ) -> Any:
-    """The first of ``names`` that ``module`` has. ``own``: it runs on every card that this
-    project's kernels do.
+    """Return the first function of ``names`` that ``module`` has.
 
-    Raises GlowplugError naming the ``option`` that is ``wanted``, because of what the library
-    raised, if it did.
+    Args:
+        option: field of ``quantization`` that names the library.
+        wanted: its value.
+        module: module to import.
+        names: names of the function in the library's builds, the preferred name first.
+        own: the function runs on every GPU that this project's kernels support.
+
+    Raises:
+        GlowplugError: the GPU is not supported, or the library cannot be imported or lacks the
+            function; its cause is the library's own exception, if there is one.
     """
-    asked = f'quantization.{option} = "{wanted}"'
+    setting = f'quantization.{option} = "{wanted}"'
     unfit = "" if own else unfit_for_libraries()
     if unfit:
-        raise GlowplugError(f"{asked} is {unfit}; leave it out")
+        raise GlowplugError(f"{setting} is {unfit}; leave it out")
     try:
         found = importlib.import_module(module)
         function = next(
@@ -29,10 +36,9 @@ def library(
         )
         if function is None:
             raise AttributeError(f"this build has no {names[0]}")
-    except (
-        Exception
-    ) as error:  # NOTE: on a machine without its card a library raises anything, not ImportError.
+    # NOTE: on a machine without its GPU a library may raise any exception, not only ImportError.
+    except Exception as error:
         raise GlowplugError(
-            f"{asked} cannot be used: {module}: {error}; leave it out, or install the library"
+            f"{setting} cannot be used: {module}: {error}; leave it out, or install the library"
         ) from error
     return function

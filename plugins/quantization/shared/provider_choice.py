@@ -1,5 +1,8 @@
-"""Who is asked to multiply linear layers of quantised weights: whoever was measured fastest, by
-tables of shape and rows, one a kind of product and card; and how the plan says so. No torch."""
+"""Choice of the GEMM provider for quantized linear layers, and the plan's remark about it.
+
+Providers are chosen from measured tables: one table per weight format and GPU, by shape and row
+count. No torch.
+"""
 
 from __future__ import annotations
 
@@ -20,65 +23,74 @@ from glowplug.plugins.quantization.block_fp8.plugin import LIBRARIES, BlockFp8Op
 from glowplug.plugins.quantization.int8.plugin import LIBRARIES as INT8_LIBRARIES, W8A8Int8Options
 
 FIELD = "quantization.gemm"
-FEW = 64
-#: orders for shapes in block FP8 that nobody has measured, up to FEW rows and above; compilers at
-#: first use come last
-UNMEASURED_FEW = ("triton",)
-UNMEASURED = ("cublas", "cutlass", "triton")
+FEW_ROWS_MAX = 64  #: largest row count for which ``UNMEASURED_FEW_ROWS`` applies
+#: providers in order of preference for block FP8 shapes without measurements, up to FEW_ROWS_MAX
+#: rows; libraries that compile at first use come last
+UNMEASURED_FEW_ROWS = ("triton",)
+#: the same above FEW_ROWS_MAX rows
+UNMEASURED_MANY_ROWS = ("cublas", "cutlass", "triton")
 
-Table = Mapping[str, Mapping[str, str]]  #: {"N=2112,K=7168": {rows: the fastest}}
+Table = Mapping[str, Mapping[str, str]]  #: {"N=2112,K=7168": {rows: fastest provider}}
 
 
 @dataclass(frozen=True)
-class ByRows:
-    """Where a card has no table."""
+class RowRule:
+    """The provider by row count where a GPU has no table."""
 
-    few: str
-    many: str
-    least: int  #: rows that are many
+    small: str  #: provider below ``threshold`` rows
+    large: str  #: provider from ``threshold`` rows on
+    threshold: int
 
     def __str__(self) -> str:
-        return f"{self.few} below {self.least} rows, {self.many} from there on"
+        return f"{self.small} below {self.threshold} rows, {self.large} from {self.threshold} rows"
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Attributes:
-    kind: how the names of its tables begin.
-    among: packages of everybody that is chosen from; (): they are always there.
-    unmeasured: the rule where a card has no table.
-    others: who multiplies shapes that a card's table does not have.
-    everywhere: nobody needs one of the cards that libraries' 8-bit products were tried on.
+class GemmChoice:
+    """The providers of one weight format and the rules for choosing among them.
+
+    Attributes:
+        kind: prefix of the names of its tables.
+        candidates: provider -> packages it needs (any of them); () if built in.
+        unmeasured: rule where a GPU has no table.
+        others: rule for shapes missing from a GPU's table, in words.
+        on_every_gpu: no candidate is limited to GPUs on which libraries' 8-bit GEMMs were tried.
     """
 
     kind: str
-    among: Mapping[str, tuple[str, ...]]
-    unmeasured: str | ByRows
-    others: str = "the nearest shape's"
-    everywhere: bool = False
+    candidates: Mapping[str, tuple[str, ...]]
+    unmeasured: str | RowRule
+    others: str = "the provider of the nearest measured shape"
+    on_every_gpu: bool = False
 
     @property
     def tuner(self) -> str:
+        """The name of the ``glowplug tune`` command that writes the tables."""
         return self.kind.replace("_", "-")
 
 
-_FP8_RULE = f"triton up to {FEW} rows, then the first of {', '.join(UNMEASURED)} that is there"
-FP8 = Choice("fp8_gemm", {**LIBRARIES, "cublas": ()}, _FP8_RULE, _FP8_RULE)
-INT8_ROWS = ByRows("triton", "cutlass", 64)
-AWQ_ROWS = ByRows("triton", "cublas", 512)
-INT8 = Choice("int8_gemm", INT8_LIBRARIES, INT8_ROWS)
-AWQ = Choice("awq_gemm", {"triton": (), "cublas": ()}, AWQ_ROWS, everywhere=True)
-#: of options and those that inherit them
-CHOICES: Mapping[type[QuantizationOptions], Choice] = {
+_FP8_RULE = (
+    f"triton up to {FEW_ROWS_MAX} rows, then the first available of "
+    f"{', '.join(UNMEASURED_MANY_ROWS)}"
+)
+FP8 = GemmChoice("fp8_gemm", {**LIBRARIES, "cublas": ()}, _FP8_RULE, _FP8_RULE)
+INT8_ROWS = RowRule("triton", "cutlass", 64)
+AWQ_ROWS = RowRule("triton", "cublas", 512)
+INT8 = GemmChoice("int8_gemm", INT8_LIBRARIES, INT8_ROWS)
+AWQ = GemmChoice("awq_gemm", {"triton": (), "cublas": ()}, AWQ_ROWS, on_every_gpu=True)
+#: GEMM choice of each options class and its subclasses
+CHOICES: Mapping[type[QuantizationOptions], GemmChoice] = {
     BlockFp8Options: FP8,
     W8A8Int8Options: INT8,
     AwqOptions: AWQ,
 }
 
 
-def on_device(context: CheckContext) -> QuantizationOptions | None:
-    """Options of the plan's scheme, where weights stay as narrow on CUDA devices as they are
-    stored.
+def narrow_options(context: CheckContext) -> QuantizationOptions | None:
+    """Return the options of the plan's quantization scheme if CUDA devices keep its weights narrow.
+
+    Returns:
+        None if the scheme dequantises its weights on CUDA devices.
     """
     for scheme in context.chosen.get("quantization", ())[:1]:
         options = scheme.options
@@ -89,11 +101,13 @@ def on_device(context: CheckContext) -> QuantizationOptions | None:
 
 
 def remark(context: CheckContext) -> Decision | None:
-    """Who multiplies where ``quantization.gemm`` is left to be chosen, and of what is installed it
-    is chosen.
+    """Return how ``quantization.gemm = "auto"`` is resolved and the installed candidates.
+
+    Returns:
+        None if there is nothing to choose: another option value, scheme or device.
     """
     machine = context.facts.hardware
-    options = on_device(context)
+    options = narrow_options(context)
     cards = {card.compute for card in machine.devices}
     if (
         not isinstance(options, BlockFp8Options | W8A8Int8Options | AwqOptions)
@@ -103,61 +117,63 @@ def remark(context: CheckContext) -> Decision | None:
     choice = next(choice for kind, choice in CHOICES.items() if isinstance(options, kind))
     if context.values["device"] != "cuda" or not cards <= TILES:
         return None
-    if not choice.everywhere and not cards <= LIBRARY_CARDS:
+    if not choice.on_every_gpu and not cards <= LIBRARY_CARDS:
         return Decision(
             FIELD,
             "triton",
             "facts",
-            "other libraries' products were not tried on this card",
+            "8-bit GEMMs of other libraries were not tried on this GPU",
             notable=True,
         )
-    among = _among(choice, context.facts.software.packages)
+    candidates = _candidates(choice, context.facts.software.packages)
     shapes = min((len(measured(choice.kind, card.name)) for card in machine.devices), default=0)
     card = machine.devices[0].name
     if not shapes:
         known = ", ".join(measured_cards(choice.kind))
-        refused = f", and tables of {known} are not trusted there" if known else ""
+        inapplicable = f" (those of {known} do not apply)" if known else ""
         return Decision(
             FIELD,
             "rules",
             "facts",
-            f"nobody was measured on {card}{refused}: {choice.unmeasured}; "
-            f"{among}; `glowplug tune {choice.tuner}` measures",
+            f"no measurements for {card}{inapplicable}: {choice.unmeasured}; "
+            f"{candidates}; run `glowplug tune {choice.tuner}` to measure",
             notable=True,
         )
     return Decision(
         FIELD,
         "by shape",
         "facts",
-        f"for {shapes} shapes whoever was measured fastest on {card}, {among}; "
-        f"for others {choice.others}",
+        f"the fastest provider measured on {card} for each of {shapes} shapes; {candidates}; "
+        f"other shapes: {choice.others}",
     )
 
 
-def _among(choice: Choice, packages: Mapping[str, str]) -> str:
-    here = [
+def _candidates(choice: GemmChoice, packages: Mapping[str, str]) -> str:
+    """Return the installed candidates, and those not installed, in words."""
+    available = [
         name
-        for name, needed in choice.among.items()
+        for name, needed in choice.candidates.items()
         if not needed or any(packages.get(each) for each in needed)
     ]
-    absent = ", ".join(sorted(set(choice.among) - set(here)))
-    return f"of {', '.join(here)}" + (f" (not installed: {absent})" if absent else "")
+    absent = ", ".join(sorted(set(choice.candidates) - set(available)))
+    not_installed = f" (not installed: {absent})" if absent else ""
+    return f"candidates: {', '.join(available)}{not_installed}"
 
 
 def table_path(kind: str, card: str) -> Path:
-    """File of who was fastest on ``card``, by shape and rows."""
+    """Return the file of the fastest providers on ``card``, by shape and row count."""
     return tuned.FOLDER / f"{kind},device_name={tuned.spelt(card)}.json"
 
 
 def measured(kind: str, card: str) -> Table:
-    """Empty where nobody has measured."""
+    """Return the table of ``kind`` for ``card``; empty if there are no measurements."""
     path = table_path(kind, card)
     found: Table = json.loads(path.read_text()) if path.is_file() else {}
     return found
 
 
 def measured_cards(kind: str) -> list[str]:
-    """Names of the cards that there are tables for."""
+    """Return the names of the GPUs that have a table of ``kind``."""
     return sorted(
         path.stem.partition("device_name=")[2].replace("_", " ")
         for path in tuned.FOLDER.glob(f"{kind},device_name=*.json")
@@ -165,18 +181,24 @@ def measured_cards(kind: str) -> list[str]:
 
 
 class ByShape:
-    """Who multiplies [rows, depth] x [columns, depth]^T: the fastest at the nearest measured shape,
-    by the ratios of its sizes, and there at the nearest number of rows, the larger of two as near.
-    Without a table ``rule`` says.
-    ``table``: None: the current card's.
+    """The fastest measured provider for a GEMM [rows, depth] x [columns, depth]^T.
+
+    The lookup takes the nearest measured shape, by the ratios of its sizes, and for that shape the
+    nearest measured row count (the larger of two equally near ones).
+
+    Args:
+        kind: prefix of the table's name.
+        rule: provider by row count where there is no table.
+        table: measurements; None: those of the current GPU.
     """
 
-    def __init__(self, kind: str, rule: ByRows, table: Table | None = None) -> None:
+    def __init__(self, kind: str, rule: RowRule, table: Table | None = None) -> None:
         self._rule = rule
         self._measured = by_shape(measured(kind, tuned.device_name()) if table is None else table)
         self._picked: dict[tuple[int, int, int], str] = {}
 
     def pick(self, rows: int, columns: int, depth: int) -> str:
+        """Return the provider for the GEMM [rows, depth] x [columns, depth]^T."""
         shape = (rows, columns, depth)
         if shape not in self._picked:
             self._picked[shape] = self._find(*shape)
@@ -184,7 +206,7 @@ class ByShape:
 
     def _find(self, rows: int, columns: int, depth: int) -> str:
         if not self._measured:
-            return self._rule.few if rows < self._rule.least else self._rule.many
+            return self._rule.small if rows < self._rule.threshold else self._rule.large
         near = min(
             self._measured,
             key=lambda shape: (
@@ -196,7 +218,7 @@ class ByShape:
 
 
 def by_shape(table: Table) -> dict[tuple[int, int], dict[int, str]]:
-    """{(N, K): {rows: the fastest}}."""
+    """Return ``table`` as {(N, K): {rows: fastest provider}}."""
     return {
         sizes(problem): {int(rows): name for rows, name in row.items()}
         for problem, row in table.items()
@@ -204,6 +226,6 @@ def by_shape(table: Table) -> dict[tuple[int, int], dict[int, str]]:
 
 
 def sizes(problem: str) -> tuple[int, int]:
-    """N and K of ``problem``."""
+    """Return N and K of ``problem``, for example "N=2112,K=7168"."""
     columns, depth = (int(part.partition("=")[2]) for part in problem.split(","))
     return columns, depth

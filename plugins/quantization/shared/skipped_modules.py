@@ -1,6 +1,4 @@
-"""Which modules a quantised checkpoint leaves alone, by what config.json lists. Plan zone: no
-torch.
-"""
+"""Modules that a quantised checkpoint leaves unquantised, from config.json. No torch."""
 
 from __future__ import annotations
 
@@ -8,29 +6,35 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-#: last names of modules that published quantised checkpoints leave alone without saying so
-UNSAID = frozenset({"lm_head", "head", "gate", "embed_tokens", "eh_proj"})
+#: last names of modules that published checkpoints leave unquantised without listing them
+UNLISTED = frozenset({"lm_head", "head", "gate", "embed_tokens", "eh_proj"})
+#: keys of ``quantization_config`` that list unquantised modules
 KEYS = ("ignore", "ignored_layers", "modules_to_not_convert")
-EXPRESSION = "re:"  #: how entries of compressed-tensors begin that are regular expressions
+EXPRESSION = "re:"  #: prefix of compressed-tensors entries that are regular expressions
 
 
 def listed(stated: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names and expressions that a ``quantization_config`` lists."""
+    """Return the module names and expressions that a ``quantization_config`` lists."""
     return tuple(str(entry) for key in KEYS for entry in stated.get(key) or ())
 
 
 def left_alone(module: str, entries: tuple[str, ...], parts: bool = False) -> bool:
-    """Is ``module`` left alone? An entry is its name, one of a module above it, or an expression
-    its name begins with.
+    """Return True if ``module`` is not quantised.
 
-    ``parts``: an entry may be any part of a name.
+    Args:
+        module: full name of the module.
+        entries: listed names of the module or a parent module, or regular expressions that match
+            the
+            beginning of its name.
+        parts: an entry may also be any substring of the name.
     """
-    return module.rpartition(".")[2] in UNSAID or any(
+    return module.rpartition(".")[2] in UNLISTED or any(
         _names(entry, module, parts) for entry in entries
     )
 
 
 def _names(entry: str, module: str, parts: bool) -> bool:
+    """Return True if ``entry`` names ``module``."""
     if entry.startswith(EXPRESSION):
         return re.match(entry.removeprefix(EXPRESSION), module) is not None
     return module == entry or module.startswith(f"{entry}.") or (parts and entry in module)

@@ -1,6 +1,4 @@
-"""What products by this project's Triton kernels need of a machine, for the schemes that keep
-quantized weights.
-"""
+"""Checks that a machine supports the GPU kernels of schemes that keep quantized weights."""
 
 from __future__ import annotations
 
@@ -14,16 +12,22 @@ from glowplug.kernels.launch.cards import LIBRARIES, TILES
 TRITON = Package("triton", ">=3.5")
 
 
-def check_triton(context: CheckContext, name: str, otherwise: str) -> Iterator[Refusal]:
-    """On CUDA: a card that the kernels are made for, and Triton. ``otherwise``: the option that
-    does without them, by keeping weights in the compute dtype."""
+def check_triton(context: CheckContext, name: str, alternative: str) -> Iterator[Refusal]:
+    """Check that CUDA devices support this project's Triton kernels and that Triton is installed.
+
+    Args:
+        context: the plan under construction.
+        name: name of the quantization scheme.
+        alternative: option setting that needs no kernels, because weights stay in the compute
+            dtype.
+    """
     named = [
         option
         for option in context.options.provider_fields()
         if getattr(context.options, option) != "auto"
     ]
     settings = " and ".join(
-        f"quantization.{one}" for one in (otherwise, *(f'{option} = "auto"' for option in named))
+        f"quantization.{one}" for one in (alternative, *(f'{option} = "auto"' for option in named))
     )
     without = (
         f'quantization.use = "{name}" with {settings}, which keeps weights in the compute dtype'
@@ -36,8 +40,8 @@ def check_triton(context: CheckContext, name: str, otherwise: str) -> Iterator[R
         yield Refusal(
             name,
             "quantization.use",
-            f"{name} multiplies by kernels made for SM"
-            f"{', '.join(map(str, sorted(TILES)))}; {machine.name} has SM{', '.join(map(str, cards))}",
+            f"{name} needs kernels written for SM{', '.join(map(str, sorted(TILES)))}; "
+            f"{machine.name} has SM{', '.join(map(str, cards))}",
             without,
         )
     found = unmet(TRITON, context.facts.software.packages)
@@ -46,15 +50,13 @@ def check_triton(context: CheckContext, name: str, otherwise: str) -> Iterator[R
         yield Refusal(
             name,
             "quantization.use",
-            f"{name} multiplies by kernels in Triton, and needs {needed} ({found})",
+            f"{name} runs Triton kernels, which need {needed} ({found})",
             f"{installation(needed, machine)}, or {without}",
         )
 
 
 def check_libraries(context: CheckContext, name: str) -> Iterator[Refusal]:
-    """Other libraries that an option names to multiply in 8 bits, on a card for our own kernels
-    that is none for them.
-    """
+    """Refuse libraries named for 8-bit GEMMs on GPUs that only our own kernels support."""
     machine = context.facts.hardware
     cards = {card.compute for card in machine.devices}
     others = cards - LIBRARIES
@@ -66,7 +68,7 @@ def check_libraries(context: CheckContext, name: str) -> Iterator[Refusal]:
             yield Refusal(
                 name,
                 f"quantization.{option}",
-                f"{value} is called on SM{', '.join(map(str, LIBRARIES))}; "
+                f"{value} is used only on SM{', '.join(map(str, LIBRARIES))}; "
                 f"{machine.name} has SM{', '.join(map(str, sorted(others)))}",
                 f'quantization.{option} = "auto"',
             )

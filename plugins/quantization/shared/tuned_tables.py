@@ -1,5 +1,6 @@
-"""Says in the plan whether tiles measured on this card are used: a table of another card or Triton
-version never is.
+"""The plan's remarks on tuned tables: measured tile sizes and measured GEMM providers.
+
+A table measured on another GPU or with another Triton version is never used.
 """
 
 from __future__ import annotations
@@ -12,21 +13,16 @@ from glowplug.core.plugin.component import CheckContext
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.launch.cards import TILES
-from glowplug.plugins.quantization.shared import (
-    expert_provider_choice as experts_order,
-    provider_choice as gemm_order,
-)
+from glowplug.plugins.quantization.shared import expert_provider_choice, provider_choice
 
-MADE_FOR = re.compile(r"device_name=(?P<card>[^,]+),.*triton=(?P<triton>[\d.]+)\.json")
+TABLE_NAME = re.compile(r"device_name=(?P<card>[^,]+),.*triton=(?P<triton>[\d.]+)\.json")
 FIELD = "kernels.tables"
-HEAD = "kernels.head"
+HEAD_FIELD = "kernels.head"
 
 
 @hookimpl
 def plan_remarks(context: CheckContext) -> list[Decision]:
-    """Are tiles measured, and who multiplies: on cards that these kernels are made for, where
-    Triton is installed.
-    """
+    """Return remarks on tile sizes and GEMM providers for GPUs our kernels support, with Triton."""
     version = context.facts.software.packages.get("triton", "")
     devices = context.facts.hardware.devices
     cards = {device.name for device in devices}
@@ -39,26 +35,30 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
         return []
     tables = made_for(path.name for path in tuned.FOLDER.glob("*.json"))
     others = (
-        gemm_order.remark(context),
-        experts_order.remark(context),
+        provider_choice.remark(context),
+        expert_provider_choice.remark(context),
         head_remark(context, min(cards), version),
     )
     return [remark(cards, tuned.minor(version), tables), *(each for each in others if each)]
 
 
 def made_for(names: Iterable[str]) -> set[tuple[str, str]]:
-    """(card, Triton version) of each table among file ``names``."""
-    found = (MADE_FOR.search(name) for name in names)
+    """Return (GPU, Triton version) of each table among the file ``names``."""
+    found = (TABLE_NAME.search(name) for name in names)
     return {(match["card"].replace("_", " "), match["triton"]) for match in found if match}
 
 
 def remark(cards: set[str], version: str, tables: set[tuple[str, str]]) -> Decision:
-    """``cards`` and Triton ``version`` of the plan; ``tables``: those that there are tables for."""
+    """Return whether measured tile sizes or the built-in rules apply.
+
+    Args:
+        cards: names of the plan's GPUs.
+        version: the plan's Triton version.
+        tables: (GPU, Triton version) pairs that have tables.
+    """
     here = f"{', '.join(sorted(cards))} with Triton {version}"
     if all((card, version) in tables for card in cards):
-        return Decision(
-            FIELD, "measured", "facts", f"tiles of Triton kernels as measured on {here}"
-        )
+        return Decision(FIELD, "measured", "facts", f"Triton tile sizes measured on {here}")
     others = (
         ", ".join(f"{card} with Triton {triton}" for card, triton in sorted(tables)) or "nothing"
     )
@@ -66,15 +66,17 @@ def remark(cards: set[str], version: str, tables: set[tuple[str, str]]) -> Decis
         FIELD,
         "rules",
         "facts",
-        f"tables are of {others}, this is {here}, where they are not trusted; "
-        "`glowplug tune moe`, fp8-gemm and fp8-moe measure here",
+        f"the tables are for {others} and do not apply to {here}; "
+        "`glowplug tune moe`, fp8-gemm and fp8-moe measure this GPU",
         notable=True,
     )
 
 
 def head_remark(context: CheckContext, card: str, version: str) -> Decision | None:
-    """Whose kernels score every token in a decoding step, where it is not cuBLAS for any number of
-    rows.
+    """Return at which row counts our own kernel computes the LM head in decode steps.
+
+    Returns:
+        None if cuBLAS computes it at every row count.
     """
     model = context.facts.model
     table = (
@@ -85,9 +87,9 @@ def head_remark(context: CheckContext, card: str, version: str) -> Decision | No
     if not ours or context.values["dtype"] != "bfloat16":
         return None
     return Decision(
-        HEAD,
+        HEAD_FIELD,
         "by rows",
         "facts",
-        f"a kernel of our own at {', '.join(ours)} rows, as measured on {card} "
-        f"for {model.vocab_size} x {model.hidden_size}, and at numbers near them; cuBLAS at others",
+        f"our own kernel at or near {', '.join(ours)} rows, cuBLAS at others, as measured on "
+        f"{card} for {model.vocab_size} x {model.hidden_size}",
     )

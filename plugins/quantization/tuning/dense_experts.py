@@ -1,4 +1,4 @@
-"""``glowplug tune moe``: the tables that ``moe_tiles`` reads, for the experts of a plan's model."""
+"""``glowplug tune moe``: tuned tables of ``kernels/moe/tiles`` for a model's experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from glowplug.kernels.moe.tiles import Problem
 
 
 class MoeTuner:
-    """``core/protocols/tuning.py``'s ``TableTuner``."""
+    """``TableTuner`` (``core/protocols/tuning.py``) of routed experts with dense weights."""
 
     def __init__(self, plan: EnginePlan) -> None:
         self._dtype = plan.dtype
@@ -55,8 +55,10 @@ class MoeTuner:
 
 
 def rows_in(path: Path) -> tuple[int, ...]:
-    """Numbers of rows that a table holds; () when there is none. ValueError naming a file that
-    cannot be read.
+    """Return the row counts that the table at ``path`` has, ascending; () if there is no table.
+
+    Raises:
+        ValueError: the file cannot be read as a table.
     """
     if not path.is_file():
         return ()

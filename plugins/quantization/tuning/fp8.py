@@ -1,5 +1,6 @@
-"""``glowplug tune fp8-gemm``: our kernel's best configuration for each product in block FP8, and
-who is fastest.
+"""``glowplug tune fp8-gemm``: block FP8 linear layers.
+
+Measures our kernel's best configuration and the fastest provider for each GEMM shape.
 """
 
 from __future__ import annotations
@@ -30,15 +31,17 @@ from glowplug.plugins.quantization.block_fp8.gemm_providers import (
 )
 from glowplug.plugins.quantization.tuning.dense_experts import rows_in
 
-COMPILES_LONG = frozenset(
-    {"flashinfer"}
-)  #: libraries that take a minute at the first use: not measured
-COLD = 128 << 20  #: bytes of weights that are read in turn: more than a cache holds
-FOR_OURS = 0.8  #: share of the time that our own kernel's configurations get
+#: libraries that compile for a minute at their first use; they are not measured
+COMPILES_LONG = frozenset({"flashinfer"})
+COLD_WEIGHT_BYTES = 128 << 20  #: bytes of weight copies read in turn, more than a cache holds
+OWN_TIME_SHARE = 0.8  #: share of the time spent on our own kernel's configurations
 
 
 class Fp8GemmTuner:
-    """``core/protocols/tuning.py``'s ``TableTuner``. A row is done when both tables hold it."""
+    """``TableTuner`` (``core/protocols/tuning.py``) of linear layers in block FP8.
+
+    A row count is done when both tables have it.
+    """
 
     def __init__(self, plan: EnginePlan) -> None:
         self._libraries: list[Gemm] = [
@@ -70,13 +73,13 @@ class Fp8GemmTuner:
             depth,
             table.path,
             rows=table.missing,
-            seconds=seconds * FOR_OURS,
+            seconds=seconds * OWN_TIME_SHARE,
             workers=min(8, os.cpu_count() or 1),
             log=log,
         )
         for rows in table.missing:
             if rows not in ours or time.monotonic() > deadline:
-                log(f"out of time before {rows} rows of the libraries")
+                log(f"out of time before measuring the libraries at {rows} rows")
                 return
             times = self.provider_times(rows, columns, depth, ours[rows])
             winner = min(times, key=lambda name: times[name])
@@ -89,8 +92,19 @@ class Fp8GemmTuner:
     def provider_times(
         self, rows: int, columns: int, depth: int, config: tuned.Config
     ) -> dict[str, float]:
-        """Microseconds of our kernel so configured and of every library that is here and takes the
-        shape. One that fails is left out."""
+        """Return the time of each available provider that supports the shape.
+
+        Providers that fail are left out.
+
+        Args:
+            rows: rows of x.
+            columns: rows of the weight.
+            depth: columns of both.
+            config: configuration of our own kernel.
+
+        Returns:
+            Provider -> microseconds.
+        """
         operands = Operands(rows, columns, depth)
         found = {
             TritonGemm.name: microseconds(
@@ -108,26 +122,29 @@ class Fp8GemmTuner:
 
 
 class Operands:
-    """Of one product: x, and so many copies of the weight, in whole blocks of rows, that they come
-    from memory.
-    """
+    """Operands of one GEMM, with enough copies of the padded weight to read it from memory."""
 
     def __init__(self, rows: int, columns: int, depth: int, device: str = "cuda") -> None:
         self.columns = columns
-        whole = -(-columns // BLOCK) * BLOCK
+        padded = -(-columns // BLOCK) * BLOCK
         self.x, self.x_scales = fp8_quant.quantize(
             torch.randn(rows, depth, device=device).bfloat16()
         )
         self.weights = [
-            torch.randn(whole, depth, device=device).to(torch.float8_e4m3fn)
-            for _ in range(copies(whole * depth))
+            torch.randn(padded, depth, device=device).to(torch.float8_e4m3fn)
+            for _ in range(copies(padded * depth))
         ]
-        self.w_scales = torch.full((whole // BLOCK, -(-depth // BLOCK)), 0.01, device=device)
+        self.w_scales = torch.full((padded // BLOCK, -(-depth // BLOCK)), 0.01, device=device)
 
-    def calls(self, product: Callable[..., Any], pads: bool) -> list[Callable[[], object]]:
-        """``product`` with each copy of the weight in turn."""
+    def calls(self, gemm: Callable[..., Any], pads: bool) -> list[Callable[[], object]]:
+        """Return one call of ``gemm`` for each copy of the weight.
+
+        Args:
+            gemm: the provider.
+            pads: pass the weight padded to whole blocks of rows.
+        """
         return [
-            lambda w=weight if pads else weight[: self.columns]: product(  # type: ignore[misc]
+            lambda w=weight if pads else weight[: self.columns]: gemm(  # type: ignore[misc]
                 self.x, self.x_scales, w, self.w_scales, torch.bfloat16
             )
             for weight in self.weights
@@ -135,18 +152,18 @@ class Operands:
 
 
 def copies(size: int) -> int:
-    """Of a weight of ``size`` bytes, so many that they come from memory."""
-    return min(16, max(2, COLD // size))
+    """Return how many copies of a weight of ``size`` bytes exceed the cache (2 to 16)."""
+    return min(16, max(2, COLD_WEIGHT_BYTES // size))
 
 
 def providers_in(path: Path, problem: str) -> tuple[int, ...]:
-    """Numbers of rows for which the card's table names a provider."""
+    """Return the row counts of ``problem`` for which the table at ``path`` has a provider."""
     found = json.loads(path.read_text()) if path.is_file() else {}
     return tuple(int(rows) for rows in found.get(problem, ()))
 
 
 def note_provider(path: Path, problem: str, rows: int, name: str) -> None:
-    """Add one measurement to the card's table of providers, which several processes may write."""
+    """Add one measurement to a table of providers, which several processes may write."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""``glowplug tune fp8-moe``: the tables that routed experts in block FP8 read, for a plan's model."""
+"""``glowplug tune fp8-moe``: tuned tables of routed experts in block FP8."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from glowplug.plugins.quantization.tuning.dense_experts import rows_in
 
 
 class Fp8ExpertsTuner:
-    """``core/protocols/tuning.py``'s ``TableTuner``."""
+    """``TableTuner`` (``core/protocols/tuning.py``) of routed experts in block FP8."""
 
     def __init__(self, plan: EnginePlan) -> None:
-        """Layers' shapes say all; of ``plan`` nothing is read."""
+        """Do nothing: the layer shapes suffice, and ``plan`` is not used."""
 
     def tables(self, shapes: LayerShapes, rows: tuple[int, ...]) -> list[TuneTable]:
         found = {}

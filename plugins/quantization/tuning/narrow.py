@@ -1,5 +1,6 @@
-"""``glowplug tune int8-gemm`` and ``awq-gemm``: who is fastest at each linear layer whose weights
-are int8 or int4.
+"""``glowplug tune int8-gemm`` and ``awq-gemm``: the fastest provider of each linear layer.
+
+The layers' weights are int8 or int4.
 """
 
 from __future__ import annotations
@@ -20,16 +21,22 @@ from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe.tuning import microseconds
 from glowplug.plugins.quantization.awq import cuda as awq_cuda, plugin as awq
 from glowplug.plugins.quantization.int8 import cuda as w8a8_int8_cuda, plugin as w8a8_int8
-from glowplug.plugins.quantization.shared import provider_choice as gemm_order
+from glowplug.plugins.quantization.shared import provider_choice
 from glowplug.plugins.quantization.tuning.fp8 import copies, note_provider, providers_in
 
-Calls = Mapping[
-    str, Sequence[Callable[[], object]]
-]  #: of each provider, over every copy of the weight
+#: provider -> one call for each copy of the weight
+Calls = Mapping[str, Sequence[Callable[[], object]]]
 
 
 class NarrowTuner:
-    """``TableTuner`` of one scheme's linear layers; our own kernels' tiles follow their rules."""
+    """``TableTuner`` of one scheme's linear layers.
+
+    Only providers are measured; our own kernels choose their tiles by rules.
+
+    Attributes:
+        scheme: name of the quantization scheme.
+        kind: prefix of the names of its tables.
+    """
 
     scheme = ""
     kind = ""
@@ -42,7 +49,7 @@ class NarrowTuner:
     def tables(self, shapes: LayerShapes, rows: tuple[int, ...]) -> list[TuneTable]:
         if self._plan.choice("quantization").name != self.scheme:
             return []
-        path = gemm_order.table_path(self.kind, tuned.device_name())
+        path = provider_choice.table_path(self.kind, tuned.device_name())
         sizes = dict.fromkeys(
             (sum(shape.outputs), shape.inputs)
             for shape in shapes.linears
@@ -58,7 +65,7 @@ class NarrowTuner:
         deadline = time.monotonic() + seconds
         for rows in table.missing:
             if time.monotonic() > deadline:
-                log(f"out of time before {rows} rows")
+                log(f"out of time before measuring {rows} rows")
                 return
             times = {
                 name: microseconds(calls)
@@ -72,13 +79,15 @@ class NarrowTuner:
             )
 
     def calls(self, rows: int, columns: int, depth: int) -> Calls:
-        """The product [rows, depth] x [columns, depth]^T by everybody who is here and takes it."""
+        """Return the calls of each available provider for [rows, depth] x [columns, depth]^T."""
         raise NotImplementedError
 
 
 class Int8GemmTuner(NarrowTuner):
+    """Tuner of ``w8a8_int8``."""
+
     scheme = w8a8_int8.NAME
-    kind = gemm_order.INT8.kind
+    kind = provider_choice.INT8.kind
 
     def calls(self, rows: int, columns: int, depth: int) -> Calls:
         x = int8_quant.quantize(torch.randn(rows, depth, dtype=self._dtype, device=self._device))
@@ -87,24 +96,24 @@ class Int8GemmTuner(NarrowTuner):
             for _ in range(copies(columns * depth))
         ]
         scales = torch.full((columns,), 0.01, device=self._device)
-        products = [w8a8_int8_cuda.Multiply("triton")]
+        providers = [w8a8_int8_cuda.Multiply("triton")]
         try:
-            products.append(w8a8_int8_cuda.Multiply("cutlass"))
+            providers.append(w8a8_int8_cuda.Multiply("cutlass"))
         except GlowplugError:
-            pass  # it is not here
+            pass  # not installed
         return {
-            product.pick(rows, columns, depth, self._dtype): [
-                partial(product, *x, weight, scales, self._dtype, None) for weight in weights
+            provider.pick(rows, columns, depth, self._dtype): [
+                partial(provider, *x, weight, scales, self._dtype, None) for weight in weights
             ]
-            for product in products
+            for provider in providers
         }
 
 
 class AwqGemmTuner(NarrowTuner):
-    """In groups as the plan's model has them."""
+    """Tuner of ``awq``, with the group size of the plan's model."""
 
     scheme = awq.NAME
-    kind = gemm_order.AWQ.kind
+    kind = provider_choice.AWQ.kind
 
     def calls(self, rows: int, columns: int, depth: int) -> Calls:
         stated = awq_group(self._plan.facts.model)
@@ -127,5 +136,5 @@ class AwqGemmTuner(NarrowTuner):
                 partial(awq_cuda.Multiply(name), x, weight, factors, group, None)
                 for weight in packed
             ]
-            for name in gemm_order.AWQ.among
+            for name in provider_choice.AWQ.candidates
         }
