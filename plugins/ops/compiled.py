@@ -1,11 +1,10 @@
-"""One op compiled by inductor for every number of tokens, so that a step never waits for a compiler
-once it has run.
+"""One op compiled by inductor for every number of tokens, so that later steps never wait for it.
 
-torch.compile makes one program for a single token and one for any other number. Both are made when
-the first call of a signature (what the other dimensions are) comes, be it of more tokens than are
-compiled for: the self-test of a start goes through all of them. Each is made from a code object of
-its own, so that nothing is ever compiled again, and neither the limit on recompilations nor
-dimensions that vary between layers play a part.
+torch.compile makes one program for a single token and one for any larger number. Both are made at
+the first call of a signature (shape, strides and dtype without the token dimension), even if that
+call has more tokens than are compiled for; the self-test at start-up runs all signatures. Each
+program has a code object of its own. Therefore nothing is recompiled, and neither the recompilation
+limit nor dimensions that vary between layers matter.
 """
 
 from __future__ import annotations
@@ -17,27 +16,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EXAMPLE = 64  #: tokens of the program for several; inductor shapes its loops for about so many
-OPTIONS: dict[str, Any] = {
-    "compile_threads": 1
-}  #: few and small programs, not worth processes that stay
+#: tokens of the example for the dynamic program; inductor tunes its loops for about this number
+EXAMPLE_TOKENS = 64
+#: inductor options; the programs are too few and small for a pool of compile processes
+OPTIONS: dict[str, Any] = {"compile_threads": 1}
 
 
 class Compiled:
-    """``function(*args)``, whose first ``varying`` arguments are tensors of tokens first, compiled
-    for up to ``most`` tokens; ``plain(*args)`` for more, and while a graph is captured that was not
-    run before."""
+    """``function(*args)``, compiled for steps of up to ``max_tokens`` tokens.
+
+    Args:
+        function: the op; its first ``varying`` arguments are tensors [T, ...].
+        plain: used for larger steps, and during graph capture for a signature that has not run yet.
+        max_tokens: most tokens of a compiled call.
+        varying: number of leading tensors with a token dimension.
+    """
 
     def __init__(
-        self, function: Callable[..., Any], plain: Callable[..., Any], most: int, varying: int = 1
+        self,
+        function: Callable[..., Any],
+        plain: Callable[..., Any],
+        max_tokens: int,
+        varying: int = 1,
     ) -> None:
         self._function = function
         self._plain = plain
-        self._most = most
+        self._max_tokens = max_tokens
         self._varying = varying
-        self._programs: dict[
-            Hashable, tuple[Callable[..., Any], Callable[..., Any]]
-        ] = {}  # one token, several
+        # signature -> program for one token, program for any larger number
+        self._programs: dict[Hashable, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
     def __call__(self, *args: Any) -> Any:
         signature = tuple([_signature(arg) if isinstance(arg, Tensor) else arg for arg in args])
@@ -45,30 +52,37 @@ class Compiled:
         if found is None:
             if args[0].is_cuda and torch.cuda.is_current_stream_capturing():
                 return self._plain(*args)
-            found = self._programs[signature] = (self._make(args, 1), self._make(args, EXAMPLE))
+            found = self._programs[signature] = (
+                self._make(args, 1),
+                self._make(args, EXAMPLE_TOKENS),
+            )
         tokens = args[0].shape[0]
-        if not 0 < tokens <= self._most:
+        if not 0 < tokens <= self._max_tokens:
             return self._plain(*args)
         return found[tokens > 1](*args)
 
     def _make(self, args: tuple[Any, ...], tokens: int) -> Callable[..., Any]:
-        """Compiled, and run once: on so many tokens."""
+        """Return a program for ``tokens`` tokens, compiled and run once."""
         program = torch.compile(
-            _apart(self._function), fullgraph=True, dynamic=False, options=OPTIONS
+            _with_own_code(self._function), fullgraph=True, dynamic=False, options=OPTIONS
         )
         program(*(_example(arg, tokens) for arg in args[: self._varying]), *args[self._varying :])
         return program
 
 
 def _signature(tensor: Tensor) -> Hashable:
+    """Return what a program depends on: shape without tokens, strides and dtype."""
     return tensor.shape[1:], tensor.stride(), tensor.dtype
 
 
-def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with a code object of its own, which is what torch.compile keeps its
-    programs by.
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of ``function`` with its own code object.
+
+    torch.compile caches its programs by code object.
     """
-    assert isinstance(function, types.FunctionType), "a function, not a callable object"
+    assert isinstance(function, types.FunctionType), (
+        "only functions can be copied, not callable objects"
+    )
     return types.FunctionType(
         function.__code__.replace(),
         function.__globals__,
@@ -79,10 +93,13 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _example(tensor: Tensor, tokens: int) -> Tensor:
-    """Like ``tensor``, of so many tokens; if several, of any number."""
-    made = torch.empty_strided(
+    """Return an uninitialised tensor like ``tensor`` with ``tokens`` tokens.
+
+    More than one token means any number: the dimension is marked dynamic.
+    """
+    example = torch.empty_strided(
         (tokens, *tensor.shape[1:]), tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
     if tokens > 1:
-        torch._dynamo.mark_dynamic(made, 0)
-    return made
+        torch._dynamo.mark_dynamic(example, 0)
+    return example

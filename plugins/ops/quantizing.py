@@ -1,4 +1,4 @@
-"""What hands over quantised activations, made of the kernels of one format."""
+"""Ops that return quantised activations, built from the kernels of one format."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ Pair = tuple[Tensor, Tensor]  #: values and scales
 
 
 class Norm(Protocol):
-    """RMSNorm of x [T, N]; in the activation dtype it goes into ``plain`` [T, N], too, unless that
-    is None.
+    """RMSNorm of x [T, N] with a quantised result.
+
+    The result in the activation dtype is also written to ``plain`` [T, N], unless that is None.
     """
 
     def __call__(
@@ -25,7 +26,7 @@ class Norm(Protocol):
 
 
 class AddNorm(Protocol):
-    """As ``Norm``, of the sum of x and ``residual`` [T, N]; and that sum."""
+    """``Norm`` of the sum of x and ``residual`` [T, N]; returns the sum too."""
 
     def __call__(
         self,
@@ -45,8 +46,9 @@ def producers(
     rms_norm: Norm,
     add_rms_norm: AddNorm,
 ) -> Mapping[tuple[str, str], Callable[..., Any]]:
-    """Rows of ``Ops.fused`` for consumers of ``input_format``, and for neighbours of which one
-    reads plain.
+    """Return the entries of ``Ops.fused`` for consumers of ``input_format``.
+
+    They include entries for pairs of consumers of which one reads the activation dtype.
     """
 
     def cast(x: Tensor) -> Quantized:

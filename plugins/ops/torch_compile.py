@@ -1,5 +1,6 @@
-"""Small kernels compiled by torch.compile: steps of few tokens run what inductor makes of the torch
-references.
+"""Small kernels compiled by torch.compile.
+
+Steps of few tokens run inductor's programs for the torch references.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ class TorchCompileOptions(OpsOptions):
     max_batch: int = Field(
         32,
         ge=1,
-        description="sequences in a step up to which it is compiled; larger steps, and "
-        "long prompts, take the kernels that are there without",
+        description="largest number of sequences in a compiled step; larger steps and long "
+        "prompts run the device's other kernels",
     )
     cache_dir: str | None = Field(
         None,
-        description="folder in which compiled programs are kept between starts; None: "
+        description="folder that keeps compiled programs between starts; None: "
         "TORCHINDUCTOR_CACHE_DIR, or ~/.cache/glowplug/inductor",
         json_schema_extra=OPERATIONAL,
     )
 
 
 def check_torch_compile(context: CheckContext) -> Iterator[Refusal]:
-    """Inductor writes C++ for a CPU and Triton for CUDA, and needs what compiles them."""
+    """Check that inductor's compilers are installed: C++ for a CPU, Triton for CUDA."""
     software = context.facts.software
     fix = 'ops.use = "auto"'
     if context.values["device"] == "cpu" and not software.cxx:
@@ -45,7 +46,7 @@ def check_torch_compile(context: CheckContext) -> Iterator[Refusal]:
             NAME,
             "ops.use",
             "torch.compile needs a C++ compiler on a CPU, and none is installed",
-            f"install g++, or name one in CXX; or {fix}",
+            f"install g++, or set CXX to a compiler; or {fix}",
         )
     if context.values["device"] == "cuda" and not software.packages.get("triton"):
         yield Refusal(
@@ -65,6 +66,6 @@ def register_ops() -> list[Component]:
             check=check_torch_compile,
             factory="glowplug.plugins.ops.torch_compile_runtime:TorchCompileOps",
             offers=OpsOffers(devices=frozenset({"cpu", "cuda"}), ops=TABLE),
-            summary="the glue of small steps compiled by torch.compile, kept between starts",
+            summary="small kernels of small steps compiled by torch.compile, kept between starts",
         )
     ]

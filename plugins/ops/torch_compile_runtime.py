@@ -1,5 +1,6 @@
-"""The runtime of ``ops.torch_compile``: norms, activation and gates compiled; the rest is the
-device's own table.
+"""Runtime of ``ops.torch_compile``: compiled norms, activation and gates.
+
+The other ops are those of the device's own table.
 """
 
 from __future__ import annotations
@@ -26,19 +27,22 @@ if TYPE_CHECKING:
 
 
 class TorchCompileOps:
-    """``Ops`` for one rank. On CUDA the gate in one call and the producers of FP8 stay Triton's."""
+    """``Ops`` for one rank.
+
+    On CUDA the fused gate and the ops that return FP8 stay Triton kernels.
+    """
 
     def __init__(self, options: TorchCompileOptions, plan: EnginePlan, worker: Worker) -> None:
         keep_programs(options.cache_dir, worker.device)
         base = _base(plan, worker)
-        most = options.max_batch * plan.sizes.width
-        self.rms_norm = Compiled(_rms_norm, base.rms_norm, most)
-        self.silu_and_mul = Compiled(_silu_and_mul, base.silu_and_mul, most)
-        self.topk_softmax = Compiled(routing.topk_softmax, base.topk_softmax, most)
-        self.topk_sigmoid = Compiled(routing.topk_sigmoid_reference, base.topk_sigmoid, most)
-        self._add = Compiled(_add_rms_norm, base.add_rms_norm, most, varying=2)
+        max_tokens = options.max_batch * plan.sizes.width
+        self.rms_norm = Compiled(_rms_norm, base.rms_norm, max_tokens)
+        self.silu_and_mul = Compiled(_silu_and_mul, base.silu_and_mul, max_tokens)
+        self.topk_softmax = Compiled(routing.topk_softmax, base.topk_softmax, max_tokens)
+        self.topk_sigmoid = Compiled(routing.topk_sigmoid_reference, base.topk_sigmoid, max_tokens)
+        self._add = Compiled(_add_rms_norm, base.add_rms_norm, max_tokens, varying=2)
         self._add_pairs = Compiled(
-            _add_pairs_rms_norm, _unfolded(base.add_rms_norm), most, varying=3
+            _add_pairs_rms_norm, _with_pairs(base.add_rms_norm), max_tokens, varying=3
         )
         self.adds_parts = base.adds_parts
         self.rope_table = base.rope_table
@@ -59,11 +63,13 @@ class TorchCompileOps:
 
 
 def keep_programs(folder: str | None, device: str) -> None:
-    """Tell inductor, which only asks the environment, where to keep what it compiles."""
+    """Set the folders in which inductor and Triton keep compiled programs.
+
+    Inductor reads its folder from the environment only.
+    """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    # NOTE: inductor writes its default, a folder in /tmp, into the environment when it is first
-    # asked
+    # NOTE: inductor writes its default, a folder in /tmp, into the environment at the first lookup
     unset = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir()
     if folder is not None or unset:
         kept = (
@@ -75,13 +81,13 @@ def keep_programs(folder: str | None, device: str) -> None:
     if device != "cpu":
         from triton import knobs
 
-        # NOTE: inductor points Triton to its own folder otherwise, away from the kernels that were
-        # compiled before
+        # NOTE: otherwise inductor points Triton to its own folder, without the kernels compiled
+        # before
         os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
 
 
 def _base(plan: EnginePlan, worker: Worker) -> TorchOps:
-    """What the device has without compiling."""
+    """Return the device's ops without torch.compile."""
     if worker.device == "cpu":
         return TorchOps(TorchOpsOptions(), plan, worker)
     from glowplug.plugins.ops.triton_ops import TritonOpsOptions
@@ -90,7 +96,7 @@ def _base(plan: EnginePlan, worker: Worker) -> TorchOps:
     return TritonOps(TritonOpsOptions(), plan, worker)
 
 
-# ---- what is compiled ----------------------------------------------------------------------------
+# ---- compiled functions --------------------------------------------------------------------------
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -105,7 +111,7 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tu
 def _add_pairs_rms_norm(
     rows: Tensor, ids: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """rows [T, K, N], ids [T, K]."""
+    """Add up the rows of each token and the residual, and normalise: rows [T, K, N], ids [T, K]."""
     total = (sum_of_pairs(rows, ids) + residual).to(residual.dtype)
     return rms_norm_reference(total, weight, eps), total
 
@@ -115,8 +121,8 @@ def _silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(x[..., :half]) * x[..., half:]
 
 
-def _unfolded(add_rms_norm: Callable[..., Any]) -> Callable[..., Any]:
-    """``add_rms_norm`` by the arguments of ``_add_pairs_rms_norm``."""
+def _with_pairs(add_rms_norm: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``add_rms_norm`` with the parameters of ``_add_pairs_rms_norm``."""
 
     def add(rows: Tensor, ids: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
         return add_rms_norm(Parts(rows.view(-1, rows.shape[-1]), ids), residual, weight, eps)

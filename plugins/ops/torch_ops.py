@@ -9,6 +9,7 @@ from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import OpsOffers
 from glowplug.core.plugin.options import OpsOptions
 
+#: names of the ops that every table has
 TABLE = frozenset(
     {
         "rms_norm",

@@ -1,4 +1,4 @@
-"""The runtime of ``ops.torch``: binds the torch references as the table of small kernels."""
+"""Runtime of ``ops.torch``: the torch references as the table of small kernels."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from glowplug.kernels.elementwise import (
 from glowplug.kernels.formats import fp8
 from glowplug.kernels.moe import route_reference as routing
 
-FP8_VALUES = "fp8_group128_values"
-MARGIN = 64  #: rows of the rope table beyond the context, which drafted tokens may reach
+FP8_VALUES = "fp8_group128_values"  #: input format of activations rounded to FP8 values
+ROPE_MARGIN = 64  #: rows of the rope table beyond the context, for positions of draft tokens
 
 
 class TorchOps:
@@ -51,7 +51,7 @@ class TorchOps:
         max_positions: int,
     ) -> Tensor:
         frequencies, factor = rope.inverse_frequencies(dim, theta, scaling, max_positions, context)
-        return rope.cos_sin_table(frequencies, factor, context + MARGIN).to(self._device)
+        return rope.cos_sin_table(frequencies, factor, context + ROPE_MARGIN).to(self._device)
 
     def rope_at(self, table: Tensor, positions: Tensor, interleaved: bool) -> object:
         return rope.prepare(table.index_select(0, positions), interleaved)

@@ -1,4 +1,4 @@
-"""What hands over activations in ``int8_token``: int8 with one float32 scale a token."""
+"""Ops that return activations in ``int8_token``: int8 with one float32 scale per token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from glowplug.kernels.formats import int8_triton as int8_quant
 from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.ops.quantizing import Pair, producers
 
-INT8 = "int8_token"
+INT8 = "int8_token"  #: the input format
 
 
 def _add_rms_norm(

@@ -1,4 +1,4 @@
-"""The runtime of ``ops.triton``: what Triton does better than torch; the rest is ``ops.torch``'s."""
+"""Runtime of ``ops.triton``: Triton kernels where they beat torch; else ``ops.torch``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from glowplug.plugins.ops.torch_ops_runtime import TorchOps
 if TYPE_CHECKING:
     from glowplug.plugins.ops.triton_ops import TritonOpsOptions
 
-FP8 = "fp8_group128"
+FP8 = "fp8_group128"  #: input format of FP8 activations with scales
 
 
 class TritonOps(TorchOps):
