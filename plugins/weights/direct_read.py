@@ -1,9 +1,8 @@
-"""Byte ranges of files straight into device memory: threads read, the device fetches, nobody waits
-for one tensor.
+"""Reads byte ranges of files into device memory, with reads and copies overlapped.
 
 Neighbouring ranges become one block of device memory. Threads fill pinned staging buffers, piece by
-piece and in order, and each full one is copied to its block without waiting. Reading by ``pread``
-beats copying out of a mapping, whose pages are faulted in one by one.
+piece and in order; each full buffer is copied to its block asynchronously. Reading with ``pread``
+is faster than copying out of a memory mapping, whose pages are faulted in one by one.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from torch import Tensor
 
 from glowplug.core.errors import WeightError
 
-PIECE = 8 << 20  #: bytes read at a time, and of one staging buffer
-BLOCK = 256 << 20  #: bytes of device memory that neighbours share
-GAP = 1 << 20  #: unwanted bytes between neighbours that are read along rather than skipped
-THREADS = 16
+PIECE_BYTES = 8 << 20  #: size of one read, and of a staging buffer
+BLOCK_BYTES = 256 << 20  #: largest block of device memory that neighbouring ranges share
+GAP = 1 << 20  #: most unwanted bytes between neighbouring ranges that are read too
+THREADS = 16  #: most reading threads
 
 Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
 class Span(Generic[Key]):
-    """``size`` bytes of ``file`` from ``start`` on, wanted for ``key``."""
+    """``size`` bytes of ``file`` from byte ``start``, requested for ``key``."""
 
     key: Key
     file: Path
@@ -49,9 +48,12 @@ class Block(Generic[Key]):
     spans: list[Span[Key]] = field(default_factory=list)
 
 
-def blocks_of(spans: Sequence[Span[Key]], most: int = BLOCK) -> list[Block[Key]]:
-    """Spans by file and place, neighbours together, up to ``most`` bytes a block (a larger span is
-    one by itself).
+def blocks_of(spans: Sequence[Span[Key]], max_bytes: int = BLOCK_BYTES) -> list[Block[Key]]:
+    """Group spans into blocks, by file and offset.
+
+    Args:
+        spans: the spans, in any order.
+        max_bytes: largest size of a block; a larger span has a block of its own.
     """
     blocks: list[Block[Key]] = []
     for span in sorted(spans, key=lambda span: (span.file, span.start)):
@@ -61,7 +63,7 @@ def blocks_of(spans: Sequence[Span[Key]], most: int = BLOCK) -> list[Block[Key]]
             last is None
             or last.file != span.file
             or span.start - last.end > GAP
-            or end - last.start > most
+            or end - last.start > max_bytes
         ):
             last = Block(span.file, span.start, span.start)
             blocks.append(last)
@@ -71,9 +73,17 @@ def blocks_of(spans: Sequence[Span[Key]], most: int = BLOCK) -> list[Block[Key]]
 
 
 class DirectReader(Generic[Key]):
-    """Reads blocks in order. On the CPU (tests) staging is not pinned and the copies wait."""
+    """Reader of blocks in order.
 
-    def __init__(self, device: str, threads: int = THREADS, piece: int = PIECE) -> None:
+    On the CPU (in tests) staging buffers are not pinned and copies are synchronous.
+
+    Args:
+        device: device of the blocks.
+        threads: reading threads.
+        piece: bytes of one read.
+    """
+
+    def __init__(self, device: str, threads: int = THREADS, piece: int = PIECE_BYTES) -> None:
         self._device = torch.device(device)
         self._on_device = self._device.type == "cuda"
         self._threads = threads
@@ -86,9 +96,14 @@ class DirectReader(Generic[Key]):
         self._files: dict[Path, int] = {}
 
     def read(self, blocks: Sequence[Block[Key]]) -> Iterator[tuple[Span[Key], Tensor]]:
-        """Each span once with its bytes, uint8 on the device, ready for the current stream.
+        """Yield each span once with its bytes.
 
-        The bytes lie in their block's memory, which lives as long as anything that views it.
+        The bytes are uint8 on the device, ready for the current stream. They are a view of their
+        block,
+        whose memory lives as long as any view of it.
+
+        Raises:
+            WeightError: a file cannot be read or is shorter than expected.
         """
         pieces = [
             (block, at)
@@ -121,7 +136,7 @@ class DirectReader(Generic[Key]):
                     read.cancel()
 
     def close(self) -> None:
-        """After the last copy from a staging buffer."""
+        """Release files and staging buffers, after the last copy has finished."""
         for event in self._copied:
             if event is not None:
                 event.synchronize()
@@ -131,7 +146,7 @@ class DirectReader(Generic[Key]):
         self._staging = []
 
     def _fill(self, slot: int, block: Block[Key], at: int) -> int:
-        """On a thread: one piece of a file into a staging buffer, once its last copy is done."""
+        """Read one piece into a staging buffer, after the buffer's last copy (on a thread)."""
         event = self._copied[slot]
         if event is not None:
             event.synchronize()
@@ -143,7 +158,7 @@ class DirectReader(Generic[Key]):
                 got = os.preadv(self._open(block.file), [view[done:wanted]], at + done)
                 if not got:
                     raise WeightError(
-                        f"{block.file}: ends at byte {at + done}, {block.end} were expected; the file "
+                        f"{block.file}: ends at byte {at + done}, expected {block.end}; the file "
                         "has changed since its header was read"
                     )
                 done += got
@@ -152,7 +167,7 @@ class DirectReader(Generic[Key]):
         return wanted
 
     def _open(self, path: Path) -> int:
-        # NOTE: opened by whichever thread comes first; a loser of that race closes its own again.
+        # NOTE: several threads may open a file at once; all but the first close theirs again.
         if path not in self._files:
             file = os.open(path, os.O_RDONLY)
             if self._files.setdefault(path, file) != file:
@@ -160,7 +175,7 @@ class DirectReader(Generic[Key]):
         return self._files[path]
 
     def _land(self, slot: int, place: Tensor) -> None:
-        """Enqueue the copy of a full staging buffer to its place."""
+        """Enqueue the copy of a full staging buffer to its destination."""
         place.copy_(self._staging[slot][: len(place)], non_blocking=self._on_device)
         if self._on_device:
             event = self._copied[slot] or torch.cuda.Event()
@@ -169,6 +184,7 @@ class DirectReader(Generic[Key]):
 
 
 def _spans(block: Block[Key], memory: Tensor) -> Iterator[tuple[Span[Key], Tensor]]:
+    """Yield each span of ``block`` with its view of ``memory``."""
     for span in block.spans:
         at = span.start - block.start
         yield span, memory[at : at + span.size]

@@ -1,4 +1,4 @@
-"""Synthetic weights: no file is read, every tensor is made from a seed and its own name."""
+"""Synthetic weights: each tensor is generated from a seed and its name; no file is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from glowplug.core.plugin.options import WeightOptions
 
 class RandomOptions(WeightOptions):
     use: Literal["random"] = "random"
-    seed: int | None = Field(None, ge=0, description="None: the engine's seed")
+    seed: int | None = Field(None, ge=0, description="seed of the weights; None: the engine's seed")
 
 
 @hookimpl
@@ -25,6 +25,6 @@ def register_weight_sources() -> list[Component]:
             options=RandomOptions,
             factory="glowplug.plugins.weights.random_runtime:RandomSource",
             offers=WeightOffers(formats=frozenset({"synthetic"})),
-            summary="seeded random weights of proper scale, without any file",
+            summary="seeded random weights of realistic scale, without any file",
         )
     ]

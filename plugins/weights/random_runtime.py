@@ -1,9 +1,9 @@
-"""The runtime of the ``random`` weight source: each tensor is a function of (seed, name, shape).
+"""Runtime of the ``random`` weight source: each tensor is a function of (seed, name, shape).
 
 Scales keep hidden states and logits near one and spread routing over the experts; zero or constant
-weights would make every token choose the same experts and hide most mistakes. The numbers are made
-where they are needed, and are the same
-on every device, bit by bit: integers hashed from (key, place), scaled once.
+weights would route every token to the same experts and hide most mistakes. Numbers are generated on
+the device that needs them and are bit-identical on every device: integers hashed from (key,
+position), scaled once.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import WeightTarget, Worker
 from glowplug.plugins.weights.random import RandomOptions
 
-FP8_SPREAD = 96.0  #: standard deviation of FP8 codes: the format's 448 lies 4.7 deviations out
-BLOCK = 128
-PIECE = {
-    "cpu": 1 << 17,
-    "cuda": 1 << 26,
-}  #: numbers made at a time: what a cache holds; what little memory holds
-INT8_SPREAD = 36.0  #: standard deviation of int8 codes: 127 lies 3.5 deviations out
-INT4_SPREAD = 85**0.5 / 2  #: of four random bits
-DEVIATION = (2**32 / 3) ** 0.5  #: of a sum of four 16-bit numbers
+FP8_SPREAD = 96.0  #: standard deviation of FP8 codes; the maximum of 448 is 4.7 deviations
+BLOCK = 128  #: size of an FP8 weight block
+#: numbers generated at a time: few enough for the CPU's cache, and for little GPU memory
+PIECE_NUMBERS = {"cpu": 1 << 17, "cuda": 1 << 26}
+INT8_SPREAD = 36.0  #: standard deviation of int8 codes; the maximum of 127 is 3.5 deviations
+INT4_SPREAD = 85**0.5 / 2  #: standard deviation of four random bits
+SUM_DEVIATION = (2**32 / 3) ** 0.5  #: standard deviation of a sum of four 16-bit numbers
 
 
 class RandomSource:
-    """Makes whatever is asked for, in the dtype a published checkpoint of these facts would hold."""
+    """``WeightSource`` of random tensors in the dtypes of a published checkpoint."""
 
     def __init__(self, options: RandomOptions, plan: EnginePlan, worker: Worker) -> None:
         self._seed = plan.seed if options.seed is None else options.seed
@@ -75,8 +73,8 @@ class RandomSource:
     ) -> Tensor:
         noise = bell(self._key(name), math.prod(shape), device).view(shape)
         if name.endswith(".weight_scale_inv"):
-            # NOTE: codes spread FP8_SPREAD wide, so this gives the weight its fan-in scale; blocks
-            # differ on purpose.
+            # NOTE: codes have the deviation FP8_SPREAD, so this gives the weight its fan-in scale;
+            # block scales differ on purpose.
             width = self._deviation(name, shape[-1] * self._block[1])
             return noise.mul_(0.1).clamp_(-0.3, 0.3).add_(1.0).mul_(width / FP8_SPREAD)
         if name.endswith((".weight_scale", ".scales")):
@@ -95,10 +93,11 @@ class RandomSource:
         return self._cast(noise.mul_(self._deviation(name, shape[-1])), dtype)
 
     def _narrow_scales(self, name: str, noise: Tensor) -> Tensor:
-        """Scales of int8 rows [N, 1], or of int4 groups [K / g, N], that give weights about their
-        fan-in scale.
+        """Return scales of int8 rows [N, 1] or int4 groups [K / g, N].
 
-        NOTE: how many inputs a weight has is not to be seen here; the hidden size is near enough.
+        They give weights approximately their fan-in scale. NOTE: the number of a weight's inputs is
+        not
+        known here; the hidden size is close enough.
         """
         int4 = name.endswith(".scales")
         hidden = self._facts.hidden_size if self._facts is not None else 1
@@ -107,7 +106,10 @@ class RandomSource:
         return made.to(torch.float16) if int4 else made
 
     def _words(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Eight random numbers of four bits in a word; zeros ("qzeros") are all 7 or all 8."""
+        """Return int32 words of eight random 4-bit numbers.
+
+        The numbers in a word of zeros ("qzeros") are all 7 or all 8.
+        """
         words = (
             _bits(self._key(name), 0, math.prod(shape), device).bitwise_and_(0xFFFFFFFF).view(shape)
         )
@@ -116,8 +118,9 @@ class RandomSource:
         return torch.where(words > 0x7FFFFFFF, words - (1 << 32), words).to(torch.int32)
 
     def _deviation(self, name: str, inputs: int) -> float:
-        """Fan-in scale; embeddings of one unless tied; what writes to the residual stream shrinks
-        with depth.
+        """Return the standard deviation of a weight: its fan-in scale, with two exceptions.
+
+        Embeddings have 1 unless tied; weights that write to the residual stream shrink with depth.
         """
         if "embed_tokens" in name and not self._tied:
             return 1.0
@@ -129,15 +132,17 @@ class RandomSource:
         return value.to(getattr(torch, dtype) if dtype else self._dtype)
 
     def _key(self, name: str) -> int:
+        """Return the hash key of tensor ``name``, a signed 64-bit integer."""
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         return int.from_bytes(digest[:8], "little", signed=True)
 
 
 def bell(key: int, count: int, device: torch.device) -> Tensor:
-    """float32 [count] of mean 0 and deviation 1, nearly normal (sums of four uniform numbers, 3.46
-    at most).
+    """Return nearly normal random numbers, float32 [count], of mean 0 and deviation 1.
+
+    They are sums of four uniform numbers, at most 3.46 in magnitude.
     """
-    piece = PIECE.get(device.type, PIECE["cuda"])
+    piece = PIECE_NUMBERS.get(device.type, PIECE_NUMBERS["cuda"])
     parts = [
         _sums(key, start, min(piece, count - start), device) for start in range(0, count, piece)
     ]
@@ -151,10 +156,11 @@ def bell(key: int, count: int, device: torch.device) -> Tensor:
 
 
 def _bits(key: int, start: int, count: int, device: torch.device) -> Tensor:
-    """int64 [count]: 64 bits hashed from each place from ``start`` on (Steele et al., SplitMix64).
+    """Return int64 [count]: 64 bits hashed from each position from ``start``.
 
-    NOTE: int64 wraps and shifts right with its sign everywhere alike; the mask takes the sign's
-    copies away.
+    The hash is SplitMix64 (Steele et al.). NOTE: int64 wraps and shifts right arithmetically on
+    every
+    device; the mask removes the copies of the sign bit.
     """
     bits = torch.arange(start, start + count, dtype=torch.int64, device=device)
     bits.mul_(-0x61C8864680B583EB).add_(key)
@@ -164,9 +170,12 @@ def _bits(key: int, start: int, count: int, device: torch.device) -> Tensor:
 
 
 def _sums(key: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Places ``start`` and on of ``bell``: bits in four parts, added."""
+    """Return ``count`` numbers of ``bell`` from position ``start``.
+
+    Each is the sum of the four 16-bit parts of its hash.
+    """
     bits = _bits(key, start, count, device)
     total = bits & 0xFFFF
     for shift in (16, 32, 48):
         total.add_((bits >> shift).bitwise_and_(0xFFFF))
-    return total.sub_(2 * 0xFFFF).float().mul_(1 / DEVIATION)
+    return total.sub_(2 * 0xFFFF).float().mul_(1 / SUM_DEVIATION)

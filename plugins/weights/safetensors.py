@@ -1,6 +1,4 @@
-"""Weights from safetensors files: checked before anything is allocated, then read in memory-mapped
-slices.
-"""
+"""Weights from safetensors files, checked before allocation and read in memory-mapped slices."""
 
 from __future__ import annotations
 
@@ -31,6 +29,6 @@ def register_weight_sources() -> list[Component]:
             options=SafetensorsOptions,
             factory="glowplug.plugins.weights.safetensors_runtime:SafetensorsSource",
             offers=WeightOffers(formats=frozenset({"safetensors"})),
-            summary="safetensors shards, preflighted and memory-mapped",
+            summary="safetensors files, checked before loading and memory-mapped",
         )
     ]

@@ -1,4 +1,4 @@
-"""The runtime of the ``safetensors`` weight source."""
+"""Runtime of the ``safetensors`` weight source."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Wanted = tuple[WeightTarget, TensorFact]
 
 
 class SafetensorsSource:
-    """Reads slices of the tensors of a model folder. Files stay mapped until ``close``.
+    """``WeightSource`` of the tensors in a model folder. Files stay mapped until ``close``.
 
-    For a device ``stream`` brings them there many at a time, from however many files.
+    For a CUDA device ``stream`` reads many tensors at a time, across files.
     """
 
     def __init__(self, options: SafetensorsOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -42,7 +42,7 @@ class SafetensorsSource:
         self._folder = Path(facts.path)
         self._entries = read_tensors(self._folder)
         if not self._entries:
-            raise WeightError(f"{self._folder}: no safetensors weights were found")
+            raise WeightError(f"{self._folder}: no safetensors weights found")
         if facts.tensors:
             self._compare(facts.tensors)
         self._bar = tqdm(
@@ -76,7 +76,7 @@ class SafetensorsSource:
     def through(
         self, reader: DirectReader[Wanted], targets: Sequence[WeightTarget]
     ) -> Iterator[tuple[WeightTarget, Tensor]]:
-        """As ``stream``, by ``reader``, which it closes."""
+        """Yield targets and tensors as ``stream`` does, by ``reader``, and close it."""
         try:
             for span, held in reader.read(blocks_of(self._spans(targets))):
                 target, fact = span.key
@@ -106,7 +106,7 @@ class SafetensorsSource:
         return fact
 
     def _spans(self, targets: Sequence[WeightTarget]) -> list[Span[Wanted]]:
-        """Where each target's rows lie; columns are cut on the device."""
+        """Return the byte ranges of each target's rows; columns are cut on the device."""
         facts = {target.name: self._fact(target) for target in targets}
         places = {
             file: read_places(self._folder / file)
@@ -138,7 +138,7 @@ class SafetensorsSource:
         return self._files[file]
 
     def _compare(self, planned: Mapping[str, TensorFact]) -> None:
-        """The files must still hold what the plan was made for."""
+        """Raise ``WeightError`` if the files differ from those of the plan."""
         for name in planned.keys() | self._entries.keys():
             if planned.get(name) != self._entries.get(name):
                 raise WeightError(
@@ -152,10 +152,16 @@ def _shown(fact: TensorFact | None) -> str:
 
 
 def rows_of(held: Tensor, fact: TensorFact, target: WeightTarget) -> Tensor:
-    """``target``'s slice of a tensor of which ``held``, uint8, are the bytes of its rows."""
+    """Return ``target``'s slice of a tensor.
+
+    Args:
+        held: uint8, the bytes of the slice's rows.
+        fact: dtype and shape of the whole tensor.
+        target: the slice.
+    """
     dtype = getattr(torch, fact.dtype)
     if held.storage_offset() % dtype.itemsize:
-        held = held.clone()  # a tensor of wider numbers behind one of an odd number of bytes
+        held = held.clone()  # unaligned: an earlier tensor has narrower numbers
     if not fact.shape:
         return held.view(dtype).view(())
     rows = len(range(*target.index[0].indices(fact.shape[0])))
@@ -163,7 +169,7 @@ def rows_of(held: Tensor, fact: TensorFact, target: WeightTarget) -> Tensor:
 
 
 def _rows(fact: TensorFact, target: WeightTarget, size: int) -> tuple[int, int, int]:
-    """First row wanted, how many, and bytes of each; a scalar is one row."""
+    """Return first row, number of rows and bytes per row of a target; a scalar is one row."""
     if not fact.shape or not fact.shape[0]:
         return 0, 1, size
     begin, end, _ = target.index[0].indices(fact.shape[0])
@@ -171,5 +177,5 @@ def _rows(fact: TensorFact, target: WeightTarget, size: int) -> tuple[int, int, 
 
 
 def _threads(plan: EnginePlan) -> int:
-    """This rank's share of the processors."""
+    """Return this rank's share of the CPU cores, at most ``THREADS``."""
     return max(1, min(THREADS, plan.facts.hardware.cpu_cores * plan.hosts // plan.ranks))

@@ -32,11 +32,13 @@ def test_blocks_join_neighbours_of_one_file() -> None:
         Span(4, a, 1000 + GAP + 1, 10),
         Span(5, b, 150, 0),
     ]
-    blocks = blocks_of(spans, most=1000)
+    blocks = blocks_of(spans, max_bytes=1000)
     assert [
         (block.file, block.start, block.end, [span.key for span in block.spans]) for block in blocks
     ] == [(a, 0, 1000, [2, 3, 1]), (a, 1001 + GAP, 1011 + GAP, [4]), (b, 100, 150, [0, 5])]
-    assert [[span.key for span in block.spans] for block in blocks_of(spans, most=899)][:2] == [
+    assert [[span.key for span in block.spans] for block in blocks_of(spans, max_bytes=899)][
+        :2
+    ] == [
         [2],
         [3, 1],
     ]
@@ -59,7 +61,7 @@ def test_every_span_arrives_whole(seed: int, tmp_path: Path) -> None:
     )
     got = {
         span.key: bytes(held.tolist())
-        for span, held in reader.read(blocks_of(spans, most=rng.choice([1, 500])))
+        for span, held in reader.read(blocks_of(spans, max_bytes=rng.choice([1, 500])))
     }
     reader.close()
     assert got == {
@@ -70,7 +72,7 @@ def test_every_span_arrives_whole(seed: int, tmp_path: Path) -> None:
 def test_a_file_that_shrank_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(100))
     reader: DirectReader[str] = DirectReader("cpu", 2, piece=16)
-    with pytest.raises(WeightError, match="ends at byte 100, 120 were expected"):
+    with pytest.raises(WeightError, match="ends at byte 100, expected 120"):
         list(reader.read(blocks_of([Span("all", tmp_path / "x", 0, 120)])))
     with pytest.raises(WeightError, match="cannot be read"):
         list(reader.read(blocks_of([Span("all", tmp_path / "absent", 0, 1)])))
