@@ -1,6 +1,7 @@
 """Per-row state of the torch sampler: parameter columns, token lists and masks, penalty counts.
 
-One entry a row of the sequence table, on the device; written when a sequence joins, never per step.
+Each row of the sequence table has an entry on the device, written when a sequence joins, never per
+step.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from torch import Tensor
 
 from glowplug.core.step.request import SamplingParams
 
-GREEDY_BELOW = 1e-5  #: temperatures under this are greedy
+GREEDY_BELOW = 1e-5  #: temperatures below this mean greedy sampling
 
 
 class Feature(IntFlag):
-    """What a row needs of a step. A step does only what some row in it needs."""
+    """Sampling features that a row uses; a step runs those that any of its rows uses."""
 
     RANDOM = 1
     MIN_P = 2
@@ -34,14 +35,14 @@ class Feature(IntFlag):
 
     @property
     def edits(self) -> bool:
-        """The logits themselves change before a token is chosen."""
+        """True if the logits change before a token is chosen."""
         return bool(
             self & (Feature.PENALTIES | Feature.BIAS | Feature.ALLOWED | Feature.MIN_TOKENS)
         )
 
 
 def features_of(params: SamplingParams, stop_ids: frozenset[int]) -> Feature:
-    """The features that change what a sequence with ``params`` gets."""
+    """Return the features that affect a sequence with ``params``."""
     random = params.temperature >= GREEDY_BELOW
     needed = {
         Feature.RANDOM: random,
@@ -60,18 +61,19 @@ def features_of(params: SamplingParams, stop_ids: frozenset[int]) -> Feature:
 
 
 def send(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy of ``array`` on ``device``, without waiting for the device."""
+    """Return a copy of ``array`` on ``device``, without waiting for the device."""
     host = torch.from_numpy(array)
-    # NOTE: fresh pinned memory each time; torch's pinned-memory cache keeps it alive until the copy
-    # has happened.
+    # NOTE: new pinned memory each time; torch's pinned-memory cache keeps it alive until the copy
+    # is done.
     return host.clone() if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 class Column:
-    """A per-row array [rows, width] written on the host and read on the device.
+    """A per-row array [rows, width], written on the host and read on the device.
 
-    On the CPU both are one memory. Elsewhere ``upload`` copies the rows written since the last
-    call, without waiting.
+    On the CPU both share one memory. Elsewhere ``upload`` copies the rows written since its last
+    call,
+    without waiting.
     """
 
     def __init__(
@@ -97,8 +99,9 @@ class Column:
 
 
 class TokenLists:
-    """A short list of (token id, value) for each row, added to its logits. Unused entries add 0 to
-    token 0.
+    """A short list of (token id, value) for each row, added to the row's logits.
+
+    Unused entries add 0 to token 0.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -125,7 +128,13 @@ class TokenLists:
             self.values = torch.nn.functional.pad(self.values, (0, extra))
 
     def add(self, logits: Tensor, rows: Tensor, active: Tensor | None = None) -> None:
-        """Add to logits [N, V] in place; ``active`` bool [N] leaves the other rows as they are."""
+        """Add the lists to logits in place.
+
+        Args:
+            logits: [N, V].
+            rows: row of each sequence [N].
+            active: bool [N]; False leaves a row unchanged. None: all are active.
+        """
         values = self.values[rows]
         if active is not None:
             values = torch.where(active[:, None], values, 0.0)
@@ -133,11 +142,10 @@ class TokenLists:
 
 
 class RowSlots:
-    """Hands out slots of a state [slots, V] that few rows need. Slot 0 is shared scratch of all the
-    others.
+    """Sparse per-row state [slots, V], with slots only for rows that need one.
 
-    The state doubles when it is full, so its memory follows the largest number of rows that needed
-    it at once.
+    All other rows share slot 0 as scratch. The state doubles when it is full, so its memory follows
+    the largest number of rows that needed it at once.
     """
 
     def __init__(
@@ -155,12 +163,13 @@ class RowSlots:
         return int(self._rows[row])
 
     def write(self, row: int, values: NDArray[Any]) -> int:
-        """Give ``row`` a slot holding ``values`` [V]; returns the slot."""
+        """Give ``row`` a slot that holds ``values`` [V], and return the slot."""
         slot = self._take(row)
         self.state[slot] = send(values, self.state.device)
         return slot
 
     def leave(self, row: int) -> None:
+        """Free the slot of ``row``, if it has one."""
         if self._rows[row]:
             self._free.append(int(self._rows[row]))
             self._rows[row] = 0
@@ -172,13 +181,12 @@ class RowSlots:
         self._free.extend(range(len(self.state) - 1, old - 1, -1))
 
 
-PROMPT_BIT = (
-    1 << 30
-)  #: in a penalty count: the token is in the prompt; the low bits count it in the output
+#: flag in a penalty count: the token is in the prompt; the low bits count it in the output
+PROMPT_BIT = 1 << 30
 
 
 def penalty_counts(tokens: NDArray[np.int32], prompt_len: int, vocab: int) -> NDArray[np.int32]:
-    """int32 [V] as the penalty state keeps them, from a sequence's tokens so far."""
+    """Return the penalty state of a sequence's tokens so far, int32 [V]; see ``PROMPT_BIT``."""
     counts = np.bincount(tokens[prompt_len:], minlength=vocab)[:vocab].astype(np.int32)
     prompt = tokens[:prompt_len]
     counts[prompt[prompt < vocab]] |= PROMPT_BIT
@@ -186,7 +194,7 @@ def penalty_counts(tokens: NDArray[np.int32], prompt_len: int, vocab: int) -> ND
 
 
 def allowed_tokens(params: SamplingParams, vocab: int) -> NDArray[np.bool_]:
-    """bool [V]."""
+    """Return the mask of allowed tokens, bool [V]."""
     mask = np.zeros(vocab, np.bool_)
     mask[[token for token in params.allowed_token_ids or () if 0 <= token < vocab]] = True
     return mask

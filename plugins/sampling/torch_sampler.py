@@ -1,4 +1,4 @@
-"""The sampler "torch": every sampling feature as plain tensor operations, on CPU and CUDA."""
+"""The sampler "torch": every sampling feature in plain tensor operations, on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def register_samplers() -> list[Component]:
             name="torch",
             options=TorchSamplerOptions,
             factory="glowplug.plugins.sampling.torch_sampler_runtime:TorchSampler",
-            # counts and a mask, room grown by doubling; a step with every feature was measured to
-            # take 10.75 of its logits
+            # counts and a mask, whose memory grows by doubling; a step with every feature was
+            # measured to use 10.75 times the memory of its logits
             offers=SamplerOffers(state_bytes=5 * 1.25, scratch_rows=lambda rows: 39 * rows // 4),
-            summary="greedy, temperature, top-k, top-p, min-p, penalties, bias, seeds and log-probabilities in torch",
+            summary="greedy, temperature, top-k, top-p, min-p, penalties, bias, seeds and "
+            "log-probabilities in torch",
         )
     ]

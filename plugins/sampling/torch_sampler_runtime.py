@@ -1,4 +1,4 @@
-"""Runtime of the sampler "torch": one object a rank, driven by the engine loop."""
+"""Runtime of the sampler "torch": one object per rank, driven by the engine loop."""
 
 from __future__ import annotations
 
@@ -25,19 +25,25 @@ from glowplug.plugins.sampling.row_state import (
 )
 from glowplug.plugins.sampling.torch_sampler import TorchSamplerOptions
 
+#: columns of the float parameters
 TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(6)
+#: columns of the integer parameters; EDITS depend on the sampler
 TOP_K, SEED, MIN_LENGTH, *EDITS = range(6)
 PENALTY_SLOT, ALLOWED_SLOT, _ = EDITS
-BYTES_63 = 1 << 63
-#: steps whose kernels depend on nothing but the rows' columns, which never move
+SIGN_BIT = 1 << 63  #: of int64
+#: features -> key of steps that graphs can hold: their kernels read only the rows' columns, whose
+#: addresses are constant
 CAPTURED = {Feature(0): "greedy", Feature.RANDOM: "random"}
 Tokens = NDArray[np.int32]
 
 
 class TorchSampler:
-    """See ``protocols.Sampler``. Edits come in vLLM's order: allowed tokens, min_tokens, bias,
-    penalties, temperature, min-p, top-k, top-p. Log-probabilities are those of the raw logits,
-    before any of it."""
+    """``Sampler`` in plain torch; see ``protocols.Sampler``.
+
+    Edits are applied in vLLM's order: allowed tokens, min_tokens, bias, penalties, temperature,
+    min-p,
+    top-k, top-p. Log-probabilities are those of the raw logits, before any edit.
+    """
 
     def __init__(self, options: TorchSamplerOptions, plan: EnginePlan, worker: Worker) -> None:
         self._device = torch.device(worker.device)
@@ -60,7 +66,7 @@ class TorchSampler:
         self._step = Feature(0)
         self._step_logprobs = 0
 
-    # ---- joining and leaving: the only work proportional to a sequence ---------------------------
+    # ---- joining and leaving: the only work that depends on a sequence's length ------------------
 
     def join(
         self,
@@ -98,8 +104,9 @@ class TorchSampler:
         )
 
     def _seed(self, params: SamplingParams) -> int:
+        """Return the request's or the engine's seed, wrapped to int64."""
         seed = self._default_seed if params.seed is None else params.seed
-        return (seed + BYTES_63) % (1 << 64) - BYTES_63
+        return (seed + SIGN_BIT) % (1 << 64) - SIGN_BIT
 
     def _join_edits(
         self,
@@ -110,7 +117,7 @@ class TorchSampler:
         prompt_len: int,
         stop_ids: frozenset[int],
     ) -> tuple[int, int, int]:
-        """Set up what changes the row's logits; the columns ``EDITS``."""
+        """Set up the edits of the row's logits, and return its ``EDITS`` columns."""
         bias, stops = self._listed(params, stop_ids)
         self._bias.write(row, bias)
         self._stops.write(row, stops)
@@ -124,7 +131,11 @@ class TorchSampler:
     def _listed(
         self, params: SamplingParams, stop_ids: frozenset[int]
     ) -> tuple[dict[int, float], dict[int, float]]:
-        """What is added to logits always, and what as long as ``min_tokens`` says, by token."""
+        """Return the values added to logits, by token.
+
+        Returns:
+            Values that are always added, and values added until ``min_tokens`` is reached.
+        """
         bias = {
             token: value
             for token, value in (params.logit_bias or {}).items()
@@ -141,11 +152,11 @@ class TorchSampler:
     # ---- a step ----------------------------------------------------------------------------------
 
     def plan_step(self, batch: Batch) -> None:
-        """What this step's rows need, so that ``sample`` does no more; uploads what joined."""
+        """Set the features that the step's rows need, and upload rows that have joined."""
         rows = batch.rows[batch.samples]
         flags = Feature(int(np.bitwise_or.reduce(self._flags[rows], initial=0)))
         if flags & Feature.MIN_TOKENS:
-            # NOTE: kv_lens may run ahead of the real length by a step's drafts; two widths cover
+            # NOTE: kv_lens may exceed the real length by a step's draft tokens; two widths cover
             # that.
             early = batch.kv_lens[batch.samples] - 2 * self._width < self._min_length[rows]
             if not early.any():
@@ -197,12 +208,14 @@ class TorchSampler:
             )
 
     def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [N] of the edited logits, and bool [N]: the row holds no finite number, or
-        NaN.
+        """Choose a token for each row of the edited logits.
+
+        Returns:
+            Tokens int64 [N], and bool [N]: the row has no finite number, or NaN.
         """
         tokens = logits.argmax(-1)
         peak = logits.gather(1, tokens[:, None])
-        bad = (peak - peak).squeeze(1) != 0  # infinity less itself is NaN, which equals nothing
+        bad = (peak - peak).squeeze(1) != 0  # infinity minus itself is NaN, which is not 0
         if self._step & Feature.RANDOM:
             tokens = self._draw(logits, peak, tokens, rows, positions)
         return tokens, bad
@@ -210,6 +223,7 @@ class TorchSampler:
     def _draw(
         self, logits: Tensor, peak: Tensor, best: Tensor, rows: Tensor, positions: Tensor
     ) -> Tensor:
+        """Return sampled tokens, and ``best`` for greedy rows."""
         floats = self._floats.device[rows]
         ints = self._ints.device[rows]
         greedy = floats[:, TEMPERATURE] < GREEDY_BELOW

@@ -1,5 +1,6 @@
-"""The sampler "triton": the torch sampler, choosing tokens in a few passes over the logits on CUDA
-devices.
+"""The sampler "triton": the torch sampler with fused kernels on CUDA devices.
+
+It chooses tokens in a few passes over the logits.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ class TritonSamplerOptions(SamplingOptions):
 
 
 def scratch_rows(rows: int) -> int:
-    """The logits before edits where they are scored, and what a sum of exponentials takes of so
-    many at a time.
+    """Return the rows of logits that a step of ``rows`` rows needs as scratch.
+
+    They hold the unedited logits for log-probabilities, and the workspace of the sums of
+    exponentials,
+    which takes up to ``LOGPROB_ROWS`` rows at a time.
     """
     return rows + min(rows, LOGPROB_ROWS)
 
@@ -39,6 +43,7 @@ def register_samplers() -> list[Component]:
                 scratch_rows=scratch_rows,
             ),
             requires=(Package("triton", ">=3.5"),),
-            summary="every feature of the torch sampler without a sort or a word from the host, so that graphs hold it",
+            summary="every feature of the torch sampler without sorting or host synchronisation, "
+            "so that CUDA graphs capture it",
         )
     ]

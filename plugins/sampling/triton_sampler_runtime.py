@@ -1,4 +1,4 @@
-"""Runtime of the sampler "triton": one object a rank, driven by the engine loop."""
+"""Runtime of the sampler "triton": one object per rank, driven by the engine loop."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from glowplug.plugins.sampling.torch_sampler_runtime import (
     TorchSampler,
 )
 
-FLAGS, ADDED, LISTED = EDITS
-ROOM = 512  #: entries of a row's list before it has to move
+FLAGS, ADDED, LISTED = EDITS  #: columns of the integer parameters
+LIST_ENTRIES = 512  #: entries of a row's list before the lists are reallocated
 DRAWN = Feature.RANDOM | Feature.MIN_P
 CUT = DRAWN | Feature.TOP_P | Feature.TOP_K
 EDITED = Feature.PENALTIES | Feature.BIAS | Feature.ALLOWED | Feature.MIN_TOKENS
-#: what a captured step can do, the least first; a step is replayed by the first that does all its
-#: rows need
+#: key -> features of a captured step, fewest first; a step replays the first entry that covers the
+#: features of its rows
 REPLAYED = {
     "greedy": Feature(0),
     "random": DRAWN,
@@ -56,9 +56,13 @@ REPLAYED = {
 
 
 class TritonSampler(TorchSampler):
-    """Edits and the best token are one launch, each cut-off is eight, the draw one. Nothing waits
-    for the host, and what rows ask for lies in tables that stay where they are, so that replays
-    read it."""
+    """``Sampler`` with fused Triton kernels.
+
+    The edits and the best token take one launch, each cut-off (top-k, top-p) eight, the draw one.
+    Nothing waits for the host. The rows' parameters are stored in tables at constant addresses, so
+    that
+    replays read them.
+    """
 
     def reserve(self, limits: Limits) -> None:
         super().reserve(limits)
@@ -66,8 +70,8 @@ class TritonSampler(TorchSampler):
         device = self._device
         self._arrived = torch.zeros(rows * limits.width, dtype=torch.int32, device=device)
         self._table = torch.zeros(rows, limits.vocab, dtype=torch.int32, device=device)
-        self._ids = torch.zeros(rows, ROOM, dtype=torch.int32, device=device)
-        self._values = torch.zeros(rows, ROOM, device=device)
+        self._ids = torch.zeros(rows, LIST_ENTRIES, dtype=torch.int32, device=device)
+        self._values = torch.zeros(rows, LIST_ENTRIES, device=device)
         self._moved = False
         floats = self._floats.device
         ints = self._ints.device
@@ -81,9 +85,7 @@ class TritonSampler(TorchSampler):
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Compile every pass now, so that the first request that wants a feature does not wait for
-        it.
-        """
+        """Compile every kernel now, so that no request waits for a compiler."""
         everything = SamplingParams(
             temperature=1.0, top_p=0.5, top_k=2, presence_penalty=1.0, logit_bias={0: 1.0}
         )
@@ -127,7 +129,7 @@ class TritonSampler(TorchSampler):
     def _entries(
         self, features: Feature, params: SamplingParams, tokens: Tokens, prompt_len: int
     ) -> Tokens:
-        """The row of the table, int32 [V]."""
+        """Return the row's entries of the token table, int32 [V]."""
         counted = tokens if features & Feature.PENALTIES else tokens[:0]
         entries = penalty_counts(counted, prompt_len, self._vocab)
         if features & Feature.ALLOWED:
@@ -147,7 +149,7 @@ class TritonSampler(TorchSampler):
             self._values[row, :count] = send(np.asarray(values, np.float32), self._device)
 
     def leave(self, row: int) -> None:
-        """The row asks for nothing from now on, so that captured steps may fill up with it."""
+        """Reset the row's parameters, so that captured steps may use the row as padding."""
         if self._flags[row]:
             self._floats.write(row, [0.0] * self._floats.host.shape[1])
             self._ints.write(row, [0] * self._ints.host.shape[1])
@@ -158,17 +160,19 @@ class TritonSampler(TorchSampler):
     def plan_step(self, batch: Batch) -> None:
         super().plan_step(batch)
         if self._step & Feature.LOGPROBS:
-            # however many are wanted: the kernel is compiled for one number of them
+            # the largest number always: the kernel is compiled for one number of log-probabilities
             self._step_logprobs = MAX_LOGPROBS
 
     def capture_key(self) -> str | None:
-        """NOTE: replayed steps do what every step of that word may need; rows ask for the rest by
-        their columns.
+        """Return the key of the captured step that covers this step's features, or None.
+
+        NOTE: A replayed step runs all features of its key; rows disable the others by their
+        columns.
         """
-        for word, features in REPLAYED.items():
+        for key, features in REPLAYED.items():
             if not self._step & ~features and not (self._moved and features.edits):
                 self._step = features
-                return word
+                return key
         return None
 
     def sample(
@@ -176,14 +180,14 @@ class TritonSampler(TorchSampler):
     ) -> Sampled:
         step = self._step
         arrived = self._counters(len(logits))
-        # NOTE: the rows of one sequence's drafts are one number repeated with a stride of zero.
+        # NOTE: the rows of one sequence's draft tokens are one number, expanded with stride 0.
         rows = rows.contiguous()
         positions = positions.contiguous()
         scored = bool(step & Feature.LOGPROBS)
         raw = logits.clone() if scored and step.edits else logits
         if step.edits:
             choice = kernel.best_edited(
-                logits, arrived, rows, positions, _even(ahead), self._edits()
+                logits, arrived, rows, positions, _contiguous(ahead), self._edits()
             )
         else:
             choice = kernel.best(logits, arrived)
@@ -231,7 +235,7 @@ class TritonSampler(TorchSampler):
         return self._arrived
 
 
-def _even(ahead: Tensor | None) -> Tensor | None:
+def _contiguous(ahead: Tensor | None) -> Tensor | None:
     return None if ahead is None else ahead.contiguous()
 
 
