@@ -72,8 +72,7 @@ class Column:
     """A per-row array [rows, width], written on the host and read on the device.
 
     On the CPU both share one memory. Elsewhere ``upload`` copies the rows written since its last
-    call,
-    without waiting.
+    call, without waiting.
     """
 
     def __init__(
@@ -141,11 +140,11 @@ class TokenLists:
         logits.scatter_add_(1, self.ids[rows], values)
 
 
-class RowSlots:
-    """Sparse per-row state [slots, V], with slots only for rows that need one.
+class SparseRowState:
+    """Per-row state [entries, V], with entries only for rows that need one.
 
-    All other rows share slot 0 as scratch. The state doubles when it is full, so its memory follows
-    the largest number of rows that needed it at once.
+    All other rows share entry 0 as scratch. The state doubles when it is full, so its memory
+    follows the largest number of rows that needed it at once.
     """
 
     def __init__(
@@ -156,20 +155,21 @@ class RowSlots:
         self._rows = np.zeros(rows, np.int64)
         self._free: list[int] = []
 
-    def _take(self, row: int) -> int:
+    def _assign(self, row: int) -> int:
+        """Return the entry of ``row``, allocating one if needed."""
         if not self._free:
             self._grow()
         self._rows[row] = self._rows[row] or self._free.pop()
         return int(self._rows[row])
 
     def write(self, row: int, values: NDArray[Any]) -> int:
-        """Give ``row`` a slot that holds ``values`` [V], and return the slot."""
-        slot = self._take(row)
-        self.state[slot] = send(values, self.state.device)
-        return slot
+        """Give ``row`` an entry that holds ``values`` [V], and return its index."""
+        entry = self._assign(row)
+        self.state[entry] = send(values, self.state.device)
+        return entry
 
     def leave(self, row: int) -> None:
-        """Free the slot of ``row``, if it has one."""
+        """Free the entry of ``row``, if it has one."""
         if self._rows[row]:
             self._free.append(int(self._rows[row]))
             self._rows[row] = 0

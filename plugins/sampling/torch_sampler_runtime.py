@@ -17,7 +17,7 @@ from glowplug.plugins.sampling.row_state import (
     PROMPT_BIT,
     Column,
     Feature,
-    RowSlots,
+    SparseRowState,
     TokenLists,
     allowed_tokens,
     features_of,
@@ -29,7 +29,7 @@ from glowplug.plugins.sampling.torch_sampler import TorchSamplerOptions
 TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(6)
 #: columns of the integer parameters; EDITS depend on the sampler
 TOP_K, SEED, MIN_LENGTH, *EDITS = range(6)
-PENALTY_SLOT, ALLOWED_SLOT, _ = EDITS
+PENALTY_ENTRY, ALLOWED_ENTRY, _ = EDITS
 SIGN_BIT = 1 << 63  #: of int64
 #: features -> key of steps that graphs can hold: their kernels read only the rows' columns, whose
 #: addresses are constant
@@ -41,8 +41,7 @@ class TorchSampler:
     """``Sampler`` in plain torch; see ``protocols.Sampler``.
 
     Edits are applied in vLLM's order: allowed tokens, min_tokens, bias, penalties, temperature,
-    min-p,
-    top-k, top-p. Log-probabilities are those of the raw logits, before any edit.
+    min-p, top-k, top-p. Log-probabilities are those of the raw logits, before any edit.
     """
 
     def __init__(self, options: TorchSamplerOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -61,8 +60,8 @@ class TorchSampler:
         self._top_logprobs = np.zeros(rows, np.int64)
         self._bias = TokenLists(rows, device)
         self._stops = TokenLists(rows, device)
-        self._penalties = RowSlots(rows, limits.vocab, torch.int32, 0, device)
-        self._allowed = RowSlots(rows, limits.vocab, torch.bool, 1, device)
+        self._penalties = SparseRowState(rows, limits.vocab, torch.int32, 0, device)
+        self._allowed = SparseRowState(rows, limits.vocab, torch.bool, 1, device)
         self._step = Feature(0)
         self._step_logprobs = 0
 
@@ -189,13 +188,13 @@ class TorchSampler:
         floats = self._floats.device[rows]
         ints = self._ints.device[rows]
         if step & Feature.ALLOWED:
-            logits.masked_fill_(~self._allowed.state[ints[:, ALLOWED_SLOT]], float("-inf"))
+            logits.masked_fill_(~self._allowed.state[ints[:, ALLOWED_ENTRY]], float("-inf"))
         if step & Feature.MIN_TOKENS:
             self._stops.add(logits, rows, positions < ints[:, MIN_LENGTH])
         if step & Feature.BIAS:
             self._bias.add(logits, rows)
         if step & Feature.PENALTIES:
-            state = self._penalties.state[ints[:, PENALTY_SLOT]]
+            state = self._penalties.state[ints[:, PENALTY_ENTRY]]
             if ahead is not None:
                 state.scatter_add_(1, ahead.clamp(min=0), (ahead >= 0).int())
             kernel.apply_penalties(
@@ -241,9 +240,9 @@ class TorchSampler:
     def observe(self, tokens: Tensor, counts: Tensor, rows: Tensor) -> None:
         if not self._step & Feature.PENALTIES:
             return
-        slots = self._ints.device[rows, PENALTY_SLOT]
+        entries = self._ints.device[rows, PENALTY_ENTRY]
         valid = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
-        index = slots[:, None] * self._vocab + tokens
+        index = entries[:, None] * self._vocab + tokens
         self._penalties.state.view(-1).index_add_(
             0, index.reshape(-1), valid.reshape(-1).to(torch.int32)
         )

@@ -23,8 +23,7 @@ def scratch_rows(rows: int) -> int:
     """Return the rows of logits that a step of ``rows`` rows needs as scratch.
 
     They hold the unedited logits for log-probabilities, and the workspace of the sums of
-    exponentials,
-    which takes up to ``LOGPROB_ROWS`` rows at a time.
+    exponentials, which takes up to ``LOGPROB_ROWS`` rows at a time.
     """
     return rows + min(rows, LOGPROB_ROWS)
 

@@ -60,8 +60,7 @@ class TritonSampler(TorchSampler):
 
     The edits and the best token take one launch, each cut-off (top-k, top-p) eight, the draw one.
     Nothing waits for the host. The rows' parameters are stored in tables at constant addresses, so
-    that
-    replays read them.
+    that replays read them.
     """
 
     def reserve(self, limits: Limits) -> None:

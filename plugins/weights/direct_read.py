@@ -99,8 +99,7 @@ class DirectReader(Generic[Key]):
         """Yield each span once with its bytes.
 
         The bytes are uint8 on the device, ready for the current stream. They are a view of their
-        block,
-        whose memory lives as long as any view of it.
+        block, whose memory lives as long as any view of it.
 
         Raises:
             WeightError: a file cannot be read or is shorter than expected.
@@ -110,11 +109,11 @@ class DirectReader(Generic[Key]):
             for block in blocks
             for at in range(block.start, max(block.end, block.start + 1), self._piece)
         ]
-        slots = len(self._staging)
+        buffers = len(self._staging)
         with ThreadPoolExecutor(self._threads, "weights") as pool:
             reads: deque[Future[int]] = deque(
                 pool.submit(self._fill, number, *piece)
-                for number, piece in enumerate(pieces[:slots])
+                for number, piece in enumerate(pieces[:buffers])
             )
             try:
                 memory = torch.empty(0)
@@ -124,10 +123,10 @@ class DirectReader(Generic[Key]):
                         memory = torch.empty(
                             block.end - block.start, dtype=torch.uint8, device=self._device
                         )
-                    self._land(number % slots, memory[at - block.start : at - block.start + size])
-                    if number + slots < len(pieces):
+                    self._copy(number % buffers, memory[at - block.start : at - block.start + size])
+                    if number + buffers < len(pieces):
                         reads.append(
-                            pool.submit(self._fill, number % slots, *pieces[number + slots])
+                            pool.submit(self._fill, number % buffers, *pieces[number + buffers])
                         )
                     if at + self._piece >= block.end:
                         yield from _spans(block, memory)
@@ -145,13 +144,13 @@ class DirectReader(Generic[Key]):
         self._files.clear()
         self._staging = []
 
-    def _fill(self, slot: int, block: Block[Key], at: int) -> int:
+    def _fill(self, buffer: int, block: Block[Key], at: int) -> int:
         """Read one piece into a staging buffer, after the buffer's last copy (on a thread)."""
-        event = self._copied[slot]
+        event = self._copied[buffer]
         if event is not None:
             event.synchronize()
         wanted = min(self._piece, block.end - at)
-        view = self._staging[slot].numpy().data
+        view = self._staging[buffer].numpy().data
         done = 0
         try:
             while done < wanted:
@@ -174,13 +173,13 @@ class DirectReader(Generic[Key]):
                 os.close(file)
         return self._files[path]
 
-    def _land(self, slot: int, place: Tensor) -> None:
+    def _copy(self, buffer: int, place: Tensor) -> None:
         """Enqueue the copy of a full staging buffer to its destination."""
-        place.copy_(self._staging[slot][: len(place)], non_blocking=self._on_device)
+        place.copy_(self._staging[buffer][: len(place)], non_blocking=self._on_device)
         if self._on_device:
-            event = self._copied[slot] or torch.cuda.Event()
+            event = self._copied[buffer] or torch.cuda.Event()
             event.record()
-            self._copied[slot] = event
+            self._copied[buffer] = event
 
 
 def _spans(block: Block[Key], memory: Tensor) -> Iterator[tuple[Span[Key], Tensor]]:

@@ -96,8 +96,7 @@ class RandomSource:
         """Return scales of int8 rows [N, 1] or int4 groups [K / g, N].
 
         They give weights approximately their fan-in scale. NOTE: the number of a weight's inputs is
-        not
-        known here; the hidden size is close enough.
+        not known here; the hidden size is close enough.
         """
         int4 = name.endswith(".scales")
         hidden = self._facts.hidden_size if self._facts is not None else 1
@@ -159,8 +158,7 @@ def _bits(key: int, start: int, count: int, device: torch.device) -> Tensor:
     """Return int64 [count]: 64 bits hashed from each position from ``start``.
 
     The hash is SplitMix64 (Steele et al.). NOTE: int64 wraps and shifts right arithmetically on
-    every
-    device; the mask removes the copies of the sign bit.
+    every device; the mask removes the copies of the sign bit.
     """
     bits = torch.arange(start, start + count, dtype=torch.int64, device=device)
     bits.mul_(-0x61C8864680B583EB).add_(key)

@@ -426,7 +426,7 @@ def test_formats_are_not_mixed_up(tmp_path: Path, plugins: PluginSet) -> None:
     folder = write_folder(tmp_path, "v2", tensors, INT8)
     assert any("no weight is int8" in reason for reason in reasons(folder, plugins))
     folder = write_folder(tmp_path, "v2", tensors, AWQ)
-    assert any("no tensor is called qweight" in reason for reason in reasons(folder, plugins))
+    assert any("no tensor is named qweight" in reason for reason in reasons(folder, plugins))
     stored, _ = awq_checkpoint(tensors)
     found = reasons(
         write_folder(tmp_path, "v2", stored, AWQ), plugins, quantization={"use": "w8a8_int8"}

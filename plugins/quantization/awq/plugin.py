@@ -106,7 +106,10 @@ def _stored(tensors: Mapping[str, TensorFact], group: int) -> Iterator[tuple[str
     """Yield reason and fix for each problem of the tensors, if their headers were read."""
     modules = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
     if tensors and not modules:
-        yield f"config.json says {NAME}, but no tensor is called qweight", DOWNLOAD_AGAIN
+        yield (
+            f"config.json has quant_method {NAME}, but no tensor is named qweight",
+            DOWNLOAD_AGAIN,
+        )
     for leaf in ("qzeros", "scales"):
         missing = [name for name in modules if f"{name}.{leaf}" not in tensors]
         if missing:

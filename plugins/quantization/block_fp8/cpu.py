@@ -1,8 +1,7 @@
 """Runtime of ``quantization.block_fp8`` in plain torch, for devices without FP8 GEMMs.
 
-Weights are dequantised once, as they arrive, into the compute dtype; activations are rounded to
-FP8 values. A result equals that of an FP8 GEMM with float32 accumulation, up to the order of
-summation.
+Weights are dequantised once, as they arrive, into the compute dtype; activations are rounded to FP8
+values. A result equals that of an FP8 GEMM with float32 accumulation, up to the order of summation.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ class BlockFp8:
 
     A checkpoint that is not FP8 is quantised block by block while it loads. Ranks may split a
     dimension anywhere, because a weight is dequantised by the blocks of the whole checkpoint
-    matrix.
-    Activation groups start at a rank's first channel.
+    matrix. Activation groups start at a rank's first channel.
     """
 
     block = 1
@@ -106,8 +104,7 @@ class BlockWeight:
     """One checkpoint matrix, dequantised into ``destination`` while it loads.
 
     Weight and scales may arrive in either order. The slice may begin anywhere within a block;
-    blocks
-    are always those of the whole checkpoint matrix.
+    blocks are always those of the whole checkpoint matrix.
 
     Attributes:
         name: module name in the checkpoint.

@@ -89,8 +89,7 @@ class Fp8LinearCuda(Biased):
     """``LinearMethod``. Each fused matrix has its own block grid.
 
     Together they have one grid if every matrix but the last has whole blocks of rows; otherwise
-    each
-    row of the weight has its own scales.
+    each row of the weight has its own scales.
 
     Attributes:
         padded: E4M3 [ceil128(N), K], the weight with zero rows up to whole blocks.

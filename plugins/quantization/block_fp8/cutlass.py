@@ -70,20 +70,18 @@ class Cutlass:
         wide, both, narrow = order.strides
         inputs = _empty(pairs, x.shape[1], x.device)
         moe_places.spread(x, x_scales, ids, order.place, inputs[0], inputs[1].unsqueeze(0))
-        hidden = self._product(
+        hidden = self._gemm(
             inputs, w13, scales13, order, order.sizes[0], (wide, both), result_dtype
         )
         del inputs
         inner = _empty(pairs, inter, x.device)
         moe_places.activate(hidden, ids, order.place, inner[0], inner[1].unsqueeze(0))
         del hidden
-        outer = self._product(
-            inner, w2, scales2, order, order.sizes[1], (narrow, wide), result_dtype
-        )
+        outer = self._gemm(inner, w2, scales2, order, order.sizes[1], (narrow, wide), result_dtype)
         del inner
         return sum_placed(outer, order.place, ids, weights).to(dtype)
 
-    def _product(
+    def _gemm(
         self,
         x: tuple[Tensor, Tensor],
         weight: Tensor,
@@ -96,8 +94,7 @@ class Cutlass:
         """Multiply each expert's rows by its weight.
 
         The library fills in the pointers and the layouts of the scales, and keeps descriptors in
-        the
-        workspace.
+        the workspace.
 
         Args:
             x: values [R, K] in expert order, and their scales.

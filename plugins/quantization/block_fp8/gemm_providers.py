@@ -107,9 +107,8 @@ class DeepGemm(_Library):
     """DeepGEMM (DeepSeek-AI, 2025).
 
     NOTE: It compiles for seconds whenever its heuristic picks tiles for the first time, which
-    depends
-    on the number of rows. It is therefore used only for row counts that are common and that warm-up
-    runs before any request: few rows, and multiples of ``ROUND_TOKENS``.
+    depends on the number of rows. It is therefore used only for row counts that are common and that
+    warm-up runs before any request: few rows, and multiples of ``ROUND_TOKENS``.
     """
 
     name = "deep_gemm"
@@ -135,8 +134,7 @@ def padded_to_four_rows(
     """Return operands with the rows of ``x`` padded to a multiple of four.
 
     TMA can load the scales of such rows. The padding rows are uninitialised.
-    ``fp8_triton.empty_quantized`` allocates them behind ``x``;
-    otherwise ``x`` is copied.
+    ``fp8_triton.empty_quantized`` allocates them behind ``x``; otherwise ``x`` is copied.
 
     Returns:
         (x, weight^T, scales, scales^T).
@@ -208,8 +206,7 @@ class Flashinfer(_Library):
     """FlashInfer's kernels for SM90, which compile for a minute at the first use.
 
     NOTE: FlashInfer 0.6.11 documents the scales of x as [M, K / 128] and checks no shape; its
-    kernel
-    reads [K / 128, ceil4(M)].
+    kernel reads [K / 128, ceil4(M)].
     """
 
     name = "flashinfer"

@@ -93,28 +93,25 @@ class Grouped:
         """
         order = align(ids, w13.shape[0], DEEP_GEMM_TILE)
         values, scales, place = gather_rows(x, x_scales, order, ids)
-        hidden = self._product((values, scales), w13, scales13, order)
+        hidden = self._gemm((values, scales), w13, scales13, order)
         del values, scales
         inner = fp8_quant.silu_and_mul_pairs(
             hidden, order.sorted_pairs, order.num_padded, ids.numel()
         )
         del hidden
-        outer = self._product(inner, w2, scales2, order)
+        outer = self._gemm(inner, w2, scales2, order)
         del inner
         return sum_placed(outer, place, ids, weights).to(dtype)
 
-    def _product(
+    def _gemm(
         self, x: tuple[Tensor, Tensor], weight: Tensor, scales: Tensor, order: Alignment
     ) -> Tensor:
         """Multiply each expert's rows of ``x`` by its weight.
 
         NOTE: With a layout of each row's expert DeepGEMM fetches every tile that might be filled,
-        and
-        fetching takes as long as multiplying. With the end of each expert's rows it stops behind
-        the
-        last one. Some builds accept ends on Blackwell only. Neither their signature nor a GEMM of
-        no
-        rows shows it: an assertion fails before anything is multiplied.
+        and fetching takes as long as multiplying. With the end of each expert's rows it stops
+        behind the last one. Some builds accept ends on Blackwell only. Neither their signature nor
+        a GEMM of no rows shows it: an assertion fails before anything is multiplied.
 
         Args:
             x: values [R, K] in expert order, and their scales.

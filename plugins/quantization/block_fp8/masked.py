@@ -70,16 +70,16 @@ class Masked:
         mean_rows = -(-ids.numel() // count)
         inputs = _empty(count, rows, x.shape[1], x.device)
         moe_places.spread(x, x_scales, ids, place, inputs[0].flatten(0, 1), inputs[1])
-        hidden = self._product(inputs, w13, scales13, counts, mean_rows)
+        hidden = self._gemm(inputs, w13, scales13, counts, mean_rows)
         del inputs
         inner = _empty(count, rows, w2.shape[2], x.device)
         moe_places.activate(hidden.flatten(0, 1), ids, place, inner[0].flatten(0, 1), inner[1])
         del hidden
-        outer = self._product(inner, w2, scales2, counts, mean_rows)
+        outer = self._gemm(inner, w2, scales2, counts, mean_rows)
         del inner
         return sum_placed(outer.flatten(0, 1), place, ids, weights).to(dtype)
 
-    def _product(
+    def _gemm(
         self,
         x: tuple[Tensor, Tensor],
         weight: Tensor,
@@ -90,8 +90,7 @@ class Masked:
         """Multiply the first ``counts`` rows of each expert by its weight.
 
         NOTE: The kernel writes whole tiles of 64 or 128 rows, even where the next expert's rows
-        begin;
-        hence ``masked_rows``.
+        begin; hence ``masked_rows``.
 
         Args:
             x: values [E, R, K] and their scales.

@@ -125,7 +125,7 @@ class Started:
 
     @property
     def begun(self) -> Tensor:
-        """The ready flag that the gate sets, int32."""
+        """Ready flag of x that the gate sets, int32."""
         return self.early.begun
 
     def finish(self, ids: Tensor, weights: Tensor) -> Tensor | Parts:

@@ -147,7 +147,7 @@ def _stored(model: ModelFacts) -> Iterator[tuple[str, str]]:
     tensors = model.tensors
     again = "download the checkpoint again"
     if model.tensors and not modules and model.quant_method in INT8_METHODS:
-        yield f"config.json says {model.quant_method}, but no weight is int8", SUPPORTED
+        yield f"config.json has quant_method {model.quant_method}, but no weight is int8", SUPPORTED
     missing = [name for name in modules if f"{name}.weight_scale" not in tensors]
     if missing:
         yield f"{len(missing)} int8 weights have no weight_scale: {_some(missing)}", again

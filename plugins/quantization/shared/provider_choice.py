@@ -65,7 +65,7 @@ class GemmChoice:
 
     @property
     def tuner(self) -> str:
-        """The name of the ``glowplug tune`` command that writes the tables."""
+        """Name of the ``glowplug tune`` command that writes the tables."""
         return self.kind.replace("_", "-")
 
 

@@ -24,8 +24,7 @@ def left_alone(module: str, entries: tuple[str, ...], parts: bool = False) -> bo
     Args:
         module: full name of the module.
         entries: listed names of the module or a parent module, or regular expressions that match
-            the
-            beginning of its name.
+            the beginning of its name.
         parts: an entry may also be any substring of the name.
     """
     return module.rpartition(".")[2] in UNLISTED or any(
