@@ -161,7 +161,7 @@ def rows_of(held: Tensor, fact: TensorFact, target: WeightTarget) -> Tensor:
     """
     dtype = getattr(torch, fact.dtype)
     if held.storage_offset() % dtype.itemsize:
-        held = held.clone()  # unaligned: an earlier tensor has narrower numbers
+        held = held.clone()  # unaligned, after a tensor of an odd number of bytes
     if not fact.shape:
         return held.view(dtype).view(())
     rows = len(range(*target.index[0].indices(fact.shape[0])))
