@@ -19,7 +19,7 @@ from glowplug.core.plugin.offers import AttentionOffers
 from glowplug.core.protocols import AttentionBackend, Limits, Worker
 from glowplug.core.testing.harness.build import built_in
 from glowplug.core.testing.harness.paged_world import Row, make_world
-from glowplug.plugins.attention.mla.flashinfer import WORKSPACE
+from glowplug.plugins.attention.mla.flashinfer import WORKSPACE_BYTES
 from tests.contract import fake_flashinfer, fake_sgl_kernel
 from tests.contract.gpu_mla import ProjectedSuite, drafting
 
@@ -89,7 +89,7 @@ class OfDrafts(ProjectedSuite):
             backend.plan_step(batch, None)
         said = offers.reserves(DecodingRows(ROWS, CONTEXT, PAGE, WIDTH, self.heads, True))
         held = backend._buffers.nbytes  # type: ignore[attr-defined]
-        assert held + (WORKSPACE if self.name == "flashinfer_mla" else 0) == said
+        assert held + (WORKSPACE_BYTES if self.name == "flashinfer_mla" else 0) == said
         assert held == ROWS * -(-CONTEXT // PAGE) * PAGE * 4
 
     def test_a_pass_of_a_draft_reads_its_slots(self) -> None:

@@ -9,7 +9,11 @@ import pytest
 
 from glowplug.core.plugin.component import CheckContext, Chosen
 from glowplug.plugins.attention.mla.triton import TritonMlaOptions
-from glowplug.plugins.attention.shared.absorbed import MOST, check_absorbed, stored_is_faster
+from glowplug.plugins.attention.shared.absorbed import (
+    STORED_TOKENS_MAX,
+    check_absorbed,
+    stored_is_faster,
+)
 from glowplug.plugins.quantization.block_fp8.plugin import (
     BlockFp8Options,
     register_quantization_schemes,
@@ -43,12 +47,12 @@ def test_asked_for_without_blocks_it_is_refused() -> None:
 
 @pytest.mark.parametrize("heads", [1, 16, 64, 128])
 def test_the_table(heads: int) -> None:
-    for tokens in (0, 1, MOST, MOST + 1, 4096):
+    for tokens in (0, 1, STORED_TOKENS_MAX, STORED_TOKENS_MAX + 1, 4096):
         assert stored_is_faster("bf16", heads, tokens) == (False, False)
         assert stored_is_faster("fp8", heads, tokens) == (
-            (True, True) if 0 < tokens <= MOST else (False, False)
+            (True, True) if 0 < tokens <= STORED_TOKENS_MAX else (False, False)
         )
-        if not 0 < tokens <= MOST:
+        if not 0 < tokens <= STORED_TOKENS_MAX:
             assert stored_is_faster("auto", heads, tokens) == (False, False)
     assert stored_is_faster("auto", 16, 8) == (False, False)
     assert stored_is_faster("auto", 128, 8)[0]

@@ -17,7 +17,7 @@ from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.plugins.attention.mla.flashinfer import WORKSPACE
+from glowplug.plugins.attention.mla.flashinfer import WORKSPACE_BYTES
 from tests.gpu.traced_memory import plugins_of_the_card
 from tests.support.source_tree import ROOT
 
@@ -69,7 +69,7 @@ def slots(plan: EnginePlan, rows: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("use", "beside"), [("fa3_mla", 0), ("flashmla", 0), ("flashinfer_mla", WORKSPACE)]
+    ("use", "beside"), [("fa3_mla", 0), ("flashmla", 0), ("flashinfer_mla", WORKSPACE_BYTES)]
 )
 def test_a_drafts_slots_at_a_long_context(
     use: str, beside: int, card: PluginSet, tmp_path: Path
@@ -110,7 +110,7 @@ def test_without_a_draft_only_pages_in_parts_are_kept(card: PluginSet, tmp_path:
     plan = planned(tmp_path, card, "fa3_mla", drafts=False)
     assert lines(plan)[LINE] == slots(plan, 512) // 64 * 2
     assert LINE not in lines(planned(tmp_path, card, "flashmla", drafts=False))
-    assert lines(planned(tmp_path, card, "flashinfer_mla", drafts=False))[LINE] == WORKSPACE
+    assert lines(planned(tmp_path, card, "flashinfer_mla", drafts=False))[LINE] == WORKSPACE_BYTES
 
 
 def test_tables_that_do_not_fit_are_refused_by_name(card: PluginSet, tmp_path: Path) -> None:

@@ -105,23 +105,24 @@ def test_the_plan_says_who_decodes_how_many_rows(
     lite: Path, drafting: Path, plugins: PluginSet
 ) -> None:
     assert decoding(planned(lite, plugins)) == (
-        "rows of 16 queries, as measured on an H200: our own kernel up to 66 rows, FlashMLA up to 112 rows, our own "
-        "kernel up to 132 rows, FlashMLA up to 207 rows, our own kernel up to 264 rows, FlashMLA beyond"
+        "fastest on an H200 for rows of 16 queries: our own kernel up to 66 rows, "
+        "FlashMLA up to 112 rows, our own kernel up to 132 rows, FlashMLA up to 207 rows, "
+        "our own kernel up to 264 rows, FlashMLA beyond"
     )
     few = "our own kernel up to 16 rows, FlashMLA beyond"
-    assert decoding(planned(drafting, plugins, context_length=8192)).endswith(f"an H200: {few}")
+    assert decoding(planned(drafting, plugins, context_length=8192)).endswith(f"queries: {few}")
     longer = decoding(planned(drafting, plugins, context_length=8400))
     assert longer.endswith(
-        f"an H200: FlashMLA; where no row of a captured step is longer than 8320 keys: {few}"
+        f"queries: FlashMLA; if no row of a captured step is longer than 8320 keys: {few}"
     )
     eager = decoding(planned(drafting, plugins, context_length=8400, graphs={"use": "eager"}))
-    assert eager.endswith(f"an H200: FlashMLA; with a context_length of at most 8192: {few}")
+    assert eager.endswith(f"queries: FlashMLA; with a context_length of at most 8192: {few}")
     assert decoding(
         planned(drafting, plugins, speculative={"use": "nextn"}, context_length=4096)
-    ) == ("rows of 256 queries, as measured on an H200: FlashMLA")
+    ) == ("fastest on an H200 for rows of 256 queries: FlashMLA")
     assert (
         decoding(planned(drafting, plugins, {"kv_dtype": "fp8_e4m3"}))
-        == "FlashMLA reads no cache of 8 bits here"
+        == "FlashMLA does not read an 8-bit KV cache here"
     )
     assert not decoding(planned(lite, plugins, {"use": "triton_mla"}))
 
@@ -187,7 +188,7 @@ def test_other_sizes_of_a_head_are_refused(name: str, plugins: PluginSet, tmp_pa
         write_model(tmp_path / "v3", TINY_V3), plugins, {"use": name}, dtype="bfloat16"
     )["attention.use"]
     assert (
-        "compiled for a latent of 512" in refusal.reason
+        "compiled for a latent size of 512" in refusal.reason
         and f"has {TINY_V3['kv_lora_rank']}" in refusal.reason
     )
 
@@ -200,7 +201,7 @@ def test_pages_dtypes_and_drafts_that_a_library_does_not_take(
     found = refused(lite, plugins, {"use": "fa3_mla", "kv_dtype": "fp8_e4m3"})
     assert "not in fp8_e4m3" in found["attention.kv_dtype"].reason
     found = refused(lite, plugins, {"use": "fa3_mla", "kv_dtype": "float16"}, dtype="bfloat16")
-    assert "of the compute dtype bfloat16" in found["attention.kv_dtype"].reason
+    assert "in the compute dtype bfloat16" in found["attention.kv_dtype"].reason
     assert "dtype" in refused(lite, plugins, {"use": "fa3_mla"}, dtype="float32")
 
 
@@ -251,7 +252,7 @@ def test_drafts_over_flashmlas_fp8_cache_are_refused(drafting: Path, plugins: Pl
     """Every part of the fix holds."""
     asked, nextn = {"use": "flashmla", "kv_dtype": "fp8_e4m3"}, {"use": "nextn", "steps": 1}
     found = refused(drafting, plugins, asked, speculative=nextn)["attention.kv_dtype"]
-    assert "FlashAttention-3, which reads no cache in fp8_e4m3" in found.reason
+    assert "FlashAttention-3, which reads no KV cache in fp8_e4m3" in found.reason
     assert (
         found.fix
         == 'attention.use = "auto", or attention.kv_dtype = "auto", or speculative.use = "none"'
@@ -292,7 +293,7 @@ def test_steps_that_flashmlas_fp8_kernel_does_not_take(
     found = refused(drafting, made, asked, speculative={"use": "drafter", "steps": 32})[
         "attention.kv_dtype"
     ]
-    assert "takes 32 query tokens a row" in found.reason and "computes 33" in found.reason
+    assert "takes at most 32 query tokens per row" in found.reason and "computes 33" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -322,6 +323,6 @@ def test_heads_that_do_not_fill_flashinfers_tiles(
         return
     found = refused(model, plugins, {"use": "flashinfer_mla"}, **more)["attention.use"]
     assert (
-        f"which {heads} a rank do not divide" in found.reason
+        f"which the {heads} heads of a rank do not divide" in found.reason
         and 'speculative.use = "none"' in found.fix
     )

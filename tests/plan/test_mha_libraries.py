@@ -124,7 +124,7 @@ def test_what_the_library_is_not_compiled_for(plugins: PluginSet, tmp_path: Path
     small = write_model(tmp_path / "small", {**LARGE, "head_dim": 80})
     assert planned(small, plugins).choice("attention").name == "triton_mha"
     found = refused(small, plugins, {"use": "fa3_mha"})["attention.use"]
-    assert "heads of 128 numbers" in found.reason and "have 80" in found.reason
+    assert "head size of 128" in found.reason and "is 80" in found.reason
     found = refused(
         write_model(tmp_path / "same", LARGE), plugins, {"use": "fa3_mha", "kv_dtype": "float16"}
     )
@@ -136,7 +136,7 @@ def test_heads_too_large_for_a_multiprocessor(plugins: PluginSet, tmp_path: Path
     large = write_model(tmp_path, {**LARGE, "head_dim": 512})
     assert planned(large, plugins).choice("attention").name == "torch_mha"
     assert (
-        "heads of 256 numbers at most"
+        "head sizes up to 256"
         in refused(large, plugins, {"use": "triton_mha"})["attention.use"].reason
     )
 

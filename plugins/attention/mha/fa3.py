@@ -15,9 +15,9 @@ from glowplug.plugins.attention.shared.prefill_bytes import mha_bytes
 from glowplug.plugins.attention.shared.table_bytes import fa3_mha_bytes
 
 NAME = "fa3_mha"
-HEAD = 128  #: numbers of a head
-# NOTE: a size whose kernel is not in the library's build ends the process, so only what was seen to
-# run is admitted.
+HEAD_DIM = 128  #: the only head size tried with the library
+# NOTE: a kernel that is missing from the library's build ends the process, so only sizes and dtypes
+# that were seen to run are admitted.
 DTYPES = frozenset({"bfloat16"})
 
 
@@ -26,15 +26,15 @@ class Fa3MhaOptions(AttentionOptions):
 
 
 def check_heads(name: str) -> Check:
-    """Refuses heads of a size not tried with the library."""
+    """Return a check that refuses head sizes not tried with the library."""
 
     def check(context: CheckContext) -> Iterator[Refusal]:
         model = context.facts.model
-        if model.kind == "mha" and model.head_dim != HEAD:
+        if model.kind == "mha" and model.head_dim != HEAD_DIM:
             yield Refusal(
                 name,
                 "attention.use",
-                f"{name} takes heads of {HEAD} numbers; this model's have {model.head_dim}",
+                f"{name} supports a head size of {HEAD_DIM}; this model's is {model.head_dim}",
                 'attention.use = "auto"',
             )
 
@@ -61,6 +61,7 @@ def register_attention_backends() -> list[Component]:
                 work=mha_bytes,
                 reserves=fa3_mha_bytes,
             ),
-            summary="multi-head and grouped-query attention by FlashAttention-3 (sgl_kernel), Hopper",
+            summary="multi-head and grouped-query attention by FlashAttention-3 (sgl_kernel), "
+            "Hopper",
         )
     ]

@@ -1,4 +1,4 @@
-"""The runtime of ``fa3_mha``."""
+"""Runtime of the attention backend ``fa3_mha``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ from glowplug.plugins.attention.shared.table_bytes import SMALL_PAGE, fa3_mha_by
 
 @dataclass(eq=False)
 class _Rows:
-    """Rows over the cache. ``page``: tokens a page of ``table`` int32 [R, P]; ``lens`` int32 [R]:
-    keys of each.
+    """Rows that attend over the cache.
 
-    ``starts``: int32 [R + 1] prefix sums of prefill rows' queries, ``longest`` of them. ``table``
-    None: the keys are the rows' own tokens.
+    Attributes:
+        page: Tokens per page of ``table``.
+        table: Page table, int32 [R, P]; None if the keys are the rows' own tokens.
+        lens: Keys of each row, int32 [R].
+        starts: Prefix sums of the queries of prefill rows, int32 [R + 1].
+        longest: Queries of the longest prefill row.
     """
 
     page: int
@@ -37,8 +40,11 @@ class _Rows:
 
 
 class Fa3Mha(PagedMha):
-    """Decoding rows and chunks behind a cached prefix over the cache; chunks that begin their
-    sequence over their own keys."""
+    """Multi-head backend by FlashAttention-3.
+
+    Decode rows and chunks behind a cached prefix attend over the cache; chunks that begin their
+    sequence attend over their own keys.
+    """
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
@@ -48,7 +54,7 @@ class Fa3Mha(PagedMha):
         self._prefilling: _Rows | None = None
 
     def reserves(self, step: DecodingRows) -> int:
-        """Bytes of the largest page table of decoding rows that it makes, as the component offers."""
+        """Return the bytes of the largest decode page table, as the component offers them."""
         return fa3_mha_bytes(step)
 
     def reserve(self, limits: Limits) -> None:
@@ -91,9 +97,8 @@ class Fa3Mha(PagedMha):
     def plan_prefill(self, batch: Batch, first: int) -> None:
         queries = batch.query_lens[first:]
         keys = batch.kv_lens[first:] - batch.first_key
-        rows = self._rows(
-            batch, None, first, batch.num_rows, SlotBuffers()
-        )  # beside those of decoding rows
+        # new buffers, because those of the decode rows are in use
+        rows = self._rows(batch, None, first, batch.num_rows, SlotBuffers())
         rows.starts = batch.query_starts[first:] - batch.decode_tokens
         rows.longest = int(queries.max())
         if np.array_equal(queries, keys):
@@ -131,5 +136,5 @@ class Fa3Mha(PagedMha):
 
 
 def _paged(cache: Tensor, rows: _Rows) -> Tensor:
-    """[slots, K, D] -> [pages, page, K, D]."""
+    """View a cache [slots, K, D] as [pages, page, K, D]."""
     return cache.view(-1, rows.page, *cache.shape[1:])

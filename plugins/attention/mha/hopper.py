@@ -1,6 +1,4 @@
-"""Multi-head attention on Hopper by the kernels measured fastest: this project's own and
-FlashAttention-3.
-"""
+"""Multi-head attention on Hopper by the kernels measured fastest, Triton or FlashAttention-3."""
 
 from __future__ import annotations
 
@@ -41,8 +39,8 @@ def register_attention_backends() -> list[Component]:
                 work=mha_bytes,
                 reserves=hopper_mha_bytes,
             ),
-            summary="multi-head and grouped-query attention on Hopper, decoding rows by what was measured fastest for "
-            "their number and heads (Triton or FlashAttention-3; table in attention/measured.py), prefill by "
-            "FlashAttention-3",
+            summary="multi-head and grouped-query attention on Hopper: decode rows by the kernel "
+            "measured fastest for their number and heads (Triton or FlashAttention-3; table in "
+            "plugins/attention/shared/decode_choice.py), prefill by FlashAttention-3",
         )
     ]

@@ -1,4 +1,4 @@
-"""The runtime of ``hopper_mha``."""
+"""Runtime of the attention backend ``hopper_mha``."""
 
 from __future__ import annotations
 
@@ -19,36 +19,42 @@ from glowplug.plugins.attention.shared.table_bytes import hopper_mha_bytes
 
 
 class HopperMha(Fa3Mha):
-    """FlashAttention-3's steps and the Triton backend's, over one cache. What the library does not
-    read goes the other
-    way: trees, a first position that holds nothing, an FP8 cache."""
+    """FlashAttention-3's kernels and the Triton backend's over one cache, chosen for each step.
+
+    Steps that FlashAttention-3 does not support use the Triton kernels: trees, caches whose first
+    position holds nothing, and FP8 caches.
+    """
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
-        self._own = TritonMha(options, plan, worker)
-        self._only_own = plan.kv_dtype not in SIXTEEN_BITS
-        self._by_own = False
+        self._triton = TritonMha(options, plan, worker)
+        self._triton_only = plan.kv_dtype not in SIXTEEN_BITS
+        self._by_triton = False
 
     def reserves(self, step: DecodingRows) -> int:
         return hopper_mha_bytes(step)
 
     def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
-        self._by_own = (
-            self._only_own
+        self._by_triton = (
+            self._triton_only
             or batch.first_key > 0
             or batch.tree_mask is not None
             or fastest_mha(width * self._heads // self._kv_heads, rows) == "triton"
         )
-        self.follows = self._by_own and self._own.follows
-        (self._own.plan_decode if self._by_own else super().plan_decode)(batch, slot, rows, width)
+        self.follows = self._by_triton and self._triton.follows
+        (self._triton.plan_decode if self._by_triton else super().plan_decode)(
+            batch, slot, rows, width
+        )
 
     def decode(self, query: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
-        return (self._own.decode if self._by_own else super().decode)(query, kv, scale)
+        return (self._triton.decode if self._by_triton else super().decode)(query, kv, scale)
 
     def plan_prefill(self, batch: Batch, first: int) -> None:
-        (self._own.plan_prefill if self._only_own else super().plan_prefill)(batch, first)
+        (self._triton.plan_prefill if self._triton_only else super().plan_prefill)(batch, first)
 
     def prefill(
         self, query: Tensor, k: Tensor, v: Tensor, kv: Mapping[str, Tensor], scale: float
     ) -> Tensor:
-        return (self._own.prefill if self._only_own else super().prefill)(query, k, v, kv, scale)
+        return (self._triton.prefill if self._triton_only else super().prefill)(
+            query, k, v, kv, scale
+        )

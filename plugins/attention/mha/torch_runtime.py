@@ -1,4 +1,4 @@
-"""The runtime of ``torch_mha``."""
+"""Runtime of the attention backend ``torch_mha``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from glowplug.plugins.attention.shared.torch_groups import (
     store,
 )
 
-GATHERED_NUMBERS = 1 << 27  #: key and value numbers gathered at once for decoding rows
-PIECE_NUMBERS = 1 << 24  #: the same for prefill rows; a longer cached prefix goes in pieces
+GATHERED_NUMBERS = 1 << 27  #: most key and value numbers gathered at once for decode rows
+#: most key and value numbers gathered at once for prefill rows; a longer cached prefix is read in
+#: pieces
+PIECE_NUMBERS = 1 << 24
 
 
 class TorchMha:
-    """Per-head attention over a paged cache of ``k`` and ``v``, key heads local to this rank."""
+    """Per-head attention over a paged cache of ``k`` and ``v``, with the key heads of this rank."""
 
     mla_projected = None
 

@@ -1,6 +1,4 @@
-"""Multi-head attention by this project's own Triton kernels, on CUDA devices: needs no library
-beside Triton.
-"""
+"""Multi-head attention by this project's own Triton kernels, without other libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from glowplug.core.plugin.options import AttentionOptions
 from glowplug.kernels.launch.cards import TILES
 from glowplug.plugins.attention.shared.prefill_bytes import mha_bytes
 
-LARGEST = 256  #: numbers of a head whose tiles fit a multiprocessor
+HEAD_DIM_MAX = 256  #: largest head size whose tiles fit into a multiprocessor
 
 
 class TritonMhaOptions(AttentionOptions):
@@ -23,13 +21,14 @@ class TritonMhaOptions(AttentionOptions):
 
 
 def check_triton_mha(context: CheckContext) -> Iterator[Refusal]:
+    """Refuse heads larger than the kernels' tiles."""
     model = context.facts.model
-    if model.kind == "mha" and model.head_dim > LARGEST:
+    if model.kind == "mha" and model.head_dim > HEAD_DIM_MAX:
         yield Refusal(
             "triton_mha",
             "attention.use",
-            f"triton_mha takes heads of {LARGEST} numbers at most; this "
-            f"model's have {model.head_dim}",
+            f"triton_mha supports head sizes up to {HEAD_DIM_MAX}; this model's is "
+            f"{model.head_dim}",
             'attention.use = "torch_mha"',
         )
 
@@ -53,7 +52,7 @@ def register_attention_backends() -> list[Component]:
                 work=mha_bytes,
                 compute=TILES,
             ),
-            summary="multi-head and grouped-query attention in Triton, of causal chains and trees, "
-            "with 16 bits or FP8 in the cache",
+            summary="multi-head and grouped-query attention in Triton, for causal chains and "
+            "trees, with a 16-bit or FP8 cache",
         )
     ]

@@ -1,4 +1,4 @@
-"""The runtime of ``triton_mha``."""
+"""Runtime of the attention backend ``triton_mha``."""
 
 from __future__ import annotations
 
@@ -18,23 +18,31 @@ from glowplug.plugins.attention.shared.mha_base import PagedMha
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of the step: page_table int32 [R, P], lens int32 [R], tree int64 [R, width] or None; of
-    prefill rows the tokens ``starts`` int32 [R + 1] at which their queries begin and end, and the
-    ``skip`` tokens before all of them.
+    """Decode rows or prefill rows of the step.
+
+    Attributes:
+        page_table: int32 [R, P].
+        lens: Keys of each row, int32 [R].
+        first_key: First position whose cache entry holds a key.
+        tile: Tiling of the decode kernel; decode rows only.
+        tree: Tree mask of decode rows, int64 [R, width], or None.
+        starts: Tokens at which the queries of prefill rows begin and end, int32 [R + 1].
+        skip: Tokens of the step before the prefill rows.
     """
 
     page_table: Tensor
     lens: Tensor
     first_key: int
-    cut: Tiling | None = None
+    tile: Tiling | None = None
     tree: Tensor | None = None
     starts: Tensor | None = None
     skip: int = 0
 
 
 class TritonMha(PagedMha):
-    """Its kernels read a step's tensors as they lie, so nothing is prepared and nothing belongs to
-    a slot.
+    """Multi-head backend whose kernels read the step's tensors directly.
+
+    Nothing is prepared for a step, so nothing belongs to a slot.
     """
 
     follows = True
@@ -47,16 +55,16 @@ class TritonMha(PagedMha):
 
     def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
         tree = None if batch.tree_mask is None else batch.tree_mask[:rows]
-        cut = tiling(
+        tile = tiling(
             rows, width, self._heads, self._kv_heads, self._head_dim, self._context, self._dtype
         )
         self._decoding = _Rows(
-            batch.page_table[:rows], batch.kv_lens_device[:rows], batch.first_key, cut, tree
+            batch.page_table[:rows], batch.kv_lens_device[:rows], batch.first_key, tile, tree
         )
 
     def decode(self, query: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
         rows = self._decoding
-        assert rows is not None and rows.cut is not None
+        assert rows is not None and rows.tile is not None
         return mha_decode(
             query,
             kv["k"],
@@ -65,7 +73,7 @@ class TritonMha(PagedMha):
             rows.lens,
             scale,
             self._page_size,
-            rows.cut,
+            rows.tile,
             rows.first_key,
             rows.tree,
         )

@@ -1,4 +1,4 @@
-"""The runtime of ``fa3_mla``."""
+"""Runtime of the attention backend ``fa3_mla``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ from glowplug.plugins.attention.shared.table_bytes import fa3_mla_bytes, mla_par
 
 @dataclass(eq=False)
 class _Decode:
-    """``page``: tokens a page of ``table`` int32 [rows, pages]; ``lens`` int32 [rows]: keys of each
-    row.
+    """Decode rows of the step.
+
+    Attributes:
+        rows: R.
+        page: Tokens per page of ``table``.
+        table: Page table, int32 [R, pages].
+        lens: Keys of each row, int32 [R].
     """
 
     rows: int
@@ -32,8 +37,10 @@ class _Decode:
 
 
 class Fa3Mla(PagedMla):
-    """Queries' rotary parts as ``q``, absorbed parts as ``qv``; keys and values are two views of
-    the cache.
+    """MLA backend by FlashAttention-3.
+
+    The rotary part of the queries is passed as ``q`` and the absorbed part as ``qv``; keys and
+    values are two views of the cache.
     """
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -43,7 +50,7 @@ class Fa3Mla(PagedMla):
         self._decode: _Decode | None = None
 
     def reserves(self, step: DecodingRows) -> int:
-        """Bytes of the largest page table it makes, as the component offers."""
+        """Return the bytes of the largest decode page table, as the component offers them."""
         return fa3_mla_bytes(step)
 
     def reserve(self, limits: Limits) -> None:
@@ -62,9 +69,9 @@ class Fa3Mla(PagedMla):
             table, lens = self._buffers.shifted(slot, table, lens, batch.first_key, page)
             page = 1
         elif (parts := mla_parts(page, width * self._heads)) > 1:
-            # NOTE: with whole tiles in a page it copies by TMA, and a NaN behind a row's end, left
-            # there by another sequence, enters the sum as 0 * NaN. Smaller pages take its other
-            # path, which reads nothing there.
+            # NOTE: if a page holds whole tiles, the kernel copies by TMA, and a NaN beyond a row's
+            # end, left there by another sequence, enters the sum as 0 * NaN. With smaller pages the
+            # kernel takes its other path, which reads nothing beyond the end.
             table = self._buffers.in_parts(slot, table, parts)
             page //= parts
         self._decode = _Decode(rows, page, table, lens)

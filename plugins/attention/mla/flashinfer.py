@@ -1,7 +1,8 @@
 """Latent attention by flashinfer, on Hopper: its paged MLA wrapper and its ragged prefill.
 
-Drafted tokens form a causal chain: the kernel knows no other mask (``BatchMLAPageAttentionHopper``
-of 0.6.11 answers ``MaskMode::kCustom`` with cudaErrorNotSupported), so trees are not offered.
+Drafted tokens must form a causal chain, because the kernel supports no other mask
+(``BatchMLAPageAttentionHopper`` of 0.6.11 returns cudaErrorNotSupported for
+``MaskMode::kCustom``). Trees are therefore not offered.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from glowplug.plugins.attention.shared.hopper_libraries import (
 from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
 from glowplug.plugins.attention.shared.table_bytes import slots_bytes
 
-TILE = 128  #: most queries (tokens x heads) of a row that go through the kernel at once
-WORKSPACE = 128 << 20  #: bytes of partial results, as the library's documentation asks for
+TILE_QUERIES = 128  #: most queries (tokens x heads) of a row in one tile of the kernel
+WORKSPACE_BYTES = 128 << 20  #: workspace for partial results, sized as flashinfer documents
 
 _check_sizes = check_kv_is_compute("flashinfer_mla")
 
@@ -35,28 +36,29 @@ class FlashInferMlaOptions(AbsorbedOptions):
 
 
 def check(context: CheckContext) -> Iterator[Refusal]:
-    """Its sizes and dtypes, and heads of which whole ones fill a tile of its causal kernel.
+    """Refuse unsupported sizes and dtypes, and heads that do not fill the causal kernel's tiles.
 
     NOTE: that kernel counts the keys of a tile by the tokens that begin and end in it
-    (``(packed_qo_start + cluster_tile_q) / num_heads`` rounds down), so that a token cut by the end
+    (``(packed_qo_start + cluster_tile_q) / num_heads`` rounds down), so a token divided by the end
     of a tile would miss its newest keys.
     """
     yield from _check_sizes(context)
     width = context.values["width"]
     mesh = context.values["mesh"]
     heads = context.facts.model.num_heads // axis_size("attn_tp", mesh) if divides(mesh) else 0
-    if heads and width > 1 and width * heads > TILE and TILE % heads:
+    if heads and width > 1 and width * heads > TILE_QUERIES and TILE_QUERIES % heads:
         yield Refusal(
             "flashinfer_mla",
             "attention.use",
-            f"flashinfer_mla takes several query tokens a row in tiles of "
-            f"{TILE} heads, which {heads} a rank do not divide",
+            "flashinfer_mla computes several query tokens per row in tiles of "
+            f"{TILE_QUERIES} queries, which the {heads} heads of a rank do not divide",
             'attention.use = "auto", or speculative.use = "none"',
         )
 
 
 def reserves(step: DecodingRows) -> int:
-    return WORKSPACE + slots_bytes(step)
+    """Return the bytes of the workspace and of the draft's page tables."""
+    return WORKSPACE_BYTES + slots_bytes(step)
 
 
 @hookimpl
@@ -79,6 +81,7 @@ def register_attention_backends() -> list[Component]:
                 work=mla_bytes,
                 reserves=reserves,
             ),
-            summary="latent attention by flashinfer, Hopper, of causal chains; builds its kernels at first use",
+            summary="latent attention by flashinfer, Hopper, for causal chains; compiles its "
+            "kernels at first use",
         )
     ]

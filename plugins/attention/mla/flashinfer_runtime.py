@@ -1,4 +1,4 @@
-"""The runtime of ``flashinfer_mla``."""
+"""Runtime of the attention backend ``flashinfer_mla``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from glowplug.core.layers.rope import RopeConfig
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
-from glowplug.plugins.attention.mla.flashinfer import WORKSPACE, FlashInferMlaOptions
+from glowplug.plugins.attention.mla.flashinfer import WORKSPACE_BYTES, FlashInferMlaOptions
 from glowplug.plugins.attention.shared.flashinfer_lengths import check_layout, set_lengths, shrink
 from glowplug.plugins.attention.shared.mla_base import PagedMla
 from glowplug.plugins.attention.shared.page_tables import SlotBuffers, decoding_rows
@@ -31,8 +31,12 @@ LN2 = math.log(2)
 
 @dataclass(eq=False)
 class _Wrapper:
-    """One of the library's wrappers. What its last plan copies to the device is there when
-    ``planned`` is.
+    """One FlashInfer wrapper.
+
+    Attributes:
+        made: The wrapper.
+        planned: Event recorded behind the copy of the last plan to the device.
+        checked: Whether the layout of the plan has been checked.
     """
 
     made: Any
@@ -40,7 +44,7 @@ class _Wrapper:
     checked: bool = False
 
     def plan(self, *arguments: Any, **named: Any) -> None:
-        # NOTE: a plan writes the pinned buffer that the one before is copied from
+        # NOTE: planning overwrites the pinned buffer from which the previous plan is copied
         self.planned.synchronize()
         self.made.plan(*arguments, **named)
         self.planned.record()
@@ -53,12 +57,14 @@ class _Wrapper:
 
 
 class FlashInferMla(PagedMla):
-    """Every plan is made from lengths on the host, so that none waits for the device; where those
-    are upper bounds, the device's own are put into the plan behind them, on the device.
+    """MLA backend that plans every step from lengths on the host, so no plan waits for the device.
 
-    A graph's slot has a wrapper of its own, whose buffers the captured kernels read. Steps without
-    one take turns with as many as are planned in a step, so that none waits for the kernels of its
-    own step.
+    Where these lengths are upper bounds, the device's own lengths are written into the plan after
+    it, on the device.
+
+    Each captured graph's slot has its own wrapper, whose buffers the captured kernels read. Steps
+    without a slot rotate through as many wrappers as are planned in one step, so that a plan never
+    waits for the kernels of its own step.
     """
 
     def __init__(self, options: FlashInferMlaOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -68,11 +74,12 @@ class FlashInferMla(PagedMla):
         self._query = facts.config["qk_nope_head_dim"] + self._rope
         self._value = facts.config["v_head_dim"]
         self._scale = RopeConfig.read(facts.config).softmax_scale(self._query)
-        self._workspace: Tensor | None = None  # one for all: their kernels run one after the other
+        # shared by all wrappers, whose kernels run one after another
+        self._workspace: Tensor | None = None
         self._wrappers: dict[object, _Wrapper] = {}
         self._buffers = SlotBuffers()
         self._drafts = plan.sizes.width > 1
-        self._turns = cycle(range(plan.sizes.width))
+        self._eager_wrappers = cycle(range(plan.sizes.width))
         self._decode: _Wrapper | None = None
         self._page = self._page_size
         self._calls: dict[int, _Wrapper] = {}
@@ -80,7 +87,7 @@ class FlashInferMla(PagedMla):
     def reserve(self, limits: Limits) -> None:
         super().reserve(limits)
         if self._workspace is None:
-            self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=self._device)
+            self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         self._buffers.reserve(
             slots_bytes(decoding_rows(limits, self._plan, self._heads)), self._device
         )
@@ -114,13 +121,12 @@ class FlashInferMla(PagedMla):
             self._dtype,
             self._kv[0].dtype,
         )
-        if (
-            width > 1 or batch.first_key
-        ):  # a step of one token a row that is no draft's has the host's lengths
+        # the host's lengths are exact for target steps of one token per row
+        if width > 1 or batch.first_key:
             self._decode.set_lengths(lens, bounds, width)
 
     def _wrapper(self, slot: object | None, rows: int, pages: Tensor) -> _Wrapper:
-        key = ("eager", next(self._turns)) if slot is None else slot
+        key = ("eager", next(self._eager_wrappers)) if slot is None else slot
         if key not in self._wrappers:
             made = (
                 BatchMLAPagedAttentionWrapper(self._workspace)

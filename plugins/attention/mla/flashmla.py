@@ -1,5 +1,6 @@
-"""Latent attention by FlashMLA of sgl_kernel, on Hopper; prefill and drafts by its
-FlashAttention-3.
+"""Latent attention by FlashMLA of sgl_kernel, on Hopper.
+
+Prefill and drafts use sgl_kernel's FlashAttention-3.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from glowplug.plugins.attention.shared.hopper_libraries import (
 from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
 from glowplug.plugins.attention.shared.table_bytes import slots_bytes
 
-PAGE = 64  #: the only page size its kernels read
+PAGE_TOKENS = 64  #: the only page size that FlashMLA's kernels read
 FP8 = "fp8_e4m3"
-#: most rows of a step that its schedule for FP8 takes; with more the library ends the process
-FP8_ROWS = 4095
-#: tokens a row: of 128 heads they are 64 tiles, of which each gets a multiprocessor at least
-FP8_WIDTH = 32
+#: most rows of a step for FlashMLA's FP8 schedule; with more the library ends the process
+FP8_ROWS_MAX = 4095
+#: most tokens per row: with 128 heads they are 64 tiles, each of which gets at least one
+#: multiprocessor
+FP8_WIDTH_MAX = 32
 
 _check_sizes = check_kv_is_compute("flashmla")
 
@@ -36,7 +38,7 @@ class FlashMlaOptions(AbsorbedOptions):
 
 
 def check(context: CheckContext) -> Iterator[Refusal]:
-    """Its sizes and dtypes, and what its kernel for FP8 caches does not do."""
+    """Refuse unsupported sizes and dtypes, and steps beyond the limits of FlashMLA's FP8 kernel."""
     yield from _check_sizes(context)
     if context.values["kv_dtype"] != FP8:
         return
@@ -48,24 +50,25 @@ def check(context: CheckContext) -> Iterator[Refusal]:
         yield Refusal(
             "flashmla",
             "attention.kv_dtype",
-            "flashmla gives drafts to FlashAttention-3, which reads no cache in fp8_e4m3",
+            "flashmla runs drafts by FlashAttention-3, which reads no KV cache in fp8_e4m3",
             f'{other}, or speculative.use = "none"',
         )
-    if context.values["width"] > FP8_WIDTH:
+    if context.values["width"] > FP8_WIDTH_MAX:
         yield Refusal(
             "flashmla",
             "attention.kv_dtype",
-            f"flashmla takes {FP8_WIDTH} query tokens a row over a cache "
-            f"in fp8_e4m3, the speculative algorithm computes {context.values['width']}",
+            f"flashmla takes at most {FP8_WIDTH_MAX} query tokens per row over a KV cache in "
+            f"fp8_e4m3; the speculative algorithm computes {context.values['width']}",
             other,
         )
     rows = context.config.scheduler.max_running_requests
-    if rows is not None and rows > FP8_ROWS:
+    if rows is not None and rows > FP8_ROWS_MAX:
         yield Refusal(
             "flashmla",
             "scheduler.max_running_requests",
-            f"flashmla takes {FP8_ROWS} rows a step over a cache in fp8_e4m3, not {rows}",
-            f"scheduler.max_running_requests = {FP8_ROWS}, or {other}",
+            f"flashmla takes at most {FP8_ROWS_MAX} rows per step over a KV cache in fp8_e4m3, "
+            f"not {rows}",
+            f"scheduler.max_running_requests = {FP8_ROWS_MAX}, or {other}",
         )
 
 
@@ -84,13 +87,13 @@ def register_attention_backends() -> list[Component]:
                 compute=HOPPER,
                 dtypes=SIXTEEN_BITS,
                 kv_dtypes=SIXTEEN_BITS | {FP8},
-                page_sizes=frozenset({PAGE}),
+                page_sizes=frozenset({PAGE_TOKENS}),
                 first_key=True,
                 modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER},
                 work=mla_bytes,
                 reserves=slots_bytes,
             ),
-            summary="latent attention by FlashMLA (sgl_kernel), Hopper, pages of 64, with 16 bits or FP8 in the "
-            "cache; over FP8 its queries are rounded to FP8, too",
+            summary="latent attention by FlashMLA (sgl_kernel), Hopper, pages of 64, with a 16-bit "
+            "or FP8 cache; over an FP8 cache the queries are rounded to FP8, too",
         )
     ]

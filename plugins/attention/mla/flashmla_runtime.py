@@ -1,4 +1,4 @@
-"""The runtime of ``flashmla``."""
+"""Runtime of the attention backend ``flashmla``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ from glowplug.plugins.attention.shared.table_bytes import slots_bytes
 
 @dataclass(eq=False)
 class _Rows:
-    """``schedule``: how the library splits the step's rows among multiprocessors, its metadata and
-    split counts.
+    """Decode rows of the step that FlashMLA runs.
+
+    Attributes:
+        rows: R.
+        width: Query tokens per row.
+        table: Page table, int32 [R, P].
+        lens: Keys of each row, int32 [R].
+        schedule: The library's distribution of the rows over multiprocessors: its metadata and
+            split counts.
     """
 
     rows: int
@@ -31,20 +38,20 @@ class _Rows:
 
 
 class FlashMla(Fa3Mla):
-    """Decoding rows by FlashMLA, whose schedule is made once a step on the device.
+    """Decode rows by FlashMLA, whose schedule is computed once per step on the device.
 
-    Prefill, and a draft's rows, whose first position holds nothing, go by FlashAttention-3. Over an
-    FP8 cache FlashMLA
-    multiplies in E4M3: the queries are rounded to it, and so are the weights of the softmax,
-    inside; each with one
-    scale a launch, which is 1. NOTE: a scale that follows the largest query of a step would gain
-    nothing (E4M3 rounds as finely at 2**-6 as at 448), and make a row depend on its neighbours.
+    Prefill rows, and the rows of a draft, whose first position holds nothing, use FlashAttention-3.
+
+    Over an FP8 cache FlashMLA multiplies in E4M3: the queries are rounded to it, and inside the
+    kernel the weights of the softmax; each with one scale per launch, which is 1. NOTE: a scale
+    that follows the largest query of a step would gain nothing (E4M3 rounds as finely at 2**-6 as
+    at 448), and would make a row depend on its neighbours.
     """
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         self._rows: _Rows | None = None
-        self._narrow = False
+        self._fp8 = False
         self._unscaled = torch.ones(1, device=self._device)
 
     def reserves(self, step: DecodingRows) -> int:
@@ -52,19 +59,19 @@ class FlashMla(Fa3Mla):
 
     def reserve(self, limits: Limits) -> None:
         super().reserve(limits)
-        self._narrow = any(kv.dtype is torch.float8_e4m3fn for kv in self._kv)
+        self._fp8 = any(kv.dtype is torch.float8_e4m3fn for kv in self._kv)
 
     def plan_decode(
         self, batch: Batch, slot: object | None, first: int, rows: int, width: int
     ) -> None:
         self._rows = None
         if batch.first_key:
-            assert not self._narrow, "FlashAttention-3 reads no FP8 cache: the plan refuses it"
+            assert not self._fp8, "FlashAttention-3 reads no FP8 cache; the plan refuses it"
             super().plan_decode(batch, slot, first, rows, width)
             return
         lens = batch.kv_lens_device[first : first + rows]
-        if self._narrow:
-            # NOTE: of a row without keys its kernel would look up the page before the first one.
+        if self._fp8:
+            # NOTE: for a row without keys the kernel would look up the page before the first one.
             lens = lens.clamp(min=1)
             metadata, splits = get_mla_metadata(lens, width * self._heads, 1, is_fp8_kvcache=True)
             lens, *schedule = self._buffers.keep(slot, (lens, metadata, splits))
@@ -80,10 +87,10 @@ class FlashMla(Fa3Mla):
         step = self._rows
         if step is None:
             return super().decode(query, kv, scale, layer)
-        descale = self._unscaled if self._narrow else None
-        given = self._kernels.in_e4m3(query) if self._narrow else query
+        descale = self._unscaled if self._fp8 else None
+        kernel_query = self._kernels.in_e4m3(query) if self._fp8 else query
         out, _ = flash_mla_with_kvcache(
-            given.view(step.rows, step.width, *query.shape[1:]),
+            kernel_query.view(step.rows, step.width, *query.shape[1:]),
             kv.view(-1, self._page_size, 1, kv.shape[1]),
             step.table,
             step.lens,
@@ -93,6 +100,6 @@ class FlashMla(Fa3Mla):
             causal=step.width > 1,
             descale_q=descale,
             descale_k=descale,
-            is_fp8_kvcache=self._narrow,
+            is_fp8_kvcache=self._fp8,
         )
-        return torch.flatten(out, 0, 1).to(query.dtype)  # it answers E4M3 in bfloat16
+        return torch.flatten(out, 0, 1).to(query.dtype)  # for E4M3 queries the output is bfloat16

@@ -1,6 +1,4 @@
-"""Latent attention on Hopper by the kernel measured fastest for each step: FlashMLA or this
-project's own.
-"""
+"""Latent attention on Hopper by the kernel measured fastest for each step, FlashMLA or Triton."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from glowplug.core.plugin.component import CheckContext, Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.kernels.launch.cuda_arch import SHORT, SHORT_CONTEXT
-from glowplug.plugins.attention.mla.flashmla import PAGE
+from glowplug.plugins.attention.mla.flashmla import PAGE_TOKENS
 from glowplug.plugins.attention.shared.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.shared.decode_choice import Line, line, short_rows
 from glowplug.plugins.attention.shared.hopper_libraries import (
@@ -23,8 +21,8 @@ from glowplug.plugins.attention.shared.hopper_libraries import (
 )
 from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
 
-FIELD = "kernels.decode_attention"
-NAMES = {"triton": "our own kernel", "flashmla": "FlashMLA"}
+PLAN_FIELD = "kernels.decode_attention"
+KERNEL_NAMES = {"triton": "our own kernel", "flashmla": "FlashMLA"}
 
 
 class HopperMlaOptions(AbsorbedOptions):
@@ -33,28 +31,32 @@ class HopperMlaOptions(AbsorbedOptions):
 
 @hookimpl
 def plan_remarks(context: CheckContext) -> list[Decision]:
-    """Whose kernels decode so many rows, and what a shorter context would change."""
+    """Return which kernels decode how many rows, and what a shorter context would change."""
     chosen = context.chosen.get("attention", ())
     values = context.values
     if not chosen or chosen[0].name != "hopper_mla":
         return []
     if values["kv_dtype"] not in SIXTEEN_BITS:
-        return [Decision(FIELD, "triton", "hopper_mla", "FlashMLA reads no cache of 8 bits here")]
+        return [
+            Decision(
+                PLAN_FIELD, "triton", "hopper_mla", "FlashMLA does not read an 8-bit KV cache here"
+            )
+        ]
     width = values["width"]
     queries = width * context.facts.model.num_heads // axis_size("attn_tp", values["mesh"])
     used = line(queries, values["positions"], width)
     short = line(queries, SHORT_CONTEXT, width)
-    why = f"rows of {queries} queries, as measured on an H200: {_words(used)}"
+    why = f"fastest on an H200 for rows of {queries} queries: {_words(used)}"
     if short != used and values["short_rows"]:
-        why += f"; where no row of a captured step is longer than {SHORT} keys: {_words(short)}"
+        why += f"; if no row of a captured step is longer than {SHORT} keys: {_words(short)}"
     elif short != used:
         why += f"; with a context_length of at most {SHORT_CONTEXT}: {_words(short)}"
-    return [Decision(FIELD, "by rows", "hopper_mla", why)]
+    return [Decision(PLAN_FIELD, "by rows", "hopper_mla", why)]
 
 
 def _words(line: Line) -> str:
-    """Each kernel with the most rows that it decodes."""
-    *ends, (_, last) = ((most, NAMES[kernel]) for most, kernel in line)
+    """Return each kernel with the largest number of rows that it decodes, as text."""
+    *ends, (_, last) = ((most, KERNEL_NAMES[kernel]) for most, kernel in line)
     return ", ".join(
         [f"{kernel} up to {most} rows" for most, kernel in ends]
         + [f"{last} beyond" if ends else last]
@@ -76,7 +78,7 @@ def register_attention_backends() -> list[Component]:
                 compute=HOPPER,
                 dtypes=SIXTEEN_BITS,
                 kv_dtypes=SIXTEEN_BITS | {"fp8_e4m3"},
-                page_sizes=frozenset({PAGE}),
+                page_sizes=frozenset({PAGE_TOKENS}),
                 tree=True,
                 first_key=True,
                 modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER},
@@ -84,9 +86,8 @@ def register_attention_backends() -> list[Component]:
                 short_keys=SHORT,
                 short_rows=short_rows,
             ),
-            summary="latent attention on Hopper, each step's decoding rows by what was measured fastest for "
-            "their number, "
-            "heads and the longest that can come (FlashMLA or Triton; table in attention/measured.py), prefill by "
-            "FlashAttention-3",
+            summary="latent attention on Hopper: each step's decode rows by the kernel measured "
+            "fastest for their number, heads and longest context (FlashMLA or Triton; table in "
+            "plugins/attention/shared/decode_choice.py), prefill by FlashAttention-3",
         )
     ]

@@ -1,4 +1,4 @@
-"""The runtime of ``hopper_mla``."""
+"""Runtime of the attention backend ``hopper_mla``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from glowplug.plugins.attention.shared.table_bytes import no_bytes
 
 
 class HopperMla(FlashMla):
-    """FlashMLA's steps and the Triton backend's, over one cache. What FlashMLA cannot do goes the
-    other way: trees, a first position that holds nothing, an FP8 cache."""
+    """FlashMLA's kernels and the Triton backend's over one cache, chosen for each step.
+
+    Steps that FlashMLA does not support use the Triton kernels: trees, caches whose first position
+    holds nothing, and FP8 caches.
+    """
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
-        self._own = TritonMla(TritonMlaOptions(), plan, worker)
-        self._only_own = plan.kv_dtype not in SIXTEEN_BITS
-        self._by_own = False
+        self._triton = TritonMla(TritonMlaOptions(), plan, worker)
+        self._triton_only = plan.kv_dtype not in SIXTEEN_BITS
+        self._by_triton = False
         self._longest = plan.sizes.positions
 
     def reserves(self, step: DecodingRows) -> int:
@@ -35,22 +38,22 @@ class HopperMla(FlashMla):
     def plan_decode(
         self, batch: Batch, slot: object | None, first: int, rows: int, width: int
     ) -> None:
-        self._by_own = (
-            self._only_own
+        self._by_triton = (
+            self._triton_only
             or batch.first_key > 0
             or batch.tree_mask is not None
             or fastest(width * self._heads, rows, batch.longest or self._longest, width) == "triton"
         )
-        self.follows = self._by_own and self._own.follows
-        planned = self._own.plan_decode if self._by_own else super().plan_decode
+        self.follows = self._by_triton and self._triton.follows
+        planned = self._triton.plan_decode if self._by_triton else super().plan_decode
         planned(batch, slot, first, rows, width)
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
-        return (self._own.decode if self._by_own else super().decode)(query, kv, scale, layer)
+        return (self._triton.decode if self._by_triton else super().decode)(query, kv, scale, layer)
 
     def decode_values(
         self, query: Tensor, kv: Tensor, layer: MlaLayer, stored: Blocks | None, out: Tensor
     ) -> None:
-        (self._own.decode_values if self._by_own else super().decode_values)(
+        (self._triton.decode_values if self._by_triton else super().decode_values)(
             query, kv, layer, stored, out
         )

@@ -1,5 +1,7 @@
-"""MLA attention in plain torch, on CPU or CUDA: absorbed in decode and verify, un-absorbed
-multi-head in prefill.
+"""MLA attention in plain torch, on CPU or CUDA.
+
+Decode and verify rows attend with absorbed weights, prefill rows as multi-head attention over
+expanded keys.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ class TorchMlaOptions(AttentionOptions):
     use: Literal["torch_mla"] = "torch_mla"
     absorb: bool = Field(
         True,
-        description="absorb W_UK and W_UV in decode and verify; false: the naive reference, "
+        description="absorb W_UK and W_UV in decode and verify steps; false: the naive reference, "
         "which expands every cached latent for every row",
     )
 

@@ -1,4 +1,4 @@
-"""The runtime of ``torch_mla``."""
+"""Runtime of the attention backend ``torch_mla``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from glowplug.core.facts.kv_layout import KVEntry, KVLayout
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
-from glowplug.kernels.elementwise import cpu_small as few
+from glowplug.kernels.elementwise import cpu_small
 from glowplug.kernels.mha import reference as mha
 from glowplug.kernels.mla import reference as mla
 from glowplug.kernels.paged.merge_states_reference import merge_states
@@ -27,16 +27,18 @@ from glowplug.plugins.attention.shared.torch_groups import (
     store,
 )
 
-GATHERED_NUMBERS = 1 << 26  #: latent numbers gathered at once for decoding rows
-EXPANDED_NUMBERS = 1 << 24  #: key and value numbers expanded from latents at once for prefill rows
+GATHERED_NUMBERS = 1 << 26  #: most latent numbers gathered at once for decode rows
+#: most key and value numbers expanded from latents at once for prefill rows
+EXPANDED_NUMBERS = 1 << 24
 
 
 class TorchMla:
     """Latent attention over a paged cache of ``latent`` and ``rope``.
 
-    Decoding rows attend in latent space (absorbed); prefill rows expand latents to per-head keys
-    and values, a cached prefix longer than the budget in pieces whose partial states are merged.
-    With ``absorb = false`` every row expands its whole cache and attends at once.
+    Decode rows attend in latent space (absorbed). Prefill rows expand latents to per-head keys and
+    values; a cached prefix longer than the budget is expanded in pieces whose partial states are
+    merged. With ``absorb = false`` every row expands its whole cache and attends to all of it at
+    once.
     """
 
     mla_projected = None
@@ -52,7 +54,9 @@ class TorchMla:
         self._slots: Tensor | None = None
         self._limits = _limits(plan, self._absorb)
         plain = self._absorb and self._dtype is torch.float32 and plan.kv_dtype == "float32"
-        self._row_keys = few.row_keys(plan.facts.model.num_heads, *_sizes(plan)) if plain else 0
+        self._row_keys = (
+            cpu_small.row_keys(plan.facts.model.num_heads, *_sizes(plan)) if plain else 0
+        )
 
     def kv_layout(self) -> KVLayout:
         facts = self._plan.facts.model
@@ -71,7 +75,7 @@ class TorchMla:
 
     def plan_step(self, batch: Batch, slot: object | None) -> None:
         self._slots = batch.slots
-        self._row = host_row(batch, self._page_size, few.ROW_QUERIES, self._row_keys)
+        self._row = host_row(batch, self._page_size, cpu_small.ROW_QUERIES, self._row_keys)
         self._groups = (
             []
             if self._row is not None
@@ -94,7 +98,7 @@ class TorchMla:
                 self._row.exchange(pool["rope"], k_rope),
             )
             return torch.from_numpy(
-                few.attend_row(
+                cpu_small.attend_row(
                     q_nope.numpy(),
                     q_rope.numpy(),
                     *keys,
@@ -204,7 +208,7 @@ class TorchMla:
 
 
 def _sizes(plan: EnginePlan) -> tuple[int, int, int, int]:
-    """Nope, rope, latent and value size of a head."""
+    """Return the nope, rope, latent and value size of a head."""
     facts = plan.facts.model
     return (
         int(facts.config.get("qk_nope_head_dim", 128)),
@@ -226,6 +230,6 @@ def _limits(plan: EnginePlan, absorb: bool) -> GroupLimits:
 
 
 def _expand(latent: Tensor, rope: Tensor, layer: MlaLayer) -> tuple[Tensor, Tensor]:
-    """latent [N, C], rope [N, P] -> key [N, H, nope + P], value [N, H, V]."""
+    """Expand latent [N, C] and rope [N, P] to key [N, H, nope + P] and value [N, H, V]."""
     k_nope, value = layer.expand(latent)
     return torch.cat((k_nope, rope.unsqueeze(1).expand(-1, layer.heads, -1)), dim=-1), value

@@ -1,6 +1,4 @@
-"""MLA attention by this project's own Triton kernels, on CUDA devices: needs no library beside
-Triton.
-"""
+"""MLA attention by this project's own Triton kernels, on CUDA devices, without other libraries."""
 
 from __future__ import annotations
 
@@ -43,6 +41,7 @@ def register_attention_backends() -> list[Component]:
                 work=mla_bytes,
                 compute=TILES,
             ),
-            summary="latent attention in Triton, of causal chains and trees, with 16 bits or FP8 in the cache",
+            summary="latent attention in Triton, for causal chains and trees, with a 16-bit or FP8 "
+            "cache",
         )
     ]

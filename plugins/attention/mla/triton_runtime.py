@@ -1,4 +1,4 @@
-"""The runtime of ``triton_mla``."""
+"""Runtime of the attention backend ``triton_mla``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,16 @@ from glowplug.plugins.attention.shared.prefill_calls import RaggedCall
 
 @dataclass(frozen=True)
 class _Rows:
-    """Decoding rows of the step: page_table int32 [R, P], lens int32 [R], none of them ever above
-    ``longest``, tree int64 [R, width] or None."""
+    """Decode rows of the step.
+
+    Attributes:
+        page_table: int32 [R, P].
+        lens: Keys of each row, int32 [R].
+        longest: Upper bound of every length that ``lens`` can ever hold.
+        width: Query tokens per row.
+        first_key: First position whose cache entry holds a key.
+        tree: Tree mask, int64 [R, width], or None for a causal chain.
+    """
 
     page_table: Tensor
     lens: Tensor
@@ -32,8 +40,9 @@ class _Rows:
 
 
 class TritonMla(PagedMla):
-    """Both kernels read a step's tensors as they lie, so nothing is prepared and nothing belongs to
-    a slot.
+    """MLA backend whose two kernels read the step's tensors directly.
+
+    Nothing is prepared for a step, so nothing belongs to a slot.
     """
 
     follows = True
@@ -58,7 +67,7 @@ class TritonMla(PagedMla):
         )
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
-        rows, cut = self._cut(query, kv, layer)
+        rows, tile = self._tiled_rows(query, kv, layer)
         return mla_decode(
             query,
             kv,
@@ -67,7 +76,7 @@ class TritonMla(PagedMla):
             scale,
             self._page_size,
             layer.lora_rank,
-            cut,
+            tile,
             rows.first_key,
             rows.tree,
         )
@@ -75,10 +84,10 @@ class TritonMla(PagedMla):
     def decode_values(
         self, query: Tensor, kv: Tensor, layer: MlaLayer, stored: Blocks | None, out: Tensor
     ) -> None:
-        rows, cut = self._cut(
+        rows, tile = self._tiled_rows(
             query, kv, layer, stored is None and mla_values.fits(layer.lora_rank, layer.v_dim)
         )
-        if not cut.apart:
+        if not tile.apart:
             return super().decode_values(query, kv, layer, stored, out)
         partial, lse = decode_parts(
             query,
@@ -88,17 +97,18 @@ class TritonMla(PagedMla):
             layer.scale,
             self._page_size,
             layer.lora_rank,
-            cut,
+            tile,
             rows.first_key,
             rows.tree,
         )
-        mla_values.project(partial, lse, rows.lens, layer.w_uv, out, cut.block_n)
+        mla_values.project(partial, lse, rows.lens, layer.w_uv, out, tile.block_n)
 
-    def _cut(
+    def _tiled_rows(
         self, query: Tensor, kv: Tensor, layer: MlaLayer, apart: bool = False
     ) -> tuple[_Rows, Tiling]:
-        """The step's rows and how their keys are cut; ``apart``: into parts that ``mla_values`` may
-        join.
+        """Return the step's rows and the tiling of their keys.
+
+        ``apart`` admits KV splits that ``mla_values`` merges.
         """
         rows = self._rows
         assert rows is not None
@@ -119,7 +129,11 @@ class TritonMla(PagedMla):
     def _call(
         self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor
     ) -> Tensor:
-        """As the base's, but the one rotary part of all heads is read as it lies."""
+        """Run one call's attention into ``out`` and return its log-sum-exp.
+
+        Differs from the base class in that the rotary key part, shared by all heads, is read in
+        place.
+        """
         keys = own if call.slots is None else self._kernels.gather(kv, call.slots, query.dtype)
         latent, k_rope = keys.split_with_sizes([layer.lora_rank, layer.rope_dim], dim=-1)
         k_nope, value = layer.expand(latent)

@@ -1,9 +1,9 @@
-"""Which weights the absorbed products of latent attention read: 16 bits, or E4M3 blocks as the
-checkpoint has them.
+"""The choice of weights for the absorbed GEMMs of latent attention (W_UK and W_UV).
 
-Stored blocks are what a block FP8 checkpoint says, so that reading them changes nothing but bytes;
-they are used where that was measured to be faster. Products of E4M3 activations, too, would round
-those, and gain nothing for few tokens.
+They can read 16-bit weights, or the E4M3 blocks as the checkpoint stores them. Reading the stored
+blocks changes only the bytes read, not the values, because a block FP8 checkpoint defines its
+weights by these blocks. They are used where this was measured to be faster. GEMMs with E4M3
+activations would also round the activations, and gain nothing for few tokens.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from glowplug.core.plugin.component import CheckContext
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.options import AttentionOptions, QuantizationOptions
 
-MOST = 64  #: decoding tokens that a program of the kernels for stored blocks holds
-#: heads of a rank -> tokens of a step for which stored blocks were faster on an H200, for W_UK and
-#: for W_UV; what was measured lies in ``docs/benchmarks/fp8-bmm-h200.json``; up to 8 W_UV joins
-#: parts of keys, in 16 bits
-FASTER: dict[int, tuple[range, range]] = {
+STORED_TOKENS_MAX = 64  #: most decode tokens that one program of the stored-block kernels holds
+#: heads of a rank -> decode tokens of a step for which stored blocks were faster on an H200, for
+#: W_UK and for W_UV (measurements: ``docs/benchmarks/fp8-bmm-h200.json``). Up to 8 tokens, W_UV's
+#: kernel merges the KV splits instead, which needs 16-bit weights.
+STORED_FASTER_TOKENS: dict[int, tuple[range, range]] = {
     16: (range(0), range(0)),
     128: (range(1, 65), range(9, 33)),
 }
 
 
 class AbsorbedOptions(AttentionOptions):
-    """Options of backends whose absorbed products can read stored blocks."""
+    """Options of backends whose absorbed GEMMs can read stored FP8 blocks."""
 
     absorbed: Literal["auto", "bf16", "fp8"] = Field(
         "auto",
-        description="weights of the absorbed products (W_UK, W_UV) in decode steps of few tokens: as the block "
-        "FP8 checkpoint stores them, or 16 bits; auto: stored ones where they were measured faster",
+        description="weights of the absorbed GEMMs (W_UK, W_UV) in decode steps of few tokens: "
+        "fp8 reads the blocks of a block FP8 checkpoint as stored, bf16 reads 16-bit weights; "
+        "auto: fp8 where it was measured faster",
     )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
@@ -59,17 +60,25 @@ def keeps_blocks(context: CheckContext) -> bool:
 
 
 def stored_is_faster(option: str, heads: int, tokens: int) -> tuple[bool, bool]:
-    """Is W_UK's product, and W_UV's, to be made of stored blocks where there are any?"""
-    if option == "bf16" or not 0 < tokens <= MOST:
+    """Return whether W_UK's and W_UV's GEMMs should read stored blocks, if the layer has any.
+
+    Args:
+        option: The option ``absorbed``.
+        heads: Heads of this rank.
+        tokens: Decode tokens of the step.
+    """
+    if option == "bf16" or not 0 < tokens <= STORED_TOKENS_MAX:
         return False, False
     if option == "fp8":
         return True, True
-    uk, uv = FASTER[min(FASTER, key=lambda measured: abs(math.log2(measured / heads)))]
+    uk, uv = STORED_FASTER_TOKENS[
+        min(STORED_FASTER_TOKENS, key=lambda measured: abs(math.log2(measured / heads)))
+    ]
     return tokens in uk, tokens in uv
 
 
 def check_absorbed(context: CheckContext) -> Iterator[Refusal]:
-    """Stored blocks can only be asked for where the quantization keeps some."""
+    """Refuse ``absorbed = "fp8"`` when the quantization keeps no stored FP8 blocks."""
     if getattr(context.options, "absorbed", "auto") != "fp8":
         return
     chosen = context.chosen.get("quantization", ())
@@ -77,6 +86,6 @@ def check_absorbed(context: CheckContext) -> Iterator[Refusal]:
         yield Refusal(
             context.options.use,
             "attention.absorbed",
-            f"no weights in block FP8 are kept: quantization is {chosen[0].name}",
+            f"the quantization {chosen[0].name} keeps no block FP8 weights to read",
             'attention.absorbed = "auto", or quantization.use = "block_fp8"',
         )

@@ -1,9 +1,10 @@
-"""Which decoding kernel was measured fastest on one H200 in bf16, by queries that share keys and
-rows of a step.
+"""Tables of the decode kernel measured fastest on one H200 in bf16.
 
-A row's queries are its tokens times the heads of a rank, or in multi-head attention the heads that
-share one of keys. Microseconds a layer lie in ``docs/benchmarks``; a graph fixes the rows of its
-steps but not their lengths, so that of contexts only the longest that the plan admits is known.
+The keys are the queries that share a row's keys and the rows of a step. In latent attention a row's
+queries are its tokens times the heads of a rank; in multi-head attention, its tokens times the
+heads that share one key head. The measured microseconds per layer are in ``docs/benchmarks``. A
+captured graph fixes the rows of its steps but not their lengths, so of the contexts only the
+longest one that the plan admits is known.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import math
 
 from glowplug.kernels.launch.cuda_arch import APART_ROWS, MANY_HEADS, SHORT
 
-Line = tuple[tuple[float, str], ...]  #: (most rows of a step, kernel), fewest rows first
+Line = tuple[tuple[float, str], ...]  #: (most rows of a step, kernel), ascending in rows
 
-#: queries of a row -> its line. The Triton kernel is the faster one for few rows, and where its
-#: programs just fill the 132 multiprocessors a whole number of times.
+#: queries of a row -> kernels by rows. The Triton kernel is faster for few rows, and where its
+#: programs exactly fill the 132 multiprocessors one or more times.
 FASTEST: dict[int, Line] = {
     16: (
         (66, "triton"),
@@ -29,17 +30,17 @@ FASTEST: dict[int, Line] = {
     64: ((2, "triton"), (math.inf, "flashmla")),
     128: ((math.inf, "flashmla"),),
 }
-#: lines that differ, or are added, where no row can be longer than SHORT keys and each has one
-#: token. With 128 queries and 512 keys the Triton kernel was up to 33 us a layer quicker, with 4096
-#: up to 13.
+#: entries that replace or extend FASTEST when no row can be longer than SHORT keys and each row has
+#: one token. With 128 queries the Triton kernel was up to 33 us a layer faster at 512 keys, and up
+#: to 13 us at 4096 keys.
 FASTEST_SHORT: dict[int, Line] = {
     128: ((16, "triton"), (math.inf, "flashmla")),
     256: ((math.inf, "flashmla"),),
 }
 
-#: the same of multi-head attention with heads of 128 numbers: 32, 8, 8, 8 and 1 of keys. NOTE: with
-#: 64 queries in 8 and 32 rows FlashAttention-3 was 10% and 4% faster; nothing but its time was
-#: looked at there, so it is not taken.
+#: queries of a key head -> kernels by rows, for multi-head attention with a head size of 128;
+#: measured with 32, 8, 8, 8 and 1 key heads. NOTE: with 64 queries FlashAttention-3 was 10% and 4%
+#: faster at 8 and 32 rows; only its time was examined there, so it is not used.
 FASTEST_MHA: dict[int, Line] = {
     1: ((math.inf, "triton"),),
     4: ((math.inf, "triton"),),
@@ -50,22 +51,28 @@ FASTEST_MHA: dict[int, Line] = {
 
 
 def fastest(queries: int, rows: int, longest: float = math.inf, width: int = 1) -> str:
-    """The kernel for ``rows`` decoding rows of ``queries`` queries each, by the table's line
-    nearest in queries;
-    ``longest``: keys of the longest row that can come, ``width``: tokens a row."""
-    return _of(line(queries, longest, width), rows)
+    """Return the fastest kernel for ``rows`` decode rows, by the nearest measured entry.
+
+    Args:
+        queries: Queries of a row (tokens times heads of the rank).
+        rows: Decode rows of the step.
+        longest: Keys of the longest row that can occur.
+        width: Tokens of a row.
+    """
+    return _kernel_for(line(queries, longest, width), rows)
 
 
 def line(queries: int, longest: float, width: int) -> Line:
-    """The table's for so many ``queries``, as in :func:`fastest`."""
+    """Return the table entry nearest to ``queries``; arguments as in :func:`fastest`."""
     return _nearest(
         FASTEST | FASTEST_SHORT if longest <= SHORT and width == 1 else FASTEST, queries
     )
 
 
 def short_rows(heads: int) -> range:
-    """How many rows of one token are decoded otherwise, and quicker, where none is longer than
-    SHORT.
+    """Return the row counts for which short contexts have a faster decode kernel.
+
+    They hold for one token per row and no row longer than SHORT keys.
     """
     if heads > MANY_HEADS:
         most, kernel = line(heads, SHORT, 1)[0]
@@ -74,13 +81,13 @@ def short_rows(heads: int) -> range:
 
 
 def fastest_mha(queries: int, rows: int) -> str:
-    """As :func:`fastest`; ``queries`` of one key head."""
-    return _of(_nearest(FASTEST_MHA, queries), rows)
+    """Return the fastest multi-head kernel for ``rows`` rows; a key head has ``queries`` queries."""
+    return _kernel_for(_nearest(FASTEST_MHA, queries), rows)
 
 
 def _nearest(table: dict[int, Line], queries: int) -> Line:
     return table[min(table, key=lambda measured: abs(math.log2(measured / queries)))]
 
 
-def _of(line: Line, rows: int) -> str:
+def _kernel_for(line: Line, rows: int) -> str:
     return next(kernel for most, kernel in line if rows <= most)

@@ -1,11 +1,14 @@
-"""Rows' lengths that only the device knows, in what flashinfer's MLA wrapper has planned from upper
-bounds.
+"""Overwriting of sequence lengths in FlashInfer's MLA plan on the GPU.
 
-A plan is a list of works: which keys of a row a program reads for a tile of its queries. It is made
-on the host, in a pinned buffer, and copied to one on the device, where the kernel finds how many
-keys a work's row has (which its causal mask counts back from) and at which of them the work ends.
-Nothing else tells it, so both are replaced there, behind the copy. A work left without keys yields
-zeros and -inf for its log-sum-exp, so that merging adds nothing.
+The host plans with upper bounds, because the number of accepted drafts is known only on the device.
+
+A plan is a list of work items: the keys of a row that a program reads for a tile of the row's
+queries. FlashInfer makes the plan on the host, in a pinned buffer, and copies it to a device
+buffer. The kernel reads two lengths of each work item there: the number of keys of the row (from
+which the causal mask counts back) and the key at which the work item ends. These are the only
+places where lengths are stored, so this module overwrites both after the copy. A work item left
+without keys yields zeros and a log-sum-exp of -inf, so merging it adds nothing.
+
 Source: ``MLAPlanInfo`` and ``MLAPlan`` in ``scheduler.cuh``, ``get_block_coord`` and ``write_o`` in
 ``mla_hopper.cuh`` of flashinfer 0.6.11.
 """
@@ -19,39 +22,42 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-FIELDS = 18  #: numbers in a plan: clusters, and where in the buffers each list begins, in bytes
-CLUSTERS = 1
-QUERY_START = 2
-KEYS = 11
-KEY_END = 14
-WORK_STARTS = 15
+#: numbers in a plan: the cluster count and the byte offset of each list in the buffers
+PLAN_FIELDS = 18
+CLUSTERS = 1  #: plan field: the cluster count
+QUERY_START = 2  #: plan field: the list of first queries
+KEYS = 11  #: plan field: the list of row lengths in keys
+KEY_END = 14  #: plan field: the list of keys at which the work items end
+WORK_STARTS = 15  #: plan field: the list of the clusters' first work items
 
-LISTS = (
-    1 << 20
-)  #: bytes; a plan takes nine lists of 16,384 works and five of a number a multiprocessor: 0.6 MB
+#: size of each shrunk plan buffer. A plan needs 0.6 MB: nine lists of 16,384 work items and five
+#: lists with one number per multiprocessor.
+PLAN_BUFFER_BYTES = 1 << 20
 
 
 def shrink(wrapper: Any) -> None:
-    """Leave a new wrapper so much of the 8 MiB that it took on the device and of pinned memory, for
-    the many of a drafting engine's graphs. What a plan takes beyond the device's buffer is an error
-    of the library's.
+    """Shrink a new wrapper's two 8 MiB plan buffers, pinned and on the device, to 1 MiB each.
+
+    A drafting engine keeps one wrapper per captured graph. FlashInfer raises an error when a plan
+    does not fit into the device's buffer.
     """
     pinned = wrapper._pin_memory_int_workspace_buffer.is_pinned()
     wrapper._pin_memory_int_workspace_buffer = torch.empty(
-        LISTS, dtype=torch.uint8, pin_memory=pinned
+        PLAN_BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned
     )
-    wrapper._int_workspace_buffer = wrapper._int_workspace_buffer.new_empty(LISTS)
+    wrapper._int_workspace_buffer = wrapper._int_workspace_buffer.new_empty(PLAN_BUFFER_BYTES)
 
 
 class Works:
-    """The works of a wrapper's last plan. Lists are int32 [works]: ``host`` of pinned memory,
-    ``there`` on the device.
+    """The work items of a wrapper's last plan, as lists int32 [work items].
+
+    ``host`` returns a list in pinned memory, ``there`` the same list on the device.
     """
 
     def __init__(self, wrapper: Any) -> None:
         self._info = [int(number) for number in wrapper._plan_info]
-        if len(self._info) != FIELDS:
-            raise ValueError(f"a plan of {len(self._info)} numbers in place of {FIELDS}")
+        if len(self._info) != PLAN_FIELDS:
+            raise ValueError(f"the plan has {len(self._info)} numbers instead of {PLAN_FIELDS}")
         self._host: Tensor = wrapper._pin_memory_int_workspace_buffer.view(torch.int32)
         self._there: Tensor = wrapper._int_workspace_buffer.view(torch.int32)
         self.count = int(self._host[self._info[WORK_STARTS] // 4 + self._info[CLUSTERS]])
@@ -68,8 +74,12 @@ class Works:
 
 
 def set_lengths(wrapper: Any, lens: Tensor, width: int) -> None:
-    """Rows of ``width`` queries have ``lens`` int32 [R] keys, on the device; none has more than was
-    planned.
+    """Set the key counts of the planned rows on the device.
+
+    Args:
+        wrapper: The FlashInfer wrapper, already planned.
+        lens: Keys of each row, int32 [R] on the device; at most the planned bounds.
+        width: Queries per row.
     """
     works = Works(wrapper)
     rows = works.there(QUERY_START)
@@ -82,8 +92,15 @@ def set_lengths(wrapper: Any, lens: Tensor, width: int) -> None:
 
 
 def check_layout(wrapper: Any, bounds: NDArray[np.int32], width: int) -> None:
-    """RuntimeError unless the host's works say what was planned: rows of ``width`` queries and
-    ``bounds`` [R] keys.
+    """Check that the host's work items hold the planned values at the expected places.
+
+    Args:
+        wrapper: The FlashInfer wrapper, already planned.
+        bounds: Planned keys of each row, [R].
+        width: Queries per row.
+
+    Raises:
+        RuntimeError: The installed FlashInfer lays out its plans differently.
     """
     try:
         works = Works(wrapper)
@@ -99,7 +116,7 @@ def check_layout(wrapper: Any, bounds: NDArray[np.int32], width: int) -> None:
         from flashinfer import __version__
 
         raise RuntimeError(
-            f"flashinfer-python {__version__} does not lay out its plans of latent attention as 0.6.11 "
-            "does, so lengths that the device alone knows cannot be put in. Fix: attention.use = "
-            '"auto", flashinfer-python==0.6.11, or speculative.use = "none"'
+            f"flashinfer-python {__version__} lays out its MLA plans differently from 0.6.11, so "
+            "the sequence lengths computed on the GPU cannot be written into them. "
+            'Fix: attention.use = "auto", flashinfer-python==0.6.11, or speculative.use = "none"'
         )

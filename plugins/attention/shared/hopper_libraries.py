@@ -1,6 +1,4 @@
-"""What the latent-attention libraries for Hopper have in common: the sizes their kernels are built
-for.
-"""
+"""Checks shared by the latent-attention libraries for Hopper, whose kernels have fixed sizes."""
 
 from __future__ import annotations
 
@@ -11,18 +9,20 @@ from glowplug.core.plugin.component import Check, CheckContext
 from glowplug.kernels.launch import cards
 from glowplug.plugins.attention.shared.absorbed import check_absorbed
 
-SGL_KERNEL = "sglang-kernel"  #: the distribution; it is imported as ``sgl_kernel``
+SGL_KERNEL = "sglang-kernel"  #: name of the distribution that is imported as ``sgl_kernel``
 HOPPER = frozenset({cards.HOPPER})
 SIXTEEN_BITS = frozenset({"bfloat16", "float16"})
-#: DeepSeek-V2's and V3's sizes of a head
-LATENT = 512
-ROTARY = 64
-NOPE = 128
-VALUE = 128
+LATENT = 512  #: latent size of DeepSeek-V2 and V3
+ROTARY = 64  #: rotary part of a head's key in DeepSeek-V2 and V3
+NOPE = 128  #: part of a head's key without rotary embedding in DeepSeek-V2 and V3
+VALUE = 128  #: value size of a head in DeepSeek-V2 and V3
 
 
 def check_sizes(name: str) -> Check:
-    """Refuses a model whose heads are not DeepSeek's, which the library's kernels are compiled for."""
+    """Return a check that refuses head sizes other than DeepSeek's.
+
+    The library's kernels are compiled for these sizes only.
+    """
 
     def check(context: CheckContext) -> Iterator[Refusal]:
         yield from check_absorbed(context)
@@ -39,8 +39,8 @@ def check_sizes(name: str) -> Check:
             yield Refusal(
                 name,
                 "attention.use",
-                f"{name} is compiled for a latent of {LATENT}, heads of "
-                f"{NOPE} + {ROTARY} rotated and values of {VALUE}; this model has {found[0]}, "
+                f"{name} is compiled for a latent size of {LATENT}, key heads of {NOPE} + "
+                f"{ROTARY} rotary and value heads of {VALUE}; this model has {found[0]}, "
                 f"{found[2]} + {found[1]} and {found[3]}",
                 'attention.use = "auto"',
             )
@@ -49,7 +49,7 @@ def check_sizes(name: str) -> Check:
 
 
 def check_kv_is_compute(name: str) -> Check:
-    """As :func:`check_sizes`, and the cache must be kept in the compute dtype."""
+    """Return :func:`check_sizes` with a check that the KV cache has the compute dtype."""
     sizes = check_sizes(name)
 
     def check(context: CheckContext) -> Iterator[Refusal]:
@@ -60,7 +60,7 @@ def check_kv_is_compute(name: str) -> Check:
             yield Refusal(
                 name,
                 "attention.kv_dtype",
-                f"{name} reads a cache of the compute dtype {compute}, not {kept}",
+                f"{name} reads a KV cache in the compute dtype {compute}, not in {kept}",
                 'attention.kv_dtype = "auto"',
             )
 

@@ -1,4 +1,4 @@
-"""What a rank's attention keeps in the KV pool."""
+"""The attention entries of a rank's KV pool."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from glowplug.core.plan.plan import EnginePlan
 
 
 def kv_layers(plan: EnginePlan) -> int:
-    """Layers that keep a cache: the model's, and behind them the draft's."""
+    """Return the number of layers with a cache: the model's layers, then the draft's."""
     return plan.facts.model.num_layers + plan.sizes.draft_layers
 
 
 def local_kv_heads(plan: EnginePlan) -> int:
-    """Key heads of a rank: its share, or one that others hold, too."""
+    """Return the key heads of a rank: its share, or one head that other ranks hold, too."""
     return max(1, plan.facts.model.num_kv_heads // axis_size("attn_tp", plan.mesh))
 
 
 def mha_layout(plan: EnginePlan) -> KVLayout:
-    """Entries ``k`` and ``v`` [key heads of a rank, D]."""
+    """Return the layout with entries ``k`` and ``v``, each [key heads of the rank, D]."""
     shape = (local_kv_heads(plan), plan.facts.model.head_dim)
     return KVLayout(
         kv_layers(plan),

@@ -1,7 +1,7 @@
-"""What the multi-head backends for GPUs share: the cache and the split into decoding and prefill
-rows.
+"""Base class of the multi-head attention backends for GPUs.
 
-A backend is a subclass with two kernels, both over the paged cache: ``decode`` and ``prefill``.
+:class:`PagedMha` owns the KV cache entries and splits a step into decode rows and prefill rows. A
+backend is a subclass with two kernels, both over the paged cache: ``decode`` and ``prefill``.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from glowplug.plugins.attention.shared.kv_layout import local_kv_heads, mha_layo
 
 
 class PagedMha:
-    """Per-head attention over cache entries ``k`` and ``v``, key heads local to this rank.
+    """Per-head attention over the cache entries ``k`` and ``v``, with the key heads of this rank.
 
-    A step's keys are stored before anything attends, so that kernels read the cache alone, as it
-    keeps them.
+    The keys of a step are stored before any row attends, so the kernels read keys only from the
+    cache, in the cache's dtype.
 
     Attributes:
-        follows: the kernels of every step wait for those before them
-        (``kernels/launch/dependent_launch.py``), so that the
-            first may start before the keys are stored.
+        follows: Whether the kernels of every step wait for the preceding kernels themselves (PDL,
+            ``kernels/launch/dependent_launch.py``), so that the first one may start before the keys
+            are stored.
     """
 
     mla_projected: ProjectedMla | None = None
@@ -48,34 +48,54 @@ class PagedMha:
         self._slots: Tensor | None = None
         self._decode_tokens = 0
 
-    # ---- a subclass's ----------------------------------------------------------------------------
+    # ---- implemented by subclasses ---------------------------------------------------------------
 
     def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
-        """Prepare ``decode`` for the first ``rows`` rows, ``width`` tokens each; part of
-        ``plan_step``.
+        """Prepare ``decode`` for the first ``rows`` rows of ``width`` tokens each.
 
-        Called only where there are such rows. With a slot, what it makes for captured kernels
-        belongs to the slot.
+        Part of ``plan_step``, called only when the step has decode rows. If ``slot`` is given, the
+        tensors prepared for captured kernels belong to that slot.
         """
         raise NotImplementedError
 
     def decode(self, query: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
-        """query [n, H, D] over the layer's cache -> [n, H, D].
+        """Attend from the decode rows over the layer's cache.
 
-        A row's last query sees all its keys, each one before it one less.
+        A row's last query sees all keys of the row; each query before it sees one key less.
+
+        Args:
+            query: [n, H, D].
+            kv: The layer's cache entries ``k`` and ``v``.
+            scale: Factor of the scores.
+
+        Returns:
+            [n, H, D].
         """
         raise NotImplementedError
 
     def plan_prefill(self, batch: Batch, first: int) -> None:
-        """Prepare ``prefill`` for the rows from number ``first`` on; called only where there are
-        such.
+        """Prepare ``prefill`` for the rows from index ``first`` on.
+
+        Called only when the step has prefill rows.
         """
         raise NotImplementedError
 
     def prefill(
         self, query: Tensor, k: Tensor, v: Tensor, kv: Mapping[str, Tensor], scale: float
     ) -> Tensor:
-        """query [m, H, D] and own k and v [m, K, D] of the prefill rows' tokens -> [m, H, D]."""
+        """Attend from the prefill rows.
+
+        Args:
+            query: [m, H, D].
+            k: Keys of the same tokens, [m, K, D].
+            v: Values of the same tokens, [m, K, D].
+            kv: The layer's cache entries ``k`` and ``v``, which already hold the same keys and
+                values.
+            scale: Factor of the scores.
+
+        Returns:
+            [m, H, D].
+        """
         raise NotImplementedError
 
     # ---- AttentionBackend ------------------------------------------------------------------------
@@ -99,13 +119,13 @@ class PagedMha:
     def mla(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer
     ) -> Tensor:
-        raise NotImplementedError("it offers kind mha only")
+        raise NotImplementedError("this backend offers kind mha only")
 
     def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
-        raise NotImplementedError("it offers kind mha only")
+        raise NotImplementedError("this backend offers kind mha only")
 
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
-        assert self._slots is not None, "plan_step comes first"
+        assert self._slots is not None, "plan_step must be called first"
         kv = self._kv[layer.index]
         count = self._decode_tokens
         tokens = q.shape[0]

@@ -1,8 +1,8 @@
-"""What the latent-attention backends for GPUs share: the cache, the prologue, the absorbed
-products, prefill.
+"""Base class of the latent-attention (MLA) backends for GPUs.
 
-A backend is a subclass with two kernels: ``decode`` over the paged cache (``decode_values`` where a
-kernel makes values of it at once) and ``prefill``, ragged multi-head attention that also returns
+:class:`PagedMla` owns the KV cache, the prologue, the absorbed GEMMs and the prefill path. A
+backend is a subclass with two kernels: ``decode`` over the paged cache (or ``decode_values``, if a
+kernel computes the values directly), and ``prefill``, ragged multi-head attention that also returns
 the log-sum-exp of each query's scores.
 """
 
@@ -33,8 +33,12 @@ Expand = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 @dataclass(eq=False)
 class _Step:
-    """``slots``: int64 [T] where the tokens go. The first ``decode`` tokens are those of decoding
-    rows.
+    """The planned step.
+
+    Attributes:
+        slots: int64 [T], the slot mapping: KV slots of the step's tokens.
+        decode: Number of decode tokens, which come first.
+        ragged: Prefill rows and their calls.
     """
 
     slots: Tensor
@@ -43,18 +47,16 @@ class _Step:
 
 
 class PagedMla:
-    """Latent attention over one cache entry ``kv``: a token's normed latent, then its rotated key
-    part.
+    """Latent attention over one cache entry ``kv``: the normed latent, then the rotated key part.
 
-    Decoding rows attend in latent space: their queries are absorbed, [latent size | rotary size] a
+    Decode rows attend in latent space: their queries are absorbed, [latent size | rotary size] per
     head. Prefill rows expand latents to per-head keys and values.
 
     Attributes:
-        follows: kernels of ``decode`` wait for those before them
-        (``kernels/launch/dependent_launch.py``), so that the first
-            may start before the prologue ends, and what comes behind them before they end. NOTE:
-            FlashMLA's are launched so that they may start early, too, and then read queries before
-            they wait.
+        follows: Whether the kernels of ``decode`` wait for the preceding kernels themselves (PDL,
+            ``kernels/launch/dependent_launch.py``), so that the first one may start before the
+            prologue ends, and the kernels after them before they end. NOTE: FlashMLA's kernels are
+            also launched so that they may start early, and then read queries before they wait.
     """
 
     follows = False
@@ -75,31 +77,44 @@ class PagedMla:
         self._kv: tuple[Tensor, ...] = ()
         self._step: _Step | None = None
 
-    # ---- a subclass's ----------------------------------------------------------------------------
+    # ---- implemented by subclasses ---------------------------------------------------------------
 
     def plan_decode(
         self, batch: Batch, slot: object | None, first: int, rows: int, width: int
     ) -> None:
-        """Prepare ``decode`` for ``rows`` rows from number ``first`` on, ``width`` tokens each;
-        part of ``plan_step``.
+        """Prepare ``decode`` for ``rows`` rows from index ``first`` on, ``width`` tokens each.
 
-        Called only where there are such rows. With a slot, what it makes for captured kernels
-        belongs to the slot.
+        Part of ``plan_step``, called only when there are such rows. If ``slot`` is given, the
+        tensors prepared for captured kernels belong to that slot.
         """
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
-        """Absorbed query [n, H, lora + rope] over kv [slots, lora + rope] -> [n, H, lora], of the
-        query's dtype.
+        """Attend from absorbed queries over the latent cache.
 
-        A row's last query sees all its keys, each one before it one less.
+        A row's last query sees all keys of the row; each query before it sees one key less.
+
+        Args:
+            query: Absorbed query, [n, H, lora + rope].
+            kv: The layer's cache, [slots, lora + rope].
+            scale: Factor of the scores.
+            layer: The layer's weights and sizes.
+
+        Returns:
+            [n, H, lora] in the query's dtype.
         """
         raise NotImplementedError
 
     def decode_values(
         self, query: Tensor, kv: Tensor, layer: MlaLayer, stored: Blocks | None, out: Tensor
     ) -> None:
-        """``decode``, then W_UV's product into out [n, H, v_dim], of ``stored`` blocks [H, C, V] if
-        there are any.
+        """Run ``decode`` and then W_UV's GEMM into out [n, H, v_dim].
+
+        Args:
+            query: Absorbed query, [n, H, lora + rope].
+            kv: The layer's cache, [slots, lora + rope].
+            layer: The layer's weights and sizes.
+            stored: W_UV as stored FP8 blocks [H, C, V]; None to use the 16-bit weights.
+            out: Written, [n, H, v_dim].
         """
         latent = self.decode(query, kv, layer.scale, layer)
         self._kernels.project(latent, layer.w_uv, out, self.follows, stored)
@@ -110,7 +125,7 @@ class PagedMla:
     def attend_ragged(
         self, call: RaggedCall, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor
     ) -> Tensor:
-        """One planned call; by ``prefill``, unless a library plans its calls."""
+        """Run one planned call: ``prefill``, unless a subclass's library plans its calls itself."""
         return self.prefill(
             q, k, v, call.q_starts, call.k_starts, call.max_q, call.max_k, scale, call.causal, out
         )
@@ -128,11 +143,24 @@ class PagedMla:
         causal: bool,
         out: Tensor,
     ) -> Tensor:
-        """q [n, H, nope + rope], k [m, H, nope + rope], v [m, H, v_dim] into out [n, H, v_dim] ->
-        lse float32 [n, H].
+        """Run ragged multi-head attention.
 
-        q_starts, k_starts int32 [rows + 1] on the device. ``lse`` is the natural logarithm; q, k
-        and v may be strided in all but the last dimension.
+        q, k and v may be strided in all dimensions but the last.
+
+        Args:
+            q: [n, H, nope + rope].
+            k: [m, H, nope + rope].
+            v: [m, H, v_dim].
+            q_starts: Prefix sums of the rows' queries, int32 [rows + 1] on the device.
+            k_starts: Prefix sums of the rows' keys, int32 [rows + 1] on the device.
+            max_q: Queries of the longest row.
+            max_k: Keys of the longest row.
+            scale: Factor of the scores.
+            causal: Whether a row's last query sees all keys and each query before it one key less.
+            out: Written, [n, H, v_dim].
+
+        Returns:
+            The log-sum-exp (natural logarithm) of each query's scores, float32 [n, H].
         """
         raise NotImplementedError
 
@@ -205,17 +233,26 @@ class PagedMla:
         self._kernels.store(latent, k_rope, self._kv[layer.index], slots)
 
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
-        raise NotImplementedError("it offers kind mla only")
+        raise NotImplementedError("this backend offers kind mla only")
 
-    # ---- the layer's path behind the prologue ----------------------------------------------------
+    # ---- the layer after the prologue ------------------------------------------------------------
 
     def _planned(self) -> _Step:
-        assert self._step is not None, "plan_step comes first"
+        assert self._step is not None, "plan_step must be called first"
         return self._step
 
     def _attend(self, absorbed: Tensor, query: Tensor, own: Tensor, layer: MlaLayer) -> Tensor:
-        """Decoding tokens' absorbed [n, H, lora + rope]; prefill tokens' query [m, H, nope + rope]
-        and own keys [m, lora + rope] -> [n + m, H * v_dim]."""
+        """Attend from the decode tokens and then from the prefill tokens.
+
+        Args:
+            absorbed: Absorbed queries of the decode tokens, [n, H, lora + rope].
+            query: Queries of the prefill tokens, [m, H, nope + rope].
+            own: Cache entries of the prefill tokens, [m, lora + rope].
+            layer: The layer's weights and sizes.
+
+        Returns:
+            [n + m, H * v_dim].
+        """
         step = self._planned()
         kv = self._kv[layer.index]
         out = query.new_empty(step.decode + query.shape[0], layer.heads, layer.v_dim)
@@ -231,8 +268,9 @@ class PagedMla:
         return out.view(-1, layer.heads * layer.v_dim)
 
     def _stored(self, layer: MlaLayer, tokens: int) -> tuple[Blocks | None, Blocks | None]:
-        """W_UK [H, N, C] and W_UV [H, C, V] as the checkpoint stores them, where that is to be read
-        for so many tokens.
+        """Return W_UK [H, N, C] and W_UV [H, C, V] as stored FP8 blocks.
+
+        None for each weight whose stored blocks should not be read with ``tokens`` decode tokens.
         """
         if layer.kv_stored is None:
             return None, None
@@ -249,8 +287,15 @@ class PagedMla:
     def _ragged(
         self, rows: RaggedRows, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor
     ) -> None:
-        """query [n, H, nope + rope] and the tokens' own keys [n, lora + rope] into out [n, H,
-        v_dim].
+        """Attend from one group of prefill rows and merge the states of its calls.
+
+        Args:
+            rows: The rows and their calls.
+            query: [n, H, nope + rope].
+            own: Cache entries of the same tokens, [n, lora + rope].
+            kv: The layer's cache.
+            layer: The layer's weights and sizes.
+            out: Written, [n, H, v_dim].
         """
         lse = self._call(rows.calls[0], query, own, kv, layer, out)
         if len(rows.calls) == 1:
@@ -264,7 +309,7 @@ class PagedMla:
     def _call(
         self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor
     ) -> Tensor:
-        """One call's attention into ``out``; its log-sum-exps."""
+        """Run one call's attention into ``out`` and return its log-sum-exp."""
         keys = own if call.slots is None else self._kernels.gather(kv, call.slots, query.dtype)
         k, v = self._expand(keys, layer.w_kv, layer.nope_dim)
         return self.attend_ragged(call, query, k, v, layer.scale, out)
@@ -273,8 +318,9 @@ class PagedMla:
 def _kernels(
     device: torch.device,
 ) -> tuple[Any, Expand, Callable[[Tensor, Tensor, Tensor, Tensor], None]]:
-    """``prologue``, ``absorb``, ``project``, ``store`` and ``gather``; ``expand``; ``merge_into``:
-    in Triton on a GPU.
+    """Return the kernel module, ``expand`` and ``merge_into``, in Triton on a GPU.
+
+    The module has ``prologue``, ``absorb``, ``project``, ``store`` and ``gather``.
     """
     if device.type == "cuda":
         from glowplug.kernels.mla import expand as mla_expand, prologue as mla_prologue

@@ -1,4 +1,4 @@
-"""Tensors that captured kernels read and each step makes anew, in places that stay."""
+"""Persistent buffers for tensors that every step recomputes and captured kernels read."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from glowplug.core.protocols import Limits
 
 
 class SlotBuffers:
-    """Small tensors belong to the graph's slot that they were made for. Page tables over smaller
-    pages, which are large where contexts are long, all lie in one place: each step and each pass of
-    a draft is planned, then run, before the next one is planned (``AttentionBackend.plan_step``),
-    on one stream.
+    """Persistent device buffers, small ones per captured graph and one shared page table.
+
+    Small tensors belong to the graph's slot for which they were created. Page tables over smaller
+    pages are large when contexts are long, so all of them share one buffer. Sharing is safe because
+    each step and each draft pass is planned and then run before the next one is planned
+    (``AttentionBackend.plan_step``), on one stream.
     """
 
     def __init__(self) -> None:
@@ -23,17 +25,29 @@ class SlotBuffers:
         self._own: dict[object, Tensor] = {}
 
     def reserve(self, size: int, device: torch.device) -> None:
-        """Room for tables of ``size`` bytes. It stays where it is while it is large enough."""
+        """Reserve ``size`` bytes for page tables.
+
+        The buffer keeps its address as long as it is large enough.
+        """
         if size > self._room.nbytes:
             self._room = torch.empty(-(-size // SHOWN), dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tables held."""
+        """Bytes of the page tables held."""
         return self._room.nbytes + sum(own.nbytes for own in self._own.values())
 
     def keep(self, slot: object | None, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """``made``, or with a slot the tensors that it was first given, holding the same numbers."""
+        """Return persistent copies of ``made`` for a slot.
+
+        Args:
+            slot: The captured graph's slot, or None.
+            made: Newly computed tensors.
+
+        Returns:
+            ``made`` itself without a slot; otherwise the tensors of the slot's first call,
+            overwritten with the values of ``made``.
+        """
         if slot is None:
             return made
         kept = self._kept.setdefault(slot, made)
@@ -45,11 +59,21 @@ class SlotBuffers:
     def shifted(
         self, slot: object | None, table: Tensor, lens: Tensor, first: int, page_size: int
     ) -> tuple[Tensor, Tensor]:
-        """A cache whose first positions hold nothing, for kernels that read every position of pages
-        of one token.
+        """Return a table of one-token pages that starts at position ``first``.
 
-        table int32 [R, P] and lens int32 [R] -> slots int32 [R, P * page_size - first] and the
-        lengths behind ``first``; valid until the next table is made.
+        For caches whose first positions hold nothing, and kernels that read every position of a
+        page. The result is valid until the next table is made.
+
+        Args:
+            slot: The captured graph's slot, or None.
+            table: Page table, int32 [R, P].
+            lens: Row lengths, int32 [R].
+            first: First position that holds an entry.
+            page_size: Tokens per page of ``table``.
+
+        Returns:
+            KV slots int32 [R, P * page_size - first] and row lengths counted from ``first``, int32
+            [R].
         """
         rows = table.shape[0]
         count = table.shape[1] * page_size - first
@@ -58,16 +82,24 @@ class SlotBuffers:
         behind = place[rows * count :]
         positions = torch.arange(first, first + count, device=table.device)
         columns = positions.div(page_size, rounding_mode="floor")
-        # NOTE: written where it stays, in int32: whole tables of int64 in between took ten times as
-        # much.
+        # NOTE: written in place, in int32: intermediate int64 tables took ten times as long.
         torch.gather(table * page_size, 1, columns.expand(rows, -1), out=slots)
         slots += (positions % page_size).int()
         torch.sub(lens, first, out=behind)
         return slots, behind.clamp_(min=0)
 
     def in_parts(self, slot: object | None, table: Tensor, parts: int) -> Tensor:
-        """The same cache in smaller pages: table int32 [R, P] -> int32 [R, P * parts]; valid until
-        the next table.
+        """Return the page table of the same cache in smaller pages.
+
+        The result is valid until the next table is made.
+
+        Args:
+            slot: The captured graph's slot, or None.
+            table: Page table, int32 [R, P].
+            parts: Smaller pages per page of ``table``.
+
+        Returns:
+            int32 [R, P * parts].
         """
         place = self._place(slot, table.numel() * parts, table.device)
         torch.add(
@@ -78,8 +110,10 @@ class SlotBuffers:
         return place.view(table.shape[0], -1)
 
     def _place(self, slot: object | None, count: int, device: torch.device) -> Tensor:
-        """int32 [count] in the room, or apart from it where that is too small: the slot's own, or a
-        new one.
+        """Return an int32 [count] buffer for a table.
+
+        The shared buffer is used if it is large enough; otherwise the slot's own buffer, or a new
+        one without a slot.
         """
         if count <= len(self._room):
             return self._room[:count]
@@ -91,7 +125,7 @@ class SlotBuffers:
 
 
 def decoding_rows(limits: Limits, plan: EnginePlan, heads: int) -> DecodingRows:
-    """The most that decoding rows may come to, ``heads`` of them on this rank."""
+    """Return the upper bound of a step's decode rows, for ``heads`` heads on this rank."""
     sizes = plan.sizes
     return DecodingRows(
         limits.rows, limits.context, sizes.page_size, sizes.width, heads, sizes.draft_layers > 0

@@ -1,30 +1,39 @@
-"""What prefill holds beside its queries: the byte budget's view of ``paged_mla`` and ``paged_mha``.
-No torch.
+"""Prefill memory of attention beside its queries, for the byte budget.
+
+The formulas follow ``mla_base.PagedMla`` and ``mha_base.PagedMha``. This module imports no torch.
 """
 
 from __future__ import annotations
 
 from glowplug.core.plugin.byte_costs import SHOWN, AttentionStep
 
-EXPANDED_BYTES = 256 << 20  #: keys and values that one call expands from cached latents
+EXPANDED_BYTES = 256 << 20  #: bytes of keys and values that one call expands from cached latents
 
 
 def most_keys(heads: int, key: int, value: int, element: int) -> int:
-    """Cached keys that one call of latent attention expands: of the model's ``heads`` with numbers
-    of ``element`` bytes."""
+    """Return the largest number of cached keys that one latent-attention call expands.
+
+    Args:
+        heads: Heads of the model, over all ranks.
+        key: Numbers of a head's key.
+        value: Numbers of a head's value.
+        element: Bytes of a number.
+    """
     return max(256, EXPANDED_BYTES // (heads * _expanded(key, value) * element))
 
 
 def _expanded(key: int, value: int) -> int:
-    """Numbers of a head's key and value, which are equally wide in memory: see
-    ``kernels.mla.expand``.
+    """Return the numbers of a head's key and value in memory, where both have the same width.
+
+    See ``kernels.mla.expand``.
     """
     return 2 * max(key, value)
 
 
 def mla_bytes(step: AttentionStep) -> int:
-    """The output and the tokens' own cache entries, and what the largest call takes: see
-    ``PagedMla._ragged``.
+    """Return the peak bytes of latent-attention prefill (``PagedMla._ragged``).
+
+    The sum of the output, the tokens' own cache entries and the memory of the largest call.
     """
     entry = step.entry * step.element
     expanded = step.heads * _expanded(step.key, step.value) * step.element
@@ -46,5 +55,5 @@ def mla_bytes(step: AttentionStep) -> int:
 
 
 def mha_bytes(step: AttentionStep) -> int:
-    """The output: keys and values are read as the cache holds them."""
+    """Return the bytes of the output; keys and values are read directly from the cache."""
     return step.tokens * step.heads * step.value * step.element

@@ -1,8 +1,8 @@
-"""Prefill rows as calls of ragged attention over expanded keys: planned on the host, indices sent
-in one copy.
+"""The split of prefill rows into calls of ragged attention over expanded keys.
 
-Keys are counted from ``batch.first_key`` on: what lies before it is never read. R rows of a call, K
-keys of all.
+Calls are planned on the host, and all their indices are sent to the device in one copy. Keys are
+counted from ``batch.first_key`` on; entries before it are never read. R is the rows of a call and K
+the keys of all its rows.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ Ints = NDArray[np.int32]
 
 @dataclass(eq=False)
 class RaggedCall:
-    """R rows of queries, each over keys of its own.
+    """R rows of queries, each with its own keys.
 
     Attributes:
-        q_starts, k_starts: int32 [R + 1] on the device, prefix sums of each row's queries and keys.
-        max_q, max_k: the longest row's.
-        causal: a row's last query sees all its keys and each one before it one less; False: all see
-            all.
-        slots: int32 [K] cache slots of the keys; None: the keys are the rows' own tokens.
-        q_lens, k_lens: the rows' lengths on the host.
+        q_starts: int32 [R + 1] on the device, prefix sums of the rows' queries.
+        k_starts: int32 [R + 1] on the device, prefix sums of the rows' keys.
+        max_q: Queries of the longest row.
+        max_k: Keys of the longest row.
+        causal: True if a row's last query sees all keys of the row and each query before it one key
+            less; False if every query sees all keys.
+        slots: int32 [K] KV slots of the keys; None if the keys are the rows' own tokens.
+        q_lens: Queries of each row, on the host.
+        k_lens: Keys of each row, on the host.
     """
 
     q_starts: Tensor
@@ -45,9 +48,9 @@ class RaggedCall:
 
 @dataclass(eq=False)
 class RaggedRows:
-    """Neighbouring prefill rows: ``tokens`` of the step from number ``first`` on.
+    """Neighbouring prefill rows: ``tokens`` tokens of the step from index ``first`` on.
 
-    ``calls`` attend over disjoint sets of keys; the states of several are merged.
+    ``calls`` attend over disjoint sets of keys; the states of several calls are merged.
     """
 
     first: int
@@ -57,7 +60,10 @@ class RaggedRows:
 
 @dataclass(frozen=True)
 class _Keys:
-    """A call before its indices are on the device. ``slots`` None: the rows' own tokens."""
+    """A call whose indices are still on the host.
+
+    ``slots`` is None if the keys are the rows' own tokens.
+    """
 
     q_lens: Ints
     k_lens: Ints
@@ -66,12 +72,11 @@ class _Keys:
 
 
 def plan_ragged(batch: Batch, page_size: int, most_keys: int) -> list[RaggedRows]:
-    """The prefill rows of ``batch`` in token order, at most ``most_keys`` keys from the cache a
-    call.
+    """Return the prefill rows of ``batch`` in token order, grouped into calls.
 
-    Rows without a cached prefix attend over their own tensors. Others read all their keys from the
-    cache at once where they fit; a row that does not goes alone, its own tokens causally and its
-    prefix piece by piece.
+    A call reads at most ``most_keys`` keys from the cache. Rows without a cached prefix attend over
+    their own tensors. Other rows read all their keys from the cache in one call if these fit; a row
+    that does not fit is handled alone, its own tokens causally and its prefix piece by piece.
     """
     starts = np.zeros(batch.num_rows + 1, np.int64)
     np.cumsum(batch.query_lens, out=starts[1:])
@@ -95,7 +100,7 @@ def plan_ragged(batch: Batch, page_size: int, most_keys: int) -> list[RaggedRows
 
 
 def _runs(batch: Batch, most_keys: int) -> Iterator[tuple[int, int, str]]:
-    """(first row, last row + 1, kind) with kind "own", "cached" or "long"."""
+    """Yield (first row, last row + 1, kind), where kind is "own", "cached" or "long"."""
     low = batch.num_decodes
     kind = ""
     held = 0
@@ -154,7 +159,7 @@ def _long(batch: Batch, page_size: int, most_keys: int, row: int) -> list[_Keys]
 
 
 def _slots(batch: Batch, page_size: int, row: int, begin: int, end: int) -> Ints:
-    """Cache slots of positions ``begin`` to ``end`` of a row."""
+    """Return the KV slots of positions ``begin`` to ``end`` of a row."""
     first = begin // page_size
     pages = batch.pages[row, first : -(-end // page_size)]
     within: Ints = np.arange(page_size, dtype=np.int32)

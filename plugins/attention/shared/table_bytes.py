@@ -1,53 +1,67 @@
-"""Page tables that kernels read in place of the batch's, over smaller pages: into how many parts a
-page goes, and what the largest table takes. The byte budget and the backends' ``reserve`` ask here
-alike. No torch."""
+"""Sizes of page tables over smaller pages, which some kernels read instead of the batch's table.
+
+Both the byte budget and the backends' ``reserve`` use these functions. This module imports no
+torch.
+"""
 
 from __future__ import annotations
 
 from glowplug.core.plugin.byte_costs import SHOWN, DecodingRows
 
-#: keys of a tile of FlashAttention-3's kernel for latents, and its most queries of one key head
-#: without TMA
-TILE = 64
-#: NOTE: pages that hold whole tiles of keys are copied by TMA, past a row's end: see
-#: fa3_mla_runtime
+#: keys in a tile of FlashAttention-3's latent kernel, which is also the largest number of queries
+#: of one key head that it handles without TMA
+FA3_TILE_KEYS = 64
+#: tokens in a small page of keys and values. NOTE: pages that hold whole tiles of keys are copied
+#: by TMA, beyond the end of a row: see ``mla/fa3_runtime.py``
 SMALL_PAGE = 64
 
 
 def mla_parts(page_size: int, queries: int) -> int:
-    """Parts of a page that FlashAttention-3 reads for ``queries`` (tokens x heads) of a row over
-    latents.
+    """Return the smaller pages per page that FlashAttention-3 reads over latents.
+
+    Args:
+        page_size: Tokens of a page.
+        queries: Queries of a row (tokens times heads).
     """
-    return 2 * page_size // TILE if page_size % TILE == 0 and queries > TILE else 1
+    return (
+        2 * page_size // FA3_TILE_KEYS
+        if page_size % FA3_TILE_KEYS == 0 and queries > FA3_TILE_KEYS
+        else 1
+    )
 
 
 def mha_parts(page_size: int) -> int:
-    """The same of keys and values of heads."""
+    """Return the smaller pages per page that FlashAttention-3 reads over keys and values."""
     return page_size // SMALL_PAGE if page_size > SMALL_PAGE and page_size % SMALL_PAGE == 0 else 1
 
 
 def slots_bytes(step: DecodingRows) -> int:
-    """A draft's pages of one token and its rows' lengths: see ``SlotBuffers.shifted``."""
+    """Return the bytes of a draft's one-token pages and row lengths (``SlotBuffers.shifted``)."""
     return step.rows * step.columns * step.page_size * SHOWN if step.drafts else 0
 
 
 def fa3_mla_bytes(step: DecodingRows) -> int:
+    """Return the bytes of the largest page table of ``fa3_mla``."""
     return max(
         slots_bytes(step), _parts_bytes(step, mla_parts(step.page_size, step.width * step.heads))
     )
 
 
 def fa3_mha_bytes(step: DecodingRows) -> int:
+    """Return the bytes of the largest page table of ``fa3_mha``."""
     return max(slots_bytes(step), hopper_mha_bytes(step))
 
 
 def hopper_mha_bytes(step: DecodingRows) -> int:
-    """Its drafts go by kernels that read the batch's own table."""
+    """Return the bytes of the largest page table of ``hopper_mha``.
+
+    Draft rows need no table of their own: their kernels read the batch's table.
+    """
     return _parts_bytes(step, mha_parts(step.page_size))
 
 
 def no_bytes(step: DecodingRows) -> int:
-    """Every kernel reads the batch's own table."""
+    """Return 0: every kernel reads the batch's own page table."""
     return 0
 
 

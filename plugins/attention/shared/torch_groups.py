@@ -1,10 +1,9 @@
-"""How a step's rows are grouped for attention in plain torch, and where each group's keys lie in
-the paged cache.
+"""Groups of a step's rows for attention in plain torch, and the KV slots of each group's keys.
 
-Shapes come from the batch's host arrays; every index tensor is computed on the device from
-``page_table``, ``kv_lens_device`` and ``query_starts``, so that nothing here waits for it. Built
-once a step, read by every layer. Keys are counted from ``batch.first_key`` on: what lies before it
-is never gathered.
+Shapes come from the batch's host arrays. Every index tensor is computed on the device from
+``page_table``, ``kv_lens_device`` and ``query_starts``, so the host never waits for the device. The
+groups are built once per step and read by every layer. Keys are counted from ``batch.first_key``
+on; entries before it are never gathered.
 """
 
 from __future__ import annotations
@@ -22,15 +21,16 @@ from glowplug.core.step.batch import Batch
 
 @dataclass(frozen=True)
 class GroupLimits:
-    """What one group may hold.
+    """Limits of one group.
 
     Attributes:
-        decode_keys: gathered keys (rows x length) of decoding rows; a single row may exceed it.
-        keys: the same of prefill rows; a single row may exceed it unless ``split`` is set.
-        queries: padded queries of prefill rows.
-        own: a chunk that begins its sequence attends over its own tensors, without reading the
-            cache.
-        split: a longer row goes as a :class:`LongRow`, ``keys`` at a time.
+        decode_keys: Gathered keys (rows x length) of decode rows; a single row may exceed it.
+        keys: Gathered keys of prefill rows; a single row may exceed it unless ``split`` is set.
+        queries: Padded queries of prefill rows.
+        own: Whether a chunk that begins its sequence attends over its own tensors, without reading
+            the cache.
+        split: Whether a row with more than ``keys`` keys becomes a :class:`LongRow`, which reads
+            ``keys`` keys at a time.
     """
 
     decode_keys: int
@@ -45,17 +45,21 @@ class Group:
     """Neighbouring rows that attend together: tokens ``first`` to ``first + tokens`` of the step.
 
     Attributes:
-        rows, width, length: R rows of queries padded to W, keys padded to L.
-        decode: rows are decoding rows (absorption pays).
-        pad: int64 [R * W] the group's token for each padded query; None when nothing is padded.
-        unpad: int64 [tokens] the padded query of each token; None likewise.
-        slots: int64 [R * L] cache slots of the keys; None when the keys are the group's own tokens,
-            causally. Beyond a row's end it repeats the row's first slot: no slot of another
+        first: Index of the group's first token in the step.
+        tokens: Tokens of the group.
+        rows: R, rows of the group.
+        width: W, padded queries per row.
+        length: L, padded keys per row.
+        decode: Whether the rows are decode rows (absorption pays off).
+        pad: int64 [R * W], the group's token for each padded query; None without padding.
+        unpad: int64 [tokens], the padded query of each token; None without padding.
+        slots: int64 [R * L], KV slots of the keys; None if the keys are the group's own tokens,
+            causally. Beyond a row's end the row's first slot is repeated: no slot of another
             sequence is ever read.
-        span: first cache slot of a single row whose keys lie side by side, read in place instead of
-            by ``slots``.
-        bias: [R, W, L], 0 where the query sees the key and -inf elsewhere; None for the group's own
-            tokens.
+        span: First KV slot of a single row whose keys are contiguous, read in place instead of
+            through ``slots``.
+        bias: [R, W, L], 0 where the query sees the key and -inf elsewhere; None if the keys are the
+            group's own tokens.
     """
 
     first: int
@@ -71,22 +75,22 @@ class Group:
     bias: Tensor | None = None
 
     def take(self, x: Tensor) -> Tensor:
-        """The group's tokens of x [T, ...]."""
+        """Return the group's tokens of x [T, ...]."""
         return x[self.first : self.first + self.tokens]
 
     def pack(self, x: Tensor) -> Tensor:
-        """[tokens, ...] -> [R, W, ...]."""
+        """Pad x [tokens, ...] to [R, W, ...]."""
         if self.pad is not None:
             x = x.index_select(0, self.pad)
         return x.view(self.rows, self.width, *x.shape[1:])
 
     def unpack(self, y: Tensor) -> Tensor:
-        """[R, W, ...] -> [tokens, ...]."""
+        """Remove the padding of y [R, W, ...]: [tokens, ...]."""
         y = y.reshape(self.rows * self.width, *y.shape[2:])
         return y if self.unpad is None else y.index_select(0, self.unpad)
 
     def gather(self, pool: Tensor) -> Tensor:
-        """Keys from pool [slots, ...] -> [R, L, ...]."""
+        """Gather the group's keys from pool [slots, ...]: [R, L, ...]."""
         if self.span is not None:
             return pool[self.span : self.span + self.length].unsqueeze(0)
         assert self.slots is not None
@@ -95,9 +99,14 @@ class Group:
 
 @dataclass(eq=False)
 class LongRow:
-    """One prefill row over a long cached prefix: its chunk causally, and the prefix piece by piece.
+    """One prefill row over a long cached prefix.
 
-    ``pieces``: int64 slots of each piece.
+    Its chunk attends causally, and to the prefix piece by piece.
+
+    Attributes:
+        first: Index of the row's first token in the step.
+        tokens: Tokens of the row.
+        pieces: int64 KV slots of each piece of the prefix.
     """
 
     first: int
@@ -110,13 +119,15 @@ class LongRow:
 
 @dataclass(eq=False)
 class HostRow:
-    """The one decoding row of a step whose cache lies in host memory as float32, for numpy.
+    """The only decode row of a step whose cache is in host memory as float32, for numpy.
 
     Attributes:
-        slots: int64 [W] where the step's own tokens go; they are the row's last.
-        page_size, first, end: the row's keys are at positions ``first`` to ``end`` of its pages.
-        pages: the row's pages, a slice where they are neighbours in ascending order: read in place,
-            then.
+        slots: int64 [W], KV slots of the step's own tokens, the row's last ones.
+        page_size: Tokens per page.
+        first: First position of the row's keys in its pages.
+        end: Position behind the row's last key.
+        pages: The row's pages; a slice if they are contiguous and ascending, which allows reading
+            them in place.
     """
 
     slots: NDArray[np.int64]
@@ -126,7 +137,7 @@ class HostRow:
     pages: NDArray[np.int32] | slice
 
     def exchange(self, pool: Tensor, value: Tensor) -> NDArray[np.float32]:
-        """Write value [W, N] into pool [slots, N]; returns the row's keys [L, N]."""
+        """Write value [W, N] into pool [slots, N] and return the row's keys [L, N]."""
         stored: NDArray[np.float32] = pool.numpy()
         stored[self.slots] = value.numpy()
         size = stored.shape[1]
@@ -136,8 +147,10 @@ class HostRow:
 
 
 def host_row(batch: Batch, page_size: int, queries: int, keys: int) -> HostRow | None:
-    """The step as a :class:`HostRow`, if it is one decoding row of at most so many queries and keys
-    on the CPU.
+    """Return the step as a :class:`HostRow`, or None.
+
+    None unless the step is one decode row on the CPU with at most ``queries`` queries and ``keys``
+    keys.
     """
     if (
         not batch.num_decodes == batch.num_rows == 1
@@ -160,10 +173,12 @@ def host_row(batch: Batch, page_size: int, queries: int, keys: int) -> HostRow |
 
 
 def store(pool: Tensor, slots: Tensor | None, value: Tensor) -> Tensor:
-    """Write value [T, ...] into the cache; returns it as the cache will give it back, in its own
-    dtype.
+    """Write value [T, ...] into the cache.
+
+    Returns:
+        The values rounded to the cache's dtype, as a later read returns them, in ``value``'s dtype.
     """
-    assert slots is not None, "plan_step comes first"
+    assert slots is not None, "plan_step must be called first"
     stored = value.to(pool.dtype)
     pool.index_copy_(0, slots, stored)
     return stored.to(value.dtype)
@@ -176,8 +191,14 @@ def plan_groups(
     decode_bias: torch.dtype,
     prefill_bias: torch.dtype,
 ) -> list[Group | LongRow]:
-    """Groups of the step in token order. ``*_bias``: dtype of the biases of decoding and prefill
-    rows.
+    """Return the groups of the step in token order.
+
+    Args:
+        batch: The step.
+        page_size: Tokens per page.
+        limits: Limits of one group.
+        decode_bias: Dtype of the biases of decode rows.
+        prefill_bias: Dtype of the biases of prefill rows.
     """
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(batch.query_lens, dtype=np.int64)])
     groups: list[Group | LongRow] = []
@@ -199,7 +220,10 @@ def plan_groups(
 
 
 def _decode_runs(batch: Batch, limits: GroupLimits) -> Iterator[tuple[int, int]]:
-    """(first row, last row + 1); looks at rows one by one only when all together are too many."""
+    """Yield (first row, last row + 1) of each decode group.
+
+    Rows are examined one by one only if all rows together exceed the limit.
+    """
     lens = batch.kv_lens[: batch.num_decodes] - batch.first_key
     low = 0
     longest = 0
@@ -214,7 +238,7 @@ def _decode_runs(batch: Batch, limits: GroupLimits) -> Iterator[tuple[int, int]]
 
 
 def _prefill_runs(batch: Batch, limits: GroupLimits) -> Iterator[tuple[int, int, str]]:
-    """(first row, last row + 1, kind) with kind "own", "cached" or "long"."""
+    """Yield (first row, last row + 1, kind), where kind is "own", "cached" or "long"."""
     low = batch.num_decodes
     kind = ""
     width = 0
@@ -265,7 +289,7 @@ def _frame(batch: Batch, starts: np.ndarray, low: int, high: int, decode: bool) 
 
 
 def _pad(group: Group, batch: Batch, low: int, high: int) -> None:
-    """Fill ``pad`` and ``unpad`` unless every row has the same number of queries."""
+    """Set ``pad`` and ``unpad`` unless every row has the same number of queries."""
     if group.tokens == group.rows * group.width:
         return
     begins = batch.query_starts[low : high + 1].long() - group.first
@@ -280,7 +304,7 @@ def _pad(group: Group, batch: Batch, low: int, high: int) -> None:
 
 
 def _slots(batch: Batch, page_size: int, low: int, high: int, length: int) -> Tensor:
-    """int64 [high - low, length] cache slots of ``length`` positions from the first key on."""
+    """Return int64 [high - low, length]: KV slots of ``length`` positions from the first key on."""
     first = batch.first_key
     pages: Tensor = batch.page_table[low:high, : -(-(first + length) // page_size)].long()
     offsets = torch.arange(page_size, device=pages.device)
@@ -289,10 +313,10 @@ def _slots(batch: Batch, page_size: int, low: int, high: int, length: int) -> Te
 
 
 def _span(batch: Batch, page_size: int, low: int, high: int) -> int | None:
-    """First slot of a single row of one query whose pages are neighbours in ascending order; None
-    for all others.
+    """Return the first KV slot of a single one-query row whose pages are contiguous and ascending.
 
-    On the CPU only, where the device's own lengths and pages can be read without waiting.
+    None otherwise. Only on the CPU, where the batch's lengths and pages can be read without waiting
+    for a device.
     """
     if high - low > 1 or batch.query_lens[low] != 1 or not batch.page_table.is_cpu:
         return None
@@ -305,7 +329,7 @@ def _span(batch: Batch, page_size: int, low: int, high: int) -> int | None:
 def _with_keys(
     group: Group, batch: Batch, page_size: int, low: int, high: int, dtype: torch.dtype
 ) -> Group:
-    """Fill ``slots`` or ``span``, and ``bias``."""
+    """Set ``slots`` or ``span``, and ``bias``, and return the group."""
     group.span = _span(batch, page_size, low, high)
     if group.span is not None:
         group.length = int(batch.kv_lens_device[low]) - batch.first_key
@@ -314,8 +338,8 @@ def _with_keys(
     slots = _slots(batch, page_size, low, high, group.length)
     lens = batch.kv_lens_device[low:high].long().unsqueeze(-1) - batch.first_key
     keys = torch.arange(group.length, device=slots.device)
-    # NOTE: masking alone would not keep a NaN out of the sum; keys past the end are replaced by the
-    # row's first.
+    # NOTE: masking alone would not keep a NaN out of the sum, so keys beyond the row's end are
+    # replaced by the row's first key.
     group.slots = torch.where(keys < lens, slots, slots[:, :1]).view(-1)
     counts = (
         (batch.query_starts[low + 1 : high + 1] - batch.query_starts[low:high]).long().unsqueeze(-1)
