@@ -1,10 +1,12 @@
-"""CUDA graphs: decoding steps are captured once for a list of batch sizes and replayed, without
-launching their kernels one by one. A batch between two sizes is filled up to the larger one.
+"""CUDA graphs for decode steps and for small prefill steps.
 
-Steps with prompts in them are replayed in pieces, for a list of token counts up to which launching
-takes longer than
-computing: what lies between two layers' attention is a graph, attention itself runs as it comes. A
-draft's pass over the tokens of such a step (draft extend) attends to none and is one graph.
+Decode steps are captured once for each of a list of batch sizes and then replayed, without
+launching their kernels one by one. A batch between two sizes is padded to the larger one.
+
+Prefill steps use piecewise graphs, for a list of token counts up to which launching takes longer
+than computing: the work between two layers' attention is a graph, while attention itself runs
+eagerly. A draft's pass over the tokens of such a step (draft extend) runs no attention and is one
+graph.
 """
 
 from __future__ import annotations
@@ -23,19 +25,13 @@ from glowplug.core.plugin.slots import CAPTURED_SLOTS
 
 NAME = "cuda_graph"
 CAPTURES = frozenset({Mode.DECODE, Mode.VERIFY, Mode.DRAFT_DECODE})
-MOST_ROWS = 512  #: of the default list
-SMALL = (
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-    12,
-)  #: sizes below 16 of the default list, where a row added costs the most
-FURTHER = 128  #: between token counts behind the default list, where a larger limit is given
-#: token counts of the default list. Up to some hundred tokens a step reads every weight, whatever
-#: their number; beyond the last one computing takes as long as launching.
+ROWS_MAX = 512  #: largest batch size of the default list
+#: batch sizes below 16 of the default list, where each padding row costs the most
+SMALL_SIZES = (1, 2, 3, 4, 6, 8, 12)
+#: distance of the token counts beyond the default list, if a larger limit is set
+TOKEN_COUNT_STEP = 128
+#: token counts of the default list. Up to some hundred tokens, a step reads every weight whatever
+#: the number of tokens; beyond the last count, computing takes as long as launching.
 TOKEN_COUNTS = (16, 32, *range(64, 513, 64), *range(640, 1537, 128))
 
 Size = Annotated[int, Field(ge=1)]
@@ -46,30 +42,31 @@ class CudaGraphOptions(GraphOptions):
     batch_sizes: tuple[Size, ...] | None = Field(
         None,
         min_length=1,
-        description="sequences in a step to capture; None: 1, 2, 3, 4, 6, 8, 12, 16, and on in "
-        "steps of 8 to 64, 16 to 256 and 32",
+        description="batch sizes (sequences per decode step) to capture; None: 1, 2, 3, 4, 6, 8, "
+        "12, 16, then every 8 up to 64, every 16 up to 256 and every 32",
     )
     max_batch: int | None = Field(
         None,
         ge=1,
-        description="the largest of them; None: scheduler.max_running_requests, "
-        f"{MOST_ROWS} at most",
+        description="largest batch size to capture; None: scheduler.max_running_requests, "
+        f"{ROWS_MAX} at most",
     )
     prefill_tokens: tuple[Size, ...] | None = Field(
         None,
         min_length=1,
-        description="tokens in such a step to capture; None: 16, 32, 64, and on in steps of 64 "
-        f"to 512 and 128 to {TOKEN_COUNTS[-1]}",
+        description="token counts of prefill steps to capture; None: 16, 32, 64, then every 64 "
+        f"up to 512 and every 128 up to {TOKEN_COUNTS[-1]}",
     )
     max_prefill_tokens: int | None = Field(
         None,
         ge=1,
-        description=f"the largest of them; None: that of the list, or {TOKEN_COUNTS[-1]}",
+        description="largest token count to capture; None: the largest one of prefill_tokens, or "
+        f"{TOKEN_COUNTS[-1]}",
     )
     on_failure: Literal["stop", "eager"] = Field(
         "stop",
-        description="when a capture fails: stop loading, or run the steps of that size and mode eagerly (as "
-        "those with prompts in them always do, unless graphs.prefill is true)",
+        description="when a capture fails: stop loading, or run the steps of that size and mode "
+        "eagerly (prefill steps always run eagerly then, unless graphs.prefill is true)",
     )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
@@ -88,7 +85,7 @@ class CudaGraphOptions(GraphOptions):
         )
 
     def sizes(self, rows: int) -> tuple[int, ...]:
-        most = min(rows, self.max_batch or MOST_ROWS)
+        most = min(rows, self.max_batch or ROWS_MAX)
         if self.batch_sizes is None:
             return (*(size for size in default_sizes() if size < most), most)
         return tuple(sorted({size for size in self.batch_sizes if size <= most}))
@@ -100,16 +97,16 @@ class CudaGraphOptions(GraphOptions):
             most = min(tokens, self.max_prefill_tokens or tokens)
             return tuple(sorted({count for count in self.prefill_tokens if count <= most}))
         most = min(tokens, self.max_prefill_tokens or TOKEN_COUNTS[-1])
-        steps = (*TOKEN_COUNTS, *range(TOKEN_COUNTS[-1], most, FURTHER)[1:])
+        steps = (*TOKEN_COUNTS, *range(TOKEN_COUNTS[-1], most, TOKEN_COUNT_STEP)[1:])
         return (*(count for count in steps if count < most), most)
 
 
 def default_sizes() -> tuple[int, ...]:
-    return (*SMALL, *range(16, 64, 8), *range(64, 256, 16), *range(256, MOST_ROWS + 1, 32))
+    return (*SMALL_SIZES, *range(16, 64, 8), *range(64, 256, 16), *range(256, ROWS_MAX + 1, 32))
 
 
 def check_cuda_graph(context: CheckContext) -> Iterator[Refusal]:
-    """Sizes that leave something to capture, and one rank."""
+    """Refuse batch sizes that leave nothing to capture, and more than one rank."""
     options: CudaGraphOptions = context.options
     smallest = min(options.batch_sizes or (1,))
     asked = context.config.scheduler.max_running_requests
@@ -118,7 +115,7 @@ def check_cuda_graph(context: CheckContext) -> Iterator[Refusal]:
         yield Refusal(
             NAME,
             "graphs.max_batch",
-            f"every batch size to capture is above {options.max_batch}, the largest allowed",
+            f"every batch size to capture exceeds graphs.max_batch = {options.max_batch}",
             f"graphs.max_batch = {max(options.batch_sizes or ())}",
         )
     elif smallest > rows:
@@ -126,46 +123,47 @@ def check_cuda_graph(context: CheckContext) -> Iterator[Refusal]:
         yield Refusal(
             NAME,
             "graphs.batch_sizes",
-            f"every batch size to capture is above the {rows} sequences that may run{by}",
+            f"every batch size to capture exceeds the {rows} sequences that may run{by}",
             f"graphs.batch_sizes = [{rows}], or scheduler.max_running_requests = {smallest}",
         )
     if context.values["ranks"] > 1:
         yield Refusal(
             NAME,
             "graphs.use",
-            f"steps of {context.values['ranks']} ranks exchange through collectives, "
-            f"which {NAME} does not capture",
+            f"steps of {context.values['ranks']} ranks use collectives, which {NAME} does not "
+            "capture",
             'graphs.use = "eager"',
         )
     yield from _prefill(options, context)
 
 
 def _prefill(options: CudaGraphOptions, context: CheckContext) -> Iterator[Refusal]:
-    """Steps with prompts in them: token counts that leave something to capture, one rank, and
-    components that can.
+    """Refuse prefill settings that leave nothing to capture or cannot be captured.
+
+    Prefill graphs need one rank, and components that can be captured in prefill.
     """
     smallest = min(options.prefill_tokens or (1,))
     if options.prefill is False and (options.prefill_tokens or options.max_prefill_tokens):
         yield Refusal(
             NAME,
             "graphs.prefill",
-            "token counts are given for steps that are not to be captured",
+            "token counts are set, but graphs.prefill = false captures no prefill step",
             "leave graphs.prefill out, or the token counts",
         )
     elif options.max_prefill_tokens is not None and smallest > options.max_prefill_tokens:
         yield Refusal(
             NAME,
             "graphs.max_prefill_tokens",
-            "every token count to capture is above "
-            f"{options.max_prefill_tokens}, the largest allowed",
+            "every token count to capture exceeds graphs.max_prefill_tokens = "
+            f"{options.max_prefill_tokens}",
             f"graphs.max_prefill_tokens = {max(options.prefill_tokens or ())}",
         )
     elif options.prefill and context.values["ranks"] > 1:
         yield Refusal(
             NAME,
             "graphs.prefill",
-            f"steps with prompts of {context.values['ranks']} ranks exchange rows of "
-            "each step's own number",
+            f"prefill steps of {context.values['ranks']} ranks exchange a number of rows that "
+            "differs from step to step",
             "leave graphs.prefill out",
         )
     for chosen in [chosen for slot in CAPTURED_SLOTS for chosen in context.chosen.get(slot, ())]:
@@ -173,8 +171,8 @@ def _prefill(options: CudaGraphOptions, context: CheckContext) -> Iterator[Refus
             yield Refusal(
                 NAME,
                 "graphs.prefill",
-                f"{chosen.name} syncs with the host or allocates in prefill, so such "
-                "steps cannot be captured",
+                f"{chosen.name} syncs with the host or allocates in prefill, so prefill steps "
+                "cannot be captured",
                 "leave graphs.prefill out",
             )
 
@@ -188,6 +186,6 @@ def register_graph_runners() -> list[Component]:
             check=check_cuda_graph,
             factory="glowplug.plugins.graphs.cuda_graph_runtime:CudaGraph",
             offers=GraphOffers(devices=frozenset({"cuda"}), captures=CAPTURES),
-            summary="decoding steps replayed from CUDA graphs, filled up to captured batch sizes",
+            summary="decode steps replayed from CUDA graphs, padded to captured batch sizes",
         )
     ]

@@ -24,18 +24,31 @@ from glowplug.plugins.graphs.capture.staging import Staging
 from glowplug.plugins.graphs.capture.tape import CudaTape
 from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions
 
-#: how rows may sample in a step whose sampling is captured with it, as far as the sampler has a
-#: word for each
-SAMPLED = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5))
-#: the same, captured for batch sizes that are powers of two only, since each takes start-up time;
-#: others sample eagerly
-SELDOM = (SamplingParams(top_k=2), SamplingParams(presence_penalty=1.0), SamplingParams(logprobs=0))
+#: example parameters of the sampling modes captured with every batch size, if the sampler has a
+#: capture key for them (``Sampler.capture_key``)
+COMMON_SAMPLING = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5))
+#: the sampling modes captured only for batch sizes that are powers of two, because each takes
+#: start-up time; at other sizes they run eagerly
+RARE_SAMPLING = (
+    SamplingParams(top_k=2),
+    SamplingParams(presence_penalty=1.0),
+    SamplingParams(logprobs=0),
+)
 
 
 class CudaGraph:
-    """See ``protocols.GraphRunner``. Captures from the largest batch size to the smallest, so that
-    each finds room in the memory of the one before, and then some of them again for short rows
-    (``Sizes.short_rows``). ``recorder`` and ``tape`` replace CUDA's graphs."""
+    """The ``protocols.GraphRunner`` over CUDA graphs.
+
+    Captures from the largest batch size to the smallest, so that each graph fits into the memory of
+    the one before, and then some sizes again for short rows (``Sizes.short_rows``).
+
+    Args:
+        options: The runner's options.
+        plan: The plan, with the shapes to capture.
+        worker: The rank's device.
+        recorder: Replaces the recorder of CUDA graphs for decode steps.
+        tape: Replaces the recorder of CUDA graphs for prefill steps.
+    """
 
     def __init__(
         self,
@@ -119,12 +132,19 @@ class CudaGraph:
         self._sizes = {mode: sorted(slots) for mode, slots in self._slots.items()}
 
     def _capture_one(self, steps: Steps, slot: Slot) -> None:
-        """Every way of sampling in turn; what they share is captured with the first."""
+        """Capture a step in every sampling mode.
+
+        Pieces shared by the modes are captured with the first one.
+        """
         shape = slot.shape
         sampler = steps.sampler
         nothing = _no_rows(slot.batch)
         try:
-            for params in SAMPLED if shape.rows & (shape.rows - 1) else SAMPLED + SELDOM:
+            for params in (
+                COMMON_SAMPLING
+                if shape.rows & (shape.rows - 1)
+                else COMMON_SAMPLING + RARE_SAMPLING
+            ):
                 sampler.join(shape.spare, params, slot.batch.prompt_ids, 0, frozenset())
                 batch = slot.fill(nothing)
                 sampler.plan_step(batch)
@@ -139,26 +159,32 @@ class CudaGraph:
         (self._slots.setdefault(shape.mode, {}) if whole else self._short)[shape.rows] = slot
 
     def _pass_failed(self, error: Exception, made: Pass) -> None:
-        """Who has not asked for passes is better served without one than not at all."""
+        """Handle a prefill graph that could not be captured.
+
+        It stops start-up only if ``graphs.prefill = true`` was set explicitly; otherwise prefill
+        steps of that size run eagerly.
+        """
         stops = self._options.on_failure == "stop" and self._options.prefill is True
         self._failed(
             error,
             stops,
             CaptureError(
-                f"a pass of {made.tokens} tokens could not be captured: {type(error).__name__} behind its "
-                f"cut {made.cuts}, by {_component(error)}: {error}. Leave this count out (graphs.prefill_tokens, "
-                "graphs.max_prefill_tokens), or graphs.prefill = false"
+                f"the prefill graph of {made.tokens} tokens could not be captured: "
+                f"{type(error).__name__} after split point {made.cuts}, by {_component(error)}: "
+                f"{error}. Leave this count out (graphs.prefill_tokens, "
+                "graphs.max_prefill_tokens), or set graphs.prefill = false"
             ),
         )
 
     def _extend_failed(self, error: Exception, tokens: int) -> None:
+        """Handle a draft-extend graph that could not be captured, as :meth:`_pass_failed` does."""
         self._failed(
             error,
             self._options.on_failure == "stop" and self._options.prefill is True,
             CaptureError(
-                f"a draft's pass of {tokens} tokens could not be captured: {type(error).__name__} by "
-                f"{_component(error)}: {error}. "
-                "Leave this count out (graphs.prefill_tokens, graphs.max_prefill_tokens), or "
+                f"the draft-extend graph of {tokens} tokens could not be captured: "
+                f"{type(error).__name__} by {_component(error)}: {error}. "
+                "Leave this count out (graphs.prefill_tokens, graphs.max_prefill_tokens), or set "
                 "graphs.prefill = false"
             ),
         )
@@ -182,7 +208,7 @@ class CudaGraph:
         )
 
     def fill(self, slot: object, batch: Batch) -> Batch:
-        assert isinstance(slot, Slot), "a slot of this runner's"
+        assert isinstance(slot, Slot), "the slot belongs to another runner"
         return slot.fill(batch)
 
     def pass_for(self, batch: Batch) -> Pass | None:
@@ -198,7 +224,7 @@ class CudaGraph:
 
 
 def _no_rows(batch: Batch) -> Batch:
-    """A batch that leaves a slot all padding."""
+    """Return an empty batch, which leaves a slot with padding rows only."""
     return Batch(
         step=0,
         mode=batch.mode,
@@ -214,16 +240,18 @@ def _no_rows(batch: Batch) -> Batch:
 
 
 def _failure(error: Exception, shape: Shape) -> CaptureError:
+    """Return the error for a decode step that could not be captured."""
     piece = next(iter(getattr(error, "__notes__", ())), "planning")
     return CaptureError(
-        f"a {shape.mode} step of {shape.rows} rows could not be captured: {type(error).__name__} in its piece "
-        f"{piece!r}, by {_component(error)}: {error}. Leave this size out (graphs.batch_sizes, graphs.max_batch), or "
+        f"a {shape.mode} step of {shape.rows} rows could not be captured: "
+        f"{type(error).__name__} in its piece {piece!r}, by {_component(error)}: {error}. "
+        "Leave this size out (graphs.batch_sizes, graphs.max_batch), or set "
         'graphs.use = "eager"'
     )
 
 
 def _component(error: Exception) -> str:
-    """The innermost plugin, model or kernel module that the error came through."""
+    """Return the innermost plugin, model or kernel module in the error's traceback."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         for part in ("plugins", "models", "kernels"):
             inside = frame.filename.replace("\\", "/").rpartition(f"/{part}/")[2]

@@ -1,4 +1,4 @@
-"""The graph runner "eager": captures nothing, so every step runs operation by operation."""
+"""The graph runner "eager", which captures nothing: every step runs operation by operation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from glowplug.core.plugin.options import GraphOptions
 
 class EagerOptions(GraphOptions):
     use: Literal["eager"] = "eager"
-    prefill: Literal[False] | None = Field(None, description="nothing is replayed")
+    prefill: Literal[False] | None = Field(None, description="this runner captures nothing")
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         return {"prefill": "no step is captured"}

@@ -12,7 +12,10 @@ from glowplug.plugins.graphs.eager import EagerOptions
 
 
 class Eager:
-    """See ``protocols.GraphRunner``. It has no slot for any batch, so ``fill`` is never reached."""
+    """The ``protocols.GraphRunner`` that captures nothing.
+
+    It has no slot for any batch, so ``fill`` is never reached.
+    """
 
     def __init__(self, options: EagerOptions, plan: EnginePlan, worker: Worker) -> None:
         pass

@@ -177,13 +177,14 @@ def test_one_that_cannot_be_captured_says_so(
     folder: Path, more: dict[str, Any], caplog: Any
 ) -> None:
     with pytest.raises(
-        CaptureError, match="a draft's pass of 8 tokens could not be captured: RuntimeError by"
+        CaptureError,
+        match="the draft-extend graph of 8 tokens could not be captured: RuntimeError by",
     ):
         drafting(folder, {"breaks": "extend 8"})
     with drafting(folder, {"breaks": "extend 8", **more}) as llm:
         runner = replaying_runtime.NEWEST[0]
         assert runner.extends.counts == [4, 16, 32]
-        assert "a draft's pass of 8 tokens could not be captured" in caplog.text
+        assert "the draft-extend graph of 8 tokens could not be captured" in caplog.text
         llm.generate([prompts(0)[4]], ONE)
         assert runner.extends.called[-1] == (6, True)
 

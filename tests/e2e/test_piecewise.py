@@ -179,13 +179,14 @@ def test_a_pass_that_cannot_be_captured_says_so(
 ) -> None:
     with pytest.raises(
         CaptureError,
-        match="a pass of 8 tokens could not be captured: RuntimeError behind its cut 0",
+        match="the prefill graph of 8 tokens could not be captured: "
+        "RuntimeError after split point 0",
     ):
         engine(folder, {"breaks": "pass 8"})
     with engine(folder, {"breaks": "pass 8", **more}) as llm:
         runner = replaying_runtime.NEWEST[0]
         assert runner._passes.counts == [4, 16, 32]
-        assert "a pass of 8 tokens could not be captured" in caplog.text
+        assert "the prefill graph of 8 tokens could not be captured" in caplog.text
         llm.generate([prompts(0)[4]], SamplingParams(max_tokens=1))
         assert runner.passed[-1] == (7, 16)
 

@@ -13,7 +13,7 @@ from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Worker
 from glowplug.core.step.batch import Batch, StepShape
 from glowplug.core.testing.harness.plans import bare_plan, sizes
-from glowplug.plugins.graphs.capture.decode_graph import ALIGNED, Shape, Slot
+from glowplug.plugins.graphs.capture.decode_graph import FIELD_ALIGNMENT, Shape, Slot
 from glowplug.plugins.graphs.capture.staging import Staging
 from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions, default_sizes
 from glowplug.plugins.graphs.cuda_graph_runtime import CudaGraph
@@ -68,7 +68,9 @@ def test_a_slot_holds_the_batch_and_padding(
         held.batch.page_table,
         held.batch.query_starts,
     ]
-    assert all((tensor.data_ptr() - tensors[0].data_ptr()) % ALIGNED == 0 for tensor in tensors[:4])
+    assert all(
+        (tensor.data_ptr() - tensors[0].data_ptr()) % FIELD_ALIGNMENT == 0 for tensor in tensors[:4]
+    )
     for seed, lens in enumerate(steps):
         lens = [length + width for length in lens]
         given_batch = batch(list(range(len(lens)))[::-1], lens, width, page_size, seed)

@@ -1,7 +1,7 @@
-"""A slot: one padded batch over fixed memory, and the graphs of the pieces of its step.
+"""A captured decode graph (slot): one padded batch over fixed memory, and the graphs of its pieces.
 
-B rows, W tokens each, T = B * W. Rows behind the live ones repeat token 0 of a short sequence in
-the scratch page, on the sequence table's spare row, and what they yield is dropped.
+B rows of W tokens each, T = B * W. Padding rows after the live rows repeat token 0 of a short
+sequence in the scratch page, on the spare row of the sequence table; their results are dropped.
 """
 
 from __future__ import annotations
@@ -21,33 +21,41 @@ from glowplug.core.step.batch import Batch, StepShape
 from glowplug.plugins.graphs.capture.staging import Staging
 
 T = TypeVar("T")
-ALIGNED = 256  #: bytes at which each field begins
-LONG = np.dtype(np.int64)
-INT = np.dtype(np.int32)
+FIELD_ALIGNMENT = 256  #: alignment of each field's first byte
+LONG = np.dtype(np.int64)  #: dtype of positions, KV slots and rows
+INT = np.dtype(np.int32)  #: dtype of row lengths
 
 
 class Recorder(Protocol):
-    """How a piece becomes a graph."""
+    """Capture of one piece of a step as a graph."""
 
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Run ``work`` for first-use costs, then capture it: a call that replays it, and its
-        results, valid already.
+        """Run ``work`` once for first-use costs, then capture it.
+
+        Returns:
+            A function that replays the graph, and the results, which are already valid.
         """
         ...
 
     def loosen(self, results: T) -> T:
-        """The same results without a claim on their memory: from now on another slot's replay may
-        write over them.
+        """Return the same results without ownership of their memory.
+
+        From then on, the replay of another slot may overwrite them.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a slot holds: ``rows`` rows of ``width`` tokens, none of them longer than ``keys``, and
-    as many ``columns`` of pages; the rest says where padding goes.
+    """The shape of a slot and the place of its padding.
 
-    ``spare``: row of the sequence table that is nobody's.
+    Attributes:
+        mode: Mode of the step.
+        rows: Rows of the padded batch.
+        width: Tokens per row.
+        keys: Length of the longest row it can hold.
+        page_size: Tokens per page.
+        spare: The unused row of the sequence table, used by padding rows.
     """
 
     mode: Mode
@@ -59,43 +67,52 @@ class Shape:
 
     @staticmethod
     def of(mode: Mode, rows: int, sizes: Sizes, keys: int = 0) -> Shape:
-        """``keys``: 0 for as many as there can be."""
+        """Return the shape for ``rows`` rows; ``keys`` = 0 means the plan's longest row."""
         return Shape(
             mode, rows, sizes.width, keys or sizes.positions, sizes.page_size, sizes.max_running
         )
 
     @property
     def columns(self) -> int:
+        """Pages of the longest row."""
         return -(-self.keys // self.page_size)
 
     @property
     def fields(self) -> tuple[tuple[int, np.dtype[Any]], ...]:
-        """Length and dtype of positions, slots, rows and kv_lens, as they lie behind one another."""
+        """Length and dtype of positions, KV slots, rows and kv_lens, in their order in memory."""
         tokens = self.rows * self.width
         return (tokens, LONG), (tokens, LONG), (self.rows, LONG), (self.rows, INT)
 
     @property
     def offsets(self) -> list[int]:
-        """Byte at which each field begins, and at which the last one ends."""
+        """Byte offset of each field, and of the end of the last one."""
         ends = [0]
         for length, dtype in self.fields:
-            ends.append(ends[-1] + -(-length * dtype.itemsize // ALIGNED) * ALIGNED)
+            ends.append(ends[-1] + -(-length * dtype.itemsize // FIELD_ALIGNMENT) * FIELD_ALIGNMENT)
         return ends
 
     @property
     def padded_length(self) -> int:
-        """Tokens in the cache of a row that fills up: a speculative draft finds one before its own."""
+        """Cached tokens of a padding row; with drafts one more, which precedes the draft's own."""
         return self.width + (self.width > 1)
 
     @property
     def padded_columns(self) -> int:
-        """Pages that such a row and the drafts behind it may touch; all of them the scratch page."""
+        """Pages that a padding row and its drafts may touch; all of them are the scratch page."""
         return -(-(self.padded_length + self.width) // self.page_size)
 
 
 @dataclass(frozen=True)
 class Held:
-    """A turn's host memory: ``all`` of it, and the fields in it, positions and slots as [B, W]."""
+    """One staging buffer of a slot, on the host.
+
+    Attributes:
+        all: The whole buffer.
+        positions: View of the positions, [B, W].
+        slots: View of the KV slots, [B, W].
+        rows: View of the rows, [B].
+        kv_lens: View of the row lengths, [B].
+    """
 
     all: Tensor
     positions: NDArray[np.int64]
@@ -105,18 +122,21 @@ class Held:
 
 
 class Piece:
-    """Stands for one graph where attention plans it."""
+    """Key of one captured piece, under which attention plans it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class Slot:
-    """See ``core.segments.Segments``: pieces are captured while ``recorder`` is set, replayed
-    afterwards.
+    """The ``core.step.graph_pieces.Segments`` of one captured decode graph.
+
+    Pieces are captured while ``recorder`` is set and replayed afterwards.
 
     Attributes:
-        batch: the slot's own batch. Its device tensors stay where they are.
+        shape: The slot's shape.
+        recorder: Recorder of the pieces; None once the slot is sealed.
+        batch: The slot's own batch, whose device tensors keep their addresses.
     """
 
     def __init__(
@@ -127,9 +147,8 @@ class Slot:
         self._staging = staging
         self._memory = torch.zeros(shape.offsets[-1], dtype=torch.uint8, device=device)
         self._table = torch.zeros(shape.rows, shape.columns, dtype=torch.int32, device=device)
-        self._pages: NDArray[np.int32] = np.zeros(
-            (shape.rows, shape.columns), np.int32
-        )  # what ``_table`` holds
+        # the content of ``_table``
+        self._pages: NDArray[np.int32] = np.zeros((shape.rows, shape.columns), np.int32)
         self._offsets = np.arange(shape.width, dtype=np.int64)
         self._first_columns = np.arange(shape.rows, dtype=np.int64)[:, None] * shape.columns
         self._padding = np.tile(
@@ -192,10 +211,11 @@ class Slot:
         return self._graphs[name][1]  # type: ignore[no-any-return]
 
     def seal(self) -> None:
-        """Nothing more is captured; results share their memory with those of the slots captured
-        after this one.
+        """End the capture of the slot.
+
+        From then on, its results share their memory with those of the slots captured later.
         """
-        assert self.recorder is not None, "it is sealed once"
+        assert self.recorder is not None, "a slot is sealed only once"
         self._graphs = {
             name: (replay, self.recorder.loosen(results))
             for name, (replay, results) in self._graphs.items()
@@ -204,13 +224,16 @@ class Slot:
 
     @property
     def pieces(self) -> tuple[str, ...]:
-        """Names of what was captured."""
+        """Names of the captured pieces."""
         return tuple(self._graphs)
 
     # ---- filling ---------------------------------------------------------------------------------
 
     def fill(self, batch: Batch) -> Batch:
-        """The rows of ``batch``, then padding; enqueued, without waiting for the device."""
+        """Copy the rows of ``batch`` into the slot's batch, pad it, and return it.
+
+        The copies are enqueued without waiting for the device.
+        """
         own = self.batch
         live = batch.num_rows
         shape = self.shape
@@ -228,14 +251,14 @@ class Slot:
         columns = held.positions // shape.page_size
         pages = self._pages.reshape(-1)[columns + self._first_columns]
         np.add((pages - columns) * shape.page_size, held.positions, out=held.slots)
-        held.slots[live:] = self._padding[
-            live:
-        ]  # NOTE: the page table may be stale behind its first columns
+        # NOTE: the page table of padding rows may be stale beyond its first columns
+        held.slots[live:] = self._padding[live:]
         held.rows[:], held.kv_lens[:] = own.rows, own.kv_lens
         self._staging.copy(turn, held.all, self._memory)
         return own
 
     def _held(self, turn: int) -> Held:
+        """Return the views of staging buffer number ``turn``."""
         if turn not in self._views:
             host = self._staging.buffers[turn][: len(self._memory)]
             parts = [
@@ -249,12 +272,12 @@ class Slot:
         return self._views[turn]
 
     def _fill_pages(self, pages: NDArray[np.int32], live: int) -> None:
-        """Bring the page table up to date. Columns further right keep what they held: no row reads
-        so far.
+        """Update the page table for ``live`` rows.
+
+        Columns further right keep their old values, because no row reads that far.
         """
-        pages = pages[
-            :, : self.shape.columns
-        ]  # a row may have more, for tokens that are still to come
+        # a row may own more pages, for tokens of later steps
+        pages = pages[:, : self.shape.columns]
         given = pages.shape[1]
         columns = min(max(given, self.shape.padded_columns), self.shape.columns)
         self.batch.pages = self._pages[:, :columns]

@@ -1,7 +1,7 @@
-"""A draft's pass over the tokens of a step with prompts in it, replayed whole.
+"""Graphs of a draft's pass over the tokens of a prefill step (draft extend).
 
-It keeps each token by itself and attends to none, so that it is one graph of a padded number of
-tokens. Those behind the step's own go to the scratch page.
+The pass treats each token separately and runs no attention, so it is one graph for a padded number
+of tokens. Padding tokens are written to the scratch page.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from glowplug.plugins.graphs.capture.prefill_graph import Tape
 
 
 class ExtendMemory:
-    """What every graph begins with, for up to ``tokens`` tokens; those of fewer use the first ones."""
+    """Inputs of all graphs, for up to ``tokens`` tokens.
+
+    Graphs of fewer tokens use the first ones.
+    """
 
     def __init__(self, work: ExtendWork, tokens: int, device: torch.device) -> None:
         self._places = torch.zeros(3, tokens, dtype=torch.int64, device=device)
         self._ids, self._positions, self._slots = self._places
         self._previous = torch.zeros(tokens, work.hidden, dtype=work.dtype, device=device)
-        self._live = 0  # tokens before it are of the last step, those from it on are zero
+        self._live = 0  # tokens before this index belong to the last step, later ones are zero
 
     def first(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As ``ExtendWork.extend`` takes them."""
+        """Return the first ``tokens`` tokens' inputs, as arguments of ``ExtendWork.extend``."""
         return (
             self._ids[:tokens],
             self._positions[:tokens],
@@ -37,7 +40,10 @@ class ExtendMemory:
     def fill(
         self, ids: Tensor, positions: Tensor, slots: Tensor, hidden: Tensor, source: Tensor
     ) -> None:
-        """As ``Extension.call`` is given them. Enqueued, without waiting for the device."""
+        """Copy the arguments of ``Extension.call`` into the input buffers and clear the rest.
+
+        The copies are enqueued without waiting for the device.
+        """
         live = len(ids)
         self._ids[:live].copy_(ids)
         self._positions[:live].copy_(positions)
@@ -50,7 +56,10 @@ class ExtendMemory:
 
 
 class Extends:
-    """All captured passes of a draft, by their number of tokens; called like ``Extension.call``."""
+    """All captured draft-extend graphs, by their number of tokens.
+
+    Called like ``Extension.call``.
+    """
 
     def __init__(self) -> None:
         self._extension: Extension | None = None
@@ -66,8 +75,16 @@ class Extends:
         failed: Callable[[Exception, int], None],
         report: Callable[[int], None],
     ) -> None:
-        """The largest first. ``failed`` hears of one that cannot be captured, and may raise;
-        ``report`` how many are done."""
+        """Capture graphs for ``counts`` tokens, the largest first, and install them.
+
+        Args:
+            extension: The draft's pass; its ``taker`` is set.
+            counts: Token counts.
+            device: Device of the graphs.
+            tape: Capture of a pass.
+            failed: Called with the error and the token count when a capture fails; may raise.
+            report: Called with the number of graphs done.
+        """
         work = extension.work
         if work is None or not counts:
             return
@@ -95,10 +112,11 @@ class Extends:
 
     @property
     def counts(self) -> list[int]:
+        """Captured token counts, ascending."""
         return self._counts
 
     def release(self) -> None:
-        """Calls go through again."""
+        """Remove the graphs from the extension, so that its calls run eagerly again."""
         if self._extension is not None:
             self._extension.taker = None
 
@@ -106,6 +124,7 @@ class Extends:
 def _captured(
     work: ExtendWork, tokens: tuple[Tensor, Tensor, Tensor, Tensor], tape: Tape
 ) -> Callable[[], None]:
+    """Capture ``work`` as a single graph and replay it once."""
     pieces, _ = tape.record(lambda: work.extend(*tokens))
     (piece,) = pieces
     piece()  # the first launch of a graph takes longer

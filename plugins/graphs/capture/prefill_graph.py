@@ -1,10 +1,11 @@
-"""Passes of the model over a step with prompts in it, replayed in pieces.
+"""Piecewise graphs of the model's forward pass over a prefill step.
 
-A pass is captured for a number of tokens, T, in pieces: each ends where a layer calls attention (a
-cut, see ``core.segments.Cuts``) and the next begins behind it. A step of n <= T tokens fills fixed
-memory, replays the first piece, calls attention for its own n tokens as they are, replays the next,
-and so on. Rows behind the n are token 0 at position 0, for which attention yields zeros: no number
-of another step comes into them, and nobody reads what comes out.
+A pass is captured for a number of tokens, T, in pieces. Each piece ends where a layer calls
+attention (a split point or "cut", see ``core.step.graph_pieces.Cuts``), and the next one begins
+after it. A step of n <= T tokens fills fixed memory, replays the first piece, runs attention
+eagerly for its n tokens, replays the next piece, and so on. The padding rows after the n tokens are
+token 0 at position 0, for which the result of attention is zeros: no number of another step enters
+them, and their results are never read.
 """
 
 from __future__ import annotations
@@ -28,33 +29,44 @@ T = TypeVar("T")
 
 
 class Tape(Protocol):
-    """How a pass becomes pieces. What it returns has no claim on its memory: another pass's replay
-    may write over it, and a later piece of the same over what a cut was given."""
+    """Capture of a forward pass as pieces.
+
+    The results do not own their memory: the replay of another pass may overwrite them, and a later
+    piece of the same pass may overwrite the rows given to a cut.
+    """
 
     def record(self, work: Callable[[], T]) -> tuple[list[Callable[[], None]], T]:
-        """Run ``work`` for first-use costs, then capture it: calls that replay what lies between
-        its cuts, to be called in turn, and its results."""
+        """Run ``work`` once for first-use costs, then capture it.
+
+        Returns:
+            Functions that replay the pieces between the cuts, in order, and the results of
+            ``work``.
+        """
         ...
 
     def cut(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Within ``work``: one piece ends and the next begins. ``rows`` as a replay leaves them
-        behind; None while nothing is captured."""
+        """End the current piece within ``work`` and begin the next one.
+
+        Returns:
+            ``rows`` as a replay of the piece leaves them; None while nothing is captured.
+        """
         ...
 
 
 class PassMemory:
-    """What every pass reads and cuts leave behind, for up to ``tokens`` tokens; passes of fewer use
-    the first rows.
+    """Inputs of all passes and the results of their cuts, for up to ``tokens`` tokens.
+
+    Passes of fewer tokens use the first rows.
     """
 
     def __init__(self, tokens: int, device: torch.device) -> None:
         self._tokens = torch.zeros(2, tokens, dtype=torch.int64, device=device)
         self.ids, self.positions = self._tokens
         self._results: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._live = 0  # rows before it are of the last step, those from it on are zero
+        self._live = 0  # rows before this index belong to the last step, later rows are zero
 
     def result(self, like: Tensor, width: int) -> Tensor:
-        """Where every cut of this width and of ``like``'s dtype leaves its result: [tokens, width]."""
+        """Return the buffer [tokens, width] for results of cuts of this width and dtype."""
         key = width, like.dtype
         if key not in self._results:
             self._results[key] = torch.zeros(
@@ -63,7 +75,10 @@ class PassMemory:
         return self._results[key]
 
     def fill(self, ids: Tensor, positions: Tensor) -> None:
-        """int64 [n] each. Enqueued, without waiting for the device."""
+        """Copy ids and positions, int64 [n] each, into the input buffers and clear the rest.
+
+        The copies are enqueued without waiting for the device.
+        """
         live = len(ids)
         self.ids[:live].copy_(ids)
         self.positions[:live].copy_(positions)
@@ -76,8 +91,12 @@ class PassMemory:
 
 @dataclass(frozen=True)
 class _Call:
-    """One cut: ``rows`` as the piece before it leaves them, ``result`` [T, width] as the piece
-    behind it reads it.
+    """One cut of a captured pass.
+
+    Attributes:
+        work: The call that runs eagerly.
+        rows: Its arguments, as the piece before the cut leaves them.
+        result: Buffer of its result, [T, width], as the piece after the cut reads it.
     """
 
     work: Cut
@@ -89,7 +108,10 @@ class _Call:
 
 
 class Pass:
-    """A captured pass of ``tokens`` tokens; called like ``Steps.forward`` with as many at most."""
+    """A captured pass of ``tokens`` tokens, called like ``Steps.forward``.
+
+    A call may have fewer tokens, but not more.
+    """
 
     def __init__(self, tokens: int, memory: PassMemory, tape: Tape) -> None:
         self.tokens = tokens
@@ -102,10 +124,11 @@ class Pass:
         self._batch = _batch_of(tokens)
 
     def capture(self, steps: Steps) -> None:
+        """Capture the pass and replay each piece once, because a graph's first launch is slower."""
         self._pieces, self._hidden = self._tape.record(partial(self._forward, steps))
         if len(self._pieces) != len(self._calls) + 1:
-            raise RuntimeError(f"{len(self._pieces)} pieces around {len(self._calls)} cuts")
-        for piece in self._pieces:  # the first launch of a graph takes longer
+            raise RuntimeError(f"captured {len(self._pieces)} pieces for {len(self._calls)} cuts")
+        for piece in self._pieces:
             piece()
 
     def _forward(self, steps: Steps) -> Tensor:
@@ -116,6 +139,7 @@ class Pass:
             steps.cuts.taker = None
 
     def _take(self, work: Cut, rows: tuple[Tensor, ...], width: int) -> Tensor:
+        """Record one cut and return the buffer of its result."""
         result = self._memory.result(rows[0], width)[: self.tokens]
         kept = self._tape.cut(rows)
         if kept is not None:
@@ -124,7 +148,7 @@ class Pass:
 
     @property
     def cuts(self) -> int:
-        """Cuts captured so far."""
+        """Number of cuts captured so far."""
         return len(self._calls)
 
     def __call__(self, ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
@@ -153,8 +177,15 @@ class Passes:
         failed: Callable[[Exception, Pass], None],
         report: Callable[[int], None],
     ) -> None:
-        """The largest first. ``failed`` hears of one that cannot be captured, and may raise;
-        ``report`` how many are done."""
+        """Capture passes for ``counts`` tokens, the largest first.
+
+        Args:
+            steps: The engine's steps.
+            counts: Token counts.
+            tape: Capture of a pass.
+            failed: Called with the error and the pass when a capture fails; may raise.
+            report: Called with the number of passes done.
+        """
         memory = PassMemory(max(counts, default=0), torch.device(steps.device))
         for done, tokens in enumerate(sorted(counts, reverse=True)):
             report(done)
@@ -168,18 +199,19 @@ class Passes:
         self._counts = sorted(self._passes)
 
     def find(self, tokens: int) -> Pass | None:
-        """The smallest pass of at least so many tokens."""
+        """Return the smallest pass for at least ``tokens`` tokens, or None."""
         if not 0 < tokens <= (self._counts[-1] if self._counts else 0):
             return None
         return self._passes[self._counts[bisect_left(self._counts, tokens)]]
 
     @property
     def counts(self) -> list[int]:
+        """Captured token counts, ascending."""
         return self._counts
 
 
 def _batch_of(tokens: int) -> Batch:
-    """What layers may know of the step while a pass is captured: how many tokens it has."""
+    """Return the batch that layers see during a capture; only its token count has a meaning."""
     lens = np.full(1, tokens, np.int32)
     return Batch(
         step=0,

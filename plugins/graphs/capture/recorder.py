@@ -1,4 +1,4 @@
-"""Pieces of a step as CUDA graphs, all over one memory pool."""
+"""Capture of the pieces of a step as CUDA graphs, all in one memory pool."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-MOST_CACHED = (
-    1 << 30
-)  #: bytes that the allocator may keep of a piece's first run while the piece is captured
+#: most bytes of a piece's first run that the allocator may keep cached while the piece is captured
+CACHED_BYTES_MAX = 1 << 30
 
 
-_unused: dict[torch.device, list[torch.cuda.Stream]] = {}  #: streams whose recorders are gone
+#: streams whose recorders no longer exist, to be reused
+_unused: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
 def stream_for(owner: object, device: torch.device) -> torch.cuda.Stream:
-    """One to capture on that nobody else has while ``owner`` lives.
+    """Return a capture stream that no other owner has while ``owner`` lives.
 
-    NOTE: not a new one each time. cuBLAS keeps 32 MiB for each stream that has multiplied until the
-    process ends, so that every engine that has gone would leave them behind; and graphs hold their
-    address, so that no two recorders may have the same stream at a time.
+    NOTE: streams are reused instead of created each time. cuBLAS keeps 32 MiB for each stream that
+    has run a GEMM until the process ends, so every closed engine would leave them behind. Graphs
+    hold the address of that workspace, so no two recorders may use the same stream at the same
+    time.
     """
     unused = _unused.setdefault(device, [])
     stream = unused.pop() if unused else torch.cuda.Stream(device)
@@ -33,11 +34,13 @@ def stream_for(owner: object, device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaRecorder:
-    """See ``slot.Recorder``. Graphs of one recorder must be replayed one after another, on one
-    stream.
+    """The ``decode_graph.Recorder`` over CUDA graphs.
+
+    Graphs of one recorder must be replayed one after another, on one stream.
 
     Attributes:
-        stream, pool: that it captures on, and where the graphs' tensors lie.
+        stream: Stream of the captures.
+        pool: Memory pool of the graphs' tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,8 +51,8 @@ class CudaRecorder:
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            # NOTE: on the stream of the capture, since cuBLAS keeps a workspace for each stream,
-            # and graphs its address
+            # NOTE: on the stream of the capture, because cuBLAS keeps one workspace per stream and
+            # graphs hold its address
             work()
             make_room()
             graph, results = self._capture(work)
@@ -60,7 +63,7 @@ class CudaRecorder:
     def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph()
         # NOTE: "thread_local", because other threads (a server's, NCCL's) may use the device
-        # meanwhile
+        # during the capture
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
             results = work()
@@ -68,7 +71,7 @@ class CudaRecorder:
             try:
                 graph.capture_end()
             except RuntimeError:
-                pass  # the capture is already invalid, and the reason why is on its way up
+                pass  # the capture is already invalid; the exception above is its cause
             raise
         graph.capture_end()
         return graph, results
@@ -78,14 +81,20 @@ class CudaRecorder:
 
 
 def make_room() -> None:
-    """Between a piece's first run, which may have left memory behind that the graphs' pool cannot
-    take, and its capture."""
-    if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > MOST_CACHED:
+    """Release cached memory between a piece's first run and its capture if too much is cached.
+
+    The first run may have left cached blocks that the graphs' pool cannot use.
+    """
+    if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > CACHED_BYTES_MAX:
         torch.cuda.empty_cache()
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``value`` with every tensor in it changed; tensors, tuples, lists and dataclasses of them."""
+    """Return ``value`` with ``change`` applied to every tensor.
+
+    ``value`` is a tensor, or tuples, lists and dataclasses of them; other values are returned as
+    is.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple):
@@ -115,7 +124,7 @@ class _Memory:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """The same memory without keeping it allocated."""
+    """Return a tensor over the same memory that does not keep it allocated."""
     if tensor.numel() == 0:
         return tensor
     memory: Tensor = torch.as_tensor(_Memory(tensor), device=tensor.device)

@@ -1,5 +1,6 @@
-"""Host memory that small copies to the device start from, taken in turns so that none waits for the
-one before.
+"""Pinned host buffers for small copies to the device.
+
+They are used in rotation, so that no copy waits for the one before.
 """
 
 from __future__ import annotations
@@ -7,33 +8,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TURNS = 16  #: copies that may be under way at once before the host waits for the oldest
+BUFFERS = 16  #: copies that may be in flight before the host waits for the oldest one
 
 
 class Staging:
-    """A ring of pinned buffers of ``size`` bytes; plain memory where the device is the host."""
+    """A ring of pinned buffers of ``size`` bytes; pageable memory if the device is the host."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self.buffers = [
-            torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(TURNS)
+            torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(BUFFERS)
         ]
-        self._events = [torch.cuda.Event() for _ in range(TURNS if pinned else 0)]
+        self._events = [torch.cuda.Event() for _ in range(BUFFERS if pinned else 0)]
         self._next = 0
 
     def take(self) -> int:
-        """Number of the buffer to write next."""
+        """Return the index of the next buffer to write, waiting until it is free."""
         at = self._next
-        self._next = (self._next + 1) % TURNS
+        self._next = (self._next + 1) % BUFFERS
         if self._events:
-            self._events[
-                at
-            ].synchronize()  # long past, unless the device is behind by the whole ring
+            # already completed, unless the device is behind by the whole ring
+            self._events[at].synchronize()
         return at
 
     def copy(self, at: int, source: Tensor, target: Tensor) -> None:
-        """Enqueue ``source``, which lies in buffer ``at``, to ``target`` on the device; ends that
-        buffer's turn.
+        """Enqueue a copy of ``source``, part of buffer ``at``, to ``target`` on the device.
+
+        The buffer is free again when the copy has completed.
         """
         target.copy_(source, non_blocking=True)
         if self._events:

@@ -1,4 +1,4 @@
-"""The pieces of a pass as CUDA graphs, over the memory pool of all other graphs."""
+"""Capture of a forward pass as CUDA graphs, in the memory pool shared by all other graphs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ T = TypeVar("T")
 
 
 class CudaTape:
-    """See ``piecewise_runtime.Tape``. Its graphs are replayed on one stream, as all others of the
-    pool.
+    """The ``prefill_graph.Tape`` over CUDA graphs.
+
+    Its graphs must be replayed on the same stream as all other graphs of the pool.
     """
 
     def __init__(self, recorder: CudaRecorder) -> None:
@@ -44,7 +45,7 @@ class CudaTape:
             try:
                 graphs[-1].capture_end()
             except RuntimeError:
-                pass  # the capture is already invalid, and the reason why is on its way up
+                pass  # the capture is already invalid; the exception above is its cause
             raise
         finally:
             self._graphs = None
@@ -53,7 +54,7 @@ class CudaTape:
     def _begin(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
         graphs.append(torch.cuda.CUDAGraph())
         # NOTE: "thread_local", because other threads (a server's, NCCL's) may use the device
-        # meanwhile
+        # during the capture
         graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def cut(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
