@@ -22,6 +22,6 @@ def register_prefix_caches() -> list[Component]:
             options=NoCacheOptions,
             factory="glowplug.plugins.cache.none_runtime:NoCache",
             offers=CacheOffers(shares=False),
-            summary="keeps nothing",
+            summary="caches no prefixes",
         )
     ]

@@ -1,4 +1,4 @@
-"""The prefix cache that keeps nothing."""
+"""Runtime of the prefix cache "none"."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixMatch, Worker
 from glowplug.plugins.cache.none import NoCacheOptions
 
-NOTHING: NDArray[np.int32] = np.zeros(0, np.int32)
+NO_PAGES: NDArray[np.int32] = np.zeros(0, np.int32)
 
 
 class NoCache:
+    """The :class:`~glowplug.core.protocols.PrefixCache` that keeps no pages."""
+
     shares = False
 
     def __init__(self, options: NoCacheOptions, plan: EnginePlan | None, worker: Worker) -> None:
         pass
 
     def match(self, tokens: NDArray[np.int32], salt: str) -> PrefixMatch:
-        return PrefixMatch(0, NOTHING)
+        return PrefixMatch(0, NO_PAGES)
 
     def insert(
         self, tokens: NDArray[np.int32], pages: NDArray[np.int32], salt: str
@@ -30,7 +32,7 @@ class NoCache:
         pass
 
     def evict(self, pages: int) -> NDArray[np.int32]:
-        return NOTHING
+        return NO_PAGES
 
     def size(self) -> tuple[int, int]:
         return 0, 0

@@ -1,4 +1,4 @@
-"""Radix prefix cache: requests that begin alike share the pages of what they have in common."""
+"""Radix prefix cache: requests with a common prefix share the pages of that prefix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from glowplug.core.plugin.options import CacheOptions
 class RadixOptions(CacheOptions):
     use: Literal["radix"] = "radix"
     max_pages: int | None = Field(
-        None, ge=1, description="most pages kept; None: as many as the pool can spare"
+        None, ge=1, description="maximum number of cached pages; None: all that the pool can spare"
     )
 
 
@@ -27,6 +27,7 @@ def register_prefix_caches() -> list[Component]:
             options=RadixOptions,
             factory="glowplug.plugins.cache.radix_runtime:RadixCache",
             offers=CacheOffers(shares=True),
-            summary="shared prefixes in a radix tree of whole pages, salted, evicting least recently used leaves first",
+            summary="shared prefixes in a radix tree of whole pages, salted, evicting least "
+            "recently used leaves first",
         )
     ]

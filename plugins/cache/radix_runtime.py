@@ -1,9 +1,11 @@
-"""The radix tree. Edges are runs of whole pages; tokens themselves are compared, so no two prompts
-can collide.
+"""The radix tree of the prefix cache.
 
-A lock on a match counts on every node from there to the root, so a node without locks has no locked
-descendant: all unlocked pages can be evicted, leaves first. Age is a counter of uses, not a clock,
-so that every rank evicts alike.
+Edges are runs of whole pages. Tokens themselves are compared, not hashes, so no two prompts can
+collide.
+
+A lock on a match is counted in every node from there to the root, so a node without locks has no
+locked descendant: all unlocked pages can be evicted, leaves first. Age is a counter of uses, not a
+clock, so that every rank evicts the same pages.
 """
 
 from __future__ import annotations
@@ -20,13 +22,22 @@ from glowplug.core.protocols import PrefixMatch, Worker
 from glowplug.plugins.cache.radix import RadixOptions
 
 Ints = NDArray[np.int32]
-NOTHING: Ints = np.zeros(0, np.int32)
+NO_ITEMS: Ints = np.zeros(0, np.int32)  #: no tokens, or no pages
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A run of whole pages. ``children`` by the bytes of their first page's tokens; ``pages`` empty
-    at a root.
+    """A run of whole pages.
+
+    Attributes:
+        tokens: The tokens of the pages.
+        pages: The pages; empty at a root.
+        parent: Parent node; None at a root.
+        salt: Salt of the tree.
+        children: Children by the bytes of their first page's tokens.
+        locks: Locks on this node or below it.
+        used: Time of the last use, in uses.
+        alive: False once the node was removed from the tree.
     """
 
     tokens: Ints
@@ -39,13 +50,14 @@ class Node:
     alive: bool = True
 
 
-END = -1  #: a spot at the end of its node, wherever later splits put that
+NODE_END = -1  #: ``Spot.pages`` of the end of a node, which later splits may move
 
 
 @dataclass(eq=False, slots=True)
 class Spot:
-    """Where a match ends: ``pages`` pages into ``node``. Locking splits the node there and pins the
-    spot to its end.
+    """The end of a match: ``pages`` pages into ``node``.
+
+    Locking splits the node at the spot and pins the spot to the end of its node.
     """
 
     node: Node
@@ -53,11 +65,9 @@ class Spot:
 
 
 class RadixCache:
-    """A :class:`~glowplug.core.protocols.PrefixCache` over pages of ``plan.sizes.page_size``
-    tokens.
+    """A :class:`~glowplug.core.protocols.PrefixCache` over the plan's pages.
 
-    A handle is valid until the next ``insert`` or ``evict`` unless it is locked; a locked one until
-    it is unlocked.
+    A handle is valid until the next ``insert`` or ``evict``; a locked handle, until it is unlocked.
     """
 
     shares = True
@@ -66,44 +76,46 @@ class RadixCache:
         self.page_size = plan.sizes.page_size
         self.max_pages = options.max_pages
         self._roots: dict[str, Node] = {}
-        self._leaves: list[
-            tuple[int, int, Node]
-        ] = []  # (used, tie, node); stale entries are skipped when popped
+        # heap of (used, tie, node); stale entries are skipped when popped
+        self._leaves: list[tuple[int, int, Node]] = []
         self._clock = 0
         self._ties = 0
         self._nodes = 0
         self._held = 0
         self._locked = 0
 
-    # ---- the protocol ----------------------------------------------------------------------------
+    # ---- PrefixCache -----------------------------------------------------------------------------
 
     def match(self, tokens: Ints, salt: str) -> PrefixMatch:
-        """Changes nothing, not even ages: asking is free."""
+        """Return the longest cached prefix of ``tokens``; nothing changes, not even ages."""
         root = self._roots.get(salt)
         if root is None:
-            return PrefixMatch(0, NOTHING)
+            return PrefixMatch(0, NO_ITEMS)
         spot, found = self._walk(root, tokens)
         count = sum(len(part) for part in found)
         return PrefixMatch(
-            count * self.page_size, np.concatenate(found) if found else NOTHING, spot
+            count * self.page_size, np.concatenate(found) if found else NO_ITEMS, spot
         )
 
     def insert(self, tokens: Ints, pages: Ints, salt: str) -> Ints:
-        """Returns given pages whose tokens it already holds in others, and those beyond
-        ``max_pages``.
+        """Add pages to the tree.
+
+        Returns:
+            The given pages that the tree does not need, because it already holds their tokens in
+            other pages, and the pages beyond ``max_pages``.
         """
         if not len(pages):
-            return NOTHING
+            return NO_ITEMS
         assert len(tokens) == len(pages) * self.page_size, "insert takes whole pages"
         root = self._root(salt)
         spot, found = self._walk(root, tokens)
-        held = np.concatenate(found) if found else NOTHING
+        held = np.concatenate(found) if found else NO_ITEMS
         depth = len(held)
         unneeded = [pages[:depth][pages[:depth] != held]]
         node = self._split(spot)
         self._touch(node)
         if depth < len(pages):
-            keep, evicted = self._room(node, len(pages) - depth)
+            keep, evicted = self._make_room(node, len(pages) - depth)
             unneeded += [evicted, pages[depth + keep :]]
             if keep:
                 start = depth * self.page_size
@@ -114,21 +126,28 @@ class RadixCache:
         return np.concatenate(unneeded)
 
     def lock(self, match: PrefixMatch, delta: int) -> None:
-        """+1 touches the path (it is in use); -1 touches it too (it was until now)."""
+        """Lock (+1) or unlock (-1) the path of a match.
+
+        Both update the ages on the path: it is in use from now on, or was in use until now.
+        """
         if match.handle is None:
             return
         assert isinstance(match.handle, Spot) and delta in (1, -1)
         spot = match.handle
         assert spot.node.alive, "the match was evicted before it was locked"
         leaf = self._split(spot)
-        spot.pages = END
+        spot.pages = NODE_END
         self._touch(leaf)
         self._count_locks(leaf, delta)
         self._offer(leaf)
         self._prune(leaf)
 
     def evict(self, pages: int) -> Ints:
-        """Cuts the last leaf short rather than giving up more than asked."""
+        """Evict up to ``pages`` unlocked pages, least recently used leaves first.
+
+        The last leaf is shortened rather than evicted as a whole, so that no more pages than
+        requested are returned.
+        """
         given: list[Ints] = []
         missing = pages
         while missing > 0 and self._leaves:
@@ -137,7 +156,7 @@ class RadixCache:
                 continue
             given.append(self._cut(node, missing))
             missing -= len(given[-1])
-        return np.concatenate(given) if given else NOTHING
+        return np.concatenate(given) if given else NO_ITEMS
 
     def size(self) -> tuple[int, int]:
         return self._held, self._held - self._locked
@@ -158,7 +177,7 @@ class RadixCache:
                 seen.append(node.pages)
                 locked += len(node.pages) if node.locks else 0
                 nodes += 1
-        pages = np.concatenate(seen) if seen else NOTHING
+        pages = np.concatenate(seen) if seen else NO_ITEMS
         assert len(np.unique(pages)) == len(pages), "a page is held twice"
         assert not len(pages) or pages.min() > 0, "the scratch page is held"
         assert len(pages) == self._held, f"{self._held} pages counted, {len(pages)} held"
@@ -170,11 +189,11 @@ class RadixCache:
 
     def _root(self, salt: str) -> Node:
         if salt not in self._roots:
-            self._roots[salt] = Node(NOTHING, NOTHING, None, salt)
+            self._roots[salt] = Node(NO_ITEMS, NO_ITEMS, None, salt)
         return self._roots[salt]
 
     def _walk(self, root: Node, tokens: Ints) -> tuple[Spot, list[Ints]]:
-        """The deepest spot whose path is a prefix of ``tokens``, and the pages on the way."""
+        """Return the deepest spot whose path is a prefix of ``tokens``, and the path's pages."""
         size = self.page_size
         node = root
         at = 0
@@ -202,10 +221,13 @@ class RadixCache:
         return first // self.page_size
 
     def _split(self, spot: Spot) -> Node:
-        """The node that ends exactly at ``spot``. A split leaves the given node as the lower half."""
+        """Return the node that ends exactly at ``spot``, splitting the spot's node if necessary.
+
+        The spot's node object becomes the lower half of the split.
+        """
         node = spot.node
         at = spot.pages
-        if at in (END, len(node.pages)):
+        if at in (NODE_END, len(node.pages)):
             return node
         assert 0 < at < len(node.pages) and node.parent is not None
         cut = at * self.page_size
@@ -240,7 +262,7 @@ class RadixCache:
         return node
 
     def _cut(self, node: Node, most: int) -> Ints:
-        """Take up to ``most`` pages off the end of an evictable leaf."""
+        """Remove up to ``most`` pages from the end of an evictable leaf and return them."""
         keep = max(0, len(node.pages) - most)
         given = node.pages[keep:]
         self._held -= len(given)
@@ -259,7 +281,7 @@ class RadixCache:
         return given
 
     def _prune(self, node: Node) -> None:
-        """Forget a salt whose root holds nothing any more. Nothing happens to other nodes."""
+        """Remove a salt whose root has no children and no locks; other nodes are left alone."""
         if (
             node.parent is None
             and not node.children
@@ -269,12 +291,14 @@ class RadixCache:
             del self._roots[node.salt]
             node.alive = False
 
-    def _room(self, node: Node, wanted: int) -> tuple[int, Ints]:
-        """How many of ``wanted`` new pages may be kept below ``node``, and what was evicted for
-        them.
+    def _make_room(self, node: Node, wanted: int) -> tuple[int, Ints]:
+        """Make room for ``wanted`` new pages below ``node`` within ``max_pages``.
+
+        Returns:
+            The number of new pages that may be kept, and the pages evicted for them.
         """
         if self.max_pages is None or self._held + wanted <= self.max_pages:
-            return wanted, NOTHING
+            return wanted, NO_ITEMS
         self._count_locks(node, 1)
         evicted = self.evict(self._held + wanted - self.max_pages)
         self._count_locks(node, -1)
@@ -286,9 +310,7 @@ class RadixCache:
     # ---- age and locks ---------------------------------------------------------------------------
 
     def _touch(self, node: Node) -> None:
-        """Everything on the path was just used; ancestors are never older than what hangs below
-        them.
-        """
+        """Mark every node on the path as used now; no ancestor is ever older than its descendants."""
         self._clock += 1
         at: Node | None = node
         while at is not None:
@@ -296,12 +318,12 @@ class RadixCache:
             at = at.parent
 
     def _count_locks(self, leaf: Node, delta: int) -> None:
-        """Lock or unlock the path from ``leaf`` to its root."""
+        """Add ``delta`` locks to the path from ``leaf`` to its root."""
         node: Node | None = leaf
         while node is not None:
             before = node.locks
             node.locks = node.locks + delta
-            assert node.locks >= 0, "unlocked more often than locked"
+            assert node.locks >= 0, "a node is unlocked more often than it was locked"
             if before == 0:
                 self._locked += len(node.pages)
             elif node.locks == 0:
@@ -329,6 +351,7 @@ class RadixCache:
     # ---- inspection ------------------------------------------------------------------------------
 
     def _below(self, node: Node) -> Iterator[Node]:
+        """Yield every node below ``node``."""
         stack = list(node.children.values())
         while stack:
             node = stack.pop()
@@ -336,6 +359,7 @@ class RadixCache:
             stack.extend(node.children.values())
 
     def _check_node(self, node: Node) -> None:
+        """Check the invariants of one node."""
         assert node.alive and len(node.pages) > 0, "an empty node is in the tree"
         assert len(node.tokens) == len(node.pages) * self.page_size, (
             "tokens and pages of a node disagree"

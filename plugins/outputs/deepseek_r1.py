@@ -1,5 +1,6 @@
-"""Reasoning parser for models that think between ``<think>`` and ``</think>``: DeepSeek-R1, and
-V3.1 on request.
+"""Reasoning parser for models that think between ``<think>`` and ``</think>``.
+
+These are DeepSeek-R1, and DeepSeek-V3.1 if the request enables thinking.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class DeepseekR1Options(OutputOptions):
     use: Literal["deepseek_r1"] = "deepseek_r1"
     opening: Literal["auto", "implied", "required"] = Field(
         "auto",
-        description="text without an opening tag is reasoning until the closing tag: implied always, required "
-        "never, auto when the prompt ends with the tag or is not known",
+        description="whether text without an opening tag is reasoning until the closing tag: "
+        "implied: always; required: never; auto: if the prompt ends with the tag or is not known",
     )
 
 
@@ -39,7 +40,8 @@ def register_output_parsers() -> list[Component]:
 
 @hookimpl
 def contribute_defaults(facts: Facts) -> dict[str, Any]:
-    """A model whose chat template knows the tag is served with the parser, unless the operator
-    lists others.
+    """Return this parser for models whose chat template contains the tag.
+
+    Parsers listed by the operator replace this default.
     """
     return {"outputs": [{"use": "deepseek_r1"}]} if "<think>" in facts.model.chat_template else {}

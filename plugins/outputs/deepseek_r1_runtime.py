@@ -9,12 +9,12 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Piece, Worker
 from glowplug.plugins.outputs.deepseek_r1 import DeepseekR1Options
 
-OPEN = "<think>"
-CLOSE = "</think>"
+OPEN = "<think>"  #: tag before the reasoning
+CLOSE = "</think>"  #: tag after the reasoning
 
 
 class DeepseekR1:
-    """See ``protocols.OutputParserFactory``."""
+    """The ``protocols.OutputParserFactory`` of :class:`ThinkParser`."""
 
     def __init__(self, options: DeepseekR1Options, plan: EnginePlan, worker: Worker) -> None:
         self._opening = options.opening
@@ -26,11 +26,16 @@ class DeepseekR1:
 def starts_inside(
     prompt_tail: str, thinking: bool | None, opening: Literal["auto", "implied", "required"]
 ) -> bool:
-    """Does the text begin as reasoning, without a tag of its own?
+    """Return whether the text begins as reasoning without a tag of its own.
 
-    A tag at the end of the prompt decides; then what the request asked for; then the option. Under
-    "auto" a prompt that is known and opens nothing leaves the opening to the model; of an unknown
-    one R1's template is assumed.
+    A tag at the end of the prompt decides; then the request's ``thinking``; then the option. Under
+    "auto", after a known prompt that opens no reasoning the model must open it itself; for an
+    unknown prompt the template of R1 is assumed.
+
+    Args:
+        prompt_tail: End of the prompt; empty if the prompt is not known.
+        thinking: The request's setting; None if it has none.
+        opening: The option ``opening``.
     """
     tail = prompt_tail.rstrip()
     if tail.endswith((OPEN, CLOSE)):
@@ -41,25 +46,28 @@ def starts_inside(
 
 
 class State(Enum):
-    START = auto()  #: nothing but white space or a part of the opening tag so far
-    REASONING = auto()
+    """Position of the parser in the text."""
+
+    START = auto()  #: only white space or a part of the opening tag so far
+    REASONING = auto()  #: between the tags
     GAP = auto()  #: white space after the closing tag
-    CONTENT = auto()
+    CONTENT = auto()  #: the answer
 
 
 class ThinkParser:
-    """One sequence. White space around the reasoning, and before the content that follows it,
-    belongs to the tags.
+    """The parser of one sequence.
 
-    Time is linear in the text: only a possible tag (at most seven characters) is looked at again.
+    White space around the reasoning, and before the content that follows it, belongs to the tags
+    and is dropped. Time is linear in the text: only a possible tag (at most seven characters) is
+    examined again.
     """
 
     def __init__(self, inside: bool) -> None:
         self._inside = inside
         self._state = State.START
-        self._held = ""  #: may be the beginning of a tag
-        self._begun = False  #: some reasoning was given out
-        self._blank: list[str] = []  #: white space that counts only if something follows it
+        self._held = ""  #: possible beginning of a tag
+        self._begun = False  #: whether any reasoning has been returned
+        self._blank: list[str] = []  #: white space that is returned only if text follows it
 
     def feed(self, text: str) -> list[Piece]:
         if not text:
@@ -73,8 +81,9 @@ class ThinkParser:
         return self._reasoning(text) if self._state is State.REASONING else self._gap(text)
 
     def finish(self) -> list[Piece]:
-        """The text has ended: a tag that was never completed is text; reasoning that was never
-        closed stays so.
+        """Return the rest of the text at its end.
+
+        An incomplete tag is text. Reasoning that was never closed remains reasoning.
         """
         held = self._held
         blank = "".join(self._blank)
@@ -129,6 +138,6 @@ class ThinkParser:
 
 
 def partial_tag(text: str) -> int:
-    """Length of the longest end of ``text`` that begins the closing tag without completing it."""
-    at = text.rfind(CLOSE[0], -len(CLOSE))  # no other character of the tag is its first one
+    """Return the length of the longest suffix that is a proper prefix of the closing tag."""
+    at = text.rfind(CLOSE[0], -len(CLOSE))  # the tag's first character occurs only once in it
     return len(text) - at if at >= 0 and CLOSE.startswith(text[at:]) else 0

@@ -1,4 +1,4 @@
-"""Opens the tokenizer of a model folder that has a ``tokenizer.json``."""
+"""The tokenizer plugin for model folders with a ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def open_tokenizer(path: Path, facts: ModelFacts) -> Tokenizer | None:
-    """None for a folder without ``tokenizer.json``."""
+    """Open the folder's tokenizer, or return None without a ``tokenizer.json``."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "tokenizer.json").is_file() or (
         path.is_file() and path.name != "tokenizer.json"

@@ -1,8 +1,8 @@
-"""What a NextN draft stores and runs after each step of the target.
+"""Inputs of a NextN draft's passes after each step of the target.
 
 The draft's cache is shifted by one: its slot p holds the pair (the target's hidden state of token p
-- 1, token p). Slot 0 is empty, so every batch here has ``first_key`` 1. B rows, T tokens of the
-target's step, D decoding rows, W = width.
+- 1, token p). Slot 0 is empty, so every batch here has ``first_key`` 1. B is the rows, T the tokens
+of the target's step, D its decode rows, and W the width.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from glowplug.core.step.batch import Accepted, Batch, StepShape, shape_of
 from glowplug.core.step.to_device import send, slots_at
 
 Ints = NDArray[np.int32]
-FIRST_KEY = 1
+FIRST_KEY = 1  #: first position with an entry in the draft's cache
 
 
 @dataclass(eq=False)
 class Missing:
-    """F tokens that the draft's cache lacks so far, apart from each row's newest.
+    """The F tokens that the draft's cache still lacks, except each row's newest token.
 
-    ``input_ids``, ``positions``, ``slots``: int64 [F]. ``source``: int64 [F], for each token the
-    place of the hidden state it continues, in the target's [T] followed by those of ``pages``.
-    ``pages``: int64, whose last tokens resumed rows continue; None without such rows.
+    Attributes:
+        input_ids: int64 [F].
+        positions: int64 [F].
+        slots: KV slots, int64 [F].
+        source: For each token, the index of the hidden state that it continues, int64 [F]: in the
+            target's [T] states, followed by the states of ``pages``.
+        pages: Pages whose last tokens are continued by resumed rows, int64; None without such rows.
     """
 
     input_ids: Tensor
@@ -43,9 +47,12 @@ class Missing:
 class Front:
     """The newest token of the N rows that yield one.
 
-    ``places``: int64 [N], those rows in the batch; None: all. ``tokens``: int64 [N]. ``source``:
-    int64 [N], the places of the hidden states they continue, in the target's [T]. ``lengths``:
-    int64 [N], tokens in the target's cache.
+    Attributes:
+        places: Indices of these rows in the batch, int64 [N]; None for all rows.
+        tokens: int64 [N].
+        source: Indices of the hidden states that the tokens continue, in the target's [T], int64
+            [N].
+        lengths: Tokens in the target's cache, int64 [N].
     """
 
     places: Tensor | None
@@ -55,10 +62,15 @@ class Front:
 
 
 def missing(batch: Batch, tokens: Tensor, page_size: int) -> Missing:
-    """What the target's step leaves to store; tokens int64 [B, W] are those behind its own.
+    """Return the tokens that the draft's cache lacks after the target's step.
 
-    NOTE: refused tokens of decoding rows are among them; their entries are written over before
-    anything reads them.
+    NOTE: rejected tokens of decode rows are among them; their entries are overwritten before they
+    are read.
+
+    Args:
+        batch: The target's step.
+        tokens: The tokens that follow those of the step, int64 [B, W].
+        page_size: Tokens per page.
     """
     if batch.num_decodes == batch.num_rows:
         return Missing(*_drafted(batch, tokens, page_size))
@@ -71,7 +83,7 @@ def missing(batch: Batch, tokens: Tensor, page_size: int) -> Missing:
 
 
 def _drafted(batch: Batch, tokens: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of the decoding rows, the first four fields of :class:`Missing`."""
+    """Return the first four fields of :class:`Missing` for the decode rows."""
     decodes = batch.num_decodes
     width = tokens.shape[1]
     places = torch.arange(decodes * width, device=tokens.device).view(decodes, width)[:, :-1]
@@ -86,8 +98,9 @@ def _drafted(batch: Batch, tokens: Tensor, page_size: int) -> tuple[Tensor, Tens
 
 
 class _Chunks:
-    """Of the prefill rows, on the host, what :class:`Missing` holds; the token that ends a prompt
-    is not among it.
+    """The fields of :class:`Missing` for the prefill rows, on the host.
+
+    The token that ends a prompt is not among them.
     """
 
     def __init__(self, batch: Batch, page_size: int) -> None:
@@ -115,7 +128,7 @@ class _Chunks:
         self.pages = batch.pages[first + np.flatnonzero(resumed), begins[resumed] // page_size - 1]
 
     def arrays(self) -> list[NDArray[np.int64]]:
-        """Ids, positions, slots and sources [F], then pages, for one copy to the device."""
+        """Return ids, positions, KV slots and sources [F], then pages, to be sent in one copy."""
         return [
             part.astype(np.int64)
             for part in (self.ids, self.positions, self.slots, self.source, self.pages)
@@ -123,7 +136,13 @@ class _Chunks:
 
 
 def front(batch: Batch, accepted: Accepted, ends: Tensor | None) -> Front:
-    """``ends`` int64: places in the batch of the prompts that ended, None when all rows decode."""
+    """Return the newest tokens after the target's step.
+
+    Args:
+        batch: The target's step.
+        accepted: Its accepted tokens.
+        ends: Indices in the batch of the rows whose prompts ended, int64; None if all rows decode.
+    """
     decodes = batch.num_decodes
     width = accepted.tokens.shape[1]
     last = accepted.counts[:decodes].long() - 1
@@ -141,8 +160,13 @@ def front(batch: Batch, accepted: Accepted, ends: Tensor | None) -> Front:
 
 
 class Places(NamedTuple):
-    """Where a pass of one token a decoding row puts it: the device's fields of its batch, [D] and
-    [D + 1].
+    """The place of a draft pass with one token per decode row: the device fields of its batch.
+
+    Attributes:
+        positions: [D].
+        slots: KV slots, [D].
+        kv_lens: [D].
+        query_starts: [D + 1].
     """
 
     positions: Tensor
@@ -152,8 +176,13 @@ class Places(NamedTuple):
 
 
 def places(batch: Batch, number: int, lengths: Tensor, page_size: int) -> Places:
-    """Those of pass ``number`` (1 and on) before the step ``batch``; lengths int [D]: tokens in the
-    target's cache.
+    """Return the places of draft pass ``number`` (from 1) before the step ``batch``.
+
+    Args:
+        batch: The step that follows the draft passes.
+        number: The pass.
+        lengths: Tokens in the target's cache, int [D].
+        page_size: Tokens per page.
     """
     positions = lengths.long() + (number - 1)
     decodes = batch.num_decodes
@@ -166,7 +195,10 @@ def places(batch: Batch, number: int, lengths: Tensor, page_size: int) -> Places
 
 
 def one_more(batch: Batch, number: int, at: Places, width: int) -> Batch:
-    """Pass ``number`` of one token for each decoding row of the step ``batch``, which follows."""
+    """Return the batch of draft pass ``number`` before the step ``batch``.
+
+    The pass has one token per decode row.
+    """
     decodes = batch.num_decodes
     made = draft_batch(batch, batch.kv_lens[:decodes] + np.int32(number - width))
     made.page_table = batch.page_table[:decodes]
@@ -176,8 +208,9 @@ def one_more(batch: Batch, number: int, at: Places, width: int) -> Batch:
 
 
 def draft_batch(target: Batch, kv_lens: Ints) -> Batch:
-    """A pass of one token a decoding row as far as the host knows it; the caller fills in the
-    device's fields.
+    """Return the host fields of a draft pass with one token per decode row.
+
+    The caller sets the device fields.
     """
     agreed = target.agreed or shape_of(target)
     count = target.num_decodes
@@ -199,7 +232,7 @@ def draft_batch(target: Batch, kv_lens: Ints) -> Batch:
 
 
 def _sums(counts: Ints) -> Ints:
-    """int32 [N + 1]: what comes before each, and the total."""
+    """Return the exclusive prefix sums and the total of ``counts``, int32 [N + 1]."""
     sums = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=sums[1:])
     return sums

@@ -1,8 +1,7 @@
-"""Verifying and extending where the device is this host and every row decodes: in plain Python and
-numpy, which cost a third of torch's calls, and without the tokens refused in every row, since
-counts can be read at once here.
+"""Verification and drafting on the CPU for steps of decode rows only.
 
-R rows, W width.
+Plain Python and numpy take a third of the time of torch's calls here. Tokens rejected in every row
+are left out, because the counts can be read at once. R is the rows and W the width.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Ints = NDArray[np.int32]
 
 
 def verify_chain_host(logits: Tensor, batch: Batch, width: int, sampler: Sampler) -> Accepted:
-    """As ``verify.verify_chain`` for a batch of decoding rows: logits [R * W, V]."""
+    """Return the result of ``verify.verify_chain`` for decode rows only: logits [R * W, V]."""
     rows = batch.num_rows
     places = np.arange(width)
     fed: Long = batch.input_ids.numpy().reshape(rows, width)
@@ -48,7 +47,7 @@ def verify_chain_host(logits: Tensor, batch: Batch, width: int, sampler: Sampler
 
 
 def _accepted(drawn: list[int], fed: list[int]) -> int:
-    """1 and the drafts at the beginning of ``fed[1:]`` that are what was drawn before them."""
+    """Return 1 plus the number of leading drafts in ``fed[1:]`` that equal the drawn tokens."""
     count = 1
     while count < len(fed) and drawn[count - 1] == fed[count]:
         count += 1
@@ -56,8 +55,9 @@ def _accepted(drawn: list[int], fed: list[int]) -> int:
 
 
 def missing_host(batch: Batch, accepted: Accepted, page_size: int, keep: int) -> Missing:
-    """As ``drafting.missing`` for decoding rows, up to ``keep`` tokens a row: what no row accepted
-    is left out.
+    """Return the result of ``drafting.missing`` for decode rows, up to ``keep`` tokens per row.
+
+    Tokens that no row accepted are left out.
     """
     width = accepted.tokens.shape[1]
     starts: list[int] = batch.positions.tolist()[::width]
@@ -74,7 +74,7 @@ def missing_host(batch: Batch, accepted: Accepted, page_size: int, keep: int) ->
 
 
 def front_host(batch: Batch, accepted: Accepted) -> Front:
-    """As ``drafting.front``, the values at once."""
+    """Return the result of ``drafting.front`` for decode rows."""
     width = accepted.tokens.shape[1]
     last = [count - 1 for count in accepted.counts.tolist()]
     tokens = [drawn[offset] for drawn, offset in zip(accepted.tokens.tolist(), last, strict=True)]
@@ -88,7 +88,7 @@ def front_host(batch: Batch, accepted: Accepted) -> Front:
 
 
 def one_more_host(batch: Batch, number: int, lengths: Tensor, page_size: int) -> Batch:
-    """As ``drafting.one_more``; the host's bounds are exact."""
+    """Return the result of ``drafting.one_more``; the host's length bounds are exact here."""
     places: list[int] = [length + number - 1 for length in lengths.tolist()]
     lens = np.array(places, np.int32) + np.int32(1)
     made = draft_batch(batch, lens)
@@ -108,13 +108,13 @@ def _long(values: list[int]) -> Tensor:
 
 
 def _slot(pages: Ints, position: int, page_size: int) -> int:
-    """As ``placement.slots_at``."""
+    """Return the KV slot of a position, as ``core.step.to_device.slots_at`` does."""
     column, offset = divmod(position, page_size)
     return offset + (int(pages[column]) * page_size if column < len(pages) else 0)
 
 
 def page_ends(batch: Batch, page_size: int) -> tuple[list[int], list[int]]:
-    """Places in the batch of the tokens at the end of a page, and those pages."""
+    """Return the batch indices of tokens that end a page, and those pages."""
     places = [
         place
         for place, position in enumerate(batch.positions.tolist())

@@ -1,8 +1,8 @@
-"""NextN: drafts by the checkpoint's multi-token-prediction layer (DeepSeek-V3, arXiv 2412.19437,
-section 2.2).
+"""NextN: drafts by the checkpoint's multi-token-prediction layer.
 
 A chain of ``steps`` tokens is drafted after each step and verified by the next one. The output is,
-token for token, what comes without speculation.
+token for token, the same as without speculation. Source: DeepSeek-V3, arXiv 2412.19437, section
+2.2.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, SpeculativeOffers
 from glowplug.core.plugin.options import SpeculativeOptions
 
-MOST_STEPS = 15
+STEPS_MAX = 15  #: largest option ``steps``
 
 
 class NextNOptions(SpeculativeOptions):
     use: Literal["nextn"] = "nextn"
     steps: int = Field(
-        1, description="tokens drafted after each step, one pass of the NextN layer each"
+        1, description="tokens drafted after each step; each takes one pass of the NextN layer"
     )
     topk: int = Field(
-        1, description="drafts considered at each position; NextN drafts a chain, so 1"
+        1, description="drafts considered at each position; always 1, because NextN drafts a chain"
     )
-    draft_tokens: int | None = Field(None, description="tokens verified a step; None: steps + 1")
+    draft_tokens: int | None = Field(None, description="tokens verified per step; None: steps + 1")
     draft_model: str | None = Field(
         None, description="folder of an exported NextN layer; None: the checkpoint's own"
     )
@@ -49,21 +49,22 @@ def _refuse(field: str, reason: str, fix: str) -> Refusal:
 
 
 def check_options(context: CheckContext) -> Iterator[Refusal]:
-    """Numbers that do not describe a chain. Whether there is a layer to draft with is a generic
-    check's business.
+    """Refuse option values that do not describe a chain.
+
+    A generic check refuses checkpoints without a NextN layer.
     """
     options: NextNOptions = context.options
-    if not 1 <= options.steps <= MOST_STEPS:
+    if not 1 <= options.steps <= STEPS_MAX:
         yield _refuse(
             "steps",
-            f"{options.steps} steps; a chain drafts 1 to {MOST_STEPS} tokens",
-            f"speculative.steps = {min(max(options.steps, 1), MOST_STEPS)}",
+            f"steps is {options.steps}; a chain drafts 1 to {STEPS_MAX} tokens",
+            f"speculative.steps = {min(max(options.steps, 1), STEPS_MAX)}",
         )
     elif options.draft_tokens not in (None, options.steps + 1):
         yield _refuse(
             "draft_tokens",
-            f"{options.draft_tokens} tokens to verify; a chain of {options.steps} steps has "
-            f"{options.steps + 1}: the last accepted token and one a step",
+            f"draft_tokens is {options.draft_tokens}; a chain of {options.steps} steps verifies "
+            f"{options.steps + 1}: the last accepted token and one per step",
             f"speculative.draft_tokens = {options.steps + 1}, or leave it out",
         )
     if options.topk != 1:
@@ -85,6 +86,6 @@ def register_speculative_algorithms() -> list[Component]:
             offers=SpeculativeOffers(
                 drafts=True, nextn_layer=True, first_key=True, modes=EVERY_MODE_GRAPH
             ),
-            summary="drafts by the checkpoint's own next-token layer, same tokens in fewer steps",
+            summary="drafts by the checkpoint's own NextN layer; the same tokens in fewer steps",
         )
     ]

@@ -35,20 +35,21 @@ from glowplug.plugins.speculative.host_chain import (
 from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.verify import verify_chain
 
-PREVIOUS_HIDDEN = (
-    "previous_hidden"  #: key of ``Batch.extra`` under which a NextN layer finds what it continues
-)
+#: key in ``Batch.extra`` of the hidden states that a NextN layer continues
+PREVIOUS_HIDDEN = "previous_hidden"
 
 
 class NextN:
-    """See ``protocols.SpeculativeAlgorithm``. After each step the NextN layer caches the step's
-    tokens moved on by one, which takes no attention and no experts. The next step begins with its
-    drafts: passes of one token a row, the first over the row's newest token.
+    """The ``protocols.SpeculativeAlgorithm`` of NextN drafts.
 
-    State of a row, on the device: its newest token, the target's hidden state before it, and how
-    many tokens the target's cache holds. State of a page: the target's hidden state of its last
-    token, for rows that start behind it on a cached prefix. Entries of refused drafts are written
-    over before anything reads them.
+    After each step the NextN layer caches the step's tokens shifted by one, which runs neither
+    attention nor experts. The next step begins with its drafts: passes of one token per row, the
+    first one over the row's newest token.
+
+    State of a row, on the device: its newest token, the target's hidden state before that token,
+    and the number of tokens in the target's cache. State of a page: the target's hidden state of
+    its last token, for rows that start after it on a cached prefix. Entries of rejected drafts are
+    overwritten before they are read.
     """
 
     def __init__(self, options: NextNOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -58,7 +59,7 @@ class NextN:
         self._context = plan.sizes.context_length
         self._device = torch.device(worker.device)
         self._dtype = worker.dtype
-        #: other groups of ranks take part in every pass, whether this one needs it or not
+        #: whether this rank must run every pass because other groups of ranks take part in it
         self._grouped = plan.mesh.get("dp", 1) > 1
         self._on_host = self._device.type == "cpu"
 
@@ -78,9 +79,8 @@ class NextN:
         self._hidden = torch.zeros(
             limits.rows, limits.hidden, dtype=self._dtype, device=self._device
         )
-        self._computed = torch.ones(
-            limits.rows, dtype=torch.int32, device=self._device
-        )  # no sequence is empty
+        # ones, because no sequence is empty
+        self._computed = torch.ones(limits.rows, dtype=torch.int32, device=self._device)
         self._page_ends = torch.zeros(
             limits.num_pages, limits.hidden, dtype=self._dtype, device=self._device
         )
@@ -90,8 +90,8 @@ class NextN:
         decodes = batch.num_decodes
         if self._on_host:
             return torch.from_numpy(self._computed.numpy()[batch.rows[:decodes]])
-        # NOTE: rows that only fill up a captured step yield tokens too; the host's bound keeps them
-        # from growing.
+        # NOTE: padding rows of a captured step yield tokens, too; the host's bound keeps their
+        # lengths from growing.
         return torch.minimum(
             self._computed[batch.row_ids[:decodes]], batch.kv_lens_device[:decodes] - self._width
         )
@@ -110,8 +110,11 @@ class NextN:
         return drafted
 
     def _begin(self, batch: Batch) -> tuple[Tensor, Tensor, tuple[Places, ...] | tuple[Batch, ...]]:
-        """The rows' newest tokens [D, 1], the hidden states before them, and where each pass puts
-        its tokens.
+        """Return the inputs of the first draft pass and the places of all passes.
+
+        Returns:
+            The rows' newest tokens [D, 1], the hidden states before them, and for each pass its
+            places, or its batch if the device is the host.
         """
         rows = batch.row_ids[: batch.num_decodes]
         numbers = range(1, self._steps + 1)
@@ -128,7 +131,7 @@ class NextN:
         return tokens, hidden, tuple(places(batch, n, lengths, self._page_size) for n in numbers)
 
     def _pass(self, step: Batch, drafted: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens so far [D, n] are followed by one more."""
+        """Run one draft pass and append its token to the tokens so far, [D, n]."""
         step.input_ids = drafted[:, -1]
         step.extra = {PREVIOUS_HIDDEN: hidden}
         hidden = self._model.forward(step.input_ids, step.positions, step)
@@ -150,8 +153,9 @@ class NextN:
     def _accept_on_host(
         self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler
     ) -> Accepted:
-        """The same for decoding rows whose tensors the host can read: what no row accepted is not
-        stored either.
+        """Accept tokens for decode rows whose tensors the host can read.
+
+        Unlike :meth:`accept`, it does not store tokens that no row accepted.
         """
         accepted = verify_chain_host(logits, batch, self._width, sampler)
         places, pages = page_ends(batch, self._page_size)
@@ -164,7 +168,10 @@ class NextN:
         return accepted
 
     def _keep_page_ends(self, batch: Batch, hidden: Tensor) -> None:
-        """Hidden states of tokens at the end of a page; all others go to the scratch page's."""
+        """Store the hidden states of the tokens that end a page.
+
+        All other states are written to the scratch page's entry.
+        """
         pages = batch.slots.div(self._page_size, rounding_mode="floor")
         pages = pages.masked_fill_(batch.positions % self._page_size != self._page_size - 1, 0)
         self._page_ends.index_copy_(0, pages, hidden.to(self._dtype))
@@ -176,14 +183,14 @@ class NextN:
         tokens = lacking.input_ids, lacking.positions, lacking.slots
         if batch.segments is DIRECT and batch.prompt_logprobs is None:
             self._extension.call(*tokens, hidden, lacking.source)
-        else:  # it is part of a slot's piece, or ``hidden`` is to be scored yet
+        else:  # part of a slot's captured piece, or ``hidden`` is still needed for logprobs
             self._model.fill(*tokens, hidden[lacking.source])
 
     def _remember(self, batch: Batch, newest: Front, hidden: Tensor) -> None:
-        """Leave behind what the rows' next drafts begin with."""
+        """Store the inputs of the rows' next drafts."""
         rows = batch.row_ids if newest.places is None else batch.row_ids[newest.places]
         self._last[rows] = newest.tokens
         self._hidden[rows] = hidden[newest.source].to(self._dtype)
-        # NOTE: a row launched once more after its end may pass the context; what it yields is
+        # NOTE: a row launched once more after its end may exceed the context length; its result is
         # dropped, but its positions must stay within the rope table and the page table.
         self._computed[rows] = newest.lengths.clamp(max=self._context).int()

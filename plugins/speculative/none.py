@@ -22,6 +22,6 @@ def register_speculative_algorithms() -> list[Component]:
             options=NoSpeculationOptions,
             factory="glowplug.plugins.speculative.none_runtime:NoSpeculation",
             offers=SpeculativeOffers(drafts=False),
-            summary="one token a row a step",
+            summary="one token per row and step",
         )
     ]

@@ -16,8 +16,9 @@ from glowplug.plugins.speculative.verify import spread
 
 
 class NoSpeculation:
-    """See ``protocols.SpeculativeAlgorithm``. A row's last token stays on the device and feeds its
-    next step.
+    """The ``protocols.SpeculativeAlgorithm`` of width one.
+
+    A row's last token stays on the device, as the input of the row's next step.
     """
 
     def __init__(self, options: NoSpeculationOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -49,7 +50,10 @@ class NoSpeculation:
         return Accepted(tokens, self._ones[: batch.num_rows], sampled.bad, sampled.logprobs)
 
     def _accept_some(self, logits: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
-        """Some prefill rows end short of their prompt's end: they have no logits and get count 0."""
+        """Accept tokens when some prefill rows end before the end of their prompt.
+
+        Those rows have no logits and get count 0.
+        """
         where = send([np.flatnonzero(batch.samples).astype(np.int64)], self._device)[0]
         rows = batch.row_ids[where]
         sampled = sampler.sample(logits, rows, batch.kv_lens_device[where].long())

@@ -1,12 +1,12 @@
-"""Verifying drafts that form a chain: what each row's tokens come to once the target has scored
-them.
+"""Verification of drafts that form a chain, once the target has scored them.
 
 The sampler draws the target's own token at every position with the noise of that position, and a
-draft counts while it is that token. So the output is, token for token, what a step of width one
-would have drawn. Since a draft is a single proposal (a point mass), it survives exactly as often as
-under rejection sampling (Leviathan et al. 2023).
+draft is accepted if it equals that token. The output is therefore, token for token, what steps of
+width one would have drawn. Since a draft is a single proposal (a point mass), it is accepted
+exactly as often as under rejection sampling (Leviathan et al. 2023).
 
-D decoding rows, W width, B rows, N logits rows. Everything stays on the device.
+D is the decode rows, W the width, B the rows, and N the logits rows. Everything stays on the
+device.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from glowplug.core.step.batch import Accepted, Batch, LogprobTensors
 
 
 def accept_chain(drawn: Tensor, drafts: Tensor) -> Tensor:
-    """Tokens each row gains, int32 [D] from 1 to W: its accepted drafts, and the target's token
-    behind them.
+    """Return the number of tokens each row gains, int32 [D], from 1 to W.
 
-    drawn int64 [D, W]: the target's tokens; drafts int64 [D, W - 1]: what was fed in at positions 1
-    to W - 1.
+    A row gains its accepted drafts and the target's token after them.
+
+    Args:
+        drawn: The target's tokens, int64 [D, W].
+        drafts: The drafts at positions 1 to W - 1, int64 [D, W - 1].
     """
     return (drawn[:, :-1] == drafts).cumprod(1).sum(1, dtype=torch.int32) + 1
 
 
 def accept_chain_reference(drawn: list[list[int]], drafts: list[list[int]]) -> list[int]:
-    """The same one by one."""
+    """Return the result of :func:`accept_chain`, computed in plain Python."""
     counts = []
     for tokens, row in zip(drawn, drafts, strict=True):
         count = 1
@@ -40,8 +42,10 @@ def accept_chain_reference(drawn: list[list[int]], drafts: list[list[int]]) -> l
 
 
 def chain_before(fed: Tensor) -> Tensor:
-    """int64 [D * W, W - 1] for fed int64 [D, W]: the drafts at or before each position, -1 for
-    those behind it.
+    """Return the drafts at or before each position, int64 [D * W, W - 1]; -1 for later ones.
+
+    Args:
+        fed: The step's input tokens, int64 [D, W].
     """
     rows, width = fed.shape
     seen = torch.ones(width, width - 1, dtype=torch.bool, device=fed.device).tril_(-1)
@@ -51,11 +55,16 @@ def chain_before(fed: Tensor) -> Tensor:
 def verify_chain(
     logits: Tensor, batch: Batch, width: int, ends: Tensor | None, sampler: Sampler
 ) -> Accepted:
-    """Draw at every position of the decoding rows and at the end of the prompts that ended, and
-    accept.
+    """Sample at every position of the decode rows and at the end of finished prompts, and accept.
 
-    logits [N, V] of those, in this order; ends int64: places in the batch of the prompts that
-    ended, None when the batch holds decoding rows only. Tells the sampler what was accepted.
+    The accepted tokens are passed on to ``sampler.observe``.
+
+    Args:
+        logits: [N, V], of the decode rows' positions and then of the finished prompts.
+        batch: The target's step.
+        width: W.
+        ends: Indices in the batch of the rows whose prompts ended, int64; None if all rows decode.
+        sampler: The sampler.
     """
     rows = batch.num_decodes
     count = rows * width
@@ -80,8 +89,9 @@ def verify_chain(
 
 
 def _with_ends(decoded: Accepted, sampled: Sampled, ends: Tensor, size: int) -> Accepted:
-    """All ``size`` rows of the step: the decoding ones, those whose prompt ended (one token), the
-    others (none).
+    """Return the result for all ``size`` rows of the step.
+
+    Decode rows keep their tokens, rows whose prompt ended get one token, other rows get none.
     """
     rows, width = decoded.tokens.shape
     first = torch.arange(rows * width, device=ends.device)
@@ -106,5 +116,5 @@ def _with_ends(decoded: Accepted, sampled: Sampled, ends: Tensor, size: int) -> 
 
 
 def spread(values: Tensor, where: Tensor, size: int) -> Tensor:
-    """``values`` [N, ...] at places ``where`` int64 [N] of zeros [size, ...]."""
+    """Return zeros [size, ...] with ``values`` [N, ...] at the indices ``where``, int64 [N]."""
     return values.new_zeros(size, *values.shape[1:]).index_copy_(0, where, values)
