@@ -310,7 +310,7 @@ class RadixCache:
     # ---- age and locks ---------------------------------------------------------------------------
 
     def _touch(self, node: Node) -> None:
-        """Mark every node on the path as used now; no ancestor is ever older than its descendants."""
+        """Mark every node on the path as used now; no ancestor is older than a descendant."""
         self._clock += 1
         at: Node | None = node
         while at is not None:

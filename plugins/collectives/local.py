@@ -1,4 +1,4 @@
-"""Collectives of one rank: the identity."""
+"""Collectives of one rank, which return their input."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def register_collectives() -> list[Component]:
             options=LocalOptions,
             factory="glowplug.plugins.collectives.local_runtime:Local",
             offers=CollectiveOffers(ranks=False, growing_segments=True),
-            summary="one rank, nothing to exchange",
+            summary="one rank without communication",
         )
     ]

@@ -1,4 +1,4 @@
-"""Every collective of a single rank returns its input."""
+"""Runtime of the collectives "local": every collective of a single rank returns its input."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Local:
-    """``Collectives`` for one rank."""
+    """The ``Collectives`` of one rank."""
 
     def __init__(self, options: LocalOptions, plan: EnginePlan, worker: Worker) -> None:
         del options, plan
-        assert worker.ranks == 1, "local collectives span one rank"
+        assert worker.ranks == 1, "local collectives support one rank only"
 
     def all_reduce(self, x: Tensor, axis: str) -> Tensor:
         return x

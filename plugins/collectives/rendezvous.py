@@ -1,4 +1,4 @@
-"""Where ranks find one another: the key-value store that process groups are built over."""
+"""Rendezvous of the ranks: the key-value store over which process groups are built."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from glowplug.core.errors import CollectiveError
 
-POLL = 0.02  #: seconds between looks for ranks that have not come
+POLL_SECONDS = 0.02  #: interval between checks for missing ranks
 
 
 def open_store(address: str, rank: int, ranks: int, timeout: float) -> Store:
-    """The store at ``address``: "file://PATH", "tcp://HOST:PORT" (rank 0 listens) or "env://" (as
-    torchrun sets it up).
+    """Open the store at ``address``.
 
-    "tcp://HOST:PORT/PREFIX?held" is a part of a store that another process holds. CollectiveError
-    when it cannot be opened within ``timeout`` seconds.
+    Args:
+        address: "file://PATH", "tcp://HOST:PORT" (rank 0 listens), or "env://" (torchrun's
+            environment variables). "tcp://HOST:PORT/PREFIX?held" is a part of a store that another
+            process holds.
+        rank: This rank.
+        ranks: Number of ranks.
+        timeout: Seconds to wait.
+
+    Raises:
+        CollectiveError: The store could not be opened in time, or the address is invalid.
     """
     place = urlsplit(address)
     try:
@@ -50,8 +57,9 @@ def open_store(address: str, rank: int, ranks: int, timeout: float) -> Store:
 
 
 def _environment_store(rank: int, ranks: int, timeout: float) -> Store:
-    """MASTER_ADDR and MASTER_PORT; the torchrun agent may host the store already, and reuse it
-    after a restart.
+    """Open the store at MASTER_ADDR and MASTER_PORT.
+
+    The torchrun agent may already host the store, and reuse it after a restart.
     """
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
@@ -66,8 +74,12 @@ def _environment_store(rank: int, ranks: int, timeout: float) -> Store:
 
 
 def await_ranks(store: Store, rank: int, ranks: int, timeout: float, what: str) -> None:
-    """Returns when every rank has called it with this ``what`` ("start"); CollectiveError naming
-    those that have not within ``timeout`` seconds."""
+    """Wait until every rank has called this function with the same ``what``, such as "start".
+
+    Raises:
+        CollectiveError: Some ranks have not done so within ``timeout`` seconds, or the store is
+            lost.
+    """
     deadline = time.monotonic() + timeout
     missing = list(range(ranks))
     try:
@@ -77,13 +89,16 @@ def await_ranks(store: Store, rank: int, ranks: int, timeout: float, what: str) 
                 raise CollectiveError(
                     f"rank {rank} of {ranks} waited {timeout:g} s for ranks {missing} to {what}"
                 )
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
     except RuntimeError as error:
         raise CollectiveError(f"rank {rank} of {ranks} lost the rendezvous: {error}") from error
 
 
 def own_address(address: str) -> str:
-    """This host's address on the way to the rendezvous; loopback where ranks meet on one host."""
+    """Return this host's address on the route to the rendezvous.
+
+    Loopback if all ranks are on one host.
+    """
     place = urlsplit(address)
     host = os.environ.get("MASTER_ADDR") if place.scheme == "env" else place.hostname
     if place.scheme == "file" or not host:
@@ -92,5 +107,5 @@ def own_address(address: str) -> str:
         0
     ]
     with socket.socket(family, kind) as probe:
-        probe.connect(target)  # NOTE: sends nothing, but makes the kernel choose the route
+        probe.connect(target)  # NOTE: sends nothing, but lets the kernel choose the route
         return str(probe.getsockname()[0])

@@ -1,6 +1,4 @@
-"""Collectives among ranks by torch.distributed's process groups: gloo between CPUs, NCCL between
-CUDA devices.
-"""
+"""Collectives by torch.distributed's process groups: gloo for CPUs, NCCL for CUDA devices."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ RUNTIME = "glowplug.plugins.collectives.torch_distributed_runtime"
 class TorchDistributedOptions(CollectivesOptions):
     interface: str | None = Field(
         None,
-        description="network interface over which gloo reaches other hosts; None: the "
-        "one that leads to rank 0's address, loopback on a single host",
+        description="network interface over which gloo reaches other hosts; None: the interface "
+        "on the route to rank 0's address, or loopback on a single host",
         json_schema_extra=OPERATIONAL,
     )
 
@@ -42,7 +40,7 @@ def register_collectives() -> list[Component]:
             factory=f"{RUNTIME}:Gloo",
             offers=CollectiveOffers(devices=frozenset({"cpu"}), ranks=True),
             requires=(Package("torch"),),
-            summary="ranks on CPUs, of one host or several",
+            summary="ranks on CPUs of one or several hosts",
         ),
         Component(
             name="nccl",
@@ -50,6 +48,6 @@ def register_collectives() -> list[Component]:
             factory=f"{RUNTIME}:Nccl",
             offers=CollectiveOffers(devices=frozenset({"cuda"}), ranks=True, growing_segments=True),
             requires=(Package("torch"),),
-            summary="ranks on CUDA devices; what the host exchanges goes by gloo",
+            summary="ranks on CUDA devices; host data is exchanged by gloo",
         ),
     ]

@@ -1,7 +1,8 @@
-"""Process groups of torch.distributed, one for each set of ranks that an axis connects.
+"""Runtime of the collectives "gloo" and "nccl".
 
-The groups are built straight over a store: there is no default group and no global state, so ranks
-may be processes or threads of one process.
+There is one process group of torch.distributed for each set of ranks that an axis connects. The
+groups are built directly over a store. There is no default group and no global state, so ranks may
+be processes or threads of one process.
 """
 
 from __future__ import annotations
@@ -26,15 +27,20 @@ from glowplug.plugins.collectives.rendezvous import await_ranks, open_store, own
 from glowplug.plugins.collectives.torch_distributed import TorchDistributedOptions
 
 AXES = ("tp", "pp", *OVER_TP, *WITHIN)
-WORLD = "world"
-INLINE = 2040  #: bytes of a broadcast that travel with its length
-GATHERED = 1 << 13  #: numbers few enough to send all of them to every rank and add them up there
+WORLD = "world"  #: name of the group of all ranks, in errors
+INLINE_BYTES = 2040  #: bytes of a broadcast that are sent together with its length
+#: largest tensor whose all-reduce gathers it on every rank and sums it there
+GATHERED_NUMBERS_MAX = 1 << 13
 
 
 class Gloo:
-    """``Collectives`` among CPUs. Every rank calls the same methods in the same order.
+    """The ``Collectives`` between CPUs. Every rank must call the same methods in the same order.
 
-    ``store`` replaces the one at ``worker.rendezvous``.
+    Args:
+        options: The component's options.
+        plan: The plan, with the mesh.
+        worker: The rank.
+        store: Replaces the store at ``worker.rendezvous``.
     """
 
     def __init__(
@@ -62,12 +68,12 @@ class Gloo:
         for axis in AXES:
             if axis_size(axis, plan.mesh) > 1:
                 self._of[axis] = self._shared(axis, group(axis, self._rank, plan.mesh))
-        # NOTE: a rank that fails and goes while others still connect to it would end them in its
-        # place.
+        # NOTE: without this, a rank that fails and exits while others still connect to it would
+        # make those fail instead.
         await_ranks(self._store, worker.rank, worker.ranks, options.timeout, "connect")
 
     def _shared(self, axis: str, members: tuple[int, ...]) -> Any:
-        """The group of an axis; axes that connect the same ranks share one."""
+        """Return the group of an axis; axes that connect the same ranks share one group."""
         if members not in self._groups:
             self._groups[members] = self._call(
                 "connecting", axis, lambda: self._axis_group(members)
@@ -85,7 +91,7 @@ class Gloo:
         return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), options)
 
     def _part(self, members: tuple[int, ...], name: str) -> dist.Store:
-        """The corner of the store for one group."""
+        """Return the part of the store for one group."""
         return dist.PrefixStore(f"{name} {'-'.join(map(str, members))}", self._store)
 
     def _network(self) -> Any:
@@ -94,6 +100,7 @@ class Gloo:
         return dist.ProcessGroupGloo.create_device(hostname=own_address(self._rendezvous))
 
     def _call(self, operation: str, axis: str, work: Callable[[], Any]) -> Any:
+        """Run ``work`` and turn its errors into a CollectiveError."""
         try:
             return work()
         except (RuntimeError, OSError) as error:
@@ -102,9 +109,10 @@ class Gloo:
             ) from error
 
     def _await(self, operation: str, axis: str, start: Callable[[], Any]) -> None:
+        """Start an operation and wait for it."""
         self._call(operation, axis, lambda: start().wait())
 
-    # ---- over an axis, on the device -------------------------------------------------------------
+    # ---- along an axis, on the device ------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, axis: str) -> Tensor:
         members = self._of.get(axis)
@@ -113,22 +121,24 @@ class Gloo:
         return self._sum(members, x.contiguous(), axis)
 
     def _sum(self, members: Any, x: Tensor, axis: str) -> Tensor:
-        """NOTE: gloo's ring adds in an order that depends on where in x a number lies, so from
-        three ranks on a token's bits would depend on its neighbours. Here every number is added up
-        in float32 and in order of rank.
+        """All-reduce contiguous x over ``members``.
+
+        NOTE: gloo's ring sums in an order that depends on a number's position in x, so with three
+        or more ranks a token's bits would depend on its neighbours. Here every number is summed in
+        float32 and in order of rank.
         """
         ranks = members.size()
-        if ranks <= 2:  # two terms have one order only
+        if ranks <= 2:  # two terms have only one order
             self._await("all_reduce", axis, lambda: members.allreduce([x]))
             return x
-        if x.numel() <= GATHERED:
+        if x.numel() <= GATHERED_NUMBERS_MAX:
             return add_up(self._gathered(members, x, "all_reduce", axis)).to(x.dtype)
         slices = F.pad(x.view(-1), (0, -x.numel() % ranks)).view(ranks, -1)
         own = add_up(self._exchanged(members, slices, "all_reduce", axis)).to(x.dtype)
         return self._gathered(members, own, "all_reduce", axis).view(-1)[: x.numel()].view(x.shape)
 
     def _gathered(self, members: Any, part: Tensor, operation: str, axis: str) -> Tensor:
-        """part [...], contiguous -> [ranks, ...]."""
+        """All-gather contiguous part [...] to [ranks, ...]."""
         every = part.new_empty(members.size(), *part.shape)
         if part.numel():
             self._await(
@@ -137,7 +147,7 @@ class Gloo:
         return every
 
     def _exchanged(self, members: Any, sent: Tensor, operation: str, axis: str) -> Tensor:
-        """sent [ranks, ...], contiguous -> [ranks, ...]."""
+        """Exchange contiguous sent [ranks, ...] by all-to-all, to [ranks, ...]."""
         received = torch.empty_like(sent)
         self._await(operation, axis, lambda: members.alltoall_base(received, sent, [], []))
         return received
@@ -180,22 +190,24 @@ class Gloo:
         )
         return arrived
 
-    # ---- among all ranks, on the host ------------------------------------------------------------
+    # ---- over all ranks, on the host -------------------------------------------------------------
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        head = torch.zeros(8 + INLINE, dtype=torch.uint8)
+        head = torch.zeros(8 + INLINE_BYTES, dtype=torch.uint8)
         if self._rank == 0:
-            assert data is not None, "rank 0 has the bytes"
+            assert data is not None, "rank 0 must pass the bytes"
             head.numpy()[:8].view(np.int64)[0] = len(data)
-            head.numpy()[8 : 8 + len(data[:INLINE])] = np.frombuffer(data[:INLINE], np.uint8)
+            head.numpy()[8 : 8 + len(data[:INLINE_BYTES])] = np.frombuffer(
+                data[:INLINE_BYTES], np.uint8
+            )
         self._broadcast(head)
         size = int(head.numpy()[:8].view(np.int64)[0])
-        first = head.numpy()[8 : 8 + min(size, INLINE)].tobytes()
-        if size <= INLINE:
+        first = head.numpy()[8 : 8 + min(size, INLINE_BYTES)].tobytes()
+        if size <= INLINE_BYTES:
             return first
-        rest = torch.empty(size - INLINE, dtype=torch.uint8)
+        rest = torch.empty(size - INLINE_BYTES, dtype=torch.uint8)
         if data is not None and self._rank == 0:
-            rest.numpy()[:] = np.frombuffer(data, np.uint8)[INLINE:]
+            rest.numpy()[:] = np.frombuffer(data, np.uint8)[INLINE_BYTES:]
         self._broadcast(rest)
         return first + rest.numpy().tobytes()
 
@@ -218,7 +230,7 @@ class Gloo:
         return found
 
     def _host_gather(self, operation: str, part: Tensor) -> Tensor:
-        """part [N] -> [ranks, N]."""
+        """All-gather part [N] to [ranks, N]."""
         every = part.new_empty(self._ranks, *part.shape)
         if part.numel():
             self._await(
@@ -229,14 +241,17 @@ class Gloo:
         return every
 
     def close(self) -> None:
-        """Peers that still wait for this rank get a CollectiveError. Idempotent."""
+        """Release the groups; idempotent.
+
+        Peers that still wait for this rank get a CollectiveError.
+        """
         self._of.clear()
         self._groups.clear()
         self._host = None
 
 
 class Nccl(Gloo):
-    """``Collectives`` among CUDA devices; the host's own exchanges stay with gloo."""
+    """The ``Collectives`` between CUDA devices; exchanges of host data still use gloo."""
 
     def _sum(self, members: Any, x: Tensor, axis: str) -> Tensor:
         self._await("all_reduce", axis, lambda: members.allreduce([x]))

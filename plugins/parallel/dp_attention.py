@@ -1,4 +1,4 @@
-"""Data-parallel attention: groups of ranks attend for requests of their own, and share the MLPs."""
+"""Data-parallel attention: each group of ranks attends for its own requests; MLPs use all ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class DpAttentionOptions(ParallelOptions):
         1,
         ge=1,
         description="groups of ranks, each with its own requests, scheduler and KV cache; the "
-        "tensor ranks are dealt to them evenly",
+        "tensor ranks are divided evenly among them",
     )
 
 
 def check_dp_attention(context: CheckContext) -> Iterator[Refusal]:
-    """Groups are cut from the tensor ranks, which a strategy listed before must define.
+    """Refuse groups that do not divide the tensor ranks, which an earlier strategy must define.
 
-    Whether heads and vocabulary split over the ranks of a group is that strategy's to say.
+    That strategy checks whether heads and vocabulary split over the ranks of a group.
     """
     held = context.chosen["parallel"]
     place = next((at for at, chosen in enumerate(held) if chosen.options is context.options), 0)
@@ -43,15 +43,16 @@ def check_dp_attention(context: CheckContext) -> Iterator[Refusal]:
         yield Refusal(
             NAME,
             f"parallel.{place}.use",
-            "data-parallel attention deals tensor ranks to its groups, and no "
-            "strategy listed before it defines any",
+            "data-parallel attention divides the tensor ranks into groups, and no strategy listed "
+            "before it defines tensor ranks",
             f'[[parallel]] use = "tensor", size = {max(2, groups)} before it',
         )
     elif ranks == 1:
         yield Refusal(
             NAME,
             field,
-            "data-parallel attention deals tensor ranks to its groups, and there is one rank",
+            "data-parallel attention divides the tensor ranks into groups, and there is only one "
+            "rank",
             f"more tensor ranks (size = {max(2, groups)}), or leave {NAME} out",
         )
     elif ranks % groups:
@@ -59,12 +60,13 @@ def check_dp_attention(context: CheckContext) -> Iterator[Refusal]:
         yield Refusal(
             NAME,
             field,
-            f"{groups} groups do not share {ranks} tensor ranks evenly",
+            f"{ranks} tensor ranks cannot be divided evenly among {groups} groups",
             _instead(fits, groups),
         )
 
 
 def _instead(sizes: list[int], wanted: int) -> str:
+    """Return a fix with the size nearest to ``wanted``."""
     nearest = min(sizes, key=lambda size: (abs(size - wanted), -size))
     return f"size = {nearest} (one of {', '.join(map(str, sizes))})"
 
@@ -78,6 +80,6 @@ def register_parallel_strategies() -> list[Component]:
             factory="glowplug.plugins.parallel.dp_attention_runtime:DpAttention",
             offers=ParallelOffers(axes=frozenset({"dp"}), ranks=True, idle_steps=True),
             check=check_dp_attention,
-            summary="groups of ranks with requests and KV cache of their own; MLPs over all ranks",
+            summary="groups of ranks with their own requests and KV cache; MLPs over all ranks",
         )
     ]

@@ -1,4 +1,4 @@
-"""The runtime of ``dp_attention``."""
+"""Runtime of the parallelism strategy "dp_attention"."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
     from glowplug.plugins.parallel.dp_attention import DpAttentionOptions
 
-#: what a step is when groups do different things: the last of them that any group does
+#: modes in order of precedence: a step in which groups differ has the last mode of any group
 MODES = (Mode.IDLE, Mode.DECODE, Mode.VERIFY, Mode.PREFILL)
 
 
 class LeastLoaded:
-    """A ``RequestRouter``: each request goes to the group with the fewest sequences, ties to the
-    lowest number.
+    """A ``RequestRouter`` that sends each request to the group with the fewest sequences.
 
-    It counts what the groups held when they last agreed on a step, and what was dealt since.
+    Ties go to the lowest group number. The loads are the sequences of each group when the groups
+    last agreed on a step, plus the requests routed since.
     """
 
     def __init__(self, group: int, groups: int, leads: bool) -> None:
@@ -38,18 +38,19 @@ class LeastLoaded:
         self.loads = [0] * groups
 
     def owns(self, sequence: Sequence) -> bool:
+        """Route a request and return whether this rank's group owns it."""
         chosen = min(range(len(self.loads)), key=self.loads.__getitem__)
         self.loads[chosen] += 1
         return chosen == self.group
 
 
 class DpAttention(Unsplit):
-    """``ParallelStrategy``: ranks hold the whole of what their group's attention needs, and slices
-    of the rest.
+    """The ``ParallelStrategy`` of data-parallel attention.
 
-    Before an MLP the groups' tokens are gathered, each group's padded with zeros to the agreed
-    number of tokens, so that the exchange has one shape on all ranks; after it every rank takes its
-    group's tokens back.
+    Ranks hold all attention weights that their group needs (split over the ranks of the group), and
+    slices of the other weights. Before an MLP the tokens of all groups are gathered; each group's
+    tokens are padded with zeros to the agreed number of tokens, so that the exchange has the same
+    shape on all ranks. After the MLP every rank takes its group's tokens back.
     """
 
     def __init__(self, options: DpAttentionOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -66,7 +67,10 @@ class DpAttention(Unsplit):
         self._router = LeastLoaded(self._group, self._groups, self._within == 0)
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
-        """Attention and the vocabulary are the group's own; MLPs stay as they are."""
+        """Shard attention and the vocabulary within the group.
+
+        Other weights are left to the other strategies.
+        """
         projects = role == "row" and name.endswith(".o_proj")
         if not projects and role not in ("heads", "vocab"):
             return None
@@ -89,12 +93,12 @@ class DpAttention(Unsplit):
         return self._router
 
     def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
-        """x [T, hidden] -> [groups * agreed tokens, hidden], group by group."""
-        assert batch.agreed is not None, "groups agree on a step before they launch it"
+        """Gather x [T, hidden] to [groups * agreed tokens, hidden], group by group."""
+        assert batch.agreed is not None, "groups must agree on a step before they launch it"
         missing = batch.agreed.tokens - x.shape[0]
         return self._collectives.all_gather(F.pad(x, (0, 0, 0, missing)) if missing else x, "dp")
 
     def enter_attention(self, x: Tensor, batch: Batch) -> Tensor:
-        """x [groups * agreed tokens, hidden] -> [T, hidden]."""
+        """Return this group's tokens [T, hidden] of x [groups * agreed tokens, hidden]."""
         first = self._group * (x.shape[0] // self._groups)
         return x[first : first + batch.num_tokens]

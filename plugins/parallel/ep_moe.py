@@ -1,5 +1,6 @@
-"""Expert parallelism: each rank holds some of the routed experts, and tokens travel to those they
-chose and back.
+"""Expert parallelism: each rank holds a share of the routed experts.
+
+Tokens are sent to the ranks of their experts, and the results are sent back.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ class EpMoeOptions(ParallelOptions):
     size: int = Field(
         1,
         ge=1,
-        description="ranks among which the experts are dealt; it divides the tensor ranks, and "
-        "those of one share split the width of their experts",
+        description="number of shares into which the experts are divided; it divides the tensor "
+        "ranks, and the ranks of one share split the width of their experts",
     )
     exchange: Literal["auto", "all_gather", "all_to_all", "all_to_all_static"] = Field(
         "auto",
-        description="how tokens reach their experts. all_gather: every rank gets every token. all_to_all: a "
-        "token goes to the ranks that hold one of its experts (row counts pass through the host). "
-        "all_to_all_static: the same in a buffer of fixed shape. auto is all_gather",
+        description="how tokens reach their experts. all_gather: every rank receives every token. "
+        "all_to_all: a token is sent to the ranks that hold one of its experts (the host reads the "
+        "row counts). all_to_all_static: like all_to_all, in a buffer of fixed shape. "
+        "auto: all_gather",
     )
     count_load: bool = Field(
         True,
@@ -40,7 +42,7 @@ class EpMoeOptions(ParallelOptions):
 
 
 def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
-    """Experts there are, ranks to deal them to, and an exchange that fits."""
+    """Refuse models without routed experts, unsuitable sizes and an exchange that does not fit."""
     held = context.chosen["parallel"]
     place = next(
         (i for i, chosen in enumerate(held) if chosen.options is context.options), len(held)
@@ -50,7 +52,7 @@ def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
         yield Refusal(
             NAME,
             f"parallel.{place}.use",
-            f"{context.facts.model.architecture} has no routed experts to share",
+            f"{context.facts.model.architecture} has no routed experts to divide",
             f"leave {NAME} out (--ep-size, --enable-ep-moe)",
         )
         return
@@ -62,8 +64,8 @@ def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
         yield Refusal(
             NAME,
             f"parallel.{place}.use",
-            f"{NAME} deals experts among the ranks of a tensor-parallel "
-            "strategy, and none stands before it",
+            f"{NAME} divides experts among the ranks of a tensor-parallel strategy, and none is "
+            "listed before it",
             f'[[parallel]] use = "tensor", size = '
             f"{context.options.size} before it (--tp {context.options.size})",
         )
@@ -72,6 +74,7 @@ def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
 
 
 def _sizes(context: CheckContext, section: str, experts: list[int]) -> Iterator[Refusal]:
+    """Refuse sizes that do not divide the experts or tensor ranks, or do not fit the exchange."""
     size = context.options.size
     tp = context.values["mesh"].get("tp", 1)
     fitting = [
@@ -82,7 +85,7 @@ def _sizes(context: CheckContext, section: str, experts: list[int]) -> Iterator[
         yield Refusal(
             NAME,
             f"{section}.size",
-            f"{count} experts cannot be dealt evenly to {size} ranks",
+            f"{count} experts cannot be divided evenly among {size} ranks",
             f"{section}.size = {sizes}",
         )
     if tp % size:
@@ -97,14 +100,15 @@ def _sizes(context: CheckContext, section: str, experts: list[int]) -> Iterator[
         yield Refusal(
             NAME,
             f"{section}.exchange",
-            f"{context.options.exchange} needs each expert whole on one rank; "
-            f"with {size} shares on {tp} ranks {tp // size} ranks split the width of each",
+            f"{context.options.exchange} needs each expert whole on one rank; with {size} shares "
+            f"on {tp} ranks, {tp // size} ranks split the width of each expert",
             f'{whole}{section}.exchange = "all_gather"',
         )
     yield from _capture(context, section)
 
 
 def _capture(context: CheckContext, section: str) -> Iterator[Refusal]:
+    """Refuse ``all_to_all`` together with a graph runner that captures steps."""
     if context.options.exchange != "all_to_all":
         return
     for runner in context.chosen["graphs"]:
@@ -112,7 +116,7 @@ def _capture(context: CheckContext, section: str) -> Iterator[Refusal]:
             yield Refusal(
                 NAME,
                 f"{section}.exchange",
-                "all_to_all sends as many rows as tokens ask for, which "
+                "all_to_all sends a number of rows that depends on the routing, which "
                 f"{runner.name} cannot capture",
                 f'{section}.exchange = "all_to_all_static", or graphs.use = "eager"',
             )
@@ -127,6 +131,6 @@ def register_parallel_strategies() -> list[Component]:
             check=check_ep_moe,
             factory="glowplug.plugins.parallel.ep_moe_runtime:EpMoe",
             offers=ParallelOffers(axes=frozenset({"ep"}), ranks=True),
-            summary="routed experts dealt among ranks, by all-gather or all-to-all",
+            summary="routed experts divided among ranks, with all-gather or all-to-all",
         )
     ]

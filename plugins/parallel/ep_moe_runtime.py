@@ -1,4 +1,4 @@
-"""The runtime of ``parallel.ep_moe``: who holds which expert, and the exchange of each layer."""
+"""Runtime of the parallelism strategy "ep_moe": placement of experts and exchange of tokens."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ EXCHANGES: Mapping[str, Callable[[Layout, Collectives, str, bool], ExpertExchang
     "all_to_all": AllToAllExchange,
     "all_to_all_static": StaticAllToAllExchange,
 }
-SHARED = "shared_experts"  #: module of the expert that every token passes
+SHARED = "shared_experts"  #: name of the shared experts' module
 
 
 class EpMoe(Unsplit):
-    """``ParallelStrategy``. Experts go over "ep", their width over "moe_tp", the shared expert's
-    over "attn_tp".
+    """The ``ParallelStrategy`` of expert parallelism.
+
+    Routed experts are split over the axis "ep", their width over "moe_tp", and the width of the
+    shared expert over "attn_tp".
     """
 
     def __init__(self, options: EpMoeOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -61,7 +63,7 @@ class EpMoe(Unsplit):
         return Shard(start, size, full, reduce=reduce, axis=axis, parts=parts)
 
     def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
-        assert self._collectives is not None, "a strategy among ranks is given their collectives"
+        assert self._collectives is not None, "expert parallelism needs the ranks' collectives"
         layout = Layout(
             tp=self._at["tp"][1], ep=self._at["ep"], group=self._at["attn_tp"], experts=experts
         )

@@ -1,11 +1,11 @@
-"""How tokens reach the ranks of their experts and come back.
+"""Exchange of tokens between ranks: to the ranks of their experts and back.
 
-Ranks of one group hold the same tokens, so each brings its own slice of them and every token
-travels once. Slices are as long as the busiest group's, with padding rows of zeros and ids of -1. S
-rows a slice, K experts a token.
+The ranks of a group hold the same tokens, so each rank contributes its own slice of them and every
+token is sent once. Slices are as long as those of the busiest group; padding rows are zeros with
+ids of -1. S is the rows of a slice and K the experts of a token.
 
-NOTE: slices are added up here, in float32 and in order of rank, instead of by the backend's
-reduce-scatter: a ring adds in an order that depends on where in the buffer a row lies, so a token's
+NOTE: slices are summed here, in float32 and in order of rank, instead of by the backend's
+reduce-scatter. A ring sums in an order that depends on a row's position in the buffer, so a token's
 bits would depend on its neighbours.
 """
 
@@ -24,8 +24,13 @@ from glowplug.kernels.launch.sums import add_up
 
 @dataclass(frozen=True)
 class Layout:
-    """A rank's place: (index, size) along "ep" and along its group ("attn_tp"); ``experts`` of the
-    layer.
+    """The place of a rank in one layer.
+
+    Attributes:
+        tp: Tensor ranks.
+        ep: (index, size) along the axis "ep".
+        group: (index, size) within the rank's group, along the axis "attn_tp".
+        experts: Routed experts of the layer.
     """
 
     tp: int
@@ -40,8 +45,10 @@ class Layout:
 
 
 class Exchange:
-    """What the exchanges have in common: slices of a group's tokens, load counts, the way back into
-    the group.
+    """Base class of the exchanges: slices of a group's tokens, load counts and the final gather.
+
+    Attributes:
+        load: Tokens that chose each expert, int64 [experts]; None if they are not counted.
     """
 
     load: Tensor | None = None
@@ -52,15 +59,18 @@ class Exchange:
         self._layout = layout
         self._collectives = collectives
         if count_load:
-            # NOTE: ids of -1 are counted too, in front of the experts' own counts: no mask, no wait
-            # for the device
+            # NOTE: ids of -1 are counted, too, in an extra first element: this needs no mask and no
+            # wait for the device
             self._counts = torch.zeros(layout.experts + 1, dtype=torch.int64, device=device)
             self._one = torch.ones(1, dtype=torch.int64, device=device)
             self.load = self._counts[1:]
 
     def _own(self, tokens: int, most: int) -> tuple[int, slice]:
-        """Rows of a slice when the busiest group has ``most`` tokens, and which of the ``tokens``
-        here are in ours.
+        """Return the rows of a slice and this rank's slice.
+
+        Args:
+            tokens: Tokens of this group.
+            most: Tokens of the busiest group.
         """
         index, size = self._layout.group
         rows = -(-most // size)
@@ -69,7 +79,10 @@ class Exchange:
     def _take(
         self, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's slice of its group's tokens, padded to S rows; counts it."""
+        """Return this rank's slice of its group's tokens, padded to S rows.
+
+        Its experts are added to the load counts.
+        """
         tokens = x.shape[0]
         most = tokens if batch.agreed is None else batch.agreed.tokens
         assert tokens <= most, f"{tokens} tokens in a step agreed to have {most}"
@@ -85,20 +98,30 @@ class Exchange:
         return F.pad(x, fill), F.pad(ids, fill, value=-1), F.pad(weights, fill)
 
     def _count(self, ids: Tensor) -> None:
+        """Add the chosen experts to the load counts."""
         if self.load is not None:
             chosen = ids.flatten() + 1
             self._counts.scatter_add_(0, chosen, self._one.expand_as(chosen))
 
     def _local(self, ids: Tensor, share: int | Tensor) -> Tensor:
-        """Expert numbers within ``share``; -1 where the expert belongs to another."""
+        """Return expert numbers within ``share``, and -1 for experts of other shares."""
         local = ids - share * self._layout.held
         return local.masked_fill_((local < 0) | (local >= self._layout.held), -1)
 
     def _finish(
         self, own: Tensor, tokens: int, partial: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """own float32 [S, hidden], complete -> [tokens, hidden] of the whole group, ``partial``
-        added.
+        """Gather the tokens of the whole group.
+
+        Args:
+            own: The complete sums of this rank's slice, float32 [S, hidden].
+            tokens: Tokens of the group.
+            partial: This rank's partial sums of the whole group, to be added; [tokens, hidden] or
+                None.
+            dtype: Dtype of the result.
+
+        Returns:
+            [tokens, hidden].
         """
         if partial is not None:
             ranks = self._layout.group[1]
@@ -111,11 +134,10 @@ class Exchange:
 
 
 class AllGatherExchange(Exchange):
-    """Every rank gets every token and works on those that chose its experts. Any split, fixed
-    shapes.
+    """Every rank receives every token and computes those routed to its experts.
 
-    Where a group is all ranks, each has every token already: nothing is gathered, and one sum ends
-    it.
+    It fits every split and has fixed shapes. If a group is all ranks, each rank already has every
+    token: nothing is gathered, and one all-reduce ends the exchange.
     """
 
     def dispatch(
@@ -140,10 +162,9 @@ class AllGatherExchange(Exchange):
 
 
 class StaticAllToAllExchange(Exchange):
-    """Each token to the ranks that hold one of its experts, in a buffer with a row of every token
-    for every rank.
+    """Each token is sent to the ranks that hold one of its experts, in a buffer of fixed shape.
 
-    Each expert must lie whole on one rank.
+    The buffer has one row per token for every rank. Each expert must be whole on one rank.
     """
 
     def __init__(
@@ -172,8 +193,9 @@ class StaticAllToAllExchange(Exchange):
 
 
 class AllToAllExchange(StaticAllToAllExchange):
-    """The same with only the rows that are wanted. The host reads their number, so no graph
-    captures it.
+    """Each token is sent to the ranks that hold one of its experts, and only those rows are sent.
+
+    The host reads the number of rows, so the exchange cannot be captured in a graph.
     """
 
     def dispatch(
@@ -194,24 +216,37 @@ class AllToAllExchange(StaticAllToAllExchange):
         back = self._collectives.all_to_all_rows(y, self._received, self._sent, "ep").float()
         own = back.new_zeros(self._rows, y.shape[1])
         parts = (torch.split(rows, self._sent) for rows in (self._source, back))
-        for source, part in zip(
-            *parts, strict=True
-        ):  # no row twice in a part, so they add up in order of rank
+        # no row occurs twice in a part, so every row is summed in order of rank
+        for source, part in zip(*parts, strict=True):
             own.index_add_(0, source, part)
         return self._finish(own, self._tokens, partial, y.dtype)
 
 
 def pack(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """x [..., hidden], ids int64 and weights float32 [..., K] as bytes [..., 8 K + hidden's], for
-    one collective.
+    """Pack tokens as bytes for one collective.
+
+    Args:
+        x: [..., hidden].
+        ids: int64 [..., K]; packed as int32.
+        weights: float32 [..., K].
+
+    Returns:
+        uint8 [..., 8 K + bytes of a row of x].
     """
     parts = (ids.int(), weights, x)
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
 
 
 def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Bytes [M, ...] of tokens with ``width`` experts each -> x [M, hidden] in ``dtype``, ids,
-    weights.
+    """Unpack bytes [M, ...] of :func:`pack`.
+
+    Args:
+        packed: The bytes.
+        width: K.
+        dtype: Dtype of x.
+
+    Returns:
+        x [M, hidden], ids int64 [M, K] and weights float32 [M, K].
     """
     sizes = [4 * width, 4 * width, packed.shape[-1] - 8 * width]
     ids, weights, x = (part.contiguous() for part in torch.split(packed, sizes, dim=-1))

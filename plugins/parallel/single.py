@@ -1,4 +1,4 @@
-"""No parallelism: one rank holds everything."""
+"""No parallelism: one rank holds the whole model."""
 
 from __future__ import annotations
 

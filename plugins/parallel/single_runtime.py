@@ -1,4 +1,4 @@
-"""The identity strategy."""
+"""Runtime of the parallelism strategy "single", which splits nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Single(Unsplit):
-    """``ParallelStrategy`` for one rank."""
+    """The ``ParallelStrategy`` of one rank."""
 
     def __init__(self, options: SingleOptions, plan: EnginePlan, worker: Worker) -> None:
         del options, plan, worker

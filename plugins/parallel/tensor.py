@@ -1,4 +1,4 @@
-"""Tensor parallelism: every rank computes a slice of each layer, and the slices are added up."""
+"""Tensor parallelism: every rank computes a slice of each layer; partial sums are all-reduced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from glowplug.core.plugin.offers import ParallelOffers, QuantizationOffers
 from glowplug.core.plugin.options import ParallelOptions, QuantizationOptions
 
 NAME = "tensor"
-SHOWN = 4  #: sizes listed in a fix
+FIX_SIZES_MAX = 4  #: most sizes listed in a fix
 
 
 class TensorOptions(ParallelOptions):
@@ -24,7 +24,7 @@ class TensorOptions(ParallelOptions):
 
 
 def check_tensor(context: CheckContext) -> Iterator[Refusal]:
-    """Every split dimension of the model, and of its draft, divides."""
+    """Refuse sizes that do not divide every split dimension of the model and of its draft."""
     mesh = context.values["mesh"]
     if mesh.get("tp", 1) == 1:
         return
@@ -37,15 +37,14 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
         0,
     )
     block = kept_block(context)
-    said: set[str] = set()
+    refused: set[str] = set()
     for model in (context.facts.model, context.facts.draft):
         if model is None:
             continue
         try:
             found = uneven(model, mesh, block)
-        except (
-            ValueError
-        ):  # an axis that does not divide the tensor ranks: its own strategy says so
+        except ValueError:
+            # an axis does not divide the tensor ranks, which its own strategy refuses
             return
         if found:
             fix = _fix(f"parallel.{place}.size", fitting_sizes(model, mesh, block), mesh)
@@ -53,14 +52,15 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
             yield from (
                 Refusal(NAME, f"parallel.{place}.size", reason, fix)
                 for reason in reasons
-                if reason not in said
+                if reason not in refused
             )
-            said.update(reasons)
+            refused.update(reasons)
 
 
 def kept_block(context: CheckContext) -> int:
-    """The block that the chosen quantization keeps its weights in on this device; 1 where it has
-    none.
+    """Return the block size of the stored weights under the chosen quantization on this device.
+
+    1 if the quantization has no blocks.
     """
     for scheme in context.chosen["quantization"]:
         offers = scheme.offers
@@ -72,25 +72,28 @@ def kept_block(context: CheckContext) -> int:
 
 
 def _reason(split: Split, mesh: dict[str, int], block: int) -> str:
+    """Return why ``split`` cannot be divided over the mesh."""
     parts = split.parts(mesh)
     what = f"{split.layer}: {split.dimension} of {split.full}"
     if split.role == "vocab":
-        return f"{what} leaves some of {parts} ranks without a token"
+        return f"{what} leaves some of the {parts} ranks without vocabulary"
     if split.full % parts == 0 and split.quantized and block > 1:
         held = split.full // parts * split.unit
-        return f"{what} gives each of {parts} ranks {held} channels, which cuts the quantization's blocks of {block}"
+        return (
+            f"{what} gives each of {parts} ranks {held} channels, which splits the "
+            f"quantization's blocks of {block}"
+        )
     if split.role == "kv_heads":
-        return f"{what} can be neither dealt to {parts} ranks nor repeated on them evenly"
+        return f"{what} can be neither split evenly over {parts} ranks nor replicated on them"
     return f"{what} does not split over {parts} ranks"
 
 
 def _fix(field: str, sizes: list[int], mesh: dict[str, int]) -> str:
+    """Return the fix: the sizes that fit, or the reason why none does."""
     if not sizes:
         others = ", ".join(f"{axis} {size}" for axis, size in mesh.items() if axis != "tp")
-        return (
-            f"no size up to {mesh['tp']} fits together with {others}" if others else f"{field} = 1"
-        )
-    more = ", ".join(map(str, sizes[1:SHOWN]))
+        return f"no size up to {mesh['tp']} fits with {others}" if others else f"{field} = 1"
+    more = ", ".join(map(str, sizes[1:FIX_SIZES_MAX]))
     return f"{field} = {sizes[0]}" + (f" (or {more})" if more else "")
 
 
@@ -103,6 +106,6 @@ def register_parallel_strategies() -> list[Component]:
             check=check_tensor,
             factory="glowplug.plugins.parallel.tensor_runtime:TensorParallel",
             offers=ParallelOffers(axes=frozenset({"tp"}), ranks=True),
-            summary="ranks share every layer: heads, widths and vocabulary",
+            summary="every layer split over the ranks: heads, widths and vocabulary",
         )
     ]

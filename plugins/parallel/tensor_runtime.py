@@ -1,4 +1,4 @@
-"""The runtime of ``parallel.tensor``."""
+"""Runtime of the parallelism strategy "tensor"."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from glowplug.plugins.parallel.unsplit import Unsplit
 if TYPE_CHECKING:
     from glowplug.plugins.parallel.tensor import TensorOptions
 
-SUMMED = frozenset({"row", "expert_width"})
-SPLIT = SUMMED | {"column", "heads", "vocab"}
+#: roles of weights whose outputs are partial sums, to be all-reduced
+REDUCED_ROLES = frozenset({"row", "expert_width"})
+#: roles of weights that are split over the ranks
+SPLIT_ROLES = REDUCED_ROLES | {"column", "heads", "vocab"}
 
 
 class TensorParallel(Unsplit):
-    """``ParallelStrategy``: heads, widths and vocabulary in equal parts; latents, norms, gates and
-    experts whole.
+    """The ``ParallelStrategy`` of tensor parallelism.
+
+    Heads, widths and vocabulary are split into equal parts; latents, norms, gates and experts are
+    whole on every rank.
     """
 
     def __init__(self, options: TensorOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -27,9 +31,14 @@ class TensorParallel(Unsplit):
         self._index = coordinates(worker.rank, plan.mesh).get("tp", 0)
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
-        if role not in SPLIT or self._ranks == 1:
+        if role not in SPLIT_ROLES or self._ranks == 1:
             return None
         start, size = deal(full, self._ranks, self._index, block)
         return Shard(
-            start, size, full, reduce=role in SUMMED, gather=role == "vocab", parts=self._ranks
+            start,
+            size,
+            full,
+            reduce=role in REDUCED_ROLES,
+            gather=role == "vocab",
+            parts=self._ranks,
         )

@@ -1,6 +1,4 @@
-"""What a parallelism strategy does when it has nothing to say: every shard is the whole, every
-exchange is nothing.
-"""
+"""Defaults of the parallelism strategies: nothing is split and nothing is exchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Unsplit:
-    """The ``ParallelStrategy`` that the others refine."""
+    """The ``ParallelStrategy`` that splits nothing; the base class of the others."""
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
         return None

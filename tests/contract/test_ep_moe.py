@@ -475,19 +475,19 @@ def test_what_fits_is_taken(options: dict[str, Any]) -> None:
         (
             {"size": 2, "before": ()},
             "use",
-            "none stands before it",
+            "none is listed before it",
             'use = "tensor", size = 2 before it',
         ),
         (
             {"size": 2, "before": (), "after": (TENSOR,)},
             "use",
-            "none stands before it",
+            "none is listed before it",
             "before it",
         ),
         (
             {"size": 4, "experts": 6},
             "size",
-            "6 experts cannot be dealt evenly to 4 ranks",
+            "6 experts cannot be divided evenly among 4 ranks",
             "size = 1 or 2",
         ),
         (

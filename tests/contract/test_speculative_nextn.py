@@ -282,7 +282,7 @@ def test_passes_of_a_step() -> None:
     ("options", "field", "said"),
     [
         ({"topk": 4}, "speculative.topk", "chain"),
-        ({"draft_tokens": 4}, "speculative.draft_tokens", "4 tokens"),
+        ({"draft_tokens": 4}, "speculative.draft_tokens", "draft_tokens is 4"),
         ({"steps": 0}, "speculative.steps", "1 to 15"),
         ({"steps": 16}, "speculative.steps", "1 to 15"),
         ({"steps": -3}, "speculative.steps", "1 to 15"),

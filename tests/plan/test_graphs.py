@@ -76,19 +76,19 @@ def test_sizes_that_cannot_come_are_left_out(
         (
             {"graphs": {"batch_sizes": [8, 9], "max_batch": 4}},
             "graphs.max_batch",
-            "above 4",
+            "exceeds graphs.max_batch = 4",
             "graphs.max_batch = 9",
         ),
         (
             {"graphs": {"batch_sizes": [20]}, "scheduler": {"max_running_requests": 16}},
             "graphs.batch_sizes",
-            "above the 16 sequences",
+            "exceeds the 16 sequences",
             "graphs.batch_sizes = [16]",
         ),
         (
             {"graphs": {"batch_sizes": [512, 600]}},
             "graphs.batch_sizes",
-            "above the 256 sequences that may run by default",
+            "exceeds the 256 sequences that may run by default",
             "scheduler.max_running_requests = 512",
         ),
         (
@@ -213,11 +213,11 @@ def test_token_counts(
 @pytest.mark.parametrize(
     ("graphs", "field", "reason"),
     [
-        ({"prefill": False, "prefill_tokens": [8]}, "graphs.prefill", "not to be captured"),
+        ({"prefill": False, "prefill_tokens": [8]}, "graphs.prefill", "captures no prefill step"),
         (
             {"prefill_tokens": [64], "max_prefill_tokens": 32},
             "graphs.max_prefill_tokens",
-            "above 32",
+            "exceeds graphs.max_prefill_tokens = 32",
         ),
         ({"prefill_tokens": [0]}, "graphs.prefill_tokens.0", ""),
     ],

@@ -63,7 +63,7 @@ def refusals(planned: Any) -> Refusals:
         (
             strategies(("ep_moe", 4)),
             "parallel.0.use",
-            "none stands before it",
+            "none is listed before it",
             '"tensor", size = 4 before it',
         ),
         (
@@ -111,7 +111,7 @@ def refusals(planned: Any) -> Refusals:
         (
             strategies(("tensor", 4), ("ep_moe", 3)),
             "parallel.1.size",
-            "8 experts cannot be dealt evenly to 3 ranks",
+            "8 experts cannot be divided evenly among 3 ranks",
             "parallel.1.size = 1 or 2 or 4",
         ),
         (
@@ -123,7 +123,7 @@ def refusals(planned: Any) -> Refusals:
         (
             strategies(("tensor", 4), ("dp_attention", 3)),
             "parallel.1.size",
-            "3 groups do not share 4",
+            "4 tensor ranks cannot be divided evenly among 3 groups",
             "size = 4",
         ),
         (
@@ -281,7 +281,7 @@ def test_hosts(
     found = [
         r
         for r in refusals({**config, "model": V3}, hardware=read_sheet("2x8xh200"))
-        if r.field == field and "cuts the quantization's blocks" not in r.reason
+        if r.field == field and "splits the quantization's blocks" not in r.reason
     ]
     assert len(found) == 1 and reason in found[0].reason and fix in found[0].fix, found
 

@@ -145,8 +145,8 @@ def test_blocks_are_asked_for_where_they_are_kept(planned: Any, tmp_path: Path) 
     reasons = {r.reason.partition(":")[0]: r.reason for r in found}
     assert "model.layers.0.mlp" not in reasons
     assert reasons["model.layers.1.mlp.experts"] == (
-        "model.layers.1.mlp.experts: moe_intermediate_size of 128 gives each of 2 ranks 64 channels, which cuts the "
-        "quantization's blocks of 128"
+        "model.layers.1.mlp.experts: moe_intermediate_size of 128 gives each of 2 ranks "
+        "64 channels, which splits the quantization's blocks of 128"
     )
 
 
