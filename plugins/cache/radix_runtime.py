@@ -36,7 +36,7 @@ class Node:
         salt: Salt of the tree.
         children: Children by the bytes of their first page's tokens.
         locks: Locks on this node or below it.
-        used: Time of the last use, in uses.
+        used: Value of the cache's use counter at the last use.
         alive: False once the node was removed from the tree.
     """
 

@@ -29,7 +29,7 @@ from glowplug.plugins.collectives.torch_distributed import TorchDistributedOptio
 AXES = ("tp", "pp", *OVER_TP, *WITHIN)
 WORLD = "world"  #: name of the group of all ranks, in errors
 INLINE_BYTES = 2040  #: bytes of a broadcast that are sent together with its length
-#: largest tensor whose all-reduce gathers it on every rank and sums it there
+#: most numbers of a tensor for which all-reduce gathers every rank's tensor and sums locally
 GATHERED_NUMBERS_MAX = 1 << 13
 
 

@@ -113,7 +113,8 @@ class ThinkParser:
         body, closed, rest = text.partition(CLOSE)
         if not closed:
             kept = len(body) - partial_tag(body)
-            body, self._held = body[:kept], body[kept:]
+            self._held = body[kept:]
+            body = body[:kept]
         if not self._begun:
             body = body.lstrip()
         solid = body.rstrip()

@@ -129,7 +129,7 @@ def refusals(planned: Any) -> Refusals:
         (
             strategies(("tensor", 1), ("dp_attention", 2)),
             "parallel.1.size",
-            "there is one rank",
+            "there is only one rank",
             "more tensor ranks",
         ),
     ],

@@ -42,19 +42,19 @@ class HopperMha(Fa3Mha):
             or fastest_mha(width * self._heads // self._kv_heads, rows) == "triton"
         )
         self.follows = self._by_triton and self._triton.follows
-        (self._triton.plan_decode if self._by_triton else super().plan_decode)(
-            batch, slot, rows, width
-        )
+        plan = self._triton.plan_decode if self._by_triton else super().plan_decode
+        plan(batch, slot, rows, width)
 
     def decode(self, query: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
-        return (self._triton.decode if self._by_triton else super().decode)(query, kv, scale)
+        decode = self._triton.decode if self._by_triton else super().decode
+        return decode(query, kv, scale)
 
     def plan_prefill(self, batch: Batch, first: int) -> None:
-        (self._triton.plan_prefill if self._triton_only else super().plan_prefill)(batch, first)
+        plan = self._triton.plan_prefill if self._triton_only else super().plan_prefill
+        plan(batch, first)
 
     def prefill(
         self, query: Tensor, k: Tensor, v: Tensor, kv: Mapping[str, Tensor], scale: float
     ) -> Tensor:
-        return (self._triton.prefill if self._triton_only else super().prefill)(
-            query, k, v, kv, scale
-        )
+        prefill = self._triton.prefill if self._triton_only else super().prefill
+        return prefill(query, k, v, kv, scale)

@@ -70,7 +70,7 @@ class Fa3Mla(PagedMla):
             page = 1
         elif (parts := mla_parts(page, width * self._heads)) > 1:
             # NOTE: if a page holds whole tiles, the kernel copies by TMA, and a NaN beyond a row's
-            # end, left there by another sequence, enters the sum as 0 * NaN. With smaller pages the
+            # end, left by another sequence, enters the sum as 0 * NaN. With smaller pages the
             # kernel takes its other path, which reads nothing beyond the end.
             table = self._buffers.in_parts(slot, table, parts)
             page //= parts

@@ -49,11 +49,11 @@ class HopperMla(FlashMla):
         planned(batch, slot, first, rows, width)
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
-        return (self._triton.decode if self._by_triton else super().decode)(query, kv, scale, layer)
+        decode = self._triton.decode if self._by_triton else super().decode
+        return decode(query, kv, scale, layer)
 
     def decode_values(
         self, query: Tensor, kv: Tensor, layer: MlaLayer, stored: Blocks | None, out: Tensor
     ) -> None:
-        (self._triton.decode_values if self._by_triton else super().decode_values)(
-            query, kv, layer, stored, out
-        )
+        decode = self._triton.decode_values if self._by_triton else super().decode_values
+        decode(query, kv, layer, stored, out)

@@ -135,6 +135,5 @@ class PagedMha:
             parts.append(self.prefill(q[count:], k[count:], v[count:], kv, layer.scale))
         if not parts:
             return q.new_empty(0, layer.heads * layer.head_dim)
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(
-            tokens, layer.heads * layer.head_dim
-        )
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.view(tokens, layer.heads * layer.head_dim)

@@ -238,12 +238,11 @@ class Slot:
         live = batch.num_rows
         shape = self.shape
         own.step = batch.step
-        own.rows[:live], own.kv_lens[:live] = batch.rows, batch.kv_lens
+        own.rows[:live] = batch.rows
+        own.kv_lens[:live] = batch.kv_lens
         if live < self._live:
-            own.rows[live : self._live], own.kv_lens[live : self._live] = (
-                shape.spare,
-                shape.padded_length,
-            )
+            own.rows[live : self._live] = shape.spare
+            own.kv_lens[live : self._live] = shape.padded_length
         self._fill_pages(batch.pages, live)
         turn = self._staging.take()
         held = self._held(turn)
@@ -253,7 +252,8 @@ class Slot:
         np.add((pages - columns) * shape.page_size, held.positions, out=held.slots)
         # NOTE: the page table of padding rows may be stale beyond its first columns
         held.slots[live:] = self._padding[live:]
-        held.rows[:], held.kv_lens[:] = own.rows, own.kv_lens
+        held.rows[:] = own.rows
+        held.kv_lens[:] = own.kv_lens
         self._staging.copy(turn, held.all, self._memory)
         return own
 
@@ -285,7 +285,8 @@ class Slot:
             return
         top = max(live, self._live)
         self._live = live
-        self._pages[:live, :given], self._pages[live:top, :columns] = pages, 0
+        self._pages[:live, :given] = pages
+        self._pages[live:top, :columns] = 0
         turn = self._staging.take()
         staged = (
             self._staging.buffers[turn][: 4 * top * columns].view(torch.int32).view(top, columns)
