@@ -74,10 +74,10 @@ class TestFp8Cache(Published):
 class Apart(TritonMla):
     """Leaves three parts of keys to W_UV's product wherever it may."""
 
-    def _cut(
+    def _tiled_rows(
         self, query: Tensor, kv: Tensor, layer: MlaLayer, apart: bool = False
     ) -> tuple[_Rows, Tiling]:
-        rows, cut = super()._cut(query, kv, layer, apart)
+        rows, cut = super()._tiled_rows(query, kv, layer, apart)
         return rows, replace(cut, block_n=16, splits=3, apart=apart and rows.width == 1)
 
 
