@@ -1,9 +1,8 @@
-"""Builds one rank from a plan: components, model, weights, KV pool, loop; then warms it up and
-tests it.
+"""Construction of one rank from a plan: components, model, weights, KV pool and loop.
 
-Its phases are what progress reports and failures name: ``build``, ``weights``, ``kernels`` (on a
-device: the largest steps run over a small pool, and what they take is measured), ``kv``,
-``capture``, ``self-test``, ``ready``.
+The rank is then warmed up and tested. Progress reports and failures name these phases:
+``build``, ``weights``, ``kernels`` (on a device: the largest steps run over a small pool, and their
+memory is measured), ``kv``, ``capture``, ``self-test``, ``ready``.
 """
 
 from __future__ import annotations
@@ -47,14 +46,17 @@ def build_context(
     facts: ModelFacts | None = None,
     context: int | None = None,
 ) -> BuildContext:
-    """What the plan's model builds from: fresh components. ``facts`` and ``context`` replace the
-    plan's.
+    """Return the context that the plan's model is built from, with newly built components.
+
+    Args:
+        facts: model facts to use instead of the plan's.
+        context: longest sequence, in tokens, to use instead of the plan's.
     """
-    made = {
+    components = {
         slot: build_component(plugins, plan.choice(slot), plan, worker)
         for slot in ("quantization", "collectives", "attention", "ops")
     }
-    joined = replace(worker, collectives=made["collectives"])
+    joined = replace(worker, collectives=components["collectives"])
     strategies = [
         build_component(plugins, choice, plan, joined) for choice in plan.choices_in("parallel")
     ]
@@ -63,19 +65,23 @@ def build_context(
         worker=worker,
         dtype=worker.dtype,
         context=context or plan.sizes.context_length,
-        scheme=made["quantization"],
+        scheme=components["quantization"],
         plain=_plain_scheme(plan, plugins, worker),
         parallel=ParallelStack(strategies),
-        collectives=made["collectives"],
-        attention=made["attention"],
-        ops=made["ops"],
+        collectives=components["collectives"],
+        attention=components["attention"],
+        ops=components["ops"],
         spare=plan.sizes.positions - plan.sizes.context_length,
     )
 
 
 def _plain_scheme(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> QuantizationScheme:
-    """The scheme for modules that a checkpoint leaves unquantized: the first that reads plain
-    weights.
+    """Return the scheme for modules that a checkpoint leaves unquantized.
+
+    This is the first registered scheme that reads plain weights and does not quantize them at load.
+
+    Raises:
+        GlowplugError: no registered scheme reads unquantized weights.
     """
     for component, _, _ in plugins.components("quantization"):
         offers = component.offers
@@ -89,7 +95,15 @@ def _plain_scheme(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> Quant
 
 
 class RankBuilder:
-    """Makes the rank's objects in dependency order. One use; ``engine`` is the product."""
+    """A builder that makes the objects of one rank in dependency order; it is used once.
+
+    Attributes:
+        clock: the rank's clock, which the loop keeps equal on all ranks.
+        plan: the plan; after ``build`` with the number of pages that the rank really has.
+        phases: durations of the start-up phases, and their log lines.
+        worker: the rank's place, with ``clock``.
+        memory: measurements of the rank's memory.
+    """
 
     def __init__(
         self, plan: EnginePlan, worker: Worker, plugins: PluginSet, report: Report, note: Note
@@ -102,9 +116,11 @@ class RankBuilder:
         self.memory = RankMemory(plan, worker)
 
     def component(self, slot: str) -> Any:
+        """Build and return the runtime object that the plan chose for ``slot``."""
         return build_component(self.plugins, self.plan.choice(slot), self.plan, self.worker)
 
     def build(self) -> Engine:
+        """Run all start-up phases but ``ready`` and return the rank's engine."""
         with self.phases.run("build"):
             context = build_context(self.plan, self.plugins, self.worker)
             model, draft, speculative = self._models(context)
@@ -123,6 +139,7 @@ class RankBuilder:
         return self._engine(runner, context)
 
     def _engine(self, runner: Runner, context: BuildContext) -> Engine:
+        """Bind the scheduler and return the engine around it and the runner."""
         scheduler = self.component("scheduler")
         policy = self.component("policy")
         scheduler.bind(
@@ -144,6 +161,11 @@ class RankBuilder:
         )
 
     def _models(self, context: BuildContext) -> tuple[Model, Model | None, Any]:
+        """Build the target model and the draft model (or None) without weights.
+
+        Returns:
+            The model, the draft model and the speculative algorithm.
+        """
         speculative = self.component("speculative")
         family = self.component("model")
         model = family.build(context)
@@ -154,6 +176,7 @@ class RankBuilder:
         return model, draft, speculative
 
     def _runner(self, context: BuildContext, model: Model, speculative: Any) -> Runner:
+        """Return the runner of the built models."""
         sizes = self.plan.sizes
         return Runner(
             model=model,
@@ -169,8 +192,10 @@ class RankBuilder:
         )
 
     def _behind(self, context: BuildContext) -> BuildContext:
-        """What a draft model builds from: cache layers behind the target's, and the facts of its
-        own folder.
+        """Return the context that a draft model is built from.
+
+        Its cache layers follow the target's. A draft in a folder of its own is built from the facts
+        of that folder.
         """
         facts = self.plan.facts
         return replace(
@@ -178,11 +203,13 @@ class RankBuilder:
         )
 
     def _stopping(self) -> None:
+        """Call the ``worker_stopping`` hook."""
         self.plugins.call_each("worker_stopping", worker=self.worker)
 
     def _controls(
         self, scheduler: Scheduler, runner: Runner, parallel: ParallelStack
     ) -> dict[str, ControlHandler]:
+        """Return the handlers of control messages, by name."""
         profiler = Profiler(self.worker.rank, self.worker.device, step_phases(scheduler, runner))
         return {
             "info": lambda args: self.info(parallel),
@@ -193,20 +220,29 @@ class RankBuilder:
         }
 
     def _load(self, model: Model, draft: Model | None) -> None:
+        """Load the weights of the target and the draft, and log the amount and the rate."""
         facts = self.plan.facts
-        parts = [(facts.model, {"weights": model})]
+        folders = [(facts.model, {"weights": model})]
         if draft is not None:
             if facts.draft is not None:
-                parts.append((facts.draft, {}))
-            parts[-1][1]["draft weights"] = draft
+                folders.append((facts.draft, {}))
+            folders[-1][1]["draft weights"] = draft
         with self.phases.run("weights") as remarks:
             started = time.perf_counter()
-            size = sum(self._load_from(folder, held) for folder, held in parts)
+            size = sum(self._load_from(folder, models) for folder, models in folders)
             self.memory.gauge.settle()
             remarks.append(rate(size, time.perf_counter() - started))
 
     def _load_from(self, facts: ModelFacts, models: dict[str, Model]) -> int:
-        """Bytes read from one folder."""
+        """Load the models stored in one folder.
+
+        Args:
+            facts: the facts of the folder.
+            models: budget line -> model. Without models only the checks of the source run.
+
+        Returns:
+            The bytes read.
+        """
         source = self.component("weights")
         size = 0
         source.open(facts)
@@ -219,7 +255,7 @@ class RankBuilder:
         return size
 
     def _make_pool(self, runner: Runner, context: BuildContext) -> None:
-        """The real pool; on a device of a size that was measured, else of the planned one."""
+        """Make the KV pool, with the measured number of pages on a device, else the planned one."""
         planned = self.plan.sizes.num_pages
         if self.memory.measures:
             with self.phases.run("kernels") as remarks:
@@ -235,16 +271,19 @@ class RankBuilder:
             )
 
     def _observers(self) -> list[Any]:
+        """Return the step observers of all plugins."""
         found = self.plugins.call_each("step_observers", worker=self.worker, plan=self.plan)
         return [observer for _, group in found for observer in group or ()]
 
     def info(self, parallel: ParallelStack) -> dict[str, Any]:
-        """What /server_info shows of this rank: start-up seconds by phase, planned and measured
-        bytes by line, and where ranks share the experts how many tokens of this rank's have chosen
-        each, by layer.
+        """Return what /server_info shows of this rank.
 
-        On the CPU the KV pool's measured bytes are the touched part of it: untouched pages cost
-        nothing.
+        This is the start-up seconds by phase, the planned and measured bytes by budget line and,
+        where ranks share the experts, by layer the number of this rank's tokens that chose each
+        expert.
+
+        On the CPU, the measured bytes of the KV pool are those of its touched part: untouched pages
+        cost nothing.
         """
         sizes = self.plan.sizes
         info = {
@@ -258,7 +297,10 @@ class RankBuilder:
 
 
 def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:
-    """The rank's place: hosts hold neighbouring ranks, in equal numbers."""
+    """Return the place of ``rank``: its device, dtype and mesh coordinates.
+
+    Each host holds the same number of neighbouring ranks.
+    """
     local = rank % -(-plan.ranks // plan.facts.hardware.hosts)
     device = plan.device if plan.device == "cpu" else f"{plan.device}:{local}"
     return Worker(
@@ -279,20 +321,30 @@ def build_rank(
     rendezvous: str = "",
     note: Note = logger.info,
 ) -> Engine:
-    """One rank, ready to serve. Raises what went wrong; the last reported phase says where.
+    """Build one rank and return its engine, ready to serve.
 
-    ``note`` gets a line for the log as each phase ends.
+    When start-up fails, the last reported phase is the one that failed.
+
+    Args:
+        rank: number of the rank, from 0.
+        report: callback for progress: (phase, done, total).
+        rendezvous: address at which the ranks meet; "" for one rank.
+        note: callback for one log line at the end of each phase.
+
+    Raises:
+        GlowplugError: the loaded plugins are not the plan's, or a phase failed.
     """
     if plugins.fingerprint != plan.plugin_fingerprint:
         raise GlowplugError(
             f"rank {rank} loaded other plugins than the plan was made with "
-            f"({plugins.fingerprint} against {plan.plugin_fingerprint})"
+            f"(fingerprint {plugins.fingerprint}, plan {plan.plugin_fingerprint})"
         )
     worker = make_worker(plan, rank, rendezvous)
     if worker.device != "cpu":
-        for remark in use_segments(plan.growing_segments):  # before the allocator has anything
+        # the allocator's settings apply only to memory that it takes afterwards
+        for remark in use_segments(plan.growing_segments):
             note(remark)
-        torch.cuda.set_device(worker.device)  # where streams and events are made
+        torch.cuda.set_device(worker.device)  # streams and events are created on this device
     torch.manual_seed(plan.seed)
     builder = RankBuilder(plan, worker, plugins, report, note)
     engine = builder.build()

@@ -1,4 +1,4 @@
-"""The plugins and runtime objects of a plan, in a worker."""
+"""Construction of a plan's plugins and runtime objects in a worker."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def load_plugins_for(plan: EnginePlan) -> PluginSet:
             or "none"
         )
         raise PluginLoadError(
-            "this process loaded other plugins or versions than the plan was made with (fingerprint "
-            f"{plugins.fingerprint}, plan {plan.plugin_fingerprint}); third-party plugins here: {others}"
+            "this process loaded other plugins or versions than the plan was made with "
+            f"(fingerprint {plugins.fingerprint}, plan {plan.plugin_fingerprint}); "
+            f"third-party plugins here: {others}"
         )
     return plugins

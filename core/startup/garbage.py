@@ -1,4 +1,4 @@
-"""Python's garbage collector in processes that answer within milliseconds."""
+"""Control of Python's garbage collector in processes that must answer within milliseconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def settle_memory() -> None:
-    """What has been loaded stays: collections from now on look at what was made since.
+    """Exclude all objects loaded so far from later garbage collections.
 
     NOTE: a full collection over a loaded engine's objects takes 0.1 to 0.5 s, in which no step
     starts.
@@ -20,12 +20,13 @@ def settle_memory() -> None:
 
 
 def give_memory_back(gauge: Gauge) -> None:
-    """What nobody refers to any more goes from the device, too, so that others can have it; nothing
-    on a host.
+    """Collect garbage and return the device's unused memory, so that other engines can have it.
 
-    NOTE: an engine's parts refer to one another, and the next engine's first tensors ask no
-    collector: of two engines of V3's shape, one after the other in a process, the second ran out of
-    memory.
+    Nothing happens on a host without a device.
+
+    NOTE: an engine's parts refer to one another, and allocating the next engine's first tensors
+    does not trigger a collection. With two engines of V3's shape, one after the other in a process,
+    the second ran out of memory.
     """
     if gauge.measures:
         gc.collect()

@@ -1,10 +1,10 @@
-"""What an 8-bit KV cache costs this model, measured before the real cache is made; too much of it
-refuses to start.
+"""Measurement of the error of an 8-bit KV cache, before the real cache is made.
 
-The same steps run over two small pools, one in the plan's format and one in the compute dtype:
-prompts, and then one more token behind each, whose logits are compared. That step decodes, so that
-what a backend's decoding kernel rounds beside the cache (its queries, say) counts; where drafts
-run, it is one of prompts. Random token ids stand in for text.
+Start-up is refused if the error is too large. The same steps run over two small pools, one in the
+plan's format and one in the compute dtype: prompts, then one more token behind each prompt, whose
+logits are compared. The second step decodes, so that the measurement includes what a backend's
+decode kernel rounds beside the cache (its queries, for example). With speculation it is a prefill
+step. Random token ids stand in for text.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.step.batch import Batch, shape_of
 
-NARROW = frozenset({"fp8_e4m3", "fp8_e5m2"})  #: cache dtypes that are held to it
-#: prompts of a step, and how often with other ones
-ROWS = 8
-ROUNDS = 4
-#: tokens of a prompt
-LONGEST = 256
-SHORTEST = 8
-Lend = Callable[
-    [KVLayout, int], None
-]  #: gives the runner's parts a pool of this layout and number of pages
+CHECKED_DTYPES = frozenset({"fp8_e4m3", "fp8_e5m2"})  #: cache dtypes whose error is measured
+MAX_PROMPTS = 8  #: prompts of a step
+PROMPT_ROUNDS = 4  #: repetitions with other prompts
+MAX_PROMPT_TOKENS = 256  #: longest prompt
+MIN_PROMPT_TOKENS = 8  #: shortest prompt that is measured
+#: callback that gives the runner's parts a pool of this layout and number of pages
+Lend = Callable[[KVLayout, int], None]
 
 
 @dataclass(frozen=True)
 class CacheError:
-    """Over all prompts. ``kl``: median Kullback-Leibler divergence, in nats, of the logits over the
-    narrow cache from those over the wide one; ``cosine``: median of both; ``top1``: share of
-    prompts with the same best next token.
+    """The error of an 8-bit KV cache over all measured prompts.
+
+    Attributes:
+        prompts: number of prompts.
+        tokens: tokens of each prompt.
+        kl: median Kullback-Leibler divergence, in nats, of the logits over the narrow cache from
+            those over the wide one.
+        cosine: median cosine similarity of the two logit vectors.
+        top1: share of prompts with the same best next token.
     """
 
     prompts: int
@@ -51,45 +54,61 @@ class CacheError:
 
     def __str__(self) -> str:
         return (
-            f"KL {self.kl:.2g} nats, cosine {self.cosine:.6f}, the same best token in {self.top1:.0%} of "
-            f"{self.prompts} prompts of {self.tokens} tokens"
+            f"KL {self.kl:.2g} nats, cosine {self.cosine:.6f}, the same best token in "
+            f"{self.top1:.0%} of {self.prompts} prompts of {self.tokens} tokens"
         )
 
 
 def check_cache(runner: Runner, plan: EnginePlan, lend: Lend) -> str | None:
-    """A remark for the log; None where there is nothing to check. GlowplugError beyond
-    ``attention.kv_error``.
+    """Measure the error of the plan's KV cache format and compare it with ``attention.kv_error``.
+
+    Args:
+        lend: callback that gives the runner's parts a pool.
+
+    Returns:
+        A remark for the log; None if the format has nothing to check.
+
+    Raises:
+        GlowplugError: the error is larger than ``attention.kv_error``.
     """
-    if plan.kv_dtype not in NARROW:
+    if plan.kv_dtype not in CHECKED_DTYPES:
         return None
     error = cache_error(runner, plan, lend)
     if error is None:
-        return f"the error of a cache in {plan.kv_dtype} was not measured: sequences are shorter than {SHORTEST} tokens"
+        return (
+            f"the error of a cache in {plan.kv_dtype} was not measured: "
+            f"sequences are shorter than {MIN_PROMPT_TOKENS} tokens"
+        )
     bound = plan.choice("attention").options.get("kv_error")
     if bound is not None and not error.kl <= bound:
         raise GlowplugError(
-            f"a KV cache in {plan.kv_dtype} changes what this model says too much: {error}; at most {bound:g} nats are "
-            f'allowed. Fix: attention.kv_dtype = "auto" (the cache in {plan.dtype}), or a larger attention.kv_error '
-            "(none: measured and logged, never refused)"
+            f"a KV cache in {plan.kv_dtype} changes this model's logits too much: {error}; "
+            f'at most {bound:g} nats are allowed. Fix: attention.kv_dtype = "auto" (the cache in '
+            f"{plan.dtype}), or a larger attention.kv_error "
+            "(unset: the error is measured and logged, never refused)"
         )
-    return f"{plan.kv_dtype} costs {error}"
+    return f"{plan.kv_dtype} cache error: {error}"
 
 
 def cache_error(runner: Runner, plan: EnginePlan, lend: Lend) -> CacheError | None:
-    """None where prompts long enough fit into no step. Afterwards the runner's parts need a pool
-    again.
+    """Measure the error of the plan's KV cache format.
+
+    Afterwards the runner's parts need a pool again.
+
+    Returns:
+        The error; None if no step holds prompts that are long enough.
     """
     sizes = plan.sizes
-    rows = max(1, min(ROWS, sizes.max_running, sizes.chunk_size // (2 * SHORTEST)))
+    rows = max(1, min(MAX_PROMPTS, sizes.max_running, sizes.chunk_size // (2 * MIN_PROMPT_TOKENS)))
     behind = 1 + sizes.width + sizes.lookahead  # tokens behind a prompt that a step may touch
-    length = min(LONGEST, sizes.chunk_size // rows, sizes.context_length - behind)
-    if length < SHORTEST:
+    length = min(MAX_PROMPT_TOKENS, sizes.chunk_size // rows, sizes.context_length - behind)
+    if length < MIN_PROMPT_TOKENS:
         return None
     each = -(-(length + behind) // sizes.page_size)
     pages = 1 + np.arange(rows * each, dtype=np.int32).reshape(rows, each)
     ids = (
         np.random.default_rng(0)
-        .integers(0, plan.facts.model.vocab_size, (ROUNDS, rows, length + 1))
+        .integers(0, plan.facts.model.vocab_size, (PROMPT_ROUNDS, rows, length + 1))
         .astype(np.int32)
     )
     narrow = runner.attention.kv_layout()
@@ -107,7 +126,15 @@ def cache_error(runner: Runner, plan: EnginePlan, lend: Lend) -> CacheError | No
 
 
 def _next_logits(runner: Runner, pages: NDArray[np.int32], ids: NDArray[np.int32]) -> Tensor:
-    """Logits behind the last of ids [rows, n + 1], which reads those before it from the cache."""
+    """Return the logits of each row's last token, which reads the tokens before it from the cache.
+
+    Args:
+        pages: int32 [rows, pages].
+        ids: int32 [rows, n + 1].
+
+    Returns:
+        float32 [rows, vocabulary].
+    """
     runner.launch(_batch(pages, ids[:, :-1], ids.shape[1] - 1)).wait()
     return runner.logits(
         _batch(pages, ids[:, -1:], ids.shape[1], decodes=runner.speculative.width() == 1)
@@ -115,8 +142,16 @@ def _next_logits(runner: Runner, pages: NDArray[np.int32], ids: NDArray[np.int32
 
 
 def compared(exact: Tensor, other: Tensor) -> Tensor:
-    """Logits [rows, vocabulary] -> float64 [3, rows]: divergence of ``other`` from ``exact``,
-    cosine, same best token. NaN stays."""
+    """Compare two sets of logits row by row.
+
+    Args:
+        exact: logits [rows, vocabulary] of the reference.
+        other: logits [rows, vocabulary] to compare.
+
+    Returns:
+        float64 [3, rows]: divergence of ``other`` from ``exact``, cosine similarity, and 1 where
+            the best token is the same, else 0. NaN is propagated.
+    """
     exact = exact.double()
     other = other.double()
     before = exact.log_softmax(-1)
@@ -129,7 +164,7 @@ def compared(exact: Tensor, other: Tensor) -> Tensor:
 def _batch(
     pages: NDArray[np.int32], ids: NDArray[np.int32], end: int, decodes: bool = False
 ) -> Batch:
-    """Chunks ids [rows, n] of prompts, which end at ``end``."""
+    """Return a step of prompt chunks ids [rows, n] whose last token is at position ``end`` - 1."""
     rows, count = ids.shape
     batch = Batch(
         step=0,

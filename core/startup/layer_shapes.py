@@ -1,4 +1,4 @@
-"""The linear and expert layers of a plan's model, for tuning. Imports no torch."""
+"""Shapes of the linear and expert layers of a plan's model, for tuning; imports no torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 
 
 def layer_shapes(plan: EnginePlan, plugins: PluginSet) -> LayerShapes:
-    """What the plan's model asks of its quantization schemes, found by building it with none of
-    their weights.
+    """Return the layer shapes that the plan's model requests from its quantization schemes.
+
+    The model is built once with schemes that record each request and make no weights.
     """
     from glowplug.core.startup.build_rank import build_context, make_worker
 
     worker = make_worker(plan, 0)
     context = build_context(plan, plugins, worker)
-    plain = _Asked(context.plain)
-    scheme = _Asked(context.scheme)
+    plain = _RecordingScheme(context.plain)
+    scheme = _RecordingScheme(context.scheme)
     family = build_component(plugins, plan.choice("model"), plan, worker)
     asked: Any = plain
     chosen: Any = scheme
@@ -36,13 +37,13 @@ def layer_shapes(plan: EnginePlan, plugins: PluginSet) -> LayerShapes:
     quantizes = isinstance(offers, QuantizationOffers) and "none" not in offers.reads
     return LayerShapes(
         linears=tuple(
-            _different(
+            _distinct(
                 (shape for one in both for shape in one.linears),
                 lambda shape: (shape.outputs, shape.inputs, shape.name in scheme.names),
             )
         ),
         experts=tuple(
-            _different(
+            _distinct(
                 (shape for one in both for shape in one.grouped),
                 lambda shape: (shape.count, shape.hidden, shape.inter, shape.shared),
             )
@@ -52,16 +53,16 @@ def layer_shapes(plan: EnginePlan, plugins: PluginSet) -> LayerShapes:
     )
 
 
-def _different(shapes: Iterator[Any], key: Callable[[Any], object]) -> list[Any]:
-    """The first of each kind."""
+def _distinct(shapes: Iterator[Any], key: Callable[[Any], object]) -> list[Any]:
+    """Return the first shape of each ``key``, in order."""
     found: dict[object, Any] = {}
     for shape in shapes:
         found.setdefault(key(shape), shape)
     return list(found.values())
 
 
-class _Asked:
-    """A scheme that writes down what it is asked for and makes nothing."""
+class _RecordingScheme:
+    """A scheme that records the shapes requested from it and makes no weights."""
 
     def __init__(self, scheme: QuantizationScheme) -> None:
         self._scheme = scheme
@@ -70,22 +71,25 @@ class _Asked:
 
     @property
     def names(self) -> set[str]:
+        """Names of the recorded layers: module paths of linear layers, prefixes of experts."""
         return {shape.name for shape in self.linears} | {shape.prefix for shape in self.grouped}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheme, name)
 
-    def linear(self, shape: LinearShape) -> _Nothing:
+    def linear(self, shape: LinearShape) -> _EmptyMethod:
+        """Record ``shape`` and return a method without weights."""
         self.linears.append(shape)
-        return _Nothing()
+        return _EmptyMethod()
 
-    def experts(self, shape: ExpertsShape) -> _Nothing:
+    def experts(self, shape: ExpertsShape) -> _EmptyMethod:
+        """Record ``shape`` and return a method without weights."""
         self.grouped.append(shape)
-        return _Nothing()
+        return _EmptyMethod()
 
 
-class _Nothing:
-    """A method without weights."""
+class _EmptyMethod:
+    """A linear or experts method without weights."""
 
     input_format = "plain"
 

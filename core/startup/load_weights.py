@@ -1,5 +1,6 @@
-"""Fills a model from a weight source: every target exactly once, every tensor of the checkpoint
-accounted for.
+"""Loading of a model from a weight source.
+
+Every target is filled exactly once, and every tensor of the checkpoint is accounted for.
 """
 
 from __future__ import annotations
@@ -14,22 +15,29 @@ from glowplug.core.protocols import Model, StreamingSource, WeightSource, Weight
 if TYPE_CHECKING:
     from torch import Tensor
 
-Progress = Callable[[int, int], None]  #: tensors done, tensors in all
-SHOWN = 8  #: names listed in an error
-FLOATING = frozenset(
-    {"float64", "float32", "float16", "bfloat16"}
-)  #: what a target of no fixed dtype can be made from
+Progress = Callable[[int, int], None]  #: callback: tensors done, all tensors
+NAMES_SHOWN = 8  #: most names listed in an error
+#: stored dtypes that a target without a fixed dtype can be loaded from
+FLOATING_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 def load_model(
     model: Model, source: WeightSource, facts: ModelFacts, progress: Progress | None = None
 ) -> int:
     """Match the model's targets with the source's tensors, store each, and finalize the model.
-    Returns the bytes read.
 
-    A source without entries is synthetic and is asked for every target that is not optional.
-    WeightError lists what is missing, unexpected or of another shape or dtype; nothing is read
-    before all of them agree.
+    A source without entries is synthetic: it provides every target that is not optional. Nothing is
+    read before all names, shapes and dtypes agree.
+
+    Args:
+        progress: callback for (tensors done, all tensors).
+
+    Returns:
+        The bytes read.
+
+    Raises:
+        WeightError: the message lists tensors that are missing, unexpected, or of another shape or
+            dtype.
     """
     targets = _by_name(model.targets())
     entries = source.entries()
@@ -47,7 +55,9 @@ def load_model(
         if progress is not None:
             progress(len(wanted) - len(waiting), len(wanted))
     if waiting:
-        raise WeightError(f"the source left out {len(waiting)} tensors: {_listed(sorted(waiting))}")
+        raise WeightError(
+            f"the source did not return {len(waiting)} tensors: {_listed(sorted(waiting))}"
+        )
     model.finalize()
     return size
 
@@ -55,6 +65,7 @@ def load_model(
 def _values(
     source: WeightSource, wanted: list[WeightTarget]
 ) -> Iterator[tuple[WeightTarget, Tensor]]:
+    """Yield each wanted target with its tensor, as a stream if the source can stream."""
     if isinstance(source, StreamingSource):
         yield from source.stream(wanted)
         return
@@ -63,10 +74,15 @@ def _values(
 
 
 def _by_name(targets: Iterable[WeightTarget]) -> dict[str, WeightTarget]:
+    """Return targets by checkpoint name.
+
+    Raises:
+        WeightError: two targets have the same name.
+    """
     found: dict[str, WeightTarget] = {}
     for target in targets:
         if target.name in found:
-            raise WeightError(f"the model asks twice for the tensor {target.name}")
+            raise WeightError(f"two targets of the model have the name {target.name}")
         found[target.name] = target
     return found
 
@@ -77,6 +93,11 @@ def _check(
     model: Model,
     facts: ModelFacts,
 ) -> None:
+    """Check that the targets and the source's entries agree in names, shapes and dtypes.
+
+    Raises:
+        WeightError: they do not; the message has the first names of each problem.
+    """
     where = facts.path or "the checkpoint"
     problems = []
     missing = [
@@ -96,7 +117,8 @@ def _check(
     if wrong:
         problems.append(f"{len(wrong)} of the wrong shape: {_listed(wrong)}")
     typed = [
-        f"{name} is {entry.dtype}, {facts.architecture} needs {target.dtype or 'a floating-point type'}"
+        f"{name} is {entry.dtype}, {facts.architecture} needs "
+        f"{target.dtype or 'a floating-point type'}"
         for name, target, entry in found
         if not _readable(entry.dtype, target.dtype)
     ]
@@ -104,22 +126,26 @@ def _check(
         problems.append(f"{len(typed)} of the wrong dtype: {_listed(typed)}")
     if problems:
         raise WeightError(
-            f"{where}: tensors do not fit config.json: {'; '.join(problems)}. Fix: download the files "
-            "again, config.json with them"
+            f"{where}: tensors do not match config.json: {'; '.join(problems)}. Fix: download the "
+            "files again, including config.json"
         )
 
 
 def _readable(stored: str, fixed: str | None) -> bool:
-    """8-bit floats mean nothing without their scales, so only a format that fixes them may ask for
-    them.
+    """Return whether a target of dtype ``fixed`` can be loaded from the dtype ``stored``.
+
+    A target without a fixed dtype accepts no 8-bit floats, which mean nothing without their scales;
+    only formats that fix the dtype read them.
     """
-    return stored == fixed if fixed is not None else stored in FLOATING
+    return stored == fixed if fixed is not None else stored in FLOATING_DTYPES
 
 
 def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    """Return the first names as one text, and the number of further ones."""
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
 
 
 def _size(shape: Iterable[int]) -> str:
+    """Return a shape as text, e.g. "128x64"."""
     return "x".join(map(str, shape)) or "a scalar"

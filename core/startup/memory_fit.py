@@ -1,8 +1,8 @@
-"""What a rank's memory goes to: measured while it starts, and the KV pool made of what is left.
+"""Measurement of a rank's memory while it starts, and the KV pool made of what is left.
 
-On a device, steps of the largest admitted shapes run over a pool of a few pages first. What they
-take is then known, kernels are compiled and libraries have their workspaces, so that the pool can
-have all the rest but a reserve.
+On a device, steps of the largest admitted shapes run first, over a pool of a few pages. Afterwards
+their memory is known, kernels are compiled and libraries have their workspaces, so that the pool
+can have all the rest but a reserve.
 """
 
 from __future__ import annotations
@@ -42,23 +42,26 @@ from glowplug.core.startup.warmup import (
 from glowplug.core.step.batch import Batch
 from glowplug.core.step.kv_pool import KVPool
 
-RUNTIME = "cuda runtime"
-#: of the largest step, what steps claim where segments grow: those of fewer tokens in turn leave
-#: some of it cut up (V3 on an H200: 5% beyond, 144 MiB of them more than its share)
-LOOSE = 1.1
-FIXES = (
-    "a smaller scheduler.chunk_size, fewer scheduler.max_running_requests, a smaller memory.fraction, "
-    "more memory.reserve_bytes"
+RUNTIME_LINE = "cuda runtime"  #: name of a budget line
+#: memory that steps claim with expandable segments, as a multiple of the largest step's: later
+#: steps of fewer tokens fragment it (V3 on an H200: 5% more, 144 MiB more than its share)
+FRAGMENTATION_FACTOR = 1.1
+#: ways out of an out-of-memory error during start-up
+OUT_OF_MEMORY_FIXES = (
+    "a smaller scheduler.chunk_size, fewer scheduler.max_running_requests, "
+    "a smaller memory.fraction, more memory.reserve_bytes"
 )
 
 
 class RankMemory:
-    """Meter and maker of one rank's memory.
+    """Measurements of one rank's memory, and construction of its KV pool.
 
     Attributes:
-        measures: the rank's device can be measured; otherwise the plan's own number of pages
-            stands.
         plan: the plan, with the number of pages that the rank really has.
+        meter: measured bytes by budget line.
+        gauge: the reader of memory counts.
+        measures: True: the rank's device can be measured. False: the pool has the plan's number of
+            pages.
     """
 
     def __init__(self, plan: EnginePlan, worker: Worker, gauge: Gauge | None = None) -> None:
@@ -67,11 +70,11 @@ class RankMemory:
         self.meter = MemoryMeter(gauge or gauge_of(worker.device))
         self.gauge = self.meter.gauge
         self.measures = self.gauge.measures
-        self._workspaces = 0
-        self._of_graphs = 0  # bytes that the driver holds for graphs
+        self._workspace_bytes = 0
+        self._driver_graph_bytes = 0  # the CUDA driver's memory for graphs
 
     def mark_model(self, line: str, model: Model) -> None:
-        """What building ``model`` took is ``line``'s, its rotary table apart."""
+        """Add the memory gained by building ``model`` to ``line``, without its rotary table."""
         self.meter.mark(line)
         rope = getattr(model, "rope", None)
         if isinstance(rope, Rope):
@@ -80,15 +83,24 @@ class RankMemory:
     # ---- the KV pool -----------------------------------------------------------------------------
 
     def fit(self, runner: Runner, parallel: ParallelStack, collectives: Collectives) -> Left:
-        """Decide on the number of pages by measuring. GlowplugError when they are too few."""
+        """Decide the number of pages by measuring the largest steps.
+
+        Returns:
+            The measured bytes of the device.
+
+        Raises:
+            GlowplugError: the pages are too few for the plan.
+        """
         layout = runner.attention.kv_layout()
         with self.naming("kernels"):
             small = KVPool(layout, FEW_PAGES, self._device)
             self._reserve(small, runner.speculative)
-            self.meter.mark(RUNTIME)
+            self.meter.mark(RUNTIME_LINE)
             self._reserve(small, runner.attention)
             self.meter.mark(
-                RESERVED if any(line.name == RESERVED for line in self.plan.budget) else RUNTIME
+                RESERVED
+                if any(line.name == RESERVED for line in self.plan.budget)
+                else RUNTIME_LINE
             )
             self._reserve(small, runner.sampler)
             self.meter.mark("sampling state")
@@ -96,13 +108,16 @@ class RankMemory:
         states = sum(line.bytes for line in self.plan.budget if line.name == "page states")
         page_bytes = layout.page_bytes + states // self.plan.sizes.num_pages
         pages = pages_that_fit(self.plan, left, page_bytes, self.meter.lines)
-        # NOTE: the fewest of any rank: schedulers that decide alike need pools alike.
+        # NOTE: the minimum over ranks: schedulers that decide alike need pools of equal size.
         agreed = int(collectives.all_gather_numbers(np.array([pages], np.int64)).min())
         self.plan = replace(self.plan, sizes=replace(self.plan.sizes, num_pages=agreed))
         return left
 
     def check_cache(self, runner: Runner) -> str | None:
-        """See ``cache_gate.check_cache``: over pools that are there before the real one."""
+        """Measure the error of an 8-bit KV cache over small pools, before the real pool exists.
+
+        See ``kv_cache_error.check_cache``.
+        """
         again = [] if self.measures else [runner.sampler]
 
         def lend(layout: KVLayout, pages: int) -> None:
@@ -115,10 +130,11 @@ class RankMemory:
             if found is not None:
                 lend(runner.attention.kv_layout(), FEW_PAGES)
                 self.gauge.settle()
-                self.meter.mark(RUNTIME)
+                self.meter.mark(RUNTIME_LINE)
             return found
 
     def make_pool(self, runner: Runner) -> KVPool:
+        """Make the KV pool of the plan's number of pages and give it to the runner's parts."""
         with self.naming("kv"):
             pool = KVPool(runner.attention.kv_layout(), self.plan.sizes.num_pages, self._device)
             self.meter.mark("kv cache")
@@ -129,6 +145,7 @@ class RankMemory:
         return pool
 
     def _reserve(self, pool: KVPool, *parts: Any) -> None:
+        """Call ``reserve`` of ``parts`` with the limits of ``pool``."""
         sizes = self.plan.sizes
         model = self.plan.facts.model
         limits = Limits(
@@ -144,43 +161,46 @@ class RankMemory:
             part.reserve(limits)
 
     def _measure(self, runner: Runner, parallel: ParallelStack) -> Left:
-        """Run the largest steps: what they take and give back, and what they leave of the device."""
+        """Run the largest steps and measure their memory and the memory left on the device."""
         meter = self.meter
         gauge = self.gauge
         gauge.settle()
-        meter.mark(RUNTIME)
+        meter.mark(RUNTIME_LINE)
         warm_up(runner, self.plan, parallel.router())
         gauge.settle()
-        meter.mark(RUNTIME)
-        self._workspaces = meter.lines[RUNTIME]  # that libraries take from torch
+        meter.mark(RUNTIME_LINE)
+        self._workspace_bytes = meter.lines[RUNTIME_LINE]  # libraries' workspaces in torch's memory
         most_logits(runner, self.plan)
         gauge.settle()
-        meter.mark("sampling state")  # it grows with what rows ask for, and stays
+        meter.mark("sampling state")  # it grows with the rows' sampling features, and stays
         steps = [self._peak(runner, line, run) for line, run in self._steps(runner)]
         graphs = self._graphs(runner)
-        meter.lines[RUNTIME] += meter.outside
+        meter.lines[RUNTIME_LINE] += meter.outside
         free, total = gauge.device()
-        step = int(max(steps) * LOOSE) if self.plan.growing_segments else max(steps)
+        step = int(max(steps) * FRAGMENTATION_FACTOR) if self.plan.growing_segments else max(steps)
         return Left(total=total, free=free, step=step, graphs=graphs)
 
     def _steps(self, runner: Runner) -> list[tuple[str, Callable[[], None]]]:
-        """The largest steps by the line of the budget that they show."""
+        """Return the largest steps, each with the budget line that it measures."""
         return [
             ("activations", partial(most_tokens, runner, self.plan)),
             ("logits", partial(most_logits, runner, self.plan)),
         ]
 
     def _peak(self, runner: Runner, line: str, run: Callable[[], None]) -> int:
-        """Measures ``line``; returns what the allocator claimed for it, which is more by
-        fragmentation.
+        """Measure ``line`` as the peak of held bytes while ``run`` runs.
 
-        NOTE: without graphs, whose memory is a line of its own; steps that no graph fits take
-        theirs beside it.
+        NOTE: steps run without graphs, whose memory is a line of its own. Steps that fit no graph
+        take their memory beside the graphs'.
+
+        Returns:
+            The bytes that the allocator claimed, which is more than the peak by fragmentation.
         """
         with self.meter.peak(line):
             return self._claims(runner, run)
 
     def _claims(self, runner: Runner, run: Callable[[], None]) -> int:
+        """Run ``run`` and return the peak of claimed bytes, beyond those that stay claimed."""
         claimed = self.gauge.claimed()
         self.gauge.restart()
         with _eagerly(runner):
@@ -189,11 +209,13 @@ class RankMemory:
         return max(0, self.gauge.most_claimed() - max(claimed, self.gauge.claimed()))
 
     def _graphs(self, runner: Runner) -> int:
-        """What capturing will take: the pool that all graphs share, what stays beside it, and the
-        driver's.
+        """Measure and return the bytes that capturing will take.
 
-        NOTE: a captured step is for the longest context, as its kernels' splits are those of every
-        replay.
+        These are the pool that all graphs share, the tensors kept beside it, and the driver's
+        memory.
+
+        NOTE: a step is captured at the longest context, because every replay uses its kernels' KV
+        splits.
         """
         shapes = runner.graphs.shapes(self.plan)
         counts = self.plan.sizes.pass_tokens
@@ -225,24 +247,23 @@ class RankMemory:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """What graphs take: of torch's memory and of the driver's.
+        """Measure the memory that graphs take from torch and from the driver.
 
-        NOTE: what their pool has from the device, since nothing else can use it, whether tensors
-        live there or not.
+        NOTE: the graph pool counts with all memory that it has from the device, used by tensors or
+        not, since nothing else can use it.
         """
         with self.naming("capture"):
-            if (
-                self.measures
-            ):  # what went out of use before is not to be counted against what graphs take
-                gc.collect()
+            if self.measures:
+                gc.collect()  # garbage freed during capture would be counted against the graphs
             outside = self.meter.outside
             with self.meter.taking("graphs"):
                 yield
-            self._of_graphs = max(0, self.meter.outside - outside)
+            self._driver_graph_bytes = max(0, self.meter.outside - outside)
 
     def test(self, runner: Runner, parallel: ParallelStack) -> None:
-        """First steps over the real pool; on a device the largest ones too, so that no request's is
-        the first.
+        """Run the self-test over the real pool.
+
+        On a device the largest steps run too, so that no request pays their first-use costs.
         """
         with self.naming("self-test"):
             warm_up(runner, self.plan, parallel.router())
@@ -253,27 +274,29 @@ class RankMemory:
             for line, run in self._steps(runner):
                 self._peak(runner, line, run)
             steps_between(runner, self.plan)
-            self.gauge.settle()  # blocks as these steps needed them fit few of the requests'
+            self.gauge.settle()  # the blocks of these steps fit few of the requests' tensors
             self.gauge.restart()
 
-    # ---- words -----------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------
 
     @contextmanager
     def naming(self, phase: str) -> Iterator[None]:
-        """Running out of memory becomes an error with names and numbers."""
+        """Turn an out-of-memory error into a GlowplugError with phase and measured bytes."""
         try:
             yield
         except torch.OutOfMemoryError as error:
             raise GlowplugError(
                 f"out of device memory in phase {phase}; measured so far: "
-                f"{compared(self.plan, self.meter.lines)}. Fix: {FIXES} ({error})"
+                f"{compared(self.plan, self.meter.lines)}. Fix: {OUT_OF_MEMORY_FIXES} ({error})"
             ) from error
 
     def report(self) -> dict[str, dict[str, int | None]]:
-        """Bytes by line: planned before loading, measured while starting, and ``served``, the same
-        over the whole pool.
+        """Return bytes by budget line, and by ``step`` on a device.
 
-        ``step`` (on a device): the most that a step has taken since the rank was ready.
+        Returns:
+            ``planned``: before loading; ``measured``: while starting; ``served``: the same measured
+                over the whole pool. For ``step``, ``served`` is the most bytes that a step has
+                taken since the rank was ready.
         """
         planned = {line.name: line.bytes for line in self.plan.budget}
         lines: dict[str, dict[str, int | None]] = {}
@@ -282,29 +305,35 @@ class RankMemory:
             if name in self.meter.again:
                 lines[name]["served"] = self.meter.again[name]
         if self.measures:
-            lines[RUNTIME]["served"] = self.meter.outside + self._workspaces - self._of_graphs
+            lines[RUNTIME_LINE]["served"] = (
+                self.meter.outside + self._workspace_bytes - self._driver_graph_bytes
+            )
             lines["step"] = {
                 "planned": None,
-                "measured": self._most_of_steps(),
-                "served": self._since_ready(),
+                "measured": self._measured_step_bytes(),
+                "served": self._served_step_bytes(),
             }
         return lines
 
-    def _most_of_steps(self) -> int:
+    def _measured_step_bytes(self) -> int:
+        """Return the bytes of the largest step, measured while starting."""
         return self.meter.lines.get("activations", 0) + self.meter.lines.get("logits", 0)
 
-    def _since_ready(self) -> int:
+    def _served_step_bytes(self) -> int:
+        """Return the most bytes that a step has taken since the rank was ready."""
         return max(0, self.gauge.most() - self.gauge.held())
 
     def graphs(self) -> str:
-        """For the log: what graphs really took."""
+        """Return a remark for the log: the memory that graphs really took."""
         took = self.meter.again.get("graphs", self.meter.lines.get("graphs", 0))
         if not took:
             return "graphs take no memory"
-        return f"graphs take {human(took)}, {human(self._of_graphs)} of it the driver's"
+        return (
+            f"graphs take {human(took)}, of which {human(self._driver_graph_bytes)} in the driver"
+        )
 
     def summary(self) -> str:
-        """One line for the log: what each line of the budget came to, and how far the plan was off."""
+        """Return one log line: measured bytes by budget line, and their difference to the plan."""
         planned = {line.name: line.bytes for line in self.plan.budget}
         parts = [
             f"{name} {human(size)}"
@@ -312,21 +341,24 @@ class RankMemory:
             for name, size in self.meter.lines.items()
             if size
         ]
-        return "memory, against the plan: " + ", ".join(parts)
+        return "memory, measured (difference to the plan): " + ", ".join(parts)
 
 
 class _NoGraphs:
-    """In place of a graph runner while no step is to be replayed."""
+    """A graph runner without graphs, in place while steps run eagerly."""
 
     def slot_for(self, batch: Batch) -> None:
+        """Return None: no step is replayed."""
         return None
 
     def pass_for(self, batch: Batch) -> None:
+        """Return None: no pass is replayed."""
         return None
 
 
 @contextmanager
 def _eagerly(runner: Runner) -> Iterator[None]:
+    """Run all steps within the context without graphs."""
     kept = runner.graphs
     runner.graphs = cast(GraphRunner, _NoGraphs())
     try:

@@ -1,4 +1,4 @@
-"""How many bytes this rank really holds, so that the plan's budget can be compared with the truth."""
+"""Measurement of the memory that a rank really holds, to be compared with the plan's budget."""
 
 from __future__ import annotations
 
@@ -11,37 +11,46 @@ import torch
 
 
 class Gauge(Protocol):
-    """Reads memory, in bytes. ``held``: what live tensors take; ``claimed``: what the allocator has
-    from the device.
+    """A reader of memory counts, in bytes.
+
+    Held memory is that of live tensors; claimed memory is what the allocator has taken from the
+    device.
     """
 
-    measures: bool  #: peaks are known, and what is left of the device
+    #: True: the gauge knows peaks and the device's free memory
+    measures: bool
 
-    def held(self) -> int: ...
+    def held(self) -> int:
+        """Return the bytes of live tensors."""
+        ...
 
     def most(self) -> int:
-        """Most held since ``restart``."""
+        """Return the peak of ``held`` since ``restart``."""
         ...
 
-    def claimed(self) -> int: ...
+    def claimed(self) -> int:
+        """Return the bytes that the allocator has taken from the device."""
+        ...
 
     def most_claimed(self) -> int:
-        """Most claimed since ``restart``."""
+        """Return the peak of ``claimed`` since ``restart``."""
         ...
 
-    def restart(self) -> None: ...
+    def restart(self) -> None:
+        """Start the measurement of peaks anew."""
+        ...
 
     def settle(self) -> None:
-        """Wait for the device and give back what is claimed and not held."""
+        """Wait for the device and give back memory that is claimed and not held."""
         ...
 
     def device(self) -> tuple[int, int]:
-        """(free, total) of the device, whoever holds the rest."""
+        """Return (free, total) bytes of the device; other processes' memory is not free."""
         ...
 
 
 class CudaGauge:
-    """CUDA's and torch's own counts."""
+    """The counts of CUDA and of torch's caching allocator."""
 
     measures = True
 
@@ -73,8 +82,9 @@ class CudaGauge:
 
 
 class HostGauge:
-    """The resident set; 0 where /proc is missing. Untouched pages do not count, and there are no
-    peaks.
+    """The resident set size of this process; 0 where /proc is missing.
+
+    Untouched pages do not count, and peaks are not known.
     """
 
     measures = False
@@ -98,12 +108,17 @@ class HostGauge:
 
 
 def gauge_of(device: str) -> Gauge:
+    """Return the gauge for a torch device string."""
     return CudaGauge(device) if device.startswith("cuda") else HostGauge()
 
 
 def memory_now(gauge: Gauge) -> dict[str, int]:
-    """Bytes: this process's resident set; on its device what tensors take, the allocator has, and
-    everybody uses.
+    """Return this process's memory in bytes, as the ``memory`` control message reports it.
+
+    Returns:
+        ``host``: the resident set; on the device ``device_held``: live tensors, ``device_claimed``:
+            the allocator's memory, and ``device_used``: all memory in use, other processes'
+            included.
     """
     free, total = gauge.device()
     device = (gauge.held(), gauge.claimed()) if gauge.measures else (0, 0)
@@ -116,8 +131,12 @@ def memory_now(gauge: Gauge) -> dict[str, int]:
 
 
 class MemoryMeter:
-    """Bytes by budget line. ``lines``: as measured before the port opens; ``again``: the same a
-    second time, of lines that are measured under the conditions of service too."""
+    """Measured bytes by budget line.
+
+    Attributes:
+        lines: bytes measured before the port opens.
+        again: second measurements, of lines that are also measured under the conditions of service.
+    """
 
     def __init__(self, gauge: Gauge) -> None:
         self.gauge = gauge
@@ -126,19 +145,19 @@ class MemoryMeter:
         self.again: dict[str, int] = {}
 
     def mark(self, line: str) -> None:
-        """What was gained since the last mark belongs to ``line``."""
+        """Add the held bytes gained since the last mark to ``line``."""
         now = self.gauge.held()
         self.lines[line] = max(0, self.lines.get(line, 0) + now - self._last)
         self._last = now
 
     def move(self, line: str, other: str, size: int) -> None:
-        """``size`` bytes that were counted as ``line``'s are ``other``'s."""
+        """Move ``size`` bytes from ``line`` to ``other``."""
         self.lines[line] = self.lines.get(line, 0) - size
         self.lines[other] = self.lines.get(other, 0) + size
 
     @contextmanager
     def peak(self, line: str) -> Iterator[None]:
-        """The most that was held meanwhile, beyond what was held before, is ``line``'s."""
+        """Measure the peak of held bytes in the context, beyond those held before, as ``line``."""
         before = self.gauge.held()
         self.gauge.restart()
         yield
@@ -149,7 +168,10 @@ class MemoryMeter:
 
     @contextmanager
     def taking(self, line: str) -> Iterator[None]:
-        """What the device has less of afterwards, whoever took it, is ``line``'s."""
+        """Measure the loss of free device memory within the context as ``line``.
+
+        The loss counts whichever library or process took the memory.
+        """
         self.gauge.settle()
         before, _ = self.gauge.device()
         yield
@@ -160,7 +182,9 @@ class MemoryMeter:
 
     @property
     def outside(self) -> int:
-        """Bytes of the device that torch's allocator does not hold: the CUDA context, kernels,
-        libraries' own memory, and other processes."""
+        """Bytes of the device outside torch's allocator.
+
+        These are the CUDA context, kernels, libraries' own memory, and other processes.
+        """
         free, total = self.gauge.device()
         return max(0, total - free - self.gauge.claimed())

@@ -1,8 +1,7 @@
-"""The KV pool's size from what a device really has left, once weights are loaded and the largest
-steps have run.
+"""The KV pool's size, from the free memory of a device after weights and largest steps.
 
-Arithmetic only; readings come from ``MemoryMeter``. A plan that predicted too little ends here,
-before the port opens, with names and numbers.
+This module only calculates; readings come from ``MemoryMeter``. If the plan predicted too little,
+start-up ends here, before the port opens, with names and numbers.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ class Left:
     """Bytes of one device after the largest steps.
 
     Attributes:
-        total, free: of the device, with nothing cached by the allocator.
-        step: what a step takes and gives back, at most.
-        graphs: what captured graphs will take.
+        total: size of the device.
+        free: free bytes, with nothing cached by the allocator.
+        step: most bytes that a step takes and gives back.
+        graphs: bytes that captured graphs will take.
     """
 
     total: int
@@ -31,7 +31,12 @@ class Left:
     graphs: int = 0
 
     def for_cache(self, fraction: float | None, reserve: int) -> int:
-        """What the KV pool may take; below 0 where there is too little for the steps alone."""
+        """Return the bytes for the KV pool; below 0 if there is too little for the steps alone.
+
+        Args:
+            fraction: share of the device that the engine may use; None: all but ``CUDA_RESERVE``.
+            reserve: further bytes to leave free.
+        """
         share = (1 - CUDA_RESERVE) if fraction is None else fraction
         used = self.total - self.free
         return int(self.total * share) - used - self.step - self.graphs - reserve
@@ -40,11 +45,14 @@ class Left:
 def pages_that_fit(
     plan: EnginePlan, left: Left, page_bytes: int, measured: Mapping[str, int]
 ) -> int:
-    """Pages of the KV pool, the scratch page included, of ``page_bytes`` with all that is kept of a
-    page.
+    """Return the number of pages of the KV pool, the scratch page included.
 
-    GlowplugError where they are too few for the plan; ``measured``: bytes by budget line, for its
-    message.
+    Args:
+        page_bytes: bytes of a page, with all other state that is kept per page.
+        measured: bytes by budget line, for the error message.
+
+    Raises:
+        GlowplugError: the pages are too few for the plan.
     """
     memory = plan.config.get("memory") or {}
     sizes = plan.sizes
@@ -55,15 +63,17 @@ def pages_that_fit(
         return pages
     raise GlowplugError(
         f"{human(max(0, room))} of {human(left.total)} are left for the KV cache, which needs "
-        f"{human(least * page_bytes)} for {(least - 1) * sizes.page_size} tokens; measured against planned: "
-        f"{compared(plan, measured)}; a step takes {human(left.step)}, graphs {human(left.graphs)}. Fix: "
-        f"context_length or memory.kv_tokens = {max(1, (pages - 1) * sizes.page_size)} or less, fewer "
-        "scheduler.max_running_requests, a smaller scheduler.chunk_size, or a larger memory.fraction"
+        f"{human(least * page_bytes)} for {(least - 1) * sizes.page_size} tokens; measured against "
+        f"planned: {compared(plan, measured)}; a step takes {human(left.step)}, "
+        f"graphs {human(left.graphs)}. Fix: context_length or "
+        f"memory.kv_tokens = {max(1, (pages - 1) * sizes.page_size)} or less, fewer "
+        "scheduler.max_running_requests, a smaller scheduler.chunk_size, "
+        "or a larger memory.fraction"
     )
 
 
 def compared(plan: EnginePlan, measured: Mapping[str, int]) -> str:
-    """ "weights 29.3 GiB (29.2 GiB planned), ..." for every line that was measured."""
+    """Return "weights 29.3 GiB (29.2 GiB planned), ..." for every measured line."""
     planned = {line.name: line.bytes for line in plan.budget}
     return ", ".join(
         f"{name} {human(size)} ({human(planned[name])} planned)"

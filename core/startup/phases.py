@@ -1,4 +1,4 @@
-"""Start-up by phases: how long each took, and a line in the log for each."""
+"""Start-up phases: their progress reports, durations and log lines."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Report = Callable[[str, int, int], None]  #: phase, done, total
-Note = Callable[[str], None]  #: a line for the log
+Report = Callable[[str, int, int], None]  #: callback for progress: phase, done, total
+Note = Callable[[str], None]  #: callback for one log line
 
-SHARE = 100  #: reports a phase at most, so that many small tensors do not become many messages
+#: most progress reports of a phase, so that many small tensors do not become many messages
+MAX_REPORTS = 100
 
 logger = logging.getLogger("glowplug.engine")
 
 
 class Phases:
-    """Seconds by phase, in ``seconds``; phases that come twice add up."""
+    """The durations of start-up phases.
+
+    Attributes:
+        note: callback for log lines.
+        seconds: seconds by phase; a phase that runs twice adds up.
+    """
 
     def __init__(self, report: Report, note: Note = logger.info) -> None:
         self._report = report
@@ -25,7 +31,7 @@ class Phases:
 
     @contextmanager
     def run(self, name: str) -> Iterator[list[str]]:
-        """Times a phase and notes it, with the remarks that were appended meanwhile."""
+        """Time a phase and log it, together with the remarks appended to the yielded list."""
         self._report(name, 0, 1)
         remarks: list[str] = []
         started = time.perf_counter()
@@ -35,12 +41,12 @@ class Phases:
         self.note("; ".join([f"{name}: {took:.1f} s", *remarks]))
 
     def progress(self, name: str) -> Callable[[int, int], None]:
-        """Reports (done, total) of a phase, when it is worth it."""
+        """Return a callback for (done, total) that reports at most once per percent."""
         shown = -1
 
         def report(done: int, total: int) -> None:
             nonlocal shown
-            share = done * SHARE // max(1, total)
+            share = done * MAX_REPORTS // max(1, total)
             if share != shown:
                 shown = share
                 self._report(name, done, total)
@@ -49,6 +55,9 @@ class Phases:
 
 
 def rate(size: int, seconds: float) -> str:
-    """ "31.4 GB, 15.2 GB/s" or "34.5 MB, 0.2 GB/s": decimal, as memory and disks are sold."""
+    """Return a size and its rate as text: "31.4 GB, 15.2 GB/s" or "34.5 MB, 0.2 GB/s".
+
+    Units are decimal, as memory and disks are sold.
+    """
     amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
     return f"{amount}, {size / 1e9 / max(seconds, 1e-9):.3g} GB/s"

@@ -1,9 +1,8 @@
-"""How torch's allocator takes memory from a CUDA device: in segments as they come, or in ones that
-grow.
+"""The choice between fixed and expandable segments of torch's CUDA allocator.
 
-A segment that comes as it is keeps its size, so that a large tensor cannot take the place of two
-smaller ones that lay in two segments. One that grows is a range of addresses to which memory is
-mapped as it is needed (torch's ``expandable_segments``).
+A fixed segment keeps its size, so that a large tensor cannot take the place of two smaller ones in
+two segments. An expandable segment is a range of addresses to which memory is mapped as it is
+needed (torch's ``expandable_segments``).
 """
 
 from __future__ import annotations
@@ -14,44 +13,55 @@ import torch
 
 from glowplug.core.errors import GlowplugError
 
-VARIABLES = (
+#: torch's own environment variables, which take precedence over the option
+ALLOCATOR_VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",
-)  #: torch's own, which go before an option of ours
-#: of ``torch._C`` since torch 2.9; what stood in torch.cuda is deprecated
-SETTER = "_accelerator_setAllocatorSettings"
+)
+#: function of ``torch._C`` since torch 2.9; its predecessor in torch.cuda is deprecated
+SETTINGS_FUNCTION = "_accelerator_setAllocatorSettings"
 
 
 class _Process:
-    """What engines of this process have set: an engine in process may follow another that asked for
-    something else.
+    """The setting now in force in this process.
+
+    An in-process engine may follow another one that had set the allocator differently.
     """
 
     grows = False
 
 
 def use_segments(grows: bool) -> list[str]:
-    """Have this process's allocator grow its segments, or no longer; remarks for the log.
+    """Turn expandable segments of this process's allocator on or off.
 
-    A variable of torch's stands as it is, whatever it says. Memory that is taken already stays
-    where it is. GlowplugError where this torch cannot be told.
+    An environment variable of torch's takes precedence. Memory that is already taken is not moved.
+
+    Args:
+        grows: use expandable segments.
+
+    Returns:
+        Remarks for the log.
+
+    Raises:
+        GlowplugError: this version of torch has no function to change the setting.
     """
-    given = [f"{name}={value}" for name in VARIABLES if (value := os.environ.get(name))]
+    given = [f"{name}={value}" for name in ALLOCATOR_VARIABLES if (value := os.environ.get(name))]
     if given:
         return [
-            "memory: the allocator is as "
+            "memory: torch's allocator follows "
             + ", ".join(given)
-            + " says"
-            + ", memory.growing_segments has no effect" * grows
+            + " of the environment"
+            + "; memory.growing_segments has no effect" * grows
         ]
     if grows == _Process.grows:
         return []
-    setter = getattr(torch._C, SETTER, None)
+    setter = getattr(torch._C, SETTINGS_FUNCTION, None)
     if setter is None:
         raise GlowplugError(
-            f"torch {torch.__version__} has no torch._C.{SETTER}. Fix: "
-            f"memory.growing_segments = false, or set {VARIABLES[1]}=expandable_segments:True"
+            f"torch {torch.__version__} has no torch._C.{SETTINGS_FUNCTION}. Fix: "
+            "memory.growing_segments = false, or set "
+            f"{ALLOCATOR_VARIABLES[1]}=expandable_segments:True"
         )
     setter(f"expandable_segments:{grows}")
     _Process.grows = grows
-    return ["memory: the allocator grows its segments"] * grows
+    return ["memory: the allocator uses expandable segments"] * grows

@@ -1,9 +1,10 @@
-"""Steps on the scratch page, before any request: the self-test, and the largest admitted steps, to
-measure memory.
+"""Steps on the scratch page, run before any request.
 
 The self-test is a short prefill, a longer one and one decode step. It pays first-use costs and
-refuses a model whose logits are not finite before any client can see it. Ranks take the same steps
-together; groups of ranks also one in which only the first group has work.
+refuses a model whose logits are not finite before any client sees them. Ranks run the same steps
+together; groups of ranks also run one step in which only the first group has work.
+
+The largest admitted steps are run to measure memory.
 """
 
 from __future__ import annotations
@@ -24,16 +25,19 @@ from glowplug.core.protocols import RequestRouter
 from glowplug.core.step.batch import Batch, idle_batch, shape_of
 from glowplug.core.step.request import MAX_LOGPROBS, SamplingParams, Sequence
 
-WARM_TOKENS = 2048  #: longest warm-up prefill; beyond it the cost is arithmetic, not first use
-SHORT_TOKENS = 13  #: the shortest: other kernels, and a captured pass where there are some
-FEW_PAGES = 2  #: enough of a pool for every step here
-CACHED_CHUNKS = (
-    1  #: chunks before the one whose memory is measured; backends read longer prefixes in pieces
-)
-#: steps with prompts between the captured and the largest ones, each with one decoding row more
-BETWEEN = 24
-EVEN = 16  #: kernels are compiled apart for numbers that it divides
-EVERYTHING = SamplingParams(
+#: tokens of the longest self-test prefill; a longer one adds only arithmetic, no first-use cost
+WARM_TOKENS = 2048
+#: tokens of the shortest self-test prefill; it runs other kernels, and a captured pass if any
+SHORT_TOKENS = 13
+FEW_PAGES = 2  #: pages of the KV pool that are enough for every step here
+#: chunks cached before the chunk whose memory is measured; backends read longer prefixes in pieces
+CACHED_CHUNKS = 1
+#: most steps with prompts between the captured and the largest ones; each has one more decoding row
+STEPS_BETWEEN = 24
+#: token counts divisible by this are run too: kernels have a specialised variant for them
+SPECIALIZED_DIVISOR = 16
+#: parameters that use every feature of the sampler at once
+ALL_SAMPLING_FEATURES = SamplingParams(
     temperature=1.0,
     top_p=0.9,
     top_k=50,
@@ -47,7 +51,8 @@ EVERYTHING = SamplingParams(
     seed=0,
 )
 
-WAYS: tuple[dict[str, Any], ...] = (
+#: sampling parameters, one for each sampling mode that graphs capture
+SAMPLING_MODES: tuple[dict[str, Any], ...] = (
     {},
     {"top_p": 0.9},
     {"top_k": 50},
@@ -57,9 +62,16 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 
 def warm_up(runner: Runner, plan: EnginePlan, router: RequestRouter | None = None) -> None:
-    """GlowplugError when a step yields NaN."""
-    for own in (_short_prefill, _prefill, _decode):
-        batch = own(plan)
+    """Run the self-test.
+
+    Args:
+        router: the router of requests among groups of ranks; None: one group.
+
+    Raises:
+        GlowplugError: a step's logits are not finite.
+    """
+    for make_batch in (_short_prefill, _prefill, _decode):
+        batch = make_batch(plan)
         _run(runner, batch, batch)
     if router is not None:
         busy = _decode(plan, step=2)
@@ -67,8 +79,12 @@ def warm_up(runner: Runner, plan: EnginePlan, router: RequestRouter | None = Non
 
 
 def most_tokens(runner: Runner, plan: EnginePlan) -> None:
-    """Steps of as many tokens as there can be: long prompts, all of one after another's cached
-    prefix, or all fresh, beside short ones; and of as many as may hold more than these."""
+    """Run the steps with the most tokens: long prompts beside short ones.
+
+    In the first step all prompts are fresh, in the second the first row's chunk follows a cached
+    prefix. Then run a prefill step at each smaller token count at which memory may peak
+    (``Sizes.turns``).
+    """
     sizes = plan.sizes
     longest = min(sizes.chunk_size, sizes.context_length - sizes.width)
     lengths = np.full(sizes.max_running, min(sizes.width, longest), np.int32)
@@ -85,7 +101,11 @@ def most_tokens(runner: Runner, plan: EnginePlan) -> None:
 
 
 def _run_chunks(runner: Runner, plan: EnginePlan, lengths: NDArray[np.int32], cached: int) -> None:
-    """A chunk of each row's length, the first behind ``cached`` tokens; none ends its prompt."""
+    """Run a step with one chunk for each of ``lengths``, none of which ends its prompt.
+
+    Args:
+        cached: cached tokens before the first row's chunk.
+    """
     batch = _scratch_batch(
         plan,
         Mode.PREFILL,
@@ -103,12 +123,13 @@ def _run_chunks(runner: Runner, plan: EnginePlan, lengths: NDArray[np.int32], ca
 
 
 def most_captured(runner: Runner, plan: EnginePlan, batch_sizes: Iterable[int]) -> None:
-    """As many rows as graphs have at most, and have that may hold more than these, decode at the
-    end of the longest sequence, and draw their tokens in each way by itself, as graphs hold
-    them."""
+    """Run a decode step at every captured batch size that could be the memory peak.
+
+    All rows are at the maximum length. Each batch size runs once per captured sampling mode.
+    """
     width = plan.sizes.width
     for rows in _most(batch_sizes, [turn // width for turn in plan.sizes.turns]):
-        for way in WAYS:
+        for way in SAMPLING_MODES:
             _run_joined(
                 runner,
                 _decoding(plan, rows, plan.sizes.context_length),
@@ -117,22 +138,20 @@ def most_captured(runner: Runner, plan: EnginePlan, batch_sizes: Iterable[int]) 
 
 
 def most_passed(runner: Runner, plan: EnginePlan) -> None:
-    """Steps of as many tokens as captured passes have at most, and have that may hold more than
-    these.
-    """
+    """Run a prefill step at every captured token count that could be the memory peak."""
     for tokens in _most(plan.sizes.pass_tokens, plan.sizes.turns):
         _run_prompts(runner, plan, tokens)
 
 
 def _most(counts: Iterable[int], turns: Iterable[int]) -> list[int]:
-    """The largest of ``counts``, and of those up to each turn; falling."""
+    """Return the largest of ``counts``, and the largest up to each of ``turns``; descending."""
     among = set(counts)
     within = ([count for count in among if count <= turn] for turn in turns)
     return sorted({max(some) for some in (among, *within) if some}, reverse=True)
 
 
 def _run_prompts(runner: Runner, plan: EnginePlan, tokens: int) -> None:
-    """A step of so many tokens of fresh prompts, as long ones as there can be."""
+    """Run a step of ``tokens`` tokens of fresh prompts, each as long as a chunk may be."""
     longest = min(plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width)
     whole, rest = divmod(tokens, longest)
     lengths = np.array([longest] * whole + [rest] * (rest > 0), np.int32)[: plan.sizes.max_running]
@@ -140,46 +159,58 @@ def _run_prompts(runner: Runner, plan: EnginePlan, tokens: int) -> None:
 
 
 def most_logits(runner: Runner, plan: EnginePlan) -> None:
-    """Every row decodes and asks for all that sampling offers; then a prompt is scored."""
+    """Run a decode step with all rows and all sampling features, then score a prompt."""
     sizes = plan.sizes
     batch = _decoding(plan, sizes.max_running, min(sizes.context_length, WARM_TOKENS + sizes.width))
-    _run_joined(runner, batch, EVERYTHING)
+    _run_joined(runner, batch, ALL_SAMPLING_FEATURES)
     _score_prompt(runner, plan)
 
 
 def steps_between(runner: Runner, plan: EnginePlan) -> None:
-    """Steps with prompts that no graph holds, of fewer and fewer tokens and beside fewer and fewer
-    decoding rows.
+    """Run the prefill steps whose kernels requests would otherwise compile.
 
-    Which kernels run, and how they are compiled, depends on both numbers; no request is to wait for
-    a compiler.
-    NOTE: the largest first, since tensors that grow from step to step fit none of the blocks of the
-    steps before.
+    These are larger than any captured step. From step to step both the number of tokens and the
+    number of decoding rows fall: both decide which kernels run and how they are compiled, and no
+    request should wait for a compiler.
+
+    NOTE: the largest step runs first, since tensors that grow from step to step fit none of the
+    blocks of the steps before.
     """
     for decodes, tokens in reversed(counts_between(plan.sizes)):
-        runner.launch(_mixed(plan, decodes, tokens - decodes)).wait()  # of garbage, finite or not
+        # the logits are not checked: the tokens are garbage
+        runner.launch(_mixed(plan, decodes, tokens - decodes)).wait()
 
 
 def counts_between(sizes: Sizes) -> list[tuple[int, int]]:
-    """(decoding rows, tokens) of those steps, ascending: every multiple of ROUND_TOKENS, and numbers
-    between that are odd and divisible by EVEN in turn."""
+    """Return (decoding rows, tokens) of the steps of ``steps_between``, ascending.
+
+    Token counts are all multiples of ROUND_TOKENS in the range and, between them, counts that are
+    alternately odd and divisible by SPECIALIZED_DIVISOR.
+    """
     least = sizes.pass_tokens[-1] if sizes.pass_tokens else 0
     most = sizes.chunk_size
-    steps = min(BETWEEN, sizes.max_running - 1)
-    wholes = set(range(least // ROUND_TOKENS * ROUND_TOKENS + ROUND_TOKENS, most, ROUND_TOKENS))
-    found = set(wholes)
+    steps = min(STEPS_BETWEEN, sizes.max_running - 1)
+    rounds = set(range(least // ROUND_TOKENS * ROUND_TOKENS + ROUND_TOKENS, most, ROUND_TOKENS))
+    found = set(rounds)
     for count in range(1, steps + 1):
-        tokens = least + (most - least) * count // BETWEEN
+        tokens = least + (most - least) * count // STEPS_BETWEEN
         near = round(tokens / ROUND_TOKENS) * ROUND_TOKENS
-        if count % 2 and near in wholes and abs(near - tokens) * BETWEEN < most - least:
-            continue  # one of them is as good
-        found.add(tokens // EVEN * EVEN if count % 2 else tokens - 1 + tokens % 2)
+        if count % 2 and near in rounds and abs(near - tokens) * STEPS_BETWEEN < most - least:
+            continue  # the multiple of ROUND_TOKENS nearby is run anyway
+        found.add(
+            tokens // SPECIALIZED_DIVISOR * SPECIALIZED_DIVISOR
+            if count % 2
+            else tokens - 1 + tokens % 2
+        )
     decodes = [min(number, steps) if sizes.width == 1 else 0 for number in range(1, len(found) + 1)]
     return [(rows, tokens) for rows, tokens in zip(decodes, sorted(found)) if tokens > rows]
 
 
 def _mixed(plan: EnginePlan, decodes: int, tokens: int) -> Batch:
-    """So many decoding rows and chunks of ``tokens`` prompt tokens, none of which ends its prompt."""
+    """Return a step of ``decodes`` decoding rows and ``tokens`` prompt tokens.
+
+    The prompt tokens are cut into chunks, none of which ends its prompt.
+    """
     sizes = plan.sizes
     longest = min(sizes.chunk_size, sizes.context_length - sizes.width)
     whole, rest = divmod(tokens, longest)
@@ -198,7 +229,7 @@ def _mixed(plan: EnginePlan, decodes: int, tokens: int) -> Batch:
 
 
 def _run_joined(runner: Runner, batch: Batch, params: SamplingParams) -> None:
-    """A step all of whose rows sample by ``params``."""
+    """Run a step whose rows all sample with ``params``."""
     batch.joined = [
         Sequence(id=-1, prompt=np.zeros(1, np.int32), params=params, row=int(row))
         for row in batch.rows
@@ -211,8 +242,9 @@ def _run_joined(runner: Runner, batch: Batch, params: SamplingParams) -> None:
 
 
 def _score_prompt(runner: Runner, plan: EnginePlan) -> None:
-    whole = SCORED + 1  # the first token is not scored
-    length = min(whole, plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width)
+    """Run a prefill step that computes log-probabilities of its prompt's tokens."""
+    wanted = SCORED + 1  # the first token is not scored
+    length = min(wanted, plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width)
     batch = _scratch_batch(plan, Mode.PREFILL, 1, length, length, _ids(plan, length))
     batch.prompt_logprobs = np.ones(1, np.bool_)
     params = SamplingParams(max_tokens=1, prompt_logprobs=MAX_LOGPROBS)
@@ -226,38 +258,52 @@ def _score_prompt(runner: Runner, plan: EnginePlan) -> None:
 
 
 def _run(runner: Runner, batch: Batch, widest: Batch) -> None:
-    """One step; ``widest`` is what the rank with the most work computes in it."""
+    """Run one step and check its logits.
+
+    Args:
+        widest: the batch of the rank with the most work in this step.
+
+    Raises:
+        GlowplugError: the logits are not finite.
+    """
     batch.agreed = shape_of(widest)
     if runner.launch(batch).wait().bad.any():
         raise GlowplugError(
-            f"self-test: the model's logits are not finite (NaN or all -inf) in a {batch.mode.value} "
-            f"step of {batch.num_rows} rows, {batch.num_tokens} tokens. Fix: another dtype, if its "
-            "range is too small for this model; else the checkpoint is damaged: download it again"
+            "self-test: the model's logits are not finite (NaN or all -inf) in a "
+            f"{batch.mode.value} step of {batch.num_rows} rows, {batch.num_tokens} tokens. "
+            "Fix: another dtype, if its range is too small for this model; "
+            "else the checkpoint is damaged: download it again"
         )
 
 
 def _prompt_length(plan: EnginePlan) -> int:
+    """Return the tokens of the longest self-test prompt."""
     return min(plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width, WARM_TOKENS)
 
 
 def _prefill(plan: EnginePlan) -> Batch:
+    """Return a prefill step of the longest self-test prompt."""
     length = _prompt_length(plan)
     return _scratch_batch(plan, Mode.PREFILL, 1, length, length, _ids(plan, length))
 
 
 def _short_prefill(plan: EnginePlan) -> Batch:
+    """Return a prefill step of the shortest self-test prompt."""
     length = min(SHORT_TOKENS, _prompt_length(plan))
     return _scratch_batch(plan, Mode.PREFILL, 1, length, length, _ids(plan, length))
 
 
 def _ids(plan: EnginePlan, count: int) -> np.ndarray:
-    """Token ids that differ, so that a router spreads them."""
+    """Return ``count`` different token ids, which a router spreads over the experts."""
     return (np.arange(count, dtype=np.int64) * 7919 % plan.facts.model.vocab_size).astype(np.int32)
 
 
 def _decode(plan: EnginePlan, step: int = 1) -> Batch:
-    """Rows of width tokens; where lengths live on the device, the first of them is the prompt just
-    computed, and ``step`` is the number of this step behind it."""
+    """Return a decode or verify step of up to 8 rows.
+
+    With speculation, lengths are stored on the device. The first row is then the prompt that was
+    just computed, and ``step`` counts the steps after it.
+    """
     width = plan.sizes.width
     return _decoding(
         plan,
@@ -267,6 +313,7 @@ def _decode(plan: EnginePlan, step: int = 1) -> Batch:
 
 
 def _decoding(plan: EnginePlan, rows: int, most: int) -> Batch:
+    """Return a decode or verify step of ``rows`` rows whose caches then hold ``most`` tokens."""
     width = plan.sizes.width
     mode = Mode.DECODE if width == 1 else Mode.VERIFY
     return _scratch_batch(plan, mode, rows, width, most, np.zeros(0, np.int32))
@@ -275,8 +322,13 @@ def _decoding(plan: EnginePlan, rows: int, most: int) -> Batch:
 def _scratch_batch(
     plan: EnginePlan, mode: Mode, rows: int, tokens: int, most: int, ids: np.ndarray
 ) -> Batch:
-    """``rows`` rows of ``tokens`` tokens whose cache is then ``most`` tokens long at most, all of
-    it scratch.
+    """Return a batch whose cache is stored in the scratch page alone.
+
+    Args:
+        rows: number of rows.
+        tokens: tokens of each row in this step.
+        most: tokens of each row's cache after this step.
+        ids: int32 token ids of the prefill rows, flattened.
     """
     decodes = 0 if mode is Mode.PREFILL else rows
     pages = np.zeros((rows, -(-(most + plan.sizes.lookahead) // plan.sizes.page_size)), np.int32)

@@ -69,7 +69,7 @@ def test_formats_cost_what_they_round(name: str, tmp_path: Path) -> None:
     )
     assert exact.kl == 0.0 and exact.cosine > 1 - 1e-9 and exact.top1 == 1.0
     assert half.kl < narrow.kl / 10 and narrow.kl < narrower.kl / 2
-    assert narrow.kl < 0.02 and narrow.prompts == cache_gate.ROWS * cache_gate.ROUNDS
+    assert narrow.kl < 0.02 and narrow.prompts == cache_gate.MAX_PROMPTS * cache_gate.PROMPT_ROUNDS
 
 
 def test_drafts_do_not_change_it(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_its_last_step_decodes(
 
         monkeypatch.setattr(runner, "logits", both)
         cache_error(runner, plan, lend)
-    assert len(pairs) == 2 * cache_gate.ROUNDS
+    assert len(pairs) == 2 * cache_gate.PROMPT_ROUNDS
     for mode, found, expected in pairs:
         assert mode is (Mode.PREFILL if drafts else Mode.DECODE)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -117,7 +117,7 @@ def test_short_sequences_are_not_measured(tmp_path: Path) -> None:
 
 def test_a_step_of_few_tokens_is_enough(tmp_path: Path) -> None:
     found = measured(tmp_path, None, scheduler={"chunk_size": 20, "max_running_requests": 3})
-    assert found.prompts == cache_gate.ROUNDS and found.tokens == 20 and found.kl == 0.0
+    assert found.prompts == cache_gate.PROMPT_ROUNDS and found.tokens == 20 and found.kl == 0.0
 
 
 @pytest.mark.parametrize("bound,refused", [(1e-12, True), (10.0, False), (None, False)])
@@ -135,7 +135,7 @@ def test_the_bound(bound: float | None, refused: bool, tmp_path: Path) -> None:
             ):
                 check_cache(runner, narrow, lend)
         else:
-            assert "fp8_e5m2 costs KL" in (check_cache(runner, narrow, lend) or "")
+            assert "fp8_e5m2 cache error: KL" in (check_cache(runner, narrow, lend) or "")
 
 
 def test_numbers_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,5 +158,5 @@ def test_on_a_gpu(backend: str) -> None:
         found = cache_error(*parts(llm))
     print(found)
     assert found is not None and 0 < found.kl < 0.2
-    with pytest.raises(GlowplugError, match="changes what this model says too much"):
+    with pytest.raises(GlowplugError, match="changes this model's logits too much"):
         LLM("embedded", device="cuda", attention={**attention, "kv_error": 1e-12})

@@ -11,7 +11,7 @@ from glowplug import LLM, SamplingParams
 from glowplug.core.engine.runner import InFlight, Runner
 from glowplug.core.plan.plan import Sizes
 from glowplug.core.plugin.offers import Mode
-from glowplug.core.startup.warmup import BETWEEN, WHOLE, counts_between, steps_between
+from glowplug.core.startup.warmup import ROUND_TOKENS, STEPS_BETWEEN, counts_between, steps_between
 from glowplug.core.step.batch import Batch
 from tests.support.tiny import write_config
 
@@ -37,9 +37,11 @@ def test_round_numbers_are_all_tried(chunk: int, least: int, rows: int, width: i
     )
     found = counts_between(sizes)
     tokens = [count for _, count in found]
-    assert set(range(least + WHOLE, chunk, WHOLE)) <= set(tokens) and tokens == sorted(set(tokens))
-    most = min(BETWEEN, rows - 1) * (width == 1)
-    assert {count % 2 for count in tokens} == {0, 1} or rows == 1 or chunk - least < BETWEEN
+    assert set(range(least + ROUND_TOKENS, chunk, ROUND_TOKENS)) <= set(
+        tokens
+    ) and tokens == sorted(set(tokens))
+    most = min(STEPS_BETWEEN, rows - 1) * (width == 1)
+    assert {count % 2 for count in tokens} == {0, 1} or rows == 1 or chunk - least < STEPS_BETWEEN
     assert [decodes for decodes, _ in found] == [min(at + 1, most) for at in range(len(found))]
 
 
@@ -83,7 +85,7 @@ def test_they_reach_every_number_and_leave_no_trace(
     assert {batch.mode for batch in tried} == {Mode.PREFILL}
     assert all(not batch.samples[batch.num_decodes :].any() for batch in tried)
     if rows == 64:
-        assert [batch.num_decodes for batch in tried][-1] == BETWEEN
+        assert [batch.num_decodes for batch in tried][-1] == STEPS_BETWEEN
         assert {count % 16 == 0 for count in tokens} == {True, False} and {
             count % 2 for count in tokens
         } == {0, 1}

@@ -179,7 +179,7 @@ def test_an_engine_takes_what_is_left(
         "kv",
         "capture",
         "self-test",
-        "memory, against the plan",
+        "memory, measured (difference to the plan)",
     ]
     assert "GB/s" in notes[1]
     assert (f"{plan.sizes.num_pages} planned" in notes[3]) == (pages != plan.sizes.num_pages)

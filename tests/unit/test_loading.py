@@ -172,5 +172,5 @@ def test_a_name_asked_for_twice_is_our_error() -> None:
     facts = facts_of("llama")
     model = build(facts)
     model.layers.append(model.layers[0])
-    with pytest.raises(WeightError, match="asks twice"):
+    with pytest.raises(WeightError, match="two targets of the model have the name"):
         load_model(model, Synthetic(), facts)

@@ -14,14 +14,18 @@ import torch
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.startup import build_rank as worker, torch_allocator as segments
-from glowplug.core.startup.torch_allocator import SETTER, VARIABLES, use_segments
+from glowplug.core.startup.torch_allocator import (
+    ALLOCATOR_VARIABLES,
+    SETTINGS_FUNCTION,
+    use_segments,
+)
 from glowplug.core.testing.harness.ranks import rank_plan
 from tests.support.tiny import write_config
 
 
 @pytest.fixture(autouse=True)
 def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
+    for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -30,13 +34,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What torch is told, which is not done."""
     words: list[str] = []
     monkeypatch.setattr(segments._Process, "grows", False)
-    monkeypatch.setattr(torch._C, SETTER, words.append, raising=False)
+    monkeypatch.setattr(torch._C, SETTINGS_FUNCTION, words.append, raising=False)
     return words
 
 
 def test_torch_is_told_once_and_told_back(told: list[str]) -> None:
     assert use_segments(False) == [] and told == []
-    assert use_segments(True) == ["memory: the allocator grows its segments"]
+    assert use_segments(True) == ["memory: the allocator uses expandable segments"]
     assert use_segments(True) == [] and told == ["expandable_segments:True"]
     assert use_segments(False) == [] and told == [
         "expandable_segments:True",
@@ -44,7 +48,7 @@ def test_torch_is_told_once_and_told_back(told: list[str]) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
 @pytest.mark.parametrize("value", ["expandable_segments:True", "max_split_size_mb:256"])
 def test_a_variable_of_torchs_goes_before_it_and_is_told(
     told: list[str], monkeypatch: pytest.MonkeyPatch, name: str, value: str
@@ -53,7 +57,9 @@ def test_a_variable_of_torchs_goes_before_it_and_is_told(
     [remark] = use_segments(True)
     assert f"{name}={value}" in remark and "no effect" in remark
     assert (
-        use_segments(False) == [f"memory: the allocator is as {name}={value} says"] and told == []
+        use_segments(False)
+        == [f"memory: torch's allocator follows {name}={value} of the environment"]
+        and told == []
     )
     monkeypatch.setenv(name, "")
     assert len(use_segments(True)) == 1 and told == ["expandable_segments:True"]
@@ -62,7 +68,7 @@ def test_a_variable_of_torchs_goes_before_it_and_is_told(
 def test_a_torch_that_cannot_be_told_ends_the_start(
     told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(torch._C, SETTER)
+    monkeypatch.delattr(torch._C, SETTINGS_FUNCTION)
     assert use_segments(False) == []
     with pytest.raises(
         GlowplugError, match=r"torch .* has no .*Fix: .*PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -110,7 +116,7 @@ def test_a_rank_tells_torch_before_it_takes_its_device(
         },
         plugins,
     )
-    monkeypatch.setattr(torch._C, SETTER, setter)
+    monkeypatch.setattr(torch._C, SETTINGS_FUNCTION, setter)
     monkeypatch.setattr(torch.cuda, "set_device", taken)
     monkeypatch.setattr(worker, "RankBuilder", taken)
     notes: list[str] = []
@@ -123,4 +129,4 @@ def test_a_rank_tells_torch_before_it_takes_its_device(
             note=notes.append,
         )
     assert order == (["expandable_segments:True"] if device == "cuda" else []) + ["device"]
-    assert notes == (["memory: the allocator grows its segments"] if device == "cuda" else [])
+    assert notes == (["memory: the allocator uses expandable segments"] if device == "cuda" else [])
