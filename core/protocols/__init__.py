@@ -1,11 +1,20 @@
-"""What each slot's runtime object must do. A handful of methods each; made by ``factory(options,
-plan, worker)``.
+"""Protocols: the methods that the runtime object of each slot must have.
 
-``reserve`` (allocate every persistent buffer; a device's memory is measured between two calls, and
-the second, of other ``num_pages`` and ``kv``, replaces the first), ``plan_step`` (host work and
-copies, never captured) and the device-only methods mean the same in every slot. Shapes: B rows, T
-tokens, D decoding rows, W width, H heads, V vocabulary. Plugins import every name from here; its
-home in this package is nobody's business. Importing it imports torch only for type checking.
+A plugin's ``factory(options, plan, worker)`` returns such an object. Import from this package; its
+submodules are private. Importing it imports torch only for type checking.
+
+Methods of these names mean the same in every slot:
+
+- ``reserve(limits)``: allocate every persistent buffer. It may be called a second time with other
+  ``num_pages`` and ``kv``, which replace the first; a device's memory is measured between the two
+  calls.
+- ``plan_step(batch)``: do a step's host work and its copies to the device. It is never captured in
+  a graph.
+- The other methods of a step work on the device only, and may be captured.
+
+Names in shapes: B rows of a step, T tokens, D decoding rows, W width (tokens of a decoding row in a
+step: 1 + drafts), N rows or tokens of an argument, H attention heads, K experts or entries chosen
+for a token, V vocabulary.
 """
 
 from __future__ import annotations

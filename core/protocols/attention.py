@@ -1,4 +1,4 @@
-"""Attention: what a backend is given by layers, and what it does."""
+"""Protocols of attention backends and of the layers that call them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ if TYPE_CHECKING:
 
 
 class RopeRows(NamedTuple):
-    """What ``Ops.rope_at`` returns where kernels rotate: cos_sin float32 [T, R], cosines then
-    sines.
+    """The rotary factors of a step's tokens, for kernels that apply RoPE themselves.
+
+    ``Ops.rope_at`` returns them.
+
+    Attributes:
+        cos_sin: float32 [T, R], cosines then sines.
+        interleaved: True: pairs of adjacent elements are rotated; False: element i and R / 2 + i.
     """
 
     cos_sin: Tensor
@@ -22,21 +27,26 @@ class RopeRows(NamedTuple):
 
 
 class MlaLayer(Protocol):
-    """What a backend needs from one MLA layer. All tensors in the compute dtype, heads local to
-    this rank.
+    """One MLA layer, with the fields that a backend reads.
+
+    All tensors are in the compute dtype, and heads are those of this rank.
 
     Attributes:
         index: layer number in the KV pool.
-        heads, nope_dim, rope_dim, v_dim, lora_rank: sizes.
+        heads: number of heads.
+        nope_dim: size of a head's part without RoPE.
+        rope_dim: size of the rotary part.
+        v_dim: size of a head's values.
+        lora_rank: size of the latent.
         scale: softmax scale, YaRN's mscale included.
-        w_uk: [H, nope_dim, lora_rank], takes q_nope into latent space.
-        w_uv: [H, lora_rank, v_dim], takes the latent output to values.
-        w_kv: [H, nope_dim + v_dim, lora_rank], contiguous: a head's rows of w_uk, then those of
-            w_uv's transpose.
-        kv_stored: both as block FP8 keeps them, a head's rows of W_UK's transpose before those of
-            W_UV's: E4M3 [H, nope_dim + v_dim, lora_rank] and float32 scales [H, (nope_dim + v_dim)
-            / 128, lora_rank / 128]. None where weights are kept otherwise, or a head is not whole
-            blocks.
+        w_uk: [H, nope_dim, lora_rank]; maps q_nope to the latent space.
+        w_uv: [H, lora_rank, v_dim]; maps the latent output to values.
+        w_kv: [H, nope_dim + v_dim, lora_rank], contiguous: for each head the rows of w_uk, then
+            those of w_uv's transpose.
+        kv_stored: both weights in block FP8, for each head the rows of W_UK's transpose before
+            those of W_UV's: E4M3 [H, nope_dim + v_dim, lora_rank] and float32 scales [H, (nope_dim
+            + v_dim) / 128, lora_rank / 128]. None if weights are stored otherwise, or if a head is
+            not a whole number of blocks.
     """
 
     index: int
@@ -52,14 +62,27 @@ class MlaLayer(Protocol):
     kv_stored: tuple[Tensor, Tensor] | None
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """latent [N, lora_rank] -> k_nope [N, H, nope_dim], v [N, H, v_dim]: the un-absorbed
-        projection.
+        """Apply the un-absorbed projection.
+
+        Args:
+            latent: [N, lora_rank].
+
+        Returns:
+            k_nope [N, H, nope_dim] and v [N, H, v_dim].
         """
         ...
 
 
 class MhaLayer(Protocol):
-    """What a backend needs from one multi-head (or grouped-query) layer."""
+    """One multi-head or grouped-query layer, with the fields that a backend reads.
+
+    Attributes:
+        index: layer number in the KV pool.
+        heads: query heads on this rank.
+        kv_heads: key and value heads on this rank.
+        head_dim: size of a head.
+        scale: softmax scale.
+    """
 
     index: int
     heads: int
@@ -69,8 +92,10 @@ class MhaLayer(Protocol):
 
 
 class ProjectedMla(Protocol):
-    """As ``AttentionBackend.mla``, with the latent's norm and the rotation still to be done, so
-    that they may be one kernel."""
+    """``AttentionBackend.mla`` that also applies the latent's norm and RoPE.
+
+    The three may then be one kernel.
+    """
 
     def __call__(
         self,
@@ -81,62 +106,103 @@ class ProjectedMla(Protocol):
         at: RopeRows,
         layer: MlaLayer,
     ) -> Tensor:
-        """query [T, H, nope_dim + rope_dim] (may be overwritten), compressed [T, lora_rank +
-        rope_dim]: latent, then the key's rotary part; both may be strided between tokens. Returns
-        [T, H * v_dim].
+        """Norm the latent, apply RoPE, store both in the cache and attend.
+
+        Args:
+            query: [T, H, nope_dim + rope_dim]; may be overwritten.
+            compressed: [T, lora_rank + rope_dim]: the latent, then the key's rotary part. This and
+                ``query`` may be strided between tokens.
+            norm_weight: weight of the latent's RMS norm, [lora_rank].
+            eps: epsilon of the norm.
+            at: rotary factors of the tokens.
+            layer: the calling layer.
+
+        Returns:
+            [T, H * v_dim].
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """Attributes:
-    mla_projected: what MLA layers call instead of ``mla`` where ops hand over ``RopeRows``; None:
-    never.
+    """The KV cache of all layers and the attention over it.
+
+    Attributes:
+        mla_projected: called by MLA layers in place of ``mla`` if ``Ops.rope_at`` returns
+            ``RopeRows``; None: never.
     """
 
     mla_projected: ProjectedMla | None
 
     def kv_layout(self) -> KVLayout:
-        """What it keeps in the cache. Called before ``reserve``."""
+        """Return the layout of the KV cache. Called before ``reserve``."""
         ...
 
     def reserve(self, limits: Limits) -> None:
-        """Take ``limits.kv`` as the cache, and once what it needs beside it:
-        ``AttentionOffers.reserves`` bytes.
+        """Bind ``limits.kv`` as the cache and, in the first call, allocate all other buffers.
+
+        The latter take ``AttentionOffers.reserves`` bytes.
         """
         ...
 
     def plan_step(self, batch: Batch, slot: object | None) -> None:
-        """Host-side preparation for ``batch``; ``slot`` stands for the graph it will replay in, or
-        None.
+        """Prepare a step on the host and enqueue its copies to the device.
 
-        What is planned is enqueued before the next call, on the same stream: plans may write to one
-        place in turn.
+        Work of a plan is enqueued on the stream of the step before the next call, so that plans may
+        write to the same buffers in turn.
 
-        With a slot, ``batch`` is the slot's own padded batch, whose device tensors are the same in
-        capture and in every replay; whatever a captured kernel reads beside them must lie in
-        buffers that stay, and hold what the slot's last call put there until its replay.
+        In a captured step, ``batch`` is the graph's own padded batch, whose device tensors are the
+        same in capture and in every replay. All other tensors that captured kernels read must be in
+        persistent buffers, and keep the values of this graph's last call until its replay.
+
+        Args:
+            batch: the step.
+            slot: key of the graph that the step will be replayed from, the same object in
+                every step; None for an eager step.
         """
         ...
 
     def mla(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer
     ) -> Tensor:
-        """Store latent [T, lora_rank] and k_rope [T, rope_dim], attend, return [T, H * v_dim].
+        """Store the keys of a step's tokens in the cache and run MLA attention.
 
-        q_nope [T, H, nope_dim], q_rope [T, H, rope_dim]; rope already applied, latent already
-        normed.
+        RoPE has been applied, and the latent is normed.
+
+        Args:
+            q_nope: [T, H, nope_dim].
+            q_rope: [T, H, rope_dim].
+            latent: [T, lora_rank].
+            k_rope: [T, rope_dim].
+            layer: the calling layer.
+
+        Returns:
+            [T, H * v_dim].
         """
         ...
 
     def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
-        """Store latent [T, lora_rank] and k_rope [T, rope_dim] at slots int64 [T]; no
-        ``plan_step``, no attention.
+        """Store keys in the cache without attention; no ``plan_step`` is needed.
+
+        Args:
+            latent: [T, lora_rank].
+            k_rope: [T, rope_dim].
+            slots: KV slots of the tokens (the slot mapping), int64 [T].
+            layer: the calling layer.
         """
         ...
 
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
-        """q [T, H, head_dim], k and v [T, kv_heads, head_dim]; stores k, v; returns [T, H *
-        head_dim].
+        """Store the keys and values of a step's tokens in the cache and run attention.
+
+        RoPE has been applied.
+
+        Args:
+            q: [T, H, head_dim].
+            k: [T, kv_heads, head_dim].
+            v: [T, kv_heads, head_dim].
+            layer: the calling layer.
+
+        Returns:
+            [T, H * head_dim].
         """
         ...

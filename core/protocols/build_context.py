@@ -1,6 +1,4 @@
-"""What a model family and its layers receive while they build. Everything a layer binds, it binds
-here, once.
-"""
+"""The context in which model families build their models and layers."""
 
 from __future__ import annotations
 
@@ -22,19 +20,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Attributes:
-    facts: the checkpoint's facts; ``facts.config`` is its config.json.
-    worker: rank and device.
-    dtype: activation and unquantized weight dtype.
-    context: longest sequence (rope tables).
-    spare: positions behind it that steps may touch with tokens of no consequence.
-    scheme: the chosen quantization scheme; ``plain`` is used for modules it does not cover.
-    parallel: the strategies in order, as one; layers ask it for their shards.
-    attention: the backend every attention layer calls.
-    cuts: through which layers call what a captured pass has to leave out, attention above all.
-    extension: through which a speculative algorithm calls its draft's pass over a step's tokens.
-    first_layer: KV-pool number of this model's first layer (a draft model's layers follow the
-    target's).
+    """All objects and settings that layers bind, once, while they are built.
+
+    Attributes:
+        facts: the checkpoint's facts; ``facts.config`` is its config.json.
+        worker: the rank and its device.
+        dtype: dtype of activations and of unquantized weights.
+        context: longest sequence in tokens, for RoPE tables.
+        scheme: the chosen quantization scheme.
+        plain: the scheme for modules that ``scheme`` does not cover.
+        parallel: the parallelism strategies in order, as one object; it returns a layer's shards.
+        collectives: the collectives of the rank.
+        attention: the backend that every attention layer calls.
+        ops: the table of small kernels.
+        cuts: the object through which layers call the parts of a captured pass that cannot be
+            captured, above all attention.
+        extension: the object through which a speculative algorithm calls its draft's pass over a
+            step's tokens.
+        first_layer: KV-pool number of this model's first layer; a draft model's layers follow the
+            target's.
+        spare: positions beyond ``context`` that steps may touch with tokens whose results are
+            dropped.
     """
 
     facts: ModelFacts
@@ -53,4 +59,5 @@ class BuildContext:
     spare: int = 0
 
     def scheme_for(self, module: str) -> QuantizationScheme:
+        """Return the quantization scheme of a module path."""
         return self.scheme if self.scheme.covers(module) else self.plain

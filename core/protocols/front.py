@@ -1,4 +1,4 @@
-"""What the front talks to: the executor of the ranks, and parsers of generated text."""
+"""Protocols used by the front process: the executor of the ranks, and parsers of output text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from glowplug.core.plan.plan import EnginePlan
 
 @dataclass(frozen=True)
 class Piece:
-    """Parsed output: ``kind`` is "content", "reasoning" or "tool_call"; ``data`` holds a tool
-    call's fields.
+    """A piece of parsed output.
+
+    Attributes:
+        kind: "content", "reasoning" or "tool_call".
+        text: text of the piece.
+        data: fields of a tool call; None for other kinds.
     """
 
     kind: str
@@ -21,48 +25,64 @@ class Piece:
 
 
 class OutputParser(Protocol):
-    """Splits one generated text. One object a sequence, made by ``OutputParserFactory.start``."""
+    """A parser of one generated text; ``OutputParserFactory.start`` makes one for each sequence."""
 
-    def feed(self, text: str) -> list[Piece]: ...
+    def feed(self, text: str) -> list[Piece]:
+        """Parse further text and return the pieces that are ready."""
+        ...
 
-    def finish(self) -> list[Piece]: ...
+    def finish(self) -> list[Piece]:
+        """Return the pieces that are left at the end of the text."""
+        ...
 
 
 class OutputParserFactory(Protocol):
+    """A factory of parsers for one output format."""
+
     def start(self, prompt_tail: str, thinking: bool | None = None) -> OutputParser:
-        """``prompt_tail``: the last characters of the rendered prompt (it may already hold the
-        opening tag).
+        """Return a parser for one sequence.
+
+        Args:
+            prompt_tail: last characters of the rendered prompt, which may already contain the
+                opening tag.
+            thinking: whether the request turned reasoning on or off; None: it did neither.
         """
         ...
 
 
 class Executor(Protocol):
-    """Runs the ranks. The only object the front talks to; messages are bytes (see
-    ``core/step/messages.py``).
+    """The object that runs the ranks, and the front's only link to them.
+
+    Messages are bytes; see ``core/step/messages.py``.
 
     Attributes:
-        leads: the front runs here. False: another host has it; here only call ``start``, then
-            ``outputs`` until it raises.
+        leads: True: the front runs in this process. False: it runs on another host, and here only
+            ``start`` is called, then ``outputs`` until it raises.
     """
 
     leads: bool
 
     def start(self, plan: EnginePlan) -> None:
-        """Spawn, load, warm up; returns when every rank is ready. EngineDead with rank, phase and
-        reason otherwise.
+        """Start the ranks, load and warm up; return when every rank is ready.
+
+        Raises:
+            EngineDead: a rank failed; the message has rank, phase and reason.
         """
         ...
 
-    def submit(self, data: bytes) -> None: ...
+    def submit(self, data: bytes) -> None:
+        """Send a frame to the engine."""
+        ...
 
     def outputs(self, timeout: float | None) -> bytes | None:
-        """Next frame from the engine, or None after ``timeout`` seconds.
+        """Return the next frame from the engine, or None after ``timeout`` seconds.
 
-        EngineDead when a rank has failed, with rank, phase and reason; EngineStopped after
-        ``stop``.
+        Raises:
+            EngineDead: a rank failed; the message has rank, phase and reason.
+            EngineStopped: ``stop`` was called.
         """
         ...
 
     def stop(self) -> None:
-        """End every rank. Idempotent."""
+        """End every rank. Further calls do nothing."""
         ...

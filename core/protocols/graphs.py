@@ -1,4 +1,4 @@
-"""Graphs: what of a step is captured, and what replays it."""
+"""Protocols of graph capture: the device work of a step, and the object that replays it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 class Steps(Protocol):
-    """What a graph runner captures: the ``Runner``'s device part of a step.
+    """The device work of a step, which a graph runner captures; the ``Runner`` has it.
 
     Attributes:
-        sampler: as the runner uses it.
-        device: torch device it runs on.
-        forward: the target's pass over a step with prompts in it, which may also be captured by
-            itself: ``Model.forward``, or ``SampledLastLayer.trunk``.
-        cuts: where such a pass is cut into pieces.
-        extension: a draft's pass over the tokens of such a step; a runner that captures it becomes
-            its taker.
+        sampler: the runner's sampler.
+        device: torch device of the runner.
+        cuts: the points at which a pass is split into pieces.
+        extension: a draft's pass over the tokens of a prefill step; a graph runner that captures it
+            becomes its ``taker``.
+        forward: the target's pass over a step with prompts, which may be captured by itself:
+            ``Model.forward`` or ``SampledLastLayer.trunk``.
     """
 
     sampler: Sampler
@@ -34,42 +34,78 @@ class Steps(Protocol):
     extension: Extension
 
     @property
-    def forward(self) -> Callable[[Tensor, Tensor, Batch], Tensor]: ...
+    def forward(self) -> Callable[[Tensor, Tensor, Batch], Tensor]:
+        """The target's pass over a step with prompts, which may be captured by itself.
+
+        It is ``Model.forward``, or ``SampledLastLayer.trunk``.
+        """
+        ...
 
     def step(self, batch: Batch) -> tuple[Accepted, Tensor]:
-        """Run a batch whose device fields are filled in, piece by piece through ``batch.segments``:
-        what it yields, and its hidden states [T, hidden]. ``Sampler.plan_step`` comes before it."""
+        """Run a batch whose device fields are set, piece by piece through ``batch.segments``.
+
+        ``Sampler.plan_step`` is called before it.
+
+        Returns:
+            The accepted tokens, and the hidden states [T, hidden].
+        """
         ...
 
 
 class GraphRunner(Protocol):
-    """Keeps slots: padded batches over fixed memory, with graphs of the pieces of their step; and
-    passes of the model over a padded number of tokens, replayed in pieces between its cuts."""
+    """A store of captured graphs.
+
+    It keeps slots: padded batches in persistent memory, with graphs of the pieces of their step. It
+    also keeps passes of the model over a padded number of tokens, captured piecewise between the
+    model's cuts.
+    """
 
     def shapes(self, plan: EnginePlan) -> list[tuple[Mode, int, int]]:
-        """(mode, padded batch, width) to capture; passes alone are those of ``Sizes.pass_tokens``
-        and ``Sizes.extend_tokens``."""
+        """Return (mode, padded batch size, width) of each step to capture.
+
+        Passes by themselves are captured for ``Sizes.pass_tokens`` and ``Sizes.extend_tokens``.
+        """
         ...
 
     def capture(self, steps: Steps, report: Callable[[int, int], None]) -> None:
-        """Capture every shape; ``report`` hears of (done, total). CaptureError when one fails."""
+        """Capture every shape.
+
+        Args:
+            steps: the work to capture.
+            report: progress callback, called with (done, total).
+
+        Raises:
+            CaptureError: a capture failed.
+        """
         ...
 
     def slot_for(self, batch: Batch) -> object | None:
-        """The captured slot that can replay ``batch``, or None for an eager step. Ranks that agreed
-        on a step get slots of the same shape."""
+        """Return the slot that can replay ``batch``, or None for an eager step.
+
+        Ranks that agreed on a step get slots of the same shape.
+        """
         ...
 
     def fill(self, slot: object, batch: Batch) -> Batch:
-        """The slot's own batch, holding the rows of ``batch`` first and then padding; ready for
-        ``Steps.step``.
+        """Copy ``batch`` into the slot.
+
+        Returns:
+            The slot's own batch, with the rows of ``batch`` first and padding rows behind, ready
+            for ``Steps.step``.
         """
         ...
 
     def pass_for(self, batch: Batch) -> Callable[[Tensor, Tensor, Batch], Tensor] | None:
-        """For a step that no slot replays: what stands for ``Steps.forward`` in it, or None for
-        that itself. Attention has planned the step as it is, and what comes back is valid until the
-        next pass."""
+        """Return a replacement for ``Steps.forward`` in a step that no slot replays.
+
+        Attention has planned the step as it is. The replacement's result is valid until the next
+        pass.
+
+        Returns:
+            The replacement; None: run ``Steps.forward`` itself.
+        """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free all graphs and their memory."""
+        ...

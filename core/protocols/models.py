@@ -1,4 +1,4 @@
-"""The contracts of models and model families."""
+"""Protocols of models and model families."""
 
 from __future__ import annotations
 
@@ -15,54 +15,106 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
+    """A built model: its forward pass, and the checkpoint tensors to be loaded into it."""
+
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """int64 [T], int64 [T] -> final hidden states [T, hidden] (normed)."""
+        """Run the model over the tokens of a step and fill their KV cache.
+
+        Args:
+            input_ids: token ids, int64 [T].
+            positions: position of each token in its sequence, int64 [T].
+            batch: the step.
+
+        Returns:
+            Final hidden states after the last norm, [T, hidden].
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] -> float32 [N, V]."""
+        """Multiply hidden states by the output head.
+
+        Args:
+            hidden: final hidden states, [N, hidden].
+
+        Returns:
+            Logits, float32 [N, V].
+        """
         ...
 
-    def targets(self) -> Iterator[WeightTarget]: ...
+    def targets(self) -> Iterator[WeightTarget]:
+        """Yield a target for every checkpoint tensor to be loaded."""
+        ...
 
-    def finalize(self) -> None: ...
+    def finalize(self) -> None:
+        """Finish the model once every tensor is loaded: call ``finalize`` of its layers."""
+        ...
 
     def ignored(self, name: str) -> bool:
-        """May this checkpoint tensor be left unread (a NextN layer that is not used, rotary
-        tables)?
+        """Return whether a checkpoint tensor without a target may be left unread.
+
+        Examples are a NextN layer that is not used, and rotary tables.
         """
         ...
 
 
 @runtime_checkable
 class SampledLastLayer(Model, Protocol):
-    """A model whose last layer may run for some tokens of a step alone
-    (``ModelOffers.sampled_last_layer``).
+    """A model that can run its last layer for some of a step's tokens only.
+
+    It belongs to ``ModelOffers.sampled_last_layer``.
     """
 
     def trunk(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """int64 [T], int64 [T] -> what the last layer adds to, [T, hidden]."""
+        """Run all layers before the last one.
+
+        Args:
+            input_ids: token ids, int64 [T].
+            positions: position of each token in its sequence, int64 [T].
+            batch: the step.
+
+        Returns:
+            The residual stream, to which the last layer adds, [T, hidden].
+        """
         ...
 
     def tail(self, stream: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """``trunk``'s result -> final hidden states (normed): [T, hidden], as ``forward`` gives;
-        or, where the batch has ``ends``, [N, hidden] of these, with every token of the step cached.
+        """Run the last layer and the final norm.
 
-        ``AttentionBackend.plan_step`` was last called for the batch, or for that of its ends.
+        ``AttentionBackend.plan_step`` has last been called with ``batch``, or with
+        ``batch.ends.batch`` if the batch has ``ends``.
+
+        Args:
+            stream: the result of ``trunk``, [T, hidden].
+            positions: position of each token in its sequence, int64 [T].
+            batch: the step.
+
+        Returns:
+            Final hidden states after the last norm: [T, hidden], equal to ``forward``'s; or, if the
+                batch has ``ends``, those of its N end tokens, [N, hidden]. In both cases the keys
+                of every token of the step are cached.
         """
         ...
 
 
 class ModelFamily(Protocol):
+    """A builder of models of some checkpoint architectures."""
+
     def build(self, context: BuildContext) -> Model:
-        """The model with empty weights. No collective, no file access."""
+        """Return the model, with weights allocated and not yet loaded.
+
+        No collective runs and no file is read.
+        """
         ...
 
     def build_nextn(self, context: BuildContext, target: Model, number: int = 0) -> Model:
-        """Next-token layer ``number`` as a model of its own (``ModelOffers.nextn``); ``target`` is
-        what ``build`` made.
+        """Return a next-token (NextN) layer as a model of its own, for ``ModelOffers.nextn``.
 
-        It shares what its checkpoint lacks (embedding, head) with ``target``.
-        ``context.first_layer`` is the KV-pool number of the first next-token layer.
+        The model shares with ``target`` the tensors that its checkpoint lacks (embedding, head).
+
+        Args:
+            context: the build context; ``first_layer`` is the KV-pool number of the first NextN
+                layer.
+            target: the model that ``build`` returned.
+            number: number of the NextN layer, from 0.
         """
         ...

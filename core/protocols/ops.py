@@ -1,4 +1,4 @@
-"""Small kernels: the table of functions that layers bind."""
+"""Protocol of the small kernels: a table of functions that layers bind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Route(Protocol):
-    """A gate in one call: scores, choice and weights."""
+    """A gate in one call: scores, choice of experts and their weights."""
 
     def __call__(
         self,
@@ -24,17 +24,30 @@ class Route(Protocol):
         scale: float,
         appended: int,
     ) -> tuple[Tensor, Tensor]:
-        """x [T, H], weight [E, H] -> weights float32 [T, K + A], ids int32 [T, K + A].
+        """Score all experts and choose k of them for each token.
 
-        With bias float32 [E] a sigmoid gate, softmax otherwise; scores accumulate in float32. The A
-        = ``appended`` columns behind the K chosen are experts E to E + A - 1 with weight 1: shared
-        experts that ride along.
+        Scores accumulate in float32. With a bias the gate uses sigmoid scores, without one softmax.
+
+        Args:
+            x: activations [T, hidden].
+            weight: weight of the gate [E, hidden].
+            bias: score-correction bias of the experts, float32 [E], or None.
+            k: number of experts to choose for each token.
+            groups: number of expert groups.
+            topk_groups: number of groups from which experts are chosen.
+            renormalize: divide the chosen weights by their sum.
+            scale: factor on the weights.
+            appended: number A of further experts that every token uses: the fused shared expert.
+                They are experts E to E + A - 1, with weight 1, in the last A columns.
+
+        Returns:
+            weights float32 [T, k + A] and ids int32 [T, k + A].
         """
         ...
 
 
 class SignallingRoute(Protocol):
-    """As ``Route``, for experts that were started before it."""
+    """A ``Route`` for experts that were started before it."""
 
     def __call__(
         self,
@@ -49,35 +62,38 @@ class SignallingRoute(Protocol):
         appended: int,
         begun: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The same result, and ``begun`` (int32, of ``StartedExperts``) has 1 in front as soon as x
-        may be read; not of 4 tokens or fewer, for which nobody starts experts."""
+        """Return the result of ``Route``, and set the ready flag as soon as x may be read.
+
+        Args:
+            begun: ready flag of ``StartedExperts``, int32; its first element is set to 1. It is not
+                set for 4 tokens or fewer, for which experts are never started early.
+        """
         ...
 
 
 class Ops(Protocol):
-    """Small kernels bound on layers at build: a table of callables, pure. References stand in
-    ``kernels/``.
+    """The small kernels, a table of pure functions that layers bind while they are built.
+
+    The references are in ``kernels/``. A table may also have ``route_signalling: SignallingRoute |
+    None``; without one, no experts are started early.
 
     Attributes:
         rms_norm: (x [..., N], weight [N], eps) -> y.
         add_rms_norm: (x, residual, weight, eps) -> (normed, residual + x).
-        adds_parts: x of ``add_rms_norm``, and of its fused variants, may be ``Parts``.
-        silu_and_mul: x [..., 2I] -> silu(first half) * second half.
+        adds_parts: True: x of ``add_rms_norm``, and of its fused variants, may be ``Parts``.
+        silu_and_mul: x [..., 2I] -> silu(first half) * second half, [..., I].
         rope_table: (dim, context, theta, scaling, max_positions) -> float32 [context or more, dim],
             cosines then sines.
-        rope_at: (table, positions int64 [T], interleaved) -> whatever ``rope`` needs; once a step,
-            opaque to layers.
-        rope: (q [T, H, R], k [T, G, R], what rope_at returned) -> rotated (q, k).
+        rope_at: (table, positions int64 [T], interleaved) -> argument of ``rope``, opaque to
+            layers; called once a step.
+        rope: (q [T, H, R], k [T, G, R], result of ``rope_at``) -> rotated (q, k).
         topk_softmax: (logits float32 [T, E], k, groups, topk_groups, renormalize, scale) -> weights
             float32 [T, K], ids int64 [T, K].
-        topk_sigmoid: (logits, bias float32 [E], k, groups, topk_groups, renormalize, scale) -> the
-            same.
-        fused: (producer, input format) -> the producer's variant that hands over that format as a
-            ``Quantized``; producers are names of this table, and "cast" for plain activations.
+        topk_sigmoid: (logits, bias float32 [E], k, groups, topk_groups, renormalize, scale) ->
+            weights and ids as above.
+        fused: (producer, input format) -> the producer's variant that returns ``Quantized`` in that
+            format. Producers are names of this table, and "cast" for plain activations.
         route: the whole gate in one call, or None.
-
-    A table may have ``route_signalling: SignallingRoute | None`` too; without one, no experts are
-    started early.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]

@@ -1,4 +1,4 @@
-"""Ranks: shares of a layer, exchanges of experts' tokens, groups of requests, and collectives."""
+"""Protocols of parallelism: shards of layers, expert exchange, request groups and collectives."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 class Shard:
     """A rank's part of a dimension: elements ``start`` to ``start + size`` of ``full``.
 
-    ``reduce``: the layer's output is a partial sum that must be all-reduced. ``gather``: it is a
-    slice to be gathered.
-    ``axis``: the mesh axis to do either over (``core/facts/mesh.py`` names them). ``parts``: ranks
-    that share the dimension;
-    a part that is to be gathered is filled up to ceil(full / parts) first.
+    Attributes:
+        start: first element.
+        size: number of elements.
+        full: size of the whole dimension.
+        reduce: True: the layer's output is a partial sum that must be all-reduced.
+        gather: True: the layer's output is a slice that must be gathered.
+        axis: mesh axis of the all-reduce or gather (named in ``core/facts/mesh.py``).
+        parts: number of ranks that share the dimension. A part to be gathered is padded to
+            ceil(full / parts) first.
     """
 
     start: int
@@ -37,12 +41,13 @@ class Shard:
 
 
 class ExpertExchange(Protocol):
-    """Moves one layer's tokens to the ranks of their experts and back. Each step calls each method
-    once, in turn.
+    """The exchange of one layer's tokens with the ranks of their experts.
+
+    Each step calls ``dispatch`` and ``combine`` once, in this order.
 
     Attributes:
-        load: int64 [experts], on the device: how many tokens chose each expert so far. Over the
-            ranks of a group every token is counted once, padding never. None: nobody counts.
+        load: int64 [experts], on the device: number of tokens that chose each expert so far. Over
+            the ranks of a group every token counts once, padding never. None: not counted.
     """
 
     load: Tensor | None
@@ -50,137 +55,195 @@ class ExpertExchange(Protocol):
     def dispatch(
         self, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's attention tokens x [T, hidden], ids int64 and weights float32 [T, K] -> the
-        same of the M tokens that this rank's experts work on; ids are local expert numbers, -1
-        where the expert is elsewhere.
+        """Send this rank's attention tokens to the ranks of their experts.
+
+        Args:
+            x: [T, hidden].
+            ids: chosen experts, int64 [T, K].
+            weights: float32 [T, K].
+            batch: the step.
+
+        Returns:
+            x, ids and weights of the M tokens that this rank's experts compute; ids are local
+            expert numbers, -1 for experts of other ranks.
         """
         ...
 
     def combine(self, y: Tensor, partial: Tensor | None = None) -> Tensor:
-        """This rank's (partial) results y [M, hidden] -> the complete results [T, hidden] of its
-        attention tokens.
+        """Return the complete results of this rank's attention tokens, [T, hidden].
 
-        ``partial`` [T, hidden] is this rank's term of a sum over "attn_tp" (the shared expert's),
-        added to the result. Both may be overwritten.
+        Args:
+            y: this rank's results, perhaps partial sums, [M, hidden]; may be overwritten.
+            partial: [T, hidden], this rank's term of a sum over "attn_tp" (the shared expert's),
+                which is added to the result; may be overwritten.
         """
         ...
 
 
 class RequestRouter(Protocol):
-    """Which group of ranks runs a request. Ranks of a group share a scheduler's decisions and hold
-    the same pages.
+    """The assignment of requests to groups of ranks.
+
+    The ranks of a group share a scheduler's decisions and hold the same pages.
 
     Attributes:
         group: number of this rank's group.
-        leads: this rank reports its group's outputs to the front.
+        leads: True: this rank reports its group's outputs to the front.
     """
 
     group: int
     leads: bool
 
     def owns(self, sequence: Sequence) -> bool:
-        """Does this rank's group run ``sequence``? Asked on every rank, in the same order, once for
-        each Submit.
+        """Return whether this rank's group runs ``sequence``.
 
-        Every rank must come to the same assignment, so it may use only what all ranks know
-        (``agree``'s loads).
+        It is called once for each Submit, on every rank, in the same order. Every rank must make
+        the same assignment, so the decision may use only data that all ranks have (the loads of
+        ``agree``).
         """
         ...
 
 
 class ParallelStrategy(Protocol):
-    """One way to share the work among ranks. Several are composed by
-    ``core/protocols/parallel_stack.py``.
+    """One way to share the work among ranks.
+
+    ``core/protocols/parallel_stack.py`` composes several.
     """
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
-        """This rank's part of dimension ``full`` of layer ``name``; None: what the strategies
-        before this one say.
+        """Return this rank's part of a dimension; None: the strategies before this one decide.
 
-        ``role``: "column" (outputs), "row" (inputs), "vocab", "heads", "experts", "expert_width",
-        "replicated".
-        ``block``: the dimension splits only at multiples of it (128 for block FP8).
+        Args:
+            role: "column" (outputs), "row" (inputs), "vocab", "heads", "experts", "expert_width" or
+                "replicated".
+            name: module path of the layer.
+            full: size of the dimension.
+            block: the dimension may be split only at multiples of it (128 for block FP8).
         """
         ...
 
     def agree(self, local: StepShape) -> StepShape:
-        """The one host collective a step; identity unless ranks may differ. A rank without work
-        says IDLE.
+        """Return the step shape that all ranks agree on.
+
+        This is the one host collective of a step; it returns ``local`` unless ranks may differ. A
+        rank without work passes an IDLE shape.
         """
         ...
 
     def router(self) -> RequestRouter | None:
-        """Deals requests among groups of ranks, the same object each call. None: all run all, and
-        rank 0 answers.
+        """Return the router of requests among groups of ranks, the same object in each call.
+
+        None: every rank runs all requests, and rank 0 reports the outputs.
         """
         ...
 
     def enter_attention(self, x: Tensor, batch: Batch) -> Tensor:
-        """After an MLP: x [T', hidden], the tokens MLPs work on -> [T, hidden], this rank's
-        attention tokens.
+        """Return this rank's attention tokens; called after an MLP.
+
+        Args:
+            x: the tokens that MLPs compute, [T', hidden].
+            batch: the step.
+
+        Returns:
+            [T, hidden].
         """
         ...
 
     def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
-        """Before an MLP, already normed: this rank's attention tokens -> the tokens MLPs work on."""
+        """Return the tokens that MLPs compute; called before an MLP, on normed activations.
+
+        Args:
+            x: this rank's attention tokens, [T, hidden].
+            batch: the step.
+
+        Returns:
+            [T', hidden].
+        """
         ...
 
     def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
-        """The exchange of the mixture ``name`` of ``experts`` experts; None: its tokens need not
-        move.
+        """Return the exchange of an MoE layer; None: its tokens need not move.
 
-        With one, the layer gets this rank's own attention tokens, and its shared expert's "column"
-        and "row" are split over "attn_tp" at most.
+        With an exchange, the layer receives only this rank's attention tokens, and its shared
+        expert's "column" and "row" dimensions are split over "attn_tp" at most.
+
+        Args:
+            name: module path of the layer.
+            experts: number of its experts.
         """
         ...
 
 
 class Collectives(Protocol):
-    """Collectives over one mesh axis: among the ranks that differ only in it. Identity for an axis
-    of size one.
+    """Collectives over one mesh axis: among the ranks that differ in this axis only.
 
-    A peer that has gone or does not answer within ``collectives.timeout`` is a ``CollectiveError``.
+    Over an axis of size one they return their input.
+
+    Raises:
+        CollectiveError: a peer has ended or does not answer within ``collectives.timeout``.
     """
 
     def all_reduce(self, x: Tensor, axis: str) -> Tensor:
-        """The sum over the axis, bitwise the same on each of its ranks. May be computed in place.
+        """Return the sum over the axis, bitwise the same on each of its ranks.
 
-        On the CPU a row's bits do not depend on the rows around it.
+        It may be computed in place. On the CPU a row's bits do not depend on the rows around it.
         """
         ...
 
     def all_gather(self, x: Tensor, axis: str, dim: int = 0) -> Tensor:
-        """Equal shapes from every rank of the axis, side by side along ``dim`` in rank order."""
+        """Concatenate x of every rank of the axis along ``dim``, in rank order.
+
+        All ranks pass the same shape.
+        """
         ...
 
     def reduce_scatter(self, x: Tensor, axis: str) -> Tensor:
-        """x [size * N, ...] -> this rank's N rows of the sum."""
+        """Sum x [size * N, ...] over the axis and return this rank's N rows."""
         ...
 
     def all_to_all(self, x: Tensor, axis: str) -> Tensor:
-        """x [size, N, ...]: part i goes to rank i of the axis; returned part i came from rank i."""
+        """Send part i of x [size, N, ...] to rank i of the axis.
+
+        Returns:
+            [size, N, ...]; part i came from rank i.
+        """
         ...
 
     def all_to_all_rows(self, x: Tensor, counts: Seq[int], received: Seq[int], axis: str) -> Tensor:
-        """x [sum(counts), ...]: the next counts[i] rows go to rank i; returns [sum(received), ...]
-        likewise.
+        """Send different numbers of rows to each rank of the axis.
 
-        Row counts are the host's, so this is never captured.
+        The counts are on the host, so this is never captured.
+
+        Args:
+            x: [sum(counts), ...], the rows for rank 0, then those for rank 1, and so on.
+            counts: number of rows to send to each rank.
+            received: number of rows to receive from each rank.
+
+        Returns:
+            [sum(received), ...], in rank order.
         """
         ...
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes on every rank (host side)."""
+        """Return rank 0's bytes on every rank; a host collective."""
         ...
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes on every rank, by rank (host side; for rare things)."""
+        """Return every rank's bytes on every rank, by rank; a host collective for rare use."""
         ...
 
     def all_gather_numbers(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """values int64 [N] -> [ranks, N] on every rank (host side, one small collective: ``agree``
-        uses it).
+        """Gather numbers of every rank on every rank.
+
+        This is one small host collective; ``agree`` uses it.
+
+        Args:
+            values: int64 [N].
+
+        Returns:
+            int64 [ranks, N].
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release communicators and connections."""
+        ...

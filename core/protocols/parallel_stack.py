@@ -1,6 +1,4 @@
-"""Several parallelism strategies as one: what layers and the loop see of ``[[parallel]]``, in the
-operator's order.
-"""
+"""Composition of several parallelism strategies into one object for layers and the loop."""
 
 from __future__ import annotations
 
@@ -15,8 +13,10 @@ if TYPE_CHECKING:
 
 
 class ParallelStack:
-    """A later strategy refines those before it: "tensor" splits the heads, "dp_attention" after it
-    takes them back.
+    """The strategies of ``[[parallel]]`` as one, in the operator's order.
+
+    A later strategy refines those before it: "tensor" splits the heads, and "dp_attention" after it
+    makes them whole again.
     """
 
     def __init__(self, strategies: Seq[ParallelStrategy]) -> None:
@@ -24,7 +24,7 @@ class ParallelStack:
         self._exchanges: dict[str, ExpertExchange] = {}
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard:
-        """The last opinion on this dimension; the whole of it when nobody has one."""
+        """Return the last strategy's part of a dimension; without one, the whole dimension."""
         for strategy in reversed(self.strategies):
             found = strategy.shard(role, name, full, block)
             if found is not None:
@@ -32,30 +32,32 @@ class ParallelStack:
         return Shard(0, full, full)
 
     def agree(self, local: StepShape) -> StepShape:
+        """Return the step shape after each strategy's agreement."""
         for strategy in self.strategies:
             local = strategy.agree(local)
         return local
 
     def router(self) -> RequestRouter | None:
-        """That of the last strategy that deals requests at all."""
+        """Return the router of the last strategy that has one."""
         found = [
             router for strategy in self.strategies if (router := strategy.router()) is not None
         ]
         return found[-1] if found else None
 
     def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
+        """Apply each strategy's ``leave_attention``, in order."""
         for strategy in self.strategies:
             x = strategy.leave_attention(x, batch)
         return x
 
     def enter_attention(self, x: Tensor, batch: Batch) -> Tensor:
-        """The way back, so in reverse order."""
+        """Apply each strategy's ``enter_attention``, in reverse order."""
         for strategy in reversed(self.strategies):
             x = strategy.enter_attention(x, batch)
         return x
 
     def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
-        """That of the last strategy that has one for this layer."""
+        """Return the exchange of the last strategy that has one for this layer."""
         for strategy in reversed(self.strategies):
             exchange = strategy.expert_exchange(name, experts)
             if exchange is not None:
@@ -65,8 +67,9 @@ class ParallelStack:
         return None
 
     def expert_load(self) -> dict[str, list[int]]:
-        """Tokens that chose each expert on this rank, by layer; empty where nobody counts. Waits
-        for the device.
+        """Return the number of tokens that chose each expert on this rank, by layer.
+
+        It waits for the device. Layers that do not count are left out.
         """
         return {
             name: exchange.load.tolist()
@@ -75,7 +78,7 @@ class ParallelStack:
         }
 
     def forget_load(self) -> None:
-        """Counts start again from nothing."""
+        """Set all counts to zero."""
         for exchange in self._exchanges.values():
             if exchange.load is not None:
                 exchange.load.zero_()

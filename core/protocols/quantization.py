@@ -1,4 +1,4 @@
-"""Quantization: how linear layers and experts keep their weights and multiply."""
+"""Protocols of quantization: storage of linear and expert weights, and their GEMMs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A (possibly fused) linear layer on this rank: y = x W^T, W [sum(outputs), inputs].
+    """The shape of a linear layer on this rank, fused or not.
+
+    The layer computes y = x W^T with W [sum(outputs), inputs].
 
     Attributes:
         name: module path of the layer, e.g. "model.layers.3.self_attn.q_b_proj".
-        parts: checkpoint names of the fused parts (module paths), one for a plain layer.
+        parts: module paths of the fused parts in the checkpoint; one for a plain layer.
         outputs: rows of each part on this rank.
         inputs: columns on this rank.
-        row_starts: first row of each part in the checkpoint's tensor (tensor parallel slices), 0
+        row_starts: first row of each part in the checkpoint's tensor (tensor-parallel slices); 0
             without sharding.
         col_start: first column in the checkpoint's tensor.
         full: (rows, columns) of each part in the checkpoint.
-        bias: the parts carry biases.
-        wide: float32 results are as welcome as those in the activation dtype.
+        bias: True: the parts have biases.
+        wide: True: the result may be float32 instead of the activation dtype.
     """
 
     name: str
@@ -42,15 +44,26 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """Routed experts on this rank. Gate and up are fused: w13 [E, 2*inter, hidden], w2 [E, hidden,
-    inter].
+    """The shape of a layer's routed experts on this rank.
 
-    ``prefix`` is the module path up to "experts"; checkpoint names are
-    ``{prefix}.{e}.gate_proj.weight`` and so on. ``first``..``first + count`` are the experts held
-    here; ``inter_start``/``inter`` the slice of their width.
-    ``shared``: so many further experts of the same width follow them, which together are the shared
-    expert ``shared_prefix`` (the slices of its width, in order).
-    ``parts``: results may be ``Parts``.
+    Gate and up projections are fused: w13 [E, 2 * inter, hidden], w2 [E, hidden, inter].
+
+    Attributes:
+        prefix: module path up to "experts"; checkpoint names are ``{prefix}.{e}.gate_proj.weight``
+            and so on.
+        count: number of experts held on this rank.
+        first: number of the first one; the rank holds ``first`` to ``first + count``, the end
+            excluded.
+        hidden: size of the hidden states.
+        inter: intermediate size of each expert on this rank.
+        inter_start: start of this rank's slice of the intermediate size.
+        inter_full: intermediate size of each expert in the checkpoint.
+        total: number of experts in the layer.
+        shared: number of further experts of the same intermediate size behind the held ones
+            (shared-expert fusion). Together they are the shared expert, each a slice of its
+            intermediate size, in order.
+        shared_prefix: module path of the shared expert.
+        parts: True: results may be ``Parts``.
     """
 
     prefix: str
@@ -67,8 +80,11 @@ class ExpertsShape:
 
 
 class Quantized(NamedTuple):
-    """Activations in a linear's ``input_format``. ``scales`` is None where the format keeps values
-    already scaled.
+    """Activations in a linear layer's ``input_format``.
+
+    Attributes:
+        values: quantised values.
+        scales: their scales; None for formats whose values are already scaled.
     """
 
     values: Tensor
@@ -76,11 +92,15 @@ class Quantized(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """[T, hidden] that is still to be added up: rows [T * K, hidden], weighted already, and their
-    experts' ids [T, K], or rows of another sum, all with ids of 0.
+    """A [T, hidden] result whose terms have still to be summed.
 
-    The rows of negative ids do not count, and hold anything. Rows are of the activation dtype or
-    float32; ids may be strided in the first dimension.
+    The terms are the results of K experts for each token, or rows of another sum, all with ids of
+    0.
+
+    Attributes:
+        rows: terms with their weights applied, [T * K, hidden], in the activation dtype or float32.
+            Rows of negative ids are not part of the sum and may hold anything.
+        ids: the terms' expert ids, [T, K]; the first dimension may be strided.
     """
 
     rows: Tensor
@@ -88,86 +108,130 @@ class Parts(NamedTuple):
 
 
 class LinearMethod(Protocol):
-    """How one linear layer keeps its weight and multiplies. Holds its own tensors.
+    """The weight of one linear layer and its GEMM; the method holds its own tensors.
 
-    A method may have ``apply_parts(x) -> Tensor | Parts`` too: as ``apply``, for a norm that adds
-    parts up.
+    A method may also have ``apply_parts(x) -> Tensor | Parts``: ``apply`` for a following norm that
+    sums parts.
+
+    Attributes:
+        input_format: format in which the preceding operation may pass activations as ``Quantized``:
+            "plain" (none), "fp8_group128", "int8_token", or "fp8_group128_values" (E4M3 values
+            times their scale, in the activation dtype).
     """
 
-    #: what the producer may hand over as ``Quantized``: "plain" (nothing), "fp8_group128",
-    #: "int8_token", "fp8_group128_values" (E4M3 values times their scale, in the activation dtype)
     input_format: str
 
-    def targets(self) -> Iterator[WeightTarget]: ...
+    def targets(self) -> Iterator[WeightTarget]:
+        """Yield a target for every checkpoint tensor of the layer."""
+        ...
 
     def finalize(self) -> None:
-        """After loading: fuse, transpose, dequantise into the form ``apply`` uses."""
+        """Fuse, transpose or dequantise the loaded tensors into the form that ``apply`` uses."""
         ...
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
-        """x [T, inputs] -> [T, sum(outputs)] in the activation dtype (or ``LinearShape.wide``),
-        bias added.
+        """Multiply by the weight and add the bias.
+
+        Args:
+            x: activations [T, inputs], or the same as ``Quantized`` in ``input_format``.
+
+        Returns:
+            [T, sum(outputs)] in the activation dtype; with ``LinearShape.wide`` perhaps in float32.
         """
         ...
 
     def dense(self) -> Tensor:
-        """The weight as [sum(outputs), inputs] in the compute dtype (MLA absorption needs kv_b's).
-        After finalize.
+        """Return the weight as [sum(outputs), inputs] in the compute dtype.
+
+        MLA absorption needs kv_b_proj's. It is called after ``finalize``.
         """
         ...
 
 
 class StartedExperts(Protocol):
-    """A layer's experts once x is there. The gate is called next, with ``begun`` (int32), whose
-    first number it sets to 1 as soon as it may read x; then ``finish``."""
+    """The experts of one layer, started as soon as x is available, before the gate has run.
+
+    The gate runs next with ``begun``, and ``finish`` after it.
+
+    Attributes:
+        begun: ready flag, int32; the gate sets its first element to 1 as soon as x may be read.
+    """
 
     @property
-    def begun(self) -> Tensor: ...
+    def begun(self) -> Tensor:
+        """The ready flag, int32; the gate sets its first element to 1 as soon as x may be read."""
+        ...
 
     def finish(self, ids: Tensor, weights: Tensor) -> Tensor | Parts:
-        """As ``ExpertsMethod.apply`` of the same x."""
+        """Return the result of ``ExpertsMethod.apply`` for the x that was passed to ``start``.
+
+        Args:
+            ids: see ``ExpertsMethod.apply``.
+            weights: see ``ExpertsMethod.apply``.
+        """
         ...
 
 
 class ExpertsMethod(Protocol):
-    """How the routed experts of one layer keep their weights and multiply.
+    """The weights of one layer's routed experts and their GEMMs.
 
-    A method may have ``start(x [T, hidden], width) -> StartedExperts | None`` too, for gates that
-    choose ``width`` ids a token, shared experts' among them; None: nothing is gained by beginning
-    before the gate has chosen. It is called only where the gate signals (``SignallingRoute``).
+    A method may also have ``start(x, width) -> StartedExperts | None`` with x [T, hidden], for
+    gates that choose ``width`` ids per token, including the fused shared expert's. It returns None
+    if starting before the gate gains nothing. It is called only if the gate sets a ready flag
+    (``SignallingRoute``).
+
+    Attributes:
+        input_format: see ``LinearMethod.input_format``.
     """
 
-    input_format: str  #: as of ``LinearMethod``
+    input_format: str
 
-    def targets(self) -> Iterator[WeightTarget]: ...
+    def targets(self) -> Iterator[WeightTarget]:
+        """Yield a target for every checkpoint tensor of the experts."""
+        ...
 
-    def finalize(self) -> None: ...
+    def finalize(self) -> None:
+        """Convert the loaded tensors into the form that ``apply`` uses."""
+        ...
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
-        """x [T, hidden], ids [T, K] (of experts held, -1: not here), weights float32 [T, K] -> [T,
-        hidden].
+        """Run the chosen experts and sum their weighted results for each token.
 
-        ids are int64, or int32 where ``Ops.route`` chose them. ``Parts`` only where
-        ``ExpertsShape.parts`` allows it.
+        Args:
+            x: activations [T, hidden], or the same as ``Quantized`` in ``input_format``.
+            ids: expert numbers on this rank [T, K], -1 for experts of other ranks; int64, or int32
+                if ``Ops.route`` chose them.
+            weights: weights of the experts, float32 [T, K].
+
+        Returns:
+            [T, hidden]; or ``Parts`` if ``ExpertsShape.parts`` is set.
         """
         ...
 
 
 class QuantizationScheme(Protocol):
-    """Makes the methods of the modules it covers.
+    """A factory for the methods of the modules that it covers.
 
     Attributes:
-        block: ranks split dimensions only at multiples of it.
-        fuses_shared: its experts' methods take ``ExpertsShape.shared``.
+        block: ranks split dimensions at multiples of this only.
+        fuses_shared: True: the scheme's expert methods support ``ExpertsShape.shared``.
     """
 
     block: int
     fuses_shared: bool
 
-    def linear(self, shape: LinearShape) -> LinearMethod: ...
+    def linear(self, shape: LinearShape) -> LinearMethod:
+        """Return the method of a linear layer, without loaded weights."""
+        ...
 
-    def experts(self, shape: ExpertsShape) -> ExpertsMethod: ...
+    def experts(self, shape: ExpertsShape) -> ExpertsMethod:
+        """Return the method of a layer's routed experts, without loaded weights."""
+        ...
 
     def covers(self, module: str) -> bool:
-        """Is this module quantized? If not, the model uses the unquantized scheme for it."""
+        """Return whether a module is quantized; the unquantized scheme is used for the others.
+
+        Args:
+            module: module path.
+        """
         ...

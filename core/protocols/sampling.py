@@ -1,4 +1,4 @@
-"""Sampling and speculation: from logits to tokens, one or several a row."""
+"""Protocols of sampling and speculation: from logits to one or several tokens per row."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Sampled:
-    """One token for each of N logits rows: ``tokens`` int64 [N], ``bad`` bool [N], optional
-    log-probabilities.
+    """One sampled token for each of N rows of logits.
+
+    Attributes:
+        tokens: int64 [N].
+        bad: bool [N]; True: the row's logits have NaN, or are all -inf.
+        logprobs: log-probabilities; None if no row requests them.
     """
 
     tokens: Tensor
@@ -31,11 +35,14 @@ class Sampled:
 
 
 class Sampler(Protocol):
-    """Turns logits into tokens by each row's own parameters, independent of what else is in the
-    batch.
+    """A sampler that draws tokens from logits with each row's own parameters.
+
+    A row's token does not depend on the other rows of the batch.
     """
 
-    def reserve(self, limits: Limits) -> None: ...
+    def reserve(self, limits: Limits) -> None:
+        """Allocate the state of ``limits.rows`` rows."""
+        ...
 
     def join(
         self,
@@ -45,92 +52,133 @@ class Sampler(Protocol):
         prompt_len: int,
         stop_ids: frozenset[int],
     ) -> None:
-        """A sequence takes ``row``: tokens so far (prompt and output) seed the penalties.
+        """Set up ``row`` for a sequence that enters it.
 
-        ``stop_ids`` end it, so they cannot be drawn before ``params.min_tokens`` output tokens.
+        Args:
+            row: row of the sequence table.
+            params: the sequence's sampling parameters.
+            tokens: prompt and output tokens so far, from which penalties are counted.
+            prompt_len: number of prompt tokens among them.
+            stop_ids: tokens that end the sequence; they cannot be drawn before
+                ``params.min_tokens`` output tokens.
         """
         ...
 
-    def leave(self, row: int) -> None: ...
+    def leave(self, row: int) -> None:
+        """Clear the state of ``row``, whose sequence has left it."""
+        ...
 
     def plan_step(self, batch: Batch) -> None:
-        """Host-side preparation, behind every ``leave`` and ``join`` of the step and before its
-        first ``sample``. The model's pass may be under way already."""
+        """Do the step's host work.
+
+        It runs after every ``leave`` and ``join`` of the step and before its first ``sample``. The
+        model's pass may already be running.
+        """
         ...
 
     def capture_key(self) -> str | None:
-        """What ``sample`` and ``observe`` do in the step just planned, in a word: a step with the
-        same word and shapes
-        may replay its kernels. None: they depend on more than that (asked only where steps are
-        replayed).
+        """Return a key of the kernels that ``sample`` and ``observe`` run in the step just planned.
+
+        Kernels captured in a step may be replayed in a step of the same key and shapes. It is
+        called only if steps are replayed.
+
+        Returns:
+            The key; None if the kernels depend on more than the key and the shapes.
         """
         ...
 
     def sample(
         self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None
     ) -> Sampled:
-        """logits float32 [N, V] (may be overwritten), rows int64 [N], positions int64 [N] of the
-        token being drawn; rows and positions may be strided, also by 0.
+        """Draw one token for each row of logits.
 
-        The random number depends only on (seed of the row, position). ``ahead`` int64 [N, W - 1]:
-        tokens that precede this one and have not been observed yet (drafts being verified), -1
-        where there is none; penalties count them.
+        The random number depends only on the row's seed and the position.
+
+        Args:
+            logits: float32 [N, V]; may be overwritten.
+            rows: rows of the sequence table, int64 [N].
+            positions: position of the token to draw, int64 [N]; ``rows`` and ``positions`` may be
+                strided, also with stride 0.
+            ahead: int64 [N, W - 1], the tokens before this one that have not been observed yet
+                (drafts being verified), -1 for none; penalties count them.
         """
         ...
 
     def observe(self, tokens: Tensor, counts: Tensor, rows: Tensor) -> None:
-        """tokens int64 [B, W], counts int32 [B], rows int64 [B] were accepted: update penalties, on
-        the device.
+        """Update the penalties, on the device, with accepted tokens.
+
+        Args:
+            tokens: int64 [B, W].
+            counts: number of accepted tokens of each row, int32 [B].
+            rows: rows of the sequence table, int64 [B].
         """
         ...
 
 
 class SpeculativeAlgorithm(Protocol):
-    """Decides what decoding rows feed in and which of the results count. Width one is no
-    speculation.
+    """The choice of the tokens that decoding rows compute, and of the results that are accepted.
+
+    Decoding without speculation is the algorithm of width one.
     """
 
-    def width(self) -> int: ...
+    def width(self) -> int:
+        """Return the number of tokens that a decoding row computes in a step: 1 + drafts."""
+        ...
 
-    def reserve(self, limits: Limits) -> None: ...
+    def reserve(self, limits: Limits) -> None:
+        """Allocate every persistent buffer and bind ``limits.kv`` for the draft model."""
+        ...
 
     def lengths(self, batch: Batch) -> Tensor | None:
-        """int32 [D]: tokens of each decoding row whose cache entries are in place, on the device.
+        """Return the cached tokens of each decoding row, on the device.
 
-        None: the host's ``kv_lens`` are exact (width one). Otherwise they are upper bounds, and the
-        runner places the step's tokens by these.
+        Returns:
+            int32 [D]; the host's ``kv_lens`` are then upper bounds, and the runner places the
+            step's tokens by the returned lengths. None: ``kv_lens`` are exact (width one).
         """
         ...
 
     def draft(self, batch: Batch) -> Tensor:
-        """Token ids int64 [D, W] that the decoding rows of ``batch`` compute: the last accepted
-        one, then drafts.
+        """Return the tokens that the decoding rows compute in this step.
 
-        Called for every step, with D 0 as well, so that ranks may take part in each other's
+        It is called in every step, also with D = 0, so that ranks can take part in each other's
         drafting. ``batch`` is complete but for ``input_ids``; on a device, positions and lengths
-        are still the host's upper bounds. With a width above one, device work goes through
+        are still the host's upper bounds. With a width above one, device work runs through
         ``batch.segments``; otherwise it is part of the target's pass.
+
+        Returns:
+            Token ids int64 [D, W]: the last accepted token, then drafts.
         """
         ...
 
     def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
-        """logits [N, V] at ``batch.logits_index``, hidden [T, hidden]. Remembers what the next
-        ``draft`` needs.
+        """Decide which tokens are accepted, and keep the state that the next ``draft`` needs.
 
         Each row that samples gains at least one token. The engine ends rows that gain none in eight
         steps in a row, with an error that names the algorithm (code "stalled").
+
+        Args:
+            logits: float32 [N, V] at ``batch.logits_index``.
+            hidden: final hidden states of all tokens, [T, hidden].
+            batch: the step.
+            sampler: the sampler to draw tokens with.
         """
         ...
 
     def draft_model(
         self, context: BuildContext, family: ModelFamily, target: Model
     ) -> Model | None:
-        """The draft model with empty weights, or None. Called once, before ``reserve``; the engine
-        loads it.
+        """Return the draft model, with weights not yet loaded, or None if there is no draft model.
 
-        ``context`` is the target's, with ``first_layer`` the KV-pool number of the first layer
-        behind the target's and, when the draft lies in a folder of its own, ``facts`` that
-        folder's. The draft runs inside ``draft`` and ``accept``; the latter sees every step's
-        hidden states, prompts' included.
+        It is called once, before ``reserve``, and the engine loads the model. The draft model runs
+        within ``draft`` and ``accept``; the latter receives the hidden states of every step,
+        prompts included.
+
+        Args:
+            context: the target's build context, with ``first_layer`` the KV-pool number of the
+                first layer after the target's and, for a draft in a folder of its own, with the
+                ``facts`` of that folder.
+            family: the target's model family.
+            target: the target model.
         """
         ...

@@ -1,4 +1,4 @@
-"""Scheduling on the host: the prefix cache, the policy, and the scheduler that uses both."""
+"""Protocols of scheduling on the host: prefix cache, policy, and the scheduler that uses both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from glowplug.core.step.sequence_table import SequenceTable
 
 @dataclass(eq=False)
 class PrefixMatch:
-    """``length`` tokens found in ``pages``; ``handle`` is the cache's own."""
+    """A cached prefix of a prompt.
+
+    Attributes:
+        length: tokens of the prefix.
+        pages: pages that hold it.
+        handle: the cache's own data.
+    """
 
     length: int
     pages: NDArray[np.int32]
@@ -26,63 +32,85 @@ class PrefixMatch:
 
 
 class PrefixCache(Protocol):
-    """Remembers the pages of finished prefixes. Works in whole pages; tokens int32."""
+    """A store of the pages of finished prefixes, in whole pages; tokens are int32.
 
-    shares: bool  #: False: ``match`` never finds anything, so callers may spare themselves the work
+    Attributes:
+        shares: False: ``match`` never finds anything, so that callers may skip it.
+    """
+
+    shares: bool
 
     def match(self, tokens: NDArray[np.int32], salt: str) -> PrefixMatch:
-        """Longest cached prefix of ``tokens`` (whole pages) under ``salt``."""
+        """Return the longest cached prefix of ``tokens``, in whole pages.
+
+        Args:
+            tokens: int32 [n].
+            salt: only prefixes inserted with the same salt are found.
+        """
         ...
 
     def insert(
         self, tokens: NDArray[np.int32], pages: NDArray[np.int32], salt: str
     ) -> NDArray[np.int32]:
-        """Take ownership of ``pages`` (covering ``tokens``, whole pages). Returns the pages it did
-        not need.
+        """Take ownership of pages.
+
+        Args:
+            tokens: int32 [n], whole pages.
+            pages: pages that hold the tokens.
+            salt: see ``match``.
+
+        Returns:
+            The pages that the cache did not need; the caller keeps them.
         """
         ...
 
     def lock(self, match: PrefixMatch, delta: int) -> None:
-        """Pin (+1) or unpin (-1) a match against eviction."""
+        """Pin (``delta`` = 1) or unpin (-1) a match against eviction."""
         ...
 
     def evict(self, pages: int) -> NDArray[np.int32]:
-        """Give up at least ``pages`` pages if possible, least recently used leaves first. Returns
-        them.
+        """Give up at least ``pages`` pages if possible, the least recently used leaves first.
+
+        Returns:
+            The pages given up.
         """
         ...
 
     def size(self) -> tuple[int, int]:
-        """(pages held, pages evictable)."""
+        """Return (pages held, pages evictable)."""
         ...
 
     def check_integrity(self) -> None:
-        """AssertionError with what is wrong."""
+        """Check the cache's own data.
+
+        Raises:
+            AssertionError: the data are inconsistent; the message says how.
+        """
         ...
 
 
 class SchedulingPolicy(Protocol):
-    """Pure choices; no state of its own."""
+    """An order of admission and preemption, without state."""
 
     def order(self, waiting: Seq[Sequence], cached: Mapping[int, int]) -> list[Sequence]:
-        """Waiting sequences in the order they should be admitted. ``cached``: id -> prefix-cache
-        tokens.
+        """Return the waiting sequences in the order in which they should be admitted.
 
-        Returns each of ``waiting`` once. A sequence that is left out is not admitted; when nothing
-        else runs any more, the engine ends it with an error that names the policy (code "stalled").
+        Args:
+            waiting: waiting sequences.
+            cached: sequence id -> tokens of its prompt in the prefix cache.
         """
         ...
 
     def victim(self, running: Seq[Sequence]) -> Sequence:
-        """Which running sequence loses its pages when none are free."""
+        """Return the running sequence to preempt when no pages are free."""
         ...
 
 
 class Scheduler(Protocol):
-    """Host only; deterministic: every rank runs the same one on the same messages.
+    """The scheduler of a rank's sequences, on the host.
 
-    ``next_batch`` may be called before the batch before has been committed; batches are committed
-    in order.
+    It is deterministic: every rank runs the same scheduler on the same messages. ``next_batch`` may
+    be called before the previous batch has been committed; batches are committed in order.
     """
 
     def bind(
@@ -92,45 +120,66 @@ class Scheduler(Protocol):
         cache: PrefixCache,
         policy: SchedulingPolicy,
     ) -> None:
-        """Called once, while the rank is assembled. The scheduler is the only writer of ``table``
+        """Bind the objects that the scheduler uses.
+
+        It is called once, while the rank is built. The scheduler is the only writer of ``table``
         and ``pages``.
         """
         ...
 
     def add(self, sequence: Sequence) -> None:
-        """Queue it. QueueFull or RequestError when it may not enter."""
+        """Queue a sequence.
+
+        Raises:
+            QueueFull: the queue is full.
+            RequestError: the sequence cannot be served.
+        """
         ...
 
     def abort(self, message: Abort) -> StepOutput | None:
-        """End sequences now, freeing their pages; None when all ids were unknown."""
+        """End sequences now and free their pages.
+
+        Returns:
+            Their last outputs; None if all ids are unknown.
+        """
         ...
 
     def next_batch(self) -> Batch | None:
-        """The next step. None: nothing to do, or nothing before the batches in flight are
-        committed.
+        """Return the next step.
 
-        With no batch in flight and a sequence waiting or running it is not None. The engine
-        tolerates None for a second then, and ends the sequences with an error that names the
-        scheduler (code "stalled").
+        Returns:
+            The step; None if there is nothing to do, or nothing before the batches in flight are
+            committed. It is never None if no batch is in flight and a sequence is waiting or
+            running.
         """
         ...
 
     def commit(self, batch: Batch, result: StepResult) -> StepOutput:
-        """Take in a step's tokens: append, finish, free. Stale rows are dropped."""
-        ...
+        """Add a step's tokens to their sequences, finish sequences and free their pages.
 
-    def take_pending(self) -> StepOutput | None:
-        """What happened outside ``commit`` (deadlines passed) and has not been reported by one;
-        None: nothing.
+        Stale rows are dropped.
         """
         ...
 
-    def load(self) -> Stats: ...
+    def take_pending(self) -> StepOutput | None:
+        """Return outputs that arose outside ``commit`` (deadlines that passed), or None.
+
+        Outputs that ``commit`` has returned are not repeated.
+        """
+        ...
+
+    def load(self) -> Stats:
+        """Return the present load."""
+        ...
 
     def flush(self) -> bool:
-        """Drop the prefix cache; False when sequences are running."""
+        """Drop the prefix cache; return False if sequences are running."""
         ...
 
     def check(self) -> dict[str, int]:
-        """Page accounting by owner; AssertionError with what is wrong."""
+        """Return the number of pages by owner.
+
+        Raises:
+            AssertionError: the accounts of pages disagree; the message says how.
+        """
         ...

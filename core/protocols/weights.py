@@ -1,4 +1,4 @@
-"""The contract of weight sources and of the targets that they fill."""
+"""Protocols of weight sources and of the targets that they fill."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ if TYPE_CHECKING:
 
 
 class WeightTarget(Protocol):
-    """One checkpoint tensor that must be loaded: where it goes. Every target is stored exactly
-    once.
+    """The destination of one checkpoint tensor; every target is stored exactly once.
 
     Attributes:
         name: checkpoint tensor name.
-        shape: shape it must have in the checkpoint.
-        index: slices of it that this rank needs.
-        optional: may be absent (then ``store`` is not called).
-        dtype: torch dtype name it must have in the checkpoint ("float8_e4m3fn"); None: any floating
-            dtype of 16 bits or more.
+        shape: shape that the tensor must have in the checkpoint.
+        index: slices of the tensor that this rank needs.
+        optional: True: the tensor may be absent; then ``store`` is not called.
+        dtype: torch dtype name that the tensor must have in the checkpoint ("float8_e4m3fn"); None:
+            any floating dtype of 16 bits or more.
     """
 
     name: str
@@ -31,36 +30,52 @@ class WeightTarget(Protocol):
     dtype: str | None
 
     def store(self, value: Tensor) -> None:
-        """Receive the sliced tensor, in the checkpoint's dtype, on the CPU or on the target's
-        device (ready for the current stream). Copies it into its final place; who keeps it keeps
-        more memory than its own, so keep a clone.
+        """Copy a tensor into its final place.
+
+        Args:
+            value: the tensor sliced by ``index``, in the checkpoint's dtype, on the CPU or on the
+                target's device, ready for the current stream. It may be a view of a larger buffer,
+                which stays allocated as long as the view: a target that keeps the value must keep a
+                clone.
         """
         ...
 
 
 class WeightSource(Protocol):
+    """A reader of checkpoint tensors."""
+
     def open(self, facts: ModelFacts) -> None:
-        """Preflight: every file complete, every header consistent. WeightError naming file and
-        tensor.
+        """Open the checkpoint and check that every file is complete and every header consistent.
+
+        Raises:
+            WeightError: a file is not; the message has file and tensor.
         """
         ...
 
     def entries(self) -> Mapping[str, TensorFact]:
-        """Every tensor it holds. Empty for a synthetic source, which makes whatever is asked."""
+        """Return every tensor of the source, by name.
+
+        An empty mapping marks a synthetic source, which makes any tensor that is read.
+        """
         ...
 
     def read(self, target: WeightTarget) -> Tensor:
-        """The target's slice of its tensor, on the CPU, in the checkpoint's dtype."""
+        """Return the target's slice of its tensor, on the CPU, in the checkpoint's dtype."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close all files. No tensor is read afterwards."""
+        ...
 
 
 @runtime_checkable
 class StreamingSource(WeightSource, Protocol):
-    """A source that reads many targets faster than one by one."""
+    """A source that reads many targets faster together than one by one."""
 
     def stream(self, targets: Sequence[WeightTarget]) -> Iterator[tuple[WeightTarget, Tensor]]:
-        """Each target once, in the order that reads fastest, with what ``read`` would return; on
-        the rank's own device where the source can bring it there, ready for the current stream."""
+        """Yield each target once, with its tensor, in the order that reads fastest.
+
+        Tensors are those that ``read`` would return. If the source can copy them to the rank's
+        device, they are on that device, ready for the current stream.
+        """
         ...

@@ -1,4 +1,4 @@
-"""What a factory and ``reserve`` receive: the rank, and upper bounds."""
+"""Arguments of factories and of ``reserve``: the rank, and upper bounds of its sizes."""
 
 from __future__ import annotations
 
@@ -15,34 +15,45 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Worker:
-    """The rank a factory builds for. ``device``: torch device string; ``dtype``: torch dtype of
-    activations.
+    """The rank that a factory builds for.
+
+    Attributes:
+        rank: number of the rank, from 0.
+        ranks: number of ranks.
+        device: torch device string.
+        dtype: torch dtype of activations.
+        coordinates: mesh axis -> this rank's index.
+        clock: time in seconds; in the loop the same on every rank (``RankClock``).
+        rendezvous: address at which ranks meet (``init_method`` of torch.distributed); "" for one
+            rank.
+        collectives: collectives of the parallelism strategies; None for all other components.
     """
 
     rank: int = 0
     ranks: int = 1
     device: str = "cpu"
     dtype: Any = None
-    coordinates: Mapping[str, int] = field(default_factory=dict)  #: mesh axis -> this rank's index
-    clock: Callable[[], float] = (
-        time.monotonic
-    )  #: seconds; in the loop the same on every rank (``RankClock``)
-    rendezvous: str = (
-        ""  #: where ranks meet (``init_method`` of torch.distributed); "" for one rank
-    )
-    collectives: Collectives | None = (
-        None  #: what parallel strategies exchange through; they are given it, others not
-    )
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
+    rendezvous: str = ""
+    collectives: Collectives | None = None
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper bounds for ``reserve``. ``kv``: one mapping entry name -> tensor [pages * page_size,
-    *shape] a layer.
+    """Upper bounds of a rank's sizes, for ``reserve``.
 
-    ``rows``: those of the sequence table and one behind them that no sequence has: rows added to a
-    captured step to
-    fill it up work on it. ``hidden``: size of the target's hidden states.
+    Attributes:
+        rows: rows of the sequence table and one behind them that no sequence has. Padding rows of a
+            captured step use it.
+        context: positions that a row may touch: the longest sequence, a step at its end, and
+            drafts.
+        num_pages: pages of the KV pool, the scratch page 0 included.
+        width: tokens that a decoding row computes in a step.
+        vocab: size of the vocabulary.
+        kv: the KV pool: for each layer a mapping from entry name to a tensor [pages * page_size,
+            *shape].
+        hidden: size of the target's hidden states.
     """
 
     rows: int
