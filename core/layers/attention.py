@@ -1,4 +1,4 @@
-"""Attention layers: projections, norms and rotation around the backend that owns the cache."""
+"""Attention layers: projections, norms and RoPE around the backend that owns the cache."""
 
 from __future__ import annotations
 
@@ -17,16 +17,24 @@ from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import Ends
 from glowplug.core.step.to_device import rows_at
 
-BLOCK = 128  #: rows and columns of a stored block
-LATENT_EPS = (
-    1e-6  #: of the two latent norms; published code and checkpoints never take it from the config
-)
+FP8_BLOCK = 128  #: rows and columns of a block with one scale in block FP8
+#: epsilon of the two latent norms; published code and checkpoints never read it from the config
+LATENT_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class MlaSizes:
-    """Dimensions of a multi-head latent attention layer (DeepSeek-AI, 2024). ``q_lora`` None:
-    queries are direct.
+    """Dimensions of a multi-head latent attention layer (DeepSeek-AI, 2024).
+
+    Attributes:
+        hidden: size of the hidden states.
+        heads: number of heads.
+        nope: size of a head's part without RoPE.
+        rope: size of the rotary part.
+        v: size of a head's values.
+        kv_lora: size of the key-value latent.
+        q_lora: size of the query latent; None: queries are projected directly.
+        bias: True: the projections to latents and the output projection have biases.
     """
 
     hidden: int
@@ -40,11 +48,7 @@ class MlaSizes:
 
 
 class MlaAttention(Module):
-    """Multi-head latent attention; also the ``MlaLayer`` its backend works with.
-
-    ``forward(x [T, hidden], at) -> [T, hidden]``, maybe in ``Parts``, where ``at`` is the step's
-    rope rows.
-    """
+    """Multi-head latent attention; also the ``MlaLayer`` of its backend."""
 
     def __init__(
         self, context: BuildContext, name: str, index: int, sizes: MlaSizes, scale: float
@@ -117,41 +121,53 @@ class MlaAttention(Module):
         self._width = self.heads * sizes.v
 
     def finalize(self) -> None:
+        """Split kv_b_proj's dense weight into W_UK and W_UV."""
         super().finalize()
         self._kv_weight = self.kv_b.dense().t()
         self.w_kv = self._kv_weight.t().view(self.heads, self.nope_dim + self.v_dim, self.lora_rank)
         self.w_uk = self.w_kv[:, : self.nope_dim]
         self.w_uv = self.w_kv[:, self.nope_dim :].transpose(1, 2)
         if self.w_kv.is_cpu:
-            # NOTE: copies, because heads interleaved with a stride of several KB cost a CPU twice
-            # the time.
+            # NOTE: contiguous copies, because heads interleaved with a stride of several KB take
+            # twice the time on a CPU.
+
             self.w_uk = self.w_uk.contiguous()
             self.w_uv = self.w_uv.contiguous()
         self.kv_stored = self._stored()
 
     def _stored(self) -> tuple[Tensor, Tensor] | None:
+        """Return kv_b_proj's block-FP8 values and scales by head; see ``MlaLayer.kv_stored``."""
         found = self.kv_b.stored_blocks()
         rows = self.nope_dim + self.v_dim
         if found is None or any(
-            size % BLOCK for size in (self.nope_dim, self.v_dim, self.lora_rank)
+            size % FP8_BLOCK for size in (self.nope_dim, self.v_dim, self.lora_rank)
         ):
             return None
         values, scales = found
         return (
             values.view(self.heads, rows, self.lora_rank),
-            scales.view(self.heads, rows // BLOCK, self.lora_rank // BLOCK),
+            scales.view(self.heads, rows // FP8_BLOCK, self.lora_rank // FP8_BLOCK),
         )
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """latent [N, lora_rank] -> k_nope [N, H, nope_dim], v [N, H, v_dim].
+        """Return k_nope [N, H, nope_dim] and v [N, H, v_dim] of latent [N, lora_rank].
 
-        NOTE: by the dense weight, so that absorbed and expanded attention agree whatever the
+        NOTE: it uses the dense weight, so that absorbed and expanded attention agree for any
         scheme.
         """
         both = latent.mm(self._kv_weight).view(-1, self.heads, self.nope_dim + self.v_dim)
         return both[..., : self.nope_dim], both[..., self.nope_dim :]
 
     def forward(self, x: Any, at: object) -> Tensor | Parts:
+        """Run the layer and fill the cache.
+
+        Args:
+            x: [T, hidden], plain or in ``input_format``.
+            at: the step's RoPE rows.
+
+        Returns:
+            [T, hidden], or ``Parts`` of it.
+        """
         if self._projected is not None and isinstance(at, RopeRows):
             first, compressed = self.input_proj.forward(x).split_with_sizes(self._halves, dim=-1)
             work = partial(self._attend_projected, at.interleaved)
@@ -165,17 +181,20 @@ class MlaAttention(Module):
         return self.o_proj.forward_parts(self._cut(self._attend, rows, self._width))
 
     def _attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+        """Call the backend with rotated queries and keys."""
         return self._mla(q_nope, q_rope, latent, k_rope, self)
 
     def _attend_projected(
         self, interleaved: bool, query: Tensor, compressed: Tensor, cos_sin: Tensor
     ) -> Tensor:
+        """Call the backend's variant that norms the latent and applies RoPE itself."""
         assert self._projected is not None
         return self._projected(
             query, compressed, self.kv_norm.weight, LATENT_EPS, RopeRows(cos_sin, interleaved), self
         )
 
     def _query(self, first: Tensor) -> Tensor:
+        """Return queries [T, H, nope_dim + rope_dim] of the input projection's query part."""
         if self.q_norm is None:
             return first.view(-1, self.heads, self.nope_dim + self.rope_dim)
         return self.q_b.forward(self.q_norm.forward(first)).view(
@@ -183,12 +202,21 @@ class MlaAttention(Module):
         )
 
     def fill(self, x: Any, at: object, slots: Tensor) -> None:
-        """Cache what later tokens read of x [T, hidden], at slots int64 [T], and no more."""
+        """Store in the cache what later tokens read of x [T, hidden], without attention.
+
+        Args:
+            x: [T, hidden], plain or in ``input_format``.
+            at: the step's RoPE rows.
+            slots: KV slots of the tokens, int64 [T].
+        """
         self._fill(x, at, slots)
 
     def _fill(self, x: Any, at: object, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The input product's queries as they are; latent normed and k_rope rotated, as they are
-        cached now.
+        """Store x's keys in the cache and return the input projection's three parts.
+
+        Returns:
+            The query part as projected, and the latent normed and k_rope rotated, as stored in the
+            cache.
         """
         first, latent, k_rope = self.input_proj.forward(x).split_with_sizes(self._split, dim=-1)
         k_rope = k_rope.unsqueeze(1)
@@ -199,9 +227,20 @@ class MlaAttention(Module):
     def forward_ends(
         self, x: Any, at: object, slots: Tensor, ends: Ends, ends_at: object
     ) -> Tensor | Parts:
-        """As ``fill``, then attention for E of the tokens alone, as the step of one token a row
-        that is planned:
-        [E, hidden]. ends_at: rope rows of these."""
+        """Store the keys of all tokens, then attend for E end tokens only.
+
+        The planned step has the end tokens as E rows that decode one token each.
+
+        Args:
+            x: [T, hidden], plain or in ``input_format``.
+            at: RoPE rows of all tokens.
+            slots: KV slots of all tokens, int64 [T].
+            ends: the end tokens.
+            ends_at: RoPE rows of the end tokens.
+
+        Returns:
+            [E, hidden], or ``Parts`` of it.
+        """
         first, latent, k_rope = self._fill(x, at, slots)
         first, latent, k_rope = (rows_at(part, ends.tokens) for part in (first, latent, k_rope))
         q_nope, q_rope = self._query(first).split_with_sizes(self._split_query, dim=-1)
@@ -210,7 +249,7 @@ class MlaAttention(Module):
 
 
 class MhaAttention(Module):
-    """Multi-head or grouped-query attention; also the ``MhaLayer`` its backend works with."""
+    """Multi-head or grouped-query attention; also the ``MhaLayer`` of its backend."""
 
     def __init__(
         self,
@@ -257,7 +296,12 @@ class MhaAttention(Module):
         self.input_format = self.qkv.input_format
 
     def forward(self, x: Any, at: object) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; ``at``: the step's rope rows."""
+        """Run the layer and fill the cache: x [T, hidden] -> [T, hidden].
+
+        Args:
+            x: [T, hidden], plain or in ``input_format``.
+            at: the step's RoPE rows.
+        """
         q, k, v = torch.split(
             self.qkv.forward(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim),
             self._split,
@@ -267,11 +311,20 @@ class MhaAttention(Module):
         return self.o_proj.forward(self._cut(self._attend, (q, k, v), self.heads * self.head_dim))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Call the backend."""
         return self._mha(q, k, v, self)
 
 
 def kv_heads_of(first: int, count: int, heads: int, kv_heads: int) -> tuple[int, int]:
-    """(first, count) of the key heads that ``count`` query heads from number ``first`` on read; the
-    ranks of a shared one repeat it."""
+    """Return (first, count) of the KV heads that some query heads read.
+
+    Ranks whose query heads share a KV head all hold it.
+
+    Args:
+        first: number of the first query head.
+        count: number of query heads.
+        heads: query heads of the layer.
+        kv_heads: KV heads of the layer.
+    """
     start = first * kv_heads // heads
     return start, -(-(first + count) * kv_heads // heads) - start

@@ -1,4 +1,4 @@
-"""A pre-norm decoder layer, and the stack of them that most language models are."""
+"""A pre-norm decoder layer, and the decoder-only model made of such layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from glowplug.core.step.to_device import rows_at
 
 
 class DecoderLayer(Module):
-    """attention then feed-forward, each behind a norm that also adds the residual."""
+    """Attention, then feed-forward, each after a norm that also adds the residual."""
 
     def __init__(
         self,
@@ -47,29 +47,52 @@ class DecoderLayer(Module):
     def forward(
         self, x: Tensor | Parts, residual: Tensor | None, at: object, batch: Batch
     ) -> tuple[Tensor | Parts, Tensor]:
-        """x [T, hidden] and the sum it has yet to be added to (None: x itself) -> the same for the
-        next layer.
+        """Run the layer.
+
+        Args:
+            x: [T, hidden], not yet added to the residual stream.
+            residual: residual stream [T, hidden]; None: x is the stream.
+            at: the step's RoPE rows.
+            batch: the step.
+
+        Returns:
+            x and residual for the next layer.
         """
         normed, residual = self.input_norm.add(x, residual)
         normed, residual = self.post_norm.add(self.attention.forward(normed, at), residual)
         if self._parallel is None:
             return self.feed_forward.forward(normed, batch), residual
         y = self.feed_forward.forward(self._parallel.leave_attention(normed, batch), batch)
-        assert isinstance(y, Tensor), "ranks exchange sums"
+        assert isinstance(y, Tensor), "the ranks' strategies take complete sums, not ``Parts``"
         return self._parallel.enter_attention(y, batch), residual
 
     def fill(self, stream: Tensor, at: object, slots: Tensor) -> None:
-        """Cache keys and values of stream [T, hidden], and no more."""
+        """Store the keys and values of stream [T, hidden] in the cache, without attention.
+
+        Args:
+            stream: residual stream before this layer, [T, hidden].
+            at: the step's RoPE rows.
+            slots: KV slots of the tokens, int64 [T].
+        """
         assert isinstance(self.attention, MlaAttention)
         self.attention.fill(self.input_norm.forward(stream), at, slots)
 
     def ends(
         self, stream: Tensor, at: object, slots: Tensor, ends: Ends, ends_at: object
     ) -> tuple[Tensor | Parts, Tensor]:
-        """As ``forward`` for the tokens of ``ends`` alone; keys and values of all of stream [T,
-        hidden] are cached.
+        """Run the layer for the tokens of ``ends`` only; keys and values of all tokens are cached.
 
-        at, ends_at: rope rows of all and of the ends; slots int64 [T]. Needs latent attention.
+        This needs latent attention.
+
+        Args:
+            stream: residual stream before this layer, [T, hidden].
+            at: RoPE rows of all tokens.
+            slots: KV slots of all tokens, int64 [T].
+            ends: the end tokens.
+            ends_at: RoPE rows of the end tokens.
+
+        Returns:
+            x and residual, as ``forward`` returns them, of the end tokens.
         """
         assert isinstance(self.attention, MlaAttention)
         normed, residual = self.input_norm.add(stream, None)
@@ -79,10 +102,15 @@ class DecoderLayer(Module):
 
 
 class DecoderModel(Module):
-    """Embedding, layers, final norm, head: everything of ``protocols.Model`` but ``ignored``.
+    """Embedding, layers, final norm and head: a ``protocols.Model``.
 
-    ``layers`` makes each layer's parts; checkpoint names start with ``model.`` and the head is
-    ``lm_head``.
+    Checkpoint names start with ``model.``; the head's name is ``lm_head``.
+
+    Args:
+        layers: function that returns the decoder layer of (context, name, number).
+        rope: rotary embedding of all layers.
+        eps: epsilon of the final norm.
+        tied: True: the head's weight is the embedding's.
     """
 
     def __init__(
@@ -110,12 +138,15 @@ class DecoderModel(Module):
         self._elsewhere = frozenset(self.elsewhere())
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """int64 [T], int64 [T] -> normed hidden states [T, hidden]."""
-        return self.norm.add(*self._through(self.layers, input_ids, positions, batch))[0]  # type: ignore[no-any-return]
+        """Return the normed hidden states [T, hidden] of input_ids and positions, int64 [T]."""
+        x, residual = self._through(self.layers, input_ids, positions, batch)
+        normed: Tensor = self.norm.add(x, residual)[0]
+        return normed
 
     def _through(
         self, layers: Seq[DecoderLayer], input_ids: Tensor, positions: Tensor, batch: Batch
     ) -> tuple[Tensor | Parts, Tensor | None]:
+        """Run the embedding and ``layers``; return x and residual as a layer does."""
         at = self.rope.at(positions)
         x: Tensor | Parts = self.embed.forward(input_ids)
         residual = None
@@ -124,35 +155,41 @@ class DecoderModel(Module):
         return x, residual
 
     def trunk(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """See ``protocols.SampledLastLayer``.
+        """Run all layers before the last one; see ``protocols.SampledLastLayer``.
 
-        NOTE: the last layer's norm adds up what ``tail`` begins with, and norms it once more there:
-        0.1% of a prompt. An op that only adds up would spare a tenth of that: it reads the same
+        NOTE: the last layer's input norm computes the sum here, and ``tail`` norms it once more:
+        0.1% of a prompt's time. An op that only adds would save a tenth of that: it reads the same
         parts and writes the same sum.
         """
         x, residual = self._through(self.layers[:-1], input_ids, positions, batch)
         return self.layers[-1].input_norm.add(x, residual)[1]
 
     def tail(self, stream: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """See ``protocols.SampledLastLayer``."""
+        """Run the last layer; see ``protocols.SampledLastLayer``."""
         last = self.layers[-1]
         at = self.rope.at(positions)
         ends = batch.ends
         if ends is None:
-            return self.norm.add(*last.forward(stream, None, at, batch))[0]  # type: ignore[no-any-return]
+            x, residual = last.forward(stream, None, at, batch)
+            normed: Tensor = self.norm.add(x, residual)[0]
+            return normed
         if not ends.count:
             last.fill(stream, at, batch.slots)
             return stream[:0]
         x, residual = last.ends(stream, at, batch.slots, ends, self.rope.at(ends.batch.positions))
-        return self.norm.add(x, residual)[0][: ends.count]  # type: ignore[no-any-return]
+        normed = self.norm.add(x, residual)[0]
+        return normed[: ends.count]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] -> float32 [N, V]."""
+        """Return float32 [N, V] of hidden states [N, hidden]."""
         return self.head.forward(hidden)
 
     def ignored(self, name: str) -> bool:
-        """Layers beyond the last (multi-token prediction), rotary tables, a head that is tied
-        anyway, and the experts of other ranks."""
+        """Return whether a checkpoint tensor without a target may be left unread.
+
+        These are layers beyond the last (multi-token prediction), rotary tables, a tied head, and
+        the experts of other ranks.
+        """
         if name.endswith("rotary_emb.inv_freq") or (self.tied and name == "lm_head.weight"):
             return True
         if name.rpartition(".")[0] in self._elsewhere:

@@ -1,4 +1,4 @@
-"""The vocabulary's two ends: token embedding and the head that scores every token."""
+"""Token embedding, and the output head that computes the logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from glowplug.core.step.to_device import rows_at
 
 
 class Embedding(Module):
-    """Rows of ``{name}.weight`` [vocab, hidden]; ranks may hold a slice of the vocabulary."""
+    """The rows of ``{name}.weight`` [vocab, hidden]; ranks may hold a slice of the vocabulary."""
 
     def __init__(self, context: BuildContext, name: str, vocab: int, hidden: int) -> None:
         self.name = name
@@ -28,6 +28,7 @@ class Embedding(Module):
         )
 
     def own_targets(self) -> Iterator[WeightTarget]:
+        """Yield the target of this rank's rows."""
         shard = self._shard
         hidden = self.weight.shape[1]
         yield Target(
@@ -38,7 +39,7 @@ class Embedding(Module):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids int64 [T] -> [T, hidden]."""
+        """Return [T, hidden] of token ids int64 [T]."""
         shard = self._shard
         if shard.size == shard.full:
             return rows_at(self.weight, ids)
@@ -51,7 +52,7 @@ class Embedding(Module):
 
 
 class LmHead(Module):
-    """Scores float32 [N, vocab] of hidden states [N, hidden]."""
+    """The output head: float32 logits [N, vocab] of hidden states [N, hidden]."""
 
     def __init__(self, context: BuildContext, name: str, vocab: int, hidden: int) -> None:
         self.linear = Linear(context, name, hidden, [Part(name, vocab, "vocab")], wide=True)
@@ -59,11 +60,12 @@ class LmHead(Module):
         self._gather = context.collectives if self._shard.size < vocab else None
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [N, vocab] of hidden states [N, hidden]."""
         logits = self.linear.forward(hidden).float()
         return logits if self._gather is None else self._gathered(self._gather, logits)
 
     def _gathered(self, collectives: Collectives, logits: Tensor) -> Tensor:
-        """Equal slices from every rank, the last one filled up, side by side."""
+        """Concatenate the logits of all ranks; the last slice is padded to the others' size."""
         missing = -(-self._shard.full // self._shard.parts) - self._shard.size
         if missing > 0:
             logits = F.pad(logits, (0, missing), value=float("-inf"))
@@ -73,8 +75,8 @@ class LmHead(Module):
 class TiedHead(LmHead):
     """A head whose weight is the embedding's.
 
-    NOTE: it keeps its own copy, laid out as the linear method likes it; scoring reads all of it in
-    every step, and a row-major embedding costs twice the time on a CPU.
+    NOTE: it keeps a copy in the layout of its linear method. The logits read all of it in every
+    step, and a row-major embedding takes twice the time on a CPU.
     """
 
     def __init__(self, context: BuildContext, name: str, embedding: Embedding) -> None:
@@ -82,9 +84,11 @@ class TiedHead(LmHead):
         self._embedding = [embedding.weight]
 
     def targets(self) -> Iterator[WeightTarget]:
+        """Yield nothing: the embedding's target loads the weight."""
         return iter(())
 
     def finalize(self) -> None:
+        """Copy the loaded embedding into the linear method's layout."""
         for target in self.linear.targets():
             target.store(self._embedding[0])
         super().finalize()

@@ -1,7 +1,6 @@
 """Linear layers, fused from several checkpoint parts and split over ranks.
 
-The weights and the product belong to the quantization method; this layer knows names, shapes and
-shards.
+The weights and the GEMM belong to the quantization method; this layer has names, shapes and shards.
 """
 
 from __future__ import annotations
@@ -31,25 +30,34 @@ FORMAT_PLAIN = "plain"
 
 
 class Both(NamedTuple):
-    """Activations as they are and in a linear's format, for layers that read both."""
+    """Activations both plain and in a linear layer's format, for layers that read both.
+
+    Attributes:
+        plain: [T, N] in the activation dtype.
+        cast: the same in the format.
+    """
 
     plain: Tensor
     cast: Quantized
 
 
 def both_formats(input_format: str) -> str:
-    """The format under which ``Ops.fused`` has producers of ``Both``."""
+    """Return the name of the format under which ``Ops.fused`` has producers of ``Both``."""
     return f"{FORMAT_PLAIN}+{input_format}"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor ``{name}.weight`` of ``rows`` rows in a fused layer.
+    """One checkpoint tensor ``{name}.weight`` of a fused layer.
 
-    ``role`` says how ranks share the rows ("column", "heads", "vocab", "replicated"); they are
-    dealt in units of ``unit`` rows (a head's, for example). ``bias``: it has a ``{name}.bias`` too.
-    ``held``: (first, count) of the units on this rank, where the layer itself knows; None: the
-    parallel strategies deal them.
+    Attributes:
+        name: module path of the part.
+        rows: rows of the tensor.
+        role: how ranks share the rows: "column", "heads", "vocab" or "replicated".
+        unit: number of rows that stay together (those of a head, for example).
+        bias: True: the part also has a ``{name}.bias``.
+        held: (first, count) of the units on this rank, if the layer decides it; None: the
+            parallelism strategies decide.
     """
 
     name: str
@@ -61,20 +69,25 @@ class Part:
 
 
 class Linear(Module):
-    """y = x W^T + b for the rows of all parts, in order: ``forward(x [T, inputs]) -> [T,
-    sum(outputs)]``.
+    """A linear layer y = x W^T + b whose rows are those of all parts, in order.
 
     Args:
         name: module path, for messages.
         inputs: columns of every part in the checkpoint.
-        parts: what is fused.
-        input_role: "replicated", or "row" when ranks hold a slice of the columns (of ``input_unit``
-            columns at a time).
-        reduce: sum partial results over the ranks here; False leaves that to the caller.
-        wide: results may be float32, whatever the activations are.
+        parts: the fused parts.
+        input_role: "replicated", or "row" if ranks hold a slice of the columns.
+        input_unit: number of columns that stay together.
+        reduce: sum partial results over the ranks; False: the caller does.
+        wide: results may be float32, whatever dtype the activations have.
 
-    ``partial`` names the axes over which the caller has to sum; ``shards`` are the rows held of
-    each part.
+    Attributes:
+        shards: this rank's rows of each part.
+        outputs: number of these rows.
+        methods: quantization methods of the parts; normally one.
+        input_format: format in which activations may come.
+        partial: mesh axes over which the caller has to sum.
+        forward_parts: ``forward``, or the method's ``apply_parts``, whose result may be ``Parts``
+            for a norm that sums them.
     """
 
     def __init__(
@@ -102,21 +115,21 @@ class Linear(Module):
         self._axis = columns.axis
         if len(self.methods) == 1 and self._collectives is None:
             self.forward = self.methods[0].apply  # type: ignore[method-assign]
-        #: as ``forward``, but a method that has ``apply_parts`` may answer ``Parts``, for a norm
-        #: that adds them up
         self.forward_parts: Callable[[Any], Tensor | Parts] = self.forward
         if len(self.methods) == 1 and context.worker.ranks == 1 and context.ops.adds_parts:
             self.forward_parts = getattr(self.methods[0], "apply_parts", self.forward)
 
     def _rows(self, part: Part) -> Shard:
+        """Return this rank's rows of ``part``."""
         if part.held is not None:
             first, count = part.held
             return Shard(first * part.unit, count * part.unit, part.rows)
         return self._shard(part.role, part.name, part.rows, part.unit)
 
     def _shard(self, role: str, name: str, full: int, unit: int) -> Shard:
-        """This rank's elements; ``unit`` elements are dealt together, and as many units as make up
-        whole blocks.
+        """Return this rank's elements of a dimension.
+
+        ``unit`` elements stay together, and as many units as fill whole blocks of the scheme.
         """
         if role == "replicated":
             return Shard(0, full, full)
@@ -125,8 +138,9 @@ class Linear(Module):
         return replace(shard, start=shard.start * unit, size=shard.size * unit, full=full)
 
     def _methods(self, parts: list[tuple[Part, Shard]], columns: Shard) -> list[LinearMethod]:
-        """One method for each run of parts with the same scheme, all with or all without bias;
-        normally one.
+        """Return one quantization method for each run of parts with the same scheme.
+
+        The parts of a run all have biases, or none has. Normally there is one run.
         """
         methods = []
         for (scheme, bias), run in groupby(
@@ -151,27 +165,35 @@ class Linear(Module):
         return methods
 
     def own_targets(self) -> Iterator[WeightTarget]:
+        """Yield the targets of all methods."""
         for method in self.methods:
             yield from method.targets()
 
     def finalize(self) -> None:
+        """Finalize all methods."""
         for method in self.methods:
             method.finalize()
 
     def stored_blocks(self) -> tuple[Tensor, Tensor] | None:
-        """The weight's E4M3 values [N, K] and the float32 scales of its 128 x 128 blocks, where one
-        method keeps them so (it then has a method of this name)."""
+        """Return the weight as block FP8, if its only method stores it so.
+
+        Such a method has a method of this name.
+
+        Returns:
+            E4M3 values [N, K] and the float32 scales of their 128 x 128 blocks; or None.
+        """
         stored = getattr(self.methods[0], "stored_blocks", None) if len(self.methods) == 1 else None
         found: tuple[Tensor, Tensor] | None = None if stored is None else stored()
         return found
 
     def forward(self, x: Tensor | Quantized) -> Tensor:
+        """Return [T, sum(outputs)] of x [T, inputs]."""
         parts = [method.apply(x) for method in self.methods]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return y if self._collectives is None else self._collectives.all_reduce(y, self._axis)
 
     def dense(self) -> Tensor:
-        """[sum(outputs), inputs] in the compute dtype. After ``finalize``."""
+        """Return the weight [sum(outputs), inputs] in the compute dtype; after ``finalize``."""
         return (
             torch.cat([method.dense() for method in self.methods])
             if len(self.methods) > 1
@@ -180,19 +202,20 @@ class Linear(Module):
 
 
 def agreed_format(consumers: Sequence[Any]) -> str:
-    """The ``input_format`` that all ``consumers`` of one tensor share, or "plain"."""
+    """Return the ``input_format`` that all ``consumers`` of a tensor share, or "plain"."""
     formats = {consumer.input_format for consumer in consumers}
     return formats.pop() if len(formats) == 1 else FORMAT_PLAIN
 
 
 def producer(ops: Ops, name: str, *consumers: Any) -> Callable[..., Any]:
-    """The variant of op ``name`` that hands its consumers the format they want, or the plain op."""
+    """Return the variant of op ``name`` for the consumers' shared format, or the plain op."""
     wanted = agreed_format(consumers)
     return ops.fused.get((name, wanted)) or getattr(ops, name)
 
 
 def caster(ops: Ops, *consumers: Any) -> Callable[[Tensor], Tensor | Quantized] | None:
-    """Turns plain activations into the format that ``consumers`` share, once for all of them; None:
-    nothing to do.
+    """Return the function that casts plain activations to the format that ``consumers`` share.
+
+    None: they take plain activations.
     """
     return ops.fused.get(("cast", agreed_format(consumers)))

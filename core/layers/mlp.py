@@ -13,11 +13,17 @@ from glowplug.core.step.batch import Batch
 
 
 class Mlp(Module):
-    """down(silu(gate x) * up x); gate and up are one product. ``reduce=False`` leaves a partial sum
-    to the caller.
+    """The gated feed-forward layer down(silu(gate x) * up x).
+
+    Gate and up are one GEMM.
+
+    Args:
+        width: intermediate size.
+        bias: True: all three projections have biases.
+        reduce: sum partial results over the ranks; False: the caller does.
     """
 
-    exchanges = False  #: it works on the tokens that every rank works on
+    exchanges = False  #: input is the tokens that every rank computes, not this rank's own
 
     def __init__(
         self,
@@ -50,7 +56,10 @@ class Mlp(Module):
         self.input_format = self.gate_up.input_format
 
     def forward(self, x: Any, batch: Batch | None = None) -> Tensor:
-        """x [T, hidden], plain or in ``input_format`` -> [T, hidden]. ``batch`` is for
-        feed-forwards that exchange.
+        """Return [T, hidden] of x [T, hidden], plain or in ``input_format``.
+
+        Args:
+            x: activations.
+            batch: not used; feed-forward layers with an expert exchange need it.
         """
         return self.down.forward(self._activate(self.gate_up.forward(x)))

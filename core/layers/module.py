@@ -1,8 +1,7 @@
-"""The base of every layer: weight targets and finalisation, collected from children. Calls are
-plain methods.
+"""Base class of all layers: it collects weight targets and finalises the children.
 
-``torch.nn.Module`` is not used: its call and attribute machinery costs more than a small layer on a
-CPU.
+Calls are plain methods. ``torch.nn.Module`` is not used: its call and attribute machinery costs
+more than a small layer on a CPU.
 """
 
 from __future__ import annotations
@@ -17,10 +16,16 @@ from glowplug.core.protocols import WeightTarget
 
 @dataclass(eq=False)
 class Target:
-    """A ``WeightTarget`` that copies into ``destination``, converting the dtype.
+    """A ``WeightTarget`` that copies into ``destination`` and converts the dtype.
 
-    ``index`` defaults to the whole tensor; ``put`` replaces the copy where the value needs more
-    than that. ``dtype``: the checkpoint's, where the format fixes it.
+    Attributes:
+        name: checkpoint tensor name.
+        shape: shape of the tensor in the checkpoint.
+        destination: tensor of the slice's shape; None: ``put`` stores the value.
+        index: slices of the tensor that this rank needs; by default the whole tensor.
+        optional: True: the tensor may be absent from the checkpoint.
+        dtype: dtype in the checkpoint, if the format fixes it.
+        put: function that replaces the copy if the value needs more than that.
     """
 
     name: str
@@ -36,6 +41,7 @@ class Target:
             self.index = (slice(None),) * len(self.shape)
 
     def store(self, value: Tensor) -> None:
+        """Copy ``value`` to the destination, or pass it to ``put``."""
         if self.put is not None:
             self.put(value)
         elif self.destination is not None:
@@ -43,38 +49,42 @@ class Target:
 
 
 def part_of(start: int, size: int, full: int) -> slice:
-    """Elements ``start`` to ``start + size`` of ``full``; ``slice(None)`` when that is all, as
-    sources recognise.
+    """Return the slice of elements ``start`` to ``start + size`` of ``full``.
+
+    It is ``slice(None)`` if that is all of them; weight sources test for it.
     """
     return slice(None) if size == full else slice(start, start + size)
 
 
 class Module:
-    """A layer with children. Children are found among the attributes, lists included, in order of
-    assignment.
+    """A layer with children.
+
+    Children are the layers among its attributes, including those in lists, in order of assignment.
     """
 
     def children(self) -> Iterator[Module]:
+        """Yield the child layers."""
         for value in vars(self).values():
             for item in value if isinstance(value, list) else (value,):
                 if isinstance(item, Module):
                     yield item
 
     def own_targets(self) -> Iterator[WeightTarget]:
-        """Targets of this layer's own tensors."""
+        """Yield the targets of this layer's own tensors, without its children's."""
         return iter(())
 
     def targets(self) -> Iterator[WeightTarget]:
+        """Yield the targets of this layer and all its children."""
         yield from self.own_targets()
         for child in self.children():
             yield from child.targets()
 
     def elsewhere(self) -> Iterator[str]:
-        """Module paths whose tensors other ranks hold."""
+        """Yield the module paths whose tensors only other ranks hold."""
         for child in self.children():
             yield from child.elsewhere()
 
     def finalize(self) -> None:
-        """After loading: children first."""
+        """Finish the layer after loading, its children first."""
         for child in self.children():
             child.finalize()

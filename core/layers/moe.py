@@ -1,4 +1,4 @@
-"""Mixture of experts: gate, routed experts, shared expert."""
+"""Mixture of experts: gate, routed experts and shared expert."""
 
 from __future__ import annotations
 
@@ -28,11 +28,19 @@ from glowplug.core.step.batch import Batch
 
 @dataclass(frozen=True)
 class MoeSizes:
-    """Routing and sizes of one mixture.
+    """Sizes and routing of one MoE layer.
 
-    ``sigmoid``: V3's gate with a correction bias, softmax otherwise. ``groups``/``topk_groups``: 1
-    and 1 for no limit.
-    ``shared``: width of the shared expert, 0 for none.
+    Attributes:
+        hidden: size of the hidden states.
+        width: intermediate size of a routed expert.
+        experts: number of routed experts.
+        topk: routed experts chosen for each token.
+        shared: intermediate size of the shared expert; 0: there is none.
+        sigmoid: True: V3's gate, sigmoid with a correction bias; False: softmax.
+        groups: number of expert groups; 1: no groups.
+        topk_groups: groups from which experts are chosen; 1 without groups.
+        renormalize: divide the chosen weights by their sum.
+        scale: factor on the weights.
     """
 
     hidden: int
@@ -51,9 +59,7 @@ Start = Callable[[Tensor, int], StartedExperts | None]
 
 
 class Gate(Module):
-    """Scores experts in float32 and picks: ``forward(x [T, hidden]) -> weights float32 [T, K], ids
-    int [T, K]``.
-    """
+    """The gate: it scores experts in float32 and chooses some for each token."""
 
     def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
         self.name = name
@@ -61,8 +67,8 @@ class Gate(Module):
         device = context.worker.device
         stored = context.facts.tensors.get(f"{name}.weight")
         exact = torch.device(device).type != "cpu" and (stored or context.facts).dtype == "bfloat16"
-        # NOTE: products of bfloat16 numbers are exact in float32, so nothing is lost by leaving a
-        # gate as it is stored.
+        # NOTE: products of bfloat16 numbers are exact in float32, so a gate stored in bfloat16
+        # loses nothing by staying so.
         self.weight = torch.empty(
             sizes.experts,
             sizes.hidden,
@@ -70,9 +76,8 @@ class Gate(Module):
             device=device,
         )
         self.bias = torch.zeros(sizes.experts, device=device) if sizes.sigmoid else None
-        self.appended = (
-            0  #: shared experts chosen for every token, where they ride along with the routed ones
-        )
+        #: experts of the fused shared expert, which are chosen for every token; 0: not fused
+        self.appended = 0
         self._softmax = context.ops.topk_softmax
         self._sigmoid = context.ops.topk_sigmoid
         self._route = context.ops.route
@@ -80,16 +85,25 @@ class Gate(Module):
 
     @property
     def signals(self) -> bool:
-        """May ``forward`` be given ``begun``?"""
+        """Whether ``forward`` can set a ready flag (``begun``)."""
         return self._signalling is not None
 
     def own_targets(self) -> Iterator[WeightTarget]:
+        """Yield the targets of the weight and the correction bias."""
         yield Target(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
         if self.bias is not None:
             yield Target(f"{self.name}.e_score_correction_bias", tuple(self.bias.shape), self.bias)
 
     def forward(self, x: Tensor, begun: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``begun``: of ``StartedExperts``, only for a gate that ``signals``."""
+        """Choose the experts of each token.
+
+        Args:
+            x: plain activations [T, hidden].
+            begun: ready flag of ``StartedExperts``, only for a gate that ``signals``.
+
+        Returns:
+            weights float32 [T, K] and expert ids int [T, K], the fused shared expert's included.
+        """
         s = self.sizes
         if self._route is not None:
             given = (
@@ -106,7 +120,7 @@ class Gate(Module):
             if begun is None:
                 return self._route(*given)
             assert self._signalling is not None, (
-                "experts start early behind gates that signal alone"
+                "experts start early only with a gate that sets a ready flag"
             )
             return self._signalling(*given, begun)
         logits = F.linear(x.float(), self.weight.float())
@@ -118,11 +132,21 @@ class Gate(Module):
 
 
 class Experts(Module):
-    """The routed experts of this rank. ``partial``: axes over which the results are still to be
-    summed.
+    """The routed experts of this rank.
 
-    ``shared``: experts behind them that hold the shared expert ``shared_name``. ``parts``: results
-    may be ``Parts``.
+    Args:
+        name: module path up to "experts".
+        sizes: sizes of the layer.
+        shared: further experts that hold the fused shared expert; 0: not fused.
+        shared_name: module path of the shared expert.
+        parts: results may be ``Parts``.
+
+    Attributes:
+        first: number of the first expert on this rank.
+        count: number of experts on this rank.
+        total: number of experts of the layer.
+        method: the experts' quantization method.
+        partial: mesh axes over which the results have still to be summed.
     """
 
     def __init__(
@@ -161,9 +185,11 @@ class Experts(Module):
         self.forward = self.method.apply
 
     def own_targets(self) -> Iterator[WeightTarget]:
+        """Yield the targets of this rank's experts."""
         return self.method.targets()
 
     def elsewhere(self) -> Iterator[str]:
+        """Yield the module paths of the experts of other ranks."""
         for expert in range(self.total):
             if not self.first <= expert < self.first + self.count:
                 yield from (
@@ -171,54 +197,59 @@ class Experts(Module):
                 )
 
     def finalize(self) -> None:
+        """Convert the loaded weights into the form that the method computes with."""
         self.method.finalize()
 
 
 class Moe(Module):
-    """x [T, hidden], plain or ``Both`` -> routed experts + shared expert, [T, hidden], or ``Parts``
-    of it that the next layer's norm adds up. It never waits for the device.
+    """Routed experts plus shared expert.
 
-    ``exchanges``: x are this rank's own attention tokens, and the result is complete. Otherwise x
-    are the tokens that every rank works on.
+    ``forward`` never waits for the device.
+
+    Attributes:
+        exchanges: True: the input is this rank's own attention tokens, and the result is complete.
+            False: the input is the tokens that every rank computes.
+        input_format: format of the input: "plain", or ``Both`` of plain and the experts' format.
     """
 
     def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
         self.gate = Gate(context, f"{name}.gate", sizes)
-        riding = self._riding(context, name, sizes)
-        self.gate.appended = riding
+        fused_shared = self._fused_shared_count(context, name, sizes)
+        self.gate.appended = fused_shared
         parts = (
             context.ops.adds_parts
             and context.worker.ranks == 1
-            and (not sizes.shared or riding > 0)
+            and (not sizes.shared or fused_shared > 0)
         )
         self.experts = Experts(
             context,
             f"{name}.experts",
             sizes,
-            riding,
-            f"{name}.shared_experts" if riding else "",
+            fused_shared,
+            f"{name}.shared_experts" if fused_shared else "",
             parts,
         )
         self.shared = (
             Mlp(context, f"{name}.shared_experts", sizes.hidden, sizes.shared, reduce=False)
-            if sizes.shared and not riding
+            if sizes.shared and not fused_shared
             else None
         )
-        early = riding > 0 and self.gate.signals
+        early = fused_shared > 0 and self.gate.signals
         self._start: Start | None = getattr(self.experts.method, "start", None) if early else None
         readers = [self.experts] if self.shared is None else [self.experts, self.shared]
-        self._cast: Callable[[Tensor], Tensor] | None = caster(context.ops, *readers)  # type: ignore[assignment]
+        cast_input = caster(context.ops, *readers)
+        self._cast: Callable[[Tensor], Tensor] | None = cast_input  # type: ignore[assignment]
         self._exchange = context.parallel.expert_exchange(name, sizes.experts)
         self.exchanges = self._exchange is not None
-        # The gate reads plain activations; experts may want them in another format as well.
+        # The gate reads plain activations; the experts' input format may be another one.
         both = both_formats(agreed_format(readers))
         produced = all((norm, both) in context.ops.fused for norm in ("rms_norm", "add_rms_norm"))
         self.input_format = both if produced and not self.exchanges else FORMAT_PLAIN
         self._collectives = context.collectives
 
     @staticmethod
-    def _riding(context: BuildContext, name: str, sizes: MoeSizes) -> int:
-        """As how many routed experts the shared expert is computed; 0: by itself."""
+    def _fused_shared_count(context: BuildContext, name: str, sizes: MoeSizes) -> int:
+        """Return the number of routed experts that the fused shared expert takes; 0: not fused."""
         scheme = context.scheme_for(f"{name}.experts.0.gate_proj")
         together = (
             context.worker.ranks == 1
@@ -229,6 +260,7 @@ class Moe(Module):
         return sizes.shared // sizes.width if together and sizes.shared % sizes.width == 0 else 0
 
     def forward(self, x: Tensor | Both, batch: Batch | None = None) -> Tensor | Parts:
+        """Return [T, hidden] of x [T, hidden], or ``Parts`` that the next layer's norm sums."""
         if isinstance(x, Both):
             weights, ids = self.gate.forward(x.plain)
             return self._mixed(x.cast, ids, weights)
@@ -246,6 +278,7 @@ class Moe(Module):
         return self._mixed(x if self._cast is None else self._cast(x), ids, weights)
 
     def _mixed(self, cast: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
+        """Run the routed and shared experts on ``cast`` and sum the results over ranks."""
         local = ids if self.experts.count == self.gate.sizes.experts else self._local(ids)
         y = self.experts.forward(cast, local, weights)
         if isinstance(y, Parts):
@@ -260,10 +293,11 @@ class Moe(Module):
     def _exchanged(
         self, exchange: ExpertExchange, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch | None
     ) -> Tensor:
-        assert batch is not None, "exchanges need the step's shape"
+        """Compute this rank's tokens by experts of all ranks."""
+        assert batch is not None, "an exchange needs the step's shape"
         sent, ids, weights = exchange.dispatch(x, ids, weights, batch)
         y = self.experts.forward(sent if self._cast is None else self._cast(sent), ids, weights)
-        assert isinstance(y, Tensor), "ranks exchange sums"
+        assert isinstance(y, Tensor), "an exchange takes sums, not ``Parts``"
         if self.shared is None:
             return exchange.combine(y)
         shared = self.shared.forward(x if self._cast is None else self._cast(x))
@@ -274,11 +308,12 @@ class Moe(Module):
         )
 
     def _sum(self, y: Tensor, axes: tuple[str, ...]) -> Tensor:
+        """All-reduce y over each of ``axes``."""
         for axis in axes:
             y = self._collectives.all_reduce(y, axis)
         return y
 
     def _local(self, ids: Tensor) -> Tensor:
-        """Expert numbers of this rank's tensors; -1 where another rank holds the expert."""
+        """Return expert numbers on this rank; -1 for experts of other ranks."""
         local = ids - self.experts.first
         return local.masked_fill_((local < 0) | (local >= self.experts.count), -1)

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, alone or with the residual add before it."""
+"""RMS normalisation, alone or with the residual addition before it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from glowplug.core.protocols.build_context import BuildContext
 
 
 class RmsNorm(Module):
-    """Weight ``{name}.weight`` [size]. ``consumers`` are the layers that alone read the result."""
+    """RMS norm with the weight ``{name}.weight`` [size].
+
+    Args:
+        size: elements of a row.
+        eps: epsilon of the norm.
+        consumers: the layers that read the result; no other code may read it.
+    """
 
     def __init__(
         self, context: BuildContext, name: str, size: int, eps: float, *consumers: Any
@@ -27,15 +33,16 @@ class RmsNorm(Module):
         self._add_norm = producer(context.ops, "add_rms_norm", *consumers)
 
     def own_targets(self) -> Iterator[WeightTarget]:
+        """Yield the target of the weight."""
         yield Target(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
 
     def forward(self, x: Tensor) -> Any:
-        """x [T, size] -> normed, in the consumers' format."""
+        """Return x [T, size] normed, in the consumers' input format."""
         return self._norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor | Parts, residual: Tensor | None) -> tuple[Any, Tensor]:
-        """(normed(residual + x), residual + x); without a residual x is the residual."""
+        """Return (normed(residual + x), residual + x); without a residual x is the residual."""
         if residual is None:
-            assert isinstance(x, Tensor), "what experts compute has a residual to be added to"
+            assert isinstance(x, Tensor), "``Parts`` need a residual to be added to"
             return self._norm(x, self.weight, self.eps), x
         return self._add_norm(x, residual, self.weight, self.eps)  # type: ignore[no-any-return]

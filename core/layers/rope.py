@@ -1,4 +1,4 @@
-"""Rotary position embedding as one object a model: the table, and each step's rows of it."""
+"""Rotary position embedding (RoPE): one object per model, with the table and each step's rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from glowplug.core.protocols.build_context import BuildContext
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """``scaling`` is config.json's ``rope_scaling``, None when plain."""
+    """The RoPE settings of a model.
+
+    Attributes:
+        theta: base of the frequencies.
+        scaling: config.json's ``rope_scaling``; None for plain RoPE.
+        max_positions: config.json's ``max_position_embeddings``.
+    """
 
     theta: float
     scaling: Mapping[str, Any] | None
@@ -23,8 +29,9 @@ class RopeConfig:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> RopeConfig:
-        """From config.json in either spelling: ``rope_theta`` with ``rope_scaling``, or
-        ``rope_parameters``.
+        """Read the settings from config.json.
+
+        Both spellings are read: ``rope_theta`` with ``rope_scaling``, and ``rope_parameters``.
         """
         parameters = dict(config.get("rope_parameters") or {})
         scaling = config.get("rope_scaling") or parameters or None
@@ -37,8 +44,10 @@ class RopeConfig:
         )
 
     def softmax_scale(self, head_dim: int) -> float:
-        """head_dim^-1/2, times YaRN's mscale squared where the config has ``mscale_all_dim``
-        (DeepSeek).
+        """Return the softmax scale head_dim^-1/2, with YaRN's factor.
+
+        If the config has ``mscale_all_dim`` (DeepSeek), the scale is multiplied by YaRN's mscale
+        squared.
         """
         scaling = self.scaling or {}
         all_dim = scaling.get("mscale_all_dim") or 0.0
@@ -48,7 +57,13 @@ class RopeConfig:
 
 
 class Rope:
-    """Rotation of ``dim`` elements for positions of the whole context."""
+    """Rotation of ``dim`` elements for all positions of the context.
+
+    Attributes:
+        interleaved: True: pairs of adjacent elements are rotated; False: element i and i + dim / 2.
+        table: float32 [positions, dim], cosines then sines. Positions beyond the context, which
+            only dropped tokens use, repeat the last row.
+    """
 
     def __init__(
         self, context: BuildContext, config: RopeConfig, dim: int, interleaved: bool
@@ -61,5 +76,5 @@ class Rope:
         self._at = context.ops.rope_at
 
     def at(self, positions: Tensor) -> object:
-        """What the layers hand to ``ops.rope`` in this step; positions int64 [T]."""
+        """Return the argument of ``ops.rope`` for positions int64 [T]; called once a step."""
         return self._at(self.table, positions, self.interleaved)
