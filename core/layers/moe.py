@@ -237,8 +237,9 @@ class Moe(Module):
         early = fused_shared > 0 and self.gate.signals
         self._start: Start | None = getattr(self.experts.method, "start", None) if early else None
         readers = [self.experts] if self.shared is None else [self.experts, self.shared]
-        cast_input = caster(context.ops, *readers)
-        self._cast: Callable[[Tensor], Tensor] | None = cast_input  # type: ignore[assignment]
+        self._cast: Callable[[Tensor], Tensor] | None = caster(  # type: ignore[assignment]
+            context.ops, *readers
+        )
         self._exchange = context.parallel.expert_exchange(name, sizes.experts)
         self.exchanges = self._exchange is not None
         # The gate reads plain activations; the experts' input format may be another one.

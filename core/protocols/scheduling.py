@@ -84,7 +84,7 @@ class PrefixCache(Protocol):
         """Check the cache's own data.
 
         Raises:
-            AssertionError: the data are inconsistent; the message says how.
+            AssertionError: the data are inconsistent; the message has the reason.
         """
         ...
 
@@ -180,6 +180,6 @@ class Scheduler(Protocol):
         """Return the number of pages by owner.
 
         Raises:
-            AssertionError: the accounts of pages disagree; the message says how.
+            AssertionError: the accounts of pages disagree; the message has the reason.
         """
         ...

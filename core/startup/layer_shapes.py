@@ -28,9 +28,9 @@ def layer_shapes(plan: EnginePlan, plugins: PluginSet) -> LayerShapes:
     plain = _RecordingScheme(context.plain)
     scheme = _RecordingScheme(context.scheme)
     family = build_component(plugins, plan.choice("model"), plan, worker)
-    asked: Any = plain
+    plain_scheme: Any = plain
     chosen: Any = scheme
-    family.build(replace(context, scheme=chosen, plain=asked))
+    family.build(replace(context, scheme=chosen, plain=plain_scheme))
     both = (plain, scheme)
     registered = plugins.find("quantization", plan.choice("quantization").name)
     offers = registered.component.offers if registered is not None else None

@@ -93,11 +93,6 @@ def _check(
     model: Model,
     facts: ModelFacts,
 ) -> None:
-    """Check that the targets and the source's entries agree in names, shapes and dtypes.
-
-    Raises:
-        WeightError: they do not; the message has the first names of each problem.
-    """
     where = facts.path or "the checkpoint"
     problems = []
     missing = [

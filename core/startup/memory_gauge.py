@@ -17,7 +17,7 @@ class Gauge(Protocol):
     device.
     """
 
-    #: True: the gauge knows peaks and the device's free memory
+    #: True: the gauge measures peaks and the device's free memory
     measures: bool
 
     def held(self) -> int:

@@ -129,7 +129,7 @@ def test_rows_to_each_rank_and_numbers_and_bytes() -> None:
 def test_ranks_that_disagree_or_stay_away_are_told() -> None:
     found = each({"tp": 2}, lambda one: one.all_reduce(torch.zeros(one.rank + 1), "tp"))
     assert all(
-        isinstance(error, CollectiveError) and "different things" in str(error) for error in found
+        isinstance(error, CollectiveError) and "different calls" in str(error) for error in found
     )
     found = each(
         {"tp": 2}, lambda one: one.rank or one.all_reduce(torch.zeros(1), "tp"), timeout=0.2

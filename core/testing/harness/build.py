@@ -1,7 +1,7 @@
-"""Build one model on one CPU rank around real or fake parts, and step it: for tests of layers,
-schemes and backends.
+"""Construction and stepping of one model on one CPU rank, around real or fake parts.
 
-Built-in parts are named by slot and component, so that nothing here imports a plugin.
+It is for tests of layers, schemes and backends. Built-in parts are named by slot and component, so
+that this module imports no plugin.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ def built_in() -> PluginSet:
 
 
 def make(slot: str, name: str, plan: EnginePlan, worker: Worker, **options: Any) -> Any:
-    """Return the runtime object of the built-in component ``name`` in ``slot``. Raises KeyError
-    when there is none.
+    """Return the runtime object of the built-in component ``name`` in ``slot``.
+
+    Raises:
+        KeyError: there is no such component.
     """
     found = built_in().find(slot, name)
     if found is None:
@@ -51,7 +53,12 @@ def make(slot: str, name: str, plan: EnginePlan, worker: Worker, **options: Any)
 
 
 class DictSource:
-    """A ``WeightSource`` over tensors in memory."""
+    """A ``WeightSource`` over tensors in memory.
+
+    Attributes:
+        tensors: tensors by name.
+        read_names: names of the tensors read so far.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
@@ -75,7 +82,7 @@ class DictSource:
 
 
 def plan_for(facts: ModelFacts, dtype: str = "float32", **sizes: Any) -> EnginePlan:
-    """A bare plan around ``facts``."""
+    """Return a bare plan around ``facts``."""
     plan = bare_plan(**sizes)
     return replace(plan, dtype=dtype, kv_dtype=dtype, facts=replace(plan.facts, model=facts))
 
@@ -89,7 +96,16 @@ def build_context(
     quantization_options: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> BuildContext:
-    """A context of the built-in parts for one CPU rank; ``changes`` replace fields of it."""
+    """Return a build context of built-in parts for one CPU rank.
+
+    Args:
+        facts: the model's facts.
+        plan: the plan; None: ``plan_for(facts)``.
+        quantization: name of the quantization scheme.
+        attention: the backend; None: torch's of the model's kind.
+        quantization_options: options of the scheme.
+        changes: fields of the context to replace.
+    """
     plan = plan or plan_for(facts)
     worker = Worker(device="cpu", dtype=getattr(torch, plan.dtype))
     plain = make("quantization", "none", plan, worker)
@@ -116,8 +132,9 @@ def build_model(
     context: BuildContext | None = None,
     **more: Any,
 ) -> tuple[Model, BuildContext]:
-    """A loaded model of ``facts`` and the context it was built in. ``more`` goes to
-    :func:`build_context`.
+    """Return a loaded model of ``facts`` and the context that it was built in.
+
+    ``more`` is passed to :func:`build_context`.
     """
     context = context or build_context(facts, **more)
     families = [found.component for found in built_in().components("model")]
@@ -131,8 +148,9 @@ def build_model(
 
 
 class Stepper:
-    """Steps a model over sequences of token ids with a cache of its own: prefill, then one token at
-    a time.
+    """A driver that steps a model over sequences of token ids, with a cache of its own.
+
+    A prompt is prefilled first, then tokens are decoded one at a time.
     """
 
     def __init__(
@@ -164,8 +182,12 @@ class Stepper:
         decodes: int = 0,
         extra: Mapping[str, Any] | None = None,
     ) -> tuple[Tensor, Batch]:
-        """Feed each row its next tokens; the first ``decodes`` rows count as decoding. [T, hidden]
-        and the batch.
+        """Run a step and return its hidden states [T, hidden] and the batch.
+
+        Args:
+            chunks: row -> its next tokens.
+            decodes: number of decoding rows, which come first.
+            extra: further fields of ``batch.extra``.
         """
         batch = self._batch(chunks, decodes)
         batch.extra.update(extra or {})
@@ -177,7 +199,13 @@ class Stepper:
 
     @torch.inference_mode()
     def fill(self, row: int, ids: list[int], previous: Tensor) -> None:
-        """Cache the row's next tokens in a NextN layer; previous [T, hidden]."""
+        """Cache the row's next tokens in a NextN layer.
+
+        Args:
+            row: the row.
+            ids: its next tokens.
+            previous: hidden states before them, [T, hidden].
+        """
         batch = self._batch({row: ids}, 0)
         model: Any = self.model
         model.fill(batch.input_ids, batch.positions, batch.slots, previous)
@@ -185,11 +213,11 @@ class Stepper:
 
     @torch.inference_mode()
     def logits(self, chunks: Mapping[int, list[int]], decodes: int = 0) -> Tensor:
-        """float32 [T, V] of every token fed."""
+        """Return logits float32 [T, V] of every token fed."""
         return self.model.logits(self.hidden(chunks, decodes)[0])
 
     def greedy(self, prompt: list[int], count: int, row: int = 0) -> list[int]:
-        """``count`` most likely tokens after ``prompt``."""
+        """Return the ``count`` most likely tokens after ``prompt``."""
         logits = self.logits({row: prompt})
         tokens = [int(logits[-1].argmax())]
         while len(tokens) < count:
@@ -233,4 +261,5 @@ class Stepper:
 
 
 def _tensor(values: NDArray[Any], dtype: type[np.integer[Any]]) -> Tensor:
+    """Return a tensor of ``values`` in ``dtype``."""
     return torch.from_numpy(values.astype(dtype))

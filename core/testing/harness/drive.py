@@ -1,4 +1,4 @@
-"""Drives a scheduler with the fake model as the engine's loop would, checking after every step."""
+"""A driver of a scheduler and the fake model: the engine's loop, with checks after every step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sequence(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
 ) -> Sequence:
-    """A sequence as the engine makes it from a Submit."""
+    """Return a sequence as the engine makes it from a Submit."""
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -55,8 +55,15 @@ def sequence(
 
 @dataclass
 class Collected:
-    """What the front would have heard of one sequence. ``counts``: tokens of each step that yielded
-    some.
+    """The outputs that the front would have received for one sequence.
+
+    Attributes:
+        tokens: output tokens.
+        counts: number of tokens of each step that yielded some.
+        logprobs: log-probabilities of output tokens.
+        prompt_logprobs: log-probabilities of prompt tokens.
+        finished: the message of its end.
+        admitted: the message of its admission.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -68,14 +75,16 @@ class Collected:
 
 
 def collect(seen: Mapping[int, Collected], output: StepOutput) -> None:
-    """Book ``output`` under its sequences. AssertionError when it says something that no engine may
-    say.
+    """Add ``output`` to the collected outputs of its sequences.
+
+    Raises:
+        AssertionError: the output is one that no engine may return.
     """
     counts = output.counts or [1] * len(output.ids)
     assert sum(counts) == len(output.tokens), "tokens and counts disagree"
     at = 0
     for id, count in zip(output.ids, counts, strict=True):
-        assert count > 0 and seen[id].finished is None, f"sequence {id} yields after its end"
+        assert count > 0 and seen[id].finished is None, f"sequence {id} yields tokens after its end"
         seen[id].tokens += output.tokens[at : at + count]
         seen[id].counts.append(count)
         at += count
@@ -94,8 +103,11 @@ def collect(seen: Mapping[int, Collected], output: StepOutput) -> None:
 class Drive:
     """A scheduler, a table, a poisoned pool and a fake model, stepped together.
 
-    ``depth`` steps may be in flight when the next one is scheduled: 0 is no overlap, 1 what the
-    engine does.
+    Args:
+        depth: steps that may be in flight when the next one is scheduled: 0 is no overlap, 1 the
+            engine's depth.
+        seed: seed of the fake model's drafts.
+        bad: (sequence id, output length) at which the fake logits become NaN.
     """
 
     def __init__(
@@ -133,20 +145,26 @@ class Drive:
         self.batches: list[Batch] = []
 
     def add(self, sequence: Sequence) -> None:
+        """Add a sequence."""
         self.scheduler.add(sequence)
         self.seen[sequence.id] = Collected()
 
     def abort(self, *ids: int, reason: str = "abort") -> StepOutput | None:
+        """Abort sequences and collect their outputs."""
         output = self.scheduler.abort(Abort(list(ids), reason))
         if output is not None:
             collect(self.seen, output)
         return output
 
     def step(self) -> bool:
-        """One turn of the loop. False: every sequence has ended and nothing is in flight."""
+        """Run one turn of the loop and its checks.
+
+        Returns:
+            False: every sequence has ended and nothing is in flight.
+        """
         batch = self.scheduler.next_batch()
         assert batch is not None or self.inflight or not self._unfinished(), (
-            "the scheduler has stalled"
+            "the scheduler stalls: no batch, although sequences wait and none is in flight"
         )
         if batch is not None:
             sizes = self.plan.sizes
@@ -165,16 +183,20 @@ class Drive:
         return bool(self.inflight) or self._unfinished()
 
     def run(self, most: int = 20_000) -> None:
-        """Step until idle; AssertionError when that does not come, or pages are missing afterwards."""
+        """Step until idle, then check that no page or row has leaked.
+
+        Raises:
+            AssertionError: the scheduler is not idle after ``most`` steps, or a check failed.
+        """
         for _ in range(most):
             if not self.step():
                 break
         else:
-            raise AssertionError(f"not done after {most} steps: {self.scheduler.load()}")
+            raise AssertionError(f"not idle after {most} steps: {self.scheduler.load()}")
         self.check_idle()
 
     def check_idle(self) -> None:
-        """Every page is free or in the cache, evictable; every row is free."""
+        """Check that every row is free, and every page is free or in the cache and evictable."""
         held, evictable = self.cache.size()
         assert self.pages.free + held == self.pages.total, "pages have leaked"
         assert held == evictable, "locks have leaked"
@@ -183,4 +205,5 @@ class Drive:
         assert (stats.running, stats.waiting) == (0, 0)
 
     def _unfinished(self) -> bool:
+        """Return whether a sequence has not ended."""
         return any(seen.finished is None for seen in self.seen.values())

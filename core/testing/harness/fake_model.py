@@ -1,10 +1,9 @@
-"""A deterministic stand-in for runner, model and sampler that proves scheduling right without
-torch.
+"""A deterministic fake of runner, model and sampler that checks scheduling without torch.
 
-The next token is a hash of the whole prefix. Each computed token leaves its id, its position and
-the prefix's hash in a paged store; every step reads back all that it attends to and checks it, so a
-wrong slot, a page reused too early, a missing chunk or a lost token raises :class:`CacheFault` or
-changes the output. Freed pages are poisoned.
+The next token is a hash of the whole prefix. For each computed token, its id, its position and the
+prefix's hash are stored in a paged store. Every step reads back and checks all entries that it
+attends to. A wrong slot, a page reused too early, a missing chunk or a lost token thus raises
+:class:`CacheFault` or changes the output. Freed pages are poisoned.
 """
 
 from __future__ import annotations
@@ -21,46 +20,49 @@ from glowplug.core.step.pages import PageAllocator
 from glowplug.core.step.request import SamplingParams
 from glowplug.core.step.sequence_table import SequenceTable
 
-MASK = (1 << 64) - 1
-START = 0x51ED270B
+MASK_64 = (1 << 64) - 1
+EMPTY_HASH = 0x51ED270B  #: hash of the empty prefix
 # constants of splitmix64
-GOLDEN = 0x9E3779B97F4A7C15
-MIX = 0xBF58476D1CE4E5B9
-STIR = 0x94D049BB133111EB
-POISON = -7
+SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
+SPLITMIX_FACTOR_1 = 0xBF58476D1CE4E5B9
+SPLITMIX_FACTOR_2 = 0x94D049BB133111EB
+POISON = -7  #: token and position of a freed entry
 
 
 class CacheFault(AssertionError):
-    """A step read a slot that does not hold what the sequence computed there, or was told nonsense."""
+    """A scheduling error: a step read an entry of another prefix, or its batch is inconsistent."""
 
 
 def extend(prefix_hash: int, token: int) -> int:
-    """Hash of a prefix and one more token."""
-    value = (prefix_hash ^ (token + GOLDEN)) * MIX & MASK
-    return (value ^ (value >> 29)) * STIR & MASK
+    """Return the hash of a prefix and one more token."""
+    value = (prefix_hash ^ (token + SPLITMIX_INCREMENT)) * SPLITMIX_FACTOR_1 & MASK_64
+    return (value ^ (value >> 29)) * SPLITMIX_FACTOR_2 & MASK_64
 
 
 def extend_all(prefix_hashes: NDArray[np.uint64], tokens: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The same for many at once."""
-    value = (prefix_hashes ^ (tokens + np.uint64(GOLDEN))) * np.uint64(MIX)
-    mixed: NDArray[np.uint64] = (value ^ (value >> np.uint64(29))) * np.uint64(STIR)
+    """Return ``extend`` of many prefixes."""
+    value = (prefix_hashes ^ (tokens + np.uint64(SPLITMIX_INCREMENT))) * np.uint64(
+        SPLITMIX_FACTOR_1
+    )
+    mixed: NDArray[np.uint64] = (value ^ (value >> np.uint64(29))) * np.uint64(SPLITMIX_FACTOR_2)
     return mixed
 
 
 def next_token(prefix_hash: int, vocab: int) -> int:
+    """Return the token that follows a prefix."""
     return (prefix_hash >> 17) % vocab
 
 
 def logprob_of(prefix_hash: int) -> float:
-    """A made-up log-probability of the token that follows."""
+    """Return an invented log-probability of the token that follows a prefix."""
     return -float((prefix_hash >> 5) % 1000) / 128
 
 
 def reference(
     prompt: list[int], params: SamplingParams, stop_ids: frozenset[int], *, vocab: int, context: int
 ) -> tuple[list[int], str]:
-    """(output, finish reason) that any right schedule must give."""
-    state = START
+    """Return the (output, finish reason) of any correct schedule."""
+    state = EMPTY_HASH
     for token in prompt:
         state = extend(state, token)
     output: list[int] = []
@@ -76,7 +78,7 @@ def reference(
 
 
 class PoisonedPages(PageAllocator):
-    """An allocator that tells the fake model which pages were freed."""
+    """An allocator that poisons freed pages in the fake model."""
 
     def __init__(self, num_pages: int) -> None:
         super().__init__(num_pages)
@@ -90,24 +92,24 @@ class PoisonedPages(PageAllocator):
 
 @dataclass(eq=False)
 class RowState:
-    """What the device knows of a row: accepted tokens, the hash of them, and the next input."""
+    """The device's state of a row: accepted tokens, their hash, and the next input."""
 
     length: int = 0
     last: int = 0
-    state: int = START
+    state: int = EMPTY_HASH
     begun: bool = False
 
 
 class FakeModel:
-    """Executes batches in launch order, at once; results are the caller's to commit later.
+    """A model that runs batches at once, in launch order; the caller commits the results later.
 
     Args:
-        width: tokens a decoding row computes; beyond one, drafts are right with probability
+        width: tokens that a decoding row computes; beyond one, drafts are right with probability
             ``hit``.
-        bad: (sequence id, output length) at which the logits turn to NaN.
-        lookahead: entries that a draft writes behind what was accepted; nobody reads them.
-        depth: steps that may be in flight when one is launched; each may make a bound too high by
-            ``width - 1``.
+        bad: (sequence id, output length) at which the logits become NaN.
+        lookahead: entries that a draft writes behind the accepted tokens; they are never read.
+        depth: steps that may be in flight at a launch; each may make a bound too high by ``width -
+            1``.
     """
 
     def __init__(
@@ -208,9 +210,7 @@ class FakeModel:
             self._draft(batch, i, row)
 
     def _check_chunk(self, batch: Batch, i: int, row: RowState, start: int, stop: int) -> None:
-        """What a draft is told of a chunk: the token behind it, and whether it goes on from a
-        cached prefix.
-        """
+        """Check a draft's inputs for a chunk: the next token, and the flag of a resumed prefix."""
         chunk = i - batch.num_decodes
         number = int(batch.rows[i])
         self._require(
@@ -220,21 +220,22 @@ class FakeModel:
         assert batch.next_ids is not None and batch.resumed is not None
         following = 0 if batch.samples[i] else int(self.table.tokens[number, stop])
         self._require(
-            int(batch.next_ids[chunk]) == following, f"row {number} goes on with another token"
+            int(batch.next_ids[chunk]) == following, f"row {number} continues with another token"
         )
         self._require(
             bool(batch.resumed[chunk]) == (start > 0 and not row.begun),
-            f"row {number} is not resumed here",
+            f"row {number}: wrong resumed flag",
         )
         row.begun = True
 
     def _draft(self, batch: Batch, i: int, row: RowState) -> None:
-        """A draft's entries behind the accepted tokens: written over by the next step, on pages
-        that are the row's.
+        """Write a draft's entries behind the accepted tokens, on the row's own pages.
+
+        The next step overwrites them.
         """
         limit = int(self.table.max_length[int(batch.rows[i])])
         for position in range(row.length - 1, min(row.length - 1 + self.lookahead, limit - 1)):
-            self._write(batch, i, position, POISON, START)
+            self._write(batch, i, position, POISON, EMPTY_HASH)
 
     def _decode(
         self, batch: Batch, i: int, row: RowState, result: StepResult, logprobs: NDArray[np.float32]
@@ -243,9 +244,8 @@ class FakeModel:
         number = int(batch.rows[i])
         bound = int(batch.kv_lens[i])
         limit = int(self.table.max_length[number])
-        if (
-            row.length >= limit
-        ):  # full, which only the device knows yet: the host will drop what comes of this
+        if row.length >= limit:
+            # full, which is known on the device only: the host will drop this row's results
             self._require(
                 self.width > 1, f"row {number} is launched although it was known to be full"
             )
@@ -255,11 +255,11 @@ class FakeModel:
         most = exact + self.depth * (self.width - 1)
         self._require(
             min(exact, self.table.context) <= bound <= most,
-            f"row {number} has {exact} to {most} entries after this step, the batch says {bound}",
+            f"row {number} has {exact} to {most} entries after this step, the batch has {bound}",
         )
         before = self._read(batch, i, first)
         self._require(
-            extend(before, row.last) == row.state, f"row {number} is not where the device left it"
+            extend(before, row.last) == row.state, f"row {number}: prefix differs from the device's"
         )
         inputs = [row.last]
         truth = []
@@ -308,9 +308,7 @@ class FakeModel:
         if batch.prompt_logprobs is None or not batch.prompt_logprobs[i]:
             return
         values = []
-        for token in (
-            ids
-        ):  # the value at a position is that of the token which follows it, as a real model's
+        for token in ids:  # as in a real model, a position's value is that of the next token
             state = extend(state, token)
             values.append(logprob_of(state))
         row = int(batch.rows[i])
@@ -338,18 +336,17 @@ class FakeModel:
         return pages * size + positions % size
 
     def _read(self, batch: Batch, i: int, count: int) -> int:
-        """Check the first ``count`` entries of a row against one another; returns the hash of that
-        prefix.
-        """
+        """Check the first ``count`` entries of a row and return the hash of that prefix."""
         if count == 0:
-            return START
+            return EMPTY_HASH
         slots = self._slots(batch, i, np.arange(count, dtype=np.int64))
         self._require(
             bool((self.positions[slots] == np.arange(count)).all()),
-            f"row {int(batch.rows[i])} reads entries that are not its own: {self.positions[slots].tolist()}",
+            f"row {int(batch.rows[i])} reads entries of other rows: "
+            f"{self.positions[slots].tolist()}",
         )
         states = self.states[slots]
-        before = np.concatenate([np.array([START], np.uint64), states[:-1]])
+        before = np.concatenate([np.array([EMPTY_HASH], np.uint64), states[:-1]])
         self._require(
             bool((extend_all(before, self.tokens[slots].astype(np.uint64)) == states).all()),
             f"row {int(batch.rows[i])} reads an entry of another prefix",
@@ -367,17 +364,17 @@ class FakeModel:
         self._last_step = batch.step
         rows = batch.num_rows
         self._require(
-            rows > 0 and len(set(batch.rows.tolist())) == rows, "a row is twice in the batch"
+            rows > 0 and len(set(batch.rows.tolist())) == rows, "a row occurs twice in the batch"
         )
         for name in ("epochs", "query_lens", "kv_lens", "samples", "pages"):
             self._require(len(getattr(batch, name)) == rows, f"{name} has another length than rows")
         self._require(bool((batch.query_lens > 0).all()), "a row computes nothing")
         self._require(
             bool((batch.query_lens[: batch.num_decodes] == self.width).all()),
-            "a decoding row of odd width",
+            "a decoding row of wrong width",
         )
         self._require(
-            bool((self.table.epoch[batch.rows] == batch.epochs).all()), "an epoch is not the row's"
+            bool((self.table.epoch[batch.rows] == batch.epochs).all()), "a row's epoch is wrong"
         )
         decode = Mode.DECODE if self.width == 1 else Mode.VERIFY
         expected = decode if batch.num_decodes == rows else Mode.PREFILL

@@ -1,8 +1,9 @@
-"""Fakes for tests of the plan zone: a plugin that fills slots with declarations only, and a model
-folder. No torch.
+"""Fakes for tests of the plan zone: a plugin of declarations only, and a model folder.
 
 A plugin author can check a whole configuration around one real component:
 ``load_plugins(defaults=["glowplug.core.testing.harness.fakes", "my_package.my_plugin"])``.
+
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import ModelOffers, Offers, QuantizationOffers
 from glowplug.core.plugin.options import OPTION_BASES
 
-WIDTHS = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
+#: bytes of a number, by safetensors dtype
+DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 
 #: a DeepSeek-V3 architecture small enough to plan with in microseconds
 TINY_V3: dict[str, Any] = {
@@ -44,6 +46,7 @@ TINY_V3: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "torch_dtype": "bfloat16",
 }
+#: a Llama architecture as small
 TINY_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,
@@ -60,7 +63,10 @@ TINY_LLAMA: dict[str, Any] = {
 def component(
     slot: str, name: str, offers: Offers, fields: Mapping[str, Any] | None = None, **more: Any
 ) -> Component:
-    """A declaration whose factory does not exist: enough for everything before a worker builds it."""
+    """Return a declaration whose factory does not exist.
+
+    It is enough for all that runs before a worker builds the component.
+    """
     use: Any = (Literal[name], name)
     options: Any = create_model(
         f"{name.title()}Options",
@@ -83,8 +89,12 @@ def write_model(
     config: Mapping[str, Any],
     tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
 ) -> Path:
-    """A model folder: config.json and, for ``tensors`` (name -> safetensors dtype, shape), a file
-    full of zeros.
+    """Write a model folder and return it.
+
+    Args:
+        folder: folder to write.
+        config: content of config.json.
+        tensors: name -> (safetensors dtype, shape); all are zeros in one file. None: no file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
@@ -92,7 +102,7 @@ def write_model(
         header: dict[str, Any] = {}
         at = 0
         for name, (dtype, shape) in tensors.items():
-            size = WIDTHS[dtype]
+            size = DTYPE_BYTES[dtype]
             for count in shape:
                 size *= count
             header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
@@ -104,6 +114,7 @@ def write_model(
 
 @hookimpl
 def register_models() -> list[Component]:
+    """Return two fake model families."""
     return [
         component(
             "model",
@@ -120,6 +131,7 @@ def register_models() -> list[Component]:
 
 @hookimpl
 def register_quantization_schemes() -> list[Component]:
+    """Return two fake quantization schemes."""
     return [
         component("quantization", "plain", QuantizationOffers(reads=frozenset({"none"}))),
         component(

@@ -1,5 +1,6 @@
-"""A paged cache with shuffled pages and NaN wherever no row of the step may look, and batches over
-it.
+"""A paged KV cache with shuffled pages, and batches over it.
+
+Every KV slot that no row of the step may read holds NaN.
 """
 
 from __future__ import annotations
@@ -27,8 +28,15 @@ class Row:
 
 @dataclass
 class World:
-    """``cached``: per entry name, the history [length, *shape] of each row; ``pools`` what the
-    backend reads.
+    """A batch and the cache that it reads.
+
+    Attributes:
+        batch: the step.
+        rows: the sequences of the step.
+        page_size: tokens of a page.
+        num_pages: pages of the pool.
+        cached: entry name -> history of each row, [length, *shape].
+        pools: entry name -> the backend's cache, [num_pages * page_size, *shape].
     """
 
     batch: Batch
@@ -45,13 +53,15 @@ class World:
         generator: torch.Generator,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Random history under ``name``: the prefix goes into the pool, the step's tokens are
-        returned [T, *shape].
+        """Make a random history under ``name`` and put its prefix into the pool.
 
-        The numbers are float32 that ``dtype`` holds exactly.
+        Numbers are float32 values that ``dtype`` holds exactly.
+
+        Returns:
+            The entries of the step's own tokens, [T, *shape].
         """
         pool = torch.full((self.num_pages * self.page_size, *shape), float("nan"))
-        pool[0] = 0.0  # scratch: where padding rows look
+        pool[0] = 0.0  # scratch, which padding rows read
         history = [
             torch.randn(row.length, *shape, generator=generator).to(dtype).float()
             for row in self.rows
@@ -69,19 +79,24 @@ class World:
         )
 
     def slots_of(self, index: int) -> Tensor:
+        """Return the KV slots of a row's tokens, int64 [length]."""
         row = self.rows[index]
         pages = torch.from_numpy(self.batch.pages[index].astype(np.int64))
         slots = (pages[:, None] * self.page_size + torch.arange(self.page_size)).flatten()
         return slots[: row.length]
 
     def move(self, device: str, dtype: torch.dtype) -> None:
-        """Put cache and batch where and as the backend expects them."""
+        """Move cache and batch to the device; convert the cache to ``dtype``."""
         self.pools = {name: pool.to(device, dtype) for name, pool in self.pools.items()}
         for name in ("page_table", "kv_lens_device", "query_starts", "slots"):
             setattr(self.batch, name, getattr(self.batch, name).to(device))
 
     def limits(self, kv: tuple[Mapping[str, Tensor], ...] = ()) -> Limits:
-        """``kv``: the layers' caches, if not the world's own."""
+        """Return the limits for ``reserve``.
+
+        Args:
+            kv: caches of the layers; by default the world's own.
+        """
         return Limits(
             rows=len(self.rows),
             context=4096,
@@ -130,7 +145,10 @@ def make_world(rows: list[Row], page_size: int, seed: int, spare_columns: int = 
 
 
 def random_rows(rng: np.random.Generator, page_size: int, width: int = 1) -> list[Row]:
-    """Up to 7 decoding and 5 prefill rows whose lengths crowd around page and chunk boundaries."""
+    """Return up to 7 decoding and 5 prefill rows.
+
+    Most lengths are close to page and chunk boundaries.
+    """
 
     def length() -> int:
         edge = int(rng.integers(1, 6)) * page_size

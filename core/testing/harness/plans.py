@@ -1,4 +1,4 @@
-"""A plan without a model, for tests of parts that read only ``plan.sizes``."""
+"""Plans without a real model, for tests of code that reads only ``plan.sizes``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 from glowplug.core.facts.model_facts import Facts, HardwareFacts, ModelFacts, SoftwareFacts
 from glowplug.core.plan.plan import EnginePlan, Sizes
 
-VOCAB = 997
+VOCAB = 997  #: tokens of the fake model's vocabulary
 
 
 def sizes(**changes: Any) -> Sizes:
-    """Small sizes: context 64, 8 rows, chunks of 16, pages of 4, a pool for everyone at once."""
+    """Return small sizes: context 64, 8 rows, chunks of 16, pages of 4.
+
+    The pool has pages for all rows at full length.
+    """
     small = Sizes(
         context_length=64,
         max_running=8,
@@ -28,7 +31,7 @@ def sizes(**changes: Any) -> Sizes:
 
 
 def bare_plan(**changes: Any) -> EnginePlan:
-    """A plan of ``sizes(**changes)`` and a made-up model of ``VOCAB`` tokens."""
+    """Return a plan of ``sizes(**changes)`` and a fake model of ``VOCAB`` tokens."""
     model = ModelFacts(
         path="",
         architecture="Fake",

@@ -1,15 +1,15 @@
-"""Several ranks of a plan as threads of one process, in lockstep: a whole engine without processes
-or pipes.
+"""Several ranks of a plan as threads of one process, in lockstep.
 
-A plugin author checks a parallel strategy, an exchange or a draft against one rank in
-milliseconds::
+This is a whole engine without processes or pipes. A plugin author can compare a parallelism
+strategy, an exchange or a draft with one rank in milliseconds::
 
-    config = {"model": folder, "parallel": [{"use": "tensor", "size": 2}], "weights": {"use":
-    "random"}} alone = run_ranks(one_rank, [submit(1, [5, 6, 7])])
+    one_rank = {"model": folder, "weights": {"use": "random"}}
+    config = {**one_rank, "parallel": [{"use": "tensor", "size": 2}]}
+    alone = run_ranks(one_rank, [submit(1, [5, 6, 7])])
     assert run_ranks(config, [submit(1, [5, 6, 7])])[1].tokens == alone[1].tokens
 
 ``collectives.use = "threads"`` (``rank_plan``'s default for several ranks) exchanges through shared
-lists; any other backend runs as it would among processes, as far as it allows several ranks in one.
+lists. Any other backend runs as among processes, if it allows several ranks in one process.
 """
 
 from __future__ import annotations
@@ -45,21 +45,26 @@ from glowplug.core.testing.harness.drive import Collected, collect
 from glowplug.core.testing.harness.threads_runtime import MEETINGS, Meeting
 
 THREADS = "glowplug.core.testing.harness.threads"  #: the plugin of in-memory collectives
-SWITCH = 1e-4  #: seconds a thread may hold the interpreter while others wait
+SWITCH_SECONDS = 1e-4  #: seconds that a thread may hold the interpreter while others wait
 Result = TypeVar("Result")
 
 
 def submit(id: int, prompt: Seq[int], max_tokens: int = 8, **more: Any) -> Submit:
-    """A greedy request that runs to ``max_tokens``; ``more`` are sampling parameters."""
+    """Return a greedy request that runs to ``max_tokens``; ``more`` are sampling parameters."""
     params = {"temperature": 0.0, "ignore_eos": True, "seed": id, **more}
     return Submit(id, packed_ids(prompt), SamplingParams(max_tokens=max_tokens, **params))
 
 
 def rank_plan(config: Mapping[str, Any], plugins: PluginSet | None = None) -> EnginePlan:
-    """The plan of ``config`` with in-memory collectives unless it names others. PlanRefused as
-    ever.
+    """Return the plan of ``config``, with in-memory collectives unless it names others.
 
-    ``plugins`` must hold the plugin ``THREADS`` to use them; None: built-ins and that one.
+    Args:
+        config: the configuration.
+        plugins: the plugins, which must include ``THREADS`` if its collectives are used. None: the
+            built-ins and ``THREADS``.
+
+    Raises:
+        PlanRefused: the configuration is refused.
     """
     plugins = plugins or load_plugins([THREADS], entry_points=False)
     contributed = (
@@ -71,16 +76,16 @@ def rank_plan(config: Mapping[str, Any], plugins: PluginSet | None = None) -> En
 
 
 class RankSet:
-    """Every rank of ``plan``, built, and driven turn by turn. A context manager; ``close`` ends the
-    threads.
+    """All ranks of ``plan``, built and driven turn by turn; a context manager.
+
+    An error of any rank is raised here, the cause before its consequences, and ends the set.
+    ``close`` ends the threads.
 
     Attributes:
-        engines: by rank.
-        heard: what the front would have heard of each submitted sequence, by id.
+        engines: engines by rank.
+        heard: the front's outputs for each submitted sequence, by id.
         stats: the last statistics of each data-parallel group.
-        replies: answers to Controls, by their id.
-
-    Whatever a rank raises is raised here, the cause before its consequences, and ends the set.
+        replies: replies to Controls, by their id.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class RankSet:
         self._meeting = MEETINGS[self._rendezvous] = Meeting()
         self._pools = [ThreadPoolExecutor(1, f"rank-{rank}") for rank in range(plan.ranks)]
         self.engines: list[Engine] = []
-        sys.setswitchinterval(SWITCH)
+        sys.setswitchinterval(SWITCH_SECONDS)
         found = plugins or load_plugins_for(plan)
         try:
             self.engines = self._each(lambda rank: self._build(rank, found))
@@ -108,13 +113,14 @@ class RankSet:
             raise
 
     def _build(self, rank: int, plugins: PluginSet) -> Engine:
+        """Build one rank's engine, with one torch thread."""
         torch.set_num_threads(1)
         return build_rank(
             self.plan, rank, plugins, lambda phase, done, total: None, self._rendezvous
         )
 
     def _each(self, work: Callable[[int], Result]) -> list[Result]:
-        """``work`` of every rank, each in its own thread; their results by rank."""
+        """Call ``work`` for every rank, each in its own thread, and return the results by rank."""
         futures: list[Future[Result]] = [
             pool.submit(work, rank) for rank, pool in enumerate(self._pools)
         ]
@@ -139,11 +145,17 @@ class RankSet:
 
     @property
     def idle(self) -> bool:
+        """Whether every engine is idle."""
         return all(engine.idle for engine in self.engines)
 
     def turn(self, messages: Seq[Inbound] = ()) -> list[list[Outbound]]:
-        """One turn of every rank, on ``messages`` from the front. What each rank made of it, by
-        rank.
+        """Run one turn of every rank.
+
+        Args:
+            messages: messages from the front.
+
+        Returns:
+            The outputs of each rank, by rank.
         """
         for message in messages:
             if isinstance(message, Submit):
@@ -151,10 +163,11 @@ class RankSet:
         frames = [encode(list(messages))] if messages else []
         made = self._each(lambda rank: self.engines[rank].turn(frames if rank == 0 else ()) or [])
         for outputs in made:
-            self._hear(outputs)
+            self._collect(outputs)
         return made
 
-    def _hear(self, outputs: Iterable[Outbound]) -> None:
+    def _collect(self, outputs: Iterable[Outbound]) -> None:
+        """Store the outputs of a turn."""
         for output in outputs:
             if isinstance(output, Reply):
                 self.replies[output.id] = output
@@ -164,7 +177,11 @@ class RankSet:
                     self.stats[output.stats.group] = output.stats
 
     def run(self, messages: Seq[Inbound] = (), most: int = 20_000) -> dict[int, Collected]:
-        """Turns until every rank is idle; what was heard. AssertionError when that does not come."""
+        """Run turns until every rank is idle and return the outputs by sequence id.
+
+        Raises:
+            AssertionError: the ranks are not idle after ``most`` turns.
+        """
         self.turn(messages)
         for _ in range(most):
             if self.idle:
@@ -175,7 +192,11 @@ class RankSet:
         )
 
     def control(self, action: str, **args: Any) -> Reply:
-        """Rank 0's answer. AssertionError when it says that something is wrong."""
+        """Send a Control and return rank 0's reply.
+
+        Raises:
+            AssertionError: the reply is an error.
+        """
         self._controls += 1
         self.turn([Control(self._controls, action, args)])
         reply = self.replies[self._controls]
@@ -183,8 +204,10 @@ class RankSet:
         return reply
 
     def check_idle(self) -> None:
-        """Integrity on every rank; every page free or evictable; every row free. AssertionError or
-        a CacheFault.
+        """Check every rank: integrity, all pages free or evictable, all rows free.
+
+        Raises:
+            AssertionError: a check failed (also CacheFault).
         """
         for rank, engine in enumerate(self.engines):
             engine.scheduler.check()
@@ -197,7 +220,10 @@ class RankSet:
             assert table.free_rows == table.rows, f"rank {rank} has lost rows"
 
     def close(self) -> None:
-        """Idempotent. Ranks close together, as collectives among processes may need."""
+        """Close all ranks together, since collectives among processes may need that.
+
+        Further calls do nothing.
+        """
         pools = self._pools
         self._pools = []
         try:
@@ -226,8 +252,10 @@ def run_ranks(
     messages: Seq[Inbound],
     plugins: PluginSet | None = None,
 ) -> dict[int, Collected]:
-    """Plan, build, run ``messages`` to the end, check that every page came back; what the front
-    heard, by id.
+    """Plan, build, run ``messages`` to the end, and check that every page was freed.
+
+    Returns:
+        The front's outputs by sequence id.
     """
     with RankSet(rank_plan(config, plugins), plugins) as ranks:
         heard = ranks.run(messages)

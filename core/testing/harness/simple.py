@@ -1,4 +1,4 @@
-"""The simplest cache and policy, so that a scheduler can be tested without any plugin."""
+"""The simplest cache and policy, to test a scheduler without any plugin."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class KeepsNothing:
 
 
 class FirstCome:
-    """The queue's order; the newest gives way."""
+    """A policy that keeps the queue's order and preempts the newest sequence."""
 
     def order(self, waiting: Seq[Sequence], cached: Mapping[int, int]) -> list[Sequence]:
         return list(waiting)

@@ -1,8 +1,7 @@
-"""The plugin of collectives among threads: ``collectives.use = "threads"`` in
-``glowplug.core.testing.harness.ranks``.
+"""Plugin of collectives among threads: ``collectives.use = "threads"``.
 
-Exact and deterministic: sums are taken in rank order, so every rank gets the same bits. No torch
-here.
+``glowplug.core.testing.harness.ranks`` uses it. Sums are taken in rank order, so that they are
+deterministic and every rank gets the same bits. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from glowplug.core.plugin.options import CollectivesOptions
 
 
 class ThreadOptions(CollectivesOptions):
+    """Options of the collectives."""
+
     use: Literal["threads"] = "threads"
     timeout: float = Field(
         60.0, gt=0, description="seconds before a collective that does not finish ends the engine"
@@ -26,6 +27,7 @@ class ThreadOptions(CollectivesOptions):
 
 @hookimpl
 def register_collectives() -> list[Component]:
+    """Return the component ``threads``."""
     return [
         Component(
             name="threads",

@@ -1,5 +1,6 @@
-"""Collectives over shared lists: one barrier for each group of ranks, and a copy of everything that
-crosses it.
+"""Collectives over shared lists, for ranks that are threads of one process.
+
+Each group of ranks has a barrier, and tensors are copied as they cross it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
 
     from glowplug.core.testing.harness.threads import ThreadOptions
 
-MEETINGS: dict[str, Meeting] = {}  #: ``Worker.rendezvous`` -> where its ranks meet
+MEETINGS: dict[str, Meeting] = {}  #: ``Worker.rendezvous`` -> meeting of its ranks
 
 
 class Room:
-    """Where one group of ranks exchanges. Two sets of places, so that one barrier an exchange is
-    enough: a rank can write into a set again only after the next exchange, which all others enter
-    after they have read it.
+    """The shared lists of one group of ranks.
+
+    There are two lists, so that one barrier an exchange is enough. A rank can write into a list
+    again only after the next exchange, which all other ranks enter after they have read the list.
     """
 
     def __init__(self, size: int) -> None:
@@ -45,6 +47,7 @@ class Meeting:
         self.over = False
 
     def room(self, ranks: tuple[int, ...]) -> Room:
+        """Return the room of a group of ranks."""
         with self._lock:
             if ranks not in self._rooms:
                 self._rooms[ranks] = Room(len(ranks))
@@ -53,7 +56,7 @@ class Meeting:
             return self._rooms[ranks]
 
     def end(self) -> None:
-        """Every rank that waits, or will wait, gets a CollectiveError."""
+        """End all exchanges: every rank that waits or will wait raises CollectiveError."""
         with self._lock:
             self.over = True
             for room in self._rooms.values():
@@ -61,8 +64,10 @@ class Meeting:
 
 
 class ThreadCollectives:
-    """``Collectives`` of one rank. What its ranks ask for must agree, in kind and shape:
-    CollectiveError if not.
+    """The ``Collectives`` of one rank among threads.
+
+    Raises:
+        CollectiveError: the calls of a group's ranks differ in kind or shape.
     """
 
     def __init__(self, options: ThreadOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -74,7 +79,13 @@ class ThreadCollectives:
         self._turns: dict[tuple[int, ...], int] = {}
 
     def _exchange(self, ranks: tuple[int, ...], what: tuple[Any, ...], item: Any) -> list[Any]:
-        """The items of ``ranks``, in their order. ``what`` must be equal on all of them."""
+        """Return the items of ``ranks``, in their order.
+
+        Args:
+            ranks: the group.
+            what: kind of the call, which must be equal on all ranks.
+            item: this rank's item.
+        """
         if len(ranks) == 1:
             return [item]
         room = self.meeting.room(ranks)
@@ -86,24 +97,24 @@ class ThreadCollectives:
             room.barrier.wait(self.timeout)
         except threading.BrokenBarrierError:
             raise CollectiveError(
-                f"rank {self.rank}: {what} among ranks {ranks}: a peer has gone or did not come "
+                f"rank {self.rank}: {what} among ranks {ranks}: a peer has ended or did not answer "
                 f"within {self.timeout:.0f} s"
             ) from None
         found = list(places)
-        asked = [kind for kind, _ in found]
-        if any(kind != what for kind in asked):
-            raise CollectiveError(f"ranks {ranks} meet for different things: {asked}")
+        calls = [kind for kind, _ in found]
+        if any(kind != what for kind in calls):
+            raise CollectiveError(f"ranks {ranks} made different calls: {calls}")
         return [item for _, item in found]
 
     def _tensors(self, name: str, x: Tensor, axis: str) -> list[Tensor]:
-        """Copies of every rank's x, because owners go on to write into theirs."""
+        """Return copies of every rank's x, since ranks may overwrite their own."""
         ranks = group(axis, self.rank, self.mesh)
         if len(ranks) == 1:
             return [x]
         return self._exchange(ranks, (name, axis, tuple(x.shape), x.dtype), x.clone())
 
     def _place(self, axis: str) -> tuple[int, int]:
-        """This rank's index along the axis, and the axis's size."""
+        """Return this rank's index along the axis, and the axis's size."""
         ranks = group(axis, self.rank, self.mesh)
         return ranks.index(self.rank), len(ranks)
 
@@ -147,7 +158,8 @@ class ThreadCollectives:
         mine = [parts[place] for parts in sent]
         if [len(part) for part in mine] != list(received):
             raise CollectiveError(
-                f"rank {self.rank} expects {list(received)} rows, {[len(p) for p in mine]} were sent"
+                f"rank {self.rank} expects {list(received)} rows, "
+                f"{[len(p) for p in mine]} were sent"
             )
         return torch.cat(mine)
 
@@ -169,7 +181,7 @@ class ThreadCollectives:
 
 
 def _sum(parts: Seq[Tensor]) -> Tensor:
-    """In rank order, so that each rank computes the same bits."""
+    """Return the sum in rank order, so that each rank computes the same bits."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part

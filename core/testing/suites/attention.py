@@ -1,8 +1,7 @@
-"""Conformance suites of the attention slot: subclass :class:`MlaSuite` or :class:`MhaSuite` and
-define ``make``.
+"""Conformance suites of the ``attention`` slot: subclass MlaSuite or MhaSuite and define ``make``.
 
-Random paged layouts are attended by the backend and by the definition in float64. Every cache slot
-that no row of the step owns holds NaN, so reading one shows at once.
+Attention over random paged layouts is compared with its definition in float64. KV slots that
+no row of the step owns hold NaN, so that reading one makes a test fail.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from glowplug.core.testing.harness.plans import bare_plan
 
 @dataclass
 class MlaCase:
-    """An MLA layer of odd sizes with random weights, as a backend sees it."""
+    """An ``MlaLayer`` of odd sizes with random weights."""
 
     w_uk: Tensor
     w_uv: Tensor
@@ -60,26 +59,24 @@ class MhaCase:
 
 
 class _Suite:
-    """What both kinds share. ``device``, ``dtype`` and ``error`` (absolute, against float64) may be
-    overridden.
-    """
+    """Tests of both kinds. Override ``device``, ``dtype`` or ``error`` (absolute) as needed."""
 
     device = "cpu"
     dtype = torch.float32
     error = 2e-6
-    kv_dtype: torch.dtype | None = None  #: of the cache; None: ``dtype``
+    kv_dtype: torch.dtype | None = None  #: dtype of the cache; None: ``dtype``
     page_sizes: tuple[int, ...] = (1, 7, 16)
-    page_size = 16  #: of the tests that try one only
+    page_size = 16  #: page size of the other tests
     max_width = 4
-    first_key = True  #: what ``AttentionOffers.first_key`` says
+    first_key = True  #: ``AttentionOffers.first_key``
     entries: dict[str, tuple[int, ...]]
     queries: tuple[tuple[int, ...], ...]
 
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
-        """The backend under test for ``plan``."""
+        """Return the backend for ``plan``."""
         raise NotImplementedError
 
-    # ---- given by the kind -----------------------------------------------------------------------
+    # ---- defined by each kind --------------------------------------------------------------------
 
     def facts(self) -> ModelFacts:
         raise NotImplementedError
@@ -93,9 +90,7 @@ class _Suite:
     def definition(
         self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase
     ) -> Tensor:
-        """One row in float64: queries [T, ...] each, history [M, ...] of each cache entry -> [T, H,
-        V].
-        """
+        """Attend one row in float64: queries [T, ...], histories [M, ...] -> [T, H, V]."""
         raise NotImplementedError
 
     # ---- driving ---------------------------------------------------------------------------------
@@ -105,9 +100,7 @@ class _Suite:
         return self.kv_dtype or self.dtype
 
     def rounded(self, x: Tensor) -> Tensor:
-        """float32 numbers that the compute dtype holds exactly: what is measured is the backend's
-        own error.
-        """
+        """Return x rounded to the compute dtype, so that only the backend's error is measured."""
         return x.to(self.dtype).float()
 
     def backend(self, page_size: int) -> AttentionBackend:
@@ -121,7 +114,7 @@ class _Suite:
         return self.make(plan, Worker(device=self.device, dtype=self.dtype))
 
     def arguments(self, world: World, generator: torch.Generator) -> list[Tensor]:
-        """Random queries and the step's own cache entries; fills the world's cache."""
+        """Fill the world's cache; return random queries and the step's cache entries."""
         kept = [
             world.fill(name, shape, generator, self.cached) for name, shape in self.entries.items()
         ]
@@ -158,9 +151,7 @@ class _Suite:
     # ---- tests -----------------------------------------------------------------------------------
 
     def test_random_layouts(self) -> None:
-        """Decoding rows of every width, mixed with fresh and continued chunks, around page
-        boundaries.
-        """
+        """Decoding rows of every width mix with fresh and continued chunks at page edges."""
         for page_size in self.page_sizes:
             for seed in range(2 * self.max_width):
                 generator = torch.Generator().manual_seed(seed)
@@ -175,7 +166,7 @@ class _Suite:
                 )
 
     def test_a_first_key_is_where_attention_begins(self) -> None:
-        """A draft's cache has nothing in the first position: not an entry, and here NaN."""
+        """A draft's cache has no entry in its first position; here it holds NaN."""
         if not self.first_key:
             pytest.skip("this backend reads every position")
         for seed in range(2 * self.max_width):
@@ -208,7 +199,7 @@ class _Suite:
                 assert torch.equal(stored.float(), world.cached[name][index]), (name, index)
 
     def test_chunked_equals_whole(self) -> None:
-        """A prompt in chunks that end on both sides of a page boundary gives what it gives at once."""
+        """A prompt in chunks that end on either side of a page edge gives the same result."""
         length = 61
         generator = torch.Generator().manual_seed(3)
         layer = self.layer(generator)
@@ -231,9 +222,7 @@ class _Suite:
 
     @staticmethod
     def _continued(whole: World, start: int, end: int, pools: dict[str, Tensor]) -> World:
-        """The step that computes tokens ``start`` to ``end`` of the only row of ``whole``, in the
-        same pages.
-        """
+        """Return the step for tokens ``start`` to ``end`` of ``whole``'s row, in its pages."""
         world = make_world([Row(end, end - start, prefill=True)], whole.page_size, 0)
         world.num_pages = whole.num_pages
         world.pools = pools
@@ -243,7 +232,7 @@ class _Suite:
         return world
 
     def test_alone_equals_in_a_batch(self) -> None:
-        """What else is in the step changes nothing beyond rounding."""
+        """Other rows of the step change nothing beyond rounding."""
         generator = torch.Generator().manual_seed(9)
         rows = [Row(n, 1) for n in (1, 5, 16, 17, 31, 32, 33, 64)]
         layer = self.layer(generator)
@@ -262,9 +251,7 @@ class _Suite:
             torch.testing.assert_close(got, together[one], rtol=0, atol=self.error)
 
     def test_padded_and_idle_rows_are_harmless(self) -> None:
-        """A padded row (length 0, scratch pages) must not turn into NaN; an idle step has no tokens
-        at all.
-        """
+        """A padding row (length 0, scratch pages) must not give NaN; an idle step has no tokens."""
         generator = torch.Generator().manual_seed(2)
         layer = self.layer(generator)
         backend = self.backend(self.page_size)
@@ -281,7 +268,7 @@ class _Suite:
         assert self.step(backend, idle, layer, [x[:0] for x in args]).shape == (0, out.shape[1])
 
     def test_lengths_known_on_the_device_only(self) -> None:
-        """``kv_lens`` on the host may be an upper bound: what counts is ``kv_lens_device``."""
+        """``kv_lens`` may be an upper bound; ``kv_lens_device`` has the lengths."""
         generator = torch.Generator().manual_seed(6)
         width = min(2, self.max_width)
         layer = self.layer(generator)
@@ -300,9 +287,9 @@ class _Suite:
 
 
 class MlaSuite(_Suite):
-    """For backends that offer kind "mla". The sizes may be overridden.
+    """Tests of backends that offer kind "mla". The sizes may be overridden.
 
-    ``merged``: the cache has one entry "kv", a token's latent and then its rotary part.
+    ``merged``: the cache has one entry "kv": a token's latent, then its rotary part.
     """
 
     heads = 3
@@ -370,7 +357,7 @@ class MlaSuite(_Suite):
         return lambda q_nope, q_rope, *kept: backend.mla(q_nope, q_rope, *self._entry(kept), there)
 
     def _entry(self, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Latent and rotary part of what the entries hold."""
+        """Return the latent and the rotary part of entries."""
         whole = torch.cat(list(kept), dim=-1)
         return whole[:, : self.lora], whole[:, self.lora :]
 
@@ -387,7 +374,7 @@ class MlaSuite(_Suite):
 
 
 class MhaSuite(_Suite):
-    """For backends that offer kind "mha". ``heads`` and ``kv_heads`` choose MHA, GQA or MQA."""
+    """Tests of backends that offer kind "mha": MHA, GQA or MQA by ``heads`` and ``kv_heads``."""
 
     heads = 6
     kv_heads = 2
@@ -422,7 +409,8 @@ class MhaSuite(_Suite):
 
 
 def causal_softmax(scores: Tensor) -> Tensor:
-    """scores [H, T, M]: the last query sees all M keys, each one before it one less."""
+    """Softmax scores [H, T, M]: the last query sees M keys, each one before it one less."""
+
     count, keys = scores.shape[1:]
     last_seen = torch.arange(count, device=scores.device) + (keys - count)
     hidden = torch.arange(keys, device=scores.device) > last_seen.unsqueeze(1)

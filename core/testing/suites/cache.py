@@ -1,8 +1,7 @@
-"""Conformance suite of the ``cache`` slot. Subclass it and define ``make``; ``max_pages`` if yours
-has a limit.
+"""Conformance suite of the ``cache`` slot. Subclass it and define ``make``.
 
-A model of plain Python lists stands beside the cache: whatever the cache finds must be what was put
-in, page for page.
+Set ``max_pages`` if your cache has a limit. A model in plain Python lists is kept beside the cache:
+every prefix that the cache finds must be one that was inserted, page for page.
 """
 
 from __future__ import annotations
@@ -17,25 +16,26 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, PrefixMatch
 from glowplug.core.testing.harness.plans import bare_plan
 
-SIZE = 4
+SIZE = 4  #: tokens of a page
 Ints = NDArray[np.int32]
 
 
 def ints(values: list[int]) -> Ints:
+    """Return an int32 array of ``values``."""
     return np.array(values, np.int32)
 
 
 class Pool:
-    """Hands out page numbers and remembers the tokens written to each."""
+    """An allocator of page numbers that records the tokens written to each page."""
 
     def __init__(self) -> None:
         self.next = 1
-        self.content: dict[
-            int, tuple[int, ...]
-        ] = {}  # page -> all tokens from the start to its end, with the salt
+        # page -> the salt's hash, then all tokens from the sequence's start to the page's end
+        self.content: dict[int, tuple[int, ...]] = {}
         self.outside: set[int] = set()
 
     def fill(self, tokens: list[int], salt: str) -> Ints:
+        """Return new pages that hold the whole pages of ``tokens``."""
         pages = []
         for end in range(SIZE, len(tokens) + 1, SIZE):
             self.content[self.next] = (hash(salt), *tokens[:end])
@@ -45,6 +45,7 @@ class Pool:
         return ints(pages)
 
     def back(self, pages: Ints) -> None:
+        """Take back pages that the cache owned."""
         for page in pages.tolist():
             assert page not in self.outside, (
                 f"page {page} was given back although the cache did not own it"
@@ -53,11 +54,16 @@ class Pool:
 
 
 class CacheSuite:
-    """Tests that every prefix cache must pass."""
+    """Tests that every prefix cache must pass.
+
+    Attributes:
+        max_pages: most pages that the cache may hold; None: no limit.
+    """
 
     max_pages: int | None = None
 
     def make(self, plan: EnginePlan) -> PrefixCache:
+        """Return the cache under test for ``plan``."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -69,7 +75,7 @@ class CacheSuite:
         return Pool()
 
     def put(self, cache: PrefixCache, pool: Pool, tokens: list[int], salt: str = "") -> None:
-        """Insert the whole pages of ``tokens``: shared ones as found, the rest freshly filled."""
+        """Insert the whole pages of ``tokens``: shared pages as found, the others newly filled."""
         whole = tokens[: len(tokens) // SIZE * SIZE]
         match = cache.match(ints(whole), salt)
         cache.lock(match, 1)
@@ -80,11 +86,12 @@ class CacheSuite:
         cache.check_integrity()
 
     def check_match(self, cache: PrefixCache, pool: Pool, tokens: list[int], salt: str = "") -> int:
+        """Match ``tokens``, check the pages found, and return their number of tokens."""
         match = cache.match(ints(tokens), salt)
         assert match.length == len(match.pages) * SIZE <= len(tokens)
         for i, page in enumerate(match.pages.tolist()):
             assert pool.content[page] == (hash(salt), *tokens[: (i + 1) * SIZE]), (
-                "a page of another prefix"
+                "the cache returned a page of another prefix"
             )
         return match.length
 
@@ -163,7 +170,7 @@ class CacheSuite:
         pool.back(cache.evict(1))
         assert self.check_match(cache, pool, [1] * 12) == 12
         assert self.check_match(cache, pool, [2] * 12) == 8, (
-            "the end of a prefix goes before its beginning"
+            "the end of a prefix must be evicted before its beginning"
         )
 
     @pytest.mark.parametrize("seed", range(20))
@@ -198,6 +205,7 @@ class CacheSuite:
         self.check_account(cache, pool)
 
     def check_account(self, cache: PrefixCache, pool: Pool) -> None:
+        """Check the cache's page counts against each other and the limit."""
         held, evictable = cache.size()
         assert 0 <= evictable <= held
         assert self.max_pages is None or held <= self.max_pages

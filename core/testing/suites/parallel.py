@@ -1,5 +1,6 @@
-"""Conformance suites of the ``parallel`` and ``collectives`` slots. Subclass one and define
-``make`` (or ``run``).
+"""Conformance suites of the ``parallel`` and ``collectives`` slots.
+
+Subclass one and define ``make`` (or ``run``).
 """
 
 from __future__ import annotations
@@ -16,36 +17,42 @@ from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Collectives, ParallelStrategy, Shard
 from glowplug.core.step.batch import NO_WORK, StepShape, idle_batch
 
-CUT = (
+#: roles whose shards are disjoint
+SPLIT_ROLES = (
     "column",
     "row",
     "vocab",
     "heads",
     "experts",
     "expert_width",
-)  #: roles whose parts are disjoint
-DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+)
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)  #: dtypes that collectives must support
 
 
 class ParallelSuite:
-    """Every strategy must cut dimensions without gap or overlap, and move no token when it has no
-    work to share.
+    """Tests that every parallelism strategy must pass.
+
+    A strategy splits dimensions without gap or overlap, and moves no token on a single rank.
+
+    Attributes:
+        ranks: number of ranks that the strategy is built for.
     """
 
     ranks = 1
 
     def make(self, rank: int) -> ParallelStrategy:
-        """The strategy as rank ``rank`` of ``ranks`` holds it."""
+        """Return the strategy as built on rank ``rank`` of ``ranks``."""
         raise NotImplementedError
 
     def shards(self, role: str, full: int, block: int = 1) -> list[Shard]:
+        """Return the shard of each rank; the whole dimension if the strategy has none."""
         found = [
             self.make(rank).shard(role, "model.layers.0.part", full, block)
             for rank in range(self.ranks)
         ]
         return [Shard(0, full, full) if shard is None else shard for shard in found]
 
-    @pytest.mark.parametrize("role", CUT)
+    @pytest.mark.parametrize("role", SPLIT_ROLES)
     @pytest.mark.parametrize(("units", "block"), [(64, 1), (64, 128)])
     def test_ranks_hold_everything_once_or_all_of_it(
         self, role: str, units: int, block: int
@@ -55,7 +62,7 @@ class ParallelSuite:
         assert all(part.full == full and part.start % block == 0 for part in parts)
         if all(part.size == full for part in parts):
             assert not any(part.reduce or part.gather for part in parts), (
-                "whole on every rank: nothing to add up"
+                "nothing to reduce or gather: the dimension is whole on every rank"
             )
             return
         held = sorted({(part.start, part.size) for part in parts})
@@ -86,10 +93,10 @@ class ParallelSuite:
 
 
 class CollectivesSuite:
-    """What holds for every backend over an axis of size one."""
+    """Tests that every backend must pass over an axis of size one."""
 
     def make(self) -> Collectives:
-        """The backend of a world of one rank."""
+        """Return the backend of a world of one rank."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -128,8 +135,10 @@ class CollectivesSuite:
 
 
 class RankedCollectivesSuite:
-    """What holds for every backend of several ranks. Define ``run``; ``ranks`` is 2 or more, and a
-    power of two.
+    """Tests that every backend of several ranks must pass. Define ``run``.
+
+    Attributes:
+        ranks: number of ranks, a power of two from 2 on.
     """
 
     ranks = 2
@@ -137,13 +146,19 @@ class RankedCollectivesSuite:
     def run(
         self, body: Callable[[Collectives, int], Any], mesh: Mapping[str, int] | None = None
     ) -> list[Any]:
-        """``body(collectives, rank)`` on every rank of ``mesh`` ({"tp": ranks}) at the same time;
-        results by rank.
+        """Call ``body(collectives, rank)`` on all ranks at the same time.
+
+        Args:
+            body: function to call.
+            mesh: mesh of the ranks; None: {"tp": ranks}.
+
+        Returns:
+            Results by rank.
         """
         raise NotImplementedError
 
     def parts(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """A random tensor for each rank."""
+        """Return a random tensor for each rank."""
         every = (
             torch.randn(self.ranks, *shape, generator=torch.Generator().manual_seed(sum(shape)))
             * 100
@@ -158,9 +173,12 @@ class RankedCollectivesSuite:
         parts = self.parts(shape, dtype)
         made = self.run(lambda held, rank: held.all_reduce(parts[rank].clone(), "tp"))
         assert made[0].dtype == dtype and all(torch.equal(made[0], other) for other in made[1:])
-        loose = 0.05 if dtype == torch.bfloat16 else 1e-5
+        tolerance = 0.05 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(
-            made[0].double(), torch.stack(parts).double().sum(0), rtol=loose, atol=100 * loose
+            made[0].double(),
+            torch.stack(parts).double().sum(0),
+            rtol=tolerance,
+            atol=100 * tolerance,
         )
 
     def test_a_view_is_reduced_too(self) -> None:
@@ -188,9 +206,7 @@ class RankedCollectivesSuite:
             assert torch.equal(found, torch.stack([part[rank] for part in parts]))
 
     def test_all_to_all_rows_takes_any_counts(self) -> None:
-        """Rank r sends (r + 2 * i) % 3 rows to rank i: some none, and one rank may send or receive
-        nothing at all.
-        """
+        """Rank r sends (r + 2 * i) % 3 rows to rank i, so that some send or receive no rows."""
         counts = [
             [(sender + 2 * to) % 3 for to in range(self.ranks)] for sender in range(self.ranks)
         ]
@@ -244,7 +260,7 @@ class RankedCollectivesSuite:
         assert self.run(body) == [expected] * self.ranks
 
     def test_an_axis_connects_its_own_ranks_only(self) -> None:
-        """Two dp groups: a sum over attn_tp stays within one, a sum over dp crosses them."""
+        """With two dp groups, a sum over attn_tp stays within one, a sum over dp crosses them."""
         if self.ranks < 4:
             pytest.skip("needs two groups of two")
         mesh = {"tp": self.ranks, "dp": 2, "ep": self.ranks}

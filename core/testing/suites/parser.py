@@ -1,6 +1,4 @@
-"""Conformance suite of the output parsers. Subclass :class:`ParserSuite`, give ``make`` and
-``cases``.
-"""
+"""Conformance suite of output parsers. Subclass ParserSuite; define ``make`` and ``cases``."""
 
 from __future__ import annotations
 
@@ -14,8 +12,13 @@ from glowplug.core.protocols import OutputParser, OutputParserFactory, Piece
 
 @dataclass(frozen=True)
 class Case:
-    """A generated text and what it means. ``parts``: (kind, text) in order, neighbours of one kind
-    joined.
+    """A generated text and its parsed form.
+
+    Attributes:
+        text: the generated text.
+        parts: (kind, text) in order, with neighbours of one kind joined.
+        prompt_tail: last characters of the prompt.
+        thinking: the request's reasoning switch; None: not set.
     """
 
     text: str
@@ -25,7 +28,10 @@ class Case:
 
 
 def joined(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
-    """(kind, text) with neighbours of one kind joined; pieces that carry data stay single."""
+    """Return (kind, text) of the pieces, with neighbours of one kind joined.
+
+    Pieces with data stay separate.
+    """
     parts: list[tuple[str, str]] = []
     for piece in pieces:
         if parts and parts[-1][0] == piece.kind and piece.data is None:
@@ -36,37 +42,40 @@ def joined(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
 
 
 def run(parser: OutputParser, chunks: Sequence[str]) -> list[tuple[str, str]]:
+    """Feed the chunks to a parser and return its joined pieces."""
     pieces = [piece for chunk in chunks for piece in parser.feed(chunk)]
     return joined([*pieces, *parser.finish()])
 
 
 def split_at(text: str, places: Sequence[int]) -> list[str]:
+    """Cut a text at some places."""
     ends = [0, *sorted(places), len(text)]
     return [text[start:end] for start, end in zip(ends, ends[1:], strict=False)]
 
 
 class ParserSuite:
-    """Every promise of ``protocols.OutputParser``: the way a text is cut into steps changes
-    nothing.
-    """
+    """Tests of ``protocols.OutputParser``: chunk boundaries must not change the result."""
 
-    seconds_a_megabyte = 1.0  #: most processor time for one adversarial megabyte
+    seconds_a_megabyte = 1.0  #: most processor time for a megabyte of adversarial text
 
     def make(self) -> OutputParserFactory:
-        """Your factory."""
+        """Return your factory."""
         raise NotImplementedError
 
     def cases(self) -> Sequence[Case]:
-        """Texts of your format: plain, with every construct, truncated in each of them, Unicode,
-        white space.
+        """Return texts of your format.
+
+        They should be plain, with every construct, truncated in each construct, with Unicode and
+        with white space.
         """
         raise NotImplementedError
 
     def adversarial(self) -> Sequence[str]:
-        """Patterns to repeat for a megabyte: parts of your tags, white space, nesting."""
+        """Return patterns to repeat for a megabyte: parts of your tags, white space, nesting."""
         return ["<", "</", " ", "\n", "{", "[", '"', "\\", "<<think>", "</think", "a"]
 
     def start(self, case: Case) -> OutputParser:
+        """Return a parser for a case."""
         return self.make().start(case.prompt_tail, case.thinking)
 
     def test_whole(self) -> None:

@@ -14,7 +14,7 @@ from glowplug.core.testing.harness.plans import bare_plan
 
 
 def some(rng: random.Random, count: int) -> list[Sequence]:
-    """Waiting or running sequences in the order of their arrival, some of them preempted before."""
+    """Return sequences in order of arrival, some of which have been preempted before."""
     made = [
         sequence(
             i,
@@ -30,11 +30,13 @@ def some(rng: random.Random, count: int) -> list[Sequence]:
 
 
 class PolicySuite:
-    """Tests that every scheduling policy must pass: it orders, it does not lose or invent, it is
-    pure.
+    """Tests that every scheduling policy must pass.
+
+    A policy orders sequences, neither loses nor adds any, and is pure.
     """
 
     def make(self, plan: EnginePlan) -> SchedulingPolicy:
+        """Return the policy under test for ``plan``."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -64,7 +66,7 @@ class PolicySuite:
         assert policy.victim(running) is victim, "it is not pure"
 
     def test_a_victim_does_not_come_straight_back_first(self, policy: SchedulingPolicy) -> None:
-        """Of equals the one that came last gives way, so that the first always gets through."""
+        """Of equal sequences the last to arrive is preempted, so that the first always finishes."""
         running = [sequence(i, [1, 2, 3], arrival=float(i)) for i in range(5)]
         assert policy.victim(running).id == 4
 

@@ -1,8 +1,7 @@
-"""Conformance suite of the sampling slot. Subclass :class:`SamplerSuite` in a test module and give
-``make``.
+"""Conformance suite of the ``sampling`` slot. Subclass SamplerSuite and define ``make``.
 
-Distributions are checked by a chi-square test with fixed seeds, so a run is repeatable; everything
-else against the naive formulas in this file.
+Distributions are checked by a chi-square test with fixed seeds, so that runs are repeatable; all
+other results are checked against the naive formulas in this file.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from glowplug.core.protocols import Limits, Sampled, Sampler
 from glowplug.core.step.batch import Batch
 from glowplug.core.step.request import SamplingParams
 
-VOCAB = 37  #: small enough for a chi-square test, and no multiple of anything
+VOCAB = 37  #: small enough for a chi-square test, and a prime number
 ROWS = 40
 DRAWS = 20_000
 
 
 def decode_batch(rows: Seq[int], positions: Seq[int]) -> Batch:
-    """A step in which each row draws the token at its position."""
+    """Return a step in which each row draws the token at its position."""
     count = len(rows)
     return Batch(
         step=0,
@@ -66,7 +65,7 @@ class Driver:
         self.sampler.join(row, params, tokens, len(prompt), frozenset(stops))
 
     def step(self, rows: Seq[int], positions: Seq[int], logits: Tensor) -> Sampled:
-        """Plan and sample one step; results on the CPU. ``logits`` is not changed."""
+        """Plan and sample one step; return CPU results. ``logits`` is not changed."""
         self.sampler.plan_step(decode_batch(rows, positions))
         return self.again(rows, positions, logits)
 
@@ -86,7 +85,7 @@ class Driver:
         return sampled
 
     def many(self, row: int, logits: Tensor, draws: int = DRAWS) -> NDArray[np.int64]:
-        """Tokens that ``row`` would draw at positions 2, 3, ... from the same logits."""
+        """Return the tokens that ``row`` draws at positions 2, 3, ... from the same logits."""
         self.sampler.plan_step(decode_batch([row], [2]))
         sampled = self.again([row] * draws, range(2, draws + 2), logits.expand(draws, -1))
         return np.asarray(sampled.tokens.numpy(), np.int64)
@@ -107,9 +106,7 @@ def naive_logits(
     output: Seq[int],
     stops: Seq[int],
 ) -> NDArray[np.float64]:
-    """The edits by definition: allowed tokens, min_tokens, bias, then repetition, frequency and
-    presence.
-    """
+    """Edit by definition: allowed tokens, min_tokens, bias, repetition, frequency, presence."""
     edited = logits.copy()
     for token in range(len(edited)):
         if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
@@ -128,7 +125,7 @@ def naive_logits(
 
 
 def naive_distribution(logits: NDArray[np.float64], params: SamplingParams) -> NDArray[np.float64]:
-    """Temperature, then min-p, top-k and top-p, each of what the one before left."""
+    """Apply temperature, then min-p, top-k and top-p, each to the tokens still left."""
     probs = np.exp((logits - logits.max()) / params.temperature)
     probs[probs < params.min_p * probs.max()] = 0.0
     if params.top_k > 0:
@@ -141,9 +138,7 @@ def naive_distribution(logits: NDArray[np.float64], params: SamplingParams) -> N
 
 
 def assert_follows(tokens: NDArray[np.int64], expected: NDArray[np.float64]) -> None:
-    """Chi-square test at a significance of about one in a hundred thousand; nothing outside the
-    support.
-    """
+    """Test by chi-square at a significance of about 1e-5; no token outside the support."""
     counts = np.bincount(tokens, minlength=len(expected)).astype(np.float64)
     impossible = np.flatnonzero(counts * (expected == 0))
     assert not len(impossible), f"drew tokens of probability zero: {impossible}"
@@ -162,13 +157,13 @@ def assert_follows(tokens: NDArray[np.int64], expected: NDArray[np.float64]) -> 
 
 
 class SamplerSuite:
-    """Every promise of ``protocols.Sampler``."""
+    """Tests of ``protocols.Sampler``."""
 
     device = "cpu"
     seed = 20
 
     def make(self) -> Sampler:
-        """A new sampler of yours, not yet reserved."""
+        """Return a new sampler, not yet reserved."""
         raise NotImplementedError
 
     def driver(self, vocab: int = VOCAB) -> Driver:
@@ -233,7 +228,7 @@ class SamplerSuite:
         assert len(distinct) == len(draws), "different seeds gave the same tokens"
 
     def mixed_params(self) -> list[SamplingParams]:
-        """One set of parameters a row, features in all mixtures."""
+        """Return parameters of all rows, with mixed features."""
         generator = np.random.default_rng(self.seed)
 
         def pick(*values: object) -> object:
@@ -285,7 +280,7 @@ class SamplerSuite:
         assert drawn[0] == drawn[1] == drawn[2]
 
     def test_rows_and_positions_may_be_strided(self) -> None:
-        """As those of one sequence's drafts are, which all stand on one number."""
+        """Strides may be 0: one sequence's drafts all have the same row."""
         driver = self.driver()
         logits = self.logits(6)
         for row in range(6):
@@ -313,7 +308,7 @@ class SamplerSuite:
     # ---- edits -----------------------------------------------------------------------------------
 
     def check_edits(self, **changes: object) -> None:
-        """Draws from the edited logits follow their distribution, and greedy takes their best."""
+        """Check draws from edited logits: their distribution, and greedy's choice."""
         prompt = [1, 2, 2]
         output = [4, 4, 8]
         driver = self.driver()
@@ -365,9 +360,7 @@ class SamplerSuite:
             )
 
     def test_observed_tokens_count_like_joined_ones(self) -> None:
-        """Penalties are the same whether tokens were observed one by one or the row joined with
-        them (preemption).
-        """
+        """Penalties count tokens observed one by one like those joined with (preemption)."""
         stepped = self.driver()
         joined = self.driver()
         logits = self.logits(3)
@@ -388,9 +381,7 @@ class SamplerSuite:
                 outputs[row].append(drawn[row])
 
     def test_tokens_ahead_count_like_observed_ones(self) -> None:
-        """Drafts before a position are counted there, and only there: nothing is remembered of
-        them.
-        """
+        """Drafts before a position are counted there only, and not stored."""
         rng = np.random.default_rng(3)
         params = make_params(
             temperature=0.9,
@@ -439,7 +430,7 @@ class SamplerSuite:
             each.join(0, params)
         assert driver.many(0, logits, 200).tolist() == fresh.many(0, logits, 200).tolist()
 
-    # ---- what is reported ------------------------------------------------------------------------
+    # ---- reported values -------------------------------------------------------------------------
 
     def test_logprobs_are_of_the_raw_distribution(self) -> None:
         driver = self.driver()
@@ -484,7 +475,7 @@ class SamplerSuite:
             math.nan,
             math.inf,
         )
-        broken[21, :5] = -math.inf  # not bad: something is left
+        broken[21, :5] = -math.inf  # not bad: other tokens are left
         sampled = driver.step(range(ROWS), [2] * ROWS, broken)
         wanted = clean.step(range(ROWS), [2] * ROWS, logits)
         assert torch.nonzero(sampled.bad).flatten().tolist() == [3, 10, 11, 20]

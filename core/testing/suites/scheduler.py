@@ -4,8 +4,8 @@
         def make(self, plan, clock):
             return MyScheduler(MyOptions(), plan, Worker())
 
-Everything runs on the fake model, which checks each cache slot that a step reads; expected outputs
-do not depend on the schedule. ``cache`` and ``policy`` may be overridden to run with real ones.
+All tests run on the fake model, which checks each KV slot that a step reads; expected outputs
+do not depend on the schedule. Override ``cache`` and ``policy`` to test with real ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SEEDS = range(3)
 
 
 class Clock:
-    """Seconds that move only when told."""
+    """A clock that tests move forward."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -46,9 +46,7 @@ class SchedulerSuite:
     """Tests that every scheduler must pass."""
 
     def make(self, plan: EnginePlan, clock: Callable[[], float]) -> Scheduler:
-        """A scheduler that has not been bound. ``clock`` is to be used for deadlines and queue
-        times.
-        """
+        """Return an unbound scheduler that uses ``clock`` for deadlines and queue times."""
         raise NotImplementedError
 
     def cache(self, plan: EnginePlan) -> PrefixCache:
@@ -79,7 +77,7 @@ class SchedulerSuite:
         )
 
     def expect(self, drive: Drive, sequences: list[Sequence]) -> None:
-        """Every sequence has ended as the reference says."""
+        """Check outputs and finish reasons against the reference."""
         for one in sequences:
             tokens, reason = reference(
                 one.prompt.tolist(),
@@ -89,7 +87,7 @@ class SchedulerSuite:
                 context=drive.plan.sizes.context_length,
             )
             seen = drive.seen[one.id]
-            assert seen.tokens == tokens, f"sequence {one.id} yields other tokens"
+            assert seen.tokens == tokens, f"sequence {one.id}: other tokens"
             assert seen.finished is not None and seen.finished.reason == reason
 
     def run(self, drive: Drive, sequences: list[Sequence]) -> None:
@@ -124,12 +122,12 @@ class SchedulerSuite:
         assert len(drive.batches) < sum(
             len(one.prompt) + len(drive.seen[one.id].tokens) for one in sequences
         )
-        assert any(batch.num_decodes > 1 for batch in drive.batches), "nothing was ever batched"
+        assert any(batch.num_decodes > 1 for batch in drive.batches), "no two rows were batched"
 
     @pytest.mark.parametrize("width", [2, 3, 5])
     @pytest.mark.parametrize("seed", SEEDS)
     def test_speculation(self, seed: int, width: int) -> None:
-        """Rows accept a random number of tokens a step; outputs stay what they are."""
+        """Rows accept a random number of tokens a step; outputs do not change."""
         rng = random.Random(seed)
         stops = frozenset(rng.sample(range(VOCAB), 60))
         sequences = [
@@ -240,8 +238,8 @@ class SchedulerSuite:
     @pytest.mark.parametrize("steps", range(9))
     @pytest.mark.parametrize("reason", ["abort", "stop"])
     def test_abort_at_any_moment(self, steps: int, reason: str) -> None:
-        """Queued, prefilling (three chunks), decoding, in flight: pages come back, the others do
-        not notice.
+        """Queued, prefilling (three chunks), decoding, in flight: pages are freed, and the other
+        sequences do not change.
         """
         rng = random.Random(steps)
         drive = self.drive(max_running=2)
@@ -305,9 +303,7 @@ class SchedulerSuite:
             drive.step()
         clock.now += 2
         drive.step()
-        assert drive.seen[1].finished is None, (
-            "the queue timeout does not bind a sequence that runs"
-        )
+        assert drive.seen[1].finished is None, "the queue timeout must not end a running sequence"
         clock.now += 4
         drive.run()
         self.ended(drive, 1, "timeout")
@@ -335,9 +331,7 @@ class SchedulerSuite:
     @pytest.mark.parametrize("depth", [0, 1])
     @pytest.mark.parametrize("seed", SEEDS)
     def test_a_tiny_pool_changes_nothing(self, seed: int, depth: int, width: int) -> None:
-        """Pages for little more than one sequence: everybody finishes, with the outputs of a roomy
-        run.
-        """
+        """With pages for little more than one sequence all finish with the same outputs."""
         rng = random.Random(seed)
         heads = [prompt(rng, 24) for _ in range(2)]
         sequences = [
@@ -396,7 +390,7 @@ class SchedulerSuite:
         drive = self.drive()
         drive.add(sequence(1, [7] * 20))
         drive.step()
-        assert not drive.scheduler.flush(), "not while something runs"
+        assert not drive.scheduler.flush(), "flush while a sequence runs"
         drive.run()
         assert drive.scheduler.flush()
         assert drive.pages.free == drive.pages.total

@@ -19,7 +19,7 @@ ROWS = 8
 
 
 class Greedy:
-    """A ``Sampler`` that takes the most likely token and counts what it is told."""
+    """A ``Sampler`` that takes the most likely token and counts the observed tokens."""
 
     def __init__(self) -> None:
         self.observed = 0
@@ -59,7 +59,15 @@ class Greedy:
 def step(
     rows: list[int], decodes: int, queries: list[int], kv_lens: list[int], samples: list[bool]
 ) -> Batch:
-    """A batch as the runner completes it, as far as an algorithm may look."""
+    """Return a batch with all the runner's fields that an algorithm may read.
+
+    Args:
+        rows: rows of the sequence table.
+        decodes: number of decoding rows, which come first.
+        queries: tokens of each row in this step.
+        kv_lens: tokens of each row's cache after this step.
+        samples: whether each row yields a token.
+    """
     query_lens = np.asarray(queries, np.int32)
     lens = np.asarray(kv_lens, np.int32)
     mode = (
@@ -94,19 +102,20 @@ def step(
 
 
 def likely(tokens: list[int]) -> Tensor:
-    """float32 [N, V] whose most likely token in row i is ``tokens[i]``."""
+    """Return logits float32 [N, V] whose most likely token in row i is ``tokens[i]``."""
     logits = torch.randn(len(tokens), VOCAB, generator=torch.Generator().manual_seed(len(tokens)))
     logits[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.int64)] = 9.0
     return logits
 
 
 class SpeculativeSuite:
-    """What the runner relies on, whatever is drafted: shapes, who yields a token, and which token
-    comes next.
+    """Tests of the results that the runner relies on, for any algorithm.
+
+    These are shapes, the rows that yield a token, and the token that follows.
     """
 
     def make(self, limits: Limits) -> SpeculativeAlgorithm:
-        """The algorithm with its draft model (if any) in place and ``reserve(limits)`` called."""
+        """Return the algorithm with its draft model (if any) built and reserved."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -116,6 +125,7 @@ class SpeculativeSuite:
         )
 
     def accept(self, algorithm: SpeculativeAlgorithm, batch: Batch, tokens: list[int]) -> Accepted:
+        """Accept a step whose most likely tokens are ``tokens``, and check the result's shapes."""
         sampler = Greedy()
         made = algorithm.accept(
             likely(tokens), torch.randn(batch.num_tokens, HIDDEN), batch, sampler
@@ -125,7 +135,7 @@ class SpeculativeSuite:
         assert made.tokens.shape == (rows, width) and made.tokens.dtype == torch.int64
         assert made.counts.shape == (rows,) and made.counts.dtype == torch.int32
         assert made.bad.shape == (rows,) and made.bad.dtype == torch.bool
-        assert sampler.observed == int(made.counts.sum()), "the sampler was not told of what counts"
+        assert sampler.observed == int(made.counts.sum()), "the sampler observed other tokens"
         return made
 
     def test_it_says_what_it_runs(self, algorithm: SpeculativeAlgorithm) -> None:
@@ -163,7 +173,7 @@ class SpeculativeSuite:
         batch.input_ids = algorithm.draft(batch).flatten()
         made = self.accept(algorithm, batch, [6 + i for i in range(2 * width)])
         assert ((made.counts >= 1) & (made.counts <= width)).all()
-        assert made.tokens[:, 0].tolist() == [6, 6 + width], "the first is the target's own choice"
+        assert made.tokens[:, 0].tolist() == [6, 6 + width], "the first token is the target's"
         last = [int(made.tokens[i, int(made.counts[i]) - 1]) for i in range(2)]
         assert (
             algorithm.draft(step([3, 0], 2, [width] * 2, [9] * 2, [True] * 2))[:, 0].tolist()
@@ -171,7 +181,7 @@ class SpeculativeSuite:
         )
 
     def test_rows_do_not_mix(self, algorithm: SpeculativeAlgorithm) -> None:
-        """What is computed for one row leaves the others' next tokens alone."""
+        """Computing one row does not change the other rows' next tokens."""
         self.accept(algorithm, step([1, 2], 0, [2, 2], [2, 2], [True] * 2), [8, 9])
         self.accept(algorithm, step([6], 0, [3], [3], [True]), [11])
         width = algorithm.width()

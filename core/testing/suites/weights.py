@@ -1,5 +1,6 @@
-"""Conformance suite of the ``weights`` slot, for sources that read files: subclass it and define
-``open_source``.
+"""Conformance suite of the ``weights`` slot, for sources that read files.
+
+Subclass it and define ``open_source``.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ class Wanted:
 
 
 def whole(value: Tensor) -> tuple[slice, ...]:
+    """Return the slices of the whole tensor."""
     return (slice(None),) * value.dim()
 
 
 def cuts(value: Tensor) -> list[tuple[slice, ...]]:
-    """The whole tensor in both spellings, and for each dimension a slice from its middle."""
+    """Return slices: the whole tensor in two spellings, and the middle of each dimension."""
     full = tuple(slice(0, size) for size in value.shape)
     middles = [
         slice(size // 3, max(size // 3 + 1, size - size // 4)) if size else slice(0, 0)
@@ -49,7 +51,7 @@ def cuts(value: Tensor) -> list[tuple[slice, ...]]:
 
 
 def same(got: Tensor, expected: Tensor) -> bool:
-    """Equal in dtype, shape and every bit (FP8 cannot be compared directly)."""
+    """Return whether dtype, shape and every bit are equal (FP8 cannot be compared directly)."""
     return (
         got.dtype == expected.dtype
         and got.shape == expected.shape
@@ -64,8 +66,10 @@ class WeightSourceSuite:
     """Tests that every source of stored weights must pass."""
 
     def open_source(self, folder: Path) -> tuple[WeightSource, dict[str, Tensor]]:
-        """Write a model into the empty ``folder``; a source opened on it, and what it holds by
-        published name.
+        """Write a model into the empty ``folder`` and open a source on it.
+
+        Returns:
+            The source, and the model's tensors by published name.
         """
         raise NotImplementedError
 
@@ -81,7 +85,7 @@ class WeightSourceSuite:
         source.close()
 
     def test_slices_are_those_of_the_tensor(self, tmp_path: Path) -> None:
-        """In any order, twice over."""
+        """Slices can be read in any order, and twice."""
         source, values = self.open_source(tmp_path)
         for name in [*reversed(values), *values]:
             for index in cuts(values[name]):
@@ -90,7 +94,7 @@ class WeightSourceSuite:
         source.close()
 
     def test_what_is_read_belongs_to_the_reader(self, tmp_path: Path) -> None:
-        """It stays as it is when the next tensor is read and when the source closes."""
+        """A tensor does not change when the next one is read or the source is closed."""
         source, values = self.open_source(tmp_path)
         got = {
             name: source.read(Wanted(name, tuple(value.shape), whole(value)))
