@@ -85,7 +85,7 @@ class Gate(Module):
 
     @property
     def signals(self) -> bool:
-        """Whether ``forward`` can set a ready flag (``begun``)."""
+        """True: ``forward`` can set a ready flag (``begun``)."""
         return self._signalling is not None
 
     def own_targets(self) -> Iterator[WeightTarget]:

@@ -145,7 +145,7 @@ class RankSet:
 
     @property
     def idle(self) -> bool:
-        """Whether every engine is idle."""
+        """True: every engine is idle."""
         return all(engine.idle for engine in self.engines)
 
     def turn(self, messages: Seq[Inbound] = ()) -> list[list[Outbound]]:

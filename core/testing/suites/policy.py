@@ -66,7 +66,7 @@ class PolicySuite:
         assert policy.victim(running) is victim, "it is not pure"
 
     def test_a_victim_does_not_come_straight_back_first(self, policy: SchedulingPolicy) -> None:
-        """Of equal sequences the last to arrive is preempted, so that the first always finishes."""
+        """The last of equal sequences is preempted, so that the first always finishes."""
         running = [sequence(i, [1, 2, 3], arrival=float(i)) for i in range(5)]
         assert policy.victim(running).id == 4
 

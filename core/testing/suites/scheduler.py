@@ -238,8 +238,9 @@ class SchedulerSuite:
     @pytest.mark.parametrize("steps", range(9))
     @pytest.mark.parametrize("reason", ["abort", "stop"])
     def test_abort_at_any_moment(self, steps: int, reason: str) -> None:
-        """Queued, prefilling (three chunks), decoding, in flight: pages are freed, and the other
-        sequences do not change.
+        """Pages are freed and other sequences do not change, whatever step the abort follows.
+
+        Sequences are queued, prefilling (three chunks), decoding or in flight.
         """
         rng = random.Random(steps)
         drive = self.drive(max_running=2)
