@@ -10,7 +10,7 @@ Methods of these names mean the same in every slot:
   calls.
 - ``plan_step(batch)``: do a step's host work and its copies to the device. It is never captured in
   a graph.
-- The other methods of a step work on the device only, and may be captured.
+- Methods that work on the device only may be captured in a graph.
 
 Names in shapes: B rows of a step, T tokens, D decoding rows, W width (tokens of a decoding row in a
 step: 1 + drafts), N rows or tokens of an argument, H attention heads, K experts or entries chosen

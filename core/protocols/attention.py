@@ -147,7 +147,7 @@ class AttentionBackend(Protocol):
     def plan_step(self, batch: Batch, slot: object | None) -> None:
         """Prepare a step on the host and enqueue its copies to the device.
 
-        Work of a plan is enqueued on the stream of the step before the next call, so that plans may
+        The planned step is enqueued before the next call, on the same stream, so that plans may
         write to the same buffers in turn.
 
         In a captured step, ``batch`` is the graph's own padded batch, whose device tensors are the
@@ -156,8 +156,8 @@ class AttentionBackend(Protocol):
 
         Args:
             batch: the step.
-            slot: key of the graph that the step will be replayed from, the same object in
-                every step; None for an eager step.
+            slot: key of the graph that the step will be replayed from, the same object in every
+                step; None for an eager step.
         """
         ...
 

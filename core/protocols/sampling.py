@@ -25,7 +25,7 @@ class Sampled:
 
     Attributes:
         tokens: int64 [N].
-        bad: bool [N]; True: the row's logits have NaN, or are all -inf.
+        bad: bool [N]; True: the row's logits have NaN or +inf, or are all -inf.
         logprobs: log-probabilities; None if no row requests them.
     """
 
