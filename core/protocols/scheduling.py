@@ -93,7 +93,10 @@ class SchedulingPolicy(Protocol):
     """An order of admission and preemption, without state."""
 
     def order(self, waiting: Seq[Sequence], cached: Mapping[int, int]) -> list[Sequence]:
-        """Return the waiting sequences in the order in which they should be admitted.
+        """Return the waiting sequences in the order in which they should be admitted, each once.
+
+        A sequence that is left out is not admitted; when nothing else runs any more, the engine
+        ends it with an error that names the policy (code "stalled").
 
         Args:
             waiting: waiting sequences.
@@ -149,8 +152,9 @@ class Scheduler(Protocol):
 
         Returns:
             The step; None if there is nothing to do, or nothing before the batches in flight are
-            committed. It is never None if no batch is in flight and a sequence is waiting or
-            running.
+            committed. With no batch in flight and a sequence waiting or running it is not None: the
+            engine tolerates None for a second, and then ends the sequences with an error that names
+            the scheduler (code "stalled").
         """
         ...
 
