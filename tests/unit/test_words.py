@@ -26,9 +26,7 @@ DATA = ("models/embedded/", "entrypoints/checkpoints/byte_tokenizer.py")
 VALUES = {"property", "cached_property", "functools.cached_property", "overload"}
 #: endings that no imperative has; other first words are looked up in VERBS
 NO_VERB = re.compile(r"(ed|ing|tion|ment|ness|ity)$")
-VERBS = frozenset(
-    (ROOT / "tests" / "unit" / "verbs.txt").read_text(encoding="utf-8").split()
-)
+VERBS = frozenset((ROOT / "tests" / "unit" / "verbs.txt").read_text(encoding="utf-8").split())
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -57,18 +55,34 @@ def first_word(text: str) -> str:
 
 def test_functions_that_act_begin_with_a_verb() -> None:
     texts = [(place, text) for place, node, text in documented() if acts(node)]
-    others = [f"{place}: {text.splitlines()[0]}" for place, text in texts if first_word(text) not in VERBS]
+    others = [
+        f"{place}: {text.splitlines()[0]}" for place, text in texts if first_word(text) not in VERBS
+    ]
     assert len(others) <= (1 - VERBS_SHARE) * len(texts), "\n".join(others)
 
 
 def test_verbs_are_verbs() -> None:
     """A word of the list that ends like a noun or a participle is a slip."""
-    odd = {"feed", "need", "embed", "seed", "bring", "string", "shed", "proceed", "mention", "document", "implement"}
+    odd = {
+        "feed",
+        "need",
+        "embed",
+        "seed",
+        "bring",
+        "string",
+        "shed",
+        "proceed",
+        "mention",
+        "document",
+        "implement",
+    }
     assert [word for word in sorted(VERBS - odd) if NO_VERB.search(word)] == []
 
 
 def test_no_clause_stands_as_a_title() -> None:
-    found = [f"{place}: {text.splitlines()[0]}" for place, _, text in documented() if CLAUSE.match(text)]
+    found = [
+        f"{place}: {text.splitlines()[0]}" for place, _, text in documented() if CLAUSE.match(text)
+    ]
     assert found == []
 
 
