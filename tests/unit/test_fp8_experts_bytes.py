@@ -13,12 +13,11 @@ import pytest
 from glowplug.core.plugin.byte_costs import ExpertsStep
 from glowplug.core.startup import warmup
 from glowplug.core.testing.harness.plans import bare_plan
-from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
+from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options, fp8_peak_tokens
 from glowplug.plugins.quantization.shared.expert_bytes import (
     DEEP_GEMM_TILE,
     MASKED_TOKENS,
     fp8_experts,
-    fp8_peak_tokens,
     masked_rows,
 )
 from tests.gpu.traced_memory import planned, plugins_of_the_card, written

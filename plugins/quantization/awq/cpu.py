@@ -17,7 +17,6 @@ from glowplug.core.protocols import (
     ExpertsShape,
     LinearMethod,
     LinearShape,
-    QuantizationScheme,
     WeightTarget,
     Worker,
 )
@@ -36,16 +35,6 @@ if TYPE_CHECKING:
 WORD = "int32"  #: dtype of packed tensors in the checkpoint
 #: callback for (qweight, qzeros, scales) of a slice, in the published layout
 Put = Callable[[Tensor, Tensor, Tensor], None]
-
-
-def awq(options: AwqOptions, plan: EnginePlan, worker: Worker) -> QuantizationScheme:
-    """Return the scheme for ``worker``'s device: int4 weights on CUDA, else dequantised ones."""
-    if torch.device(worker.device).type == "cuda" and not options.dequantize:
-        # imported late: the module imports this one
-        from glowplug.plugins.quantization.awq.cuda import AwqCuda
-
-        return AwqCuda(options, plan, worker)
-    return Awq(options, plan, worker)
 
 
 class Source:

@@ -140,7 +140,7 @@ def register_quantization_schemes() -> list[Component]:
             name=NAME,
             options=AwqOptions,
             check=check_awq,
-            factory="glowplug.plugins.quantization.awq.cpu:awq",
+            factory="glowplug.plugins.quantization.awq.runtime:awq",
             offers=QuantizationOffers(
                 reads=frozenset({NAME}), dequantizes=frozenset({"cpu"}), rides=True
             ),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from glowplug.core.protocols import ExpertsShape, WeightTarget
-from glowplug.plugins.quantization.block_fp8.cpu import BlockWeight
+from glowplug.plugins.quantization.block_fp8.blocks import BlockWeight
 from glowplug.plugins.quantization.dense.experts_cuda import CudaExperts
 from glowplug.plugins.quantization.dense.layers import expert_slices
 

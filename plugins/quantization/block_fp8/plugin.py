@@ -18,8 +18,8 @@ from glowplug.core.plugin.options import QuantizationOptions
 from glowplug.plugins.quantization.shared.expert_bytes import (
     DEEP_GEMM,
     FP8_NUMBER_BYTES,
+    MASKED_TOKENS,
     fp8_experts,
-    fp8_peak_tokens,
 )
 from glowplug.plugins.quantization.shared.triton_needed import check_libraries, check_triton
 
@@ -118,6 +118,15 @@ def _results(context: CheckContext) -> Iterator[Refusal]:
             )
 
 
+def fp8_peak_tokens(options: BlockFp8Options) -> tuple[int, ...]:
+    """Return token counts below the largest step at which memory may peak.
+
+    Steps above ``MASKED_TOKENS`` leave the masked layout, and allocate rows for existing pairs
+    only.
+    """
+    return (MASKED_TOKENS,) if options.experts == "deep_gemm_masked" else ()
+
+
 @hookimpl
 def register_quantization_schemes() -> list[Component]:
     return [
@@ -125,7 +134,7 @@ def register_quantization_schemes() -> list[Component]:
             name="block_fp8",
             options=BlockFp8Options,
             check=check_block_fp8,
-            factory="glowplug.plugins.quantization.block_fp8.cpu:block_fp8",
+            factory="glowplug.plugins.quantization.block_fp8.runtime:block_fp8",
             offers=QuantizationOffers(
                 reads=frozenset({METHOD}),
                 online=True,

@@ -15,7 +15,7 @@ from torch import Tensor
 from glowplug.core.layers.module import Target
 from glowplug.core.protocols import WeightTarget
 from glowplug.kernels.formats import fp8
-from glowplug.plugins.quantization.block_fp8.cpu import STORED, blocks_of, elements_of
+from glowplug.plugins.quantization.block_fp8.blocks import STORED, blocks_of, elements_of
 
 BLOCK = fp8.BLOCK
 

@@ -21,7 +21,6 @@ from glowplug.core.protocols import (
     ExpertsShape,
     LinearMethod,
     LinearShape,
-    QuantizationScheme,
     Quantized,
     WeightTarget,
     Worker,
@@ -41,19 +40,6 @@ if TYPE_CHECKING:
 
 STORED = "int8"  #: dtype of quantised weights in the checkpoint
 Put = Callable[[Tensor, Tensor], None]  #: callback for weight and scales of a slice
-
-
-def w8a8_int8(options: W8A8Int8Options, plan: EnginePlan, worker: Worker) -> QuantizationScheme:
-    """Return the scheme for ``worker``'s device.
-
-    CUDA devices run int8 GEMMs unless ``activations = "none"``; otherwise weights are dequantised.
-    """
-    if torch.device(worker.device).type == "cuda" and options.activations != "none":
-        # imported late: the module imports this one
-        from glowplug.plugins.quantization.int8.cuda import W8A8Int8Cuda
-
-        return W8A8Int8Cuda(options, plan, worker)
-    return W8A8Int8(options, plan, worker)
 
 
 class Source:

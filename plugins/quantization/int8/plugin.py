@@ -191,7 +191,7 @@ def register_quantization_schemes() -> list[Component]:
             name=NAME,
             options=W8A8Int8Options,
             check=check_w8a8_int8,
-            factory="glowplug.plugins.quantization.int8.cpu:w8a8_int8",
+            factory="glowplug.plugins.quantization.int8.runtime:w8a8_int8",
             offers=QuantizationOffers(
                 reads=INT8_METHODS,
                 online=True,

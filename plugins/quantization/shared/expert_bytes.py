@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from glowplug.core.plugin.byte_costs import SHOWN, ExpertsStep, Work, tiled_rows
 from glowplug.kernels.launch import tuned_tables as tuned
@@ -17,9 +16,6 @@ from glowplug.kernels.launch.cards import HOPPER
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe import tiles as moe_tiles
 from glowplug.kernels.moe.fp8 import tiles as moe_fp8_tiles
-
-if TYPE_CHECKING:
-    from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
 
 GROUP = 128  #: consecutive numbers that share one scale
 FP8_NUMBER_BYTES = 1 + SHOWN / GROUP  #: bytes of a quantised activation with its share of a scale
@@ -114,15 +110,6 @@ def provider_for_dtype(wanted: str, element: int) -> str:
     The libraries that "auto" may choose have 16-bit results only.
     """
     return "triton" if wanted == "auto" and element > LIBRARY_RESULT_BYTES else wanted
-
-
-def fp8_peak_tokens(options: BlockFp8Options) -> tuple[int, ...]:
-    """Return token counts below the largest step at which memory may peak.
-
-    Steps above ``MASKED_TOKENS`` leave the masked layout, and allocate rows for existing pairs
-    only.
-    """
-    return (MASKED_TOKENS,) if options.experts == "deep_gemm_masked" else ()
 
 
 def _maximum(work: Work, other: Work) -> Work:

@@ -1,0 +1,112 @@
+"""Weights of a checkpoint in FP8 blocks: targets that dequantise them, and slices in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from glowplug.core.layers.module import Target, part_of
+from glowplug.core.protocols import WeightTarget
+from glowplug.kernels.formats import fp8
+
+STORED = "float8_e4m3fn"  #: dtype of quantised weights in the checkpoint
+
+
+class BlockWeight:
+    """One checkpoint matrix, dequantised into ``destination`` while it loads.
+
+    Weight and scales may arrive in either order. The slice may begin anywhere within a block;
+    blocks are always those of the whole checkpoint matrix.
+
+    Attributes:
+        name: module name in the checkpoint.
+        full: shape of the checkpoint matrix.
+        index: this rank's slice of it.
+        destination: [rows, columns] of the slice, in the compute dtype.
+        native: the checkpoint is FP8.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        full: tuple[int, int],
+        index: tuple[slice, slice],
+        destination: Tensor,
+        native: bool,
+    ) -> None:
+        self.name = name
+        self.full = full
+        self.index = index
+        self.destination = destination
+        self.native = native
+        self._stored: Tensor | None = None
+        self._scales: Tensor | None = None
+
+    def targets(self) -> Iterator[WeightTarget]:
+        grid = tuple(-(-size // fp8.BLOCK) for size in self.full)
+        blocks = tuple(blocks_of(cut, size) for cut, size in zip(self.index, self.full))
+        if not self.native:
+            whole = tuple(elements_of(cut, size) for cut, size in zip(blocks, self.full))
+            yield Target(f"{self.name}.weight", self.full, index=whole, put=self._quantize)
+            return
+        yield Target(
+            f"{self.name}.weight", self.full, index=self.index, dtype=STORED, put=self._take_stored
+        )
+        yield Target(f"{self.name}.weight_scale_inv", grid, index=blocks, put=self._take_scales)
+
+    def _take_stored(self, value: Tensor) -> None:
+        self._stored = _kept(value)
+        self._finish()
+
+    def _take_scales(self, value: Tensor) -> None:
+        self._scales = _kept(value)
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._stored is None or self._scales is None:
+            return
+        rows, columns = self._offsets()
+        self.destination.copy_(
+            fp8.dequantize_weight(self._stored, self._scales, self.destination.dtype, rows, columns)
+        )
+        self._stored = self._scales = None
+
+    def _quantize(self, value: Tensor) -> None:
+        """Quantise and dequantise ``value``, all blocks that this rank's slice touches."""
+        stored, scales = fp8.quantize_weight(value)
+        (first, rows), (left, columns) = zip(self._offsets(), self.destination.shape, strict=True)
+        whole = fp8.dequantize_weight(stored, scales, self.destination.dtype)
+        self.destination.copy_(whole[first : first + rows, left : left + columns])
+
+    def _offsets(self) -> tuple[int, int]:
+        """Return the slice's first row and column, relative to the start of their block."""
+        rows, columns = self.index
+        return (rows.start or 0) % fp8.BLOCK, (columns.start or 0) % fp8.BLOCK
+
+
+def _kept(value: Tensor) -> Tensor:
+    """Return ``value`` for keeping until its counterpart arrives.
+
+    On a device ``value`` is a view of a larger block, which it would keep alive; hence the copy.
+    """
+    return value if value.is_cpu else value.clone()
+
+
+def blocks_of(cut: slice, full: int) -> slice:
+    """Return the slice of blocks that ``cut`` of a dimension of ``full`` elements touches."""
+    if cut == slice(None):
+        return cut
+    return part_of(
+        cut.start // fp8.BLOCK,
+        -(-cut.stop // fp8.BLOCK) - cut.start // fp8.BLOCK,
+        -(-full // fp8.BLOCK),
+    )
+
+
+def elements_of(blocks: slice, full: int) -> slice:
+    """Return the slice of elements that ``blocks`` covers in a dimension of ``full`` elements."""
+    if blocks == slice(None):
+        return blocks
+    start = blocks.start * fp8.BLOCK
+    return part_of(start, min(blocks.stop * fp8.BLOCK, full) - start, full)
