@@ -1,6 +1,7 @@
-"""``glowplug bench``: measurements of an engine in this process or of a server, ours or another.
+"""``glowplug bench``: measurements of an engine in this process or of a running server.
 
-Each module here is one sub-command and exposes ``configure(parser)`` and ``run(args) -> int``.
+Each module in this folder is one sub-command and exposes ``configure(parser)`` and ``run(args) ->
+int``. The servers may be glowplug's or another engine's.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from glowplug.entrypoints.cli.usage import without_command
 
 COMMANDS = {
     "one-batch": ("one_batch", "prefill and decode latency of one static batch, in this process"),
-    "kernels": ("kernels", "each kernel of a step by itself, every provider side by side"),
+    "kernels": (
+        "kernels",
+        "each kernel of a step timed by itself, with all its providers side by side",
+    ),
     "offline": ("offline", "throughput of the offline engine, in this process"),
     "serving": (
         "serving",
@@ -20,24 +24,30 @@ COMMANDS = {
     ),
     "soak": (
         "soak",
-        "mixed requests for a long time, in this process: no error, no growth, every page back",
+        "hours of mixed requests, in this process: no errors, no memory growth, no leaked pages",
     ),
-    "table": ("table", "a result table from the lines that `serving` wrote"),
-    "peers": ("peers", "our results beside other engines', with ratios and the floor"),
+    "table": ("table", "a table of results that `serving` or `one-batch` wrote"),
+    "peers": ("peers", "our results beside those of other engines, with ratios and the floor"),
     "versus": (
         "versus",
-        "this engine, SGLang and vLLM measured on one checkpoint in one go, beside the floor",
+        "measure this engine, SGLang and vLLM on one checkpoint in one run, beside the floor",
     ),
     "single-query": (
         "single_query",
-        "one query under every mixture of radix cache, NextN, EP-MoE and DP attention",
+        "one query with every combination of radix cache, NextN, EP-MoE and DP attention",
     ),
-    "compare-transformers": ("compare", "this engine against transformers' generate, in one run"),
+    "compare-transformers": (
+        "compare",
+        "this engine and transformers' generate, compared in one run",
+    ),
 }
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the sub-commands. Light: no sub-command's module imports torch before it runs."""
+    """Add the sub-commands to ``parser``.
+
+    Cheap: no sub-command's module imports torch before the sub-command runs.
+    """
     commands = parser.add_subparsers(dest="bench_command", metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
@@ -45,7 +55,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen sub-command; its exit status. Without one, they are listed."""
+    """Run the chosen sub-command, or list the sub-commands if none was given.
+
+    Returns:
+        The exit status.
+    """
     if args.bench_command is None:
         return without_command(
             "glowplug bench", {name: summary for name, (_, summary) in COMMANDS.items()}

@@ -1,9 +1,9 @@
-"""``glowplug bench compare-transformers``: this engine and transformers' generate on one
-checkpoint, in one run.
+"""``glowplug bench compare-transformers``: this engine and transformers' generate in one run.
 
-Both sides are float32 on the CPU with the same number of threads, take turns in each round, and
-make the same number of greedy tokens from the same random prompts. Reported are medians over
-rounds. A last part serves the same requests over HTTP and compares with the offline engine.
+Both sides run the same checkpoint in float32 on the CPU with the same number of threads. They
+alternate within each round and generate the same number of greedy tokens from the same random
+prompts. The results are medians over the rounds. The last part serves the same requests over HTTP
+and compares the throughput with that of the offline engine.
 """
 
 from __future__ import annotations
@@ -41,18 +41,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--concurrency",
         type=int,
         default=16,
-        help="requests at once on our side, one by one on theirs",
+        help="requests at once on our side; transformers runs them one by one",
     )
     group.add_argument(
-        "--reference-requests", type=int, help="one-by-one requests on their side; default: as many"
+        "--reference-requests",
+        type=int,
+        help="requests that transformers runs one by one; default: as many as --concurrency",
     )
     group.add_argument("--repeat", type=int, default=3, help="rounds; medians are reported")
     group.add_argument(
-        "--threads", type=int, help="torch threads of both sides; default: torch's own choice"
+        "--threads", type=int, help="torch threads of both sides; default: torch's default"
     )
-    group.add_argument("--skip-serving", action="store_true", help="leave out the part over HTTP")
+    group.add_argument("--skip-serving", action="store_true", help="skip the comparison over HTTP")
     group.add_argument(
-        "--result-filename", "--output-file", default=None, metavar="FILE", help="write JSON here"
+        "--result-filename",
+        "--output-file",
+        default=None,
+        metavar="FILE",
+        help="write JSON to this file",
     )
     add_engine_options(parser)
 
@@ -75,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
-    """The whole comparison as one record. Rates in output tokens a second."""
+    """Run the whole comparison and return its record, with rates in output tokens a second."""
     import torch
 
     from glowplug.entrypoints.front.llm import LLM
@@ -126,8 +132,10 @@ def _sides(args: argparse.Namespace, llm: LLM, rounds: list[Ids]) -> dict[str, A
 
 
 def _ours(llm: LLM, prompts: Ids, count: int) -> tuple[float, Ids]:
-    """(output tokens a second, the tokens) of one ``generate`` call, nothing of it in the prefix
-    cache.
+    """Run one ``generate`` call with an empty prefix cache.
+
+    Returns:
+        (output tokens a second, the output tokens of each prompt).
     """
     from glowplug.core.step.request import SamplingParams
 
@@ -144,7 +152,7 @@ def _one_by_one(theirs: TransformersSide, prompts: Ids, count: int) -> float:
 
 
 def _agreement(ours: list[int], expected: list[int]) -> float:
-    """Share of the tokens before the first difference."""
+    """Return the share of tokens before the first difference."""
     same = 0
     for left, right in zip(ours, expected):
         if left != right:
@@ -156,7 +164,7 @@ def _agreement(ours: list[int], expected: list[int]) -> float:
 def _serving(
     args: argparse.Namespace, llm: LLM, config: dict[str, Any], rounds: list[Ids]
 ) -> dict[str, Any]:
-    """The same requests offline and through a server of its own, in turns."""
+    """Measure the same requests offline and through a server of our own, alternately."""
     offline = []
     served = []
     with LocalServer(config, threads=args.threads) as server:

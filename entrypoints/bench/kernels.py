@@ -1,9 +1,9 @@
-"""``glowplug bench kernels``: every kernel of a step by itself, every provider side by side.
+"""``glowplug bench kernels``: every kernel of a step timed by itself, all providers side by side.
 
-A model is cut to one layer of each kind and one step of it is run; each call that crosses a slot
-(ops, linear, experts, attention, sampling) is timed again alone and set against the bytes and
-products it cannot avoid. Providers are the components of a slot, and the values of component
-options marked as providers; none is named here.
+The model is cut to one layer of each kind, and one step of it is run. Each call that crosses a slot
+(ops, linear, experts, attention, sampling) is then timed alone and compared with the bytes and
+operations it cannot avoid. The providers are the components of a slot and the values of component
+options that are marked as providers; none is named here.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from glowplug.entrypoints.bench.kernel.calls import Call
     from glowplug.entrypoints.bench.kernel.world import StepShape
 
-#: products a second, dense, by a part of the card's name: of 16-bit numbers and of FP8 (measured;
-#: the table's floor)
-PRODUCTS = {"H200": (7.9e14, 1.5e15), "H100": (7.9e14, 1.5e15)}
+#: substring of the card's name -> operations a second of dense GEMMs in (16-bit, FP8), measured;
+#: used for the floor in the tables
+MATRIX_RATES = {"H200": (7.9e14, 1.5e15), "H100": (7.9e14, 1.5e15)}
 SLOTS = ("attention", "ops", "linear", "experts", "sampling")
-VARIED = {
+SLOT_SECTIONS = {
     "attention": "attention",
     "ops": "ops",
     "linear": "quantization",
     "experts": "quantization",
     "sampling": "sampling",
-}  #: slot of a call -> section whose components provide it
+}  #: slot of a call -> configuration section whose components provide it
 COLUMNS = (
     "slot",
     "kernel",
@@ -62,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("kernels")
     group.add_argument("--batch-size", "--batch", type=int, nargs="+", default=[1, 8, 32, 128])
     group.add_argument(
-        "--context", type=int, default=1024, help="tokens in the cache of each sequence"
+        "--context", type=int, default=1024, help="tokens of each sequence in the KV cache"
     )
     group.add_argument(
         "--prefill",
@@ -70,21 +70,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="TOKENS",
-        help="also a prompt of this length",
+        help="also measure a prefill of this length",
     )
     group.add_argument("--slots", nargs="+", choices=SLOTS, default=list(SLOTS))
     group.add_argument(
-        "--auto-only", action="store_true", help="only what the plan chooses, no other providers"
+        "--auto-only", action="store_true", help="measure only the providers that the plan chooses"
     )
     group.add_argument("--bandwidth", type=float, default=None, metavar="TB/S")
     group.add_argument(
-        "--output-file", default=None, metavar="FILE", help="write conditions and every row as JSON"
+        "--output-file",
+        default=None,
+        metavar="FILE",
+        help="write the conditions and all rows as JSON",
     )
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0; 2 when the model, or what the plan would choose for it, is refused."""
+    """Measure and print the tables.
+
+    Returns:
+        Exit status 0; 2 when the model, or the plan's own choice for it, is refused.
+    """
     try:
         config = engine_config(args)
         plugins = load_plugins(extra=args.extra_plugins)
@@ -94,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     for row in found["rows"]:
-        del row["out"], row["key"]  # tensors, and what they were compared by
+        del row["out"], row["key"]  # tensors, and the key they were compared under
     print(show(found["rows"]))
     for label, why in found["refused"].items():
         print(f"not measured: {label}: {why}")
@@ -103,12 +110,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# ---- what is compared ----------------------------------------------------------------------------
+# ---- variants ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Variant:
-    """``label`` as shown; ``overrides`` by section; ``slots``: calls of these are timed."""
+    """One configuration to measure: the plan's own choice, or one change to it.
+
+    Attributes:
+        label: the provider's name in the tables.
+        overrides: changed options by section.
+        slots: the slots whose calls are timed.
+    """
 
     label: str
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -116,15 +129,14 @@ class Variant:
 
 
 def variants(plan: EnginePlan, plugins: PluginSet) -> Iterator[Variant]:
-    """Everything else that could fill the slots of ``plan``, one change at a time."""
+    """Yield every alternative for the slots of ``plan``, one change at a time."""
     for section in ("attention", "ops", "quantization", "sampling"):
-        slots = tuple(slot for slot in SLOTS if VARIED[slot] == section)
+        slots = tuple(slot for slot in SLOTS if SLOT_SECTIONS[slot] == section)
         chosen = plan.choice(section)
         for component, _, _ in plugins.components(section):
             if component.name == chosen.name:
-                if (
-                    plan.device == "cuda"
-                ):  # NOTE: elsewhere every provider is the same dequantised product
+                # NOTE: on other devices every provider runs the same GEMM on dequantised weights.
+                if plan.device == "cuda":
                     yield from _providers(section, component, chosen.options, slots)
             elif section != "quantization" and _fits(component, plan):
                 yield Variant(component.name, {section: {"use": component.name}}, slots)
@@ -140,8 +152,10 @@ def _fits(component: Component, plan: EnginePlan) -> bool:
 def _providers(
     section: str, component: Component, options: Mapping[str, Any], slots: tuple[str, ...]
 ) -> Iterator[Variant]:
-    """One variant for each value of an option marked ``json_schema_extra={"provider": ...}``: True,
-    or the call slots that it is about."""
+    """Yield a variant for each other value of an option that is marked as a provider.
+
+    The mark is ``json_schema_extra={"provider": ...}``: True, or the slots that the option affects.
+    """
     for name, about in component.options.provider_fields().items():
         concerned = (
             slots if about is True else tuple(slot for slot in slots if slot in str(about).split())
@@ -161,7 +175,11 @@ def _providers(
 def measure(
     args: argparse.Namespace, config: dict[str, Any], plugins: PluginSet, folder: Path
 ) -> dict[str, Any]:
-    """Rows of every variant, and why the others were not measured."""
+    """Measure every variant.
+
+    Returns:
+        A record with the conditions, the rows, and for each refused or failed variant its reason.
+    """
     from glowplug.entrypoints.bench.kernel.world import StepShape
 
     times = write_cut(model_config(str(config.get("model", "embedded")), plugins), folder)
@@ -169,10 +187,10 @@ def measure(
     shapes += [StepShape(1, length, length) for length in args.prefill]
     base = make_plan(_settings(config, {}, folder, shapes), plugins=plugins, source="bench kernels")
     rates = _rates(base, args.bandwidth)
-    planned = [Variant("auto")] + ([] if args.auto_only else list(variants(base, plugins)))
+    to_measure = [Variant("auto")] + ([] if args.auto_only else list(variants(base, plugins)))
     rows: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
-    for variant in planned:
+    for variant in to_measure:
         try:
             plan = make_plan(
                 _settings(config, variant.overrides, folder, shapes),
@@ -183,9 +201,8 @@ def measure(
             rows += _measure_variant(variant, plan, plugins, shapes, slots, rows, times, rates)
         except (PlanRefused, ConfigError) as error:
             refused[variant.label] = "; ".join(refusal.reason for refusal in error.refusals)
-        except (
-            Exception
-        ) as error:  # a provider that fails is a row of its own, not the end of the comparison
+        # A provider that fails is listed with its reason; the comparison goes on.
+        except Exception as error:
             refused[variant.label] = f"{type(error).__name__}: {error}"
     return conditions(base.device) | {
         "model": config.get("model", "embedded"),
@@ -203,8 +220,10 @@ def _settings(
     folder: Path,
     shapes: list[StepShape],
 ) -> dict[str, Any]:
-    """The configuration of one variant: the operator's, the cut model, and room for the largest
-    step.
+    """Return the configuration of one variant.
+
+    It is the operator's configuration with the cut model, the variant's overrides, and room for the
+    largest step.
     """
     longest = max(shape.context for shape in shapes)
     defaults: dict[str, dict[str, Any]] = {
@@ -233,10 +252,10 @@ def _settings(
 
 
 def _rates(plan: EnginePlan, bandwidth: float | None) -> tuple[float, float]:
-    """(bytes, products) a second that the device reaches; 0 where that is not known."""
+    """Return the rates that the device reaches: (bytes, operations) a second; 0 if unknown."""
     devices = plan.facts.hardware.devices
     card = devices[0].name if devices and plan.device == "cuda" else ""
-    plain, fp8 = next((rates for part, rates in PRODUCTS.items() if part in card), (0.0, 0.0))
+    plain, fp8 = next((rates for part, rates in MATRIX_RATES.items() if part in card), (0.0, 0.0))
     quantized = plan.facts.model.quant_method == "fp8"
     known = card_bandwidth(devices) if plan.device == "cuda" else 0.0
     return (bandwidth * 1e12 if bandwidth else known), fp8 if quantized else plain
@@ -280,7 +299,7 @@ def _measure_variant(
 
 
 def _grouped(calls: list[Call]) -> list[tuple[Call, int]]:
-    """Equal calls of a layer once, with their number."""
+    """Return each distinct call of a layer once, with its number of occurrences."""
     found: dict[Any, tuple[Call, int]] = {}
     for call in calls:
         first, count = found.get(call.key, (call, 0))
@@ -291,15 +310,16 @@ def _grouped(calls: list[Call]) -> list[tuple[Call, int]]:
 def _provider(variant: Variant, plan: EnginePlan, slot: str) -> str:
     if variant.label != "auto":
         return variant.label
-    return f"{plan.choice(VARIED[slot]).name} *"
+    return f"{plan.choice(SLOT_SECTIONS[slot]).name} *"
 
 
 def _row(
     call: Call, step: str, provider: str, spent: float, rates: tuple[float, float]
 ) -> dict[str, Any]:
-    bandwidth, products = rates
+    bandwidth, matrix_rate = rates
     floor = max(
-        call.moved / bandwidth if bandwidth else 0.0, call.flops / products if products else 0.0
+        call.moved / bandwidth if bandwidth else 0.0,
+        call.flops / matrix_rate if matrix_rate else 0.0,
     )
     spent = max(spent, 1e-9)
     return {
@@ -320,7 +340,12 @@ def _row(
 
 
 def _difference(out: Any, reference: Any) -> float | None:
-    """Relative distance of a provider's result from the plan's own choice."""
+    """Return the relative distance of a provider's result from that of the plan's choice.
+
+    Returns:
+        ``|out - reference| / |reference|``; None if there is no result of the same shape to compare
+            with.
+    """
     if out is None or reference is None or out.shape != reference.shape:
         return None
     reference = reference.float()
@@ -332,8 +357,9 @@ def _difference(out: Any, reference: Any) -> float | None:
 
 
 def show(rows: list[dict[str, Any]]) -> str:
-    """A table for each step, providers of a call under one another, and the sum of what the plan
-    chose.
+    """Return a table for each step, with the providers of a call below one another.
+
+    The heading of a table gives the total time of the providers that the plan chose.
     """
     parts = []
     for step in dict.fromkeys(row["step"] for row in rows):
@@ -341,7 +367,7 @@ def show(rows: list[dict[str, Any]]) -> str:
         total = sum(row["step_us"] for row in here if row["provider"].endswith(" *"))
         table = report.table(COLUMNS, [_cells(row) for row in here])
         parts.append(
-            f"{step}: what the plan chooses (*) takes {total / 1e3:.3f} ms over all layers\n\n{table}"
+            f"{step}: the plan's choice (*) takes {total / 1e3:.3f} ms over all layers\n\n{table}"
         )
     return "\n\n".join(parts)
 

@@ -1,5 +1,6 @@
-"""``glowplug bench offline``: throughput of the offline engine on random prompts, continuous
-batching included.
+"""``glowplug bench offline``: throughput of the offline engine on random prompts.
+
+Continuous batching is included.
 """
 
 from __future__ import annotations
@@ -26,23 +27,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--random-output-len", "--random-output", "--output-len", type=int, default=64
     )
     group.add_argument(
-        "--random-range-ratio", type=float, default=1.0, help="lengths in [length * ratio, length]"
+        "--random-range-ratio",
+        type=float,
+        default=1.0,
+        help="lengths are uniform in [length * ratio, length]",
     )
     group.add_argument(
-        "--repeat", type=int, default=3, help="runs; the one of median duration is reported"
+        "--repeat",
+        type=int,
+        default=3,
+        help="measured runs; the run of median duration is reported",
     )
     group.add_argument(
-        "--warmup-prompts", type=int, default=None, help="of the run that warms up; default: all"
+        "--warmup-prompts", type=int, default=None, help="prompts of the warm-up run; default: all"
     )
     group.add_argument(
-        "--profile", action="store_true", help="trace one further run with torch's profiler"
+        "--profile", action="store_true", help="trace one more run with torch's profiler"
     )
     group.add_argument(
         "--result-filename",
         "--output-file",
         default=None,
         metavar="FILE",
-        help="append a JSON line",
+        help="append one JSON line",
     )
     add_engine_options(parser)
 
@@ -89,7 +96,7 @@ def _measure(args: argparse.Namespace, config: dict[str, Any]) -> list[dict[str,
             duration = time.perf_counter() - started
             if index:
                 generated = sum(len(result.token_ids) for result in done)
-                llm.control("check")  # behind which the statistics are those of the whole run
+                llm.control("check")  # afterwards the statistics cover the whole run
                 records.append(
                     _record(args, llm.plan.device, sum(inputs), generated, duration)
                     | {

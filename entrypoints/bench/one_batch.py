@@ -1,5 +1,6 @@
-"""``glowplug bench one-batch``: latency of one static batch without a server; options as SGLang's
-bench_one_batch.
+"""``glowplug bench one-batch``: latency of one static batch without a server.
+
+The options are those of SGLang's ``bench_one_batch``.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ if TYPE_CHECKING:
     from glowplug.entrypoints.front.llm import LLM
 
 SHOWN_STEPS = 5  #: decode steps printed one by one
-MAX_CHUNK = 32768  #: prompt tokens a step unless the operator says otherwise
-MIN_CONTEXT = (
-    4096  #: longest sequence the engine is made for, likewise, where the model goes so far
-)
+MAX_CHUNK = 32768  #: default limit on the prompt tokens of a step
+#: default context length, if shorter sequences are measured and the model supports it
+MIN_CONTEXT = 4096
 COLUMNS = (
     "batch_size",
     "input_len",
@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         default=[1],
-        help="one run for each combination",
+        help="sequences; one run for each combination of the three options",
     )
     group.add_argument(
         "--input-len", "--input", type=int, nargs="+", default=[1024], help="prompt tokens"
@@ -62,9 +62,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--output-len", "--output", type=int, nargs="+", default=[16], help="tokens to generate"
     )
     group.add_argument(
-        "--repeat", type=int, default=3, help="measured runs of each; the median one is reported"
+        "--repeat",
+        type=int,
+        default=3,
+        help="measured runs of each combination; the median run is reported",
     )
-    group.add_argument("--run-name", default="default", help="kept in the record")
+    group.add_argument("--run-name", default="default", help="name stored in the record")
     group.add_argument(
         "--log-decode-step",
         type=int,
@@ -73,14 +76,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="also print every Nth decode step",
     )
     group.add_argument(
-        "--profile", action="store_true", help="trace one further run with torch's profiler"
+        "--profile", action="store_true", help="trace one more run with torch's profiler"
     )
     group.add_argument(
         "--bandwidth",
         type=float,
         default=None,
         metavar="TB/S",
-        help="of the device's memory, for the floor; default: what a copy reaches on this card",
+        help="bandwidth of device memory for the floor; default: that of a copy on this card",
     )
     group.add_argument(
         "--result-filename",
@@ -99,8 +102,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0; 1 when a batch failed, whose record says why; 2 when the configuration or a
-    shape is refused.
+    """Measure every shape and print the table.
+
+    Returns:
+        Exit status 0; 1 when a batch failed (its record has the reason); 2 when the configuration
+            or a shape is refused.
     """
     shapes = list(itertools.product(args.batch_size, args.input_len, args.output_len))
     try:
@@ -115,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _positions(model: str, extra: list[str]) -> int:
-    """The longest sequence the model was made for."""
+    """Return the longest sequence that the model was made for."""
     from glowplug.core.plugin.registry import load_plugins
 
     return load_plugins(extra=extra).read_model(str(model)).facts.max_positions
@@ -124,12 +130,13 @@ def _positions(model: str, extra: list[str]) -> int:
 def static_config(
     config: dict[str, Any], shapes: list[tuple[int, int, int]], positions: int
 ) -> dict[str, Any]:
-    """``config`` with what a static batch wants where the operator said nothing: room for the
-    largest batch and its longest sequence, all prompts before the first decode step, in few steps;
-    no prefix cache, no tokenizer.
+    """Return ``config`` with defaults for static batches where the operator set nothing.
+
+    They make room for the largest batch and its longest sequence, compute all prompts before the
+    first decode step in few steps, and switch off the prefix cache and the tokenizer.
     """
     if any(min(shape) < 1 for shape in shapes):
-        raise ValueError("batch size, input length and output length are at least 1")
+        raise ValueError("batch size, input length and output length must be at least 1")
     scheduler: dict[str, Any] = {
         "max_running_requests": max(batch for batch, _, _ in shapes),
         "chunk_size": min(MAX_CHUNK, max(batch * length for batch, length, _ in shapes)),
@@ -177,7 +184,7 @@ def _run(
                 )
             if args.result_filename:
                 report.append_line(Path(args.result_filename), records[-1])
-            if args.save:  # after each, so that a run that is cut short has left what it had
+            if args.save:  # after each shape, so that an interrupted run keeps its results
                 report.write_json(Path(args.save), document(llm, records, bandwidth))
     print(
         report.table(COLUMNS, [[found.get(column, "-") for column in COLUMNS] for found in records])
@@ -188,7 +195,7 @@ def _run(
 def _measure(
     args: argparse.Namespace, llm: LLM, rng: random.Random, shape: tuple[int, int, int]
 ) -> BatchTimes:
-    """The median run of one shape, after a warm-up."""
+    """Return the median run of one shape, after a warm-up."""
     batch, length, output = shape
     vocab = llm.plan.facts.model.vocab_size
     print(f"Warmup (batch {batch}, input {length}, output {output}) ...")
@@ -215,9 +222,10 @@ def _measure(
 
 
 def show(times: BatchTimes, every: int) -> None:
-    """Prefill, the first decode steps, every Nth one, the median and the total."""
+    """Print prefill, the first decode steps, every Nth one, the median and the total."""
     print(
-        f"Prefill. latency: {times.prefill:8.5f} s, throughput: {times.prefill_throughput:10.2f} token/s"
+        f"Prefill. latency: {times.prefill:8.5f} s, "
+        f"throughput: {times.prefill_throughput:10.2f} token/s"
     )
     for index, seconds in enumerate(times.decodes):
         if index < SHOWN_STEPS or (every and index % every == 0):
@@ -227,7 +235,8 @@ def show(times: BatchTimes, every: int) -> None:
             )
     if times.decodes:
         print(
-            f"Decode.  median latency: {times.median_decode:8.5f} s, mean latency: {times.mean_decode:8.5f} s, "
+            f"Decode.  median latency: {times.median_decode:8.5f} s, "
+            f"mean latency: {times.mean_decode:8.5f} s, "
             f"median throughput: {times.decode_throughput:10.2f} token/s"
         )
     print(
@@ -239,7 +248,11 @@ def show(times: BatchTimes, every: int) -> None:
 def record(
     times: BatchTimes, args: argparse.Namespace, llm: LLM, bandwidth: float
 ) -> dict[str, Any]:
-    """SGLang's keys in seconds, then ours in milliseconds. ``bandwidth`` 0: the floor is not known."""
+    """Return a record with SGLang's keys in seconds, then ours in milliseconds.
+
+    Args:
+        bandwidth: bytes a second for the floor; 0 if it is unknown.
+    """
     found: dict[str, Any] = {
         "run_name": args.run_name,
         "batch_size": times.batch,
@@ -280,7 +293,10 @@ def record(
 
 
 def document(llm: LLM, records: list[dict[str, Any]], bandwidth: float) -> dict[str, Any]:
-    """What ``--save`` writes: the conditions, what the plan chose for each slot, and every record."""
+    """Return the document that ``--save`` writes.
+
+    It has the conditions, the plan's choice for each slot, and every record.
+    """
     plan = llm.plan
     return conditions(plan.device) | {
         "engine": "glowplug",

@@ -1,13 +1,14 @@
-"""``glowplug bench peers``: our static-batch or serving results beside those of other engines, with
-ratios.
+"""``glowplug bench peers``: our results beside those of other engines, with ratios.
 
-Reads what each tool writes: ``bench one-batch --save``, SGLang's ``bench_one_batch
---result-filename`` (JSON lines, one shape each), lines of ``batch N: prefill A ms (B tokens/s),
-decode step C ms (D tokens/s)`` from a log, and the JSON lines of ``bench serving`` (any of the
-three tools'). With ``--offline`` it also says what share of the offline engine's throughput the
-server reaches. Of several runs of one engine at one point the fastest counts. Each point stands
-beside its floor (``bench/floor.py``) where that is known: one-batch records carry theirs, a
-server's is that of ``--floor-model`` on ``--floor-card``.
+Reads static-batch or serving results in the format of each tool: ``bench one-batch --save``,
+SGLang's ``bench_one_batch --result-filename`` (JSON lines, one shape each), log lines ``batch N:
+prefill A ms (B tokens/s), decode step C ms (D tokens/s)``, and the JSON lines of the ``bench
+serving`` of any of the three engines.
+
+With ``--offline`` a further table gives the server's share of the offline engine's throughput. If
+one engine has several runs at a point, the fastest counts. Each point is shown with its floor
+(``others/floor.py``) where it is known: one-batch records contain it; for a server it is computed
+for ``--floor-model`` on ``--floor-card``.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.floor import measured_card
 from glowplug.entrypoints.bench.others.peer_engines import OURS
 
-BESIDE = (
+EXTRA_COLUMNS = (
     "offline",
     "times_best_peer",
     "floor",
     "share_of_floor",
     "share_of_offline",
-)  #: columns behind the engines'
+)  #: columns after those of the engines
 LOG_LINE = re.compile(
     r"batch (\d+): prefill ([\d.]+) ms \(([\d.]+) tokens/s\), decode step ([\d.]+) ms"
 )
@@ -45,8 +46,12 @@ Tables = dict[str, list[dict[str, Any]]]  #: title -> rows
 
 @dataclass(frozen=True)
 class Metric:
-    """``key`` in results, ``floor`` of its floor; ``title`` of its table; ``lower`` is better, or
-    higher.
+    """One metric and its table.
+
+    Attributes:
+        key: key in the results; that of the floor is ``floor``.
+        title: title of the table.
+        lower: True if lower values are better.
     """
 
     key: str
@@ -58,11 +63,11 @@ class Metric:
         return f"floor_{self.key}"
 
 
-STATIC = (
+STATIC_METRICS = (
     Metric("decode_ms", "decode step, ms", True),
     Metric("prefill_tokens_per_s", "prefill, tokens/s", False),
 )
-SERVED = (
+SERVING_METRICS = (
     Metric("output_throughput", "serving, output tokens/s", False),
     Metric("mean_ttft_ms", "serving, mean TTFT in ms", True),
     Metric("mean_tpot_ms", "serving, mean TPOT in ms", True),
@@ -73,36 +78,43 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "ours",
         type=Path,
-        help="file of `bench one-batch --save`, or of `bench serving --output-file`",
+        help="result file of `bench one-batch --save` or `bench serving --output-file`",
     )
     parser.add_argument(
         "--peer",
         action="append",
         default=[],
         metavar="NAME=FILE",
-        help="a peer's result file or log",
+        help="result file or log of a peer",
     )
     parser.add_argument(
         "--offline",
         type=Path,
         default=None,
         metavar="FILE",
-        help="of `bench offline --output-file`",
+        help="result file of `bench offline --output-file`",
     )
     parser.add_argument(
-        "--floor-model", default=None, metavar="MODEL", help="a serving run's model, for its floors"
+        "--floor-model",
+        default=None,
+        metavar="MODEL",
+        help="model of a serving run, for its floors",
     )
     parser.add_argument(
-        "--floor-card", default="H200", metavar="NAME", help="the card it ran on (default H200)"
+        "--floor-card", default="H200", metavar="NAME", help="card of that run (default H200)"
     )
     parser.add_argument(
         "--output-file", type=Path, default=None, help="write conditions, points and ratios as JSON"
     )
-    parser.add_argument("--markdown", type=Path, default=None, help="write the tables")
+    parser.add_argument("--markdown", type=Path, default=None, help="write the tables to this file")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0, or 2 when a file cannot be read."""
+    """Print the tables.
+
+    Returns:
+        Exit status 0; 2 when a file cannot be read.
+    """
     try:
         engines = {OURS: points(args.ours)}
         if args.floor_model:
@@ -131,12 +143,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def points(path: Path) -> Points:
-    """What one file says. ValueError when it says nothing."""
+    """Read the points of one file.
+
+    Raises:
+        ValueError: the file has no result.
+    """
     found: Points = {}
     for at, values in map(_point, (record for record in _records(path) if not record.get("error"))):
         found = merged(found, {at: values})
     if not found:
-        raise ValueError(f"{path} holds no result")
+        raise ValueError(f"{path} has no result")
     return found
 
 
@@ -162,7 +178,7 @@ def _records(path: Path) -> list[Record]:
 def _point(record: Record) -> tuple[int, dict[str, float]]:
     if "max_concurrency" in record:
         return int(record["max_concurrency"] or 0), {
-            metric.key: float(record[metric.key]) for metric in SERVED
+            metric.key: float(record[metric.key]) for metric in SERVING_METRICS
         }
     step = record.get("decode_median_ms") or 1e3 * record["median_decode_latency"]
     values = {
@@ -171,15 +187,15 @@ def _point(record: Record) -> tuple[int, dict[str, float]]:
             record.get("prefill_tokens_per_s") or record["prefill_throughput"]
         ),
     }
-    for kept, said in (("floor_decode_ms", "floor_ms"), ("floor_prefill_tokens_per_s",) * 2):
-        if said in record:
-            values[kept] = float(record[said])
+    for name, key in (("floor_decode_ms", "floor_ms"), ("floor_prefill_tokens_per_s",) * 2):
+        if key in record:
+            values[name] = float(record[key])
     return int(record["batch_size"]), values
 
 
 def merged(one: Points, other: Points) -> Points:
-    """Both, the better value of each metric where they share a point."""
-    lower = {metric.key: metric.lower for metric in (*STATIC, *SERVED)}
+    """Return the points of both, with the better value of each metric at a shared point."""
+    lower = {metric.key: metric.lower for metric in (*STATIC_METRICS, *SERVING_METRICS)}
     found = {at: dict(values) for at, values in one.items()}
     for at, values in other.items():
         kept = found.setdefault(at, {})
@@ -189,8 +205,10 @@ def merged(one: Points, other: Points) -> Points:
 
 
 def with_floors(ours: Points, path: Path, model_path: str, card_name: str) -> Points:
-    """``ours``, read from ``path``, with the floors of its serving points. ValueError for an
-    unknown card.
+    """Add the floors to ``ours``, the serving points read from ``path``.
+
+    Raises:
+        ValueError: the card has not been measured.
     """
     from glowplug.core.plugin.registry import load_plugins
 
@@ -206,7 +224,7 @@ def with_floors(ours: Points, path: Path, model_path: str, card_name: str) -> Po
     }
 
 
-CONDITIONS = (
+CONDITION_KEYS = (
     "date",
     "model_id",
     "backend",
@@ -216,10 +234,10 @@ CONDITIONS = (
     "random_range_ratio",
     "request_rate",
     "seed",
-)  #: of a serving run, that its lines repeat
+)  #: conditions that every line of a serving run repeats
 
 
-RUN = (
+RUN_KEYS = (
     "date",
     "max_concurrency",
     "num_prompts",
@@ -244,13 +262,17 @@ RUN = (
 
 
 def runs(path: Path) -> list[Record]:
-    """What is worth keeping of each serving run in the file."""
-    return [{key: line[key] for key in RUN if line.get(key) is not None} for line in _records(path)]
+    """Return the keys worth keeping of each serving run in the file."""
+    return [
+        {key: line[key] for key in RUN_KEYS if line.get(key) is not None} for line in _records(path)
+    ]
 
 
 def header(path: Path) -> dict[str, Any]:
-    """Conditions of a ``--save`` document, or of the first line of a serving run with its requests
-    by concurrency.
+    """Return the conditions of a result file.
+
+    They are those of a ``--save`` document, or those in the first line of a serving run, with its
+    requests by concurrency.
     """
     try:
         whole = orjson.loads(path.read_bytes())
@@ -259,7 +281,7 @@ def header(path: Path) -> dict[str, Any]:
     if "results" in whole:
         return {key: value for key, value in whole.items() if key != "results"}
     lines = _records(path)
-    found = {key: lines[0][key] for key in CONDITIONS if key in lines[0]}
+    found = {key: lines[0][key] for key in CONDITION_KEYS if key in lines[0]}
     requests = {
         str(line["max_concurrency"]): line["completed"] for line in lines if "completed" in line
     }
@@ -270,19 +292,23 @@ def header(path: Path) -> dict[str, Any]:
 
 
 def comparison(engines: Mapping[str, Points]) -> Tables:
-    """For each metric a row a point: every engine's value, and how many times the best peer we are.
+    """Return one row per point for each metric, with the value of every engine.
 
-    ``times_best_peer`` above 1: we are the faster. Floor and our share of its speed where they are
-    known.
+    ``times_best_peer`` is our speed relative to the best peer: above 1, we are faster. The floor
+    and our share of its speed are added where they are known.
     """
     ours = engines[OURS]
-    metrics = SERVED if SERVED[0].key in next(iter(ours.values())) else STATIC
+    metrics = (
+        SERVING_METRICS if SERVING_METRICS[0].key in next(iter(ours.values())) else STATIC_METRICS
+    )
     return {metric.title: [_row(metric, at, engines) for at in sorted(ours)] for metric in metrics}
 
 
 def beside_offline(ours: Points, path: Path) -> Tables:
-    """One more table: throughput at the highest concurrency over the offline engine's on the same
-    kind of load.
+    """Return a table of serving throughput relative to the offline engine.
+
+    It has one row, for the highest concurrency. ``path`` is the offline result on the same kind of
+    load.
     """
     offline = max(float(record["output_throughput"]) for record in _records(path))
     at = max(ours)
@@ -315,7 +341,9 @@ def markdown(found: Mapping[str, Sequence[Record]], engines: Sequence[str]) -> s
     parts = []
     for title, rows in found.items():
         columns = [
-            column for column in ("point", *engines, *BESIDE) if any(column in row for row in rows)
+            column
+            for column in ("point", *engines, *EXTRA_COLUMNS)
+            if any(column in row for row in rows)
         ]
         cells = [[row.get(column, "-") for column in columns] for row in rows]
         parts.append(f"{title}\n\n{report.table(columns, cells)}")

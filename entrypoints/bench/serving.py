@@ -1,5 +1,6 @@
-"""``glowplug bench serving``: load on a server, ours or another; options and result keys as vLLM's
-and SGLang's.
+"""``glowplug bench serving``: load on a running server, of glowplug or of another engine.
+
+Options and result keys are those of vLLM's and SGLang's serving benchmarks.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from glowplug.entrypoints.bench.load.serving_options import configure as configu
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.front import event_loop
 
-FALLBACK_VOCAB = 1000  #: ids below this exist in every vocabulary we know of
+FALLBACK_VOCAB = 1000  #: token ids below this exist in every known vocabulary
 
 
 @dataclass(frozen=True)
 class Server:
-    """What the server says of itself before the run."""
+    """What the server reports about itself before the run."""
 
     model: str
     vocab: int | None
@@ -38,8 +39,10 @@ class Server:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0 when every request succeeded, 1 when some failed, 2 when the run could not
-    start.
+    """Run the load and print its report.
+
+    Returns:
+        Exit status 0 if every request succeeded; 1 if some failed; 2 if the run could not start.
     """
     try:
         return event_loop.run(_run(args))
@@ -50,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace) -> int:
     target = _target(args)
-    metrics.parse_goodput(args.goodput)  # a bad one ends the run before it starts
+    metrics.parse_goodput(args.goodput)  # fails before the run starts if invalid
     server = await _look(target, args)
     failed = 0
     for concurrency, count in _sweep(args):
@@ -69,7 +72,10 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 def _sweep(args: argparse.Namespace) -> list[tuple[int | None, int]]:
-    """(concurrency, prompts) of each run: two lists of equal length, or a single value for all."""
+    """Return (concurrency, prompts) of each run.
+
+    The options have lists of equal length, or one number of prompts for all runs.
+    """
     levels = args.max_concurrency or [None]
     counts = args.num_prompts
     if len(counts) == 1:
@@ -86,21 +92,21 @@ def _target(args: argparse.Namespace) -> Target:
     for pair in args.header:
         name, separator, value = pair.partition("=")
         if not separator:
-            raise ValueError(f"--header takes NAME=VALUE, not {pair!r}")
+            raise ValueError(f"--header must be NAME=VALUE, not {pair!r}")
         headers.append((name, value))
     return Target(args.base_url or f"http://{args.host}:{args.port}", tuple(headers))
 
 
 async def _look(target: Target, args: argparse.Namespace) -> Server:
-    """Wait for the server (``--ready-check-timeout``), then ask its model's name and, where it says
-    so, vocabulary.
-    """
+    """Wait for the server and read its model's name and, if it reports it, the vocabulary size."""
     await _ready(target, args.ready_check_timeout)
     status, body = await call(target, "GET", "/v1/models")
     models = orjson.loads(body).get("data", []) if status == 200 else []
     name = args.model or (models[0]["id"] if models else None)
     if name is None:
-        raise ValueError(f"{target.base_url}/v1/models answered {status} and no --model is given")
+        raise ValueError(
+            f"{target.base_url}/v1/models answered {status}; give the model with --model"
+        )
     info = await _info(target)
     described = await _json(target, "/get_model_info") or {}
     vocab = described.get("vocab_size") or (info or {}).get("vocab_size")
@@ -108,8 +114,9 @@ async def _look(target: Target, args: argparse.Namespace) -> Server:
 
 
 async def _ready(target: Target, timeout: float) -> None:
-    """Until ``/ready`` answers other than 503 (servers without that route answer 404 once they are
-    up).
+    """Wait until ``/ready`` answers with a status other than 503.
+
+    Servers without that route answer 404 once they are up.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -131,7 +138,7 @@ async def _info(target: Target) -> dict[str, Any] | None:
 
 
 def _stats(info: dict[str, Any] | None) -> dict[str, Any]:
-    """The engine's counters; {} for other servers."""
+    """Return the engine's counters; {} for other servers."""
     return (info or {}).get("stats") or {}
 
 
@@ -218,8 +225,9 @@ async def _expect_ok(target: Target, path: str) -> None:
 
 
 def _retokenized(args: argparse.Namespace, outcomes: list[Outcome]) -> int | None:
-    """Output tokens counted again from the texts: shows a server that reports more tokens than it
-    sends.
+    """Count the output tokens again from the texts.
+
+    This reveals a server that reports more tokens than it sends.
     """
     if not args.tokenizer:
         return None
@@ -230,8 +238,9 @@ def _retokenized(args: argparse.Namespace, outcomes: list[Outcome]) -> int | Non
 def _conditions(
     args: argparse.Namespace, server: Server, count: int, concurrency: int | None
 ) -> metrics.Record:
-    """The part of a record that says what was asked. ``server_info`` is what the server itself
-    reports.
+    """Return the settings of the run for its record.
+
+    ``server_info`` is the server's own report.
     """
     rate = "inf" if math.isinf(args.request_rate) else args.request_rate
     return {

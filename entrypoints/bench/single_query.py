@@ -1,9 +1,8 @@
-"""``glowplug bench single-query``: one query under every mixture of radix cache, NextN, EP-MoE and
-DP attention.
+"""``glowplug bench single-query``: one query with every combination of four features.
 
-The table that published ablations of DeepSeek engines print: a row a mixture, whether it runs, and
-how fast a single query is then. Each row is a fresh engine on real ranks; a row that cannot run
-prints why.
+The features are radix cache, NextN, EP-MoE and DP attention, as in published ablation tables of
+DeepSeek engines. Each row is a combination: whether it runs, and how fast a single query is. Each
+row is measured on a new engine with real ranks. For a row that cannot run the reason is printed.
 """
 
 from __future__ import annotations
@@ -53,7 +52,15 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Mixture:
-    """One row. ``steps``: drafted tokens, 0 for no NextN. EP and DP span all ranks."""
+    """One row: a combination of features.
+
+    Attributes:
+        ranks: number of ranks; EP and DP span all of them.
+        radix: use the radix cache.
+        steps: drafted tokens; 0: no NextN.
+        ep: use EP-MoE.
+        dp: use DP attention.
+    """
 
     ranks: int
     radix: bool
@@ -62,8 +69,10 @@ class Mixture:
     dp: bool
 
     def config(self, given: dict[str, Any], threads: int) -> dict[str, Any]:
-        """The operator's configuration with this row's parts put in their place. ``threads``:
-        torch's, in each rank.
+        """Return the operator's configuration with the features of this row.
+
+        Args:
+            threads: torch threads of each rank.
         """
         strategies = [("tensor", self.ranks > 1), ("ep_moe", self.ep), ("dp_attention", self.dp)]
         config = {**given, "cache": {"use": "radix" if self.radix else "none"}}
@@ -93,11 +102,18 @@ def _mark(on: bool) -> str:
 def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("table")
     group.add_argument(
-        "--ranks", type=int, nargs="+", default=[1, 2], help="ranks of the rows (default: 1 and 2)"
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[1, 2],
+        help="numbers of ranks to measure (default: 1 and 2)",
     )
-    group.add_argument("--steps", type=int, default=1, help="tokens that NextN drafts")
+    group.add_argument("--steps", type=int, default=1, help="tokens that NextN drafts per step")
     group.add_argument(
-        "--question", action="append", dest="questions", help="ask this; may be given several times"
+        "--question",
+        action="append",
+        dest="questions",
+        help="question to ask; may be given several times",
     )
     group.add_argument("--max-tokens", type=int, default=128)
     group.add_argument("--threads", type=int, default=1, help="torch threads of each rank")
@@ -105,14 +121,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--repeat", type=int, default=3, help="rounds over the questions; medians are reported"
     )
     group.add_argument(
-        "--result-filename", "--output-file", default=None, metavar="FILE", help="write JSON here"
+        "--result-filename",
+        "--output-file",
+        default=None,
+        metavar="FILE",
+        help="write JSON to this file",
     )
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0 when every row ran or was refused, 1 when one failed, 2 when the options cannot
-    be read.
+    """Measure all rows and print the table.
+
+    Returns:
+        Exit status 0 if every row ran or was refused; 1 if one failed; 2 if the options are
+            invalid.
     """
     try:
         given = engine_config(args)
@@ -139,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def mixtures(ranks: Iterable[int], steps: int) -> list[Mixture]:
-    """Every mixture for each number of ranks, the plainest first."""
+    """Return every combination for each number of ranks, starting with no features."""
     switches = list(itertools.product((False, True), repeat=4))
     return [
         Mixture(count, radix, steps if nextn else 0, ep, dp)
@@ -153,7 +176,11 @@ def measure(
     args: argparse.Namespace,
     given: dict[str, Any],
 ) -> tuple[dict[str, Any], list[list[int]] | None]:
-    """(the row's figures, the tokens of each answer), or why there are none."""
+    """Measure one row.
+
+    Returns:
+        (the row's figures, the tokens of each answer), or (the reason why it did not run, None).
+    """
     from glowplug.entrypoints.front.llm import LLM
 
     started = time.perf_counter()
@@ -175,7 +202,13 @@ def measure(
 
 @dataclass(frozen=True)
 class Answer:
-    """Seconds from asking to the first and to the last token, and the tokens."""
+    """One answer.
+
+    Attributes:
+        first: seconds from the request to the first token.
+        last: seconds from the request to the last token.
+        tokens: ids of the answer.
+    """
 
     first: float
     last: float
@@ -209,8 +242,9 @@ def _ask_all(llm: LLM, args: argparse.Namespace) -> tuple[dict[str, Any], list[l
 
 
 def _ask(llm: LLM, question: str, most: int) -> Answer:
-    """One greedy answer, nothing of it in the prefix cache. Form with working where the model has
-    one.
+    """Generate one greedy answer with an empty prefix cache.
+
+    The question is asked in think form if the model has one.
     """
     from glowplug.core.step.request import SamplingParams
 
@@ -228,7 +262,10 @@ def _ask(llm: LLM, question: str, most: int) -> Answer:
 
 
 def _drafts(llm: LLM) -> tuple[int, int]:
-    """Tokens drafted and accepted so far. NOTE: a control's turn brings the statistics up to date."""
+    """Return the tokens drafted and accepted so far.
+
+    NOTE: the control is sent first because its answer brings the statistics up to date.
+    """
     llm.control("info")
     stats = llm.stats
     return stats.drafted_tokens, stats.accepted_tokens

@@ -1,11 +1,12 @@
-"""``glowplug bench soak``: hours of mixed requests on the engine in this process, which must stay
-as it was.
+"""``glowplug bench soak``: hours of mixed requests on the engine in this process, with leak checks.
 
-Requests of all lengths, ways of sampling and shared beginnings run together, more of them than fit;
-some are given up, some are refused. In pauses nothing runs, and then every page must be free,
-memory must be where it was, and the same questions must get the same answers. One JSON document,
-written anew in every pause, says whether all of that held. Device memory is this process's own
-where the driver tells it, otherwise the whole device's.
+Requests of all lengths, with different sampling settings and shared prefixes, run together, more
+than fit at once. Some are aborted and some are refused. In regular pauses nothing runs; then every
+page must be free, memory must be back at its former level, and the same questions must get the same
+answers.
+
+The result is one JSON document, written again in every pause. Device memory is that of this process
+if the driver reports it, otherwise that of the whole device.
 """
 
 from __future__ import annotations
@@ -31,69 +32,71 @@ if TYPE_CHECKING:
     from glowplug.entrypoints.front.front import Stream
     from glowplug.entrypoints.front.llm import LLM
 
-#: prompts asked again in every pause, and tokens of each answer
-QUESTIONS = 4
-ANSWER = 16
-SHOWN = 20  #: errors kept word for word
-WARM = 1 / 3  #: of the pauses, those before memory must be level
-FULL = 0.01  #: share of the pages, at least one, that may be left in a cache that is called full
-LOOK = 0.2  #: seconds between two looks at the file of --hold
-PATIENCE = (
-    5.0  #: seconds that requests have to end in when it is told to hold; the others are given up
+QUESTION_COUNT = 4  #: prompts that are repeated in every pause
+ANSWER_TOKENS = 16  #: tokens of the answer to each of them
+FAILURES_MAX = 20  #: most failures that are reported
+WARM_UP_SHARE = 1 / 3  #: share of the pauses after which memory must stay level
+#: share of the pages, at least one, that may be available in a cache that counts as full
+FULL_FREE_SHARE = 0.01
+HOLD_POLL_SECONDS = 0.2  #: seconds between two checks for the file of --hold
+HOLD_PATIENCE_SECONDS = (
+    5.0  #: seconds in which requests may end when a hold begins; the others are aborted
 )
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("soak")
     group.add_argument("--minutes", type=float, default=20.0)
-    group.add_argument("--pauses", type=int, default=20, help="how often it stops and looks")
+    group.add_argument("--pauses", type=int, default=20, help="number of pauses with checks")
     group.add_argument(
         "--in-flight",
         type=int,
         default=None,
-        help="requests at once (default: 1.25 times what runs)",
+        help="requests at once (default: 1.25 times the running requests that the plan allows)",
     )
     group.add_argument(
-        "--abort-share", type=float, default=0.1, help="share of requests that are given up"
+        "--abort-share", type=float, default=0.1, help="share of requests that are aborted"
     )
     group.add_argument(
-        "--shared-share", type=float, default=0.3, help="share that begin like others"
+        "--shared-share", type=float, default=0.3, help="share of requests with a shared prefix"
     )
     group.add_argument(
-        "--device-growth-mib", type=float, default=32.0, help="most that device memory may grow"
+        "--device-growth-mib", type=float, default=32.0, help="most growth of device memory"
     )
     group.add_argument(
-        "--host-growth-mib", type=float, default=64.0, help="most that host memory may grow"
+        "--host-growth-mib", type=float, default=64.0, help="most growth of host memory"
     )
-    group.add_argument(
-        "--exact", action="store_true", help="an answer that changes is a failure, too"
-    )
+    group.add_argument("--exact", action="store_true", help="also fail if an answer changes")
     group.add_argument(
         "--expect-full",
         action="store_true",
-        help="a KV cache that never was full is a failure, too",
+        help="also fail if the KV cache was never full",
     )
     group.add_argument(
         "--hold",
         type=Path,
         default=None,
         metavar="FILE",
-        help="while this file exists nothing runs: it stops for a pause and stays in it; --minutes "
-        "count the time under load alone",
+        help="pause, and run nothing, while this file exists; --minutes counts only the time "
+        "under load",
     )
     group.add_argument(
         "--result-filename",
         "--output-file",
         default=None,
         metavar="FILE",
-        help="write JSON here, in every pause and at the end",
+        help="write JSON to this file, in every pause and at the end",
     )
     group.add_argument("--load-seed", type=int, default=0, help="seed of the requests")
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0 when all held, 1 when something did not, 2 when it could not start."""
+    """Run the soak and print its result.
+
+    Returns:
+        Exit status 0 if all checks held; 1 if one failed; 2 if the engine could not start.
+    """
     from glowplug.entrypoints.front.llm import LLM
 
     try:
@@ -126,9 +129,17 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class Sample:
-    """One pause, ``seconds`` after the start, ``loaded`` of them under load. Bytes; ``device_used``
-    is everybody's on the device, ``device_process`` ours where the driver says it; ``pages`` as the
-    control "check" says.
+    """The state of the engine in one pause. Memory is in bytes.
+
+    Attributes:
+        seconds: time since the start.
+        loaded: time under load since the start, in seconds.
+        host: resident set of this process.
+        device_held: memory of the tensors on the device.
+        device_claimed: memory reserved by torch's allocator on the device.
+        device_used: memory in use on the device by all processes.
+        device_process: memory of this process on the device; None if the driver does not report it.
+        pages: page counts of the control "check".
     """
 
     seconds: float
@@ -142,7 +153,7 @@ class Sample:
 
 
 class Soak:
-    """Drives one engine. ``failures``: what did not hold, in words."""
+    """The load on one engine, and the checks; ``failures`` lists the failed checks in words."""
 
     def __init__(
         self, llm: LLM, args: argparse.Namespace, conditions: Mapping[str, Any] | None = None
@@ -158,9 +169,8 @@ class Soak:
         self.ends: Counter[str] = Counter()
         self.least_free = self._pages
         self.answers_changed = 0
-        # seconds
-        self.loaded = 0.0
-        self.held = 0.0
+        self.loaded = 0.0  #: seconds under load
+        self.held = 0.0  #: seconds on hold
         self.memory = ProcessMemory()
         self._running: dict[Stream, Wanted] = {}
         self._answers: list[list[int]] = []
@@ -168,8 +178,9 @@ class Soak:
     # ---- the run ---------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until the time is up, or too much has failed. A failing engine ends it too, and is one of
-        the failures.
+        """Run until the time is up or too many checks have failed.
+
+        A failing engine also ends the run, and counts as a failure.
         """
         self._started = time.monotonic()
         seconds = self.args.minutes * 60
@@ -179,14 +190,16 @@ class Soak:
                 while not self._load_until(seconds * (index + 1) / self.args.pauses):
                     self._pause()
                 self._pause()
-                if len(self.failures) >= SHOWN:
+                if len(self.failures) >= FAILURES_MAX:
                     return
         except (GlowplugError, AssertionError) as error:
             self.failures.append(f"{type(error).__name__}: {error}")
 
     def _load_until(self, loaded: float) -> bool:
-        """Load until there were ``loaded`` seconds of it, all requests ended. False when it was
-        told to hold before.
+        """Run requests until there were ``loaded`` seconds of load, then let all of them end.
+
+        Returns:
+            False if a hold was requested before.
         """
         began = time.monotonic()
         deadline = began + loaded - self.loaded
@@ -195,8 +208,8 @@ class Soak:
             while len(self._running) < self.in_flight:
                 self._submit()
             self._poll()
-            held = self._told_to_hold()
-        patience = time.monotonic() + PATIENCE
+            held = self._hold_requested()
+        patience = time.monotonic() + HOLD_PATIENCE_SECONDS
         while self._running:
             self._poll()
             if held and time.monotonic() > patience:
@@ -205,23 +218,24 @@ class Soak:
         return not held
 
     def _give_up(self) -> None:
-        """All that run."""
+        """Abort all running requests."""
         running = list(self._running.items())
         self.llm.abort([stream for stream, _ in running])
         for stream, wanted in running:
             self._ended(stream, wanted, "given up", None)
 
-    def _told_to_hold(self) -> bool:
+    def _hold_requested(self) -> bool:
         return self.args.hold is not None and self.args.hold.exists()
 
     def _hold(self) -> None:
-        """Nothing runs until the file has gone. What is written meanwhile says so."""
+        """Wait until the file of ``--hold`` is gone; meanwhile the result file says that it holds.
+        """
         began = time.monotonic()
-        if self._told_to_hold():
+        if self._hold_requested():
             self.write(holding=True)
             print(f"held after {self.loaded:.0f} s of load", flush=True)
-            while self._told_to_hold():
-                time.sleep(LOOK)
+            while self._hold_requested():
+                time.sleep(HOLD_POLL_SECONDS)
             self.held += time.monotonic() - began
 
     def _submit(self) -> None:
@@ -234,7 +248,7 @@ class Soak:
                 self.failures.append(f"refused: {error}")
             return
         if wanted.refused:
-            self.failures.append("a prompt longer than the context was taken")
+            self.failures.append("a prompt longer than the context was accepted")
         self._running[stream] = wanted
 
     def _poll(self) -> None:
@@ -249,7 +263,7 @@ class Soak:
                 self.llm.abort([stream])
                 self._ended(stream, wanted, "given up", None)
         stats = self.llm.stats
-        if stats.pages_total:  # said with the first step
+        if stats.pages_total:  # reported from the first step on
             self.least_free = min(self.least_free, stats.pages_free + stats.pages_evictable)
 
     def _ended(self, stream: Stream, wanted: Wanted, reason: str, error: str | None) -> None:
@@ -266,14 +280,14 @@ class Soak:
         pages = self.llm.control("check")
         if pages["free"] + pages["evictable"] != pages["total"]:
             self.failures.append(
-                f"nothing runs, and {pages['free']} pages are free and {pages['evictable']} to be had "
-                f"of {pages['total']}"
+                f"nothing runs, but only {pages['free']} pages are free and {pages['evictable']} "
+                f"evictable of {pages['total']}"
             )
         self.llm.control("flush")
         pages = self.llm.control("check")
         if pages["free"] != pages["total"]:
             self.failures.append(
-                f"the cache is empty, and {pages['free']} pages are free of {pages['total']}"
+                f"the cache is empty, but only {pages['free']} of {pages['total']} pages are free"
             )
         self._ask_again()
         self.llm.control("flush")
@@ -297,23 +311,23 @@ class Soak:
     def _ask_again(self) -> None:
         from glowplug.core.step.request import SamplingParams
 
-        params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
         answers = [
             done.token_ids
-            for done in self.llm.generate(self.mix.questions(QUESTIONS, ANSWER), params)
+            for done in self.llm.generate(self.mix.questions(QUESTION_COUNT, ANSWER_TOKENS), params)
         ]
         self._answers = self._answers or answers
         changed = sum(one != other for one, other in zip(answers, self._answers, strict=True))
         self.answers_changed += changed
         if changed and self.args.exact:
             self.failures.append(
-                f"{changed} of {QUESTIONS} questions were answered otherwise than at first"
+                f"{changed} of {QUESTION_COUNT} answers differ from the first ones"
             )
 
     # ---- the result ------------------------------------------------------------------------------
 
     def write(self, finished: bool = False, holding: bool = False) -> dict[str, Any]:
-        """What is known by now, also into the file."""
+        """Return the results so far, and write them to the result file."""
         found = {
             "conditions": self.conditions,
             "finished": finished,
@@ -325,17 +339,21 @@ class Soak:
         return found
 
     def judged(self) -> tuple[str, ...]:
-        """The kinds of memory that must not grow: this process's own on the device if each sample
-        knows it.
+        """Return the kinds of memory that must not grow.
+
+        On the device: the memory of this process if every sample has it, else that of the device.
         """
         known = self.samples and all(sample.device_process is not None for sample in self.samples)
         return "host", "device_held", "device_claimed", "device_process" if known else "device_used"
 
     def growth(self) -> dict[str, float]:
-        """MiB from the first level sample to the largest of the last third, by kind of memory."""
+        """Return the growth of each kind of memory in MiB.
+
+        Measured from the first sample after the warm-up to the largest of the last third.
+        """
         if len(self.samples) < 3:
             return {}
-        first = self.samples[max(1, int(len(self.samples) * WARM))]
+        first = self.samples[max(1, int(len(self.samples) * WARM_UP_SHARE))]
         late = self.samples[-max(1, len(self.samples) // 3) :]
         return {
             name: (max(getattr(one, name) for one in late) - getattr(first, name)) / 2**20
@@ -343,7 +361,7 @@ class Soak:
         }
 
     def not_held(self, finished: bool) -> list[str]:
-        """What did not hold. Only at the end is it asked whether the cache was full."""
+        """Return the failed checks. ``--expect-full`` is checked only at the end."""
         found = list(self.failures)
         for name, value in self.growth().items():
             most = self.args.host_growth_mib if name == "host" else self.args.device_growth_mib
@@ -351,10 +369,10 @@ class Soak:
                 found.append(f"{name} memory grew by {value:.1f} MiB")
         if finished and self.args.expect_full and not self._was_full():
             found.append(
-                f"the KV cache never was full: {self._least_share():.1%} of its pages were always to be had, "
-                f"{self.llm.stats.preemptions} preemptions"
+                f"the KV cache was never full: at least {self._least_share():.1%} of its pages "
+                f"were available, {self.llm.stats.preemptions} preemptions"
             )
-        return found[:SHOWN]
+        return found[:FAILURES_MAX]
 
     @property
     def _pages(self) -> int:
@@ -364,10 +382,13 @@ class Soak:
         return self.least_free / max(1, self._pages)
 
     def _was_full(self) -> bool:
-        return self.least_free <= max(1, FULL * self._pages) and self.llm.stats.preemptions > 0
+        return (
+            self.least_free <= max(1, FULL_FREE_SHARE * self._pages)
+            and self.llm.stats.preemptions > 0
+        )
 
     def _device_memory(self) -> str:
-        """Whose memory on the device was judged."""
+        """Return whose device memory was checked, in words."""
         if self.judged()[-1] == "device_process":
             return "this process's"
         return "the whole device's" + (f": {self.memory.missing}" if self.memory.missing else "")

@@ -1,5 +1,6 @@
-"""``glowplug bench table``: the concurrency table, or that of static batches, of one or several
-result files.
+"""``glowplug bench table``: tables of the results in one or several files.
+
+A file has results by concurrency, or of static batches.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ COLUMNS = (
 )
 
 
-#: of `bench one-batch`, ours or SGLang's
+#: columns for `bench one-batch`, ours or SGLang's
 BATCH_COLUMNS = (
     "batch_size",
     "input_len",
@@ -39,9 +40,9 @@ BATCH_COLUMNS = (
     "decode_tokens_per_s",
     "floor_share",
 )
-BATCH = BATCH_COLUMNS[:3]  #: what tells its records from each other
-#: SGLang's key, in seconds or tokens a second, and how many of ours it is
-SGLANG = {
+BATCH_KEYS = BATCH_COLUMNS[:3]  #: keys that identify a record of a static batch
+#: our key -> (SGLang's key in seconds or tokens a second, factor to our unit)
+SGLANG_KEYS = {
     "prefill_ms": ("prefill_latency", 1e3),
     "prefill_tokens_per_s": ("prefill_throughput", 1),
     "decode_median_ms": ("median_decode_latency", 1e3),
@@ -56,15 +57,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "files",
         nargs="+",
         type=Path,
-        help="files of `glowplug bench serving --output-file`, or of "
+        help="result files of `glowplug bench serving --output-file`, or of "
         "`bench one-batch --result-filename` or `--save`",
     )
-    parser.add_argument("--columns", nargs="+", help="record keys to show")
+    parser.add_argument("--columns", nargs="+", help="keys of the records to show")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one table a file and kind of record; with two files also the changes from the first to
-    the second, in percent. Exit status 2 where a file holds anything else."""
+    """Print one table per file and kind of record.
+
+    For two files, also print the changes from the first to the second in percent.
+
+    Returns:
+        Exit status 0; 2 when a file has anything else than results.
+    """
     try:
         loaded = [by_columns(path, read(path), args.columns) for path in args.files]
     except (OSError, ValueError) as error:
@@ -83,8 +89,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read(path: Path) -> list[Record]:
-    """Records of a JSON-lines file, or the results of a document, ordered by concurrency.
-    ValueError.
+    """Read the records of a JSON-lines file, or the results of a document, by concurrency.
+
+    Raises:
+        ValueError: the file has no record.
     """
     text = path.read_bytes()
     try:
@@ -93,7 +101,7 @@ def read(path: Path) -> list[Record]:
     except orjson.JSONDecodeError:
         records = _lines(path, text)
     if not records or not all(isinstance(record, dict) for record in records):
-        raise ValueError(f"{path} holds no record")
+        raise ValueError(f"{path} has no record")
     return sorted(records, key=lambda record: record.get("max_concurrency") or 0)
 
 
@@ -101,14 +109,17 @@ def _lines(path: Path, text: bytes) -> list[Any]:
     try:
         return [orjson.loads(line) for line in text.splitlines() if line.strip()]
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON, nor lines of it: {error}") from None
+        raise ValueError(f"{path} is neither JSON nor JSON lines: {error}") from None
 
 
 def by_columns(
     path: Path, records: list[Record], asked: Sequence[str] | None
 ) -> dict[tuple[str, ...], list[Record]]:
-    """Records by what is shown of them. ValueError where there is nothing to show of one, or with
-    ``asked`` of any.
+    """Group records by the columns to show.
+
+    Raises:
+        ValueError: a record has none of the known columns; with ``asked``: no record has any of
+            these.
     """
     if asked:
         if all(set(cells(record, asked)) == {"-"} for record in records):
@@ -121,7 +132,7 @@ def by_columns(
         )
         if columns is None:
             raise ValueError(
-                f"{path}: record {number} is neither of serving nor of a static batch; it has "
+                f"{path}: record {number} is not of `bench serving` or `bench one-batch`; it has "
                 f"{', '.join(record) or 'no keys'}"
             )
         found.setdefault(columns, []).append(record)
@@ -132,8 +143,8 @@ def cells(record: Record, columns: Sequence[str]) -> list[object]:
     values = dict(record)
     tpot = values.get("mean_tpot_ms")
     if "per_user_throughput" not in values and tpot:
-        values["per_user_throughput"] = 1e3 / tpot  # records that another tool wrote
-    for name, (theirs, times) in SGLANG.items():
+        values["per_user_throughput"] = 1e3 / tpot  # records of other tools
+    for name, (theirs, times) in SGLANG_KEYS.items():
         if theirs in record:
             values.setdefault(name, record[theirs] * times)
     return ["-" if values.get(column) is None else values[column] for column in columns]
@@ -142,7 +153,7 @@ def cells(record: Record, columns: Sequence[str]) -> list[object]:
 def changes(
     before: list[Record], after: list[Record], columns: Sequence[str]
 ) -> list[list[object]]:
-    """One row for each concurrency, or each shape of a batch, that both have."""
+    """Return one row for each concurrency or batch shape that both files have."""
     second = {_point(record): record for record in after}
     rows = []
     for record in before:
@@ -150,7 +161,7 @@ def changes(
             pairs = zip(columns, cells(record, columns), cells(second[_point(record)], columns))
             rows.append(
                 [
-                    old if name in ("max_concurrency", *BATCH) else _percent(old, new)
+                    old if name in ("max_concurrency", *BATCH_KEYS) else _percent(old, new)
                     for name, old, new in pairs
                 ]
             )
@@ -158,7 +169,7 @@ def changes(
 
 
 def _point(record: Record) -> tuple[object, ...]:
-    return tuple(record.get(name) for name in ("max_concurrency", *BATCH))
+    return tuple(record.get(name) for name in ("max_concurrency", *BATCH_KEYS))
 
 
 def _percent(old: object, new: object) -> object:

@@ -1,10 +1,8 @@
-"""``glowplug bench versus``: this engine and its peers on one checkpoint and one device, in one go,
-beside the floor.
+"""``glowplug bench versus``: this engine and its peers on one checkpoint and device, with floors.
 
-Static batches (prefill and decode steps) first, then servers under load with ``--serving``, each
-engine by itself in its turn. With ``--together`` all load at once, so that a comparison takes the
-time of the slowest start; memory has to suffice for all of them, which is the caller's to say
-(``--options``). Writes tables, records and every engine's log.
+Measures static batches, then servers under load (``--serving``), one engine at a time. With
+``--together`` all engines load at once; the caller has to limit their memory (``--options``).
+Writes tables, records and the log of every engine.
 """
 
 from __future__ import annotations
@@ -38,16 +36,15 @@ from glowplug.entrypoints.bench.others.peer_engines import (
 )
 from glowplug.entrypoints.bench.others.turns import Loaded, Turn, answers, in_turns
 
-#: of the pass over a server that does not count
-WARM_PROMPTS = 64
-WARM_TOKENS = 16
+WARM_PROMPTS = 64  #: requests of the warm-up pass over a server
+WARM_TOKENS = 16  #: output tokens of each warm-up request
 KINDS = ("static", "serving")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engines")
     group.add_argument(
-        "--model", required=True, help="a checkpoint's folder, which all of them read"
+        "--model", required=True, help="folder of the checkpoint that all engines load"
     )
     group.add_argument(
         "--peer",
@@ -61,26 +58,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[.KIND]=WORDS",
-        help="further options of an engine, ours too; KIND: of its static or its serving run alone",
+        help="more options of an engine; KIND: only for its static or serving run",
     )
     group.add_argument(
         "--together",
         action="store_true",
-        help="load all engines at once, then measure one after another while the others are stopped",
+        help="load all at once, then measure each while the others are suspended",
     )
     group.add_argument(
         "--timeout",
         type=float,
         default=1800.0,
-        help="seconds for an engine to load, and as many to be measured",
+        help="seconds for an engine to load, and again to be measured",
     )
     group = parser.add_argument_group("static batches")
     group.add_argument(
         "--batch-size", type=int, nargs="*", default=[1, 8, 32, 128], help="without a value: none"
     )
-    group.add_argument("--input-len", type=int, default=1024, help="prompt tokens, of serving too")
+    group.add_argument(
+        "--input-len", type=int, default=1024, help="prompt tokens, also when serving"
+    )
     group.add_argument("--output-len", type=int, default=64, help="tokens to generate")
-    group.add_argument("--repeat", type=int, default=3, help="measured runs of each")
+    group.add_argument("--repeat", type=int, default=3, help="measured runs of each batch size")
     group = parser.add_argument_group("serving")
     group.add_argument(
         "--serving", type=int, nargs="*", default=[], metavar="CONCURRENCY", help="e.g. 1 32 256"
@@ -90,27 +89,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         default=None,
-        help="of each; default: four times as many",
+        help="requests at each level; default: four times as many",
     )
+    group.add_argument("--serving-output-len", type=int, default=256, help="tokens of each answer")
     group.add_argument(
-        "--serving-output-len", type=int, default=256, help="tokens to generate, of each request"
-    )
-    group.add_argument(
-        "--offline",
-        action="store_true",
-        help="our offline engine's throughput on the same load, too",
+        "--offline", action="store_true", help="also measure our offline engine on the same load"
     )
     parser.add_argument(
-        "--floor-card", default="H200", metavar="NAME", help="the card, for serving's floors"
+        "--floor-card", default="H200", metavar="NAME", help="card of the serving floors"
     )
     parser.add_argument(
-        "--output-dir", type=Path, default=Path("versus"), help="records, tables and logs"
+        "--output-dir", type=Path, default=Path("versus"), help="for records, tables and logs"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0; 1 when an engine failed, whose log's end is shown and which tables lack; 2
-    when the comparison cannot begin."""
+    """Run the comparison.
+
+    Returns:
+        Exit status 0; 1 if an engine failed (the tables lack it); 2 if the comparison cannot begin.
+    """
     try:
         engines = interpreters(args.peer)
         options = _options(args.options)
@@ -118,14 +116,14 @@ def run(args: argparse.Namespace) -> int:
             name: version(ENGINES[name], python) for name, python in engines.items() if name != OURS
         }
         if not args.batch_size and not args.serving:
-            raise ValueError("nothing to measure: --batch-size or --serving")
+            raise ValueError("nothing to measure: give --batch-size or --serving")
         if (
             min(*args.batch_size, *args.serving, args.input_len, args.output_len, args.repeat, 1)
             < 1
         ):
-            raise ValueError("sizes, lengths and repetitions are at least 1")
+            raise ValueError("sizes, lengths and repetitions must be at least 1")
         if args.serving and len(args.num_prompts or args.serving) != len(args.serving):
-            raise ValueError("--num-prompts has one value for each of --serving")
+            raise ValueError("--num-prompts must have one value for each value of --serving")
         measured_card(args.floor_card)
         model = load_plugins().read_model(args.model).facts
     except (GlowplugError, ValueError) as error:
@@ -140,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
             comparison.serve()
     except (RuntimeError, OSError, ValueError, KeyError, GlowplugError) as error:
         print(
-            f"glowplug bench versus: {error} (what was measured before is in {args.output_dir})",
+            f"glowplug bench versus: {error} (earlier results are in {args.output_dir})",
             file=sys.stderr,
         )
         return 1
@@ -148,31 +146,35 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(given: list[str]) -> dict[tuple[str, str], list[str]]:
-    """(engine, kind) -> words. ValueError for an engine or a kind that is not known."""
+    """Parse ``--options`` into (engine, kind) -> words.
+
+    Raises:
+        ValueError: unknown engine or kind.
+    """
     found: dict[tuple[str, str], list[str]] = {}
     for pair in given:
         target, equals, words = pair.partition("=")
         name, _, kind = target.partition(".")
         if not equals or name not in ENGINES or kind not in ("", *KINDS):
             raise ValueError(
-                f"--options {pair}: expected NAME=WORDS or NAME.KIND=WORDS, of {', '.join(ENGINES)} and "
-                f"{', '.join(KINDS)}"
+                f"--options {pair}: expected NAME=WORDS or NAME.KIND=WORDS, with NAME one of "
+                f"{', '.join(ENGINES)} and KIND one of {', '.join(KINDS)}"
             )
         for one in (kind,) if kind else KINDS:
             found.setdefault((name, one), []).extend(shlex.split(words))
     return found
 
 
-def _says(mark: str, log: str) -> bool:
+def _logged(mark: str, log: str) -> bool:
     return mark in log
 
 
-def _answers(url: str, log: str) -> bool:
+def _url_answers(url: str, log: str) -> bool:
     return answers(url)
 
 
 class Comparison:
-    """One run of the command: how the engines are started, and where their figures go."""
+    """One run of the command: starts the engines and writes their results."""
 
     def __init__(
         self,
@@ -188,14 +190,13 @@ class Comparison:
         self._versions = versions
         self._folder: Path = args.output_dir
         self._vocab = model.vocab_size
-        self._prompts = args.num_prompts or [
-            4 * level for level in args.serving
-        ]  #: of each concurrency
+        #: requests of each concurrency
+        self._prompts = args.num_prompts or [4 * level for level in args.serving]
         self._context = min(
             model.max_positions, max(MIN_CONTEXT, args.input_len + args.serving_output_len)
         )
         self._commands: dict[str, str] = {}
-        self.failed: dict[tuple[str, str], str] = {}  #: (kind, engine) -> how
+        self.failed: dict[tuple[str, str], str] = {}  #: (kind, engine) -> error
 
     # ---- static batches --------------------------------------------------------------------------
 
@@ -207,7 +208,7 @@ class Comparison:
         for name in self._engines:
             engine = ENGINES[name]
             result = self._folder / f"static-{name}.json"
-            result.unlink(missing_ok=True)  # a tool may add to what is there
+            result.unlink(missing_ok=True)  # a tool may append to it
             shapes = StaticRun(
                 args.model,
                 tuple(args.batch_size),
@@ -219,11 +220,11 @@ class Comparison:
             )
             files[name] = self._log("static", name) if engine.in_log else result
             starts.append(
-                self._start(engine, "static", engine.static(shapes), partial(_says, engine.mark))
+                self._start(engine, "static", engine.static(shapes), partial(_logged, engine.mark))
             )
         with closing(in_turns(starts, args.together, args.timeout)) as turns:
             for turn in turns:
-                with self._blamed("static", turn.name):
+                with self._recorded("static", turn.name):
                     turn.finish(args.timeout)
                     found[turn.name] = peers.points(files[turn.name])
         self._write("static", found, files[OURS])
@@ -244,11 +245,11 @@ class Comparison:
             served = ServedRun(args.model, port, max(args.serving), self._context)
             url = f"http://127.0.0.1:{port}{engine.ready}"
             starts.append(
-                self._start(engine, "serving", engine.server(served), partial(_answers, url))
+                self._start(engine, "serving", engine.server(served), partial(_url_answers, url))
             )
         with closing(in_turns(starts, args.together, args.timeout)) as turns:
             for turn in turns:
-                with self._blamed("serving", turn.name):
+                with self._recorded("serving", turn.name):
                     turn.check()
                     self._load_on(ENGINES[turn.name], ports[turn.name], files[turn.name])
                     found[turn.name] = peers.points(files[turn.name])
@@ -256,14 +257,14 @@ class Comparison:
             found[OURS] = peers.with_floors(found[OURS], files[OURS], args.model, args.floor_card)
         beside: peers.Tables = {}
         if args.offline and OURS in found:
-            with self._blamed("serving", "offline"):
+            with self._recorded("serving", "offline"):
                 beside = peers.beside_offline(found[OURS], self._offline())
         self._write(
             "serving", found, files[OURS], beside, {name: peers.runs(files[name]) for name in found}
         )
 
     def _load_on(self, engine: PeerEngine, port: int, result: Path) -> None:
-        """A pass that does not count, then all concurrencies."""
+        """Load one server: a warm-up pass that is not recorded, then all levels."""
         levels = map(str, self._args.serving)
         counts = map(str, self._prompts)
         for log, tokens, words in (
@@ -285,7 +286,7 @@ class Comparison:
                 ],
             ),
         ):
-            self._ours(
+            self._run_bench(
                 log,
                 [
                     "serving",
@@ -309,7 +310,7 @@ class Comparison:
         result = self._folder / "offline-glowplug.jsonl"
         result.unlink(missing_ok=True)
         count = dict(zip(args.serving, self._prompts))[max(args.serving)]
-        self._ours(
+        self._run_bench(
             "offline",
             [
                 "offline",
@@ -332,10 +333,8 @@ class Comparison:
         )
         return result
 
-    def _ours(self, name: str, words: list[str]) -> None:
-        """One of our own bench commands, with a log of that name. RuntimeError with its end where
-        it fails.
-        """
+    def _run_bench(self, name: str, words: list[str]) -> None:
+        """Run one of our own bench commands with a log of the given name."""
         command = [sys.executable, "-m", "glowplug", "bench", *words]
         with Turn(f"bench {words[0]}", command, self._folder / f"{name}.log", {}) as turn:
             turn.finish(self._args.timeout)
@@ -345,7 +344,7 @@ class Comparison:
     def _start(
         self, engine: PeerEngine, kind: str, words: list[str], loaded: Loaded
     ) -> Callable[[], Turn]:
-        """What starts this run of an engine; its command is noted for the record."""
+        """Return the function that starts this run; record the run's command."""
         command = [self._engines[engine.name], *words, *self._options.get((engine.name, kind), [])]
         self._commands[f"{engine.name}, {kind}"] = shlex.join(command)
         return partial(
@@ -353,10 +352,8 @@ class Comparison:
         )
 
     @contextmanager
-    def _blamed(self, kind: str, name: str) -> Iterator[None]:
-        """What goes wrong is that engine's fault: it is told at once, and the others are measured
-        all the same.
-        """
+    def _recorded(self, kind: str, name: str) -> Iterator[None]:
+        """Record and print an error of one engine, so that the others still run."""
         try:
             yield
         except (RuntimeError, OSError, ValueError, KeyError) as error:
@@ -376,25 +373,23 @@ class Comparison:
         beside: peers.Tables | None = None,
         runs: Mapping[str, object] | None = None,
     ) -> None:
-        """Tables of those that were measured. RuntimeError where we are not among them: nothing to
-        compare with.
-        """
+        """Print and write the tables of the engines that were measured."""
         if OURS not in engines:
-            raise RuntimeError(f"{kind}: without {OURS} there is no comparison")
+            raise RuntimeError(f"{kind}: {OURS} was not measured, so there is nothing to compare")
         found = peers.comparison(engines) | (beside or {})
         tables = peers.markdown(found, list(engines))
         print(tables, flush=True)
         (self._folder / f"{kind}.md").write_text(tables + "\n", encoding="utf-8")
         order = (
-            "all loaded side by side, then each measured alone while the others were stopped: "
+            "all loaded at once, then each measured while the others were suspended: "
             if self._args.together
             else "one after another: "
         ) + ", ".join(engines)
-        here = conditions_apart()
-        said = {
-            **here,
+        machine = conditions_apart()
+        conditions = {
+            **machine,
             **peers.header(ours),
-            "command": here["command"],
+            "command": machine["command"],
             "versions": dict(self._versions),
             "order": order,
             "commands": {
@@ -407,7 +402,7 @@ class Comparison:
         report.write_json(
             self._folder / f"{kind}.json",
             {
-                "conditions": said | ({"failed": failed} if failed else {}),
+                "conditions": conditions | ({"failed": failed} if failed else {}),
                 "tables": found,
                 **({"runs": runs} if runs else {}),
             },

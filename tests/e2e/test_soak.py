@@ -119,7 +119,7 @@ def test_a_cache_that_never_was_full_is_found_when_asked_for(tmp_path: Path, clo
     words = ("--minutes", "0.02", "--pauses", "1", "--expect-full")
     status, found = outcome(tmp_path, *words, "--in-flight", "1", tokens=2048)
     assert (status, found["was_full"], found["preemptions"]) == (1, False, 0)
-    assert "never was full" in found["failures"][0] and len(found["failures"]) == 1
+    assert "was never full" in found["failures"][0] and len(found["failures"]) == 1
     status, found = outcome(tmp_path, *words, "--minutes", "0.25", tokens=320)
     assert (status, found["was_full"], found["failures"]) == (0, True, [])
     assert found["least_free_share"] <= 1 / found["pages"] and found["preemptions"] > 0
@@ -167,7 +167,7 @@ def test_it_holds_while_the_file_is_there_and_the_time_does_not_count(
 def test_who_does_not_end_in_time_is_given_up_for_the_hold(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(soak, "PATIENCE", 0.0)
+    monkeypatch.setattr(soak, "HOLD_PATIENCE_SECONDS", 0.0)
     hold = tmp_path / "hold"
     with tiny(tmp_path) as llm:
         one = soak.Soak(

@@ -346,7 +346,7 @@ def test_a_chunked_answer_survives_any_split_and_keeps_its_times(size: int) -> N
 def test_answers_too_many_to_keep_are_read_during_the_run(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("glowplug.entrypoints.bench.load.load.MOST_HELD", 0)
+    monkeypatch.setattr("glowplug.entrypoints.bench.load.load.UNREAD_BYTES_MAX", 0)
     prompts = [datasets.Prompt(1, count, text="x") for count in (2, 5, 3)]
     outcomes, _ = asyncio.run(
         drive(server.target, BACKENDS["openai"], Request("tiny"), prompts, Load(), lambda: None)
@@ -442,7 +442,7 @@ def test_table_shows_each_kind_of_record_by_itself(
         (
             '{"kernel": "gemm", "us": 3}',
             [],
-            "record 1 is neither of serving nor of a static batch; it has kernel, us",
+            "record 1 is not of `bench serving` or `bench one-batch`; it has kernel, us",
         ),
         ("[3]", [], "no record"),
         ("", [], "no record"),

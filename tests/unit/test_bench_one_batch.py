@@ -484,7 +484,7 @@ def test_an_empty_log_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ours.write_text(json.dumps({"results": [STATIC_LINE]}))
     log.write_text("CUDA out of memory\n")
     assert run("peers", str(ours), "--peer", f"vllm={log}") == 2
-    assert "holds no result" in capsys.readouterr().err
+    assert "has no result" in capsys.readouterr().err
 
 
 def test_roles_of_the_floor_cover_the_experts(plugins: PluginSet, tmp_path: Path) -> None:

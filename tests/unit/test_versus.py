@@ -185,7 +185,7 @@ def test_static_batches_side_by_side(
     }
     assert "one-batch" not in record["conditions"]["command"] and "card" in record["conditions"]
     assert "--mem-fraction-static 0.5" in record["conditions"]["commands"]["sglang, static"]
-    assert record["conditions"]["order"].startswith("all loaded side by side")
+    assert record["conditions"]["order"].startswith("all loaded at once")
     assert (out / "static.md").read_text().strip() in said.out
     turn, worked = "", []
     for first, second in (line.split() for line in peers["trace"].read_text().splitlines()):
@@ -254,15 +254,18 @@ def test_servers_one_after_another(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--peer", "tgi=/usr/bin/python3"], "expected NAME=PYTHON, each of sglang, vllm once"),
+        (
+            ["--peer", "tgi=/usr/bin/python3"],
+            "expected NAME=PYTHON, with each of sglang, vllm at most once",
+        ),
         (["--peer", "vllm=/nowhere/python"], "No such file or directory"),
         (["--peer", f"sglang={sys.executable}"], "sglang is not installed there"),
         (["--options", "vllm.speed=--fast"], "expected NAME=WORDS or NAME.KIND=WORDS"),
         (["--model", "/nowhere"], "/nowhere"),
         (["--batch-size"], "nothing to measure"),
         (["--batch-size", "0"], "at least 1"),
-        (["--floor-card", "TI-83"], "TI-83: its bandwidth"),
-        (["--serving", "1", "8", "--num-prompts", "4"], "one value for each of --serving"),
+        (["--floor-card", "TI-83"], "TI-83: bandwidth and matrix rate"),
+        (["--serving", "1", "8", "--num-prompts", "4"], "one value for each value of --serving"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(
@@ -373,7 +376,7 @@ def test_a_tool_without_figures_has_failed(
         )
         == 1
     )
-    assert "static-sglang.json holds no result" in capsys.readouterr().err
+    assert "static-sglang.json has no result" in capsys.readouterr().err
     assert (tmp_path / "out" / "static.json").exists()
 
 
@@ -399,7 +402,10 @@ def test_without_ours_there_is_nothing_to_compare(
         == 1
     )
     error = capsys.readouterr().err
-    assert "glowplug ended with" in error and "without glowplug there is no comparison" in error
+    assert (
+        "glowplug ended with" in error
+        and "glowplug was not measured, so there is nothing to compare" in error
+    )
     assert not (tmp_path / "out" / "static.json").exists()
 
 

@@ -1,6 +1,4 @@
-"""Calls across slots as they are made: what was called, on which tensors, and the least it has to
-move and multiply.
-"""
+"""Recorded calls across slots: the function, its tensors, and the least bytes and operations."""
 
 from __future__ import annotations
 
@@ -25,13 +23,17 @@ from glowplug.core.protocols import (
 from glowplug.core.step.batch import Batch
 from glowplug.entrypoints.bench.others.floor import weight_bytes
 
-KEPT = 1 << 26  #: numbers of an output up to which a copy is kept, to compare providers by
+#: most elements of an output that is copied to compare providers
+COPIED_ELEMENTS_MAX = 1 << 26
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call has to move and multiply at least: ``moved`` bytes beside its arguments and
-    results, ``flops``.
+    """The least that a call has to move and compute.
+
+    Attributes:
+        moved: bytes to move in addition to the call's arguments and results.
+        flops: floating-point operations.
     """
 
     moved: float = 0.0
@@ -43,10 +45,18 @@ Costing = Callable[[tuple[Any, ...]], Cost]
 
 @dataclass(eq=False)
 class Call:
-    """One call. ``layer``: number of the cut model's layer it was made in; None: outside of them.
+    """One recorded call.
 
-    ``moved`` bytes and ``flops``: the least that any provider of the call needs. ``out``: a copy of
-    its first result.
+    Attributes:
+        slot: slot that the call crosses.
+        name: name of the kernel in the tables.
+        shape: shapes of the first three tensor arguments.
+        layer: index of the cut model's layer that made the call; None: outside of the layers.
+        run: repeats the call.
+        moved: fewest bytes that any provider has to move.
+        flops: fewest floating-point operations that any provider needs.
+        out: copy of the first result, for comparison; None if it is too large or not floating
+            point.
     """
 
     slot: str
@@ -64,8 +74,9 @@ class Call:
 
 
 class Recorder:
-    """Writes down wrapped calls between ``start`` and ``stop``; an inner call of a wrapped one is
-    not written down.
+    """Records wrapped calls between ``start`` and ``stop``.
+
+    A wrapped call within another wrapped call is not recorded.
     """
 
     def __init__(self, plan: EnginePlan) -> None:
@@ -112,24 +123,26 @@ class Recorder:
         result: Any,
         cost: Cost,
     ) -> None:
-        given = _tensors(args)
-        made = _tensors((result,))
-        apart = [
+        inputs = _tensors(args)
+        outputs = _tensors((result,))
+        new = [
             tensor
-            for tensor in made
-            if all(tensor.data_ptr() != other.data_ptr() for other in given)
+            for tensor in outputs
+            if all(tensor.data_ptr() != other.data_ptr() for other in inputs)
         ]
-        moved = cost.moved + sum(_bytes(tensor) for tensor in (*given, *apart))
+        moved = cost.moved + sum(_bytes(tensor) for tensor in (*inputs, *new))
         first = (
-            made[0].clone()
-            if made and made[0].is_floating_point() and made[0].numel() <= KEPT
+            outputs[0].clone()
+            if outputs
+            and outputs[0].is_floating_point()
+            and outputs[0].numel() <= COPIED_ELEMENTS_MAX
             else None
         )
         self._calls.append(
             Call(
                 slot,
                 name,
-                " ".join(_shape(tensor) for tensor in given[:3]),
+                " ".join(_shape(tensor) for tensor in inputs[:3]),
                 self.layer,
                 lambda: function(*args),
                 moved,
@@ -163,7 +176,7 @@ NOT_TIMED = frozenset({"rope_table", "fused", "route"})
 
 
 class RecordedOps:
-    """An op table whose calls are written down."""
+    """An op table whose calls are recorded."""
 
     def __init__(self, ops: Ops, recorder: Recorder) -> None:
         self._ops = ops
@@ -188,7 +201,7 @@ class RecordedOps:
 
 
 class RecordedAttention:
-    """A backend whose calls by layers are written down."""
+    """An attention backend whose calls from layers are recorded."""
 
     def __init__(self, backend: AttentionBackend, recorder: Recorder) -> None:
         self._backend = backend
@@ -215,15 +228,17 @@ class RecordedAttention:
             return Cost(cached, 4 * pairs * layer.heads * layer.head_dim)
         up = layer.lora_rank * (layer.nope_dim + layer.v_dim)
         numbers = 2 * layer.lora_rank + layer.rope_dim
-        if not batch.num_decodes:  # keys and values are expanded
+        if not batch.num_decodes:  # prefill expands keys and values
             numbers = layer.nope_dim + layer.rope_dim + layer.v_dim
-        products = 2 * layer.heads * (pairs * numbers + batch.num_tokens * up)
-        return Cost(cached + layer.heads * up * DTYPE_BYTES[plan.dtype], products)
+        flops = 2 * layer.heads * (pairs * numbers + batch.num_tokens * up)
+        return Cost(cached + layer.heads * up * DTYPE_BYTES[plan.dtype], flops)
 
 
 class RecordedScheme:
-    """A quantization scheme whose methods' products are written down. ``quantized``: the
-    checkpoint's weights are.
+    """A quantization scheme whose linear and expert GEMMs are recorded.
+
+    Args:
+        quantized: True if the scheme's weights are quantized in the checkpoint.
     """
 
     def __init__(self, scheme: QuantizationScheme, recorder: Recorder, quantized: bool) -> None:
@@ -264,6 +279,6 @@ def _rows(x: Any) -> int:
 
 
 def _role(name: str) -> str:
-    """The module's path without the layer it is in."""
+    """Return the module's path without the prefix of its layer."""
     parts = name.split(".")
     return ".".join(parts[3:]) if parts[:2] == ["model", "layers"] and len(parts) > 3 else name

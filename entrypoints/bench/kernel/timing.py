@@ -1,4 +1,4 @@
-"""The time of one call on its device, with nothing of it left in the cache."""
+"""Timing of one call on its device, with a cold L2 cache."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 
 import torch
 
-FLUSHED = 96 << 20  #: bytes written between calls: more than the second-level cache holds
-IN_A_GRAPH = 10
-REPLAYS = 7
-#: on the CPU a call is repeated for so long and at least so often
-HOST_SECONDS = 0.05
-HOST_RUNS = 5
+FLUSH_BYTES = 96 << 20  #: bytes written between calls to flush the L2 cache: more than it holds
+CALLS_PER_GRAPH = 10  #: calls captured in one graph
+REPLAYS = 7  #: measured replays of a graph
+HOST_SECONDS = 0.05  #: least time for which a call is repeated on the CPU
+HOST_RUNS = 5  #: fewest repetitions of a call on the CPU
 
 
 def seconds(call: Callable[[], Any], device: str) -> tuple[float, bool]:
-    """(median seconds of a call, was it captured in a graph).
+    """Measure one call.
 
-    On a GPU ten calls are replayed from a graph, each behind a write that flushes the cache, and
-    the same graph without
-    the calls is taken off: launch costs of the host do not count. What cannot be captured is timed
-    between events.
+    On a GPU, ten calls are replayed from a CUDA graph, each after a write that flushes the cache;
+    the time of the same graph without the calls is subtracted. Launch costs of the host therefore
+    do not count. A call that cannot be captured is timed between CUDA events.
+
+    Returns:
+        (median seconds of a call, True if it was captured in a graph).
     """
     if not device.startswith("cuda"):
         return _host(call), False
     with torch.inference_mode():
         try:
             return _replayed(call), True
-        except (
-            RuntimeError
-        ):  # it waits for the device, or allocates in a way that a capture forbids
+        # The call synchronises, or allocates in a way that capture forbids.
+        except RuntimeError:
             torch.cuda.synchronize()
             return _between_events(call), False
 
@@ -50,7 +50,7 @@ def _host(call: Callable[[], Any]) -> float:
 
 
 def _replayed(call: Callable[[], Any]) -> float:
-    flush = torch.empty(FLUSHED, dtype=torch.int8, device="cuda")
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -58,25 +58,25 @@ def _replayed(call: Callable[[], Any]) -> float:
     torch.cuda.synchronize()
     with_calls = _graph(lambda: (flush.zero_(), call()), side)
     without = _graph(flush.zero_, side)
-    return max(0.0, _replay(with_calls) - _replay(without)) / IN_A_GRAPH
+    return max(0.0, _replay(with_calls) - _replay(without)) / CALLS_PER_GRAPH
 
 
 def _graph(body: Callable[[], Any], stream: Any) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        for _ in range(IN_A_GRAPH):
+        for _ in range(CALLS_PER_GRAPH):
             body()
     return graph
 
 
 def _replay(graph: torch.cuda.CUDAGraph) -> float:
-    """Median seconds of a replay."""
+    """Return the median seconds of a replay."""
     graph.replay()
     return statistics.median(_timed(graph.replay) for _ in range(REPLAYS))
 
 
 def _between_events(call: Callable[[], Any]) -> float:
-    flush = torch.empty(FLUSHED, dtype=torch.int8, device="cuda")
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     call()
     found = []
     for _ in range(REPLAYS):

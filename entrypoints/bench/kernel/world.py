@@ -1,9 +1,8 @@
-"""One decoding or prefill step of a model cut to one layer of each kind, with every slot's calls
-written down.
+"""One recorded decode or prefill step of a model that is cut to one layer of each kind.
 
-What is recorded are the calls that layers make across the slots' protocols: ops, linear and expert
-methods, attention, sampling. So whatever a plugin of these slots offers is measured, fused as the
-model really uses it.
+The recorded calls are those that layers make across the protocols of the slots: ops, linear and
+expert methods, attention, sampling. Hence everything that a plugin of these slots offers is
+measured, with the fusions that the model really uses.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from glowplug.entrypoints.bench.kernel.calls import (
     Recorder,
 )
 
-BLOCK = 128
+FP8_BLOCK = 128
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """``rows`` sequences of ``context`` tokens of which the step computes the last ``queries``."""
+    """``rows`` sequences of ``context`` tokens, of which the step computes the last ``queries``."""
 
     rows: int
     context: int
@@ -58,8 +57,9 @@ class StepShape:
 
 
 class NoiseSource:
-    """A ``WeightSource`` that hands out slices of one random buffer, on the device: seconds for
-    billions of weights.
+    """``WeightSource`` that returns slices of one random buffer on the device.
+
+    It fills billions of weights within seconds.
     """
 
     def __init__(self, device: str, dtype: torch.dtype, seed: int) -> None:
@@ -80,7 +80,7 @@ class NoiseSource:
             self._noise = torch.randn(count, generator=self._generator, device=self._device)
         value = self._noise[:count].view(target.shape)
         if target.name.endswith("_scale_inv"):
-            value = torch.full_like(value, (target.shape[-1] * BLOCK) ** -0.5 / 96)
+            value = torch.full_like(value, (target.shape[-1] * FP8_BLOCK) ** -0.5 / 96)
         elif target.dtype == "float8_e4m3fn":
             value = (value * 96).clamp(-448, 448).to(torch.float8_e4m3fn)
         elif len(target.shape) == 1:
@@ -98,8 +98,9 @@ class NoiseSource:
 
 
 class KernelWorld:
-    """A rank's parts around a cut model. ``calls(shape)`` runs one step and returns what crossed
-    the slots.
+    """The components of one rank, built around a cut model.
+
+    ``calls(shape)`` runs one step and returns the calls that crossed the slots.
     """
 
     def __init__(self, plan: EnginePlan, plugins: PluginSet) -> None:
@@ -107,12 +108,12 @@ class KernelWorld:
         self.worker = make_worker(plan, 0)
         self.recorder = Recorder(plan)
         plain = build_context(plan, plugins, self.worker)
-        self.context = _recorded(plain, self.recorder)
+        self.context = _with_recorders(plain, self.recorder)
         family = build_component(plugins, plan.choice("model"), plan, self.worker)
         self.model: Any = family.build(self.context)
         source = NoiseSource(self.worker.device, self.worker.dtype, plan.seed)
         load_model(self.model, source, plan.facts.model)
-        _watch(self.model, self.recorder)
+        _record_layers(self.model, self.recorder)
         self.sampler = build_component(plugins, plan.choice("sampling"), plan, self.worker)
         self.pool = KVPool(plain.attention.kv_layout(), plan.sizes.num_pages, self.worker.device)
         self.attention = plain.attention
@@ -131,7 +132,7 @@ class KernelWorld:
             part.reserve(limits)
 
     def calls(self, shape: StepShape) -> list[Call]:
-        """Every call of one step, in order, after a warm-up."""
+        """Return every call of one step, in order, after a warm-up step."""
         batch = step_batch(self.plan, self.worker.device, shape)
         self._fill_cache(batch)
         ones = np.ones(1, np.int32)
@@ -157,8 +158,9 @@ class KernelWorld:
         sample(logits, batch.row_ids, batch.kv_lens_device.long())
 
     def _fill_cache(self, batch: Batch) -> None:
-        """The same numbers for every layout of the cache: entries' columns are dealt from one row a
-        token.
+        """Fill the KV cache with the same numbers, whatever its layout.
+
+        Each token has one row of numbers, which is split over the columns of the cache's entries.
         """
         page = self.plan.sizes.page_size
         for layer in self.pool.layers:
@@ -184,10 +186,12 @@ class KernelWorld:
 
 
 def step_batch(plan: EnginePlan, device: str, shape: StepShape) -> Batch:
-    """A complete batch whose rows lie in the pool one after the other."""
+    """Return a complete batch whose rows have consecutive pages of the pool."""
     page = plan.sizes.page_size
-    each = -(-shape.context // page)
-    pages = np.arange(1, shape.rows * each + 1, dtype=np.int32).reshape(shape.rows, each)
+    pages_per_row = -(-shape.context // page)
+    pages = np.arange(1, shape.rows * pages_per_row + 1, dtype=np.int32).reshape(
+        shape.rows, pages_per_row
+    )
     decodes = shape.rows if shape.queries == 1 else 0
     batch = Batch(
         step=1,
@@ -219,7 +223,8 @@ def step_batch(plan: EnginePlan, device: str, shape: StepShape) -> Batch:
     return batch
 
 
-def _recorded(context: BuildContext, recorder: Recorder) -> BuildContext:
+def _with_recorders(context: BuildContext, recorder: Recorder) -> BuildContext:
+    """Return ``context`` with recording wrappers around its scheme, attention and ops."""
     quantized = context.facts.quant_method != "none"
     plain: Any = RecordedScheme(context.plain, recorder, False)
     scheme: Any = (
@@ -232,24 +237,25 @@ def _recorded(context: BuildContext, recorder: Recorder) -> BuildContext:
     return replace(context, scheme=scheme, plain=plain, attention=attention, ops=ops)
 
 
-def _watch(module: Module, recorder: Recorder) -> None:
-    """Gates as calls of their own, and the number of the layer that is running."""
+def _record_layers(module: Module, recorder: Recorder) -> None:
+    """Record the gates below ``module`` as calls of their own, and track the running layer."""
     for child in module.children():
         if isinstance(child, Gate):
             child.forward = recorder.wrap("ops", "gate", child.forward)  # type: ignore[method-assign]
         if isinstance(child, DecoderLayer):
-            child.forward = _numbered(child, recorder)  # type: ignore[method-assign]
-        _watch(child, recorder)
+            child.forward = _tracked_forward(child, recorder)  # type: ignore[method-assign]
+        _record_layers(child, recorder)
 
 
-def _numbered(layer: DecoderLayer, recorder: Recorder) -> Callable[..., Any]:
-    inner = layer.forward
+def _tracked_forward(layer: DecoderLayer, recorder: Recorder) -> Callable[..., Any]:
+    """Return the layer's ``forward``, setting ``recorder.layer`` while it runs."""
+    original = layer.forward
     number = layer.attention.index
 
     def forward(*args: Any) -> Any:
         recorder.layer = number
         try:
-            return inner(*args)
+            return original(*args)
         finally:
             recorder.layer = None
 

@@ -1,5 +1,6 @@
-"""How each kind of server is asked and how its stream is read. One table; the load generator knows
-none of them.
+"""Request formats and stream parsers, one row for each kind of server.
+
+The load generator is independent of all of them.
 """
 
 from __future__ import annotations
@@ -19,10 +20,16 @@ Payload = dict[str, Any]
 
 @dataclass
 class Outcome:
-    """One request as its client saw it. Times in seconds; ``start`` on ``time.perf_counter``.
+    """The result of one request as the client saw it.
 
-    ``arrivals`` holds the time of every chunk that carried tokens; ``output_tokens`` comes from the
-    server's usage when it reports one, else it is the number of chunks.
+    Attributes:
+        prompt_tokens: prompt length; the server's own count where it reports one.
+        start: when the request was sent, in seconds of ``time.perf_counter``.
+        end: when the last chunk with tokens arrived, or when the request failed; in the same clock.
+        arrivals: arrival time of every chunk that carried tokens, in the same clock.
+        output_tokens: from the server's usage when it reports one, else the number of chunks.
+        text: the generated text.
+        error: why the request failed; empty if it succeeded.
     """
 
     prompt_tokens: int
@@ -47,7 +54,7 @@ class Outcome:
 
     @property
     def tpot(self) -> float:
-        """Seconds a token after the first; 0 with fewer than two tokens."""
+        """Seconds per output token after the first; 0 with fewer than two tokens."""
         return (
             (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
         )
@@ -59,7 +66,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Request:
-    """What the options say about every request."""
+    """Settings that all requests of a run have in common."""
 
     model: str
     temperature: float = 0.0
@@ -68,7 +75,8 @@ class Request:
 
 
 Build = Callable[[Prompt, Request], Payload]
-Read = Callable[[Payload, Outcome], bool]  #: takes one event in; True when it carried tokens
+#: reads one event of the stream into an outcome; True if the event carried tokens
+Read = Callable[[Payload, Outcome], bool]
 
 
 def _completion(prompt: Prompt, request: Request) -> Payload:
@@ -114,8 +122,8 @@ def _read_completion(event: Payload, outcome: Outcome) -> bool:
         return False
     text = choices[0].get("text") or ""
     outcome.text += text
-    # NOTE: a token that is half a character, or a special one, comes as a chunk of no text; it is
-    # still a token.
+    # NOTE: a special token, or one that is half a character, arrives as a chunk without text; it
+    # still counts as a token.
     return bool(text) or choices[0].get("finish_reason") is None
 
 
@@ -143,7 +151,14 @@ def _read_generate(event: Payload, outcome: Outcome) -> bool:
 
 @dataclass(frozen=True)
 class Backend:
-    """``path``, how a request is built, how an event is read, and whether prompts may be token ids."""
+    """One kind of server and route.
+
+    Attributes:
+        path: the route.
+        build: makes the JSON body of a request.
+        read: reads one event of the stream into an ``Outcome``.
+        takes_ids: True if prompts may be token ids.
+    """
 
     path: str
     build: Build
@@ -169,8 +184,14 @@ BACKENDS = {
 
 @dataclass
 class Asked:
-    """An exchange that is over and not read yet. ``pieces``: the answer's bytes; ``error``: why
-    there are none.
+    """A finished exchange whose answer has not been parsed yet.
+
+    Attributes:
+        prompt_tokens: prompt length in tokens.
+        start: when the request was sent, in seconds of ``time.perf_counter``.
+        end: when the exchange ended, in the same clock.
+        pieces: the bytes of the answer with their arrival times.
+        error: why there is no answer; empty if there is one.
     """
 
     prompt_tokens: int
@@ -185,8 +206,9 @@ class Asked:
 
 
 async def ask(target: Target, backend: Backend, prompt: Prompt, request: Request) -> Asked:
-    """Send one prompt and take its whole stream in. Never raises for what the server does:
-    ``error`` says it.
+    """Send one prompt and receive its whole stream.
+
+    A failure of the server raises nothing; it is described in ``Asked.error``.
     """
     asked = Asked(prompt.input_len)
     payload = backend.build(prompt, request)
@@ -200,7 +222,10 @@ async def ask(target: Target, backend: Backend, prompt: Prompt, request: Request
 
 
 def outcome_of(asked: Asked, backend: Backend) -> Outcome:
-    """What the answer says. Never raises for what the server did."""
+    """Parse the answer of an exchange.
+
+    A failure of the server raises nothing; it is described in ``Outcome.error``.
+    """
     outcome = Outcome(asked.prompt_tokens, start=asked.start, error=asked.error)
     try:
         if not outcome.error:

@@ -1,4 +1,4 @@
-"""What is asked: random token ids of given lengths, or prompts from a JSON-lines file."""
+"""Prompts of a load: random token ids of given lengths, or texts from a JSON-lines file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: ``text``, or ``ids`` when the server takes token ids. Lengths in tokens."""
+    """One prompt: ``text``, or ``ids`` if the server takes token ids. Lengths are in tokens."""
 
     input_len: int
     output_len: int
@@ -25,8 +25,9 @@ class Prompt:
 
 
 def random_lengths(rng: random.Random, length: int, ratio: float, count: int) -> list[int]:
-    """Uniform over ``[length * ratio, length]``, at least 1: ratio 1 gives equal lengths (as
-    SGLang's option does).
+    """Draw ``count`` lengths uniformly from ``[length * ratio, length]``, each at least 1.
+
+    A ratio of 1 gives equal lengths, as with SGLang's option.
     """
     lowest = max(1, int(length * ratio))
     return [rng.randint(lowest, max(lowest, length)) for _ in range(count)]
@@ -41,9 +42,11 @@ def random_prompts(
     vocab: int,
     decode: Decode | None = None,
 ) -> list[Prompt]:
-    """``count`` prompts of random ids below ``vocab``. With ``decode`` they are sent as text, whose
-    length in tokens
-    can then differ a little: the server's own count is what gets reported."""
+    """Return ``count`` prompts of random ids below ``vocab``.
+
+    With ``decode`` the prompts are sent as text. The server may then count a slightly different
+    number of tokens; its own count is the one that is reported.
+    """
     inputs = random_lengths(rng, input_len, ratio, count)
     outputs = random_lengths(rng, output_len, ratio, count)
     prompts = []
@@ -60,9 +63,14 @@ def random_prompts(
 def custom_prompts(
     path: Path, count: int, output_len: int, encode: Encode | None = None
 ) -> list[Prompt]:
-    """Prompts of a JSON-lines file: ``{"prompt": text}`` or ShareGPT's ``{"conversations":
-    [{"value": text}, ...]}``, each with an optional ``"output_tokens"``. Fewer lines than ``count``
-    are used again from the start.
+    """Read prompts from a JSON-lines file.
+
+    A line is ``{"prompt": text}`` or ShareGPT's ``{"conversations": [{"value": text}, ...]}``, with
+    an optional ``"output_tokens"``. If the file has fewer than ``count`` lines, they are used again
+    from the start.
+
+    Raises:
+        ValueError: the file has no prompt, or a line has none.
     """
     records = [
         _record(line, number, path)
@@ -90,8 +98,10 @@ def _record(line: bytes, number: int, path: Path) -> tuple[str, int]:
 
 
 def word_decoder(seed: int) -> Decode:
-    """Text of about as many tokens, for servers whose tokenizer is not to be had: short common
-    words.
+    """Return a decoder that writes one short common word for each id.
+
+    The text has about as many tokens as there were ids. For servers whose tokenizer is not
+    available.
     """
     words = (
         "the",
@@ -129,11 +139,13 @@ def word_decoder(seed: int) -> Decode:
 
 
 def file_tokenizer(path: str) -> tuple[Encode, Decode, int]:
-    """(encode, decode, vocabulary) of a tokenizer.json, given as the file or its folder."""
+    """Return (encode, decode, vocabulary size) of a tokenizer.json, given as file or folder."""
     from tokenizers import Tokenizer
 
-    place = Path(path)
-    tokenizer = Tokenizer.from_file(str(place / "tokenizer.json" if place.is_dir() else place))
+    location = Path(path)
+    tokenizer = Tokenizer.from_file(
+        str(location / "tokenizer.json" if location.is_dir() else location)
+    )
     return (
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
         lambda ids: tokenizer.decode(ids, skip_special_tokens=False),

@@ -1,8 +1,8 @@
-"""A small HTTP/1.1 client: one request a connection, what arrives kept with its time and read
-afterwards.
+"""A small HTTP/1.1 client for load generation: one request per connection, parsed afterwards.
 
-It exists so that the load generator costs as little as possible: while answers come in, a piece of
-one is a time stamp and an entry in a list. Nothing is parsed before the whole answer is there.
+The client exists to make the load generator as cheap as possible. While an answer arrives, each
+piece of it costs only a time stamp and an entry in a list. Nothing is parsed before the whole
+answer has arrived.
 """
 
 from __future__ import annotations
@@ -20,27 +20,31 @@ import orjson
 HEAD_END = b"\r\n\r\n"
 BODY_END = b"0\r\n\r\n"
 
-Piece = tuple[float, bytes]  #: time of arrival, ``time.perf_counter``
+Piece = tuple[float, bytes]  #: (arrival time in seconds of ``time.perf_counter``, bytes)
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go. ``headers`` are sent with every request."""
+    """The server that requests go to; ``headers`` are sent with every request."""
 
     base_url: str
     headers: tuple[tuple[str, str], ...] = ()
     timeout: float = 6 * 3600.0
 
     def address(self) -> tuple[str, int, bool, str]:
-        """(host, port, TLS, path prefix). ValueError for a URL that is not http or https."""
+        """Return (host, port, TLS, path prefix).
+
+        Raises:
+            ValueError: the URL is neither http nor https.
+        """
         parts = urlsplit(self.base_url)
         if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise ValueError(f"{self.base_url!r} is not an http or https address")
+            raise ValueError(f"{self.base_url!r} is not an http or https URL")
         secure = parts.scheme == "https"
         return parts.hostname, parts.port or (443 if secure else 80), secure, parts.path.rstrip("/")
 
     def request(self, method: str, path: str, payload: object = None) -> bytes:
-        """The request's bytes."""
+        """Return the bytes of the request."""
         host, port, _, prefix = self.address()
         body = b"" if payload is None else orjson.dumps(payload)
         lines = [
@@ -57,7 +61,7 @@ class Target:
 
 @dataclass
 class Answer:
-    """Status, lower-case headers, and the body's pieces as they came, transfer coding undone."""
+    """Status, lower-case headers, and the body's pieces as they arrived, without chunk framing."""
 
     status: int
     headers: dict[str, str]
@@ -68,8 +72,11 @@ class Answer:
 
 
 async def exchange(target: Target, method: str, path: str, payload: object = None) -> list[Piece]:
-    """One exchange: the answer's bytes as they came. OSError without a connection, TimeoutError
-    after its timeout.
+    """Send one request and return the bytes of the answer as they arrived.
+
+    Raises:
+        OSError: the connection failed.
+        TimeoutError: the answer took longer than ``target.timeout``.
     """
     host, port, secure, _ = target.address()
     loop = asyncio.get_running_loop()
@@ -88,14 +95,16 @@ async def exchange(target: Target, method: str, path: str, payload: object = Non
 
 
 async def call(target: Target, method: str, path: str, payload: object = None) -> tuple[int, bytes]:
-    """One whole exchange: (status, body)."""
+    """Send one request, wait for the whole answer and return (status, body)."""
     answer = read_answer(await exchange(target, method, path, payload))
     return answer.status, answer.read()
 
 
 class _Collector(asyncio.Protocol):
-    """Sends the request, stamps what comes. ``done`` holds it once the answer is complete or the
-    server has closed.
+    """Protocol that sends the request and time-stamps the pieces of the answer.
+
+    ``done`` receives the pieces once the answer is complete or the server has closed the
+    connection.
     """
 
     def __init__(self, request: bytes, done: asyncio.Future[list[Piece]]) -> None:
@@ -105,12 +114,15 @@ class _Collector(asyncio.Protocol):
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(self._request)  # uvloop's is no subclass
+        cast(asyncio.Transport, transport).write(
+            self._request
+        )  # uvloop's transport is not a subclass of it
 
     def data_received(self, data: bytes) -> None:
         self._pieces.append((time.perf_counter(), data))
         self._tail = data if len(data) >= len(BODY_END) else self._tail[-len(BODY_END) :] + data
-        # NOTE: servers may close late, and the next request waits for this one's end.
+        # NOTE: the end is detected from the body, since servers may close the connection late and
+        # the next request waits until this one has ended.
         if self._tail.endswith(BODY_END) and _is_whole(self._pieces):
             self._end()
 
@@ -125,7 +137,10 @@ class _Collector(asyncio.Protocol):
 
 
 def _is_whole(pieces: Sequence[Piece]) -> bool:
-    """Has the last chunk of a chunked answer come? (What looks like it may be part of a body.)"""
+    """Return True if the last chunk of a chunked answer has arrived.
+
+    The bytes of a last chunk may also occur within a body, so the answer is parsed.
+    """
     try:
         read_answer(pieces)
     except ConnectionError:
@@ -137,7 +152,12 @@ def _is_whole(pieces: Sequence[Piece]) -> bool:
 
 
 def read_answer(pieces: Sequence[Piece]) -> Answer:
-    """ConnectionError for an answer that ended early, ValueError for what is not HTTP."""
+    """Parse the head of an answer and undo the chunk framing of its body.
+
+    Raises:
+        ConnectionError: the answer ended early.
+        ValueError: the bytes are not HTTP.
+    """
     head, rest = _split_head(pieces)
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = {
@@ -155,20 +175,22 @@ def read_answer(pieces: Sequence[Piece]) -> Answer:
 
 
 def _split_head(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece]]:
-    """The head, and the pieces behind it."""
+    """Return the head, and the pieces after it."""
     head = b""
     for index, (at, piece) in enumerate(pieces):
         head += piece
         end = head.find(HEAD_END)
         if end >= 0:
-            behind = head[end + len(HEAD_END) :]
-            return head[:end], [(at, behind)] * bool(behind) + list(pieces[index + 1 :])
+            remainder = head[end + len(HEAD_END) :]
+            return head[:end], [(at, remainder)] * bool(remainder) + list(pieces[index + 1 :])
     raise ConnectionError("the server closed the connection without an answer")
 
 
 def _dechunked(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """The data of each chunk, with the time at which its end came. ConnectionError without the
-    last, empty chunk.
+    """Yield the data of each chunk, with the arrival time of its end.
+
+    Raises:
+        ConnectionError: the last, empty chunk is missing.
     """
     held = b""
     for at, piece in pieces:
@@ -188,10 +210,12 @@ def _dechunked(pieces: Sequence[Piece]) -> Iterator[Piece]:
 
 
 def events(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """(time, value) of every ``data:`` line of a server-sent event stream, the final ``[DONE]``
-    left out.
+    """Yield (time, value) of every ``data:`` line of a server-sent event stream.
 
-    EOFError when the stream ends without ``[DONE]``: it was cut, whatever its status said.
+    The final ``[DONE]`` is left out.
+
+    Raises:
+        EOFError: the stream ended without ``[DONE]``, so it is incomplete whatever its status was.
     """
     rest = b""
     for at, piece in pieces:

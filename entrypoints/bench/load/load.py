@@ -1,4 +1,4 @@
-"""The load itself: when requests leave, how many may be in flight, and what comes back."""
+"""The load generator: sends requests at a given rate and concurrency and collects the outcomes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,21 @@ from glowplug.entrypoints.bench.load.backends import (
 from glowplug.entrypoints.bench.load.datasets import Prompt
 from glowplug.entrypoints.bench.load.http_stream import Target
 
-MOST_HELD = 256 << 20  #: bytes of answers kept before some are read during the run
+UNREAD_BYTES_MAX = (
+    256 << 20
+)  #: bytes of unparsed answers above which they are parsed during the run
 
 
 @dataclass(frozen=True)
 class Load:
-    """``rate`` requests a second (inf: all at once) with gamma-distributed gaps of shape
-    ``burstiness`` (1: Poisson); never more than ``concurrency`` in flight (None: no limit)."""
+    """When requests are sent.
+
+    Attributes:
+        rate: requests a second; inf sends all at once.
+        burstiness: shape of the gamma-distributed gaps between requests; 1 is a Poisson process.
+        concurrency: most requests in flight; None: no limit.
+        seed: seed of the gaps.
+    """
 
     rate: float = math.inf
     burstiness: float = 1.0
@@ -38,8 +46,9 @@ class Load:
 
 
 def gaps(load: Load, count: int) -> list[float]:
-    """Seconds before each request. They sum to ``count / rate`` exactly, so that runs of one rate
-    compare.
+    """Return the seconds to wait before each request.
+
+    The gaps sum to exactly ``count / rate``, so that runs at one rate are comparable.
     """
     if math.isinf(load.rate):
         return [0.0] * count
@@ -65,8 +74,14 @@ async def drive(
     load: Load,
     finished: Callable[[], None],
 ) -> tuple[list[Outcome], float]:
-    """Send everything; (outcomes in the prompts' order, seconds from the first request to the end
-    of the last).
+    """Send all prompts and wait for their answers.
+
+    Args:
+        finished: called after each answer.
+
+    Returns:
+        (outcomes in the order of the prompts, seconds from the first request to the end of the
+            last).
     """
     gate: AbstractAsyncContextManager[object] = (
         asyncio.Semaphore(load.concurrency) if load.concurrency else nullcontext()
@@ -89,8 +104,9 @@ async def drive(
 
 
 class _Answers:
-    """Answers by the place of their prompt, read at the end, or before when they are too many to
-    keep.
+    """Answers by the index of their prompt.
+
+    They are parsed at the end of the run, or earlier when their bytes exceed ``UNREAD_BYTES_MAX``.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -102,7 +118,7 @@ class _Answers:
     def take(self, index: int, asked: Asked) -> None:
         self._asked[index] = asked
         self._held += asked.size
-        if self._held > MOST_HELD:
+        if self._held > UNREAD_BYTES_MAX:
             self._read_all()
 
     def _read_all(self) -> None:
@@ -117,7 +133,7 @@ class _Answers:
 
 
 def progress(total: int, enabled: bool) -> tuple[Callable[[], None], Callable[[], None]]:
-    """(one more is done, close the bar): a bar on a terminal, nothing elsewhere."""
+    """Return (advance by one request, close): a progress bar on a terminal, else no-ops."""
     if not (enabled and sys.stderr.isatty()):
         return (lambda: None), (lambda: None)
     from tqdm import tqdm

@@ -1,4 +1,4 @@
-"""A ``glowplug serve`` of our own on a free port, for measurements that need one."""
+"""A ``glowplug serve`` process on a free port, for measurements that need a server."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from typing import Any
 
 from glowplug.entrypoints.bench.others.turns import Turn, answers, in_turns
 
-MODEL = "bench"  #: the name it serves under
+MODEL = "bench"  #: the served model name
 
 
 class LocalServer:
-    """``with LocalServer({"model": "embedded"}) as server: ... server.base_url``. Ready on entry,
-    gone on exit.
+    """Context manager that starts a server, waits until it is ready, and stops it on exit.
 
-    RuntimeError, with the end of its log, when it ends or is not ready in ``timeout`` seconds.
+    ``with LocalServer({"model": "embedded"}) as server: ... server.base_url``
+
+    Raises:
+        RuntimeError: the server ended, or was not ready in ``timeout`` seconds; with the end of its
+            log.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class LocalServer:
 
 
 def free_port() -> int:
-    """Of this host, one that nobody listens on just now."""
+    """Return a TCP port of this host that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,9 +1,10 @@
-"""From outcomes to one result record. Keys are those of vLLM's ``bench serve``, with SGLang's names
-beside them.
+"""Compute one result record from the outcomes of a run.
 
-TTFT: request sent to first token. TPOT: (last token - first token) / (tokens - 1), one value a
-request. ITL: time between two consecutive chunks, one value a gap. E2E: request sent to last token.
-Milliseconds in the record.
+The keys are those of vLLM's ``bench serve``, with SGLang's names as aliases.
+
+TTFT: request sent to first token. TPOT: (last token - first token) / (tokens - 1), one value per
+request. ITL: time between two consecutive chunks, one value per gap. E2E: request sent to last
+token. The record has them in milliseconds.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ Record = dict[str, Any]
 
 
 def summarize(values: Sequence[float], name: str, percentiles: Sequence[float]) -> dict[str, float]:
-    """mean, median, std, max and percentiles of seconds, as ``{mean_<name>_ms: ...}``; zeros when
-    there are none.
+    """Return statistics of ``values`` (seconds) as ``{mean_<name>_ms: ...}``.
+
+    Mean, median, standard deviation, maximum and the given percentiles; all 0 if there are no
+    values.
     """
     data = np.asarray(values if len(values) else [0.0], dtype=np.float64) * 1e3
     found = {
@@ -40,14 +43,16 @@ def summarize(values: Sequence[float], name: str, percentiles: Sequence[float]) 
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """``["ttft:200", "tpot:50"]`` -> milliseconds by metric. ValueError for an unknown metric or a
-    bad number.
+    """Parse ``["ttft:200", "tpot:50"]`` into milliseconds by metric.
+
+    Raises:
+        ValueError: unknown metric or bad number.
     """
     limits = {}
     for pair in pairs:
         name, _, value = pair.partition(":")
         if name not in {"ttft", "tpot", "e2el"}:
-            raise ValueError(f"goodput knows ttft, tpot and e2el, not {name!r}")
+            raise ValueError(f"unknown goodput metric {name!r}: use ttft, tpot or e2el")
         limits[name] = float(value)
     return limits
 
@@ -59,7 +64,12 @@ def is_good(outcome: Outcome, limits: dict[str, float]) -> bool:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Most output tokens in any second of the run, and most requests in flight at once."""
+    """Peak load of a run.
+
+    Attributes:
+        tokens_per_s: most output tokens in any second of the run.
+        concurrent: most requests in flight at once.
+    """
 
     tokens_per_s: float
     concurrent: int
@@ -93,7 +103,10 @@ def measure(
     percentiles: Sequence[float] = (90, 95, 99),
     goodput: dict[str, float] | None = None,
 ) -> Record:
-    """The measured part of a record. Failed requests count in ``failed`` and nowhere else."""
+    """Return the measured part of a record.
+
+    Failed requests count in ``failed`` and in nothing else.
+    """
     done = [outcome for outcome in outcomes if outcome.ok]
     inputs = sum(o.prompt_tokens for o in done)
     outputs = sum(o.output_tokens for o in done)
@@ -123,7 +136,7 @@ def measure(
 
 
 def with_aliases(record: Record) -> Record:
-    """SGLang's names for the same values."""
+    """Add SGLang's names for the same values and return the record."""
     record["total_throughput"] = record["total_token_throughput"]
     for key in [key for key in record if key.endswith("_e2el_ms")]:
         record[key.replace("_e2el_ms", "_e2e_latency_ms")] = record[key]
@@ -133,7 +146,7 @@ def with_aliases(record: Record) -> Record:
 
 
 def details(outcomes: Sequence[Outcome]) -> Record:
-    """Per-request lists, for ``--output-details``. Times in seconds."""
+    """Return the lists of per-request values for ``--output-details``. Times in seconds."""
     return {
         "input_lens": [o.prompt_tokens for o in outcomes],
         "output_lens": [o.output_tokens for o in outcomes],

@@ -1,5 +1,6 @@
-"""Options of ``glowplug bench serving``: names and aliases of vLLM's ``bench serve`` and SGLang's
-``bench_serving``.
+"""Options of ``glowplug bench serving``.
+
+Names and aliases are those of vLLM's ``bench serve`` and SGLang's ``bench_serving``.
 """
 
 from __future__ import annotations
@@ -29,25 +30,30 @@ def _server(group: Any) -> None:
         default="glowplug",
         help="kind of server and route; default: glowplug's /v1/completions",
     )
-    group.add_argument("--base-url", help="instead of --host and --port")
+    group.add_argument("--base-url", help="URL of the server, instead of --host and --port")
     group.add_argument("--host", default="127.0.0.1")
     group.add_argument("--port", type=int, default=30000)
     group.add_argument(
-        "--model", help="model name sent with requests; default: the first of /v1/models"
+        "--model", help="model name in the requests; default: the first of /v1/models"
     )
     group.add_argument(
-        "--tokenizer", help="tokenizer.json or its folder: for text prompts and retokenized counts"
+        "--tokenizer",
+        help="tokenizer.json or its folder, to make text prompts and to recount output tokens",
     )
-    group.add_argument("--api-key", help="sent as a bearer token")
+    group.add_argument("--api-key", help="API key, sent as a bearer token")
     group.add_argument(
-        "--header", action="append", default=[], metavar="NAME=VALUE", help="further request header"
+        "--header",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="additional request header",
     )
     group.add_argument(
         "--ready-check-timeout",
         "--ready-check-timeout-sec",
         type=float,
         default=60.0,
-        help="seconds to wait for the server",
+        help="seconds to wait until the server is ready",
     )
 
 
@@ -67,7 +73,7 @@ def _dataset(group: Any) -> None:
         type=int,
         nargs="+",
         default=[100],
-        help="requests of a run; one value, or one for each --max-concurrency",
+        help="requests per run; one value, or one for each --max-concurrency",
     )
     group.add_argument(
         "--random-input-len", "--random-input", "--input-len", type=int, default=1024
@@ -78,7 +84,7 @@ def _dataset(group: Any) -> None:
         "--output-len",
         type=int,
         default=128,
-        help="also the default for prompts of a file",
+        help="tokens to generate; also the default for prompts from a file",
     )
     group.add_argument(
         "--random-range-ratio",
@@ -90,10 +96,12 @@ def _dataset(group: Any) -> None:
         "--prompt-format",
         choices=("ids", "text"),
         default="ids",
-        help="random prompts as token ids where the route takes them, or as text",
+        help="send random prompts as token ids where the route takes them, or as text",
     )
     group.add_argument(
-        "--vocab-size", type=int, help="random ids are below this; default: what the server says"
+        "--vocab-size",
+        type=int,
+        help="random ids are below this; default: the vocabulary size that the server reports",
     )
     group.add_argument("--seed", type=int, default=1)
 
@@ -103,17 +111,24 @@ def _load(group: Any) -> None:
         "--max-concurrency", type=int, nargs="+", help="requests in flight; several values: a sweep"
     )
     group.add_argument(
-        "--request-rate", type=float, default=math.inf, help="requests a second; inf: all at once"
+        "--request-rate", type=float, default=math.inf, help="requests per second; inf: all at once"
     )
     group.add_argument(
-        "--burstiness", type=float, default=1.0, help="gamma shape of the gaps; 1: Poisson"
+        "--burstiness",
+        type=float,
+        default=1.0,
+        help="gamma shape of the gaps between requests; 1: Poisson",
     )
     group.add_argument("--temperature", type=float, default=0.0)
     group.add_argument(
-        "--ignore-eos", action="store_true", help="the default; accepted for vLLM's command lines"
+        "--ignore-eos",
+        action="store_true",
+        help="the default; accepted for compatibility with vLLM",
     )
     group.add_argument(
-        "--disable-ignore-eos", action="store_true", help="let the model end its answers"
+        "--disable-ignore-eos",
+        action="store_true",
+        help="let answers end at the end-of-sequence token",
     )
     group.add_argument("--extra-request-body", type=orjson.loads, default={}, metavar="JSON")
     group.add_argument("--warmup-requests", type=int, default=1)
@@ -128,30 +143,34 @@ def _load(group: Any) -> None:
 
 
 def _output(group: Any) -> None:
-    group.add_argument("--output-file", help="append one JSON line a run")
+    group.add_argument("--output-file", help="append one JSON line per run")
     group.add_argument(
         "--output-details",
         "--save-detailed",
         action="store_true",
-        help="with lists of every request",
+        help="add lists of per-request values to the record",
     )
     group.add_argument(
-        "--save-result", action="store_true", help="write a JSON file a run into --result-dir"
+        "--save-result", action="store_true", help="write one JSON file per run into --result-dir"
     )
     group.add_argument("--result-dir", default=".")
     group.add_argument("--result-filename")
     group.add_argument("--tag", "--label", help="free text kept in the record")
     group.add_argument(
-        "--goodput", nargs="+", default=[], metavar="METRIC:MS", help="count requests within limits"
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="METRIC:MS",
+        help="count the requests that meet these limits",
     )
     group.add_argument(
         "--percentile-metrics",
         type=_metrics,
         default=METRICS,
-        help="metrics printed; all are recorded",
+        help="metrics to print; the record has all of them",
     )
     group.add_argument("--metric-percentiles", type=_percentiles, default=(90.0, 95.0, 99.0))
-    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
 
 
 def _metrics(text: str) -> tuple[str, ...]:
@@ -167,5 +186,5 @@ def _metrics(text: str) -> tuple[str, ...]:
 def _percentiles(text: str) -> tuple[float, ...]:
     values = tuple(float(part) for part in text.split(","))
     if not all(0 <= value <= 100 for value in values):
-        raise argparse.ArgumentTypeError("percentiles lie between 0 and 100")
+        raise argparse.ArgumentTypeError("percentiles must be between 0 and 100")
     return values

@@ -1,4 +1,4 @@
-"""The requests of a soak: every length, ways of sampling that mix in a batch, beginnings in common."""
+"""The random requests of a soak: mixed lengths, sampling settings and shared prefixes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from dataclasses import dataclass
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.step.request import SamplingParams
 
-PREFIXES = 8  #: beginnings that requests share
-REFUSED = 0.01  #: share of requests that are too long to be taken
-SHORTEST = 8  #: context below which nothing can be mixed
+PREFIX_COUNT = 8  #: number of prefixes that requests share
+REFUSED_SHARE = 0.01  #: share of requests that are too long and must be refused
+CONTEXT_MIN = 8  #: shortest context in tokens in which lengths can be mixed
 
 
 @dataclass
 class Wanted:
-    """One request. ``abort_after``: tokens after which it is given up; ``refused``: it must not be
-    taken.
+    """One request and what is expected of it.
 
-    ``seen``: tokens that have come.
+    Attributes:
+        prompt: token ids.
+        params: sampling parameters.
+        abort_after: number of tokens after which the request is aborted; None: not aborted.
+        refused: the request is too long, so the engine must refuse it.
+        seen: tokens received so far.
     """
 
     prompt: list[int]
@@ -30,7 +34,7 @@ class Wanted:
 
 
 class Mix:
-    """Draws requests that ``plan``'s engine can serve, and now and then one that it cannot."""
+    """Random source of requests that ``plan``'s engine can serve, and a few that it cannot."""
 
     def __init__(
         self, rng: random.Random, plan: EnginePlan, abort_share: float, shared_share: float
@@ -41,14 +45,16 @@ class Mix:
         self._vocab = plan.facts.model.vocab_size
         pool = (plan.sizes.num_pages - 1) * plan.sizes.page_size
         self._context = min(plan.sizes.context_length, pool)
-        if self._context < SHORTEST:
-            raise ValueError(f"a context of {self._context} tokens is too short to mix lengths in")
-        self._prefixes = [self._ids(self._context // 2) for _ in range(PREFIXES)]
+        if self._context < CONTEXT_MIN:
+            raise ValueError(
+                f"a context of {self._context} tokens is too short for requests of mixed lengths"
+            )
+        self._prefixes = [self._ids(self._context // 2) for _ in range(PREFIX_COUNT)]
         self._questions: list[list[int]] = []
 
     def next(self) -> Wanted:
         rng = self._rng
-        if rng.random() < REFUSED:
+        if rng.random() < REFUSED_SHARE:
             return Wanted(self._ids(self._context + 1), SamplingParams(max_tokens=1), refused=True)
         prompt = self._prompt(self._length(self._context - 2))
         tokens = self._length(self._context - 1 - len(prompt))
@@ -57,7 +63,7 @@ class Mix:
         return Wanted(prompt, params, abort)
 
     def questions(self, count: int, tokens: int) -> list[list[int]]:
-        """The same prompts at every call, each with room for ``tokens``."""
+        """Return the same prompts at every call, each leaving room for ``tokens`` tokens."""
         if not self._questions:
             room = max(1, self._context - tokens)
             self._questions = [
@@ -66,7 +72,7 @@ class Mix:
         return self._questions
 
     def _length(self, most: int) -> int:
-        """Log-uniform from 1 to ``most``: as many short ones as long ones."""
+        """Draw a log-uniform length from 1 to ``most``."""
         return max(1, min(most, round(math.exp(self._rng.random() * math.log(max(1, most))))))
 
     def _ids(self, count: int) -> list[int]:
@@ -79,26 +85,29 @@ class Mix:
         return prefix + self._ids(length - len(prefix))
 
     def _sampled(self, tokens: int) -> SamplingParams:
-        """Greedy, seeded, cut off, penalised, scored: each some of the time."""
+        """Draw sampling parameters.
+
+        Greedy, seeded, top-p, top-k, with penalties, with logprobs, or with stop tokens.
+        """
         rng = self._rng
-        way = rng.choice(
+        kind = rng.choice(
             ("greedy", "greedy", "seeded", "top_p", "top_k", "penalised", "scored", "stops")
         )
-        if way == "greedy":
+        if kind == "greedy":
             return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        if way == "seeded":
+        if kind == "seeded":
             return SamplingParams(
                 temperature=1.0, max_tokens=tokens, seed=rng.getrandbits(32), ignore_eos=True
             )
-        if way == "top_p":
+        if kind == "top_p":
             return SamplingParams(temperature=0.8, top_p=0.9, min_p=0.01, max_tokens=tokens)
-        if way == "top_k":
+        if kind == "top_k":
             return SamplingParams(temperature=1.2, top_k=min(40, self._vocab), max_tokens=tokens)
-        if way == "penalised":
+        if kind == "penalised":
             return SamplingParams(
                 temperature=0.7, repetition_penalty=1.1, presence_penalty=0.5, max_tokens=tokens
             )
-        if way == "scored":
+        if kind == "scored":
             return SamplingParams(
                 temperature=0.0, logprobs=min(3, self._vocab), max_tokens=tokens, ignore_eos=True
             )

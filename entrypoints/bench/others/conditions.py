@@ -1,6 +1,4 @@
-"""Under which conditions a result was measured: command, date, versions, card. Kept beside every
-number.
-"""
+"""The conditions of a measurement: command, date, versions, card. Stored with every result."""
 
 from __future__ import annotations
 
@@ -19,7 +17,11 @@ PACKAGES = ("torch", "triton", "sglang-kernel", "flashinfer-python", "sgl-deep-g
 
 
 def conditions(device: str) -> dict[str, Any]:
-    """``device``: "cpu" or "cuda". Packages that are not installed are left out."""
+    """Return the conditions of this process; packages that are not installed are left out.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
     from glowplug.core.facts.machine import installed
 
     found: dict[str, Any] = {
@@ -34,8 +36,9 @@ def conditions(device: str) -> dict[str, Any]:
 
 
 def conditions_apart() -> dict[str, Any]:
-    """As ``conditions``, of a process that has no context of its own on the card that others
-    measure.
+    """Return the conditions without creating a CUDA context in this process.
+
+    For a process that does not use the card itself while others measure on it.
     """
     from glowplug.core.facts.machine import cuda_devices
 
@@ -45,7 +48,7 @@ def conditions_apart() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Of the checkout this runs from; "" when it is none."""
+    """Return the commit of the checkout that this runs from; "" if it is not a checkout."""
     root = Path(__file__).resolve().parents[3]
     return (
         _line(["git", "-C", str(root), "rev-parse", "--short", "HEAD"])
@@ -62,7 +65,7 @@ def _card() -> dict[str, Any]:
 
 
 def _line(command: list[str]) -> str:
-    """The first line a command prints; "" when it cannot be run."""
+    """Return the first line that a command prints; "" if it cannot be run."""
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)

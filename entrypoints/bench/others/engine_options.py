@@ -1,5 +1,6 @@
-"""Engine options of the in-process benchmarks: the same flags, config file and ``--set`` as
-``glowplug serve``.
+"""Engine options of the in-process benchmarks.
+
+The flags, the config file and ``--set`` are the same as those of ``glowplug serve``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from glowplug.entrypoints.cli.flags import (
 
 
 def engine_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The configuration as ``LLM(**config)`` takes it. ConfigError for what could not be read."""
+    """Return the configuration as ``LLM(**config)`` takes it.
+
+    Raises:
+        ConfigError: an option could not be read, or does not apply to a benchmark.
+    """
     given = read_command_line(args)
     refusals = list(given.layer.refusals)
     if args.facts:
@@ -23,8 +28,8 @@ def engine_config(args: argparse.Namespace) -> dict[str, Any]:
             Refusal(
                 "bench",
                 "--facts",
-                "a measurement runs on this machine, not on a fact sheet's",
-                "leave --facts out, or use `glowplug check`",
+                "a benchmark measures this machine, not one described by a fact sheet",
+                "remove --facts, or use `glowplug check`",
             )
         )
     if args.blocked_plugins:
@@ -33,7 +38,7 @@ def engine_config(args: argparse.Namespace) -> dict[str, Any]:
                 "bench",
                 "--block-plugin",
                 "in-process benchmarks load every plugin",
-                "pick another one with --set SECTION.use=NAME",
+                "choose another component with --set SECTION.use=NAME",
             )
         )
     if refusals:

@@ -1,11 +1,12 @@
 """Floors: the least time that a decode step, a prefill or a served request can take on a card.
 
-A decode step: bytes that must cross the device's memory, over its bandwidth. Attention, dense,
-shared-expert, gate and head weights once; each routed expert that at least one token picks (uniform
-independent routing: E * (1 - (1 - k / E)^B)); the KV cache of every sequence, read once.
+The floor of a decode step is the number of bytes that must be read from device memory, divided by
+the bandwidth. Attention, dense, shared-expert, gate and head weights count once. A routed expert
+counts if at least one token picks it (expected number under uniform independent routing: E * (1 -
+(1 - k / E)^B)). The KV cache of every sequence is read once.
 
-A prefill: its multiplications over the card's matrix rate, or one reading of the weights if that
-takes longer.
+The floor of a prefill is the time of its multiplications at the card's matrix rate, or of one read
+of the weights if that takes longer.
 """
 
 from __future__ import annotations
@@ -18,20 +19,24 @@ from glowplug.core.facts.model_facts import DeviceFacts, ModelFacts
 from glowplug.core.facts.parameters import is_moe_layer, stated
 from glowplug.core.plan.plan import EnginePlan
 
-#: bytes a second that a large device copy reaches, read and written, by a part of the card's name
+#: substring of the card's name -> bytes a second of a large device copy, read and written
 #: (measured)
 COPY_BANDWIDTH = {"H200": 4.3e12}
-REACHABLE = 0.9  #: share of the vendor's bandwidth on cards that are not in the table
-#: operations a second of a large matrix product of random numbers, by a part of the card's name: in
-#: bfloat16 (measured) and in FP8, taken as twice that
+REACHED_SHARE = 0.9  #: assumed share of the vendor's bandwidth for cards without a measurement
+#: substring of the card's name -> operations a second of a large GEMM of random numbers in
+#: (bfloat16, FP8); bfloat16 is measured, FP8 is assumed to be twice as fast
 MATRIX_RATE = {"H200": (7.9e14, 1.58e15)}
-SCALE_BYTES = 4
+SCALE_BYTES = 4  #: bytes of a block's float32 scale
 
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes that one decode step reads: ``fixed`` weights, ``experts`` (the expected distinct
-    ones), ``kv`` cache.
+    """Bytes that one decode step reads.
+
+    Attributes:
+        fixed: weights that every step reads.
+        experts: weights of the expected number of distinct routed experts.
+        kv: KV cache.
     """
 
     fixed: float
@@ -43,16 +48,19 @@ class StepBytes:
         return self.fixed + self.experts + self.kv
 
     def seconds(self, bandwidth: float) -> float:
+        """Return the time of the reads at ``bandwidth`` bytes a second."""
         return self.total / bandwidth
 
 
 def step_bytes(
     model: ModelFacts, batch: int, context: int, *, element: float = 2, kv_element: float = 2
 ) -> StepBytes:
-    """Of ``batch`` sequences of ``context`` tokens, one token each.
+    """Return the bytes of a decode step of ``batch`` sequences of ``context`` tokens.
 
-    ``element``: bytes of an unquantized weight; a checkpoint in FP8 blocks keeps its own width,
-    gate and head apart.
+    Args:
+        element: bytes of an unquantized weight. A checkpoint in FP8 blocks has its own width,
+            except for the gate and the head.
+        kv_element: bytes of a number in the KV cache.
     """
     width = weight_bytes(model, element)
     layers = model.num_layers
@@ -74,8 +82,12 @@ def step_bytes(
 
 @dataclass(frozen=True)
 class PrefillWork:
-    """Operations of a prefill: ``linear`` in the weights' own dtype, ``wide`` in bfloat16 (scores,
-    gates, head).
+    """Operations of a prefill.
+
+    Attributes:
+        linear: operations in the dtype of the weights.
+        wide: operations in bfloat16 (scores, gates, head).
+        fp8: True if the weights are FP8.
     """
 
     linear: float
@@ -83,13 +95,14 @@ class PrefillWork:
     fp8: bool
 
     def seconds(self, rates: tuple[float, float]) -> float:
-        """At ``rates`` operations a second in bfloat16 and in FP8."""
+        """Return the time at ``rates``: operations a second in (bfloat16, FP8)."""
         return self.linear / rates[self.fp8] + self.wide / rates[0]
 
 
 def prefill_work(model: ModelFacts, prompts: int, length: int) -> PrefillWork:
-    """Of ``prompts`` prompts of ``length`` tokens, causal, un-absorbed, logits of the last token of
-    each.
+    """Return the work of a prefill of ``prompts`` prompts of ``length`` tokens.
+
+    Causal attention, MLA not absorbed, logits of the last token of each prompt only.
     """
     layers = model.num_layers
     hidden = model.hidden_size
@@ -113,7 +126,7 @@ def prefill_work(model: ModelFacts, prompts: int, length: int) -> PrefillWork:
 
 
 def _head_channels(model: ModelFacts) -> int:
-    """Channels of one head's keys and values together."""
+    """Return the channels of the keys and values of one head together."""
     if model.kind != "mla":
         return 2 * model.head_dim
     return stated(model, "qk_nope_head_dim") + model.qk_rope_head_dim + stated(model, "v_head_dim")
@@ -121,28 +134,36 @@ def _head_channels(model: ModelFacts) -> int:
 
 @dataclass(frozen=True)
 class Card:
-    """What floors are taken over: ``bandwidth`` in bytes a second, ``rates`` in operations
-    (bfloat16, FP8).
+    """The measured rates of a card.
+
+    Attributes:
+        bandwidth: bytes a second of device memory.
+        rates: operations a second in (bfloat16, FP8).
     """
 
     bandwidth: float
     rates: tuple[float, float]
 
     def decode(self, model: ModelFacts, batch: int, context: int) -> float:
-        """Seconds of one step, weights and cache in their usual widths."""
+        """Return the seconds of one decode step, with weights and cache in their usual widths."""
         return step_bytes(model, batch, context).seconds(self.bandwidth)
 
     def prefill(self, model: ModelFacts, prompts: int, length: int) -> float:
-        """Seconds; with as many tokens as that, every expert a prompt can pick is read."""
+        """Return the seconds of a prefill.
+
+        Its read of the weights includes every expert that the tokens are expected to pick.
+        """
         read = step_bytes(model, prompts * length, 0).seconds(self.bandwidth)
         return max(prefill_work(model, prompts, length).seconds(self.rates), read)
 
     def served(
         self, model: ModelFacts, concurrency: int, prompt: int, output: int
     ) -> dict[str, float]:
-        """Floors of a closed loop by ``bench serving``'s keys: ``concurrency`` prompts come at
-        once, one is computed after another, then all decode together, half-way through on
-        average."""
+        """Return the floors of a closed loop under the keys of ``bench serving``.
+
+        Model: ``concurrency`` prompts arrive at once and are prefilled one after another. Then all
+        decode together, half-way through their outputs on average.
+        """
         prompts = self.prefill(model, concurrency, prompt)
         step = self.decode(model, concurrency, prompt + output // 2)
         first = max(self.prefill(model, 1, prompt), prompts * (concurrency + 1) / (2 * concurrency))
@@ -154,7 +175,7 @@ class Card:
 
 
 def known_card(name: str) -> Card | None:
-    """By a part of its name; None when it has not been measured."""
+    """Return the card whose key is a substring of ``name``; None if it has not been measured."""
     return next(
         (
             Card(rate, MATRIX_RATE[part])
@@ -166,23 +187,27 @@ def known_card(name: str) -> Card | None:
 
 
 def measured_card(name: str) -> Card:
-    """The same. ValueError where it has not been measured."""
+    """Return the card whose key is a substring of ``name``.
+
+    Raises:
+        ValueError: the card has not been measured.
+    """
     card = known_card(name)
     if card is None:
         raise ValueError(
-            f"--floor-card {name}: its bandwidth and matrix rate have not been measured"
+            f"--floor-card {name}: bandwidth and matrix rate of this card have not been measured"
         )
     return card
 
 
 def distinct_experts(model: ModelFacts, tokens: int) -> float:
-    """How many experts of a layer ``tokens`` tokens are expected to pick."""
+    """Return the expected number of a layer's experts that ``tokens`` tokens pick."""
     total = model.n_routed_experts
     return total * (1 - (1 - stated(model, "num_experts_per_tok") / total) ** tokens)
 
 
 def weight_bytes(model: ModelFacts, element: float) -> float:
-    """Bytes of one weight of a linear layer, its share of the block's scale included."""
+    """Return the bytes of one weight of a linear layer, including its share of the block scale."""
     if model.quant_method == "none" or model.quant_block is None:
         return element
     rows, columns = model.quant_block
@@ -190,7 +215,7 @@ def weight_bytes(model: ModelFacts, element: float) -> float:
 
 
 def _attention(model: ModelFacts) -> int:
-    """Weights of one attention layer."""
+    """Return the number of weights of one attention layer."""
     hidden = model.hidden_size
     heads = model.num_heads
     if model.kind != "mla":
@@ -206,18 +231,18 @@ def _attention(model: ModelFacts) -> int:
 
 
 def _kv_numbers(model: ModelFacts) -> int:
-    """Numbers that one token keeps in one layer's cache."""
+    """Return the numbers that one token stores in the KV cache of one layer."""
     if model.kind == "mla":
         return model.kv_lora_rank + model.qk_rope_head_dim
     return 2 * model.num_kv_heads * model.head_dim
 
 
 def card_bandwidth(devices: Sequence[DeviceFacts]) -> float:
-    """Bytes a second that a copy reaches on the slowest card; 0 when none is known."""
+    """Return the bytes a second that a copy reaches on the slowest card; 0 if there are none."""
     rates = [
         next(
             (rate for part, rate in COPY_BANDWIDTH.items() if part in card.name),
-            card.bandwidth * REACHABLE,
+            card.bandwidth * REACHED_SHARE,
         )
         for card in devices
     ]
@@ -225,7 +250,7 @@ def card_bandwidth(devices: Sequence[DeviceFacts]) -> float:
 
 
 def plan_floor(plan: EnginePlan, batch: int, context: int) -> StepBytes:
-    """The floor of the plan's model on one rank, in the plan's dtypes."""
+    """Return the bytes of a decode step of the plan's model on one rank, in the plan's dtypes."""
     return step_bytes(
         plan.facts.model,
         batch,

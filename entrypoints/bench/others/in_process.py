@@ -1,6 +1,4 @@
-"""What the in-process benchmarks share: engine options, a static batch with its step times, several
-runs' median.
-"""
+"""Parts shared by the in-process benchmarks: static batches with their step times, and traces."""
 
 from __future__ import annotations
 
@@ -19,20 +17,21 @@ if TYPE_CHECKING:
     from glowplug.entrypoints.front.llm import LLM
 
 
-SETTLING = (
-    4  #: decode steps at the start that statistics leave out, when there are four times as many
-)
+#: decode steps at the start that statistics leave out, if there are at least four times as many
+SETTLING_STEPS = 4
 
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """One static batch, from submit to the last token. Seconds.
+    """Times of one static batch, from submission to the last token, in seconds.
 
     Attributes:
-        batch, input_len, output_len: its shape, in sequences and tokens.
-        prefill: until every sequence had its first token.
-        decodes: one entry for each step in which every sequence got a token.
-        total: until the last token.
+        batch: number of sequences.
+        input_len: prompt tokens of each sequence.
+        output_len: generated tokens of each sequence.
+        prefill: time until every sequence had its first token.
+        decodes: duration of each step in which every sequence got a token.
+        total: time until the last token.
     """
 
     batch: int
@@ -44,13 +43,17 @@ class BatchTimes:
 
     @property
     def prefill_throughput(self) -> float:
-        """Prompt tokens a second."""
+        """Prompt tokens per second."""
         return self.batch * self.input_len / self.prefill
 
     @property
     def steady(self) -> tuple[float, ...]:
-        """The decode steps once they have settled."""
-        return self.decodes[SETTLING:] if len(self.decodes) >= 4 * SETTLING else self.decodes
+        """The decode steps without those at the start, if there are enough of them."""
+        return (
+            self.decodes[SETTLING_STEPS:]
+            if len(self.decodes) >= 4 * SETTLING_STEPS
+            else self.decodes
+        )
 
     @property
     def median_decode(self) -> float:
@@ -62,12 +65,12 @@ class BatchTimes:
 
     @property
     def decode_throughput(self) -> float:
-        """Tokens a second at the median step; 0 when there was no decode step."""
+        """Tokens per second at the median step; 0 if there was no decode step."""
         return self.batch / self.median_decode if self.decodes else 0.0
 
     @property
     def throughput(self) -> float:
-        """Prompt and output tokens a second over the whole."""
+        """Prompt and output tokens per second over the whole run."""
         return self.batch * (self.input_len + self.output_len) / self.total
 
 
@@ -76,17 +79,18 @@ def random_ids(rng: random.Random, batch: int, length: int, vocab: int) -> list[
 
 
 def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> BatchTimes:
-    """All prompts at once, ``output_len`` tokens each, end-of-sequence ignored. Nothing else may
-    run in ``llm``.
+    """Submit all prompts at once and generate ``output_len`` tokens for each, ignoring EOS.
 
-    A step in which only some of them get a token does not count as a decode step. GlowplugError
-    when a sequence ends
-    before its length: numbers of such a run would mean nothing.
+    Nothing else may run in ``llm``. A step in which only some of the sequences get a token does not
+    count as a decode step.
+
+    Raises:
+        GlowplugError: a sequence ended before its length, so the measured times are meaningless.
     """
     from glowplug.core.step.request import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-    begun = now = time.perf_counter()
+    started = now = time.perf_counter()
     waiting = {llm.submit(prompt, params) for prompt in prompts}
     open_streams = set(waiting)
     prefill = 0.0
@@ -108,19 +112,20 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
         if waiting or not deltas:
             continue
         if not prefill:
-            prefill = now - begun
+            prefill = now - started
             marks.append(now)
         elif advanced == len(prompts):
             marks.append(now)
     decodes = tuple(later - earlier for earlier, later in zip(marks, marks[1:]))
-    return BatchTimes(len(prompts), len(prompts[0]), output_len, prefill, decodes, now - begun)
+    return BatchTimes(len(prompts), len(prompts[0]), output_len, prefill, decodes, now - started)
 
 
 def traced(llm: LLM, label: str, work: Callable[[], object]) -> Path:
-    """``work`` once more under torch's profiler; the Chrome trace. NOTE: tracing slows it down, so
-    it never counts.
+    """Run ``work`` once more under torch's profiler and return the path of the Chrome trace.
+
+    NOTE: tracing slows the run down, so its time is never reported.
     """
-    from glowplug.core.engine.profiling import profile_folder  # here, since it needs torch
+    from glowplug.core.engine.profiling import profile_folder  # imports torch
 
     llm.control("profile_start", label=label)
     work()
@@ -128,5 +133,5 @@ def traced(llm: LLM, label: str, work: Callable[[], object]) -> Path:
 
 
 def median_run(runs: Sequence[BatchTimes]) -> BatchTimes:
-    """The run of median total time (the lower of the middle two)."""
+    """Return the run of median total time (the faster of the middle two)."""
     return sorted(runs, key=lambda run: run.total)[(len(runs) - 1) // 2]

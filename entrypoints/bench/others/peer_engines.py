@@ -1,8 +1,8 @@
-"""How this engine, SGLang and vLLM are started on one checkpoint for ``glowplug bench versus``.
+"""Command lines that start this engine, SGLang and vLLM for ``glowplug bench versus``.
 
-Peers run in their own interpreters, so that nobody's pins meet; what they measure with is their own
-tool where they have one (SGLang's ``bench_one_batch``) and ``vllm_steps.py`` beside this file where
-they have none.
+Each peer runs in an interpreter of its own, so that the pinned dependencies cannot conflict. Static
+batches are measured with the peer's own tool where there is one (SGLang's ``bench_one_batch``),
+else with ``vllm_steps.py`` in this folder.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-OURS = "glowplug"  #: this engine's name among them
+OURS = "glowplug"  #: this engine's name among the compared engines
 
 
 @dataclass(frozen=True)
 class StaticRun:
-    """Shapes of the static batches: lengths in tokens, ids below ``vocab``; ``result``: where the
-    figures go.
+    """The static batches to measure.
+
+    Attributes:
+        model: folder of the checkpoint.
+        batch_sizes: numbers of sequences.
+        input_len: prompt tokens.
+        output_len: tokens to generate.
+        vocab: upper bound of the random token ids.
+        repeat: measured runs of each shape.
+        result: file for the results.
     """
 
     model: str
@@ -33,8 +41,13 @@ class StaticRun:
 
 @dataclass(frozen=True)
 class ServedRun:
-    """A server on ``port`` for as many requests at a time as ``concurrency``, of ``context`` tokens
-    at most.
+    """The server to start.
+
+    Attributes:
+        model: folder of the checkpoint.
+        port: TCP port.
+        concurrency: most requests at a time.
+        context: most tokens of a request.
     """
 
     model: str
@@ -45,16 +58,18 @@ class ServedRun:
 
 @dataclass(frozen=True)
 class PeerEngine:
-    """Attributes:
-    name: as in ``--peer``.
-    distribution: whose version is recorded.
-    mark: what a static run's log says right before it begins to measure.
-    ready: the server's route that answers 200 once it is loaded.
-    backend: of ``glowplug bench serving``.
-    static: argv behind the interpreter for static batches.
-    server: argv behind the interpreter for a server.
-    in_log: a static run's figures are in its log, and in no file.
-    environment: for both.
+    """One engine of the comparison.
+
+    Attributes:
+        name: the name in ``--peer``.
+        distribution: the package whose version is recorded.
+        mark: text in the log of a static run right before it begins to measure.
+        ready: route of the server that answers 200 once it is loaded.
+        backend: backend of ``glowplug bench serving`` for this server.
+        static: makes the arguments after the interpreter for static batches.
+        server: makes the arguments after the interpreter for a server.
+        in_log: True if the results of a static run are in its log instead of a file.
+        environment: additional environment variables of both kinds of run.
     """
 
     name: str
@@ -101,8 +116,9 @@ def _ours_server(run: ServedRun) -> list[str]:
 
 
 def _sglang_static(run: StaticRun) -> list[str]:
-    """Each batch size twice, and of a point's two runs the better one counts: the first warms its
-    shape up.
+    """Return the arguments for SGLang's ``bench_one_batch``, with each batch size twice.
+
+    The first run warms its shape up. The better of the two counts.
     """
     twice = [size for size in run.batch_sizes for _ in range(2)]
     return [
@@ -213,21 +229,29 @@ ENGINES = {
 
 
 def interpreters(given: Sequence[str]) -> dict[str, str]:
-    """Engine -> interpreter, ours first, from ``NAME=PYTHON``. ValueError for an engine that is not
-    known.
+    """Parse ``NAME=PYTHON`` pairs into engine -> interpreter, this engine first.
+
+    Raises:
+        ValueError: an engine is unknown or given twice, or a pair is malformed.
     """
     found = {OURS: sys.executable}
     for pair in given:
         name, equals, python = pair.partition("=")
         if not equals or not python or name not in ENGINES or name in found:
             known = ", ".join(sorted(set(ENGINES) - {OURS}))
-            raise ValueError(f"--peer {pair}: expected NAME=PYTHON, each of {known} once")
+            raise ValueError(
+                f"--peer {pair}: expected NAME=PYTHON, with each of {known} at most once"
+            )
         found[name] = python
     return found
 
 
 def version(engine: PeerEngine, python: str) -> str:
-    """Of the engine that an interpreter has. ValueError where it has none."""
+    """Return the version of the engine that is installed for an interpreter.
+
+    Raises:
+        ValueError: the engine is not installed there, or the interpreter cannot be run.
+    """
     code = f"import importlib.metadata as m; print('version', m.version({engine.distribution!r}))"
     try:
         done = subprocess.run(
@@ -235,12 +259,12 @@ def version(engine: PeerEngine, python: str) -> str:
         )
     except OSError as error:
         raise ValueError(f"--peer {engine.name}={python}: {error}") from error
-    said = [
+    versions = [
         line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith("version ")
     ]
-    if done.returncode or not said:
+    if done.returncode or not versions:
         last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         raise ValueError(
             f"--peer {engine.name}={python}: {engine.distribution} is not installed there ({last})"
         )
-    return said[-1]
+    return versions[-1]

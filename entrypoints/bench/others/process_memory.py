@@ -1,6 +1,6 @@
-"""Device memory of this process and those it started, as the driver counts it for each process.
+"""Device memory of this process and its descendants, as the driver counts it per process.
 
-What the driver counts holds the context, graphs and libraries too, and leaves out others on the
+The driver's count includes the CUDA context, graphs and libraries, and excludes other users of the
 card.
 """
 
@@ -16,14 +16,20 @@ QUERY = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noh
 
 
 class ProcessMemory:
-    """Reads it. ``missing``: why there is none to read, in words; "" while there is."""
+    """Reader of the driver's count.
+
+    Attributes:
+        missing: why the count is not available; "" while it is.
+    """
 
     def __init__(self, command: tuple[str, ...] = QUERY) -> None:
         self._command = command
         self.missing = ""
 
     def bytes(self) -> int | None:
-        """None when the driver does not tell, from then on: figures of two kinds must not be
+        """Return the bytes in use, or None if the driver does not report them.
+
+        After the first failure the result stays None, so that figures of two kinds are never
         compared.
         """
         if self.missing:
@@ -35,24 +41,30 @@ class ProcessMemory:
         return None
 
     def _read(self) -> int:
-        """LookupError, OSError or SubprocessError where it cannot be read."""
+        """Read the count.
+
+        Raises:
+            LookupError: the command is missing or does not report this process.
+            OSError: the command could not be started.
+            SubprocessError: the command failed.
+        """
         if shutil.which(self._command[0]) is None:
-            raise LookupError(f"there is no {self._command[0]}")
+            raise LookupError(f"{self._command[0]} is not installed")
         done = subprocess.run(self._command, capture_output=True, text=True, timeout=20, check=True)
         mine = family(os.getpid())
         found = [used for pid, used in rows(done.stdout) if pid in mine]
         if not found:
             raise LookupError(
-                "the driver lists none of this process's ids, as in a container with ids of its own"
+                "the driver lists none of this process's ids, as in a container with its own PIDs"
             )
         known = [used for used in found if used is not None]
         if len(known) < len(found):
-            raise LookupError("the driver does not say how much a process uses")
+            raise LookupError("the driver does not report the memory of each process")
         return sum(known)
 
 
 def rows(text: str) -> list[tuple[int, int | None]]:
-    """(process id, bytes) of each line "id, MiB"; None where the driver says "[N/A]"."""
+    """Return (process id, bytes) of each line "id, MiB"; None where the driver prints "[N/A]"."""
     found = []
     for line in text.splitlines():
         pid, _, used = (part.strip() for part in line.partition(","))
@@ -62,7 +74,7 @@ def rows(text: str) -> list[tuple[int, int | None]]:
 
 
 def family(pid: int) -> set[int]:
-    """``pid`` and every process below it; ``pid`` alone where /proc is missing."""
+    """Return ``pid`` and all its descendants; ``pid`` alone where /proc is missing."""
     children: dict[int, list[int]] = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -70,12 +82,12 @@ def family(pid: int) -> set[int]:
                 int(stat.parent.name)
             )
         except (OSError, ValueError, IndexError):
-            continue  # it has ended
+            continue  # the process has ended
     found = set()
     waiting = [pid]
     while waiting:
-        one = waiting.pop()
-        if one not in found:
-            found.add(one)
-            waiting += children[one]
+        current = waiting.pop()
+        if current not in found:
+            found.add(current)
+            waiting += children[current]
     return found

@@ -1,4 +1,4 @@
-"""How results reach people and files: aligned lines, tables, JSON and JSON lines."""
+"""Output of results: aligned lines, tables, JSON and JSON lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-WIDTH = 50
+WIDTH = 50  #: columns of a printed line
 
 
 def heading(title: str, char: str = "=") -> str:
@@ -24,7 +24,7 @@ def line(label: str, value: object) -> str:
 def serving_report(
     record: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]
 ) -> str:
-    """The block that a person reads after a serving run."""
+    """Return the text block that is printed after a serving run."""
     rows = [heading("Serving Benchmark Result"), line("Backend", record["backend"])]
     rows += [
         line(label, record[key])
@@ -72,8 +72,11 @@ def serving_report(
 
 
 def idle_share(before: Mapping[str, Any], after: Mapping[str, Any]) -> float | None:
-    """Of the time in steps between two statistics of the engine, the share in which the device had
-    nothing to do; None where they do not tell."""
+    """Return the share of step time in which the device was idle, between two statistics.
+
+    Returns:
+        The share between ``before`` and ``after``; None if the engine does not report it.
+    """
     if "bubble_seconds" not in after:
         return None
     steps = after["step_seconds"] - before.get("step_seconds", 0.0)
@@ -85,7 +88,7 @@ def idle_share(before: Mapping[str, Any], after: Mapping[str, Any]) -> float | N
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table with aligned columns; floats with three digits after the point."""
+    """Return a Markdown table with aligned columns; floats have three decimals."""
     cells = [
         [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
     ]
@@ -101,7 +104,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """``value`` with NaN and infinities as strings: JSON has no word for them."""
+    """Return ``value`` with NaN and infinities as strings, since JSON cannot represent them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -116,7 +119,7 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def write_json(path: Path, record: Any) -> None:
-    """The file is whole at every moment, also where one was before."""
+    """Write ``record`` as JSON, replacing an existing file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(json.dumps(plain(record), indent=1) + "\n", encoding="utf-8")

@@ -1,5 +1,6 @@
-"""transformers' ``generate`` as the other side of a comparison. The only module that imports
-transformers.
+"""transformers' ``generate`` as the other side of a comparison.
+
+The only module that imports transformers.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ from typing import Any
 
 
 class TransformersSide:
-    """One checkpoint in float32 under ``AutoModelForCausalLM``, greedy, one prompt at a time, with
-    its KV cache.
+    """A checkpoint in float32 under ``AutoModelForCausalLM``, with its KV cache.
 
-    An FP8 checkpoint needs accelerate and is dequantized while it loads, so the multiplications are
-    float32 ones.
+    Generates greedily, one prompt at a time. An FP8 checkpoint needs accelerate and is dequantized
+    while it loads, so all multiplications are float32.
     """
 
     def __init__(self, folder: str) -> None:
@@ -28,13 +28,12 @@ class TransformersSide:
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32
             )
-        self.model = (
-            model.float().eval()
-        )  # NOTE: what an FP8 checkpoint leaves unquantized stays bfloat16 otherwise
+        # NOTE: without float() the unquantized weights of an FP8 checkpoint would stay bfloat16.
+        self.model = model.float().eval()
         self.version = transformers.__version__
 
     def generate(self, prompt: list[int], count: int) -> tuple[list[int], float]:
-        """Exactly ``count`` greedy tokens after ``prompt``, and the seconds they took."""
+        """Return exactly ``count`` greedy tokens after ``prompt``, and the seconds they took."""
         import torch
 
         ids = torch.tensor([prompt])

@@ -1,8 +1,8 @@
-"""Programs that share one device and are measured in turns: all may load at once, while the others
-stand still.
+"""Programs that share one device and are measured in turns.
 
-A program is held by stopping every process of its group (SIGSTOP): nothing of it runs on the host,
-and its device has nothing to do once what was launched is done.
+All of them may be loaded at once; while one is measured the others are suspended. A program is
+suspended by stopping every process of its process group (SIGSTOP): it then does nothing on the
+host, and its device is idle once the launched work is done.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from types import TracebackType
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
-POLL = 0.05  #: seconds between two looks at a program
-SETTLED = 1.0  #: seconds after which a program that was stopped has nothing left on the device
+POLL_SECONDS = 0.05  #: seconds between two checks of a program
+SETTLING_SECONDS = 1.0  #: seconds after which a suspended program has no work left on the device
 
-Loaded = Callable[[str], bool]  #: of a program's log so far: has it come to where its turn begins?
+#: returns True if a program with this log so far is ready to be measured
+Loaded = Callable[[str], bool]
 
 
 class Turn:
-    """One program, its log, and whether it is loaded. ``with``: it and all that it started are gone
-    on exit.
+    """A program with its log, and a context manager that ends it with all its descendants.
 
     Args:
-        name: for messages.
+        name: name in messages.
         command: argv, started at once in a process group of its own.
         log: file for its output.
-        environment: on top of this process's.
-        loaded: says when its turn may begin; default: at once.
+        environment: environment variables to add to those of this process.
+        loaded: returns True, given the log so far, when the measurement may begin; default: at
+            once.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Turn:
         self.end()
 
     def loaded(self) -> bool:
-        """Has it come to its turn, or ended before that, which ``check`` says?"""
+        """Return True if the program is loaded, or has ended before (see ``check``)."""
         if self._loaded(self.log.read_text(errors="replace")):
             return True
         if self._process.poll() is None:
@@ -80,27 +81,32 @@ class Turn:
         return True
 
     def late(self, timeout: float) -> None:
-        """It had ``timeout`` seconds to load and is not waited for any longer."""
+        """Record that the program was not loaded within ``timeout`` seconds, and end it."""
         self._error = self._failed(f"was not loaded after {timeout:g} s")
         self.end()
 
     def check(self) -> None:
-        """RuntimeError with the end of its log where it has not come to its turn."""
+        """Raise a RuntimeError with the end of the log if the program failed to load."""
         if self._error is not None:
             raise self._error
 
     def hold(self) -> None:
+        """Suspend the program."""
         self._signal(signal.SIGSTOP)
         self._held = True
 
     def go(self) -> None:
+        """Resume the program if it is suspended."""
         if self._held:
             self._signal(signal.SIGCONT)
         self._held = False
 
     def finish(self, timeout: float) -> None:
-        """Wait until it has ended. RuntimeError: ``check``, a status other than 0, or ``timeout``
-        seconds went by.
+        """Wait until the program has ended.
+
+        Raises:
+            RuntimeError: it failed to load, ended with a status other than 0, or ran for longer
+                than ``timeout`` seconds.
         """
         self.check()
         try:
@@ -111,7 +117,11 @@ class Turn:
             raise self._failed(f"ended with {status}")
 
     def end(self, patience: float = 30.0) -> None:
-        """Ask it to end; after ``patience`` seconds, and whatever it has left behind, kill."""
+        """Terminate the program, then kill what is left of its process group.
+
+        Args:
+            patience: seconds to wait before the kill.
+        """
         self.go()
         if self._process.poll() is None:
             self._signal(signal.SIGTERM)
@@ -124,7 +134,7 @@ class Turn:
 
     def _signal(self, number: signal.Signals) -> None:
         try:
-            os.killpg(self._process.pid, number)  # which is its group's, too
+            os.killpg(self._process.pid, number)  # also the id of its process group
         except ProcessLookupError:
             pass
 
@@ -132,21 +142,22 @@ class Turn:
         return RuntimeError(f"{self.name} {how}:\n{self.said()}")
 
     def said(self) -> str:
-        """The end of its log."""
+        """Return the end of the log."""
         return self.log.read_text(errors="replace")[-3000:]
 
 
 def in_turns(
     starts: Sequence[Callable[[], Turn]], together: bool, timeout: float
 ) -> Generator[Turn]:
-    """Each program, loaded, for as long as it is its turn: the others are stopped or do not run.
-    Close it when done.
+    """Yield each program, loaded, while the others are suspended or not running.
+
+    Close the generator when done.
 
     Args:
-        starts: what starts each.
-        together: load all at once, each held as soon as it is loaded.
-        timeout: seconds to load in. One that takes longer, or ends, has its turn as well:
-            ``Turn.check`` says so.
+        starts: functions that start the programs.
+        together: load all programs at once, and suspend each as soon as it is loaded.
+        timeout: seconds to load in. A program that takes longer, or ends, is yielded as well:
+            ``Turn.check`` then raises.
     """
     with ExitStack() as stack:
         turns = [stack.enter_context(start()) for start in starts] if together else []
@@ -163,6 +174,7 @@ def in_turns(
 
 
 def _load(turns: Sequence[Turn], timeout: float, hold: bool = True) -> None:
+    """Wait until all programs are loaded, and suspend each if ``hold``."""
     waiting = list(turns)
     deadline = time.monotonic() + timeout
     while waiting:
@@ -174,13 +186,13 @@ def _load(turns: Sequence[Turn], timeout: float, hold: bool = True) -> None:
             for turn in waiting:
                 turn.late(timeout)
             break
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
     if turns and hold:
-        time.sleep(SETTLED)
+        time.sleep(SETTLING_SECONDS)
 
 
 def answers(url: str) -> bool:
-    """Does a GET there succeed?"""
+    """Return True if a GET request to ``url`` succeeds."""
     try:
         with urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)

@@ -1,12 +1,13 @@
-"""Prefill and decode-step times of vLLM's offline engine; runs in vLLM's interpreter and imports
-nothing of ours.
+"""Measure prefill and decode-step times of vLLM's offline engine.
 
-    python vllm_steps.py MODEL --batch-size 1 8 --input-len 1024 --output-len 64 [--engine
-    '{"enforce_eager": true}']
+This script runs in vLLM's interpreter and imports nothing of glowplug.
 
-A decode step is the median time between the ends of two of the engine's steps in which every
-sequence gets one token, the first eight left out; prefill the median time of a run that asks for
-one token. Prints a line a batch size, as ``glowplug bench peers`` reads it.
+    python vllm_steps.py MODEL --batch-size 1 8 --input-len 1024 --output-len 64 \\
+        [--engine '{"enforce_eager": true}']
+
+A decode step is the median time between the ends of two engine steps in which every sequence gets
+one token; the first eight are left out. Prefill is the median time of a run that generates one
+token. Prints one line per batch size in the format that ``glowplug bench peers`` reads.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault(
-    "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
-)  # so that the engine's step is a call of this process
-SETTLING = 8
+# The engine's step has to be a call in this process.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+SETTLING_STEPS = 8  #: decode steps at the start of a run that are left out
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, required=True)
     parser.add_argument("--output-len", type=int, required=True)
     parser.add_argument(
-        "--vocab-size", type=int, default=100_000, help="random prompts' ids are below this"
+        "--vocab-size", type=int, default=100_000, help="random token ids are below this"
     )
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument(
@@ -45,13 +45,12 @@ def main() -> None:
         type=json.loads,
         default={},
         metavar="JSON",
-        help="further arguments of vllm.LLM",
+        help="further arguments of vllm.LLM, as JSON",
     )
     args = parser.parse_args()
     here = Path(__file__).resolve().parent
-    sys.path[:] = [
-        place for place in sys.path if Path(place).resolve() != here
-    ]  # names here are not for vLLM to find
+    # vLLM must not import modules of this folder by their names.
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]
     from vllm import LLM
 
     sizes = sorted(set(args.batch_size))
@@ -70,7 +69,7 @@ def main() -> None:
 
 
 def measure(llm: Any, args: argparse.Namespace, batch: int) -> None:
-    """One line of figures for one batch size."""
+    """Measure one batch size and print its line."""
     rng = random.Random(batch)
     ends: list[float] = []
     step = llm.llm_engine.step
@@ -95,7 +94,8 @@ def measure(llm: Any, args: argparse.Namespace, batch: int) -> None:
     prefill = statistics.median(prefills)
     decode = statistics.median(steps)
     print(
-        f"batch {batch}: prefill {prefill * 1e3:.1f} ms ({batch * args.input_len / prefill:.0f} tokens/s), "
+        f"batch {batch}: prefill {prefill * 1e3:.1f} ms "
+        f"({batch * args.input_len / prefill:.0f} tokens/s), "
         f"decode step {decode * 1e3:.3f} ms ({batch / decode:.0f} tokens/s)",
         flush=True,
     )
@@ -104,7 +104,7 @@ def measure(llm: Any, args: argparse.Namespace, batch: int) -> None:
 def generate(
     llm: Any, rng: random.Random, args: argparse.Namespace, batch: int, tokens: int
 ) -> float:
-    """Seconds for ``tokens`` tokens of each of ``batch`` new prompts."""
+    """Return the seconds to generate ``tokens`` tokens for each of ``batch`` new prompts."""
     from vllm import SamplingParams
 
     prompts = [
@@ -120,11 +120,12 @@ def generate(
 
 
 def decode_steps(ends: Sequence[float], tokens: int) -> list[float]:
-    """Times between the last steps of a run, by the times at which they ended; prompts may have
-    taken several.
+    """Return the durations of the last steps of a run, from the times at which steps ended.
+
+    Steps before these are left out: prompts may have taken several.
     """
     times = [after - before for before, after in zip(ends, ends[1:])]
-    return times[-max(1, tokens - 1 - SETTLING) :]
+    return times[-max(1, tokens - 1 - SETTLING_STEPS) :]
 
 
 if __name__ == "__main__":
