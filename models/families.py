@@ -1,6 +1,4 @@
-"""The model families built in: which architectures they build, and what a config.json may ask of
-them.
-"""
+"""The built-in model families: their architectures, and checks of a model's config.json."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import ModelOffers
 from glowplug.models.deepseek.config import TOPK_METHODS, topk_method
 
-#: rope scalings and what each must state
+#: type of rope scaling -> keys that config.json must have for it
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -25,27 +23,27 @@ MOE_KEYS = ("moe_intermediate_size", "num_experts_per_tok")
 
 
 class ModelOptions(Options):
-    """A family has no options of its own: config.json says everything."""
+    """Options of a model family: none of its own, since config.json determines everything."""
 
     use: str = "auto"
 
 
 def _refuse(
-    reason: str, fix: str = "serve a checkpoint whose config.json this family knows"
+    reason: str, fix: str = "serve a checkpoint whose config.json this family supports"
 ) -> Refusal:
     return Refusal("models", "model", reason, fix)
 
 
-def _unstated(key: str) -> Refusal:
-    return _refuse(f"config.json states no {key}", "use the checkpoint's own config.json")
+def _missing(key: str) -> Refusal:
+    return _refuse(f"config.json has no {key}", "use the checkpoint's own config.json")
 
 
 def check_decoder(context: CheckContext) -> Iterator[Refusal]:
-    """What every family here asks of config.json."""
+    """Yield refusals of values in config.json that no family here supports."""
     config = context.facts.model.config
     activation = config.get("hidden_act", "silu")
     if activation not in {"silu", "swish"}:
-        yield _refuse(f"config.json asks for the activation {activation!r}; only silu is built")
+        yield _refuse(f"config.json has the activation {activation!r}; only silu is supported")
     scaling = config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         yield _refuse(
@@ -55,37 +53,42 @@ def check_decoder(context: CheckContext) -> Iterator[Refusal]:
         return
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in ROPE_KEYS:
-        yield _refuse(f"rope_scaling is of type {kind!r}; known are {', '.join(sorted(ROPE_KEYS))}")
+        yield _refuse(f"rope_scaling has type {kind!r}; supported: {', '.join(sorted(ROPE_KEYS))}")
     for key in ROPE_KEYS.get(kind, ()):
         if not scaling.get(key):
-            yield _unstated(f"rope_scaling.{key}")
+            yield _missing(f"rope_scaling.{key}")
     if not config.get("intermediate_size"):
-        yield _unstated("intermediate_size")
+        yield _missing("intermediate_size")
 
 
 def check_deepseek(context: CheckContext) -> Iterable[Refusal]:
-    """Sizes of latent attention present, a known gate, groups that divide the experts."""
+    """Yield refusals for DeepSeek models.
+
+    Checked are the sizes of latent attention, the gate's method, and that the groups divide the
+    experts.
+    """
     yield from check_decoder(context)
     facts = context.facts.model
     config = facts.config
     experts = facts.n_routed_experts
     for key in DEEPSEEK_KEYS + (MOE_KEYS if experts else ()):
         if not config.get(key):
-            yield _unstated(key)
+            yield _missing(key)
     if not experts:
         return
     method = topk_method(facts)
     if method not in TOPK_METHODS:
-        yield _refuse(f"topk_method is {method!r}; known are {', '.join(sorted(TOPK_METHODS))}")
+        yield _refuse(f"topk_method is {method!r}; supported: {', '.join(sorted(TOPK_METHODS))}")
     groups = config.get("n_group") or 1
     best = config.get("topk_group") or 1
     if experts % groups:
         yield _refuse(
-            f"{experts} experts do not form {groups} equal groups (n_routed_experts, n_group)"
+            f"{experts} experts cannot be split into {groups} equal groups "
+            f"(n_routed_experts, n_group)"
         )
     elif (config.get("num_experts_per_tok") or 0) > experts // groups * min(best, groups):
         yield _refuse(
-            f"{config['num_experts_per_tok']} experts a token cannot come from {best} groups of "
+            f"{config['num_experts_per_tok']} experts per token cannot come from {best} groups of "
             f"{experts // groups} (num_experts_per_tok, topk_group)"
         )
 
@@ -118,7 +121,8 @@ def register_models() -> list[Component]:
                 draft_architectures=frozenset({"DeepseekV3ForCausalLMNextN"}),
                 sampled_last_layer=True,
             ),
-            summary="DeepSeek-V3 and R1: latent attention, sigmoid gate with correction bias, NextN layer",
+            summary="DeepSeek-V3 and R1: latent attention, sigmoid gate with correction bias, "
+            "NextN layer",
         ),
         Component(
             "llama",

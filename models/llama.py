@@ -1,5 +1,6 @@
-"""Llama and its look-alikes: grouped-query attention, gated feed-forward, NeoX rope with any
-published scaling.
+"""Llama and models with its architecture.
+
+Grouped-query attention, gated feed-forward layers, NeoX rope with any published scaling.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class LlamaFamily:
         )
 
     def build_nextn(self, context: BuildContext, target: Model, number: int = 0) -> Model:
-        raise NotImplementedError("Llama checkpoints have no next-token layer: its offers say so")
+        raise NotImplementedError(
+            "Llama checkpoints have no NextN layer (the family does not offer one)"
+        )
 
 
 def llama_layer(context: BuildContext, name: str, layer: int) -> DecoderLayer:

@@ -1,12 +1,10 @@
 """``glowplug bench soak``: hours of mixed requests on the engine in this process, with leak checks.
 
-Requests of all lengths, with different sampling settings and shared prefixes, run together, more
-than fit at once. Some are aborted and some are refused. In regular pauses nothing runs; then every
-page must be free, memory must be back at its former level, and the same questions must get the same
-answers.
-
-The result is one JSON document, written again in every pause. Device memory is that of this process
-if the driver reports it, otherwise that of the whole device.
+More requests run than fit, with mixed lengths, sampling settings and shared prefixes; some are
+aborted, some refused. In regular pauses nothing runs: every page must be free, memory back at its
+former level, and repeated questions must get the same answers. A JSON document with the result is
+written in every pause. Device memory is that of this process if the driver reports it, else that of
+the whole device.
 """
 
 from __future__ import annotations
@@ -36,12 +34,10 @@ QUESTION_COUNT = 4  #: prompts that are repeated in every pause
 ANSWER_TOKENS = 16  #: tokens of the answer to each of them
 FAILURES_MAX = 20  #: most failures that are reported
 WARM_UP_SHARE = 1 / 3  #: share of the pauses after which memory must stay level
-#: share of the pages, at least one, that may be available in a cache that counts as full
+#: share of the pages, at least one, that may be available in a full cache
 FULL_FREE_SHARE = 0.01
-HOLD_POLL_SECONDS = 0.2  #: seconds between two checks for the file of --hold
-HOLD_PATIENCE_SECONDS = (
-    5.0  #: seconds in which requests may end when a hold begins; the others are aborted
-)
+HOLD_POLL = 0.2  #: seconds between two checks for the file of --hold
+HOLD_PATIENCE = 5.0  #: seconds that requests have to end when a hold begins; others are aborted
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--in-flight",
         type=int,
         default=None,
-        help="requests at once (default: 1.25 times the running requests that the plan allows)",
+        help="requests at once (default: 1.25 times what can run)",
     )
     group.add_argument(
         "--abort-share", type=float, default=0.1, help="share of requests that are aborted"
@@ -85,7 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--output-file",
         default=None,
         metavar="FILE",
-        help="write JSON to this file, in every pause and at the end",
+        help="write JSON here, in every pause and at the end",
     )
     group.add_argument("--load-seed", type=int, default=0, help="seed of the requests")
     add_engine_options(parser)
@@ -95,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the soak and print its result.
 
     Returns:
-        Exit status 0 if all checks held; 1 if one failed; 2 if the engine could not start.
+        Exit status 0 if all checks held; 1 if one failed; 2 if the engine did not start.
     """
     from glowplug.entrypoints.front.llm import LLM
 
@@ -129,16 +125,16 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class Sample:
-    """The state of the engine in one pause. Memory is in bytes.
+    """The state of the engine in one pause. Times in seconds, memory in bytes.
 
     Attributes:
         seconds: time since the start.
-        loaded: time under load since the start, in seconds.
+        loaded: time under load since the start.
         host: resident set of this process.
-        device_held: memory of the tensors on the device.
-        device_claimed: memory reserved by torch's allocator on the device.
-        device_used: memory in use on the device by all processes.
-        device_process: memory of this process on the device; None if the driver does not report it.
+        device_held: memory of tensors.
+        device_claimed: memory reserved by torch's allocator.
+        device_used: memory in use by all processes.
+        device_process: memory of this process; None if the driver does not report it.
         pages: page counts of the control "check".
     """
 
@@ -178,10 +174,7 @@ class Soak:
     # ---- the run ---------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run until the time is up or too many checks have failed.
-
-        A failing engine also ends the run, and counts as a failure.
-        """
+        """Run until the time is up, too many checks have failed, or the engine fails."""
         self._started = time.monotonic()
         seconds = self.args.minutes * 60
         try:
@@ -196,11 +189,7 @@ class Soak:
             self.failures.append(f"{type(error).__name__}: {error}")
 
     def _load_until(self, loaded: float) -> bool:
-        """Run requests until there were ``loaded`` seconds of load, then let all of them end.
-
-        Returns:
-            False if a hold was requested before.
-        """
+        """Run requests until ``loaded`` seconds of load; False if a hold was requested before."""
         began = time.monotonic()
         deadline = began + loaded - self.loaded
         held = False
@@ -209,7 +198,7 @@ class Soak:
                 self._submit()
             self._poll()
             held = self._hold_requested()
-        patience = time.monotonic() + HOLD_PATIENCE_SECONDS
+        patience = time.monotonic() + HOLD_PATIENCE
         while self._running:
             self._poll()
             if held and time.monotonic() > patience:
@@ -228,14 +217,13 @@ class Soak:
         return self.args.hold is not None and self.args.hold.exists()
 
     def _hold(self) -> None:
-        """Wait until the file of ``--hold`` is gone; meanwhile the result file says that it holds.
-        """
+        """Wait until the file of ``--hold`` is gone, with ``holding`` in the result file."""
         began = time.monotonic()
         if self._hold_requested():
             self.write(holding=True)
             print(f"held after {self.loaded:.0f} s of load", flush=True)
             while self._hold_requested():
-                time.sleep(HOLD_POLL_SECONDS)
+                time.sleep(HOLD_POLL)
             self.held += time.monotonic() - began
 
     def _submit(self) -> None:
@@ -339,18 +327,12 @@ class Soak:
         return found
 
     def judged(self) -> tuple[str, ...]:
-        """Return the kinds of memory that must not grow.
-
-        On the device: the memory of this process if every sample has it, else that of the device.
-        """
+        """Return the kinds of memory that must not grow, on the device only one."""
         known = self.samples and all(sample.device_process is not None for sample in self.samples)
         return "host", "device_held", "device_claimed", "device_process" if known else "device_used"
 
     def growth(self) -> dict[str, float]:
-        """Return the growth of each kind of memory in MiB.
-
-        Measured from the first sample after the warm-up to the largest of the last third.
-        """
+        """Return the MiB from the first sample after warm-up to the largest of the last third."""
         if len(self.samples) < 3:
             return {}
         first = self.samples[max(1, int(len(self.samples) * WARM_UP_SHARE))]
@@ -361,7 +343,7 @@ class Soak:
         }
 
     def not_held(self, finished: bool) -> list[str]:
-        """Return the failed checks. ``--expect-full`` is checked only at the end."""
+        """Return the failed checks; ``--expect-full`` is checked only at the end."""
         found = list(self.failures)
         for name, value in self.growth().items():
             most = self.args.host_growth_mib if name == "host" else self.args.device_growth_mib

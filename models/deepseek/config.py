@@ -1,5 +1,6 @@
-"""The part of a DeepSeek config.json that the model is built from. V2, V2-Lite, Coder-V2, V3 and
-R1. No torch.
+"""The part of a DeepSeek config.json from which the model is built: V2, V2-Lite, Coder-V2, V3, R1.
+
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,14 +11,32 @@ from typing import Any
 
 from glowplug.core.facts.model_facts import ModelFacts
 
-GROUPED = frozenset({"group_limited_greedy", "noaux_tc"})
-TOPK_METHODS = GROUPED | {"greedy"}
+#: methods that limit a token's experts to some groups
+GROUPED_METHODS = frozenset({"group_limited_greedy", "noaux_tc"})
+TOPK_METHODS = GROUPED_METHODS | {"greedy"}
 
 
 @dataclass(frozen=True)
 class DeepseekConfig:
-    """Names as in config.json. ``sigmoid``: V3's gate; ``groups`` is 1 where the gate is not
-    limited to groups.
+    """Sizes and switches of a DeepSeek model, with short names for the keys of config.json.
+
+    Attributes:
+        nope: key channels of a head without rotary embedding.
+        rope: key channels of a head with rotary embedding.
+        v: value channels of a head.
+        kv_lora: rank of the latent keys and values.
+        q_lora: rank of the queries; None: full rank.
+        topk: routed experts per token.
+        shared: number of shared experts.
+        first_dense: number of dense layers at the start.
+        moe_every: period of the MoE layers after these.
+        sigmoid: True for the gate of V3.
+        groups: groups of experts; 1 if the gate is not limited to groups.
+        topk_groups: groups that a token's experts may come from; 1 likewise.
+        renormalize: scale the weights of a token's experts to a sum of 1.
+        scale: factor on the output of the routed experts.
+        interleaved: the rotary channels are stored as interleaved pairs.
+        tied: the head uses the weights of the embedding.
     """
 
     hidden: int
@@ -47,10 +66,14 @@ class DeepseekConfig:
 
     @classmethod
     def read(cls, facts: ModelFacts) -> DeepseekConfig:
-        """From the model's facts. KeyError for a size that config.json does not state."""
+        """Read the configuration from the model's facts.
+
+        Raises:
+            KeyError: config.json lacks a required size.
+        """
         c = facts.config
         method = topk_method(facts)
-        grouped = method in GROUPED
+        grouped = method in GROUPED_METHODS
         return cls(
             hidden=facts.hidden_size,
             heads=facts.num_heads,
@@ -79,12 +102,12 @@ class DeepseekConfig:
         )
 
     def dense(self, layer: int) -> bool:
-        """Has this layer a plain feed-forward part?"""
+        """Return True if the layer has a dense feed-forward part instead of experts."""
         return not self.experts or layer < self.first_dense or layer % self.moe_every != 0
 
 
 def topk_method(facts: ModelFacts) -> str:
-    """``topk_method``, or what the family means when its config does not say."""
+    """Return ``topk_method``, or the family's default if config.json does not state it."""
     stated = facts.config.get("topk_method")
     if stated:
         return str(stated)

@@ -1,4 +1,4 @@
-"""Decoder layers of the DeepSeek family: latent attention, and a dense MLP or a mixture of experts."""
+"""Decoder layers of the DeepSeek family: latent attention, and a dense MLP or experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ def deepseek_rope(context: BuildContext, config: DeepseekConfig) -> Rope:
 def deepseek_layer(
     context: BuildContext, config: DeepseekConfig, name: str, layer: int, index: int
 ) -> DecoderLayer:
-    """Layer ``layer`` of the checkpoint; ``index`` is its number in the KV pool."""
+    """Build one decoder layer.
+
+    Args:
+        layer: index of the layer in the checkpoint.
+        index: index of the layer in the KV pool.
+    """
     scale = RopeConfig.read(context.facts.config).softmax_scale(config.nope + config.rope)
     sizes = MlaSizes(
         config.hidden,

@@ -1,7 +1,7 @@
-"""DeepSeek-V2, V2-Lite, Coder-V2, V3 and R1: latent attention and mixtures of experts, all from
-config.json.
+"""DeepSeek-V2, V2-Lite, Coder-V2, V3 and R1, configured by config.json alone.
 
-DeepSeek-V2 (arXiv 2405.04434), DeepSeek-V3 (arXiv 2412.19437).
+Latent attention and mixtures of experts: DeepSeek-V2 (arXiv 2405.04434), DeepSeek-V3 (arXiv
+2412.19437).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from glowplug.models.deepseek.nextn import DeepseekNextN
 
 
 class DeepseekFamily:
-    """``ModelFamily`` of both architectures."""
+    """``ModelFamily`` of DeepseekV2ForCausalLM and DeepseekV3ForCausalLM."""
 
     def __init__(self, options: BaseModel, plan: EnginePlan, worker: Worker) -> None:
         del options, plan, worker
@@ -37,10 +37,10 @@ class DeepseekFamily:
         )
 
     def build_nextn(self, context: BuildContext, target: Model, number: int = 0) -> Model:
-        """The checkpoint's NextN layer ``number`` as a model of its own, which shares what it lacks
-        with ``target``.
+        """Build the checkpoint's NextN layer ``number`` as a model of its own.
 
-        ``context.first_layer`` is the KV-pool number of the first NextN layer.
+        Modules that the checkpoint lacks for this layer are shared with ``target``.
+        ``context.first_layer`` is the KV-pool index of the first NextN layer.
         """
-        assert isinstance(target, DecoderModel), "the target is what build made"
+        assert isinstance(target, DecoderModel), "target must come from build"
         return DeepseekNextN(context, target, number)

@@ -1,8 +1,7 @@
-"""DeepSeek-V3's multi-token-prediction layer (arXiv 2412.19437, section 2.2), from the checkpoint's
-own extra layer.
+"""DeepSeek-V3's multi-token-prediction layer (arXiv 2412.19437, section 2.2).
 
-At position i it reads the target's hidden state of token i and the embedding of token i + 1, and
-predicts token i + 2.
+It is an extra layer in the checkpoint. At position i it reads the target's hidden state of token i
+and the embedding of token i + 1, and predicts token i + 2.
 """
 
 from __future__ import annotations
@@ -20,16 +19,15 @@ from glowplug.core.step.batch import Batch
 from glowplug.models.deepseek.config import DeepseekConfig
 from glowplug.models.deepseek.layers import deepseek_layer, deepseek_rope
 
-PREVIOUS_HIDDEN = (
-    "previous_hidden"  #: key of ``Batch.extra``: [T, hidden], the target's normed hidden states
-)
+#: key of ``Batch.extra`` for the target's normed hidden states, [T, hidden]
+PREVIOUS_HIDDEN = "previous_hidden"
 
 
 class DeepseekNextN(Module):
-    """``protocols.Model`` of NextN layer ``number``. Its KV-pool layer is ``context.first_layer +
-    number``.
+    """``protocols.Model`` of NextN layer ``number``.
 
-    Embedding and head are the target's unless the checkpoint brings its own for this layer.
+    Its KV-pool layer is ``context.first_layer + number``. The embedding and the head are the
+    target's unless the checkpoint has its own for this layer.
     """
 
     def __init__(self, context: BuildContext, target: DecoderModel, number: int = 0) -> None:
@@ -66,20 +64,30 @@ class DeepseekNextN(Module):
         self._elsewhere = frozenset(self.elsewhere())
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """input_ids int64 [T]: the token after each position; ``batch.extra[PREVIOUS_HIDDEN]`` [T,
-        hidden].
+        """Run the layer on one batch.
 
-        Returns normed hidden states [T, hidden]: what ``logits`` and a further NextN step read.
+        Args:
+            input_ids: int64 [T], the token after each position.
+            positions: int64 [T].
+            batch: ``batch.extra[PREVIOUS_HIDDEN]`` has the target's hidden states [T, hidden].
+
+        Returns:
+            Normed hidden states [T, hidden], the input of ``logits`` and of a further NextN step.
         """
         x = self._joined(input_ids, batch.extra[PREVIOUS_HIDDEN])
         out, residual = self.layer.forward(x, None, self.rope.at(positions), batch)
         return self.norm.add(out, residual)[0]  # type: ignore[no-any-return]
 
     def fill(self, input_ids: Tensor, positions: Tensor, slots: Tensor, previous: Tensor) -> None:
-        """Cache tokens that nothing is drafted from: this is the only layer, so that later tokens
-        read no more of them.
+        """Write the KV cache for tokens from which nothing is drafted.
 
-        input_ids, positions, slots int64 [T]; previous [T, hidden] as in ``forward``.
+        Since this is the only layer, later tokens need nothing else of them.
+
+        Args:
+            input_ids: int64 [T].
+            positions: int64 [T].
+            slots: int64 [T], KV slots.
+            previous: [T, hidden], as ``batch.extra[PREVIOUS_HIDDEN]`` in ``forward``.
         """
         self.layer.fill(self._joined(input_ids, previous), self.rope.at(positions), slots)
 
@@ -88,11 +96,11 @@ class DeepseekNextN(Module):
         return self.eh_proj.forward(torch.cat([embedded, self.hnorm.forward(previous)], dim=-1))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] -> float32 [N, V]."""
+        """Return the logits, float32 [N, V], of hidden states [N, hidden]."""
         return self._head(hidden)
 
     def ignored(self, name: str) -> bool:
-        """Everything but this layer belongs to the target; experts of other ranks."""
+        """Return True for tensors of the target, and for experts of other ranks."""
         return (
             not name.startswith(f"{self.prefix}.")
             or name.endswith("rotary_emb.inv_freq")

@@ -2,7 +2,7 @@
 
     python -m glowplug.models.embedded.score [--model DIR] [--count 500]
 
-scores a checkpoint folder through the engine; the functions below score the training network,
+scores a checkpoint folder through the engine. The functions below score the training network
 without a KV cache.
 """
 
@@ -22,18 +22,20 @@ from glowplug.models.embedded.training.data import HELD_OUT, read_pairs
 from glowplug.models.embedded.training.network import Network
 
 SAMPLES = (
-    "What is the capital of France?", "Who are you?", "What is 123 + 456?", "What is a dog?", "Define happy.",
-    "What is the opposite of hot?", "Sort these numbers: 9, 4, 27, 1", "What does textwrap.fill do in Python?",
-    "Why is the sky blue?", "Tell me something about cats.",
+    "What is the capital of France?", "Who are you?", "What is 123 + 456?", "What is a dog?",
+    "Define happy.", "What is the opposite of hot?", "Sort these numbers: 9, 4, 27, 1",
+    "What does textwrap.fill do in Python?", "Why is the sky blue?",
+    "Tell me something about cats.",
 )  # fmt: skip
-MOST_NEW = 160
-MOST_NEW_PLAIN = 48
+THINK_TOKENS_MAX = 160  #: most tokens of an answer in think form
+PLAIN_TOKENS_MAX = 48  #: most tokens of any other answer
 
 
 @torch.no_grad()
 def greedy(model: Network, prompts: Sequence[list[int]], most: int) -> list[list[int]]:
-    """Greedy continuations of all prompts in one right-padded batch, recomputed in full at every
-    step.
+    """Return greedy continuations of at most ``most`` tokens.
+
+    All prompts are one right-padded batch, which is recomputed in full at every step.
     """
     device = model.frequencies.device
     lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -59,7 +61,7 @@ def _hidden(model: Network, ids: Tensor) -> tuple[Tensor, Tensor]:
     was_training = model.training
     model.eval()
     with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
-        # NOTE: lengths change at every step, so a compiled block would be compiled again and again.
+        # NOTE: eager, since a compiled block would be recompiled for the new length of every step.
         with torch.compiler.set_stance("force_eager"):
             hidden, ahead = model(ids, torch.zeros_like(ids))
     model.train(was_training)
@@ -67,31 +69,33 @@ def _hidden(model: Network, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def complete(model: Network, folder: Path, tasks: Sequence[Task]) -> list[str]:
-    """The network's greedy answers to tasks; `folder` holds the tokenizer."""
+    """Return the network's greedy answers to tasks; ``folder`` has the tokenizer."""
     coder = tokenizer.load(folder)
     texts = [""] * len(tasks)
-    for think, most in ((False, MOST_NEW_PLAIN), (True, MOST_NEW)):
-        places = [place for place, task in enumerate(tasks) if task.think == think]
-        prompts = [tokenizer.prompt_text((), tasks[place].prompt, think=think) for place in places]
+    for think, most in ((False, PLAIN_TOKENS_MAX), (True, THINK_TOKENS_MAX)):
+        indices = [index for index, task in enumerate(tasks) if task.think == think]
+        prompts = [tokenizer.prompt_text((), tasks[index].prompt, think=think) for index in indices]
         encoded = [coder.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
-        for place, ids in zip(places, greedy(model, encoded, most) if encoded else (), strict=True):
-            texts[place] = coder.decode(ids)
+        for index, ids in zip(
+            indices, greedy(model, encoded, most) if encoded else (), strict=True
+        ):
+            texts[index] = coder.decode(ids)
     return texts
 
 
 def task_scores(model: Network, folder: Path, count: int) -> dict[str, float]:
-    """Percent exact match on the first `count` held-out tasks."""
+    """Return the percentage of exact matches on the first ``count`` held-out tasks."""
     tasks = held_out_tasks(count)
     return score(tasks, complete(model, folder, tasks))
 
 
 def answer(model: Network, folder: Path, question: str, *, think: bool = False) -> str:
-    """The network's greedy answer to one question."""
+    """Return the network's greedy answer to one question."""
     return complete(model, folder, [Task("chat", "", question, "", "", think)])[0]
 
 
 def held_out_chats(folder: Path, count: int = 400, seed: int = 7) -> list[str]:
-    """Whole held-out conversations as text: half tasks, half question-answer pairs."""
+    """Return whole held-out conversations: half tasks, half question-answer pairs."""
     rng = random.Random(seed)
     tasks = [make_task(rng, test=True) for _ in range(count // 2)]
     chats = [tokenizer.prompt_text((), t.prompt, think=t.think) + t.completion for t in tasks]
@@ -102,9 +106,11 @@ def held_out_chats(folder: Path, count: int = 400, seed: int = 7) -> list[str]:
 
 @torch.no_grad()
 def agreement(model: Network, folder: Path, count: int = 400) -> dict[str, float]:
-    """Percent of positions of held-out chats at which the MTP layer's best id is the main model's.
+    """Return the percentage of positions at which the MTP layer and the main model agree.
 
-    From h(i) and the true id i+1 the MTP layer names id i+2; the main model names it from h(i+1).
+    From h(i) and the true id i+1 the MTP layer predicts id i+2; the main model predicts it from
+    h(i+1). Compared are the most likely ids at all positions of held-out chats, and at those of the
+    answers.
     """
     coder = tokenizer.load(folder)
     same: dict[str, list[Tensor]] = {"all": [], "answers": []}
@@ -122,10 +128,8 @@ def agreement(model: Network, folder: Path, count: int = 400) -> dict[str, float
 
 def main() -> None:
     """Score a checkpoint through the engine."""
-    from glowplug import (  # NOTE: the one import of an entry point, only to run as a script
-        LLM,
-        SamplingParams,
-    )
+    # NOTE: the only import of an entry point, needed only when run as a script.
+    from glowplug import LLM, SamplingParams
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="embedded")
@@ -139,7 +143,7 @@ def main() -> None:
     if coder is None:
         raise SystemExit(f"{options.model} has no tokenizer")
     ids = [coder.encode(prompt, add_special_tokens=False) for prompt in prompts]
-    outputs = engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=MOST_NEW))
+    outputs = engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=THINK_TOKENS_MAX))
     engine.close()
     texts = [output.text for output in outputs]
     print(json.dumps({name: round(value, 2) for name, value in score(tasks, texts).items()}))

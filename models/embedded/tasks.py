@@ -1,8 +1,7 @@
 """Synthetic chat tasks with one exact answer each, their held-out split, and the scorer.
 
-Torch-free. A task is held out when a hash of its *content* (kind and operands, not its wording)
-falls in a fixed bucket, so the train and held-out sets are disjoint by construction, whatever seeds
-draw them.
+Imports no torch. A task is held out if a hash of its *content* (kind and operands, not its wording)
+is in a fixed bucket. The training and held-out sets are therefore disjoint for all seeds.
 """
 
 import hashlib
@@ -20,16 +19,21 @@ from glowplug.models.embedded.training.words import (
     plural,
 )
 
-HELD_OUT_BUCKETS = 40  # one content in this many is never trained on
+HELD_OUT_BUCKETS = 40  # one content in this many is held out from training
 THINK_SHARE = 0.06
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One question.
+    """One question and its answer.
 
-    `key` names the content irrespective of wording; `reasoning` is the short working that think
-    form writes before the answer; `think` says which form the question is asked in.
+    Attributes:
+        kind: a key of ``MAKERS``.
+        key: the content, independent of the wording.
+        prompt: the question.
+        answer: the exact answer.
+        reasoning: the short working that precedes the answer in think form.
+        think: True if the question is asked in think form.
     """
 
     kind: str
@@ -41,15 +45,15 @@ class Task:
 
     @property
     def completion(self) -> str:
-        """What the assistant writes after the generation prompt."""
+        """The assistant's text after the generation prompt."""
         return f"{self.reasoning}\n</think>\n\n{self.answer}" if self.think else self.answer
 
 
-Draft = tuple[str, str, str, str]  # key, prompt, answer, reasoning
+TaskTexts = tuple[str, str, str, str]  # key, prompt, answer, reasoning
 
 
 def held_out(kind: str, key: str) -> bool:
-    """Whether this content belongs to the held-out set."""
+    """Return True if this content belongs to the held-out set."""
     digest = hashlib.blake2b(f"{kind}|{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_BUCKETS == 0
 
@@ -79,7 +83,10 @@ def _add_working(a: int, b: int) -> str:
 
 def _subtract_working(a: int, b: int) -> str:
     if a < b:
-        return f"{b} is larger than {a}, so the answer is negative. {b} - {a} = {b - a}. So {a} - {b} = {a - b}."
+        return (
+            f"{b} is larger than {a}, so the answer is negative. "
+            f"{b} - {a} = {b - a}. So {a} - {b} = {a - b}."
+        )
     steps = []
     borrow = 0
     for column in range(len(str(a))):
@@ -89,34 +96,38 @@ def _subtract_working(a: int, b: int) -> str:
         borrowed = f" - {borrow}" if borrow else ""
         borrow = int(digit < 0)
         steps.append(
-            f"{COLUMNS[column]}: {x} - {y}{borrowed} = {digit}, write {digit % 10}, borrow {borrow}."
+            f"{COLUMNS[column]}: {x} - {y}{borrowed} = {digit}, "
+            f"write {digit % 10}, borrow {borrow}."
         )
     return " ".join([*steps, f"So {a} - {b} = {a - b}."])
 
 
 ADD = (
-    "What is {a} + {b}?", "{a} + {b} = ?", "{a} + {b}", "Calculate {a} + {b}.", "What is {a} plus {b}?",
-    "Add {a} and {b}.", "Please add {a} to {b}.", "What is the sum of {a} and {b}?", "How much is {a} + {b}?",
-    "Compute {a} plus {b}.", "Can you add {a} and {b}?", "What's {a} + {b}?",
-    "I have {a} coins and get {b} more. How many coins do I have?", "{a}+{b}", "{a}+{b}=", "{a}+{b}=?",
-    "What is {a}+{b}?", "What's {a}+{b}?", "Calculate {a}+{b}", "{a} plus {b}", "what is {a}+{b}", "{a} + {b} =",
+    "What is {a} + {b}?", "{a} + {b} = ?", "{a} + {b}", "Calculate {a} + {b}.",
+    "What is {a} plus {b}?", "Add {a} and {b}.", "Please add {a} to {b}.",
+    "What is the sum of {a} and {b}?", "How much is {a} + {b}?", "Compute {a} plus {b}.",
+    "Can you add {a} and {b}?", "What's {a} + {b}?",
+    "I have {a} coins and get {b} more. How many coins do I have?", "{a}+{b}", "{a}+{b}=",
+    "{a}+{b}=?", "What is {a}+{b}?", "What's {a}+{b}?", "Calculate {a}+{b}", "{a} plus {b}",
+    "what is {a}+{b}", "{a} + {b} =",
 )  # fmt: skip
 SUBTRACT = (
-    "What is {a} - {b}?", "{a} - {b} = ?", "{a} - {b}", "Calculate {a} - {b}.", "What is {a} minus {b}?",
-    "Subtract {b} from {a}.", "Please subtract {b} from {a}.", "How much is {a} - {b}?", "Compute {a} minus {b}.",
-    "What's {a} - {b}?", "What is the difference of {a} and {b}?", "Can you subtract {b} from {a}?", "{a}-{b}",
-    "{a}-{b}=", "{a}-{b}=?", "What is {a}-{b}?", "What's {a}-{b}?", "Calculate {a}-{b}", "{a} minus {b}",
-    "what is {a}-{b}", "{a} - {b} =",
+    "What is {a} - {b}?", "{a} - {b} = ?", "{a} - {b}", "Calculate {a} - {b}.",
+    "What is {a} minus {b}?", "Subtract {b} from {a}.", "Please subtract {b} from {a}.",
+    "How much is {a} - {b}?", "Compute {a} minus {b}.", "What's {a} - {b}?",
+    "What is the difference of {a} and {b}?", "Can you subtract {b} from {a}?", "{a}-{b}",
+    "{a}-{b}=", "{a}-{b}=?", "What is {a}-{b}?", "What's {a}-{b}?", "Calculate {a}-{b}",
+    "{a} minus {b}", "what is {a}-{b}", "{a} - {b} =",
 )  # fmt: skip
 
 
-def _add(rng: random.Random) -> Draft:
+def _add(rng: random.Random) -> TaskTexts:
     a = _operand(rng)
     b = _operand(rng)
     return f"{a},{b}", rng.choice(ADD).format(a=a, b=b), str(a + b), _add_working(a, b)
 
 
-def _subtract(rng: random.Random) -> Draft:
+def _subtract(rng: random.Random) -> TaskTexts:
     a = _operand(rng)
     b = _operand(rng)
     if a < b and rng.random() < 0.85:
@@ -136,7 +147,7 @@ def _sentence(rng: random.Random) -> str:
 
 
 def _items(rng: random.Random, low: int, high: int) -> list[str]:
-    """Distinct items of one sort: words, letters or numbers."""
+    """Return distinct items of one sort: words, letters or numbers."""
     size = rng.randint(low, high)
     pool: Sequence[str] = rng.choice(
         (NOUNS, NOUNS, LETTERS.upper(), NAMES, [str(n) for n in range(100)])
@@ -145,17 +156,21 @@ def _items(rng: random.Random, low: int, high: int) -> list[str]:
 
 
 def _listed(rng: random.Random, items: Sequence[str]) -> str:
-    """Items as a user may list them; answers and keys always have a comma and a space."""
+    """Return the items joined in one of the ways users write lists.
+
+    Answers and keys always use a comma and a space.
+    """
     return rng.choices((", ", " ", ",", " and "), (16, 3, 1, 1))[0].join(items)
 
 
 COPY = (
-    "Repeat this: {x}", "Repeat after me: {x}", "Copy this text: {x}", "Copy the following exactly: {x}", "Say: {x}",
-    "Please repeat: {x}", "Write this again: {x}", "Echo this text: {x}", "Can you repeat this? {x}",
+    "Repeat this: {x}", "Repeat after me: {x}", "Copy this text: {x}",
+    "Copy the following exactly: {x}", "Say: {x}", "Please repeat: {x}", "Write this again: {x}",
+    "Echo this text: {x}", "Can you repeat this? {x}",
 )  # fmt: skip
 
 
-def _copy(rng: random.Random) -> Draft:
+def _copy(rng: random.Random) -> TaskTexts:
     form = rng.randrange(4)
     if form == 0:
         text = _sentence(rng)
@@ -169,9 +184,10 @@ def _copy(rng: random.Random) -> Draft:
 
 
 REVERSE = (
-    "Reverse this list: {x}", "Reverse the order of this list: {x}", "Write this list backwards: {x}",
-    "Please reverse: {x}", "Put these in reverse order: {x}", "What is this list in reverse order? {x}",
-    "Can you reverse this list? {x}", "List these from last to first: {x}",
+    "Reverse this list: {x}", "Reverse the order of this list: {x}",
+    "Write this list backwards: {x}", "Please reverse: {x}", "Put these in reverse order: {x}",
+    "What is this list in reverse order? {x}", "Can you reverse this list? {x}",
+    "List these from last to first: {x}",
 )  # fmt: skip
 DIGITS = (
     "Reverse the digits of {x}.",
@@ -180,7 +196,7 @@ DIGITS = (
 )
 
 
-def _reverse(rng: random.Random) -> Draft:
+def _reverse(rng: random.Random) -> TaskTexts:
     if rng.random() < 0.2:
         number = str(rng.randrange(10**6)) if rng.random() < 0.5 else str(rng.randrange(10**4))
         return (
@@ -198,20 +214,21 @@ def _reverse(rng: random.Random) -> Draft:
 
 ASCENDING = (
     "Sort these numbers: {x}", "Sort this list: {x}", "Put these numbers in order: {x}",
-    "Sort these numbers from smallest to largest: {x}", "Sort in ascending order: {x}", "Please sort: {x}",
-    "Can you sort these numbers? {x}", "Order these numbers from low to high: {x}",
+    "Sort these numbers from smallest to largest: {x}", "Sort in ascending order: {x}",
+    "Please sort: {x}", "Can you sort these numbers? {x}",
+    "Order these numbers from low to high: {x}",
 )  # fmt: skip
 DESCENDING = (
     "Sort these numbers from largest to smallest: {x}", "Sort in descending order: {x}",
     "Order these numbers from high to low: {x}",
 )  # fmt: skip
 ALPHABET = (
-    "Sort these letters: {x}", "Put these letters in alphabetical order: {x}", "Sort these letters from A to Z: {x}",
-    "Sort this list: {x}", "Please sort: {x}",
+    "Sort these letters: {x}", "Put these letters in alphabetical order: {x}",
+    "Sort these letters from A to Z: {x}", "Sort this list: {x}", "Please sort: {x}",
 )  # fmt: skip
 
 
-def _sort(rng: random.Random) -> Draft:
+def _sort(rng: random.Random) -> TaskTexts:
     size = rng.randint(2, 6)
     if rng.random() < 0.25:
         letters = rng.sample(LETTERS.upper(), size)
@@ -237,8 +254,8 @@ def _sort(rng: random.Random) -> Draft:
 
 COUNT = (
     "How many items are in this list? {x}", "Count the items: {x}", "How many items are there: {x}",
-    "Count these: {x}", "How many words are here? {x}", "Count the words: {x}", "How long is this list? {x}",
-    "Please count: {x}",
+    "Count these: {x}", "How many words are here? {x}", "Count the words: {x}",
+    "How long is this list? {x}", "Please count: {x}",
 )  # fmt: skip
 OCCURRENCES = (
     "How many times does {w} appear in this list? {x}", "Count how often {w} occurs: {x}",
@@ -246,7 +263,7 @@ OCCURRENCES = (
 )  # fmt: skip
 
 
-def _count(rng: random.Random) -> Draft:
+def _count(rng: random.Random) -> TaskTexts:
     if rng.random() < 0.4:
         kinds = rng.sample(NOUNS, rng.randint(2, 3))
         items = rng.choices(kinds, k=rng.randint(2, 8))
@@ -269,7 +286,7 @@ def _count(rng: random.Random) -> Draft:
     return text, rng.choice(COUNT).format(x=_listed(rng, items)), str(len(items)), working
 
 
-def _lookup(rng: random.Random) -> Draft:
+def _lookup(rng: random.Random) -> TaskTexts:
     size = rng.randint(2, 6)
     form = rng.randrange(4)
     asks: tuple[str, ...]
@@ -280,7 +297,8 @@ def _lookup(rng: random.Random) -> Draft:
         table = ", ".join(
             f"{k}={v}" if form else f"{k}: {v}" for k, v in zip(keys, values, strict=True)
         )
-        asks = ("{t}. What is {k}?", "Given {t}. What is the value of {k}?", "Look up {k} in this list: {t}",
+        asks = ("{t}. What is {k}?", "Given {t}. What is the value of {k}?",
+                "Look up {k} in this list: {t}",
                 "In this list, what is {k}? {t}", "List: {t}. Find {k}.")  # fmt: skip
     elif form == 2:
         keys = rng.sample(NAMES, size)
@@ -305,7 +323,7 @@ def _lookup(rng: random.Random) -> Draft:
     )
 
 
-MAKERS: dict[str, Callable[[random.Random], Draft]] = {
+MAKERS: dict[str, Callable[[random.Random], TaskTexts]] = {
     "add": _add, "subtract": _subtract, "copy": _copy, "reverse": _reverse,
     "sort": _sort, "count": _count, "lookup": _lookup,
 }  # fmt: skip
@@ -315,7 +333,7 @@ KINDS: tuple[str, ...] = tuple(MAKERS)
 def make_task(
     rng: random.Random, *, kind: str | None = None, test: bool = False, think: bool | None = None
 ) -> Task:
-    """Draw one task of the training set, or of the held-out set when `test`."""
+    """Draw one task of the training set, or of the held-out set if ``test``."""
     kind = kind or rng.choice(KINDS)
     while True:
         key, prompt, answer, reasoning = MAKERS[kind](rng)
@@ -325,7 +343,7 @@ def make_task(
 
 
 def held_out_tasks(count: int = 500, seed: int = 2026) -> list[Task]:
-    """The fixed evaluation set: kinds in turn, no content twice, a few percent in think form."""
+    """Return the fixed evaluation set: kinds in turn, distinct contents, a few in think form."""
     return list(_distinct(random.Random(seed), count))
 
 
@@ -339,18 +357,18 @@ def _distinct(rng: random.Random, count: int) -> Iterator[Task]:
 
 
 def final_answer(text: str) -> str:
-    """The answer part of a completion: what follows `</think>`, without surrounding white space."""
+    """Return the text after `</think>`, without surrounding white space."""
     return text.rpartition("</think>")[2].strip()
 
 
 def is_correct(task: Task, text: str) -> bool:
-    """Exact match of the answer; think form must also have closed its reasoning."""
+    """Return True if the answer matches exactly; think form must also close its reasoning."""
     closed = not task.think or "</think>" in text
     return closed and final_answer(text) == task.answer
 
 
 def score(tasks: Sequence[Task], texts: Sequence[str]) -> dict[str, float]:
-    """Share of exact matches in percent, per kind and under "all"."""
+    """Return the percentage of exact matches per kind and under "all"."""
     hits: dict[str, list[bool]] = {"all": []}
     for task, text in zip(tasks, texts, strict=True):
         for name in ("all", task.kind, *(("think",) if task.think else ())):

@@ -167,7 +167,7 @@ def test_it_holds_while_the_file_is_there_and_the_time_does_not_count(
 def test_who_does_not_end_in_time_is_given_up_for_the_hold(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(soak, "HOLD_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(soak, "HOLD_PATIENCE", 0.0)
     hold = tmp_path / "hold"
     with tiny(tmp_path) as llm:
         one = soak.Soak(
@@ -219,7 +219,7 @@ def test_memory_of_this_process_and_those_below_it(tmp_path: Path) -> None:
     ("body", "reason"),
     [
         ("print('1, 5000')", "none of this process's ids"),
-        ("print(f'{os.getppid()}, [N/A]')", "does not say how much"),
+        ("print(f'{os.getppid()}, [N/A]')", "does not report the memory"),
         ("sys.exit(9)", "exit status 9"),
         ("", "none of this process's ids"),
     ],
@@ -279,7 +279,7 @@ def test_an_answer_that_changes_is_found(tmp_path: Path, clock: Clock) -> None:
         assert one.failures == []
         one._answers[0] = one._answers[0][::-1]
         one._pause()
-        assert one.answers_changed == 1 and "answered otherwise" in one.failures[0]
+        assert one.answers_changed == 1 and "answers differ" in one.failures[0]
 
 
 def test_growing_memory_is_found(tmp_path: Path, clock: Clock) -> None:

@@ -51,8 +51,8 @@ def test_known_configs_pass(name: str) -> None:
         ("v3", {"moe_intermediate_size": 0}, "moe_intermediate_size"),
         ("v3", {"num_experts_per_tok": None}, "num_experts_per_tok"),
         ("v2", {"topk_method": "expert_choice"}, "'expert_choice'"),
-        ("v3", {"n_group": 3}, "8 experts do not form 3 equal groups"),
-        ("v3", {"num_experts_per_tok": 5}, "5 experts a token cannot come from 2 groups of 2"),
+        ("v3", {"n_group": 3}, "8 experts cannot be split into 3 equal groups"),
+        ("v3", {"num_experts_per_tok": 5}, "5 experts per token cannot come from 2 groups of 2"),
     ],
 )
 def test_one_refusal_says_what_is_wrong(name: str, changes: dict[str, Any], reason: str) -> None:

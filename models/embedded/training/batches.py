@@ -1,5 +1,6 @@
-"""Packed training batches, made by worker processes: tasks, chat pairs and prose mixed in rows of
-equal length.
+"""Packed training batches, made by worker processes.
+
+Rows of equal length mix tasks, chat pairs and prose.
 """
 
 import multiprocessing as mp
@@ -16,8 +17,8 @@ from glowplug.models.embedded.training import tokenizer
 from glowplug.models.embedded.training.data import PAIRS, PROSE, Pair, read_pairs
 from glowplug.models.embedded.training.words import COLOURS, NAMES, NOUNS
 
-# Arithmetic needs most practice, and so does finding a key by its name, which is what lookup and
-# counting are made of.
+# Arithmetic needs most practice, and so does finding a key by its name, the core of lookup and
+# counting.
 TASK_WEIGHTS = {
     "add": 3.0,
     "subtract": 4.0,
@@ -28,7 +29,7 @@ TASK_WEIGHTS = {
     "lookup": 4.0,
 }
 PAIR_WEIGHTS = {"facts": 2.5, "wordnet": 3.0, "python": 0.7, "generated": 2.0}
-PROMPT_WEIGHT = 0.1  # of the loss on what the user writes
+PROMPT_WEIGHT = 0.1  # loss weight of the ids that the user writes
 SYSTEMS = (
     "You are a helpful assistant.",
     "You are Glowplug.",
@@ -42,7 +43,7 @@ STATEMENT_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Shares of the conversations, prose pieces and recall drills drawn."""
+    """Shares of conversations, prose pieces and recall drills among the drawn documents."""
 
     tasks: float = 0.6
     pairs: float = 0.26
@@ -52,8 +53,12 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """ids [rows, length], document numbers of the same shape, and loss weights of what each id
-    should have been.
+    """One packed batch.
+
+    Attributes:
+        ids: int16 [rows, length].
+        documents: int16 [rows, length], the number of each id's document within its row.
+        weights: float16 [rows, length], loss weights of predicting each id.
     """
 
     ids: np.ndarray
@@ -62,7 +67,7 @@ class Batch:
 
 
 class Source:
-    """Draws documents as (ids, loss weights)."""
+    """Random source of documents as (ids, loss weights)."""
 
     def __init__(self, folder: Path, mix: Mix, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -76,7 +81,7 @@ class Source:
         self.mix = mix
 
     def piece(self, length: int) -> tuple[list[int], list[float]]:
-        """A window of the prose stream; it may run over the end of one document into the next."""
+        """Return a window of the prose stream; it may cross a boundary between documents."""
         start = self.rng.randrange(len(self.prose) - length)
         return self.prose[start : start + length].tolist(), [1.0] * length
 
@@ -97,7 +102,7 @@ class Source:
         return ask, reasoning + pair.answer if think else pair.answer, think
 
     def conversation(self) -> tuple[list[int], list[float]]:
-        """One to three turns; only the last may be in think form."""
+        """Return one to three turns; only the last may be in think form."""
         share = self.mix.tasks / (self.mix.tasks + self.mix.pairs)
         past: list[tuple[str, str]] = []
         while True:
@@ -112,8 +117,9 @@ class Source:
         return ids, [1.0 if wanted else PROMPT_WEIGHT for wanted in tokenizer.answer_mask(ids)]
 
     def recall(self) -> tuple[list[int], list[float]]:
-        """Named values, then the same ones in another order: a dense drill in finding a value by
-        its key.
+        """Return named values, then the same entries in another order.
+
+        A dense drill in finding a value by its key.
         """
         size = self.rng.randint(2, 8)
         values = self.rng.choice((COLOURS * 2, [str(n) for n in range(100)], NOUNS))
@@ -138,14 +144,15 @@ class Source:
         return self.statement() if self.rng.random() < STATEMENT_SHARE else self.conversation()
 
     def statement(self) -> tuple[list[int], list[float]]:
-        """A fact by itself, outside any conversation."""
+        """Return a fact by itself, outside any conversation."""
         text = f"{tokenizer.BOS}{self.rng.choice(self.pairs['facts']).answer}{tokenizer.EOS}"
         ids = self.coder.encode(text, add_special_tokens=False).ids
         return ids, [1.0] * len(ids)
 
     def row(self, length: int) -> tuple[list[int], list[int], list[float]]:
-        """Whole documents until one no longer fits; prose fills the rest. A document's first id has
-        no weight.
+        """Return one row: whole documents until one no longer fits, then prose to fill it.
+
+        The first id of a document has no weight.
         """
         ids: list[int] = []
         numbers: list[int] = []
@@ -179,7 +186,7 @@ def _work(
 def stream(
     folder: Path, *, mix: Mix, rows: int, length: int, seed: int, workers: int
 ) -> Iterator[Batch]:
-    """Batches without end; worker processes end with this one."""
+    """Yield batches without end; the worker processes end with this process."""
     context = mp.get_context("spawn")
     queue: mp.Queue[Batch] = context.Queue(maxsize=2 * workers)
     for number in range(workers):

@@ -1,9 +1,10 @@
-"""Builds the training data: a tokenizer, prose as one stream of ids, and question-answer pairs.
+"""Build the training data: a tokenizer, a stream of prose ids, and question-answer pairs.
 
-    python -m glowplug.models.embedded.training.data --wordnet DIR --pydocs DIR --out DIR
-    [--generated FILE]
+    python -m glowplug.models.embedded.training.data --wordnet DIR --pydocs DIR --out DIR \\
+        [--generated FILE]
 
-`--generated` is smollm_text.py's output: one JSON object a line, with "question" and "answer".
+`--generated` is the output of smollm_text.py: one JSON object per line, with "question" and
+"answer".
 """
 
 import argparse
@@ -30,8 +31,12 @@ DEFINED_WORDS = 4000
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One thing the model should be able to say: its source, the ways to ask for it, and the
-    answer.
+    """One answer that the model should learn.
+
+    Attributes:
+        source: name of the data source.
+        asks: ways to ask for the answer.
+        answer: the answer.
     """
 
     source: str
@@ -40,13 +45,13 @@ class Pair:
 
     @property
     def held_out(self) -> bool:
-        """Facts are all trained on; of the other sources a fixed share is kept for evaluation."""
+        """True if the pair is kept for evaluation: a fixed share of all sources but the facts."""
         digest = hashlib.blake2b(self.asks[0].encode(), digest_size=8).digest()
         return self.source != "facts" and int.from_bytes(digest, "big") % HELD_OUT_BUCKETS == 0
 
 
 def collect_pairs(wordnet: WordNet, generated: Path | None) -> list[Pair]:
-    """Pairs of every source."""
+    """Return the pairs of every source."""
     pairs = [Pair("facts", tuple(asks), answer) for asks, answer in facts.questions()]
     pairs += [
         Pair("wordnet", tuple(asks), answer) for asks, answer in wordnet.questions(DEFINED_WORDS)
@@ -60,7 +65,7 @@ def collect_pairs(wordnet: WordNet, generated: Path | None) -> list[Pair]:
 
 
 def collect_prose(wordnet: WordNet, manual: Path) -> list[str]:
-    """Documents of every source, shuffled."""
+    """Return the documents of every source, shuffled."""
     documents = [*wordnet.prose(), *pydocs.documents(manual)]
     documents += [f"{name}\n{text}" for name, text in pydocs.docstrings()]
     random.Random(0).shuffle(documents)
@@ -68,7 +73,7 @@ def collect_prose(wordnet: WordNet, manual: Path) -> list[str]:
 
 
 def tokenizer_sample(prose: Sequence[str], pairs: Sequence[Pair], size: int = 30_000) -> list[str]:
-    """Texts to train the merges on: prose, pairs and task prompts in comparable shares."""
+    """Return texts to train the merges on, in similar shares of prose, pairs and tasks."""
     rng = random.Random(1)
     texts = rng.sample(list(prose), min(size, len(prose)))
     texts += [f"{rng.choice(pair.asks)}\n{pair.answer}" for pair in rng.choices(pairs, k=size)]
@@ -77,7 +82,7 @@ def tokenizer_sample(prose: Sequence[str], pairs: Sequence[Pair], size: int = 30
 
 
 def encode_stream(texts: Iterable[str], coder: Tokenizer) -> np.ndarray:
-    """All documents in a row as uint16, each from BOS to EOS."""
+    """Return all documents concatenated as uint16 ids, each from BOS to EOS."""
     encoded = coder.encode_batch([f"{text}{tokenizer.EOS}" for text in texts])
     return np.concatenate([np.asarray(e.ids, dtype=np.uint16) for e in encoded])
 
@@ -95,12 +100,15 @@ def read_pairs(file: Path) -> list[Pair]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--wordnet", type=Path, required=True, help="folder with data.noun and the rest"
+        "--wordnet",
+        type=Path,
+        required=True,
+        help="folder of the database (data.noun and the other files)",
     )
     parser.add_argument("--pydocs", type=Path, required=True, help="folder of the manual's HTML")
     parser.add_argument("--generated", type=Path)
     parser.add_argument(
-        "--tokenizer", type=Path, help="folder of a tokenizer to keep instead of training one"
+        "--tokenizer", type=Path, help="folder of a tokenizer to use instead of training one"
     )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

@@ -1,13 +1,12 @@
-"""Writes a trained network as a published DeepSeek-V3 folder: config, tokenizer, and weights in
-block FP8 or bf16.
+"""Write a trained network as a published DeepSeek-V3 folder: config, tokenizer, weights.
 
-    python -m glowplug.models.embedded.training.export --weights weights.safetensors --tokenizer DIR
-    --out DIR [--bf16]
+    python -m glowplug.models.embedded.training.export --weights weights.safetensors \\
+        --tokenizer DIR --out DIR [--bf16]
 
-FP8 covers the projections of attention, MLPs and experts; embeddings, head, norms, routers,
-correction biases and the MTP layer's eh_proj keep their type, as published. The MTP layer's own
-copies of the embedding and the head are left
-out: they are equal to the main model's, which a reader shares (they would add 2 MB).
+The weights are in block FP8 or bf16. FP8 covers the projections of attention, MLPs and experts;
+embeddings, head, norms, routers, correction biases and the MTP layer's eh_proj keep their type, as
+published. The MTP layer's copies of the embedding and the head are left out: they equal those of
+the main model, which readers share (they would add 2 MB).
 """
 
 import argparse
@@ -29,7 +28,7 @@ NEXTN = {"norm": "shared_head.norm", "enorm": "enorm", "hnorm": "hnorm", "eh_pro
 
 
 def published_name(name: str, layers: int) -> str:
-    """The published name of a parameter of the training network (experts still stacked)."""
+    """Return the published name of a parameter of the training network (experts still stacked)."""
     head, _, rest = name.partition(".")
     if head == "lm_head":
         return name
@@ -40,7 +39,7 @@ def published_name(name: str, layers: int) -> str:
 
 
 def published(state: dict[str, Tensor], layers: int) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor under its published name, in the network's precision, experts one by one."""
+    """Yield every tensor under its published name, unquantized, with the experts unstacked."""
     for name, tensor in state.items():
         target = published_name(name, layers)
         stem, _, last = target.rpartition(".")
@@ -52,7 +51,7 @@ def published(state: dict[str, Tensor], layers: int) -> Iterator[tuple[str, Tens
 
 
 def stored(tensors: Iterator[tuple[str, Tensor]], *, fp8: bool) -> dict[str, Tensor]:
-    """The tensors as the file holds them."""
+    """Return the tensors in the form that the file stores."""
     out: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if name.endswith("e_score_correction_bias"):
@@ -89,7 +88,9 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
-        "--bf16", action="store_true", help="no FP8: the comparison of the model card"
+        "--bf16",
+        action="store_true",
+        help="write bf16 instead of FP8, for the comparison in the model card",
     )
     options = parser.parse_args()
     write(options.weights, options.tokenizer, options.out, fp8=not options.bf16)

@@ -1,6 +1,4 @@
-"""Small talk and general knowledge written for this model: who it is, capitals, animals, numbers,
-days, opposites.
-"""
+"""Small talk and facts for the model: its identity, capitals, animals, numbers, days, opposites."""
 
 from collections.abc import Iterator
 
@@ -271,5 +269,5 @@ def _greetings() -> Iterator[Questions]:
 
 
 def questions() -> list[Questions]:
-    """Every (ways to ask, answer)."""
+    """Return every (ways to ask, answer)."""
     return [*ABOUT, *_geography(), *_nature(), *_words(), *_orders(), *_greetings()]

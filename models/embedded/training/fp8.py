@@ -1,7 +1,7 @@
 """Block FP8 as DeepSeek-V3 publishes it: E4M3 weights with one float32 scale per 128x128 block.
 
-`quantize_blocks` makes what the checkpoint stores; the `fake_*` functions give the same rounding
-inside a differentiable forward pass (straight-through gradients).
+`quantize_blocks` returns the stored form. The `fake_*` functions apply the same rounding within a
+differentiable forward pass (straight-through gradients).
 """
 
 import torch
@@ -9,46 +9,48 @@ from torch import Tensor
 
 from glowplug.models.embedded.training.shape import BLOCK
 
-LARGEST = 448.0  # of float8_e4m3fn
-SMALLEST_SCALE = 1e-12
+E4M3_MAX = 448.0  # largest float8_e4m3fn
+SCALE_MIN = 1e-12
 
 
 def _block_scales(weight: Tensor) -> Tensor:
-    """Scales [..., rows / 128, cols / 128] of a weight [..., rows, cols] whose sides are multiples
-    of 128.
+    """Return the scales [..., rows / 128, cols / 128] of a weight [..., rows, cols].
+
+    Raises:
+        ValueError: a side is not a multiple of 128.
     """
     rows, cols = weight.shape[-2:]
     if rows % BLOCK or cols % BLOCK:
-        raise ValueError(f"weight of {rows}x{cols} is not made of whole {BLOCK}x{BLOCK} blocks")
+        raise ValueError(f"weight of {rows}x{cols} cannot be divided into {BLOCK}x{BLOCK} blocks")
     blocks = weight.unflatten(-2, (rows // BLOCK, BLOCK)).unflatten(-1, (cols // BLOCK, BLOCK))
-    return blocks.abs().amax(dim=(-3, -1)).float().clamp_min(SMALLEST_SCALE) / LARGEST
+    return blocks.abs().amax(dim=(-3, -1)).float().clamp_min(SCALE_MIN) / E4M3_MAX
 
 
 def _spread(scales: Tensor) -> Tensor:
-    """One scale per element from one per block."""
+    """Repeat one scale per block to one per element."""
     return scales.repeat_interleave(BLOCK, dim=-2).repeat_interleave(BLOCK, dim=-1)
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(E4M3 weight, float32 `weight_scale_inv`): the weight is their product, block by block."""
+    """Return (E4M3 weight, float32 `weight_scale_inv`); their product is the weight."""
     scales = _block_scales(weight)
     return (weight.float() / _spread(scales)).to(torch.float8_e4m3fn), scales
 
 
 def dequantize_blocks(weight: Tensor, scales: Tensor) -> Tensor:
-    """The float32 weight a pair from `quantize_blocks` stands for."""
+    """Return the float32 weight of a pair from `quantize_blocks`."""
     return weight.float() * _spread(scales)
 
 
 def fake_weight(weight: Tensor) -> Tensor:
-    """`weight` rounded to block FP8; gradients pass as if it were not."""
+    """Round `weight` to block FP8, with the gradient of the identity."""
     rounded = dequantize_blocks(*quantize_blocks(weight.detach())).to(weight.dtype)
     return weight + (rounded - weight).detach()
 
 
 def fake_activation(x: Tensor) -> Tensor:
-    """`x` rounded to E4M3 per token and group of 128 channels; gradients pass as if it were not."""
+    """Round `x` to E4M3 per token and 128 channels, with the gradient of the identity."""
     groups = x.detach().float().unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
-    scale = groups.abs().amax(dim=-1, keepdim=True).clamp_min(SMALLEST_SCALE) / LARGEST
+    scale = groups.abs().amax(dim=-1, keepdim=True).clamp_min(SCALE_MIN) / E4M3_MAX
     rounded = ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(x.dtype)
     return x + (rounded - x).detach()

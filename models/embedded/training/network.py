@@ -1,9 +1,10 @@
-"""A differentiable DeepSeek-V3 for training: MLA, group-limited sigmoid routing, a shared expert,
-one MTP layer.
+"""A differentiable DeepSeek-V3 for training.
 
-All experts are computed for every token and weighted by the router (zero for those not chosen): at
-this size one wide matrix product is faster than dispatch, and it is the same function. Shapes: B
-sequences, T tokens, D hidden.
+MLA, group-limited sigmoid routing, a shared expert, one MTP layer. All experts are computed for
+every token and weighted by the router (zero for those not chosen): at this size one wide GEMM is
+faster than dispatch, and the function is the same.
+
+Shapes: B sequences, T tokens, D hidden.
 """
 
 import math
@@ -17,8 +18,9 @@ from glowplug.models.embedded.training.shape import Shape
 
 
 def yarn_frequencies(shape: Shape, fast: float = 32.0, slow: float = 1.0) -> Tensor:
-    """Inverse rotary frequencies [rope / 2] with YaRN interpolation
-    (https://arxiv.org/abs/2309.00071).
+    """Return inverse rotary frequencies [rope / 2] with YaRN interpolation.
+
+    Source: https://arxiv.org/abs/2309.00071.
     """
 
     def turns_to_dim(turns: float) -> float:
@@ -42,7 +44,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Linear(nn.Module):
-    """A bias-free projection; with `quantized` it computes as W8A8 block FP8 does."""
+    """A bias-free projection; with `quantized` it computes in W8A8 block FP8."""
 
     def __init__(self, inputs: int, outputs: int, *, zero: bool = False) -> None:
         super().__init__()
@@ -113,8 +115,9 @@ class MLP(nn.Module):
 
 
 class Router(nn.Module):
-    """noaux_tc: sigmoid scores; the correction bias takes part in the choice only, never in the
-    weight.
+    """The noaux_tc gate with sigmoid scores.
+
+    The correction bias affects only the choice of experts, never their weights.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -127,9 +130,7 @@ class Router(nn.Module):
         self.register_buffer("load", torch.zeros(shape.experts), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Weights [B, T, experts], zero where an expert was not chosen; their sum is
-        `routed_scale`.
-        """
+        """Return weights [B, T, experts] with the sum `routed_scale`; zero if not chosen."""
         s = self.shape
         with torch.autocast(x.device.type, enabled=False):
             scores = F.linear(x.float(), self.weight.float()).sigmoid()
@@ -217,8 +218,9 @@ class NextN(nn.Module):
 
 
 class Network(nn.Module):
-    """The whole model. Returns hidden states after the final norm, which both heads and the MTP
-    layer read.
+    """The whole model.
+
+    It returns hidden states after the final norm, the input of the head and of the MTP layer.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -237,8 +239,9 @@ class Network(nn.Module):
         self.register_buffer("frequencies", yarn_frequencies(shape), persistent=False)
 
     def quantize(self, on: bool) -> None:
-        """Compute every projection that ships in FP8 as W8A8 (the MTP layer's eh_proj ships in
-        bf16).
+        """Switch W8A8 on or off for every projection that ships in FP8.
+
+        The MTP layer's eh_proj ships in bf16.
         """
         for module in self.modules():
             if isinstance(module, (Linear, MoE)) and module is not self.nextn.eh_proj:
@@ -248,17 +251,20 @@ class Network(nn.Module):
         return [module for module in self.modules() if isinstance(module, Router)]
 
     def angles(self, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, rope / 2]."""
+        """Return cos and sin, each [T, 1, rope / 2]."""
         turns = torch.outer(
             torch.arange(length, device=self.frequencies.device).float(), self.frequencies
         )
         return turns.cos().unsqueeze(1), turns.sin().unsqueeze(1)
 
     def forward(self, tokens: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """(hidden, MTP hidden), each [B, T, D], for tokens [B, T]; attention stays within
-        `documents` [B, T].
+        """Return (hidden, MTP hidden), each [B, T, D].
 
-        The MTP hidden state of the last position has no next token and means nothing.
+        The MTP hidden state of the last position has no next token and is meaningless.
+
+        Args:
+            tokens: [B, T].
+            documents: [B, T]; attention stays within a document.
         """
         length = tokens.shape[1]
         cos, sin = self.angles(length)

@@ -1,21 +1,16 @@
-"""Muon for matrices, AdamW for the rest, behind one step() with one learning-rate factor."""
+"""Muon for matrices and AdamW for the rest, with one step() and one learning-rate factor."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-NEWTON_SCHULZ = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # coefficients of https://kellerjordan.github.io/posts/muon/
+# coefficients of https://kellerjordan.github.io/posts/muon/
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(updates: Tensor, steps: int = 5) -> Tensor:
-    """Replace each matrix of a stack [n, rows, cols] by an approximation of its nearest orthogonal
-    one.
-    """
+    """Return approximations of the nearest orthogonal matrices of a stack [n, rows, cols]."""
     a, b, c = NEWTON_SCHULZ
     tall = updates.shape[-2] > updates.shape[-1]
     x = (updates.mT if tall else updates).bfloat16()
@@ -27,7 +22,7 @@ def orthogonalize(updates: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon:
-    """Momentum whose update is orthogonalised; same-shaped matrices are handled as one stack."""
+    """Momentum with orthogonalised updates; matrices of one shape are processed as a stack."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
-"""Python's documentation (Debian's `python3.11-doc`) and the standard library's docstrings as prose
-and questions.
+"""Prose and questions from Python's manual and the standard library's docstrings.
 
-Both under the PSF licence.
+The manual is Debian's `python3.11-doc`. Both are under the PSF licence.
 """
 
 import gzip
@@ -21,7 +20,7 @@ UNSAFE = ("antigravity", "this", "idlelib", "turtledemo", "test", "__main__", "l
 
 
 class _Body(HTMLParser):
-    """Collects the text blocks of the element with role "main"."""
+    """Parser that collects the text blocks of the element with role "main"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +56,7 @@ class _Body(HTMLParser):
 
 
 def pages(folder: Path) -> Iterator[list[str]]:
-    """The text blocks of every page of the manual."""
+    """Yield the text blocks of every page of the manual."""
     for section in SECTIONS:
         for file in sorted((folder / section).glob("*.html*")):
             raw = file.read_bytes()
@@ -68,7 +67,7 @@ def pages(folder: Path) -> Iterator[list[str]]:
 
 
 def documents(folder: Path, size: int = 1200) -> Iterator[str]:
-    """The manual in pieces of about `size` characters, cut between blocks."""
+    """Yield the manual in pieces of about `size` characters, cut between blocks."""
     for blocks in pages(folder):
         piece: list[str] = []
         for block in blocks:
@@ -81,14 +80,14 @@ def documents(folder: Path, size: int = 1200) -> Iterator[str]:
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    """(dotted name, docstring) of the standard library's public modules, classes and functions."""
+    """Yield (dotted name, docstring) of public modules, classes and functions of the stdlib."""
     warnings.simplefilter("ignore")
     for name in sorted(sys.stdlib_module_names):
         if name.startswith(("_", *UNSAFE)):
             continue
         try:
             module = importlib.import_module(name)
-        except Exception:  # a module of another platform
+        except Exception:  # such as a module of another platform
             continue
         yield from _module_docstrings(name, module)
 
@@ -104,7 +103,7 @@ def _module_docstrings(name: str, module: object) -> Iterator[tuple[str, str]]:
 
 
 def first_sentence(text: str) -> str:
-    """The first sentence of a docstring on one line, past a signature line."""
+    """Return the first sentence of a docstring on one line, without a signature line."""
     paragraphs = [p for p in text.split("\n\n") if p.strip()]
     if len(paragraphs) > 1 and re.match(r"^[\w.]+\(.*\)", paragraphs[0]):
         paragraphs = paragraphs[1:]
@@ -113,7 +112,7 @@ def first_sentence(text: str) -> str:
 
 
 def questions() -> Iterator[tuple[list[str], str]]:
-    """(ways to ask, answer) about modules, classes and functions of the standard library."""
+    """Yield (ways to ask, answer) about modules, classes and functions of the stdlib."""
     for name, text in docstrings():
         answer = first_sentence(text)
         if not 15 < len(answer) < 140:

@@ -1,8 +1,7 @@
 """The embedded model's dimensions, and its config.json.
 
-Every dimension that an FP8 block covers is a multiple of 128, so that block scales line up
-whichever way a reader derives the block size, and so that heads, experts and widths divide among 2
-or 4 ranks.
+Every dimension that an FP8 block covers is a multiple of 128. Block scales therefore align however
+a reader derives the block size, and heads, experts and widths can be divided among 2 or 4 ranks.
 """
 
 import math
@@ -15,7 +14,7 @@ BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A DeepSeek-V3 model's dimensions; the defaults are the shipped model."""
+    """Dimensions of a DeepSeek-V3 model; the defaults are those of the shipped model."""
 
     vocab: int = VOCABULARY
     hidden: int = 256
@@ -50,7 +49,7 @@ class Shape:
         return float((self.nope + self.rope) ** -0.5 * mscale * mscale)
 
     def config(self, *, fp8: bool) -> dict[str, object]:
-        """config.json as DeepSeek publishes it."""
+        """Return the content of config.json in DeepSeek's published form."""
         settings: dict[str, object] = {
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": "deepseek_v3",

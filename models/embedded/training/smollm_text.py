@@ -1,13 +1,11 @@
-"""Short questions and answers written by SmolLM2-135M-Instruct (Apache-2.0) through glowplug's own
-Llama path.
+"""Generate short questions and answers with SmolLM2-135M-Instruct (Apache-2.0) on glowplug.
 
-    python -m glowplug.models.embedded.training.smollm_text --model SmolLM2-135M-Instruct.Q4_1.gguf
-    \\
-        --wordnet DIR --out FILE
+    python -m glowplug.models.embedded.training.smollm_text --out FILE \\
+        --model SmolLM2-135M-Instruct.Q4_1.gguf --wordnet DIR
 
-needs the glowplug-gguf package of tests/thirdparty. This script composes the engine as a user does,
-so it imports the offline entry point (inside `main`): the one exception to this package's import
-rule, with evaluate.py.
+The script uses glowplug's Llama model and needs the glowplug-gguf package of tests/thirdparty. It
+uses the engine as a user does and therefore imports the offline entry point (inside `main`), an
+exception to this package's import rule that only score.py shares.
 """
 
 import argparse
@@ -22,9 +20,9 @@ from glowplug.models.embedded.training.wordnet import WordNet
 from glowplug.models.embedded.training.words import NOUNS
 
 NOUN_ASKS = (
-    "Tell me something about {x}.", "What is {x} used for?", "Why is {x} important?", "Describe {x}.",
-    "What do people do with {x}?", "Where can you find {x}?", "Write a sentence about {x}.",
-    "What do you know about {x}?",
+    "Tell me something about {x}.", "What is {x} used for?", "Why is {x} important?",
+    "Describe {x}.", "What do people do with {x}?", "Where can you find {x}?",
+    "Write a sentence about {x}.", "What do you know about {x}?",
 )  # fmt: skip
 VERB_ASKS = (
     "Why do people {x}?",
@@ -33,12 +31,12 @@ VERB_ASKS = (
     "When do people {x}?",
 )
 SYSTEM = "You are a helpful assistant. Answer in one short, simple sentence."
-LONGEST = 160
-CHATTY = r"\b(I|I'm|I am|my|me|we|you're|AI|digital|Python|Awesome|Sure|Here)\b|\d\."
+ANSWER_CHARACTERS_MAX = 160
+CHATTY_PATTERN = r"\b(I|I'm|I am|my|me|we|you're|AI|digital|Python|Awesome|Sure|Here)\b|\d\."
 
 
 def questions(wordnet: WordNet, seed: int = 3) -> Iterator[str]:
-    """Questions about frequent nouns and verbs, in random order, without end."""
+    """Yield questions about frequent nouns and verbs, in random order, without end."""
     rng = random.Random(seed)
     nouns = (
         list(NOUNS)
@@ -51,21 +49,27 @@ def questions(wordnet: WordNet, seed: int = 3) -> Iterator[str]:
 
 
 def first_sentences(text: str) -> str | None:
-    """The answer cut after its last whole sentence within `LONGEST` characters; None if there is
-    none that is plain.
+    """Return the answer up to its last whole sentence within the length limit.
+
+    Returns:
+        At most `LONGEST` characters; None if there is no whole sentence or the text is not plain.
     """
     text = re.sub(r"\s+", " ", text).strip()
-    ends = [match.end() for match in re.finditer(r"[.!?](?=\s|$)", text) if match.end() <= LONGEST]
+    ends = [
+        match.end()
+        for match in re.finditer(r"[.!?](?=\s|$)", text)
+        if match.end() <= ANSWER_CHARACTERS_MAX
+    ]
     if not ends or not text.isascii() or re.search(r"[*#\[\]{}<>|]|As an AI|\bI'm sorry\b", text):
         return None
     return text[: ends[-1]]
 
 
 def keeps(question: str, answer: str) -> bool:
-    """Whether the answer names what was asked about and speaks of nothing else than it."""
+    """Return True if the answer names the subject of the question and is not chatty."""
     word = question.rstrip(".?").split()[-1] if " used for" not in question else question.split()[2]
     word = question.split()[2] if question.endswith("important?") else word
-    return word[:4].lower() in answer.lower() and re.search(CHATTY, answer) is None
+    return word[:4].lower() in answer.lower() and re.search(CHATTY_PATTERN, answer) is None
 
 
 def main() -> None:
@@ -74,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument(
-        "--plugin", action="append", default=[], help="plugin module to load, if not installed"
+        "--plugin", action="append", default=[], help="plugin module to load if it is not installed"
     )
     parser.add_argument("--wordnet", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

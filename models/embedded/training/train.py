@@ -1,12 +1,12 @@
-"""Trains the embedded model on one GPU (or, with tiny settings, on a CPU).
+"""Train the embedded model on one GPU (or, with tiny settings, on a CPU).
 
-    python -m glowplug.models.embedded.training.train --data DIR --out DIR [--minutes 9] [--resume
-    FILE]
+    python -m glowplug.models.embedded.training.train --data DIR --out DIR [--minutes 9] \\
+        [--resume FILE]
 
-The learning rate warms up, stays, and falls linearly over the second half of the time given. Expert
-loads are balanced by the correction bias alone (the auxiliary-loss-free rule of DeepSeek-V3,
-https://arxiv.org/abs/2412.19437, section 2.1.2). From `--fp8-from` on, projections compute in block
-FP8 with straight-through gradients, which is what the checkpoint will be served in.
+The learning rate warms up, stays constant, and falls linearly over the second half of the given
+time. Expert loads are balanced by the correction bias alone (the auxiliary-loss-free rule of
+DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2). From `--fp8-from` on, projections
+compute in block FP8 with straight-through gradients, the format in which the checkpoint is served.
 """
 
 import argparse
@@ -34,7 +34,7 @@ BIAS_SPEED = 1e-3
 
 @dataclass(slots=True)
 class Clock:
-    """How much of the training is done, by steps if their number is given, else by minutes."""
+    """Progress of the training: by steps if their number is given, else by time."""
 
     steps: int
     seconds: float
@@ -51,21 +51,21 @@ class Clock:
 
 
 def learning_rate(progress: float, warm: float, hold: float) -> float:
-    """Factor on the peak rate."""
+    """Return the factor on the peak learning rate."""
     return min(
         progress / warm if warm else 1.0, 1.0, max(0.0, (1 - progress) / max(1 - hold, 1e-9))
     )
 
 
 def weighted_loss(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Mean cross-entropy of `hidden @ head` under per-target weights."""
+    """Return the mean cross-entropy of `hidden @ head` under per-target weights."""
     logits = F.linear(hidden, head).float().flatten(0, -2)
     losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
 class Trainer:
-    """Model, optimizer and one step."""
+    """Model and optimizer, with one training step."""
 
     def __init__(self, shape: Shape, device: str, rate: float, compiled: bool) -> None:
         self.device = device
@@ -84,7 +84,7 @@ class Trainer:
         return ids.long(), documents, weights.float()
 
     def step(self, batch: batches.Batch, rate: float, balance: float) -> Tensor:
-        """One update; returns (loss, MTP loss) on the device."""
+        """Apply one update and return (loss, MTP loss) on the device."""
         ids, documents, weights = self.tensors(batch)
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.device == "cuda"):
             hidden, ahead = self.model(ids, documents)
@@ -101,12 +101,11 @@ class Trainer:
     def _balance(self, speed: float) -> None:
         for router in self.model.routers():
             step = torch.sign(router.load.mean() - router.load)
-            router.e_score_correction_bias += speed * (
-                step - step.mean()
-            )  # a common offset would change no choice
+            # Without the mean: a common offset would not change the choice.
+            router.e_score_correction_bias += speed * (step - step.mean())
 
     def imbalance(self) -> float:
-        """Load of the busiest expert over the mean, worst layer."""
+        """Return the load of the busiest expert over the mean, of the worst layer."""
         return max(float(r.load.max() / r.load.mean().clamp_min(1)) for r in self.model.routers())
 
 
@@ -153,7 +152,7 @@ def run(options: argparse.Namespace) -> None:
 def train_loop(
     trainer: Trainer, source: Iterator[batches.Batch], options: argparse.Namespace
 ) -> None:
-    trainer.step(next(source), 0.0, 0.0)  # compiles before the clock starts
+    trainer.step(next(source), 0.0, 0.0)  # compile before the clock starts
     clock = Clock(options.steps, options.minutes * 60, time.monotonic())
     averages = torch.zeros(2)
     fp8 = False
@@ -180,8 +179,9 @@ def train_loop(
             )
             rate = clock.step * options.rows * options.length / elapsed / 1e6
             if clock.step % 500 == 0:
-                print(f"step {clock.step} {elapsed:.0f}s loss {main:.3f} mtp {nextn:.3f} {rate:.2f}M ids/s "
-                      f"imbalance {trainer.imbalance():.2f}", flush=True)  # fmt: skip
+                print(f"step {clock.step} {elapsed:.0f}s loss {main:.3f} mtp {nextn:.3f} "
+                      f"{rate:.2f}M ids/s imbalance {trainer.imbalance():.2f}",
+                      flush=True)  # fmt: skip
             if elapsed > next_report:
                 next_report += options.report_every
                 report(trainer, options.data, fp8=fp8, count=210)
@@ -194,18 +194,21 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
-        "--resume", type=Path, help="weights.safetensors of an earlier run to go on from"
+        "--resume", type=Path, help="weights.safetensors of an earlier run to continue"
     )
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument(
-        "--steps", type=int, default=0, help="train for this many steps instead of minutes"
+        "--steps", type=int, default=0, help="number of steps to train, instead of --minutes"
     )
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--warm", type=float, default=0.02)
     parser.add_argument(
-        "--hold", type=float, default=0.5, help="share of the run after which the rate falls"
+        "--hold",
+        type=float,
+        default=0.5,
+        help="share of the run after which the learning rate falls",
     )
     parser.add_argument("--fp8-from", type=float, default=0.85)
     parser.add_argument("--tasks", type=float, default=0.6)
@@ -215,7 +218,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--report-every", type=float, default=60.0, help="seconds between scores")
+    parser.add_argument(
+        "--report-every", type=float, default=60.0, help="seconds between two scores"
+    )
     parser.add_argument("--final-tasks", type=int, default=500)
     run(parser.parse_args())
 

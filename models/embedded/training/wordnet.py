@@ -1,7 +1,6 @@
-"""WordNet 3.0's database files: glosses as prose, and short questions and answers about common
-words.
+"""Prose and questions about common words from WordNet 3.0's database files.
 
-Source: Debian's `wordnet-base` (files data.* and index.* and cntlist.rev), WordNet 3.0 licence.
+Source: Debian's `wordnet-base` (files data.*, index.* and cntlist.rev), WordNet 3.0 licence.
 """
 
 import re
@@ -10,16 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PARTS = {"noun": "n", "verb": "v", "adj": "a", "adv": "r"}
-SPOKEN = {"noun": "noun", "verb": "verb", "adj": "adjective", "adv": "adverb"}
-CODES = {"1": "noun", "2": "verb", "3": "adj", "4": "adv", "5": "adj"}
-COUNTED = {"1", "2", "3", "4", "5"}
+PART_NAMES = {"noun": "noun", "verb": "verb", "adj": "adjective", "adv": "adverb"}
+PART_CODES = {"1": "noun", "2": "verb", "3": "adj", "4": "adv", "5": "adj"}
+COUNTED_CODES = {"1", "2", "3", "4", "5"}
 HYPERNYM = "@"
 
 
 @dataclass(frozen=True, slots=True)
 class Synset:
-    """One meaning: its words, its definition, its examples, and the offsets it points to by
-    relation.
+    """One meaning.
+
+    Attributes:
+        part: part of speech.
+        words: words with this meaning.
+        definition: definition.
+        examples: example sentences.
+        points: (relation, offset) of related meanings.
     """
 
     part: str
@@ -32,7 +37,7 @@ class Synset:
     def prose(self) -> str:
         """A dictionary entry of one or two lines."""
         quoted = "".join(f' For example: "{example}".' for example in self.examples)
-        return f"{', '.join(self.words)} ({SPOKEN[self.part]}): {self.definition}.{quoted}"
+        return f"{', '.join(self.words)} ({PART_NAMES[self.part]}): {self.definition}.{quoted}"
 
 
 def _parse(part: str, line: str) -> tuple[str, Synset]:
@@ -62,15 +67,17 @@ class WordNet:
         self.common = self._common(folder)
 
     def _common(self, folder: Path) -> list[tuple[int, str, Synset]]:
-        """(tag count, word, first meaning) of every one-word lemma seen in tagged text, most
-        frequent first.
+        """Return the one-word lemmas of tagged text, most frequent first.
+
+        Returns:
+            (tag count, word, first meaning) of each.
         """
         counts: dict[tuple[str, str], int] = {}
         for line in (folder / "cntlist.rev").read_text(encoding="latin-1").splitlines():
             key, _, count = line.split()
             lemma, _, sense = key.partition("%")
-            if sense[0] in COUNTED:
-                name = (CODES[sense[0]], lemma)
+            if sense[0] in COUNTED_CODES:
+                name = (PART_CODES[sense[0]], lemma)
                 counts[name] = counts.get(name, 0) + int(count)
         found = []
         for part in PARTS:
@@ -84,19 +91,20 @@ class WordNet:
         return sorted(found, key=lambda item: (-item[0], item[1]))
 
     def prose(self) -> Iterator[str]:
-        """Every synset as a dictionary entry."""
+        """Return an iterator over every synset as a dictionary entry."""
         return (synset.prose for synset in self.synsets.values())
 
     def hypernym(self, synset: Synset) -> str | None:
-        """The first word of the nearest more general meaning."""
+        """Return the first word of the nearest more general meaning."""
         for relation, offset in synset.points:
             if relation == HYPERNYM and (synset.part, offset) in self.synsets:
                 return self.synsets[synset.part, offset].words[0]
         return None
 
     def questions(self, most: int) -> Iterator[tuple[list[str], str]]:
-        """(ways to ask, answer) about the `most` frequent words; the meaning is the word's most
-        frequent one.
+        """Yield (ways to ask, answer) about the `most` frequent words.
+
+        The answer is about the most frequent meaning of the word.
         """
         asked: set[str] = set()
         for _, word, synset in self.common[: most * 2]:
@@ -119,7 +127,7 @@ class WordNet:
             if general:
                 answer = f"{article} {word} is a kind of {general}."
                 yield [f"What kind of thing is {article.lower()} {word}?"], answer
-        yield asks, f"{word.capitalize()} ({SPOKEN[synset.part]}): {synset.definition}."
+        yield asks, f"{word.capitalize()} ({PART_NAMES[synset.part]}): {synset.definition}."
         others = [other for other in synset.words if other.lower() != word]
         if others:
             answer = f"A synonym of {word} is {others[0]}."

@@ -1,4 +1,4 @@
-"""Word lists the synthetic tasks draw from: short, common English words and first names."""
+"""Word lists of the synthetic tasks: short, common English words and first names."""
 
 NOUNS: tuple[str, ...] = tuple(
     """apple pear plum grape lemon peach melon cherry banana orange bread cheese milk water juice coffee sugar salt
@@ -41,13 +41,13 @@ COLOURS: tuple[str, ...] = (
 )
 LETTERS: str = "abcdefghijklmnopqrstuvwxyz"
 IRREGULAR = {
-    "sheep": "sheep", "fish": "fish", "mouse": "mice", "foot": "feet", "child": "children", "knife": "knives",
-    "leaf": "leaves", "wolf": "wolves",
+    "sheep": "sheep", "fish": "fish", "mouse": "mice", "foot": "feet", "child": "children",
+    "knife": "knives", "leaf": "leaves", "wolf": "wolves",
 }  # fmt: skip
 
 
 def plural(noun: str) -> str:
-    """More than one of a noun of `NOUNS`."""
+    """Return the plural of a noun of `NOUNS`."""
     if noun in IRREGULAR:
         return IRREGULAR[noun]
     if noun.endswith(("s", "x", "ch", "sh")):
