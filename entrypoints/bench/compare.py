@@ -104,34 +104,36 @@ def compare(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
 def _sides(args: argparse.Namespace, llm: LLM, rounds: list[Ids]) -> dict[str, Any]:
     from glowplug.entrypoints.bench.others.transformers_side import TransformersSide
 
-    theirs = TransformersSide(llm.plan.facts.model.path)
+    transformers_side = TransformersSide(llm.plan.facts.model.path)
     names = ("ours_batch1", "theirs_batch1", "ours_concurrent", "theirs_one_by_one")
     rates: dict[str, list[float]] = {name: [] for name in names}
-    agreed = []
+    agreements = []
     for number, prompts in enumerate(rounds):
-        one, tokens = _ours(llm, prompts[:1], args.output_len)
-        expected, their_seconds = theirs.generate(prompts[0], args.output_len)
-        many, _ = _ours(llm, prompts, args.output_len)
+        one, tokens = _generate(llm, prompts[:1], args.output_len)
+        expected, transformers_seconds = transformers_side.generate(prompts[0], args.output_len)
+        many, _ = _generate(llm, prompts, args.output_len)
         if number == 0:
             continue  # warm-up of both
-        some = prompts[: args.reference_requests or len(prompts)]
+        reference_prompts = prompts[: args.reference_requests or len(prompts)]
         rates["ours_batch1"].append(one)
-        rates["theirs_batch1"].append(args.output_len / their_seconds)
+        rates["theirs_batch1"].append(args.output_len / transformers_seconds)
         rates["ours_concurrent"].append(many)
-        rates["theirs_one_by_one"].append(_one_by_one(theirs, some, args.output_len))
-        agreed.append(_agreement(tokens[0], expected))
+        rates["theirs_one_by_one"].append(
+            _one_by_one(transformers_side, reference_prompts, args.output_len)
+        )
+        agreements.append(_agreement(tokens[0], expected))
     found = {name: median(values) for name, values in rates.items()}
     return {
-        "transformers": theirs.version,
+        "transformers": transformers_side.version,
         **{f"{name}_tokens_per_s": value for name, value in found.items()},
         "speedup_batch1": found["ours_batch1"] / found["theirs_batch1"],
         "speedup_concurrent": found["ours_concurrent"] / found["theirs_one_by_one"],
-        "equal_prefix_of_greedy_tokens": median(agreed),
+        "equal_prefix_of_greedy_tokens": median(agreements),
         "all_rates": rates,
     }
 
 
-def _ours(llm: LLM, prompts: Ids, count: int) -> tuple[float, Ids]:
+def _generate(llm: LLM, prompts: Ids, count: int) -> tuple[float, Ids]:
     """Run one ``generate`` call with an empty prefix cache.
 
     Returns:
@@ -147,8 +149,12 @@ def _ours(llm: LLM, prompts: Ids, count: int) -> tuple[float, Ids]:
     return len(prompts) * count / seconds, [result.token_ids for result in results]
 
 
-def _one_by_one(theirs: TransformersSide, prompts: Ids, count: int) -> float:
-    return len(prompts) * count / sum(theirs.generate(prompt, count)[1] for prompt in prompts)
+def _one_by_one(transformers_side: TransformersSide, prompts: Ids, count: int) -> float:
+    return (
+        len(prompts)
+        * count
+        / sum(transformers_side.generate(prompt, count)[1] for prompt in prompts)
+    )
 
 
 def _agreement(ours: list[int], expected: list[int]) -> float:
@@ -171,7 +177,7 @@ def _serving(
         target = Target(server.base_url)
         _served(target, rounds[0], args.output_len)  # warm-up
         for prompts in rounds:
-            offline.append(_ours(llm, prompts, args.output_len)[0])
+            offline.append(_generate(llm, prompts, args.output_len)[0])
             served.append(_served(target, prompts, args.output_len))
     return {
         "offline_tokens_per_s": median(offline),

@@ -31,7 +31,7 @@ FALLBACK_VOCAB = 1000  #: token ids below this exist in every known vocabulary
 
 @dataclass(frozen=True)
 class Server:
-    """What the server reports about itself before the run."""
+    """The server's own report before the run."""
 
     model: str
     vocab: int | None

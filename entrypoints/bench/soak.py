@@ -149,7 +149,7 @@ class Sample:
 
 
 class Soak:
-    """The load on one engine, and the checks; ``failures`` lists the failed checks in words."""
+    """Load on one engine, and the checks; ``failures`` lists the failed ones in words."""
 
     def __init__(
         self, llm: LLM, args: argparse.Namespace, conditions: Mapping[str, Any] | None = None

@@ -144,9 +144,9 @@ def cells(record: Record, columns: Sequence[str]) -> list[object]:
     tpot = values.get("mean_tpot_ms")
     if "per_user_throughput" not in values and tpot:
         values["per_user_throughput"] = 1e3 / tpot  # records of other tools
-    for name, (theirs, times) in SGLANG_KEYS.items():
-        if theirs in record:
-            values.setdefault(name, record[theirs] * times)
+    for name, (sglang_key, factor) in SGLANG_KEYS.items():
+        if sglang_key in record:
+            values.setdefault(name, record[sglang_key] * factor)
     return ["-" if values.get(column) is None else values[column] for column in columns]
 
 

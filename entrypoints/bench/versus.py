@@ -334,7 +334,11 @@ class Comparison:
         return result
 
     def _run_bench(self, name: str, words: list[str]) -> None:
-        """Run one of our own bench commands with a log of the given name."""
+        """Run one of our own bench commands with a log of the given name.
+
+        Raises:
+            RuntimeError: it failed.
+        """
         command = [sys.executable, "-m", "glowplug", "bench", *words]
         with Turn(f"bench {words[0]}", command, self._folder / f"{name}.log", {}) as turn:
             turn.finish(self._args.timeout)
@@ -373,7 +377,7 @@ class Comparison:
         beside: peers.Tables | None = None,
         runs: Mapping[str, object] | None = None,
     ) -> None:
-        """Print and write the tables of the engines that were measured."""
+        """Print and write the tables; RuntimeError if this engine was not measured."""
         if OURS not in engines:
             raise RuntimeError(f"{kind}: {OURS} was not measured, so there is nothing to compare")
         found = peers.comparison(engines) | (beside or {})

@@ -100,7 +100,7 @@ class DeepseekNextN(Module):
         return self._head(hidden)
 
     def ignored(self, name: str) -> bool:
-        """Return True for tensors of the target, and for experts of other ranks."""
+        """Return True for tensors of the target, rotary frequencies, and experts of other ranks."""
         return (
             not name.startswith(f"{self.prefix}.")
             or name.endswith("rotary_emb.inv_freq")

@@ -80,7 +80,7 @@ class Turn:
         self._error = self._failed(f"ended with {self._process.returncode} while it was loading")
         return True
 
-    def late(self, timeout: float) -> None:
+    def fail_loading(self, timeout: float) -> None:
         """Record that the program was not loaded within ``timeout`` seconds, and end it."""
         self._error = self._failed(f"was not loaded after {timeout:g} s")
         self.end()
@@ -139,9 +139,9 @@ class Turn:
             pass
 
     def _failed(self, how: str) -> RuntimeError:
-        return RuntimeError(f"{self.name} {how}:\n{self.said()}")
+        return RuntimeError(f"{self.name} {how}:\n{self.log_end()}")
 
-    def said(self) -> str:
+    def log_end(self) -> str:
         """Return the end of the log."""
         return self.log.read_text(errors="replace")[-3000:]
 
@@ -184,7 +184,7 @@ def _load(turns: Sequence[Turn], timeout: float, hold: bool = True) -> None:
                 turn.hold()
         if waiting and time.monotonic() > deadline:
             for turn in waiting:
-                turn.late(timeout)
+                turn.fail_loading(timeout)
             break
         time.sleep(POLL_SECONDS)
     if turns and hold:
