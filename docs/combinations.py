@@ -1,8 +1,7 @@
-"""The combinations page: built-ins over four small models and several fact sheets, as the plan
-judges them.
+"""Generate the combinations page: the built-in plugins over four small models and three machines.
 
-No weight is read and no torch imported. What a GPU would say is not asked: a refusal here is the
-plan's own.
+Each combination is planned for a fact sheet. No weight is read, torch is not imported, and no GPU
+is needed: every refusal on the page is the plan's own.
 """
 
 from __future__ import annotations
@@ -22,14 +21,20 @@ from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet
 
-SHEETS = ("cpu", "1xh200", "8xh200")
+#: fact sheet -> tensor-parallel ranks that its combinations are planned for
+RANKS = {"cpu": 1, "1xh200": 1, "8xh200": 8}
+#: sizes of the small models that have to split over 8 ranks, in whole quantization blocks of 128
+SPLIT_SIZES = {
+    "num_attention_heads": 128,
+    "num_key_value_heads": 64,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 1024,
+}
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2")
-CROSSED = (
-    "attention",
-    "quantization",
-    "cache",
-)  #: slots whose components are all combined, "auto" among them
+#: slots whose components are all combined with one another, "auto" included
+CROSSED = ("attention", "quantization", "cache")
+#: slots whose components are varied one slot at a time
 ONE_BY_ONE = (
     "weights",
     "collectives",
@@ -41,11 +46,20 @@ ONE_BY_ONE = (
     "executor",
     "ops",
 )
+#: strategies of several ranks beside "tensor", which are varied in the same way
+BESIDE_TENSOR = (("ep_moe",), ("dp_attention",), ("ep_moe", "dp_attention"))
 
 
 @dataclass
 class Tally:
-    """Admitted and refused by (sheet, model); each kind of refusal with how often and one example."""
+    """Counts of combinations and refusals.
+
+    Attributes:
+        admitted: combinations that the plan admits, by (sheet, model).
+        refused: combinations that the plan refuses, by (sheet, model).
+        kinds: refusals by (field, component, reason with numbers replaced).
+        fixes: the fix of the first refusal of each kind.
+    """
 
     admitted: Counter[tuple[str, str]] = field(default_factory=Counter)
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -54,8 +68,9 @@ class Tally:
 
 
 def names(plugins: PluginSet, slot: str) -> list[str]:
-    """What ``use`` may say; without components that need a package of their own, which ``auto``
-    alone brings in.
+    """Return the values of ``use`` for a slot: "auto" and its components.
+
+    Components that require a package are left out; ``auto`` alone brings them in.
     """
     return [
         "auto",
@@ -67,8 +82,30 @@ def names(plugins: PluginSet, slot: str) -> list[str]:
     ]
 
 
-def configurations(plugins: PluginSet) -> Iterator[dict[str, Any]]:
-    """Without the model: the cross product of what interacts, then every other component in turn."""
+def configurations(plugins: PluginSet, ranks: int) -> Iterator[dict[str, Any]]:
+    """Yield configurations without the model.
+
+    First the cross product of the slots that interact, then the components of every other slot in
+    turn, and for several ranks the other parallel strategies.
+    """
+    parallel = _strategies(ranks) if ranks > 1 else []
+    for config in _one_strategy(plugins):
+        yield {**config, "parallel": parallel} if parallel else config
+    for others in BESIDE_TENSOR if parallel else ():
+        for dtype, overlap in itertools.product(DTYPES, (True, False)):
+            yield {
+                "dtype": dtype,
+                "scheduler": {"overlap": overlap},
+                "parallel": _strategies(ranks, *others),
+            }
+
+
+def _strategies(ranks: int, *others: str) -> list[dict[str, Any]]:
+    return [{"use": use, "size": ranks} for use in ("tensor", *others)]
+
+
+def _one_strategy(plugins: PluginSet) -> Iterator[dict[str, Any]]:
+    """Yield the configurations that differ in anything but the parallel strategies."""
     axes = [names(plugins, slot) for slot in CROSSED]
     for dtype, kv_dtype, *uses in itertools.product(DTYPES, KV_DTYPES, *axes):
         config: dict[str, Any] = {slot: {"use": use} for slot, use in zip(CROSSED, uses)}
@@ -83,10 +120,11 @@ def configurations(plugins: PluginSet) -> Iterator[dict[str, Any]]:
 
 
 def judge(plugins: PluginSet, models: dict[str, Path]) -> Tally:
+    """Plan every combination for every machine and model (name -> folder) and count the results."""
     tally = Tally()
-    for sheet, (model, folder) in itertools.product(SHEETS, models.items()):
+    for (sheet, ranks), (model, folder) in itertools.product(RANKS.items(), models.items()):
         hardware = read_sheet(sheet)
-        for config in configurations(plugins):
+        for config in configurations(plugins, ranks):
             whole = {
                 "weights": {"use": "random"},
                 "skip_tokenizer": True,
@@ -112,19 +150,26 @@ def _count(tally: Tally, refusal: Refusal, folder: str) -> None:
 
 
 def page(plugins: PluginSet, configs: dict[str, dict[str, Any]], table: Any) -> str:
-    """``configs``: config.json by model name. ``table(head, rows)`` makes a Markdown table."""
+    """Return the page's text.
+
+    Args:
+        plugins: the built-in plugins.
+        configs: config.json by model name.
+        table: ``table(head, rows)`` returns a Markdown table.
+    """
     with tempfile.TemporaryDirectory() as place:
         models = {}
         for name, config in configs.items():
             folder = Path(place) / name
             folder.mkdir()
-            (folder / "config.json").write_text(json.dumps(config))
+            sizes = {key: SPLIT_SIZES.get(key, value) for key, value in config.items()}
+            (folder / "config.json").write_text(json.dumps(sizes))
             models[name] = folder
         tally = judge(plugins, models)
     total = sum(tally.admitted.values()) + sum(tally.refused.values())
     counts = [
-        (sheet, model, tally.admitted[sheet, model], tally.refused[sheet, model])
-        for sheet in SHEETS
+        (sheet, ranks, model, tally.admitted[sheet, model], tally.refused[sheet, model])
+        for sheet, ranks in RANKS.items()
         for model in models
     ]
     kinds = [
@@ -136,19 +181,21 @@ def page(plugins: PluginSet, configs: dict[str, dict[str, Any]], table: Any) -> 
     return "\n".join(
         [
             "# Combinations\n",
-            f"{total} combinations of the built-in plugins, planned for {len(SHEETS)} fact sheets "
-            f"and {len(models)} small models of the supported kinds: every attention backend, "
-            "quantization scheme and "
-            "cache with every dtype and KV dtype, and each component of the other slots in turn; "
-            "without components that need a package "
-            "of their own, but as what `auto` may choose. A combination is admitted or refused; an "
-            "admitted one must run. `tests/plan` boots a sample of a "
-            "matrix like this on the CPU (all of it under its `slow` mark), "
-            "`tests.gpu.combinations` those of [one GPU](benchmarks/README.md#one-gpu-combinations).\n",
-            table(("machine", "model", "admitted", "refused"), counts),
+            f"{total} combinations of the built-in plugins, planned for {len(RANKS)} machines and "
+            f"{len(models)} small models of the supported kinds. They combine every attention "
+            "backend, quantization scheme and cache with every dtype and KV dtype; the components "
+            "of the other slots are then varied one at a time. On 8 GPUs every combination is "
+            "planned for 8 tensor-parallel ranks, and expert parallelism, data-parallel attention "
+            "and both are added. Components that need a package of their own occur only as what "
+            "`auto` may choose.\n",
+            "Each combination is either admitted or refused, and an admitted one must run. "
+            "`tests/plan` starts a sample of a similar matrix on the CPU (all of it under the "
+            "`slow` mark); `tests.gpu.combinations` runs those of "
+            "[one GPU](benchmarks/README.md#one-gpu-combinations).\n",
+            table(("machine", "ranks", "model", "admitted", "refused"), counts),
             "## Why combinations are refused\n",
-            "One row a kind of reason, numbers replaced by N. A combination may have several. The fix is "
-            "that of the first one met.\n",
+            "One row per kind of reason, with numbers replaced by N. A combination may be refused "
+            "for several reasons. The fix shown is that of the first combination.\n",
             table(("field", "by", "reason", "fix", "times"), kinds),
         ]
     )
