@@ -24,6 +24,7 @@ import msgspec
 import pytest
 
 from glowplug.core.facts.machine import read_sheet
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin import hookspecs
 from tests.e2e.test_gpu_ranks import LAYOUTS
 from tests.support.demo_environment import glowplug, run
@@ -60,6 +61,20 @@ def blocks(language: str) -> Iterator[tuple[str, str]]:
 
 def test_generated_pages_are_current() -> None:
     assert generator().main(check=True) == 0, "run `make docs` and commit what it writes"
+
+
+def test_combinations_are_planned_over_all_devices_of_their_machine(tmp_path: Path) -> None:
+    """The rows of a sheet with 8 GPUs hold plans of 8 ranks, and some of them are admitted."""
+    module = generator()
+    page = module.combinations
+    plugins = module.built_ins()
+    write_config(tmp_path, "v3", **page.SPLIT_SIZES)
+    for sheet, ranks in page.RANKS.items():
+        hardware = read_sheet(sheet)
+        config = {**next(page.configurations(plugins, ranks)), "weights": {"use": "random"}}
+        config |= {"model": str(tmp_path), "skip_tokenizer": True}
+        made = make_plan(config, plugins=plugins, hardware=hardware)
+        assert made.ranks == max(1, len(hardware.devices)), sheet
 
 
 def test_every_hook_and_option_has_its_line() -> None:
