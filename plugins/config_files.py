@@ -1,5 +1,6 @@
-"""Configuration files in TOML, YAML and JSON, with the line of every key. Duplicate keys are errors
-in all three.
+"""Readers of configuration files in TOML, YAML and JSON, with the line number of every key.
+
+Duplicate keys are errors in all three formats.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from glowplug.core.errors import ConfigError, Refusal
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.plugins.config_lines import json_lines, toml_lines
 
-MAX_KEYS = 10_000  #: of a YAML file with its aliases expanded
+MAX_KEYS = 10_000  #: most keys of a YAML file, with its aliases expanded
+#: the data and the line of every key, by dotted path
 Read = tuple[dict[str, Any], dict[str, int]]
 
 
@@ -40,8 +42,16 @@ def syntax_error(path: Path, line: int, message: str) -> ConfigError:
 
 
 def duplicates(path: Path, found: list[tuple[str, int]], read: Read) -> Read:
-    """``read``, or ConfigError naming every duplicate key (with what was read, so that the rest is
-    checked too).
+    """Return ``read`` if no key is duplicated.
+
+    Args:
+        path: the file.
+        found: (dotted key, line) of every duplicate.
+        read: the data and lines read from the file.
+
+    Raises:
+        ConfigError: some keys are duplicated; it names each of them, and it contains ``read``, so
+            that the rest of the file is checked too.
     """
     if not found:
         return read
@@ -106,8 +116,17 @@ def read_yaml(path: Path, text: str) -> Read:
 def _walk(
     node: Any, path: str, lines: dict[str, int], twice: list[tuple[str, int]], depth: int
 ) -> None:
-    """Line of every key below ``node``, and the keys written twice. ValueError when it nests too
-    deep.
+    """Record the line of every key below ``node`` and the duplicate keys.
+
+    Args:
+        node: the YAML node.
+        path: its dotted path.
+        lines: line by dotted path; filled here.
+        twice: (dotted path, line) of every duplicate key; filled here.
+        depth: nesting depth of ``node``.
+
+    Raises:
+        ValueError: the document has too many keys or is nested too deeply.
     """
     import yaml
 

@@ -1,4 +1,7 @@
-"""Which line each key of a TOML or JSON text stands on. The texts are known to be well formed."""
+"""Line numbers of the keys of TOML and JSON texts.
+
+The texts must be well formed: the callers have parsed them before.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,16 @@ def _parts(key: str) -> list[str]:
 
 
 def toml_lines(text: str) -> dict[str, int]:
-    """Line by dotted path; items of ``[[lists]]`` by number. Keys of inline tables share their
-    table's line.
+    """Return the line of every key of a TOML text, by dotted path.
+
+    Items of ``[[lists]]`` have their number in the path. Keys of inline tables have the line of
+    their table.
     """
     lines: dict[str, int] = {}
     counts: dict[str, int] = {}
     prefix: list[str] = []
-    open_until = ""  # what ends the multi-line string that we are in
-    depth = 0  # of brackets open at the start of the line
+    open_until = ""  # the delimiter that ends the open multi-line string
+    depth = 0  # number of brackets open at the start of the line
     for number, line in enumerate(text.split("\n"), 1):
         if not open_until and not depth:
             table = _TOML_TABLE.match(line)
@@ -44,8 +49,11 @@ def toml_lines(text: str) -> dict[str, int]:
 
 
 def _table(match: re.Match[str], counts: dict[str, int]) -> list[str]:
-    """The path that a ``[table]`` or ``[[table]]`` header opens; list items are counted in
-    ``counts``.
+    """Return the path that a ``[table]`` or ``[[table]]`` header opens.
+
+    Args:
+        match: the header.
+        counts: number of the last item by list; updated here.
     """
     path: list[str] = []
     parts = _parts(match[2])
@@ -60,8 +68,11 @@ def _table(match: re.Match[str], counts: dict[str, int]) -> list[str]:
 
 
 def _scan(line: str, open_until: str, depth: int) -> tuple[str, int]:
-    """State after ``line``: the ending of an open multi-line string, and how many brackets are
-    open.
+    """Return the state of the scan after ``line``.
+
+    Returns:
+        (delimiter that ends the open multi-line string, "" if none is open; number of open
+        brackets).
     """
     at = 0
     while at < len(line):
@@ -95,7 +106,7 @@ def _end_of_string(line: str, at: int) -> int:
 
 
 def json_lines(text: str) -> tuple[dict[str, int], list[tuple[str, int]]]:
-    """(line by dotted path, duplicate keys with their lines) of a JSON text."""
+    """Return (line by dotted path, duplicate keys with their lines) of a JSON text."""
     lines: dict[str, int] = {}
     twice: list[tuple[str, int]] = []
     stack: list[Any] = []  # [path, next item's number or None for an object, keys seen]

@@ -1,5 +1,6 @@
-"""Facts of model folders in the Hugging Face layout (config.json, safetensors headers), and of a
-config.json alone.
+"""Facts of a model, from a folder in the Hugging Face layout or from a config.json alone.
+
+A folder contributes its config.json and the headers of its safetensors files.
 """
 
 from __future__ import annotations
@@ -13,6 +14,6 @@ from glowplug.core.plugin.hookspecs import hookimpl
 
 @hookimpl(trylast=True)
 def read_model_facts(path: Path) -> ModelFacts | None:
-    if path.suffix == ".json" and path.is_file():  # the shape of a model, to plan with
+    if path.suffix == ".json" and path.is_file():  # the shape of a model is enough for a plan
         return model_facts(normalise(read_json(path)), path=str(path))
     return read_folder(path) if path.is_dir() else None

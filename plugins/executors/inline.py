@@ -1,4 +1,4 @@
-"""The engine in the caller's own process and thread: the offline default."""
+"""Executor of one rank in the caller's own process and thread, the default for offline use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the rank inside ``outputs``: whoever waits for tokens computes them."""
+"""Runtime of the inline executor: each call of ``outputs`` runs a turn of the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ log = logging.getLogger("glowplug")
 
 
 class InlineExecutor:
-    """``Executor`` of one rank. ``submit`` may be called from another thread than ``outputs``."""
+    """An ``Executor`` of one rank, in the calling process.
+
+    ``submit`` and ``outputs`` may be called from different threads.
+    """
 
     leads = True
 
@@ -95,5 +98,5 @@ class InlineExecutor:
         self._engine = None
         try:
             give_memory_back(gauge)
-        except RuntimeError as error:  # of a device that failed: nothing there can be given back
-            log.warning("the device's memory was not given back: %s", error)
+        except RuntimeError as error:  # the device has failed: its memory cannot be released
+            log.warning("the device's memory was not released: %s", error)

@@ -1,4 +1,7 @@
-"""One process a rank, spawned on this host, talking bytes over pipes: the server's default."""
+"""Executor with one spawned process per rank on this host, the server's default.
+
+Messages are bytes on pipes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from glowplug.core.plugin.options import ExecutorOptions
 class MultiprocessOptions(ExecutorOptions):
     use: Literal["multiprocess"] = "multiprocess"
     threads: int | None = Field(
-        None, ge=1, description="torch threads in each rank; None: torch's own choice"
+        None, ge=1, description="torch threads of each rank; None: torch's default"
     )
 
 
@@ -27,6 +30,6 @@ def register_executors() -> list[Component]:
             options=MultiprocessOptions,
             factory="glowplug.plugins.executors.multiprocess_runtime:MultiprocessExecutor",
             offers=ExecutorOffers(ranks=True, hosts=False),
-            summary="one spawned process a rank on this host",
+            summary="one spawned process per rank on this host",
         )
     ]

@@ -1,4 +1,7 @@
-"""Spawns the ranks of one host, watches them, and moves message frames. No torch in this process."""
+"""Runtime of the multiprocess executor: spawns the ranks of one host and passes message frames.
+
+This process does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ if TYPE_CHECKING:
 
 
 class MultiprocessExecutor:
-    """``Executor`` over spawned processes. ``submit`` may be called from another thread than
-    ``outputs``.
+    """An ``Executor`` over spawned processes.
+
+    ``submit`` and ``outputs`` may be called from different threads.
     """
 
     leads = True
@@ -31,16 +35,20 @@ class MultiprocessExecutor:
         self._ranks = LocalRanks(range(plan.ranks), options.watchdog, options.threads)
         self._frames: deque[bytes] = deque()
         self._dead: EngineDead | None = None
-        self._meeting: tempfile.TemporaryDirectory[str] | None = (
-            None  # where several ranks find one another
-        )
+        # the folder of the rendezvous file of several ranks
+        self._meeting: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def pids(self) -> list[int]:
         return self._ranks.pids
 
     def start(self, plan: EnginePlan) -> None:
-        """Spawn and wait until every rank is ready. EngineDead names rank, phase and reason."""
+        """Spawn the ranks and wait until every one is ready.
+
+        Raises:
+            EngineDead: a rank failed or is not ready in time; the message names rank, phase and
+                reason.
+        """
         rendezvous = ""
         if plan.ranks > 1:
             self._meeting = tempfile.TemporaryDirectory(prefix="glowplug-")
@@ -61,7 +69,7 @@ class MultiprocessExecutor:
                 )
 
     def submit(self, data: bytes) -> None:
-        """To rank 0, which broadcasts."""
+        """Send a frame to rank 0, which broadcasts it."""
         self._ranks.send(0, data)
 
     def outputs(self, timeout: float | None) -> bytes | None:
@@ -72,7 +80,11 @@ class MultiprocessExecutor:
         return self._frames.popleft() if self._frames else None
 
     def _read(self, timeout: float | None) -> None:
-        """One look at every rank. EngineDead when one has failed."""
+        """Receive frames from the ranks and check that they are alive.
+
+        Raises:
+            EngineDead: a rank has failed, or the engine was stopped.
+        """
         self._frames.extend(self._ranks.receive(timeout))
         self._ranks.watch.look()
         if self._dead is not None:  # stopped meanwhile, by another thread

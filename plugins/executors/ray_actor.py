@@ -1,4 +1,4 @@
-"""The actor of one rank: the rank's loop in a thread, frames in and out as bytes."""
+"""Ray actor of one rank: the rank's loop runs in a thread, and messages are bytes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from glowplug.plugins.executors.ranks.failure_cause import BEAT
 from glowplug.plugins.executors.ranks.host_identity import identity
 from glowplug.plugins.executors.ranks.process import run_rank
 
-FAILED_EXIT = 1
+FAILED_EXIT = 1  #: exit code of an actor that ends because its executor has gone
 
 
 class Queues:
-    """The rank's end of the way to its executor, as a pair of queues."""
+    """The rank's end of the connection to its executor, as a pair of queues."""
 
     def __init__(self) -> None:
         self._inbox: SimpleQueue[bytes] = SimpleQueue()
@@ -37,7 +37,11 @@ class Queues:
         self.outbox.put(data)
 
     def poll(self, timeout: float) -> bool:
-        """EOFError once it is closed and empty."""
+        """Return True if a frame arrives within ``timeout`` seconds.
+
+        Raises:
+            EOFError: the connection is closed and every frame has been read.
+        """
         if self._next is None:
             try:
                 self._next = (
@@ -57,10 +61,11 @@ class Queues:
 
 
 class RankActor:
-    """Methods are called by the executor through Ray; several at a time.
+    """A Ray actor that runs one rank.
 
-    Once started, an executor that has not polled for ``limit`` seconds has gone, or cannot be
-    reached: the process ends itself then.
+    The executor calls its methods through Ray, several at a time. Once started, the process ends
+    itself when the executor has not polled for ``limit`` seconds: it has gone or cannot be
+    reached.
     """
 
     def __init__(self, rank: int, limit: float) -> None:
@@ -70,19 +75,19 @@ class RankActor:
         self._unpolled = 0
 
     def _end_alone(self) -> None:
-        # NOTE: turns are counted, not seconds: an import that holds the interpreter's lock stops
-        # polls and turns alike.
+        # NOTE: rounds of this loop are counted, not seconds: an import that holds the GIL stops
+        # polls and rounds alike.
         while self._unpolled * BEAT < self._limit:
             self._unpolled += 1
             time.sleep(BEAT)
         os._exit(FAILED_EXIT)
 
     def identity(self, plan_json: bytes) -> bytes:
-        """What must be the same as the executor's (``agreement.py``)."""
+        """Return the facts that must equal the executor's (see ``ranks/host_identity.py``)."""
         return identity(EnginePlan.from_json(plan_json))
 
     def place(self) -> tuple[str, int]:
-        """Address of the host, and process."""
+        """Return (address of the host, process id)."""
         import ray
 
         return ray.util.get_node_ip_address(), os.getpid()
@@ -100,11 +105,11 @@ class RankActor:
         self._pipe.put(data)
 
     def close(self) -> None:
-        """The front has gone; the rank leaves its loop."""
+        """Close the rank's connection, so that the rank leaves its loop."""
         self._pipe.close()
 
     def poll(self, timeout: float) -> bytes:
-        """Frames that have come within ``timeout`` seconds, as one msgpack list."""
+        """Return the frames that arrive within ``timeout`` seconds, as one msgpack list."""
         self._unpolled = 0
         frames = []
         try:

@@ -1,4 +1,7 @@
-"""One Ray actor a rank, on this host or on those of a Ray cluster. Messages stay bytes."""
+"""Executor with one Ray actor per rank, on this host or on the hosts of a Ray cluster.
+
+Messages are bytes, as with the other executors.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from glowplug.core.plugin.options import ExecutorOptions
 class RayOptions(ExecutorOptions):
     use: Literal["ray"] = "ray"
     address: str | None = Field(
-        None, description='a running Ray: "auto" or HOST:PORT; None: start one on this host'
+        None, description='a running Ray: "auto" or HOST:PORT; None: start Ray on this host'
     )
     threads: int | None = Field(
-        None, ge=1, description="torch threads in each rank; None: torch's own choice"
+        None, ge=1, description="torch threads of each rank; None: torch's default"
     )
 
 
@@ -31,6 +34,6 @@ def register_executors() -> list[Component]:
             factory="glowplug.plugins.executors.ray_runtime:RayExecutor",
             offers=ExecutorOffers(ranks=True, hosts=True),
             requires=(Package("ray", ">=2.40"),),
-            summary="a Ray actor a rank, on one host or several",
+            summary="one Ray actor per rank, on one host or several",
         )
     ]

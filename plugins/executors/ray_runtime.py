@@ -1,5 +1,6 @@
-"""Starts an actor a rank and polls them all from one thread. Placement, scheduling and restarts of
-hosts are Ray's.
+"""Runtime of the Ray executor: starts one actor per rank and polls all actors from one thread.
+
+Ray does the placement, the scheduling and the restarts of hosts.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from glowplug.plugins.executors.ranks.local import GRACE, for_front
 if TYPE_CHECKING:
     from glowplug.plugins.executors.ray_executor import RayOptions
 
-POLL = 0.5  #: seconds an actor waits for something to send
-PLACE = 60.0  #: seconds Ray may take to find room for the ranks
+POLL = 0.5  #: seconds a poll waits for a frame of an actor
+PLACE = 60.0  #: seconds Ray may take to place the ranks
 
 
 class RayExecutor:
-    """``Executor`` over Ray actors. The caller's process is Ray's driver; it may be on any host of
-    the cluster.
+    """An ``Executor`` over Ray actors.
+
+    The caller's process is the driver of Ray. It may run on any host of the cluster.
     """
 
     leads = True
@@ -67,8 +69,12 @@ class RayExecutor:
     # ---- start -----------------------------------------------------------------------------------
 
     def start(self, plan: EnginePlan) -> None:
-        """Place the actors, compare what they would load with our plan, load, and wait until every
-        rank is ready.
+        """Place the actors, compare their hosts with this one, and wait until every rank is ready.
+
+        Raises:
+            PlanRefused: Ray cannot be reached or cannot place the ranks, or a host has other
+                versions, plugins or model files; nothing has been loaded then.
+            EngineDead: a rank failed or is not ready in time.
         """
         deadline = time.monotonic() + self.options.start_timeout
         self._connect(plan)
@@ -88,9 +94,9 @@ class RayExecutor:
                 raise EngineDead(
                     not_ready(slow[0], self._watch.phase(slow[0]), self.options.start_timeout)
                 )
-        self._watch.limit = (
-            self._limit
-        )  # NOTE: while ranks import and load they may be kept from signs of life
+        # NOTE: the shorter limit starts here: while ranks import and load, their heartbeats may
+        # be late.
+        self._watch.limit = self._limit
 
     def _connect(self, plan: EnginePlan) -> None:
         import ray
@@ -113,14 +119,19 @@ class RayExecutor:
                         "ray",
                         "executor.address",
                         f"no Ray answers: {_line(error)}",
-                        "ray start --head on one host, --address on the others, or leave address out",
+                        "ray start --head on one host, --address on the others, or leave address "
+                        "out",
                     )
                 ]
             ) from error
         self._own = True
 
     def _place(self, plan: EnginePlan) -> None:
-        """One bundle a host, so that ranks of a host are neighbours."""
+        """Create one actor per rank, with one bundle per host, so that its ranks are consecutive.
+
+        Raises:
+            PlanRefused: Ray has not enough resources.
+        """
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -144,7 +155,7 @@ class RayExecutor:
                     )
                 ]
             )
-        # NOTE: ranks choose their device by number, so Ray must not hide the others of the host
+        # NOTE: ranks choose their device by number, so Ray must not hide the host's other devices
         # from them.
         environment = (
             {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}} if cards else None
@@ -166,6 +177,12 @@ class RayExecutor:
             )
 
     def _compare(self, plan: EnginePlan) -> None:
+        """Check that every actor's host has the versions, plugins and files of this process.
+
+        Raises:
+            PlanRefused: a host differs.
+            EngineDead: an actor could not start.
+        """
         import ray
         from ray.exceptions import RayError
 
@@ -188,7 +205,10 @@ class RayExecutor:
             raise PlanRefused(refusals, "these hosts")
 
     def _meeting(self) -> str:
-        """A store in this process, on the address by which the cluster knows this host."""
+        """Start the rendezvous store in this process and return its URL.
+
+        The store listens on the address of this host in the cluster.
+        """
         import ray
 
         from glowplug.plugins.executors.ranks.host_link import hold_store
@@ -199,7 +219,7 @@ class RayExecutor:
     # ---- serve -----------------------------------------------------------------------------------
 
     def submit(self, data: bytes) -> None:
-        """To rank 0, which broadcasts."""
+        """Send a frame to rank 0, which broadcasts it."""
         if self._dead is None:
             self._actors[0].submit.remote(data)
 
@@ -215,7 +235,7 @@ class RayExecutor:
         return None
 
     def _poll_forever(self) -> None:
-        """The poller's thread: frames out of every actor, until one fails or all are done."""
+        """Collect the frames of every actor until one fails or all are done."""
         try:
             for _ in self._rounds():
                 self._watch.look()
@@ -225,14 +245,14 @@ class RayExecutor:
                 if self._watch.troubles:
                     break
             self._settle()
-        except Exception as error:  # NOTE: whatever Ray raises when it goes down under us
+        except Exception as error:  # NOTE: any error that Ray raises when it goes down
             self._dead = self._dead or EngineDead(f"Ray has failed: {_line(error)}")
         finally:
             self._ended.set()
-            self._frames.put(b"")  # wakes whoever waits for one
+            self._frames.put(b"")  # wakes a waiting ``outputs``
 
     def _rounds(self) -> Iterator[None]:
-        """Each look at the actors; ends when nobody is left to ask."""
+        """Poll the actors round by round; stop when every actor has gone."""
         import ray
 
         asked = {actor.poll.remote(POLL): rank for rank, actor in enumerate(self._actors)}
@@ -245,7 +265,7 @@ class RayExecutor:
             yield
 
     def _take(self, rank: int, ref: Any) -> bool:
-        """The frames of one answer. False when the actor has gone."""
+        """Take the frames of one poll. Return False if the actor has gone."""
         import ray
         from ray.exceptions import RayError
 
@@ -262,8 +282,9 @@ class RayExecutor:
         return True
 
     def _settle(self) -> None:
-        """Reads on for a moment, longer when ranks have only lost peers; then the first cause is
-        what we died of.
+        """Go on reading for a moment, then record the first cause as the reason of the failure.
+
+        The wait is longer while the only known troubles are lost peers.
         """
         started = time.monotonic()
         for _ in self._rounds():
@@ -280,8 +301,9 @@ class RayExecutor:
     # ---- end -------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Idempotent. Ranks leave their loop within GRACE seconds or are killed; a Ray that we
-        started ends too.
+        """End the ranks, and Ray if this executor started it. Idempotent.
+
+        Ranks that have not left their loop after GRACE seconds are killed.
         """
         orderly = self._dead is None and self._poller is not None
         if orderly:
@@ -297,7 +319,7 @@ class RayExecutor:
 
         actors = self._actors
         self._actors = []
-        with contextlib.suppress(Exception):  # NOTE: Ray itself may be what has gone
+        with contextlib.suppress(Exception):  # NOTE: Ray itself may have gone
             for actor in actors:
                 ray.kill(actor)
             if self._group is not None:
@@ -309,6 +331,6 @@ class RayExecutor:
 
 
 def _line(error: BaseException) -> str:
-    """What happened, in a line."""
+    """Return an error as one line of at most 400 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:3])}"[:400]

@@ -1,5 +1,6 @@
-"""Ranks on several hosts, started by hand on each of them or by ``torchrun``; they meet at one TCP
-store.
+"""Executor of ranks on several hosts, started by hand on each host or by ``torchrun``.
+
+The hosts meet at one TCP store.
 """
 
 from __future__ import annotations
@@ -18,33 +19,34 @@ from glowplug.core.plugin.options import ExecutorOptions
 
 class TorchrunOptions(ExecutorOptions):
     use: Literal["torchrun"] = "torchrun"
-    host_rank: int = Field(
-        0, ge=0, description="which of the hosts this is; host 0 has the HTTP server"
-    )
+    host_rank: int = Field(0, ge=0, description="number of this host; host 0 has the HTTP server")
     address: str | None = Field(
-        None, description="HOST:PORT of host 0, where the hosts meet; torchrun sets its own"
+        None,
+        description="HOST:PORT of host 0, where the hosts meet; under torchrun its own is used",
     )
     threads: int | None = Field(
-        None, ge=1, description="torch threads in each rank; None: torch's own choice"
+        None, ge=1, description="torch threads of each rank; None: torch's default"
     )
 
 
 def check_torchrun(context: CheckContext) -> Iterator[Refusal]:
+    """Yield a refusal for a host number or an address that cannot be right."""
     options: TorchrunOptions = context.options
     hosts: int = context.values["hosts"]
     if options.host_rank >= hosts:
         yield Refusal(
             "torchrun",
             "executor.host_rank",
-            f"there is no host {options.host_rank} among {hosts}",
-            f"executor.host_rank (--node-rank) from 0 to {hosts - 1}, or more executor.hosts (--nnodes)",
+            f"there is no host {options.host_rank}: the plan has {hosts}",
+            f"executor.host_rank (--node-rank) from 0 to {hosts - 1}, or more hosts in "
+            "executor.hosts (--nnodes)",
         )
     if options.address is not None and not _is_address(options.address):
         yield Refusal(
             "torchrun",
             "executor.address",
             f"{options.address!r} is not HOST:PORT",
-            "the address of host 0 and a free port there, as in 10.0.0.1:29500",
+            "the address of host 0 and a free port there, for example 10.0.0.1:29500",
         )
 
 
@@ -62,6 +64,6 @@ def register_executors() -> list[Component]:
             factory="glowplug.plugins.executors.torchrun_runtime:TorchrunExecutor",
             offers=ExecutorOffers(ranks=True, hosts=True),
             check=check_torchrun,
-            summary="a spawned process a rank on each of several hosts",
+            summary="one spawned process per rank, on several hosts",
         )
     ]

@@ -1,4 +1,8 @@
-"""Looks after this site's ranks, and agrees with the other sites on when to start and why to end."""
+"""Runtime of the torchrun executor: supervises this site's ranks.
+
+The sites agree through the rendezvous store on the plan, on the start, and on the reason of the
+end.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +32,14 @@ if TYPE_CHECKING:
     from glowplug.plugins.executors.ranks.host_link import HostLink
     from glowplug.plugins.executors.torchrun import TorchrunOptions
 
-WORD = 2.0  #: seconds to tell the other hosts why this one ends
-TURN = 0.5  #: seconds between looks at the other hosts
+NOTICE_SECONDS = 2.0  #: seconds to report to the other hosts why this one ends
+READ_SECONDS = 0.5  #: longest wait of one read, so the other hosts are checked at least this often
 
 
 class TorchrunExecutor:
-    """``Executor`` of one site. On site 0 it is the front's; elsewhere it supervises (``leads`` is
+    """An ``Executor`` of one site.
+
+    On site 0 it serves the front end. On other sites it only supervises the ranks (``leads`` is
     False).
     """
 
@@ -57,10 +63,14 @@ class TorchrunExecutor:
     # ---- start -----------------------------------------------------------------------------------
 
     def start(self, plan: EnginePlan) -> None:
-        """Meet the other sites, compare, spawn, and wait until every rank is ready (elsewhere:
-        until ours are).
+        """Meet the other sites, compare the plans, spawn the ranks, and wait until they are ready.
 
-        PlanRefused on every site when they do not mean the same engine; nothing is loaded then.
+        Site 0 waits for every rank, other sites for their own ranks.
+
+        Raises:
+            PlanRefused: the sites' plans differ; it is raised on every site, and nothing has been
+                loaded.
+            EngineDead: a rank or site failed or is not ready in time.
         """
         from glowplug.plugins.executors.ranks.host_link import HostLink
 
@@ -87,6 +97,7 @@ class TorchrunExecutor:
         return {**self._link.phases(), **self._ranks.watch.phases}
 
     def _loading(self, ranks: int) -> list[int]:
+        """Return the ranks to wait for that have not loaded yet (on site 0 of all ``ranks``)."""
         phases = self._phases()
         return [
             rank
@@ -97,7 +108,7 @@ class TorchrunExecutor:
     # ---- serve -----------------------------------------------------------------------------------
 
     def submit(self, data: bytes) -> None:
-        """To rank 0, which broadcasts. On site 0 only."""
+        """Send a frame to rank 0, which broadcasts it. For site 0 only."""
         self._ranks.send(0, data)
 
     def outputs(self, timeout: float | None) -> bytes | None:
@@ -108,12 +119,16 @@ class TorchrunExecutor:
         return self._frames.popleft() if self._frames else None
 
     def _read(self, timeout: float | None) -> None:
-        """One look at our ranks and at the other sites; frames go to the front, which may be
-        elsewhere.
+        """Receive frames from this site's ranks and check the ranks and the other sites.
+
+        On site 0 the frames are kept for ``outputs``; other sites forward them to site 0.
+
+        Raises:
+            EngineDead: a rank or site has failed, or the engine was stopped.
         """
         link = self._link
         assert link is not None
-        timeout = TURN if timeout is None else min(timeout, TURN)
+        timeout = READ_SECONDS if timeout is None else min(timeout, READ_SECONDS)
         frames = self._ranks.receive(timeout, also=[link.wake] if self.leads else [])
         if self.leads:
             self._frames.extend([*frames, *link.take()])
@@ -129,8 +144,9 @@ class TorchrunExecutor:
             self._die(self._settle(link))
 
     def _settle(self, link: HostLink) -> Trouble:
-        """Reads on for a moment, longer when all that is known is that peers were lost, and names
-        the first cause.
+        """Go on reading for a moment, then return the first cause of the failure.
+
+        The wait is longer while the only known troubles are lost peers.
         """
         started = time.monotonic()
         while True:
@@ -149,7 +165,7 @@ class TorchrunExecutor:
 
     def _die(self, trouble: Trouble) -> None:
         if self._link is not None:
-            self._link.tell(trouble, WORD)
+            self._link.tell(trouble, NOTICE_SECONDS)
         self._end(EngineDead(str(trouble)), grace=0.0)
 
     def _end(self, error: EngineDead, grace: float) -> None:
@@ -160,14 +176,17 @@ class TorchrunExecutor:
         raise error
 
     def stop(self) -> None:
-        """On site 0: the engine ends, everywhere. Elsewhere this site leaves, and the engine ends
-        for that reason.
+        """Stop this site's ranks.
+
+        On site 0 this is the orderly end of the engine on all sites. On another site the engine
+        ends because this site has left.
         """
         if self._dead is not None:
             return
         self._dead = EngineStopped("the engine was stopped")
         if self._link is not None:
-            self._link.tell(None if self.leads else Trouble(Kind.ENDED, "was told to stop"), WORD)
+            reason = None if self.leads else Trouble(Kind.ENDED, "was stopped")
+            self._link.tell(reason, NOTICE_SECONDS)
         self._ranks.end(GRACE)
         if self._link is not None:
             self._link.close()

@@ -174,7 +174,7 @@ def test_a_world_of_another_size_and_hosts_without_an_address_are_refused(tmp_pa
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
-        ("host_rank", 2, "there is no host 2 among 2"),
+        ("host_rank", 2, "there is no host 2: the plan has 2"),
         ("address", "10.0.0.1", "is not HOST:PORT"),
         ("address", "10.0.0.1:99999", "is not HOST:PORT"),
     ],

@@ -1,9 +1,8 @@
-"""Who is to blame when ranks fail: what each rank has shown of itself, and the first cause among
-what came of it.
+"""The first cause when ranks fail, from the observed state of each rank.
 
-When one rank dies, those that wait for it fail a moment later. So whoever watches them reads on for
-a moment, and then names a rank that ended, else one that failed by itself, else one that is silent,
-else the first that lost a peer.
+When one rank dies, the ranks that wait for it fail a moment later. An executor therefore goes on
+reading for a moment, and then reports a rank that ended, else a rank that failed by itself, else a
+silent rank, else the first rank that lost a peer.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ import msgspec
 
 from glowplug.core.step.messages import Failed, Outbound, Progress
 
-BEAT = 0.5  #: seconds between a rank's signs of life
-QUIET = (
-    2.5  #: seconds without one that make a rank (or a host) suspect once others have lost a peer
-)
-MARGIN = 4.0  #: seconds to name the cause and end everything
-SETTLE = 1.0  #: seconds to read on after the first sign of trouble
-SPAWN = 30.0  #: seconds a process may take to its first sign of life, whatever the limit
-PATIENCE = QUIET + 2 * SETTLE  #: seconds to wait for a silence once ranks have only lost peers
-#: phases before the first report of a rank, and after its orderly end
-SPAWNING = "spawn"
-ENDED = "ended"
+BEAT = 0.5  #: seconds between two heartbeats of a rank
+#: seconds without a heartbeat after which a rank (or a host) counts as silent once others have lost
+#: a peer
+QUIET = 2.5
+MARGIN = 4.0  #: seconds reserved for reporting the cause and ending all ranks
+SETTLE = 1.0  #: seconds to go on reading after the first trouble
+#: seconds a process may take until its first heartbeat, even if the limit is shorter
+SPAWN = 30.0
+PATIENCE = QUIET + 2 * SETTLE  #: seconds to wait for a silence while ranks have only lost peers
+SPAWNING = "spawn"  #: phase of a rank before its first report
+ENDED = "ended"  #: phase of a rank after its orderly end
 LOADED = "ready", "serve", ENDED  #: phases of a rank that has loaded
 
 
 class Kind(IntEnum):
-    """What happened; a smaller one explains a greater one."""
+    """The kinds of trouble, ordered so that a smaller kind explains a greater one."""
 
-    ENDED = 0  #: a process (or a whole host) has gone without a word
+    ENDED = 0  #: a process (or a whole host) has gone without a report
     FAILED = 1  #: a rank reported its own failure
-    SILENT = 2  #: no sign of life
+    SILENT = 2  #: no heartbeat
     CONSEQUENCE = 3  #: a rank lost a peer
 
 
@@ -52,20 +51,29 @@ class Trouble(msgspec.Struct, array_like=True, frozen=True):
 
 
 def first_cause(troubles: Iterable[Trouble]) -> Trouble:
-    """The earliest of the kind that explains most."""
+    """Return the earliest trouble of the kind that explains most."""
     return min(troubles, key=lambda trouble: trouble.kind)
 
 
 def settled(kind: int, waited: float) -> bool:
-    """Has the first cause come to light, ``waited`` seconds after the first trouble? ``kind``: of
-    the cause so far.
+    """Return True if the first cause is known and no more waiting is needed.
+
+    Args:
+        kind: kind of the first cause so far.
+        waited: seconds since the first trouble.
     """
     return kind == Kind.ENDED or waited > (PATIENCE if kind == Kind.CONSEQUENCE else SETTLE)
 
 
 def host_limit(timeout: float) -> float:
-    """Seconds of silence that end an engine across hosts, so that all is over ``timeout`` seconds
-    after a link broke: sooner than the collectives, which know only that a peer is missing."""
+    """Return the seconds of silence after which an engine across hosts ends.
+
+    The limit is chosen so that the engine has ended ``timeout`` seconds after a link broke. That is
+    sooner than the collectives time out, whose error states only that a peer is missing.
+
+    Args:
+        timeout: timeout of the collectives, in seconds.
+    """
     return max(timeout / 2, timeout - MARGIN)
 
 
@@ -79,6 +87,14 @@ def not_ready(rank: int, phase: str, seconds: float) -> str:
 
 @dataclass
 class _Seen:
+    """The observed state of one rank.
+
+    Attributes:
+        heard: time of the last message.
+        phase: phase of the last report.
+        gone: it has ended, failed or been reported as silent.
+    """
+
     heard: float
     phase: str = SPAWNING
     gone: bool = False
@@ -86,9 +102,12 @@ class _Seen:
 
 @dataclass
 class Watch:
-    """What is known of some ranks. ``limit``: seconds of silence after which a rank counts as hung.
+    """The observed state of some ranks, and their troubles.
 
     Attributes:
+        ranks: the ranks watched.
+        limit: seconds of silence after which a rank counts as hung.
+        clock: source of monotonic time, in seconds.
         troubles: in order of arrival.
     """
 
@@ -110,12 +129,12 @@ class Watch:
 
     @property
     def states(self) -> dict[int, tuple[str, float]]:
-        """Phase of each rank, and seconds since it was heard."""
+        """(phase, seconds since the last message) of each rank."""
         now = self.clock()
         return {rank: (seen.phase, now - seen.heard) for rank, seen in self._seen.items()}
 
     def heard(self, rank: int, messages: Iterable[Outbound]) -> None:
-        """``rank`` lives, and says this."""
+        """Record messages of ``rank``; any message, even none, shows that it is alive."""
         seen = self._seen[rank]
         seen.heard = self.clock()
         for message in messages:
@@ -134,7 +153,14 @@ class Watch:
                 )
 
     def ended(self, rank: int, how: str) -> None:
-        """The process of ``rank`` has gone; no trouble after an orderly end or a reported failure."""
+        """Record that the process of ``rank`` has gone.
+
+        It is no trouble after an orderly end or a reported failure.
+
+        Args:
+            rank: the rank.
+            how: how the process ended, for the message.
+        """
         seen = self._seen[rank]
         if not seen.gone and seen.phase != ENDED:
             self.troubles.append(
@@ -143,12 +169,17 @@ class Watch:
         seen.gone = True
 
     def all_ended(self) -> bool:
-        """Every rank has left its loop because the front has gone or said so."""
+        """Return True if every rank has left its loop in an orderly way.
+
+        Ranks leave it when the front end has gone or has stopped the engine.
+        """
         return all(seen.phase == ENDED for seen in self._seen.values())
 
     def look(self, limit: float | None = None) -> None:
-        """Ranks that have been silent for longer than ``limit`` seconds (None: the watch's own)
-        become trouble.
+        """Record a trouble for each rank that has been silent for longer than ``limit`` seconds.
+
+        Args:
+            limit: seconds; None: the limit of this watch.
         """
         now = self.clock()
         limit = self.limit if limit is None else limit

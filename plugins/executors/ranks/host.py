@@ -1,5 +1,6 @@
-"""Which ranks this process looks after, and where the others are met: by the options, or by
-torchrun's environment.
+"""The ranks that this process supervises, and the address where the processes meet.
+
+Both come from the options, or from torchrun's environment.
 """
 
 from __future__ import annotations
@@ -12,21 +13,23 @@ from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.plugins.executors.torchrun import TorchrunOptions
 
-LAUNCHED = "TORCHELASTIC_RUN_ID"  #: torchrun sets it in every process it starts
+#: variable that torchrun sets in every process it starts
+TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 
 
 @dataclass(frozen=True)
 class Site:
-    """One of the processes that together look after all ranks: one a host, or under torchrun one a
-    rank.
+    """A process that supervises some of the ranks: one per host, or one per rank under torchrun.
 
     Attributes:
-        index, count: this one, of how many; number 0 runs the front.
-        per: ranks of each site, neighbours.
-        per_host: ranks of each host.
-        host, port: of the store where they meet.
-        serves: this site holds the store (else torchrun's agent does).
-        prefix: keeps the keys of one attempt apart from those of another.
+        index: number of this site; site 0 runs the front end.
+        count: number of sites.
+        per: ranks per site; they are consecutive.
+        per_host: ranks per host.
+        host: address of the store where the sites meet.
+        port: port of that store.
+        serves: this site holds the store; otherwise site 0 or torchrun's agent does.
+        prefix: prefix that separates the keys of one attempt from those of another.
     """
 
     index: int
@@ -43,14 +46,14 @@ class Site:
         return range(self.index * self.per, (self.index + 1) * self.per)
 
     def name(self, index: int) -> str:
-        """A site in messages: "host 1 (ranks 2, 3)"."""
+        """Return the name of a site in messages: "host 1 (ranks 2, 3)"."""
         first = index * self.per
         ranks = ", ".join(map(str, range(first, first + self.per)))
         return f"host {first // self.per_host} (rank{'s' if self.per > 1 else ''} {ranks})"
 
     @property
     def rendezvous(self) -> str:
-        """For the ranks: the store is there already."""
+        """URL of the store for the ranks; "held": the store exists already."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{self.port}/{self.prefix}?held"
 
@@ -58,14 +61,24 @@ class Site:
 def find_site(
     options: TorchrunOptions, plan: EnginePlan, environment: Mapping[str, str] = os.environ
 ) -> Site:
-    """PlanRefused when the environment contradicts the plan, or nothing says where to meet."""
-    if LAUNCHED in environment:
+    """Return the site of this process.
+
+    Args:
+        options: options of the executor.
+        plan: the engine plan.
+        environment: environment variables, torchrun's among them if it started this process.
+
+    Raises:
+        PlanRefused: the environment contradicts the plan, or there are several hosts and no
+            address where they meet.
+    """
+    if TORCHRUN_VARIABLE in environment:
         return _launched(plan, environment)
     hosts = plan.hosts
     if options.address is None and hosts > 1:
         raise _refused(
             "executor.address",
-            f"{hosts} hosts, and nothing says where they meet",
+            f"the plan has {hosts} hosts, and the address where they meet is missing",
             "executor.address (--dist-init-addr) HOST:PORT of host 0, the same on every host",
         )
     host, _, port = (options.address or "127.0.0.1:0").rpartition(":")
@@ -82,13 +95,15 @@ def find_site(
 
 
 def _launched(plan: EnginePlan, environment: Mapping[str, str]) -> Site:
+    """Return the site of a process that torchrun started."""
     rank = int(environment["RANK"])
     world = int(environment["WORLD_SIZE"])
     if world != plan.ranks:
         raise _refused(
             "parallel",
             f"torchrun started {world} processes, the plan has {plan.ranks} ranks",
-            f"--nnodes x --nproc-per-node of torchrun = {plan.ranks}, or parallel sizes for {world} ranks",
+            f"--nnodes x --nproc-per-node of torchrun = {plan.ranks}, or parallel sizes for "
+            f"{world} ranks",
         )
     held = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Site(

@@ -1,4 +1,7 @@
-"""Do all hosts mean the same engine? Compared before anything is loaded: versions, plugins, plan."""
+"""Comparison of the hosts' versions, plugins and plans.
+
+It is made before anything is loaded. Hosts that differ are refused.
+"""
 
 from __future__ import annotations
 
@@ -14,36 +17,35 @@ from glowplug.core.facts.machine import installed
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.plan import EnginePlan
 
-#: what hosts compare -> (the field a refusal names, its fix)
+#: compared fact -> (field in the refusal, fix)
 FIXES: dict[str, tuple[str, str]] = {
     "glowplug": ("version", "install the same glowplug on every host"),
-    "python": ("version", "the same minor version of Python on every host"),
+    "python": ("version", "use the same minor version of Python on every host"),
     "torch": ("version", "install the same torch on every host"),
     "plugins": (
         "plugins",
         "install the same plugins in the same versions, and give the same --plugin flags",
     ),
-    "checkpoint": ("model", "the same files on every host"),
+    "checkpoint": ("model", "use the same files on every host"),
     "layout": ("parallel", "start every host with the same command, --node-rank apart"),
     "components": ("plan", "start every host with the same command, --node-rank apart"),
     "numbers": ("plan", "start every host with the same command, --node-rank apart"),
     "sizes": (
         "memory.kv_tokens",
-        "hosts alike, or memory.kv_tokens (--max-total-tokens) of the smaller one on both",
+        "use equal hosts, or set memory.kv_tokens (--max-total-tokens) of the smaller one on both",
     ),
 }
-OWN = frozenset(
-    {"host_rank", "address", "threads"}
-)  #: options of an executor in which hosts may differ
+#: options of the executor in which hosts may differ
+HOST_OPTIONS = frozenset({"host_rank", "address", "threads"})
 
 
 def identity(plan: EnginePlan) -> bytes:
-    """What must be the same on every host, by the names of ``FIXES``, as JSON."""
+    """Return the facts that must be equal on every host, as JSON with the keys of ``FIXES``."""
     components = {
         f"{choice.slot} {choice.name}": {
             key: value
             for key, value in choice.options.items()
-            if choice.slot != "executor" or key not in OWN
+            if choice.slot != "executor" or key not in HOST_OPTIONS
         }
         for choice in plan.choices
     }
@@ -71,7 +73,10 @@ def identity(plan: EnginePlan) -> bytes:
 
 
 def _checkpoint(facts: ModelFacts) -> str:
-    """Configuration, shapes, dtypes and samples of the weights; where the folder lies may differ."""
+    """Return a digest of the configuration and of the weights' shapes, dtypes and samples.
+
+    The path of the model folder may differ between hosts and is not part of it.
+    """
     content = msgspec.json.encode([facts.config, facts.tensors, facts.digest], order="sorted")
     digest = hashlib.sha256(content).hexdigest()[:16]
     return f"{facts.architecture}, {len(facts.tensors)} tensors, {digest}"
@@ -82,18 +87,23 @@ def _shown(values: object) -> str:
 
 
 def differences(identities: Sequence[bytes], names: Sequence[str]) -> list[Refusal]:
-    """One refusal for each thing in which a host differs from host 0."""
+    """Return one refusal for each fact in which a host differs from host 0.
+
+    Args:
+        identities: the result of ``identity`` of each host.
+        names: the name of each host in messages.
+    """
     decoded = [msgspec.json.decode(one, type=dict[str, str]) for one in identities]
     refusals = []
-    for what, (field, fix) in FIXES.items():
+    for fact, (field, fix) in FIXES.items():
         for name, found in zip(names[1:], decoded[1:], strict=True):
-            ours, theirs = _apart(decoded[0].get(what, "nothing"), found.get(what, "nothing"))
+            ours, theirs = _apart(decoded[0].get(fact, "nothing"), found.get(fact, "nothing"))
             if ours != theirs:
                 refusals.append(
                     Refusal(
                         "executor",
                         field,
-                        f"{what} differ: {names[0]} has {ours}, {name} has {theirs}",
+                        f"{fact} differ: {names[0]} has {ours}, {name} has {theirs}",
                         fix,
                     )
                 )
@@ -102,7 +112,7 @@ def differences(identities: Sequence[bytes], names: Sequence[str]) -> list[Refus
 
 
 def _apart(ours: str, theirs: str) -> tuple[str, str]:
-    """Two values; of two JSON objects only the entries that differ."""
+    """Return both values; of two JSON objects, only the entries that differ."""
     if not (ours.startswith("{") and theirs.startswith("{")):
         return ours, theirs
     first = msgspec.json.decode(ours)

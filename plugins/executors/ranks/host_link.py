@@ -1,9 +1,7 @@
-"""What sites tell one another through the rendezvous store: who they are, that they live, and why
-they end.
+"""Messages between sites through the rendezvous store: identities, heartbeats and failures.
 
-A site is the process that looks after the ranks of a host (``site.py``). The store is
-torch.distributed's; a thread of its own talks to it, because a store behind a broken link answers
-never rather than late.
+A site is a process that supervises ranks (``host.py``). The store is torch.distributed's. A thread
+of its own calls the store, because a call never returns when the link to the store is broken.
 """
 
 from __future__ import annotations
@@ -27,15 +25,18 @@ from glowplug.core.errors import EngineDead
 from glowplug.plugins.executors.ranks.failure_cause import BEAT, QUIET, Kind, Trouble, silence
 from glowplug.plugins.executors.ranks.host import Site
 
-POLL = 0.05  #: seconds between looks for sites that have not come
-FOREVER = timedelta(days=365)
+POLL = 0.05  #: seconds between checks for sites that have not arrived
+FOREVER = timedelta(days=365)  #: timeout of a wait without an end
 
 
 class Beat(msgspec.Struct, array_like=True):
-    """What a site says every BEAT seconds. ``ranks``: phase and seconds of silence of each of its
-    own.
+    """A message that a site writes to the store every BEAT seconds.
 
-    ``leaving``: the engine was told to stop.
+    Attributes:
+        count: number of the message; a new number shows that the site is alive.
+        ranks: rank -> (phase, seconds of silence) of the site's own ranks.
+        trouble: reason why the site ends, if it failed.
+        leaving: the engine stops in an orderly way.
     """
 
     count: int = 0
@@ -45,17 +46,19 @@ class Beat(msgspec.Struct, array_like=True):
 
 
 class HostLink:
-    """This site's side. ``open`` and ``meet`` first; then a thread keeps the rest up to date until
-    ``close``.
+    """This site's end of the messages between sites.
+
+    Call ``open`` and ``meet`` first, then ``start``: its threads exchange heartbeats and frames
+    until ``close``.
 
     Args:
-        site: this one.
+        site: this site.
         limit: seconds of silence after which another site counts as gone.
-        states: phase and seconds of silence of each of this site's ranks.
+        states: returns (phase, seconds of silence) of each of this site's ranks.
 
     Attributes:
-        wake: readable when another site's frame has come.
-        frames: from other sites' ranks, for the front; on site 0.
+        wake: pipe that is readable when a frame of another site has arrived.
+        frames: frames of other sites' ranks for the front end; used on site 0.
     """
 
     def __init__(
@@ -80,8 +83,16 @@ class HostLink:
     # ---- meeting ---------------------------------------------------------------------------------
 
     def open(self, timeout: float) -> Site:
-        """Connect (site 0 listens); returns the site with the store's real port. EngineDead when
-        nobody answers.
+        """Connect to the store; site 0 listens, unless torchrun's agent holds the store.
+
+        Args:
+            timeout: seconds.
+
+        Returns:
+            The site with the store's actual port.
+
+        Raises:
+            EngineDead: the store cannot be reached.
         """
         self._store, store = self._connect(timeout, self.site.serves)
         self._held.append(store)
@@ -105,37 +116,50 @@ class HostLink:
             )
         except (RuntimeError, OSError) as error:
             raise EngineDead(
-                f"{site.name(site.index)} could not reach {site.name(0)} at {site.host}:{site.port} "
-                f"within {timeout:.0f} s: {_line(error)}"
+                f"{site.name(site.index)} could not reach {site.name(0)} at {site.host}:"
+                f"{site.port} within {timeout:.0f} s: {_line(error)}"
             ) from error
         return PrefixStore(f"sites {site.prefix}", found), found
 
     def meet(self, identity: bytes, timeout: float) -> list[bytes]:
-        """Every site's identity, once all have come. EngineDead naming those that have not."""
+        """Exchange identities with all sites.
+
+        Args:
+            identity: the identity of this site.
+            timeout: seconds.
+
+        Returns:
+            The identity of every site, by site number.
+
+        Raises:
+            EngineDead: some sites have not arrived in time (the message names them), or the store
+                has gone.
+        """
         me = self.site.index
         deadline = time.monotonic() + timeout
         try:
-            self._store.set(f"beat {me}", msgspec.msgpack.encode(self._said))  # type: ignore[arg-type]
+            data = msgspec.msgpack.encode(self._said)
+            self._store.set(f"beat {me}", data)  # type: ignore[arg-type]
             self._store.set(f"identity {me}", identity)  # type: ignore[arg-type]
             missing = list(range(self.site.count))
             while missing := [one for one in missing if not self._store.check([f"identity {one}"])]:
                 if time.monotonic() > deadline or self._closed.is_set():
                     names = ", ".join(map(self.site.name, missing))
                     place = f"{self.site.host}:{self.site.port}"
-                    raise EngineDead(f"{names} did not come to {place} within {timeout:.0f} s")
+                    raise EngineDead(f"{names} did not connect to {place} within {timeout:.0f} s")
                 time.sleep(POLL)
             found = [bytes(self._store.get(f"identity {one}")) for one in range(self.site.count)]
             self._leave_together(deadline)
         except RuntimeError as error:
             raise EngineDead(
-                f"{self.site.name(0)} has gone while hosts met: {_line(error)}"
+                f"{self.site.name(0)} has gone while the hosts met: {_line(error)}"
             ) from error
         now = time.monotonic()
         self._heard = dict.fromkeys((one for one in range(self.site.count) if one != me), now)
         return found
 
     def _leave_together(self, deadline: float) -> None:
-        """Site 0 holds the store, so it waits until everybody has read the identities."""
+        """Make site 0, which holds the store, wait until every site has read the identities."""
         read = self._store.add("read", 1)
         while self.site.index == 0 and read < self.site.count and time.monotonic() < deadline:
             time.sleep(POLL)
@@ -153,7 +177,7 @@ class HostLink:
     def _thread(self, name: str, run: Callable[[], None]) -> None:
         threading.Thread(target=run, daemon=True, name=name).start()
 
-    # ---- signs of life ---------------------------------------------------------------------------
+    # ---- heartbeats ------------------------------------------------------------------------------
 
     def _beat_forever(self) -> None:
         me = self.site.index
@@ -164,7 +188,8 @@ class HostLink:
                 self._urgent.clear()
                 self._said.count += 1
                 self._said.ranks = self._states()
-                self._store.set(f"beat {me}", msgspec.msgpack.encode(self._said))  # type: ignore[arg-type]
+                data = msgspec.msgpack.encode(self._said)
+                self._store.set(f"beat {me}", data)  # type: ignore[arg-type]
                 if urgent:
                     self._told.set()
                 self._read(others)
@@ -183,7 +208,7 @@ class HostLink:
             self._beats[other] = beat
 
     def phases(self) -> dict[int, str]:
-        """Of the ranks of other sites, as last heard."""
+        """Return the last known phase of each rank of the other sites."""
         return {
             rank: phase
             for beat in list(self._beats.values())
@@ -191,12 +216,14 @@ class HostLink:
         }
 
     def leaving(self) -> bool:
-        """The front's site has said that the engine stops."""
+        """Return True if site 0 has reported that the engine stops."""
         return self._beats.get(0, Beat()).leaving
 
     def look(self, limit: float | None = None) -> list[Trouble]:
-        """What other sites have reported, and those not heard of for ``limit`` seconds (None: the
-        link's own).
+        """Return the troubles that other sites have reported, and one for each silent site.
+
+        Args:
+            limit: seconds of silence; None: the limit of this link.
         """
         now = time.monotonic()
         limit = self.limit if limit is None else limit
@@ -216,7 +243,11 @@ class HostLink:
         return found
 
     def quiet(self, limit: float) -> list[Trouble]:
-        """Sites and ranks of theirs that have not been heard for ``limit`` seconds."""
+        """Return the troubles of ``look`` and one for each silent rank of the other sites.
+
+        Args:
+            limit: seconds of silence.
+        """
         found = self.look(limit)
         for other, beat in list(self._beats.items()):
             found += [
@@ -231,15 +262,19 @@ class HostLink:
         return f" (phase {', '.join(phases)})" if phases else ""
 
     def tell(self, trouble: Trouble | None, wait: float) -> None:
-        """Say why this site ends (None: it was told to), and wait until the store has it, for
-        ``wait`` seconds.
+        """Report why this site ends, and wait until the store has the report.
+
+        Args:
+            trouble: the reason; None: the engine stops in an orderly way.
+            wait: seconds to wait at most.
         """
         if trouble is None:
             self._said.leaving = True
         else:
             self._said.trouble = named(trouble, self.site.name(self.site.index))
         self._urgent.set()
-        if not self._broken and time.monotonic() - self._turned < QUIET:  # else nobody can be told
+        # NOTE: without an answering store the report cannot arrive.
+        if not self._broken and time.monotonic() - self._turned < QUIET:
             self._told.wait(wait)
 
     def close(self) -> None:
@@ -252,13 +287,12 @@ class HostLink:
     # ---- outputs of leaders on other hosts -------------------------------------------------------
 
     def forward(self, frame: bytes) -> None:
-        """To the front, in order. From any thread."""
+        """Queue a frame for the front end; the order is kept. May be called from any thread."""
         self._outgoing.put(frame)
 
     def _send_forever(self) -> None:
-        with contextlib.suppress(
-            RuntimeError, EngineDead
-        ):  # NOTE: the beating thread reports the same broken store
+        # NOTE: the heartbeat thread reports the same broken store.
+        with contextlib.suppress(RuntimeError, EngineDead):
             store, held = self._connect(self.limit, False)
             self._held.append(held)
             while (frame := self._outgoing.get()) is not None:
@@ -275,7 +309,7 @@ class HostLink:
                 self._waker.send_bytes(b"1")
 
     def take(self) -> list[bytes]:
-        """Frames that have come from other sites."""
+        """Return the frames that have arrived from other sites."""
         found = []
         with contextlib.suppress(Empty, EOFError, OSError):
             while self.wake.poll():
@@ -286,22 +320,29 @@ class HostLink:
 
 
 def named(trouble: Trouble, site: str) -> Trouble:
-    """With the name of the site that it happened on."""
+    """Return the trouble with the name of its site in the text."""
     return Trouble(trouble.kind, f"{site}: {trouble.text}", trouble.traceback)
 
 
 def _unheard(seconds: float) -> str:
-    return f"has not been heard of for {seconds:.0f} s"
+    return f"has been silent for {seconds:.0f} s"
 
 
 def _line(error: BaseException) -> str:
-    """The first line of what torch says, without its C++ stack."""
+    """Return the first line of an error of torch, without its C++ stack."""
     return str(error).partition("\n")[0].partition(" Exception raised from")[0]
 
 
 def hold_store(host: str, port: int, timeout: float) -> TCPStore:
-    """The store that others meet at, in this process; port 0: a free one. EngineDead when the port
-    is taken.
+    """Start the rendezvous store in this process.
+
+    Args:
+        host: address to listen on.
+        port: port; 0: a free one.
+        timeout: seconds that its operations may take.
+
+    Raises:
+        EngineDead: the port is taken.
     """
     listener = _listener(host, port)
     port = listener.getsockname()[1]
@@ -317,11 +358,13 @@ def hold_store(host: str, port: int, timeout: float) -> TCPStore:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """A listening socket on the address given, not on every one. EngineDead when it is taken."""
-    for place in (
-        host,
-        "",
-    ):  # NOTE: behind a translated address the one that others use is not ours to bind
+    """Return a listening socket on the given address, and only on that address if possible.
+
+    Raises:
+        EngineDead: the port is taken.
+    """
+    # NOTE: behind address translation the public address cannot be bound; then all are listened on.
+    for place in (host, ""):
         family = socket.AF_INET6 if ":" in place else socket.AF_INET
         try:
             return socket.create_server((place, port), family=family, backlog=2048)

@@ -1,8 +1,7 @@
-"""The rank processes of this host: spawned, listened to, watched and ended. No torch in this
-process.
+"""Supervision of the rank processes of this host: spawning, receiving, watching and ending.
 
-Every frame is raw bytes on a pipe (``Connection.send_bytes``); nothing that crosses it is ever
-unpickled.
+This process does not import torch. Every frame is raw bytes on a pipe
+(``Connection.send_bytes``); no frame is ever unpickled.
 """
 
 from __future__ import annotations
@@ -29,15 +28,18 @@ from glowplug.plugins.executors.ranks.process import rank_main
 
 logger = logging.getLogger("glowplug.engine")
 
-GRACE = 5.0  #: seconds a rank gets to end by itself before it is killed
-LEAST = 0.05  #: seconds a look at the pipes may take while trouble settles
+GRACE = 5.0  #: seconds that a rank has to end by itself before it is killed
+#: longest wait of one read of the pipes while the first cause is looked for, in seconds
+SETTLE_READ_SECONDS = 0.05
 
 
 class LocalRanks:
-    """One thread calls everything but ``send``.
+    """The rank processes that this process has spawned.
+
+    One thread calls all methods; only ``send`` may be called from other threads.
 
     Attributes:
-        watch: what the ranks have shown; trouble is noted there, and never raised here.
+        watch: the observed state of the ranks. Troubles are recorded there and never raised here.
     """
 
     def __init__(self, ranks: Sequence[int], watchdog: float, threads: int | None) -> None:
@@ -65,20 +67,27 @@ class LocalRanks:
             )
             process.start()
             theirs.close()
-            self._processes[rank], self._pipes[rank] = process, ours
+            self._processes[rank] = process
+            self._pipes[rank] = ours
 
     def send(self, rank: int, data: bytes) -> None:
-        """From any thread."""
+        """Send a frame to a rank. May be called from any thread."""
         with self._sending:
             try:
                 self._pipes[rank].send_bytes(data)
             except (BrokenPipeError, OSError):
-                # NOTE: the reader sees the same end of the pipe and reports it with rank and phase.
+                # NOTE: the reader finds the pipe closed too and reports it with rank and phase.
                 return
 
     def receive(self, timeout: float | None, also: Sequence[Connection] = ()) -> list[bytes]:
-        """Frames for the front, [] after ``timeout`` seconds or when only heartbeats came or
-        ``also`` has something.
+        """Wait for frames and return those for the front end.
+
+        Args:
+            timeout: seconds to wait at most; None: no limit.
+            also: other connections whose data end the wait.
+
+        Returns:
+            The frames; [] after the timeout, or if only heartbeats or data on ``also`` arrived.
         """
         frames: list[bytes] = []
         open_pipes = {pipe: rank for rank, pipe in self._pipes.items() if not pipe.closed}
@@ -102,18 +111,21 @@ class LocalRanks:
         return [frame] if any(for_front(message) for message in messages) else []
 
     def settle(self) -> Trouble:
-        """Reads on for a moment after the first trouble, and names its cause."""
+        """Go on reading for a moment after the first trouble, then return the first cause."""
         deadline = time.monotonic() + SETTLE
         while first_cause(self.watch.troubles).kind != Kind.ENDED and time.monotonic() < deadline:
             if all(pipe.closed for pipe in self._pipes.values()):
                 break
-            self.receive(LEAST)
+            self.receive(SETTLE_READ_SECONDS)
         if first_cause(self.watch.troubles).kind == Kind.CONSEQUENCE:
             self.watch.look(QUIET)
         return first_cause(self.watch.troubles)
 
     def end(self, grace: float) -> None:
-        """Closing the pipe asks a rank to end; it is killed after ``grace`` seconds. Idempotent."""
+        """Close the pipes, so that the ranks end, and kill those that run after ``grace`` seconds.
+
+        Idempotent.
+        """
         for pipe in self._pipes.values():
             with self._sending:
                 pipe.close()
@@ -127,7 +139,7 @@ class LocalRanks:
 
 
 def _log(messages: Sequence[Outbound]) -> None:
-    """What ranks note while they start; rank 0 speaks for all where that is enough."""
+    """Log the notes of starting ranks: rank 0's at level INFO, other ranks' at DEBUG."""
     for message in messages:
         if isinstance(message, Progress) and message.note:
             logger.log(
@@ -139,8 +151,10 @@ def _log(messages: Sequence[Outbound]) -> None:
 
 
 def for_front(message: Outbound) -> bool:
-    """All but failures, which the executor reports, and bare heartbeats; rank 0's show the front
-    that it lives.
+    """Return True if the front end needs the message.
+
+    Failures are left out, because the executor reports them. Bare heartbeats are left out too, but
+    for rank 0's, which show the front end that the engine is alive.
     """
     if isinstance(message, Progress):
         return message.rank == 0 or message.total > 0

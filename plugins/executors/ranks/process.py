@@ -1,4 +1,4 @@
-"""What runs in a rank's process: build, then serve frames until the pipe closes.
+"""The main function of a rank's process: build the rank, then serve until the pipe closes.
 
 NOTE: torch is imported inside ``run_rank`` only, because the spawning process imports this module
 too.
@@ -26,12 +26,15 @@ from glowplug.plugins.executors.ranks.failure_cause import BEAT, ENDED
 if TYPE_CHECKING:
     from glowplug.core.engine.engine import Engine
 
-SPINS = "3000"  #: turns of a waiting loop, some 10 microseconds
-PR_SET_PDEATHSIG = 1
+SPIN_COUNT = "3000"  #: iterations of libgomp's waiting loop, about 10 microseconds
+PR_SET_PDEATHSIG = 1  #: Linux's number of this operation of prctl
 
 
 class Pipe(Protocol):
-    """A rank's end of the way to its executor. EOFError or OSError once the other end has gone."""
+    """A rank's end of the connection to its executor.
+
+    Its methods raise EOFError or OSError once the other end has gone.
+    """
 
     def send_bytes(self, data: bytes) -> None: ...
 
@@ -41,9 +44,15 @@ class Pipe(Protocol):
 
 
 class RankLink:
-    """The rank's side of the pipe: reports and signs of life. Sends are serialised: the loop and
-    the heartbeat share
-    it. ``loop``: identity of the thread that runs the rank.
+    """Reports and heartbeats of a rank on its pipe.
+
+    The rank's loop and the heartbeat thread share the pipe, so sends are serialised.
+
+    Attributes:
+        phase: the current phase.
+        loop: identifier of the thread that runs the rank.
+        progressed: time of the last turn of the loop or progress report.
+        waits_in: name of the module in which a rank waits for other ranks.
     """
 
     def __init__(self, pipe: Pipe, rank: int) -> None:
@@ -52,7 +61,7 @@ class RankLink:
         self.phase = "build"
         self.loop = threading.get_ident()
         self.progressed = time.monotonic()
-        self.waits_in = ""  #: module in which a rank waits for others
+        self.waits_in = ""
         self._lock = threading.Lock()
 
     def send(self, messages: list[Outbound]) -> None:
@@ -68,8 +77,10 @@ class RankLink:
         self.send([Progress(self.rank, self.phase, note=text)])
 
     def failed(self, error: BaseException) -> None:
-        """Called while ``error`` is handled. What the operator can mend, as its text says, comes
-        without a stack.
+        """Report a failure; called while ``error`` is handled.
+
+        Errors that the operator can correct (WeightError, PlanRefused) are reported without a
+        stack: their text has the fix.
         """
         consequence = isinstance(error, CollectiveError)
         reason = f"{type(error).__name__}: {error}"
@@ -79,8 +90,11 @@ class RankLink:
         self.send([Failed(self.rank, self.phase, reason, stack, consequence)])
 
     def beat_forever(self, limit: float) -> None:
-        """Signs of life; a failure once the loop has not turned for ``limit`` seconds (while
-        loading it need not).
+        """Send a heartbeat every BEAT seconds, and a failure once the loop stands still.
+
+        Args:
+            limit: seconds without a turn of the loop that count as a failure. The limit does not
+                apply while the rank loads.
         """
         try:
             while self.phase != ENDED:
@@ -94,7 +108,10 @@ class RankLink:
             return
 
     def _stuck(self, still: float) -> Failed:
-        """A rank that waits for another one is not to blame for standing still."""
+        """Return the failure of a loop that has stood still for ``still`` seconds.
+
+        It is a consequence, not a cause, if the rank waits for another one in a collective.
+        """
         frames = _frames(sys._current_frames().get(self.loop))
         waits = any(frame.f_globals.get("__name__") == self.waits_in for frame in frames)
         place = frames[0].f_code if frames else None
@@ -114,7 +131,7 @@ class RankLink:
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    """Innermost first."""
+    """Return the stack of ``frame``, the innermost frame first."""
     found = []
     while frame is not None:
         found.append(frame)
@@ -125,30 +142,32 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
 def rank_main(
     pipe: Connection, plan_json: bytes, rank: int, threads: int | None, rendezvous: str = ""
 ) -> None:
-    """Entry of the spawned process. Ends when the parent closes the pipe or dies."""
+    """Run a rank in the spawned process until the parent closes the pipe or dies."""
     _die_with_parent()
-    _wait_politely()
+    _shorten_spinning()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # NOTE: the front drains first, then closes the pipe.
+    # NOTE: on SIGTERM the front end drains first, then closes the pipe.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if not run_rank(pipe, plan_json, rank, threads, rendezvous):
         raise SystemExit(1)
 
 
-def _wait_politely() -> None:
-    """Torch's threads spin briefly instead of for milliseconds, as the front needs a core too; the
-    user's word counts.
+def _shorten_spinning() -> None:
+    """Make waiting threads of torch spin for microseconds instead of milliseconds.
+
+    The front end needs a core too. Settings in the user's environment take precedence.
 
     NOTE: libgomp reads its environment once, when torch is imported.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = SPINS
+        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def run_rank(pipe: Pipe, plan_json: bytes, rank: int, threads: int | None, rendezvous: str) -> bool:
-    """Builds and serves in the calling thread. False when the rank failed, which it has reported
-    then.
+    """Build a rank and serve in the calling thread.
+
+    Returns:
+        False if the rank failed; the failure has been reported then.
     """
     link = RankLink(pipe, rank)
     engine: Engine | None = None
@@ -176,7 +195,7 @@ def run_rank(pipe: Pipe, plan_json: bytes, rank: int, threads: int | None, rende
 
 
 def _die_with_parent() -> None:
-    """Linux: the kernel kills this rank when its parent ends, however it ends."""
+    """Make the Linux kernel kill this process when its parent ends for any reason."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     except (OSError, AttributeError):
@@ -205,10 +224,10 @@ def _build(
 
 
 def _serve(engine: Engine, link: RankLink) -> None:
-    """The loop. Rank 0 drains its pipe, blocking only when there is nothing to do; the others
-    follow its turns.
+    """Run the engine's loop until the end.
 
-    Every rank that has something to tell the front sends it on its own pipe.
+    Rank 0 reads its pipe and blocks only when the engine is idle. The other ranks follow rank 0's
+    turns. Every rank sends its messages for the front end on its own pipe.
     """
     link.report("serve", 1, 1)
     while True:
@@ -225,7 +244,11 @@ def _serve(engine: Engine, link: RankLink) -> None:
 
 
 def _drain(pipe: Pipe, timeout: float) -> tuple[list[bytes], bool]:
-    """Frames that have come, after ``timeout`` seconds at most; whether the front has gone."""
+    """Read the frames that have arrived, waiting at most ``timeout`` seconds for the first.
+
+    Returns:
+        (frames, True if the front end has gone).
+    """
     frames = []
     try:
         while pipe.poll(timeout):
