@@ -1,5 +1,6 @@
-"""Continuous batching: sequences join and leave between steps; prompts are computed in chunks
-beside decoding rows.
+"""Scheduler with continuous batching: sequences join and leave between steps.
+
+Prompts are computed in chunks, in the same steps as decoding rows.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from glowplug.core.plugin.options import SchedulerOptions
 class ContinuousOptions(SchedulerOptions):
     use: Literal["continuous"] = "continuous"
     mixed: bool = Field(
-        True, description="prompt chunks and decoding rows in one step; False: prompts first"
+        True,
+        description="combine prompt chunks and decoding rows in one step; False: prompts first",
     )
     share_prefill: int = Field(
         64,
         ge=0,
-        description="a request waits for a prompt now being computed when it can "
-        "reuse at least this many of its tokens; 0: never",
+        description="a request waits for another request's prompt that is being computed if it "
+        "can reuse at least this many of its tokens; 0: never",
     )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
@@ -32,7 +34,11 @@ class ContinuousOptions(SchedulerOptions):
             isinstance(cache.offers, CacheOffers) and cache.offers.shares
             for cache in context.chosen["cache"]
         )
-        return found if shares else {**found, "share_prefill": "the prefix cache shares nothing"}
+        return (
+            found
+            if shares
+            else {**found, "share_prefill": "the prefix cache does not share prefixes"}
+        )
 
 
 @hookimpl
@@ -43,6 +49,7 @@ def register_schedulers() -> list[Component]:
             options=ContinuousOptions,
             factory="glowplug.plugins.scheduler.continuous_runtime:Continuous",
             offers=SchedulerOffers(),
-            summary="continuous batching with chunked prefill, preemption by recompute and shared prefixes",
+            summary="continuous batching with chunked prefill, preemption by recompute and "
+            "shared prefixes",
         )
     ]

@@ -1,4 +1,4 @@
-"""Admission of the continuous scheduler: which waiting sequences get a row and pages now."""
+"""Admission of the continuous scheduler: moves waiting sequences into rows and gives them pages."""
 
 from __future__ import annotations
 
@@ -9,25 +9,30 @@ from glowplug.core.step.request import Sequence
 from glowplug.plugins.scheduler.continuous_queue import CachedPrefixes, Queue
 from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
 
-MOST_DEFERRED = 32  #: waiting sequences that may be passed over in one step
+MOST_DEFERRED = 32  #: most waiting sequences that are passed over in one step
 
 
 class Admission:
-    """Admits in the policy's order and stops at the first that does not fit, so that large requests
-    are not starved.
+    """Admission in the policy's order.
 
-    A sequence gets the pages of its whole prompt (and of what is drafted behind it) at once, so
-    prefill can never run out of them. While others run, one page for each of them is left over:
-    else the next step would take the pages back.
+    Admission stops at the first sequence that does not fit, so that large requests are not starved.
+
+    A sequence gets the pages of its whole prompt (and of the draft tokens behind it) at once, so
+    prefill never runs out of pages. While other sequences run, one page for each of them stays
+    free: otherwise the next step would have to preempt the new sequence.
 
     Args:
-        max_rows: sequences that may run together.
-        lookahead: tokens that a draft writes behind the prompt, for which there must be pages too.
-        share: tokens from which waiting for a like prompt now being computed is worth it; 0: never
-            wait.
-        scored: tells whether a sequence still wants log-probabilities of its prompt, which a cached
-            one has not.
-        complain: called with what the policy did wrong, once.
+        rows: the running sequences and their pages.
+        queue: the waiting sequences.
+        policy: gives the order of admission.
+        max_rows: most sequences that may run together.
+        context: context length, in tokens.
+        lookahead: tokens that a draft writes behind the prompt; pages are needed for them too.
+        share: least number of common tokens for which a sequence waits for a similar prompt that is
+            being computed; 0: never wait.
+        scored: returns True for a sequence that still needs log-probabilities of its prompt, which
+            are not available for a cached prefix.
+        complain: called with a description of a fault of the policy.
     """
 
     def __init__(
@@ -52,23 +57,25 @@ class Admission:
         self.share = share
         self.scored = scored
         self.complain = complain
-        self.queries = self.hits = 0
+        self.queries = 0
+        self.hits = 0
         self._blocked = False
-        self._waits_for: dict[
-            int, int
-        ] = {}  # waiting id -> the running id whose prompt it waits for
+        # id of a waiting sequence -> id of the running sequence whose prompt it waits for
+        self._waits_for: dict[int, int] = {}
 
     def retry(self) -> None:
-        """Something has changed (a page, a row, a new sequence): what did not fit may fit now."""
+        """Allow admission again after a change (a free page or row, a new sequence)."""
         self._blocked = False
 
     def forget(self, id: int) -> None:
-        """The sequence has left the queue."""
+        """Remove the state of a sequence that has left the queue."""
         self._waits_for.pop(id, None)
 
     def admit(self, budget: int) -> list[Sequence]:
-        """Move waiting sequences into rows until ``budget`` prefill tokens are spoken for. Returns
-        them.
+        """Move waiting sequences into rows until ``budget`` prefill tokens are used.
+
+        Returns:
+            The admitted sequences.
         """
         admitted: list[Sequence] = []
         if (
@@ -85,7 +92,7 @@ class Admission:
                 break
             if self.queue.get(getattr(sequence, "id", -1)) is not sequence:
                 self.complain(
-                    f"returned a {type(sequence).__name__} that is not waiting: it is passed over"
+                    f"returned a {type(sequence).__name__} that is not waiting: it is skipped"
                 )
                 continue
             tokens = sequence.all_tokens()
@@ -103,21 +110,20 @@ class Admission:
         return admitted
 
     def looks_up(self, sequence: Sequence) -> bool:
-        """May a cached prefix of ``sequence`` be used?"""
+        """Return True if a cached prefix of ``sequence`` may be used."""
         return self.rows.cache.shares and not self.scored(sequence)
 
     def _match(self, sequence: Sequence, tokens: Ints) -> PrefixMatch:
-        """The cached prefix; at least one token is left to compute, for its logits."""
+        """Return the cached prefix, which leaves at least one token to compute, for its logits."""
         if not self.looks_up(sequence):
             return PrefixMatch(0, tokens[:0])
         return self.rows.cache.match(tokens[:-1], sequence.salt)
 
     def _is_deferred(self, sequence: Sequence, tokens: Ints, match: PrefixMatch) -> bool:
-        """Is it better to wait for another row's prompt? That row is computing, so the wait ends by
-        itself.
+        """Return True if it is better to wait until another row's prompt is cached.
 
-        A sequence waits for one other at most: a cache too small to keep the prompt would line them
-        all up.
+        That row is computing, so the wait ends by itself. A sequence waits for one other sequence
+        at most: with a cache too small to keep the prompt, all would wait one after another.
         """
         if not self.share or not self.rows.unpublished or self.scored(sequence):
             return False
@@ -131,13 +137,14 @@ class Admission:
             self.queries += self.looks_up(sequence)
             self.hits += match.length > 0
             return True
-        # NOTE: a cache that pins more than the match could keep the only sequence out for ever;
-        # without it, it fits.
+        # NOTE: a cache that pins more pages than the match could keep the only sequence out for
+        # ever. Without the match, the sequence fits.
         if self.rows.running or not match.length:
             return False
         return self._place(sequence, tokens, PrefixMatch(0, tokens[:0]))
 
     def _place(self, sequence: Sequence, tokens: Ints, match: PrefixMatch) -> bool:
+        """Give a sequence a row and pages. Return False, and change nothing, if it does not fit."""
         rows = self.rows
         rows.cache.lock(match, 1)
         stored = max(

@@ -1,6 +1,4 @@
-"""Launching rows of the continuous scheduler: advance what a step computes, and describe it as a
-Batch.
-"""
+"""Launches of the continuous scheduler: advance the rows of a step and build its Batch."""
 
 from __future__ import annotations
 
@@ -18,17 +16,25 @@ from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens ``start`` to ``stop`` of a row's prompt (and, after a preemption, output)."""
+    """A chunk of a row's prefill: its prompt and, after a preemption, its output.
+
+    Attributes:
+        row: row of the sequence table.
+        start: position of the first token.
+        stop: position after the last token.
+        samples: the chunk ends the prefill, so the step yields a token.
+    """
 
     row: int
     start: int
     stop: int
-    samples: bool  #: it ends the prefill, so the step yields a token
+    samples: bool
 
 
 def launchable(rows: Rows) -> Ints:
-    """Decoding rows that can take one more step: even if every step in flight yields one token,
-    they are not full.
+    """Return the decoding rows that can take one more step.
+
+    A row is left out if the steps in flight fill it even at one token each.
     """
     table = rows.table
     members = rows.decode_rows()
@@ -37,11 +43,18 @@ def launchable(rows: Rows) -> Ints:
 
 
 def needed_tokens(rows: Rows, members: Ints, width: int) -> Ints:
-    """Tokens each decoding row must have pages for in its next step: an upper bound while lengths
-    are on the device.
+    """Return the number of tokens that each row needs pages for in its next step.
 
-    ``width`` counts the step's own tokens and what a draft writes behind them. The last token of a
-    full sequence is never computed on, hence never stored.
+    It is an upper bound while the lengths are on the device. The last token of a full sequence is
+    never an input, hence never stored.
+
+    Args:
+        rows: the running sequences.
+        members: int32 [n], decoding rows.
+        width: tokens that the step and a draft behind it write.
+
+    Returns:
+        int32 [n].
     """
     table = rows.table
     bound: Ints = np.minimum(
@@ -51,7 +64,7 @@ def needed_tokens(rows: Rows, members: Ints, width: int) -> Ints:
 
 
 def launch_decodes(rows: Rows, members: Ints, width: int, most: int) -> Ints:
-    """Advance the rows by one step; returns their cache lengths after it, bounded by ``most``."""
+    """Advance the rows by one step. Return their KV lengths after it, at most ``most``."""
     table = rows.table
     after = table.launched[members] + np.int32(width)
     table.launched[members] = after
@@ -60,7 +73,7 @@ def launch_decodes(rows: Rows, members: Ints, width: int, most: int) -> Ints:
 
 
 def launch_chunks(rows: Rows, budget: int, only: list[int]) -> list[Chunk]:
-    """Advance prefilling rows ``only`` in order, by at most ``budget`` tokens together."""
+    """Advance the prefilling rows ``only`` in order, by at most ``budget`` tokens together."""
     table = rows.table
     chunks = []
     for row in only:
@@ -81,8 +94,17 @@ def launch_chunks(rows: Rows, budget: int, only: list[int]) -> list[Chunk]:
 def build(
     rows: Rows, step: int, members: Ints, kv_lens: Ints, chunks: list[Chunk], sizes: Sizes
 ) -> Batch:
-    """The batch of decoding ``members`` and prefill ``chunks``. Takes ``joined`` and ``left`` off
-    ``rows``.
+    """Build the batch of the decoding rows ``members`` and the prefill ``chunks``.
+
+    ``joined`` and ``left`` are moved from ``rows`` to the batch.
+
+    Args:
+        rows: the running sequences.
+        step: number of the step.
+        members: int32 [n], decoding rows.
+        kv_lens: int32 [n], KV lengths of ``members`` after the step.
+        chunks: the prefill chunks.
+        sizes: sizes of the plan.
     """
     table = rows.table
     decodes = len(members)
@@ -134,7 +156,7 @@ def _mode(chunks: list[Chunk], width: int) -> Mode:
 
 
 def _scored(rows: Rows, decodes: int, chunks: list[Chunk]) -> NDArray[np.bool_] | None:
-    """Rows whose prompt tokens are to be scored; None when none asked."""
+    """Return the mask of rows whose prompt log-probabilities are requested; None if no row is."""
     wanted = [
         rows.running[chunk.row].params.prompt_logprobs is not None
         and chunk.start < rows.table.prompt_len[chunk.row]
@@ -146,7 +168,7 @@ def _scored(rows: Rows, decodes: int, chunks: list[Chunk]) -> NDArray[np.bool_] 
 
 
 def _following(rows: Rows, chunks: list[Chunk]) -> Ints:
-    """The token behind each chunk, 0 where it ends its prompt."""
+    """Return the token after each chunk, 0 where the chunk ends its prompt."""
     tokens = rows.table.tokens
     return np.array(
         [0 if chunk.samples else tokens[chunk.row, chunk.stop] for chunk in chunks], np.int32
@@ -154,7 +176,7 @@ def _following(rows: Rows, chunks: list[Chunk]) -> Ints:
 
 
 def _resumed(rows: Rows, chunks: list[Chunk]) -> NDArray[np.bool_]:
-    """Chunks that begin where the row's cached prefix ends."""
+    """Return the mask of chunks that begin where the row's cached prefix ends."""
     size = rows.table.page_size
     return np.array(
         [0 < chunk.start == rows.shared[chunk.row] * size for chunk in chunks], np.bool_
@@ -162,6 +184,7 @@ def _resumed(rows: Rows, chunks: list[Chunk]) -> NDArray[np.bool_]:
 
 
 def _changes(rows: Rows) -> tuple[list[Sequence], list[int]]:
+    """Return (sequences that joined, rows that were left) since the last batch, and reset both."""
     joined = rows.joined
     left = rows.left
     rows.joined = []

@@ -1,5 +1,6 @@
-"""Committing a step of the continuous scheduler: append tokens, find who is done, report. Numpy
-over all rows.
+"""Commit of a step of the continuous scheduler: append tokens, find ended rows, report.
+
+All work is done with numpy over all rows at once.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
 
 @dataclass(eq=False)
 class Committed:
-    """What a step came to, for the n live rows that sampled.
+    """The outcome of a step for the n live rows that sampled.
 
     Attributes:
-        at: [n] their places in the batch.
-        rows: int32 [n] their table rows.
-        tokens: int64 [n, W]; of row i the first ``counts[i]`` (int32 [n]) were kept.
-        given: int32 [n] tokens the device accepted, before stop ids and limits cut them.
-        stop_ids: int64 [n] the token that ended the row, -1 where none did.
-        bad, done: bool [n].
+        at: int64 [n], indices of the rows in the batch.
+        rows: int32 [n], rows of the sequence table.
+        tokens: int64 [n, W], sampled tokens; the first ``counts[i]`` of row i are kept.
+        counts: int32 [n], kept tokens.
+        given: int32 [n], tokens that the device accepted, before the cut at stop ids and limits.
+        stop_ids: int64 [n], token that ended the row, -1 if none did.
+        bad: bool [n], the row's logits were not finite.
+        done: bool [n], the row has ended.
     """
 
     at: NDArray[np.int64]
@@ -38,11 +41,10 @@ class Committed:
 
 
 def append(rows: Rows, batch: Batch, result: StepResult) -> Committed:
-    """Append the step's tokens to their rows. A row whose epoch moved on since the launch is stale
-    and dropped.
+    """Append the step's tokens to their rows.
 
-    What a row accepted beyond its first stop id or its limit is dropped too. Rows are not released
-    here.
+    A row whose epoch has changed since the launch is stale and dropped. Tokens beyond a row's first
+    stop id or its limit are dropped too. Rows are not released here.
     """
     table = rows.table
     at, members, (tokens, given, bad) = _live(rows, batch, result)
@@ -65,7 +67,7 @@ def append(rows: Rows, batch: Batch, result: StepResult) -> Committed:
 def _live(
     rows: Rows, batch: Batch, result: StepResult
 ) -> tuple[NDArray[np.int64], Ints, tuple[NDArray[np.int64], Ints, NDArray[np.bool_]]]:
-    """Places, rows and results of the rows that sampled and are still whose they were."""
+    """Return the indices, rows and results of the rows that sampled and are not stale."""
     counts = result.counts.astype(np.int32, copy=False)
     live = (rows.table.epoch[batch.rows] == batch.epochs) & batch.samples
     if live.all():
@@ -77,7 +79,7 @@ def _live(
 def _stops(
     rows: Rows, members: Ints, tokens: NDArray[np.int64], counts: Ints, length: Ints
 ) -> tuple[NDArray[np.int64], Ints]:
-    """The stop id each row met (-1: none), and the counts cut behind it."""
+    """Return (each row's first stop id, -1 if there is none; the counts cut after it)."""
     matches = tokens.astype(np.int32)[:, :, None] == rows.stops[members][:, None, :]
     found = np.full(len(members), -1, np.int64)
     if not rows.many_stops and not matches.any():
@@ -109,10 +111,12 @@ def _write(
 
 
 def _reconcile(rows: Rows, batch: Batch, at: NDArray[np.int64], members: Ints, given: Ints) -> None:
-    """A decoding row launched ``width`` tokens; those the device did not accept are launched again.
+    """Subtract the tokens that the device did not accept from ``launched`` of the decoding rows.
 
-    NOTE: of width one that is a token which a faulty algorithm withheld; positions would run past
-    the row's end.
+    A decoding row launches ``width`` tokens; those that are not accepted are launched again.
+
+    NOTE: at width one this concerns a token that a faulty algorithm withheld; without it positions
+    would run past the row's end.
     """
     decodes = int(np.searchsorted(at, batch.num_decodes))
     refused = batch.query_lens[at[:decodes]] - given[:decodes]
@@ -121,8 +125,9 @@ def _reconcile(rows: Rows, batch: Batch, at: NDArray[np.int64], members: Ints, g
 
 
 def report(rows: Rows, done: Committed, result: StepResult, output: StepOutput) -> None:
-    """Write tokens and log-probabilities of the step into ``output``. Call before rows are
-    released.
+    """Write tokens and log-probabilities of the step into ``output``.
+
+    It must be called before rows are released.
     """
     if (done.counts == 1).all():
         output.ids = rows.ids[done.rows].tolist()
@@ -151,7 +156,7 @@ def _report_logprobs(rows: Rows, done: Committed, result: StepResult, output: St
 
 
 def finish_of(rows: Rows, done: Committed, i: int) -> Finished:
-    """The end of the i-th committed row."""
+    """Return the Finished message of the i-th committed row, which is done."""
     id = int(rows.ids[done.rows[i]])
     if done.bad[i]:
         return Finished(
@@ -166,12 +171,13 @@ def finish_of(rows: Rows, done: Committed, i: int) -> Finished:
 
 
 class PromptScores:
-    """Log-probabilities of prompt tokens, each sent once although a preempted prompt is computed
-    again.
+    """Reports of prompt log-probabilities, each sent once.
+
+    A preempted prompt is computed again; its log-probabilities are not sent again.
     """
 
     def __init__(self) -> None:
-        self._sent: dict[int, int] = {}  # sequence id -> first position not sent yet
+        self._sent: dict[int, int] = {}  # sequence id -> first position that has not been sent
 
     def complete(self, id: int, prompt_len: int) -> bool:
         return self._sent.get(id, 0) >= prompt_len

@@ -1,6 +1,4 @@
-"""The waiting side of the continuous scheduler: the queue, its deadlines, and what is known of
-cached prefixes.
-"""
+"""The queue of the continuous scheduler, its deadlines, and look-ups of cached prefixes."""
 
 from __future__ import annotations
 
@@ -11,12 +9,15 @@ from collections.abc import Iterator, Mapping
 from glowplug.core.protocols import PrefixCache
 from glowplug.core.step.request import Sequence
 
-QUEUED, TOTAL = "queue_timeout", "timeout"  #: kinds of deadline; also the error codes
+#: kinds of deadline, which are also the error codes
+QUEUED = "queue_timeout"
+TOTAL = "timeout"
 
 
 class Queue:
-    """Waiting sequences in order: the preempted first, then by arrival. All operations are O(1) or
-    O(log n).
+    """The waiting sequences in order: preempted ones first, then by arrival.
+
+    All operations are O(1) or O(log n).
     """
 
     def __init__(self) -> None:
@@ -36,14 +37,14 @@ class Queue:
         return list(self._waiting.values())
 
     def add(self, sequence: Sequence) -> None:
-        """At the end, with its deadlines."""
+        """Add a sequence at the end, with its deadlines."""
         self._waiting[sequence.id] = sequence
         for seconds, kind in ((sequence.queue_timeout, QUEUED), (sequence.timeout, TOTAL)):
             if seconds > 0:
                 heapq.heappush(self._deadlines, (sequence.arrival + seconds, sequence.id, kind))
 
     def put_back(self, sequence: Sequence) -> None:
-        """A preempted sequence, at the head."""
+        """Put a preempted sequence at the head."""
         self._waiting[sequence.id] = sequence
         self._waiting.move_to_end(sequence.id, last=False)
 
@@ -51,8 +52,9 @@ class Queue:
         return self._waiting.pop(id, None)
 
     def overdue(self, now: float) -> Iterator[tuple[int, str]]:
-        """(id, kind) of every deadline that has passed, each once; the sequence may have ended long
-        ago.
+        """Yield (id, kind) of every deadline that has passed, each once.
+
+        The sequence may have ended before.
         """
         while self._deadlines and self._deadlines[0][0] <= now:
             _, id, kind = heapq.heappop(self._deadlines)
@@ -60,8 +62,9 @@ class Queue:
 
 
 class CachedPrefixes(Mapping[int, int]):
-    """id -> tokens of a waiting sequence found in the prefix cache; looked up only when a policy
-    asks.
+    """A mapping from the id of a waiting sequence to its number of cached prompt tokens.
+
+    A prefix is looked up in the cache only when the policy reads its entry.
     """
 
     def __init__(self, waiting: list[Sequence], cache: PrefixCache) -> None:

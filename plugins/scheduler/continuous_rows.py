@@ -1,9 +1,9 @@
-"""The running set of the continuous scheduler: who sits in which row, on which pages, and who owns
-those.
+"""The running set of the continuous scheduler: its rows, their pages, and the pages' owners.
 
-Every page is in one of three hands: the allocator (free), the prefix cache, or one row. A row's
-page list starts with ``shared`` pages of the cache, which it has locked, and goes on with its own.
-Columns are numpy arrays over rows, so that a decoding step touches none of them one by one.
+Every page has one of three owners: the allocator (a free page), the prefix cache, or one row. A
+row's page list starts with ``shared`` pages of the cache, which the row has locked, and continues
+with its own pages. Columns are numpy arrays over rows, so that a decode step needs no loop over
+rows.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from glowplug.core.step.request import Sequence
 from glowplug.core.step.sequence_table import SequenceTable
 
 Ints = NDArray[np.int32]
-STOP_COLUMNS = (
-    4  #: stop ids compared in one numpy call; sequences with more are looked up one by one
-)
-NO_STOP = -1
+#: stop ids per row that one numpy call compares; rows with more stop ids are compared one by one
+STOP_COLUMNS = 4
+NO_STOP = -1  #: padding of the stop ids
 
 
 class Rows:
     """Columns over the R rows of ``table``, and its page accounting.
 
     Attributes:
-        ids: int64 [R] sequence ids.
-        pending: int32 [R] launched steps that will yield tokens of this row and are not committed.
-        base: int32 [R] length at the last join; a longer row has been through its whole prefill.
-        min_length: int32 [R] stop ids count from this length on.
-        stops: int32 [R, 4] stop ids, padded with -1. ``many_stops`` holds the whole set of rows
-            with more.
-        logprobs: int32 [R] how many log-probabilities are wanted, -1 for none.
-        shared: int32 [R] leading pages that belong to the prefix cache.
-        running: row -> sequence in order of admission; ``prefilling``: the rows among them with
-            prompt left to launch.
-        unpublished: rows whose prompt is not in the cache yet, by the salt and tokens of its first
-            page.
-        joined, left: since the last batch, for the runner.
+        ids: int64 [R], sequence ids.
+        pending: int32 [R], launched steps that will yield tokens of the row and are not committed.
+        base: int32 [R], length at the last join; a longer row has completed its prefill.
+        min_length: int32 [R], length from which stop ids end the row.
+        stops: int32 [R, 4], stop ids, padded with -1.
+        many_stops: row -> all stop ids, for rows with more than 4.
+        logprobs: int32 [R], number of log-probabilities requested, -1 for none.
+        shared: int32 [R], leading pages that belong to the prefix cache.
+        running: row -> sequence, in order of admission.
+        prefilling: the running rows whose prompt has not been launched to its end.
+        unpublished: (salt, tokens of the first page) -> row, for rows whose prompt is not in the
+            cache yet.
+        joined: sequences that have entered a row since the last batch, for the runner.
+        left: rows that have been left since the last batch, for the runner.
     """
 
     def __init__(self, table: SequenceTable, pages: PageAllocator, cache: PrefixCache) -> None:
@@ -48,9 +48,10 @@ class Rows:
         self.cache = cache
         rows = table.rows
         self.ids = np.zeros(rows, np.int64)
-        self.pending, self.base, self.min_length, self.shared = (
-            np.zeros(rows, np.int32) for _ in range(4)
-        )
+        self.pending = np.zeros(rows, np.int32)
+        self.base = np.zeros(rows, np.int32)
+        self.min_length = np.zeros(rows, np.int32)
+        self.shared = np.zeros(rows, np.int32)
         self.stops = np.full((rows, STOP_COLUMNS), NO_STOP, np.int32)
         self.many_stops: dict[int, frozenset[int]] = {}
         self.logprobs = np.full(rows, -1, np.int32)
@@ -64,13 +65,22 @@ class Rows:
         self._decode_rows: Ints | None = None
 
     def pages_for(self, tokens: int) -> int:
+        """Return the number of pages that hold ``tokens`` tokens."""
         return -(-tokens // self.table.page_size)
 
     # ---- membership ------------------------------------------------------------------------------
 
     def join(self, sequence: Sequence, match: PrefixMatch, fresh: Ints, context: int) -> int:
-        """Give ``sequence`` a row on the locked ``match`` and ``fresh`` pages. Its prefill starts
-        after the match.
+        """Give ``sequence`` a row with pages. Its prefill starts after the cached prefix.
+
+        Args:
+            sequence: the sequence.
+            match: its cached prefix, locked by the caller.
+            fresh: int32 page numbers of its own pages.
+            context: context length, in tokens.
+
+        Returns:
+            The row.
         """
         table = self.table
         row = table.join(sequence)
@@ -104,28 +114,34 @@ class Rows:
             self.stops[row, : len(stop_ids)] = sorted(stop_ids)
 
     def start_decoding(self, row: int) -> None:
-        """The row's last prompt chunk is launched: from the next step on it decodes."""
+        """Move a row whose last prompt chunk is launched to the decoding rows of the next step."""
         del self.prefilling[row]
         self._decoding[row] = None
         self._decode_rows = None
 
     def decode_rows(self) -> Ints:
-        """int32 rows in order of joining the decoding set. Never written to: a new array when
-        membership changes.
+        """Return the decoding rows, int32, in the order in which they began to decode.
+
+        The array is never changed; a new one is made when the membership changes.
         """
         if self._decode_rows is None:
             self._decode_rows = np.fromiter(self._decoding, np.int32, len(self._decoding))
         return self._decode_rows
 
     def release(self, row: int, keep: bool = True) -> Sequence:
-        """End the row's stay: bring ``sequence.output`` up to date, hand its pages to the cache or
-        the allocator.
+        """Free a row: update ``sequence.output``, and give its pages to the cache or the allocator.
 
-        Kept are whole pages of committed computation: a token's cache entry is written by the step
-        after the one that drew it, so a row of ``length`` tokens has ``length - 1`` of them. A
-        prefill that was not committed to its end
-        is not kept: whether its numbers are finite is only known there. ``keep=False`` keeps
-        nothing.
+        The cache gets the whole pages of committed computation: a token's KV is written by the step
+        after the one that sampled it, so a row of ``length`` tokens has ``length - 1`` of them. A
+        prefill that was not committed to its end is not cached: only the result of its last step
+        shows whether its values are finite.
+
+        Args:
+            row: the row.
+            keep: False: nothing is cached.
+
+        Returns:
+            The sequence.
         """
         table = self.table
         sequence = self.running.pop(row)
@@ -151,13 +167,14 @@ class Rows:
             del self._decoding[row]
             self._decode_rows = None
         self.many_stops.pop(row, None)
-        self.pending[row] = self.shared[row] = 0
+        self.pending[row] = 0
+        self.shared[row] = 0
         self.left.append(row)
 
     # ---- pages -----------------------------------------------------------------------------------
 
     def lacking(self, rows: Ints, lengths: Ints) -> tuple[Ints, Ints]:
-        """The rows that have too few pages for ``lengths`` tokens, and how many they lack."""
+        """Return (rows with too few pages for ``lengths`` tokens, pages that each one lacks)."""
         size = self.table.page_size
         held = self.table.num_pages[rows]
         short = np.flatnonzero(lengths > held * np.int32(size))
@@ -171,7 +188,7 @@ class Rows:
         self.table.num_pages[rows] += counts
 
     def make_free(self, wanted: int) -> bool:
-        """Evict from the cache until ``wanted`` pages are free. False when that is not enough."""
+        """Evict cached pages until ``wanted`` pages are free. Return False if there are too few."""
         missing = wanted - self.pages.free
         if missing > 0:
             self.pages.give(self.cache.evict(missing))
@@ -182,9 +199,9 @@ class Rows:
     def publish(self, row: int) -> None:
         """Put the prompt's whole pages into the cache while the row runs on, and lock them.
 
-        Where the cache holds the same tokens in other pages already, the row moves over to those
-        and its own are freed. Steps in flight still read the old ones, and the device runs them
-        before any step that may reuse them.
+        If the cache holds the same tokens in other pages already, the row switches to those pages
+        and its own are freed. Steps in flight still read the old pages; the device runs these steps
+        before any step that may reuse the pages.
         """
         sequence = self.running[row]
         table = self.table
@@ -205,10 +222,10 @@ class Rows:
         self.pages.give(np.setdiff1d(unneeded, mine[kept:]))
 
     def twin(self, tokens: Ints, salt: str) -> tuple[int, int]:
-        """A running sequence whose prompt is still computed, and its tokens in common with
-        ``tokens``, in whole pages.
+        """Find a running sequence whose prompt is being computed and begins like ``tokens``.
 
-        Returns (id, tokens); (-1, 0) when there is none.
+        Returns:
+            (id, number of common tokens in whole pages); (-1, 0) if there is none.
         """
         size = self.table.page_size
         row = self.unpublished.get((salt, tokens[:size].tobytes()))
@@ -220,6 +237,7 @@ class Rows:
         return int(self.ids[row]), common // size * size
 
     def _first_page(self, row: int, sequence: Sequence) -> tuple[str, bytes] | None:
+        """Return the key of a row in ``unpublished``; None if the prompt cannot be shared."""
         size = self.table.page_size
         if not self.cache.shares or self.base[row] <= size:
             return None

@@ -1,36 +1,37 @@
-"""The continuous scheduler: iteration-level batching (Orca, OSDI 2022) with chunked prefill
-(Sarathi-Serve, OSDI 2024).
+"""The continuous scheduler: iteration-level batching with chunked prefill.
+
+Sources: Orca (OSDI 2022), Sarathi-Serve (OSDI 2024).
 
 A sequence waits in the queue, runs in a row of the table (prefilling, then decoding), and ends; or
-it is preempted and waits again, at the queue's head, with its output. What holds at all times:
+it is preempted and waits again, at the queue's head, with its output. Invariants:
 
-1. ``length`` counts committed tokens and moves in ``commit``; ``launched`` counts tokens whose
-   cache entry a launched step writes and moves in ``next_batch``. Between commits ``launched`` is
-   an upper bound when the width is above one: how many drafts were accepted is only on the device.
-   With nothing in flight a decoding row has ``launched == length - 1``: its last token has been
-   drawn but not computed on.
-2. A decoding row's next input lives on the device, so the row may be launched again before its
-   token is committed. It is not launched when the steps in flight will fill it to ``max_length``
-   even at one token each.
-3. The device runs steps in launch order. Therefore the pages of a row that ended may be handed on
-   at once: a step in flight may still write to them, but whoever gets them is launched later and
-   writes each slot before it reads it. Such a late step never touches a page that went into the
-   prefix cache: it writes at ``length - 1`` and beyond, and only whole pages before that are kept.
-       Likewise a row may have a new owner while a step of the old one is in flight.
+1. ``length`` counts committed tokens and changes in ``commit``; ``launched`` counts tokens whose KV
+   a launched step writes and changes in ``next_batch``. Between commits ``launched`` is an upper
+   bound when the width is above one: the number of accepted drafts is only on the device. With
+   nothing in flight a decoding row has ``launched == length - 1``: its last token has been sampled
+   but not been an input.
+2. A decoding row's next input is on the device, so the row may be launched again before its token
+   is committed. It is not launched when the steps in flight will fill it to ``max_length`` even at
+   one token each.
+3. The device runs steps in launch order. Therefore the pages of an ended row may be given to
+   another row at once: a step in flight may still write to them, but the new owner is launched
+   later and writes each KV slot before it reads it. Such a late step never touches a page that went
+   into the prefix cache: it writes at ``length - 1`` and beyond, and only whole pages before that
+   are kept. Likewise a row may have a new owner while a step of the old one is in flight.
 4. A result belongs to a row only if the row's epoch is that of the launch; ``join`` and ``leave``
-   move it.
-5. Pages are reserved before a launch: a prompt's when it is admitted, a decoding row's when the
-   step's upper bound crosses into a new page, and never beyond ``max_length - 1`` tokens, the last
-   that are stored. Both count the ``lookahead`` tokens that a draft writes behind a step's own. A
-   width above one may compute on positions beyond that; their page-table entries are 0, the scratch
-   page, and nothing they yield is kept.
-6. When pages run out: first the cache gives up its oldest, then the policy names victims.
-   Preemption happens only with nothing in flight (``next_batch`` returns None until then), so it
-   never drops a token: a row that decodes has gained at least one since it was admitted, and the
-   last running row is never a victim and always fits (``add`` refused what cannot). Hence every
-   preemption is paid for by progress, and there is no livelock.
-7. A recomputed sequence prefills prompt and output; positions, and the seeds made from them, are
-   what they were.
+   change the epoch.
+5. Pages are reserved before a launch: a prompt's at its admission, a decoding row's when the step's
+   upper bound reaches a new page, and never beyond ``max_length - 1`` tokens, the last that are
+   stored. Both include the ``lookahead`` tokens that a draft writes behind a step's own. A width
+   above one may compute positions beyond that; their page-table entries are 0, the scratch page,
+   and their results are dropped.
+6. When pages run out, first the cache evicts its oldest, then the policy names victims. Preemption
+   happens only with nothing in flight (``next_batch`` returns None until then), so it never drops a
+   token: a decoding row has gained at least one since it was admitted, and the last running row is
+   never a victim and always fits (``add`` refuses sequences that cannot). Hence every preemption is
+   paid for by progress, and there is no livelock.
+7. A recomputed sequence prefills prompt and output; its positions, and the seeds made from them, do
+   not change.
 
 Deadlines use ``Worker.clock`` (seconds, monotonic, the base of ``Sequence.arrival``), the same on
 every rank.
@@ -60,11 +61,14 @@ from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
 
 logger = logging.getLogger("glowplug.engine")
 
-NO_ROWS: Ints = np.zeros(0, np.int32)
+NO_ROWS: Ints = np.zeros(0, np.int32)  #: an empty array of rows
 
 
 class Continuous:
-    """A :class:`~glowplug.core.protocols.Scheduler`. ``bind`` completes it; one thread uses it."""
+    """A :class:`~glowplug.core.protocols.Scheduler` with continuous batching.
+
+    ``bind`` completes its construction. One thread uses it.
+    """
 
     def __init__(
         self,
@@ -116,7 +120,7 @@ class Continuous:
         )
         self.stats.pages_total = pages.total
 
-    # ---- in --------------------------------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         self._check_size(sequence)
@@ -131,7 +135,11 @@ class Continuous:
         self.admission.retry()
 
     def _check_size(self, sequence: Sequence) -> None:
-        """RequestError for what could never run to its end."""
+        """Check that a sequence can run to its end.
+
+        Raises:
+            RequestError: the prompt is empty, or the sequence exceeds the context or the KV pool.
+        """
         prompt = len(sequence.prompt)
         context = self.sizes.context_length
         if prompt == 0:
@@ -143,13 +151,15 @@ class Continuous:
         if needed > self.pages.total:
             size = self.sizes.page_size
             raise RequestError(
-                f"prompt and output need {stored} tokens of KV cache ({needed} pages of {size}); the pool holds "
-                f"{self.pages.total * size} ({self.pages.total} pages): ask for fewer max_tokens",
+                f"prompt and output need {stored} tokens of KV cache ({needed} pages of {size}); "
+                f"the pool holds {self.pages.total * size} ({self.pages.total} pages): "
+                "request fewer max_tokens",
                 code="kv_too_small",
                 param="max_tokens",
             )
 
     def _row_of(self, id: int) -> int | None:
+        """Return the row of a running sequence; None if it does not run."""
         found = np.flatnonzero(self.rows.ids == id)
         return next((row for row in found.tolist() if row in self.rows.running), None)
 
@@ -162,7 +172,11 @@ class Continuous:
         return output if output.finished else None
 
     def _end(self, id: int) -> bool:
-        """Take a sequence out, wherever it is; its pages are free at once. False: unknown."""
+        """Remove a waiting or running sequence and free its pages at once.
+
+        Returns:
+            False if the id is unknown.
+        """
         if self.queue.pop(id) is None:
             row = self._row_of(id)
             if row is None:
@@ -180,8 +194,9 @@ class Continuous:
             self.stats.aborted += 1
 
     def expire(self) -> None:
-        """End what is past its deadline; ``next_batch`` calls it. Reported by ``commit`` or
-        ``take_pending``.
+        """End the sequences whose deadline has passed; ``next_batch`` calls this method.
+
+        ``commit`` or ``take_pending`` reports them.
         """
         for id, kind in self.queue.overdue(self.clock()):
             waiting = self.queue.get(id)
@@ -211,8 +226,8 @@ class Continuous:
             members, preempted = reserved
             if self.options.mixed:
                 chunks = self._launch_chunks(len(members) * width, admit=not preempted)
-            # NOTE: after the chunks, which end with rows that start to decode in the next step, not
-            # in this one.
+            # NOTE: decodes are launched after the chunks: rows whose prompt ends with a chunk
+            # decode from the next step on.
             kv_lens = batches.launch_decodes(
                 self.rows, members, width, self.sizes.context_length + width
             )
@@ -223,9 +238,11 @@ class Continuous:
         return batches.build(self.rows, self.stats.steps, members, kv_lens, chunks, self.sizes)
 
     def _reserve_decodes(self) -> tuple[Ints, bool] | None:
-        """Decoding rows with pages for their next step, and whether any row was preempted for it.
+        """Reserve pages for the next step of the decoding rows, and preempt rows if necessary.
 
-        None when rows must be preempted but steps are in flight: those have to be committed first.
+        Returns:
+            (int32 rows, True if a row was preempted); None if a row must be preempted but steps are
+            in flight, which have to be committed first.
         """
         preempted = False
         while True:
@@ -248,13 +265,16 @@ class Continuous:
             preempted = True
 
     def _preempt(self) -> None:
+        """Move the policy's victim from its row back to the queue."""
         running = list(self.rows.running.values())
         assert len(running) > 1, (
-            "a sequence that was admitted alone must fit: page accounting is broken"
+            "a sequence that runs alone must fit: the page accounting is broken"
         )
         sequence = self.policy.victim(running)
         if not any(sequence is one for one in running):
-            self._complain("chose a victim that is not running: the newest sequence gives way")
+            self._complain(
+                "chose a victim that is not running: the newest sequence is preempted instead"
+            )
             sequence = running[-1]
         self.rows.release(sequence.row)
         sequence.preemptions += 1
@@ -263,14 +283,19 @@ class Continuous:
         self.admission.retry()
 
     def _complain(self, what: str) -> None:
-        """Log a fault of the policy's, each kind once."""
+        """Log a fault of the policy, each kind once."""
         if what not in self._complaints:
             self._complaints.add(what)
             logger.error("%s %s", self._title, what)
 
     def _launch_chunks(self, decode_tokens: int, admit: bool = True) -> list[batches.Chunk]:
-        """Go on with the prompts under way, then admit. At most a chunk, and a step, of tokens
-        together.
+        """Launch prompt chunks: first of prompts that have begun, then of newly admitted ones.
+
+        The chunks have at most ``chunk_size`` tokens together, and at most the rest of the step.
+
+        Args:
+            decode_tokens: tokens of the step's decoding rows.
+            admit: False: admit no sequences.
         """
         budget = min(self.sizes.chunk_size, self.sizes.max_step_tokens - decode_tokens)
         under_way = list(self.rows.prefilling)
@@ -282,8 +307,9 @@ class Continuous:
         return batches.launch_chunks(self.rows, budget, under_way) if under_way else []
 
     def _note_admitted(self, sequence: Sequence) -> None:
-        """At the first admission: report it. A preempted sequence that comes back is the front's no
-        business.
+        """Report the first admission of a sequence to the front end, and count it.
+
+        A preempted sequence that is admitted again is not reported.
         """
         if sequence.preemptions:
             return
@@ -296,7 +322,7 @@ class Continuous:
         queued = max(0.0, self.clock() - sequence.arrival)
         self._out.admitted.append(Admitted(sequence.id, queued, sequence.cached_tokens))
 
-    # ---- its result ------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------
 
     def commit(self, batch: Batch, result: StepResult) -> StepOutput:
         assert batch.step > self._committed, (
@@ -317,8 +343,9 @@ class Continuous:
         return output
 
     def _publish(self, batch: Batch, done: commits.Committed) -> None:
-        """Share the prompts that this step completed. Rows that end with it are published by their
-        release.
+        """Put the prompts that this step completed into the prefix cache.
+
+        Rows that end with this step are left out: their release caches them.
         """
         if batch.num_decodes == batch.num_rows:
             return
@@ -355,13 +382,13 @@ class Continuous:
     # ---- state -----------------------------------------------------------------------------------
 
     def _is_scored(self, sequence: Sequence) -> bool:
-        """Does it still want log-probabilities of its prompt?"""
+        """Return True if the sequence still needs log-probabilities of its prompt."""
         return sequence.params.prompt_logprobs is not None and not self.scores.complete(
             sequence.id, len(sequence.prompt)
         )
 
     def load(self) -> Stats:
-        """A snapshot. O(1)."""
+        """Return a snapshot of the statistics in O(1)."""
         stats = self.stats
         stats.running = len(self.rows.running)
         stats.waiting = len(self.queue)
@@ -373,14 +400,21 @@ class Continuous:
 
     def flush(self) -> bool:
         if self.rows.running:
-            # a step in flight is stale then: nothing it yields counts, and it runs before any later
-            # one
             return False
+        # NOTE: a step in flight is stale now: its results are dropped, and the device runs it
+        # before any later step.
         self.pages.give(self.cache.evict(self.cache.size()[1]))
         return True
 
     def check(self) -> dict[str, int]:
-        """AssertionError unless every page is in exactly one hand; returns how many are in each."""
+        """Check that every page has exactly one owner.
+
+        Returns:
+            The number of pages by owner.
+
+        Raises:
+            AssertionError: the accounts disagree.
+        """
         self.cache.check_integrity()
         table = self.table
         running = list(self.rows.running)
@@ -395,7 +429,7 @@ class Continuous:
         )
         if not running:
             assert held == evictable, (
-                f"nothing runs, yet {held - evictable} cached pages are locked"
+                f"no sequence runs, but {held - evictable} cached pages are locked"
             )
         return {
             "free": self.pages.free,

@@ -1,4 +1,4 @@
-"""Scheduling policies: who is admitted next, and who gives way when the pages run out."""
+"""Scheduling policies: the order of admission, and the victim when the pages run out."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class LongestPrefixOptions(PolicyOptions):
     window: int = Field(
         128,
         ge=1,
-        description="waiting requests at the head of the queue that are ordered by prefix",
+        description="number of requests at the head of the queue that are ordered by prefix",
     )
     patience: float = Field(
         10.0,
         ge=0,
-        description="a request that came this many seconds before the newest one "
+        description="a request that arrived this many seconds before the newest one "
         "is no longer overtaken",
     )
 

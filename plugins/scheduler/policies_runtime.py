@@ -1,5 +1,6 @@
-"""The built-in scheduling policies. Pure: the same arguments give the same answer, whatever came
-before.
+"""Runtimes of the built-in scheduling policies.
+
+They have no state: the same arguments always give the same result.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from glowplug.plugins.scheduler.policies import FcfsOptions, LongestPrefixOption
 
 
 def newest(sequences: Seq[Sequence]) -> Sequence:
-    """The one that came last; of equals, the last in the list."""
+    """Return the sequence that arrived last; among equals, the last in the list."""
     return max(enumerate(sequences), key=lambda item: (item[1].arrival, item[0]))[1]
 
 
 class Fcfs:
-    """The queue's own order: preempted sequences at its head, then by arrival. The newest gives
-    way.
+    """Policy that keeps the queue's order: preempted sequences first, then by arrival.
+
+    The newest sequence is preempted.
     """
 
     def __init__(self, options: FcfsOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -33,8 +35,9 @@ class Fcfs:
 
 
 class Priority:
-    """By priority number, smallest first, then by the queue's order. The least important gives way,
-    newest first.
+    """Policy that orders by priority number, smallest first, then by the queue's order.
+
+    The least important sequence is preempted; among equals, the newest.
     """
 
     def __init__(self, options: PriorityOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -49,12 +52,11 @@ class Priority:
 
 
 class LongestPrefix:
-    """Longest cached prefix first (SGLang's "lpm"), so that shared pages are used before they are
-    evicted.
+    """Policy that admits the longest cached prefix first (SGLang's "lpm").
 
-    Starvation guard: a preempted sequence, and one that came ``patience`` seconds before the newest
-    in the queue, is never overtaken. Beyond ``window`` the queue's order stands, which bounds the
-    cost of asking the cache.
+    Shared pages are thus used before they are evicted. Against starvation, a preempted sequence,
+    and one that arrived ``patience`` seconds before the newest in the queue, is never overtaken.
+    Beyond ``window`` sequences the queue's order is kept, which bounds the cost of cache look-ups.
     """
 
     def __init__(self, options: LongestPrefixOptions, plan: EnginePlan, worker: Worker) -> None:

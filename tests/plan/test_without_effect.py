@@ -65,7 +65,7 @@ def idle(plan: EnginePlan) -> dict[str, str]:
         (
             {"scheduler": {"share_prefill": 3}, "cache": {"use": "none"}},
             "scheduler.share_prefill",
-            "shares nothing",
+            "does not share prefixes",
         ),
         (
             {"memory": {"kv_tokens": 999, "kv_bytes": 999}},
