@@ -1,5 +1,6 @@
-"""Controls over several ranks: each rank runs the handler, rank 0 answers for all. One rank
-exchanges nothing.
+"""Control messages over several ranks: each rank runs the handler, and rank 0 sends the reply.
+
+A single rank exchanges nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ ControlHandler = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class RankControls:
-    """Handlers by a Control's action, run on every rank in the same order.
+    """Handlers of Control messages, run on every rank in the same order.
 
-    A handler may itself use collectives, and refuses with a RequestError; what else it raises ends
-    the rank.
+    A handler may use collectives. It refuses with a RequestError; any other exception ends the
+    rank.
+
+    Args:
+        handlers: handler by action.
+        collectives: the collectives over all ranks.
+        ranks: number of ranks.
     """
 
     def __init__(
@@ -33,12 +39,16 @@ class RankControls:
         self._decoder = msgspec.msgpack.Decoder(Reply)
 
     def add(self, action: str, handler: ControlHandler) -> None:
-        """Take the action on, in place of whoever had it."""
+        """Set the handler of an action, in place of an earlier one."""
         self._handlers[action] = handler
 
     def answer(self, message: Control) -> Reply:
-        """The same on every rank: the lowest rank's refusal if any refuses, else rank 0's data; the
-        data of all ranks goes with it under "ranks"."""
+        """Run the handler of a message on every rank.
+
+        Returns:
+            The same reply on every rank: the lowest rank's refusal if any rank refuses, else rank
+            0's data, with the data of all ranks under "ranks".
+        """
         own = self._run(message)
         if self._ranks == 1:
             return own
@@ -53,7 +63,10 @@ class RankControls:
         return Reply(message.id, True, {**every[0], "ranks": every} if any(every) else {})
 
     def everywhere(self, holds: bool) -> bool:
-        """Does it hold on every rank? One exchange; to be asked on all of them."""
+        """Return True if ``holds`` is True on every rank.
+
+        All ranks must call it. It takes one exchange.
+        """
         if self._ranks == 1:
             return holds
         return bool(self._collectives.all_gather_numbers(np.array([holds], np.int64)).all())

@@ -1,14 +1,14 @@
-"""The loop of one rank: take messages in, schedule, launch, commit the step before, hand tokens
-out.
+"""The loop of one rank: receive messages, schedule, launch, commit the previous step, send tokens.
 
-With ``overlap`` the next step is launched before the last one is read: the sampled ids stay on the
-device and feed the next step, and a sequence that turns out to have ended costs one surplus token,
-which commit drops. Without it each step is committed at once. Both give the same tokens.
+With ``overlap`` the next step is launched before the results of the previous one are read: the
+sampled ids stay on the device and are the next step's input. A sequence that turns out to have
+ended then costs one surplus token, which the commit drops. Without ``overlap`` each step is
+committed at once. Both give the same tokens.
 
-Every rank runs this loop on the same messages and the same time, which rank 0 hands round at the
-start of a turn. With a request router, ranks form groups with a scheduler's decisions each: a
-sequence is added by its owners only, one rank of each group reports, and before a step all ranks
-agree on it, once a turn, whatever else happens in it.
+Every rank runs this loop on the same messages and the same time, which rank 0 broadcasts at the
+start of a turn. With a request router, ranks form groups, and each group has its own schedule: a
+sequence is added by the ranks of its group only, and one rank of each group reports. All ranks
+agree on the step exactly once in every turn.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from glowplug.core.step.request import Sequence
 
 logger = logging.getLogger("glowplug.engine")
 
-#: seconds between statistics while busy; they also follow every finish and every turn to idle
+#: seconds between statistics while busy; they are also sent when the group becomes idle
 STATS_EVERY = 0.1
 
 
 class RankClock:
-    """Rank 0's time at the start of the loop's turn, in seconds. Deadlines read it, so that ranks
-    decide alike.
+    """Rank 0's monotonic time at the start of the current turn, in seconds.
+
+    Deadlines use it, so that all ranks decide alike.
     """
 
     def __init__(self) -> None:
@@ -64,17 +65,23 @@ class Engine:
     """One rank's engine. Not thread-safe: one thread calls ``turn``.
 
     Args:
-        ranks: how many run this loop together.
-        stalls: ends what a component would hold for ever; it knows the scheduler's policy and the
-            runner's table.
-        leads: this is rank 0, whose front's messages all ranks work on, and which answers Controls.
+        scheduler: the scheduler of this rank's group.
+        runner: runs the batches.
+        parallel: the rank's parallel strategies; they have the request router and agree on steps.
+        collectives: the collectives over all ranks.
+        overlap: launch a step before the results of the previous one are read.
+        clock: the common time of the ranks; each turn sets it.
+        stalls: finds requests that a component would hold for ever.
+        ranks: number of ranks that run this loop together.
+        leads: True on rank 0, which receives the front end's messages for all ranks and replies to
+            Controls.
         observers: called after each committed step.
-        controls: handlers by a Control's action.
+        controls: handler by action of a Control.
         closing: called in order by ``close``.
 
     Attributes:
-        answers: this rank tells the front what becomes of its sequences: rank 0, or the leader of
-            each group.
+        answers: this rank sends the outputs of its group's sequences to the front end. True on rank
+            0, or with groups on the leader of each group.
     """
 
     def __init__(
@@ -105,7 +112,7 @@ class Engine:
         self.controls = RankControls({"flush": self._flush, **(controls or {})}, collectives, ranks)
         self._router = parallel.router()
         self.answers = leads if self._router is None else self._router.leads
-        self._load = 0  # sequences of all groups, as of the last agreement; 0 without groups
+        self._load = 0  # sequences of all groups at the last agreement; 0 without groups
         self._inflight: InFlight | None = None
         self._stats_due = 0.0
         self._stalls = stalls
@@ -116,33 +123,37 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nothing launched and nothing to schedule, in this group or any other.
+        """No group has a step in flight or a sequence to schedule.
 
-        NOTE: ranks launch together or not at all, so that this rank's step in flight stands for the
-        others'.
+        NOTE: ranks launch together or not at all. Without a step in flight here, no rank has one.
         """
         return self._inflight is None and not self._load and self._quiet
 
     @property
     def _launched(self) -> bool:
-        """A step of this group is in flight; one that it only joined does not count."""
+        """A step of this group is in flight; an idle step beside other groups does not count."""
         return self._inflight is not None and self._inflight.batch.mode is not Mode.IDLE
 
     @property
     def _quiet(self) -> bool:
-        """This group has nothing launched and nothing to schedule."""
+        """This group has no step in flight and no sequence to schedule."""
         if self._launched:
             return False
         load = self.scheduler.load()
         return load.running == 0 and load.waiting == 0
 
     def turn(self, frames: Seq[bytes] = (), stop: bool = False) -> list[Outbound] | None:
-        """One turn of the loop: take in, step, hand out. None: the front has gone, and every rank
-        ends.
+        """Run one turn of the loop: receive messages, step, and return the outputs.
 
-        ``frames`` and ``stop`` are what rank 0 heard from the front; other ranks leave them out and
-        wait for rank 0. Returns what the front is to hear from this rank: nothing unless it
-        ``answers``.
+        Other ranks than rank 0 leave out the arguments and wait for rank 0.
+
+        Args:
+            frames: the front end's messages.
+            stop: the front end has gone.
+
+        Returns:
+            The messages of this rank to the front end, [] unless it ``answers``; None if the front
+            end has gone and every rank must leave its loop.
         """
         own = encode_turn(Turn(time.monotonic(), list(frames), stop)) if self.leads else None
         turn = decode_turn(self.collectives.broadcast_bytes(own))
@@ -156,8 +167,9 @@ class Engine:
         return found if self.answers else []
 
     def close(self) -> None:
-        """The rank ends: plugins hear of it, graphs and collectives go. Idempotent; one failure
-        stops no other.
+        """Notify plugins of the rank's end, and free graphs and collectives. Idempotent.
+
+        A failure is logged, and the remaining callbacks still run.
         """
         closing = self._closing
         self._closing = []
@@ -165,13 +177,17 @@ class Engine:
             try:
                 end()
             except Exception:
-                logging.getLogger("glowplug").exception("while the engine was closed")
+                logging.getLogger("glowplug").exception(
+                    "a callback failed while the engine was closed"
+                )
 
-    # ---- in --------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------
 
     def receive(self, messages: list[Inbound]) -> list[Outbound]:
-        """Take in messages; returns what they cause at once here (refusals, replies, ends of
-        aborted sequences).
+        """Process messages.
+
+        Returns:
+            Their immediate outputs: refusals, replies, ends of aborted sequences.
         """
         answers: list[Outbound] = []
         for message in messages:
@@ -212,13 +228,13 @@ class Engine:
         return None
 
     def _note_ends(self, output: StepOutput | None) -> StepOutput | None:
-        """``output`` as it is; what it ends is no longer watched."""
+        """Stop watching the sequences that ``output`` ends, and return ``output``."""
         if output is not None and output.finished:
             self._stalls.ended(output.finished)
         return output
 
     def _flush(self, args: dict[str, Any]) -> dict[str, Any]:
-        """All ranks or none: a group that is busy refuses for every other."""
+        """Drop the prefix cache on all ranks, or refuse on all ranks if any group is busy."""
         still = self.scheduler.load().running == 0
         if not self.controls.everywhere(still) or not self.scheduler.flush():
             raise RequestError("requests are running; the cache can be flushed only when idle")
@@ -227,7 +243,7 @@ class Engine:
     # ---- one step --------------------------------------------------------------------------------
 
     def step(self) -> list[Outbound]:
-        """Launch at most one batch and commit at most one; returns what was committed."""
+        """Launch at most one batch, commit at most one, and return the outputs."""
         outputs: list[Outbound] = []
         batch = self._agreed(self._next_batch(outputs))
         launched = None
@@ -249,8 +265,10 @@ class Engine:
         return outputs
 
     def _next_batch(self, outputs: list[Outbound]) -> Batch | None:
-        """The scheduler's next step. Ends its sequences, in ``outputs``, when it launches none for
-        too long.
+        """Return the scheduler's next step.
+
+        If the scheduler launches nothing for too long although it has sequences, they are ended;
+        their ends are appended to ``outputs``.
         """
         batch = self.scheduler.next_batch()
         if batch is not None or self._launched:
@@ -264,8 +282,9 @@ class Engine:
         return None
 
     def _end_stalled(self, stall: Stall | None, outputs: list[Outbound]) -> None:
-        """End the sequences of ``stall`` with its reason, even those that the scheduler does not
-        know any more.
+        """End the sequences of ``stall`` with its reason.
+
+        Sequences that the scheduler has lost are ended too.
         """
         if stall is None:
             return
@@ -274,7 +293,7 @@ class Engine:
         known = {end.id for end in ends}
         ends += [Finished(id, "error") for id in stall.ids if id not in known]
         for end in ends:
-            end.error = f"the engine gave the request up: {stall.reason}"
+            end.error = f"the engine has ended the request: {stall.reason}"
             end.error_code = CODE
         self._stalls.ended(ends)
         outputs.append(StepOutput(finished=ends))
@@ -284,7 +303,7 @@ class Engine:
             )
 
     def _agreed(self, batch: Batch | None) -> Batch | None:
-        """Ranks that may differ agree on the step; one without work joins it with an idle batch."""
+        """Agree with the other ranks on the step; a rank without work runs an idle batch."""
         shape = self.parallel.agree(
             shape_of(batch, 0 if self._router is None else self._own_load())
         )
@@ -296,7 +315,7 @@ class Engine:
         return batch
 
     def _time_launch(self, batch: Batch) -> None:
-        """Steps of other groups are not this one's time."""
+        """Note a launch in the timers; the group's own timer leaves out idle steps."""
         self._busy_timer.launch()
         self._prefills.launch(batch)
         if batch.mode is Mode.IDLE:
@@ -309,7 +328,7 @@ class Engine:
         return load.running + load.waiting
 
     def _commit(self, inflight: InFlight) -> list[Outbound]:
-        """What the step came to; nothing for an idle one."""
+        """Wait for a step, commit it, and return its outputs; an idle step has none."""
         result = inflight.wait()
         self._busy_timer.done()
         if inflight.batch.mode is Mode.IDLE:

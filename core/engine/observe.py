@@ -1,5 +1,6 @@
-"""Step observers: objects that watch the loop. Called directly after each commit, never through
-hooks.
+"""Step observers and the timers of the engine's loop.
+
+Observers are called directly after each commit, never through hooks.
 """
 
 from __future__ import annotations
@@ -17,34 +18,37 @@ from glowplug.core.step.sequence_table import SequenceTable
 
 
 class StepObserver(Protocol):
-    """What the hook ``step_observers`` returns. It runs on the loop's thread: microseconds only; it
-    must not raise.
+    """An object that the hook ``step_observers`` returns.
+
+    It runs on the loop's thread, so it may take microseconds only. It must not raise.
     """
 
     def step(self, batch: Batch, output: StepOutput) -> None:
-        """``batch`` was committed and yielded ``output``. Both belong to the engine: read, do not
-        keep.
+        """Observe a committed batch and its output.
+
+        Both belong to the engine: they may be read, but not changed or kept.
         """
         ...
 
 
 class StepTimer:
-    """How long steps take and how long the device had nothing to do although there was work (the
-    bubble).
+    """A timer of steps and of bubbles: times without device work although there were requests.
 
-    Tell it of every ``launch``, of every result read (``done``), and when the loop has nothing to
-    do (``idle``). Seconds accumulate in ``step_seconds`` (from one result to the next, or from the
-    launch after a pause) and
-    ``bubble_seconds``: what ``done`` is told that the device stood still before the step, or else
-    the time from the last result to the launch while nothing was in flight.
+    ``launch`` must be called for every launch, ``done`` for every result read, and ``idle`` when
+    there is nothing to do.
+
+    Attributes:
+        steps: number of steps done.
+        step_seconds: time in steps: from one result to the next, or from the launch after a pause.
+        bubble_seconds: time without device work before steps, as given to ``done``; where it is
+            not given, the time from the last result to the launch while nothing was in flight.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._gaps: deque[float | None] = (
-            deque()
-        )  # of steps in flight, on the host; None: before it was no work
-        self._since: float | None = None  # the last result, unless the loop was idle since
+        # of each step in flight, the gap before it on the host; None: there was no work before
+        self._gaps: deque[float | None] = deque()
+        self._since: float | None = None  # time of the last result; None: idle since then
         self.steps = 0
         self.step_seconds = 0.0
         self.bubble_seconds = 0.0
@@ -61,7 +65,11 @@ class StepTimer:
         self._gaps.append(gap)
 
     def done(self, waited: float | None = None) -> None:
-        """``waited``: seconds without work on the device before the step, where it can tell."""
+        """Note the result of the oldest step in flight.
+
+        Args:
+            waited: seconds without device work before the step; None: not measured.
+        """
         now = self._clock()
         assert self._gaps and self._since is not None, "a result without a launch"
         gap = self._gaps.popleft()
@@ -72,16 +80,15 @@ class StepTimer:
         self._since = now
 
     def idle(self) -> None:
-        """Nothing in flight, nothing to schedule: the time until the next launch counts as neither."""
+        """Note that there is nothing to do: the time until the next launch is not counted."""
         if not self._gaps:
             self._since = None
 
 
 class PrefillTimer:
-    """Measures the time from a sequence's admission to its first token, for every scheduler alike.
+    """A timer from a sequence's admission to its first token, for any scheduler.
 
-    A sequence that is preempted in between keeps its start. Costs nothing in steps without a
-    prompt.
+    A sequence that is preempted in between keeps its start. Steps without a prompt cost no time.
     """
 
     def __init__(self, table: SequenceTable, clock: Callable[[], float] = time.monotonic) -> None:
@@ -97,8 +104,9 @@ class PrefillTimer:
                     sequence.started = now
 
     def done(self, batch: Batch, result: StepResult) -> list[tuple[int, float]]:
-        """(id, seconds) of the sequences whose first token is in ``result``. Call before the step
-        is committed.
+        """Return (id, seconds) of the sequences whose first token is in ``result``.
+
+        It must be called before the step is committed.
         """
         first = batch.num_decodes
         if first == batch.num_rows:

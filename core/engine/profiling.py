@@ -1,9 +1,8 @@
-"""A torch profiler that requests can switch on and off; writes Chrome traces under one directory.
+"""A torch profiler that requests start and stop. It writes Chrome traces into one directory.
 
 The directory is ``GLOWPLUG_PROFILE_DIR`` or ``SGLANG_TORCH_PROFILER_DIR`` (debug switches), else
-``./profiles``. A request names a label, never a path. While a profile runs, the phases of a step
-are named in it; otherwise naming them costs nothing, because the names are put around the methods
-only then.
+``./profiles``. A request gives a label, never a path. A trace shows the phases of a step by name.
+Their methods are wrapped only while a profile runs, so the names cost nothing otherwise.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from glowplug.core.engine.runner import Runner
 from glowplug.core.errors import RequestError
 from glowplug.core.protocols import Scheduler
 
-LABEL = re.compile(r"[A-Za-z0-9_-]{1,64}")
-Named = tuple[object, str, str]  #: object, method, what a trace calls it
+LABEL = re.compile(r"[A-Za-z0-9_-]{1,64}")  #: permitted labels of a profile
+Named = tuple[object, str, str]  #: object, method, its name in a trace
 
 
 def profile_folder() -> Path:
-    """Where this process writes traces."""
+    """Return the directory into which this process writes traces."""
     named = os.environ.get("GLOWPLUG_PROFILE_DIR") or os.environ.get("SGLANG_TORCH_PROFILER_DIR")
     return Path(named or "profiles")
 
 
 def step_phases(scheduler: Scheduler, runner: Runner) -> list[Named]:
-    """What a step consists of, from the scheduler's choice to its commit."""
+    """Return the phases of a step, from the scheduler's choice to its commit."""
     return [
         (scheduler, "next_batch", "schedule"),
         (runner, "launch", "launch"),
@@ -54,8 +53,12 @@ def step_phases(scheduler: Scheduler, runner: Runner) -> list[Named]:
 
 
 class Profiler:
-    """One rank's profiler. ``start`` and ``stop`` are Control handlers; ``named``: methods to show
-    in a trace, the last of which ends a step.
+    """One rank's profiler. ``start`` and ``stop`` are Control handlers.
+
+    Args:
+        rank: the rank.
+        device: torch device of the rank.
+        named: methods to show in a trace; the last one ends a step.
     """
 
     def __init__(self, rank: int, device: str, named: Sequence[Named] = ()) -> None:
@@ -69,8 +72,11 @@ class Profiler:
         self._hidden = list[tuple[object, str]]()
 
     def start(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Begin a trace, of ``num_steps`` steps or until ``stop``. RequestError when one runs
-        already or the label is not plain.
+        """Start a trace of ``num_steps`` steps, or until ``stop``.
+
+        Raises:
+            RequestError: a trace is running already, or the label has other characters than
+                letters, digits, "-" and "_".
         """
         label = str(args.get("label") or "trace")
         if not LABEL.fullmatch(label):
@@ -91,8 +97,9 @@ class Profiler:
         return {}
 
     def stop(self, args: dict[str, Any]) -> dict[str, Any]:
-        """End the trace and write it; returns the file's name, also of one that has ended by
-        itself.
+        """End the trace, write it, and return the file's name.
+
+        The name of a trace that has ended by itself is returned too.
         """
         if self._active is None and not self._written:
             raise RequestError("no profile is running")
@@ -119,7 +126,7 @@ class Profiler:
         self._written = name
 
     def _name_phases(self) -> None:
-        """Puts a range around each method, as an attribute of the object that hides it."""
+        """Wrap each method in a profiler range, by an instance attribute that hides the method."""
         for owner, method, name in self._named:
             if hasattr(owner, "__dict__") and method not in vars(owner):
                 shown = ranged(getattr(owner, method), name)
@@ -128,7 +135,7 @@ class Profiler:
                 self._hidden.append((owner, method))
 
     def _counted(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """``work``, and the end of the trace behind its ``num_steps``-th call."""
+        """Return ``work`` wrapped so that its ``num_steps``-th call ends the trace."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             result = work(*args, **kwargs)
@@ -140,7 +147,9 @@ class Profiler:
         return run
 
     def _end_quietly(self) -> None:
-        """NOTE: nobody waits for an answer here, and a trace that cannot be written must not end
+        """End the trace, and log a failure to write it.
+
+        NOTE: no request waits for the reply here, and a trace that cannot be written must not end
         the engine.
         """
         try:
@@ -150,7 +159,7 @@ class Profiler:
 
 
 def ranged(work: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """``work`` as a range ``name`` of a trace."""
+    """Return ``work`` wrapped in a profiler range ``name``."""
 
     @functools.wraps(work)
     def run(*args: Any, **kwargs: Any) -> Any:

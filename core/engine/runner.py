@@ -1,9 +1,8 @@
-"""The model runner: turns a scheduled batch into tensors, runs the model, and brings the result
-back.
+"""The model runner: converts a scheduled batch to tensors, runs the model and returns the result.
 
 ``launch`` only enqueues device work and returns an :class:`InFlight`; the host waits in
-``InFlight.wait``, one step later when steps overlap. Nothing here knows which model, backend or
-algorithm it drives.
+``InFlight.wait``, one step later when steps overlap. This module is independent of the model, the
+attention backend and the speculative algorithm.
 """
 
 from __future__ import annotations
@@ -38,21 +37,23 @@ Forward = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
 
 @dataclass(eq=False)
 class InFlight:
-    """A launched step. ``wait`` blocks until its results are on the host; call it once."""
+    """A launched step."""
 
     batch: Batch
     accepted: Accepted
     prompt_logprobs: list[PromptLogprobs]
-    copy: Copy | None  #: None where they lie on the host already
+    copy: Copy | None  #: copy of the results to the host; None if the device is the host
 
     @property
     def waited(self) -> float | None:
-        """Seconds the device stood still before the step, once ``wait`` has returned; None where it
-        is the host.
+        """Seconds without device work before the step; None if the device is the host.
+
+        It is valid once ``wait`` has returned.
         """
         return None if self.copy is None else self.copy.waited()
 
     def wait(self) -> StepResult:
+        """Wait for the results and return them; call it once."""
         found = (
             [part.numpy() for part in tensors_of(self.accepted)]
             if self.copy is None
@@ -60,7 +61,7 @@ class InFlight:
         )
         if len(found) == 1:
             found = unpack(found[0], *self.accepted.tokens.shape)
-        # rows behind those of the batch only filled a captured step up
+        # NOTE: rows behind those of the batch are padding rows of a captured step
         rows = self.batch.num_rows
         scores = found[3:]
         if scores:
@@ -72,8 +73,10 @@ class InFlight:
 
 
 def tensors_of(accepted: Accepted) -> list[torch.Tensor]:
-    """What the host reads of a step: tokens, counts, bad, and the three of log-probabilities if
-    there are any; or the former in one."""
+    """Return the tensors of a step that the host reads.
+
+    They are tokens, counts, bad and any log-probabilities; without the latter ``packed`` if set.
+    """
     scores = accepted.logprobs
     if accepted.packed is not None and scores is None:
         return [accepted.packed]
@@ -82,13 +85,13 @@ def tensors_of(accepted: Accepted) -> list[torch.Tensor]:
 
 
 def pack(accepted: Accepted) -> torch.Tensor:
-    """``Accepted.packed``: uint8 [13 * B], or more where rows may yield several tokens."""
+    """Return ``Accepted.packed``: uint8 [B * (8 * W + 5)], 13 bytes per row at width one."""
     parts = (accepted.tokens, accepted.counts, accepted.bad)
     return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
 
 
 def unpack(packed: NDArray[Any], rows: int, width: int) -> list[NDArray[Any]]:
-    """Tokens int64 [rows, width], counts int32 [rows] and bad bool [rows] of ``Accepted.packed``."""
+    """Return tokens int64 [rows, width], counts int32 [rows] and bad bool [rows] of ``packed``."""
     tokens = 8 * rows * width
     counts = 4 * rows
     return [
@@ -99,7 +102,7 @@ def unpack(packed: NDArray[Any], rows: int, width: int) -> list[NDArray[Any]]:
 
 
 class Runner:
-    """Executes batches on one rank. Owns no request state; reads the sequence table."""
+    """The executor of batches on one rank. It only reads the sequence table."""
 
     def __init__(
         self,
@@ -127,13 +130,13 @@ class Runner:
         self._copier = None if self.device.type == "cpu" else HostCopier()
         self._parted: SampledLastLayer | None = None
         if sampled_last_layer:
-            assert isinstance(model, SampledLastLayer), "the plan asked the model's offers"
+            assert isinstance(model, SampledLastLayer), "the plan has checked the model's offers"
             self._parted = model
         self._speculates = speculative.width() > 1
         self._on_host = self.device.type == "cpu"
 
     def launch(self, batch: Batch) -> InFlight:
-        """Enqueue ``batch``. The batch is read-only afterwards, and complete if it ran as it came."""
+        """Enqueue ``batch``, which is read-only afterwards; only an eager step completes it."""
         with torch.inference_mode():
             if self._copier is not None:
                 self._copier.mark()
@@ -151,13 +154,13 @@ class Runner:
     def step(
         self, batch: Batch, meanwhile: Callable[[], None] | None = None
     ) -> tuple[Accepted, torch.Tensor]:
-        """See ``protocols.Steps``. ``meanwhile``: what is left to do before sampling, as the device
-        computes.
+        """Run a batch whose device fields are set; see ``protocols.Steps``.
+
+        ``meanwhile`` is host work that is done before sampling, while the device computes.
         """
         run = batch.segments.run
-        if (
-            self._speculates
-        ):  # drafts plan attention themselves, and say where the step's own tokens go
+        # NOTE: drafts plan attention for themselves and give the positions of the step's tokens.
+        if self._speculates:
             self._feed(batch)
             if batch.num_decodes and not self._on_host:
                 run("places", partial(self._place, batch))
@@ -170,11 +173,10 @@ class Runner:
         return (accept() if key is None else run(f"accept {key}", accept)), hidden
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """float32 [rows, V] of a step that draws nothing, for measuring accuracy; where drafts run,
-        of prompts only.
+        """Return the logits of a step that samples nothing, float32 [rows, V].
 
-        Where all rows decode, their tokens are ``prompt_ids`` if there are any, and not what was
-        drawn before.
+        It serves to measure accuracy; with speculation, of prompts only. A decode step's tokens are
+        ``prompt_ids`` if there are any, not the tokens sampled before.
         """
         with torch.inference_mode():
             self._complete(batch)
@@ -202,7 +204,7 @@ class Runner:
         return hidden, self.model.logits(hidden if everything else hidden[batch.logits_index])
 
     def _in_parts(self, model: SampledLastLayer, trunk: Forward, batch: Batch) -> torch.Tensor:
-        """Hidden states [T, hidden], or of ``batch.ends`` alone [N, hidden]."""
+        """Return the hidden states [T, hidden], or [N, hidden] of ``batch.ends`` if it is set."""
         stream = trunk(batch.input_ids, batch.positions, batch)
         if batch.ends is not None and batch.ends.count:
             self.attention.plan_step(batch.ends.batch, None)
@@ -210,7 +212,7 @@ class Runner:
 
     @property
     def forward(self) -> Forward:
-        """See ``protocols.Steps``."""
+        """The target's pass over a step with prompts; see ``protocols.Steps``."""
         return self.model.forward if self._parted is None else self._parted.trunk
 
     def _accept(self, batch: Batch, logits: torch.Tensor, hidden: torch.Tensor) -> Accepted:
@@ -234,8 +236,9 @@ class Runner:
         self.sampler.plan_step(batch)
 
     def _complete(self, batch: Batch) -> None:
-        """Fill the device fields from one packed host buffer. ``input_ids`` are the prompts' until
-        drafts precede them.
+        """Set the device fields of ``batch`` from one packed host buffer.
+
+        ``input_ids`` has the prompts' tokens only; ``_feed`` puts the decoding rows' in front.
         """
         rows = batch.num_rows
         queries = batch.query_lens
@@ -245,7 +248,7 @@ class Runner:
         )
         starts = np.zeros(rows + 1, np.int32)
         np.cumsum(queries, out=starts[1:])
-        if batch.num_tokens == rows:  # one token a row: no flattening to do
+        if batch.num_tokens == rows:  # one token per row needs no flattening
             token_row = np.arange(rows, dtype=np.int32)
             positions = kv_lens - 1
         else:
@@ -279,7 +282,7 @@ class Runner:
         batch.ends = None if ends is None else ends.on_device(batch.step, views[8:])
 
     def _exact_lengths(self, batch: Batch) -> NDArray[np.int32]:
-        """``kv_lens`` where the device is this host, and the lengths that live on it are at hand."""
+        """Return the exact ``kv_lens``; only for the CPU, where the lengths can be read."""
         decodes = batch.num_decodes
         batch.row_ids = torch.from_numpy(batch.rows).long()
         lengths = self.speculative.lengths(batch)
@@ -291,9 +294,7 @@ class Runner:
         )
 
     def _place(self, batch: Batch) -> None:
-        """Move the decoding rows' tokens from the host's upper bounds to where the device says they
-        are.
-        """
+        """Replace the host's upper bounds of decoding rows by the device's exact values."""
         rows = batch.num_decodes
         tokens = batch.decode_tokens
         lengths = self.speculative.lengths(batch)
@@ -307,7 +308,7 @@ class Runner:
         batch.kv_lens_device[:rows] = lengths + width
 
     def _logits_index(self, batch: Batch, starts: NDArray[np.int32]) -> NDArray[np.int64] | None:
-        """Flattened positions whose logits are wanted; None when that is all of them."""
+        """Return the indices of the tokens whose logits are needed; None: of all tokens."""
         if batch.num_decodes == batch.num_rows:
             return None
         sampling = np.nonzero(batch.samples[batch.num_decodes :])[0] + batch.num_decodes
@@ -316,7 +317,7 @@ class Runner:
         )
 
     def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[PromptLogprobs]:
-        """Score the prompt tokens that follow each position of the chunks that asked for it."""
+        """Return log-probabilities of the prompt tokens after each position, where requested."""
         assert batch.prompt_logprobs is not None
         found = []
         starts = np.concatenate([[0], np.cumsum(batch.query_lens)])
@@ -343,7 +344,11 @@ class Runner:
     def _score(
         self, hidden: torch.Tensor, targets: NDArray[np.int32], row: int, start: int, k: int
     ) -> PromptLogprobs:
-        """In pieces of ``SCORED`` positions, so that no [prompt, vocabulary] tensor is ever made."""
+        """Return log-probabilities of the tokens ``targets``.
+
+        They are computed in pieces of ``SCORED`` positions, so that no [prompt, vocabulary] tensor
+        is ever allocated. ``hidden`` [n, hidden] are the states before each of the n targets.
+        """
         ids = torch.from_numpy(targets.astype(np.int64)).to(self.device)
         pieces = []
         for at in range(0, len(ids), SCORED):

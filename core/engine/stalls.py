@@ -6,7 +6,7 @@ orders nothing, a scheduler that launches nothing or an algorithm that accepts n
 without an exception. :class:`StallWatch` counts turns and steps in which nothing moved, and names
 the component and the requests to end.
 
-Every rank of a group decides alike: from its scheduler's batches, the results of steps and the
+Every rank of a group decides alike, from its scheduler's batches, the results of steps and the
 common clock.
 """
 
@@ -24,22 +24,24 @@ from glowplug.core.step.messages import Finished, Stats
 from glowplug.core.step.request import Sequence
 from glowplug.core.step.sequence_table import SequenceTable
 
-STILL_TURNS = 100  #: turns without a step, at least, before requests are ended
-STILL_SECONDS = 1.0  #: and seconds: a turn without a step takes microseconds
-BARREN_STEPS = 8  #: steps in a row from which a row that samples may gain no token
+STILL_TURNS = 100  #: least number of turns without a step after which requests are ended
+#: least seconds without a step after which requests are ended; a turn without a step takes
+#: microseconds
+STILL_SECONDS = 1.0
+BARREN_STEPS = 8  #: consecutive steps without a token after which a sampling row is ended
 CODE = "stalled"  #: error code of the sequences that are ended
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Sequences to end, and the reason, which names the component at fault."""
+    """Sequences to end, and the reason, which names the faulty component."""
 
     ids: list[int]
     reason: str
 
 
 class StallWatch:
-    """Watches one group's scheduler and results. One thread uses it.
+    """A watch over one group's scheduler and results. One thread uses it.
 
     Attributes:
         live: sequences that the scheduler has taken and not ended, by id.
@@ -50,11 +52,10 @@ class StallWatch:
         self._policy = policy
         self._table = table
         self.live: dict[int, Sequence] = {}
-        self._turns = 0  # without a step although there was work
-        self._since = 0.0  # seconds, the first of them
-        self._barren: dict[
-            int, tuple[int, int]
-        ] = {}  # row -> its epoch, steps in a row without a token
+        self._turns = 0  # consecutive turns without a step although there was work
+        self._since = 0.0  # time of the first of these turns, in seconds
+        # row -> (its epoch, consecutive steps without a token)
+        self._barren: dict[int, tuple[int, int]] = {}
 
     def ended(self, finished: Iterable[Finished]) -> None:
         """Forget sequences that have ended."""
@@ -84,12 +85,15 @@ class StallWatch:
         waited = now - self._since
         if self._turns < STILL_TURNS or waited < STILL_SECONDS or not self.live:
             return None
-        reason = f"no step was launched for {waited:.1f} s and none was in flight: {self._who_holds(load)}"
+        reason = f"no step was launched or in flight for {waited:.1f} s: {self._holder(load)}"
         self._turns = 0
         return Stall(list(self.live), reason)
 
-    def _who_holds(self, load: Stats) -> str:
-        """The component to blame, found by asking the policy, which is pure, once more."""
+    def _holder(self, load: Stats) -> str:
+        """Return a description of the component that holds the requests.
+
+        The policy has no state, so calling it once more shows if it leaves requests out.
+        """
         waiting = [sequence for sequence in self.live.values() if sequence.row < 0]
         policy, scheduler, cache = (
             self._plan.title(slot) for slot in ("policy", "scheduler", "cache")
@@ -98,12 +102,13 @@ class StallWatch:
         if left_out and len(waiting) == len(self.live):
             return f"{policy} leaves {left_out} of {len(waiting)} waiting requests out of its order"
         return (
-            f"{scheduler} with {policy} and {cache} holds {len(self.live)} requests, {len(waiting)} of them "
-            f"waiting; of {load.pages_total} pages {load.pages_free} are free and {load.pages_evictable} evictable"
+            f"{scheduler} with {policy} and {cache} holds {len(self.live)} requests, "
+            f"{len(waiting)} of them waiting; of {load.pages_total} pages {load.pages_free} are "
+            f"free and {load.pages_evictable} evictable"
         )
 
     def _left_out(self, waiting: list[Sequence]) -> int:
-        """How many of ``waiting`` the policy does not return; 0 when it raises."""
+        """Return how many of ``waiting`` the policy leaves out; 0 if it raises."""
         try:
             ordered = self._policy.order(
                 list(waiting), dict.fromkeys((sequence.id for sequence in waiting), 0)
@@ -116,8 +121,10 @@ class StallWatch:
     # ---- steps -----------------------------------------------------------------------------------
 
     def stepped(self, batch: Batch, result: StepResult) -> Stall | None:
-        """Note the result of a step that has been committed. Returns the rows that have gained
-        nothing for too long.
+        """Note the result of a committed step.
+
+        Returns:
+            The sequences that have gained no token for too many steps; None if there are none.
         """
         if not self._barren and np.greater_equal(result.counts, batch.samples).all():
             return None
@@ -139,5 +146,6 @@ class StallWatch:
                 found.append(sequence.id)
         if not found:
             return None
-        reason = f"{BARREN_STEPS} steps in a row yielded no token: {self._plan.title('speculative')} accepts none"
+        algorithm = self._plan.title("speculative")
+        reason = f"{BARREN_STEPS} consecutive steps yielded no token: {algorithm} accepts none"
         return Stall(found, reason)

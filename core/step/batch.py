@@ -1,9 +1,10 @@
-"""A step's batch and its result. The scheduler builds it, the runner completes it, the model only
-reads it.
+"""A step's batch and its result.
+
+The scheduler builds the batch, the runner completes it, and the model only reads it.
 
 Order of rows: decoding rows first (``width`` tokens each), then prefill rows (a chunk each). Tokens
-are flattened in row order. B rows, T tokens, D decoding rows, W = width, P = pages of the longest
-row.
+are flattened in row order. Shapes: B rows, T tokens, D decoding rows, W = width, P = pages of the
+longest row.
 """
 
 from __future__ import annotations
@@ -24,68 +25,59 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Batch:
-    """One step. Fields above the line are set by the scheduler (host), below it by the runner
-    (device).
+    """The input of one step.
+
+    The scheduler sets the fields above the line (on the host), the runner those below it (on the
+    device).
     """
 
     step: int
     mode: Mode
     rows: NDArray[np.int32]  #: [B] rows of the sequence table
-    epochs: NDArray[
-        np.int64
-    ]  #: [B] row epochs at scheduling; a row whose epoch moved on is stale at commit
+    #: [B] row epochs at scheduling; a row whose epoch has changed is stale at the commit
+    epochs: NDArray[np.int64]
     num_decodes: int  #: D
     query_lens: NDArray[np.int32]  #: [B] tokens computed in this step
-    kv_lens: NDArray[
-        np.int32
-    ]  #: [B] cache length after this step (an upper bound while lengths live on the device)
-    samples: NDArray[
-        np.bool_
-    ]  #: [B] the row yields a token (False: a chunk that does not end its prompt)
+    #: [B] KV length after this step (an upper bound while lengths are on the device)
+    kv_lens: NDArray[np.int32]
+    #: [B] the row yields a token (False: a chunk that does not end its prompt)
+    samples: NDArray[np.bool_]
     prompt_ids: NDArray[np.int32]  #: tokens of the prefill rows, flattened
     pages: NDArray[np.int32]  #: [B, P] page numbers, 0 (scratch) where unused
-    joined: list[Sequence] = field(default_factory=list)  #: entered a row since the last batch
-    left: list[int] = field(default_factory=list)  #: rows given up since the last batch
-    next_ids: NDArray[np.int32] | None = (
-        None  #: [B - D] token after each chunk; 0 where the chunk ends its prompt
-    )
-    resumed: NDArray[np.bool_] | None = (
-        None  #: [B - D] the row's first chunk, and it begins behind a cached prefix
-    )
-    prompt_logprobs: NDArray[np.bool_] | None = (
-        None  #: [B] log-probabilities of the chunk's own tokens are wanted
-    )
-    agreed: StepShape | None = (
-        None  #: set by the engine: what ``ParallelStrategy.agree`` said for this step
-    )
+    joined: list[Sequence] = field(
+        default_factory=list
+    )  #: sequences that entered a row since the last batch
+    left: list[int] = field(default_factory=list)  #: rows that were left since the last batch
+    #: [B - D] token after each chunk; 0 where the chunk ends its prompt
+    next_ids: NDArray[np.int32] | None = None
+    #: [B - D] the chunk is the row's first one and begins behind a cached prefix
+    resumed: NDArray[np.bool_] | None = None
+    #: [B] log-probabilities of the chunk's own tokens are requested
+    prompt_logprobs: NDArray[np.bool_] | None = None
+    #: result of ``ParallelStrategy.agree`` for this step; set by the engine
+    agreed: StepShape | None = None
     #: keys of the longest row in any step that replays this one's pieces; 0: ``Sizes.positions``
     longest: int = 0
-    first_key: int = (
-        0  #: cache positions before it hold nothing and are never attended to (a draft's batch: 1)
-    )
-    segments: Segments = (
-        DIRECT  #: how the pieces of this step are run: as they come, or replayed from graphs
-    )
+    #: first cache position that is attended to; those before it are empty (a draft's batch: 1)
+    first_key: int = 0
+    #: runs the pieces of this step: directly, or replayed from graphs
+    segments: Segments = DIRECT
     # ---- set by the runner -----------------------------------------------------------------------
     input_ids: Any = None  #: torch int64 [T]
     positions: Any = None  #: torch int64 [T]
-    slots: Any = None  #: torch int64 [T] where each token's KV goes: page * page_size + offset
+    slots: Any = None  #: torch int64 [T] KV slot of each token: page * page_size + offset
     row_ids: Any = None  #: torch int64 [B]
     kv_lens_device: Any = None  #: torch int32 [B]
     query_starts: Any = None  #: torch int32 [B + 1] prefix sums of query_lens
     page_table: Any = None  #: torch int32 [B, P]
-    tree_mask: Any = (
-        None  #: torch int64 [D, W]: bit j of a token: it sees its row's own token j; None: causal
-    )
-    logits_index: Any = (
-        None  #: torch int64 [N] tokens whose logits are wanted, or None: all of them
-    )
-    ends: Ends | None = (
-        None  #: tokens at ``logits_index`` as a step of their own: what goes through the last layer
-    )
-    extra: dict[str, Any] = field(
-        default_factory=dict
-    )  #: parallel and speculative plugins' own fields, by plugin
+    #: torch int64 [D, W], bit j of a token: it attends to its row's own token j; None: causal
+    tree_mask: Any = None
+    #: torch int64 [N] tokens whose logits are needed; None: all tokens
+    logits_index: Any = None
+    #: tokens at ``logits_index`` as a step of their own, for the last layer; None: all run it
+    ends: Ends | None = None
+    #: own fields of parallel and speculative plugins, by plugin
+    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -97,19 +89,19 @@ class Batch:
 
     @property
     def decode_tokens(self) -> int:
-        """Tokens of the decoding rows, which lead the flattened order."""
+        """Number of tokens of the decoding rows, which come first in the flattened order."""
         return int(self.query_lens[: self.num_decodes].sum())
 
 
 @dataclass(eq=False)
 class Ends:
-    """The tokens of a step that are sampled from, for the last layer.
+    """The tokens of a step whose logits are sampled, as the input of the last layer.
 
     Attributes:
-        count: N of them; what lies behind in the others only fills up.
-        tokens: int64 [E] where they stand among the step's.
-        batch: they as E rows that decode one token each, complete but for ``input_ids`` and
-            ``row_ids``.
+        count: N, the number of these tokens; the E - N entries behind them are padding.
+        tokens: int64 [E], their indices among the step's tokens.
+        batch: the tokens as E rows that decode one token each. All fields but ``input_ids`` and
+            ``row_ids`` are set.
     """
 
     count: int
@@ -119,8 +111,12 @@ class Ends:
 
 @dataclass(eq=False)
 class LogprobTensors:
-    """Device log-probabilities of N tokens: ``token`` float32 [N], ``top_ids`` int64 and ``top``
-    float32 [N, K].
+    """Log-probabilities of N tokens on the device.
+
+    Attributes:
+        token: float32 [N], of the token itself.
+        top_ids: int64 [N, K], ids of the K most likely tokens.
+        top: float32 [N, K], their log-probabilities.
     """
 
     token: torch.Tensor
@@ -130,15 +126,15 @@ class LogprobTensors:
 
 @dataclass(eq=False)
 class Accepted:
-    """What a step yields, on the device. Made by ``SpeculativeAlgorithm.accept``.
+    """The results of a step on the device, from ``SpeculativeAlgorithm.accept``.
 
     Attributes:
         tokens: int64 [B, W]; row i holds ``counts[i]`` valid tokens.
         counts: int32 [B]; 0 for rows that do not sample.
         bad: bool [B]; the row's logits held NaN or only -inf.
-        logprobs: for every entry of ``tokens`` flattened ([B * W]), or None when no row asked.
-        packed: uint8, tokens, counts and bad one behind another, where the runner has put them so
-            for one copy.
+        logprobs: of every entry of ``tokens``, flattened ([B * W]); None if no row requests them.
+        packed: uint8, the bytes of tokens, counts and bad in this order; set by the runner, so that
+            one copy takes all three to the host.
     """
 
     tokens: torch.Tensor
@@ -150,7 +146,15 @@ class Accepted:
 
 @dataclass(eq=False)
 class PromptLogprobs:
-    """Log-probabilities of prompt tokens of one row: ``start`` is the position of the first."""
+    """Log-probabilities of consecutive prompt tokens of one row.
+
+    Attributes:
+        row: row of the sequence table.
+        start: position of the first token.
+        token: [n], of the tokens themselves.
+        top_ids: [n, K], ids of the K most likely tokens.
+        top: [n, K], their log-probabilities.
+    """
 
     row: int
     start: int
@@ -161,7 +165,10 @@ class PromptLogprobs:
 
 @dataclass(eq=False)
 class StepResult:
-    """The same on the host, as the scheduler commits it. Shapes as in :class:`Accepted`."""
+    """The results of a step on the host, which the scheduler commits.
+
+    Shapes are those of :class:`Accepted`.
+    """
 
     tokens: NDArray[np.int64]
     counts: NDArray[np.int32]
@@ -172,12 +179,15 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What ranks agree on before a step: the mode, the most rows and tokens of any rank, and the
-    load.
+    """The properties of a step on which ranks agree before it.
 
-    ``load``: sequences running or waiting, of this rank's group when it goes into ``agree``, of all
-    groups when it comes out (0 without groups). Ranks launch together, so a step in flight is known
-    without it.
+    Attributes:
+        mode: the mode.
+        rows: most rows of any rank.
+        tokens: most tokens of any rank.
+        load: sequences that run or wait: those of this rank's group in the argument of ``agree``,
+            those of all groups in its result (0 without groups). Steps in flight need not be
+            counted, because ranks launch together.
     """
 
     mode: Mode
@@ -186,18 +196,21 @@ class StepShape:
     load: int = 0
 
 
-NO_WORK = StepShape(Mode.IDLE, 0, 0)
+NO_WORK = StepShape(Mode.IDLE, 0, 0)  #: shape of a step without rows
 
 
 def shape_of(batch: Batch | None, load: int = 0) -> StepShape:
-    """A rank's own part in the agreement."""
+    """Return the shape of a rank's own batch, before the agreement."""
     if batch is None:
         return StepShape(Mode.IDLE, 0, 0, load)
     return StepShape(batch.mode, batch.num_rows, batch.num_tokens, load)
 
 
 def idle_batch(step: int = 0) -> Batch:
-    """No row, no token: what a rank without work runs so that the others' collectives find it."""
+    """Return a batch without rows.
+
+    A rank without work runs it, so that it takes part in the other ranks' collectives.
+    """
     none = np.zeros(0, np.int32)
     return Batch(
         step=step,

@@ -1,9 +1,8 @@
-"""Pieces of a step that run on the device alone, so that a graph runner may capture each and replay
-it later.
+"""Pieces of a step that a graph runner may capture and replay, because they need no host work.
 
 A step's code names its pieces and is the same with and without graphs: ``DIRECT`` just runs them.
-Within the model's pass, layers mark the calls that cannot be part of one (:class:`Cuts`). What a
-draft does with a prompt's tokens is a pass of its own (:class:`Extension`).
+Within the model's pass, layers mark the calls that cannot be part of a graph (:class:`Cuts`). A
+draft's pass over a prompt's tokens is a pass of its own (:class:`Extension`).
 """
 
 from __future__ import annotations
@@ -20,29 +19,37 @@ T = TypeVar("T")
 
 
 class Segments(Protocol):
-    """How the pieces of one batch's step are run. What lies between two pieces runs on the host in
-    every step.
+    """A runner of the pieces of one batch's step.
+
+    The code between two pieces runs on the host in every step.
     """
 
     def run(self, name: str, work: Callable[[], T]) -> T:
-        """What ``work`` returns: tensors, tuples or dataclasses of them.
+        """Run a piece, or replay the graph that was captured under its name.
 
-        Where it is replayed, ``work`` is the one that was captured under this name, and its results
-        lie where they lay
-        then: whatever it reads must too. It neither waits for the device nor depends on values that
-        the host knows.
+        A replay reads and writes the same memory as the capture, so all tensors that ``work`` reads
+        must be in persistent buffers. ``work`` must not wait for the device, and must not depend on
+        values on the host.
+
+        Args:
+            name: name of the piece.
+            work: the piece.
+
+        Returns:
+            The result of ``work``: tensors, or tuples or dataclasses of tensors.
         """
         ...
 
     def part(self, name: str) -> object | None:
-        """Names the piece for ``AttentionBackend.plan_step``: its slot, the same object in every
-        step; None: none.
+        """Return the key of a piece for ``AttentionBackend.plan_step``.
+
+        It is the same object in every step; None for an eager step.
         """
         ...
 
 
 class Direct:
-    """Every piece as it comes."""
+    """Runs every piece directly."""
 
     def run(self, name: str, work: Callable[[], T]) -> T:
         return work()
@@ -51,46 +58,59 @@ class Direct:
         return None
 
 
-DIRECT = Direct()
+DIRECT = Direct()  #: the pieces of an eager step
 
 
-#: rows of T tokens, each [T, ...] -> [T, width]; it may read the step that attention has planned
+#: function of tensors [T, ...] over T tokens -> [T, width]; it may read attention's planned step
 Cut = Callable[..., "Tensor"]
 
 
 class Cuts:
-    """Calls of a model's pass that depend on more than the number of tokens: lengths, pages, a plan
-    of this step.
+    """The calls in a model's pass at which piecewise graphs are split.
 
-    One object a rank, which its layers call through. What lies between two cuts works on each token
-    by itself, so that it may be captured for more tokens than a step has, and replayed.
+    These calls depend on more than the number of tokens: on lengths, pages, or the plan of this
+    step. The code between two cuts treats each token independently, so it may be captured for more
+    tokens than a step has, and replayed. A rank has one object, and its layers call through it.
 
     Attributes:
-        taker: gets every call in place of ``work`` while a graph runner captures a pass; None:
-            calls go through.
+        taker: replacement of every call while a graph runner captures a pass; None: ``work`` is
+            called directly.
     """
 
     def __init__(self) -> None:
         self.taker: Callable[[Cut, tuple[Tensor, ...], int], Tensor] | None = None
 
     def call(self, work: Cut, rows: tuple[Tensor, ...], width: int) -> Tensor:
-        """``work(*rows)``: rows [T, ...] -> [T, width] of the first one's dtype.
+        """Return ``work(*rows)``, or the result of ``taker``.
 
-        The result is read before the next cut and not after it. Whatever else ``work`` reads, but
-        the step's plan, is the same in every step.
+        The result is read before the next cut only. Everything else that ``work`` reads is the same
+        in every step, except for the step's plan.
+
+        Args:
+            work: the function.
+            rows: tensors [T, ...].
+            width: width of the result.
+
+        Returns:
+            [T, width], with the dtype of the first of ``rows``.
         """
         return work(*rows) if self.taker is None else self.taker(work, rows, width)
 
 
-#: input ids, positions and slots, int64 [F] each, and the hidden states they continue, [F, hidden]
+#: function of input ids, positions and KV slots (int64 [F] each) and the hidden states [F, hidden]
+#: of the tokens before
 Extend = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], None]
 
 
 @dataclass(frozen=True)
 class ExtendWork:
-    """``extend`` keeps each of F tokens by itself and runs on the device alone, so that it may be
-    captured for more of
-    them: token 0 at position 0 and slot 0. ``hidden``, ``dtype``: of the states that it is given.
+    """A draft's pass over the tokens of a step, in a form that can be captured.
+
+    Attributes:
+        extend: stores each of F tokens independently and runs on the device alone, so it may be
+            captured for more tokens: the padding is token 0 at position 0 and KV slot 0.
+        hidden: width of the hidden states that it gets.
+        dtype: dtype of these hidden states.
     """
 
     extend: Extend
@@ -99,18 +119,17 @@ class ExtendWork:
 
 
 class Extension:
-    """A draft's pass over the tokens of a step, prompts' above all (``Mode.DRAFT_EXTEND``), which
-    may be replayed.
+    """A draft's pass over the tokens of a step (``Mode.DRAFT_EXTEND``), which may be replayed.
 
-    One object a rank: the speculative algorithm says what the pass is, and calls it here in a step
-    of no slot (``batch.segments`` is ``DIRECT``); elsewhere the pass is part of the slot's pieces.
-    The call may write over what the target's pass has returned: nothing but ``hidden`` is read of
-    that, and nothing after it.
+    It matters above all for prompts. A rank has one object. The speculative algorithm sets the pass
+    and calls it here in an eager step (``batch.segments`` is ``DIRECT``); in a captured step the
+    pass is part of the step's pieces. The call may overwrite the result of the target's pass: only
+    ``hidden`` is read of that result, and not after this call.
 
     Attributes:
-        work: set by the algorithm in ``reserve``; None where it has no such pass.
-        taker: gets every call in place of ``work`` once a graph runner has captured it; None: calls
-            go through.
+        work: the pass; set by the algorithm in ``reserve``; None if it has no such pass.
+        taker: replacement of every call once a graph runner has captured the pass; None: ``work``
+            is called directly.
     """
 
     def __init__(self) -> None:
@@ -120,9 +139,17 @@ class Extension:
     def call(
         self, ids: Tensor, positions: Tensor, slots: Tensor, hidden: Tensor, source: Tensor
     ) -> None:
-        """As ``ExtendWork.extend`` of the rows ``source`` int64 [F] of hidden [N, hidden]."""
+        """Run the pass, or its replacement.
+
+        Args:
+            ids: int64 [F], input ids.
+            positions: int64 [F].
+            slots: int64 [F], KV slots.
+            hidden: [N, hidden], hidden states of the target.
+            source: int64 [F], for each token the row of ``hidden`` that it continues.
+        """
         if self.taker is not None:
             self.taker(ids, positions, slots, hidden, source)
         else:
-            assert self.work is not None, "the algorithm that calls has said what it is"
+            assert self.work is not None, "the speculative algorithm has not set its pass"
             self.work.extend(ids, positions, slots, hidden[source])

@@ -1,4 +1,4 @@
-"""The KV pool: one tensor for each layer and entry, shaped by the attention backend's layout."""
+"""The KV pool: one tensor per layer and entry of the attention backend's layout."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from glowplug.core.facts.kv_layout import KVLayout
 
+#: torch dtype by the name in layouts and plans
 TORCH_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -21,11 +22,17 @@ TORCH_DTYPES = {
 
 
 class KVPool:
-    """Zero-filled cache tensors ``[num_pages * page_size, *entry.shape]``. Page 0 is scratch:
-    padding writes there.
+    """The cache tensors ``[num_pages * page_size, *entry.shape]``.
 
-    NOTE: zero-filled because an uninitialised cache can hold NaN, and 0 * NaN in a masked product
-    is still NaN.
+    Page 0 is the scratch page: padding rows write there.
+
+    NOTE: the tensors are filled with zeros, because an uninitialised cache can contain NaN, and
+    0 * NaN in a masked product is still NaN.
+
+    Attributes:
+        layout: the layout of the entries.
+        num_pages: number of pages, the scratch page included.
+        layers: tensor by name of the entry, for each layer.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: str) -> None:
@@ -48,8 +55,8 @@ class KVPool:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # NOTE: numpy's zeros are the operating system's untouched pages: a large pool costs time and
-    # memory only as used.
+    # NOTE: np.zeros gets untouched pages of the operating system: a large pool costs time and
+    # memory only for the pages in use.
     return (
         torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
         .view(dtype)

@@ -1,8 +1,7 @@
-"""What crosses the pipe between the front (server or ``LLM``) and the engine: msgspec structs as
-msgpack bytes.
+"""Messages between the front end (server or ``LLM``) and the engine, as msgpack bytes.
 
-Front to engine: a list of :data:`Inbound`. Engine to front: a list of :data:`Outbound`. Never
-pickle.
+The front end sends lists of :data:`Inbound`, the engine lists of :data:`Outbound`. Pickle is never
+used.
 """
 
 from __future__ import annotations
@@ -19,27 +18,32 @@ from glowplug.core.step.request import SamplingParams
 
 
 class Submit(msgspec.Struct, tag="s", array_like=True):
-    """A new sequence. ``params.n`` is 1; ``max_tokens`` and ``seed`` are filled in by the front."""
+    """A new sequence.
+
+    In ``params``, ``n`` is 1, and the front end has set ``max_tokens`` and ``seed``.
+    """
 
     id: int
-    prompt: bytes  #: token ids as :func:`packed_ids` has them
+    prompt: bytes  #: token ids, packed by :func:`packed_ids`
     params: SamplingParams
     priority: int = 0
     salt: str = ""
     stop_ids: list[int] = []
-    timeout: float = 0.0  #: seconds from receipt after which it ends with reason "timeout"; 0: none
-    queue_timeout: float = 0.0  #: seconds it may wait in the queue; 0: none
+    #: seconds from receipt after which the sequence ends with reason "timeout"; 0: none
+    timeout: float = 0.0
+    queue_timeout: float = 0.0  #: seconds that it may wait in the queue; 0: no limit
 
     @property
     def prompt_ids(self) -> NDArray[np.int32]:
-        """Its prompt, unpacked."""
+        """The prompt, int32 [n]."""
         return np.frombuffer(self.prompt, np.int32).copy()
 
 
 class Abort(msgspec.Struct, tag="a", array_like=True):
-    """End these sequences now; unknown ids are ignored. ``reason`` becomes their finish reason.
+    """A request to end sequences now; unknown ids are ignored.
 
-    ``reason="stop"`` is how the front reports a matched stop string (the engine does not see text).
+    ``reason`` becomes their finish reason. With ``reason="stop"`` the front end reports a matched
+    stop string, since the engine does not process text.
     """
 
     ids: list[int]
@@ -47,8 +51,7 @@ class Abort(msgspec.Struct, tag="a", array_like=True):
 
 
 class Control(msgspec.Struct, tag="c", array_like=True):
-    """A question or command outside the token path; answered by a :class:`Reply` with the same
-    ``id``.
+    """A query or command outside the token path; the :class:`Reply` has the same ``id``.
 
     Actions: "flush" (drop the prefix cache), "info" (sizes, memory, budget), "check" (integrity of
     pool and cache), "memory" (bytes now), "profile_start", "profile_stop".
@@ -65,8 +68,8 @@ Inbound = Submit | Abort | Control
 class Logprobs(msgspec.Struct, array_like=True):
     """Log-probabilities of consecutive tokens of one sequence.
 
-    ``token[i]`` belongs to the i-th token; ``top_ids[i]``/``top[i]`` are the k most likely, best
-    first.
+    ``token[i]`` belongs to the i-th token; ``top_ids[i]`` and ``top[i]`` are those of the k most
+    likely tokens, best first.
     """
 
     token: list[float]
@@ -74,15 +77,21 @@ class Logprobs(msgspec.Struct, array_like=True):
     top: list[list[float]]
 
     def extend(self, later: Logprobs) -> None:
-        """Those of the tokens that follow."""
+        """Append the log-probabilities of the tokens that follow."""
         self.token.extend(later.token)
         self.top_ids.extend(later.top_ids)
         self.top.extend(later.top)
 
 
 class Finished(msgspec.Struct, array_like=True):
-    """The end of a sequence. ``reason``: stop, length, abort, timeout, error. ``stop_id``: the
-    token that ended it.
+    """The end of a sequence.
+
+    Attributes:
+        id: the sequence.
+        reason: stop, length, abort, timeout or error.
+        stop_id: the token that ended it, if one did.
+        error: the error message.
+        error_code: the error code.
     """
 
     id: int
@@ -93,8 +102,12 @@ class Finished(msgspec.Struct, array_like=True):
 
 
 class Admitted(msgspec.Struct, array_like=True):
-    """A sequence ran for the first time: queue time in seconds and prompt tokens found in the
-    prefix cache.
+    """The first admission of a sequence.
+
+    Attributes:
+        id: the sequence.
+        queued: seconds in the queue.
+        cached_tokens: prompt tokens found in the prefix cache.
     """
 
     id: int
@@ -103,16 +116,17 @@ class Admitted(msgspec.Struct, array_like=True):
 
 
 class Stats(msgspec.Struct, array_like=True):
-    """Gauges and counters since start, for /metrics and the log line.
+    """Gauges, and counters since the start, for /metrics and the log line.
 
     Attributes:
-        prefix_queries, prefix_hits: look-ups in the prefix cache, one an admission, and those that
-            found something.
-        prefix_query_tokens, prefix_hit_tokens: prompt tokens looked up at a first admission, and
-            those found.
-        step_seconds: time in steps of this group; bubble_seconds: of it, in which the device waited
-            for the host.
-        busy_seconds: time in steps of any group, over which rates are formed.
+        prefix_queries: look-ups in the prefix cache, one per admission.
+        prefix_hits: look-ups that found a prefix.
+        prefix_query_tokens: prompt tokens looked up at a first admission.
+        prefix_hit_tokens: those of them that were found.
+        step_seconds: time in steps of this group.
+        bubble_seconds: the part of it in which the device waited for the host.
+        busy_seconds: time in steps of any group; rates are computed over it.
+        group: the data-parallel group of these statistics.
     """
 
     running: int = 0
@@ -137,17 +151,17 @@ class Stats(msgspec.Struct, array_like=True):
     step_seconds: float = 0.0
     bubble_seconds: float = 0.0
     busy_seconds: float = 0.0
-    group: int = 0  #: the data-parallel group these are of
+    group: int = 0
 
 
-SHARED = frozenset({"page_size", "group"})  #: of ``Stats``: not added up over groups
-GREATEST = (
-    "busy_seconds",
-)  #: of ``Stats``: the same in all groups but for the age of each group's report
+SHARED = frozenset({"page_size", "group"})  #: fields of ``Stats`` that are not summed over groups
+#: fields of ``Stats`` of which the maximum over groups is taken: they differ only by the age of
+#: the reports
+GREATEST = ("busy_seconds",)
 
 
 def total(groups: Iterable[Stats]) -> Stats:
-    """Statistics of the whole engine from those of its groups (at least one)."""
+    """Return the statistics of the whole engine from those of its groups (at least one)."""
     first, *others = groups
     if not others:
         return first
@@ -160,13 +174,19 @@ def total(groups: Iterable[Stats]) -> Stats:
 
 
 class StepOutput(msgspec.Struct, tag="o", array_like=True):
-    """All that one committed step produced. Columnar: ``ids[i]`` got the next ``counts[i]`` entries
-    of ``tokens``.
+    """The output of one committed step, in columns.
 
-    ``counts`` empty means one token each. ``logprobs`` and ``prompt_logprobs`` are (id, values) for
-    the sequences that asked. The token that ends a sequence by id (eos) is included in ``tokens``.
-    ``prefilled``: (id, seconds from admission to the first token) of the sequences whose first
-    token is among ``tokens``; the engine fills it in.
+    Attributes:
+        ids: sequences that gained tokens.
+        tokens: their tokens; a token that ends a sequence (eos) is included.
+        counts: number of consecutive entries of ``tokens`` of each sequence; []: one each.
+        logprobs: (id, log-probabilities) of the sequences that request them.
+        prompt_logprobs: the same for prompt tokens.
+        admitted: first admissions since the last output.
+        prefilled: (id, seconds from admission to the first token) of the sequences whose first
+            token is among ``tokens``; set by the engine.
+        finished: ends of sequences.
+        stats: statistics, if they are due.
     """
 
     ids: list[int] = []
@@ -181,7 +201,7 @@ class StepOutput(msgspec.Struct, tag="o", array_like=True):
 
 
 class Reply(msgspec.Struct, tag="r", array_like=True):
-    """Answer to a Control."""
+    """The reply to a Control."""
 
     id: int
     ok: bool
@@ -190,9 +210,16 @@ class Reply(msgspec.Struct, tag="r", array_like=True):
 
 
 class Progress(msgspec.Struct, tag="p", array_like=True):
-    """A rank lives. ``phase``: "build", "weights", "kernels", "kv", "capture", "self-test",
-    "ready", "serve", "ended";
-    done of total. ``note``: a line for the log of whoever started the rank."""
+    """A progress report or heartbeat of a rank.
+
+    Attributes:
+        rank: the rank.
+        phase: "build", "weights", "kernels", "kv", "capture", "self-test", "ready", "serve" or
+            "ended".
+        done: completed units of the phase.
+        total: all units of the phase; 0: this is no progress report.
+        note: a line for the log of the process that started the rank.
+    """
 
     rank: int
     phase: str
@@ -203,8 +230,14 @@ class Progress(msgspec.Struct, tag="p", array_like=True):
 
 
 class Failed(msgspec.Struct, tag="f", array_like=True):
-    """A rank has failed; the engine is over. ``consequence``: it only lost a peer, which is to
-    blame.
+    """The failure of a rank, which ends the engine.
+
+    Attributes:
+        rank: the rank.
+        phase: the phase in which it failed.
+        reason: the error.
+        traceback: its stack; may be empty.
+        consequence: the rank only lost a peer; the cause is elsewhere.
     """
 
     rank: int
@@ -218,10 +251,12 @@ Outbound = StepOutput | Reply | Progress | Failed
 
 
 class Turn(msgspec.Struct, array_like=True):
-    """What every rank takes in before a step, from rank 0: its time in seconds and the front's
-    frames, in order.
+    """The input of one turn of the loop, which rank 0 broadcasts to every rank.
 
-    ``stop``: the front has gone; every rank leaves its loop.
+    Attributes:
+        now: rank 0's monotonic time, in seconds.
+        frames: the front end's frames, in order.
+        stop: the front end has gone; every rank leaves its loop.
     """
 
     now: float
@@ -236,12 +271,12 @@ _turn = msgspec.msgpack.Decoder(Turn)
 
 
 def packed_ids(ids: Seq[int] | NDArray[Any]) -> bytes:
-    """int32, one behind the other: read at once, however many they are."""
+    """Return token ids as consecutive int32 bytes, which are decoded without a loop."""
     return np.asarray(ids, np.int32).tobytes()
 
 
 def encode(messages: list[Any]) -> bytes:
-    """A list of messages as one msgpack frame."""
+    """Return a list of messages as one msgpack frame."""
     return _encoder.encode(messages)
 
 

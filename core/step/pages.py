@@ -1,5 +1,6 @@
-"""The page allocator: which pages of the KV pool are free. Host only; cost grows with the pages
-that change hands.
+"""The allocator of the KV pool's pages, on the host.
+
+The cost of an operation is proportional to the number of pages taken or given back.
 """
 
 from __future__ import annotations
@@ -7,19 +8,20 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-SCRATCH_PAGE = 0  #: never handed out: padding rows and unused page-table entries point at it
+SCRATCH_PAGE = (
+    0  #: page that is never allocated: padding rows and unused page-table entries point at it
+)
 
 
 class PageAllocator:
-    """Hands out pages 1 to ``num_pages - 1``, the last given back first.
+    """An allocator of pages 1 to ``num_pages - 1``, last in, first out.
 
-    Pages taken or given together keep their order: sequences tend to get neighbours, which
-    attention reads in place.
+    Pages taken or given back together keep their order, so sequences tend to get adjacent pages,
+    which attention reads in place.
 
     Args:
         num_pages: pages of the pool, the scratch page included.
-        check: verify every ``give``; ValueError for a page that is foreign, free already or given
-            twice.
+        check: make ``give`` verify its pages.
     """
 
     def __init__(self, num_pages: int, check: bool = True) -> None:
@@ -34,16 +36,16 @@ class PageAllocator:
 
     @property
     def free(self) -> int:
-        """Pages that ``take`` can still hand out."""
+        """Number of free pages."""
         return self._top
 
     @property
     def total(self) -> int:
-        """Pages that exist for sequences: all but the scratch page."""
+        """Number of pages for sequences: all but the scratch page."""
         return self.num_pages - 1
 
     def take(self, count: int) -> NDArray[np.int32] | None:
-        """``count`` pages, int32 [count], or None (and nothing taken) when fewer are free."""
+        """Take ``count`` pages, int32 [count]. Return None, and take none, if fewer are free."""
         if count > self._top:
             return None
         self._top -= count
@@ -53,8 +55,11 @@ class PageAllocator:
         return pages
 
     def give(self, pages: NDArray[np.int32]) -> None:
-        """Take ``pages`` back. Their contents stay as they are: the next owner writes before it
-        reads.
+        """Free pages. Their contents stay, since the next owner writes before it reads.
+
+        Raises:
+            ValueError: a page is not of this pool, is free already, or is given twice; only with
+                ``check``.
         """
         if self._taken is not None:
             self._verify(pages, self._taken)

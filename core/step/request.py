@@ -1,4 +1,4 @@
-"""Requests as the engine knows them: sampling parameters, and a sequence. Imports without torch."""
+"""Requests in the engine: sampling parameters and sequences. Torch is not imported."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from numpy.typing import NDArray
 
 from glowplug.core.errors import RequestError
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_BYTES = 1024
-MAX_STOP_TOKENS = 256
-MAX_N = 128
-MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16  #: most stop strings of a request
+MAX_STOP_BYTES = 1024  #: most bytes of a stop string
+MAX_STOP_TOKENS = 256  #: most stop token ids of a request
+MAX_N = 128  #: most choices of a request
+MAX_LOGPROBS = 20  #: largest number of most likely tokens in log-probabilities
 
 
 class SamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """How tokens are chosen and when generation ends. Field names and defaults follow vLLM's
-    ``SamplingParams``.
+    """Parameters of sampling and of the end of generation.
 
-    ``temperature=0`` is greedy. ``top_k`` 0 or -1: off. ``seed=None``: the engine draws one.
-    ``max_tokens=None``: as many as the context holds. ``logprobs=k``: the sampled token's
-    log-probability and the k most likely. Raises RequestError, naming ``param``, for a value out of
-    bounds.
+    Field names and defaults are those of vLLM's ``SamplingParams``. ``temperature=0`` is greedy.
+    ``top_k`` 0 or -1: off. ``seed=None``: a random seed. ``max_tokens=None``: as many as the
+    context allows. ``logprobs=k``: log-probabilities of the sampled token and of the k most likely.
+
+    Raises:
+        RequestError: a value is out of bounds; ``param`` names it.
     """
 
     n: int = 1
@@ -54,8 +55,10 @@ class SamplingParams(
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        """NOTE: a field that still holds its default's very object is right, and most fields of
-        most requests do.
+        """Check the fields.
+
+        NOTE: a field that is its default object needs no check, which is the case for most fields
+        of most requests.
         """
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", [self.stop])
@@ -86,13 +89,12 @@ def _whole(low: int, high: int, optional: bool = False) -> _Check:
 
 
 def _number(low: float, high: float, above: bool = False) -> _Check:
-    """``above``: ``low`` itself is refused."""
+    """Return a check for a number in [low, high]; ``above``: ``low`` itself is refused."""
 
     def check(params: SamplingParams, name: str) -> None:
         value = getattr(params, name)
-        if (
-            isinstance(value, float) and type(value) is not float
-        ):  # NumPy's, which another process would not accept
+        # NOTE: numpy's floats cannot be encoded for another process.
+        if isinstance(value, float) and type(value) is not float:
             msgspec.structs.force_setattr(params, name, value := float(value))
         _between(name, value, low, high)
         if above and value == low:
@@ -148,8 +150,8 @@ def _logit_bias(params: SamplingParams, name: str) -> None:
 
 def _list_of(name: str, values: list[Any], kind: type) -> None:
     if not isinstance(values, list) or not all(type(value) is kind for value in values):
-        what = "strings" if kind is str else "token ids"
-        raise RequestError(f"{name} must be a list of {what}, got {values!r:.200}", param=name)
+        items = "strings" if kind is str else "token ids"
+        raise RequestError(f"{name} must be a list of {items}, got {values!r:.200}", param=name)
 
 
 def _between(name: str, value: float, low: float, high: float) -> None:
@@ -185,23 +187,23 @@ _DEFAULTS = tuple((field.name, field.default) for field in msgspec.structs.field
 
 @dataclass(eq=False)
 class Sequence:
-    """One sequence in the scheduler's hands. ``n > 1`` is several sequences, made by the front.
+    """One sequence in the scheduler. The front end makes several sequences of ``n > 1``.
 
     Attributes:
-        id: engine-wide number given by the front.
+        id: engine-wide number, assigned by the front end.
         prompt: int32 [prompt_len] token ids.
-        params: sampling parameters with ``n == 1``, ``max_tokens`` and ``seed`` filled in.
-        priority: smaller runs earlier under the priority policy.
+        params: sampling parameters with ``n == 1`` and with ``max_tokens`` and ``seed`` set.
+        priority: smaller numbers run earlier under the priority policy.
         salt: prefix-cache salt; sequences share cached pages only under equal salts.
-        arrival: seconds (monotonic) at the front.
+        arrival: monotonic time of its arrival at the engine, in seconds.
         output: committed output token ids.
         row: row in the sequence table while running, else -1.
         cached_tokens: prompt tokens found in the prefix cache at first admission.
-        preemptions: how often its pages were taken back.
+        preemptions: number of times it was preempted.
         stop_ids: token ids that end it (eos unless ignored, and ``stop_token_ids``).
-        timeout, queue_timeout: seconds from arrival after which it ends (0: never); the latter only
-            while queued.
-        started: seconds (monotonic, this rank's own) at which it first entered a row; None before.
+        timeout: seconds from arrival after which it ends; 0: never.
+        queue_timeout: seconds from arrival after which it ends while it is queued; 0: never.
+        started: monotonic time of this rank at which it first entered a row; None before.
         prefilled: its first token has been reported.
     """
 
@@ -223,10 +225,10 @@ class Sequence:
 
     @property
     def max_length(self) -> int:
-        """Prompt and output tokens together at which it ends with reason "length"."""
+        """Number of prompt and output tokens at which it ends with reason "length"."""
         assert self.params.max_tokens is not None
         return len(self.prompt) + self.params.max_tokens
 
     def all_tokens(self) -> NDArray[np.int32]:
-        """Prompt and committed output, int32."""
+        """Return prompt and committed output, int32."""
         return np.concatenate([self.prompt, np.asarray(self.output, dtype=np.int32)])

@@ -1,10 +1,10 @@
-"""The last layer for the tokens that are sampled from, and no others.
+"""The last layer run for the sampled tokens only.
 
-Of a prompt's other tokens nothing reads what the last layer makes but its cache, which holds keys
-and values alone. So a step with prompts in it runs all layers but one for all its tokens
-(``SampledLastLayer.trunk``), and the last as if every row decoded one token
-(``SampledLastLayer.tail``). It saves a prompt all but 1 of its tokens in 1 of its layers:
-3.6% of V2-Lite's arithmetic (27 layers), 1.6% of V3's (61).
+The last layer's output is needed only for tokens whose logits are sampled. Of all other tokens of a
+prompt only keys and values are cached. So a step with prompts runs all layers but the last for all
+its tokens (``SampledLastLayer.trunk``), and the last layer as if every row decoded one token
+(``SampledLastLayer.tail``). In 1 layer a prompt thus saves all but 1 of its tokens: 3.6% of
+V2-Lite's arithmetic (27 layers), 1.6% of V3's (61).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from glowplug.core.step.batch import Batch, Ends
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: rows are filled up to a power of two below it, and to its multiples: what graphs decode, kernels
-#: know
-STEP = 16
+#: row counts are padded to a power of two up to this number and to its multiples above, because
+#: kernels are compiled for the row counts of captured graphs already
+ROW_MULTIPLE = 16
 
 Numbers = NDArray[np.int32]
 Wide = NDArray[np.int64]
@@ -32,8 +32,17 @@ T = TypeVar("T", bound=np.generic)
 
 @dataclass(frozen=True, eq=False)
 class HostEnds:
-    """What ``Ends`` says, on the host. ``tokens``, ``positions``, ``slots`` [E], ``pages`` [E, P];
-    the rows behind the first ``count`` are token 0 at position 0 of the scratch page."""
+    """The contents of ``Ends`` on the host.
+
+    The padding rows behind the first ``count`` are token 0 at position 0 of the scratch page.
+
+    Attributes:
+        count: number of sampled tokens.
+        tokens: int64 [E], indices among the step's tokens.
+        positions: int64 [E].
+        slots: int64 [E], KV slots.
+        pages: int32 [E, P], page numbers.
+    """
 
     count: int
     tokens: Wide
@@ -45,8 +54,15 @@ class HostEnds:
     def of(
         cls, wanted: Wide, token_row: Numbers, positions: Numbers, slots: Numbers, pages: Numbers
     ) -> HostEnds:
-        """Of the tokens ``wanted`` [N] of a flattened step: rows, positions and slots [T] of its
-        tokens, pages [B, P] of its rows."""
+        """Select the tokens ``wanted`` of a flattened step.
+
+        Args:
+            wanted: int64 [N], indices of tokens.
+            token_row: int32 [T], row of each token.
+            positions: int32 [T].
+            slots: int32 [T], KV slots.
+            pages: int32 [B, P], page numbers of each row.
+        """
         count = len(wanted)
         rows = filled(len(wanted))
         parts = [
@@ -56,7 +72,7 @@ class HostEnds:
         return cls(count, parts[0], parts[1], parts[2], _fill(pages[token_row[wanted]], rows))
 
     def parts(self) -> list[NDArray[Any]]:
-        """For one copy to the device; ``on_device`` takes them back from there."""
+        """Return the arrays for one copy to the device; ``on_device`` takes the copies."""
         rows = len(self.tokens)
         return [
             self.tokens,
@@ -72,6 +88,7 @@ class HostEnds:
         return (self.positions + 1).astype(np.int32)
 
     def on_device(self, step: int, views: tuple[Tensor, ...]) -> Ends:
+        """Return the Ends of the device tensors ``views``, which are copies of ``parts``."""
         rows = len(self.tokens)
         none = np.zeros(0, np.int32)
         batch = Batch(
@@ -92,8 +109,10 @@ class HostEnds:
 
 
 def filled(count: int) -> int:
-    """Rows that ``count`` of them are computed as."""
-    return 1 << (count - 1).bit_length() if 0 < count <= STEP else -(-count // STEP) * STEP
+    """Return ``count`` with padding rows added."""
+    if 0 < count <= ROW_MULTIPLE:
+        return 1 << (count - 1).bit_length()
+    return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def _fill(part: NDArray[T], rows: int) -> NDArray[T]:

@@ -1,9 +1,8 @@
-"""The sequence table: one persistent row a running sequence, so that a step touches only what
-changed.
+"""The sequence table: one persistent row per running sequence, so a step updates only changes.
 
-Owned and written by the scheduler; everyone else reads. Columns are numpy arrays; ``tokens`` and
-``pages`` are allocated lazily by the operating system, so a long context costs nothing until it is
-used.
+The scheduler owns and writes it; all other components only read it. Columns are numpy arrays. The
+operating system allocates ``tokens`` and ``pages`` lazily, so a long context costs nothing until it
+is used.
 """
 
 from __future__ import annotations
@@ -15,16 +14,21 @@ from glowplug.core.step.request import Sequence
 
 
 class SequenceTable:
-    """``rows`` rows of at most ``context`` tokens and ``context / page_size`` pages.
+    """A table of ``rows`` rows of at most ``context`` tokens and ``context / page_size`` pages.
 
-    Columns (R rows, C context, P pages a row):
-        tokens int32 [R, C]: prompt and committed output.
-        length int32 [R]: committed tokens (prompt + output).
-        launched int32 [R]: tokens whose KV a launched step computes or has computed.
-        prompt_len, max_length int32 [R].
-        pages int32 [R, P], num_pages int32 [R]: page numbers; unused entries are 0, the scratch
-            page.
-        epoch int64 [R]: grows whenever the row changes hands; stale results are recognised by it.
+    The columns have R rows, C = context, P = pages per row.
+
+    Attributes:
+        tokens: int32 [R, C], prompt and committed output.
+        length: int32 [R], committed tokens (prompt and output).
+        launched: int32 [R], tokens whose KV a launched step computes or has computed.
+        prompt_len: int32 [R], prompt tokens.
+        max_length: int32 [R], length at which the row ends.
+        pages: int32 [R, P], page numbers; unused entries are 0, the scratch page.
+        num_pages: int32 [R], pages of the row.
+        epoch: int64 [R], grows whenever the row's owner changes; stale results are recognised by
+            it.
+        sequences: the sequence of each row, or None.
     """
 
     def __init__(self, rows: int, context: int, page_size: int) -> None:
@@ -48,7 +52,14 @@ class SequenceTable:
         return len(self._free)
 
     def join(self, sequence: Sequence) -> int:
-        """Give ``sequence`` a row, copy its tokens in. IndexError when no row is free."""
+        """Give ``sequence`` a row and copy its tokens there.
+
+        Returns:
+            The row.
+
+        Raises:
+            IndexError: no row is free.
+        """
         row = self._free.pop()
         tokens = sequence.all_tokens()
         sequence.row = row
@@ -63,19 +74,22 @@ class SequenceTable:
         return row
 
     def leave(self, row: int) -> NDArray[np.int32]:
-        """Free the row; returns its page numbers (a copy), which the caller owns now."""
+        """Free the row. Return a copy of its page numbers, which the caller owns now."""
         sequence = self.sequences[row]
         assert sequence is not None, f"row {row} is empty"
         held = self.pages[row, : self.num_pages[row]].copy()
         sequence.row = -1
         self.sequences[row] = None
         self.pages[row, : self.num_pages[row]] = 0
-        self.num_pages[row] = self.length[row] = self.launched[row] = 0
+        self.num_pages[row] = 0
+        self.length[row] = 0
+        self.launched[row] = 0
         self.epoch[row] += 1
         self._free.append(row)
         return held
 
     def add_pages(self, row: int, pages: NDArray[np.int32]) -> None:
+        """Append pages to a row."""
         count = int(self.num_pages[row])
         self.pages[row, count : count + len(pages)] = pages
         self.num_pages[row] = count + len(pages)

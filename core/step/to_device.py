@@ -1,5 +1,4 @@
-"""Where tokens go in the paged cache, computed on the device; rows looked up there; small host
-arrays sent there in one copy."""
+"""Device helpers: the slot mapping of tokens, row look-ups, and copies of small host arrays."""
 
 from __future__ import annotations
 
@@ -11,19 +10,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-WORD = 4  #: bytes
-ALIGNED = 4  #: words at multiples of which each part begins
-INT = np.dtype(np.int32)
+WORD = 4  #: bytes of a word
+ALIGNED = 4  #: alignment of each part, in words
+INT = np.dtype(np.int32)  #: dtype of arrays that are not int64
+#: torch dtype by numpy dtype
 ON_DEVICE = {INT: torch.int32, np.dtype(np.int64): torch.int64}
-FEW = 16  #: rows that ``index_select`` copies one after the other on a CUDA device
+#: most rows that ``index_select`` copies one after the other on a CUDA device
+FEW_ROWS_MAX = 16
 
 
 def slots_at(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
-    """Cache slots int64 [B, W] of ``positions`` int64 [B, W] in the rows of ``page_table`` int32
-    [B, P].
+    """Return the slot mapping: the KV slots of ``positions``.
 
-    A position behind the table's last column goes to the scratch page, as unused entries of the
-    table do.
+    A position behind the table's last column is mapped to the scratch page, like unused entries of
+    the table.
+
+    Args:
+        page_table: int32 [B, P].
+        positions: int64 [B, W].
+        page_size: tokens per page.
+
+    Returns:
+        int64 [B, W].
     """
     columns = page_table.shape[1]
     wanted = positions.div(page_size, rounding_mode="floor")
@@ -33,20 +41,22 @@ def slots_at(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
 
 
 def rows_at(table: Tensor, at: Tensor) -> Tensor:
-    """The rows ``at`` int64 [N] of ``table`` [R, ...]: [N, ...].
+    """Return the rows ``at`` (int64 [N]) of ``table`` [R, ...], as [N, ...].
 
-    NOTE: ``index_select`` takes 7 us for 8 rows of 4 KB and 2 us for 32; indexing copies all at
-    once, however few.
+    NOTE: ``index_select`` takes 7 us for 8 rows of 4 KB and 2 us for 32; indexing copies all rows
+    at once even if they are few.
     """
-    return table[at] if 1 < len(at) <= FEW and at.is_cuda else table.index_select(0, at)
+    return table[at] if 1 < len(at) <= FEW_ROWS_MAX and at.is_cuda else table.index_select(0, at)
 
 
 def send(parts: Seq[NDArray[Any]], device: torch.device) -> tuple[Tensor, ...]:
-    """One-dimensional integer ``parts`` on ``device``, those of int64 as such and all others as
-    int32: one copy, which the host does not wait for.
+    """Copy one-dimensional integer arrays to ``device`` in one asynchronous copy.
 
-    NOTE: each begins at a multiple of 16 bytes. Triton compiles a kernel anew for pointers of
-    another alignment, in the middle of serving where it depends on the lengths of a step.
+    Arrays of int64 keep their dtype; all others become int32.
+
+    NOTE: each part begins at a multiple of 16 bytes. Triton recompiles a kernel for pointers of
+    another alignment, which would happen while serving if the alignment depended on the lengths of
+    a step.
     """
     if device.type == "cpu":
         return tuple(torch.from_numpy(part.astype(width(part))) for part in parts)
@@ -56,9 +66,14 @@ def send(parts: Seq[NDArray[Any]], device: torch.device) -> tuple[Tensor, ...]:
 def sent(
     parts: Seq[NDArray[Any]], pinned: Callable[[int], Tensor], device: torch.device
 ) -> tuple[Tensor, ...]:
-    """As :func:`send`, by way of memory that ``pinned`` makes: int32 of so many words.
+    """Copy arrays to ``device`` like :func:`send`, through pinned memory.
 
-    NOTE: torch keeps pinned memory that was given back until the copies out of it have happened.
+    NOTE: torch keeps freed pinned memory until the copies out of it have completed.
+
+    Args:
+        parts: the arrays.
+        pinned: returns an int32 tensor of the given number of words.
+        device: torch device.
     """
     places = []
     end = 0
@@ -77,5 +92,5 @@ def sent(
 
 
 def width(part: NDArray[Any]) -> np.dtype[Any]:
-    """What its numbers are on the device."""
+    """Return the dtype of an array on the device."""
     return part.dtype if part.dtype in ON_DEVICE else INT

@@ -1,5 +1,6 @@
-"""A step's small results on their way to the host, through pinned memory that is used in turns; and
-how long the device waited for the step.
+"""Copies of a step's small results to the host, through pinned buffers used in rotation.
+
+They also measure how long the device waited for the step.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-TURNS = 4  #: copies that may be under way at once; steps in flight are fewer
-ALIGNED = 16  #: bytes at which each tensor begins
+BUFFERS = 4  #: copies that may be in flight at once; there are fewer steps in flight
+ALIGNED = 16  #: alignment of each tensor, in bytes
 
 
 @dataclass
 class Marks:
-    """Where one turn begins and ends on the device."""
+    """Events at the beginning and end of one step on the device."""
 
     begun: torch.cuda.Event
     ended: torch.cuda.Event
@@ -33,8 +34,15 @@ class Marks:
 
 
 class Copy:
-    """Tensors being copied. ``wait`` may be called once, before ``TURNS`` more copies have begun;
-    ``waited`` after it.
+    """A copy of tensors in flight.
+
+    ``wait`` may be called once, before ``BUFFERS`` more copies have begun, and ``waited`` after it.
+
+    Args:
+        memory: uint8 pinned buffer.
+        tensors: the tensors to copy.
+        marks: events of this step.
+        before: events of the previous step; None: there was none.
     """
 
     def __init__(
@@ -51,38 +59,41 @@ class Copy:
         marks.ended.record()
 
     def wait(self) -> list[NDArray[Any]]:
-        """The tensors' values, in memory of their own."""
+        """Wait for the copy and return the tensors' values in memory of their own."""
         self._marks.ended.synchronize()
         return [np.array(part.numpy()) for part in self._parts]
 
     def waited(self) -> float:
-        """Seconds from the end of the copy before to this step's beginning, as the device's own
-        clock says.
+        """Return the seconds from the end of the previous copy to the beginning of this step.
+
+        The device's own clock measures them.
         """
-        return (
-            0.0
-            if self._before is None
-            else self._before.ended.elapsed_time(self._marks.begun) / 1e3
-        )
+        if self._before is None:
+            return 0.0
+        seconds: float = self._before.ended.elapsed_time(self._marks.begun) / 1e3
+        return seconds
 
 
 class HostCopier:
-    """Copies from one device, on its current stream. A turn: ``mark``, the step's work, ``begin``."""
+    """A copier from one device, on its current stream.
+
+    For each step call ``mark``, enqueue the step's work, and call ``begin``.
+    """
 
     def __init__(self) -> None:
-        self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(TURNS)]
-        self._marks: list[Marks | None] = [None] * TURNS
+        self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(BUFFERS)]
+        self._marks: list[Marks | None] = [None] * BUFFERS
         self._turn = -1
-        self._last: Marks | None = None  # of the copy before
+        self._last: Marks | None = None  # events of the previous copy
 
     def mark(self) -> None:
-        """What is enqueued from now on is the next step's work."""
-        self._turn = (self._turn + 1) % TURNS
+        """Mark the beginning of the next step's work on the device."""
+        self._turn = (self._turn + 1) % BUFFERS
         marks = self._marks[self._turn] = self._marks[self._turn] or Marks.new()
         marks.begun.record()
 
     def begin(self, tensors: Seq[Tensor]) -> Copy:
-        """Enqueue copies of ``tensors`` as they are now; nothing waits."""
+        """Enqueue copies of ``tensors`` in their present state, without waiting."""
         turn = self._turn
         marks = self._marks[self._turn]
         assert turn >= 0 and marks is not None, "mark comes first"

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from glowplug.core.step.to_host import TURNS, Copy, HostCopier
+from glowplug.core.step.to_host import BUFFERS, Copy, HostCopier
 
 
 def begin(copier: HostCopier, tensors: list[torch.Tensor]) -> Copy:
@@ -25,7 +25,7 @@ def test_copies_keep_their_values_while_others_are_under_way() -> None:
                 torch.arange(size, device="cuda") % 2 == turn % 2,
                 torch.rand(0, 3, device="cuda"),
             ]
-            for turn in range(TURNS)
+            for turn in range(BUFFERS)
         ]
         copies = [begin(copier, tensors) for tensors in sent]
         for tensors in sent:
@@ -42,7 +42,7 @@ def test_copies_keep_their_values_while_others_are_under_way() -> None:
 @pytest.mark.gpu
 def test_beginning_does_not_wait_for_the_device() -> None:
     copier, tensor = HostCopier(), torch.ones(4, device="cuda")
-    for _ in range(TURNS):
+    for _ in range(BUFFERS):
         begin(copier, [tensor]).wait()
     torch.cuda.set_sync_debug_mode("error")
     try:

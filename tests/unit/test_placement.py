@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from glowplug.core.step.to_device import FEW, rows_at, send, sent
+from glowplug.core.step.to_device import FEW_ROWS_MAX, rows_at, send, sent
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def test_numbers_beyond_32_bits_arrive() -> None:
     assert found.tolist() == part.tolist()
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, FEW, FEW + 1])
+@pytest.mark.parametrize("count", [0, 1, 2, FEW_ROWS_MAX, FEW_ROWS_MAX + 1])
 def test_rows_of_a_table(count: int) -> None:
     table, at = torch.randn(50, 3, 4), torch.randint(0, 50, (count,))
     assert torch.equal(
@@ -61,7 +61,7 @@ def test_rows_of_a_table(count: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 2, 8, FEW, FEW + 1])
+@pytest.mark.parametrize("count", [1, 2, 8, FEW_ROWS_MAX, FEW_ROWS_MAX + 1])
 def test_rows_replayed_from_a_graph(count: int) -> None:
     table, at = (
         torch.randn(4096, 2048, device="cuda").bfloat16(),
