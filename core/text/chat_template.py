@@ -1,8 +1,8 @@
-"""Chat templates: Jinja from a model folder, rendered as the untrusted code that it is.
+"""Chat templates: Jinja templates of a model folder, rendered as untrusted code.
 
 The sandbox has no loader, refuses unsafe attributes and changes to its inputs (CVE-2026-5760,
 CVE-2024-34359: templates that reached Python's object graph), and stops at a deadline and at a
-size. Whatever goes wrong is a RequestError.
+size limit. Every failure is a RequestError.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ from jinja2.visitor import NodeTransformer
 
 from glowplug.core.errors import FactsError, RequestError
 
-RENDER_SECONDS = 5.0
-RENDER_CHARACTERS = 16 << 20
-MAX_TEMPLATE = 1 << 20  #: bytes of a template's file
-LARGEST_ARGUMENT = (
-    1 << 20
-)  #: integers that functions may take; larger ones only serve to exhaust memory
+RENDER_SECONDS = 5.0  #: longest time of rendering
+RENDER_CHARACTERS = 16 << 20  #: most characters of a rendered text or an intermediate result
+MAX_TEMPLATE = 1 << 20  #: most bytes of a template's file
+#: largest integer argument of a function; larger ones only serve to exhaust memory
+LARGEST_ARGUMENT = 1 << 20
 
 
 class RaisedByTemplate(TemplateError):
-    """The template itself refused the conversation (``raise_exception``)."""
+    """A refusal of the conversation by the template itself (``raise_exception``)."""
 
 
 class TooMuch(TemplateError):
-    """The template ran too long or made too much."""
+    """A template that runs too long or produces too much text."""
 
 
 class Generation(Extension):
-    """``{% generation %}`` marks the assistant's tokens for training; here it is just its contents."""
+    """The tag ``{% generation %}``, rendered as its contents.
+
+    Training uses it to mark the assistant's tokens.
+    """
 
     tags = {"generation"}
 
@@ -51,7 +53,7 @@ class Generation(Extension):
 
 
 class Guard(NodeTransformer):
-    """Rewrites a template's tree so that loops look at the clock and concatenations at their size."""
+    """A transformer that makes loops check the deadline and concatenations check their size."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -66,14 +68,14 @@ class Guard(NodeTransformer):
 
 
 def _call(method: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
-    """A call of the sandbox's method."""
+    """Return the syntax tree of a call of the sandbox's method."""
     return nodes.Call(
         nodes.EnvironmentAttribute(method, lineno=line), arguments, [], None, None, lineno=line
     )
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a deadline: every turn of a loop and every call looks at the clock."""
+    """Jinja's sandbox with a deadline, which every loop iteration and every call checks."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
 
@@ -94,17 +96,25 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._rendering = local()
 
     def start(self, deadline: float) -> None:
-        """Rendering begins in this thread; ``deadline`` on ``time.monotonic``'s clock."""
+        """Start rendering in this thread; ``deadline`` is a time of ``time.monotonic``."""
         self._rendering.deadline = deadline
 
     def tick(self) -> str:
-        """Looks at the clock. TooMuch after the deadline."""
+        """Check the deadline and return "".
+
+        Raises:
+            TooMuch: the deadline has passed.
+        """
         if time.monotonic() > self._rendering.deadline:
             raise TooMuch(f"rendering took longer than {RENDER_SECONDS} s")
         return ""
 
     def concatenate(self, *parts: Any) -> str:
-        """The operator ``~``."""
+        """Concatenate values (the operator ``~``).
+
+        Raises:
+            TooMuch: the result is too large.
+        """
         texts = [str(part) for part in parts]
         if sum(map(len, texts)) > RENDER_CHARACTERS:
             raise TooMuch("a concatenation is too large")
@@ -132,7 +142,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _result_size(operator: str, left: Any, right: Any) -> int:
-    """Characters, items or digits that an operation makes, roughly; 0 where that cannot be much."""
+    """Return the rough number of characters, items or bits of an operation's result."""
     sized = [len(value) if isinstance(value, str | list | tuple) else 0 for value in (left, right)]
     numbers = [abs(value) if isinstance(value, int) else 0 for value in (left, right)]
     if operator == "+":
@@ -157,17 +167,17 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers has it: no HTML escapes, non-ASCII characters kept."""
+    """Return ``value`` as JSON like transformers: no HTML escapes, non-ASCII characters kept."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 class ChatTemplate:
-    """One compiled template. Compiling happens at construction; RequestError when it is no
-    template.
+    """A compiled template. Several threads may render it at once.
 
-    Safe to render from several threads at once.
+    Raises:
+        RequestError: the source cannot be compiled.
     """
 
     def __init__(self, source: str) -> None:
@@ -178,8 +188,11 @@ class ChatTemplate:
             raise _failed(error) from None
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text. RequestError (code ``template_error``) if the template raises, runs too long or
-        makes too much.
+        """Render the template with ``variables``.
+
+        Raises:
+            RequestError: the template raises, runs too long or produces too much text (code
+                ``template_error``).
         """
         self._sandbox.start(time.monotonic() + RENDER_SECONDS)
         pieces: list[str] = []
@@ -192,8 +205,8 @@ class ChatTemplate:
                         f"the rendered prompt is longer than {RENDER_CHARACTERS} characters"
                     )
                 pieces.append(piece)
-        # NOTE: a template is a program of the model's author: any exception in it is that
-        # request's, not the server's.
+        # NOTE: a template is a program of the model's author: any exception in it is an error of
+        # the request, not of the server.
         except Exception as error:
             raise _failed(error) from None
         return "".join(pieces)
@@ -217,20 +230,26 @@ def _failed(error: Exception) -> RequestError:
 
 # ---- the operator's own template -----------------------------------------------------------------
 
-TEMPLATE_FIX = "a Jinja file, or the template itself; leave chat_template out for the model's own"
+TEMPLATE_FIX = (
+    "give a Jinja file, or the template itself; leave chat_template out for the model's own"
+)
 
 
 def is_inline(given: str) -> bool:
-    """Return True for a template written out, False for the path of one."""
+    """Return True if ``given`` is a template's source, False if it is a path."""
     return "{" in given
 
 
 def read_template(given: str) -> str:
-    """Return the source of the template that the operator gave, by path or written out.
+    """Return the source of the operator's template.
 
-    In a template written out, backslash-n stands for a line break, as in other engines. FactsError
-    with the fix for a file that cannot be read and for a text that is no chat template: it does not
-    compile, or reads no messages.
+    Args:
+        given: a path, or the source itself. In a source, backslash-n stands for a line break, as in
+            other engines.
+
+    Raises:
+        FactsError: the file cannot be read, or the text is no chat template: it does not compile,
+            or does not read the messages. The error has the fix.
     """
     if is_inline(given):
         name = "the inline template"
@@ -264,7 +283,7 @@ def _read_file(path: Path) -> str:
         reason = error.strerror or str(error)
     except UnicodeDecodeError:
         reason = "it is not UTF-8"
-    except ValueError as error:  # a null byte in the name
+    except ValueError as error:  # NOTE: the name contains a null byte
         reason = str(error)
     raise FactsError(
         f"the chat template {path.name[:128]!r} could not be read: {reason}", TEMPLATE_FIX
@@ -272,19 +291,21 @@ def _read_file(path: Path) -> str:
 
 
 def cut_after_final_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """``text`` up to the end of the last message's content, for the model to continue. RequestError
-    if not found.
+    """Cut ``text`` after the last message's content, so that the model continues this message.
+
+    Raises:
+        RequestError: the last message has no text, or ``text`` does not contain it.
     """
     content = messages[-1].get("content") if messages else None
     if not isinstance(content, str) or not content.strip():
         raise RequestError(
-            "continue_final_message needs a last message with text", param="messages"
+            "continue_final_message requires a last message with text", param="messages"
         )
     for ending in (content, content.lstrip(), content.rstrip(), content.strip()):
         at = text.rfind(ending)
         if at >= 0:
             return text[: at + len(ending)]
     raise RequestError(
-        "continue_final_message: the chat template does not render the last message as it is",
+        "continue_final_message: the chat template does not render the last message verbatim",
         param="messages",
     )

@@ -1,8 +1,8 @@
-"""Token ids to text, piece by piece: the pieces joined are the text decoded at once.
+"""Incremental decoding of token ids: the joined pieces equal the text decoded at once.
 
-Byte-level vocabularies (GPT-2, DeepSeek, Llama 3, Qwen) take :class:`ByteStream`: a table of bytes
-and Python's incremental UTF-8 decoder, constant work a token. All others take
-:class:`PrefixStream`, which decodes a short window through the tokenizer's own decoder.
+Byte-level vocabularies (GPT-2, DeepSeek, Llama 3, Qwen) use :class:`ByteStream`: a table of bytes
+and Python's incremental UTF-8 decoder, with constant work per token. All others use
+:class:`PrefixStream`, which decodes a short window with the tokenizer's own decoder.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-REPLACEMENT = "\ufffd"
-WINDOW = (
-    48  #: undecodable tokens after which PrefixStream stops waiting for the rest of a character
-)
+REPLACEMENT = "\ufffd"  #: character for bytes that cannot be decoded
+#: undecodable tokens after which PrefixStream stops waiting for the rest of a character
+WINDOW = 48
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class StreamDecoder(Protocol):
-    """One sequence's ids to text. A character is given out when its last byte has come."""
+    """A decoder of one sequence's ids. A character is returned once its last byte has arrived."""
 
     def feed(self, ids: Sequence[int]) -> str: ...
 
     def finish(self) -> str:
-        """What is left: incomplete bytes as U+FFFD."""
+        """Return the rest of the text; incomplete bytes become U+FFFD."""
         ...
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte, inverted (``bytes_to_unicode`` in openai/gpt-2,
-    encoder.py).
+    """Return the byte of each printable character of GPT-2's alphabet.
+
+    It is the inverse of ``bytes_to_unicode`` in openai/gpt-2, encoder.py.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -41,12 +41,13 @@ def byte_alphabet() -> dict[str, int]:
     }
 
 
-BYTE_OF = byte_alphabet()
+BYTE_OF = byte_alphabet()  #: byte by character
 
 
 def byte_level(piece: str) -> bytes:
-    """Bytes of one piece of a byte-level vocabulary; a piece with any other character stands for
-    itself.
+    """Return the bytes of one piece of a byte-level vocabulary.
+
+    A piece with a character outside the alphabet is returned as its own UTF-8 bytes.
     """
     try:
         return bytes([BYTE_OF[character] for character in piece])
@@ -55,7 +56,7 @@ def byte_level(piece: str) -> bytes:
 
 
 def is_byte_level(decoder: Any) -> bool:
-    """Is this ``tokenizers`` decoder nothing but ByteLevel?"""
+    """Return True if this decoder of ``tokenizers`` is ByteLevel alone."""
     if decoder is None:
         return False
     state = json.loads(decoder.__getstate__())
@@ -64,8 +65,11 @@ def is_byte_level(decoder: Any) -> bool:
 
 
 class Pieces(dict[int, bytes]):
-    """Bytes by token id, filled on first use. Ids in ``silent`` and unknown ids have none. Safe to
-    share by threads.
+    """Bytes by token id, filled on first use. Threads may share it.
+
+    Args:
+        name_of: returns the piece of a token id, or None.
+        silent: ids without bytes; unknown ids have none either.
     """
 
     def __init__(self, name_of: Callable[[int], str | None], silent: Iterable[int]) -> None:
@@ -78,7 +82,7 @@ class Pieces(dict[int, bytes]):
 
 
 class ByteStream:
-    """Stream decoder of a byte-level vocabulary."""
+    """A stream decoder of a byte-level vocabulary."""
 
     __slots__ = ("_decode", "_pieces")
 
@@ -97,11 +101,11 @@ class ByteStream:
 
 
 class PrefixStream:
-    """Stream decoder through any ``decode``: the text of a window less the text of the window's
-    known part.
+    """A stream decoder over any ``decode`` function.
 
-    The known part stays in the window because decoders look at neighbours (leading spaces, runs of
-    byte tokens).
+    New text is the text of a window of ids minus the text of the window's known part. The known
+    part stays in the window, because decoders depend on neighbours (leading spaces, runs of byte
+    tokens).
     """
 
     __slots__ = ("_decode", "_known", "_window")
@@ -114,7 +118,8 @@ class PrefixStream:
     def feed(self, ids: Sequence[int]) -> str:
         self._window.extend(ids)
         text = self._decode(self._window)
-        # NOTE: a run of invalid byte tokens never ends; waiting for ever would hide all later text.
+        # NOTE: invalid byte tokens never become a character; waiting for ever would hide all later
+        # text.
         if text.endswith(REPLACEMENT) and len(self._window) - self._known < WINDOW:
             return ""
         return self._advance(text)

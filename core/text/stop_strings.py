@@ -1,8 +1,8 @@
-"""One sequence's tokens to text: incremental decoding and stop strings.
+"""Output text of one sequence: incremental decoding and stop strings.
 
-Result of a stream, however it is cut into steps: the text up to the stop string that is complete
-first (of those complete at the same character, the longest), or all of it. Text that may turn out
-to be part of a stop string is held back until it is decided.
+The result does not depend on how the stream is divided into steps: it is the text up to the stop
+string that is complete first (the longest of those complete at the same character), or all of the
+text. Text that may be part of a stop string is held back until this is decided.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from glowplug.core.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Output:
-    """``text``: new text. ``finished``: nothing follows. ``stop_reason``: the stop string that
-    matched, or None.
+    """A piece of output.
+
+    Attributes:
+        text: new text.
+        finished: no text follows.
+        stop_reason: the stop string that matched, or None.
     """
 
     text: str
@@ -27,12 +31,14 @@ class Output:
 
 
 class StopStrings:
-    """Aho-Corasick automaton (CACM 18:6, 1975) over stop strings: one step a character, whatever
-    their number.
+    """An Aho-Corasick automaton (CACM 18:6, 1975) over stop strings.
 
-    State 0 is the root. ``depth[s]``: characters of the longest stop-string prefix that the text
-    ends with;
-    ``match[s]``: the longest stop string that the text ends with, or None.
+    It takes one step per character for any number of strings. State 0 is the root.
+
+    Attributes:
+        depth: for each state, characters of the longest prefix of a stop string at the text's end.
+        match: for each state, the longest stop string at the text's end, or None.
+        first: first characters of the stop strings.
     """
 
     __slots__ = ("_fail", "_next", "depth", "first", "match")
@@ -60,7 +66,10 @@ class StopStrings:
         self.match[state] = text
 
     def _link(self) -> None:
-        """Failure links, breadth first: where to go on when the next character does not fit."""
+        """Set the failure links, breadth first.
+
+        A state's link is the state to continue from when the next character does not match.
+        """
         queue = list(self._next[0].values())
         for state in queue:
             for character, child in self._next[state].items():
@@ -69,7 +78,7 @@ class StopStrings:
                 queue.append(child)
 
     def step(self, state: int, character: str) -> int:
-        """The state after ``character``."""
+        """Return the state after ``character``."""
         while state and character not in self._next[state]:
             state = self._fail[state]
         return self._next[state].get(character, 0)
@@ -77,17 +86,17 @@ class StopStrings:
 
 @lru_cache(maxsize=256)
 def stop_strings(strings: tuple[str, ...]) -> StopStrings:
-    """The automaton of ``strings``, shared by the choices of a request and by requests alike."""
+    """Return the automaton of ``strings``; requests and choices with equal strings share it."""
     return StopStrings(strings)
 
 
 class OutputProcessor:
-    """Makes one sequence's text. ``feed`` takes the committed ids of a step; ``finish`` gives out
-    what was held back.
+    """The output text of one sequence.
 
-    Stop strings count only in the text of tokens after the first ``min_tokens``. A matched stop
-    string is cut off unless ``include_stop_str_in_output``. After the end both methods give empty,
-    finished outputs.
+    ``feed`` takes the committed ids of a step; ``finish`` returns the text that was held back. Stop
+    strings are matched only in the text of tokens after the first ``min_tokens``. A matched stop
+    string is removed unless ``include_stop_str_in_output`` is set. After the end both methods
+    return empty, finished outputs.
     """
 
     __slots__ = (
@@ -112,7 +121,7 @@ class OutputProcessor:
         self._reason: str | None = None
 
     def feed(self, ids: Sequence[int]) -> Output:
-        """New text of ``ids``; finished when a stop string is complete."""
+        """Return the new text of ``ids``; the output is finished if a stop string is complete."""
         if self._finished:
             return Output("", True, self._reason)
         if not ids:
@@ -122,14 +131,18 @@ class OutputProcessor:
         early = ""
         if self._unchecked:
             early = self._stream.feed(ids[: self._unchecked])
-            ids, self._unchecked = ids[self._unchecked :], max(0, self._unchecked - len(ids))
+            count = self._unchecked
+            self._unchecked = max(0, count - len(ids))
+            ids = ids[count:]
         output = self._match(self._stream.feed(ids) if ids else "")
         output.text = early + output.text
         return output
 
     def finish(self, reason: str) -> Output:
-        """The sequence has ended for ``reason`` ("stop", "length", "abort", ...): the rest of its
-        text.
+        """End the sequence and return the rest of its text.
+
+        Args:
+            reason: reason of the end ("stop", "length", "abort", ...).
         """
         if self._finished:
             return Output("", True, self._reason)
@@ -142,6 +155,7 @@ class OutputProcessor:
         return output
 
     def _match(self, text: str) -> Output:
+        """Match stop strings in new text; hold back text that may be part of one."""
         stops = self._stops
         assert stops is not None
         if not self._state and stops.first.isdisjoint(text):

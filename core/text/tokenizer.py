@@ -1,8 +1,7 @@
-"""Text to token ids and back, and chat templates. Over the ``tokenizers`` library; neither torch
-nor transformers.
+"""The tokenizer: text to token ids and back, and chat templates.
 
-A plugin that reads another format builds the same :class:`Tokenizer` from its own
-``tokenizers.Tokenizer``.
+It uses the ``tokenizers`` library, neither torch nor transformers. A plugin for another format
+builds the same :class:`Tokenizer` from its own ``tokenizers.Tokenizer``.
 """
 
 from __future__ import annotations
@@ -26,19 +25,26 @@ from glowplug.core.text.detokenize import (
     is_byte_level,
 )
 
-TEMPLATE_ARGUMENTS = frozenset(
-    {"thinking", "enable_thinking", "reasoning_effort"}
-)  #: a request may pass these on
+#: arguments of a chat template that a request may set
+TEMPLATE_ARGUMENTS = frozenset({"thinking", "enable_thinking", "reasoning_effort"})
 
 
 class Tokenizer:
-    """Encodes, decodes and renders conversations. All methods may be called from several threads.
+    """A tokenizer with chat templates. All methods may be called from several threads.
+
+    Args:
+        backend: the tokenizer of the ``tokenizers`` library.
+        chat_template: source, or sources by name ("default", "tool_use").
+        special_tokens: text of "bos_token", "eos_token" and the like; templates can read them.
+        eos_ids: further ids that end a sequence.
+        add_bos: True prepends bos even if the backend's post-processor does not.
 
     Attributes:
-        vocab_size: one more than the largest token id.
-        bos_id, eos_id: token ids or None.
-        eos_ids: every id that ends a sequence, ``eos_id`` first.
-        has_chat_template: ``apply_chat_template`` can work.
+        vocab_size: the largest token id plus one.
+        bos_id: token id, or None.
+        eos_id: token id, or None.
+        eos_ids: all ids that end a sequence, ``eos_id`` first.
+        has_chat_template: the tokenizer has a chat template.
     """
 
     def __init__(
@@ -50,10 +56,6 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         add_bos: bool | None = None,
     ) -> None:
-        """``chat_template``: source, or sources by name ("default", "tool_use").
-        ``special_tokens``: "bos_token", "eos_token" and the like, as text; templates see them.
-        ``eos_ids``: further ids that end a sequence.
-        ``add_bos``: True prepends bos even where the backend's post-processor does not."""
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -79,9 +81,15 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """From ``tokenizer.json`` and, where present, ``tokenizer_config.json``,
+        """Return the tokenizer of a model folder.
+
+        It is read from ``tokenizer.json`` and, where present, ``tokenizer_config.json``,
         ``special_tokens_map.json``, ``chat_template.jinja``, ``generation_config.json`` and
-        ``config.json``. ValueError naming the file that cannot be read."""
+        ``config.json``.
+
+        Raises:
+            ValueError: a file cannot be read; the message names it.
+        """
         try:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # NOTE: the library raises bare Exception
@@ -109,9 +117,10 @@ class Tokenizer:
         return list(self.backend.encode(text).ids)
 
     def settings(self) -> dict[str, Any]:
-        """Return what a tokenizer_config.json would say: special tokens as text, whether texts
-        begin with bos, and the chat template. "bos_token", "eos_token", "pad_token" and
-        "chat_template" are None where there is none.
+        """Return the settings as in a tokenizer_config.json.
+
+        They are the special tokens as text, "add_bos_token", and the chat template. "bos_token",
+        "eos_token", "pad_token" and "chat_template" are None where there is none.
         """
         adds_bos = self.bos_id is not None and self.encode("a")[:1] == [self.bos_id]
         return {
@@ -126,8 +135,10 @@ class Tokenizer:
     # ---- text and ids ----------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; special tokens written in it are recognised. RequestError for lone
-        surrogates.
+        """Return the token ids of ``text``; special tokens written in it are recognised.
+
+        Raises:
+            RequestError: ``text`` contains lone surrogates.
         """
         try:
             ids = list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -142,7 +153,7 @@ class Tokenizer:
         )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; invalid UTF-8 becomes U+FFFD, unknown ids nothing."""
+        """Return the text of ``ids``. Invalid UTF-8 becomes U+FFFD; unknown ids are left out."""
         if self.byte_level:
             pieces = self._shown if skip_special_tokens else self._pieces
             return b"".join([pieces[token] for token in ids]).decode("utf-8", "replace")
@@ -153,14 +164,15 @@ class Tokenizer:
         )
 
     def stream(self, skip_special_tokens: bool = True) -> StreamDecoder:
-        """A decoder for one sequence, fed as its ids come."""
+        """Return an incremental decoder for one sequence."""
         if self.byte_level:
             return ByteStream(self._shown if skip_special_tokens else self._pieces)
         return PrefixStream(lambda ids: self.decode(ids, skip_special_tokens))
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes a token stands for in running text (a byte token of "é" has one of its two);
-        b"" if unknown.
+        """Return the bytes of a token in running text; b"" if it is unknown.
+
+        A byte token of "é", for example, has one of its two bytes.
         """
         return self._pieces[token] if self.byte_level else self._bytes_of(token)
 
@@ -188,9 +200,7 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits for what turns text into ids and conversations into text, templates
-        included.
-        """
+        """Digest of the tokenizer, its settings and its chat templates, 16 hexadecimal digits."""
         own = [self._sources, self._special_text, self.eos_ids, self._prepend_bos]
         content = self.backend.to_str() + json.dumps(own, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -200,7 +210,7 @@ class Tokenizer:
         return bool(self._sources)
 
     def use_chat_template(self, source: str) -> None:
-        """Render every conversation by ``source`` from now on, those with tools as well."""
+        """Render all later conversations with ``source``, including those with tools."""
         self._sources = {"default": source}
         self._templates = {}
 
@@ -213,15 +223,25 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **arguments: Any,
     ) -> str:
-        """The prompt text of a conversation: encode it with ``add_special_tokens=False``.
+        """Return the prompt text of a conversation.
 
-        ``arguments``: any of TEMPLATE_ARGUMENTS. RequestError when there is no template, an
-        argument is not allowed, or the template fails (code ``template_error``).
+        It must be encoded with ``add_special_tokens=False``.
+
+        Args:
+            messages: the messages.
+            add_generation_prompt: end with the beginning of the assistant's next message.
+            continue_final_message: end within the last message, for the model to continue it.
+            tools: descriptions of tools.
+            arguments: arguments of the template, of TEMPLATE_ARGUMENTS.
+
+        Raises:
+            RequestError: there is no template, an argument is not permitted, or the template fails
+                (code ``template_error``).
         """
         unknown = sorted(arguments.keys() - TEMPLATE_ARGUMENTS)
         if unknown:
             raise RequestError(
-                f"{unknown[0][:64]!r} is no argument of chat templates here; known are "
+                f"{unknown[0][:64]!r} is not a supported argument of chat templates; supported are "
                 + ", ".join(sorted(TEMPLATE_ARGUMENTS)),
                 param="chat_template_kwargs",
             )
@@ -267,14 +287,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _text_of(value: Any) -> str | None:
-    """A special token's text: written as a string, or as an object with ``content``."""
+    """Return the text of a special token, which is a string or an object with ``content``."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
 
 
 def _ends_of(folder: Path) -> list[int]:
-    """Ids that end a sequence, from ``generation_config.json`` or else ``config.json``: one or a
-    list.
+    """Return the ids that end a sequence, from ``generation_config.json`` or else ``config.json``.
+
+    The files have one id or a list.
     """
     for name in ("generation_config.json", "config.json"):
         stated = _read_json(folder / name).get("eos_token_id")
@@ -282,15 +303,18 @@ def _ends_of(folder: Path) -> list[int]:
             ends = stated if isinstance(stated, list) else [stated]
             if not all(type(token) is int and 0 <= token < 1 << 31 for token in ends):
                 raise ValueError(
-                    f"{folder / name}: eos_token_id is {stated!r}, expected a token id or a list of them"
+                    f"{folder / name}: eos_token_id is {stated!r}, expected a token id or a "
+                    "list of token ids"
                 )
             return ends
     return []
 
 
 def _template_of(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """``chat_template.jinja`` wins over the config's entry, which is a string or a list of named
-    templates.
+    """Return the chat template of a model folder: a source, or sources by name.
+
+    ``chat_template.jinja`` takes precedence over the entry in ``config``, which is a string or a
+    list of named templates.
     """
     file = folder / "chat_template.jinja"
     if file.is_file():

@@ -18,7 +18,7 @@ from glowplug.entrypoints.front.model_text import open_tokenizer
 from tests.support.tiny_tokenizer import BOS, write_folder
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-OTHER = "a Jinja file, or the template itself; leave chat_template out for the model's own"
+OTHER = "give a Jinja file, or the template itself; leave chat_template out for the model's own"
 
 
 def given(plugins: PluginSet, model: Path, *words: str) -> Given:
