@@ -1,6 +1,4 @@
-"""The continuous scheduler: iteration-level batching with chunked prefill.
-
-Sources: Orca (OSDI 2022), Sarathi-Serve (OSDI 2024).
+"""Iteration-level batching (Orca, OSDI 2022) with chunked prefill (Sarathi-Serve, OSDI 2024).
 
 A sequence waits in the queue, runs in a row of the table (prefilling, then decoding), and ends; or
 it is preempted and waits again, at the queue's head, with its output. Invariants:
@@ -61,14 +59,11 @@ from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
 
 logger = logging.getLogger("glowplug.engine")
 
-NO_ROWS: Ints = np.zeros(0, np.int32)  #: an empty array of rows
+NO_ROWS: Ints = np.zeros(0, np.int32)
 
 
 class Continuous:
-    """A :class:`~glowplug.core.protocols.Scheduler` with continuous batching.
-
-    ``bind`` completes its construction. One thread uses it.
-    """
+    """A ``Scheduler`` with continuous batching, complete after ``bind``. One thread uses it."""
 
     def __init__(
         self,
@@ -135,11 +130,7 @@ class Continuous:
         self.admission.retry()
 
     def _check_size(self, sequence: Sequence) -> None:
-        """Check that a sequence can run to its end.
-
-        Raises:
-            RequestError: the prompt is empty, or the sequence exceeds the context or the KV pool.
-        """
+        """Raise RequestError if a sequence could never run to its end."""
         prompt = len(sequence.prompt)
         context = self.sizes.context_length
         if prompt == 0:
@@ -159,7 +150,6 @@ class Continuous:
             )
 
     def _row_of(self, id: int) -> int | None:
-        """Return the row of a running sequence; None if it does not run."""
         found = np.flatnonzero(self.rows.ids == id)
         return next((row for row in found.tolist() if row in self.rows.running), None)
 
@@ -172,11 +162,7 @@ class Continuous:
         return output if output.finished else None
 
     def _end(self, id: int) -> bool:
-        """Remove a waiting or running sequence and free its pages at once.
-
-        Returns:
-            False if the id is unknown.
-        """
+        """Remove a sequence and free its pages at once. Return False if the id is unknown."""
         if self.queue.pop(id) is None:
             row = self._row_of(id)
             if row is None:
@@ -194,10 +180,7 @@ class Continuous:
             self.stats.aborted += 1
 
     def expire(self) -> None:
-        """End the sequences whose deadline has passed; ``next_batch`` calls this method.
-
-        ``commit`` or ``take_pending`` reports them.
-        """
+        """End sequences past their deadline; ``commit`` or ``take_pending`` reports them."""
         for id, kind in self.queue.overdue(self.clock()):
             waiting = self.queue.get(id)
             if kind == QUEUED and (waiting is None or waiting.preemptions):
@@ -226,8 +209,7 @@ class Continuous:
             members, preempted = reserved
             if self.options.mixed:
                 chunks = self._launch_chunks(len(members) * width, admit=not preempted)
-            # NOTE: decodes are launched after the chunks: rows whose prompt ends with a chunk
-            # decode from the next step on.
+            # NOTE: launched after the chunks: rows that end their prompt decode in the next step.
             kv_lens = batches.launch_decodes(
                 self.rows, members, width, self.sizes.context_length + width
             )
@@ -241,8 +223,8 @@ class Continuous:
         """Reserve pages for the next step of the decoding rows, and preempt rows if necessary.
 
         Returns:
-            (int32 rows, True if a row was preempted); None if a row must be preempted but steps are
-            in flight, which have to be committed first.
+            (int32 rows, True if a row was preempted); None if steps in flight have to be committed
+            before a row can be preempted.
         """
         preempted = False
         while True:
@@ -265,16 +247,13 @@ class Continuous:
             preempted = True
 
     def _preempt(self) -> None:
-        """Move the policy's victim from its row back to the queue."""
         running = list(self.rows.running.values())
         assert len(running) > 1, (
             "a sequence that runs alone must fit: the page accounting is broken"
         )
         sequence = self.policy.victim(running)
         if not any(sequence is one for one in running):
-            self._complain(
-                "chose a victim that is not running: the newest sequence is preempted instead"
-            )
+            self._complain("chose a victim that is not running: the newest is preempted instead")
             sequence = running[-1]
         self.rows.release(sequence.row)
         sequence.preemptions += 1
@@ -289,13 +268,9 @@ class Continuous:
             logger.error("%s %s", self._title, what)
 
     def _launch_chunks(self, decode_tokens: int, admit: bool = True) -> list[batches.Chunk]:
-        """Launch prompt chunks: first of prompts that have begun, then of newly admitted ones.
+        """Launch chunks of the prompts that have begun, then admit sequences and launch theirs.
 
-        The chunks have at most ``chunk_size`` tokens together, and at most the rest of the step.
-
-        Args:
-            decode_tokens: tokens of the step's decoding rows.
-            admit: False: admit no sequences.
+        Together they have at most ``chunk_size`` tokens, and at most the rest of the step.
         """
         budget = min(self.sizes.chunk_size, self.sizes.max_step_tokens - decode_tokens)
         under_way = list(self.rows.prefilling)
@@ -307,10 +282,7 @@ class Continuous:
         return batches.launch_chunks(self.rows, budget, under_way) if under_way else []
 
     def _note_admitted(self, sequence: Sequence) -> None:
-        """Report the first admission of a sequence to the front end, and count it.
-
-        A preempted sequence that is admitted again is not reported.
-        """
+        """Count and report the first admission of a sequence, but no later one."""
         if sequence.preemptions:
             return
         sequence.cached_tokens = int(self.table.launched[sequence.row])
@@ -343,10 +315,7 @@ class Continuous:
         return output
 
     def _publish(self, batch: Batch, done: commits.Committed) -> None:
-        """Put the prompts that this step completed into the prefix cache.
-
-        Rows that end with this step are left out: their release caches them.
-        """
+        """Cache the prompts that this step completed; ``release`` caches those of ended rows."""
         if batch.num_decodes == batch.num_rows:
             return
         first = int(np.searchsorted(done.at, batch.num_decodes))
@@ -382,13 +351,13 @@ class Continuous:
     # ---- state -----------------------------------------------------------------------------------
 
     def _is_scored(self, sequence: Sequence) -> bool:
-        """Return True if the sequence still needs log-probabilities of its prompt."""
+        """Return True if prompt log-probabilities are still missing."""
         return sequence.params.prompt_logprobs is not None and not self.scores.complete(
             sequence.id, len(sequence.prompt)
         )
 
     def load(self) -> Stats:
-        """Return a snapshot of the statistics in O(1)."""
+        """Return a snapshot in O(1)."""
         stats = self.stats
         stats.running = len(self.rows.running)
         stats.waiting = len(self.queue)
@@ -407,14 +376,7 @@ class Continuous:
         return True
 
     def check(self) -> dict[str, int]:
-        """Check that every page has exactly one owner.
-
-        Returns:
-            The number of pages by owner.
-
-        Raises:
-            AssertionError: the accounts disagree.
-        """
+        """Check that every page has exactly one owner; return the number of pages by owner."""
         self.cache.check_integrity()
         table = self.table
         running = list(self.rows.running)
