@@ -1,10 +1,4 @@
 """The HTTP server: OpenAI routes, native routes and operations, over one :class:`EngineClient`.
-Imports no torch.
+
+It imports no torch. ``server.app`` builds the app and ``server.serve`` runs it.
 """
-
-from __future__ import annotations
-
-from glowplug.entrypoints.server.app import create_app
-from glowplug.entrypoints.server.serve import main, run
-
-__all__ = ["create_app", "main", "run"]

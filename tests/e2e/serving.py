@@ -15,7 +15,7 @@ import httpx
 from glowplug.core.protocols import OutputParserFactory
 from glowplug.entrypoints.front import event_loop
 from glowplug.entrypoints.front.client import EngineClient
-from glowplug.entrypoints.server import create_app
+from glowplug.entrypoints.server.app import create_app
 from glowplug.entrypoints.server.serve import Server, bind
 from tests.e2e.fake_engine import FakeExecutor, make_plan, make_tokenizer
 from tests.support.waiting import LIMIT, until

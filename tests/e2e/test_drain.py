@@ -21,8 +21,7 @@ import pytest
 from glowplug.core.plan.resolve import plan
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.entrypoints.front import client as client_module
-from glowplug.entrypoints.server import main
-from glowplug.entrypoints.server.serve import bind
+from glowplug.entrypoints.server.serve import bind, main
 from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.serving import HTTP, served
 from tests.e2e.test_streaming import events

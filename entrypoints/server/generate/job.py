@@ -9,17 +9,25 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from glowplug.core.errors import EngineDead
 from glowplug.core.step.request import SamplingParams
+from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.server.errors import from_delta
 from glowplug.entrypoints.server.metrics import Metrics
 from glowplug.entrypoints.server.request_log import RequestRecord
 
-if TYPE_CHECKING:
-    from glowplug.entrypoints.server.context import Context
+
+class JobContext(Protocol):
+    """The part of the server's context that a job uses."""
+
+    client: EngineClient
+    metrics: Metrics
+    jobs: Jobs
+
+    def require_ready(self) -> None: ...
 
 
 @dataclass
@@ -43,7 +51,7 @@ class Job:
     n: int = 1
     record: RequestRecord | None = None
 
-    async def run(self, context: Context) -> AsyncGenerator[tuple[int, Delta], None]:
+    async def run(self, context: JobContext) -> AsyncGenerator[tuple[int, Delta], None]:
         """(sequence, delta) in the order of arrival. Closing it aborts what still runs.
 
         Raises RequestError for a sequence that fails or times out, EngineDead, Unavailable.
@@ -56,7 +64,7 @@ class Job:
                     yield item
 
     async def _sequence(
-        self, context: Context, index: int
+        self, context: JobContext, index: int
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         meter = Meter(context.metrics, self.params[index], self.record)
         last: Delta | None = None
@@ -84,7 +92,7 @@ class Job:
                 self.record.end_sequence(index // self.n, last)
         raise EngineDead("the engine ended a sequence without a reason")
 
-    async def _merged(self, context: Context) -> AsyncGenerator[tuple[int, Delta], None]:
+    async def _merged(self, context: JobContext) -> AsyncGenerator[tuple[int, Delta], None]:
         queue: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(
             maxsize=4 * len(self.prompts)
         )
