@@ -1,5 +1,7 @@
-"""The app: routes, one authentication dependency over all of them, one error form, one outer layer
-of limits.
+"""The FastAPI app of the server.
+
+It has the routes, one authentication dependency for all of them, one error format and one outer
+layer of limits.
 """
 
 from __future__ import annotations
@@ -31,13 +33,23 @@ def create_app(
     parsers: Sequence[OutputParserFactory] = (),
     plugins: Any = None,
 ) -> FastAPI:
-    """The server's app. ``parsers``: output parsers of the plan, in order. ``plugins``: a PluginSet
-    whose ``extend_app`` hooks may add routes, which are authenticated like all others.
+    """Create the server's app.
+
+    Args:
+        plan: the engine's plan.
+        client: the engine's client.
+        tokenizer: None if the engine runs without one.
+        parsers: the plan's output parsers, in order.
+        plugins: a PluginSet whose ``extend_app`` hooks may add routes, which are authenticated
+            like all others; None: no hooks are called.
+
+    Raises:
+        PluginLoadError: a plugin added a route that authentication would not cover.
     """
     context = Context.of(plan, client, tokenizer, parsers)
     authoriser = auth.Authoriser(context.options, [route.path for route in ROUTES if route.admin])
-    # NOTE: no /docs: its page loads scripts from another host. /openapi.json is a route like any
-    # other, with a key.
+    # NOTE: /docs is left out because its page loads scripts from another host. /openapi.json is a
+    # regular route, with authentication.
     app = FastAPI(
         title="glowplug",
         openapi_url=None,

@@ -1,4 +1,4 @@
-"""What every route needs, in one object on ``app.state``; nothing of it is global."""
+"""The objects that routes share, held by ``app.state`` and not by globals."""
 
 from __future__ import annotations
 
@@ -23,12 +23,29 @@ from glowplug.entrypoints.server.generate.token_names import TokenNames
 from glowplug.entrypoints.server.metrics import Metrics
 from glowplug.entrypoints.server.request_log import RequestLog
 
-BYTES_A_TOKEN = 16  #: default cap on prompt bytes, a token of context
+PROMPT_BYTES_PER_TOKEN = 16  #: default limit on prompt bytes, per token of the context
 
 
 @dataclass
 class Context:
-    """``draining`` is set by the first SIGTERM: from then on new work is answered 503."""
+    """The objects that routes share.
+
+    Attributes:
+        plan: the engine's plan.
+        client: the engine's client.
+        tokenizer: None if the engine runs without one.
+        parsers: the plan's output parsers, in order.
+        options: section ``server`` of the configuration.
+        metrics: the server's metrics.
+        jobs: the requests in flight.
+        texts: the thread pool for tokenizing and rendering.
+        names: names and bytes of tokens for log-probabilities.
+        eos_ids: token ids that end a sequence by default.
+        fingerprint: ``system_fingerprint`` of every response.
+        log: the request log.
+        started: start of the server, seconds since the epoch.
+        draining: set by the first SIGTERM; new work is then refused with 503.
+    """
 
     plan: EnginePlan
     client: EngineClient
@@ -40,7 +57,7 @@ class Context:
     texts: TextWorkers
     names: TokenNames
     eos_ids: frozenset[str | int | None]
-    fingerprint: str  #: ``system_fingerprint`` of every answer
+    fingerprint: str
     log: RequestLog
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -52,9 +69,10 @@ class Context:
         tokenizer: Tokenizer | None,
         parsers: Sequence[OutputParserFactory],
     ) -> Context:
+        """Create the context from the plan's configuration."""
         options = ServerOptions.model_validate(plan.config.get("server", {}))
         metrics_options = MetricsOptions.model_validate(plan.config.get("metrics", {}))
-        cap = options.max_prompt_bytes or BYTES_A_TOKEN * plan.sizes.context_length
+        cap = options.max_prompt_bytes or PROMPT_BYTES_PER_TOKEN * plan.sizes.context_length
         metrics = Metrics(
             options.served_model_name or _base_name(plan.model),
             client.stats,
@@ -79,23 +97,25 @@ class Context:
 
     @property
     def model_name(self) -> str:
+        """The model's name in the API: ``server.served_model_name``, else the model's base name."""
         return self.options.served_model_name or _base_name(self.plan.model)
 
     def check_model(self, name: str | None) -> None:
-        """RequestError 404 for a model that is not served. None, "default" and the configured path
-        are this one.
+        """Raise RequestError (404) if ``name`` is not the served model.
+
+        None, "default", the served name and the configured path are accepted.
         """
         if name is None or name in (self.model_name, self.plan.model, "default"):
             return
         raise RequestError(
-            f"the model {name[:128]!r} does not exist; this server has {self.model_name!r}",
+            f"the model {name[:128]!r} does not exist; this server serves {self.model_name!r}",
             code="model_not_found",
             param="model",
             status=404,
         )
 
     def require_ready(self) -> None:
-        """Unavailable (503) unless new work can be taken."""
+        """Raise Unavailable (503) unless the server accepts new work."""
         if self.draining:
             raise Unavailable("the server is shutting down", "draining")
         if self.client.state == "starting":
@@ -105,12 +125,15 @@ class Context:
 
 
 def _base_name(model: str) -> str:
-    """A folder's last part; a hub id such as "org/name" stays whole."""
+    """Return the last part of a path; a hub id such as "org/name" is returned unchanged."""
     path = PurePath(model)
     return path.name if path.is_absolute() or model.startswith(".") else model
 
 
 async def get_context(request: Request) -> Context:
-    """Asynchronous, because FastAPI runs what is not in a thread of its own."""
+    """Return the app's context.
+
+    NOTE: it is a coroutine because FastAPI runs other dependencies in a thread.
+    """
     context: Context = request.app.state.context
     return context

@@ -1,5 +1,7 @@
-"""Every error body is ``{"error": {"message", "type", "param", "code"}}``, and none tells of paths
-or addresses.
+"""Error responses in OpenAI's format.
+
+Every error body is ``{"error": {"message", "type", "param", "code"}}``. File paths and memory
+addresses are removed from messages.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from glowplug.entrypoints.server.request_log import RECORD, RequestRecord
 
 logger = logging.getLogger("glowplug.server")
 
-MAX_MESSAGE = 1000  #: characters of a message that come from outside
-RETRY_AFTER = 5  #: seconds a client should wait while the server starts or drains
+MESSAGE_CHARS_MAX = 1000  #: longest error message sent to a client, in characters
+RETRY_AFTER_SECONDS = 5  #: ``Retry-After`` of 503 responses
 
-_TYPES = {
+_TYPE_BY_STATUS = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -53,30 +55,36 @@ _PATH = re.compile(r"(?:(?<![\w.])|(?<=\s))/(?:[\w.@+-]+/)+[\w.@+-]*|\b0x[0-9a-f
 
 
 class Unavailable(RequestError):
-    """The server takes no work now: it starts, drains, or its engine has died."""
+    """The error of a server that is starting, draining, or without a live engine (503)."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message, code=code, status=503)
 
 
 def sanitise(message: str) -> str:
-    """One line, capped, without file paths or memory addresses."""
+    """Return the message as one line without file paths or memory addresses.
+
+    It is cut to MESSAGE_CHARS_MAX characters.
+    """
     line = " ".join(message.split())
-    return _PATH.sub("[...]", line)[:MAX_MESSAGE]
+    return _PATH.sub("[...]", line)[:MESSAGE_CHARS_MAX]
 
 
-def _shown(path: str) -> str:
-    """A requested path, spelled so that it is not taken for a file's: ``v1/embeddings``."""
+def _without_slashes(path: str) -> str:
+    """Return a requested path without outer slashes (``v1/embeddings``), or "/" for the root.
+
+    :func:`sanitise` would take a path that begins with a slash for a file path.
+    """
     return path[:256].strip("/") or "/"
 
 
 def error_body(
     message: str, status: int, *, param: str | None = None, code: str | None = None
 ) -> bytes:
-    """The OpenAI error object as JSON bytes."""
+    """Return the OpenAI error object as JSON bytes."""
     detail = {
         "message": sanitise(message),
-        "type": _TYPES.get(status, "server_error"),
+        "type": _TYPE_BY_STATUS.get(status, "server_error"),
         "param": param,
         "code": code,
     }
@@ -91,19 +99,21 @@ def error_response(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
+    """Return a response whose body is :func:`error_body`."""
     return Response(
         error_body(message, status, param=param, code=code), status, headers, "application/json"
     )
 
 
 def from_exception(error: Exception) -> Response:
-    """The answer to a failed request. What we did not raise on purpose is "internal error" and
-    nothing more.
+    """Return the response to a failed request.
+
+    An exception other than RequestError and EngineDead becomes "internal error", without details.
     """
     if isinstance(error, RequestError):
         headers = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFull) else {}
         if error.status == 503:
-            headers["Retry-After"] = str(RETRY_AFTER)
+            headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
         return error_response(
             str(error), error.status, param=error.param, code=error.code, headers=headers
         )
@@ -113,7 +123,7 @@ def from_exception(error: Exception) -> Response:
 
 
 def from_delta(delta: Delta) -> RequestError | None:
-    """The error that a sequence's last delta stands for, or None for a regular end."""
+    """Return the error that a sequence's last delta reports; None after a regular end."""
     if delta.finish_reason == "timeout":
         return RequestError("the request ran out of time", code="request_timeout", status=504)
     if delta.finish_reason != "error":
@@ -127,22 +137,26 @@ def from_delta(delta: Delta) -> RequestError | None:
 
 
 def from_validation(errors: list[Any]) -> RequestError:
-    """The first problem pydantic found, as a sentence with the field's name.
+    """Return the first problem that pydantic found, as a sentence with the field's name.
 
-    Of a union every member complains; one that got past the type says more than one that did not,
-    as does one that came as far as a field of an object. When none did, all are named.
+    pydantic reports an error for each member of a union. An error of a member whose type matched
+    is preferred, then one inside a field of an object. Without either, the message lists the
+    types of all members.
+
+    Args:
+        errors: ``ValidationError.errors()``.
     """
     first = next((error for error in errors if not error["type"].endswith("_type")), None)
     first = first or next(
-        (error for error in errors if _in_a_members_field(error["loc"])), errors[0]
+        (error for error in errors if _in_field_of_union_member(error["loc"])), errors[0]
     )
     where = [str(part) for part in first["loc"] if not _is_union_member(str(part))]
     param = ".".join(where) or None
     message = str(first["msg"])
-    members = [_kind(member) for member in _members(first["loc"], errors)]
+    members = [_type_in_words(member) for member in _union_members_at(first["loc"], errors)]
     if first["type"].endswith("_type") and len(members) > 1:
         message = f"Input should be {', '.join(members[:-1])} or {members[-1]}"
-    # NOTE: of numbers in lists only token ids have bounds.
+    # NOTE: token ids are the only numbers in lists that have bounds.
     an_id = isinstance(first["loc"][-1], int) and first["type"] in (
         "greater_than_equal",
         "less_than_equal",
@@ -154,16 +168,19 @@ def from_validation(errors: list[Any]) -> RequestError:
     )
 
 
-def _in_a_members_field(loc: tuple[Any, ...]) -> bool:
+def _in_field_of_union_member(loc: tuple[Any, ...]) -> bool:
+    """Return whether ``loc`` is a field of a union's member, rather than the member itself."""
     member = next(
         (place for place, part in enumerate(loc) if _is_union_member(str(part))), len(loc)
     )
     return any(isinstance(part, str) and not _is_union_member(part) for part in loc[member:])
 
 
-def _members(loc: tuple[Any, ...], errors: list[Any]) -> list[str]:
-    """Members of the union in which ``loc`` ends, in order: they complain beside it, at the same
-    place or below.
+def _union_members_at(loc: tuple[Any, ...], errors: list[Any]) -> list[str]:
+    """Return the members of the union in which ``loc`` ends, in order.
+
+    They are read from the errors at the same location or below it. [] if ``loc`` does not end in a
+    union.
     """
     if not _is_union_member(str(loc[-1])):
         return []
@@ -176,34 +193,40 @@ def _members(loc: tuple[Any, ...], errors: list[Any]) -> list[str]:
     return list(dict.fromkeys(str(found[place]) for found in beside))
 
 
-def _kind(member: str, many: bool = False) -> str:
-    """``list[list[constrained-int]]`` in words."""
+def _type_in_words(member: str, many: bool = False) -> str:
+    """Return a pydantic type name in words.
+
+    ``list[list[constrained-int]]`` becomes "a list of lists of integers". ``many``: in the plural.
+    """
     if member.startswith("list["):
-        return ("lists of " if many else "a list of ") + _kind(member[5:-1], many=True)
+        return ("lists of " if many else "a list of ") + _type_in_words(member[5:-1], many=True)
     words = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
     word = words.get(member.removeprefix("constrained-"), "object")
     return word + "s" if many else f"{'an' if word[0] in 'io' else 'a'} {word}"
 
 
 def _is_union_member(part: str) -> bool:
-    """pydantic names the member of a union in the location ("str", "list[int]", "NativeSampling")."""
+    """Return whether a part of an error's location is the name of a union's member.
+
+    pydantic adds such names to locations: "str", "list[int]", "NativeSampling".
+    """
     plain = part.removeprefix("constrained-")
     return plain in ("str", "int", "float", "bool", "body") or "[" in part or part[:1].isupper()
 
 
-def _note(request: Request, error: Exception) -> None:
-    """Note the error in the request's log record."""
+def _record_failure(request: Request, error: Exception) -> None:
+    """Record the error in the request's log record."""
     record: RequestRecord | None = request.scope.get(RECORD)
     if record is not None:
         record.fail(error)
 
 
 def install(app: FastAPI) -> None:
-    """Every way an error leaves the app, in one place. 422 does not exist here."""
+    """Install the handlers of all exceptions. No response has status 422."""
 
     async def deliberate(request: Request, error: Exception) -> Response:
         answer = from_exception(error)
-        _note(request, error)
+        _record_failure(request, error)
         request.app.state.context.metrics.rejected.inc(labels=(str(answer.status_code),))
         return answer
 
@@ -213,9 +236,9 @@ def install(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        _note(request, RequestError(str(error.detail)))
+        _record_failure(request, RequestError(str(error.detail)))
         message = {
-            404: f"no such route: {request.method} {_shown(request.url.path)}",
+            404: f"no such route: {request.method} {_without_slashes(request.url.path)}",
             405: f"method {request.method} is not allowed here",
         }.get(error.status_code, str(error.detail))
         return error_response(message, error.status_code, headers=error.headers)

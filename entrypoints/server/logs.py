@@ -1,4 +1,7 @@
-"""Log set-up of the server process: one line an event, human or JSON; prompts are never logged."""
+"""Logging of the server process: one line per event, in human or JSON format.
+
+Prompts are never logged.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def printable(text: str) -> str:
 
 
 class OneLine(logging.Formatter):
-    """``INFO 11-21 02:00:00 [name] message``, the message made printable."""
+    """The human format: ``INFO 11-21 02:00:00 [name] message``, with unprintable text escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(record.created))
@@ -40,18 +43,19 @@ class OneLine(logging.Formatter):
 
 
 class JsonLine(logging.Formatter):
-    """One JSON object a line. An object with ``fields()`` in place of the message gives its own,
-    "message" included.
+    """The JSON format: one object per line.
+
+    If the logged object has a method ``fields``, its result replaces the field "message".
     """
 
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record.msg, "fields", None)
-        said = {"message": printable(record.getMessage())} if fields is None else fields()
+        message = {"message": printable(record.getMessage())} if fields is None else fields()
         body: dict[str, Any] = {
             "time": record.created,
             "level": record.levelname.lower(),
             "logger": record.name,
-            **said,
+            **message,
         }
         if record.exc_info:
             body["traceback"] = self.formatException(record.exc_info)
@@ -59,7 +63,7 @@ class JsonLine(logging.Formatter):
 
 
 def set_up_logging(options: LogOptions) -> None:
-    """Handlers of the ``glowplug`` and ``uvicorn`` loggers; nobody else's are touched."""
+    """Set the handlers of the loggers ``glowplug`` and ``uvicorn``, and of no others."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLine() if options.format == "json" else OneLine())
     for name, level in (("glowplug", options.level.upper()), ("uvicorn", "WARNING")):
@@ -67,29 +71,36 @@ def set_up_logging(options: LogOptions) -> None:
         target.handlers = [handler]
         target.setLevel(level)
         target.propagate = False
-    logging.getLogger("uvicorn.error").addFilter(_said_elsewhere)
+    logging.getLogger("uvicorn.error").addFilter(_is_not_invalid_http)
 
 
-def _said_elsewhere(record: logging.LogRecord) -> bool:
-    """Return False for uvicorn's line on bytes that are not HTTP, since the request log has its
-    own.
+def _is_not_invalid_http(record: logging.LogRecord) -> bool:
+    """Return False for uvicorn's record of an invalid HTTP request.
+
+    The request log has a line for it.
     """
     return record.getMessage() != "Invalid HTTP request received."
 
 
-def _by_group(groups: list[Stats]) -> str:
-    """How the running sequences lie over data-parallel groups; "" while there is one."""
+def _running_by_group(groups: list[Stats]) -> str:
+    """Return the running sequences of each data-parallel group as text; "" with one group."""
     return (
         f", by group {'+'.join(str(stats.running) for stats in groups)}" if len(groups) > 1 else ""
     )
 
 
 def stats_line(last: Stats, now: Stats, groups: list[Stats]) -> str | None:
-    """Return the statistics line for the time between two snapshots; None without a finished step
-    or a token.
+    """Return the statistics line for the time between two snapshots.
 
-    Tokens a second are rates over busy time, in which steps ran, so that idle time does not lower
+    Tokens per second are rates over busy time, in which steps ran, so idle time does not lower
     them.
+
+    Args:
+        last, now: statistics at the beginning and at the end.
+        groups: latest statistics of each data-parallel group.
+
+    Returns:
+        The line; None if no step finished or no token was processed.
     """
     output = now.output_tokens - last.output_tokens
     prompt = now.prompt_tokens - last.prompt_tokens
@@ -99,13 +110,14 @@ def stats_line(last: Stats, now: Stats, groups: list[Stats]) -> str | None:
     used = now.pages_total - now.pages_free - now.pages_evictable
     return (
         f"prompt {prompt / busy:.1f} tok/s, output {output / busy:.1f} tok/s in {busy:.1f} s busy, "
-        f"running {now.running}, waiting {now.waiting}, KV {100 * used / max(1, now.pages_total):.1f}%, "
-        f"prefix hits {100 * hit_rate(now):.1f}%{_by_group(groups)}"
+        f"running {now.running}, waiting {now.waiting}, "
+        f"KV {100 * used / max(1, now.pages_total):.1f}%, "
+        f"prefix hits {100 * hit_rate(now):.1f}%{_running_by_group(groups)}"
     )
 
 
 async def stats_lines(client: EngineClient, options: LogOptions) -> None:
-    """A line every ``stats_interval`` seconds in which something was generated."""
+    """Log a line every ``log.stats_interval`` seconds if tokens were processed in that time."""
     if not options.stats_interval:
         return
     last = client.stats()

@@ -1,5 +1,6 @@
-"""Names and bucket edges of the metrics: ours keep vLLM's stems; ``COMPAT`` has the core series
-under other names.
+"""Names and bucket edges of the metrics.
+
+Our names are vLLM's with another prefix. ``COMPAT`` maps the names of other engines to ours.
 """
 
 from __future__ import annotations
@@ -104,9 +105,10 @@ LENGTH_EDGES = (
 N_EDGES = (1, 2, 5, 10, 20, 50, 128)
 
 
-def _used_share(stats: Stats) -> float:
-    """Pages that running sequences hold, as a share of the pool (cached but evictable pages count
-    as free).
+def _pool_usage(stats: Stats) -> float:
+    """Return the share of the KV pool's pages that running sequences hold, 0 to 1.
+
+    Cached pages that can be evicted count as free.
     """
     if not stats.pages_total:
         return 0.0
@@ -114,41 +116,50 @@ def _used_share(stats: Stats) -> float:
 
 
 def hit_rate(stats: Stats) -> float:
-    """Share of the prompt tokens looked up in the prefix cache that were found, since start."""
+    """Return the share of prompt tokens that were found in the prefix cache, since start.
+
+    It is relative to the prompt tokens looked up there.
+    """
     return stats.prefix_hit_tokens / max(1, stats.prefix_query_tokens)
 
 
 def per_busy_second(tokens: int, busy: float) -> float:
-    """Tokens a second of the time in which steps ran."""
+    """Return tokens per second of busy time, in which steps ran; 0.0 without any."""
     return tokens / busy if busy else 0.0
 
 
 def _accept_length(stats: Stats) -> float:
+    """Return the mean number of tokens per sequence and decode step."""
     return stats.output_tokens / max(1, stats.output_tokens - stats.accepted_tokens)
 
 
-#: (name, kind, help, value) of what the engine itself counts.
+#: (name, kind, help, value) of each series that the engine counts
 STATS_SERIES: tuple[tuple[str, str, str, Callable[[Stats], float]], ...] = (
     ("num_requests_running", "gauge", "Sequences running.", lambda s: s.running),
     ("num_requests_waiting", "gauge", "Sequences waiting.", lambda s: s.waiting),
-    ("kv_cache_usage_perc", "gauge", "Share of the KV pool in use, 0 to 1.", _used_share),
+    ("kv_cache_usage_perc", "gauge", "Share of the KV pool in use, 0 to 1.", _pool_usage),
     (
         "kv_used_tokens",
         "gauge",
-        "Token slots in use.",
+        "KV slots in use (one per token).",
         lambda s: (s.pages_total - s.pages_free - s.pages_evictable) * s.page_size,
     ),
-    ("kv_available_tokens", "gauge", "Token slots free.", lambda s: s.pages_free * s.page_size),
+    (
+        "kv_available_tokens",
+        "gauge",
+        "KV slots that are free.",
+        lambda s: s.pages_free * s.page_size,
+    ),
     (
         "kv_evictable_tokens",
         "gauge",
-        "Token slots held by the prefix cache alone.",
+        "KV slots held by the prefix cache only.",
         lambda s: s.pages_evictable * s.page_size,
     ),
     (
         "max_total_num_tokens",
         "gauge",
-        "Token slots of the KV pool.",
+        "KV slots of the pool.",
         lambda s: s.pages_total * s.page_size,
     ),
     (
@@ -163,11 +174,16 @@ STATS_SERIES: tuple[tuple[str, str, str, Callable[[Stats], float]], ...] = (
         "Prompt tokens found in the prefix cache.",
         lambda s: s.prefix_hit_tokens,
     ),
-    ("cache_hit_rate", "gauge", "Prompt tokens found of those looked up, since start.", hit_rate),
+    (
+        "cache_hit_rate",
+        "gauge",
+        "Share of the looked-up prompt tokens found in the prefix cache, since start.",
+        hit_rate,
+    ),
     (
         "prefix_cache_lookups_total",
         "counter",
-        "Look-ups in the prefix cache, one an admission.",
+        "Look-ups in the prefix cache, one per admission.",
         lambda s: s.prefix_queries,
     ),
     (
@@ -179,20 +195,20 @@ STATS_SERIES: tuple[tuple[str, str, str, Callable[[Stats], float]], ...] = (
     (
         "num_preemptions_total",
         "counter",
-        "Sequences that had their pages taken back.",
+        "Preemptions: running sequences that lost their KV pages.",
         lambda s: s.preemptions,
     ),
     ("num_aborted_requests_total", "counter", "Sequences aborted.", lambda s: s.aborted),
     (
         "prompt_tokens_per_second",
         "gauge",
-        "Prompt tokens a second of busy time, since start.",
+        "Prompt tokens per second of busy time, since start.",
         lambda s: per_busy_second(s.prompt_tokens, s.busy_seconds),
     ),
     (
         "generation_tokens_per_second",
         "gauge",
-        "Output tokens a second of busy time, since start.",
+        "Output tokens per second of busy time, since start.",
         lambda s: per_busy_second(s.output_tokens, s.busy_seconds),
     ),
     (
@@ -221,15 +237,20 @@ STATS_SERIES: tuple[tuple[str, str, str, Callable[[Stats], float]], ...] = (
         "Drafted tokens accepted.",
         lambda s: s.accepted_tokens,
     ),
-    ("spec_accept_length", "gauge", "Tokens a decoding step, since start.", _accept_length),
+    (
+        "spec_accept_length",
+        "gauge",
+        "Mean tokens per sequence and decode step, since start.",
+        _accept_length,
+    ),
 )
 
-#: series that are also shown by data-parallel group, as ``group_...``
+#: series that are also exported for each data-parallel group, as ``group_...``
 BY_GROUP = frozenset(
     {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_hit_rate"}
 )
 
-#: prefix -> their name -> our stem. The series that boards, gateways and autoscalers read.
+#: prefix -> name in that engine -> our name; series that dashboards, gateways and autoscalers read
 COMPAT: dict[str, dict[str, str]] = {
     "vllm": {
         name: name

@@ -1,8 +1,9 @@
-"""Prometheus metrics under ``glowplug:``, with vLLM's stems; ``metrics.compat`` exports the core
-series again.
+"""Prometheus metrics named ``glowplug:...``, with vLLM's names after the prefix.
 
-A small registry of our own: three kinds, fixed labels, no client library. Label values never come
-from a user.
+``metrics.compat`` exports the most used series a second time, under the names of other engines.
+
+The registry is our own: counters, gauges and histograms with fixed labels, without a client
+library. Label values never come from a user.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def _escape(value: str) -> str:
 
 
 class Counter:
+    """A counter with one value for each combination of label values."""
+
     kind = "counter"
 
     def __init__(self, name: str, help: str, labels: Sequence[str] = ()) -> None:
@@ -56,6 +59,8 @@ class Counter:
 
 
 class Histogram:
+    """A histogram without labels. ``edges``: upper bounds of its buckets, ascending."""
+
     kind = "histogram"
 
     def __init__(self, name: str, help: str, edges: Sequence[float]) -> None:
@@ -79,8 +84,9 @@ class Histogram:
 
 
 class EngineSeries:
-    """A gauge or counter that the engine keeps: ``value`` of its latest statistics, read when
-    scraped.
+    """A gauge or counter kept by the engine.
+
+    At each scrape ``value`` is computed from the engine's latest statistics.
     """
 
     def __init__(
@@ -102,8 +108,9 @@ class EngineSeries:
 
 
 class GroupSeries:
-    """A gauge of each data-parallel group, labelled with its number. Nothing while there is one
-    group.
+    """A gauge with one value for each data-parallel group, labelled with the group's number.
+
+    It has no samples with a single group.
     """
 
     kind = "gauge"
@@ -131,8 +138,13 @@ M = TypeVar("M", Counter, Histogram, EngineSeries, GroupSeries)
 
 
 class Metrics:
-    """All of the server's metrics. ``stats`` gives the engine's latest statistics, ``groups`` each
-    group's own.
+    """All metrics of the server.
+
+    Args:
+        model: value of the label ``model_name``.
+        stats: returns the engine's latest statistics over all groups.
+        options: section ``metrics`` of the configuration.
+        groups: returns the latest statistics of each data-parallel group.
     """
 
     def __init__(
@@ -153,7 +165,9 @@ class Metrics:
             Histogram("inter_token_latency_seconds", "Between tokens of one sequence.", ITL_EDGES)
         )
         self.tpot = add(
-            Histogram("request_time_per_output_token_seconds", "Decode time a token.", ITL_EDGES)
+            Histogram(
+                "request_time_per_output_token_seconds", "Decode time per output token.", ITL_EDGES
+            )
         )
         self.e2e = add(
             Histogram(
@@ -183,15 +197,15 @@ class Metrics:
             )
         )
         self.prompt_length = add(
-            Histogram("request_prompt_tokens", "Prompt tokens a request.", LENGTH_EDGES)
+            Histogram("request_prompt_tokens", "Prompt tokens per request.", LENGTH_EDGES)
         )
         self.output_length = add(
-            Histogram("request_generation_tokens", "Output tokens a request.", LENGTH_EDGES)
+            Histogram("request_generation_tokens", "Output tokens per request.", LENGTH_EDGES)
         )
         self.max_tokens = add(
-            Histogram("request_params_max_tokens", "The max_tokens asked for.", LENGTH_EDGES)
+            Histogram("request_params_max_tokens", "The requested max_tokens.", LENGTH_EDGES)
         )
-        self.n = add(Histogram("request_params_n", "The n asked for.", N_EDGES))
+        self.n = add(Histogram("request_params_n", "The requested n.", N_EDGES))
         self.prompt_tokens = add(
             Counter("prompt_tokens_total", "Prompt tokens of served sequences.")
         )
@@ -201,13 +215,16 @@ class Metrics:
         self.output_tokens = add(Counter("generation_tokens_total", "Tokens generated."))
         self.requests = add(Counter("num_requests_total", "Requests admitted by the server."))
         self.success = add(
-            Counter("request_success_total", "Sequences by how they ended.", ["finished_reason"])
+            Counter("request_success_total", "Sequences by finish reason.", ["finished_reason"])
         )
         self.rejected = add(
             Counter("requests_rejected_total", "Requests answered with an error.", ["status"])
         )
         self.disconnected = add(
-            Counter("requests_disconnected_total", "Clients that left before the answer.")
+            Counter(
+                "requests_disconnected_total",
+                "Clients that disconnected before the end of the response.",
+            )
         )
         self._http = add(
             Counter("http_requests_total", "HTTP requests.", ["handler", "method", "status"])
@@ -218,11 +235,7 @@ class Metrics:
         for name, kind, help, value in STATS_SERIES:
             add(EngineSeries(name, kind, help, value, stats))
             if name in BY_GROUP:
-                add(
-                    GroupSeries(
-                        f"group_{name}", f"Of one data-parallel group: {help}", value, groups
-                    )
-                )
+                add(GroupSeries(f"group_{name}", f"{help} One data-parallel group.", value, groups))
 
     def _add(self, metric: M) -> M:
         self._all[metric.name] = metric
@@ -233,7 +246,7 @@ class Metrics:
         return self._options.enabled
 
     def phases(self, times: Times) -> None:
-        """Observe the phases that a sequence has been through."""
+        """Observe the times of the phases that a sequence has completed."""
         if times.queue is not None:
             self._queue.observe(times.queue)
         if times.prefill is not None and times.decode is not None:
@@ -242,6 +255,7 @@ class Metrics:
             self._inference.observe(times.prefill + times.decode)
 
     def http(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """Count an answered HTTP request. ``handler``: path of its route."""
         known = (
             method
             if method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
@@ -251,7 +265,7 @@ class Metrics:
         self._http_seconds.inc(seconds, (handler,))
 
     def text(self) -> str:
-        """The Prometheus text format, version 0.0.4."""
+        """Return all metrics in the Prometheus text format, version 0.0.4."""
         lines: list[str] = []
         for name, metric in self._all.items():
             self._write(lines, f"glowplug:{name}", metric)

@@ -1,4 +1,4 @@
-"""Health, information, metrics and the operator's commands."""
+"""Routes for health, information, metrics and the operator's commands."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from glowplug.entrypoints.server.transport.streaming import json_response
 
 Server = Annotated[Context, Depends(get_context)]
 
-PROBE_SECONDS = 20.0  #: most time the one-token probe may take
-INFO_SECONDS = (
-    5.0  #: most time information waits for the engine, without which it is still worth having
-)
-CONTROL_SECONDS = 30.0  #: most time a command may wait for the engine's answer
+PROBE_SECONDS = 20.0  #: time limit of the one-token probe
+#: time limit of the engine's part of ``/server_info``; the response is useful without that part
+INFO_SECONDS = 5.0
+CONTROL_SECONDS = 30.0  #: time limit of a command to the engine
 
 
 async def health(context: Server) -> Response:
-    """Liveness: 200 while the engine is heard from, and while it loads; 503 when it is dead or
-    silent.
+    """Report liveness.
+
+    The status is 200 while the engine loads or sends heartbeats, 503 if it is dead or silent.
     """
     if not context.client.healthy():
         raise Unavailable("the engine has stopped or does not answer", "engine_dead")
@@ -39,7 +39,7 @@ async def health(context: Server) -> Response:
 
 
 async def ready(context: Server) -> Response:
-    """Can it take work? 503 while it loads, drains, or is not healthy."""
+    """Report readiness: 503 while the server loads, drains, or is not healthy."""
     context.require_ready()
     if not context.client.healthy():
         raise Unavailable("the engine does not answer", "engine_dead")
@@ -47,20 +47,22 @@ async def ready(context: Server) -> Response:
 
 
 async def health_generate(context: Server) -> Response:
-    """Generates one token. A busy engine that is heard from proves itself already, so then nothing
-    is added.
+    """Generate one token.
+
+    Nothing is generated if sequences are running and the engine sends heartbeats.
     """
     context.require_ready()
     if not (context.client.healthy() and context.client.stats().running):
         try:
             async with asyncio.timeout(PROBE_SECONDS):
-                await _probe(context)
+                await _generate_token(context)
         except TimeoutError:
             raise Unavailable(f"no token within {PROBE_SECONDS:.0f} s", "engine_silent") from None
     return json_response({"status": "ready"})
 
 
-async def _probe(context: Context) -> None:
+async def _generate_token(context: Context) -> None:
+    """Generate one token at the highest priority."""
     job = Job(
         "health",
         [[0]],
@@ -73,6 +75,7 @@ async def _probe(context: Context) -> None:
 
 
 async def metrics(context: Server) -> Response:
+    """Return the metrics in the Prometheus text format."""
     if not context.metrics.enabled:
         raise RequestError(
             "metrics are switched off (metrics.enabled)", status=404, code="metrics_off"
@@ -81,11 +84,12 @@ async def metrics(context: Server) -> Response:
 
 
 async def version() -> Response:
+    """Return the version of glowplug."""
     return json_response({"version": __version__})
 
 
 async def model_info(context: Server) -> Response:
-    """The model and its limits."""
+    """Return the model's properties and limits."""
     facts = context.plan.facts.model
     return json_response(
         {
@@ -104,9 +108,7 @@ async def model_info(context: Server) -> Response:
 
 
 async def server_info(context: Server) -> Response:
-    """The plan as it was decided, the engine's latest statistics, and what its ranks say of
-    themselves.
-    """
+    """Return the plan's decisions, the engine's latest statistics and its own report."""
     plan = context.plan
     groups = context.client.group_stats()
     return json_response(
@@ -128,7 +130,7 @@ async def server_info(context: Server) -> Response:
                 "decisions": [
                     {
                         "field": d.field,
-                        "value": _shown(d.field, d.value),
+                        "value": _without_secrets(d.field, d.value),
                         "by": d.by,
                         "why": sanitise(d.why),
                     }
@@ -153,7 +155,7 @@ async def server_info(context: Server) -> Response:
 
 
 async def _engine_info(context: Context) -> dict[str, Any]:
-    """The control "info"; {} while ranks load, and when they do not answer."""
+    """Return the reply to the control "info"; {} while ranks load or without a reply in time."""
     if context.client.state not in ("ready", "draining"):
         return {}
     try:
@@ -163,8 +165,8 @@ async def _engine_info(context: Context) -> dict[str, Any]:
         return {}
 
 
-def _shown(field: str, value: Any) -> Any:
-    """Keys are never shown; neither are folders of the machine."""
+def _without_secrets(field: str, value: Any) -> Any:
+    """Return a decision's value for clients, with keys and absolute paths hidden."""
     if value is None or isinstance(value, int | float | bool):
         return value
     text = str(value)
@@ -172,7 +174,7 @@ def _shown(field: str, value: Any) -> Any:
 
 
 async def flush_cache(context: Server) -> Response:
-    """Drop the prefix cache. 400 while sequences run."""
+    """Empty the prefix cache. The status is 400 while sequences run."""
     await _command(context, "flush")
     return json_response({"success": True, "message": "the prefix cache is empty"})
 
@@ -180,7 +182,7 @@ async def flush_cache(context: Server) -> Response:
 async def abort_request(
     body: Annotated[AbortRequest, Depends(body_of(AbortRequest))], context: Server
 ) -> Response:
-    """End a request by its id, or all. Unknown and finished ids are no error."""
+    """Abort one request by its id, or all requests. Unknown and finished ids are ignored."""
     if body.abort_all:
         await context.client.abort_all()
     elif body.rid is not None:
@@ -194,13 +196,17 @@ async def start_profile(
     body: Annotated[ProfileRequest, Depends(body_of(ProfileRequest, optional=True))],
     context: Server,
 ) -> Response:
-    """Record a trace under a label (never a path) in the configured folder."""
+    """Start recording a trace in the configured folder.
+
+    The file's name has the label of the request, which cannot contain a path.
+    """
     extra = {} if body.num_steps is None else {"num_steps": body.num_steps}
     await _command(context, "profile_start", label=body.label, **extra)
     return json_response({"success": True, "message": f"profiling, under the label {body.label!r}"})
 
 
 async def stop_profile(context: Server) -> Response:
+    """Stop the recording and return the name of the trace file."""
     done = await _command(context, "profile_stop")
     return json_response(
         {"success": True, "message": f"the trace is written: {done.get('file') or 'no file'}"}
@@ -208,8 +214,11 @@ async def stop_profile(context: Server) -> Response:
 
 
 async def _command(context: Context, action: str, **arguments: Any) -> dict[str, Any]:
-    """What the engine answers. RequestError when it refuses, Unavailable while it loads and when it
-    does not answer.
+    """Send a control to the engine and return its reply.
+
+    Raises:
+        RequestError: the engine refused the control.
+        Unavailable: the model is loading, or no reply came within CONTROL_SECONDS.
     """
     if context.client.state == "starting":
         raise Unavailable("the model is still loading", "starting")

@@ -1,10 +1,10 @@
-"""The request log: one line for each HTTP request, when it has been answered. Prompts and answers
-never appear.
+"""The request log: one line for each HTTP request, written after its response.
 
-A :class:`RequestRecord` travels in the ASGI scope under ``RECORD``. The outermost layer makes it
-and logs it. The
-layers below fill in their part: the job the counts of tokens, the error handlers the reason of a
-refusal.
+Prompts and generated text are never logged.
+
+A :class:`RequestRecord` is stored in the ASGI scope under ``RECORD``. The outermost layer creates
+and logs it. Inner layers fill in their part: jobs add token counts, error handlers the reason of a
+failure.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from glowplug.entrypoints.server.logs import printable
 logger = logging.getLogger("glowplug.request")
 
 RECORD = "glowplug.record"  #: key of the ASGI scope
-CLIENT_CLOSED = 499  #: status of a request whose client left before the answer; nobody reads it
-UNANSWERED = 500  #: status until the answer starts, as of a server error that never got that far
-MAX_TEXT = 300  #: characters of a path or a reason
+CLIENT_CLOSED = 499  #: logged status if the client disconnected before the response; never sent
+UNANSWERED = 500  #: status until the response starts; it stays after an unexpected error
+TEXT_CHARS_MAX = 300  #: characters logged of a path or a reason
 
-_PLAIN = re.compile(
-    r"[!#-~]{1,300}"
-)  #: what a line shows without quotes: visible ASCII, no quotation mark
+#: text that is logged without quotes: visible ASCII without a quotation mark
+_UNQUOTED = re.compile(r"[!#-~]{1,300}")
 
 
 @dataclass(slots=True)
@@ -39,18 +38,21 @@ class RequestRecord:
 
     Attributes:
         id: the id in the response header ``X-Request-Id``.
+        method: the HTTP method.
         route: path of the matched route, else the requested path.
         client: address and port of the peer.
-        started, first: arrival of the request and of its first token, seconds (monotonic).
+        started, first: arrival time of the request and time of its first token, seconds
+            (monotonic).
         status: HTTP status; a stream that fails after its start keeps 200.
-        seconds: from arrival to the end of the answer.
-        job: the id in the body, where it differs from ``id``.
-        streamed: the answer is a stream of events.
-        generates: the request runs sequences. The counts cover all of them, a shared prompt once.
-        cached: prompt tokens found in the prefix cache, by number of the prompt.
-        finish: finish reasons of the sequences, each once.
-        code, reason: error code and message of a refusal or failure.
-        left: the client left before the answer was complete.
+        seconds: time from arrival to the end of the response.
+        job: the id in the body if it differs from ``id``, else "".
+        streamed: the response is a stream of events.
+        generates: the request runs sequences.
+        prompt_tokens, output_tokens: token counts of all sequences; a shared prompt counts once.
+        cached: prompt tokens found in the prefix cache, by index of the prompt.
+        finish: finish reasons of the sequences, each once (the keys of a dict, for their order).
+        code, reason: error code and message of a failed request.
+        left: the client disconnected before the response was complete.
     """
 
     id: str
@@ -73,20 +75,23 @@ class RequestRecord:
     left: bool = False
 
     def begin(self, job: str, prompt_tokens: int) -> None:
-        """Note that the request has been accepted and will run."""
+        """Record that the request was accepted. ``job``: the id of its sequences."""
         self.generates = True
         self.job = job if job != self.id else ""
         self.prompt_tokens = prompt_tokens
 
     def leave(self) -> None:
-        """Note that the client has left. Without an answer so far the status becomes 499."""
+        """Record a disconnect of the client. If no response has started, the status becomes 499."""
         self.left = True
         if self.status == UNANSWERED:
             self.status = CLIENT_CLOSED
 
     def end_sequence(self, prompt: int, last: Delta) -> None:
-        """Add the counts of a sequence of prompt number ``prompt`` from its last delta, finished or
-        not.
+        """Add the counts of a sequence from its last delta, finished or not.
+
+        Args:
+            prompt: index of the sequence's prompt.
+            last: the last delta that was received.
         """
         self.output_tokens += last.output_tokens
         self.cached[prompt] = max(self.cached.get(prompt, 0), last.cached_tokens)
@@ -94,8 +99,9 @@ class RequestRecord:
             self.finish[last.finish_reason] = None
 
     def fail(self, error: Exception) -> None:
-        """Note why the request failed: code and message of a RequestError, the type alone of an
-        unexpected error.
+        """Record the reason of a failure.
+
+        It is the code and message of a RequestError, and only the type of an unexpected error.
         """
         if isinstance(error, EngineDead):
             self.code = "engine_dead"
@@ -110,16 +116,17 @@ class RequestRecord:
             self.reason = None if error.confidential else str(error)
 
     def fields(self) -> dict[str, Any]:
-        """Return the record's fields for the JSON format, with text from the client escaped and
-        cut.
+        """Return the record's fields for the JSON format.
+
+        Text that comes from the client is escaped and truncated.
         """
         found: dict[str, Any] = {
-            "message": f"{_shown(self.method)} {_shown(self.route)} {self.status}",
+            "message": f"{_quoted(self.method)} {_quoted(self.route)} {self.status}",
             "id": self.id,
-            "method": _cut(self.method),
-            "route": _cut(self.route),
+            "method": _truncated(self.method),
+            "route": _truncated(self.route),
             "status": self.status,
-            "client": _cut(self.client),
+            "client": _truncated(self.client),
             "seconds": round(self.seconds, 6),
         }
         if self.job:
@@ -136,19 +143,25 @@ class RequestRecord:
                 "finish_reason": ",".join(self.finish) or None,
             }
         if self.code is not None or self.reason is not None:
-            found |= {"code": self.code, "error": _cut(self.reason or "")}
+            found |= {"code": self.code, "error": _truncated(self.reason or "")}
         if self.left:
             found["client_left"] = True
         return found
 
     def __str__(self) -> str:
-        """Return the record for the human format: ``POST /v1/completions 200 id=... in=5 out=16 ...
-        finish=length``.
+        """Return the record for the human format.
+
+        Example: ``POST /v1/completions 200 id=... in=5 out=16 ... finish=length``.
         """
-        parts = [_shown(self.method), _shown(self.route), str(self.status), f"id={_shown(self.id)}"]
+        parts = [
+            _quoted(self.method),
+            _quoted(self.route),
+            str(self.status),
+            f"id={_quoted(self.id)}",
+        ]
         if self.job:
-            parts.append(f"rid={_shown(self.job)}")
-        parts.append(f"client={_shown(self.client)}")
+            parts.append(f"rid={_quoted(self.job)}")
+        parts.append(f"client={_quoted(self.client)}")
         if self.generates:
             first = "-" if self.first is None else f"{self.first - self.started:.3f}s"
             parts += [
@@ -166,23 +179,23 @@ class RequestRecord:
         if self.left:
             parts.append("client left")
         if self.code is not None:
-            parts.append(f"code={_shown(self.code)}")
+            parts.append(f"code={_quoted(self.code)}")
         if self.reason is not None:
-            parts.append(f"error={_shown(self.reason)}")
+            parts.append(f"error={_quoted(self.reason)}")
         return " ".join(parts)
 
 
 class RequestLog:
-    """Writes records. Polls (health, metrics) have level debug, unless they are refused with a 4xx
-    status.
-    """
+    """The writer of request records. ``enabled``: option ``log.requests``."""
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
 
     def write(self, record: RequestRecord, poll: bool = False) -> None:
-        """Log an answered request: server errors and failed streams as warnings, others at level
-        info.
+        """Log an answered request.
+
+        The level is warning for server errors and failed streams, else info. Polls (health,
+        metrics) have level debug, except with a 4xx status.
         """
         if not self._enabled:
             return
@@ -198,10 +211,17 @@ def peer(client: tuple[str, int] | None) -> str:
     return f"{client[0]}:{client[1]}" if client else ""
 
 
-def _cut(text: str) -> str:
-    return printable(text[:MAX_TEXT])
+def _truncated(text: str) -> str:
+    """Return the first TEXT_CHARS_MAX characters of ``text``, escaped."""
+    return printable(text[:TEXT_CHARS_MAX])
 
 
-def _shown(text: str) -> str:
-    """Return ``text`` as one word of a line, quoted where it could be read as several."""
-    return text if _PLAIN.fullmatch(text) else orjson.dumps(_cut(text)).decode() if text else "-"
+def _quoted(text: str) -> str:
+    """Return ``text`` as one word of the line: "-" if empty, a JSON string if it needs quotes."""
+    return (
+        text
+        if _UNQUOTED.fullmatch(text)
+        else orjson.dumps(_truncated(text)).decode()
+        if text
+        else "-"
+    )

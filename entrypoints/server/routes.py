@@ -1,4 +1,4 @@
-"""Every route of the server in one table."""
+"""The table of the server's routes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ ERRORS = {
     408: "The body took too long to arrive.",
     413: "The body is too large.",
     415: "The body is not JSON.",
-    429: "The queue is full; see `Retry-After`.",
+    429: "The queue is full; see the header `Retry-After`.",
     431: "Too many or too large headers.",
-    500: "Our fault.",
+    500: "Internal server error.",
     503: "Starting, draining, or the engine has stopped.",
     504: "The request ran out of time.",
 }
@@ -41,11 +41,17 @@ ERRORS = {
 
 @dataclass(frozen=True)
 class Route:
-    """``answer`` (None: text) and ``body`` are for ``/openapi.json``; ``stream``: it can also
-    answer with events.
+    """One route.
 
-    ``admin``: needs the admin key. ``poll``: called periodically by monitors, and logged at level
-    debug.
+    Attributes:
+        path, methods: path and HTTP methods.
+        endpoint: coroutine that handles a request.
+        tag: heading in ``/openapi.json``.
+        answer: model of the response body for ``/openapi.json``; None: plain text.
+        body: model of the request body for ``/openapi.json``; None: no body.
+        stream: the route can also respond with server-sent events.
+        admin: the route needs the admin key.
+        poll: monitors call the route periodically; its requests are logged at level debug.
     """
 
     path: str
@@ -59,6 +65,7 @@ class Route:
     poll: bool = False
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
+        """Return FastAPI's ``responses``: the regular one and every error."""
         good: dict[str, Any] = {"description": "The answer."}
         if self.answer is not None:
             good["model"] = self.answer
@@ -77,6 +84,7 @@ class Route:
         }
 
     def request(self) -> dict[str, Any] | None:
+        """Return the request body's part of ``/openapi.json``; None without a body."""
         if self.body is None:
             return None
         reference = {"$ref": f"#/components/schemas/{self.body.__name__}"}
@@ -90,7 +98,7 @@ class Route:
 
 _GET = ("GET",)
 _POST = ("POST",)
-_EITHER = ("GET", "POST")
+_GET_POST = ("GET", "POST")
 _OPENAI = "OpenAI"
 _NATIVE = "native"
 _TEXT = "text"
@@ -155,15 +163,17 @@ ROUTES: tuple[Route, ...] = (
     Route(
         "/abort_request", operations.abort_request, _POST, _OPERATIONS, answers.Done, AbortRequest
     ),
-    Route("/flush_cache", operations.flush_cache, _EITHER, _OPERATIONS, answers.Done, admin=True),
+    Route("/flush_cache", operations.flush_cache, _GET_POST, _OPERATIONS, answers.Done, admin=True),
     Route(
         "/start_profile",
         operations.start_profile,
-        _EITHER,
+        _GET_POST,
         _OPERATIONS,
         answers.Done,
         ProfileRequest,
         admin=True,
     ),
-    Route("/stop_profile", operations.stop_profile, _EITHER, _OPERATIONS, answers.Done, admin=True),
+    Route(
+        "/stop_profile", operations.stop_profile, _GET_POST, _OPERATIONS, answers.Done, admin=True
+    ),
 )

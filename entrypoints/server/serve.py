@@ -1,7 +1,7 @@
 """``glowplug serve``: bind, load, serve, drain.
 
-The port is bound before anything is loaded, so a taken port costs nothing; it answers /health from
-then on, while /ready and all work say 503 until every rank is ready.
+The port is bound before anything is loaded, so a port in use is reported at once. From then on the
+server answers /health. /ready and all work return 503 until every rank is ready.
 """
 
 from __future__ import annotations
@@ -41,35 +41,38 @@ from glowplug.entrypoints.server.transport.http_protocol import GuardedProtocol
 
 logger = logging.getLogger("glowplug.server")
 
-LAST_WORDS = 2.0  #: seconds for answers on their way out once the engine has stopped
-#: seconds after which the thread that reads the engine's frames gets its turn; Python's own is 5 ms
-SWITCH = 0.0005
-KEEP_ALIVE = 75  #: seconds an idle connection is kept
+FINAL_RESPONSE_SECONDS = 2.0  #: time to send responses after the engine has stopped
+#: Python's thread switch interval (default 5 ms), which delays the thread that reads engine frames
+SWITCH_INTERVAL_SECONDS = 0.0005
+KEEP_ALIVE_SECONDS = 75  #: time after which an idle connection is closed
 
 
 def main(plan: EnginePlan, plugins: PluginSet) -> int:
-    """Serve until a signal. Exit code 0 after a drain, 1 when the port is taken, loading fails or
-    the engine dies, 2 when hosts do not agree and nothing was loaded.
+    """Serve until a signal or a failure.
 
-    On a host that only lends its ranks there is no HTTP: see ``follow``.
+    A host that contributes only ranks runs no HTTP server: see ``follow``.
+
+    Returns:
+        0 after a drain; 1 if the port is in use, loading fails or the engine dies; 2 if hosts have
+        different plans, before anything is loaded.
     """
     options = ServerOptions.model_validate(plan.config.get("server", {}))
     log = LogOptions.model_validate(plan.config.get("log", {}))
     executor = make_executor(plan, plugins)
     if not executor.leads:
         set_up_logging(log)
-        _leave(follow(plan, plugins, executor))
+        _exit_process(follow(plan, plugins, executor))
     try:
         listener = bind(options.host, options.port)
     except OSError as error:
         print(
-            f"glowplug: cannot listen on {options.host}:{options.port}: {error.strerror or error} | fix: an address "
-            "of this machine (--host) and a port that is free (--port)",
+            f"glowplug: cannot listen on {options.host}:{options.port}: {error.strerror or error} "
+            "| fix: set --host to an address of this machine and --port to a free port",
             file=sys.stderr,
         )
         return 1
     set_up_logging(log)
-    sys.setswitchinterval(SWITCH)
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     with listener:
         tokenizer = open_tokenizer(plan, plugins)
         parsers = [
@@ -86,15 +89,15 @@ def main(plan: EnginePlan, plugins: PluginSet) -> int:
             make=lambda: start_executor(plan, plugins, executor),
         )
     if code:
-        _leave(code)
+        _exit_process(code)
     return code
 
 
-def _leave(code: int) -> NoReturn:
-    """End the process at once, everything said and closed.
+def _exit_process(code: int) -> NoReturn:
+    """End the process at once, after flushing logs and standard streams.
 
-    NOTE: a thread may wait for a host behind a broken link, and taking torch down around it takes
-    seconds.
+    NOTE: a thread may still be waiting for a host behind a broken link. Shutting torch down beside
+    that thread takes seconds.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -112,8 +115,9 @@ def serve_until_done(
     plugins: Any = None,
     log: LogOptions | None = None,
 ) -> int:
-    """:func:`run` in a loop of its own. Ends the process itself when a signal came while ``make``
-    was still loading.
+    """Call :func:`run` in a new event loop and return its exit code.
+
+    The process is ended here if ``make`` is still loading when the server ends.
     """
     loading = threading.Event()
 
@@ -130,8 +134,8 @@ def serve_until_done(
             plan, client, tokenizer, parsers, listener=listener, make=load, plugins=plugins, log=log
         )
         if loading.is_set():
-            # NOTE: a thread cannot be stopped and leaving the loop would wait for it; ranks end
-            # when their pipe closes.
+            # NOTE: the loading thread cannot be stopped, and closing the loop would wait for it.
+            # Ranks end when their pipe closes.
             logging.shutdown()
             os._exit(code)
         return code
@@ -140,15 +144,19 @@ def serve_until_done(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. OSError when the port is taken or the address is not ours."""
+    """Return a listening socket.
+
+    Raises:
+        OSError: the port is in use, or the address is not one of this machine.
+    """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # NOTE: two sockets may bind one port with SO_REUSEADDR as long as neither listens, so
-        # listen now.
+        # NOTE: with SO_REUSEADDR two sockets can bind the same port until one listens. Listen
+        # now, so that a second server fails here.
         listener.listen(2048)
     except OSError:
         listener.close()
@@ -167,9 +175,20 @@ async def run(
     plugins: Any = None,
     log: LogOptions | None = None,
 ) -> int:
-    """Serve on ``listener`` until a signal or the engine's death; returns the exit code.
+    """Serve until a signal or until the engine dies.
 
-    ``make`` starts the executor (None: the client is started already).
+    Args:
+        plan: the engine's plan.
+        client: the engine's client.
+        tokenizer: None if the engine runs without one.
+        parsers: the plan's output parsers, in order.
+        listener: socket on which to serve.
+        make: starts the executor; None: the client is already started.
+        plugins: the PluginSet whose ``extend_app`` hooks are called; None: none.
+        log: section ``log`` of the configuration; None: defaults.
+
+    Returns:
+        The exit code.
     """
     app = create_app(plan, client, tokenizer, parsers, plugins)
     server = Server(app, app.state.context, listener)
@@ -181,15 +200,16 @@ async def run(
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers: ours drain first."""
+    """A uvicorn server without its signal handlers, since ours drain first."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Install no signal handlers."""
         yield
 
 
 class Server:
-    """One run of the HTTP server around one engine: start, signals, death of the engine, drain."""
+    """One run of the HTTP server with one engine: start, signals, failure of the engine, drain."""
 
     def __init__(self, app: Any, context: Context, listener: socket.socket) -> None:
         self._context = context
@@ -204,14 +224,15 @@ class Server:
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=int(LAST_WORDS),
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=int(FINAL_RESPONSE_SECONDS),
             )
         )
         self._signalled = asyncio.Event()
         self._failed = exit_codes.FAILED
 
     async def run(self, make: Callable[[], Executor] | None) -> int:
+        """Serve until a signal or until the engine dies, and return the exit code."""
         with self._signals():
             http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
             try:
@@ -225,7 +246,7 @@ class Server:
     async def _supervise(
         self, http: asyncio.Task[None], make: Callable[[], Executor] | None
     ) -> int:
-        """Returns the exit code once it is time to stop."""
+        """Wait for a signal or for the engine to die, and return the exit code."""
         host, port = self._listener.getsockname()[:2]
         logger.info("listening on http://%s:%d (not ready yet)", host, port)
         starting = asyncio.create_task(self._start(make))
@@ -243,12 +264,13 @@ class Server:
             return await self._drain()
         await asyncio.gather(starting, return_exceptions=True)
         logger.error("the engine has stopped: %s", self._client.reason)
-        await self._context.jobs.wait_idle(LAST_WORDS)
+        await self._context.jobs.wait_idle(FINAL_RESPONSE_SECONDS)
         return self._failed
 
     async def _start(self, make: Callable[[], Executor] | None) -> None:
-        """NOTE: a failure is not lost: the client turns dead with the reason, which ends
-        ``_supervise``.
+        """Start the engine.
+
+        NOTE: a failure sets the client's state to dead with the reason, which ends ``_supervise``.
         """
         if make is not None:
             try:
@@ -266,8 +288,9 @@ class Server:
         logger.info("ready: %s on http://%s:%d/v1", self._context.model_name, host, port)
 
     async def _drain(self) -> int:
-        """Running work finishes, up to the limit; what is left then ends with finish reason
-        "abort".
+        """Wait for running requests, at most ``server.drain_timeout`` seconds, and return 0.
+
+        Requests that still run then are aborted.
         """
         limit = self._context.options.drain_timeout
         running = self._context.jobs.running
@@ -278,14 +301,15 @@ class Server:
             limit,
         )
         if self._client.state != "starting" and not await self._client.drain(limit):
-            logger.warning("the drain timeout is over: what still runs is aborted")
+            logger.warning("drain timeout: the requests still running are aborted")
             await self._client.abort_all()
-        await self._context.jobs.wait_idle(LAST_WORDS)
-        logger.info("drained: the server ends")
+        await self._context.jobs.wait_idle(FINAL_RESPONSE_SECONDS)
+        logger.info("drained; the server stops")
         return 0
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
+        """Handle SIGTERM and SIGINT within the context. Only the main thread can."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -299,7 +323,10 @@ class Server:
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """First call: drain. Second: exit now; ranks end by themselves when their pipe closes."""
+        """Start to drain; on a second call exit at once.
+
+        Ranks end by themselves when their pipe closes.
+        """
         if self._signalled.is_set():
             logger.warning("second signal: exiting at once")
             os._exit(exit_codes.SECOND_SIGNAL)

@@ -149,7 +149,7 @@ def test_the_drain_limit_ends_what_is_left_with_a_reason(tmp_path: Path) -> None
         one.process.send_signal(signal.SIGTERM)
         code, errors = one.end()
         assert code == 0 and "Traceback" not in errors
-        for words in ("draining 1 request, ", "what still runs is aborted", "the server ends"):
+        for words in ("draining 1 request, ", "still running are aborted", "the server stops"):
             assert words in errors
         assert events(one.answers[0].text)[-1]["choices"][0]["finish_reason"] == "abort"
 
