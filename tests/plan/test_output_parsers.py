@@ -160,7 +160,7 @@ def test_a_piece_of_an_undeclared_kind_fails_its_request() -> None:
     """A parser that makes what it does not offer must not have its text run into the content."""
     from glowplug.core.protocols import Piece
     from glowplug.entrypoints.front.delta import Delta
-    from glowplug.entrypoints.server.generate.reasoning import Split
+    from glowplug.entrypoints.server.generate.reasoning import ReasoningSplitter
 
     class Factory:
         def start(self, prompt_tail: str, thinking: bool | None = None) -> Any:
@@ -173,4 +173,4 @@ def test_a_piece_of_an_undeclared_kind_fails_its_request() -> None:
             return []
 
     with pytest.raises(ValueError, match="'tool_call'"):
-        Split([Factory()], "", None).feed(Delta(text="get_weather", token_ids=[1]))
+        ReasoningSplitter([Factory()], "", None).feed(Delta(text="get_weather", token_ids=[1]))

@@ -1,5 +1,6 @@
-"""Streamed chunks of the OpenAI routes as server-sent events: one choice each, and usage where it
-is asked for.
+"""Streamed chunks of the OpenAI routes as server-sent events.
+
+Each chunk has one choice, and the usage if the request asked for it.
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ from glowplug.entrypoints.server.generate.usage import UsageCount
 from glowplug.entrypoints.server.protocol.fields import StreamOptions
 from glowplug.entrypoints.server.transport.streaming import DONE, event
 
-NUL = "\0"
-Halves = tuple[
-    bytes, bytes
-]  #: what stands before and behind the text in an event that carries nothing but text
+NUL = "\0"  #: text that marks where an event is split
+SplitEvent = tuple[bytes, bytes]  #: the bytes before and after the text of an event
 
 
 class ChoiceEvents:
-    """``head``: the fields that all chunks of a stream share. ``continuous``: every chunk brings
-    the usage so far.
+    """The events of one stream.
+
+    Args:
+        head: the fields that all chunks of the stream share.
+        usage: the request's token counts.
+        options: the request's ``stream_options``.
+
+    Attributes:
+        continuous: every chunk has the usage so far.
     """
 
     def __init__(
@@ -33,6 +39,7 @@ class ChoiceEvents:
         self.continuous = options is not None and options.continuous_usage_stats
 
     def of(self, choice: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> bytes:
+        """Return the event of one choice. ``extra``: further fields of the chunk."""
         chunk = {**self._head, "choices": [choice], **(extra or {})}
         if self.continuous:
             chunk["usage"] = self._usage.body()
@@ -40,12 +47,13 @@ class ChoiceEvents:
             chunk["usage"] = None
         return event(chunk)
 
-    def halves(self, choice: Mapping[str, Any]) -> Halves:
-        """The event of ``choice``, whose text is NUL, to be written around the texts of a stream."""
+    def split_at_text(self, choice: Mapping[str, Any]) -> SplitEvent:
+        """Return the bytes before and after the text in the event of ``choice`` (its text is NUL)."""
         before, after = self.of(choice).split(orjson.dumps(NUL))
         return before, after
 
     def end(self) -> bytes:
+        """Return the last events: the usage if it was requested, and ``[DONE]``."""
         if not self._at_end:
             return DONE
         return event({**self._head, "choices": [], "usage": self._usage.body()}) + DONE

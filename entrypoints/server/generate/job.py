@@ -1,4 +1,6 @@
-"""One HTTP request's sequences: run together, merged into one stream, metered, and aborted
+"""The sequences of one HTTP request.
+
+They run together, their deltas are merged into one stream and measured, and they are aborted
 together.
 """
 
@@ -32,12 +34,18 @@ class JobContext(Protocol):
 
 @dataclass
 class Job:
-    """Sequence i is (``prompts[i]``, ``params[i]``), ``params[i].n`` being 1. Times in seconds, 0:
-    none.
+    """The sequences of one HTTP request: sequence i has ``prompts[i]`` and ``params[i]``.
 
-    ``rid`` names the whole request, ``rids`` its sequences when the client named each. ``n``
-    neighbouring sequences
-    share a prompt. ``record``: of the request log; None: the job is not a client's.
+    Attributes:
+        rid: id of the request.
+        prompts: token ids of each sequence's prompt.
+        params: sampling parameters of each sequence, with ``n`` = 1.
+        priority: smaller runs earlier.
+        salt: prefix-cache salt.
+        timeout, queue_timeout: limits in seconds; 0: none.
+        rids: ids of the sequences, if the client gave one for each.
+        n: number of consecutive sequences that share a prompt.
+        record: record in the request log; None: the job was not started by a client.
     """
 
     rid: str
@@ -52,9 +60,14 @@ class Job:
     record: RequestRecord | None = None
 
     async def run(self, context: JobContext) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(sequence, delta) in the order of arrival. Closing it aborts what still runs.
+        """Yield (index of the sequence, delta) in the order of arrival.
 
-        Raises RequestError for a sequence that fails or times out, EngineDead, Unavailable.
+        Closing the generator aborts the sequences that still run.
+
+        Raises:
+            RequestError: a sequence failed or timed out.
+            EngineDead: the engine has stopped.
+            Unavailable: the server accepts no new work.
         """
         context.require_ready()
         with context.jobs:
@@ -66,6 +79,7 @@ class Job:
     async def _sequence(
         self, context: JobContext, index: int
     ) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Yield (index, delta) of one sequence."""
         meter = Meter(context.metrics, self.params[index], self.record)
         last: Delta | None = None
         source = context.client.generate(
@@ -93,6 +107,7 @@ class Job:
         raise EngineDead("the engine ended a sequence without a reason")
 
     async def _merged(self, context: JobContext) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Yield (index, delta) of all sequences, which run in a task each."""
         queue: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(
             maxsize=4 * len(self.prompts)
         )
@@ -121,7 +136,10 @@ class Job:
 
 
 class Jobs:
-    """Counts the jobs in flight, so that draining knows when the last answer has been written."""
+    """The number of jobs in flight.
+
+    A job is counted within the context ``with jobs``. Draining waits until there is none.
+    """
 
     def __init__(self) -> None:
         self.running = 0
@@ -138,7 +156,7 @@ class Jobs:
             self._idle.set()
 
     async def wait_idle(self, seconds: float) -> bool:
-        """False when jobs were still running after ``seconds``."""
+        """Wait until no job runs. Return False if some still run after ``seconds``."""
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
@@ -147,7 +165,10 @@ class Jobs:
 
 
 class Meter:
-    """Times one sequence and counts its tokens. Notes the request's first token in ``record``."""
+    """The times and token counts of one sequence, for the metrics.
+
+    The time of the request's first token is also stored in ``record``.
+    """
 
     __slots__ = ("_arrival", "_first", "_last", "_metrics", "_record", "_tokens")
 
@@ -157,12 +178,14 @@ class Meter:
         self._metrics = metrics
         self._record = record
         self._arrival = time.monotonic()
-        self._first = self._last = 0.0
+        self._first = 0.0
+        self._last = 0.0
         self._tokens = 0
         if params.max_tokens is not None:
             metrics.max_tokens.observe(params.max_tokens)
 
     def observe(self, delta: Delta) -> None:
+        """Count the sequence's next delta."""
         count = len(delta.token_ids)
         if count:
             now = time.monotonic()

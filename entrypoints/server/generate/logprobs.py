@@ -1,4 +1,4 @@
-"""Log-probabilities in the three shapes clients expect: chat, completions, native."""
+"""Log-probabilities in the formats of the chat, completions and native routes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from typing import Any
 from glowplug.core.step.messages import Logprobs
 from glowplug.entrypoints.server.generate.token_names import TokenNames
 
-FLOOR = -9999.0  #: stands for minus infinity, which JSON cannot say
+LOGPROB_MIN = -9999.0  #: replaces minus infinity, which JSON cannot represent
 
 
 def chat_logprobs(
     names: TokenNames, tokens: list[int], scores: Logprobs, top: int, as_ids: bool
 ) -> list[dict[str, Any]]:
-    """Entries of ``choices[].logprobs.content``; ``top`` alternatives a token."""
+    """Return the entries of ``choices[].logprobs.content``.
+
+    Args:
+        names: names and bytes of tokens.
+        tokens: generated token ids.
+        scores: log-probabilities of ``tokens``.
+        top: number of alternatives per token.
+        as_ids: write tokens as ``token_id:N``.
+    """
     return [
         {
             **_entry(names, token, scores.token[i], as_ids),
@@ -29,14 +37,19 @@ def chat_logprobs(
 def _entry(names: TokenNames, token: int, value: float, as_id: bool) -> dict[str, Any]:
     return {
         "token": names.name(token, as_id),
-        "logprob": max(value, FLOOR),
+        "logprob": max(value, LOGPROB_MIN),
         "bytes": list(names.bytes_of(token)),
     }
 
 
 class CompletionLogprobs:
-    """``choices[].logprobs`` of ``/v1/completions``; ``text_offset`` counts characters from
-    ``offset``.
+    """``choices[].logprobs`` of ``/v1/completions``.
+
+    Args:
+        names: names and bytes of tokens.
+        top: number of alternatives per token.
+        as_ids: write tokens as ``token_id:N``.
+        offset: first value of ``text_offset``, in characters.
     """
 
     def __init__(self, names: TokenNames, top: int, as_ids: bool, offset: int = 0) -> None:
@@ -53,18 +66,24 @@ class CompletionLogprobs:
         self._offsets: list[int] = []
 
     def add_prompt(self, tokens: list[int], scores: Logprobs) -> None:
-        """The prompt's tokens: the first has no log-probability, ``scores`` belong to the others."""
+        """Add the prompt's tokens.
+
+        ``scores`` starts at the second token, since the first has no log-probability.
+        """
         self._add(tokens[0], None, None)
         self.add(tokens[1:], scores)
 
     def add(self, tokens: list[int], scores: Logprobs) -> None:
+        """Add tokens with their log-probabilities."""
         for i, token in enumerate(tokens[: len(scores.token)]):
             best = {
-                self._names.name(id, self._as_ids): max(value, FLOOR)
+                self._names.name(id, self._as_ids): max(value, LOGPROB_MIN)
                 for id, value in zip(scores.top_ids[i][: self._top], scores.top[i][: self._top])
             }
-            best.setdefault(self._names.name(token, self._as_ids), max(scores.token[i], FLOOR))
-            self._add(token, max(scores.token[i], FLOOR), best)
+            best.setdefault(
+                self._names.name(token, self._as_ids), max(scores.token[i], LOGPROB_MIN)
+            )
+            self._add(token, max(scores.token[i], LOGPROB_MIN), best)
 
     def _add(self, token: int, value: float | None, best: dict[str, float] | None) -> None:
         self._tokens.append(self._names.name(token, self._as_ids))
@@ -74,7 +93,7 @@ class CompletionLogprobs:
         self._offset += len(self._names.text(token))
 
     def take(self) -> dict[str, Any]:
-        """What was added since the last call."""
+        """Return the tokens that were added since the last call."""
         taken = {
             "tokens": self._tokens,
             "token_logprobs": self._token_logprobs,
@@ -85,21 +104,24 @@ class CompletionLogprobs:
         return taken
 
 
-Native = list[tuple[float | None, int, str | None]]
+NativeLogprobs = list[tuple[float | None, int, str | None]]
 
 
-def native_logprobs(names: TokenNames, tokens: list[int], scores: Logprobs, text: bool) -> Native:
-    """``[logprob, token id, text or null]`` a token."""
+def native_logprobs(
+    names: TokenNames, tokens: list[int], scores: Logprobs, text: bool
+) -> NativeLogprobs:
+    """Return ``[logprob, token id, text or null]`` for each token."""
     return [
-        (max(value, FLOOR), token, names.text(token) if text else None)
+        (max(value, LOGPROB_MIN), token, names.text(token) if text else None)
         for token, value in zip(tokens, scores.token)
     ]
 
 
-def native_top(names: TokenNames, scores: Logprobs, top: int, text: bool) -> list[Native]:
+def native_top(names: TokenNames, scores: Logprobs, top: int, text: bool) -> list[NativeLogprobs]:
+    """Return the ``top`` alternatives of each token, as :func:`native_logprobs` does."""
     return [
         [
-            (max(value, FLOOR), id, names.text(id) if text else None)
+            (max(value, LOGPROB_MIN), id, names.text(id) if text else None)
             for id, value in zip(ids[:top], values[:top])
         ]
         for ids, values in zip(scores.top_ids, scores.top)

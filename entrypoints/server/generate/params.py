@@ -1,5 +1,6 @@
-"""From a request's fields to ``SamplingParams``, and the fields that are refused with a reason
-instead of ignored.
+"""Conversion of a request's fields to ``SamplingParams``.
+
+Known fields that are not supported are refused with a reason, not ignored.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.server.protocol.fields import SamplingFields
 from glowplug.entrypoints.server.protocol.native import NativeSampling
 
-#: Fields of the OpenAI API that change nothing here.
+#: accepted fields of the OpenAI API that have no effect
 IGNORED = frozenset(
     {
         "user",
@@ -35,10 +36,10 @@ IGNORED = frozenset(
 )
 
 _NATIVE = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-_LATER = "is not supported yet; leave it out"
-_NEVER = "is refused: a request cannot bring code or tensors"
+_UNSUPPORTED = "is not supported yet; leave it out"
+_FORBIDDEN = "is refused: a request cannot bring code or tensors"
 
-#: Field -> why it is refused. None, false, "" and empty lists or objects mean "not asked for".
+#: refused field -> reason; None, false, "" and empty lists or objects are accepted
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -48,7 +49,7 @@ REFUSED: Mapping[str, str] = {
             "logits_processors",
             "chat_template",
         ),
-        _NEVER,
+        _FORBIDDEN,
     ),
     **dict.fromkeys(
         (
@@ -82,7 +83,7 @@ REFUSED: Mapping[str, str] = {
             "use_beam_search",
             "web_search_options",
         ),
-        _LATER,
+        _UNSUPPORTED,
     ),
     **dict.fromkeys(
         ("image_data", "audio_data", "video_data", "audio"),
@@ -93,8 +94,10 @@ REFUSED: Mapping[str, str] = {
 
 
 def unknown_fields(extras: Mapping[str, Any]) -> list[str]:
-    """Names in ``extras`` that mean nothing to us. RequestError for one whose meaning we know and
-    cannot give.
+    """Return the names in ``extras`` that are unknown.
+
+    Raises:
+        RequestError: a field is known but not supported.
     """
     for name, value in extras.items():
         if name in REFUSED and value:
@@ -113,7 +116,7 @@ def _check_format(value: Any) -> None:
         return
     if kind in ("json_object", "json_schema", "structural_tag"):
         raise RequestError(
-            f"response_format {kind!r} {_LATER}",
+            f"response_format {kind!r} {_UNSUPPORTED}",
             param="response_format",
             code="unsupported_parameter",
         )
@@ -125,7 +128,7 @@ def _check_format(value: Any) -> None:
 def _check_tool_choice(value: Any) -> None:
     if value not in (None, "none", "auto"):
         raise RequestError(
-            f"tool_choice {_LATER}", param="tool_choice", code="unsupported_parameter"
+            f"tool_choice {_UNSUPPORTED}", param="tool_choice", code="unsupported_parameter"
         )
 
 
@@ -136,8 +139,10 @@ def openai_params(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """One choice's parameters (``n`` is 1). RequestError, with the field's name, for values that
-    contradict.
+    """Return the sampling parameters of one choice (``n`` is 1).
+
+    Raises:
+        RequestError: a value is invalid or contradicts another field.
     """
     if max_tokens is not None and max_tokens < 1:
         raise RequestError("max_tokens must be at least 1", param="max_tokens")
@@ -157,7 +162,10 @@ def openai_params(
 def native_params(
     fields: NativeSampling, *, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    """The same for the native route, whose ``max_new_tokens`` is 128 by default."""
+    """Return the sampling parameters of one sequence of the native route.
+
+    ``max_new_tokens`` is 128 by default.
+    """
     params = SamplingParams(
         max_tokens=128 if fields.max_new_tokens is None else fields.max_new_tokens,
         logprobs=logprobs,
@@ -170,9 +178,12 @@ def native_params(
 
 
 @contextmanager
-def inside(place: str) -> Iterator[None]:
-    """Errors in a field of ``SamplingParams`` name the native route's field, in ``place``; ""
-    leaves them alone.
+def field_errors_at(place: str) -> Iterator[None]:
+    """Rename the field in a RequestError to that of the native route.
+
+    Args:
+        place: path of the sampling parameters in the body, such as "sampling_params.3"; "" leaves
+            errors unchanged.
     """
     try:
         yield
@@ -194,6 +205,7 @@ def inside(place: str) -> Iterator[None]:
 
 
 def _shared(fields: SamplingFields | NativeSampling, min_tokens: int | None) -> dict[str, Any]:
+    """Return the fields of ``SamplingParams`` that both kinds of route share, without None."""
     given = {
         "temperature": fields.temperature,
         "top_p": fields.top_p,
@@ -226,7 +238,11 @@ def _bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
 
 
 def choices(params: SamplingParams, n: int) -> list[SamplingParams]:
-    """``n`` copies; a given seed counts up, so that choices differ and each can be had again alone."""
+    """Return the parameters of ``n`` choices.
+
+    A given seed is incremented for each choice. The choices then differ, and each can be
+    reproduced alone.
+    """
     if params.seed is None:
         return [params] * n
     return [

@@ -1,4 +1,4 @@
-"""From what a request brings (messages, text, token ids) to checked token ids."""
+"""Conversion of messages, texts and token ids of a request to checked token ids."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.protocol.chat import ChatRequest, Message
 from glowplug.entrypoints.server.protocol.completions import MAX_PROMPTS
 
-TAIL = 64  #: characters of the rendered prompt that output parsers see
+PROMPT_TAIL_CHARS = 64  #: last characters of the rendered prompt that output parsers get
 
 
 @dataclass
 class Prompt:
-    """``text`` is what was given or rendered, None when only ids came."""
+    """A prompt. ``text`` is the given or rendered text; None if only ids were given."""
 
     ids: list[int]
     text: str | None = None
 
 
 async def of_completion(context: Context, prompt: Any, add_special_tokens: bool) -> list[Prompt]:
-    """The four shapes of ``prompt``: a text, texts, ids, lists of ids."""
+    """Return the prompts of a completion. ``prompt``: a text, texts, ids, or lists of ids."""
     if prompt is None or prompt == []:
         raise RequestError("prompt is missing or empty", param="prompt")
     if isinstance(prompt, str):
@@ -58,14 +58,14 @@ def _of_ids(ids: list[int]) -> Prompt:
 async def of_native(
     context: Context, text: str | list[str] | None, ids: list[int] | list[list[int]] | None
 ) -> list[Prompt]:
-    """One of ``text`` and ``input_ids``, single or a list."""
+    """Return the prompts of the native route, given as either text or ids, single or as a list."""
     if (text is None) == (ids is None):
         raise RequestError("give either text or input_ids", param="text")
     return await of_completion(context, text if text is not None else ids, True)
 
 
 async def of_chat(context: Context, request: ChatRequest) -> Prompt:
-    """The rendered conversation, or ``input_ids`` as given."""
+    """Return the rendered conversation, or ``input_ids`` as given."""
     if request.input_ids is not None:
         return _of_ids(request.input_ids)
     if request.messages is None:
@@ -99,8 +99,18 @@ async def render(
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
 ) -> Prompt:
-    """Chat template, then token ids, both in the thread pool. RequestError for what is not text or
-    does not render.
+    """Render messages with the chat template and tokenize the result, in the thread pool.
+
+    Args:
+        context: the server's context.
+        messages: the conversation.
+        arguments: keywords for the template.
+        add_generation_prompt: end with the beginning of an assistant's message.
+        continue_final_message: leave the last message open.
+        add_special_tokens: let the tokenizer add its special tokens, such as bos.
+
+    Raises:
+        RequestError: a message has content other than text, or the template failed.
     """
     plain = [_plain(message, i) for i, message in enumerate(messages)]
     context.texts.check_bytes([str(part) for message in plain for part in message.values()])
@@ -122,7 +132,10 @@ async def render(
 
 
 def _plain(message: Message, index: int) -> dict[str, Any]:
-    """A message as templates want it: text content, known keys only, "developer" spelled "system"."""
+    """Return a message for templates.
+
+    Its content is text, unknown keys are dropped, and the role "developer" becomes "system".
+    """
     where = f"messages.{index}.content"
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
@@ -141,6 +154,7 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
 
 
 def _text(message: Message, where: str) -> str | None:
+    """Return the content as one text. ``where``: the field, for errors."""
     content = message.content
     if content is None:
         if message.role == "assistant" and (
@@ -162,8 +176,13 @@ def _text(message: Message, where: str) -> str | None:
 
 
 def template_arguments(request: ChatRequest) -> dict[str, Any]:
-    """Keywords for the chat template: the allow-list, and ``reasoning_effort`` under the names
-    templates know.
+    """Return the keywords for the chat template.
+
+    They are ``chat_template_kwargs`` and ``reasoning_effort``. The latter also sets the keywords
+    ``thinking`` and ``enable_thinking``, of which templates use one or the other.
+
+    Raises:
+        RequestError: a keyword is not in the allow-list, or its value has a wrong type.
     """
     arguments = dict(request.chat_template_kwargs or {})
     for name, value in arguments.items():
@@ -183,18 +202,23 @@ def template_arguments(request: ChatRequest) -> dict[str, Any]:
         arguments.setdefault("thinking", request.reasoning_effort != "none")
     given = [arguments[name] for name in ("thinking", "enable_thinking") if name in arguments]
     if given:
-        arguments["thinking"] = arguments["enable_thinking"] = bool(given[0])
+        arguments["thinking"] = bool(given[0])
+        arguments["enable_thinking"] = bool(given[0])
     return arguments
 
 
 def wanted_thinking(request: ChatRequest) -> bool | None:
-    """Whether the request asks for reasoning; None when it does not say."""
+    """Return whether the request asked for reasoning; None if it did not specify."""
     value = template_arguments(request).get("thinking")
     return None if value is None else bool(value)
 
 
-def room(context: Context, prompt: Prompt) -> int:
-    """Tokens that the context leaves after ``prompt``. RequestError when it leaves none."""
+def remaining_context(context: Context, prompt: Prompt) -> int:
+    """Return the number of tokens of the context that remain after ``prompt``.
+
+    Raises:
+        RequestError: no token remains.
+    """
     length = context.plan.sizes.context_length
     left = length - len(prompt.ids)
     if left < 1:

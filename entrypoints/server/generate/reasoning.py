@@ -1,4 +1,4 @@
-"""Splits one sequence's text into reasoning and content, and counts the tokens of each."""
+"""Splitting of a sequence's text into reasoning and content."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from glowplug.core.protocols import OutputParser, OutputParserFactory, Piece
 from glowplug.entrypoints.front.delta import Delta
 
 
-class Split:
-    """Chains the output parsers of one sequence. Without parsers all text is content."""
+class ReasoningSplitter:
+    """The chain of output parsers of one sequence. Without parsers all text is content.
+
+    Attributes:
+        reasoning_tokens: number of tokens of the reasoning so far.
+    """
 
     __slots__ = ("_in_reasoning", "_parsers", "_undecided", "reasoning_tokens")
 
@@ -24,15 +28,17 @@ class Split:
         self.reasoning_tokens = 0
 
     def feed(self, delta: Delta) -> tuple[str, str]:
-        """Return (new reasoning, new content) of ``delta``; the last delta also brings what parsers
-        had held back.
+        """Return (new reasoning, new content) of ``delta``.
 
-        ValueError for a piece of another kind: the plan admits only parsers that offer kinds which
-        answers carry.
+        With the last delta, the text that parsers held back is returned as well.
+
+        Raises:
+            ValueError: a parser returned a piece of another kind. The plan admits only parsers
+                whose offers name kinds that a response can hold.
         """
         if not self._parsers:
             return "", delta.text
-        pieces = self._through(delta.text, 0) if delta.text else []
+        pieces = self._parse_from(delta.text, 0) if delta.text else []
         if delta.finish_reason is not None:
             pieces += self._flush()
         self._count(pieces, len(delta.token_ids))
@@ -40,13 +46,14 @@ class Split:
         for piece in pieces:
             if piece.kind not in texts:
                 raise ValueError(
-                    f"an output parser made a piece of kind {piece.kind!r}, which its offers do not name"
+                    f"an output parser returned a piece of kind {piece.kind!r}, "
+                    "which its offers do not name"
                 )
             texts[piece.kind].append(piece.text)
         return "".join(texts["reasoning"]), "".join(texts["content"])
 
-    def _through(self, text: str, start: int) -> list[Piece]:
-        """``text`` as content through the parsers from ``start`` on."""
+    def _parse_from(self, text: str, start: int) -> list[Piece]:
+        """Return the pieces of ``text``, as content, after the parsers from index ``start`` on."""
         pieces = [Piece("content", text)]
         for parser in self._parsers[start:]:
             pieces = [
@@ -57,21 +64,28 @@ class Split:
         return pieces
 
     def _flush(self) -> list[Piece]:
+        """Return the pieces that the parsers held back."""
         pieces: list[Piece] = []
         for i, parser in enumerate(self._parsers):
             for piece in parser.finish():
-                pieces += self._through(piece.text, i + 1) if piece.kind == "content" else [piece]
+                pieces += (
+                    self._parse_from(piece.text, i + 1) if piece.kind == "content" else [piece]
+                )
         return pieces
 
     def _count(self, pieces: list[Piece], tokens: int) -> None:
-        """Tokens belong to the kind of text they brought; tokens held back, to what comes out next."""
+        """Count the tokens of a delta as reasoning or content.
+
+        Tokens count for the kind of the first piece that they produced. Tokens without a piece
+        count for the current kind, or before any piece for the kind of the first one.
+        """
         self._undecided += tokens
         if not pieces:
             if self._in_reasoning is not None:
                 self.reasoning_tokens += self._undecided * self._in_reasoning
                 self._undecided = 0
             return
-        mixed_or_reasoning = pieces[0].kind == "reasoning"
-        self.reasoning_tokens += self._undecided * mixed_or_reasoning
+        begins_in_reasoning = pieces[0].kind == "reasoning"
+        self.reasoning_tokens += self._undecided * begins_in_reasoning
         self._undecided = 0
         self._in_reasoning = pieces[-1].kind == "reasoning"

@@ -1,4 +1,4 @@
-"""What the generating routes do alike before they start: headers, names, limits, the job."""
+"""Steps that all generating routes share: request ids, headers, limits and the job."""
 
 from __future__ import annotations
 
@@ -13,46 +13,51 @@ from glowplug.core.errors import RequestError
 from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.generate.job import Job
-from glowplug.entrypoints.server.generate.params import choices, inside, unknown_fields
+from glowplug.entrypoints.server.generate.params import choices, field_errors_at, unknown_fields
 from glowplug.entrypoints.server.generate.prompts import Prompt
 from glowplug.entrypoints.server.protocol.fields import SamplingFields
 from glowplug.entrypoints.server.request_log import RECORD, RequestRecord
 
-MAX_TIMEOUT = 86400.0
-_NAME = re.compile(r"[^A-Za-z0-9_.\-]")
+MAX_TIMEOUT_SECONDS = 86400.0
+_UNSAFE_CHARS = re.compile(r"[^A-Za-z0-9_.\-]")
 
 
 def request_id(request: Request, given: str | None) -> str:
-    """The body's id, else the header's (or the one made for this request)."""
+    """Return the id of the body if given, else that of the header or the generated one."""
     return given or str(request.scope["glowplug.request_id"])
 
 
 def timeout(request: Request, context: Context) -> float:
-    """Seconds this request may take: the smaller of the server's limit and ``X-Request-Timeout``;
-    0: no limit.
+    """Return the time limit of this request in seconds; 0: none.
+
+    It is the smaller of the server's limit and the header ``X-Request-Timeout``.
     """
     limit = context.options.request_timeout
     header = request.headers.get("x-request-timeout")
     if header is None:
         return limit
     try:
-        asked = float(header)
+        requested = float(header)
     except ValueError:
-        asked = math.nan
-    if not 0 < asked <= MAX_TIMEOUT:
+        requested = math.nan
+    if not 0 < requested <= MAX_TIMEOUT_SECONDS:
         raise RequestError(
-            f"X-Request-Timeout must be seconds between 0 and {MAX_TIMEOUT:.0f}",
+            f"X-Request-Timeout must be seconds between 0 and {MAX_TIMEOUT_SECONDS:.0f}",
             param="X-Request-Timeout",
         )
-    return min(asked, limit) if limit else asked
+    return min(requested, limit) if limit else requested
 
 
-def warnings(extras: Mapping[str, Any]) -> dict[str, str]:
-    """A response header that lists fields nobody knows; RequestError for those that are refused."""
+def warning_headers(extras: Mapping[str, Any]) -> dict[str, str]:
+    """Return a response header that lists unknown fields; {} without any.
+
+    Raises:
+        RequestError: a field is known but not supported.
+    """
     unknown = unknown_fields(extras)
     if not unknown:
         return {}
-    names = [_NAME.sub("?", name)[:64] for name in unknown[:16]]
+    names = [_UNSAFE_CHARS.sub("?", name)[:64] for name in unknown[:16]]
     return {"X-Glowplug-Warning": "unknown fields ignored: " + ", ".join(names)}
 
 
@@ -63,8 +68,10 @@ def openai_job(
     prompts: list[Prompt],
     params: list[SamplingParams],
 ) -> Job:
-    """``n`` sequences for each prompt, checked by the engine's front. RequestError when one cannot
-    be served.
+    """Return the checked job of an OpenAI request, with ``n`` sequences for each prompt.
+
+    Raises:
+        RequestError: a sequence cannot be served.
     """
     return make_job(
         request,
@@ -90,20 +97,35 @@ def make_job(
     salt: str = "",
     places: Sequence[str] = ("",),
 ) -> Job:
-    """As :func:`openai_job`, from plain values. ``places``: see ``inside``; one for all, or one for
-    each prompt.
+    """Return a checked job with ``n`` sequences for each prompt.
+
+    Args:
+        request: the HTTP request.
+        context: the server's context.
+        rid: id of the request.
+        prompts: the prompts.
+        params: sampling parameters, one for each prompt.
+        n: sequences per prompt.
+        priority: smaller runs earlier.
+        salt: prefix-cache salt.
+        places: path of the sampling parameters in the body, one for all prompts or one for each;
+            see :func:`field_errors_at`.
+
+    Raises:
+        RequestError: a sequence cannot be served.
+        Unavailable: the server accepts no new work.
     """
     context.require_ready()
     sizes = context.plan.sizes
-    most = min(
-        context.options.max_choices, sizes.max_running + sizes.max_queued
-    )  # more would never find room
-    if n * len(prompts) > most:
+    # more sequences than that never fit at the same time
+    max_sequences = min(context.options.max_choices, sizes.max_running + sizes.max_queued)
+    if n * len(prompts) > max_sequences:
         raise RequestError(
-            f"n x prompts is {n * len(prompts)}, and at most {most} are allowed", param="n"
+            f"n x prompts is {n * len(prompts)}, and at most {max_sequences} are allowed",
+            param="n",
         )
     for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-        with inside(places[min(number, len(places) - 1)]):
+        with field_errors_at(places[min(number, len(places) - 1)]):
             context.client.check_request(prompt.ids, one)
     record: RequestRecord | None = request.scope.get(RECORD)
     if record is not None:

@@ -1,6 +1,4 @@
-"""Tokenising and template rendering: never on the event loop, capped in bytes before and in seconds
-during.
-"""
+"""Tokenizing and template rendering in threads, limited in bytes and in time."""
 
 from __future__ import annotations
 
@@ -13,14 +11,17 @@ from glowplug.core.errors import RequestError, context_exceeded
 from glowplug.core.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-TEXT_SECONDS = 20.0  #: most time one text may take
+TEXT_SECONDS = 20.0  #: time limit of one call
 
 
 class TextWorkers:
     """A small thread pool around the tokenizer.
 
-    ``max_bytes``: most UTF-8 bytes of one request's prompts; ``context``: tokens, which the error
-    for more names.
+    Args:
+        tokenizer: None if the engine runs without one.
+        threads: number of threads.
+        max_bytes: largest UTF-8 size of one request's prompts.
+        context: context length in tokens, for the error of a larger prompt.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class TextWorkers:
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer. RequestError if the engine runs without one."""
         if self._tokenizer is None:
             raise RequestError(
                 "this engine runs without a tokenizer: send input_ids", code="no_tokenizer"
@@ -40,20 +42,28 @@ class TextWorkers:
         return self._tokenizer
 
     async def run(self, work: Callable[[], T]) -> T:
-        """``work()`` in the pool. RequestError when it takes longer than TEXT_SECONDS."""
+        """Run ``work`` in the pool and return its result.
+
+        Raises:
+            RequestError: it takes longer than TEXT_SECONDS.
+        """
         try:
             return await asyncio.wait_for(
                 asyncio.get_running_loop().run_in_executor(self._pool, work), TEXT_SECONDS
             )
         except TimeoutError:
-            # NOTE: a Python thread cannot be killed; the byte cap and the sandbox's limits bound
-            # what it still does.
+            # NOTE: a Python thread cannot be killed. The byte limit and the template sandbox bound
+            # its remaining work.
             raise RequestError(
                 "the prompt took too long to prepare", code="prompt_timeout"
             ) from None
 
     def check_bytes(self, texts: list[str]) -> None:
-        """RequestError when the texts together are past the cap; looks at lengths only."""
+        """Check the total size of the texts. They are encoded only near the limit.
+
+        Raises:
+            RequestError: they are larger than ``max_bytes``.
+        """
         size = sum(len(text) for text in texts)
         if size > self._max_bytes or (
             4 * size > self._max_bytes
@@ -62,11 +72,11 @@ class TextWorkers:
             raise context_exceeded(
                 self._context,
                 f"the prompt is too long: it is larger than {self._max_bytes} bytes, "
-                "the most that this server takes",
+                "the limit of this server",
             )
 
     async def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text."""
+        """Return the token ids of each text."""
         tokenizer = self.tokenizer
         self.check_bytes(texts)
         return await self.run(
@@ -76,10 +86,12 @@ class TextWorkers:
         )
 
     async def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """Return the text of token ids."""
         tokenizer = self.tokenizer
         return await self.run(
             lambda: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         )
 
     def close(self) -> None:
+        """Stop the pool without waiting for calls that still run."""
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,6 +1,4 @@
-"""How single tokens are written in log-probabilities: as text when they are text, else by their
-bytes.
-"""
+"""Names of tokens in log-probabilities: their text, or their bytes if they are not valid UTF-8."""
 
 from __future__ import annotations
 
@@ -8,16 +6,14 @@ from glowplug.core.text.tokenizer import Tokenizer
 
 
 class TokenNames:
-    """Bytes and names of token ids, remembered. Without a tokenizer a token's name is
-    ``token_id:N``.
-    """
+    """Cached bytes and names of token ids. Without a tokenizer a token's name is ``token_id:N``."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes:
-        """The token's own bytes; b"" without a tokenizer."""
+        """Return the token's bytes; b"" without a tokenizer."""
         known = self._bytes.get(token)
         if known is None:
             known = self._tokenizer.token_bytes(token) if self._tokenizer is not None else b""
@@ -25,8 +21,9 @@ class TokenNames:
         return known
 
     def name(self, token: int, as_id: bool = False) -> str:
-        """Text of the token; ``bytes:\\xe2\\x82`` when it is a part of a character; ``token_id:N``
-        if ``as_id``.
+        """Return the token's text.
+
+        It is ``bytes:\\xe2\\x82`` for a part of a character, and ``token_id:N`` if ``as_id``.
         """
         if as_id or self._tokenizer is None:
             return f"token_id:{token}"
@@ -37,5 +34,5 @@ class TokenNames:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def text(self, token: int) -> str:
-        """Text of the token alone, replacement characters included."""
+        """Return the token's text, with replacement characters for invalid UTF-8."""
         return self.bytes_of(token).decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Token counts of one request, as OpenAI's ``usage``."""
+"""Token counts of one request in the format of OpenAI's ``usage``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from glowplug.entrypoints.front.delta import Delta
 
 
 class UsageCount:
-    """``per_prompt``: consecutive sequences that share a prompt; its tokens count once."""
+    """Token counts of one request.
+
+    Args:
+        per_prompt: number of consecutive sequences that share a prompt, whose tokens count once.
+    """
 
     def __init__(self, per_prompt: int) -> None:
         self._per_prompt = per_prompt
@@ -17,13 +21,21 @@ class UsageCount:
         self._output: dict[int, int] = {}
         self._reasoning: dict[int, int] = {}
 
-    def see(
+    def count(
         self,
         sequence: int,
         delta: Delta,
         reasoning_tokens: int = 0,
         output_tokens: int | None = None,
     ) -> None:
+        """Update the counts with a sequence's latest delta.
+
+        Args:
+            sequence: index of the sequence.
+            delta: its latest delta, with counts so far.
+            reasoning_tokens: its reasoning tokens so far.
+            output_tokens: replaces ``delta.output_tokens`` if given.
+        """
         prompt = sequence // self._per_prompt
         self._prompt[prompt] = delta.prompt_tokens
         self._cached[prompt] = max(self._cached.get(prompt, 0), delta.cached_tokens)
@@ -31,6 +43,7 @@ class UsageCount:
         self._reasoning[sequence] = reasoning_tokens
 
     def body(self) -> dict[str, Any]:
+        """Return the ``usage`` object."""
         prompt = sum(self._prompt.values())
         output = sum(self._output.values())
         return {

@@ -8,7 +8,11 @@ from typing import Any
 
 from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.server.context import Context
-from glowplug.entrypoints.server.generate.logprobs import Native, native_logprobs, native_top
+from glowplug.entrypoints.server.generate.logprobs import (
+    NativeLogprobs,
+    native_logprobs,
+    native_top,
+)
 from glowplug.entrypoints.server.protocol.native import GenerateRequest
 
 
@@ -21,10 +25,10 @@ class Output:
     arrival: float = field(default_factory=time.monotonic)
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    scores: Native = field(default_factory=list)
-    top: list[Native] = field(default_factory=list)
-    input_scores: Native | None = None
-    input_top: list[Native] | None = None
+    scores: NativeLogprobs = field(default_factory=list)
+    top: list[NativeLogprobs] = field(default_factory=list)
+    input_scores: NativeLogprobs | None = None
+    input_top: list[NativeLogprobs] | None = None
 
 
 class NativeOutputs:
@@ -67,11 +71,11 @@ class NativeOutputs:
         known = native_logprobs(
             self._names, output.prompt[1:], delta.prompt_logprobs, self._with_text
         )
-        scores: Native = [
+        scores: NativeLogprobs = [
             (None, first, self._names.text(first) if self._with_text else None),
             *known,
         ]
-        top: list[Native] = [
+        top: list[NativeLogprobs] = [
             [],
             *native_top(self._names, delta.prompt_logprobs, self._top, self._with_text),
         ]

@@ -14,8 +14,12 @@ from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.server.context import Context, get_context
 from glowplug.entrypoints.server.generate import prompts
 from glowplug.entrypoints.server.generate.job import Job
-from glowplug.entrypoints.server.generate.params import inside, native_params, unknown_fields
-from glowplug.entrypoints.server.generate.requests import make_job, request_id, warnings
+from glowplug.entrypoints.server.generate.params import (
+    field_errors_at,
+    native_params,
+    unknown_fields,
+)
+from glowplug.entrypoints.server.generate.requests import make_job, request_id, warning_headers
 from glowplug.entrypoints.server.native.answer import NativeOutputs
 from glowplug.entrypoints.server.protocol.native import GenerateRequest, NativeSampling
 from glowplug.entrypoints.server.transport.body import body_of
@@ -35,9 +39,9 @@ async def generate(
 ) -> Response:
     sampling = _sampling(body)
     for place, one in sampling.items():
-        with inside(place):
+        with field_errors_at(place):
             unknown_fields(one.extras())
-    headers = warnings(
+    headers = warning_headers(
         {
             name: value
             for part in (body, *sampling.values())
@@ -102,7 +106,7 @@ def _params(
     start = -1 if body.logprob_start_len is None else body.logprob_start_len
     params = []
     for place, one in sampling.items():
-        with inside(place):
+        with field_errors_at(place):
             params.append(
                 native_params(one, logprobs=top, prompt_logprobs=top if start >= 0 else None)
             )

@@ -11,7 +11,7 @@ from glowplug.core.errors import RequestError
 from glowplug.entrypoints.server.context import Context, get_context
 from glowplug.entrypoints.server.generate import prompts
 from glowplug.entrypoints.server.generate.params import openai_params
-from glowplug.entrypoints.server.generate.requests import openai_job, warnings
+from glowplug.entrypoints.server.generate.requests import openai_job, warning_headers
 from glowplug.entrypoints.server.openai.chat_answer import ChatChunks, WholeChat
 from glowplug.entrypoints.server.protocol.chat import ChatRequest
 from glowplug.entrypoints.server.transport.body import body_of
@@ -30,7 +30,7 @@ async def chat(
     context: Annotated[Context, Depends(get_context)],
 ) -> Response:
     context.check_model(body.model)
-    headers = warnings(body.extras())
+    headers = warning_headers(body.extras())
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     prompt = await prompts.of_chat(context, body)
@@ -59,13 +59,15 @@ async def chat(
 def _default_tokens(context: Context, prompt: prompts.Prompt) -> int | None:
     """None lets the engine use all that the context leaves."""
     default = context.options.default_max_tokens
-    return None if default is None else min(default, prompts.room(context, prompt))
+    return None if default is None else min(default, prompts.remaining_context(context, prompt))
 
 
 async def _tail(context: Context, prompt: prompts.Prompt) -> str:
     """The prompt's last characters, for parsers: a template may end with an opening tag."""
     if prompt.text is not None:
-        return prompt.text[-prompts.TAIL :]
+        return prompt.text[-prompts.PROMPT_TAIL_CHARS :]
     if context.tokenizer is None or not context.parsers:
         return ""
-    return await context.texts.decode(prompt.ids[-prompts.TAIL :], skip_special_tokens=False)
+    return await context.texts.decode(
+        prompt.ids[-prompts.PROMPT_TAIL_CHARS :], skip_special_tokens=False
+    )

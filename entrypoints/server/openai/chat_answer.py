@@ -11,10 +11,10 @@ import orjson
 from glowplug.core.protocols import OutputParserFactory
 from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.server.context import Context
-from glowplug.entrypoints.server.generate.events import NUL, ChoiceEvents, Halves
+from glowplug.entrypoints.server.generate.events import NUL, ChoiceEvents, SplitEvent
 from glowplug.entrypoints.server.generate.logprobs import chat_logprobs
-from glowplug.entrypoints.server.generate.prompts import TAIL, Prompt, wanted_thinking
-from glowplug.entrypoints.server.generate.reasoning import Split
+from glowplug.entrypoints.server.generate.prompts import PROMPT_TAIL_CHARS, Prompt, wanted_thinking
+from glowplug.entrypoints.server.generate.reasoning import ReasoningSplitter
 from glowplug.entrypoints.server.generate.usage import UsageCount
 from glowplug.entrypoints.server.protocol.chat import ChatRequest
 
@@ -39,7 +39,7 @@ class Choice:
     chunk that carries nothing but content.
     """
 
-    split: Split
+    split: ReasoningSplitter
     reasoning: list[str] = field(default_factory=list)
     content: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Choice:
     held: list[str] = field(default_factory=list)
     end: Delta | None = None
     started: bool = False
-    plain: Halves | None = None
+    plain: SplitEvent | None = None
 
 
 class ChatAnswer:
@@ -68,7 +68,10 @@ class ChatAnswer:
         self.request = request
         self.prompt = prompt
         self._context = context
-        self.choices = [Choice(Split(factories, prompt_text[-TAIL:], thinking)) for _ in range(n)]
+        self.choices = [
+            Choice(ReasoningSplitter(factories, prompt_text[-PROMPT_TAIL_CHARS:], thinking))
+            for _ in range(n)
+        ]
         self.usage = UsageCount(n)
         self._top = (request.top_logprobs or 0) if request.logprobs else 0
         self._head = {
@@ -96,7 +99,7 @@ class ChatAnswer:
         choice = self.choices[index]
         reasoning, content = choice.split.feed(delta)
         if self.counts_always or delta.finish_reason is not None:
-            self.usage.see(index, delta, choice.split.reasoning_tokens)
+            self.usage.count(index, delta, choice.split.reasoning_tokens)
         if not self.request.include_reasoning:
             reasoning = ""
         logprobs = None
@@ -205,7 +208,7 @@ class ChatChunks(ChatAnswer):
     def _plain(self, index: int, choice: Choice, content: str) -> bytes:
         """The common chunk, written around its text: all else in it stays the same over a stream."""
         if choice.plain is None:
-            choice.plain = self._events.halves(self._fields(index, {"content": NUL}))
+            choice.plain = self._events.split_at_text(self._fields(index, {"content": NUL}))
         return choice.plain[0] + orjson.dumps(content) + choice.plain[1]
 
     def _first(self, index: int) -> bytes:

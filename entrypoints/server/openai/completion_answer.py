@@ -10,7 +10,7 @@ import orjson
 
 from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.server.context import Context
-from glowplug.entrypoints.server.generate.events import NUL, ChoiceEvents, Halves
+from glowplug.entrypoints.server.generate.events import NUL, ChoiceEvents, SplitEvent
 from glowplug.entrypoints.server.generate.logprobs import CompletionLogprobs
 from glowplug.entrypoints.server.generate.prompts import Prompt
 from glowplug.entrypoints.server.generate.usage import UsageCount
@@ -27,7 +27,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     end: Delta | None = None
     started: bool = False
-    plain: Halves | None = None  #: a chunk that carries nothing but text
+    plain: SplitEvent | None = None  #: a chunk that carries nothing but text
 
 
 class CompletionAnswer:
@@ -83,7 +83,7 @@ class CompletionAnswer:
         choice = self.choices[index]
         text, ids = ("", []) if self._only_prompt else (delta.text, delta.token_ids)
         if self.counts_always or delta.finish_reason is not None:
-            self.usage.see(index, delta, output_tokens=0 if self._only_prompt else None)
+            self.usage.count(index, delta, output_tokens=0 if self._only_prompt else None)
         if choice.logprobs is not None:
             if delta.prompt_logprobs is not None:
                 choice.logprobs.add_prompt(choice.prompt.ids, delta.prompt_logprobs)
@@ -177,7 +177,7 @@ class CompletionChunks(CompletionAnswer):
     def _plain(self, index: int, choice: Choice, text: str) -> bytes:
         """The common chunk, written around its text: all else in it stays the same over a stream."""
         if choice.plain is None:
-            choice.plain = self._events.halves(
+            choice.plain = self._events.split_at_text(
                 {"index": index, "text": NUL, "logprobs": None, "finish_reason": None}
             )
         return choice.plain[0] + orjson.dumps(text) + choice.plain[1]

@@ -12,7 +12,7 @@ from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.server.context import Context, get_context
 from glowplug.entrypoints.server.generate import prompts
 from glowplug.entrypoints.server.generate.params import openai_params
-from glowplug.entrypoints.server.generate.requests import openai_job, warnings
+from glowplug.entrypoints.server.generate.requests import openai_job, warning_headers
 from glowplug.entrypoints.server.openai.completion_answer import CompletionChunks, WholeCompletion
 from glowplug.entrypoints.server.protocol.completions import CompletionRequest
 from glowplug.entrypoints.server.transport.body import body_of
@@ -33,7 +33,7 @@ async def completions(
     context: Annotated[Context, Depends(get_context)],
 ) -> Response:
     context.check_model(body.model)
-    headers = warnings(body.extras())
+    headers = warning_headers(body.extras())
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("best_of must equal n", param="best_of", code="unsupported_parameter")
     if body.max_tokens == 0 and not body.echo:
@@ -57,7 +57,7 @@ async def completions(
 
 
 def _params(context: Context, body: CompletionRequest, prompt: prompts.Prompt) -> SamplingParams:
-    room = prompts.room(context, prompt)
+    room = prompts.remaining_context(context, prompt)
     wanted = body.max_tokens
     if wanted is None:
         wanted = min(context.options.default_max_tokens or DEFAULT_TOKENS, room)
