@@ -22,7 +22,7 @@ from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.routes import ROUTES
 from glowplug.entrypoints.server.transport import auth
 from glowplug.entrypoints.server.transport.body import install_schema
-from glowplug.entrypoints.server.transport.limits import Gate
+from glowplug.entrypoints.server.transport.limits import RequestGate
 from glowplug.entrypoints.server.transport.streaming import json_response
 
 
@@ -88,7 +88,7 @@ def create_app(
             allow_headers=["authorization", "content-type", "x-request-id"],
         )
     app.add_middleware(
-        Gate,
+        RequestGate,
         max_body_bytes=context.options.max_body_bytes,
         metrics=context.metrics,
         log=context.log,

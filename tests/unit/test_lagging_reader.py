@@ -11,7 +11,7 @@ from glowplug.core.errors import EngineDead
 from glowplug.core.step.messages import Logprobs
 from glowplug.entrypoints.front.client import _Mailbox
 from glowplug.entrypoints.front.delta import Delta
-from glowplug.entrypoints.server.transport.streaming import streamed
+from glowplug.entrypoints.server.transport.streaming import event_chunks
 
 
 def delta(count: int, end: str | None = None) -> Delta:
@@ -101,7 +101,7 @@ async def writes(deltas: list[Delta], failure: Exception | None = None) -> list[
 
     found = []
     try:
-        async for data in streamed(source(), Plain()):
+        async for data in event_chunks(source(), Plain()):
             found.append(data)
     except EngineDead:
         found.append(b"FAILED")

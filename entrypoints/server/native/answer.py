@@ -1,4 +1,7 @@
-"""Answers of ``/generate`` in SGLang's shape: a dict a sequence, cumulative when streamed."""
+"""Responses of ``/generate`` in SGLang's format.
+
+Each sequence has a dict. In a stream it is cumulative.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from glowplug.entrypoints.server.protocol.native import GenerateRequest
 
 @dataclass
 class Output:
-    """One sequence so far."""
+    """The output of one sequence so far."""
 
     id: str
     prompt: list[int]
@@ -32,7 +35,11 @@ class Output:
 
 
 class NativeOutputs:
-    """``add`` takes a delta in and returns the sequence's answer so far."""
+    """The outputs of all sequences of one request.
+
+    Attributes:
+        latest: latest response of each sequence.
+    """
 
     def __init__(
         self, context: Context, request: GenerateRequest, ids: list[str], prompts: list[list[int]]
@@ -46,6 +53,7 @@ class NativeOutputs:
         self.latest: list[dict[str, Any]] = [{} for _ in prompts]
 
     def add(self, index: int, delta: Delta) -> dict[str, Any]:
+        """Add a delta of sequence ``index`` and return the sequence's response so far."""
         output = self._outputs[index]
         output.text += delta.text
         output.token_ids += delta.token_ids
@@ -65,7 +73,10 @@ class NativeOutputs:
         return answer
 
     def _take_prompt(self, output: Output, delta: Delta) -> None:
-        """Prompt tokens from ``logprob_start_len`` on; the very first has no log-probability."""
+        """Store the log-probabilities of the prompt from ``logprob_start_len`` on.
+
+        The first token of the prompt has none.
+        """
         assert delta.prompt_logprobs is not None
         first = output.prompt[0]
         known = native_logprobs(
@@ -101,6 +112,7 @@ class NativeOutputs:
 
 
 def _finish(delta: Delta) -> dict[str, Any] | None:
+    """Return SGLang's ``finish_reason`` object; None while the sequence runs."""
     if delta.finish_reason is None:
         return None
     if delta.finish_reason == "length":

@@ -1,4 +1,4 @@
-"""``POST /generate``: the native route, in SGLang's shape."""
+"""``POST /generate``, the native route, in SGLang's format."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from glowplug.entrypoints.server.transport.body import body_of
 from glowplug.entrypoints.server.transport.streaming import (
     DONE,
     EventStream,
+    cancel_on_disconnect,
     event,
     json_response,
-    unless_gone,
 )
 
 
@@ -37,7 +37,8 @@ async def generate(
     body: Annotated[GenerateRequest, Depends(body_of(GenerateRequest))],
     context: Annotated[Context, Depends(get_context)],
 ) -> Response:
-    sampling = _sampling(body)
+    """Generate from texts or token ids."""
+    sampling = _sampling_by_place(body)
     for place, one in sampling.items():
         with field_errors_at(place):
             unknown_fields(one.extras())
@@ -63,26 +64,32 @@ async def generate(
         salt=body.cache_salt or "",
         places=list(sampling),
     )
-    names = _names(job, body)
+    names = _sequence_ids(job, body)
     job.rids = names if isinstance(body.rid, list) else None
     outputs = NativeOutputs(context, body, names, job.prompts)
     single = n == 1 and _is_single(body)
     if body.stream:
         source = _stream(context, job, outputs, single)
         return EventStream(source, context.metrics, context.options.stall_timeout, headers)
-    answers = await unless_gone(request, context.metrics, _whole(context, job, outputs))
+    answers = await cancel_on_disconnect(request, context.metrics, _collect(context, job, outputs))
     return json_response(answers[0] if single else answers, headers)
 
 
 def _is_single(body: GenerateRequest) -> bool:
-    """One text or one list of ids asks for one object, a list of them for a list."""
+    """Return whether the request has a single prompt.
+
+    The response is then one object, otherwise a list.
+    """
     if body.text is not None:
         return isinstance(body.text, str)
     return bool(body.input_ids) and isinstance(body.input_ids[0], int)  # type: ignore[index]
 
 
-def _sampling(body: GenerateRequest) -> dict[str, NativeSampling]:
-    """By place in the body: "sampling_params", or "sampling_params.3" of a list."""
+def _sampling_by_place(body: GenerateRequest) -> dict[str, NativeSampling]:
+    """Return the sampling parameters by their path in the body.
+
+    The path is "sampling_params", or for a list "sampling_params.3" and so on.
+    """
     given = body.sampling_params
     if not isinstance(given, list):
         return {"sampling_params": NativeSampling.model_validate({}) if given is None else given}
@@ -97,7 +104,7 @@ def _sampling(body: GenerateRequest) -> dict[str, NativeSampling]:
 def _params(
     body: GenerateRequest, sampling: Mapping[str, NativeSampling], given: list[prompts.Prompt]
 ) -> list[SamplingParams]:
-    """One a prompt; those of a single place are every prompt's."""
+    """Return the sampling parameters of each prompt. A single set applies to all prompts."""
     if len(sampling) not in (1, len(given)):
         raise RequestError(
             f"{len(given)} prompts but {len(sampling)} sampling_params", param="sampling_params"
@@ -113,8 +120,11 @@ def _params(
     return params * len(given) if len(params) == 1 else params
 
 
-def _names(job: Job, body: GenerateRequest) -> list[str]:
-    """The id each answer carries: the request's, numbered when it has several sequences."""
+def _sequence_ids(job: Job, body: GenerateRequest) -> list[str]:
+    """Return the id of each sequence.
+
+    It is the request's id, with a number appended if there are several sequences.
+    """
     count = len(job.prompts)
     if isinstance(body.rid, list):
         if len(body.rid) != count:
@@ -123,7 +133,8 @@ def _names(job: Job, body: GenerateRequest) -> list[str]:
     return [job.rid] if count == 1 else [f"{job.rid}-{i}" for i in range(count)]
 
 
-async def _whole(context: Context, job: Job, outputs: NativeOutputs) -> list[dict[str, Any]]:
+async def _collect(context: Context, job: Job, outputs: NativeOutputs) -> list[dict[str, Any]]:
+    """Run the job to its end and return the response of each sequence."""
     async with aclosing(job.run(context)) as source:
         async for index, delta in source:
             outputs.add(index, delta)
@@ -133,6 +144,7 @@ async def _whole(context: Context, job: Job, outputs: NativeOutputs) -> list[dic
 async def _stream(
     context: Context, job: Job, outputs: NativeOutputs, single: bool
 ) -> AsyncGenerator[bytes, None]:
+    """Yield an event for each delta. ``single``: events have no ``index``."""
     async with aclosing(job.run(context)) as source:
         async for index, delta in source:
             if delta.text or delta.token_ids or delta.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, and the model list."""
+"""Routes of the tokenizer (``/tokenize``, ``/detokenize``, ``/tokenizer_info``) and of the models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Server = Annotated[Context, Depends(get_context)]
 async def tokenize(
     body: Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest))], context: Server
 ) -> Response:
-    """Token ids of a prompt or of a rendered conversation."""
+    """Return the token ids of a prompt or of a rendered conversation."""
     context.check_model(body.model)
     ids = await _tokens(context, body)
     answer: dict[str, Any] = {
@@ -52,7 +52,7 @@ async def _tokens(context: Context, body: TokenizeRequest) -> list[int]:
 async def detokenize(
     body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))], context: Server
 ) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     context.check_model(body.model)
     vocab = context.plan.facts.model.vocab_size
     if body.tokens and max(body.tokens) >= vocab:
@@ -70,15 +70,15 @@ async def detokenize(
 
 
 async def tokenizer_info(context: Server) -> Response:
-    """What tokenizer_config.json says, the chat template in use included; no files and no folders."""
+    """Return tokenizer_config.json's settings and the chat template in use, without any paths."""
     if not context.options.tokenizer_info:
         raise RequestError(
             "tokenizer information is switched off (server.tokenizer_info)",
             status=404,
             code="tokenizer_info_off",
         )
-    # NOTE: the class that reads a tokenizer.json in transformers, for clients that build a
-    # tokenizer of their own.
+    # NOTE: ``tokenizer_class`` is the class of transformers that reads a tokenizer.json, for clients
+    # that create their own tokenizer.
     return json_response(
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -89,11 +89,12 @@ async def tokenizer_info(context: Server) -> Response:
 
 
 async def models(context: Server) -> Response:
-    """The one model that is served."""
+    """Return the list of models, which has the served model only."""
     return json_response({"object": "list", "data": [_card(context)]})
 
 
 async def model(model: str, context: Server) -> Response:
+    """Return the served model. The status is 404 for any other name."""
     context.check_model(model)
     return json_response(_card(context))
 

@@ -17,10 +17,10 @@ from glowplug.entrypoints.server.protocol.chat import ChatRequest
 from glowplug.entrypoints.server.transport.body import body_of
 from glowplug.entrypoints.server.transport.streaming import (
     EventStream,
-    collected,
+    cancel_on_disconnect,
+    collect_body,
+    event_chunks,
     json_response,
-    streamed,
-    unless_gone,
 )
 
 
@@ -29,41 +29,48 @@ async def chat(
     body: Annotated[ChatRequest, Depends(body_of(ChatRequest))],
     context: Annotated[Context, Depends(get_context)],
 ) -> Response:
+    """Generate the assistant's next message."""
     context.check_model(body.model)
     headers = warning_headers(body.extras())
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     prompt = await prompts.of_chat(context, body)
     wanted = (
-        body.wanted_tokens if body.wanted_tokens is not None else _default_tokens(context, prompt)
+        body.wanted_tokens
+        if body.wanted_tokens is not None
+        else _default_max_tokens(context, prompt)
     )
     params = openai_params(
         body, max_tokens=wanted, logprobs=(body.top_logprobs or 0) if body.logprobs else None
     )
     job = openai_job(request, context, body, [prompt], [params])
-    tail = await _tail(context, prompt)
+    tail = await _prompt_tail(context, prompt)
     if body.stream:
         chunks = ChatChunks(context, body, prompt, job.rid, tail)
         return EventStream(
-            streamed(job.run(context), chunks),
+            event_chunks(job.run(context), chunks),
             context.metrics,
             context.options.stall_timeout,
             headers,
         )
     whole = WholeChat(context, body, prompt, job.rid, tail)
     return json_response(
-        await unless_gone(request, context.metrics, collected(job.run(context), whole)), headers
+        await cancel_on_disconnect(request, context.metrics, collect_body(job.run(context), whole)),
+        headers,
     )
 
 
-def _default_tokens(context: Context, prompt: prompts.Prompt) -> int | None:
-    """None lets the engine use all that the context leaves."""
+def _default_max_tokens(context: Context, prompt: prompts.Prompt) -> int | None:
+    """Return the configured output limit; None: the engine generates up to the context length."""
     default = context.options.default_max_tokens
     return None if default is None else min(default, prompts.remaining_context(context, prompt))
 
 
-async def _tail(context: Context, prompt: prompts.Prompt) -> str:
-    """The prompt's last characters, for parsers: a template may end with an opening tag."""
+async def _prompt_tail(context: Context, prompt: prompts.Prompt) -> str:
+    """Return the prompt's last characters for the output parsers.
+
+    A template may end with an opening tag.
+    """
     if prompt.text is not None:
         return prompt.text[-prompts.PROMPT_TAIL_CHARS :]
     if context.tokenizer is None or not context.parsers:

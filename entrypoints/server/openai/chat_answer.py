@@ -1,4 +1,4 @@
-"""Chat answers, whole or in chunks, from the deltas of their sequences."""
+"""Chat responses, whole or in chunks, built from the deltas of their sequences."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from glowplug.entrypoints.server.generate.usage import UsageCount
 from glowplug.entrypoints.server.protocol.chat import ChatRequest
 
 
-def ending(context: Context, delta: Delta) -> dict[str, Any]:
-    """How a choice ended: OpenAI's field, then vLLM's ``stop_reason`` (None for eos) and SGLang's
+def ending_fields(context: Context, delta: Delta) -> dict[str, Any]:
+    """Return the fields on how a choice ended.
+
+    They are OpenAI's ``finish_reason``, vLLM's ``stop_reason`` (None for eos) and SGLang's
     ``matched_stop``.
     """
     matched = delta.stop_reason
@@ -33,10 +35,15 @@ def ending(context: Context, delta: Delta) -> dict[str, Any]:
 
 @dataclass
 class Choice:
-    """One sequence so far.
+    """The output of one sequence so far.
 
-    ``held``: reasoning kept back until it is complete (``stream_reasoning: false``). ``plain``: a
-    chunk that carries nothing but content.
+    Attributes:
+        split: splits text into reasoning and content.
+        reasoning, content, logprobs, token_ids: output so far, for a whole response.
+        held: reasoning held back until it is complete (``stream_reasoning: false``).
+        end: the last delta.
+        started: the first chunk was sent.
+        plain: the event of a chunk with nothing but content.
     """
 
     split: ReasoningSplitter
@@ -51,8 +58,10 @@ class Choice:
 
 
 class ChatAnswer:
-    """State of one request that both forms share. ``counts_always``: usage is wanted before a
-    sequence has ended.
+    """The base class of whole and streamed responses.
+
+    Attributes:
+        counts_always: usage is needed after every delta, not only at the end of a sequence.
     """
 
     counts_always = False
@@ -83,7 +92,7 @@ class ChatAnswer:
 
     @property
     def echoed(self) -> str:
-        """What ``echo`` puts before the answer: a last message of the assistant's own."""
+        """The text that ``echo`` puts before the response: a last message of the assistant, else ""."""
         messages = self.request.messages
         if not self.request.echo or not messages or messages[-1].role != "assistant":
             return ""
@@ -95,7 +104,11 @@ class ChatAnswer:
         )
 
     def take(self, index: int, delta: Delta) -> tuple[str, str, list[dict[str, Any]] | None]:
-        """(reasoning, content, logprobs) that ``delta`` adds to choice ``index``; counts usage."""
+        """Count a delta and return what it adds to choice ``index``.
+
+        Returns:
+            New reasoning, new content and log-probabilities (None if not requested).
+        """
         choice = self.choices[index]
         reasoning, content = choice.split.feed(delta)
         if self.counts_always or delta.finish_reason is not None:
@@ -123,9 +136,10 @@ class ChatAnswer:
 
 
 class WholeChat(ChatAnswer):
-    """Collects; ``body`` is the ``chat.completion`` object."""
+    """A whole chat response, collected from deltas."""
 
     def add(self, index: int, delta: Delta) -> None:
+        """Add a delta of choice ``index``."""
         reasoning, content, logprobs = self.take(index, delta)
         choice = self.choices[index]
         choice.reasoning.append(reasoning)
@@ -134,6 +148,7 @@ class WholeChat(ChatAnswer):
         choice.token_ids += delta.token_ids
 
     def body(self) -> dict[str, Any]:
+        """Return the ``chat.completion`` object."""
         body = {
             **self._head,
             "object": "chat.completion",
@@ -154,7 +169,7 @@ class WholeChat(ChatAnswer):
             "index": index,
             "message": message,
             "logprobs": logprobs,
-            **ending(self._context, choice.end),
+            **ending_fields(self._context, choice.end),
         }
         if self.request.return_token_ids:
             out["token_ids"] = choice.token_ids
@@ -162,7 +177,7 @@ class WholeChat(ChatAnswer):
 
 
 class ChatChunks(ChatAnswer):
-    """Turns each delta into the bytes of its events; ``end`` gives the usage and ``[DONE]``."""
+    """A streamed chat response. ``end`` returns the usage and ``[DONE]``."""
 
     def __init__(
         self, context: Context, request: ChatRequest, prompt: Prompt, rid: str, prompt_text: str
@@ -175,7 +190,7 @@ class ChatChunks(ChatAnswer):
         self.end = self._events.end
 
     def add(self, index: int, delta: Delta) -> bytes:
-        """Events of one step of one choice, as one write; b"" when there is nothing to show yet."""
+        """Return the events of a delta of choice ``index``; b"" if there is nothing to send yet."""
         choice = self.choices[index]
         reasoning, content, logprobs = self.take(index, delta)
         parts: list[bytes] = []
@@ -201,23 +216,28 @@ class ChatChunks(ChatAnswer):
             parts.append(self._plain(index, choice, content))
         if delta.finish_reason is not None:
             parts.append(
-                self._events.of({**self._fields(index, {}), **ending(self._context, delta)})
+                self._events.of({**self._fields(index, {}), **ending_fields(self._context, delta)})
             )
         return b"".join(parts)
 
     def _plain(self, index: int, choice: Choice, content: str) -> bytes:
-        """The common chunk, written around its text: all else in it stays the same over a stream."""
+        """Return the event of a chunk with nothing but content.
+
+        Only its text changes within a stream, so the rest is serialised once.
+        """
         if choice.plain is None:
             choice.plain = self._events.split_at_text(self._fields(index, {"content": NUL}))
         return choice.plain[0] + orjson.dumps(content) + choice.plain[1]
 
     def _first(self, index: int) -> bytes:
+        """Return the event of the first chunk, with the role."""
         fields = {"role": "assistant", "content": self.echoed}
         extra = {"prompt_token_ids": self.prompt.ids} if self.request.return_token_ids else None
         return self._events.of(self._fields(index, fields), extra)
 
     @staticmethod
     def _hold(choice: Choice, reasoning: str, complete: bool) -> str:
+        """Hold reasoning back, and return all of it once it is complete."""
         choice.held.append(reasoning)
         if not complete:
             return ""

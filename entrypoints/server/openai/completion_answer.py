@@ -1,4 +1,4 @@
-"""Completion answers, whole or in chunks, from the deltas of their sequences."""
+"""Completion responses, whole or in chunks, built from the deltas of their sequences."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from glowplug.entrypoints.server.generate.events import NUL, ChoiceEvents, Split
 from glowplug.entrypoints.server.generate.logprobs import CompletionLogprobs
 from glowplug.entrypoints.server.generate.prompts import Prompt
 from glowplug.entrypoints.server.generate.usage import UsageCount
-from glowplug.entrypoints.server.openai.chat_answer import ending
+from glowplug.entrypoints.server.openai.chat_answer import ending_fields
 from glowplug.entrypoints.server.protocol.completions import CompletionRequest
 
 
 @dataclass
 class Choice:
+    """The output of one sequence so far. ``echoed``: the prompt as text with ``echo``, else ""."""
+
     prompt: Prompt
     echoed: str
     logprobs: CompletionLogprobs | None
@@ -27,15 +29,22 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     end: Delta | None = None
     started: bool = False
-    plain: SplitEvent | None = None  #: a chunk that carries nothing but text
+    plain: SplitEvent | None = None  #: the event of a chunk with nothing but text
 
 
 class CompletionAnswer:
-    """State of one request. ``echoed[i]`` is prompt i as text; with ``max_tokens`` 0 only that is
-    shown.
+    """The base class of whole and streamed responses. Choice ``p * n + i`` is the i-th of prompt p.
 
-    Choice ``p * n + i`` is the i-th of prompt p. ``counts_always``: usage is wanted before a
-    sequence has ended.
+    Args:
+        context: the server's context.
+        request: the request body.
+        prompts: the prompts.
+        echoed: each prompt as text, or "" without ``echo``. It is the only text of the response if
+            ``max_tokens`` is 0.
+        rid: id of the request.
+
+    Attributes:
+        counts_always: usage is needed after every delta, not only at the end of a sequence.
     """
 
     counts_always = False
@@ -77,8 +86,10 @@ class CompletionAnswer:
         return Choice(prompt, text, logprobs)
 
     def take(self, index: int, delta: Delta) -> tuple[str, list[int]]:
-        """(text, token ids) that ``delta`` adds to choice ``index``; counts usage, collects
-        log-probabilities.
+        """Count a delta, collect its log-probabilities, and return what it adds.
+
+        Returns:
+            New text and token ids of choice ``index``.
         """
         choice = self.choices[index]
         text, ids = ("", []) if self._only_prompt else (delta.text, delta.token_ids)
@@ -97,23 +108,27 @@ class CompletionAnswer:
         return text, ids
 
     def _ending(self, delta: Delta) -> dict[str, Any]:
-        """The token that was computed only to score the prompt ends nothing: the length asked for
-        (0) was reached.
+        """Return the fields on how a choice ended.
+
+        With ``max_tokens`` 0 the reason is "length", whatever token was generated to score the
+        prompt.
         """
         if self._only_prompt:
             return {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
-        return ending(self._context, delta)
+        return ending_fields(self._context, delta)
 
 
 class WholeCompletion(CompletionAnswer):
-    """Collects; ``body`` is the ``text_completion`` object."""
+    """A whole completion response, collected from deltas."""
 
     def add(self, index: int, delta: Delta) -> None:
+        """Add a delta of choice ``index``."""
         text, ids = self.take(index, delta)
         self.choices[index].text.append(text)
         self.choices[index].token_ids += ids
 
     def body(self) -> dict[str, Any]:
+        """Return the ``text_completion`` object."""
         return {
             **self._head,
             "choices": [self._body(i, choice) for i, choice in enumerate(self.choices)],
@@ -129,12 +144,13 @@ class WholeCompletion(CompletionAnswer):
             **self._ending(choice.end),
         }
         if self.request.return_token_ids:
-            out["token_ids"], out["prompt_token_ids"] = choice.token_ids, choice.prompt.ids
+            out["token_ids"] = choice.token_ids
+            out["prompt_token_ids"] = choice.prompt.ids
         return out
 
 
 class CompletionChunks(CompletionAnswer):
-    """Turns each delta into the bytes of its event; ``end`` gives the usage and ``[DONE]``."""
+    """A streamed completion response. ``end`` returns the usage and ``[DONE]``."""
 
     def __init__(
         self,
@@ -150,6 +166,7 @@ class CompletionChunks(CompletionAnswer):
         self.end = self._events.end
 
     def add(self, index: int, delta: Delta) -> bytes:
+        """Return the event of a delta of choice ``index``; b"" if there is nothing to send yet."""
         choice = self.choices[index]
         first = not choice.started
         text, ids = self.take(index, delta)
@@ -175,7 +192,10 @@ class CompletionChunks(CompletionAnswer):
         return self._events.of(body)
 
     def _plain(self, index: int, choice: Choice, text: str) -> bytes:
-        """The common chunk, written around its text: all else in it stays the same over a stream."""
+        """Return the event of a chunk with nothing but text.
+
+        Only its text changes within a stream, so the rest is serialised once.
+        """
         if choice.plain is None:
             choice.plain = self._events.split_at_text(
                 {"index": index, "text": NUL, "logprobs": None, "finish_reason": None}

@@ -18,13 +18,13 @@ from glowplug.entrypoints.server.protocol.completions import CompletionRequest
 from glowplug.entrypoints.server.transport.body import body_of
 from glowplug.entrypoints.server.transport.streaming import (
     EventStream,
-    collected,
+    cancel_on_disconnect,
+    collect_body,
+    event_chunks,
     json_response,
-    streamed,
-    unless_gone,
 )
 
-DEFAULT_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16  #: default of ``max_tokens``, as in OpenAI's API
 
 
 async def completions(
@@ -32,6 +32,7 @@ async def completions(
     body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest))],
     context: Annotated[Context, Depends(get_context)],
 ) -> Response:
+    """Complete texts or token ids."""
     context.check_model(body.model)
     headers = warning_headers(body.extras())
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -45,14 +46,15 @@ async def completions(
     if body.stream:
         chunks = CompletionChunks(context, body, given, echoed, job.rid)
         return EventStream(
-            streamed(job.run(context), chunks),
+            event_chunks(job.run(context), chunks),
             context.metrics,
             context.options.stall_timeout,
             headers,
         )
     whole = WholeCompletion(context, body, given, echoed, job.rid)
     return json_response(
-        await unless_gone(request, context.metrics, collected(job.run(context), whole)), headers
+        await cancel_on_disconnect(request, context.metrics, collect_body(job.run(context), whole)),
+        headers,
     )
 
 
@@ -60,8 +62,8 @@ def _params(context: Context, body: CompletionRequest, prompt: prompts.Prompt) -
     room = prompts.remaining_context(context, prompt)
     wanted = body.max_tokens
     if wanted is None:
-        wanted = min(context.options.default_max_tokens or DEFAULT_TOKENS, room)
-    # NOTE: scoring a prompt still takes a step, whose token is not shown.
+        wanted = min(context.options.default_max_tokens or DEFAULT_MAX_TOKENS, room)
+    # NOTE: scoring a prompt generates one token, which is not returned if max_tokens is 0.
     scored = body.logprobs if body.echo and body.logprobs is not None else None
     return openai_params(
         body, max_tokens=max(1, wanted), logprobs=body.logprobs, prompt_logprobs=scored
@@ -71,7 +73,7 @@ def _params(context: Context, body: CompletionRequest, prompt: prompts.Prompt) -
 async def _echoed(
     context: Context, body: CompletionRequest, given: list[prompts.Prompt]
 ) -> list[str]:
-    """Each prompt as text when ``echo`` asks for it."""
+    """Return each prompt as text; "" without ``echo``."""
     if not body.echo:
         return [""] * len(given)
     return [

@@ -1,3 +1,4 @@
-"""Request and response bodies as pydantic models: every number has bounds, every model is in
-``/openapi.json``.
+"""pydantic models of request and response bodies.
+
+Every number has bounds, and every model is in ``/openapi.json``.
 """

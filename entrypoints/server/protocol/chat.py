@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: what comes in."""
+"""Request body of ``/v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 class ContentPart(Body):
-    """One part of a message. Only ``type: "text"`` is taken."""
+    """One part of a message. Only ``type: "text"`` is accepted."""
 
     type: str
     text: str | None = None
 
 
 class Message(Body):
-    """One turn. ``reasoning_content`` and ``reasoning`` are the same thing under two names."""
+    """One message. ``reasoning`` is another name of ``reasoning_content``."""
 
     role: Role
     content: str | Annotated[list[ContentPart], Field(max_length=4096)] | None = None
@@ -42,7 +42,7 @@ class ChatRequest(SamplingFields):
         None, description="the conversation; required unless input_ids is given"
     )
     input_ids: TokenIds | None = Field(
-        None, description="a rendered and tokenised prompt, in place of messages"
+        None, description="token ids of a rendered prompt, instead of messages"
     )
     max_completion_tokens: MaxTokens | None = None
     max_tokens: MaxTokens | None = Field(None, description="older name of max_completion_tokens")
@@ -57,14 +57,17 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: Bool | None = None
     continue_final_message: Bool = False
     separate_reasoning: Bool = Field(
-        True, description="reasoning in its own field; false leaves it in content"
+        True, description="return reasoning in its own field; false: leave it in content"
     )
-    stream_reasoning: Bool = Field(True, description="false: reasoning arrives in one piece")
-    include_reasoning: Bool = Field(True, description="false: reasoning is left out of the answer")
+    stream_reasoning: Bool = Field(
+        True, description="false: send reasoning in one piece when it is complete"
+    )
+    include_reasoning: Bool = Field(True, description="false: omit reasoning from the response")
     echo: Bool = False
 
     @property
     def wanted_tokens(self) -> int | None:
+        """The requested output limit in tokens; None if not given."""
         return (
             self.max_completion_tokens
             if self.max_completion_tokens is not None

@@ -1,4 +1,4 @@
-"""``/v1/completions``: what comes in."""
+"""Request body of ``/v1/completions``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from glowplug.entrypoints.server.protocol.fields import (
     TokenIds,
 )
 
-MAX_PROMPTS = 256
+MAX_PROMPTS = 256  #: prompts in one request
 
 
 class CompletionRequest(SamplingFields):

@@ -1,4 +1,4 @@
-"""Field types and the sampling fields that the OpenAI routes share."""
+"""Field types, and the sampling fields shared by the OpenAI routes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from glowplug.core.step.request import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 
 INT32 = (1 << 31) - 1
-MAX_TOKENS_FIELD = INT32
-MAX_IDS = 4 << 20  #: token ids in one request, before the context length is looked at
+MAX_TOKENS_LIMIT = INT32
+MAX_IDS = 4 << 20  #: token ids in one prompt; the context length is checked later
 
-# NOTE: strict numbers: pydantic would otherwise turn "1" and true into 1. An integer is a valid
-# float.
+# NOTE: numbers are strict because pydantic would otherwise convert "1" and true to 1. A strict float
+# still accepts integers.
 Int = Annotated[int, Field(strict=True)]
 Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Bool = Annotated[bool, Field(strict=True)]
@@ -22,31 +22,29 @@ TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS)]
 StopStrings = str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._:\-]+$")]
 
-MaxTokens = Annotated[int, Field(strict=True, ge=0, le=MAX_TOKENS_FIELD)]
+MaxTokens = Annotated[int, Field(strict=True, ge=0, le=MAX_TOKENS_LIMIT)]
 Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)]
 
 
 class Body(BaseModel):
-    """Base of request bodies. Unknown fields are kept apart, so that they can be reported and not
-    silently lost.
-    """
+    """The base class of request bodies. Unknown fields are kept, so that they can be reported."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     def extras(self) -> dict[str, Any]:
-        """Fields of the body that this model does not declare."""
+        """Return the body's fields that this model does not declare."""
         return self.model_extra or {}
 
 
 class StreamOptions(Body):
-    include_usage: Bool = Field(False, description="a last chunk with the usage and no choices")
-    continuous_usage_stats: Bool = Field(False, description="the usage so far in every chunk")
+    include_usage: Bool = Field(
+        False, description="send a last chunk with the usage and no choices"
+    )
+    continuous_usage_stats: Bool = Field(False, description="send the usage so far in every chunk")
 
 
 class SamplingFields(Body):
-    """How tokens are chosen and when generation ends; one meaning on every OpenAI route. None: the
-    default.
-    """
+    """Sampling and stopping fields shared by the OpenAI routes. None: the default."""
 
     temperature: Annotated[Float, Field(ge=0.0, le=100.0)] | None = Field(
         None, description="0 is greedy; default 1"
@@ -58,11 +56,11 @@ class SamplingFields(Body):
     frequency_penalty: Annotated[Float, Field(ge=-2.0, le=2.0)] | None = None
     repetition_penalty: Annotated[Float, Field(gt=0.0, le=100.0)] | None = None
     logit_bias: dict[str, Annotated[Float, Field(ge=-100.0, le=100.0)]] | None = Field(
-        None, max_length=1024, description="token id (as a string) to bias"
+        None, max_length=1024, description="bias by token id (a string)"
     )
     seed: Annotated[Int, Field(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     n: Annotated[Int, Field(ge=1, le=MAX_N)] | None = Field(
-        None, description="choices a prompt; default 1"
+        None, description="choices per prompt; default 1"
     )
     stop: StopStrings = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
@@ -79,8 +77,8 @@ class SamplingFields(Body):
         None, description="smaller runs earlier"
     )
     request_id: RequestId | None = None
-    rid: RequestId | None = Field(None, description="the same as request_id")
+    rid: RequestId | None = Field(None, description="alias of request_id")
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
-        None, description="requests share cached prefixes only under equal salts"
+        None, description="requests share cached prefixes only if their salts are equal"
     )
     model: Annotated[str, Field(max_length=512)] | None = None

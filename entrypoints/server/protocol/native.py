@@ -1,4 +1,4 @@
-"""``/generate`` and the text routes: what comes in. Field names follow SGLang's."""
+"""Request bodies of ``/generate``, the text routes and operations, with SGLang's field names."""
 
 from __future__ import annotations
 

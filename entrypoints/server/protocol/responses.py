@@ -1,5 +1,6 @@
-"""What goes out, as models: for ``/openapi.json`` only. The server writes these shapes directly
-with orjson.
+"""Models of response bodies, for ``/openapi.json`` only.
+
+The server writes these bodies directly with orjson.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class Detokenized(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """Further special tokens (``unk_token``, ...) come under their own names."""
+    """Settings of the tokenizer. Other special tokens (``unk_token``, ...) are further fields."""
 
     tokenizer_class: str
     bos_token: str | None
@@ -161,7 +162,7 @@ class Done(BaseModel):
 
 
 class AnyGenerated(RootModel[Generated | list[Generated]]):
-    """One object for one sequence, a list for several."""
+    """The response of ``/generate``: an object for one sequence, a list for several."""
 
 
 class Version(BaseModel):

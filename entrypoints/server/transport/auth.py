@@ -1,7 +1,7 @@
-"""Who may call what: one dependency on every route, deny by default.
+"""Authentication: one dependency on every route; routes that are not listed need a key.
 
-It goes by the path that the router matched, never by a URL rebuilt from the ``Host`` header
-(CVE-2026-48710).
+The level depends on the path that the router matched, never on a URL rebuilt from the ``Host``
+header (CVE-2026-48710).
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ def _digest(text: str) -> bytes:
 
 
 class Authoriser:
-    """Three levels: open routes, routes for clients (``api_key``), routes for operators
-    (``admin_api_key``).
+    """The check of API keys, with three levels of routes.
 
-    The admin key opens everything; without one, ``api_key`` opens the admin routes too; without any
-    key all is open.
+    Open routes need no key, client routes ``api_key``, admin routes ``admin_api_key``. The admin
+    key is valid for all routes. If it is not set, ``api_key`` is valid for admin routes too. If no
+    key is set, all routes are open.
     """
 
     def __init__(self, options: ServerOptions, admin: Iterable[str]) -> None:
-        """``admin``: exact paths of the operators' routes; every path that is not listed anywhere
-        is the clients'.
+        """Store the keys and the paths of each level.
+
+        Args:
+            options: section ``server`` of the configuration.
+            admin: exact paths of the admin routes. Paths that are neither here nor in
+                ``open_routes`` are client routes.
         """
         self._admin_paths = frozenset(admin)
         self._open = frozenset(options.open_routes)
@@ -40,13 +44,17 @@ class Authoriser:
         self._admin = _digest(options.admin_api_key) if options.admin_api_key else None
 
     def level(self, path: str) -> str:
-        """ "open", "client" or "admin" for a request's path."""
+        """Return the level of a path: "open", "client" or "admin"."""
         if path in self._open:
             return "open"
         return "admin" if path in self._admin_paths else "client"
 
     def check(self, level: str, header: str | None) -> None:
-        """RequestError 401 or 403 when the ``Authorization`` header does not open ``level``."""
+        """Check the ``Authorization`` header for a level.
+
+        Raises:
+            RequestError: the key is missing or wrong (401), or not the admin key (403).
+        """
         required = self._key if level == "client" else self._admin or self._key
         if level == "open" or required is None:
             return
@@ -65,6 +73,8 @@ class Authoriser:
         )
 
     def dependency(self) -> Callable[[Request], Awaitable[None]]:
+        """Return the FastAPI dependency that checks each request."""
+
         async def authorise(request: Request) -> None:
             self.check(self.level(request.scope["path"]), request.headers.get("authorization"))
 
@@ -72,13 +82,16 @@ class Authoriser:
 
 
 def _token(header: str | None) -> str:
+    """Return the bearer token of the header; "" without one."""
     scheme, _, token = (header or "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def require_guarded(app: FastAPI) -> None:
-    """PluginLoadError when a route exists that the dependency does not reach (mounted apps, bare
-    Starlette routes).
+    """Check that the dependency covers every route.
+
+    Raises:
+        PluginLoadError: a route is not covered (a mounted app or a bare Starlette route).
     """
     for route in leaf_routes(app):
         if not isinstance(route, APIRoute):
@@ -89,7 +102,10 @@ def require_guarded(app: FastAPI) -> None:
 
 
 def leaf_routes(app: FastAPI) -> list[BaseRoute]:
-    """Every route, those of included routers too (newer FastAPI keeps routers as they are)."""
+    """Return every route, including those of included routers.
+
+    Newer versions of FastAPI keep an included router as one route.
+    """
     iterate = getattr(routing, "iter_route_contexts", None)
     return (
         list(app.routes)

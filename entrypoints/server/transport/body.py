@@ -1,7 +1,8 @@
-"""Request bodies: read with a deadline, parsed by orjson (large ones in a thread), bounded in
-depth, then typed.
+"""Reading of request bodies.
 
-FastAPI's own body parsing would run before authentication, on the event loop, and answer 422.
+A body is read with a deadline, parsed by orjson (a large one in a thread), limited in depth and
+validated. FastAPI's own body parsing would run before authentication and on the event loop, and
+its errors have status 422.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from glowplug.core.errors import RequestError
 from glowplug.entrypoints.server.errors import from_validation
 
 M = TypeVar("M", bound=BaseModel)
-BODY_SECONDS = 60.0  #: from the first byte of the body to the last
-MAX_DEPTH = 64  #: nested arrays and objects
+BODY_SECONDS = 60.0  #: time limit for reading a body
+MAX_DEPTH = 64  #: levels of nested arrays and objects
 THREAD_BYTES = 64 << 10  #: bodies larger than this are parsed off the event loop
 
 
 def body_of(model: type[M], *, optional: bool = False) -> Callable[[Request], Awaitable[M]]:
-    """A dependency that reads the body as ``model``. ``optional``: no body at all means all
-    defaults.
+    """Return a dependency that reads the body as ``model``.
+
+    Args:
+        model: model of the body.
+        optional: a missing body is accepted and has default values.
     """
 
     async def read(request: Request) -> M:
@@ -54,13 +58,13 @@ async def _read(request: Request) -> bytes:
         ) from None
     except ClientDisconnect:
         raise RequestError(
-            "the client left before its request was complete", code="client_closed"
+            "the client disconnected before its request was complete", code="client_closed"
         ) from None
 
 
 def _check_content_type(request: Request) -> None:
-    # NOTE: a web page may send text/plain or a form to localhost unasked; JSON needs the server's
-    # consent (CORS).
+    # NOTE: any web page can send text/plain or a form to localhost; for JSON a browser first needs
+    # the server's permission (CORS).
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise RequestError(
@@ -86,6 +90,7 @@ def _parse(raw: bytes, model: type[M]) -> M:
 
 
 def _check_depth(value: Any) -> None:
+    """Raise RequestError if ``value`` is nested deeper than MAX_DEPTH levels."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -100,7 +105,7 @@ def _check_depth(value: Any) -> None:
 
 
 def install_schema(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
-    """``app.openapi()`` with the body ``models`` among its components."""
+    """Add the body ``models`` to the components of ``app.openapi()``."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -1,7 +1,7 @@
-"""uvicorn's httptools protocol with what it lacks: a cap and a deadline on the request head, and a
-hard close.
+"""uvicorn's httptools protocol with limits on the request head and a hard close.
 
-llhttp itself bounds nothing: an endless header would be collected for ever (CVE-2025-48956).
+The head is limited in size and in time. llhttp has no limits: an endless header would be collected
+forever (CVE-2025-48956).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from glowplug.entrypoints.server.errors import error_body
 from glowplug.entrypoints.server.request_log import RequestLog, RequestRecord, peer
 from glowplug.entrypoints.server.transport.limits import MAX_HEADER_BYTES
 
-HEAD_SECONDS = 30.0  #: from the first byte of a request to the end of its headers
-DISCARD_SECONDS = (
-    30.0  #: how long the rest of a body that was already refused is read and thrown away
-)
+HEAD_SECONDS = 30.0  #: time limit from the first byte of a request to the end of its headers
+DISCARD_SECONDS = 30.0  #: time limit for reading the rest of a body that was already refused
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """Adds two calls to ``scope["extensions"]``: ``["glowplug.abort"]["call"]`` closes the
-    connection at once, unsent bytes included; ``["glowplug.write"]["call"]`` is
-    :meth:`write_chunk`.
+    """uvicorn's protocol with limits and two extensions.
 
-    ``log``: receives what is refused here, before it becomes a request.
+    ``scope["extensions"]["glowplug.abort"]["call"]`` closes the connection at once and drops unsent
+    bytes. ``scope["extensions"]["glowplug.write"]["call"]`` is :meth:`write_chunk`.
+
+    Args:
+        log: request log of connections that are refused before a request is complete.
     """
 
     def __init__(self, *args: Any, log: RequestLog, **kwargs: Any) -> None:
@@ -51,8 +51,8 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._arm(HEAD_SECONDS)
             self._head_bytes += len(data)
         super().data_received(data)
-        # NOTE: what came with this packet may be body, so the count is judged only while the head
-        # is still open.
+        # NOTE: this packet may contain a part of the body, so the size is checked only while the
+        # head is incomplete.
         if (
             self._in_head
             and self._head_bytes > MAX_HEADER_BYTES
@@ -71,11 +71,14 @@ class GuardedProtocol(HttpToolsProtocol):
         }
 
     def write_chunk(self, body: bytes) -> bool:
-        """Write ``body``, not empty, as a chunk of the answer under way, past the layers that
-        ``send`` goes through.
+        """Write a chunk of the current response directly, without the layers around ``send``.
 
-        False, and nothing written, when only ``send`` knows what to do: the client reads too slowly
-        or has left.
+        Args:
+            body: bytes of the chunk, not empty.
+
+        Returns:
+            False if nothing was written and ``send`` has to be used: the client reads too slowly
+            or has disconnected.
         """
         cycle = self.cycle
         if (
@@ -106,6 +109,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._arm(DISCARD_SECONDS)
 
     def _arm(self, seconds: float) -> None:
+        """Set the deadline of the connection."""
         self._disarm()
         self._deadline = self.loop.call_later(seconds, self._expired)
 
@@ -115,11 +119,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self._deadline = None
 
     def _expired(self) -> None:
+        """Close the connection after its deadline, unless a response is being written."""
         self._deadline = None
         answering = self.cycle is not None and not self.cycle.response_complete
-        if (
-            answering
-        ):  # a stray byte behind a request must not cost the answer that is being written
+        # a stray byte after a request must not end the response that is being written
+        if answering:
             self._arm(HEAD_SECONDS)
         elif not self.transport.is_closing():
             self.transport.abort()
@@ -128,6 +132,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refuse("Bad Request", RequestError("this is not HTTP", code="invalid_http"))
 
     def _refuse(self, phrase: str, error: RequestError) -> None:
+        """Send an error response, log it and close the connection."""
         body = error_body(str(error), error.status, code=error.code)
         head = (
             f"HTTP/1.1 {error.status} {phrase}\r\ncontent-type: application/json\r\n"

@@ -1,6 +1,4 @@
-"""Bounds on what a connection may send, as plain ASGI: body bytes, header count and size, the Host
-header.
-"""
+"""Limits on requests, as ASGI middleware: body size, header count and size, the Host header."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from glowplug.entrypoints.server.errors import error_response
 from glowplug.entrypoints.server.metrics import Metrics
 from glowplug.entrypoints.server.request_log import RECORD, RequestLog, RequestRecord, peer
 
-MAX_HEADERS = 100
-MAX_HEADER_BYTES = 64 << 10  #: all names and values of one request
+MAX_HEADERS = 100  #: headers of one request
+MAX_HEADER_BYTES = 64 << 10  #: total size of the names and values of one request
 
 _HOST = re.compile(rb"[A-Za-z0-9.:\-\[\]_]{1,255}")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
@@ -25,11 +23,18 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 Headers = Iterable[tuple[bytes, bytes]]
 
 
-class Gate:
-    """Outermost layer: names the request, refuses malformed headers, counts, times and logs, caps
-    the body.
+class RequestGate:
+    """The outermost layer of the app.
 
-    ``polls``: routes whose requests are logged at level debug.
+    It sets the request id, refuses malformed headers, limits the body, and counts, measures and
+    logs requests.
+
+    Args:
+        app: the next layer.
+        max_body_bytes: largest body.
+        metrics: the server's metrics.
+        log: the request log.
+        polls: routes whose requests are logged at level debug.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class Gate:
                 answer = error_response(str(refusal), refusal.status, code=refusal.code)
                 await answer(scope, receive, tagged)
             else:
-                await self._app(scope, _capped(receive, self._max_body), tagged)
+                await self._app(scope, _limited(receive, self._max_body), tagged)
         except Exception as error:
             record.fail(error)
             raise
@@ -88,7 +93,7 @@ class Gate:
 
 
 def _request_id(headers: Headers) -> str:
-    """The client's own id when it is harmless, else a new one."""
+    """Return the client's own request id if it has only safe characters, else a new id."""
     for name, value in headers:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return value.decode("ascii")
@@ -100,6 +105,7 @@ def _without_id(headers: Headers) -> list[tuple[bytes, bytes]]:
 
 
 def _refuse_headers(headers: list[tuple[bytes, bytes]], max_body: int) -> RequestError | None:
+    """Return the error of headers that are malformed or beyond a limit; None otherwise."""
     if (
         len(headers) > MAX_HEADERS
         or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES
@@ -120,8 +126,11 @@ def _too_large(max_body: int) -> RequestError:
     )
 
 
-def _capped(receive: Receive, max_body: int) -> Receive:
-    """``receive`` that counts: a chunked body is cut off at the cap, whatever its headers said."""
+def _limited(receive: Receive, max_body: int) -> Receive:
+    """Return a ``receive`` that limits the body's size.
+
+    It raises RequestError beyond the limit, so that chunked bodies without a length are limited too.
+    """
     seen = 0
 
     async def counted() -> Message:

@@ -1,5 +1,6 @@
-"""Answers that end when the client leaves: whole ones, and streams that also end when it stops
-reading.
+"""Responses that end when the client disconnects.
+
+Streams also end when the client stops reading.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ _HEADERS = [
 
 
 def event(value: object) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 def json_response(value: object, headers: dict[str, str] | None = None) -> Response:
+    """Return a JSON response."""
     return Response(orjson.dumps(value), headers=headers, media_type="application/json")
 
 
 class WholeAnswer(Protocol):
-    """Collects the deltas of all choices into one body."""
+    """A whole response, collected from the deltas of all choices."""
 
     def add(self, index: int, delta: Delta) -> None: ...
 
@@ -50,25 +52,26 @@ class WholeAnswer(Protocol):
 
 
 class Chunks(Protocol):
-    """Turns each delta into server-sent events; b"" when there is nothing to send yet."""
+    """A streamed response. ``add`` returns the events of a delta; b"" if there are none yet."""
 
     def add(self, index: int, delta: Delta) -> bytes: ...
 
     def end(self) -> bytes: ...
 
 
-Deltas = AsyncGenerator[tuple[int, Delta], None]  #: (choice, what it got)
+Deltas = AsyncGenerator[tuple[int, Delta], None]  #: (index of the choice, its delta)
 
 
-async def collected(deltas: Deltas, answer: WholeAnswer) -> dict[str, Any]:
+async def collect_body(deltas: Deltas, answer: WholeAnswer) -> dict[str, Any]:
+    """Add all deltas to ``answer`` and return its body."""
     async with aclosing(deltas) as source:
         async for index, delta in source:
             answer.add(index, delta)
     return answer.body()
 
 
-async def streamed(deltas: Deltas, chunks: Chunks) -> AsyncGenerator[bytes, None]:
-    """What is to be written, several events at once where the next one is there already."""
+async def event_chunks(deltas: Deltas, chunks: Chunks) -> AsyncGenerator[bytes, None]:
+    """Yield the bytes to write, with several events at once if the next delta is there already."""
     held = b""
     try:
         async with aclosing(deltas) as source:
@@ -84,22 +87,26 @@ async def streamed(deltas: Deltas, chunks: Chunks) -> AsyncGenerator[bytes, None
     yield held + chunks.end()
 
 
-async def _gone(receive: Receive) -> None:
-    """Returns when the client has left. The request's body must have been read."""
+async def _wait_for_disconnect(receive: Receive) -> None:
+    """Wait until the client disconnects. The request's body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def unless_gone(request: Request, metrics: Metrics, work: Awaitable[T]) -> T:
-    """The result of ``work``, cancelled as soon as the client leaves."""
+async def cancel_on_disconnect(request: Request, metrics: Metrics, work: Awaitable[T]) -> T:
+    """Return the result of ``work``, or cancel it as soon as the client disconnects.
+
+    Raises:
+        RequestError: the client disconnected (code "client_closed").
+    """
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_gone(request.receive))
+    watcher = asyncio.ensure_future(_wait_for_disconnect(request.receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         metrics.disconnected.inc()
-        raise RequestError("the client has left", code="client_closed", status=CLIENT_CLOSED)
+        raise RequestError("the client disconnected", code="client_closed", status=CLIENT_CLOSED)
     finally:
         watcher.cancel()
         if not task.done():
@@ -108,10 +115,17 @@ async def unless_gone(request: Request, metrics: Metrics, work: Awaitable[T]) ->
 
 
 class EventStream(Response):
-    """``source`` yields bytes of whole events. Its failure before the first becomes a plain error
-    answer; a later one becomes a last event ``{"error": ...}``: never a silent end. A write that
-    stays blocked for ``stall`` seconds (the client does not read) ends the stream and the
-    connection.
+    """A response of server-sent events.
+
+    If ``source`` fails before its first event, the response is a regular error. A later failure is
+    sent as a last event ``{"error": ...}``.
+
+    Args:
+        source: yields the bytes of whole events.
+        metrics: the server's metrics.
+        stall: seconds after which a blocked write (the client does not read) ends the stream and
+            the connection.
+        headers: further headers.
     """
 
     def __init__(
@@ -129,7 +143,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         _record(scope).streamed = True
         writer = asyncio.ensure_future(self._write(scope, send))
-        watcher = asyncio.ensure_future(_gone(receive))
+        watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
             await asyncio.wait({writer, watcher}, return_when=asyncio.FIRST_COMPLETED)
             if writer.done():
@@ -144,6 +158,7 @@ class EventStream(Response):
                 await asyncio.gather(writer, return_exceptions=True)
 
     async def _write(self, scope: Scope, send: Send) -> None:
+        """Send the response."""
         async with aclosing(self._source) as source:
             first = await anext(source)
             headers = [
@@ -160,9 +175,8 @@ class EventStream(Response):
             except Exception as error:
                 self._metrics.rejected.inc(labels=("stream",))
                 _record(scope).fail(error)
-                if not isinstance(
-                    error, RequestError | EngineDead
-                ):  # the server itself tells of a dead engine, once
+                # a dead engine is logged once, by the server
+                if not isinstance(error, RequestError | EngineDead):
                     logger.exception("a stream failed")
                 await guard.send(send, b"data: " + bytes(from_exception(error).body) + b"\n\n")
             finally:
@@ -175,41 +189,47 @@ def _record(scope: Scope) -> RequestRecord:
     return scope.get(RECORD) or RequestRecord("", "", "")
 
 
-def _never(body: bytes) -> bool:
-    """For servers without ``glowplug.write``."""
+def _write_nothing(body: bytes) -> bool:
+    """Return False, as ``glowplug.write`` of servers that do not have it."""
     return False
 
 
 class _StallGuard:
-    """Watches one stream's writes with a timer that is set once in ``seconds``, not once a chunk."""
+    """The detection of blocked writes of one stream.
+
+    A timer checks twice in ``seconds``, so no timer is set for each chunk.
+    """
 
     def __init__(self, scope: Scope, seconds: float) -> None:
         extensions: dict[str, Any] = scope.get("extensions") or {}
         self._record = _record(scope)
         self._abort = extensions.get("glowplug.abort", {}).get("call")
         self._write: Callable[[bytes], bool] = (
-            extensions.get("glowplug.write", {}).get("call") or _never
+            extensions.get("glowplug.write", {}).get("call") or _write_nothing
         )
         self._seconds = seconds
         self._blocked_since = 0.0
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(seconds, self._look)
+        self._timer = self._loop.call_later(seconds, self._check)
 
     async def send(self, send: Send, body: bytes) -> None:
+        """Write ``body`` directly if possible, otherwise through ``send``."""
         if self._write(body):
             return
         self._blocked_since = self._loop.time()
         await send({"type": "http.response.body", "body": body, "more_body": True})
         self._blocked_since = 0.0
 
-    def _look(self) -> None:
+    def _check(self) -> None:
+        """Close the connection if a write has been blocked for too long."""
         blocked = self._loop.time() - self._blocked_since if self._blocked_since else 0.0
         if blocked >= self._seconds and self._abort is not None:
-            logger.warning("a client did not read for %.0f s: its stream is dropped", blocked)
+            logger.warning("a client did not read for %.0f s: its stream is closed", blocked)
             self._record.reason = f"the client did not read for {blocked:.0f} s"
             self._abort()
             return
-        self._timer = self._loop.call_later(self._seconds / 2, self._look)
+        self._timer = self._loop.call_later(self._seconds / 2, self._check)
 
     def stop(self) -> None:
+        """Stop the timer."""
         self._timer.cancel()
