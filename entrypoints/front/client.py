@@ -1,8 +1,8 @@
-"""The asyncio face of the engine: one :class:`EngineClient` on the server's event loop.
+"""The asyncio interface of the engine: one :class:`EngineClient` on the server's event loop.
 
-A pump thread waits on the executor and hands decoded frames to the loop; everything else happens on
-the loop. Closing or cancelling a ``generate`` iterator aborts its sequence, so a dropped client
-frees its pages at once.
+A pump thread waits for the executor's frames and passes the decoded messages to the loop.
+Everything else runs on the loop. Closing or cancelling a ``generate`` iterator aborts its sequence,
+so the pages of a disconnected client are freed at once.
 """
 
 from __future__ import annotations
@@ -34,14 +34,20 @@ from glowplug.entrypoints.front.front import Front, Stream
 
 __all__ = ["Delta", "EngineClient"]
 
-POLL = 0.25  #: seconds the pump waits for a frame before it looks whether it should end
-HEARTBEAT_LIMIT = 10.0  #: seconds without a frame before the engine counts as unhealthy
+POLL_SECONDS = 0.25  #: longest wait of the pump for a frame before it checks whether to stop
+HEARTBEAT_LIMIT = 10.0  #: seconds without a frame after which the engine is unhealthy
 
 
 class _Mailbox:
-    """Deltas of one sequence, one consumer. ``put`` never blocks.
+    """A queue of one sequence's deltas, with one consumer. ``put`` never blocks.
 
-    ``interval``: tokens that become one delta, behind the first token; 1: every delta as it comes.
+    Args:
+        interval: tokens per delta after the first one; smaller deltas are merged. 1: deltas are
+            passed on as they come.
+        loop: the event loop.
+
+    Attributes:
+        _open: the last item has fewer tokens than ``interval`` and is held until it has more.
     """
 
     __slots__ = ("_interval", "_items", "_loop", "_open", "_started", "_waiter")
@@ -51,11 +57,11 @@ class _Mailbox:
         self._loop = loop
         self._items: deque[Delta | Exception] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._started = self._open = (
-            False  # open: the last item has fewer tokens than wanted and waits for more
-        )
+        self._started = False
+        self._open = False
 
     def put(self, item: Delta | Exception) -> None:
+        """Add a delta, or an exception for ``get`` to raise."""
         last = self._items[-1] if self._open else item
         if self._open and isinstance(item, Delta) and isinstance(last, Delta):
             last.merge(item)
@@ -74,9 +80,11 @@ class _Mailbox:
 
     @property
     def ready(self) -> bool:
+        """True if ``get`` returns at once."""
         return len(self._items) > self._open
 
     async def get(self) -> Delta:
+        """Wait for the next delta and return it."""
         while not self.ready:
             self._waiter = self._loop.create_future()
             await self._waiter
@@ -88,10 +96,15 @@ class _Mailbox:
 
 
 class EngineClient:
-    """Create it on the event loop with a started executor, or call ``start`` with a function that
-    starts one.
+    """The engine's client on an event loop. Call ``start`` before ``generate``.
 
-    ``state``: starting, ready, draining, dead. Not thread-safe: every coroutine runs on the loop.
+    It is not thread-safe: all of its methods run on the loop.
+
+    Attributes:
+        plan: the engine's plan.
+        tokenizer: None if the engine runs without one.
+        state: "starting", "ready", "draining" or "dead".
+        reason: the reason for the state "dead".
     """
 
     def __init__(
@@ -100,7 +113,7 @@ class EngineClient:
         self.plan = plan
         self.tokenizer = tokenizer
         self.state = "starting"
-        self.reason = ""  #: why it is dead
+        self.reason = ""
         self._front = Front(plan, tokenizer, eos_ids)
         self._executor: Executor | None = None
         self._mail: dict[int, _Mailbox] = {}
@@ -116,8 +129,10 @@ class EngineClient:
     # ---- life ------------------------------------------------------------------------------------
 
     async def start(self, make: Callable[[], Executor]) -> None:
-        """Run ``make`` in a thread (it loads the model), then serve. EngineDead or PlanRefused when
-        it fails.
+        """Start the executor with ``make``, which loads the model in a thread, and begin to serve.
+
+        Raises:
+            EngineDead, PlanRefused: ``make`` failed.
         """
         try:
             self._executor = await asyncio.to_thread(make)
@@ -133,13 +148,15 @@ class EngineClient:
             daemon=True,
             name="glowplug-pump",
         )
-        self._front.heard = time.monotonic()
+        self._front.last_received = time.monotonic()
         self.state = "ready"
         self._pump.start()
 
     async def drain(self, timeout: float) -> bool:
-        """Take no new work and wait for the running; False when ``timeout`` seconds were not
-        enough.
+        """Refuse new work and wait until running sequences end.
+
+        Returns:
+            False if some still run after ``timeout`` seconds.
         """
         if self.state == "ready":
             self.state = "draining"
@@ -149,7 +166,7 @@ class EngineClient:
         return not self._mail
 
     async def close(self) -> None:
-        """Stop the ranks. What still runs ends with EngineDead."""
+        """Stop the ranks. Sequences that still run end with EngineDead."""
         self._stopping.set()
         self._die("the server is shutting down")
         if self._executor is not None:
@@ -158,22 +175,24 @@ class EngineClient:
             await asyncio.to_thread(self._pump.join, 5.0)
 
     async def wait_dead(self) -> str:
-        """Returns the reason once the engine has died."""
+        """Wait until the engine is dead, and return the reason."""
         await self._dead.wait()
         return self.reason
 
     def healthy(self) -> bool:
-        """Alive: starting, or heard from within HEARTBEAT_LIMIT seconds."""
+        """Return whether the engine is starting or sent a frame within HEARTBEAT_LIMIT seconds."""
         if self.state == "starting":
             return True
-        return self.state != "dead" and time.monotonic() - self._front.heard < HEARTBEAT_LIMIT
+        return (
+            self.state != "dead" and time.monotonic() - self._front.last_received < HEARTBEAT_LIMIT
+        )
 
     def stats(self) -> Stats:
-        """Latest statistics of the engine, over all its data-parallel groups."""
+        """Return the engine's latest statistics over all data-parallel groups."""
         return self._front.stats
 
     def group_stats(self) -> list[Stats]:
-        """The same of each group, by number."""
+        """Return the latest statistics of each data-parallel group, ordered by number."""
         return [stats for _, stats in sorted(self._front.groups.items())]
 
     @property
@@ -184,8 +203,10 @@ class EngineClient:
     # ---- requests --------------------------------------------------------------------------------
 
     def check_request(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        """RequestError when ``generate`` would refuse it: lets a server answer before it starts a
-        stream.
+        """Check a request before a stream is started.
+
+        Raises:
+            RequestError: ``generate`` would refuse the request.
         """
         self._front.check_request(prompt_ids, params)
 
@@ -200,8 +221,20 @@ class EngineClient:
         timeout: float = 0.0,
         queue_timeout: float = 0.0,
     ) -> AsyncIterator[Delta]:
-        """Deltas of one sequence; the last has ``finish_reason``. RequestError, QueueFull or
-        EngineDead.
+        """Yield the deltas of one sequence. The last one has ``finish_reason``.
+
+        Args:
+            prompt_ids: token ids of the prompt.
+            params: sampling parameters; ``n`` is ignored.
+            request_id: id for :meth:`abort`; several sequences can have the same.
+            priority: smaller runs earlier.
+            salt: prefix-cache salt.
+            timeout, queue_timeout: limits in seconds; 0: none.
+
+        Raises:
+            RequestError: the request cannot be served.
+            QueueFull: the engine's queue is full.
+            EngineDead: the engine has stopped, or is not ready.
         """
         if self.state != "ready":
             raise EngineDead(self.reason or f"the engine is {self.state}")
@@ -225,12 +258,13 @@ class EngineClient:
                     "kv_too_small",
                     "invalid_request",
                 ):
-                    raise _as_exception(delta)
+                    raise _to_exception(delta)
                 yield delta
         finally:
             self._forget(request_id, stream)
 
     def _forget(self, request_id: str, stream: Stream) -> None:
+        """Remove a sequence, and abort it if it still runs."""
         self._mail.pop(stream.id, None)
         group = self._requests[request_id]
         if stream in group:
@@ -242,10 +276,11 @@ class EngineClient:
             self._send(abort)
 
     async def abort(self, request_id: str) -> None:
-        """End every sequence of the request with reason "abort"; unknown ids are ignored."""
+        """End every sequence of the request with reason "abort". Unknown ids are ignored."""
         self._end(self._requests.get(request_id, []))
 
     async def abort_all(self) -> None:
+        """End every sequence with reason "abort"."""
         self._end([stream for group in self._requests.values() for stream in group])
 
     def _end(self, streams: list[Stream]) -> None:
@@ -256,8 +291,15 @@ class EngineClient:
             self._send(Abort(live))
 
     async def control(self, action: str, **args: Any) -> dict[str, Any]:
-        """Ask the engine: flush, info, check, profile_start, profile_stop. RequestError when it
-        refuses.
+        """Send a control to the engine and return the data of its reply.
+
+        Args:
+            action: "flush", "info", "check", "profile_start" or "profile_stop".
+            args: arguments of the action.
+
+        Raises:
+            RequestError: the engine refused it.
+            EngineDead: the engine has stopped, or is not ready.
         """
         if self.state not in ("ready", "draining"):
             raise EngineDead(self.reason or f"the engine is {self.state}")
@@ -273,7 +315,7 @@ class EngineClient:
     # ---- bytes -----------------------------------------------------------------------------------
 
     def _send(self, message: Inbound) -> None:
-        """Messages of one loop turn travel as one frame."""
+        """Queue a message. The messages of one loop iteration are sent as one frame."""
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(message)
@@ -285,11 +327,11 @@ class EngineClient:
             self._executor.submit(encode(outgoing))
 
     def _pump_frames(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The pump thread: waits for frames; ends with the engine."""
+        """Pass frames to the loop until the engine ends. It runs in the pump thread."""
         assert self._executor is not None
         try:
             while not self._stopping.is_set():
-                frame = self._executor.outputs(POLL)
+                frame = self._executor.outputs(POLL_SECONDS)
                 if frame:
                     loop.call_soon_threadsafe(self._dispatch, decode_outbound(frame))
         except EngineDead as error:
@@ -299,6 +341,7 @@ class EngineClient:
             return  # the loop is closed: the server has ended
 
     def _dispatch(self, messages: list[Outbound]) -> None:
+        """Deliver the messages of a frame."""
         received = self._front.receive(messages)
         for stream, delta in received.deltas:
             mail = self._mail.get(stream.id)
@@ -314,7 +357,7 @@ class EngineClient:
             self._front.outbox = []
 
     def _die(self, reason: str) -> None:
-        """Everyone who waits is told; nothing is silently cut short."""
+        """Set the state to dead and end every sequence and control with EngineDead."""
         if self.state == "dead":
             return
         self.state = "dead"
@@ -328,7 +371,8 @@ class EngineClient:
         self._dead.set()
 
 
-def _as_exception(delta: Delta) -> RequestError:
+def _to_exception(delta: Delta) -> RequestError:
+    """Return the exception for a delta with an error code."""
     message = delta.error or "the request was refused"
     if delta.error_code == "queue_full":
         return QueueFull(message)

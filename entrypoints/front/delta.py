@@ -1,4 +1,4 @@
-"""What the front hands out for one sequence: the next piece of text, its tokens, and how it ended."""
+"""New text and tokens of a sequence, and its end, as the front returns them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from glowplug.core.step.messages import Logprobs
 
 
 class Times(NamedTuple):
-    """Seconds that a sequence spent in each phase; None: it did not come so far.
+    """Seconds that a sequence spent in each phase; None: the phase was not reached.
 
     Attributes:
         queue: from arrival in the engine to admission.
@@ -24,19 +24,21 @@ class Times(NamedTuple):
 
 @dataclass(slots=True)
 class Delta:
-    """One step's news of one sequence. The last one carries ``finish_reason``.
+    """The output of one sequence in one step. The last one has ``finish_reason``.
 
     Attributes:
-        text: new text, stop strings already cut, incomplete UTF-8 held back.
-        token_ids: tokens committed since the last delta (they may run ahead of ``text``).
-        logprobs: for ``token_ids``, when asked for.
-        prompt_logprobs: for prompt tokens 1.., on the first delta, when asked for.
-        finish_reason: stop, length, abort, timeout, error; None while it goes on.
-        stop_reason: the stop string or token id that ended it.
+        text: new text, without stop strings; incomplete UTF-8 is held back.
+        token_ids: tokens committed since the last delta (they may be ahead of ``text``).
+        logprobs: log-probabilities of ``token_ids``; None unless requested.
+        prompt_logprobs: log-probabilities of the prompt's tokens from the second on, in the first
+            delta; None unless requested.
+        finish_reason: "stop", "length", "abort", "timeout" or "error"; None while the sequence
+            runs.
+        stop_reason: the stop string or token id that ended the sequence.
         error, error_code: set when ``finish_reason`` is "error".
         cached_tokens, prompt_tokens, output_tokens: counts so far.
-        times: on the last delta.
-        more: the next delta is there already, because its reader lags behind the engine.
+        times: seconds of each phase, in the last delta.
+        more: the next delta is there already, because the reader is behind the engine.
     """
 
     text: str = ""
@@ -54,7 +56,7 @@ class Delta:
     more: bool = False
 
     def merge(self, later: Delta) -> None:
-        """Take in the sequence's next delta: both are then one."""
+        """Add the sequence's next delta to this one."""
         self.text += later.text
         self.token_ids.extend(later.token_ids)
         if self.logprobs is None:

@@ -1,4 +1,4 @@
-"""Which event loop carries HTTP: uvloop's where it is installed, asyncio's own otherwise."""
+"""The event loop of the server: uvloop's if it is installed, otherwise asyncio's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """For ``asyncio.Runner``."""
+    """Return the loop factory for ``asyncio.Runner``; None: asyncio's default."""
     try:
         import uvloop
     except ImportError:
@@ -19,6 +19,6 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run`` on that loop."""
+    """Run a coroutine as ``asyncio.run`` does, with uvloop if it is installed."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(main)

@@ -1,5 +1,6 @@
-"""``glowplug serve`` on a host that does not run the front: supervise this host's ranks until the
-engine ends.
+"""``glowplug serve`` on a host that does not run the front.
+
+It supervises this host's ranks until the engine ends.
 """
 
 from __future__ import annotations
@@ -19,16 +20,21 @@ from glowplug.entrypoints.cli import exit_codes
 
 logger = logging.getLogger("glowplug.server")
 
-LOOK = 0.5  #: seconds between looks at signals
-MARGIN = 10.0  #: seconds beyond the front's own drain limit
+SIGNAL_CHECK_SECONDS = 0.5  #: interval at which signals are checked
+DRAIN_MARGIN_SECONDS = 10.0  #: time that is added to the front's drain limit
 
 
 def follow(plan: EnginePlan, plugins: PluginSet, executor: Executor) -> int:
-    """Exit code 0 when the engine was told to stop, 1 when it failed. PlanRefused when hosts do not
-    agree.
+    """Run this host's ranks until the engine ends.
 
-    A signal waits for host 0, which drains and then ends the engine on every host; the second one
-    exits at once.
+    After a signal, host 0 is expected to drain and to end the engine on every host. A second
+    signal exits at once.
+
+    Returns:
+        0 if the engine was stopped, 1 if it failed.
+
+    Raises:
+        PlanRefused: hosts have different plans.
     """
     plugins.call_each("plan_ready", plan=plan)
     try:
@@ -51,8 +57,9 @@ def follow(plan: EnginePlan, plugins: PluginSet, executor: Executor) -> int:
 
 
 def _supervise(executor: Executor, drain: float) -> None:
-    """Returns when a signal came and host 0 has not ended the engine within its drain limit; else
-    raises as it ends.
+    """Wait for the end of the engine, which raises an exception.
+
+    Return if a signal came and host 0 has not ended the engine within its drain limit.
     """
     signals: list[float] = []
 
@@ -64,8 +71,8 @@ def _supervise(executor: Executor, drain: float) -> None:
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        while not signals or time.monotonic() - signals[0] < drain + MARGIN:
-            executor.outputs(LOOK)
+        while not signals or time.monotonic() - signals[0] < drain + DRAIN_MARGIN_SECONDS:
+            executor.outputs(SIGNAL_CHECK_SECONDS)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

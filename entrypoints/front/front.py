@@ -1,8 +1,8 @@
-"""The front's bookkeeping, without any I/O: numbers sequences, checks requests, turns engine output
-into deltas.
+"""The front's bookkeeping, without I/O.
 
-``LLM`` (synchronous) and ``EngineClient`` (asyncio) both drive one :class:`Front`; they differ only
-in how bytes move.
+It numbers sequences, checks requests and converts engine output to deltas. ``LLM`` (synchronous)
+and ``EngineClient`` (asyncio) each have one :class:`Front` and differ only in how bytes are sent
+and received.
 """
 
 from __future__ import annotations
@@ -38,10 +38,18 @@ from glowplug.entrypoints.front.delta import Delta, Times
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One sequence as the front knows it. ``text`` is None when there is no tokenizer.
+    """The front's state of one sequence.
 
-    ``queued`` and ``prefill``: seconds that the engine measured, see :class:`Times`. ``first`` and
-    ``last``: when the first and the last token came, seconds (monotonic).
+    Attributes:
+        id: number of the sequence.
+        params: sampling parameters.
+        prompt_tokens, output_tokens, cached_tokens: token counts so far.
+        text: converts tokens to text and finds stop strings; None without a tokenizer.
+        arrival: time of :meth:`Front.submit`, seconds (monotonic).
+        queued, prefill: seconds measured by the engine, see :class:`Times`.
+        first, last: time of the first and of the latest token, seconds (monotonic).
+        done: the sequence has ended or was aborted.
+        prompt_logprobs: log-probabilities of the prompt received so far.
     """
 
     id: int
@@ -61,16 +69,28 @@ class Stream:
 
 @dataclass(slots=True)
 class Received:
-    """What one frame brought: news by stream, answers to controls."""
+    """The contents of one frame: deltas with their streams, and replies to controls."""
 
     deltas: list[tuple[Stream, Delta]] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
 
 
 class Front:
-    """Not thread-safe; its owner calls it from one thread.
+    """The front's bookkeeping. It is not thread-safe.
 
-    ``outbox`` collects messages the front wants sent (ends of sequences whose stop string matched).
+    Args:
+        plan: the engine's plan.
+        tokenizer: None if the engine runs without one.
+        eos_ids: token ids that end a sequence.
+
+    Attributes:
+        streams: running sequences by number.
+        outbox: messages to send (ends of sequences whose stop string matched). The owner sends
+            and empties it.
+        groups: latest statistics by data-parallel group.
+        stats: latest statistics over all groups.
+        last_received: time of the last frame, seconds (monotonic).
+        progress: latest start-up progress by rank.
     """
 
     def __init__(
@@ -81,9 +101,9 @@ class Front:
         self.eos_ids = eos_ids
         self.streams: dict[int, Stream] = {}
         self.outbox: list[Inbound] = []
-        self.groups: dict[int, Stats] = {}  # latest statistics by data-parallel group
-        self.stats = Stats()  # of all groups together
-        self.heard = time.monotonic()
+        self.groups: dict[int, Stats] = {}
+        self.stats = Stats()
+        self.last_received = time.monotonic()
         self.progress: dict[int, Progress] = {}
         self._next_id = 1
         self._seeds = random.Random(plan.seed)
@@ -100,8 +120,17 @@ class Front:
         timeout: float = 0.0,
         queue_timeout: float = 0.0,
     ) -> tuple[Stream, Submit]:
-        """A new sequence (``params.n`` is ignored: one call, one sequence). RequestError when it
-        cannot be served.
+        """Return a new sequence and the message that submits it to the engine.
+
+        Args:
+            prompt: token ids.
+            params: sampling parameters; ``n`` is ignored.
+            priority: smaller runs earlier.
+            salt: prefix-cache salt.
+            timeout, queue_timeout: limits in seconds; 0: none.
+
+        Raises:
+            RequestError: the sequence cannot be served.
         """
         ids, params = self._checked(prompt, params)
         text = OutputProcessor(self.tokenizer, params) if self.tokenizer is not None else None
@@ -114,14 +143,17 @@ class Front:
         )
 
     def check_request(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
-        """The parameters with ``max_tokens`` and ``seed`` filled in. RequestError when it cannot be
-        served.
+        """Return the parameters with defaults for ``max_tokens`` and ``seed``.
+
+        Raises:
+            RequestError: the request cannot be served.
         """
         return self._checked(prompt, params)[1]
 
     def _checked(
         self, prompt: list[int], params: SamplingParams
     ) -> tuple[NDArray[np.int64], SamplingParams]:
+        """Return the checked token ids and the parameters with defaults."""
         ids = self._ids(prompt)
         if self.tokenizer is None and params.stop:
             raise RequestError(
@@ -130,7 +162,11 @@ class Front:
         return ids, self._filled(params, len(prompt))
 
     def _ids(self, prompt: list[int]) -> NDArray[np.int64]:
-        """RequestError for an empty prompt or an id outside the model's vocabulary."""
+        """Return the prompt as an array, int64 [tokens].
+
+        Raises:
+            RequestError: it is empty or has an id outside the model's vocabulary.
+        """
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
         vocab = self.plan.facts.model.vocab_size
@@ -151,6 +187,7 @@ class Front:
         return ids
 
     def _filled(self, params: SamplingParams, prompt: int) -> SamplingParams:
+        """Return the parameters with defaults. ``prompt``: its number of tokens."""
         context = self.plan.sizes.context_length
         room = context - prompt
         if room < 1:
@@ -159,15 +196,14 @@ class Front:
             raise context_exceeded(
                 context,
                 f"you requested {prompt + params.max_tokens} tokens ({prompt} in the prompt, "
-                f"{params.max_tokens} for the completion): the prompt is too long for that many; max_tokens may be "
-                f"{room}",
+                f"{params.max_tokens} for the completion): the prompt is too long for that many; "
+                f"max_tokens may be {room}",
                 "max_tokens",
             )
         self._check_vocabulary(params)
         sizes = self.plan.sizes
-        pool = (
-            sizes.num_pages - 1
-        ) * sizes.page_size - prompt  # what "as many as fit" can mean when the pool is small
+        # without max_tokens, a small KV pool limits the output (one page is the scratch page)
+        pool = (sizes.num_pages - 1) * sizes.page_size - prompt
         return params.replace(
             n=1,
             max_tokens=params.max_tokens or max(1, min(room, pool)),
@@ -175,6 +211,7 @@ class Front:
         )
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
+        """Raise RequestError if the parameters name a token id outside the vocabulary."""
         vocab = self.plan.facts.model.vocab_size
         named = (
             ("logit_bias", params.logit_bias or ()),
@@ -190,7 +227,11 @@ class Front:
                     )
 
     def abandon(self, streams: list[Stream]) -> Abort | None:
-        """The client is gone: forget these; returns the message that frees them in the engine."""
+        """Forget sequences that have no reader any more.
+
+        Returns:
+            The message that aborts them in the engine; None if none of them runs.
+        """
         ids = [
             stream.id
             for stream in streams
@@ -203,7 +244,8 @@ class Front:
     # ---- engine output ---------------------------------------------------------------------------
 
     def receive(self, messages: list[Outbound]) -> Received:
-        self.heard = time.monotonic()
+        """Process the messages of one frame."""
+        self.last_received = time.monotonic()
         received = Received()
         for message in messages:
             if isinstance(message, StepOutput):
@@ -215,6 +257,7 @@ class Front:
         return received
 
     def _step(self, output: StepOutput, received: Received) -> None:
+        """Add the deltas of one engine step to ``received``."""
         if output.stats is not None:
             self.groups[output.stats.group] = output.stats
             self.stats = total(self.groups.values())
@@ -247,6 +290,7 @@ class Front:
                 received.deltas.append((stream, self._delta(stream, [], None, finished)))
 
     def _prompt_scores(self, id: int, scores: Logprobs) -> None:
+        """Add log-probabilities of a part of the prompt."""
         stream = self.streams.get(id)
         if stream is None:
             return
@@ -258,11 +302,12 @@ class Front:
     def _delta(
         self, stream: Stream, tokens: list[int], logprobs: Logprobs | None, end: Finished | None
     ) -> Delta:
+        """Return the delta for new tokens and, if the sequence has ended, for its end."""
         if tokens:
             stream.output_tokens += len(tokens)
-            stream.last = self.heard
+            stream.last = self.last_received
             if stream.first is None:
-                stream.first = self.heard
+                stream.first = self.last_received
         delta = Delta(
             token_ids=tokens,
             logprobs=logprobs,
@@ -287,6 +332,7 @@ class Front:
         return delta
 
     def _text(self, stream: Stream, tokens: list[int], delta: Delta, end: Finished | None) -> None:
+        """Set the delta's text, and its end if a stop string matched."""
         assert stream.text is not None
         shown = tokens
         if end is not None and end.stop_id is not None and tokens and tokens[-1] == end.stop_id:

@@ -1,6 +1,4 @@
-"""What callers of the offline engine may pass, made plain: texts, token ids, conversations,
-sampling parameters.
-"""
+"""Validation of the offline engine's arguments: texts, token ids, conversations, parameters."""
 
 from __future__ import annotations
 
@@ -19,20 +17,27 @@ Message = dict[str, Any]
 
 
 def prompts(given: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
-    """One prompt or several, as a list of texts and id lists. RequestError for anything else."""
+    """Return one prompt or several as a list of texts and id lists.
+
+    Raises:
+        RequestError: ``given`` is something else.
+    """
     if isinstance(given, str) or _is_ids(given):
         return [prompt(given)]
-    return [prompt(one) for one in _listed(given, "a prompt")]
+    return [prompt(one) for one in _as_list(given, "a prompt")]
 
 
 def prompt(given: Any) -> str | list[int]:
-    """A text as it is; token ids as a list of int. RequestError for anything else."""
+    """Return a text unchanged, or token ids as a list of int.
+
+    Raises:
+        RequestError: ``given`` is something else.
+    """
     if isinstance(given, str):
         return given
-    ids = _listed(given, "a prompt")
-    if set(map(type, ids)) == {
-        int
-    }:  # as prompts are, and found out without a step of Python for each
+    ids = _as_list(given, "a prompt")
+    # the common case, checked without a Python loop over the ids
+    if set(map(type, ids)) == {int}:
         return ids
     if any(isinstance(token, bool) for token in ids):
         raise RequestError(
@@ -47,13 +52,17 @@ def prompt(given: Any) -> str | list[int]:
 
 
 def is_prompt(given: Any) -> bool:
-    """A text or token ids, and not a conversation."""
+    """Return whether ``given`` is a text or token ids, and not a conversation."""
     return isinstance(given, str) or _is_ids(given)
 
 
 def conversations(given: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
-    """One conversation or several. RequestError for what is not a list of messages."""
-    found = _listed(given, "a conversation")
+    """Return one conversation or several as a list.
+
+    Raises:
+        RequestError: a conversation is not a list of messages.
+    """
+    found = _as_list(given, "a conversation")
     return (
         [messages(found)]
         if found and isinstance(found[0], dict)
@@ -62,10 +71,12 @@ def conversations(given: Sequence[Message] | Sequence[Sequence[Message]]) -> lis
 
 
 def messages(given: Any) -> list[Message]:
-    """Messages with text content; parts of type "text" are joined. RequestError naming the one at
-    fault.
+    """Return messages with their content as text; content parts are joined.
+
+    Raises:
+        RequestError: a message is malformed or has content other than text. It names the message.
     """
-    found = _listed(given, "a conversation")
+    found = _as_list(given, "a conversation")
     if not found:
         raise RequestError("a conversation needs at least one message", param="messages")
     return [_message(one, f"messages.{i}") for i, one in enumerate(found)]
@@ -74,7 +85,11 @@ def messages(given: Any) -> list[Message]:
 def params_for(
     params: SamplingParams | Iterable[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    """One for each of ``count`` prompts. RequestError for another number or another type."""
+    """Return sampling parameters for each of ``count`` prompts.
+
+    Raises:
+        RequestError: their number or type is wrong.
+    """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     each: list[Any] = list(params) if isinstance(params, list | tuple) else [params]
@@ -100,7 +115,8 @@ def _is_ids(given: Any) -> bool:
     )
 
 
-def _listed(given: Any, what: str) -> list[Any]:
+def _as_list(given: Any, what: str) -> list[Any]:
+    """Return a sequence, an array or a tensor as a list. ``what``: its name in the error."""
     if isinstance(given, list | tuple | range):
         return list(given)
     tolist = getattr(given, "tolist", None)  # arrays and tensors

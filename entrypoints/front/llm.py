@@ -1,9 +1,10 @@
-"""The offline engine: ``LLM(model=...)`` with ``generate``, ``chat`` and ``stream``, in the calling
-process.
+"""The offline engine: ``LLM(model=...)`` with ``generate``, ``chat`` and ``stream``.
+
+It runs in the calling process.
 
 >>> with LLM(model="embedded", scheduler={"max_running_requests": 8}) as llm:
-...     out = llm.chat([{"role": "user", "content": "What is 17 + 25?"}],
-SamplingParams(temperature=0))[0]
+...     question = [{"role": "user", "content": "What is 17 + 25?"}]
+...     out = llm.chat(question, SamplingParams(temperature=0))[0]
 ...     out.text, out.finish_reason
 """
 
@@ -26,10 +27,12 @@ from glowplug.entrypoints.front.inputs import Message, Prompt
 from glowplug.entrypoints.front.model_text import eos_ids, open_tokenizer
 from glowplug.entrypoints.front.open_engine import start_executor
 
-#: sections of the server alone
-UNUSED = dict.fromkeys(("server", "log", "metrics"), "LLM(...) serves no HTTP and sets up no log")
+#: section of the configuration that only the server uses -> reason for its refusal
+UNUSED_SECTIONS = dict.fromkeys(
+    ("server", "log", "metrics"), "LLM(...) serves no HTTP and sets up no log"
+)
 
-News = tuple[Stream, Delta]
+StreamDelta = tuple[Stream, Delta]
 
 
 @dataclass
@@ -37,14 +40,19 @@ class Completion:
     """One finished sequence.
 
     Attributes:
+        prompt_token_ids: token ids of the prompt.
+        index: index of the choice among the ``n`` of the prompt.
         text: generated text, special tokens removed unless ``skip_special_tokens=False``; ""
             without a tokenizer.
-        token_ids: generated ids, the ending eos included.
-        finish_reason: stop, length, abort, timeout or error (``error`` then says what).
+        token_ids: generated ids, including the eos that ended the sequence.
+        finish_reason: "stop", "length", "abort", "timeout" or "error".
         stop_reason: the stop string or token id that matched.
-        logprobs: of ``token_ids``; prompt_logprobs: of prompt tokens 1.. (both only when asked
-            for).
-        choices: all ``n`` completions of the prompt, this one first.
+        logprobs: log-probabilities of ``token_ids``; None unless requested.
+        prompt_logprobs: log-probabilities of the prompt's tokens from the second on; None unless
+            requested.
+        cached_tokens: prompt tokens found in the prefix cache.
+        error: message if ``finish_reason`` is "error".
+        choices: all ``n`` completions of the prompt, this one first; [] for the others.
     """
 
     prompt_token_ids: list[int]
@@ -60,6 +68,7 @@ class Completion:
     choices: list[Completion] = field(default_factory=list, repr=False)
 
     def take(self, delta: Delta) -> None:
+        """Add a delta of the sequence."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.cached_tokens = delta.cached_tokens
@@ -78,9 +87,14 @@ class Completion:
 class LLM:
     """An engine in this process (executor ``inline`` unless configured otherwise).
 
-    ``model`` is a folder, a file a plugin can read, or "embedded"; every other keyword is a
-    top-level key of the configuration (``dtype="float32"``, ``attention={"use": "torch_mla"}``,
-    ``skip_tokenizer=True``). Raises PlanRefused before anything is loaded, with every reason.
+    Args:
+        model: a folder, a file that a plugin can read, or "embedded".
+        plugins: dotted modules of plugins to load besides the installed ones.
+        config: top-level keys of the configuration (``dtype="float32"``,
+            ``attention={"use": "torch_mla"}``, ``skip_tokenizer=True``).
+
+    Raises:
+        PlanRefused: the configuration cannot run. It has every reason, and nothing was loaded.
     """
 
     def __init__(
@@ -92,17 +106,16 @@ class LLM:
             source="LLM(...)",
             plugins=self._plugins,
             contributed={"executor.use": "inline"},
-            unused=UNUSED,
+            unused=UNUSED_SECTIONS,
         )
         self.tokenizer = open_tokenizer(self.plan, self._plugins)
         self._front = Front(self.plan, self.tokenizer, eos_ids(self.plan, self.tokenizer))
         self._executor = start_executor(self.plan, self._plugins)
         self._closed = False
         self._control_id = 0
-        self._boxes: dict[
-            Stream, list[News]
-        ] = {}  # whose news goes where; all the rest is for ``poll``
-        self._news: list[News] = []
+        # lists that receive the deltas of some streams; those of other streams are for ``poll``
+        self._boxes: dict[Stream, list[StreamDelta]] = {}
+        self._unclaimed: list[StreamDelta] = []
 
     # ---- public ----------------------------------------------------------------------------------
 
@@ -111,8 +124,17 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Texts or token-id lists in, one Completion each, in order. RequestError (nothing is run)
-        for a bad one.
+        """Generate completions.
+
+        Args:
+            prompts: texts or lists of token ids, or a single one.
+            params: sampling parameters for all prompts or one for each; None: defaults.
+
+        Returns:
+            One Completion per prompt, in order.
+
+        Raises:
+            RequestError: a prompt or its parameters cannot be served. Nothing was run.
         """
         batch = inputs.prompts(prompts)
         each = inputs.params_for(params, len(batch))
@@ -124,8 +146,18 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template: Any,
     ) -> list[Completion]:
-        """Conversations (lists of ``{"role", "content"}``) through the chat template. ``template``:
-        its keywords.
+        """Render conversations with the chat template and generate completions.
+
+        Args:
+            conversations: lists of ``{"role", "content"}``, or a single one.
+            params: sampling parameters for all conversations or one for each; None: defaults.
+            template: keywords of the chat template.
+
+        Returns:
+            One Completion per conversation, in order.
+
+        Raises:
+            RequestError: a conversation or its parameters cannot be served. Nothing was run.
         """
         batch = inputs.conversations(conversations)
         each = inputs.params_for(params, len(batch))
@@ -137,7 +169,7 @@ class LLM:
         params: SamplingParams | None = None,
         **template: Any,
     ) -> Iterator[Delta]:
-        """Deltas of one sequence as they come. Closing the iterator aborts it."""
+        """Yield the deltas of one sequence. Closing the iterator aborts the sequence."""
         given: Any = prompt
         ids = (
             self._ids(inputs.prompt(given))
@@ -151,39 +183,50 @@ class LLM:
                 while box:
                     yield box.pop(0)[1]
                 if not stream.done:
-                    self._turn()
+                    self._receive_frame()
         finally:
             self._abandon([stream])
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> Stream:
-        """Start one sequence and return at once (``params.n`` is ignored). Its deltas come from
-        ``poll``.
+        """Start one sequence and return at once. ``poll`` returns its deltas.
+
+        ``params.n`` is ignored.
         """
         return self._submit(self._ids(inputs.prompt(prompt)), inputs.params_for(params, 1)[0])
 
-    def poll(self) -> list[News]:
-        """News of submitted sequences; [] when a second passes without any. One call, at most one
-        engine step.
+    def poll(self) -> list[StreamDelta]:
+        """Return new deltas of submitted sequences, from at most one engine step.
+
+        [] is returned after a second without any.
         """
-        if not self._news:
-            self._turn()
-        news = self._news
-        self._news = []
-        return news
+        if not self._unclaimed:
+            self._receive_frame()
+        deltas = self._unclaimed
+        self._unclaimed = []
+        return deltas
 
     def abort(self, streams: Sequence[Stream]) -> None:
-        """Give submitted sequences up: no more of their news comes. Unknown and ended ones are
-        ignored.
+        """Abort submitted sequences. ``poll`` returns no further deltas of them.
+
+        Unknown and ended sequences are ignored.
         """
         self._abandon(list(streams))
 
     def control(self, action: str, **args: Any) -> dict[str, Any]:
-        """Ask the engine: "info", "flush", "check". RequestError when it refuses."""
+        """Send a control to the engine and return the data of its reply.
+
+        Args:
+            action: "info", "flush" or "check".
+            args: arguments of the action.
+
+        Raises:
+            RequestError: the engine refused it.
+        """
         self._check_open()
         self._control_id += 1
         self._executor.submit(encode([Control(self._control_id, action, args)]))
         while True:
-            for reply in self._turn():
+            for reply in self._receive_frame():
                 if reply.id == self._control_id:
                     if not reply.ok:
                         raise RequestError(reply.error)
@@ -191,11 +234,11 @@ class LLM:
 
     @property
     def stats(self) -> Any:
-        """Latest ``messages.Stats``."""
+        """The latest ``messages.Stats``."""
         return self._front.stats
 
     def close(self) -> None:
-        """End the engine and free its memory. Idempotent."""
+        """Stop the engine and free its memory. Further calls do nothing."""
         if not self._closed:
             self._closed = True
             self._executor.stop()
@@ -236,7 +279,10 @@ class LLM:
         return stream
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Completion]:
-        """Feeds the engine no more than its queue holds; the rest waits here."""
+        """Run all prompts and return their completions.
+
+        The engine gets no more sequences than it can run and queue; the others are kept here.
+        """
         for ids, one in zip(prompts, params, strict=True):
             self._front.check_request(ids, one)
         results = [Completion(ids) for ids in prompts]
@@ -246,14 +292,14 @@ class LLM:
             for k in range(one.n)
         ]
         running: dict[Stream, Completion] = {}
-        box: list[News] = []
-        room = self.plan.sizes.max_running + self.plan.sizes.max_queued
+        box: list[StreamDelta] = []
+        max_submitted = self.plan.sizes.max_running + self.plan.sizes.max_queued
         jobs.reverse()
         try:
             while jobs or running:
-                while jobs and len(running) < room:
+                while jobs and len(running) < max_submitted:
                     self._boxes[self._start(jobs.pop(), running)] = box
-                self._turn()
+                self._receive_frame()
                 for stream, delta in box:
                     running[stream].take(delta)
                     if delta.finish_reason is not None:
@@ -268,6 +314,7 @@ class LLM:
         job: tuple[Completion, list[int], SamplingParams, int],
         running: dict[Stream, Completion],
     ) -> Stream:
+        """Submit one choice and add it to ``running``. ``job``: as made in ``_run``."""
         first, ids, params, index = job
         choice = first if index == 0 else Completion(ids, index)
         first.choices.append(choice)
@@ -277,21 +324,22 @@ class LLM:
         running[stream] = choice
         return stream
 
-    def _turn(self) -> list[Reply]:
-        """One frame from the engine: its news goes into the boxes of those who wait for it."""
+    def _receive_frame(self) -> list[Reply]:
+        """Receive one frame, store its deltas and return its replies."""
         self._check_open()
         frame = self._executor.outputs(1.0)
         if not frame:
             return []
         received = self._front.receive(decode_outbound(frame))
-        for news in received.deltas:
-            self._boxes.get(news[0], self._news).append(news)
+        for delta in received.deltas:
+            self._boxes.get(delta[0], self._unclaimed).append(delta)
         if self._front.outbox:
             self._executor.submit(encode(self._front.outbox))
             self._front.outbox = []
         return received.replies
 
     def _abandon(self, streams: list[Stream]) -> None:
+        """Forget sequences, and abort those that still run."""
         for stream in streams:
             self._boxes.pop(stream, None)
         message: Abort | None = self._front.abandon(streams)

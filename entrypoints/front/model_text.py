@@ -1,4 +1,7 @@
-"""A plan's tokenizer, and the ids that end a sequence. Light: ``glowplug check`` looks at it too."""
+"""The tokenizer of a plan and the token ids that end a sequence.
+
+Its imports are light, since ``glowplug check`` uses it.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
-    """The model's tokenizer, or None when the configuration says ``skip_tokenizer``.
+    """Return the model's tokenizer; None with ``skip_tokenizer = true``.
 
-    PlanRefused when there is none, and for a template of the operator's that renders no
-    conversation.
+    Raises:
+        PlanRefused: no tokenizer was found, or the configured chat template fails.
     """
     if plan.config.get("skip_tokenizer"):
         return None
@@ -48,22 +51,25 @@ def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
                     by="tokenizer",
                     field="tokenizer",
                     reason=f"no tokenizer was found at {path.name!r}",
-                    fix="put tokenizer.json beside the weights, set tokenizer = FOLDER, or skip_tokenizer = true",
+                    fix="put tokenizer.json beside the weights, set tokenizer = FOLDER, or "
+                    "skip_tokenizer = true",
                 )
             ]
         )
-    # NOTE: it may know more ids than the embedding has (padding ids); such ids are refused request
-    # by request.
+    # NOTE: the tokenizer may have more ids than the embedding (padding ids). A request with such an
+    # id is refused.
     tokenizer: Tokenizer = found
     if plan.chat_template:
         tokenizer.use_chat_template(plan.chat_template)
-        _try_template(tokenizer)
+        _check_template(tokenizer)
     return tokenizer
 
 
-def _try_template(tokenizer: Tokenizer) -> None:
-    """Render one message. PlanRefused when that fails, unless the template itself refuses such a
-    conversation.
+def _check_template(tokenizer: Tokenizer) -> None:
+    """Render one message to check the template.
+
+    Raises:
+        PlanRefused: rendering failed, other than by the template's own refusal of the conversation.
     """
     from glowplug.core.text.chat_template import TEMPLATE_FIX
 
@@ -77,8 +83,12 @@ def _try_template(tokenizer: Tokenizer) -> None:
 
 
 def eos_ids(plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Token ids that end a sequence: the tokenizer's (generation_config included), else
-    config.json's.
+    """Return the token ids that end a sequence.
+
+    They are the tokenizer's, which include those of generation_config, else config.json's.
+
+    Raises:
+        PlanRefused: config.json has an invalid ``eos_token_id``.
     """
     if tokenizer is not None and tokenizer.eos_ids:
         return tuple(tokenizer.eos_ids)

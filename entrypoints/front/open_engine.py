@@ -1,4 +1,4 @@
-"""From a plan to a running engine. Shared by the server and the offline class."""
+"""Start of an engine from its plan, for the server and the offline engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from glowplug.core.startup.components import build_component
 
 
 def make_executor(plan: EnginePlan, plugins: PluginSet) -> Executor:
-    """The plan's executor, not yet started. Ask ``leads`` whether the front belongs here."""
+    """Return the plan's executor, not yet started.
+
+    Its attribute ``leads`` is true on the host that runs the front.
+    """
     executor: Executor = build_component(plugins, plan.choice("executor"), plan, Worker())
     return executor
 
@@ -18,8 +21,15 @@ def make_executor(plan: EnginePlan, plugins: PluginSet) -> Executor:
 def start_executor(
     plan: EnginePlan, plugins: PluginSet, executor: Executor | None = None
 ) -> Executor:
-    """The plan's executor (or ``executor``, made before), started: every rank is ready when this
-    returns.
+    """Start the plan's executor and wait until every rank is ready.
+
+    Args:
+        plan: the engine's plan.
+        plugins: the plan's plugins.
+        executor: the result of :func:`make_executor`; None: it is made here.
+
+    Raises:
+        PlanRefused: this host does not run the front.
     """
     plugins.call_each("plan_ready", plan=plan)
     executor = executor or make_executor(plan, plugins)
@@ -29,8 +39,8 @@ def start_executor(
                 Refusal(
                     "launch",
                     "executor.host_rank",
-                    "the front of this engine belongs to host 0",
-                    "glowplug serve with the same flags on the other hosts",
+                    "the front of this engine runs on host 0",
+                    "run glowplug serve with the same flags on the other hosts",
                 )
             ]
         )
@@ -38,6 +48,7 @@ def start_executor(
 
 
 def _started(executor: Executor, plan: EnginePlan) -> Executor:
+    """Start the executor and return it. It is stopped if that fails."""
     try:
         executor.start(plan)
     except BaseException:

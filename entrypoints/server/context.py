@@ -38,7 +38,7 @@ class Context:
         options: section ``server`` of the configuration.
         metrics: the server's metrics.
         jobs: the requests in flight.
-        texts: the thread pool for tokenizing and rendering.
+        texts: the thread pool for tokenising and rendering.
         names: names and bytes of tokens for log-probabilities.
         eos_ids: token ids that end a sequence by default.
         fingerprint: ``system_fingerprint`` of every response.

@@ -48,7 +48,7 @@ class ChoiceEvents:
         return event(chunk)
 
     def split_at_text(self, choice: Mapping[str, Any]) -> SplitEvent:
-        """Return the bytes before and after the text in the event of ``choice`` (its text is NUL)."""
+        """Return the event of ``choice``, whose text is NUL, split at this text."""
         before, after = self.of(choice).split(orjson.dumps(NUL))
         return before, after
 

@@ -99,7 +99,7 @@ async def render(
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
 ) -> Prompt:
-    """Render messages with the chat template and tokenize the result, in the thread pool.
+    """Render messages with the chat template and tokenise the result, in the thread pool.
 
     Args:
         context: the server's context.

@@ -1,4 +1,4 @@
-"""Tokenizing and template rendering in threads, limited in bytes and in time."""
+"""Tokenising and template rendering in threads, limited in bytes and in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes of the tokenizer (``/tokenize``, ``/detokenize``, ``/tokenizer_info``) and of the models."""
+"""The routes ``/tokenize``, ``/detokenize``, ``/tokenizer_info`` and the list of models."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ async def tokenizer_info(context: Server) -> Response:
             status=404,
             code="tokenizer_info_off",
         )
-    # NOTE: ``tokenizer_class`` is the class of transformers that reads a tokenizer.json, for clients
-    # that create their own tokenizer.
+    # NOTE: ``tokenizer_class`` is the class of transformers that reads a tokenizer.json, for
+    # clients that create their own tokenizer.
     return json_response(
         {
             "tokenizer_class": "PreTrainedTokenizerFast",

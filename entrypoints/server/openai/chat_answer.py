@@ -92,7 +92,7 @@ class ChatAnswer:
 
     @property
     def echoed(self) -> str:
-        """The text that ``echo`` puts before the response: a last message of the assistant, else ""."""
+        """The text that ``echo`` puts first: a last message of the assistant, else ""."""
         messages = self.request.messages
         if not self.request.echo or not messages or messages[-1].role != "assistant":
             return ""

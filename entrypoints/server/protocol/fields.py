@@ -12,8 +12,8 @@ INT32 = (1 << 31) - 1
 MAX_TOKENS_LIMIT = INT32
 MAX_IDS = 4 << 20  #: token ids in one prompt; the context length is checked later
 
-# NOTE: numbers are strict because pydantic would otherwise convert "1" and true to 1. A strict float
-# still accepts integers.
+# NOTE: numbers are strict because pydantic would otherwise convert "1" and true to 1. A strict
+# float still accepts integers.
 Int = Annotated[int, Field(strict=True)]
 Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Bool = Annotated[bool, Field(strict=True)]

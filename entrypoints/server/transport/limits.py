@@ -129,7 +129,7 @@ def _too_large(max_body: int) -> RequestError:
 def _limited(receive: Receive, max_body: int) -> Receive:
     """Return a ``receive`` that limits the body's size.
 
-    It raises RequestError beyond the limit, so that chunked bodies without a length are limited too.
+    It raises RequestError beyond the limit. Chunked bodies, which state no length, are limited too.
     """
     seen = 0
 
