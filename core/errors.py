@@ -1,4 +1,4 @@
-"""Every exception the engine raises on purpose. All derive from :class:`GlowplugError`."""
+"""Exceptions that the engine raises; all derive from :class:`GlowplugError`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 
 class GlowplugError(Exception):
-    """Base of every deliberate error."""
+    """Base of all exceptions that the engine raises on purpose."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One reason why a combination will not run.
+    """One reason why a configuration cannot run.
 
     Attributes:
-        by: the component (or pass) that refuses.
-        field: dotted config path the operator can change.
-        reason: one sentence of what is wrong, with the values.
-        fix: what to write instead.
-        origin: distribution of ``by`` ("built in" for ours).
+        by: name of the component or the planning pass that refuses it.
+        field: dotted config path that the operator can change.
+        reason: one sentence that states the problem, with the values.
+        fix: value or action that solves the problem.
+        origin: distribution of ``by``; "built in" for glowplug's own plugins.
     """
 
     by: str
@@ -34,7 +34,12 @@ class Refusal:
 
 
 class PlanRefused(GlowplugError):
-    """The configuration cannot run. Nothing was loaded. ``refusals`` holds every reason found."""
+    """The configuration cannot run; nothing was loaded.
+
+    Attributes:
+        refusals: all reasons found.
+        source: name of the configuration for messages, such as the name of its file.
+    """
 
     def __init__(self, refusals: Iterable[Refusal], source: str = "the configuration") -> None:
         self.refusals = tuple(refusals)
@@ -43,22 +48,24 @@ class PlanRefused(GlowplugError):
 
     def __str__(self) -> str:
         count = len(self.refusals)
-        head = f"PlanRefused: {count} problem{'s' if count != 1 else ''} with {self.source} (nothing was loaded)"
+        problems = f"{count} problem{'s' if count != 1 else ''}"
+        head = f"PlanRefused: {problems} with {self.source} (nothing was loaded)"
         return "\n".join([head, *(f" {i}. {r}" for i, r in enumerate(self.refusals, 1))])
 
 
 class PluginLoadError(GlowplugError):
-    """A plugin could not be loaded, hung, or claims a taken name. Names its distribution and
-    version.
+    """A plugin could not be loaded, hung, or registered a component under a taken name.
+
+    The message names the plugin's distribution and version.
     """
 
 
 class ConfigError(PlanRefused):
-    """The configuration could not be read: unknown keys, wrong types, duplicate keys. A kind of
-    refusal.
+    """The configuration could not be read: unknown keys, wrong types or duplicate keys.
 
-    ``parsed``: (data, line by dotted path) of a file whose faults still allow the rest to be
-    checked, else None.
+    Attributes:
+        parsed: (data, line number by dotted path) of a file whose faults still allow the rest to be
+            checked, else None.
     """
 
     def __init__(
@@ -72,13 +79,15 @@ class ConfigError(PlanRefused):
 
 
 class WeightError(GlowplugError):
-    """A checkpoint is incomplete, truncated, of the wrong shape, or holds a tensor too many or too
-    few.
-    """
+    """A checkpoint is truncated, or its tensors are missing, superfluous or of a wrong shape."""
 
 
 class FactsError(GlowplugError):
-    """A model folder or a facts sheet could not be read. ``fix`` says what to do about it."""
+    """A model folder or a fact sheet could not be read.
+
+    Attributes:
+        fix: action that solves the problem; "" if none is known.
+    """
 
     def __init__(self, message: str, fix: str = "") -> None:
         super().__init__(message)
@@ -86,20 +95,21 @@ class FactsError(GlowplugError):
 
 
 class CaptureError(GlowplugError):
-    """A step could not be captured in a graph. Says which: mode, rows, piece, and the component
-    that failed.
+    """A step could not be captured in a graph.
+
+    The message names the mode, the number of rows, the piece and the component that failed.
     """
 
 
 class RequestError(GlowplugError):
-    """A request cannot be served. Costs exactly that request.
+    """A request cannot be served; other requests are not affected.
 
     Attributes:
-        code: machine-readable, for example ``context_length_exceeded``.
+        code: machine-readable code, for example ``context_length_exceeded``.
         param: the request field at fault, or None.
-        status: HTTP status the server answers with.
-        confidential: the message may quote the prompt: it is for the client alone, and logs have
-            the code.
+        status: HTTP status of the answer.
+        confidential: the message may quote the prompt, so only the client may see it, and logs
+            show the code instead.
     """
 
     def __init__(
@@ -119,12 +129,17 @@ class RequestError(GlowplugError):
 
 
 def context_exceeded(context: int, what: str, param: str = "prompt") -> RequestError:
-    """Return the error for a request longer than ``context`` tokens; ``what`` says how long it is
-    and what would do.
+    """Return the error for a request longer than ``context`` tokens.
 
     NOTE: clients recognise this error by its words: litellm by the first sentence, which is
-    OpenAI's; langchain by "prompt is too long", since openai's client no longer shows the code in
-    an error's text.
+    OpenAI's; langchain by "prompt is too long", because openai's client no longer includes the code
+    in an error's text.
+
+    Args:
+        context: longest sequence in tokens.
+        what: second sentence, from after "However," on: the request's length and a length that
+            would fit.
+        param: the request field at fault.
     """
     return RequestError(
         f"This model's maximum context length is {context} tokens. However, {what}",
@@ -134,8 +149,11 @@ def context_exceeded(context: int, what: str, param: str = "prompt") -> RequestE
 
 
 def prompt_too_long(context: int, prompt: int) -> RequestError:
-    """Return the error for a prompt of ``prompt`` tokens that leaves no room in ``context`` tokens
-    for one more.
+    """Return the error for a prompt of ``prompt`` tokens with no room for a generated token.
+
+    Args:
+        context: longest sequence in tokens.
+        prompt: number of tokens of the prompt.
     """
     return context_exceeded(
         context, f"your prompt has {prompt} tokens; with one to generate the prompt is too long"
@@ -143,7 +161,11 @@ def prompt_too_long(context: int, prompt: int) -> RequestError:
 
 
 class QueueFull(RequestError):
-    """The bounded queue is full. The client should retry after ``retry_after`` seconds."""
+    """The queue of waiting requests is full.
+
+    Attributes:
+        retry_after: seconds after which the client should retry.
+    """
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message, code="queue_full", status=429)
@@ -151,13 +173,16 @@ class QueueFull(RequestError):
 
 
 class CollectiveError(GlowplugError):
-    """A collective did not finish: a peer has gone, or did not answer in time. Seldom the cause,
-    mostly a consequence of another rank's end; whoever reports failures looks for that first."""
+    """A collective did not finish: another rank has ended or did not answer in time.
+
+    This is mostly a consequence of another rank's failure, so reports of failures look for that
+    failure first.
+    """
 
 
 class EngineDead(GlowplugError):
-    """The engine has stopped: a rank failed. Carries rank, phase and reason in its message."""
+    """The engine has stopped because a rank failed; the message states rank, phase and reason."""
 
 
 class EngineStopped(EngineDead):
-    """The engine has ended because it was told to."""
+    """The engine has stopped on request."""

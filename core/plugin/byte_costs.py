@@ -1,8 +1,8 @@
-"""What parts of a layer hold while a step runs on a device, in bytes. No torch.
+"""Descriptions of steps from which components compute their device memory in bytes. No torch.
 
-Components declare theirs as functions of a step's numbers, kept next to the code that allocates
-(``AttentionOffers.work``, ``QuantizationOffers.experts_work``); ``layer_bytes`` adds up who holds
-what at once.
+Components declare their memory as functions of these descriptions (``AttentionOffers.work``,
+``QuantizationOffers.experts_work``) beside the code that allocates it. ``plan/budget/layers.py``
+adds up the memory that is held at the same time.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: token counts divisible by this are common, since prompts often have round lengths; libraries
-#: compile kernels for each, so warm-up runs them
+#: Prompts often have round lengths, so token counts divisible by this number are common. Libraries
+#: compile kernels for each token count, so warm-up runs these counts.
 ROUND_TOKENS = 512
 
-SHOWN = 4  #: bytes of a float32 number, or of an int32 one
+SHOWN = 4  #: bytes of a float32 or int32 number
 
 
 @dataclass(frozen=True)
 class Work:
-    """``most``: held at once, at most, beside what it was given; ``left``: of that, its results.
+    """Device memory of a part of a layer, in bytes.
 
-    ``extra``: what torch's allocator has to add for large blocks that cannot take the place of
-    earlier ones, in segments that do not grow.
+    Attributes:
+        most: peak memory beside the inputs.
+        left: memory of the results, which are part of ``most``.
+        extra: further memory that torch's allocator takes for large blocks that do not fit into
+            freed ones; it counts only without expandable segments.
     """
 
     most: int
@@ -33,15 +36,19 @@ class Work:
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """A prefill step in one layer of attention on a rank.
+    """A prefill step in one attention layer on one rank.
 
     Attributes:
-        tokens: of the step; ``longest`` of one row, behind ``cached`` tokens that lie in the cache.
-        heads, all_heads: of this rank, and of all.
-        key, value: numbers of a head's query (or key) and of its value.
-        entry: numbers of a token's cache entry, where all heads share one; 0: heads have entries of
-            their own.
-        element: bytes of a number.
+        tokens: number of tokens of the step.
+        longest: most tokens of one row of the step.
+        cached: number of tokens before the step's that are stored in the KV cache.
+        heads: number of heads on this rank.
+        all_heads: number of heads on all ranks.
+        key: size of a head's query or key, in elements.
+        value: size of a head's value, in elements.
+        entry: size of a token's cache entry, in elements, if all heads share it; 0 if each head has
+            an entry of its own.
+        element: bytes of an element.
     """
 
     tokens: int
@@ -57,16 +64,16 @@ class AttentionStep:
 
 @dataclass(frozen=True)
 class DecodingRows:
-    """The most that decoding rows of a step may come to on a rank.
+    """The largest decode step of a rank.
 
     Attributes:
-        rows: those of the sequence table and one behind them, of at most ``positions`` positions
-            each.
-        page_size: tokens a page.
-        width: tokens of a row.
-        heads: of this rank.
-        drafts: passes go before the step whose cache has no entry for the first position
-            (``Batch.first_key``).
+        rows: number of rows: those of the sequence table, and one more.
+        positions: most positions of a row.
+        page_size: tokens per page.
+        width: tokens of a row in the step.
+        heads: number of heads on this rank.
+        drafts: the step is preceded by draft passes, whose cache has no entry for the first
+            position (``Batch.first_key``).
     """
 
     rows: int
@@ -78,24 +85,28 @@ class DecodingRows:
 
     @property
     def columns(self) -> int:
-        """Pages of a row."""
+        """Number of pages of a row."""
         return -(-self.positions // self.page_size)
 
 
 @dataclass(frozen=True)
 class ExpertsStep:
-    """Routed experts of one layer on a rank.
+    """The routed experts of one layer on one rank.
 
     Attributes:
-        tokens: that are routed, to ``chosen`` experts each of the ``count`` held; the ``shared``
-            last ones of both are the shared expert.
-        hidden, inter: sizes of an expert.
-        element: bytes of a number of activations.
-        parts: rows may stay as they are, for the next norm to add up.
-        options: of the scheme.
-        packages: installed distributions.
-        dtype: of activations, as torch names it.
-        card: its name, as the driver has it; "": none; ``compute``: what it can, 90 for Hopper.
+        tokens: number of routed tokens.
+        chosen: experts of each token, including the ``shared`` ones.
+        count: experts on this rank, including the ``shared`` ones.
+        shared: the last experts of ``chosen`` and ``count`` that are a fused shared expert.
+        hidden: hidden size of the model.
+        inter: intermediate size of an expert.
+        element: bytes of an activation element.
+        parts: the results of a token's experts may stay separate, because the next norm adds them.
+        options: options of the quantization scheme.
+        packages: installed distributions, name -> version.
+        dtype: torch's name for the dtype of activations.
+        card: name of the GPU, as the driver reports it; "" for none.
+        compute: compute capability of the GPU, for example 90 for Hopper.
     """
 
     tokens: int
@@ -114,16 +125,22 @@ class ExpertsStep:
 
     @property
     def pairs(self) -> int:
+        """Number of (token, expert) pairs."""
         return self.tokens * self.chosen
 
     @property
     def rows_bytes(self) -> int:
-        """A result for each expert of each token."""
+        """Bytes of one result row for each (token, expert) pair."""
         return self.pairs * self.hidden * self.element
 
     def summed(self, most: int, beside: int) -> Work:
-        """Of kernels that hold ``most``, and whose last one writes a row for each pair, with
-        ``beside`` held then.
+        """Return the memory of expert kernels whose last one writes a row for each pair.
+
+        Unless ``parts`` is set, the rows of each token are then added up in a tensor of their own.
+
+        Args:
+            most: peak memory in bytes before the last kernel.
+            beside: bytes held beside the rows while the last kernel runs.
         """
         out = self.tokens * self.hidden * self.element
         if self.parts:
@@ -132,15 +149,20 @@ class ExpertsStep:
 
 
 def tiled_rows(pairs: int, experts: int, tile: int) -> int:
-    """Rows of ``pairs`` in order of experts, each of which is filled up to whole tiles: the most
-    there can be.
+    """Return the most rows of ``pairs`` sorted by expert when each expert is padded to full tiles.
+
+    Args:
+        pairs: number of (token, expert) pairs.
+        experts: number of experts.
+        tile: rows per tile.
     """
     return min(pairs, (pairs + experts * (tile - 1)) // tile) * tile
 
 
 def gated_rows(step: ExpertsStep) -> Work:
-    """Two products in the compute dtype around a gate that is part of the first: inner rows, then
-    outer ones.
+    """Return the memory of two expert GEMMs in the compute dtype, the first with a fused gate.
+
+    The first GEMM writes rows of the intermediate size, the second rows of the hidden size.
     """
     inner = step.pairs * step.inter * step.element
     return step.summed(0, inner)

@@ -1,8 +1,8 @@
-"""A component: what a plugin registers in a slot. Plan zone: imports without torch.
+"""Components: the entries that plugins register in slots. Plan zone: no torch.
 
-A plugin's top module states *what* exists (name, options, offers, requirements, a pure check) and
-*where* the runtime lives (a dotted ``factory``), which is imported only when the plan has chosen
-it.
+A plugin's top module declares a component (name, options, offers, requirements and a pure check)
+and gives the dotted path of its runtime class (``factory``). The runtime module is imported only
+in the ranks of a plan that chose the component, so the top module must not import torch.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import Facts
 from glowplug.core.plugin.offers import Offers
 
-CONTRACT = (
-    1  #: version of the protocols in ``core/protocols``; a component built for another is refused
-)
-OPERATIONAL: dict[str, Any] = {
-    "operational": True
-}  #: mark of an option, see :meth:`Options.marked`
+#: version of the protocols in ``core/protocols``; components written for another one are refused
+CONTRACT = 1
+#: ``json_schema_extra`` of an option that changes no answer, see :meth:`Options.marked`
+OPERATIONAL: dict[str, Any] = {"operational": True}
 
 
 class Options(BaseModel):
-    """Base of every plugin's options. Frozen; an unknown key is an error.
+    """Base of the options of every component. Instances are frozen; an unknown key is an error.
 
-    A subclass narrows ``use`` to ``Literal["its_name"]`` and adds its fields, each with a
-    description.
+    A subclass narrows ``use`` to ``Literal["component_name"]`` and adds its own fields, each with a
+    description. Descriptions are shown in ``--help``, ``glowplug schema`` and docs/options.md.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,10 +35,12 @@ class Options(BaseModel):
 
     @classmethod
     def marked(cls, mark: str) -> dict[str, Any]:
-        """Return what ``json_schema_extra={mark: ...}`` says, by field.
+        """Return the values of ``json_schema_extra={mark: value}`` by field, without false values.
 
-        Marks: "provider" names the product that a field chooses a library for; "operational": True
-        says that a field changes how the engine runs and no answer.
+        Args:
+            mark: "provider", whose value names the GEMM that the field chooses a library for
+                (such as "experts"), or "operational", which is True for a field that changes how
+                the engine runs and changes no answer.
         """
         extras = ((name, info.json_schema_extra) for name, info in cls.model_fields.items())
         return {
@@ -50,26 +50,30 @@ class Options(BaseModel):
         }
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
-        """Return the fields that change nothing in this plan, each with the reason, one clause.
+        """Return the fields that change nothing in this plan, each with its reason (one clause).
 
-        Called once a plan is accepted, with everything chosen and sized. Fields that were not
-        given, and those left to the plan (None, "auto"), may be among them and are not reported. An
-        override adds to what its base returns.
+        The method is called once, after the plan was accepted and every component and size is
+        decided. Fields that were not given, and fields left to the plan (None, "auto"), may be
+        included: they are not reported. An override extends the result of its base class.
         """
         return {}
 
     @classmethod
     def provider_fields(cls) -> dict[str, Any]:
-        """What ``json_schema_extra={"provider": ...}`` says, by field: those that name who does a
-        product.
+        """Return the fields that choose a library for a GEMM, each with the name of that GEMM.
+
+        These are the fields marked with ``json_schema_extra={"provider": ...}``.
         """
         return cls.marked("provider")
 
 
 @dataclass(frozen=True)
 class Package:
-    """A requirement on an installed distribution, e.g. ``Package("flashinfer-python",
-    ">=0.6.11")``.
+    """A required distribution, for example ``Package("flashinfer-python", ">=0.6.11")``.
+
+    Attributes:
+        name: normalised name of the distribution.
+        spec: version specifier (PEP 440); "" accepts every version.
     """
 
     name: str
@@ -78,7 +82,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A component as chosen in a plan under construction: its name, parsed options and offers."""
+    """A component chosen for a slot of a proposal: its name, parsed options and offers."""
 
     name: str
     options: Options
@@ -87,14 +91,15 @@ class Chosen:
 
 @dataclass(frozen=True)
 class CheckContext:
-    """All that a component's ``check`` may look at. Pure data.
+    """The data that a component's ``check`` may read.
 
     Attributes:
-        options: this component's own parsed options.
+        options: the component's own parsed options.
         config: the operator's whole configuration (``config.schema.EngineConfig``), read-only.
         facts: model, hardware and software facts.
-        chosen: what every slot holds (lists for slots that hold several); ask offers, never names.
-        values: decided values by dotted field, e.g. ``values["dtype"] == "float32"``.
+        chosen: the components chosen so far, by slot name. Compare their offers, never their names.
+        values: decided values by name, for example ``values["dtype"] == "float32"``; the names are
+            listed in ``plan/proposal.py``.
     """
 
     options: Any
@@ -112,16 +117,17 @@ class Component:
     """One entry of a slot.
 
     Attributes:
-        name: what the operator writes after ``use =``. Unique within the slot.
-        options: pydantic model of its options (subclass of :class:`Options`).
-        factory: ``"package.module:Class"``; called as ``factory(options, plan, worker)`` in every
+        name: value of ``use`` that selects the component; unique within the slot.
+        options: pydantic model of its options, a subclass of the slot's base in
+            ``plugin/options.py``.
+        factory: ``"package.module:Class"``, called as ``factory(options, plan, worker)`` in every
             rank.
-        offers: what it can do.
-        requires: packages it needs; one that is missing makes it unavailable, with the reason.
-        uses: by what an option marked as a provider may say, the packages any one of which has to
-            be there for it on a CUDA device. Left to "auto", a component does without those that
-            are missing.
-        check: pure function yielding refusals for combinations the offers cannot express.
+        offers: its capabilities, an instance of the slot's class in ``plugin/offers.py``.
+        requires: packages it needs. If one is missing, the component is refused with that reason.
+        uses: libraries for options marked "provider": value of the option -> names of
+            distributions, at least one of which must be installed when this value is used on a
+            CUDA device. With "auto" the component works without the missing libraries.
+        check: pure function that yields refusals of combinations that offers cannot express.
         contract: version of the protocols it was written for.
         summary: one line for ``glowplug plugins`` and the docs.
     """
@@ -143,9 +149,9 @@ class Tuner:
 
     Attributes:
         name: NAME on the command line.
-        factory: ``"package.module:Class"`` of a ``TableTuner``; called as ``factory(plan)``.
+        factory: ``"package.module:Class"`` of a ``TableTuner``, called as ``factory(plan)``.
         summary: one line for ``--help``.
-        device: type of device the tuner measures on ("cuda"); "": any.
+        device: device type that the tuner measures on ("cuda"); "" for any.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Every hook, by life-cycle phase. Hooks assemble; they never run while a token is served.
+"""All hooks that a plugin can implement, by life-cycle phase.
 
-Registration hooks return a list of ``Component``; one hook a slot (``slots.py``). Life-cycle hooks
-run at config reading, planning, and worker start and stop. A test counts hook calls while tokens
-are served and asserts zero.
+Registration hooks return a list of ``Component``; each slot (``slots.py``) has one. The other hooks
+run while the configuration is read, while the engine is planned, and when ranks start and stop.
+No hook runs while tokens are served: a test counts hook calls during serving and expects zero.
 """
 
 from __future__ import annotations
@@ -33,78 +33,80 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def register_models() -> list[Component]:  # type: ignore[empty-body]
-    """Model families: which ``architectures`` can be built, and by what (``ModelFamily``)."""
+    """Return model families: builders of the ``architectures`` they offer (``ModelFamily``)."""
 
 
 @hookspec
 def register_weight_sources() -> list[Component]:  # type: ignore[empty-body]
-    """Where weights come from (``WeightSource``)."""
+    """Return weight sources: readers of checkpoints (``WeightSource``)."""
 
 
 @hookspec
 def register_attention_backends() -> list[Component]:  # type: ignore[empty-body]
-    """Attention backends (``AttentionBackend``)."""
+    """Return attention backends (``AttentionBackend``)."""
 
 
 @hookspec
 def register_quantization_schemes() -> list[Component]:  # type: ignore[empty-body]
-    """Quantization schemes (``QuantizationScheme``)."""
+    """Return quantization schemes (``QuantizationScheme``)."""
 
 
 @hookspec
 def register_parallel_strategies() -> list[Component]:  # type: ignore[empty-body]
-    """Parallelism strategies (``ParallelStrategy``)."""
+    """Return parallelism strategies (``ParallelStrategy``)."""
 
 
 @hookspec
 def register_collectives() -> list[Component]:  # type: ignore[empty-body]
-    """Collective backends (``Collectives``)."""
+    """Return collective backends (``Collectives``)."""
 
 
 @hookspec
 def register_speculative_algorithms() -> list[Component]:  # type: ignore[empty-body]
-    """Speculative algorithms (``SpeculativeAlgorithm``)."""
+    """Return speculative algorithms (``SpeculativeAlgorithm``)."""
 
 
 @hookspec
 def register_schedulers() -> list[Component]:  # type: ignore[empty-body]
-    """Schedulers (``Scheduler``)."""
+    """Return schedulers (``Scheduler``)."""
 
 
 @hookspec
 def register_scheduling_policies() -> list[Component]:  # type: ignore[empty-body]
-    """Scheduling policies (``SchedulingPolicy``)."""
+    """Return scheduling policies: orders of the waiting queue (``SchedulingPolicy``)."""
 
 
 @hookspec
 def register_graph_runners() -> list[Component]:  # type: ignore[empty-body]
-    """Graph runners (``GraphRunner``)."""
+    """Return graph runners: capture and replay of steps (``GraphRunner``)."""
 
 
 @hookspec
 def register_prefix_caches() -> list[Component]:  # type: ignore[empty-body]
-    """Prefix caches (``PrefixCache``)."""
+    """Return prefix caches (``PrefixCache``)."""
 
 
 @hookspec
 def register_samplers() -> list[Component]:  # type: ignore[empty-body]
-    """Samplers (``Sampler``)."""
+    """Return samplers (``Sampler``)."""
 
 
 @hookspec
 def register_output_parsers() -> list[Component]:  # type: ignore[empty-body]
-    """Parsers of generated text (``OutputParserFactory``). Those that make tool calls are refused
-    as long as no answer carries them."""
+    """Return parsers of generated text (``OutputParserFactory``).
+
+    Parsers that produce tool calls are refused as long as answers cannot carry them.
+    """
 
 
 @hookspec
 def register_executors() -> list[Component]:  # type: ignore[empty-body]
-    """Executors (``Executor``)."""
+    """Return executors: ways to start and connect ranks (``Executor``)."""
 
 
 @hookspec
 def register_ops() -> list[Component]:  # type: ignore[empty-body]
-    """Tables of small kernels (``Ops``)."""
+    """Return tables of small kernels, such as norms and routing (``Ops``)."""
 
 
 # ---- configuration and facts ---------------------------------------------------------------------
@@ -112,22 +114,27 @@ def register_ops() -> list[Component]:  # type: ignore[empty-body]
 
 @hookspec(firstresult=True)
 def read_config_file(path: Path) -> tuple[dict[str, Any], dict[str, int]] | None:
-    """Read a config file: (nested dict, line number by dotted path). None: not this plugin's
-    format.
+    """Read a configuration file.
+
+    Returns:
+        The values as a nested dict and the line number of each dotted path; None when the file has
+        another format than this plugin reads.
     """
 
 
 @hookspec(firstresult=True)
 def read_model_facts(path: Path) -> ModelFacts | None:
-    """Facts of the model at ``path`` (a folder or a file). None: not this plugin's format. Reads
-    headers only.
+    """Return the facts of the model at ``path``, a folder or a file; read headers only.
+
+    Return None when the model has another format than this plugin reads.
     """
 
 
 @hookspec(firstresult=True)
 def open_tokenizer(path: Path, facts: ModelFacts) -> Tokenizer | None:
-    """A tokenizer (``core/text/tokenizer.py``'s protocol) for the model at ``path``. None: not this
-    plugin's format.
+    """Return a tokenizer (protocol in ``core/text/tokenizer.py``) for the model at ``path``.
+
+    Return None when the model has another format than this plugin reads.
     """
 
 
@@ -136,29 +143,34 @@ def open_tokenizer(path: Path, facts: ModelFacts) -> Tokenizer | None:
 
 @hookspec
 def contribute_defaults(facts: Facts) -> dict[str, Any]:  # type: ignore[empty-body]
-    """Values by dotted config path that replace built-in defaults for these facts; the operator's
-    always win.
+    """Return defaults for these facts by dotted config path, such as ``{"attention.use": "fa3"}``.
+
+    They replace the built-in defaults. Values that the operator gave always take precedence.
     """
 
 
 @hookspec
 def check_plan(context: CheckContext) -> list[Refusal]:  # type: ignore[empty-body]
-    """Refuse a whole plan for a reason no single component owns. Pure."""
+    """Return refusals of combinations that the check of no single component covers.
+
+    The hook must be a pure function of ``context``.
+    """
 
 
 @hookspec
 def plan_remarks(context: CheckContext) -> list[Decision]:  # type: ignore[empty-body]
-    """What a plan's reader should know that no pass has decided, such as a table that is not used.
-    Pure.
+    """Return remarks for the plan's table, such as a tuned table that is not used.
 
-    A ``notable`` remark is shown before each start, others in the whole plan.
+    The hook must be a pure function of ``context``. A ``notable`` remark is shown before each
+    start, other remarks only in the full plan.
     """
 
 
 @hookspec
 def plan_ready(plan: EnginePlan) -> None:
-    """The plan is frozen and about to start, in the process that plans. For reporting; it can no
-    longer be changed.
+    """Report on a frozen plan that is about to start; the plan can no longer be changed.
+
+    The hook runs in the process that made the plan.
     """
 
 
@@ -167,20 +179,24 @@ def plan_ready(plan: EnginePlan) -> None:
 
 @hookspec
 def worker_started(worker: Worker, plan: EnginePlan) -> None:
-    """A rank has built its engine and is about to report Ready."""
+    """Act on the start of a rank: its engine is built, and it is about to report Ready."""
 
 
 @hookspec
 def worker_stopping(worker: Worker) -> None:
-    """A rank is about to end and serves no more; its graphs and collectives still stand. Not called
-    on a kill.
+    """Act on the end of a rank, which serves no more requests.
+
+    The rank's graphs and collectives still exist. The hook is not called when a rank is killed.
     """
 
 
 @hookspec
-def step_observers(worker: Worker, plan: EnginePlan) -> list[StepObserver]:  # type: ignore[empty-body]
-    """Observers (``core/engine/observe.py``) to be called directly, not through hooks, after each
-    step.
+def step_observers(  # type: ignore[empty-body]
+    worker: Worker, plan: EnginePlan
+) -> list[StepObserver]:
+    """Return observers (``core/engine/observe.py``) to be called after each step of this rank.
+
+    The engine calls them directly, not through hooks.
     """
 
 
@@ -189,19 +205,20 @@ def step_observers(worker: Worker, plan: EnginePlan) -> list[StepObserver]:  # t
 
 @hookspec
 def extend_app(app: Any, plan: EnginePlan) -> None:
-    """Add routes to ``app``, the server's FastAPI. Every route is authenticated unless listed open
-    in the config.
+    """Add routes to ``app``, the server's FastAPI application.
+
+    Every route needs a key unless ``server.open_routes`` lists it.
     """
 
 
 @hookspec
 def extend_cli(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add sub-commands to ``glowplug`` (argparse sub-parsers)."""
+    """Add sub-commands of ``glowplug`` to ``commands`` (argparse sub-parsers)."""
 
 
 @hookspec
 def tuners() -> list[Tuner]:  # type: ignore[empty-body]
-    """Tuners that ``glowplug tune NAME`` runs: measure kernels for a model and keep tables.
+    """Return tuners, which measure kernels for a model and store tables (``glowplug tune NAME``).
 
-    See ``core/protocols/tuning.py``.
+    Their protocol is in ``core/protocols/tuning.py``.
     """

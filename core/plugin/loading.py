@@ -1,8 +1,7 @@
-"""Loading one plugin: import, register, read its components; under a time limit, undone on any
-failure.
+"""Loading of one plugin: it is imported and registered, and its components are checked.
 
-Plan zone: no torch. Every failure is a :class:`PluginLoadError` that names the plugin, its
-distribution and version.
+Loading has a time limit. A failure undoes the registration and raises :class:`PluginLoadError`,
+which names the plugin, its distribution and version. Plan zone: no torch.
 """
 
 from __future__ import annotations
@@ -31,13 +30,14 @@ BUILT_IN = "built in"
 
 @dataclass(frozen=True)
 class PluginSource:
-    """Where a plugin comes from, before it is imported.
+    """The origin of a plugin that may not be imported yet.
 
     Attributes:
-        name: entry-point name, or dotted module for built-ins and ``--plugin``.
-        target: what to import: ``"package.module"`` or ``"package.module:attribute"``.
-        distribution, version: who ships it.
-        loaded: the plugin object itself when there is nothing to import (tests).
+        name: name of the entry point, or dotted module name of built-ins and ``--plugin``.
+        target: import path, ``"package.module"`` or ``"package.module:attribute"``.
+        distribution: name of the distribution that contains it.
+        version: version of the distribution; "" for built-ins.
+        loaded: the plugin object itself if there is nothing to import (tests).
     """
 
     name: str
@@ -48,15 +48,17 @@ class PluginSource:
 
     @property
     def label(self) -> str:
+        """Name and origin for messages, such as ``'tables' (glowplug-tables 1.0)``."""
         return f"{self.name!r} ({self.origin})"
 
     @property
     def origin(self) -> str:
+        """Distribution and version for messages."""
         return f"{self.distribution} {self.version}".rstrip()
 
 
 class Registration(NamedTuple):
-    """A component and the distribution that registered it."""
+    """A component with the distribution and version of the plugin that registered it."""
 
     component: Component
     distribution: str
@@ -66,11 +68,17 @@ class Registration(NamedTuple):
 def watched(
     seconds: float, sources: Iterable[PluginSource], add: Callable[[PluginSource], None]
 ) -> None:
-    """``add(source)`` for one after another, in a thread. PluginLoadError with its stack for one
-    that takes longer than ``seconds``.
+    """Call ``add(source)`` for each source in turn, in a thread, with a time limit for each call.
 
-    NOTE: a hanging import cannot be interrupted; its daemon thread is left behind, and the caller
-    is expected to end.
+    NOTE: a hanging import cannot be interrupted. Its daemon thread is left running, and the caller
+    is expected to end the process.
+
+    Args:
+        seconds: time limit of one call.
+
+    Raises:
+        PluginLoadError: a call exceeded the limit; the message shows its stack.
+        BaseException: any exception that ``add`` raised.
     """
     failure: list[BaseException] = []
     current: list[tuple[float, PluginSource]] = []
@@ -79,12 +87,11 @@ def watched(
         try:
             for source in sources:
                 current[:] = [(time.monotonic(), source)]
-                if failure:  # it took too long, and nobody waits any more
+                if failure:  # a source exceeded the limit, and the caller has gone on
                     return
                 add(source)
-        except (
-            BaseException
-        ) as error:  # NOTE: also SystemExit: a plugin that exits on import must not end us silently
+        # NOTE: includes SystemExit: a plugin that exits on import must not end the process silently
+        except BaseException as error:
             failure.append(error)
 
     thread = threading.Thread(target=run, name="load plugins", daemon=True)
@@ -101,6 +108,7 @@ def watched(
 
 
 def _hanging(thread: threading.Thread, source: PluginSource, seconds: float) -> PluginLoadError:
+    """Return the error for a source whose loading exceeded the limit, with the thread's stack."""
     frame = sys._current_frames().get(thread.ident or 0)
     stack = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
     return PluginLoadError(
@@ -109,8 +117,10 @@ def _hanging(thread: threading.Thread, source: PluginSource, seconds: float) -> 
 
 
 def load(manager: pluggy.PluginManager, source: PluginSource) -> dict[str, list[Component]]:
-    """Import and register one plugin; its components by slot name. On any failure nothing stays
-    registered.
+    """Import and register one plugin, and return its components by slot name.
+
+    Raises:
+        PluginLoadError: the plugin could not be loaded; nothing of it stays registered.
     """
     try:
         return _registered(manager, source)
@@ -127,6 +137,7 @@ def load(manager: pluggy.PluginManager, source: PluginSource) -> dict[str, list[
 
 
 def _registered(manager: pluggy.PluginManager, source: PluginSource) -> dict[str, list[Component]]:
+    """Import and register one plugin, and return its components by slot name."""
     plugin = _import(source)
     if manager.get_name(plugin) is not None:
         return {}  # the same module under a second name
@@ -136,7 +147,7 @@ def _registered(manager: pluggy.PluginManager, source: PluginSource) -> dict[str
 
 
 def _absent(source: PluginSource, error: BaseException) -> str:
-    """What to do when the plugin's own module is not to be found; "" for every other failure."""
+    """Return a hint for a plugin whose own module is not found; "" for every other failure."""
     module = source.target.partition(":")[0]
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing is None or not f"{module}.".startswith(f"{missing}."):
@@ -145,6 +156,7 @@ def _absent(source: PluginSource, error: BaseException) -> str:
 
 
 def _import(source: PluginSource) -> object:
+    """Return the plugin object: a module, an attribute of it, or an instance of a class."""
     if source.loaded is not None:
         return source.loaded
     module, _, attribute = source.target.partition(":")
@@ -157,14 +169,17 @@ def _import(source: PluginSource) -> object:
 
 
 def _undo(manager: pluggy.PluginManager, source: PluginSource) -> None:
-    """NOTE: pluggy leaves a plugin whose registration failed in its tables."""
+    """Unregister a plugin if it is registered.
+
+    NOTE: pluggy keeps a plugin in its tables after its registration failed.
+    """
     plugin = manager.get_plugin(source.name)
     if plugin is not None:
         manager.unregister(plugin)
 
 
 def describe(error: BaseException) -> str:
-    """``Type: message (file:line)`` of the innermost frame that has a file."""
+    """Return ``Type: message (file:line)``, the place being the innermost frame with a file."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     frames = [
         frame
@@ -177,6 +192,7 @@ def describe(error: BaseException) -> str:
 def _refuse_unknown_hooks(
     manager: pluggy.PluginManager, plugin: object, source: PluginSource
 ) -> None:
+    """Raise PluginLoadError if the plugin implements a hook that does not exist."""
     known = [name for name in vars(manager.hook) if not name.startswith("_")]
     for caller in manager.get_hookcallers(plugin) or []:
         if not caller.has_spec():
@@ -192,6 +208,7 @@ def _refuse_unknown_hooks(
 def _components(
     manager: pluggy.PluginManager, plugin: object, source: PluginSource
 ) -> dict[str, list[Component]]:
+    """Call the plugin's registration hooks and return the checked components by slot name."""
     found: dict[str, list[Component]] = {}
     for slot in SLOTS:
         caller = getattr(manager.hook, slot.hook)
@@ -210,7 +227,7 @@ def _components(
 
 
 def _check_component(component: Any, slot: Slot, source: PluginSource) -> None:
-    """The shape the resolver relies on; PluginLoadError says what to write instead."""
+    """Raise PluginLoadError if a component is not built as the resolver expects."""
 
     def bad(reason: str) -> PluginLoadError:
         return PluginLoadError(f"plugin {source.label}: {slot.hook}: {reason}")
@@ -220,7 +237,8 @@ def _check_component(component: Any, slot: Slot, source: PluginSource) -> None:
     offers = getattr(offers_module, slot.offers)
     if not isinstance(component.offers, offers):
         raise bad(
-            f"{component.name!r} has offers of type {type(component.offers).__name__}, expected {slot.offers}"
+            f"{component.name!r} has offers of type {type(component.offers).__name__}, "
+            f"expected {slot.offers}"
         )
     base = OPTION_BASES.get(slot.name, Options)
     if not (isinstance(component.options, type) and issubclass(component.options, base)):
@@ -232,16 +250,22 @@ def _check_component(component: Any, slot: Slot, source: PluginSource) -> None:
             f"the options of {component.name!r} must declare use: Literal[{component.name!r}]"
         )
     if component.name == "auto":
-        raise bad("the name 'auto' is taken: it lets the plan choose")
+        raise bad("the name 'auto' is reserved: it lets the plan choose")
     if ":" not in component.factory:
         raise bad(
-            f"the factory of {component.name!r} must read 'package.module:Class', not {component.factory!r}"
+            f"the factory of {component.name!r} must have the form 'package.module:Class', "
+            f"not {component.factory!r}"
         )
 
 
 def import_factory(component: Component | Tuner, origin: str) -> Callable[..., Any]:
-    """The runtime class behind a component or a tuner. PluginLoadError naming ``origin`` when it
-    cannot be imported.
+    """Import the runtime class of a component or a tuner.
+
+    Args:
+        origin: distribution and version for messages.
+
+    Raises:
+        PluginLoadError: the class cannot be imported or is not callable.
     """
     module, _, attribute = component.factory.partition(":")
     try:

@@ -1,9 +1,7 @@
-"""The vocabulary of capabilities: what a component says it offers, so that no code ever asks who it
-is.
+"""Offers: the capabilities that components declare, one frozen dataclass per slot.
 
-Plan zone: imports without torch. Every offer is a frozen dataclass, one per slot family. A
-combination is judged by these words only; to teach the engine a new incompatibility, add a word
-here and a check that reads it.
+Checks decide whether a combination runs by offers alone, never by a component's name. To describe a
+new incompatibility, add a field here and a check that reads it. Plan zone: no torch.
 """
 
 from __future__ import annotations
@@ -18,24 +16,23 @@ from glowplug.core.plugin.byte_costs import AttentionStep, DecodingRows, Experts
 
 
 class Mode(StrEnum):
-    """What a step computes. Graph capture and attention support are declared per mode."""
+    """The kind of work of a step, for which components declare a ``Capture`` level."""
 
     PREFILL = "prefill"  #: chunks of prompts, possibly mixed with decoding rows
-    DECODE = "decode"  #: one token a row
-    VERIFY = "verify"  #: the speculative width of tokens a row
-    DRAFT_DECODE = "draft_decode"  #: a draft's passes of one token a row
-    DRAFT_EXTEND = (
-        "draft_extend"  #: a draft's pass over the tokens of a step, which it may attend to later
-    )
-    IDLE = "idle"  #: no token of its own; takes part in collectives only
+    DECODE = "decode"  #: one token per row
+    VERIFY = "verify"  #: ``width`` tokens per row: one, and the drafted tokens
+    DRAFT_DECODE = "draft_decode"  #: a pass of the draft model over one token per row
+    #: the draft model's pass over the tokens of a step, which fills its KV cache
+    DRAFT_EXTEND = "draft_extend"
+    IDLE = "idle"  #: no tokens of the rank's own: it only takes part in collectives
 
 
 class Capture(IntEnum):
-    """How a component may run in a mode. ``NO < EAGER < GRAPH``."""
+    """The ways in which a component can run in a mode, ordered: ``NO < EAGER < GRAPH``."""
 
-    NO = 0  #: not at all
-    EAGER = 1  #: yes, but it syncs with the host or allocates: no graph capture
-    GRAPH = 2  #: yes, and it may be captured
+    NO = 0  #: it cannot run
+    EAGER = 1  #: it runs, but waits for the host or allocates, so it cannot be captured
+    GRAPH = 2  #: it runs and can be captured in a CUDA graph
 
 
 EVERY_MODE_EAGER: Mapping[Mode, Capture] = dict.fromkeys(Mode, Capture.EAGER)
@@ -47,17 +44,17 @@ FLOAT_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 
 @dataclass(frozen=True)
 class Offers:
-    """What every component says, whatever its slot.
+    """The capabilities that components of every slot declare.
 
     Attributes:
         devices: device types it runs on ("cpu", "cuda").
-        compute: CUDA compute capabilities it supports (90 = SM90); empty: any from
+        compute: CUDA compute capabilities it supports (90 = SM90); if empty, all from
             ``least_compute`` on.
-        least_compute: the first of them; 0: any.
-        dtypes: compute dtypes it supports, by torch name.
-        modes: capture level per step mode.
-        overlap: its step code never waits for the device, so the next step may be launched before
-            this one is read.
+        least_compute: lowest compute capability it supports; 0 for no limit.
+        dtypes: compute dtypes it supports, by torch's name.
+        modes: capture level per mode.
+        overlap: its code never waits for the device during a step, so the next step may be launched
+            before the results of this one are read.
     """
 
     devices: frozenset[str] = DEVICES
@@ -68,8 +65,11 @@ class Offers:
     overlap: bool = True
 
     def runs_on(self, cards: Iterable[int]) -> bool:
-        """Does it support CUDA devices of these compute capabilities? One that is not known (0) is
-        not held against it.
+        """Return whether it supports CUDA devices of all these compute capabilities.
+
+        Args:
+            cards: compute capability of each device; an unknown one (0) always passes
+                ``least_compute``.
         """
         return all(
             (not self.compute or card in self.compute) and not 0 < card < self.least_compute
@@ -78,33 +78,35 @@ class Offers:
 
     @cached_property
     def runs(self) -> frozenset[Mode]:
-        """Modes it runs in at all."""
+        """Modes in which it can run."""
         return frozenset(mode for mode, level in self.modes.items() if level >= Capture.EAGER)
 
     @cached_property
     def captures_in(self) -> frozenset[Mode]:
-        """Modes in which it may be part of a captured graph."""
+        """Modes in which it can be part of a captured graph."""
         return frozenset(mode for mode, level in self.modes.items() if level >= Capture.GRAPH)
 
 
 @dataclass(frozen=True)
 class AttentionOffers(Offers):
-    """Attention backends.
+    """Capabilities of an attention backend.
 
     Attributes:
-        kinds: "mla" (latent cache) and/or "mha" (per-head cache; MHA, GQA and MQA).
-        kv_dtypes: cache dtypes it reads ("float32", "bfloat16", "float16", "fp8_e4m3").
-        page_sizes: tokens a page it accepts; empty: any.
-        tree: reads tree masks in verify (False: causal chains only).
-        max_width: largest number of query tokens a row in decode/verify; 0: any.
-        first_key: honours ``Batch.first_key`` (a draft's cache has no entry for the first
-            position).
-        work: bytes that a prefill step holds on a device beside its queries and new cache entries,
-            the output among them; None: nobody has counted, and the byte budget guesses.
-        reserves: bytes that its ``reserve`` takes on a device beside the cache; None: none.
-        short_keys: keys up to which a row is short; 0: how long rows may become changes nothing.
-        short_rows: (heads of a rank) -> how many rows, of one token each, are decoded otherwise,
-            and quicker, where ``Batch.longest`` says that all of them are short.
+        kinds: attention kinds: "mla" (latent cache), "mha" (per-head cache: MHA, GQA and MQA).
+        kv_dtypes: KV cache dtypes it reads ("float32", "bfloat16", "float16", "fp8_e4m3").
+        page_sizes: page sizes in tokens; empty for any.
+        tree: it reads tree masks in verify steps; otherwise it supports causal chains only.
+        max_width: most query tokens per row in decode and verify steps; 0 for any number.
+        first_key: it observes ``Batch.first_key``, because a draft's cache has no entry for the
+            first position.
+        work: function from a prefill step to its peak device memory in bytes, including the output,
+            but not the queries and the new cache entries; None if it is not known, so that the byte
+            budget estimates it.
+        reserves: function from the largest decode step to the bytes that its ``reserve`` allocates
+            on a device beside the KV cache; None for 0 bytes.
+        short_keys: most keys of a short row; 0 if decoding does not depend on the length of rows.
+        short_rows: function from the number of heads on a rank to the batch sizes (in rows of one
+            token) that a faster kernel decodes if ``Batch.longest`` shows all rows to be short.
     """
 
     kinds: frozenset[str] = frozenset()
@@ -121,22 +123,24 @@ class AttentionOffers(Offers):
 
 @dataclass(frozen=True)
 class QuantizationOffers(Offers):
-    """Quantization schemes.
+    """Capabilities of a quantization scheme.
 
     Attributes:
-        reads: values of ``quantization_config.quant_method`` it loads; "none" means an unquantized
-            checkpoint.
+        reads: values of ``quantization_config.quant_method`` it loads; "none" stands for an
+            unquantized checkpoint.
         online: it can also quantize an unquantized checkpoint while loading.
-        online_bytes: what a number then takes, scales left out (the byte budget needs it).
-        block_shape: (rows, columns) of a weight block, or None.
-        dequantizes: device types on which quantized weights are kept in the compute dtype (the byte
-            budget needs it).
-        cast_bytes: of a number of activations as its products read them on a device; 0: in the
+        online_bytes: bytes of a weight quantized while loading, without scales, for the byte
+            budget.
+        block_shape: (rows, columns) of a weight block with one scale, or None.
+        dequantizes: device types on which quantized weights are loaded in the compute dtype, for
+            the byte budget.
+        cast_bytes: bytes of an activation element as its GEMMs read it on a device; 0 for the
             compute dtype.
-        rides: on a device the shared expert may be computed as further routed ones.
-        experts_work: what routed experts hold on a device; None: rows of the compute dtype.
-        turns: (the scheme's options) -> numbers of tokens up to which experts hold more than those
-            of larger steps may.
+        rides: on a device the shared expert can be fused: computed as further routed experts.
+        experts_work: function from routed experts to their device memory; None if they hold only
+            rows in the compute dtype.
+        turns: function from the scheme's options to the token counts at which routed experts may
+            reach a higher peak memory than in larger steps, because kernels change there.
     """
 
     reads: frozenset[str] = frozenset()
@@ -152,14 +156,13 @@ class QuantizationOffers(Offers):
 
 @dataclass(frozen=True)
 class ParallelOffers(Offers):
-    """Parallelism strategies.
+    """Capabilities of a parallelism strategy.
 
     Attributes:
-        axes: mesh axes it defines ("tp", "dp", "ep").
-        ranks: how many ranks it spans is given by its option ``size``; True when more than one is
-            possible.
-        idle_steps: ranks may have nothing to do while others step (needs IDLE support on the step's
-            path).
+        axes: mesh axes it defines ("tp", "dp", "ep"), each of the size in its option ``size``.
+        ranks: it can span more than one rank.
+        idle_steps: a rank may have no tokens while others run a step, so all components of a step
+            must support ``Mode.IDLE``.
     """
 
     axes: frozenset[str] = frozenset()
@@ -169,14 +172,14 @@ class ParallelOffers(Offers):
 
 @dataclass(frozen=True)
 class SpeculativeOffers(Offers):
-    """Speculative algorithms.
+    """Capabilities and needs of a speculative algorithm.
 
     Attributes:
-        drafts: it proposes tokens (False: the algorithm of width one).
-        tree: its proposals form a tree, so verify needs tree masks.
-        nextn_layer: it needs a multi-token-prediction layer, the checkpoint's own or one in a draft
+        drafts: it drafts tokens; False for plain decoding, whose width is 1.
+        tree: its drafted tokens form a tree, so verify steps need tree masks.
+        nextn_layer: it needs a multi-token-prediction layer, of the checkpoint itself or of a draft
             folder.
-        first_key: its draft's cache has no entry for the first position, so attention must honour
+        first_key: its draft's cache has no entry for the first position, so attention must observe
             ``Batch.first_key``.
     """
 
@@ -188,20 +191,27 @@ class SpeculativeOffers(Offers):
 
 @dataclass(frozen=True)
 class SchedulerOffers(Offers):
-    """Schedulers: what every component says, and no more."""
+    """Capabilities of a scheduler; it declares no others than those of ``Offers``."""
 
 
 @dataclass(frozen=True)
 class CacheOffers(Offers):
-    """Prefix caches. ``shares``: requests may share pages."""
+    """Capabilities of a prefix cache.
+
+    Attributes:
+        shares: requests may share pages.
+    """
 
     shares: bool = True
 
 
 @dataclass(frozen=True)
 class GraphOffers(Offers):
-    """Graph runners. ``captures``: it records modes, so every component on the step's path must
-    offer GRAPH there.
+    """Capabilities of a graph runner.
+
+    Attributes:
+        captures: modes whose steps it captures; in these modes every component that takes part in
+            steps must offer ``Capture.GRAPH``.
     """
 
     captures: frozenset[Mode] = frozenset()
@@ -209,29 +219,29 @@ class GraphOffers(Offers):
 
 @dataclass(frozen=True)
 class SamplerOffers(Offers):
-    """Samplers. Each honours every field of ``SamplingParams``.
+    """Capabilities of a sampler. Every sampler must support every field of ``SamplingParams``.
 
     Attributes:
-        state_bytes: what it keeps on a device at most, for each row and token of the vocabulary.
-        scratch_rows: rows of float32 logits that it makes in a step of so many on a device, at
-            most.
+        state_bytes: most bytes kept on a device for each row and token of the vocabulary.
+        scratch_rows: function from the number of sampled rows in a step to the memory it takes on a
+            device at most, in rows of float32 logits; None for none.
     """
 
     state_bytes: float = 0.0
     scratch_rows: Callable[[int], int] | None = None
 
 
-#: kinds of ``Piece`` beside "content" that answers carry; a parser that makes others is refused
+#: kinds of ``Piece`` that answers can carry beside "content"; parsers of other kinds are refused
 CARRIED_KINDS = frozenset({"reasoning"})
 
 
 @dataclass(frozen=True)
 class OutputOffers(Offers):
-    """Output parsers.
+    """Capabilities of an output parser.
 
     Attributes:
-        aliases: other names users know it by.
-        kinds: kinds of ``Piece`` that it makes beside "content": "reasoning", "tool_call".
+        aliases: other values of ``use`` that select it.
+        kinds: kinds of ``Piece`` that it produces beside "content": "reasoning", "tool_call".
     """
 
     aliases: frozenset[str] = frozenset()
@@ -240,8 +250,10 @@ class OutputOffers(Offers):
 
 @dataclass(frozen=True)
 class WeightOffers(Offers):
-    """Weight sources. ``formats``: file formats it opens ("safetensors", "gguf"); "synthetic" needs
-    no file.
+    """Capabilities of a weight source.
+
+    Attributes:
+        formats: file formats it opens ("safetensors", "gguf"); "synthetic" needs no file.
     """
 
     formats: frozenset[str] = frozenset()
@@ -249,7 +261,12 @@ class WeightOffers(Offers):
 
 @dataclass(frozen=True)
 class ExecutorOffers(Offers):
-    """Executors. ``hosts``/``ranks``: may it span several."""
+    """Capabilities of an executor.
+
+    Attributes:
+        ranks: it can run more than one rank.
+        hosts: it can run ranks on more than one host.
+    """
 
     ranks: bool = False
     hosts: bool = False
@@ -257,15 +274,15 @@ class ExecutorOffers(Offers):
 
 @dataclass(frozen=True)
 class ModelOffers(Offers):
-    """Model families.
+    """Capabilities of a model family.
 
     Attributes:
-        architectures: values of config.json's ``architectures`` it builds.
-        kind: attention kind its layers need: "mla" or "mha".
+        architectures: values of ``architectures`` in config.json that it builds.
+        kind: attention kind of its layers, "mla" or "mha".
         nextn: it can build a multi-token-prediction layer.
-        draft_architectures: architectures of folders that hold such a layer alone; they draft and
-            are never served.
-        sampled_last_layer: its last layer may run for some tokens of a step alone
+        draft_architectures: architectures of folders that hold only such a layer; they serve as
+            draft models and are refused as models.
+        sampled_last_layer: its last layer can run for a part of a step's tokens
             (``protocols.SampledLastLayer``).
     """
 
@@ -278,11 +295,12 @@ class ModelOffers(Offers):
 
 @dataclass(frozen=True)
 class OpsOffers(Offers):
-    """Elementwise and routing kernels bound on layers. ``ops``: names of the table's entries it
-    provides.
+    """Capabilities of a table of elementwise and routing kernels.
 
-    ``adds_parts``: norms add up the rows of a token's experts, which then stay as they are until
-    the next layer, and parts of other products.
+    Attributes:
+        ops: names of the entries that it provides.
+        adds_parts: its norms can add up partial results: the rows of a token's experts, which then
+            stay separate until the next layer, and the partial sums of other GEMMs.
     """
 
     ops: frozenset[str] = frozenset()
@@ -291,10 +309,13 @@ class OpsOffers(Offers):
 
 @dataclass(frozen=True)
 class CollectiveOffers(Offers):
-    """Collective backends ("local" for one rank, gloo, nccl). ``ranks``: more than one.
+    """Capabilities of a collective backend ("local" for one rank, gloo, nccl).
 
-    ``growing_segments``: tensors may lie in segments that torch's allocator grows (virtual memory).
-    Not where ranks open one another's tensors by CUDA IPC handles, which such memory has none of.
+    Attributes:
+        ranks: it can connect more than one rank.
+        growing_segments: it works with expandable segments of torch's allocator (virtual memory).
+            False if ranks open the tensors of others by CUDA IPC handles, which this memory does
+            not have.
     """
 
     ranks: bool = False
@@ -303,6 +324,10 @@ class CollectiveOffers(Offers):
 
 @dataclass(frozen=True)
 class PolicyOffers(Offers):
-    """Scheduling policies. ``uses_prefix``: its order depends on the prefix cache."""
+    """Capabilities of a scheduling policy.
+
+    Attributes:
+        uses_prefix: its order depends on the prefix cache.
+    """
 
     uses_prefix: bool = False

@@ -1,8 +1,9 @@
-"""Option bases, one a slot, and the fixed sections. A plugin subclasses its slot's base and narrows
-``use``.
+"""Base classes of component options, one per slot, and the fixed sections of the configuration.
 
-Fields here are the ones the generic passes read whatever the plugin; a plugin adds its own. Plan
-zone: no torch. "None" always means: let the plan decide, and say why in a Decision.
+A component's options subclass the base of its slot, narrow ``use`` and add fields of their own. The
+fields of a base are common to all components of the slot, because the planning passes read them.
+None always means that the plan decides the value and gives the reason in a Decision. Plan zone: no
+torch.
 """
 
 from __future__ import annotations
@@ -18,24 +19,25 @@ from glowplug.core.plugin.offers import QuantizationOffers
 
 
 class Section(BaseModel):
-    """Base of the sections that no plugin fills."""
+    """Base of the sections that do not belong to a slot."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
-        """Return the fields that change nothing in this plan, each with the reason; see
-        ``Options.without_effect``.
+        """Return the fields that change nothing in this plan, each with its reason.
+
+        See ``Options.without_effect``.
         """
         return {}
 
 
 class StepDefaults(NamedTuple):
-    """Defaults of one kind of device.
+    """Default sizes for one device type.
 
     Attributes:
-        running: sequences in flight.
-        chunk: prompt tokens a step.
-        page: tokens a page.
+        running: running sequences.
+        chunk: prompt tokens per step.
+        page: tokens per page.
     """
 
     running: int
@@ -47,17 +49,20 @@ DEVICE_DEFAULTS = {"cpu": StepDefaults(64, 1024, 16), "cuda": StepDefaults(256, 
 
 
 class AttentionOptions(Options):
+    """Options common to all attention backends."""
+
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = Field(
-        "auto", description="dtype of the KV cache; auto is the compute dtype"
+        "auto", description="dtype of the KV cache; auto: the compute dtype"
     )
     page_size: int | None = Field(
-        None, ge=1, le=1024, description="tokens a KV page; None: the plan decides"
+        None, ge=1, le=1024, description="tokens per KV page; None: the plan decides"
     )
     kv_error: float | None = Field(
         0.2,
         gt=0,
-        description="most that an 8-bit KV cache may change logits, measured at start-up on random prompts, "
-        "median divergence in nats; beyond it start is refused; None: only measured",
+        description="largest change of the logits by an 8-bit KV cache: median divergence in nats, "
+        "measured at start-up on random prompts; the engine does not start beyond it; "
+        "None: only measured",
         json_schema_extra=OPERATIONAL,
     )
 
@@ -69,8 +74,10 @@ class AttentionOptions(Options):
 
 
 class QuantizationOptions(Options):
+    """Options common to all quantization schemes."""
+
     def without_effect(self, context: CheckContext) -> dict[str, str]:
-        """Libraries named for products that do not run."""
+        """Return the fields that choose a library for GEMMs that do not run in this plan."""
         products = self.provider_fields()
         device = context.values["device"]
         (scheme,) = context.chosen["quantization"]
@@ -86,11 +93,15 @@ class QuantizationOptions(Options):
         }
 
     def dequantizes(self, device: str, offers: QuantizationOffers) -> bool:
-        """Are quantized weights kept in the compute dtype on ``device``?"""
+        """Return whether quantized weights are loaded in the compute dtype on ``device``."""
         return device in offers.dequantizes
 
     def split_block(self, device: str, offers: QuantizationOffers, model: ModelFacts) -> int:
-        """Channels of ``model``'s weights that ranks must not cut apart on ``device``; 1: none."""
+        """Return how many neighbouring channels of ``model``'s weights must stay on one rank.
+
+        Ranks can split a weight at multiples of this number only. It is 1 where weights can be
+        split anywhere on ``device``.
+        """
         return (
             max(offers.block_shape)
             if offers.block_shape and not self.dequantizes(device, offers)
@@ -99,117 +110,140 @@ class QuantizationOptions(Options):
 
 
 class ParallelOptions(Options):
-    size: int = Field(1, ge=1, description="ranks this strategy spans")
+    """Options common to all parallelism strategies."""
+
+    size: int = Field(1, ge=1, description="ranks that this strategy spans")
 
 
 class CollectivesOptions(Options):
+    """Options common to all collective backends."""
+
     timeout: float = Field(
         600.0,
         gt=0,
-        description="seconds before a collective that does not finish ends the engine",
+        description="seconds after which a collective that does not finish ends the engine",
         json_schema_extra=OPERATIONAL,
     )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
-        return {"timeout": "one rank waits for no other"} if context.values["ranks"] == 1 else {}
+        alone = context.values["ranks"] == 1
+        return {"timeout": "one rank has no others to wait for"} if alone else {}
 
 
 class SpeculativeOptions(Options):
+    """Options common to all speculative algorithms."""
+
     def width(self) -> int:
-        """Tokens a decoding row computes a step: 1 plus what is drafted. Algorithms that draft
-        override it.
+        """Return the tokens per decoding row in a step: 1 plus the number of drafted tokens.
+
+        Algorithms that draft override it.
         """
         return 1
 
     def lookahead(self) -> int:
-        """Tokens behind a step's own whose cache entries the draft writes, so that rows need pages
-        for them.
+        """Return how many positions after a step's tokens the draft model writes to its KV cache.
+
+        Rows need cache pages for these positions too.
         """
         return 0
 
     def draft_folder(self) -> str | None:
-        """Folder of the draft model; None: it comes with the target, or there is none."""
+        """Return the folder of the draft model; None if it is in the target's folder, or absent."""
         return None
 
 
 class SchedulerOptions(Options):
+    """Options common to all schedulers."""
+
     max_running_requests: int | None = Field(
-        None, ge=1, le=65536, description="sequences in flight; None: from memory"
+        None, ge=1, le=65536, description="most running sequences; None: from memory"
     )
     max_queued_requests: int = Field(
-        1024, ge=0, description="waiting sequences; one more is answered 429"
+        1024, ge=0, description="most waiting sequences; further requests are answered 429"
     )
     chunk_size: int | None = Field(
-        None, ge=1, description="most prompt tokens a step; None: the plan decides"
+        None, ge=1, description="most prompt tokens per step; None: the plan decides"
     )
     overlap: bool | None = Field(
         None,
-        description="launch the next step before the last one is read; None: where a device computes by itself",
+        description="launch the next step before the results of the last one are read; "
+        "None: on a device, unless a component waits for it",
     )
     last_layer: Literal["auto", "all", "sampled"] = Field(
         "auto",
-        description="tokens of a step that go through the last layer; of prompts only those sampled from, on a "
-        "device by itself: their keys are cached all the same",
+        description="tokens of a step that go through the last layer; sampled: of prompts only "
+        "those sampled from, while the keys of all are cached; auto: sampled on a device",
     )
 
 
 class PolicyOptions(Options):
-    pass
+    """Options common to all scheduling policies."""
 
 
 class GraphOptions(Options):
-    """What every graph runner's options answer."""
+    """Options common to all graph runners, and the shapes that a runner captures."""
 
     prefill: bool | None = Field(
         None,
-        description="replay small steps with prompts in them, attention apart; None: "
-        "where steps are captured on one rank",
+        description="replay graphs in small steps that contain prompts, except for attention; "
+        "None: on one rank, if steps are captured",
     )
 
     def sizes(self, rows: int) -> tuple[int, ...]:
-        """Batch sizes to capture where ``rows`` sequences may run, ascending; none without capture."""
+        """Return the batch sizes to capture in ascending order; () without capture.
+
+        Args:
+            rows: most running sequences.
+        """
         return ()
 
     def token_counts(self, tokens: int) -> tuple[int, ...]:
-        """Numbers of tokens for which to capture the model's pass in steps with prompts in them,
-        ascending, where such a step has ``tokens`` at most; none without capture."""
+        """Return the token counts to capture for steps that contain prompts, in ascending order.
+
+        The result is () if such steps are not captured.
+
+        Args:
+            tokens: most tokens of such a step.
+        """
         return ()
 
 
 class CacheOptions(Options):
-    pass
+    """Options common to all prefix caches."""
 
 
 class SamplingOptions(Options):
-    pass
+    """Options common to all samplers."""
 
 
 class OutputOptions(Options):
-    pass
+    """Options common to all output parsers."""
 
 
 class WeightOptions(Options):
-    pass
+    """Options common to all weight sources."""
 
 
 class ExecutorOptions(Options):
+    """Options common to all executors."""
+
     hosts: int | None = Field(
-        None, ge=1, description="equal hosts sharing the ranks; None: as few as hold them"
+        None, ge=1, description="equal hosts that share the ranks; None: as few as can hold them"
     )
     oversubscribe: bool = Field(
-        False, description="on a CPU: more ranks than cores, which then wait for one another"
+        False, description="allow more ranks than cores on a CPU; ranks then wait for one another"
     )
     start_timeout: float = Field(
         1800.0, gt=0, description="seconds a rank may take to become ready"
     )
     watchdog: float = Field(
-        300.0, gt=0, description="seconds without a heartbeat before a rank counts as hung"
+        300.0, gt=0, description="seconds without a heartbeat after which a rank counts as hung"
     )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         each = -(-context.values["ranks"] // context.values["hosts"])
         if context.values["device"] != "cpu":
-            return {"oversubscribe": "ranks on CUDA devices have one each"}
+            return {"oversubscribe": "each rank has a CUDA device of its own"}
         return (
             {"oversubscribe": "each rank has a core"}
             if each <= context.facts.hardware.cpu_cores
@@ -218,10 +252,10 @@ class ExecutorOptions(Options):
 
 
 class OpsOptions(Options):
-    pass
+    """Options common to all tables of kernels."""
 
 
-#: slot name -> base of its components' options (slots that are not here take plain ``Options``)
+#: slot name -> base class of its components' options; other slots use ``Options``
 OPTION_BASES: dict[str, type[Options]] = {
     "attention": AttentionOptions,
     "quantization": QuantizationOptions,
@@ -241,39 +275,40 @@ OPTION_BASES: dict[str, type[Options]] = {
 
 
 class MemoryOptions(Section):
-    """Overrides of the measured memory plan; normally all unset."""
+    """Overrides of the memory plan; normally none is set."""
 
     kv_tokens: int | None = Field(None, ge=1, description="tokens in the KV pool")
     kv_bytes: int | None = Field(None, ge=1, description="bytes of the KV pool on each rank")
     fraction: float | None = Field(
-        None, gt=0, lt=1, description="share of the device for weights and KV (override)"
+        None, gt=0, lt=1, description="share of the device's memory for weights and KV cache"
     )
-    reserve_bytes: int = Field(0, ge=0, description="bytes to leave untouched beyond the budget")
+    reserve_bytes: int = Field(0, ge=0, description="bytes to leave free beside the budget")
     growing_segments: Literal["auto", True, False] = Field(
         "auto",
-        description="CUDA: torch's allocator grows its segments (expandable_segments), so that steps and "
-        "graphs take less and the KV cache more; auto: on for one rank, off for several, which "
-        "were not run with it; PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF, where set, stands "
-        "instead",
+        description="CUDA: use torch's expandable_segments, so that steps and graphs take less "
+        "memory and the KV cache gets more; auto: on for one rank, off for several, which were not "
+        "tested with it; PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF takes precedence if set",
     )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         found = {"kv_bytes": "memory.kv_tokens decides"} if self.kv_tokens is not None else {}
         if context.values["device"] != "cuda":
-            found["growing_segments"] = "segments are those of a CUDA device"
+            found["growing_segments"] = "only allocators of CUDA devices have segments"
         return found
 
 
 class ServerOptions(Section):
+    """Options of the HTTP server."""
+
     host: str = Field(
-        "127.0.0.1", description="address the HTTP listener binds; nothing else listens"
+        "127.0.0.1", description="address that the HTTP server binds; nothing else listens"
     )
-    port: int = Field(30000, ge=0, le=65535, description="0: a free one")
+    port: int = Field(30000, ge=0, le=65535, description="port of the HTTP server; 0: a free one")
     api_key: str | None = Field(
-        None, min_length=1, description="required from clients as a bearer token"
+        None, min_length=1, description="bearer token that clients must send"
     )
     admin_api_key: str | None = Field(
-        None, min_length=1, description="required for admin routes; None: api_key opens them"
+        None, min_length=1, description="bearer token for admin routes; None: api_key opens them"
     )
     served_model_name: str | None = Field(
         None, description="name in /v1/models; None: the model as configured"
@@ -282,31 +317,36 @@ class ServerOptions(Section):
         32 << 20, ge=1024, description="a longer request body is answered 413"
     )
     max_prompt_bytes: int | None = Field(
-        None, ge=1, description="None: 16 bytes a token of context"
+        None, ge=1, description="longest prompt in bytes; None: 16 per token of context_length"
     )
-    max_choices: int = Field(512, ge=1, description="most n x prompts in one request")
-    request_timeout: float = Field(0.0, ge=0, description="seconds; 0: none")
-    queue_timeout: float = Field(0.0, ge=0, description="seconds a request may wait; 0: none")
+    max_choices: int = Field(512, ge=1, description="most choices (n x prompts) in one request")
+    request_timeout: float = Field(0.0, ge=0, description="seconds a request may take; 0: no limit")
+    queue_timeout: float = Field(
+        0.0, ge=0, description="seconds a request may wait in the queue; 0: no limit"
+    )
     stall_timeout: float = Field(
-        30.0, gt=0, description="seconds without reading after which a client is dropped"
+        30.0, gt=0, description="seconds after which a client that reads nothing is disconnected"
     )
     drain_timeout: float = Field(
-        30.0, ge=0, description="seconds running requests get after SIGTERM"
+        30.0, ge=0, description="seconds that running requests may still take after SIGTERM"
     )
     cors_origins: tuple[str, ...] = Field(
-        (), description="origins browsers may call from; none by default"
+        (), description="origins from which browsers may send requests; none by default"
     )
     open_routes: tuple[str, ...] = Field(
         ("/health", "/ready", "/metrics"), description="routes that need no key"
     )
     default_max_tokens: int | None = Field(
-        None, ge=1, description="None: what the context leaves (chat), 16 (completions)"
+        None,
+        ge=1,
+        description="max_tokens of requests that give none; None: the rest of the context (chat), "
+        "16 (completions)",
     )
     emit_reasoning_alias: bool = Field(
-        True, description="also emit reasoning_content under the name reasoning"
+        True, description="send reasoning_content also under the name reasoning"
     )
     stream_interval: int = Field(
-        1, ge=1, description="tokens in each event of a stream, behind the first"
+        1, ge=1, description="tokens in each event of a stream after the first"
     )
     tokenizer_info: bool = Field(
         True, description="serve /tokenizer_info: special tokens and the chat template"
@@ -319,30 +359,36 @@ class ServerOptions(Section):
         found = {}
         if context.config.skip_tokenizer:
             found = dict.fromkeys(
-                ("tokenizer_threads", "max_prompt_bytes"), "requests bring token ids alone"
+                ("tokenizer_threads", "max_prompt_bytes"), "requests contain token ids only"
             )
         if self.api_key is None and self.admin_api_key is None:
-            found["open_routes"] = "every route is open without a key"
+            found["open_routes"] = "no key is set, so every route is open"
         return found
 
 
 class LogOptions(Section):
+    """Options of the log."""
+
     level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least severe level shown"
+        "info", description="least severe level that is shown"
     )
-    format: Literal["human", "json"] = Field("human", description="json: one object a line")
+    format: Literal["human", "json"] = Field(
+        "human", description="format of log lines; json: one object per line"
+    )
     stats_interval: float = Field(
-        10.0, ge=0, description="seconds between statistics lines; 0: none"
+        10.0, ge=0, description="seconds between lines of statistics; 0: none"
     )
     requests: bool = Field(
-        True, description="a line for each HTTP request; prompts never appear in it"
+        True, description="log a line for each HTTP request, never with its prompt"
     )
 
 
 class MetricsOptions(Section):
+    """Options of the metrics."""
+
     enabled: bool = Field(True, description="serve /metrics")
     compat: tuple[Literal["vllm", "sglang"], ...] = Field(
-        (), description="also export core series under these names"
+        (), description="also export the core series under the names of these engines"
     )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:

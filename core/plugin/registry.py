@@ -1,8 +1,8 @@
-"""The plugins of one session: built-ins by dotted name, entry points of the group ``glowplug``,
-``--plugin`` modules.
+"""Registry of one session's plugins: built-ins, entry points and ``--plugin`` modules.
 
-Built-ins are loaded exactly as third parties are. Defaults register first, so they come first in
-every list of candidates; there is no global registry. Plan zone: no torch.
+Built-in plugins are loaded in the same way as third-party ones, which are found as entry points of
+the group ``glowplug``. Built-ins register first, so they come first in every list of candidates.
+There is no global registry. Plan zone: no torch.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from glowplug.core.plugin.slots import SLOTS
 GROUP = "glowplug"  #: entry-point group of third-party plugins
 LOAD_TIMEOUT = 30.0  #: seconds one plugin may take to load
 
-#: Built-in plugins in order of preference: ``auto`` takes the first candidate of a slot that
-#: nothing refuses.
+#: Built-in plugins in order of preference: ``auto`` takes a slot's first candidate that no check
+#: refuses.
 DEFAULT_PLUGINS = (
     "glowplug.plugins.config_files",
     "glowplug.plugins.model_facts",
@@ -95,20 +95,26 @@ DEFAULT_PLUGINS = (
 
 
 class ModelReading(NamedTuple):
-    """A model's facts, and the numbers its checkpoint holds by kind (its config.json describes,
-    without tensors).
+    """A model's facts and the element counts of its checkpoint.
+
+    Attributes:
+        facts: the model's facts.
+        elements: number of elements by kind, from the tensor headers; without tensors, as
+            config.json describes them.
     """
 
     facts: ModelFacts
     elements: Tally
 
 
-_ROUTINES = (FunctionType, MethodType, staticmethod, classmethod)  #: what can be marked as a hook
+#: types of attributes that can be marked as hook implementations
+_ROUTINES = (FunctionType, MethodType, staticmethod, classmethod)
 
 
 class _Manager(pluggy.PluginManager):
-    """pluggy's, but of a module it reads only functions that are marked; to look at everything
-    takes half of a load.
+    """pluggy's plugin manager, which inspects only the marked functions of a module.
+
+    Inspection of all attributes of a module takes half of a plugin's load time.
     """
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
@@ -120,12 +126,12 @@ class _Manager(pluggy.PluginManager):
 
 
 class PluginSet:
-    """Loaded plugins and what they registered. Made by :func:`load_plugins`.
+    """Loaded plugins and the components they registered; :func:`load_plugins` makes it.
 
     Attributes:
-        hook: pluggy's callers for the life-cycle hooks.
-        sources: loaded plugins in registration order.
-        blocked: names the operator left out.
+        hook: pluggy's callers of the life-cycle hooks.
+        sources: loaded plugins in the order of registration.
+        blocked: names of plugins that the operator left out.
     """
 
     def __init__(
@@ -145,6 +151,7 @@ class PluginSet:
         watched(timeout, sources, self._add)
 
     def _add(self, source: PluginSource) -> None:
+        """Load a plugin and add its components to their slots."""
         found = load(self._manager, source)
         self.sources.append(source)
         for slot, components in found.items():
@@ -152,39 +159,51 @@ class PluginSet:
                 self._claim(slot, component, source)
 
     def _claim(self, slot: str, component: Component, source: PluginSource) -> None:
+        """Add a component to its slot.
+
+        Raises:
+            PluginLoadError: another plugin registered a component of this name in the slot.
+        """
         taken = self._owner.get((slot, component.name))
         if taken is not None:
             raise PluginLoadError(
-                f"two plugins register {slot} {component.name!r}: {taken.label} and {source.label}; "
+                f"two plugins register {slot} {component.name!r}: "
+                f"{taken.label} and {source.label}; "
                 f"block one of them (--block-plugin {source.name})"
             )
         self._owner[slot, component.name] = source
         self._slots[slot].append(Registration(component, source.distribution, source.version))
 
     def components(self, slot: str) -> list[Registration]:
-        """(component, distribution, version) of everything in ``slot``, in order of preference."""
+        """Return the components registered in ``slot``, in order of preference."""
         return self._slots[slot]
 
     def find(self, slot: str, name: str) -> Registration | None:
+        """Return the component called ``name`` in ``slot``, or None."""
         for registration in self._slots[slot]:
             if registration.component.name == name:
                 return registration
         return None
 
     def source_of(self, slot: str, name: str) -> PluginSource:
-        """The plugin that registered a component. KeyError when there is none."""
+        """Return the plugin that registered a component.
+
+        Raises:
+            KeyError: ``slot`` has no component of this name.
+        """
         return self._owner[slot, name]
 
     def hooks_of(self, name: str) -> list[str]:
-        """Names of the hooks that the plugin called ``name`` implements."""
+        """Return the names of the hooks that the plugin called ``name`` implements."""
         plugin = self._manager.get_plugin(name)
         callers = self._manager.get_hookcallers(plugin) if plugin is not None else None
         return [caller.name for caller in callers or []]
 
     def call_each(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
-        """(plugin name, result) of a collecting life-cycle hook, in registration order.
+        """Call a hook of all plugins in registration order; return (plugin name, result) of each.
 
-        PluginLoadError naming the plugin when one raises.
+        Raises:
+            PluginLoadError: a plugin's hook raised an exception; the message names the plugin.
         """
         caller: pluggy.HookCaller = getattr(self.hook, hook)
         results = []
@@ -201,8 +220,11 @@ class PluginSet:
         return results
 
     def read_model(self, name: str) -> ModelReading:
-        """Facts of ``model = name``, kept until the folder or its config.json changes. FactsError,
-        WeightError.
+        """Return the facts of ``model = name``, cached until the folder or config.json changes.
+
+        Raises:
+            FactsError: no such model, or no plugin can read it.
+            WeightError: the checkpoint is incomplete or damaged.
         """
         located = locate_model(name)
         stated = os.path.join(located, "config.json")
@@ -226,11 +248,12 @@ class PluginSet:
         return self._models[key]
 
     def _facts(self, path: Path) -> ModelFacts | None:
+        """Return the facts that the first plugin reads from ``path``; None if no plugin does."""
         try:
             found: ModelFacts | None = self.hook.read_model_facts(path=path)
         except GlowplugError:
             raise
-        # NOTE: a reader's bug on a damaged file is a refusal of that file, with its place
+        # NOTE: if a reader fails on a damaged file, the file is refused with the place in the code
         except Exception as error:
             raise FactsError(
                 f"{path} could not be read: {describe(error)}", "download the model again"
@@ -239,35 +262,36 @@ class PluginSet:
 
     @cached_property
     def packages(self) -> frozenset[str]:
-        """Names of the packages that any component needs or makes use of, and torch."""
+        """Names of the packages that components require or can use, and torch."""
         return frozenset({"torch", *self._packages(lambda found: True)})
 
     @cached_property
     def third_party_packages(self) -> frozenset[str]:
-        """Those of them that no built-in component needs or makes use of."""
+        """Names in ``packages`` that no built-in component requires or can use."""
         return self.packages - {
             "torch",
             *self._packages(lambda found: found.distribution == BUILT_IN),
         }
 
     def _packages(self, wanted: Callable[[Registration], bool]) -> Iterator[str]:
+        """Yield the packages that the ``wanted`` components require or can use."""
         for found in filter(wanted, itertools.chain.from_iterable(self._slots.values())):
             yield from (package.name for package in found.component.requires)
             yield from itertools.chain.from_iterable(found.component.uses.values())
 
     @cached_property
     def software(self) -> SoftwareFacts:
-        """Versions of those of them that are installed."""
+        """Versions of the installed ones of ``packages``, of Python and of the C++ compiler."""
         return software(self.packages)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the plugins, as ``EnginePlan.plugins`` records them."""
+        """Names of the plugins, as recorded in ``EnginePlan.plugins``."""
         return tuple(source.name for source in self.sources)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash over plugins, versions and component names; ranks with another one refuse to start."""
+        """Hash of plugins, versions and component names; ranks with another hash do not start."""
         parts = [f"contract {CONTRACT}"]
         parts += [f"{source.name} {source.target} {source.origin}" for source in self.sources]
         parts += [
@@ -286,12 +310,19 @@ def load_plugins(
     entry_points: bool = True,
     timeout: float = LOAD_TIMEOUT,
 ) -> PluginSet:
-    """Load built-ins, then entry points, then ``extra`` dotted modules, leaving out the names in
-    ``block``.
+    """Load the built-in plugins, then entry points, then ``extra`` modules.
 
-    Raises PluginLoadError, naming plugin, distribution and version, when one fails to load, takes
-    longer than ``timeout`` seconds, implements an unknown hook or claims a taken name; and for a
-    name in ``block`` that is not here.
+    Args:
+        extra: dotted names of further modules (``--plugin``).
+        block: names of plugins to leave out (``--block-plugin``).
+        defaults: dotted names of the built-in plugins.
+        entry_points: load the entry points of the group ``glowplug``.
+        timeout: seconds that one plugin may take to load.
+
+    Raises:
+        PluginLoadError: a plugin cannot be loaded, takes too long, implements an unknown hook or
+            registers a component under a taken name (the message names plugin, distribution and
+            version); or a name in ``block`` is not the name of a plugin.
     """
     sources = [PluginSource(name, name) for name in defaults]
     sources += entry_point_sources() if entry_points else []
@@ -307,8 +338,10 @@ def load_plugins(
 
 
 def entry_point_sources() -> list[PluginSource]:
-    """Entry points of the group. PluginLoadError when two share a name: pluggy would skip the
-    second silently.
+    """Return the plugins that installed distributions offer as entry points, sorted by name.
+
+    Raises:
+        PluginLoadError: two entry points have the same name; pluggy would skip the second silently.
     """
     sources: dict[str, PluginSource] = {}
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
@@ -329,7 +362,7 @@ def entry_point_sources() -> list[PluginSource]:
 
 
 def distribution_of(module: str) -> tuple[str, str]:
-    """Distribution and version that ship a module given by ``--plugin``, as far as they are known."""
+    """Return distribution and version of a module given by ``--plugin``, as far as known."""
     top = module.partition(":")[0].partition(".")[0]
     if top == "glowplug":
         return BUILT_IN, ""

@@ -1,4 +1,4 @@
-"""Packages that a component needs against those that are installed. Plan zone: no torch."""
+"""Comparison of required packages with installed packages. Plan zone: no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from glowplug.core.plugin.component import Component, Package
 
 
 def missing_packages(component: Component, packages: Mapping[str, str]) -> list[tuple[str, str]]:
-    """(requirement, what is installed) of each package that is missing or of the wrong version."""
+    """Return the requirements that are not met, each with the installed version.
+
+    The version of a missing package is "not installed".
+    """
     return [
         (f"{package.name}{package.spec}", found)
         for package in component.requires
@@ -19,7 +22,7 @@ def missing_packages(component: Component, packages: Mapping[str, str]) -> list[
 
 
 def unmet(package: Package, packages: Mapping[str, str]) -> str:
-    """The version that is installed instead, or "not installed"; "": it is met."""
+    """Return the wrong version that is installed, or "not installed"; "" if the package fits."""
     version = packages.get(package.name, "")
     if not version:
         return "not installed"
@@ -27,8 +30,9 @@ def unmet(package: Package, packages: Mapping[str, str]) -> str:
 
 
 def installation(requirement: str, machine: HardwareFacts) -> str:
-    """Return the fix for a package that is missing on ``machine``: a sheet that states packages has
-    to state it too.
+    """Return the fix for a package that is missing on ``machine``.
+
+    If the packages of ``machine`` come from a fact sheet, the sheet has to state the package too.
     """
     install = f'pip install "{requirement}"'
     if machine.packages is None:
@@ -38,10 +42,9 @@ def installation(requirement: str, machine: HardwareFacts) -> str:
 
 @cache
 def _matches(version: str, spec: str) -> bool:
-    from packaging.specifiers import (  # only few components ask, and it is slow to import
-        InvalidSpecifier,
-        SpecifierSet,
-    )
+    """Return whether ``version`` satisfies ``spec``; an invalid ``spec`` matches no version."""
+    # imported here because the import is slow and few components have requirements
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
     try:
         return SpecifierSet(spec, prereleases=True).contains(version)

@@ -1,7 +1,7 @@
-"""One table: every slot with its hook, config section, cardinality and default. Plan zone: no
-torch.
+"""The table of slots: plugin kinds with their hook, config section and default.
 
-To add a slot: a line here, a hook in ``hookspecs.py``, a protocol in ``protocols/``.
+To add a slot, add an entry here, a hook in ``hookspecs.py`` and a protocol in ``protocols/``. Plan
+zone: no torch.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Slot:
-    """Attributes:
-    name: key in ``EnginePlan.choices`` and prefix of decision fields.
-    hook: registration hook that fills it.
-    section: config section ("" for slots the operator does not configure: models).
-    many: the section is a list (ordered).
-    default: ``use`` when the operator says nothing; "auto" lets the resolver choose.
-    offers: name of the offers class in ``offers.py``.
-    protocol: name of the runtime protocol in ``protocols/``.
-    step: it takes part in every step, so modes, overlap and capture are checked.
+    """One kind of plugin.
+
+    Attributes:
+        name: name of the slot, as in ``EnginePlan.choice(name)``.
+        hook: registration hook that returns the slot's components.
+        section: config section; "" for the model slot, which the operator does not configure.
+        default: value of ``use`` when none is given; with "auto" the plan chooses.
+        offers: name of the offers class in ``offers.py``.
+        protocol: name of the runtime protocol in ``protocols/``.
+        many: the section is an ordered list, and the slot holds any number of components.
+        step: the component takes part in every step, so its modes, overlap and capture levels are
+            checked.
     """
 
     name: str
@@ -125,5 +128,5 @@ SLOTS: tuple[Slot, ...] = (
 
 BY_NAME = {slot.name: slot for slot in SLOTS}
 
-#: slots whose components are inside a captured pass of the model
+#: slots whose components run inside a captured forward pass of the model
 CAPTURED_SLOTS = ("model", "quantization", "ops")
