@@ -1,4 +1,4 @@
-"""pydantic's validation errors as refusals: field, place, "did you mean", fix. Plan zone: no torch."""
+"""Conversion of pydantic's validation errors to refusals. Plan zone: no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BY_SECTION = {slot.section: slot for slot in SLOTS if slot.section}
 
 
 def key_path(problem: ErrorDetails) -> tuple[str | int, ...]:
-    """The configuration path of a problem: pydantic's location without the union tags it puts in."""
+    """Return the configuration path of a problem: pydantic's location without its union tags."""
     loc = problem["loc"]
     slot = _BY_SECTION.get(str(loc[0])) if loc else None
     if slot is None:
@@ -29,8 +29,8 @@ def key_path(problem: ErrorDetails) -> tuple[str | int, ...]:
     at = 2 if slot.many else 1
     if len(loc) <= at or problem["type"].startswith("union_tag"):
         return loc
-    # NOTE: a union of one member has no tag in its locations, so a tag is recognised by being no
-    # key of the section.
+    # NOTE: locations in a union of one member have no tag, so only a text with a key after it is
+    # taken for a tag.
     tagged = isinstance(loc[at], str) and len(loc) > at + 1
     return (*loc[:at], *loc[at + 1 :]) if tagged else loc
 
@@ -40,7 +40,7 @@ def dotted(path: Iterable[str | int]) -> str:
 
 
 def place(path: str, origins: Mapping[str, str]) -> str:
-    """Where ``path`` was written: its own place, its first key's, or its nearest parent's."""
+    """Return the origin of ``path``, of its first key or of its nearest parent; "" if none is known."""
     if path not in origins:
         for key, where in origins.items():
             if key.startswith(f"{path}."):
@@ -53,8 +53,13 @@ def place(path: str, origins: Mapping[str, str]) -> str:
 
 
 class Explained(NamedTuple):
-    """A refusal; the path to leave out so that the rest can be checked; for an unknown ``use``, its
-    slot and name.
+    """A refusal of one of pydantic's problems.
+
+    Attributes:
+        refusal: the refusal.
+        path: the path to remove so that the rest can be checked.
+        slot: slot of an unknown ``use``, else "".
+        name: name of an unknown ``use``, else "".
     """
 
     refusal: Refusal
@@ -70,7 +75,7 @@ def explain(
     model: type[BaseModel],
     origins: Mapping[str, str],
 ) -> Explained:
-    """One of pydantic's problems in the operator's words."""
+    """Return the refusal for one of pydantic's problems."""
     path = key_path(problem)
     where = place(dotted(path), origins)
     slot = _BY_SECTION.get(str(path[0])) if path else None
@@ -95,13 +100,13 @@ def explain(
 def without_use(
     slot: Slot, path: tuple[str | int, ...], plugins: PluginSet, origins: Mapping[str, str]
 ) -> Refusal:
-    """A list item that does not say which component it is for."""
+    """Return the refusal of a list item without ``use``."""
     fix = f"write use = one of {_names(slot, plugins)}"
     return _refusal(path, "has no 'use'", fix, place(dotted(path), origins))
 
 
 def unwritable(path: tuple[str | int, ...], value: object, origins: Mapping[str, str]) -> Refusal:
-    """A value that is no text, number, truth value, list or section."""
+    """Return the refusal of a value that is not text, a number, a bool, a list or a section."""
     shown = repr(value) if len(repr(value)) <= 40 else type(value).__name__
     return _refusal(
         path or ("configuration",),
@@ -134,10 +139,16 @@ def _unknown_use(
     if close:
         fix = f"did you mean {close[0]!r}?"
     elif slot.many:
-        fix = f"leave it out, or install a plugin that registers {name!r} (glowplug plugins lists what is there)"
+        fix = (
+            f"leave it out, or install a plugin that registers {name!r} "
+            "(glowplug plugins lists the registered ones)"
+        )
     else:
         default = slot.default if slot.default in names else "auto"
-        fix = f'{slot.section}.use = "{default}", or install a plugin that registers {name!r} (see glowplug plugins)'
+        fix = (
+            f'{slot.section}.use = "{default}", or install a plugin that registers {name!r} '
+            "(see glowplug plugins)"
+        )
     return _refusal(field, reason, fix, where)
 
 
@@ -189,7 +200,10 @@ def _option_hint(
         return f"did you mean {close[0]!r}?"
     known = ", ".join(name for name in fields if name != "use")
     if use == "auto":
-        return f"auto takes no such option: write use = the component that has it (options here: {known})"
+        return (
+            "auto has no such option: write use = the component that has it "
+            f"(options here: {known})"
+        )
     return (
         f"leave it out; options of {use}: {known}"
         if known
@@ -198,7 +212,7 @@ def _option_hint(
 
 
 def _fields(model: type[BaseModel], path: Iterable[str | int]) -> list[str]:
-    """Keys that the (fixed) section at ``path`` knows."""
+    """Return the keys of the fixed section at ``path``."""
     current: Any = model
     for part in path:
         info = getattr(current, "model_fields", {}).get(str(part))
@@ -207,7 +221,7 @@ def _fields(model: type[BaseModel], path: Iterable[str | int]) -> list[str]:
 
 
 def leaf_paths(plugins: PluginSet, model: type[BaseModel]) -> list[str]:
-    """Dotted path of every key the configuration knows."""
+    """Return the dotted path of every key of the configuration."""
     found = list(model.model_fields)
     for name, info in model.model_fields.items():
         if (
@@ -259,16 +273,14 @@ def _wrong_value(
     return _refusal(path, f"{message.replace('input', f'the value {shown}', 1)}", fix, where)
 
 
-_SPELLED = {
-    "True": "true",
-    "False": "false",
-    "None": "null",
-}  #: Python's words in the words of files
+#: Python's constants as configuration files spell them
+_SPELLED = {"True": "true", "False": "false", "None": "null"}
 
 
 def _in_files(text: str) -> str:
-    """Bare words of Python as TOML, YAML, JSON and ``--set`` spell them; what stands in quotes
-    stays.
+    """Return ``text`` with Python's constants spelled as in TOML, YAML, JSON and ``--set``.
+
+    Text in quotes is kept.
     """
     return re.sub(
         r"'[^']*'|\b(?:True|False|None)\b", lambda word: _SPELLED.get(word[0], word[0]), text
@@ -276,7 +288,7 @@ def _in_files(text: str) -> str:
 
 
 def _expected(problem: ErrorDetails) -> str:
-    """The values that a field takes, as files spell them; "" where any of a kind will do."""
+    """Return the accepted values as files spell them; "" if all values of a type are accepted."""
     return _in_files(str(problem.get("ctx", {}).get("expected", "")))
 
 
@@ -293,7 +305,7 @@ _KINDS = {
 
 
 def _kind(problem: ErrorDetails) -> str:
-    """What a value should be: the kind that pydantic's error type names, or its bound."""
+    """Return the expected kind of value, by pydantic's error type, with its bound or choices."""
     bounds = {
         "greater_than": ">",
         "greater_than_equal": ">=",

@@ -1,8 +1,7 @@
-"""Configuration files and overrides: one nested dict, and where each of its values was written. No
-torch.
+"""Configuration files and overrides: a nested dict with the origin of each value. No torch.
 
-The formats themselves are plugins (hook ``read_config_file``). Precedence: command line over file,
-list items of the same ``use`` merged.
+File formats are plugins (hook ``read_config_file``). The command line takes precedence over the
+file; list items with the same ``use`` are merged.
 """
 
 from __future__ import annotations
@@ -21,18 +20,19 @@ from glowplug.core.plugin.options import OPTION_BASES
 if TYPE_CHECKING:
     from glowplug.core.plugin.registry import PluginSet
 
-MAX_BYTES = 4 << 20  #: of a configuration file
+MAX_BYTES = 4 << 20  #: size limit of a configuration file
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 @dataclass
 class Layer:
-    """Values from one source.
+    """Configuration values from one source.
 
     Attributes:
-        origins: place by dotted path.
-        refusals: what was wrong in reading them.
-        replaced: (path, value, why) of options of components that another layer has replaced.
+        data: the values, a nested dict.
+        origins: origin of each value by dotted path.
+        refusals: refusals found while the values were read.
+        replaced: (path, value, reason) of options of components that another layer replaced.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -42,19 +42,23 @@ class Layer:
 
 
 def read_config(path: Path, plugins: PluginSet) -> Layer:
-    """A configuration file. ConfigError when nothing of it can be used; smaller faults are in
-    ``refusals``.
+    """Read a configuration file; smaller faults are in ``refusals`` of the result.
+
+    Raises:
+        ConfigError: nothing in the file can be used.
     """
     name = path.name
     try:
         size = path.stat().st_size
     except OSError as error:
         raise _unusable(
-            name, f"{path} could not be read: {error.strerror}", "write a file that exists"
+            name,
+            f"{path} could not be read: {error.strerror}",
+            "give the path of a file that exists",
         ) from None
     if size > MAX_BYTES or not path.is_file():
         raise _unusable(
-            name, f"{path} is no configuration file", f"a file of at most {MAX_BYTES >> 20} MiB"
+            name, f"{path} is not a configuration file", f"a file of at most {MAX_BYTES >> 20} MiB"
         )
     refusals: list[Refusal] = []
     try:
@@ -83,11 +87,15 @@ def read_config(path: Path, plugins: PluginSet) -> Layer:
 
 
 def _unusable(name: str, reason: str, fix: str) -> ConfigError:
+    """Return the error for a file of which nothing can be used."""
     return ConfigError([Refusal("config", "--config", reason, fix)], name)
 
 
 def _variables(value: Any, path: str, layer: Layer) -> Any:
-    """``"${NAME}"`` replaced by the environment variable, so that a key need not stand in the file."""
+    """Return ``value`` with texts ``"${NAME}"`` replaced by environment variables.
+
+    API keys can thus stay out of the file. An unset variable becomes a refusal in ``layer``.
+    """
     if isinstance(value, Mapping):
         return {
             key: _variables(item, f"{path}.{key}" if path else str(key), layer)
@@ -117,8 +125,12 @@ def _variables(value: Any, path: str, layer: Layer) -> Any:
 
 
 def set_path(data: dict[str, Any], path: str, value: Any) -> None:
-    """Set ``a.b.c``; numbers index lists, one past the end appends. ValueError when the way is
-    blocked.
+    """Set a value by its dotted path, such as ``a.b.c``.
+
+    Numbers index lists; the index after the last item appends.
+
+    Raises:
+        ValueError: ``path`` is not a dotted path, or leads through a value that is not a section.
     """
     holder: Any = data
     parts = path.split(".")
@@ -131,6 +143,7 @@ def set_path(data: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _step(holder: Any, part: str, empty: Any, path: str) -> Any:
+    """Return the section or list ``part`` of ``holder``; if it is missing, add ``empty``."""
     if isinstance(holder, list) and part.isdigit() and int(part) <= len(holder):
         if int(part) == len(holder):
             holder.append(empty)
@@ -150,7 +163,10 @@ def _store(holder: Any, part: str, value: Any, path: str) -> None:
 
 
 def merge(over: Layer, under: Layer) -> Layer:
-    """``over`` wins, key by key. Lists of sections merge by ``use``; every other list is replaced."""
+    """Return both layers merged key by key; ``over`` takes precedence.
+
+    Lists of sections are merged by ``use``; other lists are replaced.
+    """
     merged = Layer(dict(under.data), dict(under.origins), [*under.refusals, *over.refusals])
     for key, value in over.data.items():
         merged.replaced += _replaced(key, value, merged.data.get(key), over, under)
@@ -169,8 +185,10 @@ _LISTS = frozenset({"parallel", "outputs"})
 def _replaced(
     section: str, value: Any, below: Any, over: Layer, under: Layer
 ) -> list[tuple[str, Any, str]]:
-    """Options below that go with the component that ``value`` replaces, each with its place and
-    what replaces it.
+    """Return the options of ``below`` that lose their effect because ``value`` has another ``use``.
+
+    Returns:
+        (path, value, reason) of each; the reason states its origin and the replacement's.
     """
     if (
         not isinstance(value, dict)
@@ -196,7 +214,7 @@ def _replaced(
 
 
 def _common(section: str) -> frozenset[str]:
-    """Options that every component of a section has."""
+    """Return the names of the options that all components of a section have."""
     return frozenset(OPTION_BASES.get(section, Options).model_fields)
 
 
@@ -207,8 +225,8 @@ def _merge(value: Any, below: Any, path: str, over: Layer, merged: Layer) -> Any
         joined = dict(below)
         for key, item in value.items():
             joined[key] = _merge(item, below.get(key), f"{path}.{key}", over, merged)
-        # NOTE: a component's own options are not options of the one that replaces it on the command
-        # line.
+        # NOTE: a component's own options do not apply to the component that replaces it on the
+        # command line.
         if "use" in value and below.get("use", value["use"]) != value["use"]:
             joined = {
                 key: item for key, item in joined.items() if key in value or key in _common(path)

@@ -1,8 +1,8 @@
-"""The operator's configuration: a pydantic model built from the components that are registered.
+"""The operator's configuration: a pydantic model built from the registered components.
 
-One section a slot, a discriminated union on ``use``; ``use = "auto"`` takes only the fields every
-component of the slot has. Parsed once, strictly (a number in quotes is not a number), frozen, and
-never written again. No torch.
+Each slot has one section, a discriminated union on ``use``; ``use = "auto"`` accepts only the
+fields that all components of the slot have. The configuration is parsed once, strictly (a number in
+quotes is not a number), and is then frozen. No torch.
 """
 
 from __future__ import annotations
@@ -46,15 +46,18 @@ from glowplug.core.plugin.slots import SLOTS, Slot
 if TYPE_CHECKING:
     from glowplug.core.plugin.registry import PluginSet
 
-SECRETS = frozenset({"server.api_key", "server.admin_api_key"})  #: shown as ***
+SECRETS = frozenset({"server.api_key", "server.admin_api_key"})  #: paths whose values show as ***
 
 
 class EngineConfig(Section):
-    """Fields of the file's top level. :func:`config_class` adds the registered plugins' options to
-    each section.
+    """Fields of the configuration's top level.
+
+    :func:`config_class` adds one section per slot, with the options of the registered components.
     """
 
-    model: str = Field(min_length=1, description='folder, file, downloaded hub id, or "embedded"')
+    model: str = Field(
+        min_length=1, description='model folder, file, downloaded hub id, or "embedded"'
+    )
     tokenizer: str | None = Field(
         None,
         description='folder of the tokenizer, downloaded hub id, or "embedded"; None: the model\'s',
@@ -62,8 +65,8 @@ class EngineConfig(Section):
     chat_template: str | None = Field(
         None,
         min_length=1,
-        description="Jinja file, or the template itself where it "
-        "holds a brace; None: the tokenizer's",
+        description="Jinja file, or the template itself if it contains a brace; "
+        "None: the tokenizer's",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="compute dtype"
@@ -73,24 +76,22 @@ class EngineConfig(Section):
         0,
         ge=0,
         lt=1 << 63,
-        description="of requests without a seed of their own, and random weights",
+        description="seed of random weights and of requests that give none",
     )
     context_length: int | None = Field(
-        None, ge=1, description="longest sequence; None: the model's if it fits"
+        None, ge=1, description="longest sequence in tokens; None: the model's if it fits"
     )
-    skip_tokenizer: bool = Field(False, description="token ids in and out only")
-    revision: str | None = Field(
-        None, description="accepted; models are read where they are, nothing is downloaded"
-    )
+    skip_tokenizer: bool = Field(False, description="accept and return token ids only")
+    revision: str | None = Field(None, description="accepted without effect; nothing is downloaded")
     trust_remote_code: bool = Field(
-        False, description="accepted; code from a model folder is never run"
+        False, description="accepted without effect; code from a model folder is never run"
     )
     memory: MemoryOptions = MemoryOptions.model_validate({})
     server: ServerOptions = ServerOptions.model_validate({})
     log: LogOptions = LogOptions.model_validate({})
     metrics: MetricsOptions = MetricsOptions.model_validate({})
 
-    if TYPE_CHECKING:  # the sections that config_class() adds, by their bases
+    if TYPE_CHECKING:  # the sections that config_class() adds, with the slots' base classes
         attention: AttentionOptions
         quantization: QuantizationOptions
         parallel: tuple[ParallelOptions, ...]
@@ -107,6 +108,7 @@ class EngineConfig(Section):
         ops: OpsOptions
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
+        """Return the top-level fields that change nothing in this plan, each with its reason."""
         found = {
             "revision": "the model is read where it is, nothing is downloaded",
             "trust_remote_code": "code from a model folder is never run",
@@ -118,7 +120,7 @@ class EngineConfig(Section):
         return found
 
     def section(self, slot: Slot) -> tuple[Options, ...]:
-        """What the operator asked for in a slot; empty for a slot without a section."""
+        """Return the options given for a slot; () for a slot without a section."""
         if not slot.section:
             return ()
         value: Any = getattr(self, slot.section)
@@ -127,7 +129,7 @@ class EngineConfig(Section):
 
 @lru_cache(maxsize=8)
 def config_class(plugins: PluginSet) -> type[EngineConfig]:
-    """Return the configuration model of these plugins. Cached, because building it takes long."""
+    """Return the configuration model of these plugins, cached because it is slow to build."""
     fields: dict[str, Any] = {}
     for slot in SLOTS:
         if slot.section:
@@ -138,6 +140,7 @@ def config_class(plugins: PluginSet) -> type[EngineConfig]:
 
 
 def _one(slot: Slot, members: list[type[Options]]) -> tuple[Any, Any]:
+    """Return (annotation, field) of the section of a slot that holds one component."""
     auto = auto_options(slot)
     if not members:
         return (auto, Field(default_factory=auto))
@@ -146,11 +149,13 @@ def _one(slot: Slot, members: list[type[Options]]) -> tuple[Any, Any]:
 
 
 def _many(members: list[type[Options]]) -> tuple[Any, Any]:
+    """Return (annotation, default) of the section of a slot that holds a list of components."""
     if len(members) == 1:
         return (tuple[members[0], ...], ())  # type: ignore[valid-type]
     if not members:
         return (tuple[Options, ...], ())
-    union: Any = Annotated[Union[tuple(members)], Field(discriminator="use")]  # noqa: UP007 - built at run time
+    # the union is built at run time
+    union: Any = Annotated[Union[tuple(members)], Field(discriminator="use")]  # noqa: UP007
     return (tuple[union, ...], ())
 
 
@@ -158,7 +163,7 @@ _AUTO: dict[str, type[Options]] = {}
 
 
 def auto_options(slot: Slot) -> type[Options]:
-    """Options of ``use = "auto"``: the fields that every component of the slot has."""
+    """Return the options class of ``use = "auto"``: the fields common to the slot's components."""
     if slot.name not in _AUTO:
         base = OPTION_BASES.get(slot.name, Options)
         use: Any = (Literal["auto"], "auto")
@@ -169,17 +174,16 @@ def auto_options(slot: Slot) -> type[Options]:
 
 @dataclass
 class Parsed:
-    """A configuration as parsed.
+    """A parsed configuration.
 
     Attributes:
-        config: the frozen model; keys that were refused are left out of it.
+        config: the frozen model, without the keys that were refused.
         raw: the operator's dict, as given.
-        origins: where each value came from, by dotted path: "engine.toml:12", "--tp 8", a plugin's
-            name.
-        operator: what the operator wrote, by dotted path, sections included.
-        refusals: what was wrong.
-        unknown: slot -> the ``use`` that names no registered component (the section then counts as
-            auto).
+        origins: origin of each value by dotted path: "engine.toml:12", "--tp 8" or a plugin's name.
+        operator: the operator's values by dotted path, sections included.
+        refusals: refusals of keys and values.
+        unknown: slot -> a ``use`` that is not the name of a registered component; the section is
+            then checked as if ``use`` were "auto".
     """
 
     config: EngineConfig
@@ -197,16 +201,22 @@ def parse(
     contributed: Mapping[str, tuple[Any, str]],
     origins: Mapping[str, str],
 ) -> Parsed:
-    """Pass one. Never raises for the operator's mistakes: they are in ``refusals``, all of them."""
+    """Parse a configuration (pass one); mistakes are collected in ``refusals`` and never raised.
+
+    Args:
+        raw: the operator's configuration, a nested dict.
+        model: the configuration model of ``plugins`` (``config_class``).
+        contributed: (value, contributor) of contributed defaults by dotted path.
+        origins: origin of the operator's values by dotted path.
+    """
     operator = by_path(raw)
     merged, sources = contribute(raw, contributed, operator)
     data = _with_use(merged, plugins)
     origins = {**sources, **origins}
     refusals = [*_unwritable(data, origins), *_items_without_use(data, plugins, origins)]
     unknown: dict[str, str] = {}
-    for _ in range(
-        64
-    ):  # NOTE: each round removes at least one key; the bound is for a validator that disagrees
+    # NOTE: each round removes at least one key; the bound stops a validator that refuses forever
+    for _ in range(64):
         try:
             config = model.__pydantic_validator__.validate_json(
                 msgspec.json.encode(data), strict=True
@@ -221,9 +231,8 @@ def parse(
                 emptied = any(
                     before.field.startswith(f"{one.refusal.field}.") for before in refusals
                 )
-                if (
-                    one.refusal not in refusals and not emptied
-                ):  # a list without its wrong items is not to blame
+                # a list is not refused for the lack of items that were themselves refused
+                if one.refusal not in refusals and not emptied:
                     refusals.append(one.refusal)
                 if one.slot:
                     unknown[one.slot] = one.name
@@ -233,8 +242,9 @@ def parse(
 
 
 def by_path(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Every value of a nested dict by dotted path, sections too; items of a list of sections by
-    number.
+    """Return every value of a nested dict by dotted path, sections included.
+
+    Items of a list of sections have their number as key.
     """
     found: dict[str, Any] = {}
     _flatten(value, "", found)
@@ -257,10 +267,12 @@ def _flatten(value: Any, prefix: str, found: dict[str, Any]) -> None:
 def contribute(
     raw: Mapping[str, Any], contributed: Mapping[str, tuple[Any, str]], operator: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The operator's values over contributed ones; and who contributed what.
+    """Merge contributed defaults under the operator's values.
 
-    A contributed option of a section counts only while the operator has not picked another ``use``
-    there.
+    A contributed option of a section is dropped if the operator chose another ``use`` there.
+
+    Returns:
+        The merged configuration, and the contributor of each contributed value by dotted path.
     """
     data: dict[str, Any] = {key: _copy(value) for key, value in raw.items()}
     sources: dict[str, str] = {}
@@ -280,6 +292,7 @@ def contribute(
 
 
 def _copy(value: Any) -> Any:
+    """Return a deep copy in plain dicts and lists, with paths as text."""
     if isinstance(value, Mapping):
         return {key: _copy(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -288,9 +301,7 @@ def _copy(value: Any) -> Any:
 
 
 def _with_use(data: dict[str, Any], plugins: PluginSet) -> dict[str, Any]:
-    """Every single-valued section with its ``use`` filled in, and parsers' other names replaced by
-    their own.
-    """
+    """Fill in the default ``use`` of sections and replace aliases by registered names, in place."""
     for slot in SLOTS:
         if not slot.section:
             continue
@@ -312,8 +323,9 @@ def _with_use(data: dict[str, Any], plugins: PluginSet) -> dict[str, Any]:
 
 
 def _unwritable(data: dict[str, Any], origins: Mapping[str, str]) -> list[Refusal]:
-    """Values that no configuration file could hold (half a surrogate pair, a number beyond 64 bits,
-    an object).
+    """Remove values that a configuration file cannot hold, and return their refusals.
+
+    Examples are half a surrogate pair, a number beyond 64 bits, or an object.
     """
     try:
         msgspec.json.encode(data)
@@ -325,6 +337,7 @@ def _unwritable(data: dict[str, Any], origins: Mapping[str, str]) -> list[Refusa
 def _refuse_unwritable(
     value: Any, path: tuple[str | int, ...], data: dict[str, Any], origins: Mapping[str, str]
 ) -> list[Refusal]:
+    """Remove unwritable values at or below ``path`` from ``data``, and return their refusals."""
     if isinstance(value, dict) and all(isinstance(key, str) and key.isprintable() for key in value):
         return [
             r
@@ -348,7 +361,7 @@ def _refuse_unwritable(
 def _items_without_use(
     data: dict[str, Any], plugins: PluginSet, origins: Mapping[str, str]
 ) -> list[Refusal]:
-    """List items that do not say which component they are for are refused and left out."""
+    """Remove list items without ``use``, and return their refusals."""
     refusals = []
     for slot in SLOTS:
         found = data.get(slot.section) if slot.many else None
@@ -362,9 +375,7 @@ def _items_without_use(
 
 
 def canonical(slot: Slot, name: str, plugins: PluginSet) -> str:
-    """The registered name that ``name`` means: itself, or the component that lists it among its
-    aliases.
-    """
+    """Return the registered name for ``name``: itself, or the component that has it as an alias."""
     found = plugins.components(slot.name)
     if any(registration.component.name == name for registration in found):
         return name
@@ -376,9 +387,7 @@ def canonical(slot: Slot, name: str, plugins: PluginSet) -> str:
 
 
 def _outermost(found: list[Explained]) -> list[Explained]:
-    """Without the problems below a section that is refused whole (what else is wrong in it says
-    nothing).
-    """
+    """Return the problems without those inside a section that is refused as a whole."""
     gone = {one.path for one in found if one.slot}
     return [
         one for one in found if one.slot or not any(one.path[: len(path)] == path for path in gone)
@@ -390,9 +399,9 @@ _LISTS = frozenset(slot.section for slot in SLOTS if slot.many)
 
 
 def _drop(data: dict[str, Any], path: Sequence[str | int]) -> None:
-    """Take one refused key out, so that the rest can still be checked.
+    """Remove one refused key, so that the rest can still be checked.
 
-    An item of a list of sections becomes None; a list of plain values goes as a whole.
+    An item of a list of sections becomes None; a list of plain values is removed as a whole.
     """
     if not path or path[0] == "model":
         data["model"] = "?"
@@ -400,7 +409,7 @@ def _drop(data: dict[str, Any], path: Sequence[str | int]) -> None:
     holder: Any = data
     for depth, part in enumerate(path[:-1]):
         if isinstance(holder, dict) and part not in holder:
-            return  # it went as a whole, for another of its items
+            return  # already removed as a whole, because of another of its items
         if isinstance(holder[part], list) and (depth or part not in _LISTS):
             holder.pop(part)
             return
@@ -414,28 +423,27 @@ def _drop(data: dict[str, Any], path: Sequence[str | int]) -> None:
 
 
 def _as_auto(section: str, value: Any) -> dict[str, Any]:
-    """A section whose ``use`` is unknown, as ``auto``: the options that every component has are
-    still checked.
-    """
+    """Return a section of unknown ``use`` as ``auto``, with the options common to all components."""
     common = auto_options(next(slot for slot in SLOTS if slot.section == section)).model_fields
     kept = value if isinstance(value, dict) else {}
     return {**{key: item for key, item in kept.items() if key in common}, "use": "auto"}
 
 
 def _compact(data: dict[str, Any]) -> None:
+    """Remove None from the lists of ``data``."""
     for key, value in data.items():
         if isinstance(value, list):
             data[key] = [item for item in value if item is not None]
 
 
 def recorded(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the operator's configuration for the plan, in plain dicts and lists."""
+    """Return a copy of the operator's configuration for the plan, in plain dicts and lists."""
     copy: dict[str, Any] = _copy(raw)
     return copy
 
 
 def masked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a configuration to show to people: keys replaced by ***."""
+    """Return a copy of a configuration for display, with API keys replaced by ***."""
     copy = recorded(config)
     for path in SECRETS:
         section, _, key = path.partition(".")

@@ -69,7 +69,7 @@ def test_what_the_operator_wrote_is_shown_and_what_follows(
     plan = planned(config)
     assert set(shown(plan)) == fields | {"weights.use"}
     text = " ".join(" ".join(brief(plan)).split())
-    assert ("no effect: one rank waits for no other" in text) == ("collectives" in config)
+    assert ("no effect: one rank has no others to wait for" in text) == ("collectives" in config)
 
 
 def test_what_a_plugin_contributes_is_shown_and_the_commands_own_defaults_are_not(

@@ -90,7 +90,7 @@ def test_a_cpu_has_no_segments_and_the_plan_says_so(planned: Any) -> None:
     plan = asked(planned, True)
     value, by, why = decided(plan)[PATH]
     assert plan.growing_segments is False and (value, by) == (True, "operator")
-    assert why.endswith("no effect: segments are those of a CUDA device")
+    assert why.endswith("no effect: only allocators of CUDA devices have segments")
 
 
 def test_only_graphs_take_something_else_and_the_cache_what_is_left(

@@ -48,7 +48,11 @@ def idle(plan: EnginePlan) -> dict[str, str]:
             "attention.kv_error",
             "a KV cache in float32 is not measured",
         ),
-        ({"collectives": {"timeout": 5.0}}, "collectives.timeout", "one rank waits for no other"),
+        (
+            {"collectives": {"timeout": 5.0}},
+            "collectives.timeout",
+            "one rank has no others to wait for",
+        ),
         (
             {"executor": {"use": "inline", "watchdog": 5.0}},
             "executor.watchdog",
@@ -100,7 +104,7 @@ def test_options_without_effect_on_a_cpu_say_so(
 @pytest.mark.parametrize(
     ("config", "path", "why"),
     [
-        ({"executor": {"oversubscribe": True}}, "executor.oversubscribe", "have one each"),
+        ({"executor": {"oversubscribe": True}}, "executor.oversubscribe", "has a CUDA device"),
         (
             {"attention": {"use": "triton_mla", "absorbed": "bf16"}},
             "attention.absorbed",
