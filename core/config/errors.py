@@ -40,7 +40,7 @@ def dotted(path: Iterable[str | int]) -> str:
 
 
 def place(path: str, origins: Mapping[str, str]) -> str:
-    """Return the origin of ``path``, of its first key or of its nearest parent; "" if none is known."""
+    """Return the origin of ``path``, of its first key or of its nearest parent; "" for none."""
     if path not in origins:
         for key, where in origins.items():
             if key.startswith(f"{path}."):

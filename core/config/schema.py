@@ -423,7 +423,7 @@ def _drop(data: dict[str, Any], path: Sequence[str | int]) -> None:
 
 
 def _as_auto(section: str, value: Any) -> dict[str, Any]:
-    """Return a section of unknown ``use`` as ``auto``, with the options common to all components."""
+    """Return a section of unknown ``use`` as ``auto``, with the common options only."""
     common = auto_options(next(slot for slot in SLOTS if slot.section == section)).model_fields
     kept = value if isinstance(value, dict) else {}
     return {**{key: item for key, item in kept.items() if key in common}, "use": "auto"}

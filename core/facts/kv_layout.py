@@ -1,10 +1,11 @@
-"""The shape of the KV cache, stated by the attention backend. Imports without torch."""
+"""The layout of the KV cache, which the attention backend declares. Plan zone: no torch."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+#: bytes of an element by dtype name
 DTYPE_BYTES = {
     "float32": 4,
     "bfloat16": 2,
@@ -17,8 +18,12 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True)
 class KVEntry:
-    """One tensor a layer keeps: ``shape`` of one token's entry, for example (512,) latent or
-    (heads, 128) keys.
+    """One tensor that a layer caches.
+
+    Attributes:
+        name: name of the tensor.
+        shape: shape of one token's entry, for example (512,) for a latent or (heads, 128) for keys.
+        dtype: torch's name of the dtype.
     """
 
     name: str
@@ -27,12 +32,19 @@ class KVEntry:
 
     @property
     def token_bytes(self) -> int:
+        """Bytes of one token's entry."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Entries kept for each token in each of ``layers`` layers, in pages of ``page_size`` tokens."""
+    """The tensors that every layer caches for each token.
+
+    Attributes:
+        layers: number of layers with a cache.
+        page_size: tokens per page.
+        entries: the tensors of one layer.
+    """
 
     layers: int
     page_size: int
@@ -40,9 +52,10 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes one token costs over all layers."""
+        """Bytes of one token over all layers."""
         return self.layers * sum(entry.token_bytes for entry in self.entries)
 
     @property
     def page_bytes(self) -> int:
+        """Bytes of one page over all layers."""
         return self.token_bytes * self.page_size

@@ -1,5 +1,6 @@
-"""Facts of the machine and of installed packages, and ready fact sheets. Imports no torch and no
-CUDA library.
+"""Facts of this machine and of installed packages, and fact sheets of other machines.
+
+The module imports neither torch nor a CUDA library.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import msgspec
 from glowplug.core.errors import FactsError
 from glowplug.core.facts.model_facts import DeviceFacts, HardwareFacts, SoftwareFacts
 
+#: valid name of a distribution
 PACKAGE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-SHEETS = Path(__file__).absolute().parent / "sheets"
-FORMER_KEYS = {"interconnect"}  #: of sheets: they may say it, and nothing depends on it
+SHEETS = Path(__file__).absolute().parent / "sheets"  #: folder of the shipped fact sheets
+FORMER_KEYS = {"interconnect"}  #: keys that fact sheets may still have; they have no effect
+#: arguments of nvidia-smi
 QUERY = ["--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
 
-#: memory bandwidth by a part of the card's name, bytes a second (vendor's figures)
+#: part of a GPU's name -> memory bandwidth in bytes per second (vendor's figures)
 BANDWIDTH = {
     "H200": 4.8e12,
     "H100": 3.35e12,
@@ -39,12 +42,16 @@ BANDWIDTH = {
 
 @functools.cache
 def this_machine() -> HardwareFacts:
-    """Processors, memory and NVIDIA devices that this process may use. Read once a process."""
+    """Return the CPU cores, memory and NVIDIA devices that this process may use.
+
+    They are read once per process.
+    """
     devices = cuda_devices()
     return HardwareFacts(devices=devices, cpu_cores=_cores(), cpu_memory=_memory())
 
 
 def _cores() -> int:
+    """Return the CPU cores of this process: its affinity, or its control group's quota if lower."""
     affinity = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -55,7 +62,7 @@ def _cores() -> int:
 
 
 def _memory() -> int:
-    """Bytes of memory this process may use: the machine's, or its control group's limit."""
+    """Return the bytes of memory of this process: the machine's, or its control group's limit."""
     limits = []
     for line in _text("/proc/meminfo").splitlines():
         if line.startswith("MemTotal:"):
@@ -81,8 +88,9 @@ def _words(path: str) -> list[str]:
 
 
 def cuda_devices() -> tuple[DeviceFacts, ...]:
-    """NVIDIA devices by nvidia-smi, in CUDA's order; () when the driver is not there. Honours
-    CUDA_VISIBLE_DEVICES.
+    """Return the visible NVIDIA devices in CUDA's order, as nvidia-smi reports them.
+
+    CUDA_VISIBLE_DEVICES is taken into account. The result is () if the driver is not installed.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -104,8 +112,13 @@ def cuda_devices() -> tuple[DeviceFacts, ...]:
 
 
 def _visible(rows: list[list[str]], visible: str | None) -> list[list[str]]:
-    """Rows (index, uuid, ...) in the order CUDA_VISIBLE_DEVICES names them; it stops at the first
-    unknown name.
+    """Return the rows that CUDA_VISIBLE_DEVICES selects, in its order.
+
+    As in CUDA, the first unknown name ends the list.
+
+    Args:
+        rows: cells of each device: index, uuid, name, memory in MiB, compute capability.
+        visible: value of CUDA_VISIBLE_DEVICES; None if it is not set.
     """
     if visible is None:
         return rows
@@ -119,6 +132,7 @@ def _visible(rows: list[list[str]], visible: str | None) -> list[list[str]]:
 
 
 def _device(row: list[str]) -> DeviceFacts:
+    """Return the facts of a device from its row of nvidia-smi's table."""
     name = row[2]
     memory = row[3]
     compute = row[4]
@@ -134,7 +148,7 @@ def _device(row: list[str]) -> DeviceFacts:
 
 @functools.cache
 def installed(name: str) -> str:
-    """Version of an installed distribution, "" when it is not there."""
+    """Return the version of a distribution; "" if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -142,8 +156,14 @@ def installed(name: str) -> str:
 
 
 def software(names: Iterable[str]) -> SoftwareFacts:
-    """Versions of the named distributions (those installed) and of Python; the C++ compiler of CXX,
-    or g++ or clang++.
+    """Return the software facts of this environment.
+
+    Args:
+        names: distributions whose versions are wanted; those that are not installed are left out.
+
+    Returns:
+        The versions of distributions and of Python, and the C++ compiler: the one that the variable
+        CXX names, else g++ or clang++.
     """
     found = {name: version for name in sorted(set(names)) if (version := installed(name))}
     named = os.environ.get("CXX")
@@ -152,14 +172,20 @@ def software(names: Iterable[str]) -> SoftwareFacts:
 
 
 def sheet_names() -> list[str]:
+    """Return the names of the shipped fact sheets."""
     return sorted(path.stem for path in SHEETS.glob("*.json"))
 
 
 def read_sheet(name: str) -> HardwareFacts:
-    """Return the hardware facts of a ready sheet ("8xh200") or a JSON file. FactsError says what is
-    wrong with it.
+    """Return the hardware facts of a fact sheet.
 
-    ``packages`` of the sheet is a table, or the path from the sheet to a JSON file that holds one.
+    ``packages`` of a sheet is a table, or the path from the sheet to a JSON file that holds one.
+
+    Args:
+        name: name of a shipped sheet ("8xh200") or path of a JSON file.
+
+    Raises:
+        FactsError: the sheet cannot be read or is not valid.
     """
     path = SHEETS / f"{name.removesuffix('.json')}.json"
     if not path.is_file():
@@ -193,7 +219,11 @@ def read_sheet(name: str) -> HardwareFacts:
 
 
 def _packages_file(sheet: Path, name: str) -> Any:
-    """Return what the file ``name``, beside a sheet, holds. FactsError when it cannot be read."""
+    """Return the content of the JSON file ``name`` beside a sheet.
+
+    Raises:
+        FactsError: the file cannot be read.
+    """
     try:
         return msgspec.json.decode((sheet.parent / name).read_bytes())
     except (OSError, msgspec.DecodeError) as error:
@@ -213,7 +243,7 @@ def normalised(packages: Mapping[str, str]) -> dict[str, str]:
         ValueError: an entry's name is not the name of a distribution, its version is not a
             version, or it is stated twice.
     """
-    from packaging.version import InvalidVersion, Version  # slow to import, as below
+    from packaging.version import InvalidVersion, Version  # imported here because it is slow
 
     found: dict[str, str] = {}
     for name, version in packages.items():
@@ -221,18 +251,20 @@ def normalised(packages: Mapping[str, str]) -> dict[str, str]:
             raise ValueError(f"packages: {name!r} is not the name of a package")
         plain = re.sub(r"[-_.]+", "-", name).lower()
         if plain in found:
-            raise ValueError(f"packages: {plain} is there twice")
+            raise ValueError(f"packages: {plain} is stated twice")
         found[plain] = version.strip()
         try:
             Version(version or "0")
         except InvalidVersion:
-            raise ValueError(f"packages: {version!r}, of {name}, is no version") from None
+            raise ValueError(f"packages: {version!r}, of {name}, is not a version") from None
     return found
 
 
 def own_sheet(packages: Iterable[str]) -> HardwareFacts:
-    """Return the sheet of this machine, with the versions of ``packages``; "" for one that is not
-    installed.
+    """Return the fact sheet of this machine.
+
+    Args:
+        packages: distributions whose versions the sheet states, "" for those not installed.
     """
     machine = this_machine()
     held = sorted({card.name for card in machine.devices})
@@ -249,6 +281,7 @@ def own_sheet(packages: Iterable[str]) -> HardwareFacts:
 
 
 def _unknown_keys(sheet: dict[str, Any]) -> list[str]:
+    """Return the unknown keys of a sheet and of its devices, sorted."""
     known = FORMER_KEYS | {f.name for f in fields(HardwareFacts)}
     card = {f.name for f in fields(DeviceFacts)}
     return sorted(

@@ -1,25 +1,27 @@
-"""Arithmetic of the device mesh: where a rank stands on each named axis, and who shares an axis
-with it. No torch.
+"""Arithmetic of the device mesh: the coordinates of ranks on named axes, and groups. No torch.
 
-Ranks are numbered with "tp" fastest, then "pp". "dp" and "ep" lie over the tp ranks: an axis of
-size s cuts them into s blocks of neighbours, so that with ``{"tp": 8, "dp": 4}`` ranks 0 and 1 are
-dp group 0. What is left of tp in a block
-is an axis of its own: "attn_tp" (tp / dp) splits the heads of one group's attention, "moe_tp" (tp /
-ep) the width of one block's experts. A collective over an axis connects the ranks that differ in
-that coordinate only; for "dp" and "ep" those have the same "attn_tp" or "moe_tp".
+Ranks are numbered with "tp" fastest, then "pp". The axes "dp" and "ep" divide the tp ranks: an axis
+of size s cuts them into s blocks of neighbouring ranks. With ``{"tp": 8, "dp": 4}``, for example,
+ranks 0 and 1 are dp group 0. The ranks within a block form an axis of their own: "attn_tp" (of size
+tp / dp) splits the attention heads of a dp group, "moe_tp" (of size tp / ep) splits the width of
+the experts of an ep block. A collective over an axis connects the ranks that differ only in that
+coordinate; for "dp" and "ep" these are the ranks with the same "attn_tp" or "moe_tp".
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-WITHIN = {"attn_tp": "dp", "moe_tp": "ep"}  #: what is left of tp inside the blocks of an axis
-OVER_TP = ("dp", "ep")
+#: axis of the ranks within a block -> axis of the blocks
+WITHIN = {"attn_tp": "dp", "moe_tp": "ep"}
+OVER_TP = ("dp", "ep")  #: axes that divide the tp ranks into blocks
 
 
 def axis_size(axis: str, mesh: Mapping[str, int]) -> int:
-    """Ranks along ``axis``; 1 for an axis the mesh does not have. ValueError when it does not
-    divide the tp ranks.
+    """Return the number of ranks along ``axis``; 1 for an axis that the mesh does not have.
+
+    Raises:
+        ValueError: the blocks of ``axis`` do not divide the tp ranks.
     """
     if axis in WITHIN:
         tp = mesh.get("tp", 1)
@@ -31,12 +33,12 @@ def axis_size(axis: str, mesh: Mapping[str, int]) -> int:
 
 
 def divides(mesh: Mapping[str, int]) -> bool:
-    """Do the axes over the tp ranks cut them into equal blocks?"""
+    """Return whether "dp" and "ep" divide the tp ranks into equal blocks."""
     return all(mesh.get("tp", 1) % mesh.get(axis, 1) == 0 for axis in OVER_TP)
 
 
 def coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
-    """Axis -> index of ``rank``, "attn_tp" and "moe_tp" included; {} for one rank without a mesh."""
+    """Return the index of ``rank`` on each axis, also "attn_tp" and "moe_tp"; {} without a mesh."""
     if not mesh:
         return {}
     within = rank % mesh.get("tp", 1)
@@ -48,7 +50,7 @@ def coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def group(axis: str, rank: int, mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """Ranks that a collective of ``rank`` over ``axis`` connects, in the axis's order."""
+    """Return the ranks that a collective of ``rank`` over ``axis`` connects, in their order."""
     tp = mesh.get("tp", 1)
     own = coordinates(rank, mesh)
     if axis_size(axis, mesh) == 1 or axis not in own:
@@ -64,9 +66,10 @@ def group(axis: str, rank: int, mesh: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def deal(full: int, parts: int, index: int, block: int = 1) -> tuple[int, int]:
-    """(start, size) of part ``index`` of ``full`` elements, dealt in equal runs of whole blocks.
+    """Return (start, size) of part ``index`` of ``full`` elements split at multiples of ``block``.
 
-    The last parts are shorter, or empty, where that does not come out even.
+    All parts have the same size, except that the last ones are shorter or empty if the elements do
+    not divide evenly.
     """
     each = -(-full // (parts * block)) * block
     start = min(each * index, full)

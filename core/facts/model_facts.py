@@ -1,7 +1,8 @@
-"""Facts: what is given and cannot be chosen. Frozen, torch-free, JSON both ways (``msgspec.json``).
+"""Facts about model, hardware and software, which a plan cannot choose.
 
 Model facts come from a model folder's ``config.json`` and tensor headers, hardware facts from the
-machine or from a ``--facts`` sheet, software facts from installed distributions.
+machine or from a ``--facts`` sheet, software facts from installed distributions. All classes are
+frozen, can be written as JSON and read again (``msgspec.json``), and need no torch.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TensorFact:
-    """One tensor of a checkpoint: torch dtype name ("float8_e4m3fn", "bfloat16", ...), shape, file
-    (relative).
+    """One tensor of a checkpoint.
+
+    Attributes:
+        dtype: torch's name for its dtype, for example "float8_e4m3fn" or "bfloat16".
+        shape: its shape.
+        file: name of its file, relative to the model folder.
     """
 
     dtype: str
@@ -23,25 +28,30 @@ class TensorFact:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a checkpoint says of itself.
+    """Facts about a model and its checkpoint.
 
     Attributes:
-        path: folder or file it was read from ("" for none).
-        architecture: first of ``architectures``.
-        format: weight format found ("safetensors", "gguf", "none" when there are no weights).
+        path: folder or file that was read; "" for none.
+        architecture: first entry of ``architectures`` in config.json.
+        format: format of the weights ("safetensors", "gguf"); "none" without weights.
         kind: attention kind, "mla" or "mha".
-        config: config.json as a plain dict, normalised: ``rope_parameters`` folded into
-            ``rope_scaling`` and ``rope_theta``, see ``facts_read.normalise``.
+        config: config.json as a plain dict in its normalised form (``model_folder.normalise``), in
+            which ``rope_parameters`` is replaced by ``rope_scaling`` and ``rope_theta``.
         dtype: ``torch_dtype`` of the checkpoint.
-        quant_method: ``quantization_config.quant_method`` or "none".
-        quant_block: weight block shape or None.
-        nextn_layers: number of multi-token-prediction layers it carries.
-        tensors: every tensor by name; empty when only config.json was read.
-        chat_template: the tokenizer's chat template, "" when it has none.
-        digest: of the weights' content: names, shapes and dtypes of all tensors, sizes of their
-            files and samples of their bytes (``facts_read.with_digest``); "" without weights, and
-            until a plan is accepted.
-        notes: remarks for the plan table.
+        head_dim: elements of a head's query and key.
+        max_positions: longest sequence of the model, in tokens.
+        kv_lora_rank: size of MLA's latent; 0 for other attention.
+        qk_rope_head_dim: rotary elements of a head's query and key; 0 if not stated.
+        n_routed_experts: number of routed experts; 0 for a dense model.
+        quant_method: ``quantization_config.quant_method``, or "none".
+        quant_block: (rows, columns) of a weight block, or None.
+        nextn_layers: number of multi-token-prediction layers in the checkpoint.
+        tensors: all tensors by name; empty if only config.json was read.
+        chat_template: source of the tokenizer's chat template; "" for none.
+        digest: digest of the weights' content: names, shapes and dtypes of all tensors, sizes of
+            their files and samples of their bytes (``model_folder.with_digest``); "" without
+            weights, and until a plan is accepted.
+        notes: remarks for the plan's table.
     """
 
     path: str
@@ -71,8 +81,13 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """One accelerator. ``memory`` in bytes; ``compute`` 90 = SM90; ``bandwidth`` in bytes a second
-    (0: unknown).
+    """One accelerator.
+
+    Attributes:
+        name: name that the driver reports.
+        memory: bytes of device memory.
+        compute: CUDA compute capability, 90 for SM90; 0 if unknown.
+        bandwidth: memory bandwidth in bytes per second; 0 if unknown.
     """
 
     name: str
@@ -83,11 +98,17 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class HardwareFacts:
-    """Machines the plan is for: ``hosts`` equal hosts of ``devices`` each; empty ``devices`` means
-    CPU only.
+    """The hosts that a plan is made for, which are all equal.
 
-    ``packages``: versions of installed packages by normalised name, as a sheet states them ("": not
-    installed); None: the sheet does not, or this is the machine itself.
+    Attributes:
+        hosts: number of hosts.
+        devices: accelerators of each host; empty for CPU only.
+        cpu_cores: CPU cores of each host.
+        cpu_memory: bytes of memory of each host.
+        name: name for messages.
+        packages: version of each installed package by normalised name, as a fact sheet states them
+            ("" for a package that is not installed); None if the sheet states none, or if these are
+            the facts of this machine itself.
     """
 
     hosts: int = 1
@@ -99,13 +120,18 @@ class HardwareFacts:
 
     @property
     def device(self) -> str:
+        """Device type of the hosts, "cuda" or "cpu"."""
         return "cuda" if self.devices else "cpu"
 
 
 @dataclass(frozen=True)
 class SoftwareFacts:
-    """Installed distributions by normalised name, the Python version, and the path of a C++
-    compiler ("": none).
+    """Installed software.
+
+    Attributes:
+        python: version of Python.
+        packages: version of each installed distribution by normalised name.
+        cxx: path of a C++ compiler; "" for none.
     """
 
     python: str = ""
@@ -115,7 +141,14 @@ class SoftwareFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """``draft``: facts of the draft model's own folder, when it has one."""
+    """All facts that a plan depends on.
+
+    Attributes:
+        model: facts of the model.
+        hardware: facts of the hosts.
+        software: facts of the installed software.
+        draft: facts of the draft model's folder; None if it has no folder of its own.
+    """
 
     model: ModelFacts
     hardware: HardwareFacts

@@ -1,8 +1,7 @@
-"""Facts of a model folder in the Hugging Face layout: config.json, safetensors headers, chat
-template. No torch.
+"""Facts of a model folder in the Hugging Face layout. No torch.
 
-Nothing here maps a weight or runs code from the folder. Errors are FactsError (config) and
-WeightError (headers).
+They are read from config.json, safetensors headers and the chat template. No weight is mapped, and
+no code from the folder is run. Errors are FactsError (config.json) and WeightError (headers).
 """
 
 from __future__ import annotations
@@ -23,35 +22,37 @@ from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.facts.safetensors_header import read_tensors
 from glowplug.core.facts.weight_classes import next_token_layer
 
-EMBEDDED = "embedded"  #: the name of the shipped model
-MAX_JSON = 64 << 20  #: bytes; a config.json or tokenizer_config.json beyond it is refused
-#: pieces read of a checkpoint in all, and of each of its files at least
-SAMPLES = 256
-FEWEST_SAMPLES = 2
-SAMPLE_BYTES = 4096  #: of one piece
+EMBEDDED = "embedded"  #: name of the model that is part of glowplug
+MAX_JSON = 64 << 20  #: size limit in bytes of config.json and tokenizer_config.json
+SAMPLES = 256  #: samples that are read from a checkpoint for its digest
+FEWEST_SAMPLES = 2  #: least number of samples from each file
+SAMPLE_BYTES = 4096  #: size of a sample
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
-#: what a family's config.json means when it does not say (transformers drops both keys for V3 on
-#: saving)
+#: architecture -> defaults of keys that config.json may lack (transformers drops both keys for V3
+#: on saving)
 GATE_DEFAULTS: dict[str, dict[str, str]] = {
     "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "DeepseekV2ForCausalLM": {"scoring_func": "softmax"},
     "DeepseekV3ForCausalLMNextN": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
-#: how architectures end of which a folder holds next-token layers and nothing else
+#: ending of architectures whose folders hold only next-token layers
 NEXTN_ALONE = "ForCausalLMNextN"
 
 
 def embedded_path() -> Path:
-    """Folder of the shipped model."""
+    """Return the folder of the embedded model."""
     return Path(__file__).absolute().parents[2] / "models" / "embedded" / "checkpoint"
 
 
 def locate_model(name: str) -> str:
-    """The folder or file that ``model = name`` means: "embedded", a path, or a hub id that is
-    already downloaded.
+    """Return the folder or file of ``model = name``; nothing is downloaded.
 
-    Raises FactsError; nothing is ever downloaded.
+    Args:
+        name: "embedded", a path, or a hub id that is already downloaded.
+
+    Raises:
+        FactsError: there is no such folder, file or downloaded model.
     """
     if name == EMBEDDED:
         path = embedded_path()
@@ -74,8 +75,9 @@ def locate_model(name: str) -> str:
 
 
 def _hub_snapshot(name: str) -> Path | None:
-    """Newest snapshot of a hub id in the local hub cache. NOTE: HF_HOME is that cache's own way to
-    say where it is.
+    """Return the newest snapshot of a hub id in the local hub cache, or None.
+
+    NOTE: HF_HOME is the hub library's own variable for the place of its cache.
     """
     if not HUB_ID.fullmatch(name):
         return None
@@ -86,7 +88,7 @@ def _hub_snapshot(name: str) -> Path | None:
 
 
 def read_folder(path: Path) -> ModelFacts | None:
-    """Facts of the model folder at ``path``; None when it has no config.json."""
+    """Return the facts of the model folder at ``path``; None if it has no config.json."""
     if not (path / "config.json").is_file():
         return None
     config = normalise(read_json(path / "config.json"))
@@ -97,7 +99,11 @@ def read_folder(path: Path) -> ModelFacts | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. FactsError naming the file otherwise."""
+    """Return the JSON object in a file.
+
+    Raises:
+        FactsError: the file cannot be read, is too large, or holds no JSON object.
+    """
     try:
         if path.stat().st_size > MAX_JSON:
             raise FactsError(
@@ -117,9 +123,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def normalise(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json as the published checkpoints write it: ``rope_theta``, ``rope_scaling`` (with
-    both ``type`` and ``rope_type``, None when plain), ``torch_dtype``, and the gate's defaults
-    filled in."""
+    """Return config.json with the keys that published checkpoints use.
+
+    These are ``rope_theta``, ``rope_scaling`` (with both ``type`` and ``rope_type``; None for plain
+    rotary embeddings) and ``torch_dtype``. Defaults of the expert gate are filled in.
+    """
     config = dict(config)
     parameters = config.pop("rope_parameters", None)
     if isinstance(parameters, dict):
@@ -142,6 +150,7 @@ def normalise(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fill_gate(config: dict[str, Any]) -> None:
+    """Fill in the defaults of the expert gate for architectures whose config.json may lack them."""
     architecture = (config.get("architectures") or [""])[0]
     for key, value in GATE_DEFAULTS.get(architecture, {}).items():
         if config.get(key) is None:
@@ -160,8 +169,10 @@ def model_facts(
     chat_template: str = "",
     format: str = "",
 ) -> ModelFacts:
-    """Facts from a normalised config. FactsError naming the first key that is missing or of the
-    wrong type.
+    """Return the facts of a model from its normalised config.json.
+
+    Raises:
+        FactsError: a key is missing or has a wrong type; the message names the first such key.
     """
     tensors = tensors or {}
     integer = _Reader(config, path)
@@ -212,13 +223,18 @@ def model_facts(
 
 
 class _Reader:
-    """Reads positive whole numbers from a config; ``default`` stands for a missing key."""
+    """A reader of whole numbers in config.json, positive unless a default is given."""
 
     def __init__(self, config: dict[str, Any], path: str) -> None:
         self.config = config
         self.path = path
 
     def __call__(self, key: str, default: int | None = None) -> int:
+        """Return the number at ``key``, or ``default`` if the key is missing.
+
+        Raises:
+            FactsError: the key is missing without a default, or does not hold such a number.
+        """
         value = self.config.get(key)
         if value is None and default is not None:
             return default
@@ -237,6 +253,7 @@ class _Reader:
 
 
 def _block(value: Any, path: str) -> tuple[int, int] | None:
+    """Return the checked ``weight_block_size``; None if config.json has none."""
     if value is None:
         return None
     if (
@@ -254,8 +271,10 @@ def _block(value: Any, path: str) -> tuple[int, int] | None:
 def _nextn(
     config: dict[str, Any], layers: int, tensors: dict[str, TensorFact]
 ) -> tuple[int, tuple[str, ...]]:
-    """Multi-token-prediction layers: those the tensors hold beyond the last layer, else those
-    config.json states.
+    """Return the number of multi-token-prediction layers, and remarks for the plan's table.
+
+    With tensors, the number is that of the layers after the last regular one; else it is the number
+    that config.json states.
     """
     stated = config.get("num_nextn_predict_layers") or 0
     if not tensors:
@@ -267,11 +286,11 @@ def _nextn(
 
 
 def with_digest(facts: ModelFacts) -> ModelFacts:
-    """Return ``facts`` with the digest of their weights; as they are without tensors, or with a
-    digest.
+    """Return ``facts`` with the digest of their weights.
 
-    Covers names, dtypes and shapes of all tensors, the size of each file that holds some, and
-    samples of its bytes, so that two checkpoints of one shape differ where their weights do.
+    ``facts`` without tensors, or with a digest, are returned unchanged. The digest covers names,
+    dtypes and shapes of all tensors, the size of each file that holds tensors, and samples of its
+    bytes, so that checkpoints of the same shape differ if their weights do.
     """
     if facts.digest or not facts.tensors:
         return facts
@@ -287,7 +306,7 @@ def with_digest(facts: ModelFacts) -> ModelFacts:
 
 
 def _sample(file: Path, count: int, update: Callable[[bytes], object]) -> None:
-    """Pass a file's size and ``count`` pieces of it on, at even distances up to its end."""
+    """Pass a file's size and ``count`` samples, evenly spaced up to its end, to ``update``."""
     size = file.stat().st_size
     update(size.to_bytes(8, "little"))
     with open(file, "rb", buffering=0) as stream:
@@ -297,8 +316,9 @@ def _sample(file: Path, count: int, update: Callable[[bytes], object]) -> None:
 
 
 def read_chat_template(path: Path) -> str:
-    """The chat template's source: ``chat_template.jinja``, else tokenizer_config.json's; "" when
-    there is none.
+    """Return the source of a model folder's chat template; "" if it has none.
+
+    ``chat_template.jinja`` takes precedence over tokenizer_config.json.
     """
     own = path / "chat_template.jinja"
     if own.is_file() and own.stat().st_size <= MAX_JSON:

@@ -1,8 +1,7 @@
-"""What a config.json describes, counted as ``weight_classes.tally`` counts tensors, for plans
-without headers.
+"""Parameter counts from config.json, for plans without tensor headers. Plan zone: no torch.
 
-Reads published keys only (MLA, MoE, GQA) and names the tensors as published checkpoints do. Plan
-zone: no torch.
+The counts have the form of ``weight_classes.tally``. They use published keys only (MLA, MoE, GQA)
+and the tensor names of published checkpoints.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.stored_formats import stored_matrix
 from glowplug.core.facts.weight_classes import TIED, VOCAB, WHOLE, Kind, role_of
 
-LEFT_ALONE = frozenset(
-    {"eh_proj", "gate"}
-)  #: linear layers that published quantised checkpoints leave alone
+#: linear layers that published quantised checkpoints do not quantise
+LEFT_ALONE = frozenset({"eh_proj", "gate"})
 
 
 class Tensor(NamedTuple):
-    """A matrix [rows, columns], or a vector when ``columns`` is 0."""
+    """A matrix [rows, columns], or a vector [rows] if ``columns`` is 0."""
 
     name: str
     rows: int
@@ -28,17 +26,17 @@ class Tensor(NamedTuple):
 
 
 def count_parameters(model: ModelFacts) -> int:
-    """Parameters of the model without next-token layers and without scales."""
+    """Return the number of parameters, without next-token layers and scales."""
     return sum(
         count for kind, count in count_elements(model).items() if kind.draft < 0 and not kind.scale
     )
 
 
 def count_elements(model: ModelFacts) -> dict[Kind, int]:
-    """Numbers by kind of the model and, when config.json states one, its first next-token layer.
+    """Return the element counts by kind, including the first next-token layer if there is one.
 
-    The next-token layer shares the target's embedding and head, as it does when a checkpoint brings
-    none of its own.
+    The next-token layer is assumed to share the target's embedding and head, as it does if a
+    checkpoint has none for it.
     """
     found: dict[Kind, int] = {}
     tied = bool(model.config.get("tie_word_embeddings"))
@@ -63,7 +61,7 @@ def count_elements(model: ModelFacts) -> dict[Kind, int]:
 
 
 def is_moe_layer(model: ModelFacts, layer: int) -> bool:
-    """Does layer number ``layer`` route to experts?"""
+    """Return whether layer number ``layer`` routes to experts."""
     if not model.n_routed_experts:
         return False
     return (
@@ -73,7 +71,7 @@ def is_moe_layer(model: ModelFacts, layer: int) -> bool:
 
 
 def stated(model: ModelFacts, key: str, default: int = 0) -> int:
-    """A whole number of config.json, or ``default``."""
+    """Return a whole number of config.json, or ``default`` if ``key`` does not hold one."""
     value = model.config.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) else default
 
@@ -83,7 +81,13 @@ def _add(found: dict[Kind, int], kind: Kind, count: int) -> None:
 
 
 def _layer(found: dict[Kind, int], model: ModelFacts, moe: bool, times: int, draft: int) -> None:
-    """``times`` layers of one kind."""
+    """Count ``times`` equal layers.
+
+    Args:
+        found: counts by kind, which are added to.
+        moe: the layers route to experts.
+        draft: value of ``Kind.draft``.
+    """
     tensors = [*_norms(model), *_attention(model)]
     if moe:
         tensors += [Tensor("mlp.gate.weight", model.n_routed_experts, model.hidden_size)]
@@ -102,6 +106,7 @@ def _layer(found: dict[Kind, int], model: ModelFacts, moe: bool, times: int, dra
 def _count(
     found: dict[Kind, int], model: ModelFacts, tensor: Tensor, times: int, draft: int
 ) -> None:
+    """Count a tensor that occurs ``times`` times, with its scales."""
     role = role_of(tensor.name)
     if not tensor.columns or tensor.name.rsplit(".", 2)[-2] in LEFT_ALONE:
         _add(

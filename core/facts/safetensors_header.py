@@ -1,9 +1,8 @@
-"""Headers of safetensors files, read and checked without torch and without mapping any data. Plan
-zone.
+"""Reading and checks of safetensors headers, without torch and without mapping data. Plan zone.
 
-A file is 8 bytes (little-endian length N), N bytes of JSON (name -> dtype, shape, data_offsets),
-then the data. Every length in it is judged against the size of the file, so that a truncated
-download or a hostile header ends in a :class:`WeightError` that names file and tensor before
+A file consists of 8 bytes (little-endian length N), N bytes of JSON (name -> dtype, shape,
+data_offsets) and the data. Every length is checked against the size of the file. A truncated
+download or a hostile header thus raises a :class:`WeightError` that names file and tensor, before
 anything is allocated.
 """
 
@@ -22,10 +21,10 @@ from glowplug.core.errors import WeightError
 from glowplug.core.facts.model_facts import TensorFact
 
 INDEX_NAME = "model.safetensors.index.json"
-MAX_HEADER = 100_000_000  #: bytes; the format's own limit
-MAX_DIMS = 16
+MAX_HEADER = 100_000_000  #: size limit of a header in bytes, which the format defines
+MAX_DIMS = 16  #: most dimensions of a tensor
 
-#: safetensors dtype -> (torch dtype name, bytes an element)
+#: safetensors' name of a dtype -> (torch's name, bytes per element)
 DTYPES: dict[str, tuple[str, int]] = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
@@ -44,20 +43,29 @@ DTYPES: dict[str, tuple[str, int]] = {
     "U8": ("uint8", 1),
     "BOOL": ("bool", 1),
 }
+#: file names that may hold pickled weights
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+#: file name of a numbered shard, such as "model-00001-of-00002.safetensors"
 SHARD = re.compile(r"(?P<stem>.*-)(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.safetensors")
 
 
 def read_header(path: Path | str) -> dict[str, TensorFact]:
-    """Tensors of one file by name; ``TensorFact.file`` is the file's name.
+    """Return the tensors of one file by name; ``TensorFact.file`` is the file's name.
 
-    Raises WeightError for whatever is wrong with the header or the file's length.
+    Raises:
+        WeightError: the header is not valid, or the file has a wrong length.
     """
     return {name: fact for name, (fact, _, _) in read_places(path).items()}
 
 
 def read_places(path: Path | str) -> dict[str, tuple[TensorFact, int, int]]:
-    """The same with the bytes that each tensor takes in the file: first, and behind the last."""
+    """Return the tensors of one file as (fact, start, end) by name.
+
+    ``start`` and ``end`` are the byte range of the tensor's data in the file, without ``end``.
+
+    Raises:
+        WeightError: the header is not valid, or the file has a wrong length.
+    """
     path = Path(path)
     try:
         size = path.stat().st_size
@@ -79,12 +87,12 @@ def read_places(path: Path | str) -> dict[str, tuple[TensorFact, int, int]]:
 
 
 def read_tensors(folder: Path | str) -> dict[str, TensorFact]:
-    """Every tensor of a model folder, its index (if any) and its files in agreement; {} when it
-    holds no weights.
+    """Return all tensors of a model folder by name; {} if it has no weights.
 
-    Raises WeightError when a file of the index is missing, or, without an index, one of files that
-    are numbered "00001-of-00002"; when a tensor is missing from or doubled over its files, or the
-    folder holds only pickled weights (which are never read).
+    Raises:
+        WeightError: a file of the index is missing (without an index: a file of a numbered series
+            such as "00001-of-00002"); a tensor is missing, or is in two files; or the folder has
+            only pickled weights, which are never read.
     """
     folder = Path(folder)
     index = folder / INDEX_NAME
@@ -102,6 +110,7 @@ def read_tensors(folder: Path | str) -> dict[str, TensorFact]:
 
 
 def _header_bytes(path: Path, size: int) -> bytes:
+    """Return the JSON bytes of the header of a file of ``size`` bytes."""
     if size < 8:
         raise WeightError(
             f"{path}: {size} bytes is too short for a safetensors file; incomplete download?"
@@ -127,6 +136,7 @@ def _header_bytes(path: Path, size: int) -> bytes:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return ``pairs`` as a dict; raise ValueError if a key appears twice."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -136,6 +146,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _load_json(path: Path, raw: bytes, what: str) -> dict[str, Any]:
+    """Return a JSON object with unique keys; ``what`` names it in errors."""
     try:
         parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -146,6 +157,7 @@ def _load_json(path: Path, raw: bytes, what: str) -> dict[str, Any]:
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:
+    """Return the entries of a header, ``__metadata__`` included."""
     entries = _load_json(path, raw, "the header")
     metadata = entries.get("__metadata__", {})
     if not isinstance(metadata, dict) or not all(
@@ -160,7 +172,7 @@ def _is_count(value: object) -> bool:
 
 
 def _tensor(path: Path, name: str, entry: Any) -> tuple[TensorFact, int, int]:
-    """Fact and byte range (within the data) of one header entry."""
+    """Return (fact, start, end) of one header entry; the byte range is relative to the data."""
 
     def bad(reason: str) -> WeightError:
         return WeightError(f"{path}: tensor {name[:200]!r}: {reason}")
@@ -191,8 +203,11 @@ def _tensor(path: Path, name: str, entry: Any) -> tuple[TensorFact, int, int]:
 
 
 def _check_spans(path: Path, spans: list[tuple[int, int, str]], actual: int) -> None:
-    """Tensors must follow one another without gap or overlap and fill the ``actual`` data bytes
-    exactly.
+    """Check that tensors fill the data without gaps and overlaps.
+
+    Args:
+        spans: (start, end, name) of each tensor; the list is sorted in place.
+        actual: number of data bytes in the file.
     """
     spans.sort()
     at = 0
@@ -215,11 +230,13 @@ def _check_spans(path: Path, spans: list[tuple[int, int, str]], actual: int) -> 
         at = end
     if at != actual:
         raise WeightError(
-            f"{path}: {actual} data bytes, the header accounts for {at}; damaged or not a whole file"
+            f"{path}: {actual} data bytes, the header accounts for {at}; "
+            "damaged or not a whole file"
         )
 
 
 def _merge(tensors: dict[str, TensorFact], found: dict[str, TensorFact], folder: Path) -> None:
+    """Add the tensors of a file to ``tensors``; raise WeightError if one is in two files."""
     for name, fact in found.items():
         if name in tensors:
             raise WeightError(
@@ -229,6 +246,7 @@ def _merge(tensors: dict[str, TensorFact], found: dict[str, TensorFact], folder:
 
 
 def _read_indexed(folder: Path, index: Path) -> dict[str, TensorFact]:
+    """Return the tensors of a folder with an index, after checking files against the index."""
     weight_map = _weight_map(index)
     files = sorted(set(weight_map.values()))
     missing = [file for file in files if not (folder / file).is_file()]
@@ -259,6 +277,7 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, TensorFact]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
+    """Return the file name of each tensor from a folder's index."""
     try:
         if index.stat().st_size > MAX_HEADER:
             raise WeightError(f"{index}: larger than {MAX_HEADER} bytes")
@@ -283,7 +302,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _refuse_gaps(folder: Path, files: list[str]) -> None:
-    """``files`` that say how many they are must be all there. They are numbered from 0 or 1."""
+    """Raise WeightError if a series of numbered files is incomplete; it starts at 0 or 1."""
     for shard in filter(None, map(SHARD.fullmatch, files)):
         stem = shard["stem"]
         count = int(shard["count"])
@@ -305,15 +324,17 @@ def _refuse_gaps(folder: Path, files: list[str]) -> None:
 
 
 def _refuse_pickles(folder: Path) -> None:
+    """Raise WeightError if a folder holds pickled weights."""
     pickles = sorted(file.name for file in folder.glob("*") if file.suffix in PICKLE_SUFFIXES)
     if pickles:
         raise WeightError(
-            f"{folder}: only pickled weights were found ({_some(pickles)}); they can run code when they "
-            "are opened and are never read. Convert them to safetensors"
+            f"{folder}: only pickled weights were found ({_some(pickles)}); they can run code when "
+            "they are opened and are never read. Convert them to safetensors"
         )
 
 
 def _some(names: Iterable[str], limit: int = 5) -> str:
+    """Return the first ``limit`` names as text, with the number of the others."""
     listed = list(names)
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
     return ", ".join(listed[:limit]) + more

@@ -1,8 +1,7 @@
-"""The dimensions of a model that ranks split, from its facts, and whether they divide. Plan zone:
-no torch.
+"""The dimensions of a model that are split over ranks, and a check that they divide evenly.
 
-One layer stands for all of its kind. Names and roles are those that the layers ask
-``ParallelStrategy.shard`` with.
+The first layer of a kind represents all layers of this kind. Names and roles are those that layers
+pass to ``ParallelStrategy.shard``. Plan zone: no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from glowplug.core.facts.mesh import axis_size, deal
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.parameters import is_moe_layer
 
-#: role -> mesh axis that splits it once every strategy has had its say
+#: role -> mesh axis that splits it after all strategies were applied
 AXES = {
     "column": "tp",
     "vocab": "attn_tp",
@@ -26,15 +25,18 @@ AXES = {
 
 
 class Split(NamedTuple):
-    """``full`` units of one dimension, each of ``unit`` elements, dealt to the ranks of ``axis``.
+    """A dimension of a weight that is split over the ranks of a mesh axis.
 
     Attributes:
         layer: module path of the layer, the first of its kind.
-        dimension: what it is called, as in config.json where it stands there.
-        role: as of ``ParallelStrategy.shard``; "kv_heads" may also be fewer than the ranks, each
-            then on several.
-        quantized: block formats quantise this weight, so that it splits at multiples of their block
-            only.
+        dimension: name of the dimension, the one in config.json if it has one.
+        full: size of the dimension in units.
+        role: role in ``ParallelStrategy.shard``. There may be fewer units of "kv_heads" than ranks;
+            each is then held by several ranks.
+        axis: mesh axis that splits the dimension.
+        unit: elements per unit.
+        quantized: block formats quantise this weight, so it can be split only at multiples of their
+            block.
     """
 
     layer: str
@@ -46,11 +48,14 @@ class Split(NamedTuple):
     quantized: bool = True
 
     def parts(self, mesh: Mapping[str, int]) -> int:
+        """Return the number of ranks that split the dimension."""
         return axis_size(self.axis, mesh)
 
     def divides(self, parts: int, block: int) -> bool:
-        """Do ``parts`` ranks get what they can compute with? ``block``: of the quantization, 1 for
-        none.
+        """Return whether ``parts`` ranks can split the dimension.
+
+        Args:
+            block: block size of the quantization; 1 for none.
         """
         if self.role == "vocab":
             return deal(self.full, parts, parts - 1)[1] > 0
@@ -61,8 +66,11 @@ class Split(NamedTuple):
 
 
 def splits(model: ModelFacts, mesh: Mapping[str, int]) -> Iterator[Split]:
-    """Every kind of split dimension of ``model``. ``mesh`` decides the axes: an exchange of experts
-    ("ep") keeps the shared expert within a group."""
+    """Yield each kind of split dimension of ``model``.
+
+    ``mesh`` decides the axes: with an exchange of tokens between experts ("ep"), the shared expert
+    is split within a dp group.
+    """
     yield from _attention(model)
     layers = range(model.num_layers + model.nextn_layers)
     dense = next((layer for layer in layers if not is_moe_layer(model, layer)), None)
@@ -124,8 +132,10 @@ def _attention(model: ModelFacts) -> Iterator[Split]:
 
 
 def uneven(model: ModelFacts, mesh: Mapping[str, int], block: int = 1) -> list[Split]:
-    """What does not split over ``mesh``, first of each dimension. ValueError when the mesh itself
-    does not divide.
+    """Return the splits that ``mesh`` does not divide, the first one of each dimension.
+
+    Raises:
+        ValueError: the axes of ``mesh`` do not divide its tp ranks.
     """
     found: dict[str, Split] = {}
     for split in splits(model, mesh):
@@ -135,8 +145,9 @@ def uneven(model: ModelFacts, mesh: Mapping[str, int], block: int = 1) -> list[S
 
 
 def fitting_sizes(model: ModelFacts, mesh: Mapping[str, int], block: int = 1) -> list[int]:
-    """Sizes of tp up to the mesh's, the largest first, over which everything splits, its other axes
-    as they are.
+    """Return the sizes of tp, in descending order from the mesh's, that divide all dimensions.
+
+    The other axes of the mesh stay as they are.
     """
     sizes = range(mesh.get("tp", 1), 0, -1)
     return [size for size in sizes if _fits(model, {**mesh, "tp": size}, block)]

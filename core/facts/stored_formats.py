@@ -1,4 +1,4 @@
-"""What a quantised checkpoint stores for one matrix, by its config.json. Plan zone: no torch."""
+"""Tensors that a quantised checkpoint stores for one weight matrix. Plan zone: no torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from typing import Any, NamedTuple
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.weight_classes import INT4, SCALE
 
-FP8 = "float8_e4m3fn"
-INT8_METHODS = frozenset(
-    {"w8a8_int8", "compressed-tensors"}
-)  #: ``quant_method`` of int8 weights with a scale a row
+FP8 = "float8_e4m3fn"  #: dtype of FP8 weights
+#: values of ``quant_method`` for int8 weights with one scale per row
+INT8_METHODS = frozenset({"w8a8_int8", "compressed-tensors"})
 
 
 class Stored(NamedTuple):
-    """So many ``numbers``; ``dtype`` and ``scale`` as of ``Kind``."""
+    """One tensor stored for a weight matrix.
+
+    Attributes:
+        dtype: dtype, as in ``Kind``.
+        scale: it holds scales or zero points, as in ``Kind``.
+        numbers: number of elements.
+    """
 
     dtype: str
     scale: bool
@@ -23,14 +28,16 @@ class Stored(NamedTuple):
 
 
 def quantization_config(model: ModelFacts) -> Mapping[str, Any]:
-    """config.json's, empty where it has none."""
+    """Return ``quantization_config`` of config.json; empty if it has none."""
     stated = model.config.get("quantization_config")
     return stated if isinstance(stated, dict) else {}
 
 
 def awq_group(model: ModelFacts) -> int:
-    """Inputs that share a scale in an AWQ checkpoint; -1: all of a row, 0: config.json states no
-    whole number.
+    """Return how many inputs share a scale in an AWQ checkpoint.
+
+    The result is -1 if all inputs of a row share one, and 0 if config.json does not state a whole
+    number.
     """
     stated = quantization_config(model)
     group = stated.get("group_size", stated.get("q_group_size", 128))
@@ -38,7 +45,7 @@ def awq_group(model: ModelFacts) -> int:
 
 
 def stored_matrix(model: ModelFacts, rows: int, columns: int) -> list[Stored]:
-    """A weight [rows, columns] that is not left alone, and what belongs to it."""
+    """Return the tensors stored for a quantised weight [rows, columns]: values, scales, zeros."""
     whole = rows * columns
     if model.quant_method == "fp8" and model.quant_block is not None:
         blocks = -(-rows // model.quant_block[0]) * -(-columns // model.quant_block[1])

@@ -1,8 +1,7 @@
-"""Tensors of a checkpoint by class: how ranks share them and what they become once loaded. Plan
-zone: no torch.
+"""Classes of checkpoint tensors that are split over ranks and stored alike. Plan zone: no torch.
 
-The byte budget works on sums a class instead of on tensors: a checkpoint of 671 billion numbers has
-ninety thousand tensors, and a plan has to be cheap enough to make ten thousand of them.
+The byte budget uses sums per class instead of tensors: a checkpoint of 671 billion parameters has
+ninety thousand tensors, and planning must be fast enough to make ten thousand plans.
 """
 
 from __future__ import annotations
@@ -14,20 +13,21 @@ from typing import NamedTuple
 from glowplug.core.facts.model_facts import TensorFact
 
 VOCAB = "vocab"  #: embedding and head
-TIED = "tied"  #: an embedding that is the head too; the head keeps a copy of its own
-HEADS = "heads"
+TIED = "tied"  #: an embedding that is also the head, which keeps a copy of its own
+HEADS = "heads"  #: attention weights that are split by heads
 KV_HEADS = "kv_heads"  #: keys and values of grouped-query attention
-KV_UP = "kv_up"  #: from the latent to every head; a CPU keeps copies of it, laid out for absorption
-WIDTH = "width"  #: the dense feed-forward layers
+#: up-projection of the latent to all heads; a CPU keeps copies, laid out for absorption
+KV_UP = "kv_up"
+WIDTH = "width"  #: dense feed-forward layers, which are split by width
 SHARED = "shared"  #: the shared expert
-EXPERTS = "experts"
-ROUTER = "router"  #: the gate, whole and in float32
-WHOLE = "whole"  #: latents, norms, and whatever no strategy is known to split
+EXPERTS = "experts"  #: routed experts
+ROUTER = "router"  #: the expert gate, whole on every rank and in float32
+WHOLE = "whole"  #: latents, norms and all other tensors that no known strategy splits
 
-INT4 = "int4"  #: eight numbers an int32, as AWQ packs them
-SCALE = "float32"  #: what scales of 8-bit weights are kept in
+INT4 = "int4"  #: dtype of AWQ's weights, eight elements per int32
+SCALE = "float32"  #: dtype in which scales of 8-bit weights are kept
 
-TARGET = -1  #: ``Kind.draft`` of everything that is not a next-token layer's
+TARGET = -1  #: ``Kind.draft`` of tensors that do not belong to a next-token layer
 
 _BY_MODULE = {
     "embed_tokens": VOCAB,
@@ -42,16 +42,19 @@ _BY_MODULE = {
     "gate": ROUTER,
 }
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
-_ROW_SPLIT = frozenset(
-    {"o_proj", "down_proj"}
-)  #: their columns are split, so every rank has the whole bias
+#: layers whose input is split over ranks, so that every rank has the whole bias
+_ROW_SPLIT = frozenset({"o_proj", "down_proj"})
 
 
 class Kind(NamedTuple):
-    """``role``: one of the names above. ``dtype``: as stored (of scales and zeros: as kept beside
-    quantised weights).
-    ``scale``: scales or zeros, not weights. ``draft``: number of the next-token layer it belongs
-    to, or ``TARGET``.
+    """A class of tensors.
+
+    Attributes:
+        role: one of the roles above.
+        dtype: dtype of stored weights; of scales and zero points, the one in which they are kept
+            beside quantised weights.
+        scale: the tensors hold scales or zero points instead of weights.
+        draft: number of their next-token layer, or ``TARGET``.
     """
 
     role: str
@@ -60,11 +63,11 @@ class Kind(NamedTuple):
     draft: int = TARGET
 
 
-Tally = Mapping[Kind, int]
+Tally = Mapping[Kind, int]  #: number of elements by kind
 
 
 def role_of(name: str) -> str:
-    """The class of a tensor by the names that published checkpoints use."""
+    """Return the role of a tensor by its name in published checkpoints."""
     module, _, leaf = name.rpartition(".")
     above, _, last = module.rpartition(".")
     if last in _MLP:
@@ -79,14 +82,17 @@ def role_of(name: str) -> str:
 
 
 def tally(tensors: Mapping[str, TensorFact], layers: int, tied: bool = False) -> dict[Kind, int]:
-    """Numbers in a checkpoint of ``layers`` layers by kind; layers behind them are next-token
-    layers.
+    """Return the element counts of a checkpoint by kind.
+
+    Args:
+        layers: number of layers of the model; later layers are next-token layers.
+        tied: the embedding is also the head.
     """
     found: dict[Kind, int] = {}
     for name, tensor in tensors.items():
         role = role_of(name)
         if name.endswith("rotary_emb.inv_freq") or tied and name == "lm_head.weight":
-            continue  # never read
+            continue  # these tensors are not loaded
         if tied and name == "model.embed_tokens.weight":
             role = TIED
         dtype, scale, count = numbers(name, tensor)
@@ -96,8 +102,10 @@ def tally(tensors: Mapping[str, TensorFact], layers: int, tied: bool = False) ->
 
 
 def numbers(name: str, tensor: TensorFact) -> tuple[str, bool, int]:
-    """``Kind.dtype`` and ``Kind.scale`` of a tensor by its published name, and how many numbers it
-    holds.
+    """Return (``Kind.dtype``, ``Kind.scale``, number of elements) of a tensor.
+
+    Args:
+        name: name of the tensor in published checkpoints.
     """
     count = math.prod(tensor.shape)
     leaf = name.rpartition(".")[2]
@@ -109,8 +117,9 @@ def numbers(name: str, tensor: TensorFact) -> tuple[str, bool, int]:
 
 
 def next_token_layer(name: str, layers: int) -> int:
-    """Number of the next-token layer a tensor belongs to: those behind the last of ``layers``;
-    ``TARGET``: none.
+    """Return the number of the next-token layer that a tensor belongs to, or ``TARGET``.
+
+    Next-token layers follow the ``layers`` layers of the model.
     """
     parts = name.split(".", 3)
     if len(parts) > 3 and parts[:2] == ["model", "layers"] and parts[2].isdigit():

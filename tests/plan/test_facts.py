@@ -261,9 +261,9 @@ def test_the_sheet_of_this_machine(tmp_path: Path) -> None:
     [
         ('{"packages": ["triton"]}', "packages"),
         ('{"packages": {"triton": 3}}', "packages"),
-        ('{"packages": {"triton": "new"}}', "'new', of triton, is no version"),
+        ('{"packages": {"triton": "new"}}', "'new', of triton, is not a version"),
         ('{"packages": {"triton>=3": "3.6"}}', "'triton>=3' is not the name"),
-        ('{"packages": {"a_b": "1", "A-B": "2"}}', "a-b is there twice"),
+        ('{"packages": {"a_b": "1", "A-B": "2"}}', "a-b is stated twice"),
         ("{", "not valid"),
         ('{"hosts": "two"}', "hosts"),
         ('{"devcies": []}', "devcies"),
