@@ -1,7 +1,7 @@
-"""Pass three: what the operator asked for is taken, every ``auto`` takes the first candidate that
-nothing refuses.
+"""Pass three: choice of device, dtype and components.
 
-Each choice is a Decision with its reason; nothing overrides an explicit value. Plan zone: no torch.
+Explicit values are always kept. Each ``auto`` takes the first candidate that no check refuses. Each
+choice is recorded as a Decision with its reason. Plan zone: no torch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from glowplug.core.plugin.options import SpeculativeOptions
 from glowplug.core.plugin.requirements import missing_packages
 from glowplug.core.plugin.slots import SLOTS, Slot
 
-#: how to write the plugin that an unknown architecture needs
+#: guide to writing a model family, for refusals of unknown architectures
 FAMILY_GUIDE = "docs/writing-a-plugin.md#a-model-family"
 
 
 def choose(draft: Draft) -> None:
-    """Fill ``draft.chosen`` and ``draft.values``; what cannot be filled becomes a refusal."""
+    """Fill ``draft.chosen`` and ``draft.values``; slots that cannot be filled become refusals."""
     _device(draft)
     _dtype(draft)
     _model(draft)
@@ -47,6 +47,7 @@ def choose(draft: Draft) -> None:
 
 
 def _device(draft: Draft) -> None:
+    """Decide the device."""
     asked = draft.config.device
     machine = draft.facts.hardware
     if asked != "auto":
@@ -73,7 +74,7 @@ def _device(draft: Draft) -> None:
 
 
 def _require_cuda(draft: Draft) -> None:
-    """Refuse the device "cuda" where the machine has none, or torch cannot use it."""
+    """Refuse the device "cuda" if the machine has none or torch cannot use it."""
     machine = draft.facts.hardware
     build = _cpu_torch(draft)
     if not machine.devices:
@@ -92,12 +93,13 @@ def _require_cuda(draft: Draft) -> None:
 
 
 def _cpu_torch(draft: Draft) -> str:
-    """Version of the installed torch where that is a CPU build; "" otherwise."""
+    """Return the version of the installed torch if it is a CPU build, else ""."""
     version = draft.facts.software.packages.get("torch", "")
     return version if "+cpu" in version else ""
 
 
 def _any_offers(draft: Draft, slot: Slot, device: str) -> bool:
+    """Return whether a component that the slot may get runs on ``device``."""
     found = draft.plugins.components(slot.name)
     asked = {options.use for options in draft.config.section(slot)} - {"auto"}
     return any(
@@ -108,6 +110,7 @@ def _any_offers(draft: Draft, slot: Slot, device: str) -> bool:
 
 
 def _dtype(draft: Draft) -> None:
+    """Decide the compute dtype and the KV cache's dtype."""
     asked: str = draft.config.dtype
     checkpoint = draft.facts.model.dtype
     if asked != "auto":
@@ -115,7 +118,7 @@ def _dtype(draft: Draft) -> None:
     elif draft.values["device"] == "cpu":
         asked = "float32"
         by = "auto"
-        why = "exact on the CPU, and bf16 is slow on most of them"
+        why = "exact, and bfloat16 is slow on most CPUs"
     elif checkpoint in FLOAT_DTYPES:
         asked = checkpoint
         by = "auto"
@@ -138,6 +141,7 @@ def _dtype(draft: Draft) -> None:
 
 
 def _model(draft: Draft) -> None:
+    """Choose the model family that builds the checkpoint's architecture."""
     architecture = draft.facts.model.architecture
     known: set[str] = set()
     for found in draft.plugins.components("model"):
@@ -163,23 +167,24 @@ def _model(draft: Draft) -> None:
 
 
 def _draft_alone(draft: Draft, family: str) -> Refusal:
+    """Return the refusal of a model folder that holds only a next-token layer."""
     model = draft.facts.model
     return Refusal(
         family,
         "model",
         f"{model.path} is a {model.architecture}: a next-token layer, which drafts for a "
-        "model and cannot answer alone",
+        "model and cannot run alone",
         f'model = the checkpoint it comes from, with speculative.draft_model = "{model.path}"',
         draft.origin("model", family),
     )
 
 
 def _take_asked(draft: Draft, slot: Slot) -> bool:
-    """Put what the operator (or a default) named into the slot. False: it is ``auto`` and still
-    open.
+    """Fill a slot with the components that the operator or a default names.
 
-    What was contributed stays open too: it is the first candidate, and gives way when it does not
-    fit.
+    Returns:
+        False if the slot stays open, because ``use`` is "auto" or a contributed default. A
+        contributed component is tried first and replaced if it does not fit.
     """
     asked = draft.config.section(slot)
     if slot.many:
@@ -194,6 +199,7 @@ def _take_asked(draft: Draft, slot: Slot) -> bool:
 
 
 def _take_many(draft: Draft, slot: Slot, asked: tuple[Options, ...]) -> bool:
+    """Fill a slot that holds several components; the result is always True: none stays open."""
     for number, options in enumerate(asked):
         _put(draft, slot, options.use, options)
         by, why = (
@@ -205,7 +211,7 @@ def _take_many(draft: Draft, slot: Slot, asked: tuple[Options, ...]) -> bool:
     if asked or slot.default == "auto":
         if not asked:
             draft.decide(
-                slot.section, "none", *(draft.source(slot.section) or ("default", "not asked for"))
+                slot.section, "none", *(draft.source(slot.section) or ("default", "none is given"))
             )
         return True
     found = draft.plugins.find(slot.name, slot.default)
@@ -226,6 +232,7 @@ def _take_many(draft: Draft, slot: Slot, asked: tuple[Options, ...]) -> bool:
 
 
 def _put(draft: Draft, slot: Slot, name: str, options: Options) -> None:
+    """Add a registered component to its slot."""
     found = draft.plugins.find(slot.name, name)
     assert found is not None, f"{slot.name} {name} was parsed, so it is registered"
     draft.chosen[slot.name] += (chosen_of(found.component, options),)
@@ -237,8 +244,9 @@ def _summary(draft: Draft, slot: Slot, name: str) -> str:
 
 
 def _contributed(draft: Draft, slot: Slot) -> str:
-    """Name of the component that a plugin or an entry point suggests for the slot; "" when the
-    operator decides.
+    """Return the component that a plugin or an entry point contributes for the slot.
+
+    The result is "" if the operator gave ``use``, or nothing is contributed.
     """
     path = f"{slot.section}.use"
     return (
@@ -249,10 +257,10 @@ def _contributed(draft: Draft, slot: Slot) -> str:
 
 
 def _pick(draft: Draft, slot: Slot) -> None:
-    """The first candidate of an ``auto`` slot that no check refuses; one that was contributed goes
-    first.
+    """Fill an open slot with the first candidate that no check refuses.
 
-    Candidates for other models are not tried where there are any for this one.
+    A contributed component is tried first. If any candidate supports the model's attention kind,
+    only such candidates are tried.
     """
     asked = draft.config.section(slot)[0]
     given = asked.model_dump(mode="json", include=asked.model_fields_set - {"use"})
@@ -289,19 +297,21 @@ def _pick(draft: Draft, slot: Slot) -> None:
 
 
 def _try(draft: Draft, slot: Slot, found: Registration, given: dict[str, Any]) -> Refusal | None:
-    """Put a candidate with the operator's common options into the slot; the first reason against
-    it.
+    """Put a candidate with the options given for the slot into it.
+
+    Returns:
+        The first refusal of the candidate, or None if it fits.
     """
     component = found.component
     try:
         options = options_of(component, given)
-    except ValidationError as error:  # the candidate narrows an option that all have
+    except ValidationError as error:  # the candidate narrows an option of the slot's base
         problem = error.errors(include_url=False)[0]
         key = str(problem["loc"][0])
         return Refusal(
             component.name,
             f"{slot.section}.{key}",
-            f"{component.name} does not take {given.get(key)!r}: {problem['msg']}",
+            f"{component.name} does not accept {given.get(key)!r}: {problem['msg']}",
             f"another {slot.section}.{key}",
             draft.origin(slot.name, component.name),
         )
@@ -311,8 +321,9 @@ def _try(draft: Draft, slot: Slot, found: Registration, given: dict[str, Any]) -
 
 
 def _against(draft: Draft, slot: Slot, found: Registration, chosen: Chosen) -> Refusal | None:
-    """The first reason against a candidate that is in the slot; reasons that stand without it do
-    not count.
+    """Return the first refusal of the candidate in the slot, or None.
+
+    Refusals that also occur with the slot empty do not count.
     """
     for refusal in component_checks(draft, slot, found.component, chosen):
         return refusal
@@ -326,8 +337,10 @@ def _against(draft: Draft, slot: Slot, found: Registration, chosen: Chosen) -> R
 
 
 def unfit(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> list[Refusal]:
-    """Refusals of the component's own check and, unless that refuses it whatever multiplies, of
-    libraries it names.
+    """Return the refusals of a component's own check and of the libraries that its options name.
+
+    Libraries are not checked if its own check refuses the component itself, because no library
+    would help then.
     """
     own = own_check(draft, slot, component, chosen)
     if any(refusal.field == use_field(draft, slot, chosen) for refusal in own):
@@ -336,8 +349,9 @@ def unfit(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> lis
 
 
 def own_check(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> list[Refusal]:
-    """Refusals of the component's own check; a check that raises is a refusal naming its
-    distribution.
+    """Return the refusals of the component's own check.
+
+    An exception in the check becomes a refusal that names the component's distribution.
     """
     if component.check is None:
         return []
@@ -354,23 +368,32 @@ def own_check(draft: Draft, slot: Slot, component: Component, chosen: Chosen) ->
 
 
 def _why(found: Registration, reasons: list[str]) -> str:
-    """``reasons``: against those before it."""
+    """Return the reason for choosing a candidate.
+
+    Args:
+        reasons: reasons against the candidates before it.
+    """
     return "; ".join(reasons) or found.component.summary or "first that fits"
 
 
 def _nothing_fits(slot: Slot, failed: list[Refusal]) -> Refusal:
+    """Return one refusal for a slot without a fitting candidate.
+
+    Args:
+        failed: the first refusal of each candidate.
+    """
     if not failed:
         return Refusal(
             "choose",
             f"{slot.section}.use",
             f"no {slot.name} component is registered",
-            "load a plugin that registers one (glowplug plugins lists what is there)",
+            "load a plugin that registers one (see glowplug plugins)",
         )
     if len(failed) == 1:
         return failed[0]
-    # NOTE: a candidate refused for an option of the operator's (a dtype, a page size) fits once
-    # that is changed; a fix that is another candidate helps nobody where that one does not fit
-    # either.
+    # NOTE: a candidate refused because of an option (a dtype, a page size) fits after the option is
+    # changed, so its fix is preferred. A fix that names another candidate is useless here if that
+    # candidate does not fit either.
     use = f"{slot.section}.use"
     whole = [
         refusal
@@ -388,7 +411,7 @@ def _nothing_fits(slot: Slot, failed: list[Refusal]) -> Refusal:
 
 
 def _numbers(draft: Draft) -> None:
-    """Width, what a draft adds, mesh, ranks and hosts, as far as they are chosen."""
+    """Decide width, lookahead, draft, mesh, ranks and hosts from the components chosen so far."""
     speculative = draft.first("speculative")
     options: Any = speculative.options if speculative is not None else None
     drafts = isinstance(options, SpeculativeOptions)
@@ -408,9 +431,7 @@ def _numbers(draft: Draft) -> None:
 
 
 def _hosts(draft: Draft) -> int:
-    """Hosts that the ranks lie on: as asked, else as few as have the devices (or the cores) of all
-    ranks.
-    """
+    """Return the number of hosts: as given, else the fewest with enough devices or cores."""
     machine = draft.facts.hardware
     asked: int | None = draft.config.executor.hosts
     if asked is not None:
@@ -421,8 +442,9 @@ def _hosts(draft: Draft) -> int:
 
 
 def _overlap(draft: Draft) -> None:
-    """Overlapped steps where the host would wait otherwise, unless the operator or a component says
-    no.
+    """Decide whether steps overlap.
+
+    By default they do on a device, where the host would wait otherwise, if all components allow it.
     """
     asked = draft.config.scheduler.overlap
     beside = draft.values["device"] != "cpu"
@@ -434,20 +456,23 @@ def _overlap(draft: Draft) -> None:
         by, why = source
     elif overlap:
         by = "auto"
-        why = "the next step starts before the last one is read"
+        why = "the next step starts before the results of the last one are read"
     elif wanted:
         by = waiting[0]
-        why = f"{', '.join(waiting)} waits for the device within a step"
+        why = f"{', '.join(waiting)} waits for the device during a step"
     else:
         by = "auto"
-        why = "the CPU computes a step while it is launched"
+        why = "the CPU computes a step while launching it"
     draft.decide("scheduler.overlap", overlap, by, why, notable=bool(waiting and wanted))
 
 
 def unavailable(component: Component, packages: Mapping[str, str], machine: HardwareFacts) -> str:
-    """Return why a component cannot be used on ``machine`` with these packages; "" when it can.
+    """Return the reason why a component cannot run on ``machine``; "" if it can.
 
-    Packages are left out of the answer where no installation would help.
+    Missing packages are named only if their installation would help.
+
+    Args:
+        packages: version of each installed package by name.
     """
     if component.contract != CONTRACT:
         return f"written for contract {component.contract}, this is {CONTRACT}"

@@ -1,9 +1,8 @@
-"""Two fingerprints: one of a plan, one of everything that a plan's answers depend on. Pure
-functions; no torch.
+"""Fingerprints of a plan, and of everything that a plan's answers depend on. No torch.
 
-Equal input gives equal digits in every process and on every machine. Keys (``config.SECRETS``)
-enter neither of them, nor do the folders of the model and of the draft, whose content counts
-instead.
+Equal input gives equal digits in every process and on every machine. Neither fingerprint depends on
+API keys (``schema.SECRETS``) or on the paths of the model's and the draft's folder; the content of
+the folders counts instead.
 """
 
 from __future__ import annotations
@@ -20,22 +19,20 @@ from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.slots import BY_NAME
 
-DIGITS = 16
-DECIDED = frozenset(
-    {"model", "dtype", "device", "seed", "context_length"}
-)  #: what the plan itself has a value of
-#: slots outside of steps whose components answers depend on
+DIGITS = 16  #: hexadecimal digits of a fingerprint
+#: configuration fields for which the plan has a decided value
+DECIDED = frozenset({"model", "dtype", "device", "seed", "context_length"})
+#: slots that take no part in steps, but whose components change answers
 AROUND_STEPS = frozenset({"weights", "outputs"})
 
 
 def plan_fingerprint(plan: EnginePlan) -> str:
-    """Return 16 hexadecimal digits for the model and for all that was configured and decided.
+    """Return 16 hexadecimal digits for the model, the configuration and the decisions.
 
-    Covers the content of the checkpoint and of the draft (config.json, chat template,
+    They cover the content of the checkpoint and of the draft (config.json, chat template,
     ``ModelFacts.digest``), every chosen component with its version and options, sizes, mesh, and
-    the sections of the configuration that no plugin fills. Values left at their defaults count as
-    if they were written out. The machine, installed packages and plugins that were not chosen do
-    not count.
+    the sections of the configuration that belong to no slot. Defaults count as if they were
+    written out. The machine, installed packages and plugins that were not chosen do not count.
     """
     return _digits(
         {
@@ -62,10 +59,10 @@ def plan_fingerprint(plan: EnginePlan) -> str:
 
 
 def answers_fingerprint(plan: EnginePlan, text: str = "") -> str:
-    """Return 16 hexadecimal digits for what answers depend on: the API's ``system_fingerprint``.
+    """Return 16 hexadecimal digits for all that changes answers (``system_fingerprint``).
 
-    Covers the engine's version, the content of the checkpoint and of the draft, dtypes, device and
-    cards, the seed and limits of requests that bring none, versions of the libraries that
+    They cover the engine's version, the content of the checkpoint and of the draft, dtypes, device
+    and cards, the seed and limits of requests that give none, versions of the libraries that
     components use, and the components that take part in a step, read weights or parse outputs,
     without their operational options (``Options.marked``).
 
@@ -120,7 +117,7 @@ def _digits(content: dict[str, Any]) -> str:
 
 
 def _content(facts: ModelFacts) -> list[Any]:
-    """A model without its place. Tensors count by themselves where nothing was read of their files."""
+    """Return a model's content without its path; tensors' facts if their files have no digest."""
     return [
         facts.architecture,
         facts.format,
@@ -135,7 +132,7 @@ def _component(choice: Choice) -> list[str]:
 
 
 def _options(plan: EnginePlan, choice: Choice) -> dict[str, Any]:
-    """A component's options but the folder of the draft, whose content counts."""
+    """Return a component's options without the draft's folder, whose content counts instead."""
     folder = plan.facts.draft.path if plan.facts.draft is not None else None
     return {
         name: value
@@ -145,8 +142,9 @@ def _options(plan: EnginePlan, choice: Choice) -> dict[str, Any]:
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """What the operator wrote outside of the sections of slots, defaults filled in, without keys
-    and decided fields.
+    """Return the configuration outside the slots' sections, without API keys and decided fields.
+
+    Defaults are filled in.
     """
     given = {key: value for key, value in config.items() if key in EngineConfig.model_fields}
     parsed = EngineConfig.model_validate_json(msgspec.json.encode({"model": "?", **given}))

@@ -1,6 +1,4 @@
-"""The layout of a plan of several ranks, for people: hosts, groups, experts, and what is padded to
-what. No torch.
-"""
+"""Rows of a plan's table for several ranks: hosts, groups, experts, splits, padding. No torch."""
 
 from __future__ import annotations
 
@@ -10,12 +8,12 @@ from glowplug.core.facts.mesh import axis_size, coordinates
 from glowplug.core.facts.splits import splits
 from glowplug.core.plan.plan import EnginePlan
 
-Row = tuple[str, str, str, str, str]  #: what, choice, by, why, bytes: as in the plan's table
-SHOWN = 4  #: blocks that are written out before the middle ones are left out
+Row = tuple[str, str, str, str, str]  #: what, choice, by, why, bytes: a row of the plan's table
+SHOWN_BLOCKS = 4  #: most blocks that are listed; of more, middle ones are left out
 
 
 def layout_rows(plan: EnginePlan) -> list[Row]:
-    """Rows of the plan's table; none for one rank."""
+    """Return the rows on the layout; [] for one rank."""
     if plan.ranks == 1:
         return []
     found = [
@@ -37,20 +35,23 @@ def _row(what: str, choice: str, why: str) -> Row:
 
 
 def blocks(count: int, each: int, what: str) -> str:
-    """``rank 0-7 | 8-15``: consecutive numbers in blocks of ``each``, the middle left out when
-    there are many.
+    """Return the numbers below ``count`` in blocks of ``each``, as ``rank 0-7 | 8-15``.
+
+    Of many blocks, middle ones are left out.
     """
     spans = [span(start, min(start + each, count)) for start in range(0, count, each)]
-    if len(spans) > SHOWN:
-        spans = [*spans[: SHOWN - 1], "...", spans[-1]]
+    if len(spans) > SHOWN_BLOCKS:
+        spans = [*spans[: SHOWN_BLOCKS - 1], "...", spans[-1]]
     return f"{what} {' | '.join(spans)}"
 
 
 def span(start: int, stop: int) -> str:
+    """Return the numbers from ``start`` to before ``stop`` as text, as ``0-7`` or ``3``."""
     return str(start) if stop - start == 1 else f"{start}-{stop - 1}"
 
 
 def _axes(plan: EnginePlan) -> str:
+    """Return the ranks that share attention and experts, and whether they are on several hosts."""
     heads = axis_size("attn_tp", plan.mesh)
     width = axis_size("moe_tp", plan.mesh)
     said = [f"attention over {heads} rank{'s' * (heads > 1)}"]
@@ -71,8 +72,8 @@ def _groups(plan: EnginePlan) -> Iterator[Row]:
         yield _row(
             "layout: dp groups",
             str(groups),
-            f"{blocks(plan.ranks, plan.ranks // groups, 'rank')}; each with "
-            f"requests, {plan.sizes.max_running} rows and a KV cache of its own",
+            f"{blocks(plan.ranks, plan.ranks // groups, 'rank')}; each has its own "
+            f"requests, {plan.sizes.max_running} rows and KV cache",
         )
 
 
@@ -83,14 +84,14 @@ def _experts(plan: EnginePlan) -> Iterator[Row]:
         each = experts // parts
         yield _row(
             "layout: experts",
-            f"{each} a block",
+            f"{each} per block",
             f"{blocks(plan.ranks, plan.ranks // parts, 'rank')} hold "
             f"{blocks(experts, each, 'expert')}",
         )
 
 
 def _splits(plan: EnginePlan) -> Iterator[Row]:
-    """Each dimension once: what a rank has of it."""
+    """Yield the part of a rank for each split dimension."""
     seen: set[str] = set()
     for split in splits(plan.facts.model, plan.mesh):
         parts = split.parts(plan.mesh)
@@ -103,7 +104,7 @@ def _splits(plan: EnginePlan) -> Iterator[Row]:
         )
         yield _row(
             f"layout: {split.layer.rpartition('.')[2]}",
-            f"{max(1, split.full // parts)} a rank",
+            f"{max(1, split.full // parts)} per rank",
             why,
         )
 
@@ -119,7 +120,7 @@ def _padding(plan: EnginePlan) -> Iterator[Row]:
             else ", nothing to pad"
         )
         yield _row(
-            "padding: vocabulary", f"{each} a rank", f"{vocab} tokens over {parts} ranks{padded}"
+            "padding: vocabulary", f"{each} per rank", f"{vocab} tokens over {parts} ranks{padded}"
         )
     groups = plan.mesh.get("dp", 1)
     tokens = plan.sizes.max_step_tokens
@@ -127,8 +128,8 @@ def _padding(plan: EnginePlan) -> Iterator[Row]:
         yield _row(
             "padding: steps",
             f"up to {groups * tokens}",
-            "every group's tokens are padded to those of the "
-            f"largest (at most {tokens}), an idle group's too, and feed-forward layers see all {groups}",
+            f"each group's tokens, also an idle group's, are padded to those of the largest (at "
+            f"most {tokens}); feed-forward layers compute those of all {groups}",
         )
     if "ep" in plan.mesh:
         each = -(-tokens // parts)
@@ -153,9 +154,7 @@ def _exchange(plan: EnginePlan) -> str:
 
 
 def total_rows(plan: EnginePlan) -> list[tuple[str, str, int]]:
-    """(name, why, bytes) of the budget's sum: one row when all ranks need the same, else one a run
-    of equal ranks.
-    """
+    """Return (name, why, bytes) of the budget's sum, one for each run of ranks with equal sums."""
     totals = [sum(line.on(rank) for line in plan.budget) for rank in range(plan.ranks)]
     limit = _device_memory(plan)
     if len(set(totals)) == 1:
@@ -168,7 +167,7 @@ def total_rows(plan: EnginePlan) -> list[tuple[str, str, int]]:
 
 
 def runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, stop) of each stretch of equal neighbours."""
+    """Yield (first, stop) of each run of equal neighbours."""
     first = 0
     for at in range(1, len(values) + 1):
         if at == len(values) or values[at] != values[first]:
@@ -177,6 +176,7 @@ def runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _place(plan: EnginePlan, first: int, stop: int) -> str:
+    """Return hosts and dp group of the ranks from ``first`` to before ``stop``, as text."""
     each = plan.ranks // plan.hosts
     hosts = sorted({rank // each for rank in range(first, stop)})
     at = coordinates(first, plan.mesh)
@@ -185,6 +185,7 @@ def _place(plan: EnginePlan, first: int, stop: int) -> str:
 
 
 def _device_memory(plan: EnginePlan) -> str:
+    """Return the memory of the smallest device as text; "" on a CPU."""
     from glowplug.core.plan.budget.sizes import human
 
     cards = plan.facts.hardware.devices

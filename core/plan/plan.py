@@ -1,7 +1,7 @@
-"""The plan: everything that was decided before a weight is read. Frozen, torch-free, JSON both
-ways.
+"""The plan: all decisions made before a weight is read. Plan zone: no torch.
 
-Workers receive it as JSON (``plan.to_json``) and never look at the operator's config again.
+A plan is frozen. Workers receive it as JSON (``plan.to_json``) and do not read the operator's
+configuration.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ class Decision:
     """One decided value.
 
     Attributes:
-        by: "operator", "default", "auto", a plugin's name or a pass.
-        why: one clause.
-        notable: not what the defaults come to on such a machine, so that the brief table shows it;
-            what was given always is.
+        field: dotted path of the value.
+        value: the value.
+        by: origin of the decision: "operator", "default", "auto", a plugin's name or a pass.
+        why: reason, one clause.
+        notable: the brief table shows the decision, because the value was given or is not the
+            default for such a machine.
     """
 
     field: str
@@ -34,9 +36,16 @@ class Decision:
 
 @dataclass(frozen=True)
 class Choice:
-    """The component that fills a slot: enough to build it in a worker.
+    """The component chosen for a slot, with the data needed to build it in a worker.
 
-    ``operational``: names of its options that change how the engine runs and no answer.
+    Attributes:
+        slot: name of the slot.
+        name: name of the component.
+        factory: ``"package.module:Class"`` of the runtime object.
+        options: the component's options as plain values.
+        distribution: distribution that registered the component.
+        version: version of the distribution.
+        operational: names of the options that change how the engine runs and change no answer.
     """
 
     slot: str
@@ -49,17 +58,19 @@ class Choice:
 
     @property
     def title(self) -> str:
-        """Slot, name and origin for messages: ``policy 'fcfs' (built in)``."""
+        """Slot, name and origin for messages, such as ``policy 'fcfs' (built in)``."""
         return f"{self.slot} {self.name!r} ({f'{self.distribution} {self.version}'.rstrip()})"
 
 
 @dataclass(frozen=True)
 class BudgetLine:
-    """Bytes set aside on each rank under one name: an estimate, which a rank compares with what it
-    measures.
+    """Estimated memory of each rank for one purpose, which ranks compare with measured memory.
 
-    ``ranks``: bytes on each rank where they differ, and then ``bytes`` is the most of any; () where
-    they are the same.
+    Attributes:
+        name: name of the line.
+        bytes: bytes on each rank; the largest number if ranks differ.
+        how: basis of the estimate.
+        ranks: bytes on each rank if they differ, else ().
     """
 
     name: str
@@ -68,56 +79,48 @@ class BudgetLine:
     ranks: tuple[int, ...] = ()
 
     def on(self, rank: int) -> int:
+        """Return the bytes on ``rank``."""
         return self.ranks[rank] if self.ranks else self.bytes
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers every run-zone part reads. Tokens unless said otherwise; bytes where the name says
-    so.
-    """
+    """The sizes that the engine runs with, in tokens unless stated otherwise."""
 
-    context_length: int  #: longest sequence, prompt and output together
+    context_length: int  #: longest sequence, including prompt and output
     max_running: int  #: rows of the sequence table
-    max_queued: int  #: waiting requests beyond the running ones
-    max_step_tokens: int  #: most tokens in one step (chunk size plus decoding rows)
+    max_queued: int  #: most waiting requests
+    max_step_tokens: int  #: most tokens in one step: chunk size and decoding rows
     chunk_size: int  #: most prefill tokens in one step
-    page_size: int
-    num_pages: int  #: pages of the KV pool, the scratch page 0 included
+    page_size: int  #: tokens per page
+    num_pages: int  #: pages of the KV pool, including the scratch page 0
     kv_bytes: int  #: bytes of the KV pool on each rank
-    width: int = 1  #: tokens a decoding row computes a step (1 + drafted)
-    draft_layers: int = 0  #: layers of the KV pool behind the model's own, for a draft model
-    #: tokens behind a step's own for which a row has cache pages, because a draft writes there
+    width: int = 1  #: tokens per decoding row and step: 1 plus the drafted tokens
+    draft_layers: int = 0  #: layers of the KV pool for a draft model, after the model's own
+    #: positions after a step's tokens for which rows have pages, because the draft writes there
     lookahead: int = 0
-    least_pages: int = (
-        0  #: with fewer pages, once memory has been measured, nothing is served; 0: ``num_pages``
-    )
-    most_pages: int = (
-        0  #: what the pool grows to where memory is measured to be left; 0: ``num_pages``
-    )
-    pass_tokens: tuple[
-        int, ...
-    ] = ()  #: token counts, ascending, whose passes over prompts are captured in pieces
-    extend_tokens: tuple[
-        int, ...
-    ] = ()  #: the same of a draft's pass over a step's tokens, captured whole
-    turns: tuple[int, ...] = ()  #: token counts of steps that may hold more than larger ones
-    short_keys: int = 0  #: of rows that attention decodes otherwise where no row is longer,
-    short_rows: tuple[
-        int, ...
-    ] = ()  #: and batch sizes, ascending, that are captured for such rows as well
+    #: fewest pages with which the engine serves after memory was measured; 0: ``num_pages``
+    least_pages: int = 0
+    #: most pages of the pool if measured memory allows more than planned; 0: ``num_pages``
+    most_pages: int = 0
+    #: token counts, ascending, of forward passes with prompts that are captured in pieces
+    pass_tokens: tuple[int, ...] = ()
+    #: token counts, ascending, of the draft's pass over a step's tokens that are captured whole
+    extend_tokens: tuple[int, ...] = ()
+    turns: tuple[int, ...] = ()  #: token counts of steps that may hold more memory than larger ones
+    short_keys: int = 0  #: most keys of the short rows for which attention has a faster kernel
+    #: batch sizes, ascending, for which a second graph is captured with this kernel
+    short_rows: tuple[int, ...] = ()
 
     @property
     def positions(self) -> int:
-        """Positions that a row may touch: the longest sequence, a step launched at its end, and
-        drafts behind that.
-        """
+        """Positions that a row may use: the longest sequence, a step at its end, and lookahead."""
         return self.context_length + self.width + self.lookahead
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """The frozen outcome of the six passes."""
+    """The frozen result of the six planning passes."""
 
     model: str
     dtype: str
@@ -129,51 +132,55 @@ class EnginePlan:
     decisions: tuple[Decision, ...]
     budget: tuple[BudgetLine, ...]
     sizes: Sizes
-    mesh: dict[str, int]  #: axis -> size; {} for one rank
+    mesh: dict[str, int]  #: mesh axis -> size; {} for one rank
     facts: Facts
-    config: dict[str, Any]  #: the operator's own configuration, as given
+    config: dict[str, Any]  #: the operator's configuration, as given
     plugins: tuple[str, ...]  #: names of the loaded plugin modules, defaults first
-    #: of the plugin set (``PluginSet.fingerprint``); ranks with another one refuse to start
+    #: ``PluginSet.fingerprint``; ranks whose plugins have another one do not start
     plugin_fingerprint: str
-    fingerprint: str = (
-        ""  #: of model, configuration and decisions (``fingerprint.plan_fingerprint``)
-    )
-    hosts: int = 1  #: hosts that carry the ranks: neighbours together, in equal numbers
-    sampled_last_layer: bool = (
-        False  #: prompts go through the last layer with their sampled tokens alone
-    )
-    growing_segments: bool = (
-        False  #: ranks have torch's allocator grow its segments, unless its own variable is set
-    )
-    chat_template: str = (
-        ""  #: source of the template that replaces the tokenizer's; "": the tokenizer's own
-    )
+    #: fingerprint of model, configuration and decisions (``fingerprint.plan_fingerprint``)
+    fingerprint: str = ""
+    hosts: int = 1  #: number of hosts; each has the same number of neighbouring ranks
+    #: only those tokens of prompts go through the last layer that are sampled from
+    sampled_last_layer: bool = False
+    #: torch's allocator uses expandable segments, unless its environment variable is set
+    growing_segments: bool = False
+    #: source of the chat template that replaces the tokenizer's; "" for the tokenizer's own
+    chat_template: str = ""
 
     def choice(self, slot: str) -> Choice:
-        """The single component in ``slot``. Raises KeyError when the slot is empty."""
+        """Return the first component in ``slot``.
+
+        Raises:
+            KeyError: the slot is empty.
+        """
         for choice in self.choices:
             if choice.slot == slot:
                 return choice
         raise KeyError(slot)
 
     def choices_in(self, slot: str) -> tuple[Choice, ...]:
+        """Return all components in ``slot``."""
         return tuple(choice for choice in self.choices if choice.slot == slot)
 
     def title(self, slot: str) -> str:
-        """The single component in ``slot`` for messages; the slot's name where the plan holds none."""
+        """Return the title of the first component in ``slot``; ``slot`` if it is empty."""
         held = self.choices_in(slot)
         return held[0].title if held else slot
 
     @property
     def ranks(self) -> int:
+        """Number of ranks."""
         size = 1
         for axis in ("tp", "pp"):
             size *= self.mesh.get(axis, 1)
         return max(size, self.mesh.get("world", 1))
 
     def to_json(self) -> bytes:
+        """Return the plan as JSON."""
         return msgspec.json.encode(self)
 
     @staticmethod
     def from_json(data: bytes) -> EnginePlan:
+        """Return the plan that ``to_json`` wrote."""
         return msgspec.json.decode(data, type=EnginePlan)

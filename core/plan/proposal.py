@@ -1,6 +1,4 @@
-"""A plan under construction: what the passes of ``resolve.py`` fill in and read. Plan zone: no
-torch.
-"""
+"""The proposal: a plan under construction, filled in by the passes. Plan zone: no torch."""
 
 from __future__ import annotations
 
@@ -24,23 +22,30 @@ if TYPE_CHECKING:
     from glowplug.core.plugin.registry import PluginSet
 
 STEP_SLOTS = tuple(slot for slot in SLOTS if slot.step)
-SHAPES_STEPS = frozenset(
-    {"", "speculative", "graphs", "parallel"}
-)  #: which modes run, and which are captured
+#: slots whose choice decides which modes run and which are captured; "" while no slot is chosen
+SHAPES_STEPS = frozenset({"", "speculative", "graphs", "parallel"})
 
 
 @dataclass
 class Draft:
-    """Attributes:
-    values: decided values that checks read: device, dtype, kv_dtype, width, lookahead,
-        draft_layers, draft_folder, mesh, ranks, hosts, overlap, growing_segments, page_size.
-    chosen: what each slot holds so far; every slot is a key.
-    elements: numbers in the checkpoint by kind (``weight_classes.tally``).
-    draft_elements: the same of the draft's own folder.
-    picked: slots whose component was picked by the plan, so that device, dtype and packages are
-    known to fit.
-    focus: slot that is being chosen: the others' own place on the step's path need no second look.
-    trying: a candidate is tried, and nobody reads how what refuses it could be mended.
+    """A plan under construction.
+
+    Attributes:
+        plugins: the loaded plugins.
+        parsed: the parsed configuration.
+        facts: facts about model, hardware and software.
+        elements: element counts of the checkpoint by kind (``weight_classes.tally``).
+        draft_elements: element counts of the draft model's own folder.
+        refusals: refusals found so far.
+        decisions: decisions made so far.
+        values: decided values that checks read: device, dtype, kv_dtype, width, lookahead,
+            draft_layers, draft_folder, mesh, ranks, hosts, overlap, growing_segments, page_size.
+        chosen: components chosen so far by slot; every slot is a key.
+        focus: slot that is being chosen; "" for none. Components of other slots that its choice
+            does not affect are not checked again.
+        trying: a candidate is being tried, so fixes of refusals are not computed.
+        picked: slots whose component the plan chose, which therefore fits device, dtype and
+            packages.
     """
 
     plugins: PluginSet
@@ -60,19 +65,19 @@ class Draft:
 
     @property
     def config(self) -> EngineConfig:
+        """The parsed configuration."""
         return self.parsed.config
 
     def decide(self, field: str, value: Any, by: str, why: str, notable: bool = False) -> None:
+        """Record a decision; the arguments are the fields of ``Decision``."""
         self.decisions.append(Decision(field, value, by, why, notable))
 
     def written(self, path: str) -> bool:
-        """Did the operator write this path?"""
+        """Return whether the operator gave a value for ``path``."""
         return path in self.parsed.operator
 
     def source(self, path: str) -> tuple[str, str] | None:
-        """(by, why) of a value that was given: by the operator, or contributed. None: nobody gave
-        it.
-        """
+        """Return (by, why) of a value that was given or contributed, else None."""
         if path in self.parsed.operator:
             return "operator", place(path, self.parsed.origins) or "given"
         if path in self.parsed.origins:
@@ -80,12 +85,14 @@ class Draft:
         return None
 
     def first(self, slot: str) -> Chosen | None:
+        """Return the first component chosen for ``slot``, or None."""
         held = self.chosen[slot]
         return held[0] if held else None
 
     def step_path(self) -> Iterable[tuple[Slot, Chosen]]:
-        """Every component that takes part in a step; while a slot is being chosen, those its choice
-        may upset.
+        """Yield the components that take part in a step, with their slots.
+
+        While a slot is being chosen, only the components that its choice affects are included.
         """
         slots = STEP_SLOTS if self.focus in SHAPES_STEPS else (BY_NAME[self.focus],)
         for slot in slots:
@@ -93,16 +100,19 @@ class Draft:
                 yield slot, chosen
 
     def origin(self, slot: str, name: str) -> str:
-        """Distribution and version of a component, for refusals."""
+        """Return distribution and version of a component for refusals."""
         return self.plugins.source_of(slot, name).origin
 
     def context(self, options: Options | Section) -> CheckContext:
+        """Return the context of a check of the component with these ``options``."""
         return CheckContext(options, self.config, self.facts, self.chosen, self.values)
 
 
 def options_of(component: Component, given: Mapping[str, Any] = MappingProxyType({})) -> Options:
-    """The component's options with what was ``given``. pydantic's ValidationError for what it does
-    not take.
+    """Return the component's options with the ``given`` values.
+
+    Raises:
+        ValidationError: the component does not accept a value.
     """
     if not given:
         return _defaults(component.options, component.name)
@@ -115,4 +125,5 @@ def _defaults(options: type[Options], name: str) -> Options:
 
 
 def chosen_of(component: Component, options: Options) -> Chosen:
+    """Return ``component`` as chosen with ``options``."""
     return Chosen(component.name, options, component.offers)

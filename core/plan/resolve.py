@@ -1,8 +1,7 @@
-"""From a configuration to a frozen plan, in six pure passes: parse, facts, choose, check, size,
-freeze.
+"""Planning: from a configuration to a frozen plan in six pure passes.
 
-Nothing here reads a weight or imports torch. Whatever cannot run is refused with reason and fix,
-all at once.
+The passes are parse, facts, choose, check, size and freeze. They read no weights and import no
+torch. All refusals are raised together, each with its reason and fix.
 """
 
 from __future__ import annotations
@@ -60,22 +59,24 @@ def plan(
     notes: Sequence[Decision] = (),
     unused: Mapping[str, str] = MappingProxyType({}),
 ) -> EnginePlan:
-    """The plan for ``config``.
+    """Make the plan for a configuration.
 
     Args:
-        config: nested dict, one key a section; see ``core/config/schema.py``.
-        source: what to call it in messages ("engine.toml").
-        lines: line of ``source`` by dotted path.
-        origins: where a value came from by dotted path ("--tp 8"), over ``lines``.
-        plugins: loaded plugins; None: load them.
-        hardware: a fact sheet; None: this machine.
-        contributed: the caller's own defaults by dotted path; they yield to the operator's values.
-        prior: refusals found before (while reading the file), reported with the others.
-        notes: decisions made before (flags without effect), recorded in the plan.
-        unused: sections that the caller makes no use of, with the reason.
+        config: nested dict with one key per section; see ``core/config/schema.py``.
+        source: name of the configuration for messages ("engine.toml").
+        lines: line number in ``source`` by dotted path.
+        origins: origin of values by dotted path ("--tp 8"); takes precedence over ``lines``.
+        plugins: loaded plugins; None to load them.
+        hardware: facts of a sheet; None for this machine.
+        contributed: the caller's own defaults by dotted path; the operator's values take
+            precedence.
+        prior: refusals found earlier (while the file was read), to be raised with the others.
+        notes: decisions made earlier (flags without effect), to be recorded in the plan.
+        unused: sections that the caller does not use, each with the reason.
 
-    Raises ConfigError when something could not be parsed, PlanRefused when it cannot run; both
-    carry every reason.
+    Raises:
+        ConfigError: a part of the configuration could not be parsed.
+        PlanRefused: the configuration cannot run. Both exceptions hold all refusals.
     """
     plugins = plugins if plugins is not None else load_plugins()
     places = {path: f"{source}:{line}" for path, line in (lines or {}).items()} | dict(
@@ -93,7 +94,7 @@ def plan(
     if facts is None or reading is None:
         found = _unique([*refusals, *parsed.refusals])
         raise ConfigError(found, source) if prior or parsed.refusals else PlanRefused(found, source)
-    if hardware is None:  # this machine is one of so many equal ones
+    if hardware is None:  # this machine is one of several equal hosts
         facts = replace(
             facts, hardware=replace(facts.hardware, hosts=parsed.config.executor.hosts or 1)
         )
@@ -117,14 +118,16 @@ def plan(
 def _facts(
     reading: ModelReading | None, hardware: HardwareFacts | None, plugins: PluginSet
 ) -> Facts | None:
-    """Facts of the model and of ``hardware`` (None: this machine), with the packages that count as
-    installed there.
+    """Return the facts of the model and of ``hardware``, with the packages installed there.
 
-    Where a sheet states packages, they are all that built-in components find. Torch, which every
-    installation has, and what third-party plugins alone need, which comes with them, are taken from
-    here where the sheet leaves them out.
+    If a sheet states packages, built-in components find no others. Two kinds of packages are taken
+    from this environment if the sheet leaves them out: torch, which every installation has, and
+    packages that only third-party plugins need, which are installed with these plugins.
 
-    NOTE: another machine has a build of torch of its own; which CUDA it has is not known here.
+    NOTE: another machine has its own build of torch, whose CUDA version is not known here.
+
+    Args:
+        hardware: facts of a sheet; None for this machine.
     """
     if reading is None:
         return None
@@ -142,8 +145,9 @@ def _facts(
 
 
 def _with_template(facts: Facts | None, given: object, refusals: list[Refusal]) -> Facts | None:
-    """``facts`` with the chat template that was given in place of the model's. What is no template
-    is refused.
+    """Return ``facts`` with the chat template that was given instead of the model's.
+
+    A template that cannot be read is added to ``refusals``.
     """
     if isinstance(given, PurePath):
         given = str(given)
@@ -159,6 +163,7 @@ def _with_template(facts: Facts | None, given: object, refusals: list[Refusal]) 
 
 
 def _read_model(name: object, plugins: PluginSet, refusals: list[Refusal]) -> ModelReading | None:
+    """Return the facts of the model; None if none is given or it is added to ``refusals``."""
     if isinstance(name, PurePath):
         name = str(name)
     if not isinstance(name, str) or not name:
@@ -175,7 +180,7 @@ def _read_model(name: object, plugins: PluginSet, refusals: list[Refusal]) -> Mo
 
 
 def _read_draft(parsed: Parsed, plugins: PluginSet, refusals: list[Refusal]) -> ModelReading | None:
-    """Facts of the draft's own folder, when the speculative algorithm was told of one."""
+    """Return the facts of the draft model's own folder, or None if the options name no folder."""
     folder = (
         parsed.config.speculative.draft_folder()
         if isinstance(parsed.config.speculative, SpeculativeOptions)
@@ -196,8 +201,9 @@ def _read_draft(parsed: Parsed, plugins: PluginSet, refusals: list[Refusal]) -> 
 def _contributions(
     plugins: PluginSet, facts: Facts | None, own: Mapping[str, Any]
 ) -> dict[str, tuple[Any, str]]:
-    """Contributed defaults by path with who contributes them; later plugins win, the caller's own
-    over all.
+    """Return (value, contributor) of contributed defaults by dotted path.
+
+    Later plugins take precedence over earlier ones, and the caller's own defaults over all.
     """
     found: dict[str, tuple[Any, str]] = {}
     if facts is not None:
@@ -210,6 +216,7 @@ def _contributions(
 
 
 def _remarks(draft: Draft) -> list[Decision]:
+    """Return remarks on the facts: the checkpoint, packages of a sheet, the chat template."""
     model = draft.facts.model
     remarks = [
         Decision("facts", note, "facts", "the checkpoint", notable=True) for note in model.notes
@@ -222,9 +229,7 @@ def _remarks(draft: Draft) -> list[Decision]:
 
 
 def _packages(stated: Mapping[str, str], packages: Mapping[str, str]) -> Decision:
-    """The remark that names the packages planned with: those that the sheet states, then those
-    taken from here.
-    """
+    """Return the remark that lists the packages of the sheet and those of this environment."""
 
     def listed(names: Iterable[str]) -> str:
         return ", ".join(f"{name} {packages[name]}" for name in sorted(names))
@@ -246,7 +251,10 @@ def _template_decision(draft: Draft, given: str) -> Decision:
 
 
 def _enriched(parsed: Parsed, draft: Draft) -> list[Refusal]:
-    """Parse refusals; an unknown quantization on a checkpoint that is quantized already says so."""
+    """Return the refusals of parsing.
+
+    The refusal of an unknown quantization also states if the checkpoint is already quantized.
+    """
     name = parsed.unknown.get("quantization")
     if name is None or draft.facts.model.quant_method == "none":
         return parsed.refusals
@@ -269,8 +277,8 @@ def _unique(refusals: Sequence[Refusal]) -> list[Refusal]:
 def _judged(draft: Draft) -> Draft:
     """Run passes three and four on ``draft`` and return it.
 
-    Where the device that was asked for is refused, a refusal that does not stand on another device
-    follows from it and is dropped.
+    If the given device is refused, refusals that would not occur on another device are only
+    consequences and are dropped.
     """
     choose(draft)
     _check(draft)
@@ -291,7 +299,7 @@ def _judged(draft: Draft) -> Draft:
 
 
 def _check(draft: Draft) -> None:
-    """Pass four: every generic check, every chosen component's own, every plugin's ``check_plan``."""
+    """Run pass four: all generic checks, the components' own checks and the hook ``check_plan``."""
     found = list(run_checks(draft))
     for slot in SLOTS:
         for chosen in draft.chosen[slot.name]:
@@ -300,7 +308,7 @@ def _check(draft: Draft) -> None:
             if slot.name not in draft.picked:
                 found += component_checks(draft, slot, registration.component, chosen)
             if slot.name == "parallel" and out_of_order(draft):
-                continue  # what it says of ranks that are not there yet would only confuse
+                continue  # its own check would refuse ranks that later strategies define
             found += unfit(draft, slot, registration.component, chosen)
     for name, refusals in draft.plugins.call_each(
         "check_plan", context=draft.context(draft.config.attention)
@@ -310,7 +318,7 @@ def _check(draft: Draft) -> None:
 
 
 def _complete(draft: Draft) -> bool:
-    """Is there enough to compute sizes with?"""
+    """Return whether enough is decided to compute sizes."""
     filled = all(
         draft.chosen[name]
         for name in ("model", "attention", "quantization", "speculative", "parallel")
@@ -328,6 +336,7 @@ def _complete(draft: Draft) -> bool:
 def _freeze(
     draft: Draft, sizes: Sizes, budget: tuple[BudgetLine, ...], unused: Mapping[str, str]
 ) -> EnginePlan:
+    """Return the frozen plan of an accepted proposal (pass six)."""
     config = draft.config
     values = draft.values
     plugins = draft.plugins
@@ -367,6 +376,7 @@ def _freeze(
 
 
 def _choices(draft: Draft) -> tuple[Choice, ...]:
+    """Return the chosen components of all slots."""
     choices = []
     for slot in SLOTS:
         for chosen in draft.chosen[slot.name]:
@@ -387,8 +397,10 @@ def _choices(draft: Draft) -> tuple[Choice, ...]:
 
 
 def _record_options(draft: Draft, unused: Mapping[str, str]) -> None:
-    """Every value the operator wrote that no pass has decided on is a decision of the operator; a
-    given value is notable, and says so where it has no effect."""
+    """Record the operator's values that no pass decided, and mark given values as notable.
+
+    The reason of a given value also states if it has no effect.
+    """
     decided = {decision.field for decision in draft.decisions}
     for path, value in draft.parsed.operator.items():
         if isinstance(value, Mapping) or path in _LISTS or path in decided:
@@ -409,9 +421,7 @@ def _record_options(draft: Draft, unused: Mapping[str, str]) -> None:
 
 
 def _given(draft: Draft, decision: Decision) -> bool:
-    """Return whether a decision holds what the operator or a plugin gave, for the field or for its
-    whole section.
-    """
+    """Return whether the operator or a plugin gave a decision's field or its whole section."""
     sources = (draft.source(path) for path in (decision.field, decision.field.partition(".")[0]))
     return decision.by != CALLER and any(
         source is not None and source[0] == decision.by for source in sources
@@ -419,7 +429,10 @@ def _given(draft: Draft, decision: Decision) -> bool:
 
 
 def _as_given(decision: Decision, idle: Mapping[str, str]) -> Decision:
-    """A value that leaves the choice to the plan is never without effect."""
+    """Return a given decision as notable, with the reason why it has no effect, if any.
+
+    Values that leave the choice to the plan (None, "auto") are never without effect.
+    """
     why = idle.get(decision.field, "") if decision.value not in (None, "auto") else ""
     return replace(
         decision, why=f"{decision.why}; no effect: {why}" if why else decision.why, notable=True
@@ -427,9 +440,7 @@ def _as_given(decision: Decision, idle: Mapping[str, str]) -> Decision:
 
 
 def _without_effect(draft: Draft) -> dict[str, str]:
-    """Reasons why options change nothing in this plan, by dotted path, as components and sections
-    state them.
-    """
+    """Return the reasons why options change nothing in this plan, by dotted path."""
     found: dict[str, str] = {}
     for slot in SLOTS:
         for number, chosen in enumerate(draft.chosen[slot.name]):
@@ -445,6 +456,7 @@ def _without_effect(draft: Draft) -> dict[str, str]:
 
 
 def _stated(draft: Draft, slot: Slot, chosen: Chosen) -> dict[str, str]:
+    """Return a component's options without effect; raise PluginLoadError if its method fails."""
     try:
         return chosen.options.without_effect(draft.context(chosen.options))
     except Exception as error:
@@ -455,5 +467,5 @@ def _stated(draft: Draft, slot: Slot, chosen: Chosen) -> dict[str, str]:
         ) from error
 
 
-CALLER = "entry point"  #: who contributes the defaults of a command or of ``LLM(...)``
+CALLER = "entry point"  #: contributor of the defaults of a command or of ``LLM(...)``
 _LISTS = frozenset(slot.section for slot in SLOTS if slot.many)

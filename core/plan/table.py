@@ -1,6 +1,4 @@
-"""A plan as one table: what was decided, chosen by whom, why, and how many bytes it takes. Plain
-text, no torch.
-"""
+"""A plan as a text table of decisions, with origin, reason and bytes. No torch."""
 
 from __future__ import annotations
 
@@ -15,18 +13,18 @@ from glowplug.core.plan.layout_table import layout_rows, total_rows
 from glowplug.core.plan.plan import BudgetLine, EnginePlan
 
 HEADER = ("what", "choice", "by", "why", "bytes")
-MAX_CHOICE = 24  #: a longer one wraps
-MIN_WHY = 24
-DETAILS = ("brief", "full", "none")  #: how much of a plan a command shows
+MAX_CHOICE = 24  #: widest column of choices; longer ones wrap
+MIN_WHY = 24  #: narrowest column of reasons
+DETAILS = ("brief", "full", "none")  #: levels of detail in which commands show a plan
 
 
 def render(plan: EnginePlan, width: int | None = None, brief: bool = False) -> str:
     """Return the table as text.
 
     Args:
-        width: columns (None: the terminal's); long reasons wrap.
-        brief: only what was given, what else is notable, and the memory, with a line that says how
-            to see the rest.
+        width: width in characters; None for the terminal's. Long reasons wrap.
+        brief: show only given values, notable decisions and memory, and a line that states how to
+            show the rest.
     """
     width = width or shutil.get_terminal_size((120, 24)).columns
     model = plan.facts.model
@@ -40,16 +38,20 @@ def render(plan: EnginePlan, width: int | None = None, brief: bool = False) -> s
     head = f"{plan.model}: {kind}; {where}; fingerprint {plan.fingerprint}"
     whole = rows(plan)
     kept = rows(plan, brief=True) if brief else whole
-    rest = f"{len(whole) - len(kept)} more lines are as by default: --plan full, or glowplug check, shows all of them"
+    rest = (
+        f"{len(whole) - len(kept)} more lines have default values: "
+        "--plan full, or glowplug check, shows all of them"
+    )
     lines = [*textwrap.wrap(head, width), *table([HEADER, *kept], width)]
     return "\n".join([*lines, *textwrap.wrap(rest, width)] if brief else lines)
 
 
 def rows(plan: EnginePlan, brief: bool = False) -> list[tuple[str, str, str, str, str]]:
-    """One row a decision, then the layout of several ranks, then one row a line of the byte budget.
+    """Return a row for each decision, the layout of several ranks, and a row for each budget line.
 
-    ``brief``: decisions of the operator, notable ones, and the budget alone; the model is in the
-    line above the table.
+    Args:
+        brief: leave out the layout and all decisions but those that are the operator's or notable.
+            The model is left out too, because the line above the table names it.
     """
     kept = [
         decision
@@ -74,10 +76,12 @@ def rows(plan: EnginePlan, brief: bool = False) -> list[tuple[str, str, str, str
 
 
 def _spread(line: BudgetLine) -> str:
+    """Return the smallest bytes of a rank as text; "" if all ranks have the same."""
     return f" ({human(min(line.ranks))} on the lightest)" if line.ranks else ""
 
 
 def shown(value: Any) -> str:
+    """Return a decided value as text of at most 40 characters."""
     if isinstance(value, bool):
         return "on" if value else "off"
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
@@ -85,8 +89,9 @@ def shown(value: Any) -> str:
 
 
 def table(lines: Sequence[Sequence[str]], width: int) -> Iterable[str]:
-    """Aligned columns with a rule under the first line; the second wraps, the fourth to what is
-    left of ``width``.
+    """Yield lines with aligned columns and a rule under the first line.
+
+    The second and the fourth column wrap; the fourth gets the rest of ``width``.
     """
     sizes = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     sizes[1] = min(sizes[1], MAX_CHOICE)

@@ -49,7 +49,7 @@ def test_it_says_how_to_see_the_rest_and_how_much_that_is(planned: Planner) -> N
     whole = len(rows(plan))
     kept = sum(line.startswith("memory: ") for line in brief(plan)) + len(shown(plan))
     assert brief(plan)[-1] == (
-        f"{whole - kept} more lines are as by default: --plan full, or glowplug check, "
+        f"{whole - kept} more lines have default values: --plan full, or glowplug check, "
         "shows all of them"
     )
 

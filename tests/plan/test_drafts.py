@@ -278,7 +278,7 @@ def test_a_draft_is_not_served_alone(refusals: Any, make: Make) -> None:
     draft = make("draft", ALONE)
     found = refusals({"model": str(draft)})
     assert [r.field for r in found] == ["model"]
-    assert "cannot answer alone" in found[0].reason and f'{FIELD} = "{draft}"' in found[0].fix
+    assert "cannot run alone" in found[0].reason and f'{FIELD} = "{draft}"' in found[0].fix
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------

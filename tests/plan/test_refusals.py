@@ -438,7 +438,7 @@ def test_a_candidate_that_narrows_a_common_option_is_passed_over(planned, refuse
         == "torch_mla"
     )
     found = refused({"attention": {"kv_dtype": "fp8_e5m2"}}, plugins=own)["attention.kv_dtype"]
-    assert "narrow does not take 'fp8_e5m2'" in found.reason and found.fix
+    assert "narrow does not accept 'fp8_e5m2'" in found.reason and found.fix
 
 
 def test_no_candidate_fits(refused) -> None:

@@ -1,6 +1,4 @@
-"""Which tokens of prompts go through the last layer, and why: what ``scheduler.last_layer`` comes
-to. No torch.
-"""
+"""Choice and check of ``scheduler.last_layer``: the tokens of prompts in the last layer. No torch."""
 
 from __future__ import annotations
 
@@ -15,8 +13,10 @@ FIELD = "scheduler.last_layer"
 
 
 def choose_last_layer(draft: Draft) -> None:
-    """On a device those that are sampled from, where that can be; on a CPU, which the others are
-    judged by, all.
+    """Decide which tokens of prompts go through the last layer.
+
+    With "auto", these are the tokens sampled from on a device if possible, and all tokens on a CPU,
+    which is the reference for devices.
     """
     asked = draft.config.scheduler.last_layer
     source = draft.source(FIELD)
@@ -38,20 +38,19 @@ def choose_last_layer(draft: Draft) -> None:
 
 @reads("model", "speculative", "parallel")
 def check_last_layer(draft: Draft) -> Iterator[Refusal]:
+    """Refuse "sampled" if all tokens must go through the last layer."""
     needed = _needs_all(draft) if draft.config.scheduler.last_layer == "sampled" else ""
     if needed:
         yield Refusal("model", FIELD, needed, f'{FIELD} = "all", or leave it out')
 
 
 def _needs_all(draft: Draft) -> str:
-    """Why all tokens must go through the last layer; "" where those that are sampled from are
-    enough.
-    """
+    """Return the reason why all tokens must go through the last layer; "" if there is none."""
     model = draft.first("model")
     if model is not None:
         assert isinstance(model.offers, ModelOffers)
         if not model.offers.sampled_last_layer:
-            return f"{model.name}'s last layer takes all tokens of a step"
+            return f"{model.name}'s last layer computes all tokens of a step"
     if draft.values["width"] > 1:
         return "drafts read the hidden states of all tokens"
     return "ranks exchange all tokens of a step" if draft.values["ranks"] > 1 else ""

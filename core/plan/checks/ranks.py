@@ -1,8 +1,7 @@
-"""Generic checks of the mesh, of ranks against the machine, and of what carries them. Plan zone: no
-torch.
+"""Generic checks of the mesh and of ranks: strategies, machine, collectives and executor.
 
-Whether a model's dimensions divide is each strategy's own business; here the list as a whole is
-judged.
+They check the list of strategies as a whole. Each strategy's own check covers whether the model's
+dimensions divide. Plan zone: no torch.
 """
 
 from __future__ import annotations
@@ -16,16 +15,13 @@ from glowplug.core.plan.proposal import Draft
 from glowplug.core.plugin.component import Chosen
 from glowplug.core.plugin.offers import CollectiveOffers, ExecutorOffers, ParallelOffers
 
-ORDER = (
-    "tp",
-    "ep",
-    "dp",
-)  #: of axes in ``[[parallel]]``: later strategies refine what earlier ones split
+#: order of axes in ``[[parallel]]``: later strategies subdivide the ranks of earlier ones
+ORDER = ("tp", "ep", "dp")
 
 
 @reads("parallel")
 def check_mesh(draft: Draft) -> Iterator[Refusal]:
-    """No axis twice."""
+    """Refuse two strategies that define the same axis."""
     seen: dict[str, str] = {}
     for chosen in draft.chosen["parallel"]:
         assert isinstance(chosen.offers, ParallelOffers)
@@ -43,9 +39,7 @@ def check_mesh(draft: Draft) -> Iterator[Refusal]:
 
 @reads("parallel")
 def check_order(draft: Draft) -> Iterator[Refusal]:
-    """Strategies stand in the order in which they refine one another, and nothing stands beside one
-    rank.
-    """
+    """Refuse strategies in a wrong order, and other strategies beside one for a single rank."""
     held = draft.chosen["parallel"]
     for chosen in held:
         assert isinstance(chosen.offers, ParallelOffers)
@@ -58,7 +52,7 @@ def check_order(draft: Draft) -> Iterator[Refusal]:
                 draft,
                 "parallel",
                 chosen,
-                f"{chosen.name} means one rank, and other strategies are listed beside it",
+                f"{chosen.name} means one rank, but other strategies are listed too",
                 "leave it out",
             )
     if out_of_order(draft):
@@ -70,28 +64,27 @@ def check_order(draft: Draft) -> Iterator[Refusal]:
             draft,
             "parallel",
             first,
-            f"the strategies are listed as {', '.join(c.name for c in held)}, and "
-            "each refines those before it",
+            f"the strategies are listed as {', '.join(c.name for c in held)}, but "
+            "each subdivides the ranks of those before it",
             f"[[parallel]] in the order {right}",
         )
 
 
 def out_of_order(draft: Draft) -> bool:
-    """Is ``[[parallel]]`` in an order in which the strategies' own checks cannot judge it?"""
+    """Return whether ``[[parallel]]`` has a wrong order, with which strategies' own checks fail."""
     places = [_place(chosen) for chosen in draft.chosen["parallel"]]
     return places != sorted(places)
 
 
 def _place(chosen: Chosen) -> int:
+    """Return the position of a strategy's first axis in ``ORDER``; 0 without a known axis."""
     assert isinstance(chosen.offers, ParallelOffers)
     return min((ORDER.index(axis) for axis in chosen.offers.axes if axis in ORDER), default=0)
 
 
 @reads("parallel")
 def check_blocks(draft: Draft) -> Iterator[Refusal]:
-    """An axis over the tensor ranks cuts them into equal blocks. For strategies without a check of
-    their own.
-    """
+    """Refuse axes that do not divide the tensor ranks, for strategies without a check of their own."""
     mesh = draft.values["mesh"]
     for chosen in draft.chosen["parallel"]:
         assert isinstance(chosen.offers, ParallelOffers)
@@ -111,6 +104,7 @@ def check_blocks(draft: Draft) -> Iterator[Refusal]:
 
 
 def _largest(mesh: dict[str, int], most: int) -> int:
+    """Return the largest divisor of the tensor ranks that is at most ``most``."""
     tp = mesh.get("tp", 1)
     return max(size for size in range(1, tp + 1) if tp % size == 0 and size <= most or size == 1)
 
@@ -120,7 +114,7 @@ def _largest(mesh: dict[str, int], most: int) -> int:
 
 @reads("parallel", "collectives", "executor")
 def check_ranks(draft: Draft) -> Iterator[Refusal]:
-    """Something connects them, and something runs them."""
+    """Refuse collectives and executors that do not support the number of ranks or hosts."""
     ranks = draft.values["ranks"]
     hosts = draft.values["hosts"]
     collectives = draft.first("collectives")
@@ -152,19 +146,19 @@ def check_ranks(draft: Draft) -> Iterator[Refusal]:
             draft,
             "executor",
             executor,
-            f"{executor.name} stays on one host, {ranks} ranks need {hosts}",
+            f"{executor.name} uses one host, {ranks} ranks need {hosts}",
             instead(
                 draft,
                 "executor",
                 lambda o: o.hosts,
-                f"at most {per_host} ranks, or a plugin that spans hosts",
+                f"at most {per_host} ranks, or a plugin for several hosts",
             ),
         )
 
 
 @reads("collectives")
 def check_growing_segments(draft: Draft) -> Iterator[Refusal]:
-    """What ranks exchange can be read where it lies."""
+    """Refuse expandable segments if the collectives cannot share their memory between ranks."""
     collectives = draft.first("collectives")
     if (
         collectives is None
@@ -179,7 +173,7 @@ def check_growing_segments(draft: Draft) -> Iterator[Refusal]:
             "collectives",
             collectives,
             f"{collectives.name} shares torch's memory between ranks by "
-            "handles that growing segments do not have",
+            "handles that expandable segments do not have",
             "memory.growing_segments = false, or leave it out",
             field="memory.growing_segments",
         )
@@ -187,7 +181,7 @@ def check_growing_segments(draft: Draft) -> Iterator[Refusal]:
 
 @reads("parallel")
 def check_machine(draft: Draft) -> Iterator[Refusal]:
-    """Enough devices, or enough cores; and hosts that carry equal numbers of ranks."""
+    """Refuse more hosts, devices or cores than there are, and unequal numbers of ranks per host."""
     holder = draft.first("parallel")
     ranks = draft.values["ranks"]
     hosts = draft.values["hosts"]
@@ -199,7 +193,7 @@ def check_machine(draft: Draft) -> Iterator[Refusal]:
             draft,
             "parallel",
             holder,
-            f"{hosts} hosts were asked for, {machine.name} has {machine.hosts}",
+            f"executor.hosts is {hosts}, {machine.name} has {machine.hosts}",
             f"executor.hosts = {machine.hosts}",
             field="executor.hosts",
         )
@@ -210,7 +204,7 @@ def check_machine(draft: Draft) -> Iterator[Refusal]:
             draft,
             "parallel",
             holder,
-            f"{ranks} ranks do not spread evenly over {hosts} hosts",
+            f"{hosts} hosts cannot have equal numbers of {ranks} ranks",
             f"executor.hosts = {max(fits)} (--nnodes), or ranks in a multiple of {hosts}",
             field="executor.hosts",
         )
@@ -233,7 +227,7 @@ def check_machine(draft: Draft) -> Iterator[Refusal]:
             holder,
             f"{ranks} ranks are more than the {_counted(hosts, each)} cores of {machine.name}",
             f"parallel.0.size = {hosts * each}, or executor.oversubscribe = true (ranks "
-            "then wait for one another's cores)",
+            "then share cores)",
             field="parallel.0.size",
         )
 

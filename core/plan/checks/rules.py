@@ -1,8 +1,8 @@
-"""How checks are registered and run, and how they word a refusal. Plan zone: no torch.
+"""Registration of checks, and refusals in a common form. Plan zone: no torch.
 
-A check is a pure function over the draft that reads offers and facts, never names. It states the
-slots it reads; while a slot is being chosen only its checks run, at the end all of them do. A check
-skips what is not chosen yet.
+A check is a pure function of the proposal that yields refusals. It reads offers and facts, never
+names, and is registered under the slots that it reads. While a slot is being chosen, only its
+checks run; at the end all of them do. A check skips slots that are still empty.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from glowplug.core.plugin.component import Chosen
 from glowplug.core.plugin.slots import BY_NAME, SLOTS, Slot
 
 Check = Callable[[Draft], Iterator[Refusal]]
-CHECKS: list[Check] = []
+CHECKS: list[Check] = []  #: all registered checks
+#: slot -> checks that read it
 BY_SLOT: dict[str, list[Check]] = {slot.name: [] for slot in SLOTS}
 
 
 def reads(*slots: str) -> Callable[[Check], Check]:
-    """Register a check under the slots whose choice it judges."""
+    """Return a decorator that registers a check under the slots it reads."""
 
     def register(check: Check) -> Check:
         CHECKS.append(check)
@@ -34,7 +35,7 @@ def reads(*slots: str) -> Callable[[Check], Check]:
 
 
 def run_checks(draft: Draft, slot: str = "") -> list[Refusal]:
-    """Refusals of every generic check, or of those that judge ``slot``."""
+    """Return the refusals of all generic checks, or of those that read ``slot``."""
     draft.focus = slot
     found = [refusal for check in (BY_SLOT[slot] if slot else CHECKS) for refusal in check(draft)]
     draft.focus = ""
@@ -42,7 +43,7 @@ def run_checks(draft: Draft, slot: str = "") -> list[Refusal]:
 
 
 def use_field(draft: Draft, slot: Slot, chosen: Chosen) -> str:
-    """The configuration path where the operator picks this component."""
+    """Return the configuration path where the operator chooses this component."""
     if not slot.section:
         return "model"
     if not slot.many:
@@ -54,6 +55,7 @@ def use_field(draft: Draft, slot: Slot, chosen: Chosen) -> str:
 def refuse(
     draft: Draft, slot: str, chosen: Chosen, reason: str, fix: str, field: str = ""
 ) -> Refusal:
+    """Return a refusal by a chosen component; ``field`` is by default the path of its ``use``."""
     return Refusal(
         by=chosen.name,
         field=field or use_field(draft, BY_NAME[slot], chosen),
@@ -64,12 +66,12 @@ def refuse(
 
 
 def instead(draft: Draft, slot: str, fits: Callable[[Any], bool], otherwise: str) -> str:
-    """A fix that names the components that would do, or ``otherwise`` when none would."""
+    """Return a fix that names components whose offers satisfy ``fits``; ``otherwise`` if none do."""
     section = BY_NAME[slot].section or slot
     names = [] if draft.trying else suggestions(draft, slot, fits)
     return f"{section}.use = " + " or ".join(f'"{name}"' for name in names) if names else otherwise
 
 
 def listed(values: Any) -> str:
-    """Sorted, for people."""
+    """Return sorted values as text."""
     return ", ".join(str(value) for value in sorted(values))

@@ -1,6 +1,4 @@
-"""Generic checks of a draft: there is a next-token layer, and it fits the model it drafts for. Plan
-zone: no torch.
-"""
+"""Generic checks of draft models: a next-token layer exists and fits the target. Plan zone: no torch."""
 
 from __future__ import annotations
 
@@ -18,9 +16,9 @@ from glowplug.core.plan.proposal import Draft
 from glowplug.core.plugin.component import Chosen
 from glowplug.core.plugin.offers import ModelOffers, SpeculativeOffers, WeightOffers
 
-FOLDER = "speculative.draft_model"
+FOLDER = "speculative.draft_model"  #: option with the draft model's folder
 EXPORT = "glowplug export-nextn writes one from the model's own checkpoint"
-#: what a draft shares with its target: attribute of the facts -> what to call it
+#: properties that a draft shares with its target: attribute of ``ModelFacts`` -> name
 SHARED = {
     "hidden_size": "hidden size",
     "vocab_size": "vocabulary size",
@@ -31,6 +29,7 @@ SHARED = {
 
 
 def _needs_layer(chosen: Chosen | None) -> bool:
+    """Return whether the speculative algorithm needs a next-token layer."""
     return (
         chosen is not None
         and isinstance(chosen.offers, SpeculativeOffers)
@@ -40,7 +39,7 @@ def _needs_layer(chosen: Chosen | None) -> bool:
 
 @reads("speculative", "model")
 def check_nextn(draft: Draft) -> Iterator[Refusal]:
-    """The family builds next-token layers, and the checkpoint or the draft folder has one."""
+    """Refuse a missing next-token layer, and families that cannot build one."""
     chosen = draft.first("speculative")
     model = draft.first("model")
     if chosen is None or model is None or not _needs_layer(chosen):
@@ -74,13 +73,14 @@ def check_nextn(draft: Draft) -> Iterator[Refusal]:
 def _architecture(
     draft: Draft, chosen: Chosen, family: ModelOffers, folder: ModelFacts
 ) -> Iterator[Refusal]:
+    """Refuse a draft folder of another architecture, or without a next-token layer."""
     known = family.draft_architectures | family.architectures
     if folder.architecture not in known:
         yield refuse(
             draft,
             "speculative",
             chosen,
-            f"{folder.path} is a {folder.architecture}, which is no next-token "
+            f"{folder.path} is a {folder.architecture}, not a next-token "
             f"layer for {draft.facts.model.architecture}",
             "a folder of "
             f"{listed(family.draft_architectures) or 'the same architecture'}: {EXPORT}",
@@ -99,7 +99,7 @@ def _architecture(
 
 @reads("speculative", "model")
 def check_draft_folder(draft: Draft) -> Iterator[Refusal]:
-    """Sizes, quantisation and tokenizer of a draft folder against the target's."""
+    """Refuse a draft folder whose sizes, quantisation or tokenizer differ from the target's."""
     chosen = draft.first("speculative")
     target = draft.facts.model
     folder = draft.facts.draft
@@ -124,7 +124,7 @@ def check_draft_folder(draft: Draft) -> Iterator[Refusal]:
             chosen,
             f"the draft's weights are {_quantised(folder)}, the model's are "
             f"{_quantised(target)}, and one scheme loads both",
-            f"a draft quantised as the model: {EXPORT}",
+            f"a draft quantised like the model: {EXPORT}",
             field=FOLDER,
         )
     difference = tokenizer_difference(folder.path, target.path)
@@ -140,6 +140,7 @@ def check_draft_folder(draft: Draft) -> Iterator[Refusal]:
 
 
 def _quantised(model: ModelFacts) -> str:
+    """Return a model's quantisation as text."""
     if model.quant_method == "none":
         return "not quantised"
     return model.quant_method + (
@@ -149,6 +150,7 @@ def _quantised(model: ModelFacts) -> str:
 
 @reads("weights", "speculative")
 def check_draft_weights(draft: Draft) -> Iterator[Refusal]:
+    """Refuse a weight source that cannot read the draft folder's format."""
     source = draft.first("weights")
     folder = draft.facts.draft
     if source is None or folder is None or not _needs_layer(draft.first("speculative")):
@@ -171,8 +173,9 @@ def check_draft_weights(draft: Draft) -> Iterator[Refusal]:
 
 
 def tokenizer_difference(draft: str, target: str) -> str:
-    """How the tokenizer.json of two folders differ in what an id means; "" when they agree, or one
-    has none.
+    """Return how the text of token ids differs between two folders' tokenizer.json.
+
+    The result is "" if there is no difference, or a folder has no tokenizer.json.
     """
     paths = [Path(folder) / "tokenizer.json" for folder in (draft, target)]
     if not all(path.is_file() for path in paths):
@@ -183,7 +186,10 @@ def tokenizer_difference(draft: str, target: str) -> str:
 
 @lru_cache(maxsize=64)
 def _difference(draft: str, target: str, draft_time: int, target_time: int) -> str:
-    """Kept until a file changes, because a check runs once a candidate."""
+    """Return the difference of two tokenizer.json files.
+
+    It is cached until a file changes, because checks run once per candidate.
+    """
     del draft_time, target_time
     if _digest(draft) == _digest(target):
         return ""
@@ -197,8 +203,8 @@ def _difference(draft: str, target: str, draft_time: int, target_time: int) -> s
         return ""
     first = different[0]
     return (
-        f"{len(different)} token ids mean other text, the first is {first}: {own.get(first)!r} against "
-        f"{other.get(first)!r}"
+        f"{len(different)} token ids have other text, the first is {first}: "
+        f"{own.get(first)!r} instead of {other.get(first)!r}"
     )
 
 
@@ -207,14 +213,16 @@ def _digest(path: str) -> str:
 
 
 def vocabulary(path: str) -> dict[int, str]:
-    """Token text by id of a tokenizer.json. ValueError, TypeError, AttributeError or KeyError when
-    it is not one.
+    """Return the text of each token id in a tokenizer.json.
+
+    Raises:
+        ValueError, TypeError, AttributeError, KeyError: the file is not a tokenizer.json.
     """
     data: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     listing: Any = data["model"]["vocab"]
     if isinstance(listing, dict):
         found = {int(id): str(text) for text, id in listing.items()}
-    else:  # a unigram model: [text, score] by id
+    else:  # a unigram model: a list of [text, score] in order of ids
         found = {id: str(entry[0]) for id, entry in enumerate(listing)}
     found |= {int(token["id"]): str(token["content"]) for token in data.get("added_tokens") or ()}
     return found

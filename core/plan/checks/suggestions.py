@@ -1,4 +1,4 @@
-"""Which components a fix may name instead of one that is refused. Plan zone: no torch."""
+"""Components that a fix can name instead of a refused one. Plan zone: no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from glowplug.core.plugin.slots import BY_NAME, Slot
 
 
 def suggestions(draft: Draft, slot: str, fits: Callable[[Any], bool]) -> list[str]:
-    """Names of the slot's components whose offers satisfy ``fits``, of those that this model, this
-    machine and what is
-    installed on it allow: the ones that take what else was asked for; if none does, those that
-    their own checks admit; if these admit none, all, each of which says why when it is chosen."""
+    """Return the names of components that could replace a refused one in ``slot``.
+
+    Only components whose offers satisfy ``fits``, and that can run with this model, machine and
+    installed packages, are considered. Of these, the result has the ones that accept all other
+    given options and dtypes. If there are none, it has those that their own checks accept; if there
+    are none either, all.
+    """
     place = BY_NAME[slot]
     among = [found.component for found in draft.plugins.components(slot)]
     among = [
@@ -40,6 +43,7 @@ def suggestions(draft: Draft, slot: str, fits: Callable[[Any], bool]) -> list[st
 
 
 def _allowed(draft: Draft, component: Component) -> bool:
+    """Return whether a component can run with this model, machine and installed packages."""
     offers = component.offers
     device = draft.values["device"]
     kind = draft.facts.model.kind
@@ -53,6 +57,7 @@ def _allowed(draft: Draft, component: Component) -> bool:
 
 
 def _takes_dtypes(draft: Draft, slot: Slot, component: Component) -> bool:
+    """Return whether a component supports the compute dtype and the KV cache's dtype."""
     dtype = draft.values["dtype"]
     kept = draft.values["kv_dtype"]
     offers = component.offers
@@ -62,7 +67,7 @@ def _takes_dtypes(draft: Draft, slot: Slot, component: Component) -> bool:
 
 
 def _refused(draft: Draft, slot: Slot, component: Component) -> list[Refusal]:
-    """By the component's own check, in the place of what the slot holds."""
+    """Return the refusals of a component's own check if it were chosen for the slot."""
     options = _options(draft, slot, component)
     if component.check is None or options is None:
         return []
@@ -74,15 +79,14 @@ def _refused(draft: Draft, slot: Slot, component: Component) -> list[Refusal]:
         return list(
             component.check(CheckContext(options, draft.config, draft.facts, chosen, draft.values))
         )
-    except (
-        Exception
-    ):  # NOTE: a check that fails is said where its component is chosen, not where it might be.
+    except Exception:  # NOTE: a failing check is reported only if its component is chosen
         return []
 
 
 def _options(draft: Draft, slot: Slot, component: Component) -> Options | None:
-    """What the component would be given: of the options asked for those that it has. None: it does
-    not take them.
+    """Return a component's options with those given values that it has fields for.
+
+    Return None if it does not accept these values.
     """
     asked = () if slot.many else draft.config.section(slot)
     given = {
