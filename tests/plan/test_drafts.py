@@ -173,12 +173,12 @@ def test_a_family_without_such_layers(refusals: Any, llama: Path) -> None:
         (
             {"steps": 3, "draft_tokens": 3},
             "speculative.draft_tokens",
-            "a chain of 3 steps has 4",
+            "a chain of 3 steps verifies 4",
             "= 4",
         ),
         ({"topk": 4}, "speculative.topk", "topk is 4", "topk = 1"),
-        ({"steps": 0}, "speculative.steps", "0 steps", "steps = 1"),
-        ({"steps": 99}, "speculative.steps", "99 steps", "steps = 15"),
+        ({"steps": 0}, "speculative.steps", "steps is 0", "steps = 1"),
+        ({"steps": 99}, "speculative.steps", "steps is 99", "steps = 15"),
     ],
 )
 def test_knobs_that_cannot_be_met(

@@ -27,6 +27,10 @@ UPWARD = {
     ("plugin/hookspecs.py", "protocols"): "names the contract: the hooks' signatures",
     ("plugin/hookspecs.py", "text"): "names the contract: the hooks' signatures",
     ("plugin/hookspecs.py", "engine"): "names the contract: the hooks' signatures",
+    (
+        "plan/resolve.py",
+        "text",
+    ): "the operator's chat template is compiled before anything is loaded",
 }
 #: folders and modules of core that plugins, models and third parties import from
 PUBLIC = ("api", "plugin", "protocols", "step", "layers", "facts", "plan.plan", "errors")

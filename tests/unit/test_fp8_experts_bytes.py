@@ -154,4 +154,4 @@ def test_so_are_steps_that_graphs_hold(
     monkeypatch.setattr(warmup, "_run_joined", lambda runner, batch, params: seen.append(batch))
     runner: Any = None
     warmup.most_captured(runner, bare_plan(width=width, turns=turns), [16, 8, 1])
-    assert list(dict.fromkeys(seen)) == rows and len(seen) == len(rows) * len(warmup.WAYS)
+    assert list(dict.fromkeys(seen)) == rows and len(seen) == len(rows) * len(warmup.SAMPLING_MODES)
