@@ -1,4 +1,4 @@
-"""A tokenizer of one token a byte, with DeepSeek-style special tokens and a small chat template."""
+"""A byte-level tokenizer with DeepSeek-style special tokens and a small chat template."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ TEMPLATE = (
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json and generation_config.json. Ids 0 and 1 begin and end a
-    sequence.
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json to ``folder``.
+
+    Token ids 0 and 1 are the beginning and the end of a sequence.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(

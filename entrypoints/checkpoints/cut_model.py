@@ -1,6 +1,4 @@
-"""A model of the published layer shapes with one layer of each kind: enough to measure and to tune
-its kernels.
-"""
+"""Models cut to one layer of each kind, in published shapes, to measure and tune kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +14,11 @@ ALIASES = {"v2lite": "deepseek-v2-lite", "v3": "deepseek-v3", "v3slice": "deepse
 
 
 def model_config(name: str, plugins: PluginSet) -> dict[str, Any]:
-    """config.json of a shape that ships ("v2lite", "v3", "tiny-v3"), or of a model. FactsError."""
+    """Return config.json of a shipped shape ("v2lite", "v3", "tiny-v3") or of a model.
+
+    Raises:
+        FactsError: there is no such model.
+    """
     path = SHAPES / f"{ALIASES.get(name, name)}.json"
     if path.is_file():
         shipped: dict[str, Any] = json.loads(path.read_text())
@@ -25,8 +27,10 @@ def model_config(name: str, plugins: PluginSet) -> dict[str, Any]:
 
 
 def cut_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, int]]:
-    """``config`` with one layer of each kind, and how many layers of the whole model each stands
-    for.
+    """Cut a model to one layer of each kind.
+
+    Returns:
+        The configuration, and for each layer the number of layers of the whole model it represents.
     """
     layers = int(config["num_hidden_layers"])
     dense = int(config.get("first_k_dense_replace") or 0)
@@ -39,7 +43,7 @@ def cut_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, int
 
 
 def write_cut(config: Mapping[str, Any], folder: Path) -> dict[int, int]:
-    """A model folder of the cut configuration; returns the multiplicities of its layers."""
+    """Write config.json of the cut model to ``folder``; return its layers' multiplicities."""
     cut, times = cut_config(config)
     (folder / "config.json").write_text(json.dumps(cut))
     return times

@@ -1,8 +1,7 @@
-"""Takes the next-token layer out of a checkpoint: its tensors as they are, renamed, in a folder
-that drafts. No torch.
+"""Export of a checkpoint's next-token layer to a folder of its own, for drafting. No torch.
 
-Tensors are copied as bytes from file to file in pieces, so that memory does not grow with the
-layer; the folder appears under its name only when it is complete.
+Tensors are renamed and copied unchanged, as bytes from file to file in pieces, so that memory use
+does not depend on the size of the layer. The folder gets its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from glowplug.core.facts.model_folder import NEXTN_ALONE, read_json
 from glowplug.core.facts.weight_classes import next_token_layer
 from glowplug.entrypoints.checkpoints.tokenizer_files import TOKENIZER_FILES
 
-PIECE = 16 << 20  #: bytes copied at a time
+PIECE_BYTES = 16 << 20  #: bytes copied at a time
 WEIGHTS = "model.safetensors"
 LAYER = "model.layers."
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor's place: ``file`` of the checkpoint, bytes ``start`` to ``stop`` of it."""
+    """The location of a stored tensor: bytes ``start`` to ``stop`` of ``file``."""
 
     file: Path
     start: int
@@ -39,17 +38,32 @@ class Stored:
 
 
 def export(facts: ModelFacts, output: Path, *, force: bool = False) -> tuple[int, int]:
-    """Write the first next-token layer of ``facts.path`` to ``output``: (tensors, bytes).
-    FactsError before anything is written when there is none, or when ``output`` is in the way."""
+    """Write the first next-token layer of ``facts.path`` to the folder ``output``.
+
+    Args:
+        facts: facts of the checkpoint.
+        output: folder to write.
+        force: replace ``output`` if it is not empty.
+
+    Returns:
+        The number of tensors and of bytes.
+
+    Raises:
+        FactsError: the checkpoint has no next-token layer, ``output`` cannot be written, or the disk
+            is full; nothing has been written.
+    """
     model = Path(facts.path)
     if facts.architecture.endswith(NEXTN_ALONE):
-        raise FactsError(f"{model} is a next-token layer already", "draft with it as it is")
+        raise FactsError(
+            f"{model} is already an exported next-token layer",
+            "use it as it is for drafting",
+        )
     tensors = _stored(model, facts)
     if not tensors:
-        told = f" ({'; '.join(facts.notes)})" if facts.notes else ""
+        notes = f" ({'; '.join(facts.notes)})" if facts.notes else ""
         raise FactsError(
-            f"{model} holds no next-token layer behind its {facts.num_layers} layers{told}",
-            "a checkpoint that has one: DeepSeek-V3 or R1 as published",
+            f"{model} holds no next-token layer after its {facts.num_layers} layers{notes}",
+            "use a checkpoint that has one: DeepSeek-V3 or R1 as published",
         )
     _check_output(model, output, force)
     size = sum(tensor.stop - tensor.start for tensor in tensors.values())
@@ -57,7 +71,10 @@ def export(facts: ModelFacts, output: Path, *, force: bool = False) -> tuple[int
     parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(parent).free
     if size > free:
-        raise FactsError(f"{output}: {size} bytes are needed, {free} are free", "another --output")
+        raise FactsError(
+            f"{output}: {size} bytes are needed, {free} are free",
+            "choose another --output",
+        )
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=parent) as place:
         made = Path(place) / "made"
         made.mkdir()
@@ -67,22 +84,24 @@ def export(facts: ModelFacts, output: Path, *, force: bool = False) -> tuple[int
 
 
 def _check_output(model: Path, output: Path, force: bool) -> None:
+    """Raise FactsError if ``output`` cannot or must not be written."""
     if not output.exists():
         return
     if not output.is_dir():
-        raise FactsError(f"{output} is a file", "another --output")
+        raise FactsError(f"{output} is a file", "choose another --output")
     inside = model.resolve()
     target = output.resolve()
     if target == inside or target in inside.parents:
-        raise FactsError(f"{output} holds the checkpoint itself", "another --output")
+        raise FactsError(f"{output} contains the checkpoint itself", "choose another --output")
     if any(output.iterdir()) and not force:
         raise FactsError(
-            f"{output} exists and is not empty", "another --output, or --force to replace it"
+            f"{output} exists and is not empty",
+            "choose another --output, or add --force to replace it",
         )
 
 
 def _put(made: Path, output: Path, old: Path) -> None:
-    """``made`` takes the place of ``output``; what stood there goes with the temporary folder."""
+    """Move ``made`` to ``output``; an existing folder there is moved to ``old``."""
     if output.exists():
         os.rename(output, old)
     try:
@@ -93,10 +112,11 @@ def _put(made: Path, output: Path, old: Path) -> None:
         raise
 
 
-# ---- what is written -----------------------------------------------------------------------------
+# ---- files of the folder -------------------------------------------------------------------------
 
 
 def _write(folder: Path, model: Path, facts: ModelFacts, tensors: dict[str, Stored]) -> None:
+    """Write config.json, the tokenizer's files and the tensors to ``folder``."""
     text = (
         json.dumps(draft_config(read_json(model / "config.json"), facts.num_layers), indent=2)
         + "\n"
@@ -115,8 +135,11 @@ def _write(folder: Path, model: Path, facts: ModelFacts, tensors: dict[str, Stor
 
 
 def draft_config(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """config.json of the draft: one layer, a mixture, quantised as it was. ``layers``: of the
-    checkpoint.
+    """Return config.json of the draft: one MoE layer, quantised like the checkpoint's.
+
+    Args:
+        config: config.json of the checkpoint.
+        layers: number of the checkpoint's layers without next-token layers.
     """
     own = dict(config)
     own["architectures"] = [
@@ -128,14 +151,14 @@ def draft_config(config: dict[str, Any], layers: int) -> dict[str, Any]:
         own["quantization_config"] = {
             **quantization,
             "modules_to_not_convert": list(
-                _left_alone(quantization["modules_to_not_convert"], layers)
+                _unquantised_modules(quantization["modules_to_not_convert"], layers)
             ),
         }
     return own
 
 
-def _left_alone(modules: list[str], layers: int) -> Iterator[str]:
-    """Modules that are not quantised: those of the layer under its new name, and those of no layer."""
+def _unquantised_modules(modules: list[str], layers: int) -> Iterator[str]:
+    """Yield unquantised modules: those of the next-token layer, renamed, and all outside layers."""
     for module in modules:
         number = next_token_layer(f"{module}.", layers)
         if number == 0:
@@ -145,7 +168,7 @@ def _left_alone(modules: list[str], layers: int) -> Iterator[str]:
 
 
 def renamed(name: str, layers: int) -> str:
-    """``model.layers.{layers}.x`` as ``model.layers.0.x``."""
+    """Return ``model.layers.0.x`` for ``model.layers.{layers}.x``."""
     return f"{LAYER}0{name.removeprefix(f'{LAYER}{layers}')}"
 
 
@@ -153,8 +176,9 @@ def renamed(name: str, layers: int) -> str:
 
 
 def _stored(model: Path, facts: ModelFacts) -> dict[str, Stored]:
-    """The layer's tensors by their new names, in the checkpoint's order. Headers were checked when
-    facts were read.
+    """Return the layer's tensors by their new names, in the checkpoint's order.
+
+    NOTE: headers were checked when the facts were read.
     """
     wanted = {
         name: fact
@@ -179,7 +203,7 @@ def _stored(model: Path, facts: ModelFacts) -> dict[str, Stored]:
 
 
 def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """(where the data begins, entries by name)."""
+    """Return the offset of the data and the header's entries by tensor name."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         entries: dict[str, Any] = json.loads(file.read(length))
@@ -187,6 +211,7 @@ def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _header(tensors: dict[str, Stored]) -> bytes:
+    """Return the safetensors header of the exported file."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors.items():
@@ -198,20 +223,21 @@ def _header(tensors: dict[str, Stored]) -> bytes:
         }
         at += size
     raw = json.dumps(entries, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)  # the format wants the data aligned
+    raw += b" " * (-len(raw) % 8)  # the format requires aligned data
     return len(raw).to_bytes(8, "little") + raw
 
 
 def _pieces(tensor: Stored) -> Iterator[bytes]:
+    """Yield the bytes of a tensor, at most ``PIECE_BYTES`` at a time."""
     file: BinaryIO
     with open(tensor.file, "rb") as file:
         file.seek(tensor.start)
         left = tensor.stop - tensor.start
         while left:
-            piece = file.read(min(PIECE, left))
+            piece = file.read(min(PIECE_BYTES, left))
             if not piece:
                 raise FactsError(
-                    f"{tensor.file} ended {left} bytes early", "download the checkpoint again"
+                    f"{tensor.file} is {left} bytes too short", "download the checkpoint again"
                 )
             left -= len(piece)
             yield piece

@@ -1,8 +1,7 @@
-"""``glowplug checkpoint random OUT``: a complete model folder of a named shape, with seeded random
-weights.
+"""``glowplug checkpoint random OUT``: a complete model folder with seeded random weights.
 
-For tests, benchmarks and plans of models that are too large, or not yet there, to download. This
-module declares the command; the work is in ``checkpoint_writer.py``, which needs torch.
+It serves tests, benchmarks and plans of models that are too large to download or not yet
+downloaded. This module declares the command; ``writer.py``, which needs torch, writes the files.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ FP8 = {
 
 
 def shapes() -> dict[str, Path]:
-    """Named shapes and their config.json files."""
+    """Return the config.json files of the shipped shapes, by name."""
     folder = Path(__file__).absolute().parents[2] / "models" / "shapes"
     return {path.stem: path for path in sorted(folder.glob("*.json"))}
 
@@ -41,29 +40,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     random.add_argument("out", type=Path, help="folder to write; must be empty or not exist")
     source = random.add_mutually_exclusive_group(required=True)
-    source.add_argument("--shape", choices=list(shapes()), help="a shape that is shipped")
-    source.add_argument("--config", type=Path, help="a config.json, or a folder with one")
+    source.add_argument("--shape", choices=list(shapes()), help="name of a shipped shape")
+    source.add_argument("--config", type=Path, help="config.json, or a folder that contains one")
     random.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="default: the config's torch_dtype",
+        help="dtype of the weights; default: the config's torch_dtype",
     )
-    random.add_argument("--quantization", choices=("fp8", NONE), help="default: the config's")
+    random.add_argument(
+        "--quantization",
+        choices=("fp8", NONE),
+        help="quantization of the weights; default: the config's",
+    )
     random.add_argument("--layers", type=int, help="number of layers; default: the config's")
     random.add_argument("--seed", type=int, default=0)
     random.add_argument(
-        "--shard-mb", type=int, default=4096, help="largest file, in MiB (default 4096)"
+        "--shard-mb", type=int, default=4096, help="maximum size of a file in MiB (default 4096)"
     )
     random.add_argument(
         "--tokenizer",
         default=BYTES,
         metavar="bytes|none|FOLDER",
-        help="a byte-level tokenizer with a chat template (default), none, or a folder to copy it from",
+        help="byte-level tokenizer with a chat template (default), none, or a folder to copy from",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: 0, or 2 with the reason on standard error."""
+    """Write the checkpoint; return 0, or 2 with the reason on standard error."""
     if args.checkpoint_command is None:
         return without_command("glowplug checkpoint", COMMANDS)
     try:
@@ -85,7 +88,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_config(args: argparse.Namespace) -> dict[str, Any]:
-    """config.json as it will be written, the options applied. GlowplugError when it cannot be."""
+    """Return config.json with the options applied.
+
+    Raises:
+        GlowplugError: the file or an option is invalid.
+    """
     path: Path = shapes()[args.shape] if args.shape else args.config
     path = path / "config.json" if path.is_dir() else path
     try:

@@ -1,9 +1,9 @@
-"""Files of a tokenizer in a model folder, and the words that stand for one."""
+"""Files of a tokenizer in a model folder, and the option values that replace such a folder."""
 
 from __future__ import annotations
 
-BYTES = "bytes"  #: one token a byte
-NONE = "none"  #: no tokenizer
+BYTES = "bytes"  #: value for the byte-level tokenizer
+NONE = "none"  #: value for no tokenizer
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

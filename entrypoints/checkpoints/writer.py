@@ -1,5 +1,6 @@
-"""Writes random checkpoints. Names and shapes are the model's own weight targets, built on torch's
-meta device.
+"""Writer of random checkpoints.
+
+Names and shapes are the model's own weight targets; the model is built on torch's meta device.
 """
 
 from __future__ import annotations
@@ -34,15 +35,28 @@ from glowplug.entrypoints.checkpoints.tokenizer_files import BYTES, NONE, TOKENI
 def write_random(
     out: Path, config: dict[str, Any], *, seed: int, shard_bytes: int, tokenizer: str
 ) -> int:
-    """Write a model folder; bytes of its weights. GlowplugError or PlanRefused before anything is
-    written.
+    """Write a model folder with random weights.
+
+    Args:
+        out: folder to write; must be empty or not exist.
+        config: config.json of the model.
+        seed: seed of the weights.
+        shard_bytes: maximum bytes per file.
+        tokenizer: "bytes", "none" or a folder to copy the tokenizer from.
+
+    Returns:
+        The bytes of the weights.
+
+    Raises:
+        GlowplugError: ``out`` is not empty, the disk is full or the tokenizer does not fit.
+        PlanRefused: the model cannot be planned. In both cases nothing has been written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise GlowplugError(f"{out} exists and is not an empty folder")
     plugins = load_plugins()
     plan = _plan(config, seed, plugins)
     targets = list(weight_targets(plan, plugins))
-    needed, shards = _deal(targets, plan.facts.model.dtype, shard_bytes)
+    needed, shards = _divide_into_shards(targets, plan.facts.model.dtype, shard_bytes)
     free = shutil.disk_usage(
         next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
     ).free
@@ -61,8 +75,9 @@ def write_random(
 
 
 def _plan(config: dict[str, Any], seed: int, plugins: PluginSet) -> EnginePlan:
-    """A plan for the config alone, on a machine that holds anything: nothing of it is ever
-    allocated.
+    """Return a plan for the config alone, on a machine with unlimited memory.
+
+    Nothing of the plan is ever allocated.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -75,9 +90,7 @@ def _plan(config: dict[str, Any], seed: int, plugins: PluginSet) -> EnginePlan:
 
 
 def weight_targets(plan: EnginePlan, plugins: PluginSet) -> Iterator[WeightTarget]:
-    """Every tensor of a published checkpoint of the plan's model, its NextN layers included, in
-    order.
-    """
+    """Yield every tensor of a published checkpoint, NextN layers included, in order."""
     worker = Worker(device="meta", dtype=getattr(torch, plan.dtype))
 
     facts = _with_nextn(plan.facts.model)
@@ -90,7 +103,7 @@ def weight_targets(plan: EnginePlan, plugins: PluginSet) -> Iterator[WeightTarge
 
 
 def _with_nextn(facts: ModelFacts) -> ModelFacts:
-    """NextN layers bring copies of embedding and head, as the published checkpoints' do."""
+    """Add the copies of embedding and head that NextN layers have in published checkpoints."""
     shared = (
         f"model.layers.{facts.num_layers + number}.{name}.weight"
         for number in range(facts.nextn_layers)
@@ -100,10 +113,16 @@ def _with_nextn(facts: ModelFacts) -> ModelFacts:
     return replace(facts, tensors=dict.fromkeys(shared, table))
 
 
-def _deal(
+def _divide_into_shards(
     targets: list[WeightTarget], dtype: str, shard_bytes: int
 ) -> tuple[int, list[list[WeightTarget]]]:
-    """(bytes in all, targets of each file): a file closes before it would exceed ``shard_bytes``."""
+    """Divide the tensors among files of at most ``shard_bytes``.
+
+    NOTE: a tensor larger than that gets a file of its own.
+
+    Returns:
+        The total bytes and the targets of each file.
+    """
     shards: list[list[WeightTarget]] = [[]]
     held = total = 0
     for target in targets:
@@ -118,6 +137,7 @@ def _deal(
 
 
 def _write_shards(out: Path, shards: list[list[WeightTarget]], source: WeightSource) -> int:
+    """Write the weight files and, for several files, the index; return the bytes of the weights."""
     weight_map: dict[str, str] = {}
     total = 0
     progress = tqdm(
@@ -134,9 +154,8 @@ def _write_shards(out: Path, shards: list[list[WeightTarget]], source: WeightSou
             tensors[target.name] = source.read(target).contiguous()
             progress.update()
         save_file(tensors, out / name, metadata={"format": "pt"})
-        shutil.copymode(
-            out / "config.json", out / name
-        )  # NOTE: safetensors writes files that only their owner reads
+        # NOTE: only the owner can read files that safetensors writes
+        shutil.copymode(out / "config.json", out / name)
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
     progress.close()
@@ -147,11 +166,16 @@ def _write_shards(out: Path, shards: list[list[WeightTarget]], source: WeightSou
 
 
 def _tokenizer_files(tokenizer: str, vocab_size: int) -> list[Path]:
-    """The files to copy; none for a byte tokenizer, which must fit the vocabulary."""
+    """Return the tokenizer's files to copy; none for "bytes" and "none".
+
+    Raises:
+        GlowplugError: the vocabulary is too small for the byte-level tokenizer, or the folder
+            has no tokenizer.json.
+    """
     if tokenizer == BYTES and vocab_size < TOKENS:
         raise GlowplugError(
             f"a byte tokenizer needs {TOKENS} token ids, the config's vocab_size is {vocab_size}; "
-            "write --tokenizer none"
+            "use --tokenizer none"
         )
     if tokenizer in (BYTES, NONE):
         return []

@@ -1,5 +1,6 @@
 """``glowplug demo``: the plan, then streamed answers of the embedded model and their speed.
-Offline, on any machine.
+
+Runs offline on any machine.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=PROMPTS,
         metavar="PROMPT",
-        help=f"what to ask, each on its own (default: {' and '.join(map(repr, PROMPTS))})",
+        help="questions, each answered in a chat of its own "
+        f"(default: {' and '.join(map(repr, PROMPTS))})",
     )
     parser.add_argument(
-        "--model", default="embedded", help="another model folder (default: the embedded model)"
+        "--model", default="embedded", help="model folder (default: the embedded model)"
     )
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0)
     add_plan_option(parser, "brief")
-    parser.add_argument(
-        "--think", action="store_true", help="ask for the reasoning form of the answer"
-    )
+    parser.add_argument("--think", action="store_true", help="answer with reasoning")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the plan, the answers and their speed; return the exit code."""
     from glowplug.entrypoints.front.llm import LLM
 
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
@@ -54,7 +55,14 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class Speed:
-    """Tokens and seconds of one streamed answer. ``first``: from asking to the first token."""
+    """Token counts and times of one streamed answer.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        output_tokens: tokens of the answer.
+        first: seconds from the request to the first token.
+        total: seconds from the request to the end.
+    """
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -72,7 +80,7 @@ class Speed:
 
 
 def show(deltas: Iterable[Delta]) -> Speed:
-    """Print an answer as it comes."""
+    """Print an answer while it is generated; return its speed."""
     speed = Speed()
     start = time.perf_counter()
     for delta in deltas:

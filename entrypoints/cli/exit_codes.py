@@ -1,10 +1,8 @@
-"""How a command ends: 0 done, 1 failed, 2 refused (configuration, plugins, flags, hosts that do not
-agree).
-"""
+"""Exit codes: 0 success, 1 failure, 2 refused (configuration, plugins, flags, differing hosts)."""
 
 from __future__ import annotations
 
 OK = 0
 FAILED = 1
 REFUSED = 2
-SECOND_SIGNAL = 130  #: as a shell reports an interrupted program
+SECOND_SIGNAL = 130  #: the code with which shells report an interrupted program

@@ -1,8 +1,8 @@
-"""Every engine flag: its names, the configuration field it sets, and what its value means there.
+"""Every engine flag: its names, the configuration field it sets, and how its value is converted.
 
 Names follow the DeepSeek recipes published for other engines, so that such a command works with
-only the program's name changed. A flag whose component no plugin registers sets its field all the
-same: the plan then refuses it, by name.
+only the program's name changed. A flag sets its field even if no plugin registers the component;
+the plan then refuses the component by name.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ Convert = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Flag:
-    """Attributes:
-    names: spellings, the first is the one in ``--help``; underscores count as hyphens.
-    path: dotted field; ``parallel[tensor].size`` is the field of the list item with that ``use``.
-    convert: from the text on the command line; None for a switch.
-    also: further fields it sets, by path.
-    value: what a switch sets.
-    values: other engines' words for a value.
-    many: takes several values.
+    """A flag and the configuration field it sets.
+
+    Attributes:
+        names: spellings; underscores count as hyphens.
+        path: dotted field; ``parallel[tensor].size`` is a field of the list item with that ``use``.
+        help: description for ``--help``.
+        convert: conversion of the text on the command line; None for a switch.
+        value: value that a switch sets.
+        also: further fields that the flag sets, by path.
+        values: this engine's value by another engine's name for it.
+        many: whether the flag takes several values.
     """
 
     names: tuple[str, ...]
@@ -39,8 +42,12 @@ class Flag:
 
 
 def byte_count(text: str) -> int:
-    """Bytes from "1000", "25G" or "1.5g": capital letters count in powers of 1024, small ones in
-    powers of 1000.
+    """Parse a number of bytes such as "1000", "25G" or "1.5g".
+
+    Capital letters are powers of 1024, small letters powers of 1000.
+
+    Raises:
+        ValueError: the text has another form.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text.strip())
     if match is None:
@@ -52,7 +59,11 @@ def byte_count(text: str) -> int:
 
 
 def text_list(text: str) -> list[str]:
-    """A JSON list of texts."""
+    """Parse a JSON list of strings.
+
+    Raises:
+        ValueError: the text is not one.
+    """
     found = json.loads(text)
     if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
         raise ValueError(text)
@@ -67,7 +78,7 @@ DTYPES = {
     "bf16": "bfloat16",
 }
 KV_DTYPES = {**DTYPES, "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
-#: NOTE: published DeepSeek commands say EAGLE for what the NextN layer does
+#: NOTE: published DeepSeek commands call drafting with the NextN layer EAGLE
 ALGORITHMS = {
     "NEXTN": "nextn",
     "EAGLE": "nextn",
@@ -85,31 +96,43 @@ FORMATS = {"dummy": "random", "safetensors": "safetensors"}
 
 
 def switch(names: str, path: str, value: Any, help: str, **more: Any) -> Flag:
-    """A flag without a value. ``names``: its spellings, separated by blanks."""
+    """Return a flag without a value. ``names``: its spellings, separated by blanks."""
     return Flag(tuple(names.split()), path, help, convert=None, value=value, **more)
 
 
 FLAGS: tuple[Flag, ...] = (
     # model and numbers
-    Flag(("--model", "--model-path"), "model", 'folder, file, downloaded hub id, or "embedded"'),
+    Flag(
+        ("--model", "--model-path"),
+        "model",
+        'folder, file, id of a downloaded hub model, or "embedded"',
+    ),
     Flag(
         ("--tokenizer-path", "--tokenizer"),
         "tokenizer",
-        'folder of the tokenizer, hub id or "embedded", when it is not the model\'s',
+        'tokenizer folder, hub id or "embedded"; default: the tokenizer of the model',
     ),
     Flag(
         ("--chat-template",),
         "chat_template",
-        "Jinja file, or the template itself, when it is not the model's",
+        "Jinja file, or the template itself; default: the template of the model",
     ),
-    switch("--skip-tokenizer-init", "skip_tokenizer", True, "token ids in and out only"),
+    switch(
+        "--skip-tokenizer-init",
+        "skip_tokenizer",
+        True,
+        "load no tokenizer: requests and answers hold token ids only",
+    ),
     Flag(("--dtype",), "dtype", "compute dtype: auto, float32, bfloat16, float16", values=DTYPES),
     Flag(("--device",), "device", "auto, cpu or cuda"),
-    Flag(("--random-seed", "--seed"), "seed", "seed of requests that bring none", int),
+    Flag(("--random-seed", "--seed"), "seed", "seed of requests without one", int),
     Flag(
-        ("--context-length", "--max-model-len"), "context_length", "longest sequence in tokens", int
+        ("--context-length", "--max-model-len"),
+        "context_length",
+        "maximum sequence length in tokens",
+        int,
     ),
-    Flag(("--revision",), "revision", "accepted; the model is read where it is"),
+    Flag(("--revision",), "revision", "accepted; nothing is downloaded, the local files are read"),
     switch(
         "--trust-remote-code",
         "trust_remote_code",
@@ -125,22 +148,22 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--quantization",),
         "quantization.use",
-        "quantization scheme; leave it out for what the checkpoint has",
+        "quantization scheme; default: that of the checkpoint",
     ),
     # attention and KV cache
     Flag(
         ("--attention-backend",),
         "attention.use",
-        "attention backend by name; fa3, flashinfer, triton "
-        "and torch: the one for this model's kind of attention",
+        "attention backend; fa3, flashinfer, triton and torch name the library's backend for "
+        "the model's kind of attention",
     ),
     Flag(("--kv-cache-dtype",), "attention.kv_dtype", "dtype of the KV cache", values=KV_DTYPES),
-    Flag(("--page-size", "--block-size"), "attention.page_size", "tokens a KV page", int),
+    Flag(("--page-size", "--block-size"), "attention.page_size", "tokens per KV page", int),
     switch(
         "--disable-mla",
         "attention.use",
         "torch_mla",
-        "no weight absorption: the naive reference",
+        "attention without weight absorption: the naive reference",
         also={"attention.absorb": False},
     ),
     switch(
@@ -153,29 +176,32 @@ FLAGS: tuple[Flag, ...] = (
         "--enable-prefix-caching",
         "cache.use",
         "radix",
-        "requests share the pages of prefixes (the default)",
+        "share KV pages of common prefixes (the default)",
     ),
     switch(
-        "--disable-radix-cache --no-enable-prefix-caching", "cache.use", "none", "no prefix cache"
+        "--disable-radix-cache --no-enable-prefix-caching",
+        "cache.use",
+        "none",
+        "disable the prefix cache",
     ),
     # parallelism
     Flag(
         ("--tp-size", "--tp", "--tensor-parallel-size"),
         "parallel[tensor].size",
-        "tensor parallel ranks",
+        "number of tensor-parallel ranks",
         int,
     ),
     Flag(
         ("--ep-size", "--ep", "--expert-parallel-size"),
         "parallel[ep_moe].size",
-        "expert parallel ranks",
+        "number of expert-parallel ranks",
         int,
     ),
     switch(
         "--enable-ep-moe --enable-expert-parallel",
         "parallel[ep_moe].use",
         "ep_moe",
-        "expert parallelism",
+        "enable expert parallelism",
     ),
     Flag(
         (
@@ -186,35 +212,39 @@ FLAGS: tuple[Flag, ...] = (
             "--attention-data-parallel-size",
         ),
         "parallel[dp_attention].size",
-        "data parallel groups",
+        "number of data-parallel groups",
         int,
     ),
     switch(
         "--enable-dp-attention",
         "parallel[dp_attention].use",
         "dp_attention",
-        "data parallel attention",
+        "enable data-parallel attention",
     ),
     Flag(
         ("--dist-timeout", "--distributed-timeout-seconds"),
         "collectives.timeout",
-        "seconds before a collective that hangs ends the engine",
+        "seconds after which a collective that hangs ends the engine",
         float,
     ),
-    Flag(("--nnodes",), "executor.hosts", "hosts of one engine", int),
-    Flag(("--node-rank",), "executor.host_rank", "which of them this is", int),
-    Flag(("--dist-init-addr", "--nccl-init-addr"), "executor.address", "host:port where they meet"),
+    Flag(("--nnodes",), "executor.hosts", "number of hosts of the engine", int),
+    Flag(("--node-rank",), "executor.host_rank", "number of this host, from 0", int),
+    Flag(
+        ("--dist-init-addr", "--nccl-init-addr"),
+        "executor.address",
+        "host:port at which the hosts meet",
+    ),
     Flag(
         ("--distributed-executor-backend",),
         "executor.use",
-        "multiprocess (mp), torchrun, ray",
+        "executor: multiprocess (mp), torchrun, ray",
         values=EXECUTORS,
     ),
     # speculation
     Flag(
         ("--speculative-algorithm", "--speculative-algo", "--spec-method"),
         "speculative.use",
-        "nextn (EAGLE means the same), ...",
+        "draft algorithm: nextn (EAGLE is the same), ...",
         values=ALGORITHMS,
     ),
     Flag(
@@ -226,19 +256,19 @@ FLAGS: tuple[Flag, ...] = (
             "--speculative-model",
         ),
         "speculative.draft_model",
-        "folder of the draft",
+        "folder of the draft model",
     ),
     Flag(
         ("--speculative-num-steps", "--spec-tokens", "--num-speculative-tokens"),
         "speculative.steps",
-        "tokens drafted one after the other",
+        "draft steps: tokens drafted one after another",
         int,
     ),
-    Flag(("--speculative-eagle-topk",), "speculative.topk", "branches of each drafted token", int),
+    Flag(("--speculative-eagle-topk",), "speculative.topk", "branches per draft step", int),
     Flag(
         ("--speculative-num-draft-tokens",),
         "speculative.draft_tokens",
-        "tokens verified a step",
+        "tokens verified per step",
         int,
     ),
     # graphs
@@ -259,26 +289,29 @@ FLAGS: tuple[Flag, ...] = (
         also={"graphs.use": "cuda_graph"},
     ),
     switch(
-        "--enable-torch-compile", "ops.use", "torch_compile", "compile what is left of small steps"
+        "--enable-torch-compile",
+        "ops.use",
+        "torch_compile",
+        "use torch.compile for the remaining small operations of a step",
     ),
     Flag(("--torch-compile-max-bs",), "ops.max_batch", "largest batch size to compile", int),
     switch(
         "--enable-piecewise-cuda-graph --enforce-piecewise-cuda-graph",
         "graphs.prefill",
         True,
-        "replay small steps with prompts in them (on by default on one rank)",
+        "capture piecewise graphs of small prefill steps (default on one rank)",
         also={"graphs.use": "cuda_graph"},
     ),
     switch(
         "--disable-piecewise-cuda-graph --disable-prefill-cuda-graph",
         "graphs.prefill",
         False,
-        "run every step with a prompt in it eagerly",
+        "run every prefill step eagerly",
     ),
     Flag(
         ("--piecewise-cuda-graph-tokens",),
         "graphs.prefill_tokens",
-        "tokens in such steps to capture",
+        "token counts of prefill steps to capture",
         int,
         also={"graphs.use": "cuda_graph"},
         many=True,
@@ -286,7 +319,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--piecewise-cuda-graph-max-tokens",),
         "graphs.max_prefill_tokens",
-        "the largest of them",
+        "largest token count of prefill steps to capture",
         int,
         also={"graphs.use": "cuda_graph"},
     ),
@@ -294,51 +327,56 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         ("--max-running-requests", "--max-num-seqs"),
         "scheduler.max_running_requests",
-        "sequences in flight",
+        "maximum number of running sequences",
         int,
     ),
     Flag(
         ("--max-queued-requests", "--max-num-queued-reqs"),
         "scheduler.max_queued_requests",
-        "waiting sequences, one more is answered 429",
+        "maximum number of waiting sequences; further requests are answered 429",
         int,
     ),
-    Flag(("--chunked-prefill-size",), "scheduler.chunk_size", "most prompt tokens a step", int),
+    Flag(
+        ("--chunked-prefill-size",),
+        "scheduler.chunk_size",
+        "maximum number of prompt tokens per step",
+        int,
+    ),
     switch(
         "--enable-mixed-chunk",
         "scheduler.mixed",
         True,
-        "prompts and decoding rows share steps (the default)",
+        "mix prefill and decode in a step (the default)",
     ),
     switch(
         "--enable-overlap-schedule --async-scheduling",
         "scheduler.overlap",
         True,
-        "start each step before the last one is read (the default on a device)",
+        "start a step before the results of the last one are read (the default on a device)",
     ),
     switch(
         "--disable-overlap-schedule --no-async-scheduling",
         "scheduler.overlap",
         False,
-        "read each step before the next one starts",
+        "read the results of a step before the next one starts",
     ),
     Flag(
         ("--schedule-policy", "--scheduling-policy"),
         "policy.use",
-        "fcfs, priority, lpm (longest_prefix)",
+        "order of requests: fcfs, priority, lpm (longest_prefix)",
         values=POLICIES,
     ),
     Flag(
         ("--mem-fraction-static", "--gpu-memory-utilization"),
         "memory.fraction",
-        "share of the device for weights and KV cache; the plan measures when it is left out",
+        "share of the device's memory for the engine; default: sized by measurement",
         float,
     ),
-    Flag(("--max-total-tokens",), "memory.kv_tokens", "tokens in the KV pool", int),
+    Flag(("--max-total-tokens",), "memory.kv_tokens", "size of the KV pool in tokens", int),
     Flag(
         ("--kv-cache-memory-bytes",),
         "memory.kv_bytes",
-        "bytes of the KV pool on each rank, such as 25G",
+        "size of the KV pool on each rank in bytes, such as 25G",
         byte_count,
     ),
     # sampling
@@ -352,37 +390,41 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--host",), "server.host", "address to listen on (default 127.0.0.1)"),
     Flag(("--port",), "server.port", "port (default 30000)", int),
     Flag(("--api-key",), "server.api_key", "bearer token that clients must send"),
-    Flag(("--admin-api-key",), "server.admin_api_key", "bearer token of the admin routes"),
+    Flag(("--admin-api-key",), "server.admin_api_key", "bearer token for the admin routes"),
     Flag(("--served-model-name",), "server.served_model_name", "name of the model in /v1/models"),
     Flag(
         ("--shutdown-timeout",),
         "server.drain_timeout",
-        "seconds running requests get after SIGTERM",
+        "seconds that running requests may take to finish after SIGTERM",
         float,
     ),
     Flag(
         ("--allowed-origins",),
         "server.cors_origins",
-        "JSON list of origins that browsers may call from",
+        "JSON list of origins that browsers may send requests from (CORS)",
         text_list,
     ),
-    Flag(("--stream-interval",), "server.stream_interval", "tokens in each event of a stream", int),
-    Flag(("--reasoning-parser",), "outputs[*].use", "separate the reasoning: deepseek-r1"),
-    Flag(("--tool-call-parser",), "outputs[*].use", "refused: answers carry no tool calls yet"),
+    Flag(("--stream-interval",), "server.stream_interval", "tokens per event of a stream", int),
+    Flag(
+        ("--reasoning-parser",),
+        "outputs[*].use",
+        "parser that separates the reasoning from the answer: deepseek-r1",
+    ),
+    Flag(("--tool-call-parser",), "outputs[*].use", "refused: tool calls are not supported yet"),
     Flag(("--log-level",), "log.level", "debug, info, warning, error"),
     Flag(("--log-format",), "log.format", "human or json"),
-    switch("--disable-log-stats", "log.stats_interval", 0.0, "no statistics lines in the log"),
+    switch("--disable-log-stats", "log.stats_interval", 0.0, "do not log statistics"),
     switch(
         "--log-requests --enable-log-requests",
         "log.requests",
         True,
-        "a line for each request (on by default)",
+        "log each request (the default)",
     ),
     switch(
         "--disable-log-requests --no-enable-log-requests",
         "log.requests",
         False,
-        "no line for each request",
+        "do not log each request",
     ),
     Flag(
         ("--watchdog-timeout",),
@@ -394,36 +436,43 @@ FLAGS: tuple[Flag, ...] = (
         "--enable-tokenizer-info-endpoint",
         "server.tokenizer_info",
         True,
-        "serve /tokenizer_info (on by default)",
+        "serve /tokenizer_info (the default)",
     ),
     switch(
-        "--no-enable-tokenizer-info-endpoint", "server.tokenizer_info", False, "do not serve it"
+        "--no-enable-tokenizer-info-endpoint",
+        "server.tokenizer_info",
+        False,
+        "do not serve /tokenizer_info",
     ),
-    switch("--enable-metrics", "metrics.enabled", True, "Prometheus metrics (on by default)"),
+    switch("--enable-metrics", "metrics.enabled", True, "serve Prometheus metrics (the default)"),
 )
 
-#: other engines' switches for what is always so here, and how: accepted, recorded as without effect
-ALWAYS: dict[str, str] = {
-    "--enable-chunked-prefill": "prompts are always computed in chunks, of --chunked-prefill-size tokens at most",
+#: switches of other engines for behaviour that is always on here -> that behaviour; accepted and
+#: recorded as without effect
+ALWAYS_ON: dict[str, str] = {
+    "--enable-chunked-prefill": (
+        "prompts are always computed in chunks of at most --chunked-prefill-size tokens"
+    ),
     "--enable-cache-report": "usage always counts cached tokens",
     "--enable-prompt-tokens-details": "usage always counts cached tokens",
-    "--enable-request-id-headers": "answers always carry X-Request-Id",
-    "--disable-custom-all-reduce": "ranks exchange through NCCL or gloo alone",
+    "--enable-request-id-headers": "answers always have the header X-Request-Id",
+    "--disable-custom-all-reduce": "ranks communicate only by NCCL or gloo",
 }
 
-#: a flag without effect -> (the flag that makes it so, is it by being given?, why)
-MOOT: dict[str, tuple[str, bool, str]] = {
+#: flag -> (another flag, whether giving (True) or omitting (False) it makes the first one
+#: ineffective, why)
+NO_EFFECT: dict[str, tuple[str, bool, str]] = {
     "--cuda-graph-bs": ("--disable-cuda-graph", True, "graphs are off"),
     "--cuda-graph-max-bs": ("--disable-cuda-graph", True, "graphs are off"),
     "--piecewise-cuda-graph-tokens": (
         "--disable-piecewise-cuda-graph",
         True,
-        "such steps run eagerly",
+        "prefill steps run eagerly",
     ),
     "--piecewise-cuda-graph-max-tokens": (
         "--disable-piecewise-cuda-graph",
         True,
-        "such steps run eagerly",
+        "prefill steps run eagerly",
     ),
     "--torch-compile-max-bs": ("--enable-torch-compile", False, "compilation is off"),
 }

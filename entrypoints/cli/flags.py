@@ -1,8 +1,7 @@
-"""The command line as configuration: flags, ``--set``, ``--config``, ``--facts``; and from there to
-a plan. No torch.
+"""The command line as configuration: flags, ``--set``, ``--config`` and ``--facts``. No torch.
 
-Precedence: command line over file over contributed default over default; the place of each value is
-kept for messages.
+Precedence: command line, then file, then contributed default, then default. The place of each value
+is kept for messages.
 """
 
 from __future__ import annotations
@@ -26,18 +25,19 @@ from glowplug.core.facts.model_folder import EMBEDDED
 from glowplug.core.plan.plan import Decision, EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.entrypoints.cli.flag_table import ALWAYS, FLAGS, MOOT, Flag
-from glowplug.entrypoints.cli.parallel_flags import ONE_RANK, SECTION, arrange, larger_than_one
+from glowplug.entrypoints.cli.flag_table import ALWAYS_ON, FLAGS, NO_EFFECT, Flag
+from glowplug.entrypoints.cli.parallel_flags import SECTION, SIZE_FIELDS, arrange, larger_than_one
 from glowplug.entrypoints.cli.parser_flags import without_wrong_parsers
 
 _NUMBER = re.compile(r"-\d+(?:\.\d+)?")
-SHOWN = 200  #: characters of a flag's value in messages
+VALUE_CHARS_MAX = 200  #: longest part of a flag's value that messages show
 _ITEM = re.compile(r"(\w+)\[([\w*]+)\]\.(\w+)")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with hyphens and underscores alike, no abbreviations, and "did you mean" for an
-    unknown flag.
+    """An argparse parser without abbreviations, in which underscores in flags count as hyphens.
+
+    The error for an unknown flag suggests the closest known one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -55,8 +55,9 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def _unexpected(self, words: Sequence[str]) -> Iterator[str]:
-        """Yield what is wrong with each of the words that no option takes; those behind a flag
-        count as its values.
+        """Yield an error for each word that no option takes.
+
+        Words after an unknown flag count as its values.
         """
         valued = False
         for word in words:
@@ -67,6 +68,7 @@ class Parser(argparse.ArgumentParser):
                 yield f"unexpected argument {word!r}"
 
     def _unknown(self, name: str) -> str:
+        """Return the error for an unknown flag."""
         from glowplug.entrypoints.cli.foreign_flags import unsupported
 
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]
@@ -81,7 +83,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def hyphened(word: str) -> str:
-    """``--disable_cuda_graph=x`` as ``--disable-cuda-graph=x``; everything else as it is."""
+    """Replace underscores in a flag's name: ``--disable_mla`` -> ``--disable-mla``.
+
+    Other words are returned unchanged.
+    """
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
@@ -89,7 +94,7 @@ def hyphened(word: str) -> str:
 
 
 class _Given(argparse.Action):
-    """Collects (flag, spelling, value) in command-line order."""
+    """An action that collects (flag, spelling, value) in command-line order."""
 
     def __init__(self, flag: Flag, **kwargs: Any) -> None:
         self.flag = flag
@@ -108,7 +113,7 @@ class _Given(argparse.Action):
 
 
 class _Once(argparse.Action):
-    """A value that no second one replaces: another value is an error."""
+    """An action for options that may be repeated only with the same value."""
 
     def __call__(
         self,
@@ -123,7 +128,7 @@ class _Once(argparse.Action):
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Every engine flag, ``--set``, ``--config``, ``--facts``, ``--plugin``, ``--block-plugin``."""
+    """Add all engine flags and those of files, sheets and plugins."""
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--config", action=_Once, metavar="FILE", help="configuration in TOML, YAML or JSON"
@@ -140,7 +145,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--facts",
         action=_Once,
         metavar="SHEET",
-        help=f"plan for another machine: a file, or {', '.join(sheet_names())}",
+        help=f"plan for another machine, described by a file or one of {', '.join(sheet_names())}",
     )
     group.add_argument(
         "--plugin",
@@ -148,7 +153,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="MODULE",
         dest="extra_plugins",
-        help="load one more plugin module",
+        help="load an additional plugin module",
     )
     group.add_argument(
         "--block-plugin",
@@ -156,7 +161,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         dest="blocked_plugins",
-        help="leave a plugin out",
+        help="do not load this plugin",
     )
     for flag in FLAGS:
         nargs: Any = 0 if flag.convert is None else "+" if flag.many else None
@@ -172,9 +177,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
             default=argparse.SUPPRESS,
             metavar=metavar,
         )
-    for name, why in ALWAYS.items():
+    for name, why in ALWAYS_ON.items():
         group.add_argument(
-            name, action="append_const", const=name, dest="always_so", help=f"accepted: {why}"
+            name, action="append_const", const=name, dest="always_so", help=f"no effect: {why}"
         )
 
 
@@ -183,10 +188,18 @@ def serve_defaults(
     hardware: HardwareFacts | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
-    """What serving does unless the operator says otherwise: the embedded model, a process a rank.
+    """Return the defaults of serving: the embedded model, one process per rank.
 
-    Several hosts (asked for, on the fact sheet, or as torchrun started this process) make the
-    executor "torchrun".
+    With several hosts (configured, on the fact sheet, or given by torchrun, which started this
+    process) the executor is "torchrun".
+
+    Args:
+        config: the operator's configuration.
+        hardware: the fact sheet in use; None: this machine.
+        environment: environment variables, in which torchrun is recognised.
+
+    Returns:
+        Values by dotted path.
     """
     found: dict[str, Any] = {"model": EMBEDDED, "executor.use": "multiprocess"}
     given = config.get("executor")
@@ -204,10 +217,14 @@ def serve_defaults(
 
 @dataclass
 class Given:
-    """What a command line says: configuration with the place of each value, faults found so far,
-    and notes.
+    """A parsed command line.
 
-    ``source``: what to call it in messages.
+    Attributes:
+        layer: configuration with the place of each value, and the refusals found so far.
+        source: name of the configuration in messages.
+        plugins: the loaded plugins.
+        hardware: facts of the sheet that ``--facts`` names; None: this machine.
+        notes: decisions that the plan reports.
     """
 
     layer: Layer
@@ -221,9 +238,14 @@ class Given:
         return self.layer.data
 
     def plan(self, contributed: Mapping[str, Any] | None = None) -> EnginePlan:
-        """The plan, with ``contributed`` defaults by dotted path (None: those of serving).
+        """Return the plan.
 
-        ConfigError, PlanRefused with every reason.
+        Args:
+            contributed: further defaults by dotted path; None: those of serving.
+
+        Raises:
+            ConfigError: the configuration is malformed.
+            PlanRefused: the configuration cannot run; with every reason.
         """
         if contributed is None:
             contributed = serve_defaults(self.config, self.hardware)
@@ -241,11 +263,20 @@ class Given:
 
 
 def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None) -> Given:
-    """Plugins loaded, file read, flags and ``--set`` laid over it. PluginLoadError, ConfigError."""
+    """Load the plugins, read the file and apply flags and ``--set`` over it.
+
+    Args:
+        args: options parsed by a parser with ``add_engine_options``.
+        plugins: plugins to use instead of loading them.
+
+    Raises:
+        PluginLoadError: a plugin cannot be loaded.
+        ConfigError: the file or the fact sheet cannot be read.
+    """
     plugins = plugins or load_plugins(extra=args.extra_plugins, block=args.blocked_plugins)
     layer, notes = command_line_layer(getattr(args, "engine_flags", []), args.overrides)
     notes += [
-        Decision(name, "no effect", "operator", ALWAYS[name])
+        Decision(name, "no effect", "operator", ALWAYS_ON[name])
         for name in dict.fromkeys(getattr(args, "always_so", None) or ())
     ]
     if args.config:
@@ -253,9 +284,9 @@ def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None
     notes += [Decision(path, value, "operator", why) for path, value, why in layer.replaced]
     notes += [
         *arrange(layer, getattr(args, "engine_flags", [])),
-        *_alone(layer, getattr(args, "engine_flags", [])),
+        *_drop_unused_options(layer, getattr(args, "engine_flags", [])),
     ]
-    _attention_of_kind(layer, plugins)
+    _resolve_attention(layer, plugins)
     hardware = None
     if args.facts:
         try:
@@ -268,9 +299,10 @@ def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None
     return Given(layer, source, plugins, hardware, notes)
 
 
-def _attention_of_kind(layer: Layer, plugins: PluginSet) -> None:
-    """``--attention-backend fa3``, other engines' word for both kinds of attention: the backend for
-    this model's.
+def _resolve_attention(layer: Layer, plugins: PluginSet) -> None:
+    """Replace a library's name in ``--attention-backend`` by the backend for this model.
+
+    Other engines use one name, such as "fa3", for latent and multi-head attention.
     """
     path = "attention.use"
     if not layer.origins.get(path, "").startswith("--attention-backend"):
@@ -279,7 +311,7 @@ def _attention_of_kind(layer: Layer, plugins: PluginSet) -> None:
     try:
         kind = plugins.read_model(str(layer.data.get("model", EMBEDDED))).facts.kind
     except GlowplugError:
-        return  # which the plan says
+        return  # the plan reports it
     if not plugins.find("attention", asked) and plugins.find("attention", f"{asked}_{kind}"):
         set_path(layer.data, path, f"{asked}_{kind}")
 
@@ -287,65 +319,83 @@ def _attention_of_kind(layer: Layer, plugins: PluginSet) -> None:
 def command_line_layer(
     given: Sequence[tuple[Flag, str, Any]], overrides: Sequence[str]
 ) -> tuple[Layer, list[Decision]]:
-    """Flags in order, then ``--set``, as one layer; flags that have no effect become notes."""
+    """Return one layer of all flags in order, then ``--set``.
+
+    Args:
+        given: (flag, spelling, value) in command-line order.
+        overrides: values of ``--set``.
+
+    Returns:
+        The layer, and a note for each flag that has no effect.
+    """
     layer = Layer()
     spelled = {flag.names[0] for flag, _, _ in given}
     notes = []
-    once = _once_each(given, layer)
-    for flag, spelling, value in once:
-        moot = _moot(flag, spelled)
-        if moot:
-            notes.append(Decision(spelling, "no effect", "operator", moot))
+    first = _first_of_each(given, layer)
+    for flag, spelling, value in first:
+        reason = _no_effect_reason(flag, spelled)
+        if reason:
+            notes.append(Decision(spelling, "no effect", "operator", reason))
             continue
         _assign(
-            layer, {**flag.also, flag.path: _meant(flag, value)}, _written(flag, spelling, value)
+            layer,
+            {**flag.also, flag.path: _config_value(flag, value)},
+            _as_given(flag, spelling, value),
         )
     for override in overrides:
-        _override(layer, override)
-    for number, shown in larger_than_one(layer, once):
+        _apply_override(layer, override)
+    for number, shown in larger_than_one(layer, first):
         path = f"{SECTION}.{number}.size"
         layer.refusals.append(_contradiction(path, shown, layer.origins.get(path, path)))
     return layer, notes
 
 
-def _once_each(given: Sequence[tuple[Flag, str, Any]], layer: Layer) -> list[tuple[Flag, str, Any]]:
-    """Each flag the first time it is given; one given again with another value is a refusal in
-    ``layer``.
+def _first_of_each(
+    given: Sequence[tuple[Flag, str, Any]], layer: Layer
+) -> list[tuple[Flag, str, Any]]:
+    """Return the first occurrence of each flag.
+
+    A flag that is repeated with another value adds a refusal to ``layer``.
     """
     first: dict[str, tuple[Flag, str, Any]] = {}
     for flag, spelling, value in given:
         _, before, held = first.setdefault(flag.names[0], (flag, spelling, value))
-        if _meant(flag, held) != _meant(flag, value):
+        if _config_value(flag, held) != _config_value(flag, value):
             layer.refusals.append(
                 _contradiction(
-                    flag.path, _written(flag, before, held), _written(flag, spelling, value)
+                    flag.path, _as_given(flag, before, held), _as_given(flag, spelling, value)
                 )
             )
     return list(first.values())
 
 
-def _meant(flag: Flag, value: Any) -> Any:
-    """A flag's value in this engine's words."""
+def _config_value(flag: Flag, value: Any) -> Any:
+    """Return a flag's value as the configuration spells it."""
     return flag.values.get(value, value) if isinstance(value, str) else value
 
 
-def _written(flag: Flag, spelling: str, value: Any) -> str:
-    """A flag and its value as they stand on the command line; keys are left out."""
+def _as_given(flag: Flag, spelling: str, value: Any) -> str:
+    """Return a flag and its value as given on the command line, without the value of a key."""
     if flag.convert is None or flag.path.endswith("api_key"):
         return spelling
     return f"{spelling} {_shown(value)}"
 
 
-def _moot(flag: Flag, spelled: set[str]) -> str:
-    other, when_given, why = MOOT.get(flag.names[0], ("", False, ""))
+def _no_effect_reason(flag: Flag, spelled: set[str]) -> str:
+    """Return why another given flag makes this one ineffective; "" if none does."""
+    other, when_given, why = NO_EFFECT.get(flag.names[0], ("", False, ""))
     return f"{why} ({other})" if when_given and other in spelled else ""
 
 
-def _alone(layer: Layer, given: Sequence[tuple[Flag, str, Any]]) -> list[Decision]:
-    """Leave out what flags say of a component that nothing in ``layer`` names; a note for each."""
+def _drop_unused_options(layer: Layer, given: Sequence[tuple[Flag, str, Any]]) -> list[Decision]:
+    """Remove options that flags set for a component that ``layer`` does not choose.
+
+    Returns:
+        A note for each removed option.
+    """
     notes = []
     for flag, spelling, _ in given:
-        other, when_given, why = MOOT.get(flag.names[0], ("", True, ""))
+        other, when_given, why = NO_EFFECT.get(flag.names[0], ("", True, ""))
         section, _, key = flag.path.partition(".")
         held = layer.data.get(section)
         if (
@@ -360,20 +410,26 @@ def _alone(layer: Layer, given: Sequence[tuple[Flag, str, Any]]) -> list[Decisio
 
 
 def _shown(value: Any) -> str:
-    """Return a flag's value as messages repeat it: one line of at most SHOWN characters."""
+    """Return a flag's value as messages show it: one line of at most VALUE_CHARS_MAX characters."""
     words = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     text = " ".join(words.split())
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+    return text if len(text) <= VALUE_CHARS_MAX else text[:VALUE_CHARS_MAX] + "..."
 
 
 def _assign(layer: Layer, fields: Mapping[str, Any], shown: str) -> None:
-    """Set what a flag does, or nothing where one of these fields has another value: a refusal
-    naming both flags.
+    """Set the fields of one flag in ``layer``.
+
+    If one of the fields already has another value, nothing is set and a refusal names both flags.
+
+    Args:
+        layer: the layer to change.
+        fields: values by path.
+        shown: the flag as messages show it.
     """
     resolved = {
         _resolve_item(layer, path, shown): value
         for path, value in fields.items()
-        if path not in ONE_RANK or value != 1
+        if path not in SIZE_FIELDS or value != 1
     }
     for path, value in resolved.items():
         before = layer.origins.get(path)
@@ -388,9 +444,11 @@ def _assign(layer: Layer, fields: Mapping[str, Any], shown: str) -> None:
 
 
 def _same(path: str, held: Any, value: Any) -> bool:
-    """Do two values mean one? Those of attention do where one is another engine's word for a
-    library and the other this engine's name of its latent attention, which flags of such models
-    say."""
+    """Return whether two values of a field mean the same.
+
+    A library's name in other engines ("fa3") equals this engine's name of its latent attention
+    ("fa3_mla").
+    """
     return bool(
         held == value
         or path == "attention.use"
@@ -399,8 +457,9 @@ def _same(path: str, held: Any, value: Any) -> bool:
 
 
 def _resolve_item(layer: Layer, path: str, shown: str) -> str:
-    """``parallel[tensor].size`` as ``parallel.0.size``: the list item with that ``use``, added when
-    it is missing.
+    """Return ``parallel[tensor].size`` as ``parallel.0.size``: the list item with that ``use``.
+
+    A missing item is added.
     """
     match = _ITEM.fullmatch(path)
     if match is None:
@@ -416,7 +475,7 @@ def _resolve_item(layer: Layer, path: str, shown: str) -> str:
 
 
 def _get(data: Any, path: str) -> Any:
-    """The value at a dotted path; None where there is none."""
+    """Return the value at a dotted path; None if there is none."""
     for part in path.split("."):
         if isinstance(data, list):
             data = data[int(part)] if part.isdigit() and int(part) < len(data) else None
@@ -425,9 +484,11 @@ def _get(data: Any, path: str) -> Any:
     return data
 
 
-def _override(layer: Layer, override: str) -> None:
-    """Set what ``--set A.B=VALUE`` says; each value of a section or of a list of sections counts as
-    set alone.
+def _apply_override(layer: Layer, override: str) -> None:
+    """Apply ``--set A.B=VALUE``.
+
+    Each value in a section or a list of sections counts as set on its own. A mistake adds a refusal
+    to ``layer``.
     """
     path, equals, text = override.partition("=")
     path = path.strip()
@@ -448,7 +509,7 @@ def _override(layer: Layer, override: str) -> None:
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(path, value) of everything in ``value`` that is neither a section nor a list of sections."""
+    """Yield (path, value) of all leaves in ``value``: neither sections nor lists of sections."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves(f"{path}.{key}", item)
@@ -460,9 +521,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _origin(layer: Layer, path: str) -> str:
-    """Where the value at ``path``, one in it, or one that it is in was written; "" where it was
-    not.
-    """
+    """Return the place that set ``path``, a value inside it or a section around it; "" if none."""
     for written, origin in layer.origins.items():
         if f"{written}.".startswith(f"{path}.") or path.startswith(f"{written}."):
             return origin
@@ -470,16 +529,17 @@ def _origin(layer: Layer, path: str) -> str:
 
 
 def _contradiction(path: str, before: str, now: str) -> Refusal:
-    what = (
+    """Return the refusal of a field that is given two values."""
+    reason = (
         f"{before} and {now} contradict each other"
         if before != now
         else f"{now} is given twice, differently"
     )
-    return Refusal("config", path, what, "write one of them")
+    return Refusal("config", path, reason, "write one of them")
 
 
 def literal(text: str) -> Any:
-    """A JSON value (``3``, ``true``, ``[1, 2]``, ``"3"``), else the text itself."""
+    """Parse a JSON value (``3``, ``true``, ``[1, 2]``, ``"3"``); return other text unchanged."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,5 +1,6 @@
-"""The ``glowplug`` command. Only the named sub-command's module is imported, and planning needs no
-torch.
+"""The ``glowplug`` command.
+
+Only the module of the given sub-command is imported. Planning needs no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from glowplug.entrypoints.cli.flags import Parser
 
 @dataclass(frozen=True)
 class Command:
-    """A sub-command: ``module`` has ``configure(parser)`` and ``run(args) -> exit code``."""
+    """A sub-command.
+
+    Attributes:
+        module: dotted name of a module with ``configure(parser)`` and ``run(args) -> exit code``.
+        help: one line for the list of commands.
+    """
 
     module: str
     help: str
@@ -30,40 +36,49 @@ COMMANDS: dict[str, Command] = {
         "glowplug.entrypoints.cli.commands.serve", "serve a model over HTTP (OpenAI API)"
     ),
     "demo": Command(
-        "glowplug.entrypoints.cli.demo", "plan, then a streamed answer of the embedded model"
+        "glowplug.entrypoints.cli.demo", "print the plan, then stream answers of the embedded model"
     ),
     "check": Command(
         "glowplug.entrypoints.cli.commands.check",
-        "plan only: print the table, or every reason against it",
+        "plan only: print the plan, or every reason why it is refused",
     ),
     "facts": Command(
         "glowplug.entrypoints.cli.commands.facts",
-        "this machine's fact sheet, to plan for it elsewhere",
+        "print this machine's fact sheet, for planning on another machine",
     ),
     "plugins": Command(
         "glowplug.entrypoints.cli.commands.plugins", "list plugins and what they register"
     ),
     "schema": Command(
-        "glowplug.entrypoints.cli.commands.schema", "JSON Schema of the configuration, for editors"
+        "glowplug.entrypoints.cli.commands.schema",
+        "print the JSON Schema of the configuration, for editors",
     ),
-    "bench": Command("glowplug.entrypoints.bench", "benchmarks: one-batch, serving, ..."),
+    "bench": Command("glowplug.entrypoints.bench", "run benchmarks: one-batch, serving, ..."),
     "tune": Command(
         "glowplug.entrypoints.cli.commands.tune",
-        "measure kernels for a model on this card, keep the fastest",
+        "measure kernels for a model on this GPU and keep the fastest",
     ),
     "export-nextn": Command(
         "glowplug.entrypoints.cli.commands.export_nextn",
-        "write a checkpoint's next-token layer as a draft folder",
+        "write a checkpoint's next-token layer to a folder of its own, for drafting",
     ),
     "checkpoint": Command(
-        "glowplug.entrypoints.checkpoints.random", "make and inspect checkpoints"
+        "glowplug.entrypoints.checkpoints.random", "write checkpoints of random weights"
     ),
     "version": Command("glowplug.entrypoints.cli.commands.version", "print the version"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit codes: 0 done, 1 failed, 2 refused (configuration, plugins, flags)."""
+    """Run one command and return its exit code.
+
+    Args:
+        argv: words of the command line without the program's name; None: those of this process.
+
+    Returns:
+        0 for success, 1 for a failure, 2 for a refused configuration, plugin or flag; 130 after an
+        interrupt.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] == "--version":
         words[0] = "version"
@@ -88,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
+    """Return the list of commands."""
     return command_list.usage(
         "glowplug", {name: command.help for name, command in COMMANDS.items()}
     )
@@ -105,8 +121,9 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 
 def _plugin_command(name: str, words: Sequence[str]) -> int:
-    """A command that a plugin adds by ``extend_cli``: its parser sets ``run`` to a function of the
-    parsed options.
+    """Run a command that a plugin added with ``extend_cli``.
+
+    The plugin's parser sets ``run`` to a function of the parsed options.
     """
     import difflib
 

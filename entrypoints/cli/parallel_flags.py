@@ -1,6 +1,4 @@
-"""``[[parallel]]`` from flags that come in any order: sizes that follow from others, and the order
-strategies need.
-"""
+"""``[[parallel]]`` sections from flags in any order: implied sizes, and the order of strategies."""
 
 from __future__ import annotations
 
@@ -13,33 +11,28 @@ from glowplug.entrypoints.cli.flag_table import Flag
 
 SECTION = "parallel"
 TENSOR = "tensor"
-FOLLOWING = (
-    "ep_moe",
-    "dp_attention",
-)  #: strategies over the tensor ranks, in the order in which they refine them
+#: strategies that regroup the tensor-parallel ranks, in the order in which they must be listed
+REGROUPINGS = ("ep_moe", "dp_attention")
 RANKS = f"{SECTION}[{TENSOR}].size"
-#: NOTE: a size of one is what no parallel section means, and published commands write --tp 1
-ONE_RANK: dict[str, str] = {f"{SECTION}[{use}].size": use for use in (TENSOR, *FOLLOWING)}
+#: strategy by the field of its size
+#: NOTE: a size of one means the same as no section, and published commands write --tp 1
+SIZE_FIELDS: dict[str, str] = {f"{SECTION}[{use}].size": use for use in (TENSOR, *REGROUPINGS)}
 Given = Sequence[tuple[Flag, str, Any]]
 
 
-def ones(given: Given) -> dict[str, str]:
-    """Strategies to which flags give the size one, with the flag as it is spelled: {"tensor": "--tp
-    1"}.
-    """
+def sizes_of_one(given: Given) -> dict[str, str]:
+    """Return the strategies that flags set to size one, with the flag: ``{"tensor": "--tp 1"}``."""
     return {
-        ONE_RANK[flag.path]: f"{spelling} {value}"
+        SIZE_FIELDS[flag.path]: f"{spelling} {value}"
         for flag, spelling, value in given
-        if flag.path in ONE_RANK and value == 1
+        if flag.path in SIZE_FIELDS and value == 1
     }
 
 
 def larger_than_one(layer: Layer, given: Given) -> list[tuple[int, str]]:
-    """(number in the list, flag) of strategies to which a flag gives the size one and ``layer`` a
-    larger one.
-    """
+    """Return (index, flag) of strategies with size one by flag but a larger size in ``layer``."""
     items = layer.data.get(SECTION)
-    single = ones(given)
+    single = sizes_of_one(given)
     numbered = enumerate(items if isinstance(items, list) else [])
     return [
         (number, single[item["use"]])
@@ -49,14 +42,16 @@ def larger_than_one(layer: Layer, given: Given) -> list[tuple[int, str]]:
 
 
 def arrange(layer: Layer, given: Given) -> list[Decision]:
-    """Put the strategies that flags named into their order; a switch without a size means as many
-    as tensor ranks.
+    """Sort the strategies that flags name, and complete their sizes.
 
-    A strategy of size one goes, one that stands in a file too: the command line has precedence. A
-    list that stands in a file alone is left as it is. Returns a decision for each flag that says
-    one, and for switches without effect.
+    A switch without a size gets the number of tensor-parallel ranks. A strategy of size one is
+    removed, also from a file's list: the command line has precedence. A list that comes from a file
+    alone is not changed.
+
+    Returns:
+        A decision for each flag with size one, and for each switch without effect.
     """
-    single = ones(given)
+    single = sizes_of_one(given)
     notes = [
         Decision(f"{SECTION}[{use}].size", 1, "operator", shown) for use, shown in single.items()
     ]
@@ -66,11 +61,11 @@ def arrange(layer: Layer, given: Given) -> list[Decision]:
     ):
         return notes
     if not all(isinstance(item, dict) for item in items):
-        return notes  # the parser says what is wrong with it
+        return notes  # the parser reports the mistake
     notes += _drop_single(layer, items, single)
     ranks = next((item.get("size") for item in items if item.get("use") == TENSOR), None)
     for number, item in enumerate(items):
-        if item.get("use") in FOLLOWING and "size" not in item and isinstance(ranks, int):
+        if item.get("use") in REGROUPINGS and "size" not in item and isinstance(ranks, int):
             item["size"] = ranks
             layer.origins[f"{SECTION}.{number}.size"] = layer.origins.get(
                 f"{SECTION}.{number}.use", ""
@@ -81,37 +76,46 @@ def arrange(layer: Layer, given: Given) -> list[Decision]:
 
 
 def _place(item: dict[str, Any]) -> int:
-    names = (TENSOR, *FOLLOWING)
+    """Return the position of a strategy in the required order; others come last."""
+    names = (TENSOR, *REGROUPINGS)
     return names.index(item["use"]) if item.get("use") in names else len(names)
 
 
 def _drop_single(layer: Layer, items: list[Any], single: Mapping[str, str]) -> list[Decision]:
-    """Leave out strategies of size one, and on one rank those whose size follows from the ranks
-    (published commands write ``--tp 1 --enable-ep-moe``). Returns a note for each switch among
-    them."""
+    """Remove strategies of size one, and on one rank those whose size is the number of ranks.
+
+    NOTE: published commands write ``--tp 1 --enable-ep-moe``.
+
+    Returns:
+        A note for each switch among the removed ones.
+    """
     dropped = {
         number: single[item["use"]]
         for number, item in enumerate(items)
         if item.get("use") in single
     }
-    alone = single.get(TENSOR)
+    one_rank = single.get(TENSOR)
     notes = []
     for number, item in enumerate(items):
-        if item.get("use") not in FOLLOWING or "size" in item:
+        if item.get("use") not in REGROUPINGS or "size" in item:
             continue
-        if alone is not None:
-            dropped[number] = alone
+        if one_rank is not None:
+            dropped[number] = one_rank
         if number in dropped:
             switch = layer.origins.get(f"{SECTION}.{number}.use", SECTION)
-            why = "there is one rank" if dropped[number] == alone else "its size is one"
+            why = "there is one rank" if dropped[number] == one_rank else "its size is one"
             notes.append(Decision(switch, "no effect", "operator", f"{why} ({dropped[number]})"))
     reorder(layer, SECTION, [number for number in range(len(items)) if number not in dropped])
     return notes
 
 
 def reorder(layer: Layer, listed: str, order: list[int]) -> None:
-    """Items of a list and the places they come from, in a new order; numbers that are missing from
-    it go.
+    """Reorder the items of a list and their places.
+
+    Args:
+        layer: the layer to change.
+        listed: section that is a list.
+        order: old indices in the new order; items whose index is missing are removed.
     """
     items = layer.data.get(listed, [])
     moved = {old: new for new, old in enumerate(order)}

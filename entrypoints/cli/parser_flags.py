@@ -1,6 +1,4 @@
-"""``--tool-call-parser``: refused with its own reason where the parser that it names makes no tool
-calls.
-"""
+"""``--tool-call-parser``: a refusal of its own if the named parser does not parse tool calls."""
 
 from __future__ import annotations
 
@@ -19,10 +17,12 @@ OUTPUTS = next(slot for slot in SLOTS if slot.name == "outputs")
 
 
 def without_wrong_parsers(layer: Layer, plugins: PluginSet) -> tuple[Layer, list[Refusal]]:
-    """``layer`` less the output parsers that the flag named and that make no tool calls, and a
-    refusal of each.
+    """Remove output parsers that ``--tool-call-parser`` names and that parse no tool calls.
 
-    Parsers that make them stay: the plan's checks say whether answers carry tool calls.
+    Parsers that do parse tool calls stay: the plan's checks decide whether answers carry them.
+
+    Returns:
+        The remaining layer, and a refusal of each removed parser.
     """
     section = OUTPUTS.section
     items = layer.data.get(section)
@@ -30,8 +30,9 @@ def without_wrong_parsers(layer: Layer, plugins: PluginSet) -> tuple[Layer, list
     kept = []
     for number, item in enumerate(items if isinstance(items, list) else []):
         path = f"{section}.{number}.use"
-        said = layer.origins.get(path, "")
-        refusal = _refusal(path, said, str(item["use"]), plugins) if said.startswith(FLAG) else None
+        given = layer.origins.get(path, "")
+        from_flag = given.startswith(FLAG)
+        refusal = _refusal(path, given, str(item["use"]), plugins) if from_flag else None
         if refusal is None:
             kept.append(number)
         else:
@@ -43,8 +44,8 @@ def without_wrong_parsers(layer: Layer, plugins: PluginSet) -> tuple[Layer, list
     return rest, refusals
 
 
-def _refusal(path: str, said: str, name: str, plugins: PluginSet) -> Refusal | None:
-    """A refusal that says why ``name`` is no tool-call parser; None for one that is."""
+def _refusal(path: str, given: str, name: str, plugins: PluginSet) -> Refusal | None:
+    """Return a refusal with the reason why ``name`` is no tool-call parser; None if it is one."""
     kinds = {
         found.component.name: found.component.offers.kinds
         for found in plugins.components(OUTPUTS.name)
@@ -53,11 +54,9 @@ def _refusal(path: str, said: str, name: str, plugins: PluginSet) -> Refusal | N
     meant = canonical(OUTPUTS, name, plugins)
     if "tool_call" in kinds.get(meant, ()):
         return None
-    reason = f"{said}: " + (
+    reason = f"{given}: " + (
         f"{meant} parses {' and '.join(sorted(kinds[meant]))}, no tool calls"
         if meant in kinds
         else f"no tool-call parser named {name!r} is registered"
     )
-    return Refusal(
-        "config", path, reason, f"leave {FLAG} out: requests that bring tools are refused"
-    )
+    return Refusal("config", path, reason, f"remove {FLAG}: requests with tools are refused")

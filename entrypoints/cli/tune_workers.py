@@ -1,4 +1,4 @@
-"""Shares tables out to processes, one a GPU: of this host, or of a Ray cluster."""
+"""Tuning on several GPUs: one process per GPU, on this host or in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from typing import Any
 
 
 def run_workers(labels: Sequence[str], gpus: int, seconds: float, ray: bool) -> None:
-    """Tune ``labels`` by ``gpus`` runs of this very command, each with its own tables, for
-    ``seconds`` at most.
+    """Run this command once per GPU, each run with its share of the tables.
+
+    Args:
+        labels: labels of the tables to tune.
+        gpus: number of GPUs.
+        seconds: time limit of each run.
+        ray: run the commands as tasks of a Ray cluster instead of processes of this host.
+
+    Raises:
+        ValueError: fewer GPUs are visible than ``gpus``, Ray is missing, or a process failed.
     """
     shares = [list(labels[start::gpus]) for start in range(gpus)]
     commands = [_command(share, seconds) for share in shares if share]
@@ -29,7 +37,7 @@ def run_workers(labels: Sequence[str], gpus: int, seconds: float, ray: bool) -> 
 
 
 def _cards(count: int) -> list[str]:
-    """Names of the GPUs that this process may use."""
+    """Return the first ``count`` visible GPUs, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     cards = visible.split(",") if visible else [str(number) for number in range(count)]
     if len(cards) < count:
@@ -40,8 +48,9 @@ def _cards(count: int) -> list[str]:
 
 
 def _command(labels: list[str], seconds: float) -> list[str]:
-    """This process' own command line, for one GPU and these tables. The last value of an option
-    counts.
+    """Return this process' command line, limited to one GPU and these tables.
+
+    The appended options override earlier ones: the last value of an option counts.
     """
     words = [word for word in sys.argv[1:] if word != "--ray"]
     return [
@@ -59,8 +68,9 @@ def _command(labels: list[str], seconds: float) -> list[str]:
 
 
 def _by_ray(commands: list[list[str]]) -> None:
-    """One task a command with a GPU each; the tables that a task wrote on another host are written
-    here as well.
+    """Run each command as a Ray task with one GPU.
+
+    Tables that a task wrote on another host are then written on this host as well.
     """
     try:
         import ray
@@ -76,7 +86,7 @@ def _by_ray(commands: list[list[str]]) -> None:
 
 
 def _task(command: list[str]) -> dict[str, str]:
-    """Run one command; the tables it reports, by path."""
+    """Run one command; return the text of each table it reports, by path."""
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     paths = {
         line.split(" in ", 1)[1].split(", missing")[0]

@@ -1,4 +1,4 @@
-"""Commands with a line each, for those who name none."""
+"""The list of commands that is printed when the command line names none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from glowplug.entrypoints.cli.exit_codes import REFUSED
 
 
 def usage(program: str, commands: Mapping[str, str]) -> str:
-    """``commands``: summary by name."""
+    """Return a usage text that lists ``commands`` (summary by name)."""
     width = max(map(len, commands))
     lines = [f"  {name:<{width}}  {summary}" for name, summary in commands.items()]
     return "\n".join(
@@ -24,6 +24,6 @@ def usage(program: str, commands: Mapping[str, str]) -> str:
 
 
 def without_command(program: str, commands: Mapping[str, str]) -> int:
-    """Says on standard error that a sub-command is missing, and which there are. The exit status."""
-    print(f"{program}: which COMMAND?\n\n{usage(program, commands)}", file=sys.stderr)
+    """Print to stderr that a sub-command is missing, with the list; return the exit code."""
+    print(f"{program}: no COMMAND given\n\n{usage(program, commands)}", file=sys.stderr)
     return REFUSED

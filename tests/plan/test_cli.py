@@ -68,7 +68,7 @@ def test_a_missing_sub_command_lists_those_there_are(
     assert main([name]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith(
-        f"glowplug {name}: which COMMAND?\n\nusage: glowplug {name} COMMAND "
+        f"glowplug {name}: no COMMAND given\n\nusage: glowplug {name} COMMAND "
     )
     listed = dict(line.split(maxsplit=1) for line in said.err.splitlines() if line.startswith("  "))
     assert listed == commands and len(listed) == len(set(listed.values()))

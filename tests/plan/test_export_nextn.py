@@ -136,7 +136,7 @@ def test_no_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert export(folder, tmp_path / "draft") == 2
     said = capsys.readouterr().err
     assert (
-        "holds no next-token layer behind its 3 layers" in said
+        "holds no next-token layer after its 3 layers" in said
         and "fix:" in said
         and "states 1" in said
     )

@@ -13,7 +13,7 @@ import pytest
 from glowplug.core.config.schema import config_class
 from glowplug.core.errors import PlanRefused
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.entrypoints.cli.flag_table import FLAGS, MOOT, byte_count, text_list
+from glowplug.entrypoints.cli.flag_table import FLAGS, NO_EFFECT, byte_count, text_list
 from glowplug.entrypoints.cli.flags import (
     Given,
     Parser,
@@ -183,7 +183,7 @@ def test_the_list_above_is_complete() -> None:
     known = {name for flag in FLAGS for name in flag.names}
     assert named <= known
     assert len(known) == sum(len(flag.names) for flag in FLAGS), "a spelling belongs to one flag"
-    assert all(flag in known for rule in MOOT.items() for flag in (rule[0], rule[1][0]))
+    assert all(flag in known for rule in NO_EFFECT.items() for flag in (rule[0], rule[1][0]))
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.names[0])

@@ -11,9 +11,9 @@ import pytest
 
 from glowplug.core.errors import PlanRefused
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.entrypoints.cli.flag_table import ALWAYS, FLAGS, byte_count
+from glowplug.entrypoints.cli.flag_table import ALWAYS_ON, FLAGS, byte_count
 from glowplug.entrypoints.cli.flags import Given, Parser, add_engine_options, read_command_line
-from glowplug.entrypoints.cli.foreign_flags import BOTH, INSTEAD, SGLANG, VLLM, unsupported
+from glowplug.entrypoints.cli.foreign_flags import ALTERNATIVES, BOTH, SGLANG, VLLM, unsupported
 
 
 def given(plugins: PluginSet, *words: str) -> Given:
@@ -40,19 +40,19 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--enable-lora"], f"--enable-lora {BOTH_HAVE}; merge the adapter into the checkpoint"),
     (
         ["--swap-space", "4"],
-        f"--swap-space {VLLM_HAS}; leave it out: preempted sequences are computed again",
+        f"--swap-space {VLLM_HAS}; leave it out: preempted sequences are recomputed",
     ),
     (
         ["--swap_space=4"],
-        f"--swap-space {VLLM_HAS}; leave it out: preempted sequences are computed again",
+        f"--swap-space {VLLM_HAS}; leave it out: preempted sequences are recomputed",
     ),
     (
         ["--cpu-offload-gb", "10"],
-        f"--cpu-offload-gb {BOTH_HAVE}; weights and cache stay on the devices, over which --tp-size spreads them",
+        f"--cpu-offload-gb {BOTH_HAVE}; weights and cache stay on the devices; --tp-size spreads them over several",
     ),
     (
         ["--max-num-batched-tokens", "8192"],
-        f"--max-num-batched-tokens {VLLM_HAS}; --chunked-prefill-size bounds the prompt tokens of a step",
+        f"--max-num-batched-tokens {VLLM_HAS}; --chunked-prefill-size limits the prompt tokens of a step",
     ),
     (
         ["--pp-size", "2"],
@@ -60,23 +60,23 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     (
         ["--moe-runner-backend", "triton"],
-        f"--moe-runner-backend {SGLANG_HAS}; --set quantization.experts=NAME",
+        f"--moe-runner-backend {SGLANG_HAS}; use --set quantization.experts=NAME",
     ),
     (
         ["--tokenizer-revision", "main"],
-        f"--tokenizer-revision {VLLM_HAS}; nothing is downloaded: --model FOLDER, or hf download before",
+        f"--tokenizer-revision {VLLM_HAS}; nothing is downloaded: use --model FOLDER, or run hf download first",
     ),
     (["--enable-eplb"], f"--enable-eplb {BOTH_HAVE}; leave it out"),
     (["--no-enable-eplb"], f"--no-enable-eplb {BOTH_HAVE}; leave it out"),
     (
         ["--compilation-config.mode", "3"],
-        f"--compilation-config.mode {VLLM_HAS}; --enable-torch-compile and --cuda-graph-bs",
+        f"--compilation-config.mode {VLLM_HAS}; use --enable-torch-compile and --cuda-graph-bs",
     ),
     (["--no-enforce-eager"], "unknown flag --no-enforce-eager: leave --enforce-eager out"),
     (
         ["--no-enable-chunked-prefill"],
         "unknown flag --no-enable-chunked-prefill: prompts are always computed in "
-        "chunks, of --chunked-prefill-size tokens at most",
+        "chunks of at most --chunked-prefill-size tokens",
     ),
     (
         ["--lora-paths", "a=b", "c=d", "--port", "1", "--scheduler-recv-interval", "-1"],
@@ -112,7 +112,7 @@ def test_typos_are_still_typos(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_lists_hold_what_this_engine_does_not_have() -> None:
     ours = {name.removeprefix("--") for flag in FLAGS for name in flag.names} | {
-        name[2:] for name in ALWAYS
+        name[2:] for name in ALWAYS_ON
     }
     assert not ours & (BOTH | SGLANG | VLLM)
     assert not SGLANG & VLLM and not BOTH & (SGLANG | VLLM)
@@ -137,7 +137,7 @@ def test_every_piece_of_advice_belongs_to_a_flag_and_names_flags_that_are_there(
 
     names = BOTH | SGLANG | VLLM
     known = {name for flag in FLAGS for name in flag.names} | {"--plugin", "--set"}
-    for pattern, text in INSTEAD:
+    for pattern, text in ALTERNATIVES:
         assert any(re.search(pattern, name) for name in names), pattern
         assert set(re.findall(r"--[a-z][a-z-]+", text)) <= known, text
 
@@ -216,14 +216,14 @@ def test_prefix_caching_on_wins_over_a_file(plugins: PluginSet, v3: Path, tmp_pa
     )
 
 
-@pytest.mark.parametrize("name", sorted(ALWAYS))
+@pytest.mark.parametrize("name", sorted(ALWAYS_ON))
 def test_a_flag_for_what_is_always_so_is_a_remark(plugins: PluginSet, v3: Path, name: str) -> None:
     words = ["--model", str(v3), "--load-format", "dummy", "--facts", "cpu", name, name]
     found = given(plugins, *words)
     assert found.config == given(plugins, *words[:6]).config
     remarks = [decision for decision in found.plan().decisions if decision.field == name]
     assert [(one.value, one.by, one.why) for one in remarks] == [
-        ("no effect", "operator", ALWAYS[name])
+        ("no effect", "operator", ALWAYS_ON[name])
     ]
 
 

@@ -149,7 +149,7 @@ def test_the_flag_for_tool_calls_takes_nothing_else(
         calling, v3, "--tool-call-parser", name, "--reasoning-parser", "deepseek_r2"
     )
     assert (tools.field, tools.reason) == ("outputs.0.use", f"--tool-call-parser {name}: {reason}")
-    assert tools.fix == "leave --tool-call-parser out: requests that bring tools are refused"
+    assert tools.fix == "remove --tool-call-parser: requests with tools are refused"
     assert (
         other.reason.startswith("--reasoning-parser deepseek_r2: no")
         and other.fix == "did you mean 'deepseek_r1'?"

@@ -99,7 +99,7 @@ def test_tuners_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert "sleepy" in shown and "moe" in shown
     assert main(["tune", "sleepi", *MODEL]) == 2
-    assert "no tuner 'sleepi'; there are: " in capsys.readouterr().err
+    assert "no tuner 'sleepi'; available: " in capsys.readouterr().err
 
 
 def test_every_table_is_filled_and_the_next_run_does_nothing(
@@ -124,7 +124,7 @@ def test_time_runs_out_and_another_run_goes_on(
     monkeypatch.setattr("tests.plugins.sleepy_tuner.SECONDS", 0.3)
     assert main(["tune", "sleepy", *MODEL, "--max-minutes", "0.03"]) == 0
     assert 1.8 <= clock.now < 1.8 + 0.3, "the measurement that the time ran out in was the last"
-    assert "run the same command again to go on" in capsys.readouterr().out
+    assert "run the same command again to continue" in capsys.readouterr().out
     measured = sum(len(json.loads(path.read_text())) for path in tables.iterdir())
     assert measured == 6
     assert main(["tune", "sleepy", *MODEL]) == 0

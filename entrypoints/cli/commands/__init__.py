@@ -1,1 +1,1 @@
-"""Sub-commands of ``glowplug`` that need no other module of their own."""
+"""Sub-commands of ``glowplug`` that are one module each."""

@@ -1,5 +1,6 @@
-"""``glowplug check``: the plan, or every reason why there is none. Reads no weights and imports no
-torch.
+"""``glowplug check``: the plan, or every reason why it is refused.
+
+Reads no weights and imports no torch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the plan and return the exit code."""
     given = read_command_line(args)
     plan = given.plan()
     check_tokenizer(plan, given.plugins)
@@ -34,24 +36,32 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_plan_option(parser: argparse.ArgumentParser, default: str) -> None:
-    """``--plan``; without it ``args.plan`` is None. ``default``: what that means, for ``--help``."""
+    """Add ``--plan``; ``args.plan`` is None when it is not given.
+
+    Args:
+        parser: parser of the command.
+        default: meaning of a missing ``--plan``, for ``--help``.
+    """
     parser.add_argument(
         "--plan",
         choices=DETAILS,
-        help="what to show of the plan: what differs from the defaults and "
-        f"the memory (brief), everything (full) or nothing (none); default: {default}",
+        help="how much of the plan to print: memory and all that differs from the defaults "
+        f"(brief), everything (full) or nothing (none); default: {default}",
     )
 
 
 def show_plan(plan: EnginePlan, details: str, file: TextIO) -> None:
-    """Print as much of the plan as ``details``, one of ``plan_table.DETAILS``, says."""
+    """Print the plan to ``file``; ``details``: one of ``core.plan.table.DETAILS``."""
     if details != "none":
         print(render(plan, brief=details == "brief"), file=file)
 
 
 def check_tokenizer(plan: EnginePlan, plugins: PluginSet) -> None:
-    """PlanRefused when a checkpoint's tokenizer is missing or damaged, as it would be when serving.
+    """Check that a checkpoint's tokenizer can be opened, as serving would.
 
-    A shape to plan with (a config.json alone) has neither weights nor tokenizer.
+    A shape (a config.json without weights) has no tokenizer and passes.
+
+    Raises:
+        PlanRefused: the tokenizer is missing or damaged.
     """
     eos_ids(plan, open_tokenizer(plan, plugins) if plan.facts.model.tensors else None)

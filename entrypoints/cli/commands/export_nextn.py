@@ -1,4 +1,4 @@
-"""``glowplug export-nextn``: a checkpoint's next-token layer as a folder of its own, to draft with."""
+"""``glowplug export-nextn``: write a checkpoint's next-token layer to a folder of its own."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder to write; must be empty or not exist",
     )
-    parser.add_argument("--force", action="store_true", help="replace what stands there")
+    parser.add_argument("--force", action="store_true", help="replace an existing folder")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: 0, or 2 with the reason and what to do about it on standard error."""
+    """Export the layer; return 0, or 2 with the reason and the fix on standard error."""
     try:
         folder = Path(locate_model(args.model))
         facts = read_folder(folder) if folder.is_dir() else None
         if facts is None:
             raise FactsError(
-                f"{folder} is no model folder", "a folder with config.json and safetensors files"
+                f"{folder} is not a model folder",
+                "give a folder with config.json and safetensors files",
             )
         count, size = export(facts, args.output, force=args.force)
     except (GlowplugError, OSError) as error:
@@ -51,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
         )
         return 2
     print(
-        f"{args.output}: {count} tensors, {size / 1e9:.3f} GB; draft with it: --speculative-algorithm NEXTN "
+        f"{args.output}: {count} tensors, {size / 1e9:.3f} GB; to draft with it: "
+        f"--speculative-algorithm NEXTN "
         f"--speculative-draft-model-path {args.output}"
     )
     return 0

@@ -1,4 +1,7 @@
-"""``glowplug facts``: the fact sheet of this machine, for plans made elsewhere. Imports no torch."""
+"""``glowplug facts``: the fact sheet of this machine, for planning on another machine.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="MODULE",
-        help="load one more plugin module, whose packages are looked for too",
+        help="load an additional plugin module; the packages it requires are listed too",
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the sheet as JSON and return the exit code."""
     sheet = own_sheet(load_plugins(extra=args.plugin).packages)
     print(msgspec.json.format(msgspec.json.encode(sheet), indent=1).decode())
     return 0

@@ -1,6 +1,4 @@
-"""``glowplug plugins``: every plugin with its distribution and version, and every component it
-registers.
-"""
+"""``glowplug plugins``: every plugin with its distribution, version and components."""
 
 from __future__ import annotations
 
@@ -21,14 +19,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="MODULE",
-        help="load one more plugin module",
+        help="load an additional plugin module",
     )
     parser.add_argument(
-        "--block-plugin", action="append", default=[], metavar="NAME", help="leave a plugin out"
+        "--block-plugin",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="do not load this plugin",
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the plugins and return the exit code."""
     plugins = load_plugins(extra=args.plugin, block=args.block_plugin)
     found = listing(plugins)
     if args.json:
@@ -41,8 +44,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def listing(plugins: PluginSet) -> list[dict[str, Any]]:
-    """One entry a plugin: name, distribution, version, hooks, and its components with slot,
-    contract, availability.
+    """Return one entry per plugin.
+
+    An entry has name, distribution, version, hooks, and components with slot, contract and
+    availability.
     """
     packages = plugins.software.packages
     machine = this_machine()
@@ -72,6 +77,7 @@ def listing(plugins: PluginSet) -> list[dict[str, Any]]:
 
 
 def show(found: list[dict[str, Any]]) -> None:
+    """Print the entries of ``listing`` as a table."""
     lines = [("slot", "name", "plugin", "distribution", "contract", "available")]
     for plugin in found:
         origin = f"{plugin['distribution']} {plugin['version']}".rstrip()

@@ -1,4 +1,4 @@
-"""``glowplug schema``: JSON Schema of the configuration with every loaded plugin's options."""
+"""``glowplug schema``: JSON Schema of the configuration, with the options of all loaded plugins."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="MODULE",
-        help="load one more plugin module",
+        help="load an additional plugin module",
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the schema and return the exit code."""
     schema = config_class(load_plugins(extra=args.plugin)).model_json_schema()
     print(
         json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}, indent=2)

@@ -1,4 +1,4 @@
-"""``glowplug serve``: plan, print it, start the engine and the HTTP server."""
+"""``glowplug serve``: plan, print the plan, start the engine and the HTTP server."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from glowplug.entrypoints.cli.flags import add_engine_options, read_command_line
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
     add_plan_option(parser, "brief; full with --dry-run")
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Plan and serve; return the exit code."""
     given = read_command_line(args)
     plan = given.plan()
     if args.dry_run:

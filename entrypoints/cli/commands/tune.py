@@ -1,9 +1,8 @@
-"""``glowplug tune NAME``: measure kernels for a model's shapes on this card and keep what is
-fastest.
+"""``glowplug tune NAME``: measure kernels for a model's shapes on this GPU and keep the fastest.
 
-Bounded in time and resumable: each measurement is written at once, and the next run goes on where
-this one stopped. With several GPUs each takes its share of the tables, in a process of its own;
-with ``--ray``, those of a Ray cluster.
+A run is limited in time and resumable: each measurement is written at once, and the next run
+continues where the last one stopped. With several GPUs the tables are divided among processes, one
+per GPU; with ``--ray`` the GPUs are those of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -28,45 +27,56 @@ from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
 from glowplug.entrypoints.cli.flags import add_engine_options, read_command_line
 from glowplug.entrypoints.cli.tune_workers import run_workers
 
-ELSEWHERE = Refusal(
+FACTS_REFUSED = Refusal(
     "tune",
     "--facts",
-    "tables are measured on this machine's card, not on a fact sheet's",
-    "leave --facts out, or use `glowplug check`",
+    "tables are measured on this machine's GPU, not on a fact sheet's",
+    "remove --facts, or run `glowplug check`",
 )
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("tuner", nargs="?", help="which one; none: list them")
+    parser.add_argument(
+        "tuner", nargs="?", help="name of the tuner; without it, the tuners are listed"
+    )
     group = parser.add_argument_group("tuning")
     group.add_argument(
-        "--max-minutes", type=float, default=10.0, help="stop after so long; run again to go on"
+        "--max-minutes",
+        type=float,
+        default=10.0,
+        help="time limit; run the command again to continue",
     )
     group.add_argument(
         "--rows",
         type=int,
         nargs="+",
         default=[],
-        help="numbers of tokens; default: the tuner's own",
+        help="row counts (tokens) to measure; default: those of the tuner",
     )
-    group.add_argument("--tables", nargs="+", default=[], metavar="LABEL", help="only these tables")
     group.add_argument(
-        "--list", action="store_true", dest="only_list", help="show the tables and measure nothing"
+        "--tables", nargs="+", default=[], metavar="LABEL", help="tune only these tables"
     )
-    group.add_argument("--gpus", type=int, default=1, help="GPUs to share the tables out to")
     group.add_argument(
-        "--ray", action="store_true", help="take the GPUs from a Ray cluster (RAY_ADDRESS)"
+        "--list", action="store_true", dest="only_list", help="list the tables without measuring"
+    )
+    group.add_argument(
+        "--gpus", type=int, default=1, help="number of GPUs among which the tables are divided"
+    )
+    group.add_argument(
+        "--ray", action="store_true", help="use the GPUs of a Ray cluster (RAY_ADDRESS)"
     )
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0 (also when time ran out, which is said); 2: no such tuner, or the model is
-    refused.
+    """List or run tuners; return the exit code.
+
+    Returns:
+        0, also when the time ran out, which is printed; 2 for an unknown tuner or a refused model.
     """
     try:
         given = read_command_line(args)
-        refusals = [*given.layer.refusals, *([ELSEWHERE] if args.facts else [])]
+        refusals = [*given.layer.refusals, *([FACTS_REFUSED] if args.facts else [])]
         if refusals:
             raise ConfigError(refusals, given.source)
         found = {
@@ -79,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         if args.tuner not in found:
             raise ValueError(
-                f"no tuner {args.tuner!r}; there are: {', '.join(sorted(found)) or 'none'}"
+                f"no tuner {args.tuner!r}; available: {', '.join(sorted(found)) or 'none'}"
             )
         with tempfile.TemporaryDirectory(prefix="glowplug-tune-") as folder:
             return _tune(args, *found[args.tuner], given.config, given.plugins, Path(folder))
@@ -102,14 +112,15 @@ def _tune(
     tuner = factory(plan)
     shapes = layer_shapes(plan, plugins)
     rows = tuple(args.rows)
-    tables = _asked(tuner.tables(shapes, rows), args.tables)
+    tables = _selected(tuner.tables(shapes, rows), args.tables)
     if args.only_list or not tables:
         _show(tables, "run it without --list")
-        return 0 if tables else _nothing(args.tuner)
+        return 0 if tables else _report_nothing(args.tuner)
     if found.device not in ("", plan.device) and not args.ray:
         raise ValueError(
-            f"{found.name} measures on {found.device}, and here the device is {plan.device}: run it where "
-            "the model will be served, add --ray for the GPUs of a cluster, or --list to see the tables"
+            f"{found.name} measures on {found.device}, and here the device is {plan.device}: "
+            "run it where the model will be served, add --ray for the GPUs of a cluster, or --list to "
+            "see the tables"
         )
     seconds = args.max_minutes * 60 - (time.monotonic() - started)
     if args.gpus > 1 or args.ray:
@@ -124,7 +135,12 @@ def _tune(
 
 
 def _factory(found: Tuner, plugin: str) -> Callable[[EnginePlan], TableTuner]:
-    """The tuner's class. PluginLoadError; ValueError naming the package that is missing."""
+    """Return the tuner's factory.
+
+    Raises:
+        PluginLoadError: the factory cannot be imported.
+        ValueError: it needs a package that is not installed; the message names the package.
+    """
     try:
         return import_factory(found, plugin)
     except PluginLoadError as error:
@@ -139,8 +155,12 @@ def _factory(found: Tuner, plugin: str) -> Callable[[EnginePlan], TableTuner]:
         ) from error
 
 
-def _asked(tables: list[TuneTable], labels: list[str]) -> list[TuneTable]:
-    """Tables of these labels, or all. ValueError for a label that this model does not have."""
+def _selected(tables: list[TuneTable], labels: list[str]) -> list[TuneTable]:
+    """Return the tables with these labels; all tables for no labels.
+
+    Raises:
+        ValueError: a label that this model does not have.
+    """
     known = {table.label for table in tables}
     unknown = [label for label in labels if label not in known]
     if unknown and known:
@@ -149,7 +169,7 @@ def _asked(tables: list[TuneTable], labels: list[str]) -> list[TuneTable]:
 
 
 def _plan(config: Mapping[str, Any], plugins: PluginSet, folder: Path) -> EnginePlan:
-    """The plan of the model cut to one layer of each kind, whose products are those of the whole."""
+    """Return the plan of the model cut to one layer of each kind: the GEMM shapes are the same."""
     write_cut(model_config(str(config.get("model", "embedded")), plugins), folder)
     return make_plan(
         {
@@ -166,11 +186,11 @@ def _plan(config: Mapping[str, Any], plugins: PluginSet, folder: Path) -> Engine
 
 
 def _measure(tuner: TableTuner, tables: list[TuneTable], seconds: float) -> None:
-    """What is left of the time is shared out evenly among the tables that still lack something."""
+    """Tune the incomplete tables, each for an even share of the time that is left."""
     deadline = time.monotonic() + seconds
-    open_ = [table for table in tables if table.missing]
-    for number, table in enumerate(open_):
-        share = (deadline - time.monotonic()) / (len(open_) - number)
+    incomplete = [table for table in tables if table.missing]
+    for number, table in enumerate(incomplete):
+        share = (deadline - time.monotonic()) / (len(incomplete) - number)
         if share <= 0:
             print(f"out of time before {table.label}", flush=True)
             return
@@ -181,16 +201,19 @@ def _measure(tuner: TableTuner, tables: list[TuneTable], seconds: float) -> None
         tuner.tune(table, share, lambda line: print(f"  {line}", flush=True))
 
 
-def _nothing(name: str) -> int:
+def _report_nothing(name: str) -> int:
+    """Print that no table exists; return the exit code."""
     print(f"this model has nothing for {name} to tune")
     return 0
 
 
-def _show(tables: list[TuneTable], how: str = "run the same command again to go on") -> None:
+def _show(tables: list[TuneTable], how: str = "run the same command again to continue") -> None:
+    """Print how complete each table is, and ``how`` to complete them."""
     for table in tables:
         left = f", missing {', '.join(map(str, table.missing))}" if table.missing else ""
         print(
-            f"{table.label}: {len(table.rows) - len(table.missing)} of {len(table.rows)} in {table.path}{left}"
+            f"{table.label}: {len(table.rows) - len(table.missing)} of {len(table.rows)} "
+            f"in {table.path}{left}"
         )
     if any(table.missing for table in tables):
         print(f"not complete: {how}")

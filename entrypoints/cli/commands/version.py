@@ -9,9 +9,10 @@ from glowplug import __version__
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """No options."""
+    """Add no options."""
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the versions of glowplug and Python."""
     print(f"glowplug {__version__} (Python {platform.python_version()})")
     return 0
