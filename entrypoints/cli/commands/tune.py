@@ -119,8 +119,8 @@ def _tune(
     if found.device not in ("", plan.device) and not args.ray:
         raise ValueError(
             f"{found.name} measures on {found.device}, and here the device is {plan.device}: "
-            "run it where the model will be served, add --ray for the GPUs of a cluster, or --list to "
-            "see the tables"
+            "run it where the model will be served, add --ray for the GPUs of a cluster, or --list "
+            "to see the tables"
         )
     seconds = args.max_minutes * 60 - (time.monotonic() - started)
     if args.gpus > 1 or args.ray:
