@@ -24,11 +24,11 @@ from glowplug.core.step.messages import Finished, Stats
 from glowplug.core.step.request import Sequence
 from glowplug.core.step.sequence_table import SequenceTable
 
-STILL_TURNS = 100  #: least number of turns without a step after which requests are ended
+STALL_TURNS = 100  #: least number of turns without a step after which requests are ended
 #: least seconds without a step after which requests are ended; a turn without a step takes
 #: microseconds
-STILL_SECONDS = 1.0
-BARREN_STEPS = 8  #: consecutive steps without a token after which a sampling row is ended
+STALL_SECONDS = 1.0
+TOKENLESS_STEPS = 8  #: consecutive steps without a token after which a sampling row is ended
 CODE = "stalled"  #: error code of the sequences that are ended
 
 
@@ -55,7 +55,7 @@ class StallWatch:
         self._turns = 0  # consecutive turns without a step although there was work
         self._since = 0.0  # time of the first of these turns, in seconds
         # row -> (its epoch, consecutive steps without a token)
-        self._barren: dict[int, tuple[int, int]] = {}
+        self._tokenless: dict[int, tuple[int, int]] = {}
 
     def ended(self, finished: Iterable[Finished]) -> None:
         """Forget sequences that have ended."""
@@ -69,8 +69,7 @@ class StallWatch:
         self._turns = 0
 
     def still(self, now: float, load: Stats) -> Stall | None:
-        """Note a turn in which the scheduler launched nothing although it has work and no step is
-        in flight.
+        """Note a turn without a step launched or in flight although the scheduler has work.
 
         Args:
             now: seconds, the same on every rank.
@@ -83,7 +82,7 @@ class StallWatch:
             self._since = now
         self._turns += 1
         waited = now - self._since
-        if self._turns < STILL_TURNS or waited < STILL_SECONDS or not self.live:
+        if self._turns < STALL_TURNS or waited < STALL_SECONDS or not self.live:
             return None
         reason = f"no step was launched or in flight for {waited:.1f} s: {self._holder(load)}"
         self._turns = 0
@@ -126,26 +125,28 @@ class StallWatch:
         Returns:
             The sequences that have gained no token for too many steps; None if there are none.
         """
-        if not self._barren and np.greater_equal(result.counts, batch.samples).all():
+        if not self._tokenless and np.greater_equal(result.counts, batch.samples).all():
             return None
         current = self._table.epoch[batch.rows] == batch.epochs
-        self._barren = {
-            row: held for row, held in self._barren.items() if held[0] == self._table.epoch[row]
+        self._tokenless = {
+            row: held for row, held in self._tokenless.items() if held[0] == self._table.epoch[row]
         }
         found = []
         for i in np.flatnonzero(batch.samples & current).tolist():
             row = int(batch.rows[i])
             epoch = int(batch.epochs[i])
             if result.counts[i] > 0 or result.bad[i]:
-                self._barren.pop(row, None)
+                self._tokenless.pop(row, None)
                 continue
-            steps = self._barren.get(row, (epoch, 0))[1] + 1
-            self._barren[row] = epoch, steps
+            steps = self._tokenless.get(row, (epoch, 0))[1] + 1
+            self._tokenless[row] = epoch, steps
             sequence = self._table.sequences[row]
-            if steps >= BARREN_STEPS and sequence is not None:
+            if steps >= TOKENLESS_STEPS and sequence is not None:
                 found.append(sequence.id)
         if not found:
             return None
-        algorithm = self._plan.title("speculative")
-        reason = f"{BARREN_STEPS} consecutive steps yielded no token: {algorithm} accepts none"
+        reason = (
+            f"{TOKENLESS_STEPS} consecutive steps yielded no token: "
+            f"{self._plan.title('speculative')} accepts none"
+        )
         return Stall(found, reason)

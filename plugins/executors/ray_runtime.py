@@ -118,7 +118,7 @@ class RayExecutor:
                     Refusal(
                         "ray",
                         "executor.address",
-                        f"no Ray answers: {_line(error)}",
+                        f"no Ray answers: {_one_line(error)}",
                         "ray start --head on one host, --address on the others, or leave address "
                         "out",
                     )
@@ -192,7 +192,7 @@ class RayExecutor:
             places = ray.get([actor.place.remote() for actor in self._actors], timeout=PLACE)
         except RayError as error:
             raise EngineDead(
-                f"a rank's actor could not start in phase spawn: {_line(error)}"
+                f"a rank's actor could not start in phase spawn: {_one_line(error)}"
             ) from error
         self.pids = [pid for _, pid in places]
         if plan.hosts > 1:
@@ -246,7 +246,7 @@ class RayExecutor:
                     break
             self._settle()
         except Exception as error:  # NOTE: any error that Ray raises when it goes down
-            self._dead = self._dead or EngineDead(f"Ray has failed: {_line(error)}")
+            self._dead = self._dead or EngineDead(f"Ray has failed: {_one_line(error)}")
         finally:
             self._ended.set()
             self._frames.put(b"")  # wakes a waiting ``outputs``
@@ -255,13 +255,13 @@ class RayExecutor:
         """Poll the actors round by round; stop when every actor has gone."""
         import ray
 
-        asked = {actor.poll.remote(POLL): rank for rank, actor in enumerate(self._actors)}
-        while asked:
-            ready, _ = ray.wait(list(asked), num_returns=1, timeout=POLL)
+        pending = {actor.poll.remote(POLL): rank for rank, actor in enumerate(self._actors)}
+        while pending:
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=POLL)
             for ref in ready:
-                rank = asked.pop(ref)
+                rank = pending.pop(ref)
                 if self._take(rank, ref):
-                    asked[self._actors[rank].poll.remote(POLL)] = rank
+                    pending[self._actors[rank].poll.remote(POLL)] = rank
             yield
 
     def _take(self, rank: int, ref: Any) -> bool:
@@ -272,7 +272,7 @@ class RayExecutor:
         try:
             frames = msgspec.msgpack.decode(ray.get(ref), type=list[bytes])
         except RayError as error:
-            self._watch.ended(rank, _line(error))
+            self._watch.ended(rank, _one_line(error))
             return False
         for frame in frames:
             messages = decode_outbound(frame)
@@ -330,7 +330,7 @@ class RayExecutor:
             ray.shutdown()
 
 
-def _line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """Return an error as one line of at most 400 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:3])}"[:400]

@@ -48,10 +48,9 @@ class Rows:
         self.cache = cache
         rows = table.rows
         self.ids = np.zeros(rows, np.int64)
-        self.pending = np.zeros(rows, np.int32)
-        self.base = np.zeros(rows, np.int32)
-        self.min_length = np.zeros(rows, np.int32)
-        self.shared = np.zeros(rows, np.int32)
+        self.pending, self.base, self.min_length, self.shared = (
+            np.zeros(rows, np.int32) for _ in range(4)
+        )
         self.stops = np.full((rows, STOP_COLUMNS), NO_STOP, np.int32)
         self.many_stops: dict[int, frozenset[int]] = {}
         self.logprobs = np.full(rows, -1, np.int32)

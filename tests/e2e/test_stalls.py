@@ -19,7 +19,7 @@ from tests.support.tiny import VOCAB, write_config
 
 PLUGIN = "tests.e2e.stall_plugin"
 CONTEXT = 96
-QUICK = 0.1  #: seconds in place of ``STILL_SECONDS``
+QUICK = 0.1  #: seconds in place of ``STALL_SECONDS``
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def plugins() -> PluginSet:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("glowplug.core.engine.stalls.STILL_SECONDS", QUICK)
+    monkeypatch.setattr("glowplug.core.engine.stalls.STALL_SECONDS", QUICK)
 
 
 def config(folder: Path, tp: int = 1, dp: int = 0, **more: Any) -> dict[str, Any]:
@@ -219,8 +219,8 @@ def test_waiting_for_room_is_no_stall(
     """One row, a pool for one, two groups, with bounds at which any turn without a step would
     count.
     """
-    monkeypatch.setattr("glowplug.core.engine.stalls.STILL_SECONDS", 0.0)
-    monkeypatch.setattr("glowplug.core.engine.stalls.STILL_TURNS", 1)
+    monkeypatch.setattr("glowplug.core.engine.stalls.STALL_SECONDS", 0.0)
+    monkeypatch.setattr("glowplug.core.engine.stalls.STALL_TURNS", 1)
     for tp, dp, more in (
         (1, 0, {"scheduler": {"max_running_requests": 1}}),
         (2, 2, {}),

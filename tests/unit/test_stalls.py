@@ -7,7 +7,13 @@ import sys
 import numpy as np
 import pytest
 
-from glowplug.core.engine.stalls import BARREN_STEPS, STILL_SECONDS, STILL_TURNS, Stall, StallWatch
+from glowplug.core.engine.stalls import (
+    STALL_SECONDS,
+    STALL_TURNS,
+    TOKENLESS_STEPS,
+    Stall,
+    StallWatch,
+)
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.step.batch import Batch, StepResult, idle_batch
 from glowplug.core.step.messages import Finished, Stats
@@ -74,9 +80,9 @@ class World:
 def test_turns_and_seconds_must_both_pass() -> None:
     load = Stats(waiting=1)
     for turns, pace, expected in (
-        (STILL_TURNS + 5, STILL_SECONDS / 1e4, False),
-        (STILL_TURNS - 1, 10.0, False),
-        (STILL_TURNS, 2 * STILL_SECONDS / STILL_TURNS, True),
+        (STALL_TURNS + 5, STALL_SECONDS / 1e4, False),
+        (STALL_TURNS - 1, 10.0, False),
+        (STALL_TURNS, 2 * STALL_SECONDS / STALL_TURNS, True),
     ):
         watch = World(1).watch
         found = [watch.still(100.0 + pace * turn, load) for turn in range(turns)]
@@ -85,7 +91,7 @@ def test_turns_and_seconds_must_both_pass() -> None:
 
 def test_a_step_starts_the_count_again() -> None:
     watch = World(1).watch
-    for turn in range(STILL_TURNS - 1):
+    for turn in range(STALL_TURNS - 1):
         watch.still(float(turn), Stats(waiting=1))
     watch.moved()
     assert watch.still(1e6, Stats(waiting=1)) is None
@@ -94,33 +100,33 @@ def test_a_step_starts_the_count_again() -> None:
 def test_what_has_ended_is_not_ended_again() -> None:
     world = World(2)
     world.watch.ended([Finished(0, "stop")])
-    found = [world.watch.still(float(turn), Stats(waiting=1)) for turn in range(STILL_TURNS)]
+    found = [world.watch.still(float(turn), Stats(waiting=1)) for turn in range(STALL_TURNS)]
     assert found[-1] is not None and found[-1].ids == [1]
 
 
 def test_only_consecutive_steps_without_a_token_count() -> None:
     world = World(2)
-    assert all(world.step([1, 0]) is None for _ in range(BARREN_STEPS - 1))
+    assert all(world.step([1, 0]) is None for _ in range(TOKENLESS_STEPS - 1))
     assert world.step([1, 1]) is None
-    assert all(world.step([1, 0]) is None for _ in range(BARREN_STEPS - 1))
+    assert all(world.step([1, 0]) is None for _ in range(TOKENLESS_STEPS - 1))
     found = world.step([1, 0])
     assert found is not None and found.ids == [1]
 
 
 def test_a_row_without_finite_logits_is_left_to_the_scheduler() -> None:
     world = World(1)
-    assert all(world.step([0], bad=[True]) is None for _ in range(2 * BARREN_STEPS))
+    assert all(world.step([0], bad=[True]) is None for _ in range(2 * TOKENLESS_STEPS))
 
 
 def test_a_row_s_count_does_not_outlive_its_sequence() -> None:
     world = World(2)
-    for _ in range(BARREN_STEPS - 1):
+    for _ in range(TOKENLESS_STEPS - 1):
         world.step([1, 0])
     world.table.leave(1)
     world.step([1])
     assert world.calls_of_a_step() == World(2).calls_of_a_step(), "the short way is taken again"
     world.admit(7)
-    assert all(world.step([1, 0]) is None for _ in range(BARREN_STEPS - 1))
+    assert all(world.step([1, 0]) is None for _ in range(TOKENLESS_STEPS - 1))
 
 
 @pytest.mark.parametrize("rows", [8, 256])

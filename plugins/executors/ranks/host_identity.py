@@ -64,10 +64,10 @@ def identity(plan: EnginePlan) -> bytes:
         "torch": installed("torch"),
         "plugins": f"{plan.plugin_fingerprint} ({', '.join(others) or 'built-in ones only'})",
         "checkpoint": _checkpoint(plan.facts.model),
-        "layout": _shown(layout),
-        "components": _shown(components),
-        "numbers": _shown(numbers),
-        "sizes": _shown(msgspec.to_builtins(plan.sizes)),
+        "layout": _to_json(layout),
+        "components": _to_json(components),
+        "numbers": _to_json(numbers),
+        "sizes": _to_json(msgspec.to_builtins(plan.sizes)),
     }
     return msgspec.json.encode(found)
 
@@ -82,7 +82,7 @@ def _checkpoint(facts: ModelFacts) -> str:
     return f"{facts.architecture}, {len(facts.tensors)} tensors, {digest}"
 
 
-def _shown(values: object) -> str:
+def _to_json(values: object) -> str:
     return msgspec.json.encode(values, order="sorted").decode()
 
 
@@ -97,7 +97,7 @@ def differences(identities: Sequence[bytes], names: Sequence[str]) -> list[Refus
     refusals = []
     for fact, (field, fix) in FIXES.items():
         for name, found in zip(names[1:], decoded[1:], strict=True):
-            ours, theirs = _apart(decoded[0].get(fact, "nothing"), found.get(fact, "nothing"))
+            ours, theirs = _differing(decoded[0].get(fact, "nothing"), found.get(fact, "nothing"))
             if ours != theirs:
                 refusals.append(
                     Refusal(
@@ -111,7 +111,7 @@ def differences(identities: Sequence[bytes], names: Sequence[str]) -> list[Refus
     return refusals
 
 
-def _apart(ours: str, theirs: str) -> tuple[str, str]:
+def _differing(ours: str, theirs: str) -> tuple[str, str]:
     """Return both values; of two JSON objects, only the entries that differ."""
     if not (ours.startswith("{") and theirs.startswith("{")):
         return ours, theirs
@@ -119,6 +119,6 @@ def _apart(ours: str, theirs: str) -> tuple[str, str]:
     second = msgspec.json.decode(theirs)
     keys = [key for key in sorted({*first, *second}) if first.get(key) != second.get(key)]
     return (
-        _shown({key: first.get(key) for key in keys}),
-        _shown({key: second.get(key) for key in keys}),
+        _to_json({key: first.get(key) for key in keys}),
+        _to_json({key: second.get(key) for key in keys}),
     )

@@ -70,14 +70,14 @@ class HostLink:
         self.wake, self._waker = Pipe(duplex=False)
         self.frames: SimpleQueue[bytes] = SimpleQueue()
         self._held: list[Store] = []
-        self._said = Beat()
+        self._own_beat = Beat()
         self._beats: dict[int, Beat] = {}
         self._heard: dict[int, float] = {}
-        self._turned = time.monotonic()  # when the store last answered
+        self._store_answered = time.monotonic()  # when the store last answered
         self._broken = ""
         self._closed = threading.Event()
         self._urgent = threading.Event()
-        self._told = threading.Event()
+        self._reported = threading.Event()
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
 
     # ---- meeting ---------------------------------------------------------------------------------
@@ -138,8 +138,10 @@ class HostLink:
         me = self.site.index
         deadline = time.monotonic() + timeout
         try:
-            data = msgspec.msgpack.encode(self._said)
-            self._store.set(f"beat {me}", data)  # type: ignore[arg-type]
+            self._store.set(
+                f"beat {me}",
+                msgspec.msgpack.encode(self._own_beat),  # type: ignore[arg-type]
+            )
             self._store.set(f"identity {me}", identity)  # type: ignore[arg-type]
             missing = list(range(self.site.count))
             while missing := [one for one in missing if not self._store.check([f"identity {one}"])]:
@@ -166,7 +168,7 @@ class HostLink:
             read = self._store.add("read", 0)
 
     def start(self) -> None:
-        self._turned = time.monotonic()
+        self._store_answered = time.monotonic()
         self._thread("glowplug-hosts", self._beat_forever)
         if self.site.index:
             self._thread("glowplug-outputs", self._send_forever)
@@ -186,14 +188,16 @@ class HostLink:
             while not self._closed.is_set():
                 urgent = self._urgent.is_set()
                 self._urgent.clear()
-                self._said.count += 1
-                self._said.ranks = self._states()
-                data = msgspec.msgpack.encode(self._said)
-                self._store.set(f"beat {me}", data)  # type: ignore[arg-type]
+                self._own_beat.count += 1
+                self._own_beat.ranks = self._states()
+                self._store.set(
+                    f"beat {me}",
+                    msgspec.msgpack.encode(self._own_beat),  # type: ignore[arg-type]
+                )
                 if urgent:
-                    self._told.set()
+                    self._reported.set()
                 self._read(others)
-                self._turned = time.monotonic()
+                self._store_answered = time.monotonic()
                 self._urgent.wait(BEAT)
         except RuntimeError as error:
             self._broken = _line(error)
@@ -229,15 +233,20 @@ class HostLink:
         limit = self.limit if limit is None else limit
         name = self.site.name
         found = [beat.trouble for beat in list(self._beats.values()) if beat.trouble is not None]
-        if self.site.index and (self._broken or now - self._turned > limit):
-            quiet = f"has gone: {self._broken}" if self._broken else _unheard(now - self._turned)
+        if self.site.index and (self._broken or now - self._store_answered > limit):
+            quiet = (
+                f"has gone: {self._broken}"
+                if self._broken
+                else _silent_for(now - self._store_answered)
+            )
             kind = Kind.ENDED if self._broken else Kind.SILENT
             return [*found, Trouble(kind, f"{name(0)} {quiet}{self._phase_of(0)}")]
         for other, heard in self._heard.items():
             if now - heard > limit:
                 found.append(
                     Trouble(
-                        Kind.SILENT, f"{name(other)} {_unheard(now - heard)}{self._phase_of(other)}"
+                        Kind.SILENT,
+                        f"{name(other)} {_silent_for(now - heard)}{self._phase_of(other)}",
                     )
                 )
         return found
@@ -269,13 +278,13 @@ class HostLink:
             wait: seconds to wait at most.
         """
         if trouble is None:
-            self._said.leaving = True
+            self._own_beat.leaving = True
         else:
-            self._said.trouble = named(trouble, self.site.name(self.site.index))
+            self._own_beat.trouble = named(trouble, self.site.name(self.site.index))
         self._urgent.set()
         # NOTE: without an answering store the report cannot arrive.
-        if not self._broken and time.monotonic() - self._turned < QUIET:
-            self._told.wait(wait)
+        if not self._broken and time.monotonic() - self._store_answered < QUIET:
+            self._reported.wait(wait)
 
     def close(self) -> None:
         self._closed.set()
@@ -324,7 +333,7 @@ def named(trouble: Trouble, site: str) -> Trouble:
     return Trouble(trouble.kind, f"{site}: {trouble.text}", trouble.traceback)
 
 
-def _unheard(seconds: float) -> str:
+def _silent_for(seconds: float) -> str:
     return f"has been silent for {seconds:.0f} s"
 
 
