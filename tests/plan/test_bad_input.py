@@ -434,7 +434,7 @@ class TestTooLittleMemory:
         tight = self.of(needed / 0.98 / (1 << 30) - 0.1)
         found = refusals(make, hardware=tight)["graphs.batch_sizes"]
         assert (
-            found.fix.startswith('graphs.use = "eager"; or less to capture')
+            found.fix.startswith('graphs.use = "eager"; or fewer graphs')
             and "graphs " in found.reason
         )
         assert make({"graphs": {"use": "eager"}}, tight).sizes.num_pages > 1
@@ -451,7 +451,10 @@ class TestTooLittleMemory:
             (sum(lines.values()) - lines["graphs"] - lines["activations"] / 2) / 0.98 / (1 << 30)
         )
         found = refusals(make, hardware=tight)["scheduler.chunk_size"]
-        assert found.fix == "scheduler.chunk_size smaller, and scheduler.max_running_requests"
+        assert (
+            found.fix
+            == "a smaller scheduler.chunk_size, and a smaller scheduler.max_running_requests"
+        )
         followed = {
             "scheduler": {"chunk_size": 256, "max_running_requests": 8},
             "graphs": {"use": "eager"},

@@ -201,7 +201,7 @@ def test_knobs_that_cannot_be_met(
         ),
         (
             {"architectures": ["DeepseekV2ForCausalLM"]},
-            "is a DeepseekV2ForCausalLM, which is no next-token layer",
+            "is a DeepseekV2ForCausalLM, not a next-token layer",
         ),
         (
             {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": None},
@@ -293,7 +293,7 @@ def test_tokenizers_are_compared_by_what_ids_mean(planned: Any, refusals: Any, m
     swapped = make("swapped", ALONE, {"a": 0, "c": 1, "b": 2})
     found = refusals({**config, "speculative": speculative(draft_model=str(swapped))})
     assert [r.field for r in found] == [FIELD]
-    assert "2 token ids mean other text, the first is 1: 'c' against 'b'" in found[0].reason
+    assert "2 token ids have other text, the first is 1: 'c' instead of 'b'" in found[0].reason
 
 
 def test_tokenizers_that_cannot_be_compared(make: Make) -> None:

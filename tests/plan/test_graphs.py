@@ -45,7 +45,7 @@ def test_a_device_captures_by_itself(planned: Any) -> None:
             {"batch_sizes": [1, 8, 300]},
             [1, 8],
             "operator",
-            "given; without 300: 16 sequences run at most",
+            "given; without 300: at most 16 sequences run",
         ),
         (
             {"batch_sizes": [4, 8], "max_batch": 4},
@@ -157,7 +157,7 @@ def test_small_steps_with_prompts_are_captured_too(planned: Any) -> None:
     plan = planned({"dtype": "bfloat16"}, hardware=H200)
     counts, by, why = decided(plan)["graphs.prefill_tokens"]
     assert plan.sizes.pass_tokens == tuple(counts) and counts[0] == 16 and by == "size"
-    assert f"up to {counts[-1]} of {plan.sizes.max_step_tokens} tokens a step" in why
+    assert f"up to {counts[-1]} of {plan.sizes.max_step_tokens} tokens per step" in why
     without = planned({"dtype": "bfloat16", "graphs": {"prefill": False}}, hardware=H200)
     assert without.sizes.pass_tokens == () and "graphs.prefill_tokens" not in decided(without)
 
@@ -178,7 +178,7 @@ def test_small_steps_with_prompts_are_captured_too(planned: Any) -> None:
             {"prefill_tokens": [64, 8, 5000]},
             [8, 64],
             "operator",
-            "without 5000: a step has 144 at most",
+            "without 5000: a step has at most 144 tokens",
         ),
         (
             {"prefill_tokens": [64, 8], "max_prefill_tokens": 32},
@@ -190,9 +190,9 @@ def test_small_steps_with_prompts_are_captured_too(planned: Any) -> None:
             {"max_prefill_tokens": 40},
             [16, 32, 40],
             "size",
-            "default, up to 40 of 144 tokens a step",
+            "default, up to 40 of 144 tokens per step",
         ),
-        ({}, [16, 32, 64, 128, 144], "size", "default, up to 144 of 144 tokens a step"),
+        ({}, [16, 32, 64, 128, 144], "size", "default, up to 144 of 144 tokens per step"),
     ],
 )
 def test_token_counts(

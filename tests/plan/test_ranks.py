@@ -93,13 +93,13 @@ def refusals(planned: Any) -> Refusals:
         (
             strategies(("dp_attention", 2), ("tensor", 4), ("ep_moe", 2)),
             "parallel.1.use",
-            "each refines those before it",
+            "each subdivides the ranks of those before it",
             "in the order tensor, ep_moe, dp_attention",
         ),
         (
             strategies(("tensor", 4), ("dp_attention", 2), ("ep_moe", 2)),
             "parallel.2.use",
-            "each refines those before it",
+            "each subdivides the ranks of those before it",
             "in the order tensor, ep_moe, dp_attention",
         ),
         (
@@ -258,13 +258,13 @@ def test_several_ranks_take_an_executor_that_has_them(planned: Any, cpu: Hardwar
         (
             strategies(("tensor", 1), executor={"use": "torchrun", "hosts": 2}),
             "executor.hosts",
-            "1 ranks do not spread evenly over 2 hosts",
+            "1 ranks cannot be split evenly over 2 hosts",
             "executor.hosts = 1 (--nnodes)",
         ),
         (
             strategies(("tensor", 16), executor={"use": "multiprocess"}),
             "executor.use",
-            "stays on one host",
+            "uses one host",
             "torchrun",
         ),
         (

@@ -95,7 +95,7 @@ def drafter(**offers: Any) -> Component:
         (
             {"weights": {}},
             "weights.use",
-            "only happens on request",
+            "must be requested",
             'a folder with weights (safetensors), or weights.use = "random" for made-up ones',
         ),
         ({"context_length": 5000}, "context_length", "4096 positions", "4096"),
@@ -447,7 +447,7 @@ def test_no_candidate_fits(refused) -> None:
     """
     found = refused({"weights": {}})
     reason = found["weights.use"].reason
-    assert "safetensors reads safetensors" in reason and "only happens on request" in reason
+    assert "safetensors reads safetensors" in reason and "must be requested" in reason
 
 
 def test_parse_errors_are_config_errors_and_the_rest_are_not(planned) -> None:

@@ -1,6 +1,4 @@
-"""What captured graphs take: the plan's estimate, and for which batch sizes and token counts there
-are some. No torch.
-"""
+"""Captured graphs: their batch sizes and token counts, and their estimated memory. No torch."""
 
 from __future__ import annotations
 
@@ -16,48 +14,55 @@ from glowplug.core.plugin.options import GraphOptions
 from glowplug.core.plugin.slots import CAPTURED_SLOTS
 
 MIB = 1 << 20
-PAGE = 64  #: tokens a page, near enough for what page tables take
-# NOTE: the driver's, fitted to six engines on an H200: 3 and 27 layers, 26 and 34 batch sizes, with
-# a draft and without
-FIXED = 80 * MIB  #: what it takes however many graphs there are
-PER_SIZE = 5 * MIB // 8  #: what the graphs of one batch size take for sampling
-PER_LAYER = (
-    MIB // 20
-)  #: what it takes for a layer in the graphs of one batch size: parameters of its kernels
-PER_PIECE = 7 * MIB // 64  #: the same of one token count, whose layers are graphs of their own
-PER_DRAFT = (
-    MIB // 3
-)  #: a graph of one batch size beside the model's: a draft's pass, or where tokens go
-EXTENDED = (
-    3 * 8
-    #: of each token that a draft's pass begins with, beside a hidden state: its id, position and slot
-)
-STREAM = 32 * MIB  #: cuBLAS's workspace for the stream that captures
-GROWN = 12 * MIB  #: what segments that grow by 20 MiB have to spare
-SAMPLED = 1.03  #: logits with what a captured step makes of them
-GRAIN = 32 * MIB  #: what blocks of the largest pass's tensors have to spare, at most
-FEW = GRAIN // 2  #: the same of the largest decoding step
+PAGE = 64  #: tokens per page, exact enough for the size of page tables
+# NOTE: memory of the driver, fitted to six engines on an H200: 3 and 27 layers, 26 and 34 batch
+# sizes, with a draft and without
+FIXED = 80 * MIB  #: bytes of the driver that do not depend on the number of graphs
+PER_SIZE = 5 * MIB // 8  #: bytes of the driver for sampling in the graphs of one batch size
+#: bytes of the driver for a layer in the graphs of one batch size: parameters of its kernels
+PER_LAYER = MIB // 20
+PER_PIECE = 7 * MIB // 64  #: bytes of the driver for a layer of one token count, a graph of its own
+#: bytes of the driver for a further graph of one batch size: a draft's pass, or token positions
+PER_DRAFT = MIB // 3
+#: bytes of a token's id, position and kv slot, inputs of a draft's pass beside the hidden state
+EXTEND_INDEX_BYTES = 3 * 8
+STREAM = 32 * MIB  #: bytes of cuBLAS's workspace for the capturing stream
+SEGMENT_SLACK = 12 * MIB  #: unused bytes of expandable segments, which grow by 20 MiB
+#: memory of logits and of a captured step's results from them, in copies of the logits
+LOGIT_COPIES = 1.03
+PASS_SLACK = 32 * MIB  #: most unused bytes in the blocks of the largest pass's tensors
+DECODE_SLACK = PASS_SLACK // 2  #: most unused bytes in the blocks of the largest decode step
 
 
 def driver_bytes(
     sizes: int, layers: int, counts: int = 0, drafts: int = 0, extends: int = 0
 ) -> int:
-    """What the driver takes for the graphs of so many batch sizes and token counts of a model,
-    before which ``drafts`` passes run. Those have a graph each, and their places and the step's own
-    one more. ``extends``: token counts for which a draft's pass over a step's tokens is a graph."""
+    """Return the memory of the driver for graphs.
+
+    Args:
+        sizes: number of batch sizes.
+        layers: number of layers of the model.
+        counts: number of token counts.
+        drafts: passes of the draft model before a step. Each has a graph of its own, and there are
+            two more: for the positions of the draft's tokens and for those of the step's.
+        extends: number of token counts for which the draft's pass over a step's tokens is captured.
+    """
     beside = drafts + 2 if drafts else 0
     of_passes = (layers * counts + extends) * PER_PIECE
     return FIXED + sizes * (PER_SIZE + beside * PER_DRAFT + layers * PER_LAYER) + of_passes
 
 
 def pool_bytes(decoding: int, passing: int, grows: bool = False) -> int:
-    """The pool that all graphs share, from what the allocator takes for the largest decoding step
-    and for the largest
-    pass alone. ``grows``: the allocator's segments do.
+    """Return the bytes of the pool that all graphs share.
 
-    Decoding steps are captured first. The blocks of a larger pass do not fit in theirs, while
-    blocks that are larger, or grow, hold most of a pass (on an H200: V3's pool 2,063 MiB of 499 and
-    1,564; V2-Lite's 307 of 282 and 181).
+    Decode steps are captured first. Blocks of a larger pass do not fit into theirs. If the decode
+    steps' blocks are larger, or segments are expandable, they can hold most of the pass (on an
+    H200: V3's pool is 2,063 MiB for 499 and 1,564 MiB, V2-Lite's 307 MiB for 282 and 181 MiB).
+
+    Args:
+        decoding: bytes that the allocator takes for the largest decode step alone.
+        passing: bytes that it takes for the largest captured pass with prompts alone.
+        grows: the allocator uses expandable segments.
     """
     if passing > decoding and not grows:
         return decoding + passing
@@ -65,12 +70,17 @@ def pool_bytes(decoding: int, passing: int, grows: bool = False) -> int:
 
 
 def grown_pool_bytes(step: int, logits: int, passing: int) -> int:
-    """The same where the allocator grows its segments, from what tensors take: a decoding step's
-    layers and its logits, one after the other, and the largest pass (one shape on an H200, and the
-    largest pass of another).
+    """Return the bytes of the graphs' pool with expandable segments.
+
+    The formula was fitted on an H200: to one shape, and to the largest pass of another.
+
+    Args:
+        step: bytes of tensors in the layers of the largest decode step.
+        logits: bytes of its logits, which follow the layers.
+        passing: bytes of tensors in the largest captured pass with prompts.
     """
     decoding = max(step, logits)
-    return pool_bytes(decoding, passing, grows=True) + min(GRAIN, decoding)
+    return pool_bytes(decoding, passing, grows=True) + min(PASS_SLACK, decoding)
 
 
 def kept_bytes(
@@ -82,20 +92,34 @@ def kept_bytes(
     grows: bool = False,
     extends: Sequence[int] = (),
 ) -> int:
-    """What stays beside the graphs' pool: a page table of ``columns`` for each batch size, what
-    attention leaves behind in the largest pass and what the largest of a draft's, of ``extends``
-    tokens, begins with, in numbers of ``element``
-    bytes, and a workspace. ``grows``: the allocator's segments do."""
+    """Return the bytes that graphs keep beside their pool.
+
+    These are a page table for each batch size, the results of attention in the largest pass, the
+    inputs of the largest draft pass, and a workspace.
+
+    Args:
+        sizes: captured batch sizes.
+        counts: captured token counts.
+        columns: columns of a page table.
+        element: bytes of an element in the compute dtype.
+        grows: the allocator uses expandable segments.
+        extends: captured token counts of the draft's pass over a step's tokens.
+    """
     width = model.num_heads * stated(model, "v_head_dim", model.head_dim) * element
-    begins = max(extends, default=0) * (model.hidden_size * element + EXTENDED)
+    begins = max(extends, default=0) * (model.hidden_size * element + EXTEND_INDEX_BYTES)
     return (
-        STREAM + GROWN * grows + sum(sizes) * columns * 4 + max(counts, default=0) * width + begins
+        STREAM
+        + SEGMENT_SLACK * grows
+        + sum(sizes) * columns * 4
+        + max(counts, default=0) * width
+        + begins
     )
 
 
 def pass_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
-    """Token counts whose passes are captured: none on several ranks, which exchange rows of each
-    step's own number.
+    """Return the token counts for which passes with prompts are captured.
+
+    None are captured on several ranks, because the number of exchanged rows differs between steps.
     """
     runner = draft.first("graphs")
     if runner is None or not isinstance(runner.options, GraphOptions) or draft.values["ranks"] > 1:
@@ -106,9 +130,10 @@ def pass_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
 
 
 def extend_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
-    """Token counts for which a draft's pass over a step's tokens is captured: those of the target's
-    passes, where all that takes part allows it. Attention only stores in it, as in the captured
-    steps of decoding rows.
+    """Return the token counts for which the draft's pass over a step's tokens is captured.
+
+    They are those of the target's passes if all components of the pass can be captured. Attention
+    only stores keys and values in this pass, as in the captured decode steps.
     """
     taking = [
         chosen for slot in (*CAPTURED_SLOTS, "speculative") for chosen in draft.chosen.get(slot, ())
@@ -120,8 +145,15 @@ def extend_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
 
 
 def short_steps(draft: Draft, rows: int, context: int) -> tuple[int, tuple[int, ...]]:
-    """``Sizes.short_keys`` and ``Sizes.short_rows`` where ``rows`` sequences of at most ``context``
-    tokens may run: on one rank, since others' rows may be longer, and without drafts."""
+    """Return ``Sizes.short_keys`` and ``Sizes.short_rows``; (0, ()) if there are no such graphs.
+
+    They are captured on one rank only, because other ranks may have longer rows, and only without
+    drafts.
+
+    Args:
+        rows: most running sequences.
+        context: longest sequence in tokens.
+    """
     runner = draft.first("graphs")
     attention = draft.first("attention")
     if runner is None or not isinstance(runner.options, GraphOptions) or attention is None:
@@ -144,12 +176,16 @@ def short_steps(draft: Draft, rows: int, context: int) -> tuple[int, tuple[int, 
 def graph_line(
     draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[int], int]
 ) -> BudgetLine | None:
-    """Where ``rows`` sequences may run, in steps of ``step_tokens`` at most; ``step_bytes`` of a
-    number of tokens: what activations of such a step take. None without graphs. Says in the plan
-    which batch sizes and token counts are captured.
+    """Return the budget line of the graphs; None without graphs.
 
-    All graphs share one pool. A decoding step's logits, with what sampling makes of them, find no
-    room in the blocks that its activations have left, unless segments grow.
+    The captured batch sizes and token counts are recorded as decisions. All graphs share one pool.
+    Without expandable segments, the logits of a decode step, and the tensors of sampling, do not
+    fit into the blocks that its activations have freed.
+
+    Args:
+        rows: most running sequences.
+        step_tokens: most tokens of a step.
+        step_bytes: function from a number of tokens to the activation bytes of such a step.
     """
     runner = draft.first("graphs")
     if runner is None or not isinstance(runner.options, GraphOptions):
@@ -171,14 +207,16 @@ def graph_line(
             extends
         )
     tokens = sizes[-1] * draft.values["width"]
-    logits = int(tokens * draft.facts.model.vocab_size * 4 * SAMPLED)
+    logits = int(tokens * draft.facts.model.vocab_size * 4 * LOGIT_COPIES)
     decoding = step_bytes(tokens)
     passing = step_bytes(counts[-1]) if counts else 0
     grows = draft.values["growing_segments"]
     if grows:
         pool = grown_pool_bytes(decoding, logits, passing)
     else:
-        pool = pool_bytes(decoding + min(FEW, decoding) + logits, passing + min(GRAIN, passing))
+        pool = pool_bytes(
+            decoding + min(DECODE_SLACK, decoding) + logits, passing + min(PASS_SLACK, passing)
+        )
     columns = context // PAGE + 1
     model = draft.facts.model
     drafts = draft.values["lookahead"]
@@ -190,7 +228,7 @@ def graph_line(
 
 
 def _decide(draft: Draft, sizes: tuple[int, ...], rows: int) -> None:
-    """The list as it is captured: the operator's without what cannot run, or the default."""
+    """Record the captured batch sizes: the given ones that can run, or the default."""
     asked = getattr(draft.config.graphs, "batch_sizes", None)
     if asked is None:
         draft.decide(
@@ -204,22 +242,23 @@ def _decide(draft: Draft, sizes: tuple[int, ...], rows: int) -> None:
     left_out = sorted(set(asked) - set(sizes))
     if left_out:
         limit = (
-            f"{rows} sequences run at most" if left_out[-1] > rows else "graphs.max_batch is lower"
+            f"at most {rows} sequences run" if left_out[-1] > rows else "graphs.max_batch is lower"
         )
         why += f"; without {', '.join(map(str, left_out))}: {limit}"
     draft.decide("graphs.batch_sizes", list(sizes), by, why)
 
 
 def _decide_counts(draft: Draft, counts: tuple[int, ...], step_tokens: int) -> None:
+    """Record the captured token counts: the given ones that can occur, or the default."""
     asked = getattr(draft.config.graphs, "prefill_tokens", None)
     by = "size"
-    why = f"default, up to {counts[-1]} of {step_tokens} tokens a step"
+    why = f"default, up to {counts[-1]} of {step_tokens} tokens per step"
     if asked is not None:
         left_out = sorted(set(asked) - set(counts))
         by, why = draft.source("graphs.prefill_tokens") or ("operator", "")
         if left_out:
             limit = (
-                f"a step has {step_tokens} at most"
+                f"a step has at most {step_tokens} tokens"
                 if left_out[-1] > step_tokens
                 else "graphs.max_prefill_tokens is lower"
             )

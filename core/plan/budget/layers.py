@@ -1,9 +1,8 @@
-"""Activations of a step on a device: what layers hold at once while they pass a step's tokens on.
-No torch.
+"""Activations of a step on a device: the peak memory of the layers. No torch.
 
-The order of ``core.layers``: a layer's caller keeps the layer's own input and residual until the
-layer returns; beside them stand the residual after a norm, the normed tokens in the format of who
-reads them, and what attention or a feed-forward holds by itself.
+The formulas follow ``core.layers``. A layer's caller holds the layer's input and residual until the
+layer returns. The layer itself holds the residual after a norm, the normed tokens in the format of
+their reader, and the memory of attention or of the feed-forward block.
 """
 
 from __future__ import annotations
@@ -19,13 +18,20 @@ from glowplug.core.plugin.component import Chosen
 from glowplug.core.plugin.offers import AttentionOffers, OpsOffers, QuantizationOffers
 from glowplug.core.plugin.options import QuantizationOptions
 
-INDICES = 40  #: bytes a token of ids, positions and slots, as they are sent and as layers read them
+#: bytes per token of ids, positions and kv slots, in the form sent to the device and in the layers'
+INDICES = 40
 
 
 @dataclass(frozen=True)
 class StepTokens:
-    """``own``: tokens of this rank's group; ``gathered``: of all groups, which feed-forward layers
-    work on; ``longest`` of one row, behind ``cached`` ones."""
+    """The token counts of a step.
+
+    Attributes:
+        own: tokens of this rank's dp group.
+        gathered: tokens of all groups, which feed-forward layers compute.
+        longest: most tokens of one row.
+        cached: cached tokens before those of this row.
+    """
 
     own: int
     gathered: int
@@ -34,7 +40,19 @@ class StepTokens:
 
 
 class LayerBytes:
-    """Formulas of one plan under construction."""
+    """Formulas for the activations of one proposal, in bytes.
+
+    Attributes:
+        model: facts of the model.
+        mesh: mesh axis -> size.
+        dtype: compute dtype.
+        element: bytes of an element in the compute dtype.
+        alone: the plan has one rank.
+        heads: attention heads on a rank.
+        rope: rotary elements of a head.
+        value: elements of a head's value.
+        key: elements of a head's query or key.
+    """
 
     def __init__(self, draft: Draft) -> None:
         self.model = draft.facts.model
@@ -69,11 +87,14 @@ class LayerBytes:
 
     @property
     def latent(self) -> bool:
+        """Attention is MLA, with a latent cache."""
         return self.model.kind == "mla"
 
     def claimed(self, tokens: int) -> int:
-        """What torch's allocator takes for a step of so many tokens on every rank, without the
-        blocks' own granularity.
+        """Return the bytes that torch's allocator takes for a step, without rounding up of blocks.
+
+        Args:
+            tokens: tokens of the step in each dp group.
         """
         gathered = tokens * self.mesh.get("dp", 1)
         mixed = any(is_moe_layer(self.model, layer) for layer in range(self.model.num_layers))
@@ -81,13 +102,13 @@ class LayerBytes:
         return self.activations(StepTokens(tokens, gathered, tokens)) + extra
 
     def activations(self, step: StepTokens) -> int:
-        """The most that a step's layers hold, its indices and rotations among it."""
+        """Return the peak memory of a step's layers, including its indices and rotations."""
         model = self.model
         hidden = self.model.hidden_size
         stream = step.own * hidden * self.element
         normed = self.cast(step.own, hidden)
         most = 0
-        # what the layer's caller holds
+        # bytes that the layer's caller holds
         before = stream
         kept = 0
         seen = set[tuple[bool, int, int]]()
@@ -108,17 +129,18 @@ class LayerBytes:
         return most + step.own * (INDICES + self.rope * SHOWN)
 
     def cast(self, tokens: int, size: int) -> int:
-        """``tokens`` of ``size`` numbers as linear layers read them."""
+        """Return the bytes of activations [tokens, size] in the format that linear layers read."""
         return int(tokens * size * (self._cast or self.element))
 
     def both(self, tokens: int) -> int:
-        """As the gate reads them, and as experts do where that differs."""
+        """Return the bytes of tokens in the gate's format, and in the experts' if it differs."""
         plain = tokens * self.model.hidden_size * self.element
         return plain + (self.cast(tokens, self.model.hidden_size) if self._cast else 0)
 
     # ---- attention -------------------------------------------------------------------------------
 
     def attention(self, step: StepTokens) -> int:
+        """Return the peak memory of an attention layer beside its normed input."""
         model = self.model
         tokens = step.own
         element = self.element
@@ -146,9 +168,8 @@ class LayerBytes:
         )
         if not self.latent:
             keys = -(-model.num_kv_heads // axis_size("attn_tp", self.mesh)) * self.key
-            held = (
-                tokens * (query + 2 * keys + query + keys) * element
-            )  # projected, and what is rotated of it
+            # projections, and the rotated queries and keys
+            held = tokens * (query + 2 * keys + query + keys) * element
             return held + max(work, output)
         lora = stated(model, "q_lora_rank")
         projected = tokens * ((lora or query) + entry) * element
@@ -158,6 +179,7 @@ class LayerBytes:
     # ---- feed-forward ----------------------------------------------------------------------------
 
     def dense(self, tokens: int) -> Work:
+        """Return the memory of a dense feed-forward layer."""
         return self._gated(
             tokens,
             -(
@@ -167,12 +189,13 @@ class LayerBytes:
         )
 
     def _gated(self, tokens: int, width: int) -> Work:
-        """Gate and up, then their product, then the layer's output."""
+        """Return the memory of gate and up projections, their product and the output."""
         out = tokens * self.model.hidden_size * self.element
         inner = self.cast(tokens, width)
         return Work(max(2 * tokens * width * self.element + inner, inner + out), out)
 
     def experts(self, tokens: int) -> Work:
+        """Return the memory of a layer of routed experts, with its shared expert."""
         model = self.model
         inter = -(-stated(model, "moe_intermediate_size") // axis_size("moe_tp", self.mesh))
         count = -(-model.n_routed_experts // axis_size("ep", self.mesh))
@@ -203,8 +226,9 @@ class LayerBytes:
 
 
 def _scheme(chosen: Chosen | None, device: str) -> tuple[QuantizationOffers, float]:
-    """What the scheme offers, and bytes a number as its products read activations; 0: in the
-    compute dtype.
+    """Return the scheme's offers, and the bytes of an activation element as its GEMMs read it.
+
+    The bytes are 0 for the compute dtype.
     """
     if chosen is None or not isinstance(chosen.offers, QuantizationOffers):
         return QuantizationOffers(), 0.0

@@ -1,8 +1,7 @@
-"""Pass five: numbers and bytes. What each rank sets aside, by name, and what is left for the KV
-cache. No torch.
+"""Pass five: sizes and the byte budget of each rank, with the rest for the KV cache. No torch.
 
-Estimates here decide whether a plan can run at all and how many pages it gets. On a device each
-rank measures before the port opens, and the KV cache then takes what is really left
+These estimates decide whether a plan can run and how many pages it gets. On a device, each rank
+measures its memory before the port opens, and the KV cache gets the memory that is really left
 (``core/startup/page_fit.py``).
 """
 
@@ -30,16 +29,22 @@ from glowplug.core.plugin.offers import (
 from glowplug.core.plugin.options import DEVICE_DEFAULTS, QuantizationOptions
 
 GIB = 1 << 30
-CPU_SHARE = 0.7  #: of the memory, so that the machine stays usable
-CPU_KV_CAP = 4 * GIB  #: a CPU plan takes no more for the KV cache unless told to
-KV_SPARE = 4  #: times what sequences in flight can use at most, for the prefix cache
-CUDA_RESERVE = 0.02  #: of the device, left free
+CPU_SHARE = 0.7  #: share of a CPU's memory that is used, so that the machine stays usable
+CPU_KV_CAP = 4 * GIB  #: most bytes of the KV cache on a CPU by default
+KV_SPARE = 4  #: largest default pool, as a multiple of the pages that running sequences can use
+CUDA_RESERVE = 0.02  #: share of a device's memory that is left free
 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory of one rank in bytes: ``total``, the ``memory`` that it is a share of, and what is
-    left after the fixed lines."""
+    """Memory of one rank.
+
+    Attributes:
+        total: bytes that the rank may use.
+        memory: bytes of memory of which ``total`` is a share.
+        shown: ``total`` as text.
+        left: bytes left after the fixed lines of the budget.
+    """
 
     total: int
     memory: int
@@ -48,8 +53,9 @@ class Room:
 
 
 def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
-    """Sizes and the byte budget; None after a refusal. Needs model, attention, quantization and
-    speculative chosen.
+    """Return the sizes and the byte budget; None after a refusal.
+
+    Model, attention, quantization and speculative algorithm must have been chosen.
     """
     device = draft.values["device"]
     rows = _rows(draft, device)
@@ -73,7 +79,7 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
         BudgetLine(
             "kv cache",
             pages * page * token,
-            f"{pages} pages of {page} tokens, {token} bytes a token",
+            f"{pages} pages of {page} tokens, {token} bytes per token",
         )
     ]
     if beside:
@@ -108,7 +114,10 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
 
 
 def _turns(draft: Draft) -> tuple[int, ...]:
-    """Of the tokens that one group of ranks has in a step; its experts see every group's."""
+    """Return ``Sizes.turns``, the token counts of a step of one dp group.
+
+    Experts compute the tokens of all groups, so their token counts are divided by the groups.
+    """
     scheme = draft.first("quantization")
     if (
         draft.values["device"] != "cuda"
@@ -121,9 +130,7 @@ def _turns(draft: Draft) -> tuple[int, ...]:
 
 
 def _page_bounds(draft: Draft, pages: int, rows: int, page: int, context: int) -> dict[str, int]:
-    """Within what bounds a rank may have another number of pages than planned, once it has
-    measured.
-    """
+    """Return the fewest and most pages that a rank may have after measuring its memory."""
     memory = draft.config.memory
     if (
         draft.values["device"] == "cpu"
@@ -170,11 +177,12 @@ def _page(draft: Draft, device: str) -> int:
         wanted = min(
             attention.offers.page_sizes, key=lambda size: abs(size - DEVICE_DEFAULTS[device].page)
         )
-        why = f"what {attention.name} reads"
+        why = f"a size that {attention.name} reads"
     return _given_or(draft, "attention.page_size", draft.config.attention.page_size, wanted, why)
 
 
 def _given_or(draft: Draft, path: str, given: int | None, otherwise: int, why: str) -> int:
+    """Record and return a given value, or ``otherwise`` with the reason ``why``."""
     if given is None:
         draft.decide(path, otherwise, "size", why)
         return otherwise
@@ -183,7 +191,7 @@ def _given_or(draft: Draft, path: str, given: int | None, otherwise: int, why: s
 
 
 def _grows(draft: Draft, device: str) -> bool:
-    """Return whether torch's allocator grows its segments; decided on a device that has any."""
+    """Return whether torch's allocator uses expandable segments; False on a CPU."""
     path = "memory.growing_segments"
     asked = draft.config.memory.growing_segments
     source = draft.source(path)
@@ -197,15 +205,15 @@ def _grows(draft: Draft, device: str) -> bool:
         path,
         not against,
         "size",
-        f"auto: {against or 'steps and graphs take less, the KV cache more'}",
+        f"auto: {against or 'steps and graphs take less memory, the KV cache gets more'}",
     )
     return not against
 
 
 def _against_growing(draft: Draft) -> str:
-    """Why "auto" leaves segments as they come; "" where they grow."""
+    """Return the reason why "auto" does not use expandable segments; "" if it does."""
     if draft.values["ranks"] > 1:
-        return f"not run on several cards, and these are {draft.values['ranks']} ranks"
+        return f"not tested with several ranks, and the plan has {draft.values['ranks']}"
     collectives = draft.first("collectives")
     if collectives is None:
         return ""
@@ -213,9 +221,7 @@ def _against_growing(draft: Draft) -> str:
     return (
         ""
         if collectives.offers.growing_segments
-        else (
-            f"{collectives.name} shares torch's memory by handles that growing segments do not have"
-        )
+        else (f"{collectives.name} shares memory by handles that expandable segments do not have")
     )
 
 
@@ -223,7 +229,7 @@ def _against_growing(draft: Draft) -> str:
 
 
 def _weights(draft: Draft) -> list[BudgetLine]:
-    """Bytes of the weights on each rank, the next-token layer apart."""
+    """Return the lines of the weights, and of the draft's weights."""
     scheme = draft.first("quantization")
     assert scheme is not None and isinstance(scheme.offers, QuantizationOffers)
     assert isinstance(scheme.options, QuantizationOptions)
@@ -246,6 +252,12 @@ def _weights(draft: Draft) -> list[BudgetLine]:
 def _weight_line(
     draft: Draft, name: str, model: ModelFacts, elements: Tally, storage: Storage, drafts: bool
 ) -> BudgetLine:
+    """Return the line of one model's weights.
+
+    Args:
+        elements: element counts by kind.
+        drafts: the line is that of the first next-token layer.
+    """
     ranks = draft.values["ranks"]
     how = "tensor headers" if model.tensors else "arithmetic from config.json"
     held = weights_by_rank(elements, model, draft.values["mesh"], ranks, storage, drafts)
@@ -255,6 +267,7 @@ def _weight_line(
 
 
 def _room(draft: Draft, device: str, fixed: list[BudgetLine]) -> Room:
+    """Return the memory of a rank after the fixed lines."""
     machine = draft.facts.hardware
     fraction = draft.config.memory.fraction
     used = sum(line.bytes for line in fixed)
@@ -278,6 +291,7 @@ def _room(draft: Draft, device: str, fixed: list[BudgetLine]) -> Room:
 
 
 def _too_big(draft: Draft, fixed: list[BudgetLine], room: Room) -> Refusal:
+    """Return the refusal of a plan whose fixed lines leave no memory for the KV cache."""
     needed = room.total - room.left
     needs = ", ".join(f"{line.name} {human(line.bytes)}" for line in fixed)
     field, fix = _smaller(draft, {line.name: line.bytes for line in fixed}, room, needed)
@@ -290,7 +304,7 @@ def _too_big(draft: Draft, fixed: list[BudgetLine], room: Room) -> Refusal:
 
 
 def _smaller(draft: Draft, lines: dict[str, int], room: Room, needed: int) -> tuple[str, str]:
-    """The field that stands in the way, and what to write there."""
+    """Return the field to change so that the fixed lines fit, and the fix."""
     share = needed / room.memory
     default = CPU_SHARE if draft.values["device"] == "cpu" else 1 - CUDA_RESERVE
     if draft.config.memory.fraction is not None and share < 1 - CUDA_RESERVE:
@@ -302,13 +316,13 @@ def _smaller(draft: Draft, lines: dict[str, int], room: Room, needed: int) -> tu
     reserved = lines.get(RESERVED, 0)
     if reserved > lines.get("graphs", 0) and needed - reserved < room.total:
         return "attention.use", (
-            'attention.use = "auto"; or its page tables smaller: a shorter context_length, fewer '
+            'attention.use = "auto"; or smaller page tables: a shorter context_length, fewer '
             "scheduler.max_running_requests"
         )
     if needed - lines.get("graphs", 0) < room.total:
         return "graphs.batch_sizes", (
-            'graphs.use = "eager"; or less to capture: a shorter list, graphs.max_batch '
-            "smaller, graphs.prefill = false"
+            'graphs.use = "eager"; or fewer graphs: a shorter list, a smaller graphs.max_batch, '
+            "graphs.prefill = false"
         )
     steps = {"activations": "scheduler.chunk_size", "logits": "scheduler.max_running_requests"}
     if (
@@ -316,24 +330,24 @@ def _smaller(draft: Draft, lines: dict[str, int], room: Room, needed: int) -> tu
         < room.total
     ):
         first, second = sorted(steps, key=lambda name: -lines.get(name, 0))
-        return steps[first], f"{steps[first]} smaller, and {steps[second]}"
-    fix = "more memory a rank: a larger machine, more ranks, or a quantized checkpoint"
+        return steps[first], f"a smaller {steps[first]}, and a smaller {steps[second]}"
+    fix = "more memory per rank: a larger machine, more ranks, or a quantized checkpoint"
     return "model", fix + (', or dtype = "bfloat16"' if draft.values["dtype"] == "float32" else "")
 
 
 def kv_token_bytes(draft: Draft) -> int:
-    """Bytes of KV cache one token takes on a rank, over all layers."""
+    """Return the bytes of KV cache of one token on a rank, over all layers."""
     model = draft.facts.model
     layers: int = model.num_layers + draft.values["draft_layers"]
     element = DTYPE_BYTES[draft.values["kv_dtype"]]
-    if model.kind == "mla":  # the latent is the same for every head, so every rank holds all of it
+    if model.kind == "mla":  # all heads share the latent, so every rank holds all of it
         return layers * (model.kv_lora_rank + model.qk_rope_head_dim) * element
     heads = max(1, -(-model.num_kv_heads // axis_size("attn_tp", draft.values["mesh"])))
     return layers * 2 * heads * model.head_dim * element
 
 
 def page_state_bytes(draft: Draft) -> int:
-    """Bytes that a draft keeps of each page beside the cache: one hidden state of the target."""
+    """Return the bytes kept for a draft beside each page: one hidden state of the target, or 0."""
     speculative = draft.first("speculative")
     assert speculative is not None and isinstance(speculative.offers, SpeculativeOffers)
     if not (speculative.offers.nextn_layer and speculative.offers.first_key):
@@ -342,7 +356,7 @@ def page_state_bytes(draft: Draft) -> int:
 
 
 def _remark_draft(draft: Draft) -> None:
-    """More next-token layers than are used are worth a word."""
+    """Add a remark if only the first of several next-token layers is used."""
     layers = (draft.facts.draft or draft.facts.model).nextn_layers
     if draft.values["draft_layers"] and layers > 1:
         draft.decide(
@@ -355,7 +369,7 @@ def _remark_draft(draft: Draft) -> None:
 
 
 def _pages(draft: Draft, room: Room, page_bytes: int, rows: int, page: int) -> int | None:
-    """Pages of the KV pool, the scratch page included; None after a refusal."""
+    """Return the pages of the KV pool with the scratch page; None after a refusal."""
     memory = draft.config.memory
     most = room.left // page_bytes
     if memory.kv_tokens is not None:
@@ -374,7 +388,8 @@ def _pages(draft: Draft, room: Room, page_bytes: int, rows: int, page: int) -> i
                 "size",
                 field,
                 f"{getattr(memory, field[7:])} need {human(asked * page_bytes)} of KV cache; "
-                f"{human(max(0, room.left))} of {room.shown} are left (two pages of {human(page_bytes)} at least)",
+                f"{human(max(0, room.left))} of {room.shown} are left "
+                f"(at least two pages of {human(page_bytes)} are needed)",
                 f"{field} = {max(low, fit)}",
             )
         )
@@ -384,12 +399,14 @@ def _pages(draft: Draft, room: Room, page_bytes: int, rows: int, page: int) -> i
 
 
 def _auto_pages(draft: Draft, most: int, page_bytes: int, rows: int, page: int) -> int | None:
-    """What is left, but no more than the sequences in flight can use (and their prefixes, on a
-    device of its own).
+    """Return the default number of pages; None after a refusal.
+
+    They take the memory that is left, but no more than running sequences can use; on a device,
+    ``KV_SPARE`` times as much, for the prefix cache.
     """
     context = draft.config.context_length or draft.facts.model.max_positions
     each = -(-(context + _ahead(draft)) // page)
-    limits = {most: "what is left of the memory"}
+    limits = {most: "the rest of the memory"}
     if draft.values["device"] == "cpu":
         limits |= {
             rows * each + 1: f"{rows} sequences of {context} tokens",
@@ -416,13 +433,16 @@ def _auto_pages(draft: Draft, most: int, page_bytes: int, rows: int, page: int) 
 
 
 def _ahead(draft: Draft) -> int:
-    """Tokens behind the longest sequence for which there are pages (``Sizes.positions``)."""
+    """Return the positions after the longest sequence that have pages (``Sizes.positions``)."""
     ahead: int = draft.values["width"] + draft.values["lookahead"]
     return ahead
 
 
 def _context(draft: Draft, pages: int, page: int, token: int, room: Room) -> int | None:
-    """Longest sequence: the operator's, or the model's as far as the KV pool holds it."""
+    """Return the longest sequence; None after a refusal.
+
+    By default it is the model's, or the longest that the KV pool can hold.
+    """
     asked = draft.config.context_length
     positions = draft.facts.model.max_positions
     held: int = (pages - 1) * page - _ahead(draft)
@@ -431,7 +451,7 @@ def _context(draft: Draft, pages: int, page: int, token: int, room: Room) -> int
         why = (
             "the model's"
             if context == positions
-            else f"what the KV cache holds (the model's is {positions})"
+            else f"as much as the KV cache holds (the model's is {positions})"
         )
         draft.decide("context_length", context, "size", why, notable=context < positions)
         return context
@@ -441,7 +461,7 @@ def _context(draft: Draft, pages: int, page: int, token: int, room: Room) -> int
             Refusal(
                 "size",
                 "context_length",
-                f"{asked} is beyond the {positions} positions the model was made for",
+                f"{asked} is beyond the model's {positions} positions",
                 f"context_length = {positions}",
             )
         )
@@ -461,7 +481,7 @@ def _context(draft: Draft, pages: int, page: int, token: int, room: Room) -> int
 
 
 def human(count: int) -> str:
-    """Bytes for people: "3.2 GiB"."""
+    """Return a number of bytes as text, such as "3.2 GiB"."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:

@@ -1,6 +1,6 @@
-"""What a step takes beyond weights and cache, estimated before anything is loaded. No torch.
+"""Estimated memory of a step beside weights and KV cache. No torch.
 
-On a device these numbers stand only until the largest steps have been run and measured.
+On a device, measurements replace these estimates after the largest steps have run.
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.offers import AttentionOffers, SamplerOffers
 
 MIB = 1 << 20
-CUDA_RUNTIME = 736 * MIB  #: CUDA context, code of the kernels, libraries' workspaces
-RESERVED = "attention buffers"  #: name of the line of ``AttentionOffers.reserves``
-HOST_COPIES = 3.0  #: float32 logits on a CPU, and what sampling makes of them
-SCORED = 256  #: positions of a prompt whose logits are made at a time (``Runner._score``)
-SCORED_COPIES = 2  #: logits and their log-probabilities
+CUDA_RUNTIME = 736 * MIB  #: bytes of the CUDA context, kernel code and libraries' workspaces
+RESERVED = "attention buffers"  #: name of the budget line for ``AttentionOffers.reserves``
+HOST_COPIES = 3.0  #: memory of float32 logits and of sampling on a CPU, in copies of the logits
+SCORED = 256  #: prompt positions whose logits are computed at a time (``Runner._score``)
+SCORED_COPIES = 2  #: tensors of their size: logits and log-probabilities
 
 
 def workspace_lines(draft: Draft, rows: int, step_tokens: int, device: str) -> list[BudgetLine]:
-    """Activations of the largest step, logits of every row, rotary tables, and what attention,
-    sampling, the CUDA runtime and graphs take."""
+    """Return the budget lines of a step.
+
+    They are activations of the largest step, logits of all rows, rotary tables, and the memory of
+    attention, sampling, CUDA runtime and graphs.
+
+    Args:
+        rows: most running sequences.
+        step_tokens: most tokens of a step.
+    """
     model = draft.facts.model
     lines = [_activation_line(draft, rows, step_tokens), _logit_line(draft, rows, device)]
     if model.kind == "mla" or model.head_dim:
@@ -50,7 +57,7 @@ def workspace_lines(draft: Draft, rows: int, step_tokens: int, device: str) -> l
 
 
 def _attention_line(draft: Draft, rows: int) -> list[BudgetLine]:
-    """What attention reserves before the first step, for rows as long as they may be."""
+    """Return the line of buffers that attention reserves for the longest rows; [] for none."""
     attention = draft.first("attention")
     values = draft.values
     model = draft.facts.model
@@ -87,6 +94,7 @@ def _attention_line(draft: Draft, rows: int) -> list[BudgetLine]:
 
 
 def _sampler(draft: Draft) -> SamplerOffers:
+    """Return the sampler's offers, or default ones without a sampler."""
     sampler = draft.first("sampling")
     return (
         sampler.offers
@@ -96,6 +104,7 @@ def _sampler(draft: Draft) -> SamplerOffers:
 
 
 def _activation_line(draft: Draft, rows: int, step_tokens: int) -> BudgetLine:
+    """Return the line of the activations of the largest step."""
     groups = draft.values["mesh"].get("dp", 1)
     gathered = step_tokens * groups
     how = f"a step of {step_tokens} tokens"
@@ -109,8 +118,10 @@ def _activation_line(draft: Draft, rows: int, step_tokens: int) -> BudgetLine:
 
 
 def _largest_step(draft: Draft, rows: int, step_tokens: int, gathered: int) -> StepTokens:
-    """As ``warmup.most_tokens`` runs it: one row's chunk behind as long a cached one where the
-    context allows it.
+    """Return the largest step, as ``warmup.most_tokens`` runs it.
+
+    Its longest row has a chunk of prompt tokens after the same number of cached tokens, if the
+    context length allows it.
     """
     width = draft.values["width"]
     context = draft.config.context_length or draft.facts.model.max_positions
@@ -121,15 +132,17 @@ def _largest_step(draft: Draft, rows: int, step_tokens: int, gathered: int) -> S
 
 
 def _even_step(draft: Draft, tokens: int) -> int:
-    """A step of few tokens on every rank."""
+    """Return the activation bytes of a step with the same number of tokens in each dp group."""
     return LayerBytes(draft).activations(
         StepTokens(tokens, tokens * draft.values["mesh"].get("dp", 1), tokens)
     )
 
 
 def _logit_line(draft: Draft, rows: int, device: str) -> BudgetLine:
-    """Of every row in a step that samples with all that requests may ask for, or of a prompt that
-    is scored.
+    """Return the line of the logits.
+
+    It covers a step that samples all rows with every sampling parameter, and the scoring of a
+    prompt.
     """
     model = draft.facts.model
     parts = axis_size("attn_tp", draft.values["mesh"])
@@ -151,8 +164,11 @@ def _logit_line(draft: Draft, rows: int, device: str) -> BudgetLine:
 
 
 def _on_host(draft: Draft, own: int, gathered: int) -> int:
-    """Bytes of a step: ``own`` tokens of this rank's group in attention, ``gathered`` of all in
-    feed-forward layers.
+    """Return the bytes of a step on a CPU.
+
+    Args:
+        own: tokens of this rank's dp group, which attention computes.
+        gathered: tokens of all groups, which feed-forward layers compute.
     """
     model = draft.facts.model
     mesh = draft.values["mesh"]
@@ -172,6 +188,7 @@ def _on_host(draft: Draft, own: int, gathered: int) -> int:
 
 
 def _rope_tables(draft: Draft) -> BudgetLine:
+    """Return the line of the rotary tables of the model and of its draft."""
     model = draft.facts.model
     tables = 1 + draft.values["draft_layers"]
     positions = draft.config.context_length or model.max_positions

@@ -1,7 +1,7 @@
-"""Bytes of weights on each rank: which axis splits which class of tensors. Plan zone: no torch.
+"""Bytes of weights on each rank, from the axis that splits each class. Plan zone: no torch.
 
-The strategies' ``shard`` is what really happens; this is the same arithmetic on sums, and a test
-compares the two.
+The strategies' ``shard`` splits the tensors themselves. This module does the same arithmetic on
+sums, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -27,20 +27,25 @@ from glowplug.core.facts.weight_classes import (
     Tally,
 )
 
+#: dtypes of 8-bit weights
 EIGHT_BIT = frozenset({"float8_e4m3fn", "float8_e5m2", "int8"})
-QUANTISED = frozenset(
-    {HEADS, KV_HEADS, KV_UP, WIDTH, SHARED, EXPERTS}
-)  #: by schemes that quantise while loading
-SCALE_BYTES = 4
-HALF_BYTES = 2  #: of a scale or zero of 4-bit weights
+#: roles that schemes quantise while loading
+QUANTISED = frozenset({HEADS, KV_HEADS, KV_UP, WIDTH, SHARED, EXPERTS})
+SCALE_BYTES = 4  #: bytes of a scale of 8-bit weights
+HALF_BYTES = 2  #: bytes of a scale or zero point of 4-bit weights
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How loaded weights are kept: bytes of a number in the compute dtype; whether quantised
-    weights stay as narrow; whether the latent's up-projection is copied once more (a CPU lays it
-    out for absorption); ``online``: bytes of a number that is quantised while loading (0: none is).
-    The latents' projections then count as if they were not.
+    """The form in which loaded weights are kept.
+
+    Attributes:
+        compute: bytes of an element in the compute dtype.
+        keeps: quantised weights stay quantised.
+        copies_latent: a second copy of the latent's up-projection is kept (a CPU lays it out for
+            absorption).
+        online: bytes of an element that is quantised while loading; 0 for none. The projections to
+            the latents then count as if they were not quantised.
     """
 
     compute: int
@@ -57,15 +62,20 @@ def weights_by_rank(
     storage: Storage,
     drafts: bool,
 ) -> tuple[int, ...]:
-    """Bytes on each rank of the target's weights, or (``drafts``) of its first next-token layer."""
+    """Return the bytes of weights on each rank.
+
+    Args:
+        tally: element counts by kind.
+        drafts: count the first next-token layer instead of the target.
+    """
     wanted = {kind: count for kind, count in tally.items() if kind.draft == (0 if drafts else -1)}
-    exchange = "ep" in mesh  # the shared expert then stays within a group
+    exchange = "ep" in mesh  # the shared expert is then split within a dp group
     even = sum(
         _part(count * number_bytes(kind, storage), parts_of(kind.role, model, mesh, exchange))
         for kind, count in wanted.items()
         if kind.role not in (VOCAB, TIED)
     )
-    rows: dict[Kind, float] = {}  # bytes of one row of the vocabulary, over all its tables
+    rows: dict[Kind, float] = {}  # bytes of one row of the vocabulary in all tables
     for kind, count in wanted.items():
         if kind.role in (VOCAB, TIED):
             rows[kind] = count // model.vocab_size * number_bytes(kind, storage)
@@ -76,7 +86,7 @@ def weights_by_rank(
 
 
 def number_bytes(kind: Kind, storage: Storage) -> float:
-    """Bytes that one number of a class takes once loaded."""
+    """Return the bytes of one element of a class after loading."""
     if kind.scale:
         return (SCALE_BYTES if kind.dtype == SCALE else HALF_BYTES) if storage.keeps else 0
     narrow = 0.5 if kind.dtype == INT4 else 1
@@ -97,7 +107,11 @@ def number_bytes(kind: Kind, storage: Storage) -> float:
 
 
 def parts_of(role: str, model: ModelFacts, mesh: Mapping[str, int], exchange: bool) -> int:
-    """Ranks that share one copy of a class; the vocabulary is dealt by rows instead."""
+    """Return the number of ranks that share one copy of a class, other than the vocabulary's.
+
+    Args:
+        exchange: the mesh has an "ep" axis.
+    """
     tp = axis_size("tp", mesh)
     attention = axis_size("attn_tp", mesh)
     if role in (HEADS, KV_UP):
@@ -106,11 +120,11 @@ def parts_of(role: str, model: ModelFacts, mesh: Mapping[str, int], exchange: bo
         return min(attention, model.num_kv_heads)
     if role == SHARED:
         return attention if exchange else tp
-    return tp if role in (WIDTH, EXPERTS) else 1  # experts: ep blocks of moe_tp slices each
+    return tp if role in (WIDTH, EXPERTS) else 1  # experts: ep blocks with moe_tp slices each
 
 
 def vocabulary_rows(vocab: int, mesh: Mapping[str, int], rank: int) -> int:
-    """Rows of embedding and head on a rank: equal slices, the last ones shorter."""
+    """Return the rows of embedding and head on a rank: equal slices, the last ones shorter."""
     return deal(vocab, axis_size("attn_tp", mesh), coordinates(rank, mesh).get("attn_tp", 0))[1]
 
 

@@ -1,6 +1,7 @@
-"""Generic checks of components against facts and of what takes part in a step. Plan zone: no torch.
+"""Generic checks of components against facts and against one another. Plan zone: no torch.
 
-Pure functions over the draft that read offers and facts, never names; ``checking.py`` runs them.
+They are pure functions of the proposal that read offers and facts, never names. ``checks/rules.py``
+runs them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from glowplug.core.plugin.offers import (
 from glowplug.core.plugin.requirements import installation, missing_packages
 from glowplug.core.plugin.slots import SLOTS, Slot
 
-#: more checks, which register themselves when they are imported
+#: modules with further checks, which are registered when the modules are imported
 MODULES = (checks_draft, checks_ranks, last_layer_choice)
 
 
@@ -47,7 +48,7 @@ MODULES = (checks_draft, checks_ranks, last_layer_choice)
 def component_checks(
     draft: Draft, slot: Slot, component: Component, chosen: Chosen
 ) -> Iterator[Refusal]:
-    """Contract, device, compute capability, dtype, packages."""
+    """Refuse a wrong contract, device, compute capability or dtype, and missing packages."""
     if component.contract != CONTRACT:
         yield refuse(
             draft,
@@ -60,13 +61,13 @@ def component_checks(
         )
     unfit = list(_device(draft, slot, component.offers, chosen))
     yield from unfit
-    if all(
-        refusal.field != use_field(draft, slot, chosen) for refusal in unfit
-    ):  # else no installation would help
+    # a component that cannot run here would not be helped by installing packages
+    if all(refusal.field != use_field(draft, slot, chosen) for refusal in unfit):
         yield from _packages(draft, slot, component, chosen)
 
 
 def _packages(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> Iterator[Refusal]:
+    """Refuse missing packages."""
     for requirement, found in missing_packages(component, draft.facts.software.packages):
         yield refuse(
             draft,
@@ -80,9 +81,7 @@ def _packages(draft: Draft, slot: Slot, component: Component, chosen: Chosen) ->
 def provider_checks(
     draft: Draft, slot: Slot, component: Component, chosen: Chosen
 ) -> Iterator[Refusal]:
-    """Libraries that the operator named to do a component's products, where the component itself
-    can run.
-    """
+    """Refuse libraries that options choose for GEMMs on CUDA and that are not installed."""
     if draft.values["device"] != "cuda" or not component.uses:
         return
     for name in chosen.options.provider_fields():
@@ -99,6 +98,7 @@ def provider_checks(
 
 
 def _device(draft: Draft, slot: Slot, offers: Offers, chosen: Chosen) -> Iterator[Refusal]:
+    """Refuse a wrong device, compute capability or compute dtype."""
     device = draft.values["device"]
     dtype = draft.values["dtype"]
     machine = draft.facts.hardware
@@ -137,6 +137,7 @@ def _device(draft: Draft, slot: Slot, offers: Offers, chosen: Chosen) -> Iterato
 
 @reads("model")
 def check_architecture(draft: Draft) -> Iterator[Refusal]:
+    """Refuse a model family that does not build the model's architecture."""
     for chosen in draft.chosen["model"]:
         assert isinstance(chosen.offers, ModelOffers)
         if draft.facts.model.architecture not in chosen.offers.architectures:
@@ -152,6 +153,7 @@ def check_architecture(draft: Draft) -> Iterator[Refusal]:
 
 @reads("weights")
 def check_weight_format(draft: Draft) -> Iterator[Refusal]:
+    """Refuse weight sources of another format, and made-up weights that were not requested."""
     chosen = draft.first("weights")
     found = draft.facts.model.format
     if chosen is None:
@@ -164,7 +166,7 @@ def check_weight_format(draft: Draft) -> Iterator[Refusal]:
                 draft,
                 "weights",
                 chosen,
-                f"{chosen.name} makes its weights up, which only happens on request",
+                f"{chosen.name} makes up weights, which must be requested",
                 _with_weights(draft, f'weights.use = "{chosen.name}"'),
             )
     elif found not in formats:
@@ -187,6 +189,11 @@ def check_weight_format(draft: Draft) -> Iterator[Refusal]:
 
 
 def _with_weights(draft: Draft, made_up: str) -> str:
+    """Return the fix for a folder without weights.
+
+    Args:
+        made_up: the setting that selects made-up weights.
+    """
     offered = (found.component.offers for found in draft.plugins.components("weights"))
     formats = {
         name for offers in offered if isinstance(offers, WeightOffers) for name in offers.formats
@@ -198,6 +205,7 @@ def _with_weights(draft: Draft, made_up: str) -> str:
 
 @reads("quantization")
 def check_quantization(draft: Draft) -> Iterator[Refusal]:
+    """Refuse schemes that do not load the checkpoint's quantization or block shape."""
     chosen = draft.first("quantization")
     model = draft.facts.model
     if chosen is None:
@@ -216,9 +224,7 @@ def check_quantization(draft: Draft) -> Iterator[Refusal]:
             "quantization",
             chosen,
             reason if plain else stacking(draft, chosen.name),
-            f"leave quantization out ({native} is chosen by itself)"
-            if "use =" in native
-            else native,
+            f"leave quantization out ({native} is then chosen)" if "use =" in native else native,
         )
     elif method not in offers.reads and not offers.online:
         yield refuse(
@@ -248,14 +254,15 @@ def check_quantization(draft: Draft) -> Iterator[Refusal]:
 
 
 def stacking(draft: Draft, name: str) -> str:
-    """Why a scheme cannot be put on a checkpoint that is quantized already."""
+    """Return the reason why a scheme cannot quantize a quantized checkpoint."""
     return (
-        f"the checkpoint is already quantized ({quantized_as(draft.facts.model)}); {name} on top would quantize it "
-        "a second time"
+        f"the checkpoint is already quantized ({quantized_as(draft.facts.model)}); "
+        f"{name} would quantize it a second time"
     )
 
 
 def quantized_as(model: ModelFacts) -> str:
+    """Return a checkpoint's quantization method and block shape as text."""
     return model.quant_method + (
         f" in {_shape(model.quant_block)} blocks" if model.quant_block else ""
     )
@@ -270,6 +277,7 @@ def _shape(block: tuple[int, int]) -> str:
 
 @reads("attention", "model")
 def check_attention_kind(draft: Draft) -> Iterator[Refusal]:
+    """Refuse attention of another kind than the model's."""
     chosen = draft.first("attention")
     model = draft.first("model")
     if chosen is None or model is None:
@@ -291,6 +299,7 @@ def check_attention_kind(draft: Draft) -> Iterator[Refusal]:
 
 @reads("attention")
 def check_kv_dtype(draft: Draft) -> Iterator[Refusal]:
+    """Refuse a KV cache dtype that attention does not read."""
     chosen = draft.first("attention")
     kv_dtype = draft.values["kv_dtype"]
     if chosen is None:
@@ -317,6 +326,7 @@ def check_kv_dtype(draft: Draft) -> Iterator[Refusal]:
 
 @reads("attention")
 def check_page_size(draft: Draft) -> Iterator[Refusal]:
+    """Refuse a given page size that attention does not read."""
     chosen = draft.first("attention")
     size = draft.config.attention.page_size
     if chosen is None or size is None:
@@ -336,6 +346,7 @@ def check_page_size(draft: Draft) -> Iterator[Refusal]:
 
 @reads("attention", "speculative")
 def check_width(draft: Draft) -> Iterator[Refusal]:
+    """Refuse attention that cannot verify the drafted tokens."""
     chosen = draft.first("attention")
     speculative = draft.first("speculative")
     if chosen is None or speculative is None:
@@ -350,7 +361,7 @@ def check_width(draft: Draft) -> Iterator[Refusal]:
             draft,
             "attention",
             chosen,
-            f"{chosen.name} takes {most} query tokens a row in decode, the "
+            f"{chosen.name} supports {most} query tokens per row in decode, the "
             f"speculative algorithm computes {width}",
             instead(
                 draft,
@@ -371,6 +382,7 @@ def check_width(draft: Draft) -> Iterator[Refusal]:
 
 @reads("attention", "speculative")
 def check_first_key(draft: Draft) -> Iterator[Refusal]:
+    """Refuse attention that reads the first position, which the draft's cache does not hold."""
     chosen = draft.first("attention")
     speculative = draft.first("speculative")
     if chosen is None or speculative is None:
@@ -383,8 +395,8 @@ def check_first_key(draft: Draft) -> Iterator[Refusal]:
             draft,
             "attention",
             chosen,
-            f"{chosen.name} reads every cached position, the draft of "
-            f"{speculative.name} has none for the first token",
+            f"{chosen.name} reads all positions of the cache, but that of {speculative.name}'s "
+            "draft has no entry for the first token",
             instead(draft, "attention", lambda o: o.first_key, 'speculative.use = "none"'),
         )
 
@@ -394,7 +406,7 @@ def check_first_key(draft: Draft) -> Iterator[Refusal]:
 
 @reads("outputs")
 def check_output_kinds(draft: Draft) -> Iterator[Refusal]:
-    """Refuse parsers that make pieces which no answer carries, such as tool calls."""
+    """Refuse parsers of pieces that answers cannot carry, such as tool calls."""
 
     def lost(chosen: Chosen) -> frozenset[str]:
         assert isinstance(chosen.offers, OutputOffers)
@@ -410,7 +422,7 @@ def check_output_kinds(draft: Draft) -> Iterator[Refusal]:
                 "outputs",
                 chosen,
                 f"{chosen.name} makes pieces of kind {listed(lost(chosen))}, which "
-                "no answer carries yet; their text would run into the content",
+                "answers cannot carry yet; their text would become part of the content",
                 f"outputs = [{kept}]; requests that bring tools are refused",
             )
 
@@ -423,7 +435,7 @@ DRAFTING_STEPS = frozenset({Mode.PREFILL, Mode.VERIFY, Mode.DRAFT_DECODE, Mode.D
 
 
 def needed_modes(draft: Draft) -> frozenset[Mode]:
-    """Step modes that this combination runs."""
+    """Return the modes of the steps that this combination runs."""
     speculative = draft.first("speculative")
     modes = PLAIN_STEPS
     if (
@@ -453,6 +465,7 @@ STEP_PATH = tuple(slot.name for slot in SLOTS if slot.step)
 
 @reads(*STEP_PATH)
 def check_modes(draft: Draft) -> Iterator[Refusal]:
+    """Refuse components that cannot run in a needed mode."""
     needed = needed_modes(draft)
     for slot, chosen in draft.step_path():
         if not needed <= chosen.offers.runs:
@@ -469,11 +482,12 @@ def check_modes(draft: Draft) -> Iterator[Refusal]:
 
 @reads(*STEP_PATH)
 def check_capture(draft: Draft) -> Iterator[Refusal]:
+    """Refuse graph runners that capture steps with a component that cannot be captured."""
     runner = draft.first("graphs")
     if runner is None or not isinstance(runner.offers, GraphOffers):
         return
     if draft.values["device"] not in runner.offers.devices:
-        return  # which is refused for that
+        return  # another check refuses the runner
     captured = runner.offers.captures & needed_modes(draft)
     for slot, chosen in draft.step_path() if captured else ():
         if slot.name == "graphs":
@@ -493,15 +507,16 @@ def check_capture(draft: Draft) -> Iterator[Refusal]:
 
 @reads(*STEP_PATH)
 def check_overlap(draft: Draft) -> Iterator[Refusal]:
+    """Refuse overlap that the operator requests if a component waits for the device."""
     if not (draft.config.scheduler.overlap and draft.written("scheduler.overlap")):
-        return  # by default the plan turns it off itself, and says so
+        return  # by default the plan turns overlap off and records the reason
     for slot, chosen in draft.step_path():
         if not chosen.offers.overlap:
             yield refuse(
                 draft,
                 slot.name,
                 chosen,
-                f"{chosen.name} waits for the device within a step, so steps cannot overlap",
+                f"{chosen.name} waits for the device during a step, so steps cannot overlap",
                 "scheduler.overlap = false, or leave it out",
                 field="scheduler.overlap",
             )
@@ -512,6 +527,7 @@ def check_overlap(draft: Draft) -> Iterator[Refusal]:
 
 @reads("policy", "cache")
 def check_prefix_policy(draft: Draft) -> Iterator[Refusal]:
+    """Refuse a policy that orders by cached prefixes if there is no prefix cache."""
     policy = draft.first("policy")
     cache = draft.first("cache")
     if policy is None or cache is None:
@@ -522,7 +538,7 @@ def check_prefix_policy(draft: Draft) -> Iterator[Refusal]:
             draft,
             "policy",
             policy,
-            f"{policy.name} orders requests by their cached prefix, and {cache.name} caches none",
+            f"{policy.name} orders requests by their cached prefix, but {cache.name} caches none",
             instead(draft, "policy", lambda o: not o.uses_prefix, "another policy")
             + ", or "
             + instead(draft, "cache", lambda o: o.shares, "a prefix cache"),

@@ -1,4 +1,4 @@
-"""Choice and check of ``scheduler.last_layer``: the tokens of prompts in the last layer. No torch."""
+"""Choice and check of ``scheduler.last_layer``. No torch."""
 
 from __future__ import annotations
 

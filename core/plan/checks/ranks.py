@@ -84,7 +84,7 @@ def _place(chosen: Chosen) -> int:
 
 @reads("parallel")
 def check_blocks(draft: Draft) -> Iterator[Refusal]:
-    """Refuse axes that do not divide the tensor ranks, for strategies without a check of their own."""
+    """Refuse axes of strategies without an own check that do not divide the tensor ranks."""
     mesh = draft.values["mesh"]
     for chosen in draft.chosen["parallel"]:
         assert isinstance(chosen.offers, ParallelOffers)
@@ -204,7 +204,7 @@ def check_machine(draft: Draft) -> Iterator[Refusal]:
             draft,
             "parallel",
             holder,
-            f"{hosts} hosts cannot have equal numbers of {ranks} ranks",
+            f"{ranks} ranks cannot be split evenly over {hosts} hosts",
             f"executor.hosts = {max(fits)} (--nnodes), or ranks in a multiple of {hosts}",
             field="executor.hosts",
         )

@@ -66,7 +66,7 @@ def refuse(
 
 
 def instead(draft: Draft, slot: str, fits: Callable[[Any], bool], otherwise: str) -> str:
-    """Return a fix that names components whose offers satisfy ``fits``; ``otherwise`` if none do."""
+    """Return a fix that names components whose offers satisfy ``fits``, or else ``otherwise``."""
     section = BY_NAME[slot].section or slot
     names = [] if draft.trying else suggestions(draft, slot, fits)
     return f"{section}.use = " + " or ".join(f'"{name}"' for name in names) if names else otherwise

@@ -1,4 +1,4 @@
-"""Generic checks of draft models: a next-token layer exists and fits the target. Plan zone: no torch."""
+"""Generic checks of draft models against their target. Plan zone: no torch."""
 
 from __future__ import annotations
 
