@@ -117,7 +117,7 @@ def make_job(
     """
     context.require_ready()
     sizes = context.plan.sizes
-    # more sequences than that never fit at the same time
+    # the engine runs and queues at most max_running + max_queued sequences
     max_sequences = min(context.options.max_choices, sizes.max_running + sizes.max_queued)
     if n * len(prompts) > max_sequences:
         raise RequestError(

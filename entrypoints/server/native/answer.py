@@ -20,7 +20,7 @@ from glowplug.entrypoints.server.protocol.native import GenerateRequest
 
 
 @dataclass
-class Output:
+class SequenceOutput:
     """The output of one sequence so far."""
 
     id: str
@@ -49,7 +49,9 @@ class NativeOutputs:
         self._with_text = bool(request.return_text_in_logprobs)
         self._top = request.top_logprobs_num or 0
         self._start = -1 if request.logprob_start_len is None else request.logprob_start_len
-        self._outputs = [Output(id, prompt) for id, prompt in zip(ids, prompts, strict=True)]
+        self._outputs = [
+            SequenceOutput(id, prompt) for id, prompt in zip(ids, prompts, strict=True)
+        ]
         self.latest: list[dict[str, Any]] = [{} for _ in prompts]
 
     def add(self, index: int, delta: Delta) -> dict[str, Any]:
@@ -72,7 +74,7 @@ class NativeOutputs:
         self.latest[index] = answer
         return answer
 
-    def _take_prompt(self, output: Output, delta: Delta) -> None:
+    def _take_prompt(self, output: SequenceOutput, delta: Delta) -> None:
         """Store the log-probabilities of the prompt from ``logprob_start_len`` on.
 
         The first token of the prompt has none.
@@ -93,7 +95,7 @@ class NativeOutputs:
         output.input_scores = scores[self._start :]
         output.input_top = top[self._start :]
 
-    def _meta(self, output: Output, delta: Delta) -> dict[str, Any]:
+    def _meta(self, output: SequenceOutput, delta: Delta) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": output.id,
             "finish_reason": _finish(delta),

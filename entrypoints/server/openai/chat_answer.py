@@ -34,7 +34,7 @@ def ending_fields(context: Context, delta: Delta) -> dict[str, Any]:
 
 
 @dataclass
-class Choice:
+class ChatChoiceState:
     """The output of one sequence so far.
 
     Attributes:
@@ -78,7 +78,9 @@ class ChatAnswer:
         self.prompt = prompt
         self._context = context
         self.choices = [
-            Choice(ReasoningSplitter(factories, prompt_text[-PROMPT_TAIL_CHARS:], thinking))
+            ChatChoiceState(
+                ReasoningSplitter(factories, prompt_text[-PROMPT_TAIL_CHARS:], thinking)
+            )
             for _ in range(n)
         ]
         self.usage = UsageCount(n)
@@ -159,7 +161,7 @@ class WholeChat(ChatAnswer):
             body["prompt_token_ids"] = self.prompt.ids
         return body
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: ChatChoiceState) -> dict[str, Any]:
         assert choice.end is not None
         content = self.echoed + "".join(choice.content)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -220,7 +222,7 @@ class ChatChunks(ChatAnswer):
             )
         return b"".join(parts)
 
-    def _plain(self, index: int, choice: Choice, content: str) -> bytes:
+    def _plain(self, index: int, choice: ChatChoiceState, content: str) -> bytes:
         """Return the event of a chunk with nothing but content.
 
         Only its text changes within a stream, so the rest is serialised once.
@@ -236,7 +238,7 @@ class ChatChunks(ChatAnswer):
         return self._events.of(self._fields(index, fields), extra)
 
     @staticmethod
-    def _hold(choice: Choice, reasoning: str, complete: bool) -> str:
+    def _hold(choice: ChatChoiceState, reasoning: str, complete: bool) -> str:
         """Hold reasoning back, and return all of it once it is complete."""
         choice.held.append(reasoning)
         if not complete:

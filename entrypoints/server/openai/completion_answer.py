@@ -19,7 +19,7 @@ from glowplug.entrypoints.server.protocol.completions import CompletionRequest
 
 
 @dataclass
-class Choice:
+class CompletionChoiceState:
     """The output of one sequence so far. ``echoed``: the prompt as text with ``echo``, else ""."""
 
     prompt: Prompt
@@ -75,7 +75,7 @@ class CompletionAnswer:
             "system_fingerprint": context.fingerprint,
         }
 
-    def _choice(self, prompt: Prompt, text: str) -> Choice:
+    def _choice(self, prompt: Prompt, text: str) -> CompletionChoiceState:
         logprobs = None
         if self.request.logprobs is not None:
             logprobs = CompletionLogprobs(
@@ -83,7 +83,7 @@ class CompletionAnswer:
                 self.request.logprobs,
                 bool(self.request.return_tokens_as_token_ids),
             )
-        return Choice(prompt, text, logprobs)
+        return CompletionChoiceState(prompt, text, logprobs)
 
     def take(self, index: int, delta: Delta) -> tuple[str, list[int]]:
         """Count a delta, collect its log-probabilities, and return what it adds.
@@ -135,7 +135,7 @@ class WholeCompletion(CompletionAnswer):
             "usage": self.usage.body(),
         }
 
-    def _body(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _body(self, index: int, choice: CompletionChoiceState) -> dict[str, Any]:
         assert choice.end is not None
         out: dict[str, Any] = {
             "index": index,
@@ -191,7 +191,7 @@ class CompletionChunks(CompletionAnswer):
                 body["prompt_token_ids"] = choice.prompt.ids
         return self._events.of(body)
 
-    def _plain(self, index: int, choice: Choice, text: str) -> bytes:
+    def _plain(self, index: int, choice: CompletionChoiceState, text: str) -> bytes:
         """Return the event of a chunk with nothing but text.
 
         Only its text changes within a stream, so the rest is serialised once.

@@ -26,8 +26,8 @@ class Authoriser:
     """The check of API keys, with three levels of routes.
 
     Open routes need no key, client routes ``api_key``, admin routes ``admin_api_key``. The admin
-    key is valid for all routes. If it is not set, ``api_key`` is valid for admin routes too. If no
-    key is set, all routes are open.
+    key is valid for all routes. Without an admin key, ``api_key`` is valid for admin routes too.
+    Without any key, all routes are open.
     """
 
     def __init__(self, options: ServerOptions, admin: Iterable[str]) -> None:
