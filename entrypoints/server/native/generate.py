@@ -37,7 +37,6 @@ async def generate(
     body: Annotated[GenerateRequest, Depends(body_of(GenerateRequest))],
     context: Annotated[Context, Depends(get_context)],
 ) -> Response:
-    """Generate from texts or token ids."""
     sampling = _sampling_by_place(body)
     for place, one in sampling.items():
         with field_errors_at(place):

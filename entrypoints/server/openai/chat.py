@@ -29,7 +29,6 @@ async def chat(
     body: Annotated[ChatRequest, Depends(body_of(ChatRequest))],
     context: Annotated[Context, Depends(get_context)],
 ) -> Response:
-    """Generate the assistant's next message."""
     context.check_model(body.model)
     headers = warning_headers(body.extras())
     if body.top_logprobs is not None and not body.logprobs:

@@ -32,7 +32,6 @@ async def completions(
     body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest))],
     context: Annotated[Context, Depends(get_context)],
 ) -> Response:
-    """Complete texts or token ids."""
     context.check_model(body.model)
     headers = warning_headers(body.extras())
     if body.best_of is not None and body.best_of != (body.n or 1):
