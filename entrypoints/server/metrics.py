@@ -221,10 +221,7 @@ class Metrics:
             Counter("requests_rejected_total", "Requests answered with an error.", ["status"])
         )
         self.disconnected = add(
-            Counter(
-                "requests_disconnected_total",
-                "Clients that disconnected before the end of the response.",
-            )
+            Counter("requests_disconnected_total", "Disconnects before the end of a response.")
         )
         self._http = add(
             Counter("http_requests_total", "HTTP requests.", ["handler", "method", "status"])
