@@ -150,7 +150,7 @@ def _model(draft: Draft) -> None:
         if architecture in found.component.offers.architectures:
             draft.chosen["model"] = (chosen_of(found.component, options_of(found.component)),)
             draft.decide(
-                "model.family", found.component.name, "facts", f"config.json says {architecture}"
+                "model.family", found.component.name, "facts", f"config.json states {architecture}"
             )
             return
         if architecture in found.component.offers.draft_architectures:

@@ -38,7 +38,9 @@ def test_one_rank_has_it_by_itself_and_the_plan_says_so(planned: Any, value: Any
     plan = asked(planned, value, hardware=H200)
     found, by, why = decided(plan)[PATH]
     assert (
-        plan.growing_segments is True and (found, by) == (True, "size") and "KV cache more" in why
+        plan.growing_segments is True
+        and (found, by) == (True, "size")
+        and "KV cache gets more" in why
     )
     assert EnginePlan.from_json(plan.to_json()).growing_segments is True
 
@@ -54,7 +56,7 @@ def test_several_ranks_do_not_and_the_plan_says_why(planned: Any, value: Any) ->
     assert (
         plan.growing_segments is False
         and (found, by) == (False, "size")
-        and "these are 2 ranks" in why
+        and "the plan has 2" in why
     )
 
 
@@ -71,7 +73,7 @@ def test_one_rank_beside_collectives_that_use_handles(planned: Any, offered: boo
         plugins=with_components(collectives=[own]),
     )
     assert plan.growing_segments is offered
-    assert ("alone shares torch's memory" in decided(plan)[PATH][2]) is not offered
+    assert ("alone shares memory by handles" in decided(plan)[PATH][2]) is not offered
 
 
 @pytest.mark.parametrize("value", [True, False])

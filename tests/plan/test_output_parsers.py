@@ -71,8 +71,8 @@ def calling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginSet:
 
 
 REASON = (
-    "deepseek_calls makes pieces of kind tool_call, which no answer carries yet; their text would run into the "
-    "content"
+    "deepseek_calls makes pieces of kind tool_call, which answers cannot carry yet; "
+    "their text would become part of the content"
 )
 
 

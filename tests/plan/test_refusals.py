@@ -184,7 +184,7 @@ def test_a_registered_scheme_is_not_stacked_either(refused, v3_fp8: Path) -> Non
     found = refused({"model": str(v3_fp8), "quantization": {"use": "online8"}}, plugins=own)[
         "quantization.use"
     ]
-    assert "already quantized (fp8 in 128x128 blocks); online8 on top" in found.reason
+    assert "already quantized (fp8 in 128x128 blocks); online8 would quantize it" in found.reason
 
 
 def test_an_unknown_scheme_on_a_plain_checkpoint_names_what_there_is(refused) -> None:
@@ -271,7 +271,7 @@ def test_width_and_trees(refused, planned) -> None:
     found = refused(
         {"attention": {"use": "narrow"}, "speculative": {"use": "drafter"}}, plugins=own
     )["attention.use"]
-    assert "takes 2 query tokens" in found.reason and "computes 4" in found.reason
+    assert "supports 2 query tokens" in found.reason and "computes 4" in found.reason
     fits = planned(
         {"attention": {"use": "narrow"}, "speculative": {"use": "drafter", "steps": 1}}, plugins=own
     )

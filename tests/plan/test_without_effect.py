@@ -79,14 +79,14 @@ def idle(plan: EnginePlan) -> dict[str, str]:
         (
             {"memory": {"growing_segments": True}},
             "memory.growing_segments",
-            "those of a CUDA device",
+            "of CUDA devices",
         ),
         (
             {"server": {"tokenizer_threads": 3}, "skip_tokenizer": True},
             "server.tokenizer_threads",
-            "token ids alone",
+            "token ids only",
         ),
-        ({"server": {"open_routes": ["/health"]}}, "server.open_routes", "open without a key"),
+        ({"server": {"open_routes": ["/health"]}}, "server.open_routes", "no key is set"),
         (
             {"metrics": {"enabled": False, "compat": ["vllm"]}},
             "metrics.compat",
