@@ -264,7 +264,7 @@ FLAGS: tuple[Flag, ...] = (
         "draft steps: tokens drafted one after another",
         int,
     ),
-    Flag(("--speculative-eagle-topk",), "speculative.topk", "branches per draft step", int),
+    Flag(("--speculative-eagle-topk",), "speculative.topk", "branches per drafted token", int),
     Flag(
         ("--speculative-num-draft-tokens",),
         "speculative.draft_tokens",
@@ -292,7 +292,7 @@ FLAGS: tuple[Flag, ...] = (
         "--enable-torch-compile",
         "ops.use",
         "torch_compile",
-        "use torch.compile for the remaining small operations of a step",
+        "compile the small kernels of small steps with torch.compile",
     ),
     Flag(("--torch-compile-max-bs",), "ops.max_batch", "largest batch size to compile", int),
     switch(
