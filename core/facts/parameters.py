@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.stored_formats import stored_matrix
-from glowplug.core.facts.weight_classes import TIED, VOCAB, WHOLE, Kind, role_of
+from glowplug.core.facts.weight_classes import TIED, VOCAB, WHOLE, WeightKind, role_of
 
 #: linear layers that published quantised checkpoints do not quantise
 LEFT_ALONE = frozenset({"eh_proj", "gate"})
@@ -32,20 +32,20 @@ def count_parameters(model: ModelFacts) -> int:
     )
 
 
-def count_elements(model: ModelFacts) -> dict[Kind, int]:
+def count_elements(model: ModelFacts) -> dict[WeightKind, int]:
     """Return the element counts by kind, including the first next-token layer if there is one.
 
     The next-token layer is assumed to share the target's embedding and head, as it does if a
     checkpoint has none for it.
     """
-    found: dict[Kind, int] = {}
+    found: dict[WeightKind, int] = {}
     tied = bool(model.config.get("tie_word_embeddings"))
     _add(
         found,
-        Kind(TIED if tied else VOCAB, model.dtype),
+        WeightKind(TIED if tied else VOCAB, model.dtype),
         model.vocab_size * model.hidden_size * (1 if tied else 2),
     )
-    _add(found, Kind(WHOLE, model.dtype), model.hidden_size)
+    _add(found, WeightKind(WHOLE, model.dtype), model.hidden_size)
     mixtures = sum(is_moe_layer(model, layer) for layer in range(model.num_layers))
     for moe, times in ((True, mixtures), (False, model.num_layers - mixtures)):
         if times:
@@ -54,7 +54,7 @@ def count_elements(model: ModelFacts) -> dict[Kind, int]:
         _layer(found, model, is_moe_layer(model, model.num_layers), 1, 0)
         _add(
             found,
-            Kind(WHOLE, model.dtype, draft=0),
+            WeightKind(WHOLE, model.dtype, draft=0),
             model.hidden_size * (3 + 2 * model.hidden_size),
         )
     return found
@@ -76,17 +76,19 @@ def stated(model: ModelFacts, key: str, default: int = 0) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
-def _add(found: dict[Kind, int], kind: Kind, count: int) -> None:
+def _add(found: dict[WeightKind, int], kind: WeightKind, count: int) -> None:
     found[kind] = found.get(kind, 0) + count
 
 
-def _layer(found: dict[Kind, int], model: ModelFacts, moe: bool, times: int, draft: int) -> None:
+def _layer(
+    found: dict[WeightKind, int], model: ModelFacts, moe: bool, times: int, draft: int
+) -> None:
     """Count ``times`` equal layers.
 
     Args:
         found: counts by kind, which are added to.
         moe: the layers route to experts.
-        draft: value of ``Kind.draft``.
+        draft: value of ``WeightKind.draft``.
     """
     tensors = [*_norms(model), *_attention(model)]
     if moe:
@@ -104,19 +106,19 @@ def _layer(found: dict[Kind, int], model: ModelFacts, moe: bool, times: int, dra
 
 
 def _count(
-    found: dict[Kind, int], model: ModelFacts, tensor: Tensor, times: int, draft: int
+    found: dict[WeightKind, int], model: ModelFacts, tensor: Tensor, times: int, draft: int
 ) -> None:
     """Count a tensor that occurs ``times`` times, with its scales."""
     role = role_of(tensor.name)
     if not tensor.columns or tensor.name.rsplit(".", 2)[-2] in LEFT_ALONE:
         _add(
             found,
-            Kind(role, model.dtype, False, draft),
+            WeightKind(role, model.dtype, False, draft),
             tensor.rows * (tensor.columns or 1) * times,
         )
         return
     for stored in stored_matrix(model, tensor.rows, tensor.columns):
-        _add(found, Kind(role, stored.dtype, stored.scale, draft), stored.numbers * times)
+        _add(found, WeightKind(role, stored.dtype, stored.scale, draft), stored.numbers * times)
 
 
 def _norms(model: ModelFacts) -> Iterator[Tensor]:

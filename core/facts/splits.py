@@ -24,7 +24,7 @@ AXES = {
 }
 
 
-class Split(NamedTuple):
+class AxisSplit(NamedTuple):
     """A dimension of a weight that is split over the ranks of a mesh axis.
 
     Attributes:
@@ -65,7 +65,7 @@ class Split(NamedTuple):
         return self.full % parts == 0 and (parts == 1 or self.full // parts % whole == 0)
 
 
-def splits(model: ModelFacts, mesh: Mapping[str, int]) -> Iterator[Split]:
+def splits(model: ModelFacts, mesh: Mapping[str, int]) -> Iterator[AxisSplit]:
     """Yield each kind of split dimension of ``model``.
 
     ``mesh`` decides the axes: with an exchange of tokens between experts ("ep"), the shared expert
@@ -75,7 +75,7 @@ def splits(model: ModelFacts, mesh: Mapping[str, int]) -> Iterator[Split]:
     layers = range(model.num_layers + model.nextn_layers)
     dense = next((layer for layer in layers if not is_moe_layer(model, layer)), None)
     if dense is not None:
-        yield Split(
+        yield AxisSplit(
             f"model.layers.{dense}.mlp",
             "intermediate_size",
             _stated(model, "intermediate_size"),
@@ -86,7 +86,7 @@ def splits(model: ModelFacts, mesh: Mapping[str, int]) -> Iterator[Split]:
     if moe is not None:
         width = _stated(model, "moe_intermediate_size")
         shared = _stated(model, "n_shared_experts")
-        yield Split(
+        yield AxisSplit(
             f"model.layers.{moe}.mlp.experts",
             "moe_intermediate_size",
             width,
@@ -94,26 +94,26 @@ def splits(model: ModelFacts, mesh: Mapping[str, int]) -> Iterator[Split]:
             "moe_tp",
         )
         if shared:
-            yield Split(
+            yield AxisSplit(
                 f"model.layers.{moe}.mlp.shared_experts",
                 "n_shared_experts x moe_intermediate_size",
                 shared * width,
                 "column",
                 "attn_tp" if "ep" in mesh else "tp",
             )
-    yield Split(
+    yield AxisSplit(
         "model.embed_tokens", "vocab_size", model.vocab_size, "vocab", "attn_tp", quantized=False
     )
 
 
-def _attention(model: ModelFacts) -> Iterator[Split]:
+def _attention(model: ModelFacts) -> Iterator[AxisSplit]:
     name = "model.layers.0.self_attn"
     heads = "num_attention_heads"
     axis = "attn_tp"
     if model.kind == "mha":
         for part, role in (("q_proj", "heads"), ("o_proj", "row")):
-            yield Split(f"{name}.{part}", heads, model.num_heads, role, axis, model.head_dim)
-        yield Split(
+            yield AxisSplit(f"{name}.{part}", heads, model.num_heads, role, axis, model.head_dim)
+        yield AxisSplit(
             f"{name}.k_proj",
             "num_key_value_heads",
             model.num_kv_heads,
@@ -126,18 +126,18 @@ def _attention(model: ModelFacts) -> Iterator[Split]:
     value = _stated(model, "v_head_dim") or model.head_dim
     up = query - model.qk_rope_head_dim + value
     first = "q_b_proj" if _stated(model, "q_lora_rank") else "q_proj"
-    yield Split(f"{name}.{first}", heads, model.num_heads, "heads", axis, query)
-    yield Split(f"{name}.kv_b_proj", heads, model.num_heads, "heads", axis, up)
-    yield Split(f"{name}.o_proj", heads, model.num_heads, "row", axis, value)
+    yield AxisSplit(f"{name}.{first}", heads, model.num_heads, "heads", axis, query)
+    yield AxisSplit(f"{name}.kv_b_proj", heads, model.num_heads, "heads", axis, up)
+    yield AxisSplit(f"{name}.o_proj", heads, model.num_heads, "row", axis, value)
 
 
-def uneven(model: ModelFacts, mesh: Mapping[str, int], block: int = 1) -> list[Split]:
+def uneven(model: ModelFacts, mesh: Mapping[str, int], block: int = 1) -> list[AxisSplit]:
     """Return the splits that ``mesh`` does not divide, the first one of each dimension.
 
     Raises:
         ValueError: the axes of ``mesh`` do not divide its tp ranks.
     """
-    found: dict[str, Split] = {}
+    found: dict[str, AxisSplit] = {}
     for split in splits(model, mesh):
         if not split.divides(split.parts(mesh), block):
             found.setdefault(split.dimension, split)

@@ -13,7 +13,7 @@ FP8 = "float8_e4m3fn"  #: dtype of FP8 weights
 INT8_METHODS = frozenset({"w8a8_int8", "compressed-tensors"})
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """One tensor stored for a weight matrix.
 
     Attributes:
@@ -44,16 +44,20 @@ def awq_group(model: ModelFacts) -> int:
     return group if isinstance(group, int) and not isinstance(group, bool) else 0
 
 
-def stored_matrix(model: ModelFacts, rows: int, columns: int) -> list[Stored]:
+def stored_matrix(model: ModelFacts, rows: int, columns: int) -> list[StoredTensor]:
     """Return the tensors stored for a quantised weight [rows, columns]: values, scales, zeros."""
     whole = rows * columns
     if model.quant_method == "fp8" and model.quant_block is not None:
         blocks = -(-rows // model.quant_block[0]) * -(-columns // model.quant_block[1])
-        return [Stored(FP8, False, whole), Stored(SCALE, True, blocks)]
+        return [StoredTensor(FP8, False, whole), StoredTensor(SCALE, True, blocks)]
     if model.quant_method in INT8_METHODS:
-        return [Stored("int8", False, whole), Stored(SCALE, True, rows)]
+        return [StoredTensor("int8", False, whole), StoredTensor(SCALE, True, rows)]
     if model.quant_method == "awq":
         group = awq_group(model)
         grid = rows * (-(-columns // group) if group > 0 else 1)
-        return [Stored(INT4, False, whole), Stored(INT4, True, grid), Stored("float16", True, grid)]
-    return [Stored(model.dtype, False, whole)]
+        return [
+            StoredTensor(INT4, False, whole),
+            StoredTensor(INT4, True, grid),
+            StoredTensor("float16", True, grid),
+        ]
+    return [StoredTensor(model.dtype, False, whole)]

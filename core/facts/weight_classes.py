@@ -27,7 +27,7 @@ WHOLE = "whole"  #: latents, norms and all other tensors that no known strategy 
 INT4 = "int4"  #: dtype of AWQ's weights, eight elements per int32
 SCALE = "float32"  #: dtype in which scales of 8-bit weights are kept
 
-TARGET = -1  #: ``Kind.draft`` of tensors that do not belong to a next-token layer
+TARGET = -1  #: ``WeightKind.draft`` of tensors that do not belong to a next-token layer
 
 _BY_MODULE = {
     "embed_tokens": VOCAB,
@@ -46,7 +46,7 @@ _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 _ROW_SPLIT = frozenset({"o_proj", "down_proj"})
 
 
-class Kind(NamedTuple):
+class WeightKind(NamedTuple):
     """A class of tensors.
 
     Attributes:
@@ -63,7 +63,7 @@ class Kind(NamedTuple):
     draft: int = TARGET
 
 
-Tally = Mapping[Kind, int]  #: number of elements by kind
+Tally = Mapping[WeightKind, int]  #: number of elements by kind
 
 
 def role_of(name: str) -> str:
@@ -81,14 +81,16 @@ def role_of(name: str) -> str:
     return _BY_MODULE.get(last, WHOLE)
 
 
-def tally(tensors: Mapping[str, TensorFact], layers: int, tied: bool = False) -> dict[Kind, int]:
+def tally(
+    tensors: Mapping[str, TensorFact], layers: int, tied: bool = False
+) -> dict[WeightKind, int]:
     """Return the element counts of a checkpoint by kind.
 
     Args:
         layers: number of layers of the model; later layers are next-token layers.
         tied: the embedding is also the head.
     """
-    found: dict[Kind, int] = {}
+    found: dict[WeightKind, int] = {}
     for name, tensor in tensors.items():
         role = role_of(name)
         if name.endswith("rotary_emb.inv_freq") or tied and name == "lm_head.weight":
@@ -96,13 +98,13 @@ def tally(tensors: Mapping[str, TensorFact], layers: int, tied: bool = False) ->
         if tied and name == "model.embed_tokens.weight":
             role = TIED
         dtype, scale, count = numbers(name, tensor)
-        kind = Kind(role, dtype, scale, next_token_layer(name, layers))
+        kind = WeightKind(role, dtype, scale, next_token_layer(name, layers))
         found[kind] = found.get(kind, 0) + count
     return found
 
 
 def numbers(name: str, tensor: TensorFact) -> tuple[str, bool, int]:
-    """Return (``Kind.dtype``, ``Kind.scale``, number of elements) of a tensor.
+    """Return (``WeightKind.dtype``, ``WeightKind.scale``, number of elements) of a tensor.
 
     Args:
         name: name of the tensor in published checkpoints.

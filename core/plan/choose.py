@@ -16,7 +16,7 @@ from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.plan.checks.components import component_checks, provider_checks
 from glowplug.core.plan.checks.last_layer import choose_last_layer
 from glowplug.core.plan.checks.rules import run_checks, use_field
-from glowplug.core.plan.proposal import Draft, chosen_of, options_of
+from glowplug.core.plan.proposal import Proposal, chosen_of, options_of
 from glowplug.core.plugin.component import CONTRACT, Chosen, Component, Options
 from glowplug.core.plugin.loading import Registration
 from glowplug.core.plugin.offers import FLOAT_DTYPES, ModelOffers, ParallelOffers
@@ -28,7 +28,7 @@ from glowplug.core.plugin.slots import SLOTS, Slot
 FAMILY_GUIDE = "docs/writing-a-plugin.md#a-model-family"
 
 
-def choose(draft: Draft) -> None:
+def choose(draft: Proposal) -> None:
     """Fill ``draft.chosen`` and ``draft.values``; slots that cannot be filled become refusals."""
     _device(draft)
     _dtype(draft)
@@ -46,7 +46,7 @@ def choose(draft: Draft) -> None:
 # ---- device and dtype ----------------------------------------------------------------------------
 
 
-def _device(draft: Draft) -> None:
+def _device(draft: Proposal) -> None:
     """Decide the device."""
     asked = draft.config.device
     machine = draft.facts.hardware
@@ -73,7 +73,7 @@ def _device(draft: Draft) -> None:
     draft.decide("device", device, "auto", why, notable=device == "cpu" and bool(machine.devices))
 
 
-def _require_cuda(draft: Draft) -> None:
+def _require_cuda(draft: Proposal) -> None:
     """Refuse the device "cuda" if the machine has none or torch cannot use it."""
     machine = draft.facts.hardware
     build = _cpu_torch(draft)
@@ -92,13 +92,13 @@ def _require_cuda(draft: Draft) -> None:
         )
 
 
-def _cpu_torch(draft: Draft) -> str:
+def _cpu_torch(draft: Proposal) -> str:
     """Return the version of the installed torch if it is a CPU build, else ""."""
     version = draft.facts.software.packages.get("torch", "")
     return version if "+cpu" in version else ""
 
 
-def _any_offers(draft: Draft, slot: Slot, device: str) -> bool:
+def _any_offers(draft: Proposal, slot: Slot, device: str) -> bool:
     """Return whether a component that the slot may get runs on ``device``."""
     found = draft.plugins.components(slot.name)
     asked = {options.use for options in draft.config.section(slot)} - {"auto"}
@@ -109,7 +109,7 @@ def _any_offers(draft: Draft, slot: Slot, device: str) -> bool:
     )
 
 
-def _dtype(draft: Draft) -> None:
+def _dtype(draft: Proposal) -> None:
     """Decide the compute dtype and the KV cache's dtype."""
     asked: str = draft.config.dtype
     checkpoint = draft.facts.model.dtype
@@ -140,7 +140,7 @@ def _dtype(draft: Draft) -> None:
 # ---- components ----------------------------------------------------------------------------------
 
 
-def _model(draft: Draft) -> None:
+def _model(draft: Proposal) -> None:
     """Choose the model family that builds the checkpoint's architecture."""
     architecture = draft.facts.model.architecture
     known: set[str] = set()
@@ -166,7 +166,7 @@ def _model(draft: Draft) -> None:
     )
 
 
-def _draft_alone(draft: Draft, family: str) -> Refusal:
+def _draft_alone(draft: Proposal, family: str) -> Refusal:
     """Return the refusal of a model folder that holds only a next-token layer."""
     model = draft.facts.model
     return Refusal(
@@ -179,7 +179,7 @@ def _draft_alone(draft: Draft, family: str) -> Refusal:
     )
 
 
-def _take_asked(draft: Draft, slot: Slot) -> bool:
+def _take_asked(draft: Proposal, slot: Slot) -> bool:
     """Fill a slot with the components that the operator or a default names.
 
     Returns:
@@ -198,7 +198,7 @@ def _take_asked(draft: Draft, slot: Slot) -> bool:
     return True
 
 
-def _take_many(draft: Draft, slot: Slot, asked: tuple[Options, ...]) -> bool:
+def _take_many(draft: Proposal, slot: Slot, asked: tuple[Options, ...]) -> bool:
     """Fill a slot that holds several components; the result is always True: none stays open."""
     for number, options in enumerate(asked):
         _put(draft, slot, options.use, options)
@@ -231,19 +231,19 @@ def _take_many(draft: Draft, slot: Slot, asked: tuple[Options, ...]) -> bool:
     return True
 
 
-def _put(draft: Draft, slot: Slot, name: str, options: Options) -> None:
+def _put(draft: Proposal, slot: Slot, name: str, options: Options) -> None:
     """Add a registered component to its slot."""
     found = draft.plugins.find(slot.name, name)
     assert found is not None, f"{slot.name} {name} was parsed, so it is registered"
     draft.chosen[slot.name] += (chosen_of(found.component, options),)
 
 
-def _summary(draft: Draft, slot: Slot, name: str) -> str:
+def _summary(draft: Proposal, slot: Slot, name: str) -> str:
     found = draft.plugins.find(slot.name, name)
     return found.component.summary if found is not None else ""
 
 
-def _contributed(draft: Draft, slot: Slot) -> str:
+def _contributed(draft: Proposal, slot: Slot) -> str:
     """Return the component that a plugin or an entry point contributes for the slot.
 
     The result is "" if the operator gave ``use``, or nothing is contributed.
@@ -256,7 +256,7 @@ def _contributed(draft: Draft, slot: Slot) -> str:
     )
 
 
-def _pick(draft: Draft, slot: Slot) -> None:
+def _pick(draft: Proposal, slot: Slot) -> None:
     """Fill an open slot with the first candidate that no check refuses.
 
     A contributed component is tried first. If any candidate supports the model's attention kind,
@@ -296,7 +296,7 @@ def _pick(draft: Draft, slot: Slot) -> None:
         draft.refusals.append(_nothing_fits(slot, failed))
 
 
-def _try(draft: Draft, slot: Slot, found: Registration, given: dict[str, Any]) -> Refusal | None:
+def _try(draft: Proposal, slot: Slot, found: Registration, given: dict[str, Any]) -> Refusal | None:
     """Put a candidate with the options given for the slot into it.
 
     Returns:
@@ -320,7 +320,7 @@ def _try(draft: Draft, slot: Slot, found: Registration, given: dict[str, Any]) -
     return _against(draft, slot, found, chosen)
 
 
-def _against(draft: Draft, slot: Slot, found: Registration, chosen: Chosen) -> Refusal | None:
+def _against(draft: Proposal, slot: Slot, found: Registration, chosen: Chosen) -> Refusal | None:
     """Return the first refusal of the candidate in the slot, or None.
 
     Refusals that also occur with the slot empty do not count.
@@ -336,7 +336,7 @@ def _against(draft: Draft, slot: Slot, found: Registration, chosen: Chosen) -> R
     return next(iter(refusals or unfit(draft, slot, found.component, chosen)), None)
 
 
-def unfit(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> list[Refusal]:
+def unfit(draft: Proposal, slot: Slot, component: Component, chosen: Chosen) -> list[Refusal]:
     """Return the refusals of a component's own check and of the libraries that its options name.
 
     Libraries are not checked if its own check refuses the component itself, because no library
@@ -348,7 +348,7 @@ def unfit(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> lis
     return [*own, *provider_checks(draft, slot, component, chosen)]
 
 
-def own_check(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> list[Refusal]:
+def own_check(draft: Proposal, slot: Slot, component: Component, chosen: Chosen) -> list[Refusal]:
     """Return the refusals of the component's own check.
 
     An exception in the check becomes a refusal that names the component's distribution.
@@ -410,7 +410,7 @@ def _nothing_fits(slot: Slot, failed: list[Refusal]) -> Refusal:
 # ---- numbers that checks read --------------------------------------------------------------------
 
 
-def _numbers(draft: Draft) -> None:
+def _numbers(draft: Proposal) -> None:
     """Decide width, lookahead, draft, mesh, ranks and hosts from the components chosen so far."""
     speculative = draft.first("speculative")
     options: Any = speculative.options if speculative is not None else None
@@ -430,7 +430,7 @@ def _numbers(draft: Draft) -> None:
     draft.values["hosts"] = _hosts(draft)
 
 
-def _hosts(draft: Draft) -> int:
+def _hosts(draft: Proposal) -> int:
     """Return the number of hosts: as given, else the fewest with enough devices or cores."""
     machine = draft.facts.hardware
     asked: int | None = draft.config.executor.hosts
@@ -441,7 +441,7 @@ def _hosts(draft: Draft) -> int:
     return max(1, min(machine.hosts, -(-ranks // max(1, each))))
 
 
-def _overlap(draft: Draft) -> None:
+def _overlap(draft: Proposal) -> None:
     """Decide whether steps overlap.
 
     By default they do on a device, where the host would wait otherwise, if all components allow it.

@@ -27,7 +27,7 @@ SHAPES_STEPS = frozenset({"", "speculative", "graphs", "parallel"})
 
 
 @dataclass
-class Draft:
+class Proposal:
     """A plan under construction.
 
     Attributes:

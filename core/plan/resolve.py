@@ -39,7 +39,7 @@ from glowplug.core.plan.checks.rules import run_checks
 from glowplug.core.plan.choose import choose, unfit
 from glowplug.core.plan.fingerprint import plan_fingerprint
 from glowplug.core.plan.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
-from glowplug.core.plan.proposal import Draft
+from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.component import Chosen
 from glowplug.core.plugin.options import Section, SpeculativeOptions
 from glowplug.core.plugin.registry import ModelReading, PluginSet, load_plugins
@@ -100,7 +100,7 @@ def plan(
         )
     own = _read_draft(parsed, plugins, refusals)
     facts = replace(facts, draft=own.facts if own else None)
-    draft = _judged(Draft(plugins, parsed, facts, reading.elements, own.elements if own else {}))
+    draft = _judged(Proposal(plugins, parsed, facts, reading.elements, own.elements if own else {}))
     draft.decisions[:0] = [*notes, *_remarks(draft)]
     draft.refusals[:0] = refusals[len(prior) :]
     sized = size(draft) if _complete(draft) else None
@@ -215,7 +215,7 @@ def _contributions(
 # ---- remarks and refusals ------------------------------------------------------------------------
 
 
-def _remarks(draft: Draft) -> list[Decision]:
+def _remarks(draft: Proposal) -> list[Decision]:
     """Return remarks on the facts: the checkpoint, packages of a sheet, the chat template."""
     model = draft.facts.model
     remarks = [
@@ -241,7 +241,7 @@ def _packages(stated: Mapping[str, str], packages: Mapping[str, str]) -> Decisio
     )
 
 
-def _template_decision(draft: Draft, given: str) -> Decision:
+def _template_decision(draft: Proposal, given: str) -> Decision:
     from glowplug.core.text.chat_template import is_inline
 
     by, why = draft.source("chat_template") or ("default", "")
@@ -250,7 +250,7 @@ def _template_decision(draft: Draft, given: str) -> Decision:
     )
 
 
-def _enriched(parsed: Parsed, draft: Draft) -> list[Refusal]:
+def _enriched(parsed: Parsed, draft: Proposal) -> list[Refusal]:
     """Return the refusals of parsing.
 
     The refusal of an unknown quantization also states if the checkpoint is already quantized.
@@ -274,7 +274,7 @@ def _unique(refusals: Sequence[Refusal]) -> list[Refusal]:
     return list(dict.fromkeys(refusals))
 
 
-def _judged(draft: Draft) -> Draft:
+def _judged(draft: Proposal) -> Proposal:
     """Run passes three and four on ``draft`` and return it.
 
     If the given device is refused, refusals that would not occur on another device are only
@@ -287,7 +287,7 @@ def _judged(draft: Draft) -> Draft:
     ):
         parsed = replace(draft.parsed, config=draft.config.model_copy(update={"device": "auto"}))
         other = _judged(
-            Draft(draft.plugins, parsed, draft.facts, draft.elements, draft.draft_elements)
+            Proposal(draft.plugins, parsed, draft.facts, draft.elements, draft.draft_elements)
         )
         elsewhere = {(refusal.field, refusal.reason) for refusal in other.refusals}
         draft.refusals = [
@@ -298,7 +298,7 @@ def _judged(draft: Draft) -> Draft:
     return draft
 
 
-def _check(draft: Draft) -> None:
+def _check(draft: Proposal) -> None:
     """Run pass four: all generic checks, the components' own checks and the hook ``check_plan``."""
     found = list(run_checks(draft))
     for slot in SLOTS:
@@ -317,7 +317,7 @@ def _check(draft: Draft) -> None:
     draft.refusals += found
 
 
-def _complete(draft: Draft) -> bool:
+def _complete(draft: Proposal) -> bool:
     """Return whether enough is decided to compute sizes."""
     filled = all(
         draft.chosen[name]
@@ -334,7 +334,7 @@ def _complete(draft: Draft) -> bool:
 
 
 def _freeze(
-    draft: Draft, sizes: Sizes, budget: tuple[BudgetLine, ...], unused: Mapping[str, str]
+    draft: Proposal, sizes: Sizes, budget: tuple[BudgetLine, ...], unused: Mapping[str, str]
 ) -> EnginePlan:
     """Return the frozen plan of an accepted proposal (pass six)."""
     config = draft.config
@@ -375,7 +375,7 @@ def _freeze(
     return replace(plan, fingerprint=plan_fingerprint(plan))
 
 
-def _choices(draft: Draft) -> tuple[Choice, ...]:
+def _choices(draft: Proposal) -> tuple[Choice, ...]:
     """Return the chosen components of all slots."""
     choices = []
     for slot in SLOTS:
@@ -396,7 +396,7 @@ def _choices(draft: Draft) -> tuple[Choice, ...]:
     return tuple(choices)
 
 
-def _record_options(draft: Draft, unused: Mapping[str, str]) -> None:
+def _record_options(draft: Proposal, unused: Mapping[str, str]) -> None:
     """Record the operator's values that no pass decided, and mark given values as notable.
 
     The reason of a given value also states if it has no effect.
@@ -420,7 +420,7 @@ def _record_options(draft: Draft, unused: Mapping[str, str]) -> None:
     ]
 
 
-def _given(draft: Draft, decision: Decision) -> bool:
+def _given(draft: Proposal, decision: Decision) -> bool:
     """Return whether the operator or a plugin gave a decision's field or its whole section."""
     sources = (draft.source(path) for path in (decision.field, decision.field.partition(".")[0]))
     return decision.by != CALLER and any(
@@ -439,7 +439,7 @@ def _as_given(decision: Decision, idle: Mapping[str, str]) -> Decision:
     )
 
 
-def _without_effect(draft: Draft) -> dict[str, str]:
+def _without_effect(draft: Proposal) -> dict[str, str]:
     """Return the reasons why options change nothing in this plan, by dotted path."""
     found: dict[str, str] = {}
     for slot in SLOTS:
@@ -455,7 +455,7 @@ def _without_effect(draft: Draft) -> dict[str, str]:
     return found | config.without_effect(draft.context(config))
 
 
-def _stated(draft: Draft, slot: Slot, chosen: Chosen) -> dict[str, str]:
+def _stated(draft: Proposal, slot: Slot, chosen: Chosen) -> dict[str, str]:
     """Return a component's options without effect; raise PluginLoadError if its method fails."""
     try:
         return chosen.options.without_effect(draft.context(chosen.options))

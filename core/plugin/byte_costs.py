@@ -19,7 +19,7 @@ SHOWN = 4  #: bytes of a float32 or int32 number
 
 
 @dataclass(frozen=True)
-class Work:
+class MemoryUse:
     """Device memory of a part of a layer, in bytes.
 
     Attributes:
@@ -133,7 +133,7 @@ class ExpertsStep:
         """Bytes of one result row for each (token, expert) pair."""
         return self.pairs * self.hidden * self.element
 
-    def summed(self, most: int, beside: int) -> Work:
+    def summed(self, most: int, beside: int) -> MemoryUse:
         """Return the memory of expert kernels whose last one writes a row for each pair.
 
         Unless ``parts`` is set, the rows of each token are then added up in a tensor of their own.
@@ -144,8 +144,8 @@ class ExpertsStep:
         """
         out = self.tokens * self.hidden * self.element
         if self.parts:
-            return Work(max(most, self.rows_bytes + beside), self.rows_bytes)
-        return Work(max(most, self.rows_bytes + beside, self.rows_bytes + out), out)
+            return MemoryUse(max(most, self.rows_bytes + beside), self.rows_bytes)
+        return MemoryUse(max(most, self.rows_bytes + beside, self.rows_bytes + out), out)
 
 
 def tiled_rows(pairs: int, experts: int, tile: int) -> int:
@@ -159,7 +159,7 @@ def tiled_rows(pairs: int, experts: int, tile: int) -> int:
     return min(pairs, (pairs + experts * (tile - 1)) // tile) * tile
 
 
-def gated_rows(step: ExpertsStep) -> Work:
+def gated_rows(step: ExpertsStep) -> MemoryUse:
     """Return the memory of two expert GEMMs in the compute dtype, the first with a fused gate.
 
     The first GEMM writes rows of the intermediate size, the second rows of the hidden size.

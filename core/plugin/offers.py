@@ -12,7 +12,7 @@ from enum import IntEnum, StrEnum
 from functools import cached_property
 from typing import Any
 
-from glowplug.core.plugin.byte_costs import AttentionStep, DecodingRows, ExpertsStep, Work
+from glowplug.core.plugin.byte_costs import AttentionStep, DecodingRows, ExpertsStep, MemoryUse
 
 
 class Mode(StrEnum):
@@ -150,7 +150,7 @@ class QuantizationOffers(Offers):
     dequantizes: frozenset[str] = frozenset()
     cast_bytes: float = 0.0
     rides: bool = False
-    experts_work: Callable[[ExpertsStep], Work] | None = None
+    experts_work: Callable[[ExpertsStep], MemoryUse] | None = None
     turns: Callable[[Any], tuple[int, ...]] | None = None
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glowplug.core.plugin.offers import Mode
-from glowplug.core.step.graph_pieces import DIRECT, Segments
+from glowplug.core.step.graph_pieces import DIRECT, GraphPieces
 from glowplug.core.step.request import Sequence
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Batch:
     #: first cache position that is attended to; those before it are empty (a draft's batch: 1)
     first_key: int = 0
     #: runs the pieces of this step: directly, or replayed from graphs
-    segments: Segments = DIRECT
+    segments: GraphPieces = DIRECT
     # ---- set by the runner -----------------------------------------------------------------------
     input_ids: Any = None  #: torch int64 [T]
     positions: Any = None  #: torch int64 [T]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Segments(Protocol):
+class GraphPieces(Protocol):
     """A runner of the pieces of one batch's step.
 
     The code between two pieces runs on the host in every step.

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError
 from glowplug.entrypoints.bench.load.backends import BACKENDS, Request
-from glowplug.entrypoints.bench.load.datasets import Prompt
-from glowplug.entrypoints.bench.load.http_stream import Target, call
+from glowplug.entrypoints.bench.load.datasets import BenchPrompt
+from glowplug.entrypoints.bench.load.http_stream import ServerTarget, call
 from glowplug.entrypoints.bench.load.load import Load, drive
 from glowplug.entrypoints.bench.load.local_server import MODEL, LocalServer
 from glowplug.entrypoints.bench.others import report
@@ -174,7 +174,7 @@ def _serving(
     offline = []
     served = []
     with LocalServer(config, threads=args.threads) as server:
-        target = Target(server.base_url)
+        target = ServerTarget(server.base_url)
         _served(target, rounds[0], args.output_len)  # warm-up
         for prompts in rounds:
             offline.append(_generate(llm, prompts, args.output_len)[0])
@@ -186,8 +186,8 @@ def _serving(
     }
 
 
-def _served(target: Target, prompts: Ids, count: int) -> float:
-    requests = [Prompt(len(ids), count, ids=ids) for ids in prompts]
+def _served(target: ServerTarget, prompts: Ids, count: int) -> float:
+    requests = [BenchPrompt(len(ids), count, ids=ids) for ids in prompts]
     status, body = event_loop.run(call(target, "POST", "/flush_cache", {}))
     if status != 200:
         raise RuntimeError(

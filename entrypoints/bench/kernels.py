@@ -30,7 +30,7 @@ from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
 if TYPE_CHECKING:
     from glowplug.core.plan.plan import EnginePlan
     from glowplug.entrypoints.bench.kernel.calls import Call
-    from glowplug.entrypoints.bench.kernel.world import StepShape
+    from glowplug.entrypoints.bench.kernel.world import KernelStepShape
 
 #: substring of the card's name -> operations a second of dense GEMMs in (16-bit, FP8), measured;
 #: used for the floor in the tables
@@ -180,11 +180,11 @@ def measure(
     Returns:
         A record with the conditions, the rows, and for each refused or failed variant its reason.
     """
-    from glowplug.entrypoints.bench.kernel.world import StepShape
+    from glowplug.entrypoints.bench.kernel.world import KernelStepShape
 
     times = write_cut(model_config(str(config.get("model", "embedded")), plugins), folder)
-    shapes = [StepShape(rows, args.context) for rows in args.batch_size]
-    shapes += [StepShape(1, length, length) for length in args.prefill]
+    shapes = [KernelStepShape(rows, args.context) for rows in args.batch_size]
+    shapes += [KernelStepShape(1, length, length) for length in args.prefill]
     base = make_plan(_settings(config, {}, folder, shapes), plugins=plugins, source="bench kernels")
     rates = _rates(base, args.bandwidth)
     to_measure = [Variant("auto")] + ([] if args.auto_only else list(variants(base, plugins)))
@@ -218,7 +218,7 @@ def _settings(
     config: Mapping[str, Any],
     overrides: Mapping[str, Mapping[str, Any]],
     folder: Path,
-    shapes: list[StepShape],
+    shapes: list[KernelStepShape],
 ) -> dict[str, Any]:
     """Return the configuration of one variant.
 
@@ -265,7 +265,7 @@ def _measure_variant(
     variant: Variant,
     plan: EnginePlan,
     plugins: PluginSet,
-    shapes: list[StepShape],
+    shapes: list[KernelStepShape],
     slots: list[str],
     before: list[dict[str, Any]],
     times: Mapping[int, int],

@@ -20,7 +20,7 @@ import orjson
 
 from glowplug.entrypoints.bench.load import datasets, metrics
 from glowplug.entrypoints.bench.load.backends import BACKENDS, Outcome, Request, ask, outcome_of
-from glowplug.entrypoints.bench.load.http_stream import Target, call
+from glowplug.entrypoints.bench.load.http_stream import ServerTarget, call
 from glowplug.entrypoints.bench.load.load import Load, drive, progress
 from glowplug.entrypoints.bench.load.serving_options import configure as configure
 from glowplug.entrypoints.bench.others import report
@@ -30,7 +30,7 @@ FALLBACK_VOCAB = 1000  #: token ids below this exist in every known vocabulary
 
 
 @dataclass(frozen=True)
-class Server:
+class MeasuredServer:
     """The server's own report before the run."""
 
     model: str
@@ -87,17 +87,17 @@ def _sweep(args: argparse.Namespace) -> list[tuple[int | None, int]]:
     return list(zip(levels, counts))
 
 
-def _target(args: argparse.Namespace) -> Target:
+def _target(args: argparse.Namespace) -> ServerTarget:
     headers = [("Authorization", f"Bearer {args.api_key}")] if args.api_key else []
     for pair in args.header:
         name, separator, value = pair.partition("=")
         if not separator:
             raise ValueError(f"--header must be NAME=VALUE, not {pair!r}")
         headers.append((name, value))
-    return Target(args.base_url or f"http://{args.host}:{args.port}", tuple(headers))
+    return ServerTarget(args.base_url or f"http://{args.host}:{args.port}", tuple(headers))
 
 
-async def _look(target: Target, args: argparse.Namespace) -> Server:
+async def _look(target: ServerTarget, args: argparse.Namespace) -> MeasuredServer:
     """Wait for the server and read its model's name and, if it reports it, the vocabulary size."""
     await _ready(target, args.ready_check_timeout)
     status, body = await call(target, "GET", "/v1/models")
@@ -110,10 +110,10 @@ async def _look(target: Target, args: argparse.Namespace) -> Server:
     info = await _info(target)
     described = await _json(target, "/get_model_info") or {}
     vocab = described.get("vocab_size") or (info or {}).get("vocab_size")
-    return Server(name, vocab, info)
+    return MeasuredServer(name, vocab, info)
 
 
-async def _ready(target: Target, timeout: float) -> None:
+async def _ready(target: ServerTarget, timeout: float) -> None:
     """Wait until ``/ready`` answers with a status other than 503.
 
     Servers without that route answer 404 once they are up.
@@ -133,7 +133,7 @@ async def _ready(target: Target, timeout: float) -> None:
         await asyncio.sleep(0.5)
 
 
-async def _info(target: Target) -> dict[str, Any] | None:
+async def _info(target: ServerTarget) -> dict[str, Any] | None:
     return await _json(target, "/server_info") or await _json(target, "/get_server_info")
 
 
@@ -142,7 +142,7 @@ def _stats(info: dict[str, Any] | None) -> dict[str, Any]:
     return (info or {}).get("stats") or {}
 
 
-async def _json(target: Target, path: str) -> dict[str, Any] | None:
+async def _json(target: ServerTarget, path: str) -> dict[str, Any] | None:
     status, body = await call(target, "GET", path)
     try:
         value = orjson.loads(body) if status == 200 else None
@@ -151,7 +151,9 @@ async def _json(target: Target, path: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _prompts(args: argparse.Namespace, server: Server, count: int) -> list[datasets.Prompt]:
+def _prompts(
+    args: argparse.Namespace, server: MeasuredServer, count: int
+) -> list[datasets.BenchPrompt]:
     encode, decode, vocab = (
         datasets.file_tokenizer(args.tokenizer) if args.tokenizer else (None, None, None)
     )
@@ -181,9 +183,9 @@ def _prompts(args: argparse.Namespace, server: Server, count: int) -> list[datas
 
 async def _measure_one(
     args: argparse.Namespace,
-    target: Target,
-    server: Server,
-    prompts: list[datasets.Prompt],
+    target: ServerTarget,
+    server: MeasuredServer,
+    prompts: list[datasets.BenchPrompt],
     concurrency: int | None,
 ) -> tuple[metrics.Record, list[Outcome]]:
     backend = BACKENDS[args.backend]
@@ -218,7 +220,7 @@ async def _measure_one(
     return record, outcomes
 
 
-async def _expect_ok(target: Target, path: str) -> None:
+async def _expect_ok(target: ServerTarget, path: str) -> None:
     status, body = await call(target, "POST", path, {})
     if status != 200:
         raise ValueError(f"POST {path} answered {status}: {body.decode(errors='replace')[:300]}")
@@ -236,7 +238,7 @@ def _retokenized(args: argparse.Namespace, outcomes: list[Outcome]) -> int | Non
 
 
 def _conditions(
-    args: argparse.Namespace, server: Server, count: int, concurrency: int | None
+    args: argparse.Namespace, server: MeasuredServer, count: int, concurrency: int | None
 ) -> metrics.Record:
     """Return the settings of the run for its record.
 

@@ -201,7 +201,7 @@ def measure(
 
 
 @dataclass(frozen=True)
-class Answer:
+class QueryAnswer:
     """One answer.
 
     Attributes:
@@ -241,7 +241,7 @@ def _ask_all(llm: LLM, args: argparse.Namespace) -> tuple[dict[str, Any], list[l
     }, [one.tokens for one in rounds[0]]
 
 
-def _ask(llm: LLM, question: str, most: int) -> Answer:
+def _ask(llm: LLM, question: str, most: int) -> QueryAnswer:
     """Generate one greedy answer with an empty prefix cache.
 
     The question is asked in think form if the model has one.
@@ -258,7 +258,7 @@ def _ask(llm: LLM, question: str, most: int) -> Answer:
             last = time.perf_counter() - started
             first = first or last
             tokens.extend(delta.token_ids)
-    return Answer(first, last, tokens)
+    return QueryAnswer(first, last, tokens)
 
 
 def _drafts(llm: LLM) -> tuple[int, int]:

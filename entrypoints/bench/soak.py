@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError, RequestError
-from glowplug.entrypoints.bench.load.soak_requests import Mix, Wanted
+from glowplug.entrypoints.bench.load.soak_requests import RequestMix, WantedRequest
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions
 from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
@@ -159,7 +159,9 @@ class Soak:
         self.conditions = conditions or {}
         sizes = llm.plan.sizes
         self.in_flight = args.in_flight or max(2, sizes.max_running * 5 // 4)
-        self.mix = Mix(random.Random(args.load_seed), llm.plan, args.abort_share, args.shared_share)
+        self.mix = RequestMix(
+            random.Random(args.load_seed), llm.plan, args.abort_share, args.shared_share
+        )
         self.samples: list[Sample] = []
         self.failures: list[str] = []
         self.ends: Counter[str] = Counter()
@@ -168,7 +170,7 @@ class Soak:
         self.loaded = 0.0  #: seconds under load
         self.held = 0.0  #: seconds on hold
         self.memory = ProcessMemory()
-        self._running: dict[Stream, Wanted] = {}
+        self._running: dict[Stream, WantedRequest] = {}
         self._answers: list[list[int]] = []
 
     # ---- the run ---------------------------------------------------------------------------------
@@ -254,7 +256,7 @@ class Soak:
         if stats.pages_total:  # reported from the first step on
             self.least_free = min(self.least_free, stats.pages_free + stats.pages_evictable)
 
-    def _ended(self, stream: Stream, wanted: Wanted, reason: str, error: str | None) -> None:
+    def _ended(self, stream: Stream, wanted: WantedRequest, reason: str, error: str | None) -> None:
         del self._running[stream]
         self.ends[reason] += 1
         if reason not in ("stop", "length", "given up"):

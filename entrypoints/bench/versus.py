@@ -34,7 +34,7 @@ from glowplug.entrypoints.bench.others.peer_engines import (
     interpreters,
     version,
 )
-from glowplug.entrypoints.bench.others.turns import Loaded, Turn, answers, in_turns
+from glowplug.entrypoints.bench.others.turns import Loaded, MeasuredProgram, answers, in_turns
 
 WARM_PROMPTS = 64  #: requests of the warm-up pass over a server
 WARM_TOKENS = 16  #: output tokens of each warm-up request
@@ -340,19 +340,26 @@ class Comparison:
             RuntimeError: it failed.
         """
         command = [sys.executable, "-m", "glowplug", "bench", *words]
-        with Turn(f"bench {words[0]}", command, self._folder / f"{name}.log", {}) as turn:
+        with MeasuredProgram(
+            f"bench {words[0]}", command, self._folder / f"{name}.log", {}
+        ) as turn:
             turn.finish(self._args.timeout)
 
     # ---- engines in turns ------------------------------------------------------------------------
 
     def _start(
         self, engine: PeerEngine, kind: str, words: list[str], loaded: Loaded
-    ) -> Callable[[], Turn]:
+    ) -> Callable[[], MeasuredProgram]:
         """Return the function that starts this run; record the run's command."""
         command = [self._engines[engine.name], *words, *self._options.get((engine.name, kind), [])]
         self._commands[f"{engine.name}, {kind}"] = shlex.join(command)
         return partial(
-            Turn, engine.name, command, self._log(kind, engine.name), engine.environment, loaded
+            MeasuredProgram,
+            engine.name,
+            command,
+            self._log(kind, engine.name),
+            engine.environment,
+            loaded,
         )
 
     @contextmanager

@@ -27,7 +27,7 @@ LAYER = "model.layers."
 
 
 @dataclass(frozen=True)
-class Stored:
+class ExportedTensor:
     """The location of a stored tensor: bytes ``start`` to ``stop`` of ``file``."""
 
     file: Path
@@ -115,7 +115,9 @@ def _put(made: Path, output: Path, old: Path) -> None:
 # ---- files of the folder -------------------------------------------------------------------------
 
 
-def _write(folder: Path, model: Path, facts: ModelFacts, tensors: dict[str, Stored]) -> None:
+def _write(
+    folder: Path, model: Path, facts: ModelFacts, tensors: dict[str, ExportedTensor]
+) -> None:
     """Write config.json, the tokenizer's files and the tensors to ``folder``."""
     text = (
         json.dumps(draft_config(read_json(model / "config.json"), facts.num_layers), indent=2)
@@ -175,7 +177,7 @@ def renamed(name: str, layers: int) -> str:
 # ---- safetensors ---------------------------------------------------------------------------------
 
 
-def _stored(model: Path, facts: ModelFacts) -> dict[str, Stored]:
+def _stored(model: Path, facts: ModelFacts) -> dict[str, ExportedTensor]:
     """Return the layer's tensors by their new names, in the checkpoint's order.
 
     NOTE: headers were checked when the facts were read.
@@ -192,7 +194,7 @@ def _stored(model: Path, facts: ModelFacts) -> dict[str, Stored]:
             headers[fact.file] = _read_header(model / fact.file)
         data, entries = headers[fact.file]
         start, stop = entries[name]["data_offsets"]
-        found[renamed(name, facts.num_layers)] = Stored(
+        found[renamed(name, facts.num_layers)] = ExportedTensor(
             model / fact.file,
             data + start,
             data + stop,
@@ -210,7 +212,7 @@ def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
     return 8 + length, entries
 
 
-def _header(tensors: dict[str, Stored]) -> bytes:
+def _header(tensors: dict[str, ExportedTensor]) -> bytes:
     """Return the safetensors header of the exported file."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -227,7 +229,7 @@ def _header(tensors: dict[str, Stored]) -> bytes:
     return len(raw).to_bytes(8, "little") + raw
 
 
-def _pieces(tensor: Stored) -> Iterator[bytes]:
+def _pieces(tensor: ExportedTensor) -> Iterator[bytes]:
     """Yield the bytes of a tensor, at most ``PIECE_BYTES`` at a time."""
     file: BinaryIO
     with open(tensor.file, "rb") as file:

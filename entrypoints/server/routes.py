@@ -40,7 +40,7 @@ ERRORS = {
 
 
 @dataclass(frozen=True)
-class Route:
+class HttpRoute:
     """One route.
 
     Attributes:
@@ -104,8 +104,8 @@ _NATIVE = "native"
 _TEXT = "text"
 _OPERATIONS = "operations"
 
-ROUTES: tuple[Route, ...] = (
-    Route(
+ROUTES: tuple[HttpRoute, ...] = (
+    HttpRoute(
         "/v1/chat/completions",
         chat.chat,
         _POST,
@@ -114,7 +114,7 @@ ROUTES: tuple[Route, ...] = (
         ChatRequest,
         stream=True,
     ),
-    Route(
+    HttpRoute(
         "/v1/completions",
         completions.completions,
         _POST,
@@ -123,9 +123,9 @@ ROUTES: tuple[Route, ...] = (
         CompletionRequest,
         stream=True,
     ),
-    Route("/v1/models", text_routes.models, _GET, _OPENAI, answers.ModelList),
-    Route("/v1/models/{model:path}", text_routes.model, _GET, _OPENAI, answers.ModelCard),
-    Route(
+    HttpRoute("/v1/models", text_routes.models, _GET, _OPENAI, answers.ModelList),
+    HttpRoute("/v1/models/{model:path}", text_routes.model, _GET, _OPENAI, answers.ModelCard),
+    HttpRoute(
         "/generate",
         native.generate,
         ("POST", "PUT"),
@@ -134,12 +134,14 @@ ROUTES: tuple[Route, ...] = (
         GenerateRequest,
         stream=True,
     ),
-    Route("/tokenize", text_routes.tokenize, _POST, _TEXT, answers.Tokenized, TokenizeRequest),
-    Route("/v1/tokenize", text_routes.tokenize, _POST, _TEXT, answers.Tokenized, TokenizeRequest),
-    Route(
+    HttpRoute("/tokenize", text_routes.tokenize, _POST, _TEXT, answers.Tokenized, TokenizeRequest),
+    HttpRoute(
+        "/v1/tokenize", text_routes.tokenize, _POST, _TEXT, answers.Tokenized, TokenizeRequest
+    ),
+    HttpRoute(
         "/detokenize", text_routes.detokenize, _POST, _TEXT, answers.Detokenized, DetokenizeRequest
     ),
-    Route(
+    HttpRoute(
         "/v1/detokenize",
         text_routes.detokenize,
         _POST,
@@ -147,24 +149,26 @@ ROUTES: tuple[Route, ...] = (
         answers.Detokenized,
         DetokenizeRequest,
     ),
-    Route("/tokenizer_info", text_routes.tokenizer_info, _GET, _TEXT, answers.TokenizerInfo),
-    Route("/v1/tokenizer_info", text_routes.tokenizer_info, _GET, _TEXT, answers.TokenizerInfo),
-    Route("/health", operations.health, _GET, _OPERATIONS, answers.Status, poll=True),
-    Route("/ready", operations.ready, _GET, _OPERATIONS, answers.Status, poll=True),
-    Route(
+    HttpRoute("/tokenizer_info", text_routes.tokenizer_info, _GET, _TEXT, answers.TokenizerInfo),
+    HttpRoute("/v1/tokenizer_info", text_routes.tokenizer_info, _GET, _TEXT, answers.TokenizerInfo),
+    HttpRoute("/health", operations.health, _GET, _OPERATIONS, answers.Status, poll=True),
+    HttpRoute("/ready", operations.ready, _GET, _OPERATIONS, answers.Status, poll=True),
+    HttpRoute(
         "/health_generate", operations.health_generate, _GET, _OPERATIONS, answers.Status, poll=True
     ),
-    Route("/metrics", operations.metrics, _GET, _OPERATIONS, poll=True),
-    Route("/version", operations.version, _GET, _OPERATIONS, answers.Version),
-    Route("/model_info", operations.model_info, _GET, _OPERATIONS, answers.ModelInfo),
-    Route("/get_model_info", operations.model_info, _GET, _OPERATIONS, answers.ModelInfo),
-    Route("/server_info", operations.server_info, _GET, _OPERATIONS, answers.ServerInfo),
-    Route("/get_server_info", operations.server_info, _GET, _OPERATIONS, answers.ServerInfo),
-    Route(
+    HttpRoute("/metrics", operations.metrics, _GET, _OPERATIONS, poll=True),
+    HttpRoute("/version", operations.version, _GET, _OPERATIONS, answers.Version),
+    HttpRoute("/model_info", operations.model_info, _GET, _OPERATIONS, answers.ModelInfo),
+    HttpRoute("/get_model_info", operations.model_info, _GET, _OPERATIONS, answers.ModelInfo),
+    HttpRoute("/server_info", operations.server_info, _GET, _OPERATIONS, answers.ServerInfo),
+    HttpRoute("/get_server_info", operations.server_info, _GET, _OPERATIONS, answers.ServerInfo),
+    HttpRoute(
         "/abort_request", operations.abort_request, _POST, _OPERATIONS, answers.Done, AbortRequest
     ),
-    Route("/flush_cache", operations.flush_cache, _GET_POST, _OPERATIONS, answers.Done, admin=True),
-    Route(
+    HttpRoute(
+        "/flush_cache", operations.flush_cache, _GET_POST, _OPERATIONS, answers.Done, admin=True
+    ),
+    HttpRoute(
         "/start_profile",
         operations.start_profile,
         _GET_POST,
@@ -173,7 +177,7 @@ ROUTES: tuple[Route, ...] = (
         ProfileRequest,
         admin=True,
     ),
-    Route(
+    HttpRoute(
         "/stop_profile", operations.stop_profile, _GET_POST, _OPERATIONS, answers.Done, admin=True
     ),
 )

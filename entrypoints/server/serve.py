@@ -191,7 +191,7 @@ async def run(
         The exit code.
     """
     app = create_app(plan, client, tokenizer, parsers, plugins)
-    server = Server(app, app.state.context, listener)
+    server = HttpServer(app, app.state.context, listener)
     stats = asyncio.create_task(stats_lines(client, log or LogOptions.model_validate({})))
     try:
         return await server.run(make)
@@ -208,7 +208,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-class Server:
+class HttpServer:
     """One run of the HTTP server with one engine: start, signals, failure of the engine, drain."""
 
     def __init__(self, app: Any, context: Context, listener: socket.socket) -> None:

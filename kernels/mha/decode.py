@@ -122,7 +122,7 @@ def mha_decode_kernel(
 
 
 @dataclass(frozen=True)
-class Tiling:
+class MhaTiling:
     """Launch configuration of a decode step: kernel constants that a captured graph fixes.
 
     Attributes:
@@ -143,7 +143,7 @@ class Tiling:
 @lru_cache(maxsize=4096)
 def tiling(
     rows: int, width: int, heads: int, kv_heads: int, dim: int, context: int, dtype: torch.dtype
-) -> Tiling:
+) -> MhaTiling:
     """Choose the tiling for ``rows`` (padded) rows of at most ``context`` keys.
 
     Each row has ``width`` query tokens.
@@ -153,7 +153,9 @@ def tiling(
     block_n = 64 if dtype.itemsize <= 2 else 16
     blocks = max(1, rows * kv_heads * cdiv(pairs, block_m))
     splits = paged.best_splits(blocks, cdiv(context, block_n), MULTIPROCESSORS)
-    return Tiling(block_m, block_n, splits, 4, 3 if dtype.itemsize > 2 else 7 if dim <= 128 else 5)
+    return MhaTiling(
+        block_m, block_n, splits, 4, 3 if dtype.itemsize > 2 else 7 if dim <= 128 else 5
+    )
 
 
 def mha_decode(
@@ -164,7 +166,7 @@ def mha_decode(
     kv_lens: Tensor,
     scale: float,
     page_size: int,
-    cut: Tiling,
+    cut: MhaTiling,
     first_key: int = 0,
     tree: Tensor | None = None,
 ) -> Tensor:

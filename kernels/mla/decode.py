@@ -152,7 +152,7 @@ def mla_decode_kernel(
 
 
 @dataclass(frozen=True)
-class Tiling:
+class MlaTiling:
     """Launch configuration of a decode step: kernel constants that a captured graph fixes.
 
     Programs take ``block_m`` (query token, head) pairs and tiles of ``block_n`` keys, with the
@@ -180,7 +180,7 @@ def tiling(
     kv: torch.dtype,
     ring: bool = False,
     apart: bool = False,
-) -> Tiling:
+) -> MlaTiling:
     """Choose the tiling for ``rows`` (padded) rows of at most ``context`` keys.
 
     Rows have ``width`` query tokens of dtype ``dtype``; the cache has dtype ``kv``. ``ring``: the
@@ -221,7 +221,7 @@ def tiling(
     if spared:
         splits = min(splits, VALUE_GEMM_SPLITS_MAX if apart else LAST_PROGRAM_SPLITS_MAX)
     if ring:
-        return Tiling(
+        return MlaTiling(
             block_m,
             block_n,
             splits,
@@ -232,11 +232,11 @@ def tiling(
             apart,
         )
     if dtype.itemsize > 2:
-        return Tiling(block_m, block_n, splits, 4, 4, 3)
+        return MlaTiling(block_m, block_n, splits, 4, 4, 3)
     return (
-        Tiling(block_m, block_n, splits, 1, 8, 2)
+        MlaTiling(block_m, block_n, splits, 1, 8, 2)
         if wide
-        else Tiling(block_m, block_n, splits, 4, 4, 5)
+        else MlaTiling(block_m, block_n, splits, 4, 4, 5)
     )
 
 
@@ -276,7 +276,7 @@ def mla_decode(
     scale: float,
     page_size: int,
     lora: int,
-    cut: Tiling,
+    cut: MlaTiling,
     first_key: int = 0,
     tree: Tensor | None = None,
     kv_scale: float = 1.0,
@@ -352,7 +352,7 @@ def decode_parts(
     scale: float,
     page_size: int,
     lora: int,
-    cut: Tiling,
+    cut: MlaTiling,
     first_key: int = 0,
     tree: Tensor | None = None,
     kv_scale: float = 1.0,
@@ -397,7 +397,7 @@ def _launch(
     kv_lens: Tensor,
     scale: float,
     page_size: int,
-    cut: Tiling,
+    cut: MlaTiling,
     first_key: int,
     tree: Tensor | None,
     kv_scale: float,

@@ -18,7 +18,7 @@ from glowplug.kernels.moe import (
 from glowplug.kernels.moe.align import align, max_blocks
 from glowplug.kernels.moe.gemm import Early
 from glowplug.kernels.moe.sum import moe_sum
-from glowplug.kernels.moe.tiles import Problem, chosen, has_wide_tiles
+from glowplug.kernels.moe.tiles import ExpertsProblem, chosen, has_wide_tiles
 
 #: fewest tokens for which the fused shared experts start before the gate has chosen
 EARLY_TOKENS_MIN = 5
@@ -59,7 +59,7 @@ def begin(
     if tokens >= route.library_tokens_min(experts - shared):
         return None
     config = config or chosen(
-        Problem(experts, width, hidden, double // 2, str(x.dtype).split(".")[1]), tokens
+        ExpertsProblem(experts, width, hidden, double // 2, str(x.dtype).split(".")[1]), tokens
     )
     up = config["up"]
     if has_wide_tiles(up, tokens):
@@ -107,7 +107,7 @@ def products(
         return torch.empty_like(x), None
     if config is None:
         config = chosen(
-            Problem(
+            ExpertsProblem(
                 w13.shape[0], ids.shape[1], w13.shape[2], w2.shape[2], str(x.dtype).split(".")[1]
             ),
             len(x),

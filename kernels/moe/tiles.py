@@ -25,7 +25,7 @@ SHARED_TILE_TOKENS_MAX = 128  #: tokens that share one tile of a fused shared ex
 
 
 @dataclass(frozen=True)
-class Problem:
+class ExpertsProblem:
     """The experts of one layer on this rank.
 
     Attributes:
@@ -82,7 +82,7 @@ def tile(
     return found | ({"wide": wide} if wide else {})
 
 
-def rule(problem: Problem, tokens: int) -> dict[str, Config]:
+def rule(problem: ExpertsProblem, tokens: int) -> dict[str, Config]:
     """Return the configurations {"up", "down"} of a problem without measurements."""
     load = tokens * problem.topk / problem.experts
     if tokens <= GEMV_TOKENS_MAX:
@@ -107,13 +107,13 @@ def rule(problem: Problem, tokens: int) -> dict[str, Config]:
 
 
 @lru_cache(maxsize=1024)
-def chosen(problem: Problem, tokens: int) -> Mapping[str, Config]:
+def chosen(problem: ExpertsProblem, tokens: int) -> Mapping[str, Config]:
     """Return the configurations {"up", "down"} by :func:`pick` from this machine's table."""
     return pick(problem, tokens, tuned.table(problem.table_name) or {})
 
 
 def pick(
-    problem: Problem, tokens: int, measured: Mapping[int, Mapping[str, Config]]
+    problem: ExpertsProblem, tokens: int, measured: Mapping[int, Mapping[str, Config]]
 ) -> Mapping[str, Config]:
     """Return the configuration measured for the nearest token count, or the rule's without one.
 

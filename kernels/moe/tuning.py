@@ -29,14 +29,16 @@ from glowplug.kernels.moe import (
 )
 from glowplug.kernels.moe.align import Alignment, align
 from glowplug.kernels.moe.sum import moe_sum
-from glowplug.kernels.moe.tiles import SHARED_TILE_TOKENS_MAX, Problem, has_wide_tiles, tile
+from glowplug.kernels.moe.tiles import SHARED_TILE_TOKENS_MAX, ExpertsProblem, has_wide_tiles, tile
 
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 SHARED_MEMORY = 225_000  #: bytes of shared memory that a CTA may use on Hopper
 Measured = tuple[float, Config]  #: (microseconds, configuration)
 
 
-def _fits(product: str, config: Config, problem: Problem, tokens: int, width: int = 2) -> bool:
+def _fits(
+    product: str, config: Config, problem: ExpertsProblem, tokens: int, width: int = 2
+) -> bool:
     """Return whether the tiles, also those of fused shared experts, fit into shared memory.
 
     Tiles of more than 128 columns must also divide the columns evenly. ``width``: bytes a number.
@@ -129,7 +131,7 @@ def _computing() -> Iterator[Config]:
                 yield tile("sorted", block_m, block_n, block_k, warps, stages, group=group, tma=tma)
 
 
-def _hopper(problem: Problem) -> Iterator[Config]:
+def _hopper(problem: ExpertsProblem) -> Iterator[Config]:
     """Yield configurations of the Hopper kernel for high loads, if the sizes fit."""
     if (
         problem.dtype == "float32"
@@ -163,7 +165,9 @@ def _vectors() -> Iterator[Config]:
         yield {"way": "gemv", "block_n": block_n, "block_k": block_k, "warps": warps}
 
 
-def candidates(product: str, problem: Problem, tokens: int, hopper: bool = False) -> list[Config]:
+def candidates(
+    product: str, problem: ExpertsProblem, tokens: int, hopper: bool = False
+) -> list[Config]:
     """Return the configurations to measure.
 
     Args:
@@ -202,13 +206,13 @@ class Bench:
     The last ``shared`` experts are fused shared experts.
     """
 
-    problem: Problem
+    problem: ExpertsProblem
     w13: Tensor
     w2: Tensor
     shared: int
 
     @staticmethod
-    def make(problem: Problem, shared: int, held: int = 0, device: str = "cuda") -> Bench:
+    def make(problem: ExpertsProblem, shared: int, held: int = 0, device: str = "cuda") -> Bench:
         """Draw random weights of ``held`` experts (0: all of the problem's)."""
         count = held or problem.experts
         dtype = getattr(torch, problem.dtype)
@@ -324,7 +328,9 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 3) -> flo
     return min(times)
 
 
-def _compile(problem: Problem, shared: int, wanted: Sequence[tuple[str, Config, int]]) -> list[str]:
+def _compile(
+    problem: ExpertsProblem, shared: int, wanted: Sequence[tuple[str, Config, int]]
+) -> list[str]:
     """Run each (GEMM, configuration, tokens) once on a few experts to fill the disk cache.
 
     Returns:
@@ -353,7 +359,9 @@ def _equivalent_tokens(config: Config, tokens: int, shared: int) -> int:
     return 16
 
 
-def compile_ahead(problem: Problem, shared: int, tokens: Sequence[int], workers: int) -> set[str]:
+def compile_ahead(
+    problem: ExpertsProblem, shared: int, tokens: Sequence[int], workers: int
+) -> set[str]:
     """Compile every candidate in ``workers`` processes. Return those that do not compile."""
     wanted = {
         json.dumps([product, config, equivalent]): (product, config, equivalent)
@@ -444,7 +452,7 @@ def best_pair(
 
 
 def tune_experts(
-    problem: Problem,
+    problem: ExpertsProblem,
     shared: int,
     path: Path,
     *,

@@ -45,7 +45,7 @@ class RowParameters(NamedTuple):
     seed: Tensor
 
 
-class Choice(NamedTuple):
+class RowChoice(NamedTuple):
     """Chosen tokens of N rows.
 
     Attributes:
@@ -492,7 +492,7 @@ class Grid(NamedTuple):
         )
 
 
-def best(logits: Tensor, arrived: Tensor) -> Choice:
+def best(logits: Tensor, arrived: Tensor) -> RowChoice:
     """Choose the most likely token of each row.
 
     Args:
@@ -523,7 +523,7 @@ def best_edited(
     positions: Tensor,
     ahead: Tensor | None,
     edits: RowEdits,
-) -> Choice:
+) -> RowChoice:
     """Edit logits in place and choose the most likely token of each row.
 
     Args:
@@ -563,11 +563,11 @@ def best_edited(
     return choice
 
 
-def _choice(logits: Tensor) -> Choice:
+def _choice(logits: Tensor) -> RowChoice:
     """Allocate a choice for the rows of ``logits``."""
     rows = logits.shape[0]
     device = logits.device
-    return Choice(
+    return RowChoice(
         torch.empty(rows, dtype=torch.int64, device=device),
         torch.empty(rows, device=device),
         torch.empty(rows, dtype=torch.bool, device=device),
@@ -577,7 +577,7 @@ def _choice(logits: Tensor) -> Choice:
 
 def cut_off(
     logits: Tensor,
-    choice: Choice,
+    choice: RowChoice,
     rows: Tensor,
     parameters: RowParameters,
     coldest: float,
@@ -623,7 +623,7 @@ def cut_off(
 
 def draw(
     logits: Tensor,
-    choice: Choice,
+    choice: RowChoice,
     rows: Tensor,
     positions: Tensor,
     parameters: RowParameters,

@@ -23,7 +23,7 @@ from glowplug.core.step.messages import decode_outbound
 from glowplug.plugins.executors.ranks.failure_cause import (
     LOADED,
     QUIET,
-    Kind,
+    FailureKind,
     Watch,
     first_cause,
     host_limit,
@@ -290,7 +290,7 @@ class RayExecutor:
         for _ in self._rounds():
             waited = time.monotonic() - started
             kind = first_cause(self._watch.troubles).kind
-            if kind == Kind.CONSEQUENCE and waited > QUIET:
+            if kind == FailureKind.CONSEQUENCE and waited > QUIET:
                 self._watch.look(QUIET)
                 kind = first_cause(self._watch.troubles).kind
             if settled(kind, waited):

@@ -17,7 +17,7 @@ from glowplug.plugins.executors.ranks.failure_cause import (
     LOADED,
     QUIET,
     SETTLE,
-    Kind,
+    FailureKind,
     Trouble,
     first_cause,
     host_limit,
@@ -89,7 +89,9 @@ class TorchrunExecutor:
             if time.monotonic() > deadline:
                 phase = self._phases().get(slow[0], "unknown")
                 self._die(
-                    Trouble(Kind.FAILED, not_ready(slow[0], phase, self.options.start_timeout))
+                    Trouble(
+                        FailureKind.FAILED, not_ready(slow[0], phase, self.options.start_timeout)
+                    )
                 )
 
     def _phases(self) -> dict[int, str]:
@@ -153,7 +155,7 @@ class TorchrunExecutor:
             waited = time.monotonic() - started
             troubles = [*self._ranks.watch.troubles, *link.look()]
             kind = first_cause(troubles).kind
-            if kind == Kind.CONSEQUENCE and waited > QUIET:
+            if kind == FailureKind.CONSEQUENCE and waited > QUIET:
                 self._ranks.watch.look(QUIET)
                 troubles = [*self._ranks.watch.troubles, *link.quiet(QUIET)]
                 kind = first_cause(troubles).kind
@@ -185,7 +187,7 @@ class TorchrunExecutor:
             return
         self._dead = EngineStopped("the engine was stopped")
         if self._link is not None:
-            reason = None if self.leads else Trouble(Kind.ENDED, "was stopped")
+            reason = None if self.leads else Trouble(FailureKind.ENDED, "was stopped")
             self._link.tell(reason, NOTICE_SECONDS)
         self._ranks.end(GRACE)
         if self._link is not None:

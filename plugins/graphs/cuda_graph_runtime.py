@@ -16,7 +16,7 @@ from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Steps, Worker
 from glowplug.core.step.batch import Batch, shape_of
 from glowplug.core.step.request import SamplingParams
-from glowplug.plugins.graphs.capture.decode_graph import Recorder, Shape, Slot
+from glowplug.plugins.graphs.capture.decode_graph import DecodeGraph, GraphRecorder, GraphShape
 from glowplug.plugins.graphs.capture.draft_extend_graph import Extends
 from glowplug.plugins.graphs.capture.prefill_graph import Pass, Passes, Tape
 from glowplug.plugins.graphs.capture.recorder import CudaRecorder
@@ -55,7 +55,7 @@ class CudaGraph:
         options: CudaGraphOptions,
         plan: EnginePlan,
         worker: Worker,
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
         tape: Tape | None = None,
     ) -> None:
         self._options = options
@@ -65,21 +65,24 @@ class CudaGraph:
         self._tape = tape
         self._passes = Passes()
         self._extends = Extends()
-        self._slots: dict[Mode, dict[int, Slot]] = {}
+        self._slots: dict[Mode, dict[int, DecodeGraph]] = {}
         self._sizes: dict[Mode, list[int]] = {}
-        self._short: dict[int, Slot] = {}
+        self._short: dict[int, DecodeGraph] = {}
 
     def shapes(self, plan: EnginePlan) -> list[tuple[Mode, int, int]]:
         return [(shape.mode, shape.rows, shape.width) for shape in self._shapes(plan.sizes)]
 
-    def _shapes(self, sizes: Sizes) -> list[Shape]:
+    def _shapes(self, sizes: Sizes) -> list[GraphShape]:
         mode = Mode.DECODE if sizes.width == 1 else Mode.VERIFY
         return [
             *(
-                Shape.of(mode, rows, sizes)
+                GraphShape.of(mode, rows, sizes)
                 for rows in reversed(self._options.sizes(sizes.max_running))
             ),
-            *(Shape.of(mode, rows, sizes, sizes.short_keys) for rows in reversed(sizes.short_rows)),
+            *(
+                GraphShape.of(mode, rows, sizes, sizes.short_keys)
+                for rows in reversed(sizes.short_rows)
+            ),
         ]
 
     def capture(self, steps: Steps, report: Callable[[int, int], None]) -> None:
@@ -120,7 +123,11 @@ class CudaGraph:
         report(total, total)
 
     def _capture_slots(
-        self, steps: Steps, made: list[Shape], recorder: Recorder, report: Callable[[int], None]
+        self,
+        steps: Steps,
+        made: list[GraphShape],
+        recorder: GraphRecorder,
+        report: Callable[[int], None],
     ) -> None:
         room = max(
             (max(shape.offsets[-1], 4 * shape.rows * shape.columns) for shape in made), default=0
@@ -128,10 +135,10 @@ class CudaGraph:
         staging = Staging(room, self._device)
         for done, shape in enumerate(made):
             report(done)
-            self._capture_one(steps, Slot(shape, self._device, staging, recorder))
+            self._capture_one(steps, DecodeGraph(shape, self._device, staging, recorder))
         self._sizes = {mode: sorted(slots) for mode, slots in self._slots.items()}
 
-    def _capture_one(self, steps: Steps, slot: Slot) -> None:
+    def _capture_one(self, steps: Steps, slot: DecodeGraph) -> None:
         """Capture a step in every sampling mode.
 
         Pieces shared by the modes are captured with the first one.
@@ -194,7 +201,7 @@ class CudaGraph:
             raise failure from error
         logging.getLogger("glowplug").warning("%s; such steps run eagerly", failure)
 
-    def slot_for(self, batch: Batch) -> Slot | None:
+    def slot_for(self, batch: Batch) -> DecodeGraph | None:
         shape = batch.agreed or shape_of(batch)
         sizes = self._sizes.get(shape.mode)
         if not sizes or shape.rows > sizes[-1] or batch.num_decodes < batch.num_rows:
@@ -208,7 +215,7 @@ class CudaGraph:
         )
 
     def fill(self, slot: object, batch: Batch) -> Batch:
-        assert isinstance(slot, Slot), "the slot belongs to another runner"
+        assert isinstance(slot, DecodeGraph), "the slot belongs to another runner"
         return slot.fill(batch)
 
     def pass_for(self, batch: Batch) -> Pass | None:
@@ -239,7 +246,7 @@ def _no_rows(batch: Batch) -> Batch:
     )
 
 
-def _failure(error: Exception, shape: Shape) -> CaptureError:
+def _failure(error: Exception, shape: GraphShape) -> CaptureError:
     """Return the error for a decode step that could not be captured."""
     piece = next(iter(getattr(error, "__notes__", ())), "planning")
     return CaptureError(

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from glowplug.core.errors import Refusal
-from glowplug.core.facts.splits import Split, fitting_sizes, uneven
+from glowplug.core.facts.splits import AxisSplit, fitting_sizes, uneven
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import ParallelOffers, QuantizationOffers
@@ -71,7 +71,7 @@ def kept_block(context: CheckContext) -> int:
     return 1
 
 
-def _reason(split: Split, mesh: dict[str, int], block: int) -> str:
+def _reason(split: AxisSplit, mesh: dict[str, int], block: int) -> str:
     """Return why ``split`` cannot be divided over the mesh."""
     parts = split.parts(mesh)
     what = f"{split.layer}: {split.dimension} of {split.full}"

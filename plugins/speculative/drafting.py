@@ -44,7 +44,7 @@ class Missing:
 
 
 @dataclass(eq=False)
-class Front:
+class NewestTokens:
     """The newest token of the N rows that yield one.
 
     Attributes:
@@ -135,7 +135,7 @@ class _Chunks:
         ]
 
 
-def front(batch: Batch, accepted: Accepted, ends: Tensor | None) -> Front:
+def front(batch: Batch, accepted: Accepted, ends: Tensor | None) -> NewestTokens:
     """Return the newest tokens after the target's step.
 
     Args:
@@ -150,8 +150,8 @@ def front(batch: Batch, accepted: Accepted, ends: Tensor | None) -> Front:
     source = torch.arange(0, decodes * width, width, device=last.device) + last
     lengths = batch.positions[: decodes * width : width] + last + 1
     if ends is None:
-        return Front(None, tokens, source, lengths)
-    return Front(
+        return NewestTokens(None, tokens, source, lengths)
+    return NewestTokens(
         torch.cat([torch.arange(decodes, device=ends.device), ends]),
         torch.cat([tokens, accepted.tokens[ends, 0]]),
         torch.cat([source, batch.query_starts[ends + 1].long() - 1]),

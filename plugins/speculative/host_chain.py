@@ -13,7 +13,7 @@ from torch import Tensor
 
 from glowplug.core.protocols import Sampler
 from glowplug.core.step.batch import Accepted, Batch
-from glowplug.plugins.speculative.drafting import Front, Missing, draft_batch
+from glowplug.plugins.speculative.drafting import Missing, NewestTokens, draft_batch
 
 Long = NDArray[np.int64]
 Ints = NDArray[np.int32]
@@ -73,13 +73,13 @@ def missing_host(batch: Batch, accepted: Accepted, page_size: int, keep: int) ->
     )
 
 
-def front_host(batch: Batch, accepted: Accepted) -> Front:
+def front_host(batch: Batch, accepted: Accepted) -> NewestTokens:
     """Return the result of ``drafting.front`` for decode rows."""
     width = accepted.tokens.shape[1]
     last = [count - 1 for count in accepted.counts.tolist()]
     tokens = [drawn[offset] for drawn, offset in zip(accepted.tokens.tolist(), last, strict=True)]
     starts: list[int] = batch.positions.tolist()[::width]
-    return Front(
+    return NewestTokens(
         None,
         _long(tokens),
         _long([row * width + offset for row, offset in enumerate(last)]),

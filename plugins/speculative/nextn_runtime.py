@@ -17,8 +17,8 @@ from glowplug.core.step.batch import Accepted, Batch
 from glowplug.core.step.graph_pieces import DIRECT, ExtendWork
 from glowplug.core.step.to_device import send
 from glowplug.plugins.speculative.drafting import (
-    Front,
     Missing,
+    NewestTokens,
     Places,
     front,
     missing,
@@ -186,7 +186,7 @@ class NextN:
         else:  # part of a slot's captured piece, or ``hidden`` is still needed for logprobs
             self._model.fill(*tokens, hidden[lacking.source])
 
-    def _remember(self, batch: Batch, newest: Front, hidden: Tensor) -> None:
+    def _remember(self, batch: Batch, newest: NewestTokens, hidden: Tensor) -> None:
         """Store the inputs of the rows' next drafts."""
         rows = batch.row_ids if newest.places is None else batch.row_ids[newest.places]
         self._last[rows] = newest.tokens

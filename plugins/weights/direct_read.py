@@ -39,7 +39,7 @@ class Span(Generic[Key]):
 
 
 @dataclass
-class Block(Generic[Key]):
+class ReadBlock(Generic[Key]):
     """Spans of one file that are read as one range."""
 
     file: Path
@@ -48,14 +48,14 @@ class Block(Generic[Key]):
     spans: list[Span[Key]] = field(default_factory=list)
 
 
-def blocks_of(spans: Sequence[Span[Key]], max_bytes: int = BLOCK_BYTES) -> list[Block[Key]]:
+def blocks_of(spans: Sequence[Span[Key]], max_bytes: int = BLOCK_BYTES) -> list[ReadBlock[Key]]:
     """Group spans into blocks, by file and offset.
 
     Args:
         spans: the spans, in any order.
         max_bytes: largest size of a block; a larger span has a block of its own.
     """
-    blocks: list[Block[Key]] = []
+    blocks: list[ReadBlock[Key]] = []
     for span in sorted(spans, key=lambda span: (span.file, span.start)):
         last = blocks[-1] if blocks else None
         end = span.start + span.size
@@ -65,7 +65,7 @@ def blocks_of(spans: Sequence[Span[Key]], max_bytes: int = BLOCK_BYTES) -> list[
             or span.start - last.end > GAP
             or end - last.start > max_bytes
         ):
-            last = Block(span.file, span.start, span.start)
+            last = ReadBlock(span.file, span.start, span.start)
             blocks.append(last)
         last.end = max(last.end, end)
         last.spans.append(span)
@@ -95,7 +95,7 @@ class DirectReader(Generic[Key]):
         self._copied: list[torch.cuda.Event | None] = [None] * count
         self._files: dict[Path, int] = {}
 
-    def read(self, blocks: Sequence[Block[Key]]) -> Iterator[tuple[Span[Key], Tensor]]:
+    def read(self, blocks: Sequence[ReadBlock[Key]]) -> Iterator[tuple[Span[Key], Tensor]]:
         """Yield each span once with its bytes.
 
         The bytes are uint8 on the device, ready for the current stream. They are a view of their
@@ -144,7 +144,7 @@ class DirectReader(Generic[Key]):
         self._files.clear()
         self._staging = []
 
-    def _fill(self, buffer: int, block: Block[Key], at: int) -> int:
+    def _fill(self, buffer: int, block: ReadBlock[Key], at: int) -> int:
         """Read one piece into a staging buffer, after the buffer's last copy (on a thread)."""
         event = self._copied[buffer]
         if event is not None:
@@ -182,7 +182,7 @@ class DirectReader(Generic[Key]):
             self._copied[buffer] = event
 
 
-def _spans(block: Block[Key], memory: Tensor) -> Iterator[tuple[Span[Key], Tensor]]:
+def _spans(block: ReadBlock[Key], memory: Tensor) -> Iterator[tuple[Span[Key], Tensor]]:
     """Yield each span of ``block`` with its view of ``memory``."""
     for span in block.spans:
         at = span.start - block.start

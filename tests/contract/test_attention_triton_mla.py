@@ -20,7 +20,7 @@ from tests.contract.gpu_mla import GpuMlaSuite, Projections
 
 pytest.importorskip("triton")
 from glowplug.kernels.mla import value_projection as mla_values
-from glowplug.kernels.mla.decode import Tiling
+from glowplug.kernels.mla.decode import MlaTiling
 from glowplug.plugins.attention.mla.triton_runtime import TritonMla, _Rows
 
 
@@ -76,7 +76,7 @@ class Apart(TritonMla):
 
     def _tiled_rows(
         self, query: Tensor, kv: Tensor, layer: MlaLayer, apart: bool = False
-    ) -> tuple[_Rows, Tiling]:
+    ) -> tuple[_Rows, MlaTiling]:
         rows, cut = super()._tiled_rows(query, kv, layer, apart)
         return rows, replace(cut, block_n=16, splits=3, apart=apart and rows.width == 1)
 

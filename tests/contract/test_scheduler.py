@@ -15,7 +15,7 @@ from glowplug.core.protocols import PrefixCache, SchedulingPolicy, Worker
 from glowplug.core.step.request import Sequence
 from glowplug.core.testing.harness.drive import Drive, sequence
 from glowplug.core.testing.harness.plans import bare_plan
-from glowplug.core.testing.suites.scheduler import Clock, SchedulerSuite, prompt
+from glowplug.core.testing.suites.scheduler import ManualClock, SchedulerSuite, prompt
 from glowplug.plugins.cache.radix import RadixOptions
 from glowplug.plugins.cache.radix_runtime import RadixCache
 from glowplug.plugins.scheduler.continuous import ContinuousOptions
@@ -157,7 +157,7 @@ class TestContraryPolicy(TestRadixFcfs):
 def drive_of(depth: int = 1, **sizes: Any) -> Drive:
     plan = bare_plan(**sizes)
     worker = Worker()
-    scheduler = Continuous(ContinuousOptions(), plan, worker, clock=Clock())
+    scheduler = Continuous(ContinuousOptions(), plan, worker, clock=ManualClock())
     cache, policy = RadixCache(RadixOptions(), plan, worker), Fcfs(FcfsOptions(), plan, worker)
     return Drive(scheduler, plan, cache, policy, depth=depth)
 

@@ -16,7 +16,7 @@ from glowplug.core.protocols import OutputParserFactory
 from glowplug.entrypoints.front import event_loop
 from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.server.app import create_app
-from glowplug.entrypoints.server.serve import Server, bind
+from glowplug.entrypoints.server.serve import HttpServer, bind
 from tests.e2e.fake_engine import FakeExecutor, make_plan, make_tokenizer
 from tests.support.waiting import LIMIT, until
 
@@ -59,7 +59,7 @@ class Served:
         )
         app = create_app(self._plan, client, self._tokenizer, self._parsers, self._plugins)
         self.context = app.state.context
-        self.server = Server(app, self.context, self._listener)
+        self.server = HttpServer(app, self.context, self._listener)
         self.exit_code = await self.server.run(self._make)
 
     def _make(self) -> Any:

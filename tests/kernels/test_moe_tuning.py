@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe import experts as moe_experts, tuning as moe_tuning
-from glowplug.kernels.moe.tiles import Problem, rule, tile
+from glowplug.kernels.moe.tiles import ExpertsProblem, rule, tile
 
-PROBLEM = Problem(66, 8, 2048, 1408, "bfloat16")
+PROBLEM = ExpertsProblem(66, 8, 2048, 1408, "bfloat16")
 
 
 @pytest.mark.parametrize("tokens", moe_tuning.TOKENS)
@@ -97,7 +97,7 @@ def test_what_is_measured_is_what_runs(tokens: int) -> None:
     """Products with tiles of their own for everybody's experts, by themselves as in
     ``moe_experts``.
     """
-    bench = moe_tuning.Bench.make(Problem(7, 4, 48, 40, "float32"), 2, device="cpu")
+    bench = moe_tuning.Bench.make(ExpertsProblem(7, 4, 48, 40, "float32"), 2, device="cpu")
     config = {product: tile("sorted", 16, 32, 32, 4, 2) for product in ("up", "down")}
     ids, weights = bench.routing(tokens, 0)
     aligned = bench.align(config["up"], ids)

@@ -54,7 +54,7 @@ class Case:
         self.page, self.first_key, self.width, self.scale = page, first_key, width, dim**-0.5
         self.tree: Tensor | None = None
 
-    def cut(self, **changes: int) -> kernel.Tiling:
+    def cut(self, **changes: int) -> kernel.MhaTiling:
         heads, dim = self.query.shape[1:]
         made = kernel.tiling(
             len(self.lengths), self.width, heads, self.k.shape[1], dim, 256, self.query.dtype
@@ -82,7 +82,7 @@ class Case:
             at += count
         return torch.cat(parts)
 
-    def check(self, cut: kernel.Tiling, tolerance: float = 1e-5) -> None:
+    def check(self, cut: kernel.MhaTiling, tolerance: float = 1e-5) -> None:
         got = kernel.mha_decode(
             self.query,
             self.k,

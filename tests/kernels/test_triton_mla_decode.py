@@ -65,13 +65,13 @@ class Case:
         self.scale, self.tree = (lora + rope) ** -0.5, None
         self.kv_scale = 1.0
 
-    def cut(self, **changes: int) -> kernel.Tiling:
+    def cut(self, **changes: int) -> kernel.MlaTiling:
         made = kernel.tiling(
             len(self.lengths), self.width, self.heads, 256, self.query.dtype, self.kv.dtype
         )
         return replace(made, **changes)
 
-    def run(self, cut: kernel.Tiling) -> Tensor:
+    def run(self, cut: kernel.MlaTiling) -> Tensor:
         return kernel.mla_decode(
             self.query,
             self.kv,
@@ -86,7 +86,7 @@ class Case:
             self.kv_scale,
         )
 
-    def check(self, cut: kernel.Tiling, tolerance: float = 1e-5) -> None:
+    def check(self, cut: kernel.MlaTiling, tolerance: float = 1e-5) -> None:
         cache = self.kv.float() * self.kv_scale
         expected = mla.paged_latent_reference(
             self.query,
@@ -204,7 +204,7 @@ def test_parts_joined_by_the_values_product(rows: int, splits: int, first_key: i
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
 
 
-def parts_of(case: Case, cut: kernel.Tiling) -> tuple[Tensor, Tensor]:
+def parts_of(case: Case, cut: kernel.MlaTiling) -> tuple[Tensor, Tensor]:
     """``decode_parts``, with NaN where by its contract nothing is written."""
     made = kernel.decode_parts(
         case.query,
@@ -291,7 +291,7 @@ def test_parts_are_left_to_the_values_product_where_that_was_measured() -> None:
         kv: torch.dtype = half,
         ring: bool = True,
         apart: bool = True,
-    ) -> kernel.Tiling:
+    ) -> kernel.MlaTiling:
         return kernel.tiling(rows, width, heads, context, half, kv, ring, apart)
 
     assert {rows: cut(rows).splits for rows in (8, 16, 32)} == {8: 9, 16: 8, 32: 4}

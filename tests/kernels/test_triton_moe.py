@@ -124,7 +124,7 @@ def test_all_absent_and_none() -> None:
 
 
 def test_rules_cover_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = moe_tiles.Problem(66, 8, 2048, 1408, "bfloat16")
+    problem = moe_tiles.ExpertsProblem(66, 8, 2048, 1408, "bfloat16")
     ways = [
         moe_tiles.rule(problem, tokens)["up"]["way"]
         for tokens in (1, 2, 16, 17, 512, 1024, 100_000)

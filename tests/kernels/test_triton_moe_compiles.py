@@ -15,11 +15,11 @@ from glowplug.core.plugin.byte_costs import ExpertsStep
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe import tiles as moe_tiles, tuning as moe_tuning
 from glowplug.kernels.moe.align import max_blocks
-from glowplug.kernels.moe.tiles import Problem
+from glowplug.kernels.moe.tiles import ExpertsProblem
 from glowplug.plugins.quantization.shared.expert_bytes import dense_experts
 from tests.support.tables import forget
 
-PROBLEM = Problem(66, 8, 2048, 1408, "bfloat16")
+PROBLEM = ExpertsProblem(66, 8, 2048, 1408, "bfloat16")
 SCRIPT = """
 from tests.support.compiled import build
 from glowplug.kernels.moe import gemm as moe_gemm

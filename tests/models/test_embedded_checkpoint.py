@@ -15,7 +15,7 @@ import torch
 
 from glowplug.models import embedded
 from glowplug.models.embedded.training import tokenizer
-from glowplug.models.embedded.training.shape import BLOCK, Shape
+from glowplug.models.embedded.training.shape import BLOCK, NetworkShape
 
 HOME = Path(embedded.__file__).resolve().parent
 FOLDER = HOME / "checkpoint"
@@ -86,7 +86,7 @@ def test_everything_fits_the_limit() -> None:
 
 
 def test_config_is_the_shape_that_was_trained(config: dict[str, Any]) -> None:
-    assert config == Shape().config(fp8=True)
+    assert config == NetworkShape().config(fp8=True)
     assert config["rope_scaling"]["type"] == "yarn" and config["rope_scaling"]["mscale"]
     assert config["n_group"] > config["topk_group"] and config["n_shared_experts"] == 1
 

@@ -146,9 +146,9 @@ def test_fake_rounding_equals_what_is_stored() -> None:
 
 def test_training_network_is_the_published_architecture() -> None:
     from glowplug.models.embedded.training.network import Network
-    from glowplug.models.embedded.training.shape import Shape
+    from glowplug.models.embedded.training.shape import NetworkShape
 
-    shape = Shape(vocab=64, layers=2, dense_width=128)
+    shape = NetworkShape(vocab=64, layers=2, dense_width=128)
     torch.manual_seed(random.randrange(10**6))
     network = Network(shape).eval()
     tokens = torch.randint(0, shape.vocab, (2, 9))

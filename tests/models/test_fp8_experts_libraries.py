@@ -24,7 +24,7 @@ from glowplug.core.testing.harness.plans import bare_plan  # noqa: E402
 from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant  # noqa: E402
 from glowplug.plugins.quantization.block_fp8 import masked as fp8_masked  # noqa: E402
 from glowplug.plugins.quantization.block_fp8.cuda import BlockFp8Cuda, grouped  # noqa: E402
-from glowplug.plugins.quantization.block_fp8.cutlass import Cutlass  # noqa: E402
+from glowplug.plugins.quantization.block_fp8.cutlass import CutlassExperts  # noqa: E402
 from glowplug.plugins.quantization.block_fp8.grouped import Grouped  # noqa: E402
 from glowplug.plugins.quantization.block_fp8.masked import Masked  # noqa: E402
 from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options  # noqa: E402
@@ -203,7 +203,7 @@ def test_steps_beyond_the_masked_ones_are_as_auto_has_them(
 @pytest.mark.parametrize(("tokens", "used"), [(1, 5), (9, 5), (40, 3)])
 def test_packed_rows(cutlass: SglKernel, tokens: int, used: int, dtype: torch.dtype) -> None:
     made = grouped("cutlass")
-    assert isinstance(made, Cutlass) and made.pays(tokens, WIDTH, EXPERTS)
+    assert isinstance(made, CutlassExperts) and made.pays(tokens, WIDTH, EXPERTS)
     against_a_loop(made, tokens, used, dtype)
     assert cutlass.dtypes == [torch.float16 if dtype == torch.float16 else torch.bfloat16] * 2
 
@@ -212,7 +212,7 @@ def test_packed_rows(cutlass: SglKernel, tokens: int, used: int, dtype: torch.dt
     ("made", "module", "function"),
     [
         (Masked, "deep_gemm", "m_grouped_fp8_gemm_nt_masked"),
-        (Cutlass, "sgl_kernel", "fp8_blockwise_scaled_grouped_mm"),
+        (CutlassExperts, "sgl_kernel", "fp8_blockwise_scaled_grouped_mm"),
     ],
 )
 def test_a_library_that_cannot_be_used(

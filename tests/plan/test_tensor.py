@@ -14,7 +14,7 @@ from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.model_folder import model_facts, normalise, read_json
-from glowplug.core.facts.splits import Split, fitting_sizes, splits, uneven
+from glowplug.core.facts.splits import AxisSplit, fitting_sizes, splits, uneven
 from glowplug.core.plugin.offers import QuantizationOffers
 from tests.plan.test_refusals import component, with_components
 from tests.support.source_tree import ROOT
@@ -37,7 +37,7 @@ def tensor(size: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def dimensions(found: list[Split]) -> list[tuple[str, str]]:
+def dimensions(found: list[AxisSplit]) -> list[tuple[str, str]]:
     return [(split.layer, split.dimension) for split in found]
 
 

@@ -9,7 +9,7 @@ import contextlib
 import json
 import threading
 
-from glowplug.entrypoints.bench.load.http_stream import Target
+from glowplug.entrypoints.bench.load.http_stream import ServerTarget
 from tests.support.waiting import LIMIT
 
 FIRST, GAP = 0.05, 0.01  #: seconds that the server takes before the first token and after each
@@ -45,8 +45,8 @@ class FakeServer:
         self._server.close()
 
     @property
-    def target(self) -> Target:
-        return Target(f"http://127.0.0.1:{self.port}")
+    def target(self) -> ServerTarget:
+        return ServerTarget(f"http://127.0.0.1:{self.port}")
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):

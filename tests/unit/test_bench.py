@@ -24,7 +24,7 @@ from glowplug.entrypoints.bench.load.backends import (
     ask,
     outcome_of,
 )
-from glowplug.entrypoints.bench.load.http_stream import Target, events, read_answer
+from glowplug.entrypoints.bench.load.http_stream import ServerTarget, events, read_answer
 from glowplug.entrypoints.bench.load.load import Load, drive, gaps
 from tests.support.bench_server import FakeServer
 
@@ -45,7 +45,9 @@ def parsed(*words: str) -> argparse.Namespace:
 @pytest.mark.parametrize("name", sorted(BACKENDS))
 def test_every_backend_measures_what_the_server_did(server: FakeServer, name: str) -> None:
     backend = BACKENDS[name]
-    prompt = datasets.Prompt(5, 6, text="hello", ids=[1, 2, 3, 4, 5] if backend.takes_ids else None)
+    prompt = datasets.BenchPrompt(
+        5, 6, text="hello", ids=[1, 2, 3, 4, 5] if backend.takes_ids else None
+    )
     outcome = outcome_of(asyncio.run(ask(server.target, backend, prompt, Request("tiny"))), backend)
     assert outcome.ok, outcome.error
     assert outcome.output_tokens == len(outcome.arrivals) == 6
@@ -107,10 +109,10 @@ def test_times_are_those_of_the_events(name: str, monkeypatch: pytest.MonkeyPatc
 
     async def asked() -> Asked:
         monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", wire.connect)
-        prompt = datasets.Prompt(
+        prompt = datasets.BenchPrompt(
             5, 3, text="hello", ids=[1, 2, 3, 4, 5] if backend.takes_ids else None
         )
-        return await ask(Target("http://127.0.0.1:1"), backend, prompt, Request("tiny"))
+        return await ask(ServerTarget("http://127.0.0.1:1"), backend, prompt, Request("tiny"))
 
     outcome = outcome_of(asyncio.run(asked()), backend)
     assert outcome.ok, outcome.error
@@ -129,7 +131,8 @@ def test_a_fault_fails_its_request_and_is_named(server: FakeServer, fault: str, 
     request = Request("tiny", extra={"fault": fault})
     backend = BACKENDS["openai"]
     outcome = outcome_of(
-        asyncio.run(ask(server.target, backend, datasets.Prompt(1, 4, text="x"), request)), backend
+        asyncio.run(ask(server.target, backend, datasets.BenchPrompt(1, 4, text="x"), request)),
+        backend,
     )
     assert not outcome.ok
     assert said in outcome.error
@@ -347,7 +350,7 @@ def test_answers_too_many_to_keep_are_read_during_the_run(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("glowplug.entrypoints.bench.load.load.UNREAD_BYTES_MAX", 0)
-    prompts = [datasets.Prompt(1, count, text="x") for count in (2, 5, 3)]
+    prompts = [datasets.BenchPrompt(1, count, text="x") for count in (2, 5, 3)]
     outcomes, _ = asyncio.run(
         drive(server.target, BACKENDS["openai"], Request("tiny"), prompts, Load(), lambda: None)
     )

@@ -22,7 +22,7 @@ from glowplug.entrypoints import bench
 from glowplug.entrypoints.bench import kernels
 from glowplug.entrypoints.bench.kernel import timing as kernel_timing
 from glowplug.entrypoints.bench.kernel.calls import Call
-from glowplug.entrypoints.bench.kernel.world import KernelWorld, NoiseSource, StepShape
+from glowplug.entrypoints.bench.kernel.world import KernelStepShape, KernelWorld, NoiseSource
 from glowplug.entrypoints.bench.kernels import _providers, variants
 from glowplug.entrypoints.checkpoints.cut_model import cut_config, write_cut
 from tests.support.tiny import CONFIGS, write_config
@@ -41,7 +41,7 @@ def plugins() -> PluginSet:
     return load_plugins(entry_points=False)
 
 
-def recorded(name: str, shape: StepShape, plugins: PluginSet, folder: Path) -> list[Call]:
+def recorded(name: str, shape: KernelStepShape, plugins: PluginSet, folder: Path) -> list[Call]:
     write_cut(CONFIGS[name], folder)
     plan = make_plan({"model": str(folder), **SIZES}, plugins=plugins)
     return KernelWorld(plan, plugins).calls(shape)
@@ -72,9 +72,9 @@ def test_a_cut_model_keeps_one_layer_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize("name", ["v2", "v3", "llama", "v3_fp8"])
-@pytest.mark.parametrize("shape", [StepShape(3, 20), StepShape(1, 24, 24)])
+@pytest.mark.parametrize("shape", [KernelStepShape(3, 20), KernelStepShape(1, 24, 24)])
 def test_every_slot_of_a_step_is_recorded(
-    name: str, shape: StepShape, plugins: PluginSet, tmp_path: Path
+    name: str, shape: KernelStepShape, plugins: PluginSet, tmp_path: Path
 ) -> None:
     calls = recorded(name, shape, plugins, tmp_path)
     moe = name != "llama"
@@ -95,7 +95,7 @@ def test_every_slot_of_a_step_is_recorded(
 def test_what_a_linear_layer_and_the_experts_cost(plugins: PluginSet, tmp_path: Path) -> None:
     calls = {
         call.name: call
-        for call in recorded("v3", StepShape(3, 20), plugins, tmp_path)
+        for call in recorded("v3", KernelStepShape(3, 20), plugins, tmp_path)
         if call.layer == 1
     }
     output = calls["self_attn.o_proj"]
@@ -111,7 +111,7 @@ def test_what_a_linear_layer_and_the_experts_cost(plugins: PluginSet, tmp_path: 
     assert cached.moved > 3 * 20 * 40 * 4
     prefill = {
         call.name: call
-        for call in recorded("v3", StepShape(1, 20, 20), plugins, tmp_path)
+        for call in recorded("v3", KernelStepShape(1, 20, 20), plugins, tmp_path)
         if call.layer == 1
     }
     pairs = 20 * 21 / 2
@@ -123,11 +123,11 @@ def test_recording_is_repeatable_and_leaves_the_sampler_free(
 ) -> None:
     write_cut(CONFIGS["v2"], tmp_path)
     world = KernelWorld(make_plan({"model": str(tmp_path), **SIZES}, plugins=plugins), plugins)
-    first, second = world.calls(StepShape(2, 10)), world.calls(StepShape(2, 10))
+    first, second = world.calls(KernelStepShape(2, 10)), world.calls(KernelStepShape(2, 10))
     assert [call.key for call in first] == [call.key for call in second]
     for one, other in zip(first, second):
         assert one.out is None or torch.equal(one.out, other.out), one.name
-    assert len(world.calls(StepShape(4, 9))) == len(first)
+    assert len(world.calls(KernelStepShape(4, 9))) == len(first)
 
 
 def test_noise_is_scaled_for_its_use() -> None:

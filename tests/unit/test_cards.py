@@ -37,11 +37,11 @@ def test_cards(card: None, tiles: bool, unfit: str) -> None:
 @pytest.mark.parametrize("card", [(10, 0)], indirect=True)
 def test_libraries_for_hopper_are_not_asked_on_another_card(card: None) -> None:
     pytest.importorskip("triton")
-    from glowplug.plugins.quantization.block_fp8.cutlass import Cutlass
+    from glowplug.plugins.quantization.block_fp8.cutlass import CutlassExperts
     from glowplug.plugins.quantization.block_fp8.gemm_providers import Providers
     from glowplug.plugins.quantization.block_fp8.grouped import Grouped
     from glowplug.plugins.quantization.block_fp8.masked import Masked
-    from glowplug.plugins.quantization.int8.cuda import Multiply
+    from glowplug.plugins.quantization.int8.cuda import Int8Gemm
 
     table = {"N=512,K=512": {"64": "cutlass"}}
     chosen = Providers("auto", table)
@@ -51,7 +51,12 @@ def test_libraries_for_hopper_are_not_asked_on_another_card(card: None) -> None:
     with pytest.raises(GlowplugError, match="called on SM90, this card is SM100"):
         Providers("cublas", table)
     assert not Grouped("auto").pays(1 << 20, 8, 8)
-    for asked in (lambda: Grouped("deep_gemm"), Masked, Cutlass, lambda: Multiply("cutlass")):
+    for asked in (
+        lambda: Grouped("deep_gemm"),
+        Masked,
+        CutlassExperts,
+        lambda: Int8Gemm("cutlass"),
+    ):
         with pytest.raises(
             GlowplugError, match="is called on SM90, this card is SM100; leave it out"
         ):

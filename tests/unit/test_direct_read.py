@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from glowplug.core.errors import WeightError
 from glowplug.core.protocols import Worker
-from glowplug.core.testing.suites.weights import Wanted, cuts, same
+from glowplug.core.testing.suites.weights import WantedTensor, cuts, same
 from glowplug.plugins.weights.direct_read import GAP, DirectReader, Span, blocks_of
 from glowplug.plugins.weights.safetensors import SafetensorsOptions
 from glowplug.plugins.weights.safetensors_runtime import SafetensorsSource
@@ -100,7 +100,7 @@ def test_tensors_and_their_slices(tmp_path: Path) -> None:
     source.open(cast(Any, SimpleNamespace(path=str(tmp_path), tensors={})))
     for number in range(5):
         targets = {
-            name: Wanted(name, tuple(value.shape), cuts(value)[number % len(cuts(value))])
+            name: WantedTensor(name, tuple(value.shape), cuts(value)[number % len(cuts(value))])
             for name, value in values.items()
         }
         reader: DirectReader[Any] = DirectReader("cpu", 2, piece=13)

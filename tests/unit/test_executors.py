@@ -19,7 +19,7 @@ from glowplug.core.step.messages import Failed, Progress
 from glowplug.entrypoints.cli.flags import serve_defaults
 from glowplug.plugins.executors.ranks.failure_cause import (
     SPAWN,
-    Kind,
+    FailureKind,
     Watch,
     first_cause,
     host_limit,
@@ -76,9 +76,9 @@ def test_a_failure_of_its_own_comes_before_silence_and_consequences() -> None:
     watch.look()
     assert first_cause(watch.troubles).text == "rank 2 failed in phase serve: ValueError: no"
     assert [trouble.kind for trouble in watch.troubles] == [
-        Kind.CONSEQUENCE,
-        Kind.FAILED,
-        Kind.SILENT,
+        FailureKind.CONSEQUENCE,
+        FailureKind.FAILED,
+        FailureKind.SILENT,
     ]
 
 

@@ -53,8 +53,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 def picks(kind: str, table: Any = None, wanted: str = "auto") -> Any:
     """(rows, columns, depth) -> who multiplies, asked of the runtime."""
     if kind == AWQ.kind:
-        return awq_cuda.Multiply(wanted, table).pick
-    multiply = w8a8_int8_cuda.Multiply(wanted, table)
+        return awq_cuda.AwqGemm(wanted, table).pick
+    multiply = w8a8_int8_cuda.Int8Gemm(wanted, table)
     return lambda *shape: multiply.pick(*shape, torch.bfloat16)
 
 
@@ -162,7 +162,7 @@ def test_cutlass_is_not_given_what_it_does_not_take(
     card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = {"N=2048,K=2048": {"1": "cutlass"}}
-    multiply = w8a8_int8_cuda.Multiply("auto", table)
+    multiply = w8a8_int8_cuda.Int8Gemm("auto", table)
     asked = {
         (1, 2048, 2048): "cutlass",
         (0, 2048, 2048): "triton",
@@ -176,4 +176,4 @@ def test_cutlass_is_not_given_what_it_does_not_take(
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(libraries.importlib, "import_module", missing)
-    assert w8a8_int8_cuda.Multiply("auto", table).pick(1, 2048, 2048, torch.bfloat16) == "triton"
+    assert w8a8_int8_cuda.Int8Gemm("auto", table).pick(1, 2048, 2048, torch.bfloat16) == "triton"

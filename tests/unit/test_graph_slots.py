@@ -13,7 +13,7 @@ from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Worker
 from glowplug.core.step.batch import Batch, StepShape
 from glowplug.core.testing.harness.plans import bare_plan, sizes
-from glowplug.plugins.graphs.capture.decode_graph import FIELD_ALIGNMENT, Shape, Slot
+from glowplug.plugins.graphs.capture.decode_graph import FIELD_ALIGNMENT, DecodeGraph, GraphShape
 from glowplug.plugins.graphs.capture.staging import Staging
 from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions, default_sizes
 from glowplug.plugins.graphs.cuda_graph_runtime import CudaGraph
@@ -44,10 +44,12 @@ def batch(rows: list[int], lens: list[int], width: int, page_size: int, seed: in
     )
 
 
-def slot(rows: int, width: int, page_size: int) -> Slot:
+def slot(rows: int, width: int, page_size: int) -> DecodeGraph:
     mode = Mode.DECODE if width == 1 else Mode.VERIFY
-    shape = Shape.of(mode, rows, sizes(width=width, page_size=page_size))
-    return Slot(shape, CPU, Staging(max(shape.offsets[-1], 4 * rows * shape.columns), CPU), None)
+    shape = GraphShape.of(mode, rows, sizes(width=width, page_size=page_size))
+    return DecodeGraph(
+        shape, CPU, Staging(max(shape.offsets[-1], 4 * rows * shape.columns), CPU), None
+    )
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.plugins.attention.shared import table_bytes
-from glowplug.plugins.attention.shared.page_tables import SlotBuffers
+from glowplug.plugins.attention.shared.page_tables import GraphBuffers
 
 CPU = torch.device("cpu")
 
@@ -34,8 +34,8 @@ def slots_of(table: Tensor, page: int) -> Tensor:
     )
 
 
-def roomy(rows: int, positions: int, page: int) -> SlotBuffers:
-    made = SlotBuffers()
+def roomy(rows: int, positions: int, page: int) -> GraphBuffers:
+    made = GraphBuffers()
     made.reserve(table_bytes.slots_bytes(DecodingRows(rows, positions, page, 2, 16, True)), CPU)
     return made
 
@@ -46,7 +46,7 @@ def roomy(rows: int, positions: int, page: int) -> SlotBuffers:
 def test_slots_begin_behind_the_first_key(
     page: int, first: int, slot: str | None, reserved: bool
 ) -> None:
-    buffers = roomy(6, 9 * page, page) if reserved else SlotBuffers()
+    buffers = roomy(6, 9 * page, page) if reserved else GraphBuffers()
     for seed in range(3):
         table, lens = batch(seed, 6, 9, page)
         slots, behind = buffers.shifted(slot, table, lens, first, page)
@@ -69,7 +69,7 @@ def test_every_size_and_pass_lies_in_what_the_plan_counts(page: int, positions: 
     """From the largest batch to the smallest, as they are captured, two passes of a draft and the
     step itself each: one room for all, of as many bytes as were planned, which never moves."""
     step = DecodingRows(33, positions, page, 3, 128, True)
-    planned, buffers = table_bytes.fa3_mla_bytes(step), SlotBuffers()
+    planned, buffers = table_bytes.fa3_mla_bytes(step), GraphBuffers()
     assert planned == 33 * -(-positions // page) * page * 4
     buffers.reserve(planned, CPU)
     places = set()
@@ -88,7 +88,7 @@ def test_every_size_and_pass_lies_in_what_the_plan_counts(page: int, positions: 
 
 def test_without_room_a_slot_keeps_its_own() -> None:
     """Captured kernels still read one address, another for each slot."""
-    buffers = SlotBuffers()
+    buffers = GraphBuffers()
     seen = [
         buffers.shifted(slot, *batch(seed, 4, 5, 16), 1, 16)[0].data_ptr()
         for seed, slot in enumerate(("a", "b", "a", "b"))

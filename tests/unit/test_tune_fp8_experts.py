@@ -11,7 +11,7 @@ from glowplug.core.protocols.tuning import LayerShapes
 from glowplug.kernels.moe.fp8 import tiles as moe_fp8_tiles, tuning as moe_fp8_tuning
 from glowplug.plugins.quantization.tuning.fp8_experts import Fp8ExpertsTuner
 
-V3 = moe_fp8_tuning.Problem(257, 9, 7168, 2048, 1)
+V3 = moe_fp8_tuning.Fp8ExpertsProblem(257, 9, 7168, 2048, 1)
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 128, 512, 4096])
@@ -46,7 +46,7 @@ def test_candidates_fit_and_pair_up(tokens: int, monkeypatch: pytest.MonkeyPatch
 def test_large_steps_may_go_to_hoppers_kernel(
     tokens: int, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tiles(problem: moe_fp8_tuning.Problem) -> dict[str, set[int]]:
+    def tiles(problem: moe_fp8_tuning.Fp8ExpertsProblem) -> dict[str, set[int]]:
         found = [
             each for each in moe_fp8_tuning.expert_candidates(tokens, problem) if "GROUP" in each[1]
         ]

@@ -18,7 +18,7 @@ from glowplug.entrypoints.bench.others.peer_engines import (
     StaticRun,
     interpreters,
 )
-from glowplug.entrypoints.bench.others.turns import Turn, in_turns
+from glowplug.entrypoints.bench.others.turns import MeasuredProgram, in_turns
 from glowplug.entrypoints.cli.main import main
 from tests.support.source_tree import ROOT
 from tests.support.waiting import LIMIT, until
@@ -100,9 +100,9 @@ def peers(
     trace.touch()
 
     def noted(name: str) -> Callable[..., None]:
-        method = getattr(Turn, name)
+        method = getattr(MeasuredProgram, name)
 
-        def note(self: Turn, *given: float) -> None:
+        def note(self: MeasuredProgram, *given: float) -> None:
             with trace.open("a") as file:
                 file.write(f"{name} {self.name}\n")
             method(self, *given)
@@ -110,7 +110,7 @@ def peers(
         return note
 
     for name in ("go", "end"):
-        monkeypatch.setattr(Turn, name, noted(name))
+        monkeypatch.setattr(MeasuredProgram, name, noted(name))
     monkeypatch.setattr(turns, "SETTLED", 0.1)
     (site / "vllm").mkdir(parents=True)
     waits = getattr(request, "param", False)
@@ -409,14 +409,14 @@ def test_without_ours_there_is_nothing_to_compare(
     assert not (tmp_path / "out" / "static.json").exists()
 
 
-def looping(tmp_path: Path, name: str) -> Turn:
+def looping(tmp_path: Path, name: str) -> MeasuredProgram:
     code = (
         "import os, pathlib, subprocess, sys, time\nprint(os.getpid())\n"  # with a child of its own
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         f"print(child.pid)\nwhile True:\n    pathlib.Path({str(tmp_path / name)!r}).write_text(str(time.time()))\n"
         "    time.sleep(0.01)"
     )
-    return Turn(
+    return MeasuredProgram(
         name,
         [sys.executable, "-c", code],
         tmp_path / f"{name}.log",
@@ -460,7 +460,7 @@ def test_programs_stand_still_until_their_turn_and_leave_nothing(tmp_path: Path)
 def test_a_program_that_does_not_load_is_named(tmp_path: Path) -> None:
     never = in_turns(
         [
-            lambda: Turn(
+            lambda: MeasuredProgram(
                 "late",
                 [sys.executable, "-c", "import time; time.sleep(60)"],
                 tmp_path / "log",

@@ -8,7 +8,7 @@ from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.parameters import stated
 from glowplug.core.plan.plan import BudgetLine
-from glowplug.core.plan.proposal import Draft
+from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.offers import AttentionOffers, Mode
 from glowplug.core.plugin.options import GraphOptions
 from glowplug.core.plugin.slots import CAPTURED_SLOTS
@@ -116,7 +116,7 @@ def kept_bytes(
     )
 
 
-def pass_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
+def pass_tokens(draft: Proposal, step_tokens: int) -> tuple[int, ...]:
     """Return the token counts for which passes with prompts are captured.
 
     None are captured on several ranks, because the number of exchanged rows differs between steps.
@@ -129,7 +129,7 @@ def pass_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
     return runner.options.token_counts(step_tokens) if capturable else ()
 
 
-def extend_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
+def extend_tokens(draft: Proposal, step_tokens: int) -> tuple[int, ...]:
     """Return the token counts for which the draft's pass over a step's tokens is captured.
 
     They are those of the target's passes if all components of the pass can be captured. Attention
@@ -144,7 +144,7 @@ def extend_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
     return pass_tokens(draft, step_tokens) if capturable else ()
 
 
-def short_steps(draft: Draft, rows: int, context: int) -> tuple[int, tuple[int, ...]]:
+def short_steps(draft: Proposal, rows: int, context: int) -> tuple[int, tuple[int, ...]]:
     """Return ``Sizes.short_keys`` and ``Sizes.short_rows``; (0, ()) if there are no such graphs.
 
     They are captured on one rank only, because other ranks may have longer rows, and only without
@@ -174,7 +174,7 @@ def short_steps(draft: Draft, rows: int, context: int) -> tuple[int, tuple[int, 
 
 
 def graph_line(
-    draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[int], int]
+    draft: Proposal, rows: int, step_tokens: int, step_bytes: Callable[[int], int]
 ) -> BudgetLine | None:
     """Return the budget line of the graphs; None without graphs.
 
@@ -227,7 +227,7 @@ def graph_line(
     return BudgetLine("graphs", driver + kept + pool, f"{how}, one pool")
 
 
-def _decide(draft: Draft, sizes: tuple[int, ...], rows: int) -> None:
+def _decide(draft: Proposal, sizes: tuple[int, ...], rows: int) -> None:
     """Record the captured batch sizes: the given ones that can run, or the default."""
     asked = getattr(draft.config.graphs, "batch_sizes", None)
     if asked is None:
@@ -248,7 +248,7 @@ def _decide(draft: Draft, sizes: tuple[int, ...], rows: int) -> None:
     draft.decide("graphs.batch_sizes", list(sizes), by, why)
 
 
-def _decide_counts(draft: Draft, counts: tuple[int, ...], step_tokens: int) -> None:
+def _decide_counts(draft: Proposal, counts: tuple[int, ...], step_tokens: int) -> None:
     """Record the captured token counts: the given ones that can occur, or the default."""
     asked = getattr(draft.config.graphs, "prefill_tokens", None)
     by = "size"

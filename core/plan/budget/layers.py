@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.facts.parameters import is_moe_layer, stated
-from glowplug.core.plan.proposal import Draft
-from glowplug.core.plugin.byte_costs import SHOWN, AttentionStep, ExpertsStep, Work, gated_rows
+from glowplug.core.plan.proposal import Proposal
+from glowplug.core.plugin.byte_costs import SHOWN, AttentionStep, ExpertsStep, MemoryUse, gated_rows
 from glowplug.core.plugin.component import Chosen
 from glowplug.core.plugin.offers import AttentionOffers, OpsOffers, QuantizationOffers
 from glowplug.core.plugin.options import QuantizationOptions
@@ -54,7 +54,7 @@ class LayerBytes:
         key: elements of a head's query or key.
     """
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: Proposal) -> None:
         self.model = draft.facts.model
         self.mesh = draft.values["mesh"]
         values = draft.values
@@ -178,7 +178,7 @@ class LayerBytes:
 
     # ---- feed-forward ----------------------------------------------------------------------------
 
-    def dense(self, tokens: int) -> Work:
+    def dense(self, tokens: int) -> MemoryUse:
         """Return the memory of a dense feed-forward layer."""
         return self._gated(
             tokens,
@@ -188,13 +188,13 @@ class LayerBytes:
             ),
         )
 
-    def _gated(self, tokens: int, width: int) -> Work:
+    def _gated(self, tokens: int, width: int) -> MemoryUse:
         """Return the memory of gate and up projections, their product and the output."""
         out = tokens * self.model.hidden_size * self.element
         inner = self.cast(tokens, width)
-        return Work(max(2 * tokens * width * self.element + inner, inner + out), out)
+        return MemoryUse(max(2 * tokens * width * self.element + inner, inner + out), out)
 
-    def experts(self, tokens: int) -> Work:
+    def experts(self, tokens: int) -> MemoryUse:
         """Return the memory of a layer of routed experts, with its shared expert."""
         model = self.model
         inter = -(-stated(model, "moe_intermediate_size") // axis_size("moe_tp", self.mesh))
@@ -220,9 +220,9 @@ class LayerBytes:
         work = (self._scheme.experts_work or gated_rows)(step)
         routed = step.pairs * 2 * SHOWN
         if riding == shared:
-            return Work(routed + work.most, work.left, work.extra)
+            return MemoryUse(routed + work.most, work.left, work.extra)
         beside = self._gated(tokens, shared * inter)
-        return Work(routed + max(work.most, work.left + beside.most), work.left, work.extra)
+        return MemoryUse(routed + max(work.most, work.left + beside.most), work.left, work.extra)
 
 
 def _scheme(chosen: Chosen | None, device: str) -> tuple[QuantizationOffers, float]:

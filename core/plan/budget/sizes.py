@@ -19,7 +19,7 @@ from glowplug.core.plan.budget.graphs import extend_tokens, pass_tokens, short_s
 from glowplug.core.plan.budget.step import RESERVED, workspace_lines
 from glowplug.core.plan.budget.weights import Storage, weights_by_rank
 from glowplug.core.plan.plan import BudgetLine, Sizes
-from glowplug.core.plan.proposal import Draft
+from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.offers import (
     AttentionOffers,
     CollectiveOffers,
@@ -36,7 +36,7 @@ CUDA_RESERVE = 0.02  #: share of a device's memory that is left free
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryShare:
     """Memory of one rank.
 
     Attributes:
@@ -52,7 +52,7 @@ class Room:
     left: int
 
 
-def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
+def size(draft: Proposal) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     """Return the sizes and the byte budget; None after a refusal.
 
     Model, attention, quantization and speculative algorithm must have been chosen.
@@ -113,7 +113,7 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     return sizes, (*fixed, *cache)
 
 
-def _turns(draft: Draft) -> tuple[int, ...]:
+def _turns(draft: Proposal) -> tuple[int, ...]:
     """Return ``Sizes.turns``, the token counts of a step of one dp group.
 
     Experts compute the tokens of all groups, so their token counts are divided by the groups.
@@ -129,7 +129,7 @@ def _turns(draft: Draft) -> tuple[int, ...]:
     return tuple(turn // draft.values["mesh"].get("dp", 1) for turn in found)
 
 
-def _page_bounds(draft: Draft, pages: int, rows: int, page: int, context: int) -> dict[str, int]:
+def _page_bounds(draft: Proposal, pages: int, rows: int, page: int, context: int) -> dict[str, int]:
     """Return the fewest and most pages that a rank may have after measuring its memory."""
     memory = draft.config.memory
     if (
@@ -148,7 +148,7 @@ def _page_bounds(draft: Draft, pages: int, rows: int, page: int, context: int) -
 # ---- counts --------------------------------------------------------------------------------------
 
 
-def _rows(draft: Draft, device: str) -> int:
+def _rows(draft: Proposal, device: str) -> int:
     return _given_or(
         draft,
         "scheduler.max_running_requests",
@@ -158,7 +158,7 @@ def _rows(draft: Draft, device: str) -> int:
     )
 
 
-def _chunk(draft: Draft, device: str) -> int:
+def _chunk(draft: Proposal, device: str) -> int:
     return _given_or(
         draft,
         "scheduler.chunk_size",
@@ -168,7 +168,7 @@ def _chunk(draft: Draft, device: str) -> int:
     )
 
 
-def _page(draft: Draft, device: str) -> int:
+def _page(draft: Proposal, device: str) -> int:
     attention = draft.first("attention")
     assert attention is not None and isinstance(attention.offers, AttentionOffers)
     wanted = DEVICE_DEFAULTS[device].page
@@ -181,7 +181,7 @@ def _page(draft: Draft, device: str) -> int:
     return _given_or(draft, "attention.page_size", draft.config.attention.page_size, wanted, why)
 
 
-def _given_or(draft: Draft, path: str, given: int | None, otherwise: int, why: str) -> int:
+def _given_or(draft: Proposal, path: str, given: int | None, otherwise: int, why: str) -> int:
     """Record and return a given value, or ``otherwise`` with the reason ``why``."""
     if given is None:
         draft.decide(path, otherwise, "size", why)
@@ -190,7 +190,7 @@ def _given_or(draft: Draft, path: str, given: int | None, otherwise: int, why: s
     return given
 
 
-def _grows(draft: Draft, device: str) -> bool:
+def _grows(draft: Proposal, device: str) -> bool:
     """Return whether torch's allocator uses expandable segments; False on a CPU."""
     path = "memory.growing_segments"
     asked = draft.config.memory.growing_segments
@@ -210,7 +210,7 @@ def _grows(draft: Draft, device: str) -> bool:
     return not against
 
 
-def _against_growing(draft: Draft) -> str:
+def _against_growing(draft: Proposal) -> str:
     """Return the reason why "auto" does not use expandable segments; "" if it does."""
     if draft.values["ranks"] > 1:
         return f"not tested with several ranks, and the plan has {draft.values['ranks']}"
@@ -228,7 +228,7 @@ def _against_growing(draft: Draft) -> str:
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
-def _weights(draft: Draft) -> list[BudgetLine]:
+def _weights(draft: Proposal) -> list[BudgetLine]:
     """Return the lines of the weights, and of the draft's weights."""
     scheme = draft.first("quantization")
     assert scheme is not None and isinstance(scheme.offers, QuantizationOffers)
@@ -250,7 +250,7 @@ def _weights(draft: Draft) -> list[BudgetLine]:
 
 
 def _weight_line(
-    draft: Draft, name: str, model: ModelFacts, elements: Tally, storage: Storage, drafts: bool
+    draft: Proposal, name: str, model: ModelFacts, elements: Tally, storage: Storage, drafts: bool
 ) -> BudgetLine:
     """Return the line of one model's weights.
 
@@ -266,7 +266,7 @@ def _weight_line(
     return BudgetLine(name, max(held), how, held if len(set(held)) > 1 else ())
 
 
-def _room(draft: Draft, device: str, fixed: list[BudgetLine]) -> Room:
+def _room(draft: Proposal, device: str, fixed: list[BudgetLine]) -> MemoryShare:
     """Return the memory of a rank after the fixed lines."""
     machine = draft.facts.hardware
     fraction = draft.config.memory.fraction
@@ -285,12 +285,12 @@ def _room(draft: Draft, device: str, fixed: list[BudgetLine]) -> Room:
             "memory.fraction", fraction, *(draft.source("memory.fraction") or ("default", ""))
         )
     total = int(memory * share)
-    return Room(
+    return MemoryShare(
         total, memory, f"{human(total)} ({share:.0%} of {what} {human(memory)})", total - used
     )
 
 
-def _too_big(draft: Draft, fixed: list[BudgetLine], room: Room) -> Refusal:
+def _too_big(draft: Proposal, fixed: list[BudgetLine], room: MemoryShare) -> Refusal:
     """Return the refusal of a plan whose fixed lines leave no memory for the KV cache."""
     needed = room.total - room.left
     needs = ", ".join(f"{line.name} {human(line.bytes)}" for line in fixed)
@@ -303,7 +303,9 @@ def _too_big(draft: Draft, fixed: list[BudgetLine], room: Room) -> Refusal:
     )
 
 
-def _smaller(draft: Draft, lines: dict[str, int], room: Room, needed: int) -> tuple[str, str]:
+def _smaller(
+    draft: Proposal, lines: dict[str, int], room: MemoryShare, needed: int
+) -> tuple[str, str]:
     """Return the field to change so that the fixed lines fit, and the fix."""
     share = needed / room.memory
     default = CPU_SHARE if draft.values["device"] == "cpu" else 1 - CUDA_RESERVE
@@ -335,7 +337,7 @@ def _smaller(draft: Draft, lines: dict[str, int], room: Room, needed: int) -> tu
     return "model", fix + (', or dtype = "bfloat16"' if draft.values["dtype"] == "float32" else "")
 
 
-def kv_token_bytes(draft: Draft) -> int:
+def kv_token_bytes(draft: Proposal) -> int:
     """Return the bytes of KV cache of one token on a rank, over all layers."""
     model = draft.facts.model
     layers: int = model.num_layers + draft.values["draft_layers"]
@@ -346,7 +348,7 @@ def kv_token_bytes(draft: Draft) -> int:
     return layers * 2 * heads * model.head_dim * element
 
 
-def page_state_bytes(draft: Draft) -> int:
+def page_state_bytes(draft: Proposal) -> int:
     """Return the bytes kept for a draft beside each page: one hidden state of the target, or 0."""
     speculative = draft.first("speculative")
     assert speculative is not None and isinstance(speculative.offers, SpeculativeOffers)
@@ -355,7 +357,7 @@ def page_state_bytes(draft: Draft) -> int:
     return draft.facts.model.hidden_size * DTYPE_BYTES[draft.values["dtype"]]
 
 
-def _remark_draft(draft: Draft) -> None:
+def _remark_draft(draft: Proposal) -> None:
     """Add a remark if only the first of several next-token layers is used."""
     layers = (draft.facts.draft or draft.facts.model).nextn_layers
     if draft.values["draft_layers"] and layers > 1:
@@ -368,7 +370,7 @@ def _remark_draft(draft: Draft) -> None:
         )
 
 
-def _pages(draft: Draft, room: Room, page_bytes: int, rows: int, page: int) -> int | None:
+def _pages(draft: Proposal, room: MemoryShare, page_bytes: int, rows: int, page: int) -> int | None:
     """Return the pages of the KV pool with the scratch page; None after a refusal."""
     memory = draft.config.memory
     most = room.left // page_bytes
@@ -398,7 +400,7 @@ def _pages(draft: Draft, room: Room, page_bytes: int, rows: int, page: int) -> i
     return asked
 
 
-def _auto_pages(draft: Draft, most: int, page_bytes: int, rows: int, page: int) -> int | None:
+def _auto_pages(draft: Proposal, most: int, page_bytes: int, rows: int, page: int) -> int | None:
     """Return the default number of pages; None after a refusal.
 
     They take the memory that is left, but no more than running sequences can use; on a device,
@@ -432,13 +434,13 @@ def _auto_pages(draft: Draft, most: int, page_bytes: int, rows: int, page: int) 
     return pages
 
 
-def _ahead(draft: Draft) -> int:
+def _ahead(draft: Proposal) -> int:
     """Return the positions after the longest sequence that have pages (``Sizes.positions``)."""
     ahead: int = draft.values["width"] + draft.values["lookahead"]
     return ahead
 
 
-def _context(draft: Draft, pages: int, page: int, token: int, room: Room) -> int | None:
+def _context(draft: Proposal, pages: int, page: int, token: int, room: MemoryShare) -> int | None:
     """Return the longest sequence; None after a refusal.
 
     By default it is the model's, or the longest that the KV pool can hold.

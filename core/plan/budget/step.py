@@ -11,7 +11,7 @@ from glowplug.core.facts.parameters import stated
 from glowplug.core.plan.budget.graphs import graph_line
 from glowplug.core.plan.budget.layers import LayerBytes, StepTokens
 from glowplug.core.plan.plan import BudgetLine
-from glowplug.core.plan.proposal import Draft
+from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.offers import AttentionOffers, SamplerOffers
 
@@ -23,7 +23,7 @@ SCORED = 256  #: prompt positions whose logits are computed at a time (``Runner.
 SCORED_COPIES = 2  #: tensors of their size: logits and log-probabilities
 
 
-def workspace_lines(draft: Draft, rows: int, step_tokens: int, device: str) -> list[BudgetLine]:
+def workspace_lines(draft: Proposal, rows: int, step_tokens: int, device: str) -> list[BudgetLine]:
     """Return the budget lines of a step.
 
     They are activations of the largest step, logits of all rows, rotary tables, and the memory of
@@ -56,7 +56,7 @@ def workspace_lines(draft: Draft, rows: int, step_tokens: int, device: str) -> l
     return lines
 
 
-def _attention_line(draft: Draft, rows: int) -> list[BudgetLine]:
+def _attention_line(draft: Proposal, rows: int) -> list[BudgetLine]:
     """Return the line of buffers that attention reserves for the longest rows; [] for none."""
     attention = draft.first("attention")
     values = draft.values
@@ -93,7 +93,7 @@ def _attention_line(draft: Draft, rows: int) -> list[BudgetLine]:
     )
 
 
-def _sampler(draft: Draft) -> SamplerOffers:
+def _sampler(draft: Proposal) -> SamplerOffers:
     """Return the sampler's offers, or default ones without a sampler."""
     sampler = draft.first("sampling")
     return (
@@ -103,7 +103,7 @@ def _sampler(draft: Draft) -> SamplerOffers:
     )
 
 
-def _activation_line(draft: Draft, rows: int, step_tokens: int) -> BudgetLine:
+def _activation_line(draft: Proposal, rows: int, step_tokens: int) -> BudgetLine:
     """Return the line of the activations of the largest step."""
     groups = draft.values["mesh"].get("dp", 1)
     gathered = step_tokens * groups
@@ -117,7 +117,7 @@ def _activation_line(draft: Draft, rows: int, step_tokens: int) -> BudgetLine:
     return BudgetLine("activations", size, how)
 
 
-def _largest_step(draft: Draft, rows: int, step_tokens: int, gathered: int) -> StepTokens:
+def _largest_step(draft: Proposal, rows: int, step_tokens: int, gathered: int) -> StepTokens:
     """Return the largest step, as ``warmup.most_tokens`` runs it.
 
     Its longest row has a chunk of prompt tokens after the same number of cached tokens, if the
@@ -131,14 +131,14 @@ def _largest_step(draft: Draft, rows: int, step_tokens: int, gathered: int) -> S
     )
 
 
-def _even_step(draft: Draft, tokens: int) -> int:
+def _even_step(draft: Proposal, tokens: int) -> int:
     """Return the activation bytes of a step with the same number of tokens in each dp group."""
     return LayerBytes(draft).activations(
         StepTokens(tokens, tokens * draft.values["mesh"].get("dp", 1), tokens)
     )
 
 
-def _logit_line(draft: Draft, rows: int, device: str) -> BudgetLine:
+def _logit_line(draft: Proposal, rows: int, device: str) -> BudgetLine:
     """Return the line of the logits.
 
     It covers a step that samples all rows with every sampling parameter, and the scoring of a
@@ -163,7 +163,7 @@ def _logit_line(draft: Draft, rows: int, device: str) -> BudgetLine:
     )
 
 
-def _on_host(draft: Draft, own: int, gathered: int) -> int:
+def _on_host(draft: Proposal, own: int, gathered: int) -> int:
     """Return the bytes of a step on a CPU.
 
     Args:
@@ -187,7 +187,7 @@ def _on_host(draft: Draft, own: int, gathered: int) -> int:
     return int(numbers * max(element, 4))
 
 
-def _rope_tables(draft: Draft) -> BudgetLine:
+def _rope_tables(draft: Proposal) -> BudgetLine:
     """Return the line of the rotary tables of the model and of its draft."""
     model = draft.facts.model
     tables = 1 + draft.values["draft_layers"]

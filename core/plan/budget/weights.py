@@ -23,8 +23,8 @@ from glowplug.core.facts.weight_classes import (
     TIED,
     VOCAB,
     WIDTH,
-    Kind,
     Tally,
+    WeightKind,
 )
 
 #: dtypes of 8-bit weights
@@ -75,7 +75,7 @@ def weights_by_rank(
         for kind, count in wanted.items()
         if kind.role not in (VOCAB, TIED)
     )
-    rows: dict[Kind, float] = {}  # bytes of one row of the vocabulary in all tables
+    rows: dict[WeightKind, float] = {}  # bytes of one row of the vocabulary in all tables
     for kind, count in wanted.items():
         if kind.role in (VOCAB, TIED):
             rows[kind] = count // model.vocab_size * number_bytes(kind, storage)
@@ -85,7 +85,7 @@ def weights_by_rank(
     )
 
 
-def number_bytes(kind: Kind, storage: Storage) -> float:
+def number_bytes(kind: WeightKind, storage: Storage) -> float:
     """Return the bytes of one element of a class after loading."""
     if kind.scale:
         return (SCALE_BYTES if kind.dtype == SCALE else HALF_BYTES) if storage.keeps else 0

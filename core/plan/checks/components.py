@@ -18,7 +18,7 @@ from glowplug.core.plan.checks import (
 )
 from glowplug.core.plan.checks.rules import instead, listed, reads, refuse, use_field
 from glowplug.core.plan.checks.suggestions import suggestions
-from glowplug.core.plan.proposal import Draft
+from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.component import CONTRACT, Chosen, Component
 from glowplug.core.plugin.offers import (
     CARRIED_KINDS,
@@ -46,7 +46,7 @@ MODULES = (checks_draft, checks_ranks, last_layer_choice)
 
 
 def component_checks(
-    draft: Draft, slot: Slot, component: Component, chosen: Chosen
+    draft: Proposal, slot: Slot, component: Component, chosen: Chosen
 ) -> Iterator[Refusal]:
     """Refuse a wrong contract, device, compute capability or dtype, and missing packages."""
     if component.contract != CONTRACT:
@@ -66,7 +66,9 @@ def component_checks(
         yield from _packages(draft, slot, component, chosen)
 
 
-def _packages(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> Iterator[Refusal]:
+def _packages(
+    draft: Proposal, slot: Slot, component: Component, chosen: Chosen
+) -> Iterator[Refusal]:
     """Refuse missing packages."""
     for requirement, found in missing_packages(component, draft.facts.software.packages):
         yield refuse(
@@ -79,7 +81,7 @@ def _packages(draft: Draft, slot: Slot, component: Component, chosen: Chosen) ->
 
 
 def provider_checks(
-    draft: Draft, slot: Slot, component: Component, chosen: Chosen
+    draft: Proposal, slot: Slot, component: Component, chosen: Chosen
 ) -> Iterator[Refusal]:
     """Refuse libraries that options choose for GEMMs on CUDA and that are not installed."""
     if draft.values["device"] != "cuda" or not component.uses:
@@ -97,7 +99,7 @@ def provider_checks(
             )
 
 
-def _device(draft: Draft, slot: Slot, offers: Offers, chosen: Chosen) -> Iterator[Refusal]:
+def _device(draft: Proposal, slot: Slot, offers: Offers, chosen: Chosen) -> Iterator[Refusal]:
     """Refuse a wrong device, compute capability or compute dtype."""
     device = draft.values["device"]
     dtype = draft.values["dtype"]
@@ -136,7 +138,7 @@ def _device(draft: Draft, slot: Slot, offers: Offers, chosen: Chosen) -> Iterato
 
 
 @reads("model")
-def check_architecture(draft: Draft) -> Iterator[Refusal]:
+def check_architecture(draft: Proposal) -> Iterator[Refusal]:
     """Refuse a model family that does not build the model's architecture."""
     for chosen in draft.chosen["model"]:
         assert isinstance(chosen.offers, ModelOffers)
@@ -152,7 +154,7 @@ def check_architecture(draft: Draft) -> Iterator[Refusal]:
 
 
 @reads("weights")
-def check_weight_format(draft: Draft) -> Iterator[Refusal]:
+def check_weight_format(draft: Proposal) -> Iterator[Refusal]:
     """Refuse weight sources of another format, and made-up weights that were not requested."""
     chosen = draft.first("weights")
     found = draft.facts.model.format
@@ -188,7 +190,7 @@ def check_weight_format(draft: Draft) -> Iterator[Refusal]:
         )
 
 
-def _with_weights(draft: Draft, made_up: str) -> str:
+def _with_weights(draft: Proposal, made_up: str) -> str:
     """Return the fix for a folder without weights.
 
     Args:
@@ -204,7 +206,7 @@ def _with_weights(draft: Draft, made_up: str) -> str:
 
 
 @reads("quantization")
-def check_quantization(draft: Draft) -> Iterator[Refusal]:
+def check_quantization(draft: Proposal) -> Iterator[Refusal]:
     """Refuse schemes that do not load the checkpoint's quantization or block shape."""
     chosen = draft.first("quantization")
     model = draft.facts.model
@@ -253,7 +255,7 @@ def check_quantization(draft: Draft) -> Iterator[Refusal]:
         )
 
 
-def stacking(draft: Draft, name: str) -> str:
+def stacking(draft: Proposal, name: str) -> str:
     """Return the reason why a scheme cannot quantize a quantized checkpoint."""
     return (
         f"the checkpoint is already quantized ({quantized_as(draft.facts.model)}); "
@@ -276,7 +278,7 @@ def _shape(block: tuple[int, int]) -> str:
 
 
 @reads("attention", "model")
-def check_attention_kind(draft: Draft) -> Iterator[Refusal]:
+def check_attention_kind(draft: Proposal) -> Iterator[Refusal]:
     """Refuse attention of another kind than the model's."""
     chosen = draft.first("attention")
     model = draft.first("model")
@@ -298,7 +300,7 @@ def check_attention_kind(draft: Draft) -> Iterator[Refusal]:
 
 
 @reads("attention")
-def check_kv_dtype(draft: Draft) -> Iterator[Refusal]:
+def check_kv_dtype(draft: Proposal) -> Iterator[Refusal]:
     """Refuse a KV cache dtype that attention does not read."""
     chosen = draft.first("attention")
     kv_dtype = draft.values["kv_dtype"]
@@ -325,7 +327,7 @@ def check_kv_dtype(draft: Draft) -> Iterator[Refusal]:
 
 
 @reads("attention")
-def check_page_size(draft: Draft) -> Iterator[Refusal]:
+def check_page_size(draft: Proposal) -> Iterator[Refusal]:
     """Refuse a given page size that attention does not read."""
     chosen = draft.first("attention")
     size = draft.config.attention.page_size
@@ -345,7 +347,7 @@ def check_page_size(draft: Draft) -> Iterator[Refusal]:
 
 
 @reads("attention", "speculative")
-def check_width(draft: Draft) -> Iterator[Refusal]:
+def check_width(draft: Proposal) -> Iterator[Refusal]:
     """Refuse attention that cannot verify the drafted tokens."""
     chosen = draft.first("attention")
     speculative = draft.first("speculative")
@@ -381,7 +383,7 @@ def check_width(draft: Draft) -> Iterator[Refusal]:
 
 
 @reads("attention", "speculative")
-def check_first_key(draft: Draft) -> Iterator[Refusal]:
+def check_first_key(draft: Proposal) -> Iterator[Refusal]:
     """Refuse attention that reads the first position, which the draft's cache does not hold."""
     chosen = draft.first("attention")
     speculative = draft.first("speculative")
@@ -405,7 +407,7 @@ def check_first_key(draft: Draft) -> Iterator[Refusal]:
 
 
 @reads("outputs")
-def check_output_kinds(draft: Draft) -> Iterator[Refusal]:
+def check_output_kinds(draft: Proposal) -> Iterator[Refusal]:
     """Refuse parsers of pieces that answers cannot carry, such as tool calls."""
 
     def lost(chosen: Chosen) -> frozenset[str]:
@@ -434,7 +436,7 @@ PLAIN_STEPS = frozenset({Mode.PREFILL, Mode.DECODE})
 DRAFTING_STEPS = frozenset({Mode.PREFILL, Mode.VERIFY, Mode.DRAFT_DECODE, Mode.DRAFT_EXTEND})
 
 
-def needed_modes(draft: Draft) -> frozenset[Mode]:
+def needed_modes(draft: Proposal) -> frozenset[Mode]:
     """Return the modes of the steps that this combination runs."""
     speculative = draft.first("speculative")
     modes = PLAIN_STEPS
@@ -464,7 +466,7 @@ STEP_PATH = tuple(slot.name for slot in SLOTS if slot.step)
 
 
 @reads(*STEP_PATH)
-def check_modes(draft: Draft) -> Iterator[Refusal]:
+def check_modes(draft: Proposal) -> Iterator[Refusal]:
     """Refuse components that cannot run in a needed mode."""
     needed = needed_modes(draft)
     for slot, chosen in draft.step_path():
@@ -481,7 +483,7 @@ def check_modes(draft: Draft) -> Iterator[Refusal]:
 
 
 @reads(*STEP_PATH)
-def check_capture(draft: Draft) -> Iterator[Refusal]:
+def check_capture(draft: Proposal) -> Iterator[Refusal]:
     """Refuse graph runners that capture steps with a component that cannot be captured."""
     runner = draft.first("graphs")
     if runner is None or not isinstance(runner.offers, GraphOffers):
@@ -506,7 +508,7 @@ def check_capture(draft: Draft) -> Iterator[Refusal]:
 
 
 @reads(*STEP_PATH)
-def check_overlap(draft: Draft) -> Iterator[Refusal]:
+def check_overlap(draft: Proposal) -> Iterator[Refusal]:
     """Refuse overlap that the operator requests if a component waits for the device."""
     if not (draft.config.scheduler.overlap and draft.written("scheduler.overlap")):
         return  # by default the plan turns overlap off and records the reason
@@ -526,7 +528,7 @@ def check_overlap(draft: Draft) -> Iterator[Refusal]:
 
 
 @reads("policy", "cache")
-def check_prefix_policy(draft: Draft) -> Iterator[Refusal]:
+def check_prefix_policy(draft: Proposal) -> Iterator[Refusal]:
     """Refuse a policy that orders by cached prefixes if there is no prefix cache."""
     policy = draft.first("policy")
     cache = draft.first("cache")

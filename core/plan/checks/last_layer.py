@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from glowplug.core.errors import Refusal
 from glowplug.core.plan.checks.rules import reads
-from glowplug.core.plan.proposal import Draft
+from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.offers import ModelOffers
 
 FIELD = "scheduler.last_layer"
 
 
-def choose_last_layer(draft: Draft) -> None:
+def choose_last_layer(draft: Proposal) -> None:
     """Decide which tokens of prompts go through the last layer.
 
     With "auto", these are the tokens sampled from on a device if possible, and all tokens on a CPU,
@@ -37,14 +37,14 @@ def choose_last_layer(draft: Draft) -> None:
 
 
 @reads("model", "speculative", "parallel")
-def check_last_layer(draft: Draft) -> Iterator[Refusal]:
+def check_last_layer(draft: Proposal) -> Iterator[Refusal]:
     """Refuse "sampled" if all tokens must go through the last layer."""
     needed = _needs_all(draft) if draft.config.scheduler.last_layer == "sampled" else ""
     if needed:
         yield Refusal("model", FIELD, needed, f'{FIELD} = "all", or leave it out')
 
 
-def _needs_all(draft: Draft) -> str:
+def _needs_all(draft: Proposal) -> str:
     """Return the reason why all tokens must go through the last layer; "" if there is none."""
     model = draft.first("model")
     if model is not None:

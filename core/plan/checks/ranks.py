@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.mesh import OVER_TP
 from glowplug.core.plan.checks.rules import instead, reads, refuse
-from glowplug.core.plan.proposal import Draft
+from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.component import Chosen
 from glowplug.core.plugin.offers import CollectiveOffers, ExecutorOffers, ParallelOffers
 
@@ -20,7 +20,7 @@ ORDER = ("tp", "ep", "dp")
 
 
 @reads("parallel")
-def check_mesh(draft: Draft) -> Iterator[Refusal]:
+def check_mesh(draft: Proposal) -> Iterator[Refusal]:
     """Refuse two strategies that define the same axis."""
     seen: dict[str, str] = {}
     for chosen in draft.chosen["parallel"]:
@@ -38,7 +38,7 @@ def check_mesh(draft: Draft) -> Iterator[Refusal]:
 
 
 @reads("parallel")
-def check_order(draft: Draft) -> Iterator[Refusal]:
+def check_order(draft: Proposal) -> Iterator[Refusal]:
     """Refuse strategies in a wrong order, and other strategies beside one for a single rank."""
     held = draft.chosen["parallel"]
     for chosen in held:
@@ -70,7 +70,7 @@ def check_order(draft: Draft) -> Iterator[Refusal]:
         )
 
 
-def out_of_order(draft: Draft) -> bool:
+def out_of_order(draft: Proposal) -> bool:
     """Return whether ``[[parallel]]`` has a wrong order, with which strategies' own checks fail."""
     places = [_place(chosen) for chosen in draft.chosen["parallel"]]
     return places != sorted(places)
@@ -83,7 +83,7 @@ def _place(chosen: Chosen) -> int:
 
 
 @reads("parallel")
-def check_blocks(draft: Draft) -> Iterator[Refusal]:
+def check_blocks(draft: Proposal) -> Iterator[Refusal]:
     """Refuse axes of strategies without an own check that do not divide the tensor ranks."""
     mesh = draft.values["mesh"]
     for chosen in draft.chosen["parallel"]:
@@ -113,7 +113,7 @@ def _largest(mesh: dict[str, int], most: int) -> int:
 
 
 @reads("parallel", "collectives", "executor")
-def check_ranks(draft: Draft) -> Iterator[Refusal]:
+def check_ranks(draft: Proposal) -> Iterator[Refusal]:
     """Refuse collectives and executors that do not support the number of ranks or hosts."""
     ranks = draft.values["ranks"]
     hosts = draft.values["hosts"]
@@ -157,7 +157,7 @@ def check_ranks(draft: Draft) -> Iterator[Refusal]:
 
 
 @reads("collectives")
-def check_growing_segments(draft: Draft) -> Iterator[Refusal]:
+def check_growing_segments(draft: Proposal) -> Iterator[Refusal]:
     """Refuse expandable segments if the collectives cannot share their memory between ranks."""
     collectives = draft.first("collectives")
     if (
@@ -180,7 +180,7 @@ def check_growing_segments(draft: Draft) -> Iterator[Refusal]:
 
 
 @reads("parallel")
-def check_machine(draft: Draft) -> Iterator[Refusal]:
+def check_machine(draft: Proposal) -> Iterator[Refusal]:
     """Refuse more hosts, devices or cores than there are, and unequal numbers of ranks per host."""
     holder = draft.first("parallel")
     ranks = draft.values["ranks"]

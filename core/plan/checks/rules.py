@@ -12,11 +12,11 @@ from typing import Any
 
 from glowplug.core.errors import Refusal
 from glowplug.core.plan.checks.suggestions import suggestions
-from glowplug.core.plan.proposal import Draft
+from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.component import Chosen
 from glowplug.core.plugin.slots import BY_NAME, SLOTS, Slot
 
-Check = Callable[[Draft], Iterator[Refusal]]
+Check = Callable[[Proposal], Iterator[Refusal]]
 CHECKS: list[Check] = []  #: all registered checks
 #: slot -> checks that read it
 BY_SLOT: dict[str, list[Check]] = {slot.name: [] for slot in SLOTS}
@@ -34,7 +34,7 @@ def reads(*slots: str) -> Callable[[Check], Check]:
     return register
 
 
-def run_checks(draft: Draft, slot: str = "") -> list[Refusal]:
+def run_checks(draft: Proposal, slot: str = "") -> list[Refusal]:
     """Return the refusals of all generic checks, or of those that read ``slot``."""
     draft.focus = slot
     found = [refusal for check in (BY_SLOT[slot] if slot else CHECKS) for refusal in check(draft)]
@@ -42,7 +42,7 @@ def run_checks(draft: Draft, slot: str = "") -> list[Refusal]:
     return found
 
 
-def use_field(draft: Draft, slot: Slot, chosen: Chosen) -> str:
+def use_field(draft: Proposal, slot: Slot, chosen: Chosen) -> str:
     """Return the configuration path where the operator chooses this component."""
     if not slot.section:
         return "model"
@@ -53,7 +53,7 @@ def use_field(draft: Draft, slot: Slot, chosen: Chosen) -> str:
 
 
 def refuse(
-    draft: Draft, slot: str, chosen: Chosen, reason: str, fix: str, field: str = ""
+    draft: Proposal, slot: str, chosen: Chosen, reason: str, fix: str, field: str = ""
 ) -> Refusal:
     """Return a refusal by a chosen component; ``field`` is by default the path of its ``use``."""
     return Refusal(
@@ -65,7 +65,7 @@ def refuse(
     )
 
 
-def instead(draft: Draft, slot: str, fits: Callable[[Any], bool], otherwise: str) -> str:
+def instead(draft: Proposal, slot: str, fits: Callable[[Any], bool], otherwise: str) -> str:
     """Return a fix that names components whose offers satisfy ``fits``, or else ``otherwise``."""
     section = BY_NAME[slot].section or slot
     names = [] if draft.trying else suggestions(draft, slot, fits)

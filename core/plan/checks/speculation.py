@@ -12,7 +12,7 @@ from typing import Any
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.checks.rules import instead, listed, reads, refuse
-from glowplug.core.plan.proposal import Draft
+from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.component import Chosen
 from glowplug.core.plugin.offers import ModelOffers, SpeculativeOffers, WeightOffers
 
@@ -38,7 +38,7 @@ def _needs_layer(chosen: Chosen | None) -> bool:
 
 
 @reads("speculative", "model")
-def check_nextn(draft: Draft) -> Iterator[Refusal]:
+def check_nextn(draft: Proposal) -> Iterator[Refusal]:
     """Refuse a missing next-token layer, and families that cannot build one."""
     chosen = draft.first("speculative")
     model = draft.first("model")
@@ -71,7 +71,7 @@ def check_nextn(draft: Draft) -> Iterator[Refusal]:
 
 
 def _architecture(
-    draft: Draft, chosen: Chosen, family: ModelOffers, folder: ModelFacts
+    draft: Proposal, chosen: Chosen, family: ModelOffers, folder: ModelFacts
 ) -> Iterator[Refusal]:
     """Refuse a draft folder of another architecture, or without a next-token layer."""
     known = family.draft_architectures | family.architectures
@@ -98,7 +98,7 @@ def _architecture(
 
 
 @reads("speculative", "model")
-def check_draft_folder(draft: Draft) -> Iterator[Refusal]:
+def check_draft_folder(draft: Proposal) -> Iterator[Refusal]:
     """Refuse a draft folder whose sizes, quantisation or tokenizer differ from the target's."""
     chosen = draft.first("speculative")
     target = draft.facts.model
@@ -149,7 +149,7 @@ def _quantised(model: ModelFacts) -> str:
 
 
 @reads("weights", "speculative")
-def check_draft_weights(draft: Draft) -> Iterator[Refusal]:
+def check_draft_weights(draft: Proposal) -> Iterator[Refusal]:
     """Refuse a weight source that cannot read the draft folder's format."""
     source = draft.first("weights")
     folder = draft.facts.draft

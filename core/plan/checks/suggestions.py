@@ -8,13 +8,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from glowplug.core.errors import Refusal
-from glowplug.core.plan.proposal import Draft, chosen_of, options_of
+from glowplug.core.plan.proposal import Proposal, chosen_of, options_of
 from glowplug.core.plugin.component import CheckContext, Chosen, Component, Options
 from glowplug.core.plugin.requirements import missing_packages
 from glowplug.core.plugin.slots import BY_NAME, Slot
 
 
-def suggestions(draft: Draft, slot: str, fits: Callable[[Any], bool]) -> list[str]:
+def suggestions(draft: Proposal, slot: str, fits: Callable[[Any], bool]) -> list[str]:
     """Return the names of components that could replace a refused one in ``slot``.
 
     Only components whose offers satisfy ``fits``, and that can run with this model, machine and
@@ -42,7 +42,7 @@ def suggestions(draft: Draft, slot: str, fits: Callable[[Any], bool]) -> list[st
     return [component.name for component in taking or admitted or among]
 
 
-def _allowed(draft: Draft, component: Component) -> bool:
+def _allowed(draft: Proposal, component: Component) -> bool:
     """Return whether a component can run with this model, machine and installed packages."""
     offers = component.offers
     device = draft.values["device"]
@@ -56,7 +56,7 @@ def _allowed(draft: Draft, component: Component) -> bool:
     return not missing_packages(component, draft.facts.software.packages)
 
 
-def _takes_dtypes(draft: Draft, slot: Slot, component: Component) -> bool:
+def _takes_dtypes(draft: Proposal, slot: Slot, component: Component) -> bool:
     """Return whether a component supports the compute dtype and the KV cache's dtype."""
     dtype = draft.values["dtype"]
     kept = draft.values["kv_dtype"]
@@ -66,7 +66,7 @@ def _takes_dtypes(draft: Draft, slot: Slot, component: Component) -> bool:
     )
 
 
-def _refused(draft: Draft, slot: Slot, component: Component) -> list[Refusal]:
+def _refused(draft: Proposal, slot: Slot, component: Component) -> list[Refusal]:
     """Return the refusals of a component's own check if it were chosen for the slot."""
     options = _options(draft, slot, component)
     if component.check is None or options is None:
@@ -83,7 +83,7 @@ def _refused(draft: Draft, slot: Slot, component: Component) -> list[Refusal]:
         return []
 
 
-def _options(draft: Draft, slot: Slot, component: Component) -> Options | None:
+def _options(draft: Proposal, slot: Slot, component: Component) -> Options | None:
     """Return a component's options with those given values that it has fields for.
 
     Return None if it does not accept these values.

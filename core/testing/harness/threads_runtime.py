@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MEETINGS: dict[str, Meeting] = {}  #: ``Worker.rendezvous`` -> meeting of its ranks
 
 
-class Room:
+class ThreadGroup:
     """The shared lists of one group of ranks.
 
     There are two lists, so that one barrier an exchange is enough. A rank can write into a list
@@ -42,15 +42,15 @@ class Meeting:
     """The rooms of one set of ranks."""
 
     def __init__(self) -> None:
-        self._rooms: dict[tuple[int, ...], Room] = {}
+        self._rooms: dict[tuple[int, ...], ThreadGroup] = {}
         self._lock = threading.Lock()
         self.over = False
 
-    def room(self, ranks: tuple[int, ...]) -> Room:
+    def room(self, ranks: tuple[int, ...]) -> ThreadGroup:
         """Return the room of a group of ranks."""
         with self._lock:
             if ranks not in self._rooms:
-                self._rooms[ranks] = Room(len(ranks))
+                self._rooms[ranks] = ThreadGroup(len(ranks))
                 if self.over:
                     self._rooms[ranks].barrier.abort()
             return self._rooms[ranks]

@@ -28,7 +28,7 @@ from glowplug.core.testing.harness.simple import FirstCome, KeepsNothing
 SEEDS = range(3)
 
 
-class Clock:
+class ManualClock:
     """A clock that tests move forward."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class SchedulerSuite:
 
     def drive(
         self,
-        clock: Callable[[], float] = Clock(),  # noqa: B008
+        clock: Callable[[], float] = ManualClock(),  # noqa: B008
         depth: int = 1,
         seed: int = 0,
         bad: tuple[int, int] | None = None,
@@ -277,7 +277,7 @@ class SchedulerSuite:
         self.expect(drive, [sequences[0], sequences[1], sequences[3]])
 
     def test_deadlines(self) -> None:
-        clock = Clock()
+        clock = ManualClock()
         drive = self.drive(clock=clock, max_running=1)
         free = sequence(1, [1] * 5, max_tokens=40, arrival=clock.now)
         queued = sequence(2, [2] * 5, arrival=clock.now, queue_timeout=5.0)
@@ -295,7 +295,7 @@ class SchedulerSuite:
         self.expect(drive, [free])
 
     def test_a_running_sequence_meets_its_deadline(self) -> None:
-        clock = Clock()
+        clock = ManualClock()
         drive = self.drive(clock=clock)
         drive.add(
             sequence(1, [1] * 5, max_tokens=40, arrival=clock.now, timeout=5.0, queue_timeout=1.0)
@@ -316,7 +316,7 @@ class SchedulerSuite:
         assert finished is not None and finished.reason == reason and finished.error
 
     def test_admission_is_reported_once_with_its_wait(self) -> None:
-        clock = Clock()
+        clock = ManualClock()
         drive = self.drive(clock=clock, max_running=1)
         for i in range(2):
             drive.add(sequence(i, [i + 1] * 5, arrival=clock.now))

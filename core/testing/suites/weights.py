@@ -17,7 +17,7 @@ from glowplug.core.protocols import WeightSource
 
 
 @dataclass
-class Wanted:
+class WantedTensor:
     """A weight target that is only read, never stored."""
 
     name: str
@@ -89,7 +89,7 @@ class WeightSourceSuite:
         source, values = self.open_source(tmp_path)
         for name in [*reversed(values), *values]:
             for index in cuts(values[name]):
-                got = source.read(Wanted(name, tuple(values[name].shape), index))
+                got = source.read(WantedTensor(name, tuple(values[name].shape), index))
                 assert got.device.type == "cpu" and same(got, values[name][index]), (name, index)
         source.close()
 
@@ -97,7 +97,7 @@ class WeightSourceSuite:
         """A tensor does not change when the next one is read or the source is closed."""
         source, values = self.open_source(tmp_path)
         got = {
-            name: source.read(Wanted(name, tuple(value.shape), whole(value)))
+            name: source.read(WantedTensor(name, tuple(value.shape), whole(value)))
             for name, value in values.items()
         }
         source.close()
@@ -107,7 +107,7 @@ class WeightSourceSuite:
         source, values = self.open_source(tmp_path)
         name, value = next(iter(values.items()))
         with pytest.raises(WeightError, match=r"no_such\.weight"):
-            source.read(Wanted("no_such.weight", tuple(value.shape), whole(value)))
+            source.read(WantedTensor("no_such.weight", tuple(value.shape), whole(value)))
         with pytest.raises(WeightError, match=name.replace(".", r"\.")):
-            source.read(Wanted(name, (*value.shape[:-1], value.shape[-1] + 1), whole(value)))
+            source.read(WantedTensor(name, (*value.shape[:-1], value.shape[-1] + 1), whole(value)))
         source.close()

@@ -73,7 +73,7 @@ class Call:
         return self.slot, self.name, self.shape, self.layer
 
 
-class Recorder:
+class CallRecorder:
     """Records wrapped calls between ``start`` and ``stop``.
 
     A wrapped call within another wrapped call is not recorded.
@@ -178,7 +178,7 @@ NOT_TIMED = frozenset({"rope_table", "fused", "route"})
 class RecordedOps:
     """An op table whose calls are recorded."""
 
-    def __init__(self, ops: Ops, recorder: Recorder) -> None:
+    def __init__(self, ops: Ops, recorder: CallRecorder) -> None:
         self._ops = ops
         self._recorder = recorder
         self.route = recorder.wrap("ops", "route", ops.route) if ops.route is not None else None
@@ -203,7 +203,7 @@ class RecordedOps:
 class RecordedAttention:
     """An attention backend whose calls from layers are recorded."""
 
-    def __init__(self, backend: AttentionBackend, recorder: Recorder) -> None:
+    def __init__(self, backend: AttentionBackend, recorder: CallRecorder) -> None:
         self._backend = backend
         self._recorder = recorder
 
@@ -241,7 +241,7 @@ class RecordedScheme:
         quantized: True if the scheme's weights are quantized in the checkpoint.
     """
 
-    def __init__(self, scheme: QuantizationScheme, recorder: Recorder, quantized: bool) -> None:
+    def __init__(self, scheme: QuantizationScheme, recorder: CallRecorder, quantized: bool) -> None:
         self._scheme = scheme
         self._recorder = recorder
         model = recorder.plan.facts.model

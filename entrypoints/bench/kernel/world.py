@@ -32,17 +32,17 @@ from glowplug.core.step.kv_pool import KVPool
 from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.bench.kernel.calls import (
     Call,
+    CallRecorder,
     RecordedAttention,
     RecordedOps,
     RecordedScheme,
-    Recorder,
 )
 
 FP8_BLOCK = 128
 
 
 @dataclass(frozen=True)
-class StepShape:
+class KernelStepShape:
     """``rows`` sequences of ``context`` tokens, of which the step computes the last ``queries``."""
 
     rows: int
@@ -106,7 +106,7 @@ class KernelWorld:
     def __init__(self, plan: EnginePlan, plugins: PluginSet) -> None:
         self.plan = plan
         self.worker = make_worker(plan, 0)
-        self.recorder = Recorder(plan)
+        self.recorder = CallRecorder(plan)
         plain = build_context(plan, plugins, self.worker)
         self.context = _with_recorders(plain, self.recorder)
         family = build_component(plugins, plan.choice("model"), plan, self.worker)
@@ -131,7 +131,7 @@ class KernelWorld:
         for part in (self.attention, self.sampler):
             part.reserve(limits)
 
-    def calls(self, shape: StepShape) -> list[Call]:
+    def calls(self, shape: KernelStepShape) -> list[Call]:
         """Return every call of one step, in order, after a warm-up step."""
         batch = step_batch(self.plan, self.worker.device, shape)
         self._fill_cache(batch)
@@ -185,7 +185,7 @@ class KernelWorld:
                     column += count
 
 
-def step_batch(plan: EnginePlan, device: str, shape: StepShape) -> Batch:
+def step_batch(plan: EnginePlan, device: str, shape: KernelStepShape) -> Batch:
     """Return a complete batch whose rows have consecutive pages of the pool."""
     page = plan.sizes.page_size
     pages_per_row = -(-shape.context // page)
@@ -223,7 +223,7 @@ def step_batch(plan: EnginePlan, device: str, shape: StepShape) -> Batch:
     return batch
 
 
-def _with_recorders(context: BuildContext, recorder: Recorder) -> BuildContext:
+def _with_recorders(context: BuildContext, recorder: CallRecorder) -> BuildContext:
     """Return ``context`` with recording wrappers around its scheme, attention and ops."""
     quantized = context.facts.quant_method != "none"
     plain: Any = RecordedScheme(context.plain, recorder, False)
@@ -237,7 +237,7 @@ def _with_recorders(context: BuildContext, recorder: Recorder) -> BuildContext:
     return replace(context, scheme=scheme, plain=plain, attention=attention, ops=ops)
 
 
-def _record_layers(module: Module, recorder: Recorder) -> None:
+def _record_layers(module: Module, recorder: CallRecorder) -> None:
     """Record the gates below ``module`` as calls of their own, and track the running layer."""
     for child in module.children():
         if isinstance(child, Gate):
@@ -247,7 +247,7 @@ def _record_layers(module: Module, recorder: Recorder) -> None:
         _record_layers(child, recorder)
 
 
-def _tracked_forward(layer: DecoderLayer, recorder: Recorder) -> Callable[..., Any]:
+def _tracked_forward(layer: DecoderLayer, recorder: CallRecorder) -> Callable[..., Any]:
     """Return the layer's ``forward``, setting ``recorder.layer`` while it runs."""
     original = layer.forward
     number = layer.attention.index

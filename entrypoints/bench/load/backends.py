@@ -12,8 +12,14 @@ from typing import Any
 
 import orjson
 
-from glowplug.entrypoints.bench.load.datasets import Prompt
-from glowplug.entrypoints.bench.load.http_stream import Piece, Target, events, exchange, read_answer
+from glowplug.entrypoints.bench.load.datasets import BenchPrompt
+from glowplug.entrypoints.bench.load.http_stream import (
+    Piece,
+    ServerTarget,
+    events,
+    exchange,
+    read_answer,
+)
 
 Payload = dict[str, Any]
 
@@ -74,12 +80,12 @@ class Request:
     extra: Payload = field(default_factory=dict)
 
 
-Build = Callable[[Prompt, Request], Payload]
+Build = Callable[[BenchPrompt, Request], Payload]
 #: reads one event of the stream into an outcome; True if the event carried tokens
 Read = Callable[[Payload, Outcome], bool]
 
 
-def _completion(prompt: Prompt, request: Request) -> Payload:
+def _completion(prompt: BenchPrompt, request: Request) -> Payload:
     return {
         "model": request.model,
         "prompt": prompt.text if prompt.ids is None else prompt.ids,
@@ -92,13 +98,13 @@ def _completion(prompt: Prompt, request: Request) -> Payload:
     }
 
 
-def _chat(prompt: Prompt, request: Request) -> Payload:
+def _chat(prompt: BenchPrompt, request: Request) -> Payload:
     payload = _completion(prompt, request)
     payload["messages"] = [{"role": "user", "content": payload.pop("prompt")}]
     return payload
 
 
-def _generate(prompt: Prompt, request: Request) -> Payload:
+def _generate(prompt: BenchPrompt, request: Request) -> Payload:
     source = {"text": prompt.text} if prompt.ids is None else {"input_ids": prompt.ids}
     sampling = {
         "temperature": request.temperature,
@@ -205,7 +211,9 @@ class Asked:
         return sum(len(piece) for _, piece in self.pieces)
 
 
-async def ask(target: Target, backend: Backend, prompt: Prompt, request: Request) -> Asked:
+async def ask(
+    target: ServerTarget, backend: Backend, prompt: BenchPrompt, request: Request
+) -> Asked:
     """Send one prompt and receive its whole stream.
 
     A failure of the server raises nothing; it is described in ``Asked.error``.

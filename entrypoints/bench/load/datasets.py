@@ -15,7 +15,7 @@ Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
-class Prompt:
+class BenchPrompt:
     """One prompt: ``text``, or ``ids`` if the server takes token ids. Lengths are in tokens."""
 
     input_len: int
@@ -41,7 +41,7 @@ def random_prompts(
     ratio: float,
     vocab: int,
     decode: Decode | None = None,
-) -> list[Prompt]:
+) -> list[BenchPrompt]:
     """Return ``count`` prompts of random ids below ``vocab``.
 
     With ``decode`` the prompts are sent as text. The server may then count a slightly different
@@ -53,16 +53,16 @@ def random_prompts(
     for length, budget in zip(inputs, outputs):
         ids = [rng.randrange(vocab) for _ in range(length)]
         prompts.append(
-            Prompt(length, budget, ids=ids)
+            BenchPrompt(length, budget, ids=ids)
             if decode is None
-            else Prompt(length, budget, text=decode(ids))
+            else BenchPrompt(length, budget, text=decode(ids))
         )
     return prompts
 
 
 def custom_prompts(
     path: Path, count: int, output_len: int, encode: Encode | None = None
-) -> list[Prompt]:
+) -> list[BenchPrompt]:
     """Read prompts from a JSON-lines file.
 
     A line is ``{"prompt": text}`` or ShareGPT's ``{"conversations": [{"value": text}, ...]}``, with
@@ -83,7 +83,7 @@ def custom_prompts(
     for index in range(count):
         text, budget = records[index % len(records)]
         length = len(encode(text)) if encode else max(1, len(text) // 4)
-        prompts.append(Prompt(length, budget or output_len, text=text))
+        prompts.append(BenchPrompt(length, budget or output_len, text=text))
     return prompts
 
 

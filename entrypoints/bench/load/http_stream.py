@@ -24,7 +24,7 @@ Piece = tuple[float, bytes]  #: (arrival time in seconds of ``time.perf_counter`
 
 
 @dataclass(frozen=True)
-class Target:
+class ServerTarget:
     """The server that requests go to; ``headers`` are sent with every request."""
 
     base_url: str
@@ -60,7 +60,7 @@ class Target:
 
 
 @dataclass
-class Answer:
+class StreamedAnswer:
     """Status, lower-case headers, and the body's pieces as they arrived, without chunk framing."""
 
     status: int
@@ -71,7 +71,9 @@ class Answer:
         return b"".join(piece for _, piece in self.pieces)
 
 
-async def exchange(target: Target, method: str, path: str, payload: object = None) -> list[Piece]:
+async def exchange(
+    target: ServerTarget, method: str, path: str, payload: object = None
+) -> list[Piece]:
     """Send one request and return the bytes of the answer as they arrived.
 
     Raises:
@@ -94,7 +96,9 @@ async def exchange(target: Target, method: str, path: str, payload: object = Non
         transport.close()
 
 
-async def call(target: Target, method: str, path: str, payload: object = None) -> tuple[int, bytes]:
+async def call(
+    target: ServerTarget, method: str, path: str, payload: object = None
+) -> tuple[int, bytes]:
     """Send one request, wait for the whole answer and return (status, body)."""
     answer = read_answer(await exchange(target, method, path, payload))
     return answer.status, answer.read()
@@ -151,7 +155,7 @@ def _is_whole(pieces: Sequence[Piece]) -> bool:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def read_answer(pieces: Sequence[Piece]) -> Answer:
+def read_answer(pieces: Sequence[Piece]) -> StreamedAnswer:
     """Parse the head of an answer and undo the chunk framing of its body.
 
     Raises:
@@ -171,7 +175,7 @@ def read_answer(pieces: Sequence[Piece]) -> Answer:
         missing = int(headers.get("content-length", "0")) - sum(len(piece) for _, piece in rest)
         if missing > 0:
             raise ConnectionError(f"the answer ended {missing} bytes early")
-    return Answer(int(first.split(" ", 2)[1]), headers, body)
+    return StreamedAnswer(int(first.split(" ", 2)[1]), headers, body)
 
 
 def _split_head(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece]]:

@@ -20,8 +20,8 @@ from glowplug.entrypoints.bench.load.backends import (
     ask,
     outcome_of,
 )
-from glowplug.entrypoints.bench.load.datasets import Prompt
-from glowplug.entrypoints.bench.load.http_stream import Target
+from glowplug.entrypoints.bench.load.datasets import BenchPrompt
+from glowplug.entrypoints.bench.load.http_stream import ServerTarget
 
 UNREAD_BYTES_MAX = (
     256 << 20
@@ -56,7 +56,7 @@ def gaps(load: Load, count: int) -> list[float]:
     return [float(gap) for gap in drawn * (count / load.rate / drawn.sum())]
 
 
-async def _departures(load: Load, prompts: Sequence[Prompt]) -> AsyncIterator[Prompt]:
+async def _departures(load: Load, prompts: Sequence[BenchPrompt]) -> AsyncIterator[BenchPrompt]:
     due = time.perf_counter()
     for gap, prompt in zip(gaps(load, len(prompts)), prompts):
         due += gap
@@ -67,10 +67,10 @@ async def _departures(load: Load, prompts: Sequence[Prompt]) -> AsyncIterator[Pr
 
 
 async def drive(
-    target: Target,
+    target: ServerTarget,
     backend: Backend,
     request: Request,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BenchPrompt],
     load: Load,
     finished: Callable[[], None],
 ) -> tuple[list[Outcome], float]:
@@ -88,7 +88,7 @@ async def drive(
     )
     answers = _Answers(backend)
 
-    async def one(index: int, prompt: Prompt) -> None:
+    async def one(index: int, prompt: BenchPrompt) -> None:
         async with gate:
             asked = await ask(target, backend, prompt, request)
         answers.take(index, asked)

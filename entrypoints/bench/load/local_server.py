@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from glowplug.entrypoints.bench.others.turns import Turn, answers, in_turns
+from glowplug.entrypoints.bench.others.turns import MeasuredProgram, answers, in_turns
 
 MODEL = "bench"  #: the served model name
 
@@ -49,7 +49,7 @@ class LocalServer:
             )
             (folder / "config.json").write_text(json.dumps({**self.config, "server": server}))
             start = partial(
-                Turn,
+                MeasuredProgram,
                 "the server",
                 [
                     sys.executable,

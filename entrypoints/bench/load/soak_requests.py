@@ -15,7 +15,7 @@ CONTEXT_MIN = 8  #: shortest context in tokens in which lengths can be mixed
 
 
 @dataclass
-class Wanted:
+class WantedRequest:
     """One request and what is expected of it.
 
     Attributes:
@@ -33,7 +33,7 @@ class Wanted:
     seen: int = 0
 
 
-class Mix:
+class RequestMix:
     """Random source of requests that ``plan``'s engine can serve, and a few that it cannot."""
 
     def __init__(
@@ -52,15 +52,17 @@ class Mix:
         self._prefixes = [self._ids(self._context // 2) for _ in range(PREFIX_COUNT)]
         self._questions: list[list[int]] = []
 
-    def next(self) -> Wanted:
+    def next(self) -> WantedRequest:
         rng = self._rng
         if rng.random() < REFUSED_SHARE:
-            return Wanted(self._ids(self._context + 1), SamplingParams(max_tokens=1), refused=True)
+            return WantedRequest(
+                self._ids(self._context + 1), SamplingParams(max_tokens=1), refused=True
+            )
         prompt = self._prompt(self._length(self._context - 2))
         tokens = self._length(self._context - 1 - len(prompt))
         params = self._sampled(tokens)
         abort = rng.randint(1, tokens) if rng.random() < self._abort else None
-        return Wanted(prompt, params, abort)
+        return WantedRequest(prompt, params, abort)
 
     def questions(self, count: int, tokens: int) -> list[list[int]]:
         """Return the same prompts at every call, each leaving room for ``tokens`` tokens."""

@@ -25,7 +25,7 @@ SETTLING_SECONDS = 1.0  #: seconds after which a suspended program has no work l
 Loaded = Callable[[str], bool]
 
 
-class Turn:
+class MeasuredProgram:
     """A program with its log, and a context manager that ends it with all its descendants.
 
     Args:
@@ -60,7 +60,7 @@ class Turn:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
             )
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> MeasuredProgram:
         return self
 
     def __exit__(
@@ -147,8 +147,8 @@ class Turn:
 
 
 def in_turns(
-    starts: Sequence[Callable[[], Turn]], together: bool, timeout: float
-) -> Generator[Turn]:
+    starts: Sequence[Callable[[], MeasuredProgram]], together: bool, timeout: float
+) -> Generator[MeasuredProgram]:
     """Yield each program, loaded, while the others are suspended or not running.
 
     Close the generator when done.
@@ -157,7 +157,7 @@ def in_turns(
         starts: functions that start the programs.
         together: load all programs at once, and suspend each as soon as it is loaded.
         timeout: seconds to load in. A program that takes longer, or ends, is yielded as well:
-            ``Turn.check`` then raises.
+            ``MeasuredProgram.check`` then raises.
     """
     with ExitStack() as stack:
         turns = [stack.enter_context(start()) for start in starts] if together else []
@@ -173,7 +173,7 @@ def in_turns(
             turn.end()
 
 
-def _load(turns: Sequence[Turn], timeout: float, hold: bool = True) -> None:
+def _load(turns: Sequence[MeasuredProgram], timeout: float, hold: bool = True) -> None:
     """Wait until all programs are loaded, and suspend each if ``hold``."""
     waiting = list(turns)
     deadline = time.monotonic() + timeout

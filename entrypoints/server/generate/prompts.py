@@ -16,14 +16,16 @@ PROMPT_TAIL_CHARS = 64  #: last characters of the rendered prompt that output pa
 
 
 @dataclass
-class Prompt:
+class TokenizedPrompt:
     """A prompt. ``text`` is the given or rendered text; None if only ids were given."""
 
     ids: list[int]
     text: str | None = None
 
 
-async def of_completion(context: Context, prompt: Any, add_special_tokens: bool) -> list[Prompt]:
+async def of_completion(
+    context: Context, prompt: Any, add_special_tokens: bool
+) -> list[TokenizedPrompt]:
     """Return the prompts of a completion. ``prompt``: a text, texts, ids, or lists of ids."""
     if prompt is None or prompt == []:
         raise RequestError("prompt is missing or empty", param="prompt")
@@ -40,31 +42,33 @@ async def of_completion(context: Context, prompt: Any, add_special_tokens: bool)
     return [_of_ids(ids) for ids in prompt]
 
 
-async def _of_texts(context: Context, texts: list[str], add_special_tokens: bool) -> list[Prompt]:
+async def _of_texts(
+    context: Context, texts: list[str], add_special_tokens: bool
+) -> list[TokenizedPrompt]:
     rows = await context.texts.encode(texts, add_special_tokens)
-    prompts = [Prompt(ids, text) for ids, text in zip(rows, texts, strict=True)]
+    prompts = [TokenizedPrompt(ids, text) for ids, text in zip(rows, texts, strict=True)]
     for prompt in prompts:
         if not prompt.ids:
             raise RequestError("the prompt is empty", param="prompt")
     return prompts
 
 
-def _of_ids(ids: list[int]) -> Prompt:
+def _of_ids(ids: list[int]) -> TokenizedPrompt:
     if not ids:
         raise RequestError("the prompt is empty", param="prompt")
-    return Prompt(ids)
+    return TokenizedPrompt(ids)
 
 
 async def of_native(
     context: Context, text: str | list[str] | None, ids: list[int] | list[list[int]] | None
-) -> list[Prompt]:
+) -> list[TokenizedPrompt]:
     """Return the prompts of the native route, given as either text or ids, single or as a list."""
     if (text is None) == (ids is None):
         raise RequestError("give either text or input_ids", param="text")
     return await of_completion(context, text if text is not None else ids, True)
 
 
-async def of_chat(context: Context, request: ChatRequest) -> Prompt:
+async def of_chat(context: Context, request: ChatRequest) -> TokenizedPrompt:
     """Return the rendered conversation, or ``input_ids`` as given."""
     if request.input_ids is not None:
         return _of_ids(request.input_ids)
@@ -98,7 +102,7 @@ async def render(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
-) -> Prompt:
+) -> TokenizedPrompt:
     """Render messages with the chat template and tokenise the result, in the thread pool.
 
     Args:
@@ -116,14 +120,14 @@ async def render(
     context.texts.check_bytes([str(part) for message in plain for part in message.values()])
     tokenizer = context.texts.tokenizer
 
-    def work() -> Prompt:
+    def work() -> TokenizedPrompt:
         text = tokenizer.apply_chat_template(
             plain,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **arguments,
         )
-        return Prompt(tokenizer.encode(text, add_special_tokens=add_special_tokens), text)
+        return TokenizedPrompt(tokenizer.encode(text, add_special_tokens=add_special_tokens), text)
 
     prompt = await context.texts.run(work)
     if not prompt.ids:
@@ -213,7 +217,7 @@ def wanted_thinking(request: ChatRequest) -> bool | None:
     return None if value is None else bool(value)
 
 
-def remaining_context(context: Context, prompt: Prompt) -> int:
+def remaining_context(context: Context, prompt: TokenizedPrompt) -> int:
     """Return the number of tokens of the context that remain after ``prompt``.
 
     Raises:

@@ -14,7 +14,7 @@ from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.generate.job import Job
 from glowplug.entrypoints.server.generate.params import choices, field_errors_at, unknown_fields
-from glowplug.entrypoints.server.generate.prompts import Prompt
+from glowplug.entrypoints.server.generate.prompts import TokenizedPrompt
 from glowplug.entrypoints.server.protocol.fields import SamplingFields
 from glowplug.entrypoints.server.request_log import RECORD, RequestRecord
 
@@ -65,7 +65,7 @@ def openai_job(
     request: Request,
     context: Context,
     fields: SamplingFields,
-    prompts: list[Prompt],
+    prompts: list[TokenizedPrompt],
     params: list[SamplingParams],
 ) -> Job:
     """Return the checked job of an OpenAI request, with ``n`` sequences for each prompt.
@@ -89,7 +89,7 @@ def make_job(
     request: Request,
     context: Context,
     rid: str,
-    prompts: list[Prompt],
+    prompts: list[TokenizedPrompt],
     params: list[SamplingParams],
     *,
     n: int = 1,

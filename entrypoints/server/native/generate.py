@@ -101,7 +101,9 @@ def _sampling_by_place(body: GenerateRequest) -> dict[str, NativeSampling]:
 
 
 def _params(
-    body: GenerateRequest, sampling: Mapping[str, NativeSampling], given: list[prompts.Prompt]
+    body: GenerateRequest,
+    sampling: Mapping[str, NativeSampling],
+    given: list[prompts.TokenizedPrompt],
 ) -> list[SamplingParams]:
     """Return the sampling parameters of each prompt. A single set applies to all prompts."""
     if len(sampling) not in (1, len(given)):

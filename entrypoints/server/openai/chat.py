@@ -59,13 +59,13 @@ async def chat(
     )
 
 
-def _default_max_tokens(context: Context, prompt: prompts.Prompt) -> int | None:
+def _default_max_tokens(context: Context, prompt: prompts.TokenizedPrompt) -> int | None:
     """Return the configured output limit; None: the engine generates up to the context length."""
     default = context.options.default_max_tokens
     return None if default is None else min(default, prompts.remaining_context(context, prompt))
 
 
-async def _prompt_tail(context: Context, prompt: prompts.Prompt) -> str:
+async def _prompt_tail(context: Context, prompt: prompts.TokenizedPrompt) -> str:
     """Return the prompt's last characters for the output parsers.
 
     A template may end with an opening tag.

@@ -13,7 +13,11 @@ from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.generate.events import NUL, ChoiceEvents, SplitEvent
 from glowplug.entrypoints.server.generate.logprobs import chat_logprobs
-from glowplug.entrypoints.server.generate.prompts import PROMPT_TAIL_CHARS, Prompt, wanted_thinking
+from glowplug.entrypoints.server.generate.prompts import (
+    PROMPT_TAIL_CHARS,
+    TokenizedPrompt,
+    wanted_thinking,
+)
 from glowplug.entrypoints.server.generate.reasoning import ReasoningSplitter
 from glowplug.entrypoints.server.generate.usage import UsageCount
 from glowplug.entrypoints.server.protocol.chat import ChatRequest
@@ -67,7 +71,12 @@ class ChatAnswer:
     counts_always = False
 
     def __init__(
-        self, context: Context, request: ChatRequest, prompt: Prompt, rid: str, prompt_text: str
+        self,
+        context: Context,
+        request: ChatRequest,
+        prompt: TokenizedPrompt,
+        rid: str,
+        prompt_text: str,
     ) -> None:
         n = request.n or 1
         factories: list[OutputParserFactory] = (
@@ -182,7 +191,12 @@ class ChatChunks(ChatAnswer):
     """A streamed chat response. ``end`` returns the usage and ``[DONE]``."""
 
     def __init__(
-        self, context: Context, request: ChatRequest, prompt: Prompt, rid: str, prompt_text: str
+        self,
+        context: Context,
+        request: ChatRequest,
+        prompt: TokenizedPrompt,
+        rid: str,
+        prompt_text: str,
     ) -> None:
         super().__init__(context, request, prompt, rid, prompt_text)
         self._events = ChoiceEvents(

@@ -12,7 +12,7 @@ from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.generate.events import NUL, ChoiceEvents, SplitEvent
 from glowplug.entrypoints.server.generate.logprobs import CompletionLogprobs
-from glowplug.entrypoints.server.generate.prompts import Prompt
+from glowplug.entrypoints.server.generate.prompts import TokenizedPrompt
 from glowplug.entrypoints.server.generate.usage import UsageCount
 from glowplug.entrypoints.server.openai.chat_answer import ending_fields
 from glowplug.entrypoints.server.protocol.completions import CompletionRequest
@@ -22,7 +22,7 @@ from glowplug.entrypoints.server.protocol.completions import CompletionRequest
 class CompletionChoiceState:
     """The output of one sequence so far. ``echoed``: the prompt as text with ``echo``, else ""."""
 
-    prompt: Prompt
+    prompt: TokenizedPrompt
     echoed: str
     logprobs: CompletionLogprobs | None
     text: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class CompletionAnswer:
         self,
         context: Context,
         request: CompletionRequest,
-        prompts: list[Prompt],
+        prompts: list[TokenizedPrompt],
         echoed: list[str],
         rid: str,
     ) -> None:
@@ -75,7 +75,7 @@ class CompletionAnswer:
             "system_fingerprint": context.fingerprint,
         }
 
-    def _choice(self, prompt: Prompt, text: str) -> CompletionChoiceState:
+    def _choice(self, prompt: TokenizedPrompt, text: str) -> CompletionChoiceState:
         logprobs = None
         if self.request.logprobs is not None:
             logprobs = CompletionLogprobs(
@@ -156,7 +156,7 @@ class CompletionChunks(CompletionAnswer):
         self,
         context: Context,
         request: CompletionRequest,
-        prompts: list[Prompt],
+        prompts: list[TokenizedPrompt],
         echoed: list[str],
         rid: str,
     ) -> None:

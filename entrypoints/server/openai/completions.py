@@ -57,7 +57,9 @@ async def completions(
     )
 
 
-def _params(context: Context, body: CompletionRequest, prompt: prompts.Prompt) -> SamplingParams:
+def _params(
+    context: Context, body: CompletionRequest, prompt: prompts.TokenizedPrompt
+) -> SamplingParams:
     room = prompts.remaining_context(context, prompt)
     wanted = body.max_tokens
     if wanted is None:
@@ -70,7 +72,7 @@ def _params(context: Context, body: CompletionRequest, prompt: prompts.Prompt) -
 
 
 async def _echoed(
-    context: Context, body: CompletionRequest, given: list[prompts.Prompt]
+    context: Context, body: CompletionRequest, given: list[prompts.TokenizedPrompt]
 ) -> list[str]:
     """Return each prompt as text; "" without ``echo``."""
     if not body.echo:

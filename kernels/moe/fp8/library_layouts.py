@@ -37,7 +37,7 @@ class Static(NamedTuple):
     counts: Tensor
 
 
-class Packed(NamedTuple):
+class PackedRows(NamedTuple):
     """A packed layout, and the problem sizes of CUTLASS's grouped GEMMs.
 
     The GEMMs are [., H] -> [., 2I] and [., I] -> [., H].
@@ -206,7 +206,7 @@ def static(ids: Tensor, experts: int, rows: int) -> Static:
     return Static(place, counts)
 
 
-def packed(ids: Tensor, experts: int, hidden: int, inter: int) -> Packed:
+def packed(ids: Tensor, experts: int, hidden: int, inter: int) -> PackedRows:
     """Lay out the pairs without gaps.
 
     Args:
@@ -216,7 +216,7 @@ def packed(ids: Tensor, experts: int, hidden: int, inter: int) -> Packed:
         inter: I.
     """
     count = {"dtype": torch.int32, "device": ids.device}
-    found = Packed(
+    found = PackedRows(
         torch.empty(ids.numel(), **count),
         torch.empty(experts, **count),
         torch.empty(2, experts, 3, **count),

@@ -59,7 +59,7 @@ def random_fp8(*shape: int) -> Tensor:
     return torch.randint(0, 127, shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
 
 
-class Problem(NamedTuple):
+class Fp8ExpertsProblem(NamedTuple):
     """The experts of one layer on this rank.
 
     Attributes:
@@ -92,7 +92,7 @@ class _Experts:
     scales2: Tensor
 
     @staticmethod
-    def make(problem: Problem, held: int) -> _Experts:
+    def make(problem: Fp8ExpertsProblem, held: int) -> _Experts:
         """Draw the weights of ``held`` experts."""
         hidden = problem.hidden
         inter = problem.inter
@@ -151,7 +151,7 @@ class _Experts:
         )
 
 
-def routing(problem: Problem, held: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+def routing(problem: Fp8ExpertsProblem, held: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
     """Draw (ids, weights): fused shared experts for every token, the others uniformly."""
     generator = torch.Generator("cuda").manual_seed(seed)
     routed = held - problem.shared
@@ -162,7 +162,7 @@ def routing(problem: Problem, held: int, tokens: int, seed: int) -> tuple[Tensor
     return ids, torch.rand(ids.shape, generator=generator, device="cuda")
 
 
-def expert_candidates(tokens: int, problem: Problem) -> Iterator[tuple[str, Config]]:
+def expert_candidates(tokens: int, problem: Fp8ExpertsProblem) -> Iterator[tuple[str, Config]]:
     """Yield (kind of GEMM, configuration), chosen by the mean rows of an expert."""
     load = tokens * problem.topk / problem.experts
     if (
@@ -196,7 +196,7 @@ def expert_candidates(tokens: int, problem: Problem) -> Iterator[tuple[str, Conf
                 yield "plain", {"BLOCK_M": block, **tile}
 
 
-def _compile_experts(wanted: Sequence[tuple[str, Config]], problem: Problem) -> list[str]:
+def _compile_experts(wanted: Sequence[tuple[str, Config]], problem: Fp8ExpertsProblem) -> list[str]:
     """Run each candidate once to fill the disk cache. Return the keys of those that fail."""
     held = problem.shared + 4
     bench = _Experts.make(problem, held)
@@ -219,14 +219,16 @@ def _compile_experts(wanted: Sequence[tuple[str, Config]], problem: Problem) -> 
     return failed
 
 
-def _input(kind: str, tokens: int, ids: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+def _input(
+    kind: str, tokens: int, ids: Tensor, problem: Fp8ExpertsProblem
+) -> tuple[Tensor, Tensor]:
     """Draw the quantised input of one GEMM, and its scales."""
     rows, depth = (ids.numel(), problem.inter) if kind == "second" else (tokens, problem.hidden)
     return fp8_quant.quantize(torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16))
 
 
 def tune_experts(
-    problem: Problem,
+    problem: Fp8ExpertsProblem,
     path: Path,
     *,
     tokens: Sequence[int] = TOKENS,
@@ -258,7 +260,7 @@ def tune_experts(
     return run.table
 
 
-def _measure(bench: _Experts, problem: Problem, number: int, failed: set[str]) -> Best:
+def _measure(bench: _Experts, problem: Fp8ExpertsProblem, number: int, failed: set[str]) -> Best:
     """Return the fastest configuration of each kind of GEMM and tile size.
 
     For few tokens, also without an alignment.

@@ -42,7 +42,7 @@ STATEMENT_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
+class TaskMix:
     """Shares of conversations, prose pieces and recall drills among the drawn documents."""
 
     tasks: float = 0.6
@@ -52,7 +52,7 @@ class Mix:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TrainingBatch:
     """One packed batch.
 
     Attributes:
@@ -66,10 +66,10 @@ class Batch:
     weights: np.ndarray
 
 
-class Source:
+class TextSource:
     """Random source of documents as (ids, loss weights)."""
 
-    def __init__(self, folder: Path, mix: Mix, seed: int) -> None:
+    def __init__(self, folder: Path, mix: TaskMix, seed: int) -> None:
         self.rng = random.Random(seed)
         self.coder = tokenizer.load(folder)
         self.prose = np.load(folder / PROSE, mmap_mode="r")
@@ -168,27 +168,29 @@ class Source:
             number += 1
         return ids, numbers, weights
 
-    def batch(self, rows: int, length: int) -> Batch:
+    def batch(self, rows: int, length: int) -> TrainingBatch:
         made = [self.row(length) for _ in range(rows)]
         ids, numbers, weights = (np.array(part) for part in zip(*made, strict=True))
-        return Batch(ids.astype(np.int16), numbers.astype(np.int16), weights.astype(np.float16))
+        return TrainingBatch(
+            ids.astype(np.int16), numbers.astype(np.int16), weights.astype(np.float16)
+        )
 
 
 def _work(
-    folder: Path, mix: Mix, seed: int, rows: int, length: int, queue: "mp.Queue[Batch]"
+    folder: Path, mix: TaskMix, seed: int, rows: int, length: int, queue: "mp.Queue[TrainingBatch]"
 ) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    source = Source(folder, mix, seed)
+    source = TextSource(folder, mix, seed)
     while True:
         queue.put(source.batch(rows, length))
 
 
 def stream(
-    folder: Path, *, mix: Mix, rows: int, length: int, seed: int, workers: int
-) -> Iterator[Batch]:
+    folder: Path, *, mix: TaskMix, rows: int, length: int, seed: int, workers: int
+) -> Iterator[TrainingBatch]:
     """Yield batches without end; the worker processes end with this process."""
     context = mp.get_context("spawn")
-    queue: mp.Queue[Batch] = context.Queue(maxsize=2 * workers)
+    queue: mp.Queue[TrainingBatch] = context.Queue(maxsize=2 * workers)
     for number in range(workers):
         arguments = (folder, mix, seed * 1000 + number, rows, length, queue)
         context.Process(target=_work, args=arguments, daemon=True).start()

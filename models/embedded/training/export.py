@@ -20,7 +20,7 @@ from torch import Tensor
 from glowplug.models.embedded.training import tokenizer
 from glowplug.models.embedded.training.fp8 import quantize_blocks
 from glowplug.models.embedded.training.network import Network
-from glowplug.models.embedded.training.shape import Shape
+from glowplug.models.embedded.training.shape import NetworkShape
 
 EXPERTS = {"experts_gate": "gate_proj", "experts_up": "up_proj", "experts_down": "down_proj"}
 BF16 = ("embed_tokens", "lm_head", "norm", "mlp.gate.weight", "eh_proj")
@@ -65,7 +65,7 @@ def stored(tensors: Iterator[tuple[str, Tensor]], *, fp8: bool) -> dict[str, Ten
 
 def write(weights: Path, coder_folder: Path, out: Path, *, fp8: bool) -> None:
     """Write the whole folder."""
-    shape = Shape()
+    shape = NetworkShape()
     network = Network(shape)
     network.load_state_dict(load_file(weights))
     tokenizer.save(tokenizer.load(coder_folder), out, shape.context)

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from glowplug.models.embedded.training.fp8 import fake_activation, fake_weight
-from glowplug.models.embedded.training.shape import Shape
+from glowplug.models.embedded.training.shape import NetworkShape
 
 
-def yarn_frequencies(shape: Shape, fast: float = 32.0, slow: float = 1.0) -> Tensor:
+def yarn_frequencies(shape: NetworkShape, fast: float = 32.0, slow: float = 1.0) -> Tensor:
     """Return inverse rotary frequencies [rope / 2] with YaRN interpolation.
 
     Source: https://arxiv.org/abs/2309.00071.
@@ -43,7 +43,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1).to(x.dtype)
 
 
-class Linear(nn.Module):
+class TrainingLinear(nn.Module):
     """A bias-free projection; with `quantized` it computes in W8A8 block FP8."""
 
     def __init__(self, inputs: int, outputs: int, *, zero: bool = False) -> None:
@@ -72,16 +72,16 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Multi-head latent attention with low-rank queries, un-absorbed."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
         self.shape = shape
-        self.q_a_proj = Linear(shape.hidden, shape.q_rank)
+        self.q_a_proj = TrainingLinear(shape.hidden, shape.q_rank)
         self.q_a_layernorm = RMSNorm(shape.q_rank, shape.epsilon)
-        self.q_b_proj = Linear(shape.q_rank, shape.heads * (shape.nope + shape.rope))
-        self.kv_a_proj_with_mqa = Linear(shape.hidden, shape.kv_rank + shape.rope)
+        self.q_b_proj = TrainingLinear(shape.q_rank, shape.heads * (shape.nope + shape.rope))
+        self.kv_a_proj_with_mqa = TrainingLinear(shape.hidden, shape.kv_rank + shape.rope)
         self.kv_a_layernorm = RMSNorm(shape.kv_rank, shape.epsilon)
-        self.kv_b_proj = Linear(shape.kv_rank, shape.heads * (shape.nope + shape.value))
-        self.o_proj = Linear(shape.heads * shape.value, shape.hidden, zero=True)
+        self.kv_b_proj = TrainingLinear(shape.kv_rank, shape.heads * (shape.nope + shape.value))
+        self.o_proj = TrainingLinear(shape.heads * shape.value, shape.hidden, zero=True)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         s = self.shape
@@ -106,9 +106,9 @@ class MLP(nn.Module):
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
-        self.gate_proj = Linear(hidden, width)
-        self.up_proj = Linear(hidden, width)
-        self.down_proj = Linear(width, hidden, zero=True)
+        self.gate_proj = TrainingLinear(hidden, width)
+        self.up_proj = TrainingLinear(hidden, width)
+        self.down_proj = TrainingLinear(width, hidden, zero=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -120,7 +120,7 @@ class Router(nn.Module):
     The correction bias affects only the choice of experts, never their weights.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
         self.shape = shape
         self.weight = nn.Parameter(torch.randn(shape.experts, shape.hidden) * shape.hidden**-0.5)
@@ -152,7 +152,7 @@ class Router(nn.Module):
 class MoE(nn.Module):
     """Routed experts as one wide SwiGLU (weights [experts, out, in]), plus the shared expert."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
         count = shape.experts
         width = shape.expert_width
@@ -184,10 +184,10 @@ class MoE(nn.Module):
         return F.linear(weighted, down.transpose(0, 1).flatten(1)) + self.shared_experts(x)
 
 
-class Block(nn.Module):
+class TrainingBlock(nn.Module):
     """One pre-norm decoder layer."""
 
-    def __init__(self, shape: Shape, *, dense: bool) -> None:
+    def __init__(self, shape: NetworkShape, *, dense: bool) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden, shape.epsilon)
         self.self_attn = Attention(shape)
@@ -199,15 +199,15 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class NextN(nn.Module):
+class TrainingNextN(nn.Module):
     """The multi-token-prediction layer: from h(i) and token i+1 it predicts token i+2."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
         self.enorm = RMSNorm(shape.hidden, shape.epsilon)
         self.hnorm = RMSNorm(shape.hidden, shape.epsilon)
-        self.eh_proj = Linear(2 * shape.hidden, shape.hidden)
-        self.block = Block(shape, dense=False)
+        self.eh_proj = TrainingLinear(2 * shape.hidden, shape.hidden)
+        self.block = TrainingBlock(shape, dense=False)
         self.norm = RMSNorm(shape.hidden, shape.epsilon)
 
     def forward(
@@ -223,16 +223,16 @@ class Network(nn.Module):
     It returns hidden states after the final norm, the input of the head and of the MTP layer.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(
-            Block(shape, dense=i < shape.dense_layers) for i in range(shape.layers)
+            TrainingBlock(shape, dense=i < shape.dense_layers) for i in range(shape.layers)
         )
         self.norm = RMSNorm(shape.hidden, shape.epsilon)
         self.lm_head = nn.Linear(shape.hidden, shape.vocab, bias=False)
-        self.nextn = NextN(shape)
+        self.nextn = TrainingNextN(shape)
         nn.init.normal_(self.embed_tokens.weight, std=0.5)
         nn.init.normal_(self.lm_head.weight, std=0.02)
         self.frequencies: Tensor
@@ -244,7 +244,7 @@ class Network(nn.Module):
         The MTP layer's eh_proj ships in bf16.
         """
         for module in self.modules():
-            if isinstance(module, (Linear, MoE)) and module is not self.nextn.eh_proj:
+            if isinstance(module, (TrainingLinear, MoE)) and module is not self.nextn.eh_proj:
                 module.quantized = on
 
     def routers(self) -> list[Router]:

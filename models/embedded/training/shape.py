@@ -13,7 +13,7 @@ BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class NetworkShape:
     """Dimensions of a DeepSeek-V3 model; the defaults are those of the shipped model."""
 
     vocab: int = VOCABULARY

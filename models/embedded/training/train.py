@@ -25,7 +25,7 @@ from glowplug.models.embedded import score as evaluate
 from glowplug.models.embedded.training import batches
 from glowplug.models.embedded.training.network import Network
 from glowplug.models.embedded.training.optim import Optimizer
-from glowplug.models.embedded.training.shape import Shape
+from glowplug.models.embedded.training.shape import NetworkShape
 
 WEIGHTS = "weights.safetensors"
 NEXTN_WEIGHT = 0.3
@@ -33,7 +33,7 @@ BIAS_SPEED = 1e-3
 
 
 @dataclass(slots=True)
-class Clock:
+class StepClock:
     """Progress of the training: by steps if their number is given, else by time."""
 
     steps: int
@@ -67,7 +67,7 @@ def weighted_loss(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor
 class Trainer:
     """Model and optimizer, with one training step."""
 
-    def __init__(self, shape: Shape, device: str, rate: float, compiled: bool) -> None:
+    def __init__(self, shape: NetworkShape, device: str, rate: float, compiled: bool) -> None:
         self.device = device
         self.model = Network(shape).to(device)
         self.optimizer = Optimizer(self.model, rate)
@@ -76,14 +76,14 @@ class Trainer:
             for block in (*self.model.layers, self.model.nextn.block):
                 block.compile(dynamic=False)
 
-    def tensors(self, batch: batches.Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def tensors(self, batch: batches.TrainingBatch) -> tuple[Tensor, Tensor, Tensor]:
         parts = (torch.from_numpy(part) for part in (batch.ids, batch.documents, batch.weights))
         if self.device != "cpu":
             parts = (part.pin_memory().to(self.device, non_blocking=True) for part in parts)
         ids, documents, weights = parts
         return ids.long(), documents, weights.float()
 
-    def step(self, batch: batches.Batch, rate: float, balance: float) -> Tensor:
+    def step(self, batch: batches.TrainingBatch, rate: float, balance: float) -> Tensor:
         """Apply one update and return (loss, MTP loss) on the device."""
         ids, documents, weights = self.tensors(batch)
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.device == "cuda"):
@@ -131,11 +131,11 @@ def run(options: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trainer = Trainer(
-        Shape(), device, options.rate, compiled=device == "cuda" and not options.eager
+        NetworkShape(), device, options.rate, compiled=device == "cuda" and not options.eager
     )
     if options.resume:
         trainer.model.load_state_dict(load_file(options.resume, device=device))
-    mix = batches.Mix(options.tasks, options.pairs, options.prose, options.recall)
+    mix = batches.TaskMix(options.tasks, options.pairs, options.prose, options.recall)
     source = batches.stream(options.data, mix=mix, rows=options.rows, length=options.length,
                             seed=options.seed, workers=options.workers)  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
@@ -150,10 +150,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def train_loop(
-    trainer: Trainer, source: Iterator[batches.Batch], options: argparse.Namespace
+    trainer: Trainer, source: Iterator[batches.TrainingBatch], options: argparse.Namespace
 ) -> None:
     trainer.step(next(source), 0.0, 0.0)  # compile before the clock starts
-    clock = Clock(options.steps, options.minutes * 60, time.monotonic())
+    clock = StepClock(options.steps, options.minutes * 60, time.monotonic())
     averages = torch.zeros(2)
     fp8 = False
     log = []

@@ -16,7 +16,7 @@ from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.plugins.attention.shared.mha_base import PagedMha
-from glowplug.plugins.attention.shared.page_tables import SlotBuffers, decoding_rows
+from glowplug.plugins.attention.shared.page_tables import GraphBuffers, decoding_rows
 from glowplug.plugins.attention.shared.table_bytes import SMALL_PAGE, fa3_mha_bytes, mha_parts
 
 
@@ -48,7 +48,7 @@ class Fa3Mha(PagedMha):
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
-        self._buffers = SlotBuffers()
+        self._buffers = GraphBuffers()
         self._device = torch.device(worker.device)
         self._decoding: _Rows | None = None
         self._prefilling: _Rows | None = None
@@ -66,7 +66,7 @@ class Fa3Mha(PagedMha):
         self._decoding = self._rows(batch, slot, 0, rows, self._buffers)
 
     def _rows(
-        self, batch: Batch, slot: object | None, first: int, end: int, buffers: SlotBuffers
+        self, batch: Batch, slot: object | None, first: int, end: int, buffers: GraphBuffers
     ) -> _Rows:
         table = batch.page_table[first:end]
         lens = batch.kv_lens_device[first:end]
@@ -98,7 +98,7 @@ class Fa3Mha(PagedMha):
         queries = batch.query_lens[first:]
         keys = batch.kv_lens[first:] - batch.first_key
         # new buffers, because those of the decode rows are in use
-        rows = self._rows(batch, None, first, batch.num_rows, SlotBuffers())
+        rows = self._rows(batch, None, first, batch.num_rows, GraphBuffers())
         rows.starts = batch.query_starts[first:] - batch.decode_tokens
         rows.longest = int(queries.max())
         if np.array_equal(queries, keys):

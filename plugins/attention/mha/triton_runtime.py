@@ -11,7 +11,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Worker
 from glowplug.core.step.batch import Batch
-from glowplug.kernels.mha.decode import Tiling, mha_decode, tiling
+from glowplug.kernels.mha.decode import MhaTiling, mha_decode, tiling
 from glowplug.kernels.mha.prefill import mha_prefill
 from glowplug.plugins.attention.shared.mha_base import PagedMha
 
@@ -33,7 +33,7 @@ class _Rows:
     page_table: Tensor
     lens: Tensor
     first_key: int
-    tile: Tiling | None = None
+    tile: MhaTiling | None = None
     tree: Tensor | None = None
     starts: Tensor | None = None
     skip: int = 0

@@ -15,7 +15,7 @@ from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.plugins.attention.shared.mla_base import PagedMla
-from glowplug.plugins.attention.shared.page_tables import SlotBuffers, decoding_rows
+from glowplug.plugins.attention.shared.page_tables import GraphBuffers, decoding_rows
 from glowplug.plugins.attention.shared.table_bytes import fa3_mla_bytes, mla_parts
 
 
@@ -46,7 +46,7 @@ class Fa3Mla(PagedMla):
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         self._heads = plan.facts.model.num_heads // axis_size("attn_tp", plan.mesh)
-        self._buffers = SlotBuffers()
+        self._buffers = GraphBuffers()
         self._decode: _Decode | None = None
 
     def reserves(self, step: DecodingRows) -> int:

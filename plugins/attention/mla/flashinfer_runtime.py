@@ -22,7 +22,7 @@ from glowplug.core.step.batch import Batch
 from glowplug.plugins.attention.mla.flashinfer import WORKSPACE_BYTES, FlashInferMlaOptions
 from glowplug.plugins.attention.shared.flashinfer_lengths import check_layout, set_lengths, shrink
 from glowplug.plugins.attention.shared.mla_base import PagedMla
-from glowplug.plugins.attention.shared.page_tables import SlotBuffers, decoding_rows
+from glowplug.plugins.attention.shared.page_tables import GraphBuffers, decoding_rows
 from glowplug.plugins.attention.shared.prefill_calls import RaggedCall, RaggedRows
 from glowplug.plugins.attention.shared.table_bytes import slots_bytes
 
@@ -77,7 +77,7 @@ class FlashInferMla(PagedMla):
         # shared by all wrappers, whose kernels run one after another
         self._workspace: Tensor | None = None
         self._wrappers: dict[object, _Wrapper] = {}
-        self._buffers = SlotBuffers()
+        self._buffers = GraphBuffers()
         self._drafts = plan.sizes.width > 1
         self._eager_wrappers = cycle(range(plan.sizes.width))
         self._decode: _Wrapper | None = None

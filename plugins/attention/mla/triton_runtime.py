@@ -11,7 +11,7 @@ from glowplug.core.protocols import MlaLayer, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.formats.fp8 import Blocks
 from glowplug.kernels.mla import value_projection as mla_values
-from glowplug.kernels.mla.decode import Tiling, decode_parts, mla_decode, ring_fits, tiling
+from glowplug.kernels.mla.decode import MlaTiling, decode_parts, mla_decode, ring_fits, tiling
 from glowplug.kernels.mla.prefill import mla_prefill
 from glowplug.plugins.attention.mla.triton import TritonMlaOptions
 from glowplug.plugins.attention.shared.mla_base import PagedMla
@@ -105,7 +105,7 @@ class TritonMla(PagedMla):
 
     def _tiled_rows(
         self, query: Tensor, kv: Tensor, layer: MlaLayer, apart: bool = False
-    ) -> tuple[_Rows, Tiling]:
+    ) -> tuple[_Rows, MlaTiling]:
         """Return the step's rows and the tiling of their keys.
 
         ``apart`` admits KV splits that ``mla_values`` merges.

@@ -10,7 +10,7 @@ from glowplug.core.plugin.byte_costs import SHOWN, DecodingRows
 from glowplug.core.protocols import Limits
 
 
-class SlotBuffers:
+class GraphBuffers:
     """Persistent device buffers, small ones per captured graph and one shared page table.
 
     Small tensors belong to the graph's slot for which they were created. Page tables over smaller

@@ -30,7 +30,7 @@ ENDED = "ended"  #: phase of a rank after its orderly end
 LOADED = "ready", "serve", ENDED  #: phases of a rank that has loaded
 
 
-class Kind(IntEnum):
+class FailureKind(IntEnum):
     """The kinds of trouble, ordered so that a smaller kind explains a greater one."""
 
     ENDED = 0  #: a process (or a whole host) has gone without a report
@@ -62,7 +62,9 @@ def settled(kind: int, waited: float) -> bool:
         kind: kind of the first cause so far.
         waited: seconds since the first trouble.
     """
-    return kind == Kind.ENDED or waited > (PATIENCE if kind == Kind.CONSEQUENCE else SETTLE)
+    return kind == FailureKind.ENDED or waited > (
+        PATIENCE if kind == FailureKind.CONSEQUENCE else SETTLE
+    )
 
 
 def host_limit(timeout: float) -> float:
@@ -78,7 +80,9 @@ def host_limit(timeout: float) -> float:
 
 
 def silence(rank: int, phase: str, seconds: float) -> Trouble:
-    return Trouble(Kind.SILENT, f"rank {rank} has been silent for {seconds:.0f} s (phase {phase})")
+    return Trouble(
+        FailureKind.SILENT, f"rank {rank} has been silent for {seconds:.0f} s (phase {phase})"
+    )
 
 
 def not_ready(rank: int, phase: str, seconds: float) -> str:
@@ -143,7 +147,7 @@ class Watch:
             elif isinstance(message, Failed):
                 seen.gone = True
                 seen.phase = message.phase
-                kind = Kind.CONSEQUENCE if message.consequence else Kind.FAILED
+                kind = FailureKind.CONSEQUENCE if message.consequence else FailureKind.FAILED
                 self.troubles.append(
                     Trouble(
                         kind,
@@ -164,7 +168,7 @@ class Watch:
         seen = self._seen[rank]
         if not seen.gone and seen.phase != ENDED:
             self.troubles.append(
-                Trouble(Kind.ENDED, f"rank {rank} ended ({how}) in phase {seen.phase}")
+                Trouble(FailureKind.ENDED, f"rank {rank} ended ({how}) in phase {seen.phase}")
             )
         seen.gone = True
 

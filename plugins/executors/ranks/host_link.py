@@ -22,7 +22,13 @@ import msgspec
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from glowplug.core.errors import EngineDead
-from glowplug.plugins.executors.ranks.failure_cause import BEAT, QUIET, Kind, Trouble, silence
+from glowplug.plugins.executors.ranks.failure_cause import (
+    BEAT,
+    QUIET,
+    FailureKind,
+    Trouble,
+    silence,
+)
 from glowplug.plugins.executors.ranks.host import Site
 
 POLL = 0.05  #: seconds between checks for sites that have not arrived
@@ -239,13 +245,13 @@ class HostLink:
                 if self._broken
                 else _silent_for(now - self._store_answered)
             )
-            kind = Kind.ENDED if self._broken else Kind.SILENT
+            kind = FailureKind.ENDED if self._broken else FailureKind.SILENT
             return [*found, Trouble(kind, f"{name(0)} {quiet}{self._phase_of(0)}")]
         for other, heard in self._heard.items():
             if now - heard > limit:
                 found.append(
                     Trouble(
-                        Kind.SILENT,
+                        FailureKind.SILENT,
                         f"{name(other)} {_silent_for(now - heard)}{self._phase_of(other)}",
                     )
                 )

@@ -19,7 +19,7 @@ from glowplug.core.step.messages import Failed, Outbound, Progress, decode_outbo
 from glowplug.plugins.executors.ranks.failure_cause import (
     QUIET,
     SETTLE,
-    Kind,
+    FailureKind,
     Trouble,
     Watch,
     first_cause,
@@ -113,11 +113,14 @@ class LocalRanks:
     def settle(self) -> Trouble:
         """Go on reading for a moment after the first trouble, then return the first cause."""
         deadline = time.monotonic() + SETTLE
-        while first_cause(self.watch.troubles).kind != Kind.ENDED and time.monotonic() < deadline:
+        while (
+            first_cause(self.watch.troubles).kind != FailureKind.ENDED
+            and time.monotonic() < deadline
+        ):
             if all(pipe.closed for pipe in self._pipes.values()):
                 break
             self.receive(SETTLE_READ_SECONDS)
-        if first_cause(self.watch.troubles).kind == Kind.CONSEQUENCE:
+        if first_cause(self.watch.troubles).kind == FailureKind.CONSEQUENCE:
             self.watch.look(QUIET)
         return first_cause(self.watch.troubles)
 

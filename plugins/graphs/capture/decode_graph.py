@@ -26,7 +26,7 @@ LONG = np.dtype(np.int64)  #: dtype of positions, KV slots and rows
 INT = np.dtype(np.int32)  #: dtype of row lengths
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Capture of one piece of a step as a graph."""
 
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
@@ -46,7 +46,7 @@ class Recorder(Protocol):
 
 
 @dataclass(frozen=True)
-class Shape:
+class GraphShape:
     """The shape of a slot and the place of its padding.
 
     Attributes:
@@ -66,9 +66,9 @@ class Shape:
     spare: int
 
     @staticmethod
-    def of(mode: Mode, rows: int, sizes: Sizes, keys: int = 0) -> Shape:
+    def of(mode: Mode, rows: int, sizes: Sizes, keys: int = 0) -> GraphShape:
         """Return the shape for ``rows`` rows; ``keys`` = 0 means the plan's longest row."""
-        return Shape(
+        return GraphShape(
             mode, rows, sizes.width, keys or sizes.positions, sizes.page_size, sizes.max_running
         )
 
@@ -121,14 +121,14 @@ class Held:
     kv_lens: NDArray[np.int32]
 
 
-class Piece:
+class CapturedPiece:
     """Key of one captured piece, under which attention plans it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
-class Slot:
+class DecodeGraph:
     """The ``core.step.graph_pieces.Segments`` of one captured decode graph.
 
     Pieces are captured while ``recorder`` is set and replayed afterwards.
@@ -140,7 +140,11 @@ class Slot:
     """
 
     def __init__(
-        self, shape: Shape, device: torch.device, staging: Staging, recorder: Recorder | None
+        self,
+        shape: GraphShape,
+        device: torch.device,
+        staging: Staging,
+        recorder: GraphRecorder | None,
     ) -> None:
         self.shape = shape
         self.recorder = recorder
@@ -157,7 +161,7 @@ class Slot:
         self._views: dict[int, Held] = {}
         self._live = 0
         self._graphs: dict[str, tuple[Callable[[], None], Any]] = {}
-        self._parts: dict[str, Piece] = {}
+        self._parts: dict[str, CapturedPiece] = {}
         self.batch = self._own_batch(device)
 
     def _own_batch(self, device: torch.device) -> Batch:
@@ -192,7 +196,7 @@ class Slot:
     # ---- Segments --------------------------------------------------------------------------------
 
     def part(self, name: str) -> object:
-        return self._parts.setdefault(name, Piece(name))
+        return self._parts.setdefault(name, CapturedPiece(name))
 
     def run(self, name: str, work: Callable[[], T]) -> T:
         found = self._graphs.get(name)

@@ -37,7 +37,7 @@ WORD = "int32"  #: dtype of packed tensors in the checkpoint
 Put = Callable[[Tensor, Tensor, Tensor], None]
 
 
-class Source:
+class AwqSource:
     """The tensors that a checkpoint stores for each quantised matrix.
 
     Attributes:
@@ -138,7 +138,7 @@ class Awq:
     def __init__(self, options: AwqOptions, plan: EnginePlan, worker: Worker) -> None:
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
         self._device = worker.device
-        self._source = Source(plan)
+        self._source = AwqSource(plan)
         self.block = max(layout.PACK, self._source.group)
 
     def linear(self, shape: LinearShape) -> LinearMethod:
@@ -151,7 +151,7 @@ class Awq:
         return self._source.covers(module)
 
 
-def _into(destination: Tensor, source: Source) -> Put:
+def _into(destination: Tensor, source: AwqSource) -> Put:
     """Return a callback that dequantises into ``destination`` [outputs, inputs]."""
 
     def put(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
@@ -164,7 +164,9 @@ def _into(destination: Tensor, source: Source) -> Put:
 class AwqLinear(DenseLinear):
     """``LinearMethod`` over dequantised weights."""
 
-    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, source: Source) -> None:
+    def __init__(
+        self, shape: LinearShape, dtype: torch.dtype, device: str, source: AwqSource
+    ) -> None:
         super().__init__(shape, dtype, device)
         self._source = source
 
@@ -180,7 +182,7 @@ class AwqExperts(DenseExperts):
     """``ExpertsMethod`` over dequantised weights."""
 
     def __init__(
-        self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source
+        self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: AwqSource
     ) -> None:
         super().__init__(shape, dtype, device)
         self._source = source

@@ -24,7 +24,7 @@ from glowplug.kernels.formats import awq as layout
 from glowplug.kernels.gemm import int4_awq as awq_gemm
 from glowplug.kernels.moe.narrow import int4_awq as moe_gemm_awq
 from glowplug.kernels.moe.sum import moe_sum
-from glowplug.plugins.quantization.awq.cpu import Awq, Put, Source
+from glowplug.plugins.quantization.awq.cpu import Awq, AwqSource, Put
 from glowplug.plugins.quantization.dense.experts_cuda import shared_slices
 from glowplug.plugins.quantization.dense.layers import Biased, expert_slices, linear_slices
 from glowplug.plugins.quantization.shared.provider_choice import AWQ, AWQ_ROWS, ByShape, Table
@@ -45,7 +45,7 @@ class AwqCuda(Awq):
         super().__init__(options, plan, worker)
         width = plan.facts.model.config.get("moe_intermediate_size") or 0
         self.fuses_shared = self._source.group < 0 or width % self._source.group == 0
-        self._multiply = Multiply(options.gemm)
+        self._multiply = AwqGemm(options.gemm)
 
     def linear(self, shape: LinearShape) -> LinearMethod:
         return AwqLinearCuda(shape, self._dtype, self._device, self._source, self._multiply)
@@ -54,7 +54,7 @@ class AwqCuda(Awq):
         return AwqExpertsCuda(shape, self._dtype, self._device, self._source)
 
 
-class Multiply:
+class AwqGemm:
     """The GEMM x W^T over int4 weights.
 
     Args:
@@ -96,7 +96,7 @@ class Multiply:
         return self._fastest.pick(rows, columns, depth) if self._wanted == "auto" else self._wanted
 
 
-class Packed:
+class PackedWeights:
     """Weights of ``count`` matrices [columns, depth] in our layout, for GEMMs in ``dtype``.
 
     Attributes:
@@ -105,7 +105,13 @@ class Packed:
     """
 
     def __init__(
-        self, count: int, columns: int, depth: int, source: Source, dtype: torch.dtype, device: str
+        self,
+        count: int,
+        columns: int,
+        depth: int,
+        source: AwqSource,
+        dtype: torch.dtype,
+        device: str,
     ) -> None:
         group = source.group_of(depth)
         self._dtype = dtype
@@ -161,14 +167,14 @@ class AwqLinearCuda(Biased):
         shape: LinearShape,
         dtype: torch.dtype,
         device: str,
-        source: Source,
-        multiply: Multiply,
+        source: AwqSource,
+        multiply: AwqGemm,
     ) -> None:
         super().__init__(shape, dtype, device)
         self._dtype = dtype
         self._source = source
         self._multiply = multiply
-        self._held = Packed(1, sum(shape.outputs), shape.inputs, source, dtype, device)
+        self._held = PackedWeights(1, sum(shape.outputs), shape.inputs, source, dtype, device)
         self._group = self._held.weights.group
         self.weight = self._held.packed[0]
         self.factors = self._held.factors[0]
@@ -199,7 +205,7 @@ class AwqExpertsCuda:
     input_format = "plain"
 
     def __init__(
-        self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source
+        self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: AwqSource
     ) -> None:
         assert not shape.shared or shape.inter == shape.inter_full, (
             "the shared expert can be fused only on one rank"
@@ -207,8 +213,8 @@ class AwqExpertsCuda:
         self.shape = shape
         self._source = source
         count = shape.count + shape.shared
-        self.w13 = Packed(count, 2 * shape.inter, shape.hidden, source, dtype, device)
-        self.w2 = Packed(count, shape.hidden, shape.inter, source, dtype, device)
+        self.w13 = PackedWeights(count, 2 * shape.inter, shape.hidden, source, dtype, device)
+        self.w2 = PackedWeights(count, shape.hidden, shape.inter, source, dtype, device)
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, expert, span in expert_slices(self.shape):

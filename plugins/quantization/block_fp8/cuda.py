@@ -28,7 +28,7 @@ from glowplug.kernels.moe import gemm_hopper as moe_gemm_hopper
 from glowplug.kernels.moe.fp8 import gemm as moe_gemm_fp8, tiles as moe_fp8_tiles
 from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.quantization.block_fp8.cpu import BlockFp8
-from glowplug.plugins.quantization.block_fp8.cutlass import Cutlass
+from glowplug.plugins.quantization.block_fp8.cutlass import CutlassExperts
 from glowplug.plugins.quantization.block_fp8.expert_libraries import GroupedExperts
 from glowplug.plugins.quantization.block_fp8.gemm_providers import Providers
 from glowplug.plugins.quantization.block_fp8.grouped import Grouped
@@ -74,7 +74,7 @@ def grouped(wanted: str) -> GroupedExperts:
     """Return the library for routed experts that ``quantization.experts`` names."""
     if wanted == "deep_gemm_masked":
         return Masked()
-    return Cutlass() if wanted == "cutlass" else Grouped(wanted)
+    return CutlassExperts() if wanted == "cutlass" else Grouped(wanted)
 
 
 def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from glowplug.kernels.moe.fp8 import library_layouts as moe_places
-from glowplug.kernels.moe.fp8.library_layouts import Packed
+from glowplug.kernels.moe.fp8.library_layouts import PackedRows
 from glowplug.kernels.moe.sort import sum_placed
 from glowplug.plugins.quantization.shared.expert_bytes import (
     CUTLASS_LAYOUT_INTS,
@@ -21,7 +21,7 @@ from glowplug.plugins.quantization.shared.libraries import library
 NAMES = ("fp8_blockwise_scaled_grouped_mm",)  #: the function in sgl_kernel
 
 
-class Cutlass:
+class CutlassExperts:
     """``GroupedExperts`` for every step.
 
     The library uses tiles of 32 rows for up to 2,048 pairs, and of 128 rows for more.
@@ -86,7 +86,7 @@ class Cutlass:
         x: tuple[Tensor, Tensor],
         weight: Tensor,
         scales: Tensor,
-        order: Packed,
+        order: PackedRows,
         sizes: Tensor,
         strides: tuple[Tensor, Tensor],
         dtype: torch.dtype,

@@ -164,7 +164,7 @@ def transposed_scales(scales: Tensor) -> Tensor:
     return scales.as_strided((groups, held), (held, 1))
 
 
-class Cutlass(_Library):
+class CutlassGemm(_Library):
     """CUTLASS in sgl_kernel's build."""
 
     name = "cutlass"
@@ -225,8 +225,8 @@ class Flashinfer(_Library):
 
 
 PROVIDERS: tuple[
-    type[TritonGemm] | type[DeepGemm] | type[Cutlass] | type[Cublas] | type[Flashinfer], ...
-] = (TritonGemm, DeepGemm, Cutlass, Cublas, Flashinfer)
+    type[TritonGemm] | type[DeepGemm] | type[CutlassGemm] | type[Cublas] | type[Flashinfer], ...
+] = (TritonGemm, DeepGemm, CutlassGemm, Cublas, Flashinfer)
 
 
 class Providers:

@@ -42,7 +42,7 @@ STORED = "int8"  #: dtype of quantised weights in the checkpoint
 Put = Callable[[Tensor, Tensor], None]  #: callback for weight and scales of a slice
 
 
-class Source:
+class Int8Source:
     """The tensors of a checkpoint: int8 weights with scales, or weights to quantise."""
 
     def __init__(self, plan: EnginePlan) -> None:
@@ -140,7 +140,7 @@ class W8A8Int8:
     def __init__(self, options: W8A8Int8Options, plan: EnginePlan, worker: Worker) -> None:
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
         self._device = worker.device
-        self._source = Source(plan)
+        self._source = Int8Source(plan)
         self._rounds = options.activations == "dynamic"
 
     def linear(self, shape: LinearShape) -> LinearMethod:
@@ -174,7 +174,7 @@ class Int8Linear(DenseLinear):
     """
 
     def __init__(
-        self, shape: LinearShape, dtype: torch.dtype, device: str, source: Source, rounds: bool
+        self, shape: LinearShape, dtype: torch.dtype, device: str, source: Int8Source, rounds: bool
     ) -> None:
         super().__init__(shape, dtype, device)
         self._source = source
@@ -202,7 +202,7 @@ class Int8Experts(DenseExperts):
     """
 
     def __init__(
-        self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source, rounds: bool
+        self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Int8Source, rounds: bool
     ) -> None:
         super().__init__(shape, dtype, device)
         self._source = source

@@ -30,7 +30,7 @@ from glowplug.kernels.moe.narrow import int8 as moe_gemm_int8
 from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.quantization.dense.experts_cuda import shared_slices
 from glowplug.plugins.quantization.dense.layers import Biased, expert_slices, linear_slices
-from glowplug.plugins.quantization.int8.cpu import Put, Source, W8A8Int8
+from glowplug.plugins.quantization.int8.cpu import Int8Source, Put, W8A8Int8
 from glowplug.plugins.quantization.shared.libraries import library
 from glowplug.plugins.quantization.shared.provider_choice import INT8, INT8_ROWS, ByShape, Table
 
@@ -48,7 +48,7 @@ class W8A8Int8Cuda(W8A8Int8):
 
     def __init__(self, options: W8A8Int8Options, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
-        self._multiply = Multiply(options.gemm)
+        self._multiply = Int8Gemm(options.gemm)
 
     def linear(self, shape: LinearShape) -> LinearMethod:
         return Int8LinearCuda(shape, self._dtype, self._device, self._source, self._multiply)
@@ -57,7 +57,7 @@ class W8A8Int8Cuda(W8A8Int8):
         return Int8ExpertsCuda(shape, self._dtype, self._device, self._source)
 
 
-class Multiply:
+class Int8Gemm:
     """The GEMM x W^T in int8.
 
     Args:
@@ -140,8 +140,8 @@ class Int8LinearCuda(Biased):
         shape: LinearShape,
         dtype: torch.dtype,
         device: str,
-        source: Source,
-        multiply: Multiply,
+        source: Int8Source,
+        multiply: Int8Gemm,
     ) -> None:
         super().__init__(shape, dtype, device)
         self._dtype = dtype
@@ -188,7 +188,7 @@ class Int8ExpertsCuda:
     input_format = FORMAT
 
     def __init__(
-        self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source
+        self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Int8Source
     ) -> None:
         assert not shape.shared or shape.inter == shape.inter_full, (
             "the shared expert can be fused only on one rank"

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
-from glowplug.core.plugin.byte_costs import SHOWN, ExpertsStep, Work, tiled_rows
+from glowplug.core.plugin.byte_costs import SHOWN, ExpertsStep, MemoryUse, tiled_rows
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.launch.cards import HOPPER
 from glowplug.kernels.launch.tuned_tables import Config
@@ -32,19 +32,19 @@ CUTLASS_WORKSPACE = 1 << 17
 CUTLASS_LAYOUT_INTS = 5  #: int32 numbers that describe the layout of one group's scales
 
 
-def dense_experts(step: ExpertsStep) -> Work:
+def dense_experts(step: ExpertsStep) -> MemoryUse:
     """Return the memory use of a step with dense weights and up to ``step.tokens`` tokens.
 
     A smaller step is included where its row of the tuned table needs more memory.
     """
-    problem = moe_tiles.Problem(step.count, step.chosen, step.hidden, step.inter, step.dtype)
+    problem = moe_tiles.ExpertsProblem(step.count, step.chosen, step.hidden, step.inter, step.dtype)
     machine = (step.card or "cpu", step.packages.get("triton", ""))
     measured = tuned.table(problem.table_on(machine)) or {}
     works = [
         _dense(replace(step, tokens=tokens), moe_tiles.pick(problem, tokens, measured)["up"])
         for tokens in _peak_tokens(measured, step.tokens)
     ]
-    return Work(max(work.most for work in works), max(work.left for work in works))
+    return MemoryUse(max(work.most for work in works), max(work.left for work in works))
 
 
 def _peak_tokens(measured: Iterable[int], tokens: int) -> set[int]:
@@ -58,7 +58,7 @@ def _peak_tokens(measured: Iterable[int], tokens: int) -> set[int]:
     }
 
 
-def _dense(step: ExpertsStep, up: Config) -> Work:
+def _dense(step: ExpertsStep, up: Config) -> MemoryUse:
     """Return the memory use of ``moe_experts`` with the configuration ``up`` of the first GEMM.
 
     In the ways "hopper" and "sorted" the gated rows are stored in expert order, including the rows
@@ -77,7 +77,7 @@ def _dense(step: ExpertsStep, up: Config) -> Work:
         apart = 3 * step.tokens * step.shared * step.inter * step.element
         rows = tiled_rows(routed, experts, up["block_m"])
         most = outer + max(apart, rows * (step.inter * step.element + SHOWN))
-        return Work(most, outer) if step.parts else Work(max(most, outer + out), out)
+        return MemoryUse(most, outer) if step.parts else MemoryUse(max(most, outer + out), out)
     places = step.pairs
     beside = step.tokens * step.shared
     if up["way"] in ("hopper", "sorted"):
@@ -89,7 +89,7 @@ def _dense(step: ExpertsStep, up: Config) -> Work:
     return step.summed(0, (places + beside) * step.inter * step.element + places * SHOWN)
 
 
-def fp8_experts(step: ExpertsStep) -> Work:
+def fp8_experts(step: ExpertsStep) -> MemoryUse:
     """Return the memory use of a step in block FP8, by the provider that runs it.
 
     The provider is the library that ``quantization.experts`` names, DeepGEMM's grouped GEMM where
@@ -112,14 +112,14 @@ def provider_for_dtype(wanted: str, element: int) -> str:
     return "triton" if wanted == "auto" and element > LIBRARY_RESULT_BYTES else wanted
 
 
-def _maximum(work: Work, other: Work) -> Work:
+def _maximum(work: MemoryUse, other: MemoryUse) -> MemoryUse:
     """Return the larger of each figure of ``work`` and ``other``, either of which may run."""
-    return Work(
+    return MemoryUse(
         max(work.most, other.most), max(work.left, other.left), max(work.extra, other.extra)
     )
 
 
-def _by_load(step: ExpertsStep, wanted: str) -> Work:
+def _by_load(step: ExpertsStep, wanted: str) -> MemoryUse:
     """Return the memory use of DeepGEMM's grouped GEMM if it pays, else of our own kernels."""
     if grouped_pays(wanted, step.tokens, step.chosen, step.count) and any(
         step.packages.get(name) for name in DEEP_GEMM
@@ -141,7 +141,7 @@ def _by_load(step: ExpertsStep, wanted: str) -> Work:
     return step.summed(0, int(step.pairs * inter * (2 * step.element + FP8_NUMBER_BYTES)))
 
 
-def _on_hopper(step: ExpertsStep, tile: int) -> Work:
+def _on_hopper(step: ExpertsStep, tile: int) -> MemoryUse:
     """Return the memory use of ``moe_gemm_fp8_hopper`` with tiles of ``tile`` rows.
 
     It holds, in expert order: the input rows, the gated rows, the gated rows in FP8 and the
@@ -160,7 +160,7 @@ def _on_hopper(step: ExpertsStep, tile: int) -> Work:
     return step.summed(kept + max(given + hidden, hidden + inner), kept + inner)
 
 
-def int8_experts(step: ExpertsStep) -> Work:
+def int8_experts(step: ExpertsStep) -> MemoryUse:
     """Return the memory use in int8: the gated rows, and the same rows quantised."""
     return step.summed(0, step.pairs * step.inter * (step.element + 1))
 
@@ -184,14 +184,14 @@ def masked_rows(tokens: int) -> int:
     return -(-tokens // DEEP_GEMM_TILE) * DEEP_GEMM_TILE
 
 
-def _grouped(step: ExpertsStep) -> Work:
+def _grouped(step: ExpertsStep) -> MemoryUse:
     """Return the memory use of ``block_fp8.grouped.Grouped.experts``."""
     rows = tiled_rows(step.pairs, step.count, DEEP_GEMM_TILE)
     maps = (step.pairs + 3 * rows) * SHOWN  # row of each pair; pair and expert of each row
     return _library(step, rows, maps, step.element)
 
 
-def _masked(step: ExpertsStep) -> Work:
+def _masked(step: ExpertsStep) -> MemoryUse:
     """Return the memory use of ``block_fp8.masked.Masked.experts``."""
     return _library(
         step,
@@ -201,7 +201,7 @@ def _masked(step: ExpertsStep) -> Work:
     )
 
 
-def _cutlass(step: ExpertsStep) -> Work:
+def _cutlass(step: ExpertsStep) -> MemoryUse:
     """Return the memory use of ``block_fp8.cutlass.Cutlass.experts``.
 
     Each expert has a start, two problems of three numbers and three strides. Each GEMM adds five
@@ -217,7 +217,7 @@ def _cutlass(step: ExpertsStep) -> Work:
     )
 
 
-def _library(step: ExpertsStep, rows: int, kept: int, element: int) -> Work:
+def _library(step: ExpertsStep, rows: int, kept: int, element: int) -> MemoryUse:
     """Return the memory use of a library's grouped GEMMs over rows in expert order.
 
     It holds, in turn: input rows, gate and up results, gated rows and results.
@@ -240,4 +240,4 @@ def _library(step: ExpertsStep, rows: int, kept: int, element: int) -> Work:
     out = step.tokens * step.hidden * step.element
     summed = out if step.element == element else out + step.tokens * step.hidden * element
     most = max(given + both, both + inner, inner + outer, outer + summed)
-    return Work(kept + most, out, given + both + inner + outer + out - most)
+    return MemoryUse(kept + most, out, given + both + inner + outer + out - most)

@@ -10,7 +10,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols.tuning import LayerShapes, Log, TuneTable
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe import tuning as moe_tuning
-from glowplug.kernels.moe.tiles import Problem
+from glowplug.kernels.moe.tiles import ExpertsProblem
 
 
 class MoeTuner:
@@ -24,7 +24,7 @@ class MoeTuner:
         for shape in shapes.experts:
             if shape.prefix in shapes.quantized:
                 continue
-            problem = Problem(
+            problem = ExpertsProblem(
                 shape.count + shape.shared,
                 shapes.topk + shape.shared,
                 shape.hidden,

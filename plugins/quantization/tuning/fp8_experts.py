@@ -22,7 +22,7 @@ class Fp8ExpertsTuner:
         for shape in shapes.experts:
             if shape.prefix not in shapes.quantized:
                 continue
-            problem = moe_fp8_tuning.Problem(
+            problem = moe_fp8_tuning.Fp8ExpertsProblem(
                 shape.count + shape.shared,
                 shapes.topk + shape.shared,
                 shape.hidden,

@@ -96,9 +96,9 @@ class Int8GemmTuner(NarrowTuner):
             for _ in range(copies(columns * depth))
         ]
         scales = torch.full((columns,), 0.01, device=self._device)
-        providers = [w8a8_int8_cuda.Multiply("triton")]
+        providers = [w8a8_int8_cuda.Int8Gemm("triton")]
         try:
-            providers.append(w8a8_int8_cuda.Multiply("cutlass"))
+            providers.append(w8a8_int8_cuda.Int8Gemm("cutlass"))
         except GlowplugError:
             pass  # not installed
         return {
@@ -133,7 +133,7 @@ class AwqGemmTuner(NarrowTuner):
         factors = layout.pack_factors(scales, torch.full_like(scales, 8.0), self._dtype)
         return {
             name: [
-                partial(awq_cuda.Multiply(name), x, weight, factors, group, None)
+                partial(awq_cuda.AwqGemm(name), x, weight, factors, group, None)
                 for weight in packed
             ]
             for name in provider_choice.AWQ.candidates
