@@ -10,6 +10,11 @@ from tests.unit.test_floors import edges, modules
 
 FOLDER_MODULES = 16
 HELPER_LINES = 40
+#: small helpers of one importer that stay modules of their own, and why
+ALONE = {
+    "plugins/ops/triton_int8.py": "the operations of one format, which a test covers by itself",
+    "plugins/quantization/block_fp8/dense_cuda.py": "imports triton, which its importer must not",
+}
 #: class names of several modules, and why they may be the same
 SAME_NAME: dict[str, str] = {
     "Completion": "the answer in Python and the object of OpenAI's API",
@@ -41,7 +46,7 @@ def test_a_small_helper_has_several_importers() -> None:
         lines = len(path.read_text(encoding="utf-8").splitlines())
         if path.name == "__init__.py" or lines >= HELPER_LINES or len(importers[module]) != 1:
             continue
-        if not is_declaration(module):
+        if not is_declaration(module) and name_of(path) not in ALONE:
             alone.append(f"{name_of(path)} ({lines} lines) <- {importers[module].pop()}")
     assert alone == []
 
