@@ -8,9 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-SCRATCH_PAGE = (
-    0  #: page that is never allocated: padding rows and unused page-table entries point at it
-)
+#: page that is never allocated: padding rows and unused page-table entries point at it
+SCRATCH_PAGE = 0
 
 
 class PageAllocator:

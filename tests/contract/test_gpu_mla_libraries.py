@@ -153,7 +153,7 @@ class TestHopperByTriton(TestHopper):
         world = make_world([Row(width + 67 * row, width) for row in range(12)], 64, width)
         layer, args = self.layer(generator), self.arguments(world, generator)
         backend, want = self.backend(64), self.expected(world, layer, args)
-        backend._own._context = 2048
+        backend._triton._context = 2048
         self.close(self.step(backend, world, layer, args), want)
         assert len(calls) == (width == 1)
 

@@ -29,9 +29,8 @@ from glowplug.core.errors import EngineDead
 from tests.support.tiny import write_config
 from tests.support.waiting import until
 
-WATCHDOG = (
-    10.0  #: seconds, as configured; a busy machine may keep a rank from its signs of life for some
-)
+#: seconds, as configured; a busy machine may keep a rank from its signs of life for some
+WATCHDOG = 10.0
 PROMISED = {
     "kill": 3.0,
     "error": 3.0,

@@ -105,7 +105,7 @@ def test_times_are_those_of_the_events(name: str, monkeypatch: pytest.MonkeyPatc
         ]
     wire._pieces.append((102.0, b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"))
     for module in ("backends", "http_stream"):
-        monkeypatch.setattr(f"glowplug.entrypoints.bench.{module}.time", wire)
+        monkeypatch.setattr(f"glowplug.entrypoints.bench.load.{module}.time", wire)
 
     async def asked() -> Asked:
         monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", wire.connect)

@@ -111,7 +111,7 @@ def peers(
 
     for name in ("go", "end"):
         monkeypatch.setattr(MeasuredProgram, name, noted(name))
-    monkeypatch.setattr(turns, "SETTLED", 0.1)
+    monkeypatch.setattr(turns, "SETTLING_SECONDS", 0.1)
     (site / "vllm").mkdir(parents=True)
     waits = getattr(request, "param", False)
     (site / "vllm" / "__init__.py").write_text(VLLM.format(trace=str(trace), waits=waits))
