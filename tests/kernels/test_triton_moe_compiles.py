@@ -25,10 +25,10 @@ from tests.support.compiled import build
 from glowplug.kernels.moe import gemm as moe_gemm
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe.experts import EARLY_TOKENS_MAX
-from glowplug.kernels.moe.tiles import Problem, chosen
+from glowplug.kernels.moe.tiles import ExpertsProblem, chosen
 
 tuned.device_name, tuned.triton_version = (lambda: "NVIDIA_H200"), (lambda: "3.6")
-problem = Problem(66, 8, 2048, 1408, "bfloat16")
+problem = ExpertsProblem(66, 8, 2048, 1408, "bfloat16")
 for tokens in (160, 192, 256, 384, 512):
     for product, early in (("up", True), ("up", False), ("down", False)):
         if early and tokens > EARLY_TOKENS_MAX:

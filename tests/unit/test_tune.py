@@ -180,7 +180,7 @@ def test_a_fact_sheet_is_not_measured_on(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_experts_tables_are_where_the_kernels_look(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     from glowplug.kernels.launch import tuned_tables as tuned
-    from glowplug.kernels.moe.experts import Problem
+    from glowplug.kernels.moe.experts import ExpertsProblem
 
     assert (
         main(
@@ -190,7 +190,8 @@ def test_the_experts_tables_are_where_the_kernels_look(capsys: pytest.CaptureFix
     )
     shown = capsys.readouterr().out
     alone, riding = (
-        Problem(64 + shared, 6 + shared, 2048, 1408, "bfloat16").table_name for shared in (0, 2)
+        ExpertsProblem(64 + shared, 6 + shared, 2048, 1408, "bfloat16").table_name
+        for shared in (0, 2)
     )
     assert str(tuned.FOLDER / alone) in shown or str(tuned.FOLDER / riding) in shown
 
