@@ -27,6 +27,7 @@ from glowplug.core.facts.model_facts import (
 from glowplug.core.plan.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
 from glowplug.core.plugin.component import (
     CONTRACT,
+    OPERATIONAL,
     Check,
     CheckContext,
     Chosen,
@@ -35,6 +36,7 @@ from glowplug.core.plugin.component import (
     Package,
     Tuner,
 )
+from glowplug.core.plugin.decided import Decided
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import (
     AttentionOffers,
@@ -78,6 +80,8 @@ __all__ = [
     "AttentionOptions",
     "BudgetLine",
     "CONTRACT",
+    "Decided",
+    "OPERATIONAL",
     "CacheOffers",
     "CacheOptions",
     "Capture",

@@ -26,10 +26,10 @@ from glowplug.core.protocols import (
     SpeculativeAlgorithm,
 )
 from glowplug.core.step.batch import Accepted, Batch, PromptLogprobs, StepResult
-from glowplug.core.step.graph_pieces import DIRECT, Cuts, Extension
+from glowplug.core.step.graph_pieces import DIRECT, DraftExtend, SplitPoints
 from glowplug.core.step.sampled_last_layer import HostEnds
 from glowplug.core.step.sequence_table import SequenceTable
-from glowplug.core.step.to_device import send, slots_at
+from glowplug.core.step.to_device import kv_slots_at, send
 from glowplug.core.step.to_host import Copy, HostCopier
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
@@ -114,8 +114,8 @@ class Runner:
         graphs: GraphRunner,
         table: SequenceTable,
         device: str,
-        cuts: Cuts | None = None,
-        extension: Extension | None = None,
+        cuts: SplitPoints | None = None,
+        extension: DraftExtend | None = None,
         sampled_last_layer: bool = False,
     ) -> None:
         self.model = model
@@ -124,8 +124,8 @@ class Runner:
         self.sampler = sampler
         self.graphs = graphs
         self.table = table
-        self.cuts = cuts or Cuts()
-        self.extension = extension or Extension()
+        self.cuts = cuts or SplitPoints()
+        self.extension = extension or DraftExtend()
         self.device = torch.device(device)
         self._copier = None if self.device.type == "cpu" else HostCopier()
         self._parted: SampledLastLayer | None = None
@@ -255,10 +255,12 @@ class Runner:
             token_row = np.repeat(np.arange(rows, dtype=np.int32), queries)
             positions = np.arange(len(token_row), dtype=np.int32) - starts[token_row]
             positions += (kv_lens - queries)[token_row]
-        slots = batch.pages[token_row, positions // page_size] * page_size + positions % page_size
+        kv_slots = (
+            batch.pages[token_row, positions // page_size] * page_size + positions % page_size
+        )
         parts: list[NDArray[Any]] = [
             positions.astype(np.int64),
-            slots.astype(np.int64),
+            kv_slots.astype(np.int64),
             batch.rows.astype(np.int64),
             kv_lens.astype(np.int32),
             starts,
@@ -270,10 +272,10 @@ class Runner:
             parts.append(wanted)
         ends = None
         if wanted is not None and self._parted is not None and batch.prompt_logprobs is None:
-            ends = HostEnds.of(wanted, token_row, positions, slots, batch.pages)
+            ends = HostEnds.of(wanted, token_row, positions, kv_slots, batch.pages)
             parts += ends.parts()
         views = send(parts, self.device)
-        batch.positions, batch.slots, batch.row_ids, batch.kv_lens_device, batch.query_starts = (
+        batch.positions, batch.kv_slots, batch.row_ids, batch.kv_lens_device, batch.query_starts = (
             views[:5]
         )
         batch.input_ids = views[5]
@@ -302,7 +304,7 @@ class Runner:
         width = tokens // rows
         positions = lengths.long()[:, None] + torch.arange(width, device=lengths.device)
         batch.positions[:tokens] = positions.view(-1)
-        batch.slots[:tokens] = slots_at(
+        batch.kv_slots[:tokens] = kv_slots_at(
             batch.page_table[:rows], positions, self.table.page_size
         ).view(-1)
         batch.kv_lens_device[:rows] = lengths + width

@@ -201,17 +201,17 @@ class MlaAttention(Module):
             -1, self.heads, self.nope_dim + self.rope_dim
         )
 
-    def fill(self, x: Any, at: object, slots: Tensor) -> None:
+    def fill(self, x: Any, at: object, kv_slots: Tensor) -> None:
         """Store in the cache what later tokens read of x [T, hidden], without attention.
 
         Args:
             x: [T, hidden], plain or in ``input_format``.
             at: the step's RoPE rows.
-            slots: KV slots of the tokens, int64 [T].
+            kv_slots: KV slots of the tokens, int64 [T].
         """
-        self._fill(x, at, slots)
+        self._fill(x, at, kv_slots)
 
-    def _fill(self, x: Any, at: object, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _fill(self, x: Any, at: object, kv_slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Store x's keys in the cache and return the input projection's three parts.
 
         Returns:
@@ -221,11 +221,11 @@ class MlaAttention(Module):
         first, latent, k_rope = self.input_proj.forward(x).split_with_sizes(self._split, dim=-1)
         k_rope = k_rope.unsqueeze(1)
         rows = self.kv_norm.forward(latent), self._rope(k_rope[:, :0], k_rope, at)[1].squeeze(1)
-        self._store(*rows, slots, self)
+        self._store(*rows, kv_slots, self)
         return first, *rows
 
     def forward_ends(
-        self, x: Any, at: object, slots: Tensor, ends: Ends, ends_at: object
+        self, x: Any, at: object, kv_slots: Tensor, ends: Ends, ends_at: object
     ) -> Tensor | Parts:
         """Store the keys of all tokens, then attend for E end tokens only.
 
@@ -234,14 +234,14 @@ class MlaAttention(Module):
         Args:
             x: [T, hidden], plain or in ``input_format``.
             at: RoPE rows of all tokens.
-            slots: KV slots of all tokens, int64 [T].
+            kv_slots: KV slots of all tokens, int64 [T].
             ends: the end tokens.
             ends_at: RoPE rows of the end tokens.
 
         Returns:
             [E, hidden], or ``Parts`` of it.
         """
-        first, latent, k_rope = self._fill(x, at, slots)
+        first, latent, k_rope = self._fill(x, at, kv_slots)
         first, latent, k_rope = (rows_at(part, ends.tokens) for part in (first, latent, k_rope))
         q_nope, q_rope = self._query(first).split_with_sizes(self._split_query, dim=-1)
         q_rope = self._rope(q_rope, q_rope[:, :0], ends_at)[0]

@@ -66,19 +66,19 @@ class DecoderLayer(Module):
         assert isinstance(y, Tensor), "the ranks' strategies take complete sums, not ``Parts``"
         return self._parallel.enter_attention(y, batch), residual
 
-    def fill(self, stream: Tensor, at: object, slots: Tensor) -> None:
+    def fill(self, stream: Tensor, at: object, kv_slots: Tensor) -> None:
         """Store the keys and values of stream [T, hidden] in the cache, without attention.
 
         Args:
             stream: residual stream before this layer, [T, hidden].
             at: the step's RoPE rows.
-            slots: KV slots of the tokens, int64 [T].
+            kv_slots: KV slots of the tokens, int64 [T].
         """
         assert isinstance(self.attention, MlaAttention)
-        self.attention.fill(self.input_norm.forward(stream), at, slots)
+        self.attention.fill(self.input_norm.forward(stream), at, kv_slots)
 
     def ends(
-        self, stream: Tensor, at: object, slots: Tensor, ends: Ends, ends_at: object
+        self, stream: Tensor, at: object, kv_slots: Tensor, ends: Ends, ends_at: object
     ) -> tuple[Tensor | Parts, Tensor]:
         """Run the layer for the tokens of ``ends`` only; keys and values of all tokens are cached.
 
@@ -87,7 +87,7 @@ class DecoderLayer(Module):
         Args:
             stream: residual stream before this layer, [T, hidden].
             at: RoPE rows of all tokens.
-            slots: KV slots of all tokens, int64 [T].
+            kv_slots: KV slots of all tokens, int64 [T].
             ends: the end tokens.
             ends_at: RoPE rows of the end tokens.
 
@@ -96,7 +96,7 @@ class DecoderLayer(Module):
         """
         assert isinstance(self.attention, MlaAttention)
         normed, residual = self.input_norm.add(stream, None)
-        attended = self.attention.forward_ends(normed, at, slots, ends, ends_at)
+        attended = self.attention.forward_ends(normed, at, kv_slots, ends, ends_at)
         normed, residual = self.post_norm.add(attended, rows_at(residual, ends.tokens))
         return self.feed_forward.forward(normed, ends.batch), residual
 
@@ -174,9 +174,11 @@ class DecoderModel(Module):
             normed: Tensor = self.norm.add(x, residual)[0]
             return normed
         if not ends.count:
-            last.fill(stream, at, batch.slots)
+            last.fill(stream, at, batch.kv_slots)
             return stream[:0]
-        x, residual = last.ends(stream, at, batch.slots, ends, self.rope.at(ends.batch.positions))
+        x, residual = last.ends(
+            stream, at, batch.kv_slots, ends, self.rope.at(ends.batch.positions)
+        )
         normed = self.norm.add(x, residual)[0]
         return normed[: ends.count]
 

@@ -28,61 +28,63 @@ from glowplug.core.plugin.slots import SLOTS, Slot
 FAMILY_GUIDE = "docs/writing-a-plugin.md#a-model-family"
 
 
-def choose(draft: Proposal) -> None:
-    """Fill ``draft.chosen`` and ``draft.values``; slots that cannot be filled become refusals."""
-    _device(draft)
-    _dtype(draft)
-    _model(draft)
-    open_slots = [slot for slot in SLOTS if slot.section and not _take_asked(draft, slot)]
-    _numbers(draft)
+def choose(proposal: Proposal) -> None:
+    """Fill ``proposal.chosen`` and ``proposal.values``; slots without a candidate become refusals."""
+    _device(proposal)
+    _dtype(proposal)
+    _model(proposal)
+    open_slots = [slot for slot in SLOTS if slot.section and not _take_asked(proposal, slot)]
+    _numbers(proposal)
     for slot in open_slots:
-        _pick(draft, slot)
+        _pick(proposal, slot)
         if slot.name in ("speculative", "parallel"):
-            _numbers(draft)
-    _overlap(draft)
-    choose_last_layer(draft)
+            _numbers(proposal)
+    _overlap(proposal)
+    choose_last_layer(proposal)
 
 
 # ---- device and dtype ----------------------------------------------------------------------------
 
 
-def _device(draft: Proposal) -> None:
+def _device(proposal: Proposal) -> None:
     """Decide the device."""
-    asked = draft.config.device
-    machine = draft.facts.hardware
+    asked = proposal.config.device
+    machine = proposal.facts.hardware
     if asked != "auto":
-        by, why = draft.source("device") or ("default", "")
-        draft.decide("device", asked, by, why)
+        by, why = proposal.source("device") or ("default", "")
+        proposal.decide("device", asked, by, why)
         if asked == "cuda":
-            _require_cuda(draft)
-        draft.values["device"] = asked
+            _require_cuda(proposal)
+        proposal.values.device = asked
         return
     device = "cpu"
     why = f"{machine.name} has no CUDA device"
     if machine.devices:
         device = "cuda"
         why = f"{machine.name}: {machine.devices[0].name}"
-        if _cpu_torch(draft):
+        if _cpu_torch(proposal):
             device = "cpu"
             why = "the installed torch is a CPU build"
         for slot in SLOTS:
-            if slot.step and not _any_offers(draft, slot, device):
+            if slot.step and not _any_offers(proposal, slot, device):
                 device = "cpu"
                 why = f"no {slot.name} component offers cuda"
-    draft.values["device"] = device
-    draft.decide("device", device, "auto", why, notable=device == "cpu" and bool(machine.devices))
+    proposal.values.device = device
+    proposal.decide(
+        "device", device, "auto", why, notable=device == "cpu" and bool(machine.devices)
+    )
 
 
-def _require_cuda(draft: Proposal) -> None:
+def _require_cuda(proposal: Proposal) -> None:
     """Refuse the device "cuda" if the machine has none or torch cannot use it."""
-    machine = draft.facts.hardware
-    build = _cpu_torch(draft)
+    machine = proposal.facts.hardware
+    build = _cpu_torch(proposal)
     if not machine.devices:
-        draft.refusals.append(
+        proposal.refusals.append(
             Refusal("choose", "device", f"{machine.name} has no CUDA device", 'device = "cpu"')
         )
     elif build:
-        draft.refusals.append(
+        proposal.refusals.append(
             Refusal(
                 "choose",
                 "device",
@@ -92,16 +94,16 @@ def _require_cuda(draft: Proposal) -> None:
         )
 
 
-def _cpu_torch(draft: Proposal) -> str:
+def _cpu_torch(proposal: Proposal) -> str:
     """Return the version of the installed torch if it is a CPU build, else ""."""
-    version = draft.facts.software.packages.get("torch", "")
+    version = proposal.facts.software.packages.get("torch", "")
     return version if "+cpu" in version else ""
 
 
-def _any_offers(draft: Proposal, slot: Slot, device: str) -> bool:
+def _any_offers(proposal: Proposal, slot: Slot, device: str) -> bool:
     """Return whether a component that the slot may get runs on ``device``."""
-    found = draft.plugins.components(slot.name)
-    asked = {options.use for options in draft.config.section(slot)} - {"auto"}
+    found = proposal.plugins.components(slot.name)
+    asked = {options.use for options in proposal.config.section(slot)} - {"auto"}
     return any(
         device in r.component.offers.devices
         for r in found
@@ -109,13 +111,13 @@ def _any_offers(draft: Proposal, slot: Slot, device: str) -> bool:
     )
 
 
-def _dtype(draft: Proposal) -> None:
+def _dtype(proposal: Proposal) -> None:
     """Decide the compute dtype and the KV cache's dtype."""
-    asked: str = draft.config.dtype
-    checkpoint = draft.facts.model.dtype
+    asked: str = proposal.config.dtype
+    checkpoint = proposal.facts.model.dtype
     if asked != "auto":
-        by, why = draft.source("dtype") or ("default", "")
-    elif draft.values["device"] == "cpu":
+        by, why = proposal.source("dtype") or ("default", "")
+    elif proposal.values.device == "cpu":
         asked = "float32"
         by = "auto"
         why = "exact, and bfloat16 is slow on most CPUs"
@@ -127,36 +129,36 @@ def _dtype(draft: Proposal) -> None:
         asked = "bfloat16"
         by = "auto"
         why = f"the checkpoint is {checkpoint}"
-    draft.values["dtype"] = asked
-    draft.decide("dtype", asked, by, why)
-    kv = draft.config.attention.kv_dtype
-    source = draft.source("attention.kv_dtype")
-    draft.values["kv_dtype"] = asked if kv == "auto" else kv
+    proposal.values.dtype = asked
+    proposal.decide("dtype", asked, by, why)
+    kv = proposal.config.attention.kv_dtype
+    source = proposal.source("attention.kv_dtype")
+    proposal.values.kv_dtype = asked if kv == "auto" else kv
     if kv == "auto" or source is None:
         source = ("auto", "the compute dtype")
-    draft.decide("attention.kv_dtype", draft.values["kv_dtype"], *source)
+    proposal.decide("attention.kv_dtype", proposal.values.kv_dtype, *source)
 
 
 # ---- components ----------------------------------------------------------------------------------
 
 
-def _model(draft: Proposal) -> None:
+def _model(proposal: Proposal) -> None:
     """Choose the model family that builds the checkpoint's architecture."""
-    architecture = draft.facts.model.architecture
+    architecture = proposal.facts.model.architecture
     known: set[str] = set()
-    for found in draft.plugins.components("model"):
+    for found in proposal.plugins.components("model"):
         assert isinstance(found.component.offers, ModelOffers)
         known |= found.component.offers.architectures
         if architecture in found.component.offers.architectures:
-            draft.chosen["model"] = (chosen_of(found.component, options_of(found.component)),)
-            draft.decide(
+            proposal.chosen["model"] = (chosen_of(found.component, options_of(found.component)),)
+            proposal.decide(
                 "model.family", found.component.name, "facts", f"config.json states {architecture}"
             )
             return
         if architecture in found.component.offers.draft_architectures:
-            draft.refusals.append(_draft_alone(draft, found.component.name))
+            proposal.refusals.append(_draft_alone(proposal, found.component.name))
             return
-    draft.refusals.append(
+    proposal.refusals.append(
         Refusal(
             "choose",
             "model",
@@ -166,57 +168,62 @@ def _model(draft: Proposal) -> None:
     )
 
 
-def _draft_alone(draft: Proposal, family: str) -> Refusal:
+def _draft_alone(proposal: Proposal, family: str) -> Refusal:
     """Return the refusal of a model folder that holds only a next-token layer."""
-    model = draft.facts.model
+    model = proposal.facts.model
     return Refusal(
         family,
         "model",
         f"{model.path} is a {model.architecture}: a next-token layer, which drafts for a "
         "model and cannot run alone",
         f'model = the checkpoint it comes from, with speculative.draft_model = "{model.path}"',
-        draft.origin("model", family),
+        proposal.origin("model", family),
     )
 
 
-def _take_asked(draft: Proposal, slot: Slot) -> bool:
+def _take_asked(proposal: Proposal, slot: Slot) -> bool:
     """Fill a slot with the components that the operator or a default names.
 
     Returns:
         False if the slot stays open, because ``use`` is "auto" or a contributed default. A
         contributed component is tried first and replaced if it does not fit.
     """
-    asked = draft.config.section(slot)
+    asked = proposal.config.section(slot)
     if slot.many:
-        return _take_many(draft, slot, asked)
+        return _take_many(proposal, slot, asked)
     options = asked[0]
-    if options.use == "auto" or _contributed(draft, slot):
+    if options.use == "auto" or _contributed(proposal, slot):
         return False
-    _put(draft, slot, options.use, options)
-    by, why = draft.source(f"{slot.section}.use") or ("default", _summary(draft, slot, options.use))
-    draft.decide(f"{slot.section}.use", options.use, by, why)
+    _put(proposal, slot, options.use, options)
+    by, why = proposal.source(f"{slot.section}.use") or (
+        "default",
+        _summary(proposal, slot, options.use),
+    )
+    proposal.decide(f"{slot.section}.use", options.use, by, why)
     return True
 
 
-def _take_many(draft: Proposal, slot: Slot, asked: tuple[Options, ...]) -> bool:
+def _take_many(proposal: Proposal, slot: Slot, asked: tuple[Options, ...]) -> bool:
     """Fill a slot that holds several components; the result is always True: none stays open."""
     for number, options in enumerate(asked):
-        _put(draft, slot, options.use, options)
+        _put(proposal, slot, options.use, options)
         by, why = (
-            draft.source(f"{slot.section}.{number}.use")
-            or draft.source(slot.section)
-            or ("default", _summary(draft, slot, options.use))
+            proposal.source(f"{slot.section}.{number}.use")
+            or proposal.source(slot.section)
+            or ("default", _summary(proposal, slot, options.use))
         )
-        draft.decide(f"{slot.section}.{number}.use", options.use, by, why)
+        proposal.decide(f"{slot.section}.{number}.use", options.use, by, why)
     if asked or slot.default == "auto":
         if not asked:
-            draft.decide(
-                slot.section, "none", *(draft.source(slot.section) or ("default", "none is given"))
+            proposal.decide(
+                slot.section,
+                "none",
+                *(proposal.source(slot.section) or ("default", "none is given")),
             )
         return True
-    found = draft.plugins.find(slot.name, slot.default)
+    found = proposal.plugins.find(slot.name, slot.default)
     if found is None:
-        draft.refusals.append(
+        proposal.refusals.append(
             Refusal(
                 "choose",
                 slot.section,
@@ -225,78 +232,84 @@ def _take_many(draft: Proposal, slot: Slot, asked: tuple[Options, ...]) -> bool:
             )
         )
         return True
-    _put(draft, slot, slot.default, options_of(found.component))
-    by, why = draft.source(slot.section) or ("default", found.component.summary)
-    draft.decide(f"{slot.section}.0.use", slot.default, by, why)
+    _put(proposal, slot, slot.default, options_of(found.component))
+    by, why = proposal.source(slot.section) or ("default", found.component.summary)
+    proposal.decide(f"{slot.section}.0.use", slot.default, by, why)
     return True
 
 
-def _put(draft: Proposal, slot: Slot, name: str, options: Options) -> None:
+def _put(proposal: Proposal, slot: Slot, name: str, options: Options) -> None:
     """Add a registered component to its slot."""
-    found = draft.plugins.find(slot.name, name)
+    found = proposal.plugins.find(slot.name, name)
     assert found is not None, f"{slot.name} {name} was parsed, so it is registered"
-    draft.chosen[slot.name] += (chosen_of(found.component, options),)
+    proposal.chosen[slot.name] += (chosen_of(found.component, options),)
 
 
-def _summary(draft: Proposal, slot: Slot, name: str) -> str:
-    found = draft.plugins.find(slot.name, name)
+def _summary(proposal: Proposal, slot: Slot, name: str) -> str:
+    found = proposal.plugins.find(slot.name, name)
     return found.component.summary if found is not None else ""
 
 
-def _contributed(draft: Proposal, slot: Slot) -> str:
+def _contributed(proposal: Proposal, slot: Slot) -> str:
     """Return the component that a plugin or an entry point contributes for the slot.
 
     The result is "" if the operator gave ``use``, or nothing is contributed.
     """
     path = f"{slot.section}.use"
     return (
-        draft.config.section(slot)[0].use
-        if path in draft.parsed.origins and not draft.written(path)
+        proposal.config.section(slot)[0].use
+        if path in proposal.parsed.origins and not proposal.written(path)
         else ""
     )
 
 
-def _pick(draft: Proposal, slot: Slot) -> None:
+def _pick(proposal: Proposal, slot: Slot) -> None:
     """Fill an open slot with the first candidate that no check refuses.
 
     A contributed component is tried first. If any candidate supports the model's attention kind,
     only such candidates are tried.
     """
-    asked = draft.config.section(slot)[0]
+    asked = proposal.config.section(slot)[0]
     given = asked.model_dump(mode="json", include=asked.model_fields_set - {"use"})
-    kind = draft.facts.model.kind
-    wanted = _contributed(draft, slot)
+    kind = proposal.facts.model.kind
+    wanted = _contributed(proposal, slot)
     found = sorted(
-        draft.plugins.components(slot.name), key=lambda found: found.component.name != wanted
+        proposal.plugins.components(slot.name), key=lambda found: found.component.name != wanted
     )
     candidates = [
         one for one in found if kind in getattr(one.component.offers, "kinds", {kind})
     ] or found
     reasons: list[str] = []
     notable = False
-    draft.trying = True
+    proposal.trying = True
     for candidate in candidates:
-        refusal = _try(draft, slot, candidate, given)
+        refusal = _try(proposal, slot, candidate, given)
         if refusal is None:
             source = (
-                draft.source(f"{slot.section}.use") if candidate.component.name == wanted else None
+                proposal.source(f"{slot.section}.use")
+                if candidate.component.name == wanted
+                else None
             )
             by, why = source or ("auto", _why(candidate, reasons))
-            draft.decide(f"{slot.section}.use", candidate.component.name, by, why, notable)
-            draft.picked.add(slot.name)
+            proposal.decide(f"{slot.section}.use", candidate.component.name, by, why, notable)
+            proposal.picked.add(slot.name)
             break
         reasons.append(refusal.reason)
-        notable = notable or draft.values["device"] in candidate.component.offers.devices
-    draft.trying = False
-    if slot.name not in draft.picked:
+        notable = notable or proposal.values.device in candidate.component.offers.devices
+    proposal.trying = False
+    if slot.name not in proposal.picked:
         failed = [
-            refusal for candidate in candidates if (refusal := _try(draft, slot, candidate, given))
+            refusal
+            for candidate in candidates
+            if (refusal := _try(proposal, slot, candidate, given))
         ]
-        draft.chosen[slot.name] = ()
-        draft.refusals.append(_nothing_fits(slot, failed))
+        proposal.chosen[slot.name] = ()
+        proposal.refusals.append(_nothing_fits(slot, failed))
 
 
-def _try(draft: Proposal, slot: Slot, found: Registration, given: dict[str, Any]) -> Refusal | None:
+def _try(
+    proposal: Proposal, slot: Slot, found: Registration, given: dict[str, Any]
+) -> Refusal | None:
     """Put a candidate with the options given for the slot into it.
 
     Returns:
@@ -313,53 +326,55 @@ def _try(draft: Proposal, slot: Slot, found: Registration, given: dict[str, Any]
             f"{slot.section}.{key}",
             f"{component.name} does not accept {given.get(key)!r}: {problem['msg']}",
             f"another {slot.section}.{key}",
-            draft.origin(slot.name, component.name),
+            proposal.origin(slot.name, component.name),
         )
     chosen = chosen_of(component, options)
-    draft.chosen[slot.name] = (chosen,)
-    return _against(draft, slot, found, chosen)
+    proposal.chosen[slot.name] = (chosen,)
+    return _against(proposal, slot, found, chosen)
 
 
-def _against(draft: Proposal, slot: Slot, found: Registration, chosen: Chosen) -> Refusal | None:
+def _against(proposal: Proposal, slot: Slot, found: Registration, chosen: Chosen) -> Refusal | None:
     """Return the first refusal of the candidate in the slot, or None.
 
     Refusals that also occur with the slot empty do not count.
     """
-    for refusal in component_checks(draft, slot, found.component, chosen):
+    for refusal in component_checks(proposal, slot, found.component, chosen):
         return refusal
-    refusals = run_checks(draft, slot.name)
+    refusals = run_checks(proposal, slot.name)
     if refusals:
-        draft.chosen[slot.name] = ()
-        before = set(run_checks(draft, slot.name))
-        draft.chosen[slot.name] = (chosen,)
+        proposal.chosen[slot.name] = ()
+        before = set(run_checks(proposal, slot.name))
+        proposal.chosen[slot.name] = (chosen,)
         refusals = [refusal for refusal in refusals if refusal not in before]
-    return next(iter(refusals or unfit(draft, slot, found.component, chosen)), None)
+    return next(iter(refusals or unfit(proposal, slot, found.component, chosen)), None)
 
 
-def unfit(draft: Proposal, slot: Slot, component: Component, chosen: Chosen) -> list[Refusal]:
+def unfit(proposal: Proposal, slot: Slot, component: Component, chosen: Chosen) -> list[Refusal]:
     """Return the refusals of a component's own check and of the libraries that its options name.
 
     Libraries are not checked if its own check refuses the component itself, because no library
     would help then.
     """
-    own = own_check(draft, slot, component, chosen)
-    if any(refusal.field == use_field(draft, slot, chosen) for refusal in own):
+    own = own_check(proposal, slot, component, chosen)
+    if any(refusal.field == use_field(proposal, slot, chosen) for refusal in own):
         return own
-    return [*own, *provider_checks(draft, slot, component, chosen)]
+    return [*own, *provider_checks(proposal, slot, component, chosen)]
 
 
-def own_check(draft: Proposal, slot: Slot, component: Component, chosen: Chosen) -> list[Refusal]:
+def own_check(
+    proposal: Proposal, slot: Slot, component: Component, chosen: Chosen
+) -> list[Refusal]:
     """Return the refusals of the component's own check.
 
     An exception in the check becomes a refusal that names the component's distribution.
     """
     if component.check is None:
         return []
-    origin = draft.origin(slot.name, chosen.name)
+    origin = proposal.origin(slot.name, chosen.name)
     try:
         return [
             Refusal(r.by, r.field, r.reason, r.fix, origin)
-            for r in component.check(draft.context(chosen.options))
+            for r in component.check(proposal.context(chosen.options))
         ]
     except Exception as error:
         reason = f"its check failed with {type(error).__name__}: {error}"
@@ -410,48 +425,48 @@ def _nothing_fits(slot: Slot, failed: list[Refusal]) -> Refusal:
 # ---- numbers that checks read --------------------------------------------------------------------
 
 
-def _numbers(draft: Proposal) -> None:
+def _numbers(proposal: Proposal) -> None:
     """Decide width, lookahead, draft, mesh, ranks and hosts from the components chosen so far."""
-    speculative = draft.first("speculative")
+    speculative = proposal.first("speculative")
     options: Any = speculative.options if speculative is not None else None
     drafts = isinstance(options, SpeculativeOptions)
-    draft.values["width"] = options.width() if drafts else 1
-    draft.values["lookahead"] = options.lookahead() if drafts else 0
-    draft.values["draft_folder"] = options.draft_folder() if drafts else None
+    proposal.values.width = options.width() if drafts else 1
+    proposal.values.lookahead = options.lookahead() if drafts else 0
+    proposal.values.draft_folder = options.draft_folder() if drafts else None
     needs_layer = speculative is not None and getattr(speculative.offers, "nextn_layer", False)
-    draft.values["draft_layers"] = int(needs_layer)
+    proposal.values.draft_layers = int(needs_layer)
     mesh: dict[str, int] = {}
-    for chosen in draft.chosen["parallel"]:
+    for chosen in proposal.chosen["parallel"]:
         assert isinstance(chosen.offers, ParallelOffers)
         for axis in sorted(chosen.offers.axes):
             mesh[axis] = getattr(chosen.options, "size", 1)
-    draft.values["mesh"] = mesh
-    draft.values["ranks"] = max(mesh.get("tp", 1) * mesh.get("pp", 1), mesh.get("world", 1), 1)
-    draft.values["hosts"] = _hosts(draft)
+    proposal.values.mesh = mesh
+    proposal.values.ranks = max(mesh.get("tp", 1) * mesh.get("pp", 1), mesh.get("world", 1), 1)
+    proposal.values.hosts = _hosts(proposal)
 
 
-def _hosts(draft: Proposal) -> int:
+def _hosts(proposal: Proposal) -> int:
     """Return the number of hosts: as given, else the fewest with enough devices or cores."""
-    machine = draft.facts.hardware
-    asked: int | None = draft.config.executor.hosts
+    machine = proposal.facts.hardware
+    asked: int | None = proposal.config.executor.hosts
     if asked is not None:
         return asked
-    each = len(machine.devices) if draft.values["device"] == "cuda" else machine.cpu_cores
-    ranks: int = draft.values["ranks"]
+    each = len(machine.devices) if proposal.values.device == "cuda" else machine.cpu_cores
+    ranks: int = proposal.values.ranks
     return max(1, min(machine.hosts, -(-ranks // max(1, each))))
 
 
-def _overlap(draft: Proposal) -> None:
+def _overlap(proposal: Proposal) -> None:
     """Decide whether steps overlap.
 
     By default they do on a device, where the host would wait otherwise, if all components allow it.
     """
-    asked = draft.config.scheduler.overlap
-    beside = draft.values["device"] != "cpu"
+    asked = proposal.config.scheduler.overlap
+    beside = proposal.values.device != "cpu"
     wanted = beside if asked is None else asked
-    waiting = [chosen.name for _, chosen in draft.step_path() if not chosen.offers.overlap]
-    overlap = draft.values["overlap"] = wanted and not waiting
-    source = draft.source("scheduler.overlap")
+    waiting = [chosen.name for _, chosen in proposal.step_path() if not chosen.offers.overlap]
+    overlap = proposal.values.overlap = wanted and not waiting
+    source = proposal.source("scheduler.overlap")
     if source is not None and asked == overlap:
         by, why = source
     elif overlap:
@@ -463,7 +478,7 @@ def _overlap(draft: Proposal) -> None:
     else:
         by = "auto"
         why = "the CPU computes a step while launching it"
-    draft.decide("scheduler.overlap", overlap, by, why, notable=bool(waiting and wanted))
+    proposal.decide("scheduler.overlap", overlap, by, why, notable=bool(waiting and wanted))
 
 
 def unavailable(component: Component, packages: Mapping[str, str], machine: HardwareFacts) -> str:

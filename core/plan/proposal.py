@@ -15,6 +15,7 @@ from glowplug.core.facts.model_facts import Facts
 from glowplug.core.facts.weight_classes import Tally
 from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext, Chosen, Component, Options
+from glowplug.core.plugin.decided import Decided
 from glowplug.core.plugin.options import Section
 from glowplug.core.plugin.slots import BY_NAME, SLOTS, Slot
 
@@ -38,8 +39,7 @@ class Proposal:
         draft_elements: element counts of the draft model's own folder.
         refusals: refusals found so far.
         decisions: decisions made so far.
-        values: decided values that checks read: device, dtype, kv_dtype, width, lookahead,
-            draft_layers, draft_folder, mesh, ranks, hosts, overlap, growing_segments, page_size.
+        values: decided values that checks and the byte budget read.
         chosen: components chosen so far by slot; every slot is a key.
         focus: slot that is being chosen; "" for none. Components of other slots that its choice
             does not affect are not checked again.
@@ -55,7 +55,7 @@ class Proposal:
     draft_elements: Tally = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Decided = field(default_factory=Decided)
     chosen: dict[str, tuple[Chosen, ...]] = field(
         default_factory=lambda: {slot.name: () for slot in SLOTS}
     )

@@ -100,16 +100,18 @@ def plan(
         )
     own = _read_draft(parsed, plugins, refusals)
     facts = replace(facts, draft=own.facts if own else None)
-    draft = _judged(Proposal(plugins, parsed, facts, reading.elements, own.elements if own else {}))
-    draft.decisions[:0] = [*notes, *_remarks(draft)]
-    draft.refusals[:0] = refusals[len(prior) :]
-    sized = size(draft) if _complete(draft) else None
-    found = [*prior, *_enriched(parsed, draft), *draft.refusals]
+    proposal = _judged(
+        Proposal(plugins, parsed, facts, reading.elements, own.elements if own else {})
+    )
+    proposal.decisions[:0] = [*notes, *_remarks(proposal)]
+    proposal.refusals[:0] = refusals[len(prior) :]
+    sized = size(proposal) if _complete(proposal) else None
+    found = [*prior, *_enriched(parsed, proposal), *proposal.refusals]
     if prior or parsed.refusals:
         raise ConfigError(_unique(found), source)
     if found or sized is None:
         raise PlanRefused(_unique(found), source)
-    return _freeze(draft, *sized, unused)
+    return _freeze(proposal, *sized, unused)
 
 
 # ---- facts ---------------------------------------------------------------------------------------
@@ -215,16 +217,18 @@ def _contributions(
 # ---- remarks and refusals ------------------------------------------------------------------------
 
 
-def _remarks(draft: Proposal) -> list[Decision]:
+def _remarks(proposal: Proposal) -> list[Decision]:
     """Return remarks on the facts: the checkpoint, packages of a sheet, the chat template."""
-    model = draft.facts.model
+    model = proposal.facts.model
     remarks = [
         Decision("facts", note, "facts", "the checkpoint", notable=True) for note in model.notes
     ]
-    if draft.facts.hardware.packages is not None:
-        remarks.append(_packages(draft.facts.hardware.packages, draft.facts.software.packages))
-    if draft.config.chat_template is not None:
-        remarks.append(_template_decision(draft, draft.config.chat_template))
+    if proposal.facts.hardware.packages is not None:
+        remarks.append(
+            _packages(proposal.facts.hardware.packages, proposal.facts.software.packages)
+        )
+    if proposal.config.chat_template is not None:
+        remarks.append(_template_decision(proposal, proposal.config.chat_template))
     return remarks
 
 
@@ -241,29 +245,29 @@ def _packages(stated: Mapping[str, str], packages: Mapping[str, str]) -> Decisio
     )
 
 
-def _template_decision(draft: Proposal, given: str) -> Decision:
+def _template_decision(proposal: Proposal, given: str) -> Decision:
     from glowplug.core.text.chat_template import is_inline
 
-    by, why = draft.source("chat_template") or ("default", "")
+    by, why = proposal.source("chat_template") or ("default", "")
     return Decision(
         "chat_template", "inline" if is_inline(given) else PurePath(given).name, by, why
     )
 
 
-def _enriched(parsed: Parsed, draft: Proposal) -> list[Refusal]:
+def _enriched(parsed: Parsed, proposal: Proposal) -> list[Refusal]:
     """Return the refusals of parsing.
 
     The refusal of an unknown quantization also states if the checkpoint is already quantized.
     """
     name = parsed.unknown.get("quantization")
-    if name is None or draft.facts.model.quant_method == "none":
+    if name is None or proposal.facts.model.quant_method == "none":
         return parsed.refusals
-    scheme = draft.first("quantization")
+    scheme = proposal.first("quantization")
     fix = "leave quantization out" + (
         f": {scheme.name} reads this checkpoint as it is" if scheme else ""
     )
     return [
-        Refusal(r.by, r.field, f"{r.reason}; and {stacking(draft, name)}", fix, r.origin)
+        Refusal(r.by, r.field, f"{r.reason}; and {stacking(proposal, name)}", fix, r.origin)
         if r.field == "quantization.use"
         else r
         for r in parsed.refusals
@@ -274,59 +278,63 @@ def _unique(refusals: Sequence[Refusal]) -> list[Refusal]:
     return list(dict.fromkeys(refusals))
 
 
-def _judged(draft: Proposal) -> Proposal:
-    """Run passes three and four on ``draft`` and return it.
+def _judged(proposal: Proposal) -> Proposal:
+    """Run passes three and four on ``proposal`` and return it.
 
     If the given device is refused, refusals that would not occur on another device are only
     consequences and are dropped.
     """
-    choose(draft)
-    _check(draft)
-    if draft.config.device != "auto" and any(
-        refusal.field == "device" for refusal in draft.refusals
+    choose(proposal)
+    _check(proposal)
+    if proposal.config.device != "auto" and any(
+        refusal.field == "device" for refusal in proposal.refusals
     ):
-        parsed = replace(draft.parsed, config=draft.config.model_copy(update={"device": "auto"}))
+        parsed = replace(
+            proposal.parsed, config=proposal.config.model_copy(update={"device": "auto"})
+        )
         other = _judged(
-            Proposal(draft.plugins, parsed, draft.facts, draft.elements, draft.draft_elements)
+            Proposal(
+                proposal.plugins, parsed, proposal.facts, proposal.elements, proposal.draft_elements
+            )
         )
         elsewhere = {(refusal.field, refusal.reason) for refusal in other.refusals}
-        draft.refusals = [
+        proposal.refusals = [
             refusal
-            for refusal in draft.refusals
+            for refusal in proposal.refusals
             if refusal.field == "device" or (refusal.field, refusal.reason) in elsewhere
         ]
-    return draft
+    return proposal
 
 
-def _check(draft: Proposal) -> None:
+def _check(proposal: Proposal) -> None:
     """Run pass four: all generic checks, the components' own checks and the hook ``check_plan``."""
-    found = list(run_checks(draft))
+    found = list(run_checks(proposal))
     for slot in SLOTS:
-        for chosen in draft.chosen[slot.name]:
-            registration = draft.plugins.find(slot.name, chosen.name)
+        for chosen in proposal.chosen[slot.name]:
+            registration = proposal.plugins.find(slot.name, chosen.name)
             assert registration is not None
-            if slot.name not in draft.picked:
-                found += component_checks(draft, slot, registration.component, chosen)
-            if slot.name == "parallel" and out_of_order(draft):
+            if slot.name not in proposal.picked:
+                found += component_checks(proposal, slot, registration.component, chosen)
+            if slot.name == "parallel" and out_of_order(proposal):
                 continue  # its own check would refuse ranks that later strategies define
-            found += unfit(draft, slot, registration.component, chosen)
-    for name, refusals in draft.plugins.call_each(
-        "check_plan", context=draft.context(draft.config.attention)
+            found += unfit(proposal, slot, registration.component, chosen)
+    for name, refusals in proposal.plugins.call_each(
+        "check_plan", context=proposal.context(proposal.config.attention)
     ):
         found += [Refusal(r.by or name, r.field, r.reason, r.fix, r.origin) for r in refusals or ()]
-    draft.refusals += found
+    proposal.refusals += found
 
 
-def _complete(draft: Proposal) -> bool:
+def _complete(proposal: Proposal) -> bool:
     """Return whether enough is decided to compute sizes."""
     filled = all(
-        draft.chosen[name]
+        proposal.chosen[name]
         for name in ("model", "attention", "quantization", "speculative", "parallel")
     )
     return (
         filled
-        and divides(draft.values["mesh"])
-        and (draft.values["device"] == "cpu" or bool(draft.facts.hardware.devices))
+        and divides(proposal.values.mesh)
+        and (proposal.values.device == "cpu" or bool(proposal.facts.hardware.devices))
     )
 
 
@@ -334,18 +342,18 @@ def _complete(draft: Proposal) -> bool:
 
 
 def _freeze(
-    draft: Proposal, sizes: Sizes, budget: tuple[BudgetLine, ...], unused: Mapping[str, str]
+    proposal: Proposal, sizes: Sizes, budget: tuple[BudgetLine, ...], unused: Mapping[str, str]
 ) -> EnginePlan:
     """Return the frozen plan of an accepted proposal (pass six)."""
-    config = draft.config
-    values = draft.values
-    plugins = draft.plugins
-    draft.decide("seed", config.seed, *(draft.source("seed") or ("default", "")))
-    for _, remarks in plugins.call_each("plan_remarks", context=draft.context(config.attention)):
-        draft.decisions += remarks or ()
-    _record_options(draft, unused)
-    facts = draft.facts
-    beside = draft.facts.draft
+    config = proposal.config
+    values = proposal.values
+    plugins = proposal.plugins
+    proposal.decide("seed", config.seed, *(proposal.source("seed") or ("default", "")))
+    for _, remarks in plugins.call_each("plan_remarks", context=proposal.context(config.attention)):
+        proposal.decisions += remarks or ()
+    _record_options(proposal, unused)
+    facts = proposal.facts
+    beside = proposal.facts.draft
     facts = replace(
         facts,
         model=with_digest(facts.model),
@@ -353,34 +361,34 @@ def _freeze(
     )
     plan = EnginePlan(
         model=config.model,
-        dtype=values["dtype"],
-        kv_dtype=values["kv_dtype"],
-        device=values["device"],
+        dtype=values.dtype,
+        kv_dtype=values.kv_dtype,
+        device=values.device,
         seed=config.seed,
-        overlap=values["overlap"],
-        choices=_choices(draft),
-        decisions=tuple(draft.decisions),
+        overlap=values.overlap,
+        choices=_choices(proposal),
+        decisions=tuple(proposal.decisions),
         budget=budget,
         sizes=sizes,
-        mesh=values["mesh"],
+        mesh=values.mesh,
         facts=facts,
-        config=recorded(draft.parsed.raw),
+        config=recorded(proposal.parsed.raw),
         plugins=plugins.names,
         plugin_fingerprint=plugins.fingerprint,
-        hosts=values["hosts"],
-        sampled_last_layer=values["sampled_last_layer"],
-        growing_segments=values["growing_segments"],
+        hosts=values.hosts,
+        sampled_last_layer=values.sampled_last_layer,
+        growing_segments=values.growing_segments,
         chat_template=facts.model.chat_template if config.chat_template is not None else "",
     )
     return replace(plan, fingerprint=plan_fingerprint(plan))
 
 
-def _choices(draft: Proposal) -> tuple[Choice, ...]:
+def _choices(proposal: Proposal) -> tuple[Choice, ...]:
     """Return the chosen components of all slots."""
     choices = []
     for slot in SLOTS:
-        for chosen in draft.chosen[slot.name]:
-            registration = draft.plugins.find(slot.name, chosen.name)
+        for chosen in proposal.chosen[slot.name]:
+            registration = proposal.plugins.find(slot.name, chosen.name)
             assert registration is not None
             choices.append(
                 Choice(
@@ -396,33 +404,33 @@ def _choices(draft: Proposal) -> tuple[Choice, ...]:
     return tuple(choices)
 
 
-def _record_options(draft: Proposal, unused: Mapping[str, str]) -> None:
+def _record_options(proposal: Proposal, unused: Mapping[str, str]) -> None:
     """Record the operator's values that no pass decided, and mark given values as notable.
 
     The reason of a given value also states if it has no effect.
     """
-    decided = {decision.field for decision in draft.decisions}
-    for path, value in draft.parsed.operator.items():
+    decided = {decision.field for decision in proposal.decisions}
+    for path, value in proposal.parsed.operator.items():
         if isinstance(value, Mapping) or path in _LISTS or path in decided:
             continue
         shown = "***" if path in SECRETS and value is not None else value
-        by, why = draft.source(path) or ("operator", "")
-        draft.decide(path, list(shown) if isinstance(shown, tuple) else shown, by, why)
-    idle = _without_effect(draft)
+        by, why = proposal.source(path) or ("operator", "")
+        proposal.decide(path, list(shown) if isinstance(shown, tuple) else shown, by, why)
+    idle = _without_effect(proposal)
     idle |= {
         path: unused[path.partition(".")[0]]
-        for path in draft.parsed.operator
+        for path in proposal.parsed.operator
         if path.partition(".")[0] in unused
     }
-    draft.decisions = [
-        _as_given(decision, idle) if _given(draft, decision) else decision
-        for decision in draft.decisions
+    proposal.decisions = [
+        _as_given(decision, idle) if _given(proposal, decision) else decision
+        for decision in proposal.decisions
     ]
 
 
-def _given(draft: Proposal, decision: Decision) -> bool:
+def _given(proposal: Proposal, decision: Decision) -> bool:
     """Return whether the operator or a plugin gave a decision's field or its whole section."""
-    sources = (draft.source(path) for path in (decision.field, decision.field.partition(".")[0]))
+    sources = (proposal.source(path) for path in (decision.field, decision.field.partition(".")[0]))
     return decision.by != CALLER and any(
         source is not None and source[0] == decision.by for source in sources
     )
@@ -439,28 +447,30 @@ def _as_given(decision: Decision, idle: Mapping[str, str]) -> Decision:
     )
 
 
-def _without_effect(draft: Proposal) -> dict[str, str]:
+def _without_effect(proposal: Proposal) -> dict[str, str]:
     """Return the reasons why options change nothing in this plan, by dotted path."""
     found: dict[str, str] = {}
     for slot in SLOTS:
-        for number, chosen in enumerate(draft.chosen[slot.name]):
+        for number, chosen in enumerate(proposal.chosen[slot.name]):
             prefix = f"{slot.section}.{number}" if slot.many else slot.section
-            found |= {f"{prefix}.{name}": why for name, why in _stated(draft, slot, chosen).items()}
-    config = draft.config
+            found |= {
+                f"{prefix}.{name}": why for name, why in _stated(proposal, slot, chosen).items()
+            }
+    config = proposal.config
     for key in EngineConfig.model_fields:
         section = getattr(config, key)
         if isinstance(section, Section):
-            stated = section.without_effect(draft.context(section))
+            stated = section.without_effect(proposal.context(section))
             found |= {f"{key}.{name}": why for name, why in stated.items()}
-    return found | config.without_effect(draft.context(config))
+    return found | config.without_effect(proposal.context(config))
 
 
-def _stated(draft: Proposal, slot: Slot, chosen: Chosen) -> dict[str, str]:
+def _stated(proposal: Proposal, slot: Slot, chosen: Chosen) -> dict[str, str]:
     """Return a component's options without effect; raise PluginLoadError if its method fails."""
     try:
-        return chosen.options.without_effect(draft.context(chosen.options))
+        return chosen.options.without_effect(proposal.context(chosen.options))
     except Exception as error:
-        label = draft.plugins.source_of(slot.name, chosen.name).label
+        label = proposal.plugins.source_of(slot.name, chosen.name).label
         raise PluginLoadError(
             f"plugin {label}: without_effect of {slot.name} {chosen.name} failed: "
             f"{type(error).__name__}: {error}"

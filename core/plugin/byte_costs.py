@@ -15,7 +15,7 @@ from typing import Any
 #: compile kernels for each token count, so warm-up runs these counts.
 ROUND_TOKENS = 512
 
-SHOWN = 4  #: bytes of a float32 or int32 number
+NUMBER_BYTES = 4  #: bytes of a float32 or int32 number
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class MemoryUse:
     """Device memory of a part of a layer, in bytes.
 
     Attributes:
-        most: peak memory beside the inputs.
-        left: memory of the results, which are part of ``most``.
-        extra: further memory that torch's allocator takes for large blocks that do not fit into
-            freed ones; it counts only without expandable segments.
+        peak: peak memory beside the inputs.
+        result: memory of the results, which are part of ``peak``.
+        fragmentation: further memory that torch's allocator takes for large blocks that do not fit
+            into freed ones; it counts only without expandable segments.
     """
 
-    most: int
-    left: int
-    extra: int = 0
+    peak: int
+    result: int
+    fragmentation: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,19 +133,19 @@ class ExpertsStep:
         """Bytes of one result row for each (token, expert) pair."""
         return self.pairs * self.hidden * self.element
 
-    def summed(self, most: int, beside: int) -> MemoryUse:
+    def with_expert_rows(self, peak: int, beside: int) -> MemoryUse:
         """Return the memory of expert kernels whose last one writes a row for each pair.
 
         Unless ``parts`` is set, the rows of each token are then added up in a tensor of their own.
 
         Args:
-            most: peak memory in bytes before the last kernel.
+            peak: peak memory in bytes before the last kernel.
             beside: bytes held beside the rows while the last kernel runs.
         """
         out = self.tokens * self.hidden * self.element
         if self.parts:
-            return MemoryUse(max(most, self.rows_bytes + beside), self.rows_bytes)
-        return MemoryUse(max(most, self.rows_bytes + beside, self.rows_bytes + out), out)
+            return MemoryUse(max(peak, self.rows_bytes + beside), self.rows_bytes)
+        return MemoryUse(max(peak, self.rows_bytes + beside, self.rows_bytes + out), out)
 
 
 def tiled_rows(pairs: int, experts: int, tile: int) -> int:
@@ -165,4 +165,4 @@ def gated_rows(step: ExpertsStep) -> MemoryUse:
     The first GEMM writes rows of the intermediate size, the second rows of the hidden size.
     """
     inner = step.pairs * step.inter * step.element
-    return step.summed(0, inner)
+    return step.with_expert_rows(0, inner)

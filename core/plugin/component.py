@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import Facts
+from glowplug.core.plugin.decided import Decided
 from glowplug.core.plugin.offers import Offers
 
 #: version of the protocols in ``core/protocols``; components written for another one are refused
@@ -98,15 +99,14 @@ class CheckContext:
         config: the operator's whole configuration (``config.schema.EngineConfig``), read-only.
         facts: model, hardware and software facts.
         chosen: the components chosen so far, by slot name. Compare their offers, never their names.
-        values: decided values by name, for example ``values["dtype"] == "float32"``; the names are
-            listed in ``plan/proposal.py``.
+        values: decided values, for example ``values.dtype``.
     """
 
     options: Any
     config: Any
     facts: Facts
     chosen: Mapping[str, tuple[Chosen, ...]]
-    values: Mapping[str, Any]
+    values: Decided
 
 
 Check = Callable[[CheckContext], Iterable[Refusal]]

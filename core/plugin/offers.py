@@ -139,7 +139,7 @@ class QuantizationOffers(Offers):
         rides: on a device the shared expert can be fused: computed as further routed experts.
         experts_work: function from routed experts to their device memory; None if they hold only
             rows in the compute dtype.
-        turns: function from the scheme's options to the token counts at which routed experts may
+        peak_tokens: function from the scheme's options to the token counts at which routed experts may
             reach a higher peak memory than in larger steps, because kernels change there.
     """
 
@@ -151,7 +151,7 @@ class QuantizationOffers(Offers):
     cast_bytes: float = 0.0
     rides: bool = False
     experts_work: Callable[[ExpertsStep], MemoryUse] | None = None
-    turns: Callable[[Any], tuple[int, ...]] | None = None
+    peak_tokens: Callable[[Any], tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class AttentionOptions(Options):
     )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
-        kept = context.values["kv_dtype"]
+        kept = context.values.kv_dtype
         return (
             {"kv_error": f"a KV cache in {kept} is not measured"} if DTYPE_BYTES[kept] > 1 else {}
         )
@@ -79,7 +79,7 @@ class QuantizationOptions(Options):
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         """Return the fields that choose a library for GEMMs that do not run in this plan."""
         products = self.provider_fields()
-        device = context.values["device"]
+        device = context.values.device
         (scheme,) = context.chosen["quantization"]
         assert isinstance(scheme.offers, QuantizationOffers)
         if self.dequantizes(device, scheme.offers):
@@ -126,7 +126,7 @@ class CollectivesOptions(Options):
     )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
-        alone = context.values["ranks"] == 1
+        alone = context.values.ranks == 1
         return {"timeout": "one rank has no others to wait for"} if alone else {}
 
 
@@ -241,8 +241,8 @@ class ExecutorOptions(Options):
     )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
-        each = -(-context.values["ranks"] // context.values["hosts"])
-        if context.values["device"] != "cpu":
+        each = -(-context.values.ranks // context.values.hosts)
+        if context.values.device != "cpu":
             return {"oversubscribe": "each rank has a CUDA device of its own"}
         return (
             {"oversubscribe": "each rank has a core"}
@@ -292,7 +292,7 @@ class MemoryOptions(Section):
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         found = {"kv_bytes": "memory.kv_tokens decides"} if self.kv_tokens is not None else {}
-        if context.values["device"] != "cuda":
+        if context.values.device != "cuda":
             found["growing_segments"] = "only allocators of CUDA devices have segments"
         return found
 

@@ -180,13 +180,13 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
+    def store_mla(self, latent: Tensor, k_rope: Tensor, kv_slots: Tensor, layer: MlaLayer) -> None:
         """Store keys in the cache without attention; no ``plan_step`` is needed.
 
         Args:
             latent: [T, lora_rank].
             k_rope: [T, rope_dim].
-            slots: KV slots of the tokens (the slot mapping), int64 [T].
+            kv_slots: KV slots of the tokens (the slot mapping), int64 [T].
             layer: the calling layer.
         """
         ...

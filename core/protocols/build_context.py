@@ -12,7 +12,7 @@ from glowplug.core.protocols.parallel import Collectives
 from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.protocols.quantization import QuantizationScheme
 from glowplug.core.protocols.worker import Worker
-from glowplug.core.step.graph_pieces import Cuts, Extension
+from glowplug.core.step.graph_pieces import DraftExtend, SplitPoints
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +53,8 @@ class BuildContext:
     collectives: Collectives
     attention: AttentionBackend
     ops: Ops
-    cuts: Cuts = field(default_factory=Cuts)
-    extension: Extension = field(default_factory=Extension)
+    cuts: SplitPoints = field(default_factory=SplitPoints)
+    extension: DraftExtend = field(default_factory=DraftExtend)
     first_layer: int = 0
     spare: int = 0
 

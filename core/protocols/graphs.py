@@ -9,7 +9,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols.sampling import Sampler
 from glowplug.core.step.batch import Accepted, Batch
-from glowplug.core.step.graph_pieces import Cuts, Extension
+from glowplug.core.step.graph_pieces import DraftExtend, SplitPoints
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,8 +30,8 @@ class Steps(Protocol):
 
     sampler: Sampler
     device: Any
-    cuts: Cuts
-    extension: Extension
+    cuts: SplitPoints
+    extension: DraftExtend
 
     @property
     def forward(self) -> Callable[[Tensor, Tensor, Batch], Tensor]:

@@ -29,7 +29,7 @@ from glowplug.core.protocols import Collectives, GraphRunner, Limits, Model, Wor
 from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.startup.kv_cache_error import check_cache
 from glowplug.core.startup.memory_gauge import Gauge, MemoryMeter, gauge_of
-from glowplug.core.startup.page_fit import Left, compared, pages_that_fit
+from glowplug.core.startup.page_fit import MeasuredMemory, compared, pages_that_fit
 from glowplug.core.startup.warmup import (
     FEW_PAGES,
     most_captured,
@@ -82,7 +82,9 @@ class RankMemory:
 
     # ---- the KV pool -----------------------------------------------------------------------------
 
-    def fit(self, runner: Runner, parallel: ParallelStack, collectives: Collectives) -> Left:
+    def fit(
+        self, runner: Runner, parallel: ParallelStack, collectives: Collectives
+    ) -> MeasuredMemory:
         """Decide the number of pages by measuring the largest steps.
 
         Returns:
@@ -160,7 +162,7 @@ class RankMemory:
         for part in parts:
             part.reserve(limits)
 
-    def _measure(self, runner: Runner, parallel: ParallelStack) -> Left:
+    def _measure(self, runner: Runner, parallel: ParallelStack) -> MeasuredMemory:
         """Run the largest steps and measure their memory and the memory left on the device."""
         meter = self.meter
         gauge = self.gauge
@@ -178,7 +180,7 @@ class RankMemory:
         meter.lines[RUNTIME_LINE] += meter.outside
         free, total = gauge.device()
         step = int(max(steps) * FRAGMENTATION_FACTOR) if self.plan.growing_segments else max(steps)
-        return Left(total=total, free=free, step=step, graphs=graphs)
+        return MeasuredMemory(total=total, free=free, step=step, graphs=graphs)
 
     def _steps(self, runner: Runner) -> list[tuple[str, Callable[[], None]]]:
         """Return the largest steps, each with the budget line that it measures."""

@@ -15,7 +15,7 @@ from glowplug.core.plan.plan import EnginePlan
 
 
 @dataclass(frozen=True)
-class Left:
+class MeasuredMemory:
     """Bytes of one device after the largest steps.
 
     Attributes:
@@ -43,7 +43,7 @@ class Left:
 
 
 def pages_that_fit(
-    plan: EnginePlan, left: Left, page_bytes: int, measured: Mapping[str, int]
+    plan: EnginePlan, left: MeasuredMemory, page_bytes: int, measured: Mapping[str, int]
 ) -> int:
     """Return the number of pages of the KV pool, the scratch page included.
 

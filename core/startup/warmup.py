@@ -83,7 +83,7 @@ def most_tokens(runner: Runner, plan: EnginePlan) -> None:
 
     In the first step all prompts are fresh, in the second the first row's chunk follows a cached
     prefix. Then run a prefill step at each smaller token count at which memory may peak
-    (``Sizes.turns``).
+    (``Sizes.peak_tokens``).
     """
     sizes = plan.sizes
     longest = min(sizes.chunk_size, sizes.context_length - sizes.width)
@@ -95,7 +95,7 @@ def most_tokens(runner: Runner, plan: EnginePlan) -> None:
             left -= int(lengths[row])
     for cached in (0, min(CACHED_CHUNKS * longest, sizes.context_length - sizes.width - longest)):
         _run_chunks(runner, plan, lengths, cached)
-    for tokens in sizes.turns:
+    for tokens in sizes.peak_tokens:
         if tokens < sizes.max_step_tokens:
             _run_prompts(runner, plan, tokens)
 
@@ -128,7 +128,7 @@ def most_captured(runner: Runner, plan: EnginePlan, batch_sizes: Iterable[int]) 
     All rows are at the maximum length. Each batch size runs once per captured sampling mode.
     """
     width = plan.sizes.width
-    for rows in _most(batch_sizes, [turn // width for turn in plan.sizes.turns]):
+    for rows in _most(batch_sizes, [peak // width for peak in plan.sizes.peak_tokens]):
         for way in SAMPLING_MODES:
             _run_joined(
                 runner,
@@ -139,14 +139,14 @@ def most_captured(runner: Runner, plan: EnginePlan, batch_sizes: Iterable[int]) 
 
 def most_passed(runner: Runner, plan: EnginePlan) -> None:
     """Run a prefill step at every captured token count that could be the memory peak."""
-    for tokens in _most(plan.sizes.pass_tokens, plan.sizes.turns):
+    for tokens in _most(plan.sizes.pass_tokens, plan.sizes.peak_tokens):
         _run_prompts(runner, plan, tokens)
 
 
-def _most(counts: Iterable[int], turns: Iterable[int]) -> list[int]:
-    """Return the largest of ``counts``, and the largest up to each of ``turns``; descending."""
+def _most(counts: Iterable[int], peaks: Iterable[int]) -> list[int]:
+    """Return the largest of ``counts``, and the largest up to each of ``peaks``; descending."""
     among = set(counts)
-    within = ([count for count in among if count <= turn] for turn in turns)
+    within = ([count for count in among if count <= peak] for peak in peaks)
     return sorted({max(some) for some in (among, *within) if some}, reverse=True)
 
 

@@ -65,7 +65,7 @@ class Batch:
     # ---- set by the runner -----------------------------------------------------------------------
     input_ids: Any = None  #: torch int64 [T]
     positions: Any = None  #: torch int64 [T]
-    slots: Any = None  #: torch int64 [T] KV slot of each token: page * page_size + offset
+    kv_slots: Any = None  #: torch int64 [T] KV slot of each token: page * page_size + offset
     row_ids: Any = None  #: torch int64 [B]
     kv_lens_device: Any = None  #: torch int32 [B]
     query_starts: Any = None  #: torch int32 [B + 1] prefix sums of query_lens

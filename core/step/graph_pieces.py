@@ -1,8 +1,8 @@
 """Pieces of a step that a graph runner may capture and replay, because they need no host work.
 
 A step's code names its pieces and is the same with and without graphs: ``DIRECT`` just runs them.
-Within the model's pass, layers mark the calls that cannot be part of a graph (:class:`Cuts`). A
-draft's pass over a prompt's tokens is a pass of its own (:class:`Extension`).
+Within the model's pass, layers mark the calls that cannot be part of a graph (:class:`SplitPoints`). A
+draft's pass over a prompt's tokens is a pass of its own (:class:`DraftExtend`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ DIRECT = Direct()  #: the pieces of an eager step
 Cut = Callable[..., "Tensor"]
 
 
-class Cuts:
+class SplitPoints:
     """The calls in a model's pass at which piecewise graphs are split.
 
     These calls depend on more than the number of tokens: on lengths, pages, or the plan of this
@@ -118,7 +118,7 @@ class ExtendWork:
     dtype: torch.dtype
 
 
-class Extension:
+class DraftExtend:
     """A draft's pass over the tokens of a step (``Mode.DRAFT_EXTEND``), which may be replayed.
 
     It matters above all for prompts. A rank has one object. The speculative algorithm sets the pass
@@ -137,19 +137,19 @@ class Extension:
         self.taker: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None
 
     def call(
-        self, ids: Tensor, positions: Tensor, slots: Tensor, hidden: Tensor, source: Tensor
+        self, ids: Tensor, positions: Tensor, kv_slots: Tensor, hidden: Tensor, source: Tensor
     ) -> None:
         """Run the pass, or its replacement.
 
         Args:
             ids: int64 [F], input ids.
             positions: int64 [F].
-            slots: int64 [F], KV slots.
+            kv_slots: int64 [F], KV slots.
             hidden: [N, hidden], hidden states of the target.
             source: int64 [F], for each token the row of ``hidden`` that it continues.
         """
         if self.taker is not None:
-            self.taker(ids, positions, slots, hidden, source)
+            self.taker(ids, positions, kv_slots, hidden, source)
         else:
             assert self.work is not None, "the speculative algorithm has not set its pass"
-            self.work.extend(ids, positions, slots, hidden[source])
+            self.work.extend(ids, positions, kv_slots, hidden[source])

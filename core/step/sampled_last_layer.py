@@ -40,19 +40,19 @@ class HostEnds:
         count: number of sampled tokens.
         tokens: int64 [E], indices among the step's tokens.
         positions: int64 [E].
-        slots: int64 [E], KV slots.
+        kv_slots: int64 [E], KV slots.
         pages: int32 [E, P], page numbers.
     """
 
     count: int
     tokens: Wide
     positions: Wide
-    slots: Wide
+    kv_slots: Wide
     pages: Numbers
 
     @classmethod
     def of(
-        cls, wanted: Wide, token_row: Numbers, positions: Numbers, slots: Numbers, pages: Numbers
+        cls, wanted: Wide, token_row: Numbers, positions: Numbers, kv_slots: Numbers, pages: Numbers
     ) -> HostEnds:
         """Select the tokens ``wanted`` of a flattened step.
 
@@ -60,14 +60,14 @@ class HostEnds:
             wanted: int64 [N], indices of tokens.
             token_row: int32 [T], row of each token.
             positions: int32 [T].
-            slots: int32 [T], KV slots.
+            kv_slots: int32 [T], KV slots.
             pages: int32 [B, P], page numbers of each row.
         """
         count = len(wanted)
         rows = filled(len(wanted))
         parts = [
             _fill(part.astype(np.int64), rows)
-            for part in (wanted, positions[wanted], slots[wanted])
+            for part in (wanted, positions[wanted], kv_slots[wanted])
         ]
         return cls(count, parts[0], parts[1], parts[2], _fill(pages[token_row[wanted]], rows))
 
@@ -77,7 +77,7 @@ class HostEnds:
         return [
             self.tokens,
             self.positions,
-            self.slots,
+            self.kv_slots,
             self._lengths,
             np.arange(rows + 1, dtype=np.int32),
             self.pages.ravel(),
@@ -103,7 +103,7 @@ class HostEnds:
             prompt_ids=none,
             pages=self.pages,
         )
-        batch.positions, batch.slots, batch.kv_lens_device, batch.query_starts = views[1:5]
+        batch.positions, batch.kv_slots, batch.kv_lens_device, batch.query_starts = views[1:5]
         batch.page_table = views[5].view(self.pages.shape)
         return Ends(self.count, views[0], batch)
 

@@ -19,7 +19,7 @@ ON_DEVICE = {INT: torch.int32, np.dtype(np.int64): torch.int64}
 FEW_ROWS_MAX = 16
 
 
-def slots_at(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
+def kv_slots_at(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
     """Return the slot mapping: the KV slots of ``positions``.
 
     A position behind the table's last column is mapped to the scratch page, like unused entries of

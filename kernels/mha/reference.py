@@ -201,9 +201,9 @@ def paged_reference(
             if not seen:
                 continue
             at = torch.tensor(seen, device=query.device)
-            slots = page_table[row].long()[at // page_size] * page_size + at % page_size
+            kv_slots = page_table[row].long()[at // page_size] * page_size + at % page_size
             key, value = (
-                x[slots].double().repeat_interleave(group, dim=1) for x in (k_cache, v_cache)
+                x[kv_slots].double().repeat_interleave(group, dim=1) for x in (k_cache, v_cache)
             )
             scores = scale * torch.einsum("hd,mhd->hm", query[row * width + own].double(), key)
             out[row * width + own] = torch.einsum(

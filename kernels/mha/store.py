@@ -30,13 +30,13 @@ def _copy(source, target, inside, at, MOST: tl.constexpr):
     tl.store(target + at, value.to(target.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize_on_alignment=["kv_slots"])
 def mha_store_kernel(
     k,
     v,
     k_cache,
     v_cache,
-    slots,
+    kv_slots,
     k_token,
     v_token,
     SIZE: tl.constexpr,
@@ -51,15 +51,15 @@ def mha_store_kernel(
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
     dependent.wait(DEPENDENT)
-    slot = tl.load(slots + token)
+    slot = tl.load(kv_slots + token)
     _copy(k + token * k_token, k_cache + slot * SIZE, inside, at, MOST)
     _copy(v + token * v_token, v_cache + slot * SIZE, inside, at, MOST)
 
 
 def mha_store(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, follows: bool
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots: Tensor, follows: bool
 ) -> None:
-    """Write k and v [T, K, D] to ``slots`` int64 [T] of the caches [slots, K, D].
+    """Write k and v [T, K, D] to ``kv_slots`` int64 [T] of the caches [slots, K, D].
 
     Tokens may be strided.
 
@@ -77,7 +77,7 @@ def mha_store(
             v,
             k_cache,
             v_cache,
-            slots,
+            kv_slots,
             k.stride(0),
             v.stride(0),
             SIZE=heads * dim,

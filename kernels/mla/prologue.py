@@ -142,7 +142,7 @@ def _prologue(
     weight,
     cos_sin,
     cache,
-    slots,
+    kv_slots,
     absorbed,
     own,
     w_uk,
@@ -197,7 +197,7 @@ def _prologue(
             weight,
             cos_sin,
             cache,
-            slots,
+            kv_slots,
             absorbed,
             own,
             (program // PARTS).to(tl.int64),
@@ -331,7 +331,7 @@ def _token(
     weight,
     cos_sin,
     cache,
-    slots,
+    kv_slots,
     absorbed,
     own,
     token,
@@ -363,7 +363,7 @@ def _token(
     if part == 0:
         source, target = (
             compressed + token * compressed_token,
-            cache + tl.load(slots + token) * cache_slot,
+            cache + tl.load(kv_slots + token) * cache_slot,
         )
         mine, behind = own + (token - decode) * own_token, token >= decode
         column = tl.arange(0, LORA_BLOCK)
@@ -436,7 +436,7 @@ def _store(
     latent,
     k_rope,
     cache,
-    slots,
+    kv_slots,
     latent_token,
     rope_token,
     cache_slot,
@@ -454,13 +454,13 @@ def _store(
     value += tl.load(k_rope + token * rope_token + column - LORA, mask=second, other=0.0).to(
         tl.float32
     )
-    _put(cache + tl.load(slots + token) * cache_slot + column, value, FP8, column < LORA + ROPE)
+    _put(cache + tl.load(kv_slots + token) * cache_slot + column, value, FP8, column < LORA + ROPE)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _gather(
     cache,
-    slots,
+    kv_slots,
     out,
     count,
     cache_slot,
@@ -472,7 +472,7 @@ def _gather(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < count)[:, None] & (column < SIZE)[None, :]
-    slot = tl.load(slots + row, mask=row < count, other=0).to(tl.int64)
+    slot = tl.load(kv_slots + row, mask=row < count, other=0).to(tl.int64)
     value = tl.load(
         cache + (slot * cache_slot)[:, None] + column[None, :], mask=inside, other=0.0
     ).to(tl.float32)
@@ -488,7 +488,7 @@ def prologue(
     cos_sin: Tensor,
     interleaved: bool,
     cache: Tensor,
-    slots: Tensor,
+    kv_slots: Tensor,
     absorbed: Tensor,
     own: Tensor,
     w_uk: Tensor,
@@ -523,7 +523,7 @@ def prologue(
         norm_weight,
         cos_sin,
         cache,
-        slots,
+        kv_slots,
         absorbed,
         own,
         weight,
@@ -628,7 +628,7 @@ def _tile(size: int) -> int:
     return max(16, next_power_of_2(size))
 
 
-def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:
+def store(latent: Tensor, k_rope: Tensor, cache: Tensor, kv_slots: Tensor) -> None:
     """Run ``kernels.mla.reference.store``."""
     tokens, lora = latent.shape
     rope = k_rope.shape[1]
@@ -638,7 +638,7 @@ def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:
         latent,
         k_rope,
         cache,
-        slots,
+        kv_slots,
         latent.stride(0),
         k_rope.stride(0),
         cache.stride(0),
@@ -649,15 +649,15 @@ def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:
     )
 
 
-def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+def gather(cache: Tensor, kv_slots: Tensor, dtype: torch.dtype) -> Tensor:
     """Run ``kernels.mla.reference.gather``."""
-    count = slots.shape[0]
+    count = kv_slots.shape[0]
     size = cache.shape[1]
     out = torch.empty(count, size, dtype=dtype, device=cache.device)
     if count:
         _gather[(cdiv(count, GATHER_ROWS),)](
             cache,
-            slots,
+            kv_slots,
             out,
             count,
             cache.stride(0),

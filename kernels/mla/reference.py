@@ -101,7 +101,7 @@ def prologue(
     cos_sin: Tensor,
     interleaved: bool,
     cache: Tensor,
-    slots: Tensor,
+    kv_slots: Tensor,
     absorbed: Tensor,
     own: Tensor,
     w_uk: Tensor,
@@ -122,8 +122,8 @@ def prologue(
         eps: epsilon of the norm
         cos_sin: float32 [T, P]
         interleaved: rotate neighbouring elements
-        cache: [slots, C + P], written at ``slots``
-        slots: int64 [T]
+        cache: [slots, C + P], written at ``kv_slots``
+        kv_slots: int64 [T]
         absorbed: [D, H, C + P], written
         own: [T - D, C + P], written
         w_uk: [H, N, C]
@@ -135,7 +135,7 @@ def prologue(
     rope = compressed.shape[1] - lora
     latent = rms_norm_reference(compressed[:, :lora], norm_weight, eps)
     k_rope = rotate_reference(compressed[:, None, lora:], cos_sin, interleaved)[:, 0]
-    store(latent, k_rope, cache, slots)
+    store(latent, k_rope, cache, kv_slots)
     own.copy_(torch.cat((latent, k_rope), dim=-1)[decode:])
     turned = rotate_reference(query[..., -rope:], cos_sin, interleaved)
     absorbed[..., lora:] = turned[:decode]
@@ -169,7 +169,7 @@ def project(
     torch.bmm(latent.transpose(0, 1), weight, out=out.transpose(0, 1))
 
 
-def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:
+def store(latent: Tensor, k_rope: Tensor, cache: Tensor, kv_slots: Tensor) -> None:
     """Write latent [T, C] and k_rope [T, P] to cache [slots, C + P] at slots int64 [T].
 
     An FP8 cache saturates.
@@ -177,10 +177,10 @@ def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:
     entry = torch.cat((latent, k_rope), dim=-1)
     if cache.dtype is torch.float8_e4m3fn:
         cache.view(torch.uint8).index_copy_(
-            0, slots, entry.float().clamp(-448, 448).to(cache.dtype).view(torch.uint8)
+            0, kv_slots, entry.float().clamp(-448, 448).to(cache.dtype).view(torch.uint8)
         )
     else:
-        cache.index_copy_(0, slots, entry.to(cache.dtype))
+        cache.index_copy_(0, kv_slots, entry.to(cache.dtype))
 
 
 def in_e4m3(query: Tensor) -> Tensor:
@@ -191,11 +191,11 @@ def in_e4m3(query: Tensor) -> Tensor:
     return query.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+def gather(cache: Tensor, kv_slots: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the rows slots int32 [K] of cache [slots, C + P] as [K, C + P] in ``dtype``."""
     if cache.dtype is torch.float8_e4m3fn:
-        return cache.view(torch.uint8).index_select(0, slots).view(cache.dtype).to(dtype)
-    return cache.index_select(0, slots).to(dtype)
+        return cache.view(torch.uint8).index_select(0, kv_slots).view(cache.dtype).to(dtype)
+    return cache.index_select(0, kv_slots).to(dtype)
 
 
 def expand(entries: Tensor, w_kv: Tensor, nope: int) -> tuple[Tensor, Tensor]:

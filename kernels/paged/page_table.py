@@ -60,21 +60,21 @@ def weights(scores, top, total):
     return fresh, kept, higher, total * kept + fresh
 
 
-def best_splits(blocks: int, tiles: int, slots: int) -> int:
+def best_splits(blocks: int, tiles: int, programs: int) -> int:
     """Return the number of KV splits for ``blocks`` programs of at most ``tiles`` tiles each.
 
     It minimises the time for rows of TYPICAL_TILES tiles, in units of the time for one tile: rounds
-    of ``slots`` programs at a time, where a program costs two and a half tiles to begin and a merge
+    of ``programs`` programs at a time, where a program costs two and a half tiles to begin and a merge
     costs one more. Of equal costs the largest number is taken, which suits longer rows.
     """
 
     def cost(splits: int) -> float:
         """Return the estimated time with ``splits`` splits, in units of the time for one tile."""
-        return -(-blocks * splits // slots) * (-(-TYPICAL_TILES // splits) + 2.5) + (
+        return -(-blocks * splits // programs) * (-(-TYPICAL_TILES // splits) + 2.5) + (
             1 if splits > 1 else 0
         )
 
     return min(
-        range(1, max(1, min(tiles, slots // min(blocks, slots) * 4, slots)) + 1),
+        range(1, max(1, min(tiles, programs // min(blocks, programs) * 4, programs)) + 1),
         key=lambda splits: (cost(splits), -splits),
     )

@@ -78,7 +78,9 @@ class DeepseekNextN(Module):
         out, residual = self.layer.forward(x, None, self.rope.at(positions), batch)
         return self.norm.add(out, residual)[0]  # type: ignore[no-any-return]
 
-    def fill(self, input_ids: Tensor, positions: Tensor, slots: Tensor, previous: Tensor) -> None:
+    def fill(
+        self, input_ids: Tensor, positions: Tensor, kv_slots: Tensor, previous: Tensor
+    ) -> None:
         """Write the KV cache for tokens from which nothing is drafted.
 
         Since this is the only layer, later tokens need nothing else of them.
@@ -86,10 +88,10 @@ class DeepseekNextN(Module):
         Args:
             input_ids: int64 [T].
             positions: int64 [T].
-            slots: int64 [T], KV slots.
+            kv_slots: int64 [T], KV slots.
             previous: [T, hidden], as ``batch.extra[PREVIOUS_HIDDEN]`` in ``forward``.
         """
-        self.layer.fill(self._joined(input_ids, previous), self.rope.at(positions), slots)
+        self.layer.fill(self._joined(input_ids, previous), self.rope.at(positions), kv_slots)
 
     def _joined(self, input_ids: Tensor, previous: Tensor) -> Tensor:
         embedded = self.enorm.forward(self._embed(input_ids))

@@ -32,7 +32,7 @@ class TorchrunOptions(ExecutorOptions):
 def check_torchrun(context: CheckContext) -> Iterator[Refusal]:
     """Yield a refusal for a host number or an address that cannot be right."""
     options: TorchrunOptions = context.options
-    hosts: int = context.values["hosts"]
+    hosts: int = context.values.hosts
     if options.host_rank >= hosts:
         yield Refusal(
             "torchrun",

@@ -126,12 +126,11 @@ def check_cuda_graph(context: CheckContext) -> Iterator[Refusal]:
             f"every batch size to capture exceeds the {rows} sequences that may run{by}",
             f"graphs.batch_sizes = [{rows}], or scheduler.max_running_requests = {smallest}",
         )
-    if context.values["ranks"] > 1:
+    if context.values.ranks > 1:
         yield Refusal(
             NAME,
             "graphs.use",
-            f"steps of {context.values['ranks']} ranks use collectives, which {NAME} does not "
-            "capture",
+            f"steps of {context.values.ranks} ranks use collectives, which {NAME} does not capture",
             'graphs.use = "eager"',
         )
     yield from _prefill(options, context)
@@ -158,11 +157,11 @@ def _prefill(options: CudaGraphOptions, context: CheckContext) -> Iterator[Refus
             f"{options.max_prefill_tokens}",
             f"graphs.max_prefill_tokens = {max(options.prefill_tokens or ())}",
         )
-    elif options.prefill and context.values["ranks"] > 1:
+    elif options.prefill and context.values.ranks > 1:
         yield Refusal(
             NAME,
             "graphs.prefill",
-            f"prefill steps of {context.values['ranks']} ranks exchange a number of rows that "
+            f"prefill steps of {context.values.ranks} ranks exchange a number of rows that "
             "differs from step to step",
             "leave graphs.prefill out",
         )

@@ -65,7 +65,7 @@ class CudaGraph:
         self._tape = tape
         self._passes = Passes()
         self._extends = Extends()
-        self._slots: dict[Mode, dict[int, DecodeGraph]] = {}
+        self._decode_graphs: dict[Mode, dict[int, DecodeGraph]] = {}
         self._sizes: dict[Mode, list[int]] = {}
         self._short: dict[int, DecodeGraph] = {}
 
@@ -100,7 +100,7 @@ class CudaGraph:
         gc.disable()
         try:
             with torch.inference_mode():
-                self._capture_slots(steps, made, recorder, lambda done: report(done, total))
+                self._capture_decode_graphs(steps, made, recorder, lambda done: report(done, total))
                 if tape is not None:
                     self._passes.capture(
                         steps,
@@ -122,7 +122,7 @@ class CudaGraph:
                 gc.enable()
         report(total, total)
 
-    def _capture_slots(
+    def _capture_decode_graphs(
         self,
         steps: Steps,
         made: list[GraphShape],
@@ -136,24 +136,24 @@ class CudaGraph:
         for done, shape in enumerate(made):
             report(done)
             self._capture_one(steps, DecodeGraph(shape, self._device, staging, recorder))
-        self._sizes = {mode: sorted(slots) for mode, slots in self._slots.items()}
+        self._sizes = {mode: sorted(graphs) for mode, graphs in self._decode_graphs.items()}
 
-    def _capture_one(self, steps: Steps, slot: DecodeGraph) -> None:
+    def _capture_one(self, steps: Steps, graph: DecodeGraph) -> None:
         """Capture a step in every sampling mode.
 
         Pieces shared by the modes are captured with the first one.
         """
-        shape = slot.shape
+        shape = graph.shape
         sampler = steps.sampler
-        nothing = _no_rows(slot.batch)
+        nothing = _no_rows(graph.batch)
         try:
             for params in (
                 COMMON_SAMPLING
                 if shape.rows & (shape.rows - 1)
                 else COMMON_SAMPLING + RARE_SAMPLING
             ):
-                sampler.join(shape.spare, params, slot.batch.prompt_ids, 0, frozenset())
-                batch = slot.fill(nothing)
+                sampler.join(shape.spare, params, graph.batch.prompt_ids, 0, frozenset())
+                batch = graph.fill(nothing)
                 sampler.plan_step(batch)
                 steps.step(batch)
         except Exception as error:
@@ -161,9 +161,11 @@ class CudaGraph:
             return
         finally:
             sampler.leave(shape.spare)
-        slot.seal()
+        graph.seal()
         whole = shape.keys == self._plan.sizes.positions
-        (self._slots.setdefault(shape.mode, {}) if whole else self._short)[shape.rows] = slot
+        (self._decode_graphs.setdefault(shape.mode, {}) if whole else self._short)[shape.rows] = (
+            graph
+        )
 
     def _pass_failed(self, error: Exception, made: Pass) -> None:
         """Handle a prefill graph that could not be captured.
@@ -211,7 +213,7 @@ class CudaGraph:
         return (
             short
             if short and batch.kv_lens.max(initial=0) <= short.shape.keys
-            else self._slots[shape.mode][rows]
+            else self._decode_graphs[shape.mode][rows]
         )
 
     def fill(self, slot: object, batch: Batch) -> Batch:
@@ -223,7 +225,7 @@ class CudaGraph:
 
     def close(self) -> None:
         self._extends.release()
-        self._slots = {}
+        self._decode_graphs = {}
         self._sizes = {}
         self._short = {}
         self._passes = Passes()

@@ -41,14 +41,14 @@ def check_torch_compile(context: CheckContext) -> Iterator[Refusal]:
     """Check that inductor's compilers are installed: C++ for a CPU, Triton for CUDA."""
     software = context.facts.software
     fix = 'ops.use = "auto"'
-    if context.values["device"] == "cpu" and not software.cxx:
+    if context.values.device == "cpu" and not software.cxx:
         yield Refusal(
             NAME,
             "ops.use",
             "torch.compile needs a C++ compiler on a CPU, and none is installed",
             f"install g++, or set CXX to a compiler; or {fix}",
         )
-    if context.values["device"] == "cuda" and not software.packages.get("triton"):
+    if context.values.device == "cuda" and not software.packages.get("triton"):
         yield Refusal(
             NAME,
             "ops.use",

@@ -35,7 +35,7 @@ def check_dp_attention(context: CheckContext) -> Iterator[Refusal]:
     place = next((at for at, chosen in enumerate(held) if chosen.options is context.options), 0)
     field = f"parallel.{place}.size"
     groups = context.options.size
-    ranks = context.values["mesh"].get("tp", 1)
+    ranks = context.values.mesh.get("tp", 1)
     if not any(
         isinstance(before.offers, ParallelOffers) and "tp" in before.offers.axes
         for before in held[:place]

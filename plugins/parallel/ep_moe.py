@@ -76,7 +76,7 @@ def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
 def _sizes(context: CheckContext, section: str, experts: list[int]) -> Iterator[Refusal]:
     """Refuse sizes that do not divide the experts or tensor ranks, or do not fit the exchange."""
     size = context.options.size
-    tp = context.values["mesh"].get("tp", 1)
+    tp = context.values.mesh.get("tp", 1)
     fitting = [
         n for n in range(1, tp + 1) if tp % n == 0 and not any(count % n for count in experts)
     ]

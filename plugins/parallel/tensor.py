@@ -25,7 +25,7 @@ class TensorOptions(ParallelOptions):
 
 def check_tensor(context: CheckContext) -> Iterator[Refusal]:
     """Refuse sizes that do not divide every split dimension of the model and of its draft."""
-    mesh = context.values["mesh"]
+    mesh = context.values.mesh
     if mesh.get("tp", 1) == 1:
         return
     place = next(
@@ -67,7 +67,7 @@ def kept_block(context: CheckContext) -> int:
         assert isinstance(offers, QuantizationOffers) and isinstance(
             scheme.options, QuantizationOptions
         )
-        return scheme.options.split_block(context.values["device"], offers, context.facts.model)
+        return scheme.options.split_block(context.values.device, offers, context.facts.model)
     return 1
 
 

@@ -17,20 +17,20 @@ from torch import Tensor
 
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.step.batch import Accepted, Batch, StepShape, shape_of
-from glowplug.core.step.to_device import send, slots_at
+from glowplug.core.step.to_device import kv_slots_at, send
 
 Ints = NDArray[np.int32]
 FIRST_KEY = 1  #: first position with an entry in the draft's cache
 
 
 @dataclass(eq=False)
-class Missing:
+class UncachedTokens:
     """The F tokens that the draft's cache still lacks, except each row's newest token.
 
     Attributes:
         input_ids: int64 [F].
         positions: int64 [F].
-        slots: KV slots, int64 [F].
+        kv_slots: KV slots, int64 [F].
         source: For each token, the index of the hidden state that it continues, int64 [F]: in the
             target's [T] states, followed by the states of ``pages``.
         pages: Pages whose last tokens are continued by resumed rows, int64; None without such rows.
@@ -38,7 +38,7 @@ class Missing:
 
     input_ids: Tensor
     positions: Tensor
-    slots: Tensor
+    kv_slots: Tensor
     source: Tensor
     pages: Tensor | None = None
 
@@ -61,7 +61,7 @@ class NewestTokens:
     lengths: Tensor
 
 
-def missing(batch: Batch, tokens: Tensor, page_size: int) -> Missing:
+def missing(batch: Batch, tokens: Tensor, page_size: int) -> UncachedTokens:
     """Return the tokens that the draft's cache lacks after the target's step.
 
     NOTE: rejected tokens of decode rows are among them; their entries are overwritten before they
@@ -73,32 +73,34 @@ def missing(batch: Batch, tokens: Tensor, page_size: int) -> Missing:
         page_size: Tokens per page.
     """
     if batch.num_decodes == batch.num_rows:
-        return Missing(*_drafted(batch, tokens, page_size))
+        return UncachedTokens(*_drafted(batch, tokens, page_size))
     layout = _Chunks(batch, page_size)
-    ids, positions, slots, source, pages = send(layout.arrays(), tokens.device)
+    ids, positions, kv_slots, source, pages = send(layout.arrays(), tokens.device)
     if batch.num_decodes:
-        both = zip(_drafted(batch, tokens, page_size), (ids, positions, slots, source), strict=True)
-        ids, positions, slots, source = (torch.cat(parts) for parts in both)
-    return Missing(ids, positions, slots, source, pages if len(layout.pages) else None)
+        both = zip(
+            _drafted(batch, tokens, page_size), (ids, positions, kv_slots, source), strict=True
+        )
+        ids, positions, kv_slots, source = (torch.cat(parts) for parts in both)
+    return UncachedTokens(ids, positions, kv_slots, source, pages if len(layout.pages) else None)
 
 
 def _drafted(batch: Batch, tokens: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the first four fields of :class:`Missing` for the decode rows."""
+    """Return the first four fields of :class:`UncachedTokens` for the decode rows."""
     decodes = batch.num_decodes
     width = tokens.shape[1]
     places = torch.arange(decodes * width, device=tokens.device).view(decodes, width)[:, :-1]
     positions = batch.positions[: decodes * width].view(decodes, width)[:, 1:]
-    slots = slots_at(batch.page_table[:decodes], positions, page_size)
+    kv_slots = kv_slots_at(batch.page_table[:decodes], positions, page_size)
     return (
         tokens[:decodes, :-1].reshape(-1),
         positions.reshape(-1),
-        slots.reshape(-1),
+        kv_slots.reshape(-1),
         places.reshape(-1),
     )
 
 
 class _Chunks:
-    """The fields of :class:`Missing` for the prefill rows, on the host.
+    """The fields of :class:`UncachedTokens` for the prefill rows, on the host.
 
     The token that ends a prompt is not among them.
     """
@@ -115,7 +117,7 @@ class _Chunks:
         offset = np.arange(len(row)) - _sums(lens)[row]
         self.positions = (begins + 1 - resumed)[row] + offset
         columns = np.minimum(self.positions // page_size, batch.pages.shape[1] - 1)
-        self.slots = batch.pages[first + row, columns] * page_size + self.positions % page_size
+        self.kv_slots = batch.pages[first + row, columns] * page_size + self.positions % page_size
         following = np.zeros(len(chunks), np.int32) if batch.next_ids is None else batch.next_ids
         places = _sums(chunks)[row] + self.positions - begins[row]
         inside = self.positions < stops[row]
@@ -131,7 +133,7 @@ class _Chunks:
         """Return ids, positions, KV slots and sources [F], then pages, to be sent in one copy."""
         return [
             part.astype(np.int64)
-            for part in (self.ids, self.positions, self.slots, self.source, self.pages)
+            for part in (self.ids, self.positions, self.kv_slots, self.source, self.pages)
         ]
 
 
@@ -159,23 +161,23 @@ def front(batch: Batch, accepted: Accepted, ends: Tensor | None) -> NewestTokens
     )
 
 
-class Places(NamedTuple):
+class DraftPositions(NamedTuple):
     """The place of a draft pass with one token per decode row: the device fields of its batch.
 
     Attributes:
         positions: [D].
-        slots: KV slots, [D].
+        kv_slots: KV slots, [D].
         kv_lens: [D].
         query_starts: [D + 1].
     """
 
     positions: Tensor
-    slots: Tensor
+    kv_slots: Tensor
     kv_lens: Tensor
     query_starts: Tensor
 
 
-def places(batch: Batch, number: int, lengths: Tensor, page_size: int) -> Places:
+def places(batch: Batch, number: int, lengths: Tensor, page_size: int) -> DraftPositions:
     """Return the places of draft pass ``number`` (from 1) before the step ``batch``.
 
     Args:
@@ -186,15 +188,15 @@ def places(batch: Batch, number: int, lengths: Tensor, page_size: int) -> Places
     """
     positions = lengths.long() + (number - 1)
     decodes = batch.num_decodes
-    return Places(
+    return DraftPositions(
         positions,
-        slots_at(batch.page_table[:decodes], positions[:, None], page_size).view(-1),
+        kv_slots_at(batch.page_table[:decodes], positions[:, None], page_size).view(-1),
         (lengths + number).int(),
         torch.arange(decodes + 1, dtype=torch.int32, device=lengths.device),
     )
 
 
-def one_more(batch: Batch, number: int, at: Places, width: int) -> Batch:
+def one_more(batch: Batch, number: int, at: DraftPositions, width: int) -> Batch:
     """Return the batch of draft pass ``number`` before the step ``batch``.
 
     The pass has one token per decode row.
@@ -203,7 +205,7 @@ def one_more(batch: Batch, number: int, at: Places, width: int) -> Batch:
     made = draft_batch(batch, batch.kv_lens[:decodes] + np.int32(number - width))
     made.page_table = batch.page_table[:decodes]
     made.row_ids = batch.row_ids[:decodes]
-    made.positions, made.slots, made.kv_lens_device, made.query_starts = at
+    made.positions, made.kv_slots, made.kv_lens_device, made.query_starts = at
     return made
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from glowplug.core.protocols import Sampler
 from glowplug.core.step.batch import Accepted, Batch
-from glowplug.plugins.speculative.drafting import Missing, NewestTokens, draft_batch
+from glowplug.plugins.speculative.drafting import NewestTokens, UncachedTokens, draft_batch
 
 Long = NDArray[np.int64]
 Ints = NDArray[np.int32]
@@ -54,7 +54,7 @@ def _accepted(drawn: list[int], fed: list[int]) -> int:
     return count
 
 
-def missing_host(batch: Batch, accepted: Accepted, page_size: int, keep: int) -> Missing:
+def missing_host(batch: Batch, accepted: Accepted, page_size: int, keep: int) -> UncachedTokens:
     """Return the result of ``drafting.missing`` for decode rows, up to ``keep`` tokens per row.
 
     Tokens that no row accepted are left out.
@@ -63,7 +63,7 @@ def missing_host(batch: Batch, accepted: Accepted, page_size: int, keep: int) ->
     starts: list[int] = batch.positions.tolist()[::width]
     cells = [(row, offset) for row in range(batch.num_rows) for offset in range(keep - 1)]
     tokens = accepted.tokens.tolist()
-    return Missing(
+    return UncachedTokens(
         _long([tokens[row][offset] for row, offset in cells]),
         _long([starts[row] + 1 + offset for row, offset in cells]),
         _long(
@@ -97,7 +97,7 @@ def one_more_host(batch: Batch, number: int, lengths: Tensor, page_size: int) ->
     made.kv_lens_device = torch.from_numpy(lens)
     made.query_starts = torch.from_numpy(np.arange(len(places) + 1, dtype=np.int32))
     made.positions = _long(places)
-    made.slots = _long(
+    made.kv_slots = _long(
         [_slot(pages, place, page_size) for pages, place in zip(batch.pages, places)]
     )
     return made
@@ -120,4 +120,4 @@ def page_ends(batch: Batch, page_size: int) -> tuple[list[int], list[int]]:
         for place, position in enumerate(batch.positions.tolist())
         if (position + 1) % page_size == 0
     ]
-    return places, [int(batch.slots[place]) // page_size for place in places]
+    return places, [int(batch.kv_slots[place]) // page_size for place in places]

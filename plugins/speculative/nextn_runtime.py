@@ -17,9 +17,9 @@ from glowplug.core.step.batch import Accepted, Batch
 from glowplug.core.step.graph_pieces import DIRECT, ExtendWork
 from glowplug.core.step.to_device import send
 from glowplug.plugins.speculative.drafting import (
-    Missing,
+    DraftPositions,
     NewestTokens,
-    Places,
+    UncachedTokens,
     front,
     missing,
     one_more,
@@ -101,7 +101,7 @@ class NextN:
             return self._last.new_empty(0, self._width)
         run = batch.segments.run
         drafted, hidden, every = run("draft places", partial(self._begin, batch))
-        passes: Sequence[Places | Batch] = every
+        passes: Sequence[DraftPositions | Batch] = every
         for number, at in enumerate(passes, 1):
             step = at if isinstance(at, Batch) else one_more(batch, number, at, self._width)
             piece = f"draft {number}"
@@ -109,7 +109,9 @@ class NextN:
             hidden, drafted = run(piece, partial(self._pass, step, drafted, hidden))
         return drafted
 
-    def _begin(self, batch: Batch) -> tuple[Tensor, Tensor, tuple[Places, ...] | tuple[Batch, ...]]:
+    def _begin(
+        self, batch: Batch
+    ) -> tuple[Tensor, Tensor, tuple[DraftPositions, ...] | tuple[Batch, ...]]:
         """Return the inputs of the first draft pass and the places of all passes.
 
         Returns:
@@ -172,15 +174,15 @@ class NextN:
 
         All other states are written to the scratch page's entry.
         """
-        pages = batch.slots.div(self._page_size, rounding_mode="floor")
+        pages = batch.kv_slots.div(self._page_size, rounding_mode="floor")
         pages = pages.masked_fill_(batch.positions % self._page_size != self._page_size - 1, 0)
         self._page_ends.index_copy_(0, pages, hidden.to(self._dtype))
 
-    def _fill(self, batch: Batch, lacking: Missing, hidden: Tensor) -> None:
+    def _fill(self, batch: Batch, lacking: UncachedTokens, hidden: Tensor) -> None:
         """Complete the draft's cache up to each row's newest token."""
         if lacking.pages is not None:
             hidden = torch.cat([hidden, self._page_ends[lacking.pages].to(hidden.dtype)])
-        tokens = lacking.input_ids, lacking.positions, lacking.slots
+        tokens = lacking.input_ids, lacking.positions, lacking.kv_slots
         if batch.segments is DIRECT and batch.prompt_logprobs is None:
             self._extension.call(*tokens, hidden, lacking.source)
         else:  # part of a slot's captured piece, or ``hidden`` is still needed for logprobs

@@ -19,7 +19,7 @@ def padded(width: int, first_key: int, page_size: int, device: str, cached: torc
     batch.first_key = first_key
     batch.pages = np.zeros((6, 24), np.int32)
     batch.page_table = torch.zeros(6, 24, dtype=torch.int32, device=device)
-    batch.slots.zero_()
+    batch.kv_slots.zero_()
     return batch
 
 
@@ -33,4 +33,4 @@ def refill(static: Batch, batch: Batch, offset: int, page_size: int) -> None:
     static.pages[:] = static.page_table.cpu().numpy()
     static.kv_lens_device[:rows] = batch.kv_lens_device
     static.kv_lens[:rows] = batch.kv_lens
-    static.slots[:tokens] = batch.slots + offset * page_size
+    static.kv_slots[:tokens] = batch.kv_slots + offset * page_size

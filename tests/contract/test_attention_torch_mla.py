@@ -68,7 +68,7 @@ def test_one_row_in_host_memory(width: int, first_key: int) -> None:
             world = make_world([Row(length, width)], 16, length)
             if shift:
                 world.batch.pages[:] = range(1, 1 + world.batch.pages.shape[1])
-                world.batch.slots = world.slots_of(0)[length - width :]
+                world.batch.kv_slots = world.kv_slots_of(0)[length - width :]
             world.batch.first_key = first_key
             layer, args = suite.layer(generator), suite.arguments(world, generator)
             backend = suite.backend(16)
@@ -76,6 +76,6 @@ def test_one_row_in_host_memory(width: int, first_key: int) -> None:
             assert backend._row is not None
             found.add(type(backend._row.pages))
             for name in suite.entries:
-                stored = world.pools[name][world.slots_of(0)[first_key:]]
+                stored = world.pools[name][world.kv_slots_of(0)[first_key:]]
                 assert torch.equal(stored, world.cached[name][0][first_key:])
     assert found == {slice, np.ndarray}

@@ -15,6 +15,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.facts.mesh import axis_size, coordinates
 from glowplug.core.facts.model_facts import Facts
 from glowplug.core.plugin.component import CheckContext, Chosen
+from glowplug.core.plugin.decided import Decided
 from glowplug.core.plugin.offers import GraphOffers, Mode, ParallelOffers
 from glowplug.core.plugin.options import GraphOptions, ParallelOptions
 from glowplug.core.protocols import Collectives, ExpertExchange, Worker
@@ -445,7 +446,7 @@ def refusals(
                     draft=None if draft is None else replace(model, n_routed_experts=draft),
                 ),
                 chosen={"parallel": (*before, chosen, *after), "graphs": (runner,)},
-                values={"mesh": {"tp": tp}},
+                values=Decided(mesh={"tp": tp}),
             )
         )
     )

@@ -100,8 +100,8 @@ class TestWhatTheLibraryIsGiven(Suite):
         )
         assert given["kv_indptr"] == [0, each, 2 * each, 3 * each]
         for row, count in enumerate((31, 2, 98)):
-            slots = given["kv_indices"][row * each :][:count]
-            assert torch.equal(slots.long(), world.slots_of(row)[1 : count + 1])
+            kv_slots = given["kv_indices"][row * each :][:count]
+            assert torch.equal(kv_slots.long(), world.kv_slots_of(row)[1 : count + 1])
 
     def test_a_plain_step_leaves_plans_as_they_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
         backend, generator, world = (
@@ -132,7 +132,7 @@ class TestWhatTheLibraryIsGiven(Suite):
                 0, 9 * self.page_size, 6
             ).astype(np.int32)
             world.batch.kv_lens_device[-1] = 0
-            world.batch.slots[-width:] = 0
+            world.batch.kv_slots[-width:] = 0
             got = self.step(self.backend(self.page_size), world, layer, args)
             assert torch.isfinite(got).all()
             self.close(got[:-width], expected[:-width])
@@ -150,7 +150,7 @@ class TestWhatTheLibraryIsGiven(Suite):
         for lengths in ((30, 1, 97), (5, 61, 44)):
             world = self.world(2, width, first_key, lengths)
             args = self.arguments(world, generator)
-            for name in ("page_table", "kv_lens_device", "slots"):
+            for name in ("page_table", "kv_lens_device", "kv_slots"):
                 target, new = getattr(static.batch, name), getattr(world.batch, name)
                 target.zero_()
                 target[tuple(slice(size) for size in new.shape)] = new[

@@ -75,7 +75,7 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
         own = world.fill(
             "kv", (self.lora + self.rope,), torch.Generator().manual_seed(seed), self.cached
         )
-        mla.store(own[:, : self.lora], own[:, self.lora :], world.pools["kv"], world.batch.slots)
+        mla.store(own[:, : self.lora], own[:, self.lora :], world.pools["kv"], world.batch.kv_slots)
         return world
 
     def decode(

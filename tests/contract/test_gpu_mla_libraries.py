@@ -94,7 +94,7 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
         got = backend.decode(query, world.pools["kv"], layer.scale, layer).double().view(by_row)
         rounded = mla.in_e4m3(query).double().view(by_row)
         for index, row in enumerate(rows):
-            keys = world.pools["kv"][world.slots_of(index).to(self.device)].double()
+            keys = world.pools["kv"][world.kv_slots_of(index).to(self.device)].double()
             scores = torch.einsum("whc,kc->whk", rounded[index], keys) * layer.scale
             hidden = torch.arange(row.length) > torch.arange(width)[:, None] + (row.length - width)
             weights = scores.masked_fill(hidden[:, None].to(self.device), float("-inf")).softmax(-1)
@@ -204,7 +204,7 @@ class TestFlashInfer(GpuMlaSuite):
                 np.int32
             )
             world.batch.kv_lens_device[-1] = 0
-            world.batch.slots[-width:] = 0
+            world.batch.kv_slots[-width:] = 0
             got = self.step(self.backend(64), world, layer, args)
             assert torch.isfinite(got).all()
             self.close(got[:-width], expected[:-width])

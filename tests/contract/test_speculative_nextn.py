@@ -19,8 +19,8 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Limits, Worker
 from glowplug.core.step.batch import Accepted, Batch, StepShape
-from glowplug.core.step.graph_pieces import Extension
-from glowplug.core.step.to_device import slots_at
+from glowplug.core.step.graph_pieces import DraftExtend
+from glowplug.core.step.to_device import kv_slots_at
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.suites.speculative import (
     HIDDEN,
@@ -61,16 +61,23 @@ class Draft:
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         assert self.planned[-1] is batch, "attention was not told of the pass"
         assert batch.first_key == 1 and len(input_ids) == len(positions) == batch.num_tokens == len(
-            batch.slots
+            batch.kv_slots
         )
         assert batch.extra[PREVIOUS_HIDDEN].shape == (batch.num_tokens, HIDDEN)
         self.passes.append(batch)
         return torch.nn.functional.one_hot(input_ids % HIDDEN, HIDDEN).float()
 
-    def fill(self, input_ids: Tensor, positions: Tensor, slots: Tensor, previous: Tensor) -> None:
-        assert len(input_ids) == len(positions) == len(slots) == len(previous)
+    def fill(
+        self, input_ids: Tensor, positions: Tensor, kv_slots: Tensor, previous: Tensor
+    ) -> None:
+        assert len(input_ids) == len(positions) == len(kv_slots) == len(previous)
         self.fills.append(
-            {"input_ids": input_ids, "positions": positions, "slots": slots, "previous": previous}
+            {
+                "input_ids": input_ids,
+                "positions": positions,
+                "kv_slots": kv_slots,
+                "previous": previous,
+            }
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -81,7 +88,7 @@ def make(limits: Limits, steps: int, **mesh: int) -> tuple[NextN, Draft]:
     plan = bare_plan(page_size=PAGE, width=steps + 1, lookahead=steps)
     object.__setattr__(plan, "mesh", mesh)
     algorithm, draft = NextN(NextNOptions(steps=steps), plan, Worker(dtype=torch.float32)), Draft()
-    context: Any = SimpleNamespace(attention=draft, extension=Extension())
+    context: Any = SimpleNamespace(attention=draft, extension=DraftExtend())
     assert algorithm.draft_model(context, draft, draft) is draft  # type: ignore[arg-type, comparison-overlap]
     algorithm.reserve(limits)
     return algorithm, draft
@@ -148,7 +155,7 @@ def shifted(
     batch.page_table = torch.from_numpy(batch.pages)
     owner = np.repeat(np.arange(len(rows)), batch.query_lens)
     at = batch.positions.numpy()
-    batch.slots = torch.from_numpy(
+    batch.kv_slots = torch.from_numpy(
         batch.pages[owner, at // PAGE].astype(np.int64) * PAGE + at % PAGE
     )
     count = sum(queries[decodes:])
@@ -182,8 +189,8 @@ def test_what_is_missing_is_each_token_with_the_state_before_it() -> None:
     assert made.pages is not None and made.pages.tolist() == [batch.pages[2, 1]]
     row = torch.tensor([0, 1, 1, 2, 2, 2, 2, 2, 3])
     assert (
-        made.slots.tolist()
-        == slots_at(batch.page_table[row], made.positions[:, None], PAGE).view(-1).tolist()
+        made.kv_slots.tolist()
+        == kv_slots_at(batch.page_table[row], made.positions[:, None], PAGE).view(-1).tolist()
     )
     newest = front(
         batch,
@@ -226,12 +233,12 @@ def test_drafts_stand_behind_what_was_accepted() -> None:
     made = one_more(batch, 3, places(batch, 3, torch.tensor([11, 29], dtype=torch.int32), PAGE), 4)
     assert made.positions.tolist() == [13, 31] and made.kv_lens_device.tolist() == [14, 32]
     assert made.kv_lens.tolist() == [13, 29] and made.mode is Mode.DRAFT_DECODE
-    assert made.slots.tolist() == [batch.pages[0, 3] * PAGE + 1, batch.pages[1, 7] * PAGE + 3]
+    assert made.kv_slots.tolist() == [batch.pages[0, 3] * PAGE + 1, batch.pages[1, 7] * PAGE + 3]
 
 
 def test_positions_without_a_page_go_to_scratch() -> None:
     table = torch.tensor([[3, 0], [5, 7]], dtype=torch.int32)
-    assert slots_at(table, torch.tensor([[3, 4], [7, 8]]), PAGE).tolist() == [[15, 0], [31, 0]]
+    assert kv_slots_at(table, torch.tensor([[3, 4], [7, 8]]), PAGE).tolist() == [[15, 0], [31, 0]]
 
 
 def test_states_of_page_ends_are_kept_for_those_who_resume() -> None:
@@ -262,7 +269,7 @@ def test_passes_of_a_step() -> None:
     idle = step([], 0, [1], [1], [])
     for name in ("query_lens", "kv_lens", "rows"):
         setattr(idle, name, np.zeros(0, np.int32))
-    idle.input_ids = idle.positions = idle.slots = torch.zeros(0, dtype=torch.int64)
+    idle.input_ids = idle.positions = idle.kv_slots = torch.zeros(0, dtype=torch.int64)
     idle.row_ids, idle.page_table = (
         torch.zeros(0, dtype=torch.int64),
         torch.zeros(0, 1, dtype=torch.int32),

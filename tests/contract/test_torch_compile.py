@@ -21,6 +21,7 @@ from torch._dynamo.utils import counters
 
 from glowplug.core.facts.machine import software
 from glowplug.core.facts.model_facts import HardwareFacts
+from glowplug.core.plugin.decided import Decided
 from glowplug.core.protocols import Ops, Worker
 from glowplug.kernels.elementwise import activation_reference as activation, norm_reference as norm
 from glowplug.kernels.moe import route_reference as routing
@@ -128,7 +129,7 @@ def test_refused_without_a_compiler() -> None:
         facts = SimpleNamespace(
             software=SimpleNamespace(cxx=cxx, packages=packages), hardware=HardwareFacts()
         )
-        context: Any = SimpleNamespace(facts=facts, values={"device": device})
+        context: Any = SimpleNamespace(facts=facts, values=Decided(device=device))
         return [refusal.reason for refusal in torch_compile.check_torch_compile(context)]
 
     assert not reasons("cpu", "/usr/bin/g++") and not reasons("cuda", "", triton="3.6.0")

@@ -51,7 +51,9 @@ def test_compiled_steps_give_the_eager_tokens(
         with engine(folder, **COMPILED, **more, graphs=graphs) as llm:
             assert served(llm, counts) == eager
             if graphs["use"] == "cuda_graph":
-                assert [sorted(slots) for slots in runner_of(llm).graphs._slots.values()] == [SIZES]
+                assert [
+                    sorted(graphs) for graphs in runner_of(llm).graphs._decode_graphs.values()
+                ] == [SIZES]
         assert programs() > before
 
 

@@ -72,7 +72,7 @@ def test_graphs_give_the_eager_tokens(tmp_path: Path, name: str, more: dict[str,
         eager = [tokens(llm, count) for count in counts]
     with engine(folder, **more) as llm:
         assert [tokens(llm, count) for count in counts] == eager
-        assert sorted(runner_of(llm).graphs._slots["decode"]) == SIZES
+        assert sorted(runner_of(llm).graphs._decode_graphs["decode"]) == SIZES
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -87,7 +87,7 @@ def test_verification_and_drafts_are_replayed(tmp_path: Path, steps: int) -> Non
             scheduler={"max_running_requests": 9, "overlap": overlap},
         ) as llm:
             assert [tokens(llm, count) for count in (1, 3, 9)] == plain
-            pieces = next(iter(runner_of(llm).graphs._slots["verify"].values())).pieces
+            pieces = next(iter(runner_of(llm).graphs._decode_graphs["verify"].values())).pieces
             assert {f"draft {steps}", "places", "forward", "accept greedy"} <= set(pieces)
 
 
@@ -134,10 +134,10 @@ def test_every_way_of_sampling(tmp_path: Path, speculative: dict[str, Any]) -> N
             outputs += llm.generate(prompts(5), params[:5]) + llm.generate(prompts(4), params[5:])
             found.append([one.token_ids for one in outputs])
             if graphs["use"] == "cuda_graph":
-                (slots,) = runner_of(llm).graphs._slots.values()
+                (captured,) = runner_of(llm).graphs._decode_graphs.values()
                 words = {
                     name.removeprefix("accept ")
-                    for name in slots[4].pieces
+                    for name in captured[4].pieces
                     if name.startswith("accept ")
                 }
                 assert words == {"greedy", "random", "top-p", "cut", "edited", "scored"}

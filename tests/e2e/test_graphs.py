@@ -112,7 +112,9 @@ def test_a_step_is_replayed_in_few_pieces(folder: Path) -> None:
     with engine(folder, graphs={"use": "replaying", "max_batch": 3}) as llm:
         runner = replaying_runtime.NEWEST[0]
         assert {
-            rows: slot.pieces for slots in runner._slots.values() for rows, slot in slots.items()
+            rows: slot.pieces
+            for graphs in runner._decode_graphs.values()
+            for rows, slot in graphs.items()
         } == dict.fromkeys((3, 2, 1), ("forward", "accept greedy", "accept random"))
         begun, steps = runner.functions.replays, len(runner.filled)
         llm.generate(prompts(2), GREEDY)
@@ -130,7 +132,7 @@ def test_a_capture_that_fails_says_where(folder: Path) -> None:
         engine(folder, graphs=graphs)
     with engine(folder, graphs={**graphs, "on_failure": "eager"}) as llm:
         runner = replaying_runtime.NEWEST[0]
-        assert list(runner._slots["decode"]) == [4]  # type: ignore[index]
+        assert list(runner._decode_graphs["decode"]) == [4]  # type: ignore[index]
         llm.generate(prompts(2), GREEDY)
         assert {rows for _, rows in runner.filled} == {4}
 

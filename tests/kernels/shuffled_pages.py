@@ -15,12 +15,12 @@ def shuffled_pages(
     Page 0 is nobody's, and places behind a row's pages hold 0."""
     need = [-(-length // page) for length in lengths]
     order = rng.permutation(np.arange(1, 1 + sum(need)))
-    table, slots = np.zeros((len(lengths), max(need) + spare), np.int32), []
+    table, kv_slots = np.zeros((len(lengths), max(need) + spare), np.int32), []
     for row, (count, length) in enumerate(zip(need, lengths, strict=True)):
         table[row, :count], order = order[:count], order[count:]
         at = np.arange(first_key, length)
-        slots.append(torch.from_numpy(table[row][at // page] * page + at % page).long())
-    return table, slots
+        kv_slots.append(torch.from_numpy(table[row][at // page] * page + at % page).long())
+    return table, kv_slots
 
 
 def slots_in_all(lengths: list[int], page: int) -> int:

@@ -148,14 +148,14 @@ def test_prologue(tokens: int, decode: int, heads: int, kept: torch.dtype) -> No
                 step.cos_sin,
                 True,
                 cache,
-                step.slots,
+                step.kv_slots,
                 absorbed,
                 own,
                 step.w_uk,
             )
-            there = mla_prologue.gather(cache, step.slots.int(), BF16)
-            mla_prologue.store(latent, step.compressed[:, 512:], cache, step.slots)
-            again = mla_prologue.gather(cache, step.slots.int(), BF16)
+            there = mla_prologue.gather(cache, step.kv_slots.int(), BF16)
+            mla_prologue.store(latent, step.compressed[:, 512:], cache, step.kv_slots)
+            again = mla_prologue.gather(cache, step.kv_slots.int(), BF16)
             return absorbed, own, there, again
 
         def want() -> Results:
@@ -168,20 +168,20 @@ def test_prologue(tokens: int, decode: int, heads: int, kept: torch.dtype) -> No
                 step.cos_sin.double(),
                 True,
                 turned[1],
-                step.slots,
+                step.kv_slots,
                 turned[2],
                 turned[3],
                 step.w_uk.double(),
             )
             plain = torch.cat((latent, step.compressed[:, 512:]), -1).double()
-            return turned[2], turned[3], turned[1][step.slots], plain
+            return turned[2], turned[3], turned[1][step.kv_slots], plain
 
         inputs = (
             step.query,
             step.compressed,
             step.weight,
             step.cos_sin,
-            step.slots,
+            step.kv_slots,
             step.w_uk,
             latent,
         )

@@ -40,10 +40,10 @@ class Case:
         queries: list[int] | None = None,
     ) -> None:
         rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-        table, slots = shuffled_pages(lengths, page, rng, first_key)
+        table, kv_slots = shuffled_pages(lengths, page, rng, first_key)
         cache = torch.full((2, slots_in_all(lengths, page), kv_heads, dim), float("nan"))
         cache[:, :page] = 0
-        for own in slots:
+        for own in kv_slots:
             cache[:, own] = torch.randn(2, len(own), kv_heads, dim, generator=generator)
         self.counts = queries or [width] * len(lengths)
         wide = torch.randn(sum(self.counts), heads + 3, dim, generator=generator).to(DEVICE, dtype)

@@ -17,10 +17,10 @@ def test_keys_and_values_are_stored() -> None:
     generator = torch.Generator().manual_seed(1)
     wide = torch.randn(5, 6, 12, generator=generator).to(DEVICE)
     caches = torch.full((2, 32, 2, 12), float("nan"), device=DEVICE)
-    slots = torch.tensor([3, 31, 8, 0, 16], device=DEVICE)
-    mha_store(wide[:, 2:4], wide[:, 4:], *caches, slots, follows=True)
-    assert torch.equal(caches[0][slots], wide[:, 2:4]) and torch.equal(
-        caches[1][slots], wide[:, 4:]
+    kv_slots = torch.tensor([3, 31, 8, 0, 16], device=DEVICE)
+    mha_store(wide[:, 2:4], wide[:, 4:], *caches, kv_slots, follows=True)
+    assert torch.equal(caches[0][kv_slots], wide[:, 2:4]) and torch.equal(
+        caches[1][kv_slots], wide[:, 4:]
     )
     assert int(torch.isfinite(caches).sum()) == 2 * 5 * 24
 
@@ -34,12 +34,12 @@ def test_at_published_sizes(tokens: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
     wide = torch.randn(tokens, 48, 128, generator=generator).to(DEVICE, torch.bfloat16)
     caches = torch.zeros(2, 2048, 8, 128, device=DEVICE, dtype=torch.bfloat16)
-    slots = torch.randperm(2047, generator=generator)[:tokens]
-    slots[0] = 2047
-    slots = slots.to(DEVICE)
-    mha_store(wide[:, 32:40], wide[:, 40:], *caches, slots, follows=False)
+    kv_slots = torch.randperm(2047, generator=generator)[:tokens]
+    kv_slots[0] = 2047
+    kv_slots = kv_slots.to(DEVICE)
+    mha_store(wide[:, 32:40], wide[:, 40:], *caches, kv_slots, follows=False)
     expected = torch.zeros_like(caches)
-    expected[0, slots], expected[1, slots] = wide[:, 32:40], wide[:, 40:]
+    expected[0, kv_slots], expected[1, kv_slots] = wide[:, 32:40], wide[:, 40:]
     assert torch.equal(caches, expected)
 
 

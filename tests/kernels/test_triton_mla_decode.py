@@ -45,10 +45,10 @@ class Case:
         spare: int = 0,
     ) -> None:
         rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-        table, slots = shuffled_pages(lengths, page, rng, first_key, spare)
+        table, kv_slots = shuffled_pages(lengths, page, rng, first_key, spare)
         kv = torch.full((slots_in_all(lengths, page), lora + rope), float("nan"))
         kv[:page] = 0
-        for own in slots:
+        for own in kv_slots:
             kv[own] = torch.randn(len(own), lora + rope, generator=generator)
         self.query = torch.randn(len(lengths) * width, heads, lora + rope, generator=generator).to(
             DEVICE, dtype

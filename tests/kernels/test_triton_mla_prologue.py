@@ -43,7 +43,7 @@ class Case:
         frequencies = rope.inverse_frequencies(turned, 10000.0)[0]
         table = rope.cos_sin_table(frequencies, 1.1, 100)
         self.cos_sin = table[torch.randint(100, (tokens,), generator=generator)].to(DEVICE)
-        self.slots = torch.randperm(2 * tokens + 5, generator=generator)[:tokens].to(DEVICE)
+        self.kv_slots = torch.randperm(2 * tokens + 5, generator=generator)[:tokens].to(DEVICE)
         self.cache = torch.full((2 * tokens + 5, lora + turned), NAN, device=DEVICE).to(
             kept or dtype
         )
@@ -66,7 +66,7 @@ class Case:
             self.cos_sin,
             interleaved,  # type: ignore[operator]
             made[1],
-            self.slots,
+            self.kv_slots,
             made[2],
             made[3],
             self.w_uk,
@@ -164,11 +164,11 @@ def test_store_and_gather() -> None:
     case = Case(5, 0, 1, 4, 24, 6, seed=3)
     latent, turned = case.compressed[:, :24], case.compressed[:, 24:]
     one, other = case.cache.clone(), case.cache.clone()
-    mla_prologue.store(latent, turned, one, case.slots)
-    mla.store(latent, turned, other, case.slots)
+    mla_prologue.store(latent, turned, one, case.kv_slots)
+    mla.store(latent, turned, other, case.kv_slots)
     assert torch.equal(one.isnan(), other.isnan())
-    assert torch.equal(one[case.slots], case.compressed)
-    order = case.slots.flip(0).int()
+    assert torch.equal(one[case.kv_slots], case.compressed)
+    order = case.kv_slots.flip(0).int()
     got = mla_prologue.gather(one, order, torch.float16)
     assert torch.equal(got, mla.gather(one, order, torch.float16)) and got.shape == (5, 30)
     assert mla_prologue.gather(one, order[:0], torch.float32).shape == (0, 30)

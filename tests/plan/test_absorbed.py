@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from glowplug.core.plugin.component import CheckContext, Chosen
+from glowplug.core.plugin.decided import Decided
 from glowplug.plugins.attention.mla.triton import TritonMlaOptions
 from glowplug.plugins.attention.shared.absorbed import (
     STORED_TOKENS_MAX,
@@ -28,7 +29,7 @@ def context(absorbed: str, quantization: Any, offers: Any, device: str = "cuda")
     chosen = {"quantization": (Chosen(quantization.use, quantization, offers),)}
     nothing: Any = SimpleNamespace()
     return CheckContext(
-        TritonMlaOptions(absorbed=absorbed), nothing, nothing, chosen, {"device": device}
+        TritonMlaOptions(absorbed=absorbed), nothing, nothing, chosen, Decided(device=device)
     )
 
 

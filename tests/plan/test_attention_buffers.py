@@ -63,7 +63,7 @@ def lines(plan: EnginePlan) -> dict[str, int]:
     return {line.name: line.bytes for line in plan.budget}
 
 
-def slots(plan: EnginePlan, rows: int) -> int:
+def graph_buffers(plan: EnginePlan, rows: int) -> int:
     """int32 for every position of every row."""
     return (rows + 1) * -(-plan.sizes.positions // plan.sizes.page_size) * plan.sizes.page_size * 4
 
@@ -80,7 +80,7 @@ def test_a_drafts_slots_at_a_long_context(
     other = planned(tmp_path, card, "hopper_mla")
     plan = planned(tmp_path, card, use)
     found, without = lines(plan), lines(other)
-    assert found[LINE] == slots(plan, 512) + beside > 320 << 20 and LINE not in without
+    assert found[LINE] == graph_buffers(plan, 512) + beside > 320 << 20 and LINE not in without
     assert {
         name: size for name, size in found.items() if name not in (LINE, "kv cache", "page states")
     } == {name: size for name, size in without.items() if name not in ("kv cache", "page states")}
@@ -103,12 +103,12 @@ def test_one_table_serves_every_captured_size(card: PluginSet, tmp_path: Path) -
         graphs={"use": "cuda_graph", "batch_sizes": list(range(8, 513, 8))},
     )
     none = planned(tmp_path, card, "fa3_mla", graphs={"use": "eager"})
-    assert lines(few)[LINE] == lines(many)[LINE] == lines(none)[LINE] == slots(few, 512)
+    assert lines(few)[LINE] == lines(many)[LINE] == lines(none)[LINE] == graph_buffers(few, 512)
 
 
 def test_without_a_draft_only_pages_in_parts_are_kept(card: PluginSet, tmp_path: Path) -> None:
     plan = planned(tmp_path, card, "fa3_mla", drafts=False)
-    assert lines(plan)[LINE] == slots(plan, 512) // 64 * 2
+    assert lines(plan)[LINE] == graph_buffers(plan, 512) // 64 * 2
     assert LINE not in lines(planned(tmp_path, card, "flashmla", drafts=False))
     assert lines(planned(tmp_path, card, "flashinfer_mla", drafts=False))[LINE] == WORKSPACE_BYTES
 

@@ -384,7 +384,7 @@ def test_missing_packages_and_foreign_contracts(refused, planned) -> None:
 
 def test_own_checks_see_the_combination_and_name_their_distribution(refused, planned) -> None:
     def check(context: Any) -> list[Refusal]:
-        if context.values["dtype"] == "float16" and not context.chosen["cache"][0].offers.shares:
+        if context.values.dtype == "float16" and not context.chosen["cache"][0].offers.shares:
             return [
                 Refusal("picky", "dtype", "float16 without a prefix cache", 'dtype = "float32"')
             ]

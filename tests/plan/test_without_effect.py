@@ -191,7 +191,7 @@ class WaxOptions(OpsOptions):
             raise RuntimeError("thirteen")
         return {
             **super().without_effect(context),
-            "colour": f"in the dark of {context.values['device']}",
+            "colour": f"in the dark of {context.values.device}",
         }
 
 

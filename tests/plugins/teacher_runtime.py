@@ -159,13 +159,13 @@ class RoundedMla(TorchMla):
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer
     ) -> Tensor:
         out = super().mla(q_nope, q_rope, latent, k_rope, layer)
-        assert self._slots is not None
+        assert self._kv_slots is not None
         for pool, fresh in (
             (self._kv[layer.index]["latent"], latent),
             (self._kv[layer.index]["rope"], k_rope),
         ):
             if pool.dtype is KEPT:
-                pool[self._slots] = fresh.to(self._to).to(KEPT)
+                pool[self._kv_slots] = fresh.to(self._to).to(KEPT)
         return out
 
     def kv_layout(self) -> KVLayout:

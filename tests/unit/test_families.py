@@ -9,6 +9,7 @@ import pytest
 from glowplug.core.facts.model_facts import Facts, HardwareFacts, SoftwareFacts
 from glowplug.core.facts.model_folder import model_facts, normalise
 from glowplug.core.plugin.component import CheckContext, Component
+from glowplug.core.plugin.decided import Decided
 from glowplug.models.deepseek.config import DeepseekConfig
 from glowplug.models.families import ModelOptions, register_models
 from tests.support.tiny import CONFIGS
@@ -21,7 +22,7 @@ def family(architecture: str) -> Component:
 def refusals(name: str, **changes: Any) -> list[str]:
     model = model_facts(normalise({**CONFIGS[name], **changes}))
     facts = Facts(model, HardwareFacts(), SoftwareFacts())
-    context = CheckContext(ModelOptions(), None, facts, chosen={}, values={})  # type: ignore[arg-type]
+    context = CheckContext(ModelOptions(), None, facts, chosen={}, values=Decided())  # type: ignore[arg-type]
     check = family(model.architecture).check
     assert check is not None
     found = list(check(context))

@@ -18,7 +18,7 @@ from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.startup import memory_fit as fitting
 from glowplug.core.startup.build_rank import build_rank
 from glowplug.core.startup.memory_gauge import HostGauge, MemoryMeter
-from glowplug.core.startup.page_fit import Left, compared, pages_that_fit
+from glowplug.core.startup.page_fit import MeasuredMemory, compared, pages_that_fit
 from glowplug.core.startup.phases import rate
 from glowplug.core.step.messages import Control
 from glowplug.core.testing.harness.plans import bare_plan
@@ -35,7 +35,7 @@ def plan_of(memory: dict[str, Any] | None = None, **sizes: Any) -> EnginePlan:
 
 
 def test_pages_are_what_is_left_by_name() -> None:
-    left = Left(total=100 * GIB, free=40 * GIB, step=3 * GIB, graphs=GIB)
+    left = MeasuredMemory(total=100 * GIB, free=40 * GIB, step=3 * GIB, graphs=GIB)
     assert left.for_cache(None, 0) == int(100 * GIB * 0.98) - (60 + 3 + 1) * GIB
     assert left.for_cache(0.9, GIB) == int(100 * GIB * 0.9) - (60 + 3 + 1 + 1) * GIB
     assert pages_that_fit(plan_of(), left, GIB, {}) == 34
@@ -44,7 +44,7 @@ def test_pages_are_what_is_left_by_name() -> None:
 
 
 def test_never_more_than_is_of_use_and_never_less_than_was_asked() -> None:
-    left = Left(total=100 * GIB, free=90 * GIB, step=0)
+    left = MeasuredMemory(total=100 * GIB, free=90 * GIB, step=0)
     assert pages_that_fit(plan_of(most_pages=20), left, GIB, {}) == 20
     asked = plan_of(least_pages=0, most_pages=0)  # so many tokens and no others
     assert pages_that_fit(asked, left, GIB // 2, {}) == asked.sizes.num_pages
@@ -56,7 +56,7 @@ def test_never_more_than_is_of_use_and_never_less_than_was_asked() -> None:
 
 
 def test_too_little_is_told_with_names_and_numbers() -> None:
-    left = Left(total=20 * GIB, free=4 * GIB, step=2 * GIB, graphs=GIB // 2)
+    left = MeasuredMemory(total=20 * GIB, free=4 * GIB, step=2 * GIB, graphs=GIB // 2)
     with pytest.raises(GlowplugError) as error:
         pages_that_fit(plan_of(), left, GIB, {"weights": 12 * GIB, "graphs": 7})
     for part in (

@@ -38,15 +38,17 @@ def test_masked_rows_are_whole_tiles_of_every_token(tokens: int, rows: int) -> N
     assert masked_rows(tokens) == rows and rows % DEEP_GEMM_TILE == 0
     work = fp8_experts(step(tokens, "deep_gemm_masked"))
     inner, outer = 257 * rows * 2048 * (1 + 4 / 128), 257 * rows * 7168 * 2
-    assert work.left == tokens * 7168 * 2 and 0 <= work.most - (inner + outer) < MIB
+    assert work.result == tokens * 7168 * 2 and 0 <= work.peak - (inner + outer) < MIB
 
 
 @pytest.mark.parametrize("tokens", [MASKED_TOKENS + 1, 2048, 8192])
 def test_larger_steps_hold_what_auto_does_or_what_the_largest_masked_one_did(tokens: int) -> None:
     found, auto = fp8_experts(step(tokens, "deep_gemm_masked")), fp8_experts(step(tokens))
     masked = fp8_experts(step(MASKED_TOKENS, "deep_gemm_masked"))
-    assert found.most == max(auto.most, masked.most) and found.left == max(auto.left, masked.left)
-    assert masked.most > fp8_experts(step(MASKED_TOKENS)).most
+    assert found.peak == max(auto.peak, masked.peak) and found.result == max(
+        auto.result, masked.result
+    )
+    assert masked.peak > fp8_experts(step(MASKED_TOKENS)).peak
 
 
 @pytest.mark.parametrize("tokens", [1, 300, 8192])
@@ -57,13 +59,16 @@ def test_cutlass_holds_a_row_of_each_pair(tokens: int) -> None:
         for size in (7168 * (1 + 4 / 128), 2 * 2048 * 2, 2048 * (1 + 4 / 128), 7168 * 2)
     )
     most = max(given + both, both + inner, inner + outer, outer + tokens * 7168 * 2)
-    assert 0 <= work.most - most < MIB
+    assert 0 <= work.peak - most < MIB
 
 
 @pytest.mark.parametrize("experts", ["deep_gemm_masked", "cutlass"])
 def test_results_in_float32_come_from_rows_of_16_bits(experts: str) -> None:
     narrow, wide = (fp8_experts(step(64, experts, element)) for element in (2, 4))
-    assert wide.left == 2 * narrow.left and narrow.most <= wide.most <= narrow.most + 2 * wide.left
+    assert (
+        wide.result == 2 * narrow.result
+        and narrow.peak <= wide.peak <= narrow.peak + 2 * wide.result
+    )
 
 
 def test_auto_holds_what_our_own_kernels_do_in_float32() -> None:
@@ -79,7 +84,7 @@ def test_auto_holds_what_our_own_kernels_do_in_float32() -> None:
 def test_a_step_that_may_hold_more_than_larger_ones_is_measured(experts: str) -> None:
     given = step(1, experts)
     sizes = [
-        fp8_experts(replace(given, tokens=tokens)).most
+        fp8_experts(replace(given, tokens=tokens)).peak
         for tokens in (128, 256, 512, 513, 1024, 8192)
     ]
     assert sizes == sorted(sizes)
@@ -100,26 +105,26 @@ def test_our_own_hold_rows_in_order_where_the_kernel_for_hopper_is(element: int)
         return
     rows = (8192 * 9 + 257 * 191) // 192 * 192
     wanted = rows * (7168 * (1 + 4 / 128) + 2048 * 2)
-    assert 0 <= found.most - wanted < 2 * MIB and found.left == elsewhere.left
-    assert found.most < elsewhere.most
+    assert 0 <= found.peak - wanted < 2 * MIB and found.result == elsewhere.result
+    assert found.peak < elsewhere.peak
     sizes = [
-        fp8_experts(replace(there, tokens=tokens)).most
+        fp8_experts(replace(there, tokens=tokens)).peak
         for tokens in (128, 512, 1142, 1143, 2048, 8192)
     ]
     assert sizes == sorted(sizes)
 
 
 @pytest.mark.parametrize(
-    ("experts", "turns"), [("auto", ()), ("deep_gemm_masked", (MASKED_TOKENS,))]
+    ("experts", "peaks"), [("auto", ()), ("deep_gemm_masked", (MASKED_TOKENS,))]
 )
-def test_the_plan_says_which_steps(experts: str, turns: tuple[int, ...], tmp_path: Path) -> None:
+def test_the_plan_says_which_steps(experts: str, peaks: tuple[int, ...], tmp_path: Path) -> None:
     plan = planned(
         written(tmp_path, "deepseek-v3", 4),
         plugins_of_the_card(),
         context_length=4096,
         quantization={"use": "block_fp8", "experts": experts},
     )
-    assert plan.sizes.turns == turns
+    assert plan.sizes.peak_tokens == peaks
 
 
 def test_they_are_run_before_the_pool_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +132,7 @@ def test_they_are_run_before_the_pool_is_made(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         warmup, "_run_chunks", lambda runner, plan, lengths, cached: seen.append(int(lengths.sum()))
     )
-    plan = bare_plan(turns=(24, 100), pass_tokens=(8, 16, 32))
+    plan = bare_plan(peak_tokens=(24, 100), pass_tokens=(8, 16, 32))
     runner: Any = None
     warmup.most_tokens(runner, plan)
     assert seen[2:] == [24], "none of more tokens than a step has"
@@ -135,16 +140,16 @@ def test_they_are_run_before_the_pool_is_made(monkeypatch: pytest.MonkeyPatch) -
     warmup.most_passed(runner, plan)
     assert seen == [32, 16], "the largest pass, and the largest within a turn"
     seen.clear()
-    warmup.most_passed(runner, bare_plan(turns=(24,)))
+    warmup.most_passed(runner, bare_plan(peak_tokens=(24,)))
     assert not seen
 
 
 @pytest.mark.parametrize(
-    ("width", "turns", "rows"),
+    ("width", "peaks", "rows"),
     [(1, (), [16]), (1, (8,), [16, 8]), (2, (19,), [16, 8]), (1, (400,), [16]), (2, (1,), [16])],
 )
 def test_so_are_steps_that_graphs_hold(
-    width: int, turns: tuple[int, ...], rows: list[int], monkeypatch: pytest.MonkeyPatch
+    width: int, peaks: tuple[int, ...], rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch size whose drafts and all are within a turn may take more of the graphs' pool than
     the largest.
@@ -153,5 +158,5 @@ def test_so_are_steps_that_graphs_hold(
     monkeypatch.setattr(warmup, "_decoding", lambda plan, rows, length: rows)
     monkeypatch.setattr(warmup, "_run_joined", lambda runner, batch, params: seen.append(batch))
     runner: Any = None
-    warmup.most_captured(runner, bare_plan(width=width, turns=turns), [16, 8, 1])
+    warmup.most_captured(runner, bare_plan(width=width, peak_tokens=peaks), [16, 8, 1])
     assert list(dict.fromkeys(seen)) == rows and len(seen) == len(rows) * len(warmup.SAMPLING_MODES)

@@ -64,7 +64,7 @@ def test_a_slot_holds_the_batch_and_padding(
     held = slot(6, width, page_size)
     tensors = [
         held.batch.positions,
-        held.batch.slots,
+        held.batch.kv_slots,
         held.batch.row_ids,
         held.batch.kv_lens_device,
         held.batch.page_table,
@@ -92,7 +92,7 @@ def test_a_slot_holds_the_batch_and_padding(
             mine = slice(i * width, (i + 1) * width)
             assert made.positions[mine].tolist() == places.tolist()
             assert (
-                made.slots[mine].tolist()
+                made.kv_slots[mine].tolist()
                 == (pages[places // page_size] * page_size + places % page_size).tolist()
             )
             read = -(-length // page_size) if i < live else held.shape.padded_columns
@@ -104,7 +104,7 @@ def test_a_slot_holds_the_batch_and_padding(
         assert made.query_starts.tolist() == list(range(0, 6 * width + 1, width))
         now = [
             made.positions,
-            made.slots,
+            made.kv_slots,
             made.row_ids,
             made.kv_lens_device,
             made.page_table,
@@ -153,7 +153,7 @@ def test_ranks_that_agreed_take_slots_of_one_shape() -> None:
     makes all eager.
     """
     runner = CudaGraph(CudaGraphOptions(batch_sizes=(1, 2, 4)), bare_plan(), Worker())
-    runner._slots = {Mode.DECODE: {rows: slot(rows, 1, 4) for rows in (1, 2, 4)}}
+    runner._decode_graphs = {Mode.DECODE: {rows: slot(rows, 1, 4) for rows in (1, 2, 4)}}
     runner._sizes = {Mode.DECODE: [1, 2, 4]}
     assert runner.shapes(bare_plan()) == [
         (Mode.DECODE, 4, 1),

@@ -36,8 +36,8 @@ def test_of_a_mixed_step() -> None:
     token_row = np.array([0, 1, 2, 2, 2, 3, 3, 4, 4, 4, 4], np.int32)
     positions = np.array([7, 4, 0, 1, 2, 5, 6, 2, 3, 4, 5], np.int32)
     pages = np.arange(1, 11, dtype=np.int32).reshape(5, 2)
-    slots = pages[token_row, positions // 4] * 4 + positions % 4
-    host = HostEnds.of(np.array([0, 1, 4, 10], np.int32), token_row, positions, slots, pages)
+    kv_slots = pages[token_row, positions // 4] * 4 + positions % 4
+    host = HostEnds.of(np.array([0, 1, 4, 10], np.int32), token_row, positions, kv_slots, pages)
     ends = host.on_device(3, tuple(torch.from_numpy(part) for part in host.parts()))
     assert ends.count == 4 and ends.tokens.tolist() == [0, 1, 4, 10] and ends.batch.num_decodes == 4
     assert ends.batch.positions.tolist() == [7, 4, 2, 5] and ends.batch.kv_lens_device.tolist() == [
@@ -47,7 +47,7 @@ def test_of_a_mixed_step() -> None:
         6,
     ]
     assert ends.batch.page_table.tolist() == pages[[0, 1, 2, 4]].tolist()
-    assert ends.batch.slots.tolist() == slots[[0, 1, 4, 10]].tolist()
+    assert ends.batch.kv_slots.tolist() == kv_slots[[0, 1, 4, 10]].tolist()
     assert ends.batch.query_starts.tolist() == [0, 1, 2, 3, 4] and ends.batch.kv_lens.tolist() == [
         8,
         5,
@@ -62,7 +62,7 @@ def test_what_fills_up_is_on_the_scratch_page() -> None:
     assert (
         host.count == 5
         and host.tokens[5:].tolist() == [0, 0, 0]
-        and host.slots[5:].tolist() == [0, 0, 0]
+        and host.kv_slots[5:].tolist() == [0, 0, 0]
     )
     assert host.positions.tolist() == [9, 10, 11, 12, 13, 0, 0, 0] and not host.pages[5:].any()
 

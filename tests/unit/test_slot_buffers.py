@@ -23,7 +23,7 @@ def batch(seed: int, rows: int, columns: int, page: int) -> tuple[Tensor, Tensor
     )
 
 
-def slots_of(table: Tensor, page: int) -> Tensor:
+def kv_slots_of(table: Tensor, page: int) -> Tensor:
     """Where every position of each row lies, by the definition of a page table."""
     return torch.tensor(
         [
@@ -49,9 +49,9 @@ def test_slots_begin_behind_the_first_key(
     buffers = roomy(6, 9 * page, page) if reserved else GraphBuffers()
     for seed in range(3):
         table, lens = batch(seed, 6, 9, page)
-        slots, behind = buffers.shifted(slot, table, lens, first, page)
-        assert slots.dtype == behind.dtype == torch.int32 and slots.is_contiguous()
-        assert torch.equal(slots, slots_of(table, page)[:, first:])
+        kv_slots, behind = buffers.shifted(slot, table, lens, first, page)
+        assert kv_slots.dtype == behind.dtype == torch.int32 and kv_slots.is_contiguous()
+        assert torch.equal(kv_slots, kv_slots_of(table, page)[:, first:])
         assert behind.tolist() == [max(0, length - first) for length in lens.tolist()]
 
 
@@ -60,7 +60,7 @@ def test_pages_in_parts_are_the_same_cache(parts: int) -> None:
     buffers, page = roomy(6, 9 * 64, 64), 64
     table, _ = batch(0, 6, 9, page)
     smaller = buffers.in_parts("a", table, parts)
-    assert torch.equal(slots_of(smaller, page // parts), slots_of(table, page))
+    assert torch.equal(kv_slots_of(smaller, page // parts), kv_slots_of(table, page))
 
 
 @pytest.mark.parametrize("positions", [700, 4097, 16384])
@@ -77,8 +77,8 @@ def test_every_size_and_pass_lies_in_what_the_plan_counts(page: int, positions: 
         for rows in (32, 16, 8, 3, 1):
             table, lens = batch(rows + replay, rows, step.columns, page)
             for number in (1, 2):
-                slots, _ = buffers.shifted((rows, number), table, lens, 1, page)
-                places.add(slots.data_ptr())
+                kv_slots, _ = buffers.shifted((rows, number), table, lens, 1, page)
+                places.add(kv_slots.data_ptr())
             parts = table_bytes.mla_parts(page, 3 * 128)
             if parts > 1:
                 places.add(buffers.in_parts((rows, "forward"), table, parts).data_ptr())

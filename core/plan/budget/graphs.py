@@ -116,35 +116,37 @@ def kept_bytes(
     )
 
 
-def pass_tokens(draft: Proposal, step_tokens: int) -> tuple[int, ...]:
+def pass_tokens(proposal: Proposal, step_tokens: int) -> tuple[int, ...]:
     """Return the token counts for which passes with prompts are captured.
 
     None are captured on several ranks, because the number of exchanged rows differs between steps.
     """
-    runner = draft.first("graphs")
-    if runner is None or not isinstance(runner.options, GraphOptions) or draft.values["ranks"] > 1:
+    runner = proposal.first("graphs")
+    if runner is None or not isinstance(runner.options, GraphOptions) or proposal.values.ranks > 1:
         return ()
-    inside = [chosen for slot in CAPTURED_SLOTS for chosen in draft.chosen.get(slot, ())]
+    inside = [chosen for slot in CAPTURED_SLOTS for chosen in proposal.chosen.get(slot, ())]
     capturable = all(Mode.PREFILL in chosen.offers.captures_in for chosen in inside)
     return runner.options.token_counts(step_tokens) if capturable else ()
 
 
-def extend_tokens(draft: Proposal, step_tokens: int) -> tuple[int, ...]:
+def extend_tokens(proposal: Proposal, step_tokens: int) -> tuple[int, ...]:
     """Return the token counts for which the draft's pass over a step's tokens is captured.
 
     They are those of the target's passes if all components of the pass can be captured. Attention
     only stores keys and values in this pass, as in the captured decode steps.
     """
     taking = [
-        chosen for slot in (*CAPTURED_SLOTS, "speculative") for chosen in draft.chosen.get(slot, ())
+        chosen
+        for slot in (*CAPTURED_SLOTS, "speculative")
+        for chosen in proposal.chosen.get(slot, ())
     ]
-    capturable = draft.values["lookahead"] and all(
+    capturable = proposal.values.lookahead and all(
         Mode.DRAFT_EXTEND in one.offers.captures_in for one in taking
     )
-    return pass_tokens(draft, step_tokens) if capturable else ()
+    return pass_tokens(proposal, step_tokens) if capturable else ()
 
 
-def short_steps(draft: Proposal, rows: int, context: int) -> tuple[int, tuple[int, ...]]:
+def short_steps(proposal: Proposal, rows: int, context: int) -> tuple[int, tuple[int, ...]]:
     """Return ``Sizes.short_keys`` and ``Sizes.short_rows``; (0, ()) if there are no such graphs.
 
     They are captured on one rank only, because other ranks may have longer rows, and only without
@@ -154,27 +156,27 @@ def short_steps(draft: Proposal, rows: int, context: int) -> tuple[int, tuple[in
         rows: most running sequences.
         context: longest sequence in tokens.
     """
-    runner = draft.first("graphs")
-    attention = draft.first("attention")
+    runner = proposal.first("graphs")
+    attention = proposal.first("attention")
     if runner is None or not isinstance(runner.options, GraphOptions) or attention is None:
         return 0, ()
     offers = attention.offers
-    width = draft.values["width"]
+    width = proposal.values.width
     if (
         not isinstance(offers, AttentionOffers)
         or offers.short_rows is None
         or width > 1
-        or context + width + draft.values["lookahead"] <= offers.short_keys
-        or draft.values["ranks"] > 1
+        or context + width + proposal.values.lookahead <= offers.short_keys
+        or proposal.values.ranks > 1
     ):
         return 0, ()
-    short = offers.short_rows(draft.facts.model.num_heads)
+    short = offers.short_rows(proposal.facts.model.num_heads)
     sizes = tuple(size for size in runner.options.sizes(rows) if size in short)
     return (offers.short_keys, sizes) if sizes else (0, ())
 
 
 def graph_line(
-    draft: Proposal, rows: int, step_tokens: int, step_bytes: Callable[[int], int]
+    proposal: Proposal, rows: int, step_tokens: int, step_bytes: Callable[[int], int]
 ) -> BudgetLine | None:
     """Return the budget line of the graphs; None without graphs.
 
@@ -187,30 +189,30 @@ def graph_line(
         step_tokens: most tokens of a step.
         step_bytes: function from a number of tokens to the activation bytes of such a step.
     """
-    runner = draft.first("graphs")
+    runner = proposal.first("graphs")
     if runner is None or not isinstance(runner.options, GraphOptions):
         return None
     sizes = runner.options.sizes(rows)
     if not sizes:
         return None
-    _decide(draft, sizes, rows)
-    counts = pass_tokens(draft, step_tokens)
-    extends = extend_tokens(draft, step_tokens)
+    _decide(proposal, sizes, rows)
+    counts = pass_tokens(proposal, step_tokens)
+    extends = extend_tokens(proposal, step_tokens)
     how = f"{len(sizes)} batch sizes up to {sizes[-1]}"
-    context = draft.config.context_length or draft.facts.model.max_positions
-    _, short = short_steps(draft, rows, context)
+    context = proposal.config.context_length or proposal.facts.model.max_positions
+    _, short = short_steps(proposal, rows, context)
     if short:
         how += f", {len(short)} of them for short rows too"
     if counts:
-        _decide_counts(draft, counts, step_tokens)
+        _decide_counts(proposal, counts, step_tokens)
         how += f", {len(counts)} token counts up to {counts[-1]}" + ", of the draft too" * bool(
             extends
         )
-    tokens = sizes[-1] * draft.values["width"]
-    logits = int(tokens * draft.facts.model.vocab_size * 4 * LOGIT_COPIES)
+    tokens = sizes[-1] * proposal.values.width
+    logits = int(tokens * proposal.facts.model.vocab_size * 4 * LOGIT_COPIES)
     decoding = step_bytes(tokens)
     passing = step_bytes(counts[-1]) if counts else 0
-    grows = draft.values["growing_segments"]
+    grows = proposal.values.growing_segments
     if grows:
         pool = grown_pool_bytes(decoding, logits, passing)
     else:
@@ -218,44 +220,44 @@ def graph_line(
             decoding + min(DECODE_SLACK, decoding) + logits, passing + min(PASS_SLACK, passing)
         )
     columns = context // PAGE + 1
-    model = draft.facts.model
-    drafts = draft.values["lookahead"]
+    model = proposal.facts.model
+    drafts = proposal.values.lookahead
     kept = kept_bytes(
-        model, sizes + short, counts, columns, DTYPE_BYTES[draft.values["dtype"]], grows, extends
+        model, sizes + short, counts, columns, DTYPE_BYTES[proposal.values.dtype], grows, extends
     )
     driver = driver_bytes(len(sizes + short), model.num_layers, len(counts), drafts, len(extends))
     return BudgetLine("graphs", driver + kept + pool, f"{how}, one pool")
 
 
-def _decide(draft: Proposal, sizes: tuple[int, ...], rows: int) -> None:
+def _decide(proposal: Proposal, sizes: tuple[int, ...], rows: int) -> None:
     """Record the captured batch sizes: the given ones that can run, or the default."""
-    asked = getattr(draft.config.graphs, "batch_sizes", None)
+    asked = getattr(proposal.config.graphs, "batch_sizes", None)
     if asked is None:
-        draft.decide(
+        proposal.decide(
             "graphs.batch_sizes",
             list(sizes),
             "size",
             f"default, up to {sizes[-1]} of {rows} sequences",
         )
         return
-    by, why = draft.source("graphs.batch_sizes") or ("operator", "")
+    by, why = proposal.source("graphs.batch_sizes") or ("operator", "")
     left_out = sorted(set(asked) - set(sizes))
     if left_out:
         limit = (
             f"at most {rows} sequences run" if left_out[-1] > rows else "graphs.max_batch is lower"
         )
         why += f"; without {', '.join(map(str, left_out))}: {limit}"
-    draft.decide("graphs.batch_sizes", list(sizes), by, why)
+    proposal.decide("graphs.batch_sizes", list(sizes), by, why)
 
 
-def _decide_counts(draft: Proposal, counts: tuple[int, ...], step_tokens: int) -> None:
+def _decide_counts(proposal: Proposal, counts: tuple[int, ...], step_tokens: int) -> None:
     """Record the captured token counts: the given ones that can occur, or the default."""
-    asked = getattr(draft.config.graphs, "prefill_tokens", None)
+    asked = getattr(proposal.config.graphs, "prefill_tokens", None)
     by = "size"
     why = f"default, up to {counts[-1]} of {step_tokens} tokens per step"
     if asked is not None:
         left_out = sorted(set(asked) - set(counts))
-        by, why = draft.source("graphs.prefill_tokens") or ("operator", "")
+        by, why = proposal.source("graphs.prefill_tokens") or ("operator", "")
         if left_out:
             limit = (
                 f"a step has at most {step_tokens} tokens"
@@ -263,4 +265,4 @@ def _decide_counts(draft: Proposal, counts: tuple[int, ...], step_tokens: int) -
                 else "graphs.max_prefill_tokens is lower"
             )
             why += f"; without {', '.join(map(str, left_out))}: {limit}"
-    draft.decide("graphs.prefill_tokens", list(counts), by, why)
+    proposal.decide("graphs.prefill_tokens", list(counts), by, why)

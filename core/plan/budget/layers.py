@@ -13,7 +13,13 @@ from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.facts.parameters import is_moe_layer, stated
 from glowplug.core.plan.proposal import Proposal
-from glowplug.core.plugin.byte_costs import SHOWN, AttentionStep, ExpertsStep, MemoryUse, gated_rows
+from glowplug.core.plugin.byte_costs import (
+    NUMBER_BYTES,
+    AttentionStep,
+    ExpertsStep,
+    MemoryUse,
+    gated_rows,
+)
 from glowplug.core.plugin.component import Chosen
 from glowplug.core.plugin.offers import AttentionOffers, OpsOffers, QuantizationOffers
 from glowplug.core.plugin.options import QuantizationOptions
@@ -54,28 +60,28 @@ class LayerBytes:
         key: elements of a head's query or key.
     """
 
-    def __init__(self, draft: Proposal) -> None:
-        self.model = draft.facts.model
-        self.mesh = draft.values["mesh"]
-        values = draft.values
-        self.dtype: str = values["dtype"]
+    def __init__(self, proposal: Proposal) -> None:
+        self.model = proposal.facts.model
+        self.mesh = proposal.values.mesh
+        values = proposal.values
+        self.dtype: str = values.dtype
         self.element: int = DTYPE_BYTES[self.dtype]
-        devices = draft.facts.hardware.devices
+        devices = proposal.facts.hardware.devices
         self._card, self._compute = (devices[0].name, devices[0].compute) if devices else ("", 0)
-        self.alone = values["ranks"] == 1
-        self._packages = draft.facts.software.packages
-        attention = draft.first("attention")
-        scheme = draft.first("quantization")
-        ops = draft.first("ops")
+        self.alone = values.ranks == 1
+        self._packages = proposal.facts.software.packages
+        attention = proposal.first("attention")
+        scheme = proposal.first("quantization")
+        ops = proposal.first("ops")
         self._attention = (
             attention.offers
             if attention and isinstance(attention.offers, AttentionOffers)
             else AttentionOffers()
         )
         self._ops = ops.offers if ops and isinstance(ops.offers, OpsOffers) else OpsOffers()
-        self._scheme, self._cast = _scheme(scheme, values["device"])
+        self._scheme, self._cast = _scheme(scheme, values.device)
         self._options = scheme.options if scheme else None
-        self._grows: bool = values["growing_segments"]
+        self._grows: bool = values.growing_segments
         self.heads = -(-self.model.num_heads // axis_size("attn_tp", self.mesh))
         self.rope = self.model.qk_rope_head_dim or self.model.head_dim
         self.value = stated(self.model, "v_head_dim", self.model.head_dim)
@@ -98,7 +104,7 @@ class LayerBytes:
         """
         gathered = tokens * self.mesh.get("dp", 1)
         mixed = any(is_moe_layer(self.model, layer) for layer in range(self.model.num_layers))
-        extra = self.experts(gathered).extra if mixed and not self._grows else 0
+        extra = self.experts(gathered).fragmentation if mixed and not self._grows else 0
         return self.activations(StepTokens(tokens, gathered, tokens)) + extra
 
     def activations(self, step: StepTokens) -> int:
@@ -122,11 +128,11 @@ class LayerBytes:
             most = max(
                 most,
                 before + kept + (stream if layer else 0) + normed + self.attention(step),
-                before + kept + stream + read + work.most,
+                before + kept + stream + read + work.peak,
             )
-            before = work.left
+            before = work.result
             kept = stream
-        return most + step.own * (INDICES + self.rope * SHOWN)
+        return most + step.own * (INDICES + self.rope * NUMBER_BYTES)
 
     def cast(self, tokens: int, size: int) -> int:
         """Return the bytes of activations [tokens, size] in the format that linear layers read."""
@@ -218,11 +224,13 @@ class LayerBytes:
             self._compute,
         )
         work = (self._scheme.experts_work or gated_rows)(step)
-        routed = step.pairs * 2 * SHOWN
+        routed = step.pairs * 2 * NUMBER_BYTES
         if riding == shared:
-            return MemoryUse(routed + work.most, work.left, work.extra)
+            return MemoryUse(routed + work.peak, work.result, work.fragmentation)
         beside = self._gated(tokens, shared * inter)
-        return MemoryUse(routed + max(work.most, work.left + beside.most), work.left, work.extra)
+        return MemoryUse(
+            routed + max(work.peak, work.result + beside.peak), work.result, work.fragmentation
+        )
 
 
 def _scheme(chosen: Chosen | None, device: str) -> tuple[QuantizationOffers, float]:

@@ -52,27 +52,27 @@ class MemoryShare:
     left: int
 
 
-def size(draft: Proposal) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
+def size(proposal: Proposal) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     """Return the sizes and the byte budget; None after a refusal.
 
     Model, attention, quantization and speculative algorithm must have been chosen.
     """
-    device = draft.values["device"]
-    rows = _rows(draft, device)
-    chunk = _chunk(draft, device)
-    page = _page(draft, device)
-    step_tokens = chunk + rows * draft.values["width"]
-    draft.values["page_size"] = page
-    draft.values["growing_segments"] = _grows(draft, device)
-    fixed = [*_weights(draft), *workspace_lines(draft, rows, step_tokens, device)]
-    room = _room(draft, device, fixed)
+    device = proposal.values.device
+    rows = _rows(proposal, device)
+    chunk = _chunk(proposal, device)
+    page = _page(proposal, device)
+    step_tokens = chunk + rows * proposal.values.width
+    proposal.values.page_size = page
+    proposal.values.growing_segments = _grows(proposal, device)
+    fixed = [*_weights(proposal), *workspace_lines(proposal, rows, step_tokens, device)]
+    room = _room(proposal, device, fixed)
     if room.left <= 0:
-        draft.refusals.append(_too_big(draft, fixed, room))
+        proposal.refusals.append(_too_big(proposal, fixed, room))
         return None
-    token = kv_token_bytes(draft)
-    beside = page_state_bytes(draft)
-    pages = _pages(draft, room, token * page + beside, rows, page)
-    context = _context(draft, pages, page, token, room) if pages else None
+    token = kv_token_bytes(proposal)
+    beside = page_state_bytes(proposal)
+    pages = _pages(proposal, room, token * page + beside, rows, page)
+    context = _context(proposal, pages, page, token, room) if pages else None
     if pages is None or context is None:
         return None
     cache = [
@@ -88,57 +88,59 @@ def size(draft: Proposal) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
                 "page states", pages * beside, "the target's hidden state of each page's last token"
             )
         )
-    keys, short = short_steps(draft, rows, context)
+    keys, short = short_steps(proposal, rows, context)
     sizes = Sizes(
         context_length=context,
         max_running=rows,
-        max_queued=draft.config.scheduler.max_queued_requests,
+        max_queued=proposal.config.scheduler.max_queued_requests,
         max_step_tokens=step_tokens,
         chunk_size=chunk,
         page_size=page,
         num_pages=pages,
         kv_bytes=cache[0].bytes,
-        width=draft.values["width"],
-        draft_layers=draft.values["draft_layers"],
-        lookahead=draft.values["lookahead"],
-        pass_tokens=pass_tokens(draft, step_tokens),
-        extend_tokens=extend_tokens(draft, step_tokens),
-        turns=_turns(draft),
-        **_page_bounds(draft, pages, rows, page, context),
+        width=proposal.values.width,
+        draft_layers=proposal.values.draft_layers,
+        lookahead=proposal.values.lookahead,
+        pass_tokens=pass_tokens(proposal, step_tokens),
+        extend_tokens=extend_tokens(proposal, step_tokens),
+        peak_tokens=_peak_tokens(proposal),
+        **_page_bounds(proposal, pages, rows, page, context),
         short_keys=keys,
         short_rows=short,
     )
-    draft.values["positions"], draft.values["short_rows"] = sizes.positions, short
-    _remark_draft(draft)
+    proposal.values.positions, proposal.values.short_rows = sizes.positions, short
+    _remark_draft(proposal)
     return sizes, (*fixed, *cache)
 
 
-def _turns(draft: Proposal) -> tuple[int, ...]:
-    """Return ``Sizes.turns``, the token counts of a step of one dp group.
+def _peak_tokens(proposal: Proposal) -> tuple[int, ...]:
+    """Return ``Sizes.peak_tokens``, the token counts of a step of one dp group.
 
     Experts compute the tokens of all groups, so their token counts are divided by the groups.
     """
-    scheme = draft.first("quantization")
+    scheme = proposal.first("quantization")
     if (
-        draft.values["device"] != "cuda"
+        proposal.values.device != "cuda"
         or scheme is None
         or not isinstance(scheme.offers, QuantizationOffers)
     ):
         return ()
-    found = scheme.offers.turns(scheme.options) if scheme.offers.turns else ()
-    return tuple(turn // draft.values["mesh"].get("dp", 1) for turn in found)
+    found = scheme.offers.peak_tokens(scheme.options) if scheme.offers.peak_tokens else ()
+    return tuple(tokens // proposal.values.mesh.get("dp", 1) for tokens in found)
 
 
-def _page_bounds(draft: Proposal, pages: int, rows: int, page: int, context: int) -> dict[str, int]:
+def _page_bounds(
+    proposal: Proposal, pages: int, rows: int, page: int, context: int
+) -> dict[str, int]:
     """Return the fewest and most pages that a rank may have after measuring its memory."""
-    memory = draft.config.memory
+    memory = proposal.config.memory
     if (
-        draft.values["device"] == "cpu"
+        proposal.values.device == "cpu"
         or memory.kv_tokens is not None
         or memory.kv_bytes is not None
     ):
         return {"least_pages": pages, "most_pages": pages}
-    one = -(-(context + _ahead(draft)) // page) + 1
+    one = -(-(context + _ahead(proposal)) // page) + 1
     return {
         "least_pages": min(pages, one),
         "most_pages": max(pages, KV_SPARE * rows * (one - 1) + 1),
@@ -148,28 +150,28 @@ def _page_bounds(draft: Proposal, pages: int, rows: int, page: int, context: int
 # ---- counts --------------------------------------------------------------------------------------
 
 
-def _rows(draft: Proposal, device: str) -> int:
+def _rows(proposal: Proposal, device: str) -> int:
     return _given_or(
-        draft,
+        proposal,
         "scheduler.max_running_requests",
-        draft.config.scheduler.max_running_requests,
+        proposal.config.scheduler.max_running_requests,
         DEVICE_DEFAULTS[device].running,
         f"default on {device}",
     )
 
 
-def _chunk(draft: Proposal, device: str) -> int:
+def _chunk(proposal: Proposal, device: str) -> int:
     return _given_or(
-        draft,
+        proposal,
         "scheduler.chunk_size",
-        draft.config.scheduler.chunk_size,
+        proposal.config.scheduler.chunk_size,
         DEVICE_DEFAULTS[device].chunk,
         f"default on {device}",
     )
 
 
-def _page(draft: Proposal, device: str) -> int:
-    attention = draft.first("attention")
+def _page(proposal: Proposal, device: str) -> int:
+    attention = proposal.first("attention")
     assert attention is not None and isinstance(attention.offers, AttentionOffers)
     wanted = DEVICE_DEFAULTS[device].page
     why = f"default on {device}"
@@ -178,30 +180,32 @@ def _page(draft: Proposal, device: str) -> int:
             attention.offers.page_sizes, key=lambda size: abs(size - DEVICE_DEFAULTS[device].page)
         )
         why = f"a size that {attention.name} reads"
-    return _given_or(draft, "attention.page_size", draft.config.attention.page_size, wanted, why)
+    return _given_or(
+        proposal, "attention.page_size", proposal.config.attention.page_size, wanted, why
+    )
 
 
-def _given_or(draft: Proposal, path: str, given: int | None, otherwise: int, why: str) -> int:
+def _given_or(proposal: Proposal, path: str, given: int | None, otherwise: int, why: str) -> int:
     """Record and return a given value, or ``otherwise`` with the reason ``why``."""
     if given is None:
-        draft.decide(path, otherwise, "size", why)
+        proposal.decide(path, otherwise, "size", why)
         return otherwise
-    draft.decide(path, given, *(draft.source(path) or ("default", "")))
+    proposal.decide(path, given, *(proposal.source(path) or ("default", "")))
     return given
 
 
-def _grows(draft: Proposal, device: str) -> bool:
+def _grows(proposal: Proposal, device: str) -> bool:
     """Return whether torch's allocator uses expandable segments; False on a CPU."""
     path = "memory.growing_segments"
-    asked = draft.config.memory.growing_segments
-    source = draft.source(path)
+    asked = proposal.config.memory.growing_segments
+    source = proposal.source(path)
     if device != "cuda":
         return False
     if asked != "auto":
-        draft.decide(path, asked, *(source or ("default", "")))
+        proposal.decide(path, asked, *(source or ("default", "")))
         return asked
-    against = _against_growing(draft)
-    draft.decide(
+    against = _against_growing(proposal)
+    proposal.decide(
         path,
         not against,
         "size",
@@ -210,11 +214,11 @@ def _grows(draft: Proposal, device: str) -> bool:
     return not against
 
 
-def _against_growing(draft: Proposal) -> str:
+def _against_growing(proposal: Proposal) -> str:
     """Return the reason why "auto" does not use expandable segments; "" if it does."""
-    if draft.values["ranks"] > 1:
-        return f"not tested with several ranks, and the plan has {draft.values['ranks']}"
-    collectives = draft.first("collectives")
+    if proposal.values.ranks > 1:
+        return f"not tested with several ranks, and the plan has {proposal.values.ranks}"
+    collectives = proposal.first("collectives")
     if collectives is None:
         return ""
     assert isinstance(collectives.offers, CollectiveOffers)
@@ -228,29 +232,36 @@ def _against_growing(draft: Proposal) -> str:
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
-def _weights(draft: Proposal) -> list[BudgetLine]:
+def _weights(proposal: Proposal) -> list[BudgetLine]:
     """Return the lines of the weights, and of the draft's weights."""
-    scheme = draft.first("quantization")
+    scheme = proposal.first("quantization")
     assert scheme is not None and isinstance(scheme.offers, QuantizationOffers)
     assert isinstance(scheme.options, QuantizationOptions)
     storage = Storage(
-        compute=DTYPE_BYTES[draft.values["dtype"]],
-        keeps=not scheme.options.dequantizes(draft.values["device"], scheme.offers),
-        copies_latent=draft.values["device"] == "cpu",
+        compute=DTYPE_BYTES[proposal.values.dtype],
+        keeps=not scheme.options.dequantizes(proposal.values.device, scheme.offers),
+        copies_latent=proposal.values.device == "cpu",
         online=scheme.offers.online_bytes
-        if scheme.offers.online and draft.facts.model.quant_method == "none"
+        if scheme.offers.online and proposal.facts.model.quant_method == "none"
         else 0,
     )
-    lines = [_weight_line(draft, "weights", draft.facts.model, draft.elements, storage, False)]
-    if draft.values["draft_layers"]:
-        model = draft.facts.draft or draft.facts.model
-        elements = draft.draft_elements if draft.facts.draft else draft.elements
-        lines.append(_weight_line(draft, "draft weights", model, elements, storage, True))
+    lines = [
+        _weight_line(proposal, "weights", proposal.facts.model, proposal.elements, storage, False)
+    ]
+    if proposal.values.draft_layers:
+        model = proposal.facts.draft or proposal.facts.model
+        elements = proposal.draft_elements if proposal.facts.draft else proposal.elements
+        lines.append(_weight_line(proposal, "draft weights", model, elements, storage, True))
     return lines
 
 
 def _weight_line(
-    draft: Proposal, name: str, model: ModelFacts, elements: Tally, storage: Storage, drafts: bool
+    proposal: Proposal,
+    name: str,
+    model: ModelFacts,
+    elements: Tally,
+    storage: Storage,
+    drafts: bool,
 ) -> BudgetLine:
     """Return the line of one model's weights.
 
@@ -258,31 +269,31 @@ def _weight_line(
         elements: element counts by kind.
         drafts: the line is that of the first next-token layer.
     """
-    ranks = draft.values["ranks"]
+    ranks = proposal.values.ranks
     how = "tensor headers" if model.tensors else "arithmetic from config.json"
-    held = weights_by_rank(elements, model, draft.values["mesh"], ranks, storage, drafts)
+    held = weights_by_rank(elements, model, proposal.values.mesh, ranks, storage, drafts)
     if ranks > 1:
         how += f", over {ranks} ranks"
     return BudgetLine(name, max(held), how, held if len(set(held)) > 1 else ())
 
 
-def _room(draft: Proposal, device: str, fixed: list[BudgetLine]) -> MemoryShare:
+def _room(proposal: Proposal, device: str, fixed: list[BudgetLine]) -> MemoryShare:
     """Return the memory of a rank after the fixed lines."""
-    machine = draft.facts.hardware
-    fraction = draft.config.memory.fraction
+    machine = proposal.facts.hardware
+    fraction = proposal.config.memory.fraction
     used = sum(line.bytes for line in fixed)
     if device == "cuda":
         memory = min((card.memory for card in machine.devices), default=0)
         share = fraction or 1 - CUDA_RESERVE
         what = "the device's"
     else:
-        per_host = -(-draft.values["ranks"] // draft.values["hosts"])
+        per_host = -(-proposal.values.ranks // proposal.values.hosts)
         memory = machine.cpu_memory // per_host
         share = fraction or CPU_SHARE
         what = "the machine's"
     if fraction is not None:
-        draft.decide(
-            "memory.fraction", fraction, *(draft.source("memory.fraction") or ("default", ""))
+        proposal.decide(
+            "memory.fraction", fraction, *(proposal.source("memory.fraction") or ("default", ""))
         )
     total = int(memory * share)
     return MemoryShare(
@@ -290,11 +301,11 @@ def _room(draft: Proposal, device: str, fixed: list[BudgetLine]) -> MemoryShare:
     )
 
 
-def _too_big(draft: Proposal, fixed: list[BudgetLine], room: MemoryShare) -> Refusal:
+def _too_big(proposal: Proposal, fixed: list[BudgetLine], room: MemoryShare) -> Refusal:
     """Return the refusal of a plan whose fixed lines leave no memory for the KV cache."""
     needed = room.total - room.left
     needs = ", ".join(f"{line.name} {human(line.bytes)}" for line in fixed)
-    field, fix = _smaller(draft, {line.name: line.bytes for line in fixed}, room, needed)
+    field, fix = _smaller(proposal, {line.name: line.bytes for line in fixed}, room, needed)
     return Refusal(
         "size",
         field,
@@ -304,12 +315,12 @@ def _too_big(draft: Proposal, fixed: list[BudgetLine], room: MemoryShare) -> Ref
 
 
 def _smaller(
-    draft: Proposal, lines: dict[str, int], room: MemoryShare, needed: int
+    proposal: Proposal, lines: dict[str, int], room: MemoryShare, needed: int
 ) -> tuple[str, str]:
     """Return the field to change so that the fixed lines fit, and the fix."""
     share = needed / room.memory
-    default = CPU_SHARE if draft.values["device"] == "cpu" else 1 - CUDA_RESERVE
-    if draft.config.memory.fraction is not None and share < 1 - CUDA_RESERVE:
+    default = CPU_SHARE if proposal.values.device == "cpu" else 1 - CUDA_RESERVE
+    if proposal.config.memory.fraction is not None and share < 1 - CUDA_RESERVE:
         left_out = f", or leave it out ({default:.0%})" if share < default else ""
         return (
             "memory.fraction",
@@ -334,34 +345,34 @@ def _smaller(
         first, second = sorted(steps, key=lambda name: -lines.get(name, 0))
         return steps[first], f"a smaller {steps[first]}, and a smaller {steps[second]}"
     fix = "more memory per rank: a larger machine, more ranks, or a quantized checkpoint"
-    return "model", fix + (', or dtype = "bfloat16"' if draft.values["dtype"] == "float32" else "")
+    return "model", fix + (', or dtype = "bfloat16"' if proposal.values.dtype == "float32" else "")
 
 
-def kv_token_bytes(draft: Proposal) -> int:
+def kv_token_bytes(proposal: Proposal) -> int:
     """Return the bytes of KV cache of one token on a rank, over all layers."""
-    model = draft.facts.model
-    layers: int = model.num_layers + draft.values["draft_layers"]
-    element = DTYPE_BYTES[draft.values["kv_dtype"]]
+    model = proposal.facts.model
+    layers: int = model.num_layers + proposal.values.draft_layers
+    element = DTYPE_BYTES[proposal.values.kv_dtype]
     if model.kind == "mla":  # all heads share the latent, so every rank holds all of it
         return layers * (model.kv_lora_rank + model.qk_rope_head_dim) * element
-    heads = max(1, -(-model.num_kv_heads // axis_size("attn_tp", draft.values["mesh"])))
+    heads = max(1, -(-model.num_kv_heads // axis_size("attn_tp", proposal.values.mesh)))
     return layers * 2 * heads * model.head_dim * element
 
 
-def page_state_bytes(draft: Proposal) -> int:
+def page_state_bytes(proposal: Proposal) -> int:
     """Return the bytes kept for a draft beside each page: one hidden state of the target, or 0."""
-    speculative = draft.first("speculative")
+    speculative = proposal.first("speculative")
     assert speculative is not None and isinstance(speculative.offers, SpeculativeOffers)
     if not (speculative.offers.nextn_layer and speculative.offers.first_key):
         return 0
-    return draft.facts.model.hidden_size * DTYPE_BYTES[draft.values["dtype"]]
+    return proposal.facts.model.hidden_size * DTYPE_BYTES[proposal.values.dtype]
 
 
-def _remark_draft(draft: Proposal) -> None:
+def _remark_draft(proposal: Proposal) -> None:
     """Add a remark if only the first of several next-token layers is used."""
-    layers = (draft.facts.draft or draft.facts.model).nextn_layers
-    if draft.values["draft_layers"] and layers > 1:
-        draft.decide(
+    layers = (proposal.facts.draft or proposal.facts.model).nextn_layers
+    if proposal.values.draft_layers and layers > 1:
+        proposal.decide(
             "speculative.layers",
             1,
             "size",
@@ -370,9 +381,11 @@ def _remark_draft(draft: Proposal) -> None:
         )
 
 
-def _pages(draft: Proposal, room: MemoryShare, page_bytes: int, rows: int, page: int) -> int | None:
+def _pages(
+    proposal: Proposal, room: MemoryShare, page_bytes: int, rows: int, page: int
+) -> int | None:
     """Return the pages of the KV pool with the scratch page; None after a refusal."""
-    memory = draft.config.memory
+    memory = proposal.config.memory
     most = room.left // page_bytes
     if memory.kv_tokens is not None:
         asked = -(-memory.kv_tokens // page) + 1
@@ -381,11 +394,11 @@ def _pages(draft: Proposal, room: MemoryShare, page_bytes: int, rows: int, page:
         asked = memory.kv_bytes // page_bytes
         field = "memory.kv_bytes"
     else:
-        return _auto_pages(draft, most, page_bytes, rows, page)
+        return _auto_pages(proposal, most, page_bytes, rows, page)
     if asked > most or asked < 2:
         fit = most * page_bytes if field == "memory.kv_bytes" else (most - 1) * page
         low = 2 * page_bytes if field == "memory.kv_bytes" else 1
-        draft.refusals.append(
+        proposal.refusals.append(
             Refusal(
                 "size",
                 field,
@@ -396,20 +409,20 @@ def _pages(draft: Proposal, room: MemoryShare, page_bytes: int, rows: int, page:
             )
         )
         return None
-    draft.decide("kv.tokens", (asked - 1) * page, *(draft.source(field) or ("default", "")))
+    proposal.decide("kv.tokens", (asked - 1) * page, *(proposal.source(field) or ("default", "")))
     return asked
 
 
-def _auto_pages(draft: Proposal, most: int, page_bytes: int, rows: int, page: int) -> int | None:
+def _auto_pages(proposal: Proposal, most: int, page_bytes: int, rows: int, page: int) -> int | None:
     """Return the default number of pages; None after a refusal.
 
     They take the memory that is left, but no more than running sequences can use; on a device,
     ``KV_SPARE`` times as much, for the prefix cache.
     """
-    context = draft.config.context_length or draft.facts.model.max_positions
-    each = -(-(context + _ahead(draft)) // page)
+    context = proposal.config.context_length or proposal.facts.model.max_positions
+    each = -(-(context + _ahead(proposal)) // page)
     limits = {most: "the rest of the memory"}
-    if draft.values["device"] == "cpu":
+    if proposal.values.device == "cpu":
         limits |= {
             rows * each + 1: f"{rows} sequences of {context} tokens",
             max(2, CPU_KV_CAP // page_bytes): f"at most {human(CPU_KV_CAP)} on a CPU",
@@ -420,7 +433,7 @@ def _auto_pages(draft: Proposal, most: int, page_bytes: int, rows: int, page: in
         }
     pages = min(limits)
     if pages < 2:
-        draft.refusals.append(
+        proposal.refusals.append(
             Refusal(
                 "size",
                 "model",
@@ -430,24 +443,26 @@ def _auto_pages(draft: Proposal, most: int, page_bytes: int, rows: int, page: in
             )
         )
         return None
-    draft.decide("kv.tokens", (pages - 1) * page, "size", limits[pages])
+    proposal.decide("kv.tokens", (pages - 1) * page, "size", limits[pages])
     return pages
 
 
-def _ahead(draft: Proposal) -> int:
+def _ahead(proposal: Proposal) -> int:
     """Return the positions after the longest sequence that have pages (``Sizes.positions``)."""
-    ahead: int = draft.values["width"] + draft.values["lookahead"]
+    ahead: int = proposal.values.width + proposal.values.lookahead
     return ahead
 
 
-def _context(draft: Proposal, pages: int, page: int, token: int, room: MemoryShare) -> int | None:
+def _context(
+    proposal: Proposal, pages: int, page: int, token: int, room: MemoryShare
+) -> int | None:
     """Return the longest sequence; None after a refusal.
 
     By default it is the model's, or the longest that the KV pool can hold.
     """
-    asked = draft.config.context_length
-    positions = draft.facts.model.max_positions
-    held: int = (pages - 1) * page - _ahead(draft)
+    asked = proposal.config.context_length
+    positions = proposal.facts.model.max_positions
+    held: int = (pages - 1) * page - _ahead(proposal)
     if asked is None:
         context = max(1, min(positions, held))
         why = (
@@ -455,11 +470,13 @@ def _context(draft: Proposal, pages: int, page: int, token: int, room: MemorySha
             if context == positions
             else f"as much as the KV cache holds (the model's is {positions})"
         )
-        draft.decide("context_length", context, "size", why, notable=context < positions)
+        proposal.decide("context_length", context, "size", why, notable=context < positions)
         return context
-    draft.decide("context_length", asked, *(draft.source("context_length") or ("default", "")))
+    proposal.decide(
+        "context_length", asked, *(proposal.source("context_length") or ("default", ""))
+    )
     if asked > positions:
-        draft.refusals.append(
+        proposal.refusals.append(
             Refusal(
                 "size",
                 "context_length",
@@ -469,7 +486,7 @@ def _context(draft: Proposal, pages: int, page: int, token: int, room: MemorySha
         )
         return None
     if asked > held:
-        draft.refusals.append(
+        proposal.refusals.append(
             Refusal(
                 "size",
                 "context_length",

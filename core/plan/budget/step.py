@@ -23,7 +23,9 @@ SCORED = 256  #: prompt positions whose logits are computed at a time (``Runner.
 SCORED_COPIES = 2  #: tensors of their size: logits and log-probabilities
 
 
-def workspace_lines(draft: Proposal, rows: int, step_tokens: int, device: str) -> list[BudgetLine]:
+def workspace_lines(
+    proposal: Proposal, rows: int, step_tokens: int, device: str
+) -> list[BudgetLine]:
     """Return the budget lines of a step.
 
     They are activations of the largest step, logits of all rows, rotary tables, and the memory of
@@ -33,51 +35,51 @@ def workspace_lines(draft: Proposal, rows: int, step_tokens: int, device: str) -
         rows: most running sequences.
         step_tokens: most tokens of a step.
     """
-    model = draft.facts.model
-    lines = [_activation_line(draft, rows, step_tokens), _logit_line(draft, rows, device)]
+    model = proposal.facts.model
+    lines = [_activation_line(proposal, rows, step_tokens), _logit_line(proposal, rows, device)]
     if model.kind == "mla" or model.head_dim:
-        lines.append(_rope_tables(draft))
+        lines.append(_rope_tables(proposal))
     if device == "cuda":
-        lines += _attention_line(draft, rows)
+        lines += _attention_line(proposal, rows)
         lines.append(
             BudgetLine(
                 "sampling state",
-                int(rows * model.vocab_size * _sampler(draft).state_bytes),
+                int(rows * model.vocab_size * _sampler(proposal).state_bytes),
                 f"penalties and allowed tokens of {rows} rows",
             )
         )
         lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, kernels, libraries"))
-        graphs = graph_line(draft, rows, step_tokens, LayerBytes(draft).claimed)
+        graphs = graph_line(proposal, rows, step_tokens, LayerBytes(proposal).claimed)
         lines += [graphs] if graphs is not None else []
-    if draft.config.memory.reserve_bytes:
+    if proposal.config.memory.reserve_bytes:
         lines.append(
-            BudgetLine("reserve", draft.config.memory.reserve_bytes, "memory.reserve_bytes")
+            BudgetLine("reserve", proposal.config.memory.reserve_bytes, "memory.reserve_bytes")
         )
     return lines
 
 
-def _attention_line(draft: Proposal, rows: int) -> list[BudgetLine]:
+def _attention_line(proposal: Proposal, rows: int) -> list[BudgetLine]:
     """Return the line of buffers that attention reserves for the longest rows; [] for none."""
-    attention = draft.first("attention")
-    values = draft.values
-    model = draft.facts.model
+    attention = proposal.first("attention")
+    values = proposal.values
+    model = proposal.facts.model
     if (
         attention is None
         or not isinstance(attention.offers, AttentionOffers)
         or attention.offers.reserves is None
     ):
         return []
-    context = draft.config.context_length or model.max_positions
-    positions = context + values["width"] + values["lookahead"]
-    heads = -(-model.num_heads // axis_size("attn_tp", values["mesh"]))
+    context = proposal.config.context_length or model.max_positions
+    positions = context + values.width + values.lookahead
+    heads = -(-model.num_heads // axis_size("attn_tp", values.mesh))
     size = attention.offers.reserves(
         DecodingRows(
             rows + 1,
             positions,
-            values["page_size"],
-            values["width"],
+            values.page_size,
+            values.width,
             heads,
-            values["draft_layers"] > 0,
+            values.draft_layers > 0,
         )
     )
     return (
@@ -93,9 +95,9 @@ def _attention_line(draft: Proposal, rows: int) -> list[BudgetLine]:
     )
 
 
-def _sampler(draft: Proposal) -> SamplerOffers:
+def _sampler(proposal: Proposal) -> SamplerOffers:
     """Return the sampler's offers, or default ones without a sampler."""
-    sampler = draft.first("sampling")
+    sampler = proposal.first("sampling")
     return (
         sampler.offers
         if sampler is not None and isinstance(sampler.offers, SamplerOffers)
@@ -103,76 +105,78 @@ def _sampler(draft: Proposal) -> SamplerOffers:
     )
 
 
-def _activation_line(draft: Proposal, rows: int, step_tokens: int) -> BudgetLine:
+def _activation_line(proposal: Proposal, rows: int, step_tokens: int) -> BudgetLine:
     """Return the line of the activations of the largest step."""
-    groups = draft.values["mesh"].get("dp", 1)
+    groups = proposal.values.mesh.get("dp", 1)
     gathered = step_tokens * groups
     how = f"a step of {step_tokens} tokens"
     if groups > 1:
         how += f", {gathered} of {groups} groups in the feed-forward layers"
-    if draft.values["device"] == "cuda":
-        size = LayerBytes(draft).activations(_largest_step(draft, rows, step_tokens, gathered))
+    if proposal.values.device == "cuda":
+        size = LayerBytes(proposal).activations(
+            _largest_step(proposal, rows, step_tokens, gathered)
+        )
     else:
-        size = _on_host(draft, step_tokens, gathered)
+        size = _on_host(proposal, step_tokens, gathered)
     return BudgetLine("activations", size, how)
 
 
-def _largest_step(draft: Proposal, rows: int, step_tokens: int, gathered: int) -> StepTokens:
+def _largest_step(proposal: Proposal, rows: int, step_tokens: int, gathered: int) -> StepTokens:
     """Return the largest step, as ``warmup.most_tokens`` runs it.
 
     Its longest row has a chunk of prompt tokens after the same number of cached tokens, if the
     context length allows it.
     """
-    width = draft.values["width"]
-    context = draft.config.context_length or draft.facts.model.max_positions
+    width = proposal.values.width
+    context = proposal.config.context_length or proposal.facts.model.max_positions
     longest = max(1, min(step_tokens - rows * width, context - width))
     return StepTokens(
         step_tokens, gathered, longest, max(0, min(longest, context - width - longest))
     )
 
 
-def _even_step(draft: Proposal, tokens: int) -> int:
+def _even_step(proposal: Proposal, tokens: int) -> int:
     """Return the activation bytes of a step with the same number of tokens in each dp group."""
-    return LayerBytes(draft).activations(
-        StepTokens(tokens, tokens * draft.values["mesh"].get("dp", 1), tokens)
+    return LayerBytes(proposal).activations(
+        StepTokens(tokens, tokens * proposal.values.mesh.get("dp", 1), tokens)
     )
 
 
-def _logit_line(draft: Proposal, rows: int, device: str) -> BudgetLine:
+def _logit_line(proposal: Proposal, rows: int, device: str) -> BudgetLine:
     """Return the line of the logits.
 
     It covers a step that samples all rows with every sampling parameter, and the scoring of a
     prompt.
     """
-    model = draft.facts.model
-    parts = axis_size("attn_tp", draft.values["mesh"])
+    model = proposal.facts.model
+    parts = axis_size("attn_tp", proposal.values.mesh)
     vocabulary = -(-model.vocab_size // parts) * parts
-    count = rows * draft.values["width"]
+    count = rows * proposal.values.width
     copies = HOST_COPIES
     size = int(count * vocabulary * 4 * copies)
     if device == "cuda":
-        scratch = _sampler(draft).scratch_rows
+        scratch = _sampler(proposal).scratch_rows
         held = max(count + (scratch(count) if scratch else 0), SCORED_COPIES * SCORED)
         copies = held / count
         size = max(
-            held * vocabulary * 4 + count * model.hidden_size * DTYPE_BYTES[draft.values["dtype"]],
-            _even_step(draft, max(count, SCORED + 1)),
+            held * vocabulary * 4 + count * model.hidden_size * DTYPE_BYTES[proposal.values.dtype],
+            _even_step(proposal, max(count, SCORED + 1)),
         )  # a prompt's first token is not scored
     return BudgetLine(
         "logits", size, f"{count} rows of {vocabulary} tokens, float32, {copies:.3g} copies"
     )
 
 
-def _on_host(draft: Proposal, own: int, gathered: int) -> int:
+def _on_host(proposal: Proposal, own: int, gathered: int) -> int:
     """Return the bytes of a step on a CPU.
 
     Args:
         own: tokens of this rank's dp group, which attention computes.
         gathered: tokens of all groups, which feed-forward layers compute.
     """
-    model = draft.facts.model
-    mesh = draft.values["mesh"]
-    element = DTYPE_BYTES[draft.values["dtype"]]
+    model = proposal.facts.model
+    mesh = proposal.values.mesh
+    element = DTYPE_BYTES[proposal.values.dtype]
     width = max(
         -(-stated(model, "intermediate_size") // axis_size("tp", mesh)),
         -(-stated(model, "moe_intermediate_size") // axis_size("moe_tp", mesh)),
@@ -187,11 +191,11 @@ def _on_host(draft: Proposal, own: int, gathered: int) -> int:
     return int(numbers * max(element, 4))
 
 
-def _rope_tables(draft: Proposal) -> BudgetLine:
+def _rope_tables(proposal: Proposal) -> BudgetLine:
     """Return the line of the rotary tables of the model and of its draft."""
-    model = draft.facts.model
-    tables = 1 + draft.values["draft_layers"]
-    positions = draft.config.context_length or model.max_positions
+    model = proposal.facts.model
+    tables = 1 + proposal.values.draft_layers
+    positions = proposal.config.context_length or model.max_positions
     size = positions * (model.qk_rope_head_dim or model.head_dim) * 4 * tables
     return BudgetLine(
         "rotary tables", size, f"{positions} positions, float32" + (", twice" if tables > 1 else "")

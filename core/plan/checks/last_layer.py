@@ -12,23 +12,23 @@ from glowplug.core.plugin.offers import ModelOffers
 FIELD = "scheduler.last_layer"
 
 
-def choose_last_layer(draft: Proposal) -> None:
+def choose_last_layer(proposal: Proposal) -> None:
     """Decide which tokens of prompts go through the last layer.
 
     With "auto", these are the tokens sampled from on a device if possible, and all tokens on a CPU,
     which is the reference for devices.
     """
-    asked = draft.config.scheduler.last_layer
-    source = draft.source(FIELD)
-    needed = _needs_all(draft)
-    on_cpu = draft.values["device"] == "cpu"
-    draft.values["sampled_last_layer"] = not needed and (
+    asked = proposal.config.scheduler.last_layer
+    source = proposal.source(FIELD)
+    needed = _needs_all(proposal)
+    on_cpu = proposal.values.device == "cpu"
+    proposal.values.sampled_last_layer = not needed and (
         asked == "sampled" or asked == "auto" and not on_cpu
     )
     if asked != "auto" and source is not None:
-        draft.decide(FIELD, asked, *source)
+        proposal.decide(FIELD, asked, *source)
     elif not on_cpu:
-        draft.decide(
+        proposal.decide(
             FIELD,
             "all" if needed else "sampled",
             "auto",
@@ -37,20 +37,20 @@ def choose_last_layer(draft: Proposal) -> None:
 
 
 @reads("model", "speculative", "parallel")
-def check_last_layer(draft: Proposal) -> Iterator[Refusal]:
+def check_last_layer(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse "sampled" if all tokens must go through the last layer."""
-    needed = _needs_all(draft) if draft.config.scheduler.last_layer == "sampled" else ""
+    needed = _needs_all(proposal) if proposal.config.scheduler.last_layer == "sampled" else ""
     if needed:
         yield Refusal("model", FIELD, needed, f'{FIELD} = "all", or leave it out')
 
 
-def _needs_all(draft: Proposal) -> str:
+def _needs_all(proposal: Proposal) -> str:
     """Return the reason why all tokens must go through the last layer; "" if there is none."""
-    model = draft.first("model")
+    model = proposal.first("model")
     if model is not None:
         assert isinstance(model.offers, ModelOffers)
         if not model.offers.sampled_last_layer:
             return f"{model.name}'s last layer computes all tokens of a step"
-    if draft.values["width"] > 1:
+    if proposal.values.width > 1:
         return "drafts read the hidden states of all tokens"
-    return "ranks exchange all tokens of a step" if draft.values["ranks"] > 1 else ""
+    return "ranks exchange all tokens of a step" if proposal.values.ranks > 1 else ""

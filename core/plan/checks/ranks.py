@@ -20,15 +20,15 @@ ORDER = ("tp", "ep", "dp")
 
 
 @reads("parallel")
-def check_mesh(draft: Proposal) -> Iterator[Refusal]:
+def check_mesh(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse two strategies that define the same axis."""
     seen: dict[str, str] = {}
-    for chosen in draft.chosen["parallel"]:
+    for chosen in proposal.chosen["parallel"]:
         assert isinstance(chosen.offers, ParallelOffers)
         for axis in sorted(chosen.offers.axes) or ["of one rank"]:
             if axis in seen:
                 yield refuse(
-                    draft,
+                    proposal,
                     "parallel",
                     chosen,
                     f"{chosen.name} and {seen[axis]} both define the mesh axis {axis}",
@@ -38,9 +38,9 @@ def check_mesh(draft: Proposal) -> Iterator[Refusal]:
 
 
 @reads("parallel")
-def check_order(draft: Proposal) -> Iterator[Refusal]:
+def check_order(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse strategies in a wrong order, and other strategies beside one for a single rank."""
-    held = draft.chosen["parallel"]
+    held = proposal.chosen["parallel"]
     for chosen in held:
         assert isinstance(chosen.offers, ParallelOffers)
         if (
@@ -49,19 +49,19 @@ def check_order(draft: Proposal) -> Iterator[Refusal]:
             and any(other.offers != chosen.offers for other in held)
         ):
             yield refuse(
-                draft,
+                proposal,
                 "parallel",
                 chosen,
                 f"{chosen.name} means one rank, but other strategies are listed too",
                 "leave it out",
             )
-    if out_of_order(draft):
+    if out_of_order(proposal):
         right = ", ".join(chosen.name for chosen in sorted(held, key=_place))
         first = next(
             held[i + 1] for i in range(len(held) - 1) if _place(held[i]) > _place(held[i + 1])
         )
         yield refuse(
-            draft,
+            proposal,
             "parallel",
             first,
             f"the strategies are listed as {', '.join(c.name for c in held)}, but "
@@ -70,9 +70,9 @@ def check_order(draft: Proposal) -> Iterator[Refusal]:
         )
 
 
-def out_of_order(draft: Proposal) -> bool:
+def out_of_order(proposal: Proposal) -> bool:
     """Return whether ``[[parallel]]`` has a wrong order, with which strategies' own checks fail."""
-    places = [_place(chosen) for chosen in draft.chosen["parallel"]]
+    places = [_place(chosen) for chosen in proposal.chosen["parallel"]]
     return places != sorted(places)
 
 
@@ -83,18 +83,18 @@ def _place(chosen: Chosen) -> int:
 
 
 @reads("parallel")
-def check_blocks(draft: Proposal) -> Iterator[Refusal]:
+def check_blocks(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse axes of strategies without an own check that do not divide the tensor ranks."""
-    mesh = draft.values["mesh"]
-    for chosen in draft.chosen["parallel"]:
+    mesh = proposal.values.mesh
+    for chosen in proposal.chosen["parallel"]:
         assert isinstance(chosen.offers, ParallelOffers)
-        found = draft.plugins.find("parallel", chosen.name)
+        found = proposal.plugins.find("parallel", chosen.name)
         if found is None or found.component.check is not None:
             continue
         for axis in sorted(chosen.offers.axes & set(OVER_TP)):
             if mesh.get("tp", 1) % mesh[axis]:
                 yield refuse(
-                    draft,
+                    proposal,
                     "parallel",
                     chosen,
                     f"{chosen.name} cuts the {mesh.get('tp', 1)} tensor ranks into "
@@ -113,42 +113,42 @@ def _largest(mesh: dict[str, int], most: int) -> int:
 
 
 @reads("parallel", "collectives", "executor")
-def check_ranks(draft: Proposal) -> Iterator[Refusal]:
+def check_ranks(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse collectives and executors that do not support the number of ranks or hosts."""
-    ranks = draft.values["ranks"]
-    hosts = draft.values["hosts"]
-    collectives = draft.first("collectives")
-    executor = draft.first("executor")
+    ranks = proposal.values.ranks
+    hosts = proposal.values.hosts
+    collectives = proposal.first("collectives")
+    executor = proposal.first("executor")
     if ranks > 1 and collectives is not None:
         assert isinstance(collectives.offers, CollectiveOffers)
         if not collectives.offers.ranks:
             yield refuse(
-                draft,
+                proposal,
                 "collectives",
                 collectives,
                 f"{collectives.name} connects one rank, the plan has {ranks}",
-                instead(draft, "collectives", lambda o: o.ranks, "one rank: leave parallel out"),
+                instead(proposal, "collectives", lambda o: o.ranks, "one rank: leave parallel out"),
             )
     if executor is None:
         return
     assert isinstance(executor.offers, ExecutorOffers)
     if ranks > 1 and not executor.offers.ranks:
         yield refuse(
-            draft,
+            proposal,
             "executor",
             executor,
             f"{executor.name} runs one rank, the plan has {ranks}",
-            instead(draft, "executor", lambda o: o.ranks, "one rank: leave parallel out"),
+            instead(proposal, "executor", lambda o: o.ranks, "one rank: leave parallel out"),
         )
     elif hosts > 1 and not executor.offers.hosts:
         per_host = -(-ranks // hosts)
         yield refuse(
-            draft,
+            proposal,
             "executor",
             executor,
             f"{executor.name} uses one host, {ranks} ranks need {hosts}",
             instead(
-                draft,
+                proposal,
                 "executor",
                 lambda o: o.hosts,
                 f"at most {per_host} ranks, or a plugin for several hosts",
@@ -157,19 +157,19 @@ def check_ranks(draft: Proposal) -> Iterator[Refusal]:
 
 
 @reads("collectives")
-def check_growing_segments(draft: Proposal) -> Iterator[Refusal]:
+def check_growing_segments(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse expandable segments if the collectives cannot share their memory between ranks."""
-    collectives = draft.first("collectives")
+    collectives = proposal.first("collectives")
     if (
         collectives is None
-        or draft.values["device"] != "cuda"
-        or draft.config.memory.growing_segments is not True
+        or proposal.values.device != "cuda"
+        or proposal.config.memory.growing_segments is not True
     ):
         return
     assert isinstance(collectives.offers, CollectiveOffers)
     if not collectives.offers.growing_segments:
         yield refuse(
-            draft,
+            proposal,
             "collectives",
             collectives,
             f"{collectives.name} shares torch's memory between ranks by "
@@ -180,17 +180,17 @@ def check_growing_segments(draft: Proposal) -> Iterator[Refusal]:
 
 
 @reads("parallel")
-def check_machine(draft: Proposal) -> Iterator[Refusal]:
+def check_machine(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse more hosts, devices or cores than there are, and unequal numbers of ranks per host."""
-    holder = draft.first("parallel")
-    ranks = draft.values["ranks"]
-    hosts = draft.values["hosts"]
-    machine = draft.facts.hardware
+    holder = proposal.first("parallel")
+    ranks = proposal.values.ranks
+    hosts = proposal.values.hosts
+    machine = proposal.facts.hardware
     if holder is None:
         return
     if hosts > machine.hosts:
         yield refuse(
-            draft,
+            proposal,
             "parallel",
             holder,
             f"executor.hosts is {hosts}, {machine.name} has {machine.hosts}",
@@ -201,7 +201,7 @@ def check_machine(draft: Proposal) -> Iterator[Refusal]:
     if ranks % hosts:
         fits = [count for count in range(1, machine.hosts + 1) if ranks % count == 0]
         yield refuse(
-            draft,
+            proposal,
             "parallel",
             holder,
             f"{ranks} ranks cannot be split evenly over {hosts} hosts",
@@ -209,20 +209,20 @@ def check_machine(draft: Proposal) -> Iterator[Refusal]:
             field="executor.hosts",
         )
         return
-    cuda = draft.values["device"] == "cuda"
+    cuda = proposal.values.device == "cuda"
     each = len(machine.devices) if cuda else machine.cpu_cores
     if cuda and ranks > hosts * each > 0:
         yield refuse(
-            draft,
+            proposal,
             "parallel",
             holder,
             f"{ranks} ranks need {ranks} devices, {machine.name} has {_counted(hosts, each)}",
             f"parallel.0.size = {hosts * each}",
             field="parallel.0.size",
         )
-    elif not cuda and ranks > hosts * each and not draft.config.executor.oversubscribe:
+    elif not cuda and ranks > hosts * each and not proposal.config.executor.oversubscribe:
         yield refuse(
-            draft,
+            proposal,
             "parallel",
             holder,
             f"{ranks} ranks are more than the {_counted(hosts, each)} cores of {machine.name}",

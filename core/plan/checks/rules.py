@@ -34,41 +34,43 @@ def reads(*slots: str) -> Callable[[Check], Check]:
     return register
 
 
-def run_checks(draft: Proposal, slot: str = "") -> list[Refusal]:
+def run_checks(proposal: Proposal, slot: str = "") -> list[Refusal]:
     """Return the refusals of all generic checks, or of those that read ``slot``."""
-    draft.focus = slot
-    found = [refusal for check in (BY_SLOT[slot] if slot else CHECKS) for refusal in check(draft)]
-    draft.focus = ""
+    proposal.focus = slot
+    found = [
+        refusal for check in (BY_SLOT[slot] if slot else CHECKS) for refusal in check(proposal)
+    ]
+    proposal.focus = ""
     return found
 
 
-def use_field(draft: Proposal, slot: Slot, chosen: Chosen) -> str:
+def use_field(proposal: Proposal, slot: Slot, chosen: Chosen) -> str:
     """Return the configuration path where the operator chooses this component."""
     if not slot.section:
         return "model"
     if not slot.many:
         return f"{slot.section}.use"
-    held = draft.chosen[slot.name]
+    held = proposal.chosen[slot.name]
     return f"{slot.section}.{held.index(chosen) if chosen in held else 0}.use"
 
 
 def refuse(
-    draft: Proposal, slot: str, chosen: Chosen, reason: str, fix: str, field: str = ""
+    proposal: Proposal, slot: str, chosen: Chosen, reason: str, fix: str, field: str = ""
 ) -> Refusal:
     """Return a refusal by a chosen component; ``field`` is by default the path of its ``use``."""
     return Refusal(
         by=chosen.name,
-        field=field or use_field(draft, BY_NAME[slot], chosen),
+        field=field or use_field(proposal, BY_NAME[slot], chosen),
         reason=reason,
         fix=fix,
-        origin=draft.origin(slot, chosen.name),
+        origin=proposal.origin(slot, chosen.name),
     )
 
 
-def instead(draft: Proposal, slot: str, fits: Callable[[Any], bool], otherwise: str) -> str:
+def instead(proposal: Proposal, slot: str, fits: Callable[[Any], bool], otherwise: str) -> str:
     """Return a fix that names components whose offers satisfy ``fits``, or else ``otherwise``."""
     section = BY_NAME[slot].section or slot
-    names = [] if draft.trying else suggestions(draft, slot, fits)
+    names = [] if proposal.trying else suggestions(proposal, slot, fits)
     return f"{section}.use = " + " or ".join(f'"{name}"' for name in names) if names else otherwise
 
 

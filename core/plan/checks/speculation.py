@@ -38,28 +38,28 @@ def _needs_layer(chosen: Chosen | None) -> bool:
 
 
 @reads("speculative", "model")
-def check_nextn(draft: Proposal) -> Iterator[Refusal]:
+def check_nextn(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse a missing next-token layer, and families that cannot build one."""
-    chosen = draft.first("speculative")
-    model = draft.first("model")
+    chosen = proposal.first("speculative")
+    model = proposal.first("model")
     if chosen is None or model is None or not _needs_layer(chosen):
         return
     assert isinstance(model.offers, ModelOffers)
-    none = instead(draft, "speculative", lambda o: not o.drafts, 'speculative.use = "none"')
-    target = draft.facts.model
-    folder = draft.facts.draft
+    none = instead(proposal, "speculative", lambda o: not o.drafts, 'speculative.use = "none"')
+    target = proposal.facts.model
+    folder = proposal.facts.draft
     if not model.offers.nextn:
         yield refuse(
-            draft,
+            proposal,
             "speculative",
             chosen,
             f"{chosen.name} needs a next-token layer, which {model.name} does not build",
             none,
         )
-    elif folder is None and not target.nextn_layers and not draft.values["draft_folder"]:
+    elif folder is None and not target.nextn_layers and not proposal.values.draft_folder:
         why = f" ({'; '.join(target.notes)})" if target.notes else ""
         yield refuse(
-            draft,
+            proposal,
             "speculative",
             chosen,
             f"{chosen.name} drafts with the checkpoint's own next-token layer; "
@@ -67,28 +67,28 @@ def check_nextn(draft: Proposal) -> Iterator[Refusal]:
             f"{none}, or {FOLDER} = a folder with one",
         )
     elif folder is not None:
-        yield from _architecture(draft, chosen, model.offers, folder)
+        yield from _architecture(proposal, chosen, model.offers, folder)
 
 
 def _architecture(
-    draft: Proposal, chosen: Chosen, family: ModelOffers, folder: ModelFacts
+    proposal: Proposal, chosen: Chosen, family: ModelOffers, folder: ModelFacts
 ) -> Iterator[Refusal]:
     """Refuse a draft folder of another architecture, or without a next-token layer."""
     known = family.draft_architectures | family.architectures
     if folder.architecture not in known:
         yield refuse(
-            draft,
+            proposal,
             "speculative",
             chosen,
             f"{folder.path} is a {folder.architecture}, not a next-token "
-            f"layer for {draft.facts.model.architecture}",
+            f"layer for {proposal.facts.model.architecture}",
             "a folder of "
             f"{listed(family.draft_architectures) or 'the same architecture'}: {EXPORT}",
             field=FOLDER,
         )
     elif not folder.nextn_layers:
         yield refuse(
-            draft,
+            proposal,
             "speculative",
             chosen,
             f"{folder.path} holds no next-token layer",
@@ -98,11 +98,11 @@ def _architecture(
 
 
 @reads("speculative", "model")
-def check_draft_folder(draft: Proposal) -> Iterator[Refusal]:
+def check_draft_folder(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse a draft folder whose sizes, quantisation or tokenizer differ from the target's."""
-    chosen = draft.first("speculative")
-    target = draft.facts.model
-    folder = draft.facts.draft
+    chosen = proposal.first("speculative")
+    target = proposal.facts.model
+    folder = proposal.facts.draft
     if chosen is None or folder is None or not _needs_layer(chosen):
         return
     for key, what in SHARED.items():
@@ -110,7 +110,7 @@ def check_draft_folder(draft: Proposal) -> Iterator[Refusal]:
         other = getattr(target, key)
         if own != other:
             yield refuse(
-                draft,
+                proposal,
                 "speculative",
                 chosen,
                 f"the draft's {what} is {own}, the model's is {other}",
@@ -119,7 +119,7 @@ def check_draft_folder(draft: Proposal) -> Iterator[Refusal]:
             )
     if (folder.quant_method, folder.quant_block) != (target.quant_method, target.quant_block):
         yield refuse(
-            draft,
+            proposal,
             "speculative",
             chosen,
             f"the draft's weights are {_quantised(folder)}, the model's are "
@@ -130,7 +130,7 @@ def check_draft_folder(draft: Proposal) -> Iterator[Refusal]:
     difference = tokenizer_difference(folder.path, target.path)
     if difference:
         yield refuse(
-            draft,
+            proposal,
             "speculative",
             chosen,
             f"the draft has another tokenizer: {difference}",
@@ -149,17 +149,17 @@ def _quantised(model: ModelFacts) -> str:
 
 
 @reads("weights", "speculative")
-def check_draft_weights(draft: Proposal) -> Iterator[Refusal]:
+def check_draft_weights(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse a weight source that cannot read the draft folder's format."""
-    source = draft.first("weights")
-    folder = draft.facts.draft
-    if source is None or folder is None or not _needs_layer(draft.first("speculative")):
+    source = proposal.first("weights")
+    folder = proposal.facts.draft
+    if source is None or folder is None or not _needs_layer(proposal.first("speculative")):
         return
     assert isinstance(source.offers, WeightOffers)
     if not source.offers.formats & {folder.format, "synthetic"}:
         held = "no weights" if folder.format == "none" else f"{folder.format} weights"
         yield refuse(
-            draft,
+            proposal,
             "weights",
             source,
             f"{source.name} reads {listed(source.offers.formats)}; the draft "

@@ -14,7 +14,7 @@ from glowplug.core.plugin.requirements import missing_packages
 from glowplug.core.plugin.slots import BY_NAME, Slot
 
 
-def suggestions(draft: Proposal, slot: str, fits: Callable[[Any], bool]) -> list[str]:
+def suggestions(proposal: Proposal, slot: str, fits: Callable[[Any], bool]) -> list[str]:
     """Return the names of components that could replace a refused one in ``slot``.
 
     Only components whose offers satisfy ``fits``, and that can run with this model, machine and
@@ -23,11 +23,11 @@ def suggestions(draft: Proposal, slot: str, fits: Callable[[Any], bool]) -> list
     are none either, all.
     """
     place = BY_NAME[slot]
-    among = [found.component for found in draft.plugins.components(slot)]
+    among = [found.component for found in proposal.plugins.components(slot)]
     among = [
-        component for component in among if fits(component.offers) and _allowed(draft, component)
+        component for component in among if fits(component.offers) and _allowed(proposal, component)
     ]
-    against = {component.name: _refused(draft, place, component) for component in among}
+    against = {component.name: _refused(proposal, place, component) for component in among}
     use = f"{place.section}.use"
     admitted = [
         component
@@ -37,58 +37,60 @@ def suggestions(draft: Proposal, slot: str, fits: Callable[[Any], bool]) -> list
     taking = [
         component
         for component in admitted
-        if not against[component.name] and _takes_dtypes(draft, place, component)
+        if not against[component.name] and _takes_dtypes(proposal, place, component)
     ]
     return [component.name for component in taking or admitted or among]
 
 
-def _allowed(draft: Proposal, component: Component) -> bool:
+def _allowed(proposal: Proposal, component: Component) -> bool:
     """Return whether a component can run with this model, machine and installed packages."""
     offers = component.offers
-    device = draft.values["device"]
-    kind = draft.facts.model.kind
+    device = proposal.values.device
+    kind = proposal.facts.model.kind
     if device not in offers.devices or kind not in getattr(offers, "kinds", {kind}):
         return False
     if device == "cuda" and not offers.runs_on(
-        {card.compute for card in draft.facts.hardware.devices}
+        {card.compute for card in proposal.facts.hardware.devices}
     ):
         return False
-    return not missing_packages(component, draft.facts.software.packages)
+    return not missing_packages(component, proposal.facts.software.packages)
 
 
-def _takes_dtypes(draft: Proposal, slot: Slot, component: Component) -> bool:
+def _takes_dtypes(proposal: Proposal, slot: Slot, component: Component) -> bool:
     """Return whether a component supports the compute dtype and the KV cache's dtype."""
-    dtype = draft.values["dtype"]
-    kept = draft.values["kv_dtype"]
+    dtype = proposal.values.dtype
+    kept = proposal.values.kv_dtype
     offers = component.offers
     return (not slot.step or dtype in offers.dtypes) and kept in getattr(
         offers, "kv_dtypes", {kept}
     )
 
 
-def _refused(draft: Proposal, slot: Slot, component: Component) -> list[Refusal]:
+def _refused(proposal: Proposal, slot: Slot, component: Component) -> list[Refusal]:
     """Return the refusals of a component's own check if it were chosen for the slot."""
-    options = _options(draft, slot, component)
+    options = _options(proposal, slot, component)
     if component.check is None or options is None:
         return []
     chosen: dict[str, tuple[Chosen, ...]] = {
-        **draft.chosen,
+        **proposal.chosen,
         slot.name: (chosen_of(component, options),),
     }
     try:
         return list(
-            component.check(CheckContext(options, draft.config, draft.facts, chosen, draft.values))
+            component.check(
+                CheckContext(options, proposal.config, proposal.facts, chosen, proposal.values)
+            )
         )
     except Exception:  # NOTE: a failing check is reported only if its component is chosen
         return []
 
 
-def _options(draft: Proposal, slot: Slot, component: Component) -> Options | None:
+def _options(proposal: Proposal, slot: Slot, component: Component) -> Options | None:
     """Return a component's options with those given values that it has fields for.
 
     Return None if it does not accept these values.
     """
-    asked = () if slot.many else draft.config.section(slot)
+    asked = () if slot.many else proposal.config.section(slot)
     given = {
         name: value
         for options in asked

@@ -208,7 +208,7 @@ class Stepper:
         """
         batch = self._batch({row: ids}, 0)
         model: Any = self.model
-        model.fill(batch.input_ids, batch.positions, batch.slots, previous)
+        model.fill(batch.input_ids, batch.positions, batch.kv_slots, previous)
         self.lengths[row] += len(ids)
 
     @torch.inference_mode()
@@ -235,7 +235,7 @@ class Stepper:
         starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
         owner = np.repeat(np.arange(len(rows)), queries)
         positions = np.arange(len(ids)) - starts[owner] + before[owner]
-        slots = pages[owner, positions // self.page] * self.page + positions % self.page
+        kv_slots = pages[owner, positions // self.page] * self.page + positions % self.page
         self.step += 1
         split = int(queries[:decodes].sum())
         batch = Batch(
@@ -252,7 +252,7 @@ class Stepper:
         )
         batch.input_ids = _tensor(ids, np.int64)
         batch.positions = _tensor(positions, np.int64)
-        batch.slots = _tensor(slots, np.int64)
+        batch.kv_slots = _tensor(kv_slots, np.int64)
         batch.row_ids = _tensor(rows, np.int64)
         batch.kv_lens_device = _tensor(batch.kv_lens, np.int32)
         batch.query_starts = _tensor(starts, np.int32)

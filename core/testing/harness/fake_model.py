@@ -132,19 +132,19 @@ class FakeModel:
         self.bad = bad
         self.depth = depth
         self.lookahead = lookahead
-        slots = num_pages * table.page_size
-        self.tokens = np.full(slots, POISON, np.int64)
-        self.positions = np.full(slots, POISON, np.int64)
-        self.states = np.zeros(slots, np.uint64)
+        kv_slots = num_pages * table.page_size
+        self.tokens = np.full(kv_slots, POISON, np.int64)
+        self.positions = np.full(kv_slots, POISON, np.int64)
+        self.states = np.zeros(kv_slots, np.uint64)
         self.rows: dict[int, RowState] = {}
         self.computed = 0  #: tokens of all steps
         self._random = random.Random(seed)
         self._last_step = 0
 
     def poison(self, pages: NDArray[np.int32]) -> None:
-        slots = (pages[:, None] * self.table.page_size + np.arange(self.table.page_size)).ravel()
-        self.tokens[slots] = self.positions[slots] = POISON
-        self.states[slots] = 0
+        kv_slots = (pages[:, None] * self.table.page_size + np.arange(self.table.page_size)).ravel()
+        self.tokens[kv_slots] = self.positions[kv_slots] = POISON
+        self.states[kv_slots] = 0
 
     def launch(self, batch: Batch) -> StepResult:
         self._check_shape(batch)
@@ -327,7 +327,7 @@ class FakeModel:
 
     # ---- the store -------------------------------------------------------------------------------
 
-    def _slots(self, batch: Batch, i: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _kv_slots(self, batch: Batch, i: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         size = self.table.page_size
         pages: NDArray[np.int64] = batch.pages[i, positions // size].astype(np.int64)
         self._require(
@@ -339,22 +339,22 @@ class FakeModel:
         """Check the first ``count`` entries of a row and return the hash of that prefix."""
         if count == 0:
             return EMPTY_HASH
-        slots = self._slots(batch, i, np.arange(count, dtype=np.int64))
+        kv_slots = self._kv_slots(batch, i, np.arange(count, dtype=np.int64))
         self._require(
-            bool((self.positions[slots] == np.arange(count)).all()),
+            bool((self.positions[kv_slots] == np.arange(count)).all()),
             f"row {int(batch.rows[i])} reads entries of other rows: "
-            f"{self.positions[slots].tolist()}",
+            f"{self.positions[kv_slots].tolist()}",
         )
-        states = self.states[slots]
+        states = self.states[kv_slots]
         before = np.concatenate([np.array([EMPTY_HASH], np.uint64), states[:-1]])
         self._require(
-            bool((extend_all(before, self.tokens[slots].astype(np.uint64)) == states).all()),
+            bool((extend_all(before, self.tokens[kv_slots].astype(np.uint64)) == states).all()),
             f"row {int(batch.rows[i])} reads an entry of another prefix",
         )
         return int(states[-1])
 
     def _write(self, batch: Batch, i: int, position: int, token: int, state: int) -> None:
-        slot = int(self._slots(batch, i, np.array([position], np.int64))[0])
+        slot = int(self._kv_slots(batch, i, np.array([position], np.int64))[0])
         self.tokens[slot], self.positions[slot], self.states[slot] = token, position, state
 
     # ---- checks ----------------------------------------------------------------------------------

@@ -68,8 +68,8 @@ class World:
         ]
         first = self.batch.first_key
         for index, row in enumerate(self.rows):
-            slots = self.slots_of(index)[first : row.length - row.queries]
-            pool[slots] = history[index][first : row.length - row.queries]
+            kv_slots = self.kv_slots_of(index)[first : row.length - row.queries]
+            pool[kv_slots] = history[index][first : row.length - row.queries]
         self.cached[name], self.pools[name] = history, pool
         return torch.cat(
             [
@@ -78,17 +78,17 @@ class World:
             ]
         )
 
-    def slots_of(self, index: int) -> Tensor:
+    def kv_slots_of(self, index: int) -> Tensor:
         """Return the KV slots of a row's tokens, int64 [length]."""
         row = self.rows[index]
         pages = torch.from_numpy(self.batch.pages[index].astype(np.int64))
-        slots = (pages[:, None] * self.page_size + torch.arange(self.page_size)).flatten()
-        return slots[: row.length]
+        kv_slots = (pages[:, None] * self.page_size + torch.arange(self.page_size)).flatten()
+        return kv_slots[: row.length]
 
     def move(self, device: str, dtype: torch.dtype) -> None:
         """Move cache and batch to the device; convert the cache to ``dtype``."""
         self.pools = {name: pool.to(device, dtype) for name, pool in self.pools.items()}
-        for name in ("page_table", "kv_lens_device", "query_starts", "slots"):
+        for name in ("page_table", "kv_lens_device", "query_starts", "kv_slots"):
             setattr(self.batch, name, getattr(self.batch, name).to(device))
 
     def limits(self, kv: tuple[Mapping[str, Tensor], ...] = ()) -> Limits:
@@ -139,8 +139,10 @@ def make_world(rows: list[Row], page_size: int, seed: int, spare_columns: int = 
     batch.query_starts = torch.from_numpy(
         np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     )
-    slots = [world.slots_of(index)[row.length - row.queries :] for index, row in enumerate(rows)]
-    batch.slots = torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)
+    kv_slots = [
+        world.kv_slots_of(index)[row.length - row.queries :] for index, row in enumerate(rows)
+    ]
+    batch.kv_slots = torch.cat(kv_slots) if kv_slots else torch.zeros(0, dtype=torch.int64)
     return world
 
 

@@ -195,7 +195,7 @@ class _Suite:
         self.step(self.backend(self.page_size), world, self.layer(generator), args)
         for name in self.entries:
             for index in range(len(world.rows)):
-                stored = world.pools[name].cpu()[world.slots_of(index)]
+                stored = world.pools[name].cpu()[world.kv_slots_of(index)]
                 assert torch.equal(stored.float(), world.cached[name][index]), (name, index)
 
     def test_chunked_equals_whole(self) -> None:
@@ -210,8 +210,8 @@ class _Suite:
             backend = self.backend(self.page_size)
             outs = []
             end = 0
-            slots = whole.num_pages * self.page_size
-            pools = {name: torch.zeros(slots, *shape) for name, shape in self.entries.items()}
+            kv_slots = whole.num_pages * self.page_size
+            pools = {name: torch.zeros(kv_slots, *shape) for name, shape in self.entries.items()}
             for chunk in chunks:
                 start = end
                 end = end + chunk
@@ -228,7 +228,7 @@ class _Suite:
         world.pools = pools
         world.batch.pages = whole.batch.pages[:, : world.batch.pages.shape[1]].copy()
         world.batch.page_table = torch.from_numpy(world.batch.pages)
-        world.batch.slots = world.slots_of(0)[start:]
+        world.batch.kv_slots = world.kv_slots_of(0)[start:]
         return world
 
     def test_alone_equals_in_a_batch(self) -> None:
@@ -246,7 +246,7 @@ class _Suite:
             alone.num_pages = world.num_pages
             alone.pools = world.pools
             alone.batch.page_table = world.batch.page_table[one]
-            alone.batch.slots = world.batch.slots[one]
+            alone.batch.kv_slots = world.batch.kv_slots[one]
             got = self.step(backend, alone, layer, [x[one] for x in args])
             torch.testing.assert_close(got, together[one], rtol=0, atol=self.error)
 
@@ -259,7 +259,7 @@ class _Suite:
         args = self.arguments(world, generator)
         world.batch.page_table[1] = 0
         world.batch.kv_lens_device[1] = 0
-        world.batch.slots[1] = 0
+        world.batch.kv_slots[1] = 0
         out = self.step(backend, world, layer, args)
         assert torch.isfinite(out).all()
         self.close(out[:1], self.expected(world, layer, args)[:1])

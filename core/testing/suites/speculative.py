@@ -93,7 +93,7 @@ def step(
     owner = np.repeat(np.arange(len(rows)), query_lens)
     at = np.arange(len(owner)) - starts[owner] + (lens - query_lens)[owner]
     batch.positions = torch.from_numpy(at)
-    batch.slots = torch.zeros(len(owner), dtype=torch.int64)
+    batch.kv_slots = torch.zeros(len(owner), dtype=torch.int64)
     batch.input_ids = torch.ones(len(owner), dtype=torch.int64)
     if decodes < len(rows):
         ends = [int(starts[i + 1]) - 1 for i in range(decodes, len(rows)) if samples[i]]

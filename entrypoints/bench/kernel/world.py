@@ -207,13 +207,13 @@ def step_batch(plan: EnginePlan, device: str, shape: KernelStepShape) -> Batch:
     )
     positions = torch.arange(shape.context - shape.queries, shape.context).repeat(shape.rows)
     rows = torch.arange(shape.rows).repeat_interleave(shape.queries)
-    slots = torch.from_numpy(pages[:, 0].astype(np.int64))[rows] * page + positions
+    kv_slots = torch.from_numpy(pages[:, 0].astype(np.int64))[rows] * page + positions
     starts = torch.arange(shape.rows + 1, dtype=torch.int32) * shape.queries
     generator = torch.Generator().manual_seed(plan.seed)
     ids = torch.randint(plan.facts.model.vocab_size, (len(positions),), generator=generator)
     batch.input_ids = ids.to(device)
     batch.positions = positions.to(device)
-    batch.slots = slots.to(device)
+    batch.kv_slots = kv_slots.to(device)
     batch.row_ids = torch.arange(shape.rows, device=device)
     batch.kv_lens_device = torch.from_numpy(batch.kv_lens).to(device)
     batch.query_starts = starts.to(device)

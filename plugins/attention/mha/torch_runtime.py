@@ -40,7 +40,7 @@ class TorchMha:
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
         self._kv: tuple[Mapping[str, Tensor], ...] = ()
         self._groups: list[Group | LongRow] = []
-        self._slots: Tensor | None = None
+        self._kv_slots: Tensor | None = None
         self._kv_heads = local_kv_heads(plan)
         self._head_dim = plan.facts.model.head_dim
         per_key = 2 * self._kv_heads * self._head_dim
@@ -55,7 +55,7 @@ class TorchMha:
         self._kv = limits.kv
 
     def plan_step(self, batch: Batch, slot: object | None) -> None:
-        self._slots = batch.slots
+        self._kv_slots = batch.kv_slots
         self._groups = plan_groups(batch, self._page_size, self._limits, self._dtype, self._dtype)
 
     def mla(
@@ -63,13 +63,13 @@ class TorchMha:
     ) -> Tensor:
         raise NotImplementedError("torch_mha offers kind mha only")
 
-    def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
+    def store_mla(self, latent: Tensor, k_rope: Tensor, kv_slots: Tensor, layer: MlaLayer) -> None:
         raise NotImplementedError("torch_mha offers kind mha only")
 
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
         pool = self._kv[layer.index]
-        k = store(pool["k"], self._slots, k)
-        v = store(pool["v"], self._slots, v)
+        k = store(pool["k"], self._kv_slots, k)
+        v = store(pool["v"], self._kv_slots, v)
         parts = []
         for group in self._groups:
             query = group.take(q)
@@ -104,8 +104,8 @@ class TorchMha:
     ) -> Tensor:
         pool = self._kv[layer.index]
         state = mha.partial_attention(query, key, value, layer.scale, causal=True)
-        for slots in row.pieces:
-            cached = pool["k"].index_select(0, slots), pool["v"].index_select(0, slots)
+        for kv_slots in row.pieces:
+            cached = pool["k"].index_select(0, kv_slots), pool["v"].index_select(0, kv_slots)
             state = merge_states(
                 *state, *mha.partial_attention(query, *cached, layer.scale, causal=False)
             )

@@ -43,8 +43,8 @@ def check(context: CheckContext) -> Iterator[Refusal]:
     of a tile would miss its newest keys.
     """
     yield from _check_sizes(context)
-    width = context.values["width"]
-    mesh = context.values["mesh"]
+    width = context.values.width
+    mesh = context.values.mesh
     heads = context.facts.model.num_heads // axis_size("attn_tp", mesh) if divides(mesh) else 0
     if heads and width > 1 and width * heads > TILE_QUERIES and TILE_QUERIES % heads:
         yield Refusal(

@@ -40,7 +40,7 @@ class FlashMlaOptions(AbsorbedOptions):
 def check(context: CheckContext) -> Iterator[Refusal]:
     """Refuse unsupported sizes and dtypes, and steps beyond the limits of FlashMLA's FP8 kernel."""
     yield from _check_sizes(context)
-    if context.values["kv_dtype"] != FP8:
+    if context.values.kv_dtype != FP8:
         return
     other = 'attention.use = "auto", or attention.kv_dtype = "auto"'
     if any(
@@ -53,12 +53,12 @@ def check(context: CheckContext) -> Iterator[Refusal]:
             "flashmla runs drafts by FlashAttention-3, which reads no KV cache in fp8_e4m3",
             f'{other}, or speculative.use = "none"',
         )
-    if context.values["width"] > FP8_WIDTH_MAX:
+    if context.values.width > FP8_WIDTH_MAX:
         yield Refusal(
             "flashmla",
             "attention.kv_dtype",
             f"flashmla takes at most {FP8_WIDTH_MAX} query tokens per row over a KV cache in "
-            f"fp8_e4m3; the speculative algorithm computes {context.values['width']}",
+            f"fp8_e4m3; the speculative algorithm computes {context.values.width}",
             other,
         )
     rows = context.config.scheduler.max_running_requests

@@ -36,18 +36,18 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
     values = context.values
     if not chosen or chosen[0].name != "hopper_mla":
         return []
-    if values["kv_dtype"] not in SIXTEEN_BITS:
+    if values.kv_dtype not in SIXTEEN_BITS:
         return [
             Decision(
                 PLAN_FIELD, "triton", "hopper_mla", "FlashMLA does not read an 8-bit KV cache here"
             )
         ]
-    width = values["width"]
-    queries = width * context.facts.model.num_heads // axis_size("attn_tp", values["mesh"])
-    used = line(queries, values["positions"], width)
+    width = values.width
+    queries = width * context.facts.model.num_heads // axis_size("attn_tp", values.mesh)
+    used = line(queries, values.positions, width)
     short = line(queries, SHORT_CONTEXT, width)
     why = f"fastest on an H200 for rows of {queries} queries: {_words(used)}"
-    if short != used and values["short_rows"]:
+    if short != used and values.short_rows:
         why += f"; if no row of a captured step is longer than {SHORT} keys: {_words(short)}"
     elif short != used:
         why += f"; with a context_length of at most {SHORT_CONTEXT}: {_words(short)}"

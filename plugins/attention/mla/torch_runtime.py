@@ -51,7 +51,7 @@ class TorchMla:
         self._kv: tuple[Mapping[str, Tensor], ...] = ()
         self._groups: list[Group | LongRow] = []
         self._row: HostRow | None = None
-        self._slots: Tensor | None = None
+        self._kv_slots: Tensor | None = None
         self._limits = _limits(plan, self._absorb)
         plain = self._absorb and self._dtype is torch.float32 and plan.kv_dtype == "float32"
         self._row_keys = (
@@ -74,7 +74,7 @@ class TorchMla:
         self._kv = limits.kv
 
     def plan_step(self, batch: Batch, slot: object | None) -> None:
-        self._slots = batch.slots
+        self._kv_slots = batch.kv_slots
         self._row = host_row(batch, self._page_size, cpu_small.ROW_QUERIES, self._row_keys)
         self._groups = (
             []
@@ -107,8 +107,8 @@ class TorchMla:
                     layer.scale,
                 )
             )
-        latent = store(pool["latent"], self._slots, latent)
-        k_rope = store(pool["rope"], self._slots, k_rope)
+        latent = store(pool["latent"], self._kv_slots, latent)
+        k_rope = store(pool["rope"], self._kv_slots, k_rope)
         parts = []
         for group in self._groups:
             query = group.take(q_nope), group.take(q_rope)
@@ -125,10 +125,10 @@ class TorchMla:
             return parts[0]
         return torch.cat(parts) if parts else q_nope.new_empty(0, layer.heads * layer.v_dim)
 
-    def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
+    def store_mla(self, latent: Tensor, k_rope: Tensor, kv_slots: Tensor, layer: MlaLayer) -> None:
         pool = self._kv[layer.index]
-        store(pool["latent"], slots, latent)
-        store(pool["rope"], slots, k_rope)
+        store(pool["latent"], kv_slots, latent)
+        store(pool["rope"], kv_slots, k_rope)
 
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
         raise NotImplementedError("torch_mla offers kind mla only")
@@ -197,10 +197,10 @@ class TorchMla:
         state = mha.partial_attention(
             query, *_expand(latent, rope, layer), layer.scale, causal=True
         )
-        for slots in row.pieces:
+        for kv_slots in row.pieces:
             cached = (
-                pool["latent"].index_select(0, slots).to(dtype),
-                pool["rope"].index_select(0, slots).to(dtype),
+                pool["latent"].index_select(0, kv_slots).to(dtype),
+                pool["rope"].index_select(0, kv_slots).to(dtype),
             )
             part = mha.partial_attention(query, *_expand(*cached, layer), layer.scale, causal=False)
             state = merge_states(*state, *part)

@@ -134,7 +134,9 @@ class TritonMla(PagedMla):
         Differs from the base class in that the rotary key part, shared by all heads, is read in
         place.
         """
-        keys = own if call.slots is None else self._kernels.gather(kv, call.slots, query.dtype)
+        keys = (
+            own if call.kv_slots is None else self._kernels.gather(kv, call.kv_slots, query.dtype)
+        )
         latent, k_rope = keys.split_with_sizes([layer.lora_rank, layer.rope_dim], dim=-1)
         k_nope, value = layer.expand(latent)
         return mla_prefill(

@@ -54,7 +54,7 @@ def keeps_blocks(context: CheckContext) -> bool:
         isinstance(one.offers, QuantizationOffers)
         and isinstance(one.options, QuantizationOptions)
         and one.offers.block_shape is not None
-        and not one.options.dequantizes(context.values["device"], one.offers)
+        and not one.options.dequantizes(context.values.device, one.offers)
         for one in context.chosen.get("quantization", ())
     )
 

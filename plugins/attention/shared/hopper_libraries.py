@@ -54,8 +54,8 @@ def check_kv_is_compute(name: str) -> Check:
 
     def check(context: CheckContext) -> Iterator[Refusal]:
         yield from sizes(context)
-        compute = context.values["dtype"]
-        kept = context.values["kv_dtype"]
+        compute = context.values.dtype
+        kept = context.values.kv_dtype
         if kept in SIXTEEN_BITS and kept != compute:
             yield Refusal(
                 name,

@@ -45,7 +45,7 @@ class PagedMha:
         self._head_dim = facts.head_dim
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
         self._kv: tuple[Mapping[str, Tensor], ...] = ()
-        self._slots: Tensor | None = None
+        self._kv_slots: Tensor | None = None
         self._decode_tokens = 0
 
     # ---- implemented by subclasses ---------------------------------------------------------------
@@ -109,7 +109,7 @@ class PagedMha:
     def plan_step(self, batch: Batch, slot: object | None) -> None:
         decodes = batch.num_decodes
         tokens = batch.decode_tokens
-        self._slots = batch.slots
+        self._kv_slots = batch.kv_slots
         self._decode_tokens = tokens
         if decodes:
             self.plan_decode(batch, slot, decodes, tokens // decodes)
@@ -121,15 +121,15 @@ class PagedMha:
     ) -> Tensor:
         raise NotImplementedError("this backend offers kind mha only")
 
-    def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
+    def store_mla(self, latent: Tensor, k_rope: Tensor, kv_slots: Tensor, layer: MlaLayer) -> None:
         raise NotImplementedError("this backend offers kind mha only")
 
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
-        assert self._slots is not None, "plan_step must be called first"
+        assert self._kv_slots is not None, "plan_step must be called first"
         kv = self._kv[layer.index]
         count = self._decode_tokens
         tokens = q.shape[0]
-        mha_store(k, v, kv["k"], kv["v"], self._slots, self.follows and count == tokens)
+        mha_store(k, v, kv["k"], kv["v"], self._kv_slots, self.follows and count == tokens)
         parts = [self.decode(q[:count], kv, layer.scale)] if count else []
         if count < tokens:
             parts.append(self.prefill(q[count:], k[count:], v[count:], kv, layer.scale))

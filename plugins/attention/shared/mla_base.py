@@ -36,12 +36,12 @@ class _Step:
     """The planned step.
 
     Attributes:
-        slots: int64 [T], the slot mapping: KV slots of the step's tokens.
+        kv_slots: int64 [T], the slot mapping: KV slots of the step's tokens.
         decode: Number of decode tokens, which come first.
         ragged: Prefill rows and their calls.
     """
 
-    slots: Tensor
+    kv_slots: Tensor
     decode: int
     ragged: list[RaggedRows]
 
@@ -183,7 +183,7 @@ class PagedMla:
         )
         if ragged:
             self.plan_prefill(ragged)
-        self._step = _Step(batch.slots, tokens, ragged)
+        self._step = _Step(batch.kv_slots, tokens, ragged)
 
     def mla(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer
@@ -191,7 +191,7 @@ class PagedMla:
         step = self._planned()
         kv = self._kv[layer.index]
         count = step.decode
-        self._kernels.store(latent, k_rope, kv, step.slots)
+        self._kernels.store(latent, k_rope, kv, step.kv_slots)
         absorbed = q_nope.new_empty(count, layer.heads, self._lora + self._rope)
         absorbed[..., self._lora :] = q_rope[:count]
         self._kernels.absorb(q_nope[:count], layer.w_uk, absorbed)
@@ -220,7 +220,7 @@ class PagedMla:
             at.cos_sin,
             at.interleaved,
             self._kv[layer.index],
-            step.slots,
+            step.kv_slots,
             absorbed,
             own,
             layer.w_uk,
@@ -229,8 +229,8 @@ class PagedMla:
         )
         return self._attend(absorbed, query[count:], own, layer)
 
-    def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
-        self._kernels.store(latent, k_rope, self._kv[layer.index], slots)
+    def store_mla(self, latent: Tensor, k_rope: Tensor, kv_slots: Tensor, layer: MlaLayer) -> None:
+        self._kernels.store(latent, k_rope, self._kv[layer.index], kv_slots)
 
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
         raise NotImplementedError("this backend offers kind mla only")
@@ -310,7 +310,9 @@ class PagedMla:
         self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor
     ) -> Tensor:
         """Run one call's attention into ``out`` and return its log-sum-exp."""
-        keys = own if call.slots is None else self._kernels.gather(kv, call.slots, query.dtype)
+        keys = (
+            own if call.kv_slots is None else self._kernels.gather(kv, call.kv_slots, query.dtype)
+        )
         k, v = self._expand(keys, layer.w_kv, layer.nope_dim)
         return self.attend_ragged(call, query, k, v, layer.scale, out)
 

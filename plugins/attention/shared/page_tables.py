@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.plugin.byte_costs import SHOWN, DecodingRows
+from glowplug.core.plugin.byte_costs import NUMBER_BYTES, DecodingRows
 from glowplug.core.protocols import Limits
 
 
@@ -30,7 +30,7 @@ class GraphBuffers:
         The buffer keeps its address as long as it is large enough.
         """
         if size > self._room.nbytes:
-            self._room = torch.empty(-(-size // SHOWN), dtype=torch.int32, device=device)
+            self._room = torch.empty(-(-size // NUMBER_BYTES), dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -78,15 +78,15 @@ class GraphBuffers:
         rows = table.shape[0]
         count = table.shape[1] * page_size - first
         place = self._place(slot, rows * (count + 1), table.device)
-        slots = place[: rows * count].view(rows, count)
+        kv_slots = place[: rows * count].view(rows, count)
         behind = place[rows * count :]
         positions = torch.arange(first, first + count, device=table.device)
         columns = positions.div(page_size, rounding_mode="floor")
         # NOTE: written in place, in int32: intermediate int64 tables took ten times as long.
-        torch.gather(table * page_size, 1, columns.expand(rows, -1), out=slots)
-        slots += (positions % page_size).int()
+        torch.gather(table * page_size, 1, columns.expand(rows, -1), out=kv_slots)
+        kv_slots += (positions % page_size).int()
         torch.sub(lens, first, out=behind)
-        return slots, behind.clamp_(min=0)
+        return kv_slots, behind.clamp_(min=0)
 
     def in_parts(self, slot: object | None, table: Tensor, parts: int) -> Tensor:
         """Return the page table of the same cache in smaller pages.

@@ -5,7 +5,7 @@ The formulas follow ``mla_base.PagedMla`` and ``mha_base.PagedMha``. This module
 
 from __future__ import annotations
 
-from glowplug.core.plugin.byte_costs import SHOWN, AttentionStep
+from glowplug.core.plugin.byte_costs import NUMBER_BYTES, AttentionStep
 
 EXPANDED_BYTES = 256 << 20  #: bytes of keys and values that one call expands from cached latents
 
@@ -37,7 +37,7 @@ def mla_bytes(step: AttentionStep) -> int:
     """
     entry = step.entry * step.element
     expanded = step.heads * _expanded(step.key, step.value) * step.element
-    lse = step.heads * SHOWN
+    lse = step.heads * NUMBER_BYTES
     value = step.heads * step.value
     kept = step.tokens * (entry + value * step.element)
     whole = step.longest + step.cached
@@ -47,7 +47,7 @@ def mla_bytes(step: AttentionStep) -> int:
         call = whole * (entry + expanded) + step.longest * lse
     else:
         pieces = -(-step.cached // at_once)
-        merged = step.longest * (value * (SHOWN + step.element) + 2 * lse)
+        merged = step.longest * (value * (NUMBER_BYTES + step.element) + 2 * lse)
         call = max(
             step.longest * (expanded + lse), merged + -(-step.cached // pieces) * (entry + expanded)
         )

@@ -31,7 +31,7 @@ class RaggedCall:
         max_k: Keys of the longest row.
         causal: True if a row's last query sees all keys of the row and each query before it one key
             less; False if every query sees all keys.
-        slots: int32 [K] KV slots of the keys; None if the keys are the rows' own tokens.
+        kv_slots: int32 [K] KV slots of the keys; None if the keys are the rows' own tokens.
         q_lens: Queries of each row, on the host.
         k_lens: Keys of each row, on the host.
     """
@@ -41,7 +41,7 @@ class RaggedCall:
     max_q: int
     max_k: int
     causal: bool
-    slots: Tensor | None
+    kv_slots: Tensor | None
     q_lens: Ints
     k_lens: Ints
 
@@ -62,13 +62,13 @@ class RaggedRows:
 class _Keys:
     """A call whose indices are still on the host.
 
-    ``slots`` is None if the keys are the rows' own tokens.
+    ``kv_slots`` is None if the keys are the rows' own tokens.
     """
 
     q_lens: Ints
     k_lens: Ints
     causal: bool
-    slots: Ints | None
+    kv_slots: Ints | None
 
 
 def plan_ragged(batch: Batch, page_size: int, most_keys: int) -> list[RaggedRows]:
@@ -135,10 +135,10 @@ def _own(batch: Batch, low: int, high: int) -> _Keys:
 def _cached(batch: Batch, page_size: int, low: int, high: int) -> _Keys:
     first = batch.first_key
     ends = batch.kv_lens[low:high]
-    slots = [
-        _slots(batch, page_size, row, first, int(batch.kv_lens[row])) for row in range(low, high)
+    kv_slots = [
+        _kv_slots(batch, page_size, row, first, int(batch.kv_lens[row])) for row in range(low, high)
     ]
-    return _Keys(batch.query_lens[low:high], ends - np.int32(first), True, np.concatenate(slots))
+    return _Keys(batch.query_lens[low:high], ends - np.int32(first), True, np.concatenate(kv_slots))
 
 
 def _long(batch: Batch, page_size: int, most_keys: int, row: int) -> list[_Keys]:
@@ -152,24 +152,26 @@ def _long(batch: Batch, page_size: int, most_keys: int, row: int) -> list[_Keys]
             queries,
             np.array([high - low], np.int32),
             False,
-            _slots(batch, page_size, row, int(low), int(high)),
+            _kv_slots(batch, page_size, row, int(low), int(high)),
         )
         for low, high in zip(cuts[:-1], cuts[1:], strict=True)
     ]
 
 
-def _slots(batch: Batch, page_size: int, row: int, begin: int, end: int) -> Ints:
+def _kv_slots(batch: Batch, page_size: int, row: int, begin: int, end: int) -> Ints:
     """Return the KV slots of positions ``begin`` to ``end`` of a row."""
     first = begin // page_size
     pages = batch.pages[row, first : -(-end // page_size)]
     within: Ints = np.arange(page_size, dtype=np.int32)
     starts: Ints = pages[:, None] * np.int32(page_size)
-    slots = (starts + within).ravel()
-    return slots[begin - first * page_size :][: end - begin]
+    kv_slots = (starts + within).ravel()
+    return kv_slots[begin - first * page_size :][: end - begin]
 
 
 def _arrays(keys: _Keys) -> list[Ints]:
-    return [_sums(keys.q_lens), _sums(keys.k_lens)] + ([] if keys.slots is None else [keys.slots])
+    return [_sums(keys.q_lens), _sums(keys.k_lens)] + (
+        [] if keys.kv_slots is None else [keys.kv_slots]
+    )
 
 
 def _call(keys: _Keys, views: Iterator[Tensor]) -> RaggedCall:
@@ -179,7 +181,7 @@ def _call(keys: _Keys, views: Iterator[Tensor]) -> RaggedCall:
         int(keys.q_lens.max()),
         int(keys.k_lens.max()),
         keys.causal,
-        None if keys.slots is None else next(views),
+        None if keys.kv_slots is None else next(views),
         keys.q_lens,
         keys.k_lens,
     )

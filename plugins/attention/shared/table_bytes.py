@@ -6,7 +6,7 @@ torch.
 
 from __future__ import annotations
 
-from glowplug.core.plugin.byte_costs import SHOWN, DecodingRows
+from glowplug.core.plugin.byte_costs import NUMBER_BYTES, DecodingRows
 
 #: keys in a tile of FlashAttention-3's latent kernel, which is also the largest number of queries
 #: of one key head that it handles without TMA
@@ -37,7 +37,7 @@ def mha_parts(page_size: int) -> int:
 
 def slots_bytes(step: DecodingRows) -> int:
     """Return the bytes of a draft's one-token pages and row lengths (``SlotBuffers.shifted``)."""
-    return step.rows * step.columns * step.page_size * SHOWN if step.drafts else 0
+    return step.rows * step.columns * step.page_size * NUMBER_BYTES if step.drafts else 0
 
 
 def fa3_mla_bytes(step: DecodingRows) -> int:
@@ -66,4 +66,4 @@ def no_bytes(step: DecodingRows) -> int:
 
 
 def _parts_bytes(step: DecodingRows, parts: int) -> int:
-    return step.rows * step.columns * parts * SHOWN if parts > 1 else 0
+    return step.rows * step.columns * parts * NUMBER_BYTES if parts > 1 else 0

@@ -53,11 +53,11 @@ class Group:
         decode: Whether the rows are decode rows (absorption pays off).
         pad: int64 [R * W], the group's token for each padded query; None without padding.
         unpad: int64 [tokens], the padded query of each token; None without padding.
-        slots: int64 [R * L], KV slots of the keys; None if the keys are the group's own tokens,
+        kv_slots: int64 [R * L], KV slots of the keys; None if the keys are the group's own tokens,
             causally. Beyond a row's end the row's first slot is repeated: no slot of another
             sequence is ever read.
         span: First KV slot of a single row whose keys are contiguous, read in place instead of
-            through ``slots``.
+            through ``kv_slots``.
         bias: [R, W, L], 0 where the query sees the key and -inf elsewhere; None if the keys are the
             group's own tokens.
     """
@@ -70,7 +70,7 @@ class Group:
     decode: bool
     pad: Tensor | None = None
     unpad: Tensor | None = None
-    slots: Tensor | None = None
+    kv_slots: Tensor | None = None
     span: int | None = None
     bias: Tensor | None = None
 
@@ -93,8 +93,8 @@ class Group:
         """Gather the group's keys from pool [slots, ...]: [R, L, ...]."""
         if self.span is not None:
             return pool[self.span : self.span + self.length].unsqueeze(0)
-        assert self.slots is not None
-        return pool.index_select(0, self.slots).view(self.rows, self.length, *pool.shape[1:])
+        assert self.kv_slots is not None
+        return pool.index_select(0, self.kv_slots).view(self.rows, self.length, *pool.shape[1:])
 
 
 @dataclass(eq=False)
@@ -122,7 +122,7 @@ class HostRow:
     """The only decode row of a step whose cache is in host memory as float32, for numpy.
 
     Attributes:
-        slots: int64 [W], KV slots of the step's own tokens, the row's last ones.
+        kv_slots: int64 [W], KV slots of the step's own tokens, the row's last ones.
         page_size: Tokens per page.
         first: First position of the row's keys in its pages.
         end: Position behind the row's last key.
@@ -130,7 +130,7 @@ class HostRow:
             them in place.
     """
 
-    slots: NDArray[np.int64]
+    kv_slots: NDArray[np.int64]
     page_size: int
     first: int
     end: int
@@ -139,7 +139,7 @@ class HostRow:
     def exchange(self, pool: Tensor, value: Tensor) -> NDArray[np.float32]:
         """Write value [W, N] into pool [slots, N] and return the row's keys [L, N]."""
         stored: NDArray[np.float32] = pool.numpy()
-        stored[self.slots] = value.numpy()
+        stored[self.kv_slots] = value.numpy()
         size = stored.shape[1]
         return stored.reshape(-1, self.page_size * size)[self.pages].reshape(-1, size)[
             self.first : self.end
@@ -164,7 +164,7 @@ def host_row(batch: Batch, page_size: int, queries: int, keys: int) -> HostRow |
     pages: NDArray[np.int32] = batch.page_table[0].numpy()[: -(-end // page_size)]
     neighbours = (pages[1:] - pages[:-1] == 1).all()
     return HostRow(
-        batch.slots.numpy(),
+        batch.kv_slots.numpy(),
         page_size,
         batch.first_key,
         end,
@@ -172,15 +172,15 @@ def host_row(batch: Batch, page_size: int, queries: int, keys: int) -> HostRow |
     )
 
 
-def store(pool: Tensor, slots: Tensor | None, value: Tensor) -> Tensor:
+def store(pool: Tensor, kv_slots: Tensor | None, value: Tensor) -> Tensor:
     """Write value [T, ...] into the cache.
 
     Returns:
         The values rounded to the cache's dtype, as a later read returns them, in ``value``'s dtype.
     """
-    assert slots is not None, "plan_step must be called first"
+    assert kv_slots is not None, "plan_step must be called first"
     stored = value.to(pool.dtype)
-    pool.index_copy_(0, slots, stored)
+    pool.index_copy_(0, kv_slots, stored)
     return stored.to(value.dtype)
 
 
@@ -303,13 +303,13 @@ def _pad(group: Group, batch: Batch, low: int, high: int) -> None:
     )
 
 
-def _slots(batch: Batch, page_size: int, low: int, high: int, length: int) -> Tensor:
+def _kv_slots(batch: Batch, page_size: int, low: int, high: int, length: int) -> Tensor:
     """Return int64 [high - low, length]: KV slots of ``length`` positions from the first key on."""
     first = batch.first_key
     pages: Tensor = batch.page_table[low:high, : -(-(first + length) // page_size)].long()
     offsets = torch.arange(page_size, device=pages.device)
-    slots = (pages.unsqueeze(-1) * page_size + offsets).view(high - low, -1)
-    return slots[:, first : first + length]
+    kv_slots = (pages.unsqueeze(-1) * page_size + offsets).view(high - low, -1)
+    return kv_slots[:, first : first + length]
 
 
 def _span(batch: Batch, page_size: int, low: int, high: int) -> int | None:
@@ -329,22 +329,22 @@ def _span(batch: Batch, page_size: int, low: int, high: int) -> int | None:
 def _with_keys(
     group: Group, batch: Batch, page_size: int, low: int, high: int, dtype: torch.dtype
 ) -> Group:
-    """Set ``slots`` or ``span``, and ``bias``, and return the group."""
+    """Set ``kv_slots`` or ``span``, and ``bias``, and return the group."""
     group.span = _span(batch, page_size, low, high)
     if group.span is not None:
         group.length = int(batch.kv_lens_device[low]) - batch.first_key
         group.bias = torch.zeros(1, 1, group.length, dtype=dtype, device=batch.page_table.device)
         return group
-    slots = _slots(batch, page_size, low, high, group.length)
+    kv_slots = _kv_slots(batch, page_size, low, high, group.length)
     lens = batch.kv_lens_device[low:high].long().unsqueeze(-1) - batch.first_key
-    keys = torch.arange(group.length, device=slots.device)
+    keys = torch.arange(group.length, device=kv_slots.device)
     # NOTE: masking alone would not keep a NaN out of the sum, so keys beyond the row's end are
     # replaced by the row's first key.
-    group.slots = torch.where(keys < lens, slots, slots[:, :1]).view(-1)
+    group.kv_slots = torch.where(keys < lens, kv_slots, kv_slots[:, :1]).view(-1)
     counts = (
         (batch.query_starts[low + 1 : high + 1] - batch.query_starts[low:high]).long().unsqueeze(-1)
     )
-    positions = (lens - counts + torch.arange(group.width, device=slots.device)).clamp_(min=0)
+    positions = (lens - counts + torch.arange(group.width, device=kv_slots.device)).clamp_(min=0)
     seen = keys <= positions.unsqueeze(-1)
     group.bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
         ~seen, float("-inf")
@@ -355,5 +355,5 @@ def _with_keys(
 def _long_row(batch: Batch, page_size: int, keys: int, row: int, starts: np.ndarray) -> LongRow:
     tokens = int(batch.query_lens[row])
     prefix = int(batch.kv_lens[row]) - batch.first_key - tokens
-    slots = _slots(batch, page_size, row, row + 1, prefix).reshape(-1)
-    return LongRow(int(starts[row]), tokens, list(slots.split(keys)))
+    kv_slots = _kv_slots(batch, page_size, row, row + 1, prefix).reshape(-1)
+    return LongRow(int(starts[row]), tokens, list(kv_slots.split(keys)))

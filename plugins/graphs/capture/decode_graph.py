@@ -109,14 +109,14 @@ class Held:
     Attributes:
         all: The whole buffer.
         positions: View of the positions, [B, W].
-        slots: View of the KV slots, [B, W].
+        kv_slots: View of the KV slots, [B, W].
         rows: View of the rows, [B].
         kv_lens: View of the row lengths, [B].
     """
 
     all: Tensor
     positions: NDArray[np.int64]
-    slots: NDArray[np.int64]
+    kv_slots: NDArray[np.int64]
     rows: NDArray[np.int64]
     kv_lens: NDArray[np.int32]
 
@@ -183,7 +183,7 @@ class DecodeGraph:
             agreed=StepShape(self.shape.mode, rows, rows * width),
         )
         offsets = self.shape.offsets
-        made.positions, made.slots, made.row_ids, made.kv_lens_device = (
+        made.positions, made.kv_slots, made.row_ids, made.kv_lens_device = (
             self._memory[at : at + length * dtype.itemsize].view(
                 torch.int64 if dtype == LONG else torch.int32
             )
@@ -253,9 +253,9 @@ class DecodeGraph:
         np.add((own.kv_lens - shape.width)[:, None], self._offsets, out=held.positions)
         columns = held.positions // shape.page_size
         pages = self._pages.reshape(-1)[columns + self._first_columns]
-        np.add((pages - columns) * shape.page_size, held.positions, out=held.slots)
+        np.add((pages - columns) * shape.page_size, held.positions, out=held.kv_slots)
         # NOTE: the page table of padding rows may be stale beyond its first columns
-        held.slots[live:] = self._padding[live:]
+        held.kv_slots[live:] = self._padding[live:]
         held.rows[:] = own.rows
         held.kv_lens[:] = own.kv_lens
         self._staging.copy(turn, held.all, self._memory)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from glowplug.core.step.graph_pieces import ExtendWork, Extension
+from glowplug.core.step.graph_pieces import DraftExtend, ExtendWork
 from glowplug.plugins.graphs.capture.prefill_graph import Tape
 
 
@@ -24,7 +24,7 @@ class ExtendMemory:
 
     def __init__(self, work: ExtendWork, tokens: int, device: torch.device) -> None:
         self._places = torch.zeros(3, tokens, dtype=torch.int64, device=device)
-        self._ids, self._positions, self._slots = self._places
+        self._ids, self._positions, self._kv_slots = self._places
         self._previous = torch.zeros(tokens, work.hidden, dtype=work.dtype, device=device)
         self._live = 0  # tokens before this index belong to the last step, later ones are zero
 
@@ -33,21 +33,21 @@ class ExtendMemory:
         return (
             self._ids[:tokens],
             self._positions[:tokens],
-            self._slots[:tokens],
+            self._kv_slots[:tokens],
             self._previous[:tokens],
         )
 
     def fill(
-        self, ids: Tensor, positions: Tensor, slots: Tensor, hidden: Tensor, source: Tensor
+        self, ids: Tensor, positions: Tensor, kv_slots: Tensor, hidden: Tensor, source: Tensor
     ) -> None:
-        """Copy the arguments of ``Extension.call`` into the input buffers and clear the rest.
+        """Copy the arguments of ``DraftExtend.call`` into the input buffers and clear the rest.
 
         The copies are enqueued without waiting for the device.
         """
         live = len(ids)
         self._ids[:live].copy_(ids)
         self._positions[:live].copy_(positions)
-        self._slots[:live].copy_(slots)
+        self._kv_slots[:live].copy_(kv_slots)
         torch.index_select(hidden, 0, source, out=self._previous[:live])
         if live < self._live:
             self._places[:, live : self._live].zero_()
@@ -58,17 +58,17 @@ class ExtendMemory:
 class Extends:
     """All captured draft-extend graphs, by their number of tokens.
 
-    Called like ``Extension.call``.
+    Called like ``DraftExtend.call``.
     """
 
     def __init__(self) -> None:
-        self._extension: Extension | None = None
+        self._extension: DraftExtend | None = None
         self._replays: dict[int, Callable[[], None]] = {}
         self._counts: list[int] = []
 
     def capture(
         self,
-        extension: Extension,
+        extension: DraftExtend,
         counts: tuple[int, ...],
         device: torch.device,
         tape: Tape,
@@ -101,13 +101,13 @@ class Extends:
         extension.taker = self
 
     def __call__(
-        self, ids: Tensor, positions: Tensor, slots: Tensor, hidden: Tensor, source: Tensor
+        self, ids: Tensor, positions: Tensor, kv_slots: Tensor, hidden: Tensor, source: Tensor
     ) -> None:
         tokens = len(ids)
         if not tokens or tokens > max(self._counts, default=0):
-            self._eager(ids, positions, slots, hidden[source])
+            self._eager(ids, positions, kv_slots, hidden[source])
             return
-        self._memory.fill(ids, positions, slots, hidden, source)
+        self._memory.fill(ids, positions, kv_slots, hidden, source)
         self._replays[self._counts[bisect_left(self._counts, tokens)]]()
 
     @property

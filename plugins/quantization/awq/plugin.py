@@ -48,7 +48,7 @@ class AwqOptions(QuantizationOptions):
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         found = super().without_effect(context)
-        device = context.values["device"]
+        device = context.values.device
         (scheme,) = context.chosen["quantization"]
         assert isinstance(scheme.offers, QuantizationOffers)
         return (

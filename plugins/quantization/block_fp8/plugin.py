@@ -104,8 +104,8 @@ def check_block_fp8(context: CheckContext) -> Iterator[Refusal]:
 
 def _results(context: CheckContext) -> Iterator[Refusal]:
     """Refuse named libraries that cannot return results in the compute dtype."""
-    dtype = context.values["dtype"]
-    if context.values["device"] != "cuda" or dtype != "float32":
+    dtype = context.values.dtype
+    if context.values.device != "cuda" or dtype != "float32":
         return
     for name in context.options.provider_fields():
         value = getattr(context.options, name)
@@ -143,7 +143,7 @@ def register_quantization_schemes() -> list[Component]:
                 cast_bytes=FP8_NUMBER_BYTES,
                 rides=True,
                 experts_work=fp8_experts,
-                turns=fp8_peak_tokens,
+                peak_tokens=fp8_peak_tokens,
             ),
             uses={**LIBRARIES, **MASKED_LIBRARY},
             summary="E4M3 weights in 128x128 blocks, native or quantised while loading",

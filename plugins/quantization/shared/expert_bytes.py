@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
-from glowplug.core.plugin.byte_costs import SHOWN, ExpertsStep, MemoryUse, tiled_rows
+from glowplug.core.plugin.byte_costs import NUMBER_BYTES, ExpertsStep, MemoryUse, tiled_rows
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.launch.cards import HOPPER
 from glowplug.kernels.launch.tuned_tables import Config
@@ -18,7 +18,9 @@ from glowplug.kernels.moe import tiles as moe_tiles
 from glowplug.kernels.moe.fp8 import tiles as moe_fp8_tiles
 
 GROUP = 128  #: consecutive numbers that share one scale
-FP8_NUMBER_BYTES = 1 + SHOWN / GROUP  #: bytes of a quantised activation with its share of a scale
+FP8_NUMBER_BYTES = (
+    1 + NUMBER_BYTES / GROUP
+)  #: bytes of a quantised activation with its share of a scale
 DEEP_GEMM_TILE = 128  #: multiple to which each expert's rows are padded for DeepGEMM
 #: average rows per expert from which sorting them for DeepGEMM pays (H200: 3.34 against 3.41 ms at
 #: 36)
@@ -44,7 +46,7 @@ def dense_experts(step: ExpertsStep) -> MemoryUse:
         _dense(replace(step, tokens=tokens), moe_tiles.pick(problem, tokens, measured)["up"])
         for tokens in _peak_tokens(measured, step.tokens)
     ]
-    return MemoryUse(max(work.most for work in works), max(work.left for work in works))
+    return MemoryUse(max(work.peak for work in works), max(work.result for work in works))
 
 
 def _peak_tokens(measured: Iterable[int], tokens: int) -> set[int]:
@@ -76,7 +78,7 @@ def _dense(step: ExpertsStep, up: Config) -> MemoryUse:
         )
         apart = 3 * step.tokens * step.shared * step.inter * step.element
         rows = tiled_rows(routed, experts, up["block_m"])
-        most = outer + max(apart, rows * (step.inter * step.element + SHOWN))
+        most = outer + max(apart, rows * (step.inter * step.element + NUMBER_BYTES))
         return MemoryUse(most, outer) if step.parts else MemoryUse(max(most, outer + out), out)
     places = step.pairs
     beside = step.tokens * step.shared
@@ -86,7 +88,9 @@ def _dense(step: ExpertsStep, up: Config) -> MemoryUse:
             *((routed, experts) if wide else (step.pairs, step.count)), up["block_m"]
         )
         beside = beside if wide else 0
-    return step.summed(0, (places + beside) * step.inter * step.element + places * SHOWN)
+    return step.with_expert_rows(
+        0, (places + beside) * step.inter * step.element + places * NUMBER_BYTES
+    )
 
 
 def fp8_experts(step: ExpertsStep) -> MemoryUse:
@@ -115,7 +119,9 @@ def provider_for_dtype(wanted: str, element: int) -> str:
 def _maximum(work: MemoryUse, other: MemoryUse) -> MemoryUse:
     """Return the larger of each figure of ``work`` and ``other``, either of which may run."""
     return MemoryUse(
-        max(work.most, other.most), max(work.left, other.left), max(work.extra, other.extra)
+        max(work.peak, other.peak),
+        max(work.result, other.result),
+        max(work.fragmentation, other.fragmentation),
     )
 
 
@@ -138,7 +144,7 @@ def _by_load(step: ExpertsStep, wanted: str) -> MemoryUse:
     )
     if moe_fp8_tiles.on_hopper(config):
         return _on_hopper(step, config["BLOCK_M"])
-    return step.summed(0, int(step.pairs * inter * (2 * step.element + FP8_NUMBER_BYTES)))
+    return step.with_expert_rows(0, int(step.pairs * inter * (2 * step.element + FP8_NUMBER_BYTES)))
 
 
 def _on_hopper(step: ExpertsStep, tile: int) -> MemoryUse:
@@ -156,13 +162,13 @@ def _on_hopper(step: ExpertsStep, tile: int) -> MemoryUse:
             step.inter * FP8_NUMBER_BYTES,
         )
     )
-    kept = (step.pairs + rows + rows // tile) * SHOWN
-    return step.summed(kept + max(given + hidden, hidden + inner), kept + inner)
+    kept = (step.pairs + rows + rows // tile) * NUMBER_BYTES
+    return step.with_expert_rows(kept + max(given + hidden, hidden + inner), kept + inner)
 
 
 def int8_experts(step: ExpertsStep) -> MemoryUse:
     """Return the memory use in int8: the gated rows, and the same rows quantised."""
-    return step.summed(0, step.pairs * step.inter * (step.element + 1))
+    return step.with_expert_rows(0, step.pairs * step.inter * (step.element + 1))
 
 
 def grouped_pays(wanted: str, tokens: int, chosen: int, experts: int) -> bool:
@@ -187,7 +193,7 @@ def masked_rows(tokens: int) -> int:
 def _grouped(step: ExpertsStep) -> MemoryUse:
     """Return the memory use of ``block_fp8.grouped.Grouped.experts``."""
     rows = tiled_rows(step.pairs, step.count, DEEP_GEMM_TILE)
-    maps = (step.pairs + 3 * rows) * SHOWN  # row of each pair; pair and expert of each row
+    maps = (step.pairs + 3 * rows) * NUMBER_BYTES  # row of each pair; pair and expert of each row
     return _library(step, rows, maps, step.element)
 
 
@@ -196,7 +202,7 @@ def _masked(step: ExpertsStep) -> MemoryUse:
     return _library(
         step,
         step.count * masked_rows(step.tokens),
-        (step.pairs + step.count) * SHOWN,
+        (step.pairs + step.count) * NUMBER_BYTES,
         LIBRARY_RESULT_BYTES,
     )
 
@@ -207,12 +213,14 @@ def _cutlass(step: ExpertsStep) -> MemoryUse:
     Each expert has a start, two problems of three numbers and three strides. Each GEMM adds five
     pointers, two layouts and, within the library, another problem per expert.
     """
-    layouts = 2 * CUTLASS_LAYOUT_INTS * SHOWN
-    per_expert = (1 + 6) * SHOWN + 3 * 2 * SHOWN + (5 + 3) * 2 * SHOWN + layouts
+    layouts = 2 * CUTLASS_LAYOUT_INTS * NUMBER_BYTES
+    per_expert = (
+        (1 + 6) * NUMBER_BYTES + 3 * 2 * NUMBER_BYTES + (5 + 3) * 2 * NUMBER_BYTES + layouts
+    )
     return _library(
         step,
         step.pairs,
-        step.pairs * SHOWN + step.count * per_expert + CUTLASS_WORKSPACE,
+        step.pairs * NUMBER_BYTES + step.count * per_expert + CUTLASS_WORKSPACE,
         LIBRARY_RESULT_BYTES,
     )
 

@@ -31,7 +31,7 @@ def remark(context: CheckContext) -> Decision | None:
     """
     options = narrow_options(context)
     model = context.facts.model
-    dtype = context.values["dtype"]
+    dtype = context.values.dtype
     if (
         not isinstance(options, BlockFp8Options)
         or options.experts != "auto"

@@ -115,7 +115,7 @@ def remark(context: CheckContext) -> Decision | None:
     ):
         return None
     choice = next(choice for kind, choice in CHOICES.items() if isinstance(options, kind))
-    if context.values["device"] != "cuda" or not cards <= TILES:
+    if context.values.device != "cuda" or not cards <= TILES:
         return None
     if not choice.on_every_gpu and not cards <= LIBRARY_CARDS:
         return Decision(

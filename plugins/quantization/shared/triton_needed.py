@@ -34,7 +34,7 @@ def check_triton(context: CheckContext, name: str, alternative: str) -> Iterator
     )
     machine = context.facts.hardware
     cards = sorted({card.compute for card in machine.devices} - TILES)
-    if context.values["device"] != "cuda":
+    if context.values.device != "cuda":
         return
     if cards:
         yield Refusal(
@@ -60,7 +60,7 @@ def check_libraries(context: CheckContext, name: str) -> Iterator[Refusal]:
     machine = context.facts.hardware
     cards = {card.compute for card in machine.devices}
     others = cards - LIBRARIES
-    if context.values["device"] != "cuda" or not others or not cards <= TILES:
+    if context.values.device != "cuda" or not others or not cards <= TILES:
         return
     for option in context.options.provider_fields():
         value = getattr(context.options, option)

@@ -27,7 +27,7 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
     devices = context.facts.hardware.devices
     cards = {device.name for device in devices}
     if (
-        context.values["device"] != "cuda"
+        context.values.device != "cuda"
         or not version
         or not cards
         or {device.compute for device in devices} - TILES
@@ -84,7 +84,7 @@ def head_remark(context: CheckContext, card: str, version: str) -> Decision | No
         or {}
     )
     ours = [str(rows) for rows, config in table.items() if config["way"] != tuned.CUBLAS]
-    if not ours or context.values["dtype"] != "bfloat16":
+    if not ours or context.values.dtype != "bfloat16":
         return None
     return Decision(
         HEAD_FIELD,

@@ -1,0 +1,70 @@
+"""Values that the plan has decided, which checks and the byte budget read. Plan zone: no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from glowplug.core.errors import GlowplugError
+
+
+class Undecided(GlowplugError):
+    """A value was read before the pass that decides it."""
+
+
+class Decided:
+    """Values decided so far. A value that is read too early raises ``Undecided``.
+
+    Attributes:
+        device: device type, "cuda" or "cpu".
+        dtype: compute dtype, by torch's name.
+        kv_dtype: dtype of the KV cache.
+        width: tokens of a row in a verify step; 1 without speculation.
+        lookahead: draft passes before a step; 0 without speculation.
+        draft_layers: next-token layers that the draft uses, 0 or 1.
+        draft_folder: folder of the draft model; None if the draft has no folder of its own.
+        mesh: mesh axis -> size.
+        ranks: number of ranks.
+        hosts: number of hosts.
+        overlap: the next step is launched before the results of this one are read.
+        sampled_last_layer: the last layer runs only for sampled tokens.
+        page_size: tokens per page.
+        growing_segments: torch's allocator uses expandable segments.
+        positions: most positions of a row, drafted tokens included.
+        short_rows: batch sizes that are captured a second time for short rows.
+    """
+
+    device: str
+    dtype: str
+    kv_dtype: str
+    width: int
+    lookahead: int
+    draft_layers: int
+    draft_folder: str | None
+    mesh: dict[str, int]
+    ranks: int
+    hosts: int
+    overlap: bool
+    sampled_last_layer: bool
+    page_size: int
+    growing_segments: bool
+    positions: int
+    short_rows: tuple[int, ...]
+
+    def __init__(self, **values: Any) -> None:
+        unknown = sorted(values.keys() - type(self).__annotations__.keys())
+        if unknown:
+            raise TypeError(f"no decided values of these names: {', '.join(unknown)}")
+        self.__dict__.update(values)
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the value ``name``, for plugins written before the values had attributes."""
+        if name not in type(self).__annotations__:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    if not TYPE_CHECKING:  # so that mypy refuses names that are not listed above
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).__annotations__:
+                raise Undecided(f"{name} is read before the plan has decided it")
+            raise AttributeError(f"no decided value has the name {name!r}")
