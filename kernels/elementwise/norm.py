@@ -163,7 +163,8 @@ def rms_norm_fp8(
 
     The unquantised norm is also written to ``plain`` [T, N] if that is given.
     """
-    quantized = empty_quantized(*x.shape, x.device)
+    rows, size = x.shape
+    quantized = empty_quantized(rows, size, x.device)
     _launch(x, weight, eps, plain=plain, quantized=quantized)
     return quantized
 
@@ -199,7 +200,8 @@ def add_rms_norm_fp8(
 
     The unquantised norm is also written to ``plain`` [T, N] if that is given.
     """
-    quantized = empty_quantized(*residual.shape, residual.device)
+    rows, size = residual.shape
+    quantized = empty_quantized(rows, size, residual.device)
     total = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     _launch(
         x, weight, eps, ids=ids, residual=residual, total=total, plain=plain, quantized=quantized

@@ -73,7 +73,8 @@ def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     high = scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return plain * (keep + (1 - keep) / scaling["factor"])
+    scaled: Tensor = plain * (keep + (1 - keep) / scaling["factor"])
+    return scaled
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

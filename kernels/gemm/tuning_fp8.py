@@ -8,6 +8,7 @@ compiling takes longer than measuring.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -169,18 +170,11 @@ def tune_gemm(
             number, columns, depth, max(2, min(16, COLD_BYTES // (columns * depth)))
         )
         for config in configs:
-            yield (
-                microseconds(
-                    [
-                        lambda w=weight, c=config: fp8_gemm.gemm(
-                            x, scales, w, w_scales, torch.bfloat16, c
-                        )
-                        for weight in weights
-                    ],
-                    2,
-                ),
-                config,
-            )
+            calls = [
+                partial(fp8_gemm.gemm, x, scales, weight, w_scales, torch.bfloat16, config)
+                for weight in weights
+            ]
+            yield microseconds(calls, 2), config
 
     run = TuningRun(path, seconds, workers, log)
     for number in run.compiled(rows, kernels, _compile_gemm):

@@ -53,7 +53,7 @@ def scaled_product(
     inside = at < COLUMNS
     codes, factors = (), ()
     for part in tl.static_range(SIZE // 128):
-        codes = codes + (
+        codes = codes + (  # type: ignore[assignment]
             tl.load(
                 w
                 + head * w_head
@@ -63,7 +63,7 @@ def scaled_product(
                 other=0.0,
             ),
         )
-        factors = factors + (
+        factors = factors + (  # type: ignore[assignment]
             tl.load(scales + head * s_head + part * s_depth + column // 128 * s_column),
         )
     dependent.wait(DEPENDENT)

@@ -107,8 +107,8 @@ def mla_decode_kernel(
     q_r = _part(q_at + C, real, R, BLOCK_R, 0)
     q_c, acc = (), ()
     for part in tl.static_range(PARTS):
-        q_c = q_c + (_part(q_at, real, C, BLOCK_C, part * BLOCK_C),)
-        acc = acc + (tl.zeros([BLOCK_M, BLOCK_C], tl.float32),)
+        q_c = q_c + (_part(q_at, real, C, BLOCK_C, part * BLOCK_C),)  # type: ignore[assignment]
+        acc = acc + (tl.zeros([BLOCK_M, BLOCK_C], tl.float32),)  # type: ignore[assignment]
     tree = tl.load(tree_mask + row * width + own, mask=real, other=1) if TREE else own
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -120,7 +120,7 @@ def mla_decode_kernel(
         )
         latent = ()
         for part in tl.static_range(PARTS):
-            latent = latent + (_part(entry, filled, C, BLOCK_C, part * BLOCK_C).to(q_r.dtype),)
+            latent = latent + (_part(entry, filled, C, BLOCK_C, part * BLOCK_C).to(q_r.dtype),)  # type: ignore[assignment]
         rope = _part(entry + C, filled, R, BLOCK_R, 0).to(q_r.dtype)
         # NOTE: each term is scaled before the sum: a plain sum of matrix multiplications becomes
         # one chain, in which each link waits for the one before
@@ -131,7 +131,7 @@ def mla_decode_kernel(
         weights, kept, top, total = paged.weights(tl.where(seen, scores, float("-inf")), top, total)
         summed = ()
         for part in tl.static_range(PARTS):
-            summed = summed + (
+            summed = summed + (  # type: ignore[assignment]
                 tl.dot(
                     weights.to(q_r.dtype), latent[part], acc[part] * kept, input_precision=PRECISION
                 ),

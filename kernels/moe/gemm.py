@@ -495,6 +495,19 @@ def wide_tile(tokens: int, up: bool, config: Config) -> tuple[int, int, int]:
     return rows, columns, 64
 
 
+def _row_blocks(
+    ids: Tensor, experts: int, aligned: Alignment | None, block_m: int
+) -> tuple[int, tuple[Tensor, Tensor] | tuple[None, None]]:
+    """Return the number of row blocks and the lists that name each block's pairs and expert.
+
+    Without an alignment every one of ``experts`` experts has the blocks of all tokens, and there
+    are no lists.
+    """
+    if aligned is None:
+        return experts * cdiv(ids.shape[0], block_m), (None, None)
+    return len(aligned.expert_of_block), (aligned.sorted_pairs, aligned.expert_of_block)
+
+
 def _launch(
     x: Tensor,
     w: Tensor,
@@ -513,14 +526,10 @@ def _launch(
     block_m = config["block_m"]
     block_n = config["block_n"]
     block_k = config["block_k"]
-    dense = aligned is None
-    m_blocks = (
-        (experts - shared) * cdiv(ids.shape[0], block_m) if dense else len(aligned.expert_of_block)
-    )
+    m_blocks, tile_lists = _row_blocks(ids, experts - shared, aligned, block_m)
     n_blocks = cdiv(columns, block_n)
     tma = bool(config.get("tma")) and depth * w.element_size() % 16 == 0
-    x_tma = tma and not dense and weights is not None
-    tile_lists = (None, None) if dense else (aligned.sorted_pairs, aligned.expert_of_block)
+    x_tma = tma and aligned is not None and weights is not None
     wide_m, wide_n, wide_k = (
         wide_tile(ids.shape[0], weights is None, config) if shared else (16, 16, 16)
     )
@@ -545,7 +554,7 @@ def _launch(
         shared_programs,
         ids.shape[0],
         UP=weights is None,
-        SORTED=not dense,
+        SORTED=aligned is not None,
         TOPK=ids.shape[1],
         WIDTH=next_power_of_2(ids.shape[1]),
         TMA=tma,

@@ -135,4 +135,5 @@ def has_wide_tiles(config: Config, tokens: int) -> bool:
 
     With several small tiles their weights would be read several times.
     """
-    return config["way"] == "sorted" and config["block_m"] < min(tokens, SHARED_TILE_TOKENS_MAX)
+    small: bool = config["block_m"] < min(tokens, SHARED_TILE_TOKENS_MAX)
+    return config["way"] == "sorted" and small

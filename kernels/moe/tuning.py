@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -316,7 +317,7 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 3) -> flo
         for call in calls:
             call()
     graph.replay()
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
@@ -401,8 +402,8 @@ def measure(
             lists = [bench.align(config, ids) for ids, _ in routings]
             x = bench.rows(product, config, tokens, lists[0])
             calls = [
-                lambda r=r, a=a, c=config, p=product, v=x: bench.run(p, c, v, *r, a)
-                for r, a in zip(routings, lists)
+                partial(bench.run, product, config, x, ids, weights, aligned)
+                for (ids, weights), aligned in zip(routings, lists)
             ]
             found[product].append((microseconds(calls), config))
         found[product].sort(key=lambda item: item[0])

@@ -304,14 +304,14 @@ class Tiles(NamedTuple):
         pairs: ``Alignment.sorted_pairs``; without an alignment the ids [T * K].
         experts: ``Alignment.expert_of_block``; without an alignment the ids.
         filled: ``Alignment.num_padded``; without an alignment the ids.
-        count: Number of tiles.
+        total: Number of tiles.
         aligned: False if each tile is one pair.
     """
 
     pairs: Tensor
     experts: Tensor
     filled: Tensor
-    count: int
+    total: int
     aligned: bool
 
 
@@ -382,7 +382,7 @@ def product(
     _, columns, depth = weight.shape
     out = torch.empty(pairs, columns, dtype=dtype, device=x.device)
     options = _options(config, tile, depth, columns, tiles)
-    _product[(tiles.count * cdiv(columns, config["BLOCK_N"]),)](
+    _product[(tiles.total * cdiv(columns, config["BLOCK_N"]),)](
         x,
         x_scales,
         _weight_operand(weight, config["BLOCK_N"], options["TMA"]),
@@ -441,7 +441,7 @@ def gated_product(
             options,
         )
     values, scales = fp8_quant.empty_quantized(pairs, inter, x.device)
-    _gated[(tiles.count * (inter // BLOCK),)](
+    _gated[(tiles.total * (inter // BLOCK),)](
         x,
         x_scales,
         _weight_operand(w13, BLOCK, options["TMA"]),
@@ -485,11 +485,11 @@ def products(
     tile = config["BLOCK_M"]
     if moe_fp8_tiles.on_hopper(config):
         order = align(ids, w13.shape[0], tile)
-        inner = moe_gemm_fp8_hopper.gated_product(
+        inner, inner_scales = moe_gemm_fp8_hopper.gated_product(
             x, x_scales, w13, scales13, ids, order, dtype, config["first"]
         )
         return moe_gemm_fp8_hopper.product(
-            *inner, w2, scales2, order, weights, dtype, config["second"]
+            inner, inner_scales, w2, scales2, order, weights, dtype, config["second"]
         )
     tiles = tiles_of(ids, w13.shape[0], config)
     if config["FUSE"]:

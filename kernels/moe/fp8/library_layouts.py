@@ -215,12 +215,12 @@ def packed(ids: Tensor, experts: int, hidden: int, inter: int) -> PackedRows:
         hidden: H.
         inter: I.
     """
-    count = {"dtype": torch.int32, "device": ids.device}
+    device = ids.device
     found = PackedRows(
-        torch.empty(ids.numel(), **count),
-        torch.empty(experts, **count),
-        torch.empty(2, experts, 3, **count),
-        torch.empty(3, experts, dtype=torch.int64, device=ids.device),
+        torch.empty(ids.numel(), dtype=torch.int32, device=device),
+        torch.empty(experts, dtype=torch.int32, device=device),
+        torch.empty(2, experts, 3, dtype=torch.int32, device=device),
+        torch.empty(3, experts, dtype=torch.int64, device=device),
     )
     _launch(ids, *found, ids.numel(), hidden, inter, experts, packed=True)
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -279,13 +280,11 @@ def _measure(bench: _Experts, problem: Fp8ExpertsProblem, number: int, failed: s
             moe_gemm_fp8.tiles_of(ids, problem.experts, {**config, "PAIRED": paired})
             for ids, _ in routes
         ]
-        spent = microseconds(
-            [
-                lambda r=r, t=t, k=kind, c=config, v=x: bench.call(k, c, v, *r, t)  # type: ignore[misc]
-                for r, t in zip(routes, lists)
-            ],
-            2,
-        )
+        calls = [
+            partial(bench.call, kind, config, x, ids, weights, tiles)
+            for (ids, weights), tiles in zip(routes, lists)
+        ]
+        spent = microseconds(calls, 2)
         variant = (kind, config["BLOCK_M"], paired)
         if variant not in best or spent < best[variant][0]:
             best[variant] = spent, config
