@@ -30,8 +30,8 @@ from glowplug.kernels.gemm.tuning_fp8_run import (
 )
 from glowplug.kernels.launch.cuda_arch import MULTIPROCESSORS
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
+from glowplug.kernels.launch.timing import microseconds
 from glowplug.kernels.launch.tuned_tables import Config
-from glowplug.kernels.moe.tuning import microseconds
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 HELD_ROWS = (4, 8, 16)  #: weight rows of a program of ``gemm.few_rows_fp8`` that are tried

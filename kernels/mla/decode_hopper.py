@@ -17,77 +17,21 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from glowplug.kernels.launch import dependent_launch as dependent
-
-copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # name before and since Triton 3.7
-TILE = gl.constexpr(64)  #: keys per tile
-
-
-@gluon.jit
-def _fetch(latent_at, rope_at, page, n0, latent, rope, ready, PAGE: gl.constexpr):
-    """Start to copy the tile at position ``n0`` of a row, stored in ``page``."""
-    slot = page * PAGE + n0 % PAGE
-    mbarrier.expect(ready, latent_at.block_type.nbytes + rope_at.block_type.nbytes)
-    copy_tile(latent_at, [slot, 0], ready, latent)
-    copy_tile(rope_at, [slot, latent_at.block_type.shape[1]], ready, rope)
-
-
-@gluon.jit
-def _written():
-    """Make shared memory stores of all threads visible to the tensor cores and to TMA copies.
-
-    NOTE: the compiler adds neither the fence nor the barrier. Without the fence matrix instructions
-    read the old contents, once in some thousand steps; without the barrier they begin before slower
-    warps have stored.
-    """
-    fence_async_shared()
-    barrier()
-
-
-@gluon.jit
-def _copy(source, target, low, high, COLUMNS: gl.constexpr):
-    """Copy rows ``low`` to ``high`` of a tile in target's dtype, and zeros for the other rows.
-
-    Unwritten slots may hold NaN, and 0 * NaN is NaN. Source and target may be the same.
-    """
-    STEP: gl.constexpr = min(COLUMNS, 128)
-    layout: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 * 8 // STEP, STEP // 8], [gl.num_warps(), 1], [1, 0]
-    )
-    row = gl.arange(0, TILE, gl.SliceLayout(1, layout))
-    kept = ((row >= low) & (row < high))[:, None]
-    for column in gl.static_range(0, COLUMNS, STEP):
-        value = source.slice(column, STEP, 1).load(layout)
-        target.slice(column, STEP, 1).store(
-            gl.where(kept, value.to(target.dtype), 0.0).to(target.dtype)
-        )
-
-
-@gluon.jit
-def _take(latent, rope, wide, wide_r, low, high, C: gl.constexpr, R: gl.constexpr):
-    """Return the operands for a tile that has arrived.
-
-    They are the tile itself, or its widened copy if its dtype is narrower.
-    """
-    if latent.dtype == wide.dtype:
-        if (low > 0) | (high < TILE):
-            _copy(latent, latent, low, high, C)
-            _copy(rope, rope, low, high, R)
-            _written()
-        return latent, rope
-    else:
-        _copy(latent, wide, low, high, C)
-        _copy(rope, wide_r, low, high, R)
-        _written()
-        return wide, wide_r
+from glowplug.kernels.mla.decode_hopper_copies import (
+    TILE,
+    barrier,
+    fence_stores,
+    fetch_tile,
+    load_queries,
+    start_pipeline,
+    take_tile,
+)
 
 
 @gluon.constexpr_function
@@ -109,101 +53,6 @@ def _sum_layout(block_m, columns, warps):
     return gl.NVMMADistributedLayout(
         [3, 0], [4, warps // 4], [16, min(256, columns // (warps // 4)), 16]
     )
-
-
-@gluon.jit
-def _ring(
-    latent_at,
-    rope_at,
-    table,
-    start,
-    tiles,
-    known,
-    dtype: gl.constexpr,
-    C: gl.constexpr,
-    R: gl.constexpr,
-    RING: gl.constexpr,
-    PAGE: gl.constexpr,
-    DEPENDENT: gl.constexpr,
-):
-    """Allocate shared memory for the ring of tiles and start the first copies.
-
-    Returns latents, rotary parts, their barriers, and a widened tile of ``dtype`` if the cache has
-    another dtype.
-
-    NOTE: lengths, pages and the first ``known`` keys are older than the step's first kernel, so
-    they are requested before the prologue ends, which adds the other keys. This saves 0.8, 1.9 and
-    0.4 us of 17, 25 and 50 us at 8, 32 and 128 rows.
-    """
-    latent = gl.allocate_shared_memory(latent_at.dtype, [RING, TILE, C], latent_at.layout)
-    rope = gl.allocate_shared_memory(latent_at.dtype, [RING, TILE, R], rope_at.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(RING):
-        mbarrier.init(ready.index(i), count=1)
-    _written()
-    for i in gl.static_range(RING):
-        first = start + i * TILE
-        if (i < tiles) & (first + TILE <= known):
-            _fetch(
-                latent_at,
-                rope_at,
-                gl.load(table + first // PAGE),
-                first,
-                latent.index(i),
-                rope.index(i),
-                ready.index(i),
-                PAGE,
-            )
-    dependent.wait(DEPENDENT)
-    for i in gl.static_range(RING):
-        first = start + i * TILE
-        if (i < tiles) & (first + TILE > known):
-            _fetch(
-                latent_at,
-                rope_at,
-                gl.load(table + first // PAGE),
-                first,
-                latent.index(i),
-                rope.index(i),
-                ready.index(i),
-                PAGE,
-            )
-    if latent_at.dtype == dtype:
-        return latent, rope, ready, latent.index(0), rope.index(0)
-    else:
-        shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        wide = gl.allocate_shared_memory(dtype, [TILE, C], shared)
-        return latent, rope, ready, wide, gl.allocate_shared_memory(dtype, [TILE, R], shared)
-
-
-@gluon.jit
-def _queries(
-    query,
-    first,
-    pairs,
-    dtype: gl.constexpr,
-    C: gl.constexpr,
-    R: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-):
-    """Load BLOCK_M pairs from ``first`` of a row's ``pairs`` to shared memory as [M, C] and [M, R].
-
-    ``query`` points at the first pair of the row.
-    """
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    pair = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, flat))
-    at = query + pair[:, None] * (C + R)
-    c, r = gl.arange(0, C, gl.SliceLayout(0, flat)), gl.arange(0, R, gl.SliceLayout(0, flat))
-    real = (pair < pairs)[:, None]
-    q_c = gl.allocate_shared_memory(
-        dtype, [BLOCK_M, C], shared, gl.load(at + c[None, :], mask=real, other=0.0)
-    )
-    q_r = gl.allocate_shared_memory(
-        dtype, [BLOCK_M, R], shared, gl.load(at + C + r[None, :], mask=real, other=0.0)
-    )
-    _written()
-    return q_c, q_r
 
 
 @gluon.jit
@@ -250,7 +99,7 @@ def _add(acc, kept, weights, p_smem, latent, AXIS: gl.constexpr):
     """Return acc * kept plus the values of the tile times their weights."""
     p_smem.store(weights.to(p_smem.dtype))
     acc = acc * gl.expand_dims(gl.convert_layout(kept, gl.SliceLayout(AXIS, acc.type.layout)), AXIS)
-    _written()
+    fence_stores()
     if AXIS == 0:
         return warpgroup_mma(latent.permute((1, 0)), p_smem, acc)
     else:
@@ -414,10 +263,10 @@ def mla_decode_hopper_kernel(
                     _join(out, lse, joined, line, block * BLOCK_M, pairs, 0, 0, C, BLOCK_M)
             return
     tiles, table = gl.cdiv(end - start, TILE), page_table + row * table_stride
-    latent, rope, ready, wide, wide_r = _ring(
+    latent, rope, ready, wide, wide_r = start_pipeline(
         latent_at, rope_at, table, start, tiles, length - width, dtype, C, R, RING, PAGE, DEPENDENT
     )
-    q_c, q_r = _queries(query + line * (C + R), block * BLOCK_M, pairs, dtype, C, R, BLOCK_M)
+    q_c, q_r = load_queries(query + line * (C + R), block * BLOCK_M, pairs, dtype, C, R, BLOCK_M)
     p_smem = gl.allocate_shared_memory(
         dtype, [TILE, BLOCK_M] if AXIS == 0 else [BLOCK_M, TILE], p_layout
     )
@@ -433,7 +282,7 @@ def mla_decode_hopper_kernel(
         ahead, more = n0 + RING * TILE, tile + RING < tiles
         page = gl.load(table + ahead // PAGE, mask=more, other=0)
         mbarrier.wait(ready.index(stage), (tile // RING) & 1)
-        here, here_r = _take(
+        here, here_r = take_tile(
             latent.index(stage), rope.index(stage), wide, wide_r, first_key - n0, end - n0, C, R
         )
         scores = _scores(q_c, q_r, here, here_r, blank, AXIS == 0)
@@ -444,7 +293,7 @@ def mla_decode_hopper_kernel(
         acc = _add(acc, kept, weights, p_smem, here, AXIS)
         barrier()
         if more:
-            _fetch(
+            fetch_tile(
                 latent_at,
                 rope_at,
                 page,

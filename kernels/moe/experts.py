@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from glowplug.kernels.elementwise.activation import silu_and_mul
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe import (
-    fused_shared as moe_shared,
     gemm as moe_gemm,
     gemm_hopper as moe_gemm_hopper,
     gemv as moe_gemv,
@@ -131,6 +131,29 @@ def products(
     return moe_gemm.down(hidden, w2, ids, weights, aligned, down, separate), ids
 
 
+def fused_shared_mlp(x: Tensor, w13: Tensor, w2: Tensor, out: Tensor) -> None:
+    """Write the sum of S fused shared experts' outputs to ``out``, computed as a dense MLP.
+
+    This suits loads that are limited by the tensor cores.
+
+    NOTE: a single GEMM over all S of w2 would need them side by side, [H, S * I], a layout that no
+    other kernel here reads.
+
+    Args:
+        x: [T, H].
+        w13: [S, 2I, H], gates before ups.
+        w2: [S, H, I].
+        out: [T, H]; its rows may be strided.
+    """
+    experts, width, hidden = w13.shape
+    inner = silu_and_mul(torch.mm(x, w13.view(-1, hidden).t()).view(-1, width)).view(
+        len(x), experts, width // 2
+    )
+    torch.mm(inner[:, 0], w2[0].t(), out=out)
+    for expert in range(1, experts):
+        torch.addmm(out, inner[:, expert], w2[expert].t(), out=out)
+
+
 def _products_on_hopper(
     x: Tensor,
     w13: Tensor,
@@ -148,7 +171,7 @@ def _products_on_hopper(
     kept = ids.shape[1] - max(dense_shared - 1, 0)
     rows = torch.empty(len(x), kept, w2.shape[1], dtype=x.dtype, device=x.device)
     if dense_shared:
-        moe_shared.mlp(x, w13[routed:], w2[routed:], rows[:, -1])
+        fused_shared_mlp(x, w13[routed:], w2[routed:], rows[:, -1])
     if routed:
         aligned = align(ids, routed, config["up"]["block_m"], dense_shared)
         hidden = moe_gemm_hopper.up(x, w13, ids, aligned, config["up"])

@@ -16,10 +16,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -28,164 +26,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe.align import Alignment
+from glowplug.kernels.moe.hopper_tiles import (
+    cut,
+    halves,
+    load_tiles,
+    pass_over,
+    place_of,
+    store_gated,
+    store_weighted,
+)
 
 COLUMNS = 256  #: columns of a tile; half gates and half ups in the first GEMM
 DEPTH = 64  #: depth of a pipeline stage
 #: rows of a tile / 64 -> (pipeline stages, registers of a multiplying and of a loading thread)
 RINGS = {2: (4, 216, 72), 3: (3, 160, 32)}
-
-copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-copy_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-NAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
-
-@gluon.jit
-def halves(ring, layout: gl.constexpr):
-    """Return a view of a ring buffer [N, rows, depth] as half tiles [2 N, rows / 2, depth]."""
-    shape: gl.constexpr = [2 * ring.shape[0], ring.shape[1] // 2, ring.shape[2]]
-    if NAMED:
-        return ring.reinterpret(ring.dtype, shape, layout)
-    else:
-        return ring._reinterpret(ring.dtype, shape, layout)
-
-
-@gluon.jit
-def place_of(tile, m_blocks, n_blocks, group):
-    """Return (row block, column block) of a tile: down ``group`` row blocks, then right."""
-    each = group * n_blocks
-    first = tile // each * group
-    height = gl.maximum(
-        gl.minimum(m_blocks - first, group), 1
-    )  # avoids a remainder by 0 beyond the last tile
-    return first + tile % each % height, tile % each // height
-
-
-@gluon.jit
-def _rows_of(x, sorted_pairs, place, pairs, depth, TOPK: gl.constexpr, DEPTH: gl.constexpr):
-    """Return pointers [64, DEPTH] to the tokens from ``place`` of the sorted list, and a mask."""
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DEPTH, DEPTH // 8], [4, 1], [1, 0])
-    pair = gl.load(sorted_pairs + place + gl.arange(0, 64, gl.SliceLayout(1, flat)))
-    token = gl.where(pair < pairs, pair // TOPK, 0)
-    column = gl.arange(0, DEPTH, gl.SliceLayout(0, flat))
-    return x + token.to(gl.int64)[:, None] * depth + column[None, :], (pair < pairs)[:, None]
-
-
-@gluon.jit
-def _fetch(
-    given,
-    UP: gl.constexpr,
-    GATHER: gl.constexpr,
-    TOPK: gl.constexpr,
-    PARTS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    DEPTH: gl.constexpr,
-    RING: gl.constexpr,
-):
-    """Load x and the expert's weight for every tile of this program.
-
-    With ``GATHER`` the rows of x are gathered by the sorted list; otherwise they are contiguous.
-    """
-    (
-        x,
-        x_at,
-        w_at,
-        sorted_pairs,
-        expert_of_block,
-        m_blocks,
-        n_blocks,
-        group,
-        pairs,
-        columns,
-        depth,
-        x_ring,
-        w_ring,
-        full,
-        empty,
-    ) = given
-    size: gl.constexpr = (COLUMNS + (0 if GATHER else 64 * PARTS)) * DEPTH * 2
-    step = 0
-    for tile in range(gl.program_id(0), m_blocks * n_blocks, gl.num_programs(0)):
-        block, column_block = place_of(tile, m_blocks, n_blocks, group)
-        expert = gl.load(expert_of_block + block)
-        place = block * 64 * PARTS
-        if GATHER:
-            rows_0, real_0 = _rows_of(x, sorted_pairs, place, pairs, depth, TOPK, DEPTH)
-            rows_1, real_1 = _rows_of(x, sorted_pairs, place + 64, pairs, depth, TOPK, DEPTH)
-            if PARTS == 3:
-                rows_2, real_2 = _rows_of(x, sorted_pairs, place + 128, pairs, depth, TOPK, DEPTH)
-        first = expert * columns + column_block * COLUMNS
-        second = first + COLUMNS // 2
-        if UP:
-            first = expert * 2 * columns + column_block * (COLUMNS // 2)
-            second = first + columns
-        for start in range(0, depth, DEPTH):
-            stage = step % RING
-            mbarrier.wait(empty.index(stage), ((step // RING) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), size)
-            copy_tile(w_at, [first, start], full.index(stage), w_ring.index(2 * stage))
-            copy_tile(w_at, [second, start], full.index(stage), w_ring.index(2 * stage + 1))
-            if GATHER:
-                copy_rows(x_ring.index(PARTS * stage), rows_0 + start, mask=real_0)
-                copy_rows(x_ring.index(PARTS * stage + 1), rows_1 + start, mask=real_1)
-                if PARTS == 3:
-                    copy_rows(x_ring.index(PARTS * stage + 2), rows_2 + start, mask=real_2)
-                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-            else:
-                for part in gl.static_range(PARTS):
-                    copy_tile(
-                        x_at,
-                        [place + 64 * part, start],
-                        full.index(stage),
-                        x_ring.index(PARTS * stage + part),
-                    )
-            step += 1
-
-
-@gluon.jit
-def store_rows(out, value, row, real, first, columns):
-    """Store value [M, N] in rows ``row`` of out [., columns] from column ``first`` on."""
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    column = first + gl.arange(0, value.shape[1], gl.SliceLayout(0, flat))
-    row = gl.convert_layout(row, gl.SliceLayout(1, flat))
-    real = gl.convert_layout(real, gl.SliceLayout(1, flat))
-    gl.store(
-        out + row.to(gl.int64)[:, None] * columns + column[None, :],
-        gl.convert_layout(value.to(out.dtype.element_ty), flat),
-        mask=(real != 0)[:, None] & (column < columns)[None, :],
-    )
-
-
-@gluon.jit
-def cut(value):
-    """Split value [M, N] into its left and right half, [M, N / 2] each."""
-    return value.reshape([value.shape[0], 2, value.shape[1] // 2]).permute((0, 2, 1)).split()
-
-
-@gluon.jit
-def store_gated(out, gate, up, row, real, column_block, columns):
-    """Store silu(gate) * up in rows ``row`` of out [., columns]."""
-    store_rows(
-        out, gate / (1.0 + gl.exp(-gate)) * up, row, real, column_block * gate.shape[1], columns
-    )
-
-
-@gluon.jit
-def store_weighted(out, value, weights, pair, pairs, row, real, column_block, columns):
-    """Store value times each pair's routing weight in rows ``row`` of out [., columns]."""
-    value = value * gl.load(weights + pair, mask=pair < pairs, other=0.0)[:, None]
-    low, high = cut(value)
-    store_rows(out, low, row, real, column_block * value.shape[1], columns)
-    store_rows(out, high, row, real, column_block * value.shape[1] + low.shape[1], columns)
-
-
-@gluon.jit
-def pass_over(full, empty, step, steps, RING: gl.constexpr):
-    """Release the next ``steps`` pipeline stages unread. Return the step after them."""
-    for _ in range(steps):
-        mbarrier.wait(full.index(step % RING), (step // RING) & 1)
-        mbarrier.arrive(empty.index(step % RING), count=1)
-        step += 1
-    return step
 
 
 @gluon.jit
@@ -394,7 +248,7 @@ def _grouped_hopper(
                         LEAD,
                     ),
                 ),
-                (_fetch, (fetched, UP, GATHER, TOPK, PARTS, COLUMNS, DEPTH, RING)),
+                (load_tiles, (fetched, UP, GATHER, TOPK, PARTS, COLUMNS, DEPTH, RING)),
             ],
             [4, 4],
             [MULTIPLYING, FETCHING],
@@ -450,7 +304,7 @@ def _grouped_hopper(
                         LEAD,
                     ),
                 ),
-                (_fetch, (fetched, UP, GATHER, TOPK, PARTS, COLUMNS, DEPTH, RING)),
+                (load_tiles, (fetched, UP, GATHER, TOPK, PARTS, COLUMNS, DEPTH, RING)),
             ],
             [4, 4, 4],
             [MULTIPLYING, MULTIPLYING, FETCHING],

@@ -8,6 +8,7 @@ does, after cuBLAS has computed the scores.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
+from glowplug.kernels.moe.route_choice import choice_constants, choose, choose_each
 
 VECTOR_TOKENS_MAX = 4  #: most tokens for matrix-vector scores
 VECTOR_HIDDEN_MAX = 8192  #: most channels for matrix-vector scores
@@ -29,8 +31,6 @@ LIBRARY_TOKENS_FEW_EXPERTS = 2048
 LARGE_BLOCK_TOKENS_MIN = 1024  #: fewest tokens for large blocks
 BUSY_PROGRAMS = 512  #: programs that keep a device busy
 TICKETS_MAX = 16384  #: most blocks of tokens
-LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # score of an expert in an excluded group
-INVALID: tl.constexpr = tl.constexpr(-1.0e30)  # replaces NaN: chosen last, but a valid expert
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _vector_scores(
 def _matrix_scores(
     x,
     weight,
-    begun,
+    ready,
     first,
     first_expert,
     start,
@@ -76,12 +76,12 @@ def _matrix_scores(
     BK: tl.constexpr,
     LINES: tl.constexpr,
     CAST: tl.constexpr,
-    TELLS: tl.constexpr,
+    SETS_READY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Return scores over channels ``start`` to ``end``, float32 [BT, BE].
 
-    With ``TELLS`` one program sets the ready flag ``begun`` once x is available.
+    With ``SETS_READY`` one program sets the ready flag ``ready`` once x is available.
     """
     token, expert, k = first + tl.arange(0, BT), first_expert + tl.arange(0, BE), tl.arange(0, BK)
     x_at = x + tl.where(token < tokens, token, 0).to(tl.int64)[:, None] * x_stride + k[None, :]
@@ -89,9 +89,9 @@ def _matrix_scores(
     if DEPENDENT:
         dependent.fetch(rows + tl.minimum(start + tl.arange(0, LINES) * 64, end - 1)[None, :])
     dependent.wait(DEPENDENT)
-    if TELLS:
+    if SETS_READY:
         if first + first_expert + start == 0:
-            tl.atomic_xchg(begun, 1, sem="release")
+            tl.atomic_xchg(ready, 1, sem="release")
     total = tl.zeros((BT, BE), tl.float32)
     for at in range(start, end, BK):
         inside = k[None, :] < end - at
@@ -103,95 +103,6 @@ def _matrix_scores(
     return total
 
 
-@triton.jit
-def _best_groups(
-    choice, group, within, G2: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr
-):
-    """Return groups to keep, bool [R, G2, 1], by best expert (``SIGMOID``: sum of best two)."""
-    if SIGMOID:
-        best, at = tl.max(choice, 2, return_indices=True)
-        best += tl.max(tl.where(within[None, None, :] == at[:, :, None], float("-inf"), choice), 2)
-    else:
-        best = tl.max(choice, 2)
-    kept = group[None, :] < tl.zeros_like(best).to(tl.int32)
-    for _ in tl.static_range(TOPK_GROUPS):
-        hit = group[None, :] == tl.argmax(best, 1)[:, None]
-        kept = kept | hit
-        best = tl.where(hit, float("-inf"), best)
-    return kept[:, :, None]
-
-
-@triton.jit
-def _choose(
-    logits,
-    bias,
-    weights,
-    ids,
-    first,
-    tokens,
-    experts,
-    scale,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    G2: tl.constexpr,
-    PER2: tl.constexpr,
-    TOPK: tl.constexpr,
-    APPENDED: tl.constexpr,
-    OUT2: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-):
-    """Store experts and weights of ROWS tokens from ``first`` on; scores [token, group, expert]."""
-    per = experts // GROUPS
-    row, group, within = first + tl.arange(0, ROWS), tl.arange(0, G2), tl.arange(0, PER2)
-    real = ((group[:, None] < GROUPS) & (within[None, :] < per))[None, :, :]
-    expert = (group[:, None] * per + within[None, :])[None, :, :]
-    at = row.to(tl.int64)[:, None, None] * experts + expert
-    score = tl.zeros((ROWS, G2, PER2), tl.float32)
-    for split in tl.static_range(SPLITS):
-        score += tl.load(
-            logits + tokens.to(tl.int64) * split * experts + at,
-            mask=real & (row < tokens)[:, None, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-    if SIGMOID:
-        score = 1.0 / (1.0 + tl.exp(-score))
-        choice = score + tl.load(bias + expert, mask=real, other=0.0)
-    else:
-        score = tl.where(real, score, float("-inf"))
-        score = tl.exp(score - tl.max(tl.max(score, 2), 1)[:, None, None])
-        score = score / tl.sum(tl.sum(score, 2), 1)[:, None, None]
-        choice = score
-    choice = tl.where(choice == choice, choice, INVALID)
-    choice = tl.where(real, choice, float("-inf"))
-    if TOPK_GROUPS < GROUPS:
-        kept = _best_groups(choice, group, within, G2, TOPK_GROUPS, SIGMOID)
-        choice = tl.where(real & (kept == 0), LOWEST if SIGMOID else 0.0, choice)
-    choice = tl.reshape(choice, (ROWS, G2 * PER2))
-    score = tl.reshape(score, (ROWS, G2 * PER2))
-
-    place, column = tl.arange(0, G2 * PER2), tl.arange(0, OUT2)
-    found = tl.zeros((ROWS, OUT2), tl.float32)
-    chosen = tl.zeros((ROWS, OUT2), tl.int32) + (experts - TOPK + column)[None, :]
-    for j in tl.static_range(TOPK):
-        best = tl.argmax(choice, 1)
-        hit = place[None, :] == best[:, None]
-        value = tl.sum(tl.where(hit, score, 0.0), 1)
-        choice = tl.where(hit, float("-inf"), choice)
-        found = tl.where(column[None, :] == j, value[:, None], found)
-        chosen = tl.where(column[None, :] == j, (best // PER2 * per + best % PER2)[:, None], chosen)
-    if RENORMALIZE:
-        found = found / (tl.sum(found, 1)[:, None] + 1e-20)
-    found = tl.where(column[None, :] < TOPK, found * scale, 1.0)
-    out = row.to(tl.int64)[:, None] * (TOPK + APPENDED) + column[None, :]
-    inside = (row < tokens)[:, None] & (column < TOPK + APPENDED)[None, :]
-    tl.store(weights + out, found, mask=inside)
-    tl.store(ids + out, chosen, mask=inside)
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
     x,
@@ -199,7 +110,7 @@ def _route(
     bias,
     logits,
     tickets,
-    begun,
+    ready,
     weights,
     ids,
     tokens,
@@ -222,11 +133,11 @@ def _route(
     G2: tl.constexpr,
     PER2: tl.constexpr,
     TOPK: tl.constexpr,
-    APPENDED: tl.constexpr,
+    FUSED_SHARED: tl.constexpr,
     OUT2: tl.constexpr,
     SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    TELLS: tl.constexpr,
+    SETS_READY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     dependent.begin(DEPENDENT)
@@ -241,7 +152,7 @@ def _route(
         total = _matrix_scores(
             x,
             weight,
-            begun,
+            ready,
             first,
             first_expert,
             start,
@@ -255,7 +166,7 @@ def _route(
             BK,
             LINES,
             CAST,
-            TELLS,
+            SETS_READY,
             DEPENDENT,
         )
     token, expert = first + tl.arange(0, BT), first_expert + tl.arange(0, BE)
@@ -270,7 +181,7 @@ def _route(
             if E_BLOCKS * SPLITS > 1:
                 tl.store(tickets + block, 0)
             for past in range(0, BT, ROWS):
-                _choose(
+                choose(
                     logits,
                     bias,
                     weights,
@@ -286,58 +197,11 @@ def _route(
                     G2,
                     PER2,
                     TOPK,
-                    APPENDED,
+                    FUSED_SHARED,
                     OUT2,
                     SIGMOID,
                     RENORMALIZE,
                 )
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _choose_each(
-    logits,
-    bias,
-    weights,
-    ids,
-    tokens,
-    experts,
-    scale,
-    SPLITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    G2: tl.constexpr,
-    PER2: tl.constexpr,
-    TOPK: tl.constexpr,
-    APPENDED: tl.constexpr,
-    OUT2: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Choose the experts of one token a program."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
-    _choose(
-        logits,
-        bias,
-        weights,
-        ids,
-        tl.program_id(0),
-        tokens,
-        experts,
-        scale,
-        1,
-        SPLITS,
-        GROUPS,
-        TOPK_GROUPS,
-        G2,
-        PER2,
-        TOPK,
-        APPENDED,
-        OUT2,
-        SIGMOID,
-        RENORMALIZE,
-    )
 
 
 @cache
@@ -395,8 +259,8 @@ def route(
     topk_groups: int,
     renormalize: bool,
     scale: float,
-    appended: int,
-    begun: Tensor | None = None,
+    fused_shared: int,
+    ready: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's experts. Of equal scores the lower expert is first.
 
@@ -409,8 +273,8 @@ def route(
         k: Experts chosen for a token.
         groups: Equal groups of experts.
         topk_groups: Groups kept.
-        appended: A fused shared experts from E on: last columns, weight 1.
-        begun: int32 ready flag: with more than ``VECTOR_TOKENS_MAX`` tokens ``begun[0]`` is set
+        fused_shared: A fused shared experts from E on: last columns, weight 1.
+        ready: int32 ready flag: with more than ``VECTOR_TOKENS_MAX`` tokens ``begun[0]`` is set
             to 1 once x is available.
 
     Returns:
@@ -418,57 +282,59 @@ def route(
     """
     tokens = x.shape[0]
     (experts, hidden) = weight.shape
-    ids = torch.empty(tokens, k + appended, dtype=torch.int32, device=x.device)
+    ids = torch.empty(tokens, k + fused_shared, dtype=torch.int32, device=x.device)
     weights = torch.empty(ids.shape, device=x.device)
     if not tokens:
         return weights, ids
-    grouped = topk_groups < groups
-    g2, per2 = (
-        (next_power_of_2(groups), next_power_of_2(experts // groups))
-        if grouped
-        else (1, next_power_of_2(experts))
+    constants = choice_constants(
+        experts, k, groups, topk_groups, fused_shared, bias is not None, renormalize
     )
-    rule = {
-        "GROUPS": groups if grouped else 1,
-        "TOPK_GROUPS": topk_groups if grouped else 1,
-        "G2": g2,
-        "PER2": per2,
-        "TOPK": k,
-        "APPENDED": appended,
-        "OUT2": next_power_of_2(k + appended),
-        "SIGMOID": bias is not None,
-        "RENORMALIZE": renormalize,
-    }
-    if begun is None and _library_pays(x, weight):
-        _choose_each[(tokens,)](
-            _library_scores(x, weight),
-            bias,
-            weights,
-            ids,
-            tokens,
-            experts,
-            scale,
-            num_warps=1,
-            SPLITS=1,
-            DEPENDENT=False,
-            **rule,
-        )
+    if ready is None and _library_pays(x, weight):
+        constants |= {"SPLITS": 1, "DEPENDENT": False}
+        choose_each(_library_scores(x, weight), bias, weights, ids, scale, constants)
         return weights, ids
+    logits, has_chosen = _launch(x, weight, bias, weights, ids, scale, ready, constants)
+    if not has_chosen:
+        constants |= {"SPLITS": len(logits), **dependent.options()}
+        choose_each(logits, bias, weights, ids, scale, constants)
+    return weights, ids
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weights: Tensor,
+    ids: Tensor,
+    scale: float,
+    ready: Tensor | None,
+    constants: Mapping[str, int],
+) -> tuple[Tensor, bool]:
+    """Launch the score kernel; where choosing is cheap it also fills ``weights`` and ``ids``.
+
+    Arguments as in :func:`route`; ``constants`` are those of :func:`choice_constants`.
+
+    Returns:
+        Scores float32 [splits, T, E], to be summed over the splits, and whether experts are chosen.
+    """
+    tokens = x.shape[0]
+    experts, hidden = weight.shape
     bt, be, bk, splits = _blocks(tokens, experts, hidden)
     split_depth = cdiv(cdiv(hidden, bk), splits) * bk
     logits = torch.empty(splits, tokens, experts, device=x.device)
     e_blocks = cdiv(experts, be)
     blocks = cdiv(tokens, bt)
     assert blocks <= TICKETS_MAX, "more tokens than a step may have"
-    one_launch = bt == 1 or (not grouped and experts <= ONE_LAUNCH_EXPERTS_MAX)
-    choice = {**rule, "SPLITS": splits, **dependent.options()}
+    has_groups = constants["GROUPS"] > 1
+    one_launch = bt == 1 or (not has_groups and experts <= ONE_LAUNCH_EXPERTS_MAX)
+    tickets = _tickets(x.device)
     _route[(e_blocks * splits, blocks)](
         x,
         weight,
         bias,
         logits,
-        (tickets := _tickets(x.device)),
-        tickets if begun is None else begun,
+        tickets,
+        tickets if ready is None else ready,
         weights,
         ids,
         tokens,
@@ -478,6 +344,7 @@ def route(
         scale,
         split_depth,
         E_BLOCKS=e_blocks,
+        SPLITS=splits,
         BT=bt,
         BE=be,
         BK=bk,
@@ -485,11 +352,8 @@ def route(
         CAST=x.dtype != weight.dtype,
         CHOOSE=one_launch,
         ROWS=min(bt, 16),
-        TELLS=begun is not None,
-        **choice,
+        SETS_READY=ready is not None,
+        **constants,
+        **dependent.options(),
     )
-    if not one_launch:
-        _choose_each[(tokens,)](
-            logits, bias, weights, ids, tokens, experts, scale, num_warps=1, **choice
-        )
-    return weights, ids
+    return logits, one_launch

@@ -6,7 +6,7 @@ A configuration of one GEMM has a ``way``: "gemv" (``moe.gemv``), "dense" or "so
 with its tile sizes, or "hopper" (``moe.gemm_hopper``). ``wide`` is the number of columns of the
 fused shared experts' tiles; without it the kernel chooses. Either both GEMMs are sorted, with the
 same block_m, or neither is. Either both are "hopper" or neither is; with ``apart`` the fused shared
-experts are then a dense MLP (``moe.fused_shared``).
+experts are then a dense MLP (``moe.experts.fused_shared_mlp``).
 """
 
 from __future__ import annotations
@@ -135,5 +135,5 @@ def has_wide_tiles(config: Config, tokens: int) -> bool:
 
     With several small tiles their weights would be read several times.
     """
-    small: bool = config["block_m"] < min(tokens, SHARED_TILE_TOKENS_MAX)
-    return config["way"] == "sorted" and small
+    fitting_tokens = min(tokens, SHARED_TILE_TOKENS_MAX)
+    return config["way"] == "sorted" and bool(config["block_m"] < fitting_tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,183 +21,21 @@ from torch import Tensor
 
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.launch.integers import next_power_of_2
+from glowplug.kernels.launch.timing import microseconds
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe import (
-    fused_shared as moe_shared,
     gemm as moe_gemm,
     gemm_hopper as moe_gemm_hopper,
     gemv as moe_gemv,
 )
 from glowplug.kernels.moe.align import Alignment, align
+from glowplug.kernels.moe.experts import fused_shared_mlp
 from glowplug.kernels.moe.sum import moe_sum
-from glowplug.kernels.moe.tiles import SHARED_TILE_TOKENS_MAX, ExpertsProblem, has_wide_tiles, tile
+from glowplug.kernels.moe.tiles import SHARED_TILE_TOKENS_MAX, ExpertsProblem, has_wide_tiles
+from glowplug.kernels.moe.tuning_candidates import candidates
 
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
-SHARED_MEMORY = 225_000  #: bytes of shared memory that a CTA may use on Hopper
 Measured = tuple[float, Config]  #: (microseconds, configuration)
-
-
-def _fits(
-    product: str, config: Config, problem: ExpertsProblem, tokens: int, width: int = 2
-) -> bool:
-    """Return whether the tiles, also those of fused shared experts, fit into shared memory.
-
-    Tiles of more than 128 columns must also divide the columns evenly. ``width``: bytes a number.
-    """
-    columns, products = (problem.inter, 2) if product == "up" else (problem.hidden, 1)
-    tiles = [(config["block_m"], config["block_n"], config["block_k"])]
-    if has_wide_tiles(config, tokens):
-        tiles.append(moe_gemm.wide_tile(tokens, product == "up", config))
-    most = max((rows + products * each) * depth for rows, each, depth in tiles)
-    divide = all(each <= 128 or columns % each == 0 for _, each, _ in tiles)
-    return divide and config["stages"] * most * width <= SHARED_MEMORY
-
-
-def _streaming() -> Iterator[Config]:
-    """Yield configurations for low loads, which are limited by reading weights."""
-    for way, block_m in (("dense", 16), ("dense", 32), ("sorted", 16), ("sorted", 32)):
-        for block_n, block_k, warps, stages, swap, tma in (
-            (64, 128, 4, 3, 0, 0),
-            (64, 128, 4, 4, 0, 0),
-            (64, 64, 4, 5, 0, 0),
-            (128, 64, 4, 4, 0, 0),
-            (128, 128, 4, 2, 0, 0),
-            (32, 128, 4, 4, 0, 0),
-            (32, 256, 4, 3, 0, 0),
-            (64, 128, 4, 3, 0, 1),
-            (64, 128, 4, 4, 0, 1),
-            (32, 128, 4, 5, 0, 1),
-            (64, 128, 4, 2, 1, 1),
-            (64, 128, 4, 3, 1, 1),
-            (64, 128, 4, 4, 1, 1),
-            (64, 64, 4, 5, 1, 1),
-            (64, 256, 4, 3, 1, 1),
-            (128, 64, 4, 4, 1, 1),
-            (128, 128, 4, 3, 1, 1),
-            (128, 128, 8, 3, 1, 1),
-            (128, 64, 4, 3, 1, 0),
-        ):
-            yield tile(
-                way, block_m, block_n, block_k, warps, stages, swap=bool(swap), tma=bool(tma)
-            )
-    # an expert's column blocks side by side: for V2-Lite's first GEMM with 192 to 384 tokens
-    for block_m in (32, 64):
-        yield tile("sorted", block_m, 128, 64, 4, 5, group=4, swap=True, tma=True)
-    yield tile("sorted", 32, 64, 128, 4, 3, group=8, swap=True)
-    # activations loaded for more columns at once, above all for the fused shared experts
-    for block_m in (16, 32):
-        for block_n, block_k, warps, stages, tma, wide in (
-            (128, 64, 4, 3, 0, 128),
-            (128, 128, 8, 3, 1, 128),
-            (256, 64, 8, 3, 0, 128),
-            (256, 64, 8, 3, 1, 128),
-            (256, 64, 8, 4, 0, 128),
-            (256, 64, 4, 3, 0, 64),
-            (256, 64, 8, 3, 0, 256),
-        ):
-            for group in (8, 64):
-                yield tile(
-                    "sorted",
-                    block_m,
-                    block_n,
-                    block_k,
-                    warps,
-                    stages,
-                    group=group,
-                    swap=True,
-                    tma=bool(tma),
-                    wide=wide,
-                )
-
-
-def _computing() -> Iterator[Config]:
-    """Yield configurations for high loads, which are limited by the tensor cores."""
-    for block_m, block_n, block_k, warps, stages in (
-        (64, 64, 64, 4, 4),
-        (64, 64, 128, 4, 3),
-        (64, 128, 64, 4, 3),
-        (64, 128, 64, 4, 4),
-        (64, 256, 64, 8, 3),
-        (128, 64, 64, 4, 4),
-        (128, 64, 64, 8, 4),
-        (128, 128, 64, 8, 3),
-        (128, 128, 64, 8, 4),
-        (128, 256, 64, 8, 3),
-        (128, 256, 64, 8, 4),
-        (256, 64, 64, 8, 3),
-        (256, 128, 64, 8, 3),
-    ):
-        for tma in (False, True):
-            for group in (8, 32):
-                yield tile("sorted", block_m, block_n, block_k, warps, stages, group=group, tma=tma)
-
-
-def _hopper(problem: ExpertsProblem) -> Iterator[Config]:
-    """Yield configurations of the Hopper kernel for high loads, if the sizes fit."""
-    if (
-        problem.dtype == "float32"
-        or problem.hidden % moe_gemm_hopper.DEPTH
-        or problem.inter % moe_gemm_hopper.DEPTH
-    ):
-        return
-    for block_m, lead in ((128, 2), (192, 1)):
-        for group in (4, 8):
-            yield {"way": "hopper", "block_m": block_m, "group": group, "lead": lead, "apart": 1}
-
-
-def _vectors() -> Iterator[Config]:
-    """Yield "gemv" configurations."""
-    for block_n, block_k, warps in (
-        (2, 512, 2),
-        (2, 512, 4),
-        (4, 256, 2),
-        (4, 512, 2),
-        (4, 512, 4),
-        (8, 256, 4),
-        (8, 512, 4),
-        (1, 1024, 2),
-        (2, 1024, 2),
-        (2, 1024, 4),
-        (4, 1024, 4),
-        (1, 2048, 4),
-        (2, 2048, 4),
-        (16, 256, 4),
-    ):
-        yield {"way": "gemv", "block_n": block_n, "block_k": block_k, "warps": warps}
-
-
-def candidates(
-    product: str, problem: ExpertsProblem, tokens: int, hopper: bool = False
-) -> list[Config]:
-    """Return the configurations to measure.
-
-    Args:
-        product: "up" or "down".
-        problem: The experts.
-        tokens: Tokens of a step.
-        hopper: Include the Hopper kernel's configurations even without such a card.
-    """
-    load = tokens * problem.topk / problem.experts
-    found: list[Config] = [*_vectors()] if tokens <= 4 else []
-    if load <= 64:
-        found += [
-            c
-            for c in _streaming()
-            if (
-                c["block_m"] == max(16, next_power_of_2(tokens))
-                if c["way"] == "dense"
-                else 8 < tokens and c["block_m"] <= 4 * load + 16
-            )
-        ]
-    found = [c for c in found if "wide" not in c or has_wide_tiles(c, tokens)]
-    if load >= 6:
-        found += [c for c in _computing() if c["block_m"] <= max(64, 4 * load)]
-    found = [c for c in found if c["way"] == "gemv" or _fits(product, c, problem, tokens)]
-    return (
-        [*found, *_hopper(problem)]
-        if load >= 48 and (hopper or moe_gemm_hopper.supported())
-        else found
-    )
 
 
 @dataclass
@@ -299,34 +137,13 @@ class Bench:
         if product == "down":
             return moe_gemm_hopper.down(x, self.w2, weights, aligned, config, rows)
         if self.shared:
-            moe_shared.mlp(x, self.w13[-self.shared :], self.w2[-self.shared :], rows[:, -1])
+            fused_shared_mlp(x, self.w13[-self.shared :], self.w2[-self.shared :], rows[:, -1])
         return moe_gemm_hopper.up(x, self.w13, ids, aligned, config)
 
 
 def aligns(config: Config) -> bool:
     """Return whether a configuration needs an alignment."""
     return config["way"] in ("sorted", "hopper")
-
-
-def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 3) -> float:
-    """Return the mean time of one of ``calls`` in a CUDA graph, the best of ``repeats`` replays."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times: list[float] = []
-    for _ in range(repeats):
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return min(times)
 
 
 def _compile(

@@ -1,6 +1,6 @@
 """Log-probabilities of drawn and most likely tokens, in one launch, without a sort or a copy.
 
-As in ``kernels.sampling.kernels``, each block of a row finds its own result, and the last program
+As in every pass over ``vocabulary_blocks``, each block of a row finds its own result, and the last program
 of the row to finish combines them.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import next_power_of_2
-from glowplug.kernels.sampling import kernels as sampling
+from glowplug.kernels.sampling.vocabulary_blocks import Grid, finished, key_of
 
 NONE: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # less than the key of any logit
 
@@ -47,12 +47,12 @@ def _scores(
     peak = tl.load(peaks + row)
     value = tl.load(source + index, mask=index < vocab, other=float("-inf"))
     tl.store(masses + row * blocks + block, tl.sum(tl.exp(value - peak)))
-    key = tl.where(index < vocab, sampling.key_of(value, index), NONE)
+    key = tl.where(index < vocab, key_of(value, index), NONE)
     for j in range(K):
         best = tl.max(key)
         tl.store(found + (row * blocks + block) * K + j, best)
         key = tl.where(key == best, NONE, key)
-    if sampling.finished(arrived, row, blocks):
+    if finished(arrived, row, blocks):
         each = tl.arange(0, BLOCKS)
         mass = tl.load(
             masses + row * blocks + each, mask=each < blocks, other=0.0, cache_modifier=".cg"
@@ -84,9 +84,9 @@ def token_logprobs(
         tokens: int64 [N]
         peaks: float32 [N]: the largest logit of each row
         k: number of most likely tokens
-        arrived: as in ``kernels.sampling.kernels.best``
+        arrived: as in ``kernels.sampling.greedy.best``
     """
-    grid = sampling.Grid.over(logits)
+    grid = Grid.over(logits)
     rows = len(logits)
     device = logits.device
     k = min(k, logits.shape[1])
@@ -109,7 +109,7 @@ def token_logprobs(
             arrived,
             *grid.sizes,
             K=most,
-            BLOCK=sampling.BLOCK,
+            BLOCK=grid.block,
             BLOCKS=grid.blocks,
             PLACES=max(2, next_power_of_2(grid.sizes[2] * most)),
             **dependent.options(),

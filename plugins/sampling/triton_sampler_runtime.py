@@ -11,10 +11,13 @@ from glowplug.core.step.batch import Batch, LogprobTensors
 from glowplug.core.step.request import MAX_LOGPROBS, SamplingParams
 from glowplug.kernels.sampling import (
     edits as sampling_edits,
-    kernels as kernel,
     logprobs as sampling_scores,
     reference,
 )
+from glowplug.kernels.sampling.cut_off import cut_off
+from glowplug.kernels.sampling.draw import draw
+from glowplug.kernels.sampling.greedy import best, best_edited
+from glowplug.kernels.sampling.vocabulary_blocks import RowParameters
 from glowplug.plugins.sampling.row_state import (
     GREEDY_BELOW,
     PROMPT_BIT,
@@ -74,7 +77,7 @@ class TritonSampler(TorchSampler):
         self._moved = False
         floats = self._floats.device
         ints = self._ints.device
-        self._parameters = kernel.RowParameters(
+        self._parameters = RowParameters(
             floats[:, TEMPERATURE],
             floats[:, MIN_P],
             floats[:, TOP_P],
@@ -185,17 +188,17 @@ class TritonSampler(TorchSampler):
         scored = bool(step & Feature.LOGPROBS)
         raw = logits.clone() if scored and step.edits else logits
         if step.edits:
-            choice = kernel.best_edited(
+            choice = best_edited(
                 logits, arrived, rows, positions, _contiguous(ahead), self._edits()
             )
         else:
-            choice = kernel.best(logits, arrived)
+            choice = best(logits, arrived)
         peaks = choice.peaks
         for feature, count in ((Feature.TOP_K, True), (Feature.TOP_P, False)):
             if step & feature:
-                kernel.cut_off(logits, choice, rows, self._parameters, GREEDY_BELOW, count, arrived)
+                cut_off(logits, choice, rows, self._parameters, GREEDY_BELOW, count, arrived)
         if step & Feature.RANDOM:
-            kernel.draw(logits, choice, rows, positions, self._parameters, GREEDY_BELOW, arrived)
+            draw(logits, choice, rows, positions, self._parameters, GREEDY_BELOW, arrived)
         if not scored:
             return Sampled(choice.tokens, choice.bad, None)
         if step.edits:

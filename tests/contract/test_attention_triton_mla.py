@@ -20,7 +20,7 @@ from tests.contract.gpu_mla import GpuMlaSuite, Projections
 
 pytest.importorskip("triton")
 from glowplug.kernels.mla import value_projection as mla_values
-from glowplug.kernels.mla.decode import MlaTiling
+from glowplug.kernels.mla.decode_tiling import MlaTiling
 from glowplug.plugins.attention.mla.triton_runtime import TritonMla, _Rows
 
 

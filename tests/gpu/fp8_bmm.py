@@ -23,7 +23,7 @@ from torch import Tensor
 
 from glowplug.kernels.formats import fp8
 from glowplug.kernels.formats.fp8 import Blocks
-from glowplug.kernels.mla import absorbed_fp8 as mla_absorbed_fp8, prologue as mla_prologue
+from glowplug.kernels.mla import absorbed_fp8 as mla_absorbed_fp8, head_gemms
 
 NOPE, VALUE, LORA = 128, 128, 512
 COLD = 256 << 20  #: bytes of weights that a graph goes through
@@ -111,7 +111,7 @@ class Products:
         )
 
     def _kernel(self, layer: int, width: int) -> None:
-        mla_prologue.by_heads(self.x, self.dense[layer % len(self.dense)], self.out, width, True)
+        head_gemms.by_heads(self.x, self.dense[layer % len(self.dense)], self.out, width, True)
 
     def error(self, name: str, work: Work, of: Tensor) -> float:
         out = self.results.get(name, self.out)

@@ -21,7 +21,7 @@ from glowplug.core.plan.plan import Sizes
 from glowplug.core.startup.warmup import counts_between
 from glowplug.kernels.elementwise import norm
 from glowplug.kernels.launch import dependent_launch as dependent, tuned_tables as tuned
-from glowplug.kernels.mla import decode as mla_decode, value_projection as mla_values
+from glowplug.kernels.mla import decode as mla_decode, decode_tiling, value_projection as mla_values
 from glowplug.kernels.moe import experts as moe_experts, gemm_hopper as moe_gemm_hopper, route
 from glowplug.plugins.graphs.cuda_graph import default_sizes
 
@@ -113,7 +113,7 @@ def row_launches(counts: list[int], heads: int) -> Launches:
         query = torch.empty(now.count, heads, 576, dtype=BF16)
         table = torch.zeros(now.count, CONTEXT // PAGE, dtype=torch.int32)
         lens = torch.ones(now.count, dtype=torch.int32)
-        cut = mla_decode.tiling(now.count, 1, heads, CONTEXT, BF16, BF16, True, True)
+        cut = decode_tiling.tiling(now.count, 1, heads, CONTEXT, BF16, BF16, True, True)
         step = query, kv, table, lens, scale, PAGE, 512, cut
         if cut.apart:
             out = query.new_empty(now.count, heads, 128)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from glowplug.kernels.mla import decode as kernel
+from glowplug.kernels.mla import decode_tiling
 from tests.kernels.test_triton_mla_decode import Case
 
 pytestmark = pytest.mark.gpu
@@ -20,14 +20,14 @@ SIZES = {"lora": 512, "rope": 64}
 LENGTHS = [1, 63, 64, 65, 700, 1025]
 
 
-def chosen(case: Case, ring: bool | None = None) -> kernel.MlaTiling:
+def chosen(case: Case, ring: bool | None = None) -> decode_tiling.MlaTiling:
     """As the backend cuts it, or by the kernel for Hopper or not."""
-    fits = kernel.ring_fits(
+    fits = decode_tiling.ring_fits(
         case.query.dtype, case.kv.dtype, case.page, case.lora, 64, case.kv.device
     )
     if ring and not fits:
         pytest.skip("not for the kernel of Hopper")
-    return kernel.tiling(
+    return decode_tiling.tiling(
         len(case.lengths),
         case.width,
         case.heads,

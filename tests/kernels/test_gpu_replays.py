@@ -17,7 +17,7 @@ from glowplug.kernels.elementwise.activation_reference import silu_and_mul as si
 from glowplug.kernels.elementwise.norm_reference import rms_norm_reference
 from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant
 from glowplug.kernels.gemm import few_rows as skinny_gemm, fp8 as fp8_gemm
-from glowplug.kernels.sampling import kernels as sampling
+from glowplug.kernels.sampling.greedy import best
 from tests.kernels.replays import BF16, FP8_ERROR, Case, Results, check, distance, randn, several
 
 pytestmark = pytest.mark.gpu
@@ -246,7 +246,7 @@ def test_best_tokens(rows: int, vocab: int) -> None:
         logits = randn(seed, rows, vocab, dtype=torch.float32)
         return Case(
             (logits,),
-            lambda: sampling.best(logits, arrived).tokens,
+            lambda: best(logits, arrived).tokens,
             lambda: logits.argmax(-1),
             lambda: 0.0,
         )

@@ -15,7 +15,9 @@ if not torch.cuda.is_available():
 from glowplug.kernels.mla import (
     absorbed_fp8 as mla_absorbed_fp8,
     decode as mla_decode,
+    decode_tiling,
     expand as mla_expand,
+    head_gemms,
     prologue as mla_prologue,
     reference as mla,
     value_projection as mla_values,
@@ -91,7 +93,7 @@ def test_parts_joined_by_the_values_product(rows: int, heads: int, kept: torch.d
     """Rows with fewer parts than others, and which those are changes; memory of parts that nobody
     writes holds NaN.
     """
-    cut = mla_decode.tiling(
+    cut = decode_tiling.tiling(
         rows, 1, heads, 2048, BF16, kept, torch.cuda.get_device_capability() == (9, 0), True
     )
     cut = cut if cut.apart else replace(cut, splits=4)
@@ -224,7 +226,7 @@ def test_products_by_heads(tokens: int, heads: int) -> None:
         def run() -> Results:
             mla_absorbed_fp8.multiply(q, uk, outs[0], 128)
             mla_absorbed_fp8.multiply(latent, uv, outs[1], 64)
-            mla_prologue.by_heads(latent, dense, outs[2], 32, False)
+            head_gemms.by_heads(latent, dense, outs[2], 32, False)
             return tuple(outs)
 
         return Case(

@@ -23,7 +23,7 @@ from glowplug.kernels.moe import (
     sort as moe_sort,
     sum as moe_sum,
 )
-from glowplug.kernels.moe.fp8 import gemm as moe_gemm_fp8, tiles as moe_fp8_tiles
+from glowplug.kernels.moe.fp8 import experts as fp8_experts, tiles as moe_fp8_tiles
 from glowplug.plugins.quantization.block_fp8.cuda import grouped
 from tests.kernels.replays import BF16, FP8_ERROR, Case, Results, check, distance, randn
 from tests.kernels.test_triton_route import reference
@@ -126,7 +126,7 @@ def fp8_case(
 def test_fp8_experts(tokens: int, order: str) -> None:
     rule = dict(moe_fp8_tiles.rule(tokens, 4, 11, False))
     rule |= {part: {**rule[part], "ORDER": order} for part in ("first", "second")}
-    check(fp8_case(tokens, 512, 256, lambda *given: moe_gemm_fp8.experts(*given, BF16, rule)))
+    check(fp8_case(tokens, 512, 256, lambda *given: fp8_experts.experts(*given, BF16, rule)))
 
 
 @pytest.mark.parametrize("group", [1, 8])
@@ -137,7 +137,7 @@ def test_fp8_experts_on_hopper(tokens: int, group: int) -> None:
             tokens,
             512,
             256,
-            lambda *given: moe_gemm_fp8.experts(*given, BF16, moe_fp8_tiles.hopper(group)),
+            lambda *given: fp8_experts.experts(*given, BF16, moe_fp8_tiles.hopper(group)),
         )
     )
 
@@ -147,7 +147,7 @@ def test_fp8_experts_on_hopper(tokens: int, group: int) -> None:
 def test_fp8_experts_of_paired_tiles_in_parts(tokens: int, splits: int) -> None:
     rule = dict(moe_fp8_tiles.rule(tokens, 4, 11, False)) | {"PAIRED": True}
     rule |= {"first": {**rule["first"], "SPLITS": splits}}
-    check(fp8_case(tokens, 512, 256, lambda *given: moe_gemm_fp8.experts(*given, BF16, rule)))
+    check(fp8_case(tokens, 512, 256, lambda *given: fp8_experts.experts(*given, BF16, rule)))
 
 
 @contextmanager

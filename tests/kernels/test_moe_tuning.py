@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from glowplug.kernels.launch import tuned_tables as tuned
-from glowplug.kernels.moe import experts as moe_experts, tuning as moe_tuning
+from glowplug.kernels.moe import experts as moe_experts, tuning as moe_tuning, tuning_candidates
 from glowplug.kernels.moe.tiles import ExpertsProblem, rule, tile
 
 PROBLEM = ExpertsProblem(66, 8, 2048, 1408, "bfloat16")
@@ -22,7 +22,8 @@ PROBLEM = ExpertsProblem(66, 8, 2048, 1408, "bfloat16")
 @pytest.mark.parametrize("tokens", moe_tuning.TOKENS)
 def test_candidates_fit_and_go_together(tokens: int) -> None:
     found = {
-        product: moe_tuning.candidates(product, PROBLEM, tokens, True) for product in ("up", "down")
+        product: tuning_candidates.candidates(product, PROBLEM, tokens, True)
+        for product in ("up", "down")
     }
     for product, configs in found.items():
         assert configs

@@ -24,7 +24,7 @@ for x, cache, dim, rows, tree, page in (("*bf16", "*bf16", 128, 16, False, 64), 
     padded = 128 if dim > 64 else 64
     same = dict(D=dim, BLOCK_D=padded, GROUP=4, slot_stride=8 * dim, PAGE=page, PRECISION="tf32x3" if wide else "tf32",
                 NARROW=cache.startswith("*fp8"))
-    build(mha_store.mha_store_kernel, dict(k=x, v=x, k_cache=cache, v_cache=cache, slots="*i64"),
+    build(mha_store.mha_store_kernel, dict(k=x, v=x, k_cache=cache, v_cache=cache, kv_slots="*i64"),
           dict(SIZE=8 * dim, BLOCK=1024, MOST=most, DEPENDENT=True, LEADS=True), whole)
     build(mha_decode.mha_decode_kernel, dict(query=x, k_cache=cache, v_cache=cache, page_table="*i32", kv_lens="*i32",
           tree_mask="*i64", out=x, lse="*fp32", scale="fp32"),

@@ -14,13 +14,13 @@ from tests.support.compiled import build
 from glowplug.kernels.paged import merge_states as merge
 from glowplug.kernels.mla import absorbed_fp8 as fp8
 from glowplug.kernels.mla import expand as mla_expand
-from glowplug.kernels.mla import prologue as kernels
+from glowplug.kernels.mla import cache_entries, head_gemms, prologue
 from glowplug.kernels.mla import value_projection as mla_values
 
 x = "*bf16"
 for cache in (x, "*fp8e4nv"):
     for blocks, rows, stored in ((0, 16, False), (8, 16, False), (8, 64, False), (4, 64, True)):
-        build(kernels._prologue, dict(query=x, compressed=x, weight=x, cos_sin="*fp32", cache=cache, slots="*i64",
+        build(prologue._prologue, dict(query=x, compressed=x, weight=x, cos_sin="*fp32", cache=cache, kv_slots="*i64",
               absorbed=x, own=x, w_uk="*fp8e4nv" if stored else x, scales="*fp32" if stored else x, eps="fp32"),
               dict(NOPE=128, LORA=512, HALF=32, LORA_BLOCK=512, HALF_BLOCK=32, HEAD_BLOCK=16, PARTS=2,
                    INTERLEAVED=rows == 16, FP8=cache != x, UK_BLOCKS=blocks, UK_BLOCK=128 if stored else 64, ROWS=rows,
@@ -30,17 +30,17 @@ for rows in (16, 64):
         build(fp8._by_heads_fp8, dict(x=x, w="*fp8e4nv", scales="*fp32", out=x),
               dict(SIZE=size, COLUMNS=columns, ROWS=rows, WIDTH=64, DEPENDENT=True))
 for rows, block in ((16, 32), (64, 64)):
-    build(kernels._by_heads, dict(x=x, w=x, out=x),
+    build(head_gemms._by_heads, dict(x=x, w=x, out=x),
           dict(SIZE=512, COLUMNS=128, ROWS=rows, BLOCK=block, DEPTH=512, DEPENDENT=True, w_depth=1))
 for splits, warps in ((9, 4), (8, 4), (4, 8), (16, 4)):
     build(mla_values._joined, dict(partial=x, lse="*fp32", lens="*i32", w=x, out=x),
           dict(SPLITS=splits, CHUNK=min(splits, 9) if splits < 10 else 8, BLOCK_S=16 if splits > 8 else splits,
                SHARES=4, DEPTH=128, ROWS=8, BLOCK=32, TILE=64, DEPENDENT=True, w_depth=1), num_warps=warps,
           launch_pdl=True)
-build(kernels._store, dict(latent=x, k_rope=x, cache="*fp8e4nv", slots="*i64"),
+build(cache_entries._store, dict(latent=x, k_rope=x, cache="*fp8e4nv", kv_slots="*i64"),
       dict(LORA=512, ROPE=64, BLOCK=1024, FP8=True))
-build(kernels._gather, dict(cache="*fp8e4nv", out=x, slots="*i32"), dict(SIZE=576, BLOCK=1024, ROWS=8))
-build(kernels._in_e4m3, dict(query=x, out="*fp8e4nv"), dict(LINE=64, LINES=32))
+build(cache_entries._gather, dict(cache="*fp8e4nv", out=x, kv_slots="*i32"), dict(SIZE=576, BLOCK=1024, ROWS=8))
+build(cache_entries._in_e4m3, dict(query=x, out="*fp8e4nv"), dict(LINE=64, LINES=32))
 build(mla_expand._spread, dict(rotary=x, keys=x), dict(SIZE=64, BLOCK=64, ROWS=64, DEPENDENT=True))
 build(merge._merge_into, dict(out="*fp32", lse="*fp32", part=x, part_lse="*fp32"), dict(SIZE=128, BLOCK=128, ROWS=8))
 """

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from glowplug.kernels.launch import cuda_arch
 from glowplug.kernels.mla import reference as mla
 from glowplug.plugins.attention.shared import decode_choice as measured
 from tests.kernels.shuffled_pages import shuffled_pages, slots_in_all
@@ -18,7 +19,8 @@ from tests.kernels.shuffled_pages import shuffled_pages, slots_in_all
 pytest.importorskip("triton")
 from glowplug.kernels.mla import (
     decode as kernel,
-    prologue as mla_prologue,
+    decode_tiling,
+    head_gemms,
     value_projection as mla_values,
 )
 
@@ -65,13 +67,13 @@ class Case:
         self.scale, self.tree = (lora + rope) ** -0.5, None
         self.kv_scale = 1.0
 
-    def cut(self, **changes: int) -> kernel.MlaTiling:
-        made = kernel.tiling(
+    def cut(self, **changes: int) -> decode_tiling.MlaTiling:
+        made = decode_tiling.tiling(
             len(self.lengths), self.width, self.heads, 256, self.query.dtype, self.kv.dtype
         )
         return replace(made, **changes)
 
-    def run(self, cut: kernel.MlaTiling) -> Tensor:
+    def run(self, cut: decode_tiling.MlaTiling) -> Tensor:
         return kernel.mla_decode(
             self.query,
             self.kv,
@@ -86,7 +88,7 @@ class Case:
             self.kv_scale,
         )
 
-    def check(self, cut: kernel.MlaTiling, tolerance: float = 1e-5) -> None:
+    def check(self, cut: decode_tiling.MlaTiling, tolerance: float = 1e-5) -> None:
         cache = self.kv.float() * self.kv_scale
         expected = mla.paged_latent_reference(
             self.query,
@@ -194,7 +196,7 @@ def test_parts_joined_by_the_values_product(rows: int, splits: int, first_key: i
     partial, lse = parts_of(case, cut)
     assert partial.isnan().any(), "not every row has every part"
     mla_values.project(partial, lse, case.lengths, w_uv, out, cut.block_n)
-    mla_prologue.by_heads(case.run(cut), w_uv, wanted, 32, False)
+    head_gemms.by_heads(case.run(cut), w_uv, wanted, 32, False)
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
     assert out[rows // 2].eq(0).all() == (rows > 1 or first_key == 1)
     exact = mla.paged_latent_reference(
@@ -204,7 +206,7 @@ def test_parts_joined_by_the_values_product(rows: int, splits: int, first_key: i
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
 
 
-def parts_of(case: Case, cut: kernel.MlaTiling) -> tuple[Tensor, Tensor]:
+def parts_of(case: Case, cut: decode_tiling.MlaTiling) -> tuple[Tensor, Tensor]:
     """``decode_parts``, with NaN where by its contract nothing is written."""
     made = kernel.decode_parts(
         case.query,
@@ -246,22 +248,22 @@ def test_the_tiling_fills_the_device() -> None:
         (3, 7, 5),
     ]:
         for ring in (False, True):
-            cut = kernel.tiling(rows, width, heads, 1 << 14, half, half, ring)
+            cut = decode_tiling.tiling(rows, width, heads, 1 << 14, half, half, ring)
             programs = rows * -(-width * heads // cut.block_m) * cut.splits
             assert cut.splits <= (1 << 14) // cut.block_n
             assert programs / (-(-programs // 132) * 132) > 2 / 3
-    assert kernel.tiling(1, 1, 16, 64, half, half, True).splits == 1
+    assert decode_tiling.tiling(1, 1, 16, 64, half, half, True).splits == 1
 
 
 def test_a_step_of_some_rows_has_no_more_parts_than_are_joined() -> None:
     parts = {
-        rows: kernel.tiling(rows, 1, 16, 4096, torch.bfloat16, torch.bfloat16, True).splits
+        rows: decode_tiling.tiling(rows, 1, 16, 4096, torch.bfloat16, torch.bfloat16, True).splits
         for rows in (1, 7, 8, 12, 32, 66, 128)
     }
     assert (
         parts[1]
         > parts[7]
-        > kernel.LAST_PROGRAM_SPLITS_MAX
+        > decode_tiling.LAST_PROGRAM_SPLITS_MAX
         == parts[8]
         == parts[12]
         > parts[32]
@@ -270,14 +272,14 @@ def test_a_step_of_some_rows_has_no_more_parts_than_are_joined() -> None:
         == 1
     )
     assert (
-        kernel.tiling(8, 1, 16, 1 << 14, torch.bfloat16, torch.bfloat16, True).splits
-        > kernel.LAST_PROGRAM_SPLITS_MAX
+        decode_tiling.tiling(8, 1, 16, 1 << 14, torch.bfloat16, torch.bfloat16, True).splits
+        > decode_tiling.LAST_PROGRAM_SPLITS_MAX
     )
     others = (
-        kernel.tiling(8, 1, 128, 1 << 14, torch.bfloat16, torch.bfloat16, True),
-        kernel.tiling(8, 1, 16, 4096, torch.bfloat16, torch.bfloat16),
+        decode_tiling.tiling(8, 1, 128, 1 << 14, torch.bfloat16, torch.bfloat16, True),
+        decode_tiling.tiling(8, 1, 16, 4096, torch.bfloat16, torch.bfloat16),
     )
-    assert others[0].block_m == 64 and others[1].splits > kernel.LAST_PROGRAM_SPLITS_MAX
+    assert others[0].block_m == 64 and others[1].splits > decode_tiling.LAST_PROGRAM_SPLITS_MAX
 
 
 def test_parts_are_left_to_the_values_product_where_that_was_measured() -> None:
@@ -291,8 +293,8 @@ def test_parts_are_left_to_the_values_product_where_that_was_measured() -> None:
         kv: torch.dtype = half,
         ring: bool = True,
         apart: bool = True,
-    ) -> kernel.MlaTiling:
-        return kernel.tiling(rows, width, heads, context, half, kv, ring, apart)
+    ) -> decode_tiling.MlaTiling:
+        return decode_tiling.tiling(rows, width, heads, context, half, kv, ring, apart)
 
     assert {rows: cut(rows).splits for rows in (8, 16, 32)} == {8: 9, 16: 8, 32: 4}
     assert all(
@@ -312,8 +314,8 @@ def test_parts_are_left_to_the_values_product_where_that_was_measured() -> None:
         cut(9, heads=128),
         cut(1, width=2, heads=128),
         cut(1, heads=64),
-        cut(8, context=kernel.SHORT + 1),
-        cut(8, heads=128, context=kernel.SHORT + 1),
+        cut(8, context=cuda_arch.SHORT + 1),
+        cut(8, heads=128, context=cuda_arch.SHORT + 1),
         cut(8, ring=False),
         cut(8, heads=128, ring=False),
         cut(8, context=64),
@@ -321,7 +323,7 @@ def test_parts_are_left_to_the_values_product_where_that_was_measured() -> None:
     )
     assert (
         not any(other.apart for other in others)
-        and others[-1].splits == kernel.LAST_PROGRAM_SPLITS_MAX
+        and others[-1].splits == decode_tiling.LAST_PROGRAM_SPLITS_MAX
     )
 
 
@@ -330,7 +332,7 @@ def test_few_rows_of_many_heads_are_cut_narrow() -> None:
     half = torch.bfloat16
     for kv in (half, torch.float8_e4m3fn):
         cuts = {
-            rows: kernel.tiling(rows, 1, 128, 4096, half, kv, True, True)
+            rows: decode_tiling.tiling(rows, 1, 128, 4096, half, kv, True, True)
             for rows in (1, 2, 4, 5, 8, 9, 16, 17, 32)
         }
         assert {rows: cut.block_m for rows, cut in cuts.items()} == {
@@ -354,7 +356,9 @@ def test_short_rows_are_those_that_are_decoded_otherwise(heads: int) -> None:
     """By the choice of kernels for an H200 and how the own one cuts (their parts' number apart)."""
 
     def decoded(rows: int, longest: int) -> tuple[str, object]:
-        cut = kernel.tiling(rows, 1, heads, longest, torch.bfloat16, torch.bfloat16, True, True)
+        cut = decode_tiling.tiling(
+            rows, 1, heads, longest, torch.bfloat16, torch.bfloat16, True, True
+        )
         who = measured.fastest(heads, rows, longest)
         return who, who == "triton" and (cut.apart, cut.block_m)
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from glowplug.kernels.elementwise import rope_reference as rope
 from glowplug.kernels.formats.fp8 import dequantize_weight
-from glowplug.kernels.mla import prologue as mla_prologue, reference as mla
+from glowplug.kernels.mla import head_gemms, prologue as mla_prologue, reference as mla
 from tests.kernels.test_triton_mla_absorbed_fp8 import stored
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -86,12 +86,12 @@ SIZES = [
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("few", [0, mla_prologue.FEW_TOKENS_MAX])
+@pytest.mark.parametrize("few", [0, head_gemms.FEW_TOKENS_MAX])
 def test_it_writes_what_the_reference_writes(
     sizes: tuple[int, ...], interleaved: bool, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With W_UK's product within and behind. What neither writes stays NaN: cache slots of others."""
-    monkeypatch.setattr(mla_prologue, "FEW_TOKENS_MAX", few)
+    monkeypatch.setattr(head_gemms, "FEW_TOKENS_MAX", few)
     for seed in (0, 1):
         case = Case(*sizes, seed=seed)
         for got, expected in zip(
@@ -106,9 +106,9 @@ def test_it_writes_what_the_reference_writes(
 def test_products_by_heads(sizes: tuple[int, ...]) -> None:
     case = Case(*sizes, seed=4)
     tokens, decode, heads, nope, lora, turned = sizes
-    for few in (0, mla_prologue.FEW_PAIRS_MAX):
+    for few in (0, head_gemms.FEW_PAIRS_MAX):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mla_prologue, "FEW_PAIRS_MAX", few)
+            patch.setattr(head_gemms, "FEW_PAIRS_MAX", few)
             made = [case.absorbed.clone(), case.absorbed.clone()]
             out = [case.own.new_full((tokens, heads, 5), NAN) for _ in range(2)]
             for where, kernels in enumerate((mla_prologue, mla)):

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from glowplug.core.plugin.byte_costs import ExpertsStep
 from glowplug.kernels.launch import tuned_tables as tuned
-from glowplug.kernels.moe import tiles as moe_tiles, tuning as moe_tuning
+from glowplug.kernels.moe import tiles as moe_tiles, tuning_candidates
 from glowplug.kernels.moe.align import max_blocks
 from glowplug.kernels.moe.tiles import ExpertsProblem
 from glowplug.plugins.quantization.shared.expert_bytes import dense_experts
@@ -92,7 +92,8 @@ def test_rows_of_the_table_and_whom_they_serve(an_h200: None) -> None:
             "one alignment for both"
         )
         assert all(
-            moe_tuning._fits(product, tile, PROBLEM, tokens) for product, tile in tiles.items()
+            tuning_candidates._fits(product, tile, PROBLEM, tokens)
+            for product, tile in tiles.items()
         )
 
 

@@ -19,7 +19,12 @@ if DEVICE == "cpu":
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul  # noqa: E402
 from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant  # noqa: E402
 from glowplug.kernels.launch import tuned_tables as tuned  # noqa: E402
-from glowplug.kernels.moe.fp8 import gemm as moe_gemm_fp8, tiles as moe_fp8_tiles  # noqa: E402
+from glowplug.kernels.moe.fp8 import (  # noqa: E402
+    experts as fp8_experts,
+    gemm as moe_gemm_fp8,
+    tiles as moe_fp8_tiles,
+)
+from glowplug.kernels.moe.fp8.pair_tiles import tiles_of  # noqa: E402
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 #: inner activations beside a rounding boundary may fall either way; the interpreter casts some of
@@ -88,7 +93,7 @@ class Case:
         return values, scales.t().contiguous().t()
 
     def found(self, config: dict[str, Any]) -> Tensor:
-        return moe_gemm_fp8.experts(
+        return fp8_experts.experts(
             *self.quantized(),
             self.w13,
             self.scales13,
@@ -111,7 +116,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 def test_one_product(swap: bool, hidden: int) -> None:
     case = Case(5, 2, 4, hidden, 192, seed=hidden)
     x, scales = case.quantized()
-    tiles = moe_gemm_fp8.tiles_of(case.ids, 4, FUSED)
+    tiles = tiles_of(case.ids, 4, FUSED)
     found = moe_gemm_fp8.product(
         x,
         scales,

@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul
 from glowplug.kernels.moe import (
     experts as moe_experts,
-    fused_shared as moe_shared,
     reference as moe,
 )
 from tests.support import uninterpreted
@@ -47,7 +46,7 @@ def test_everybodys_experts_as_one(shared: int) -> None:
         for shape in ((5, 48), (shared, 2 * 24, 48), (shared, 48, 24))
     )
     rows = torch.full((5, 3, 48), float("nan"), device=DEVICE)
-    moe_shared.mlp(x, w13, w2, rows[:, 1])
+    moe_experts.fused_shared_mlp(x, w13, w2, rows[:, 1])
     wanted = sum(
         silu_and_mul(x @ first.t()) @ second.t() for first, second in zip(w13, w2, strict=True)
     )

@@ -13,7 +13,7 @@ from tests.support.compiled import build
 from glowplug.kernels.formats import fp8_triton as fp8_quant
 from glowplug.kernels.moe.fp8 import gated_splits as moe_gated_parts
 from glowplug.kernels.moe.fp8 import gemm as moe_gemm_fp8
-from glowplug.kernels.moe import route
+from glowplug.kernels.moe import route_choice
 
 x, fp8, fp32, ints = "*bf16", "*fp8e4nv", "*fp32", "*i32"
 of_experts = dict(x=fp8, x_scales=fp32, weight=fp8, stored=fp8, w_scales=fp32, values=fp8, scales=fp32, out=x,
@@ -29,8 +29,8 @@ for groups in (1, 16):
 build(moe_gated_parts._gated_parts, dict(x=fp8, x_scales=fp32, weight=fp8, stored=fp8, w_scales=fp32, values=fp8,
                                          scales=fp32, ids=ints, parts=fp32, tickets=ints),
       dict(PER_TOKEN=9, SPLITS=7, TOKENS=16, TMA=False, EVEN=True, DEPENDENT=True), launch_pdl=True)
-build(route._choose_each, dict(logits=fp32, bias=fp32, weights=fp32, ids=ints, scale="fp32"),
-      dict(SPLITS=1, GROUPS=8, TOPK_GROUPS=4, G2=8, PER2=32, TOPK=8, APPENDED=1, OUT2=16, SIGMOID=True,
+build(route_choice._choose_each, dict(logits=fp32, bias=fp32, weights=fp32, ids=ints, scale="fp32"),
+      dict(SPLITS=1, GROUPS=8, TOPK_GROUPS=4, G2=8, PER2=32, TOPK=8, FUSED_SHARED=1, OUT2=16, SIGMOID=True,
            RENORMALIZE=True, DEPENDENT=False), num_warps=1)
 """
 

@@ -10,10 +10,14 @@ pytest.importorskip("triton")
 
 from glowplug.kernels.sampling import (
     edits as sampling_edits,
-    kernels as kernel,
     logprobs as sampling_scores,
     reference,
+    vocabulary_blocks,
 )
+from glowplug.kernels.sampling.cut_off import cut_off
+from glowplug.kernels.sampling.draw import draw
+from glowplug.kernels.sampling.greedy import best, best_edited
+from glowplug.kernels.sampling.vocabulary_blocks import RowParameters
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COLDEST = 1e-5
@@ -23,7 +27,7 @@ COLDEST = 1e-5
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks a row at a vocabulary the interpreter is quick with."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(kernel, "BLOCK", 64)
+        monkeypatch.setattr(vocabulary_blocks, "PROGRAM_TOKENS", 64)
 
 
 def randn(*shape: int, seed: int) -> Tensor:
@@ -41,7 +45,7 @@ def test_best_is_the_first_of_the_largest(vocab: int) -> None:
         logits = randn(8, vocab + 3, seed=seed)[:, 3:].round()  # strided rows, many ties
         logits[1], logits[2, vocab // 2], logits[3, -1] = float("-inf"), float("nan"), float("inf")
         logits[4], logits[4, 0] = 0.0, -0.0
-        chosen = kernel.best(logits, arrived)
+        chosen = best(logits, arrived)
         finite = [0, 4, 5, 6, 7]
         wanted = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
         assert chosen.tokens[finite].tolist() == wanted[finite].tolist()
@@ -49,7 +53,7 @@ def test_best_is_the_first_of_the_largest(vocab: int) -> None:
         assert not arrived.any()
 
 
-def parameters(rows: Tensor, **columns: list[float]) -> kernel.RowParameters:
+def parameters(rows: Tensor, **columns: list[float]) -> RowParameters:
     """Of rows in a table of twelve, the others poisoned; columns are strided."""
     floats = torch.full((12, 3), float("nan"), device=DEVICE)
     ints = torch.full((12, 2), -(1 << 62), dtype=torch.int64, device=DEVICE)
@@ -57,7 +61,7 @@ def parameters(rows: Tensor, **columns: list[float]) -> kernel.RowParameters:
         floats[rows, place] = torch.tensor(columns[name], device=DEVICE)
     ints[rows, 0] = torch.tensor(columns["top_k"], device=DEVICE).long()
     ints[rows, 1] = torch.arange(len(rows), device=DEVICE) * 0x123456789ABCDEF - (1 << 60)
-    return kernel.RowParameters(floats[:, 0], floats[:, 1], floats[:, 2], ints[:, 0], ints[:, 1])
+    return RowParameters(floats[:, 0], floats[:, 1], floats[:, 2], ints[:, 0], ints[:, 1])
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -72,9 +76,9 @@ def test_random_rows_follow_the_reference(seed: int) -> None:
         top_p=[0.8, 0.9, 0.5, 0.6, 0.7, 1.0, 1.0],
         top_k=[5, 0, 3, vocab, 20, 40, 0],
     )
-    chosen = kernel.best(logits, arrived)
-    kernel.cut_off(logits, chosen, rows, given, COLDEST, True, arrived)
-    kernel.cut_off(logits, chosen, rows, given, COLDEST, False, arrived)
+    chosen = best(logits, arrived)
+    cut_off(logits, chosen, rows, given, COLDEST, True, arrived)
+    cut_off(logits, chosen, rows, given, COLDEST, False, arrived)
     cold = given.temperature[rows] < COLDEST
     weights = (
         (logits - chosen.peaks[:, None]) / given.temperature[rows].masked_fill(cold, 1.0)[:, None]
@@ -86,7 +90,7 @@ def test_random_rows_follow_the_reference(seed: int) -> None:
     greedy = chosen.tokens.clone()
     for start in (0, 1 << 40):
         positions = torch.arange(7, device=DEVICE) * 977 + start
-        kernel.draw(logits, chosen, rows, positions, given, COLDEST, arrived)
+        draw(logits, chosen, rows, positions, given, COLDEST, arrived)
         drawn = reference.draw(weights, reference.uniform(given.seed[rows], positions))
         assert chosen.tokens.tolist() == torch.where(cold, greedy, drawn).tolist()
     assert not arrived.any()
@@ -108,9 +112,9 @@ def test_cut_offs_where_blocks_drop_out() -> None:
     given = parameters(
         rows, temperature=[1.0, 0.5, 2.0, 1.0, 0.7], min_p=[0.0] * 5, top_p=top_p, top_k=top_k
     )
-    chosen = kernel.best(logits, arrived)
+    chosen = best(logits, arrived)
     for count in (True, False):
-        kernel.cut_off(logits, chosen, rows, given, COLDEST, count, arrived)
+        cut_off(logits, chosen, rows, given, COLDEST, count, arrived)
     weights = ((logits - chosen.peaks[:, None]) / given.temperature[rows][:, None]).exp().double()
     least = chosen.least.view(torch.float32).double()
     for row in range(5):
@@ -226,7 +230,7 @@ def test_edits_follow_the_reference(vocab: int, width: int) -> None:
                 for i in range(9)
             ]
         )
-        chosen = kernel.best_edited(logits, arrived, rows, positions, ahead, given)
+        chosen = best_edited(logits, arrived, rows, positions, ahead, given)
         assert torch.equal(logits, wanted)
         assert chosen.tokens.tolist() == wanted.argmax(-1).tolist() and not chosen.bad.any()
         assert torch.equal(chosen.peaks, wanted.amax(-1)) and not arrived.any()
@@ -248,7 +252,7 @@ def test_observed_tokens_are_counted_for_rows_with_penalties() -> None:
 def test_log_probabilities(vocab: int, k: int) -> None:
     logits, arrived = randn(5, vocab + 2, seed=3)[:, 2:] * 5, counters(5)
     logits[1, : vocab // 2] = float("-inf")
-    chosen = kernel.best(logits, arrived)
+    chosen = best(logits, arrived)
     tokens = torch.full((5,), vocab - 1, device=DEVICE)
     found = sampling_scores.token_logprobs(logits, tokens, chosen.peaks, k, arrived)
     token, top_ids, top = reference.token_logprobs(logits, tokens, k)

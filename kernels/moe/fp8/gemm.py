@@ -7,7 +7,7 @@ padding rows cost no memory traffic. Nothing syncs with the device.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -27,13 +27,10 @@ from glowplug.kernels.gemm.fp8 import (
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv
 from glowplug.kernels.launch.tuned_tables import Config
-from glowplug.kernels.moe.align import align
 from glowplug.kernels.moe.fp8 import (
     gated_splits as moe_gated_parts,
-    gemm_hopper as moe_gemm_fp8_hopper,
-    tiles as moe_fp8_tiles,
 )
-from glowplug.kernels.moe.sum import moe_sum
+from glowplug.kernels.moe.fp8.pair_tiles import Tiles, is_empty, pairs_of, tile_and_block
 
 
 @triton.jit
@@ -73,51 +70,6 @@ def _depth(
             x_scale = next_x_scale
             w_scale = next_w_scale
     return total
-
-
-@triton.jit
-def _pairs_of(tile, pairs, experts, total_pairs, BLOCK_M: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return a tile's pairs, its expert, and a mask of the rows that are not padding.
-
-    Without an alignment a tile is one pair, and ``experts`` are the ids.
-    """
-    at = tl.arange(0, BLOCK_M)
-    if ALIGNED:
-        pair = tl.load(pairs + tile * BLOCK_M + at)
-    else:
-        pair = tl.where(at == 0, tile, total_pairs)
-    return pair, tl.load(experts + tile).to(tl.int64), pair < total_pairs
-
-
-@triton.jit
-def _empty(tile, experts, filled, BLOCK_M: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return whether ``tile`` has no pairs."""
-    if ALIGNED:
-        empty = tile * BLOCK_M >= tl.load(filled)
-    else:
-        empty = tl.load(experts + tile) < 0
-    return empty
-
-
-@triton.jit
-def _part(tiles, filled, BLOCK_M: tl.constexpr, ORDER: tl.constexpr):
-    """Return (tile, column block) of this program.
-
-    With ``ORDER`` "columns" consecutive programs have the column blocks of one tile. Otherwise they
-    have the same columns of consecutive tiles; with "filled" only of the tiles in use, so that idle
-    programs come last.
-    """
-    blocks = tl.num_programs(0) // tiles
-    if ORDER == "columns":
-        tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    elif ORDER == "filled":
-        real = tl.load(filled) // BLOCK_M
-        each = tl.maximum(real, 1)
-        block = tl.program_id(0) // each
-        tile = tl.where(block < blocks, tl.program_id(0) % each, real)
-    else:
-        tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    return tile, block
 
 
 @triton.jit(do_not_specialize=["tiles", "total_pairs", "xs_stride", "ws_stride", "ws_expert"])
@@ -162,12 +114,12 @@ def _product(
     if FETCH == 0:
         dependent.wait(DEPENDENT)
     dependent.begin(DEPENDENT)
-    tile, block = _part(tiles, filled, BLOCK_M, ORDER)
-    if _empty(tile, experts, filled, BLOCK_M, ALIGNED):
+    tile, block = tile_and_block(tiles, filled, BLOCK_M, ORDER)
+    if is_empty(tile, experts, filled, BLOCK_M, ALIGNED):
         dependent.wait(DEPENDENT)
         return
     first = block * BLOCK_N
-    pair, expert, real = _pairs_of(tile, pairs, experts, total_pairs, BLOCK_M, ALIGNED)
+    pair, expert, real = pairs_of(tile, pairs, experts, total_pairs, BLOCK_M, ALIGNED)
     if FETCH > 0:
         if DEPENDENT:
             fetch_weight(
@@ -247,11 +199,11 @@ def _gated(
     """Compute values[pair], scales[pair] = quantised silu(x G^T) * (x U^T), 128 columns at once."""
     dependent.wait(DEPENDENT)
     dependent.begin(DEPENDENT)  # after the wait, so that the next kernel may read the alignment
-    tile, block = _part(tiles, filled, BLOCK_M, ORDER)
-    if _empty(tile, experts, filled, BLOCK_M, ALIGNED):
+    tile, block = tile_and_block(tiles, filled, BLOCK_M, ORDER)
+    if is_empty(tile, experts, filled, BLOCK_M, ALIGNED):
         return
     first = block * 128
-    pair, expert, real = _pairs_of(tile, pairs, experts, total_pairs, BLOCK_M, ALIGNED)
+    pair, expert, real = pairs_of(tile, pairs, experts, total_pairs, BLOCK_M, ALIGNED)
     row = tl.where(real, pair // PER_TOKEN, 0)
     gate, up = moe_gated_parts.gates_and_ups(
         x + row.to(tl.int64)[:, None] * x_stride + tl.arange(0, 128)[None, :],
@@ -295,38 +247,6 @@ def _weight_operand(weight: Tensor, block_n: int, tma: bool) -> Tensor | TensorD
     rows = weight.shape[0] * weight.shape[1]
     depth = weight.shape[2]
     return TensorDescriptor(weight, [rows, depth], [depth, 1], [block_n, BLOCK])
-
-
-class Tiles(NamedTuple):
-    """The pairs and the expert of each tile, from an alignment or with one pair a tile.
-
-    Attributes:
-        pairs: ``Alignment.sorted_pairs``; without an alignment the ids [T * K].
-        experts: ``Alignment.expert_of_block``; without an alignment the ids.
-        filled: ``Alignment.num_padded``; without an alignment the ids.
-        total: Number of tiles.
-        aligned: False if each tile is one pair.
-    """
-
-    pairs: Tensor
-    experts: Tensor
-    filled: Tensor
-    total: int
-    aligned: bool
-
-
-def tiles_of(ids: Tensor, experts: int, config: Config) -> Tiles:
-    """Return the tiles of ids [T, K]. ``PAIRED`` saves the alignment for few tokens."""
-    if config.get("PAIRED"):
-        return Tiles(ids, ids, ids, ids.numel(), False)
-    order = align(ids, experts, config["BLOCK_M"])
-    return Tiles(
-        order.sorted_pairs,
-        order.expert_of_block,
-        order.num_padded,
-        order.expert_of_block.shape[0],
-        True,
-    )
 
 
 def _options(config: Config, tile: int, depth: int, columns: int, tiles: Tiles) -> dict[str, Any]:
@@ -462,74 +382,3 @@ def gated_product(
         **options,
     )
     return values, scales
-
-
-def products(
-    x: Tensor,
-    x_scales: Tensor,
-    w13: Tensor,
-    scales13: Tensor,
-    w2: Tensor,
-    scales2: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    dtype: torch.dtype,
-    config: Config,
-) -> Tensor:
-    """Compute the weighted output of every pair, [T * K, H] for ``moe_sum``.
-
-    ``x`` is quantised [T, H]; ``ids`` and ``weights`` (float32) are [T, K].
-    """
-    per_token = ids.shape[1]
-    pairs = ids.numel()
-    tile = config["BLOCK_M"]
-    if moe_fp8_tiles.on_hopper(config):
-        order = align(ids, w13.shape[0], tile)
-        inner, inner_scales = moe_gemm_fp8_hopper.gated_product(
-            x, x_scales, w13, scales13, ids, order, dtype, config["first"]
-        )
-        return moe_gemm_fp8_hopper.product(
-            inner, inner_scales, w2, scales2, order, weights, dtype, config["second"]
-        )
-    tiles = tiles_of(ids, w13.shape[0], config)
-    if config["FUSE"]:
-        inner, inner_scales = gated_product(
-            x, x_scales, w13, scales13, tiles, tile, pairs, per_token, config["first"]
-        )
-    else:
-        hidden = product(
-            x, x_scales, w13, scales13, tiles, tile, pairs, per_token, dtype, config["first"]
-        )
-        inner, inner_scales = fp8_quant.silu_and_mul(hidden)
-    return product(
-        inner,
-        inner_scales,
-        w2,
-        scales2,
-        tiles,
-        tile,
-        pairs,
-        1,
-        dtype,
-        config["second"],
-        weights,
-        fetch=fetch_of(tile),
-    )
-
-
-def experts(
-    x: Tensor,
-    x_scales: Tensor,
-    w13: Tensor,
-    scales13: Tensor,
-    w2: Tensor,
-    scales2: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    dtype: torch.dtype,
-    config: Config,
-) -> Tensor:
-    """Return the sum of :func:`products` over each token's experts: [T, H]."""
-    return moe_sum(
-        products(x, x_scales, w13, scales13, w2, scales2, ids, weights, dtype, config), ids
-    )

@@ -23,22 +23,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from glowplug.kernels.formats import fp8_triton as fp8_quant
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe.align import Alignment
-from glowplug.kernels.moe.gemm_hopper import (
+from glowplug.kernels.moe.gemm_hopper import processors
+from glowplug.kernels.moe.hopper_tiles import (
     copy_rows,
     copy_tile,
     cut,
     halves,
     pass_over,
     place_of,
-    processors,
     store_gated,
     store_weighted,
 )
-from glowplug.kernels.moe.sort import gather_rows
 
 UNIT = 64  #: rows that a warpgroup multiplies
 PARTS = 3  #: warpgroups that share a tile's weights
@@ -429,29 +427,6 @@ def gated(
     return _launch(rows, row_scales, w13, scales13, out, None, order, pairs, config)
 
 
-def gated_product(
-    x: Tensor,
-    x_scales: Tensor,
-    w13: Tensor,
-    scales13: Tensor,
-    ids: Tensor,
-    order: Alignment,
-    dtype: torch.dtype,
-    config: Config,
-) -> tuple[Tensor, Tensor]:
-    """Sort x, compute :func:`gated` and quantise the result.
-
-    ``x`` is E4M3 [T, H], ``order`` the alignment of ids [T, K].
-
-    Returns:
-        E4M3 [R, I] and scales.
-    """
-    rows, row_scales, _ = gather_rows(x, x_scales, order, ids)
-    hidden = gated(rows, row_scales, w13, scales13, order, ids.numel(), dtype, config)
-    del rows, row_scales
-    return fp8_quant.quantize(hidden)
-
-
 def product(
     h: Tensor,
     h_scales: Tensor,
@@ -464,7 +439,7 @@ def product(
 ) -> Tensor:
     """Compute the second GEMM, times the routing weights: [T * K, H], one row a pair.
 
-    ``h`` is the result of :func:`gated_product`, w2 E4M3 [E, H, I], ``weights`` float32 [T, K].
+    ``h`` is the result of ``experts.hopper_gated_product``, w2 E4M3 [E, H, I], ``weights`` float32 [T, K].
     """
     out = torch.empty(weights.numel(), w2.shape[1], dtype=dtype, device=h.device)
     return _launch(h, h_scales, w2, scales2, out, weights, order, weights.numel(), config)

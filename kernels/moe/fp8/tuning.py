@@ -29,6 +29,7 @@ from glowplug.kernels.gemm.tuning_fp8_run import (
     without,
 )
 from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch.timing import microseconds
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe import gemm_hopper as moe_gemm_hopper
 from glowplug.kernels.moe.align import Alignment
@@ -37,7 +38,8 @@ from glowplug.kernels.moe.fp8 import (
     gemm_hopper as moe_gemm_fp8_hopper,
     tiles as moe_fp8_tiles,
 )
-from glowplug.kernels.moe.tuning import microseconds
+from glowplug.kernels.moe.fp8.experts import hopper_gated_product
+from glowplug.kernels.moe.fp8.pair_tiles import Tiles, tiles_of
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 ALIGN_MICROSECONDS = 4.0  #: time of an alignment of few tokens
@@ -111,7 +113,7 @@ class _Experts:
         x: tuple[Tensor, Tensor],
         ids: Tensor,
         weights: Tensor,
-        tiles: moe_gemm_fp8.Tiles,
+        tiles: Tiles,
     ) -> object:
         """Run one GEMM: ``kind`` "gated" (first, activated), "plain" (first) or "second"."""
         tile = config["BLOCK_M"]
@@ -121,7 +123,7 @@ class _Experts:
         if "GROUP" in config:
             order = Alignment(*tiles[:3], ends=tiles.filled)  # the kernel does not read ends
             if kind == "gated":
-                return moe_gemm_fp8_hopper.gated_product(
+                return hopper_gated_product(
                     *x, self.w13, self.scales13, ids, order, torch.bfloat16, own
                 )
             return moe_gemm_fp8_hopper.product(
@@ -211,7 +213,7 @@ def _compile_experts(wanted: Sequence[tuple[str, Config]], problem: Fp8ExpertsPr
                 _input(kind, 8, ids, problem),
                 ids,
                 weights,
-                moe_gemm_fp8.tiles_of(ids, held, {**config, "PAIRED": "SPLITS" in config}),
+                tiles_of(ids, held, {**config, "PAIRED": "SPLITS" in config}),
             )
             torch.cuda.synchronize()
         except Exception as error:
@@ -276,10 +278,7 @@ def _measure(bench: _Experts, problem: Fp8ExpertsProblem, number: int, failed: s
         if key((kind, config)) in failed or ("SPLITS" in config and not paired):
             continue
         x = _input(kind, number, routes[0][0], problem)
-        lists = [
-            moe_gemm_fp8.tiles_of(ids, problem.experts, {**config, "PAIRED": paired})
-            for ids, _ in routes
-        ]
+        lists = [tiles_of(ids, problem.experts, {**config, "PAIRED": paired}) for ids, _ in routes]
         calls = [
             partial(bench.call, kind, config, x, ids, weights, tiles)
             for (ids, weights), tiles in zip(routes, lists)

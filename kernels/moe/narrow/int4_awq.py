@@ -28,7 +28,7 @@ from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe.align import Alignment, align
-from glowplug.kernels.moe.gemm import tile_pairs, tile_place
+from glowplug.kernels.moe.gemm_tile import tile_pairs, tile_place
 from glowplug.kernels.moe.narrow.tiles import DENSE_TOKENS_MAX, config_for
 from glowplug.kernels.moe.sum import moe_sum
 

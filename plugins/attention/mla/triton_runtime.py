@@ -11,7 +11,8 @@ from glowplug.core.protocols import MlaLayer, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.formats.fp8 import Blocks
 from glowplug.kernels.mla import value_projection as mla_values
-from glowplug.kernels.mla.decode import MlaTiling, decode_parts, mla_decode, ring_fits, tiling
+from glowplug.kernels.mla.decode import decode_parts, mla_decode
+from glowplug.kernels.mla.decode_tiling import MlaTiling, ring_fits, tiling
 from glowplug.kernels.mla.prefill import mla_prefill
 from glowplug.plugins.attention.mla.triton import TritonMlaOptions
 from glowplug.plugins.attention.shared.mla_base import PagedMla

@@ -25,7 +25,7 @@ from glowplug.core.protocols import (
 )
 from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant
 from glowplug.kernels.moe import gemm_hopper as moe_gemm_hopper
-from glowplug.kernels.moe.fp8 import gemm as moe_gemm_fp8, tiles as moe_fp8_tiles
+from glowplug.kernels.moe.fp8 import experts as fp8_experts, tiles as moe_fp8_tiles
 from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.quantization.block_fp8.cpu import BlockFp8
 from glowplug.plugins.quantization.block_fp8.cutlass import CutlassExperts
@@ -269,5 +269,5 @@ class Fp8ExpertsCuda:
         config = moe_fp8_tiles.config_for(
             tokens, per_token, self.count, self.inter, self.shape.hidden, self._has_hopper
         )
-        rows = moe_gemm_fp8.products(values, scales, *held, ids, weights, self._dtype, config)
+        rows = fp8_experts.products(values, scales, *held, ids, weights, self._dtype, config)
         return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)

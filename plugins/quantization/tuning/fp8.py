@@ -21,7 +21,7 @@ from glowplug.core.protocols.tuning import LayerShapes, Log, TuneTable
 from glowplug.kernels.formats import fp8_triton as fp8_quant
 from glowplug.kernels.gemm import fp8 as fp8_gemm, tuning_fp8 as fp8_tuning
 from glowplug.kernels.launch import tuned_tables as tuned
-from glowplug.kernels.moe.tuning import microseconds
+from glowplug.kernels.launch.timing import microseconds
 from glowplug.plugins.quantization.block_fp8.gemm_providers import (
     BLOCK,
     PROVIDERS,

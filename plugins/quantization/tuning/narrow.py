@@ -18,7 +18,7 @@ from glowplug.core.protocols.tuning import LayerShapes, Log, TuneTable
 from glowplug.kernels.formats import awq as layout, int8_triton as int8_quant
 from glowplug.kernels.gemm.tuning_fp8 import ROWS
 from glowplug.kernels.launch import tuned_tables as tuned
-from glowplug.kernels.moe.tuning import microseconds
+from glowplug.kernels.launch.timing import microseconds
 from glowplug.plugins.quantization.awq import cuda as awq_cuda, plugin as awq
 from glowplug.plugins.quantization.int8 import cuda as w8a8_int8_cuda, plugin as w8a8_int8
 from glowplug.plugins.quantization.shared import provider_choice

@@ -1,0 +1,110 @@
+"""Routed experts in block FP8: both grouped GEMMs, by the kernels that a configuration names."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from glowplug.kernels.formats import fp8_triton as fp8_quant
+from glowplug.kernels.launch.tuned_tables import Config
+from glowplug.kernels.moe.align import Alignment, align
+from glowplug.kernels.moe.fp8 import gemm_hopper
+from glowplug.kernels.moe.fp8.gemm import fetch_of, gated_product, product
+from glowplug.kernels.moe.fp8.pair_tiles import tiles_of
+from glowplug.kernels.moe.fp8.tiles import on_hopper
+from glowplug.kernels.moe.sort import gather_rows
+from glowplug.kernels.moe.sum import moe_sum
+
+
+def hopper_gated_product(
+    x: Tensor,
+    x_scales: Tensor,
+    w13: Tensor,
+    scales13: Tensor,
+    ids: Tensor,
+    order: Alignment,
+    dtype: torch.dtype,
+    config: Config,
+) -> tuple[Tensor, Tensor]:
+    """Sort x, compute ``gemm_hopper.gated`` and quantise the result.
+
+    ``x`` is E4M3 [T, H], ``order`` the alignment of ids [T, K].
+
+    Returns:
+        E4M3 [R, I] and scales.
+    """
+    rows, row_scales, _ = gather_rows(x, x_scales, order, ids)
+    hidden = gemm_hopper.gated(rows, row_scales, w13, scales13, order, ids.numel(), dtype, config)
+    del rows, row_scales
+    return fp8_quant.quantize(hidden)
+
+
+def products(
+    x: Tensor,
+    x_scales: Tensor,
+    w13: Tensor,
+    scales13: Tensor,
+    w2: Tensor,
+    scales2: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype,
+    config: Config,
+) -> Tensor:
+    """Compute the weighted output of every pair, [T * K, H] for ``moe_sum``.
+
+    ``x`` is quantised [T, H]; ``ids`` and ``weights`` (float32) are [T, K].
+    """
+    per_token = ids.shape[1]
+    pairs = ids.numel()
+    tile = config["BLOCK_M"]
+    if on_hopper(config):
+        order = align(ids, w13.shape[0], tile)
+        inner, inner_scales = hopper_gated_product(
+            x, x_scales, w13, scales13, ids, order, dtype, config["first"]
+        )
+        return gemm_hopper.product(
+            inner, inner_scales, w2, scales2, order, weights, dtype, config["second"]
+        )
+    tiles = tiles_of(ids, w13.shape[0], config)
+    if config["FUSE"]:
+        inner, inner_scales = gated_product(
+            x, x_scales, w13, scales13, tiles, tile, pairs, per_token, config["first"]
+        )
+    else:
+        hidden = product(
+            x, x_scales, w13, scales13, tiles, tile, pairs, per_token, dtype, config["first"]
+        )
+        inner, inner_scales = fp8_quant.silu_and_mul(hidden)
+    return product(
+        inner,
+        inner_scales,
+        w2,
+        scales2,
+        tiles,
+        tile,
+        pairs,
+        1,
+        dtype,
+        config["second"],
+        weights,
+        fetch=fetch_of(tile),
+    )
+
+
+def experts(
+    x: Tensor,
+    x_scales: Tensor,
+    w13: Tensor,
+    scales13: Tensor,
+    w2: Tensor,
+    scales2: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype,
+    config: Config,
+) -> Tensor:
+    """Return the sum of :func:`products` over each token's experts: [T, H]."""
+    return moe_sum(
+        products(x, x_scales, w13, scales13, w2, scales2, ids, weights, dtype, config), ids
+    )

@@ -1,0 +1,260 @@
+"""Greedy token choice: the most likely token of each row, after its edits."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.sampling import edits as sampling_edits
+from glowplug.kernels.sampling.edits import RowEdits
+from glowplug.kernels.sampling.vocabulary_blocks import Grid, RowChoice, finished, key_of
+
+LIST_CHUNK = 64  #: listed tokens processed together
+
+
+@triton.jit
+def _best(
+    logits,
+    keys,
+    arrived,
+    tokens,
+    peaks,
+    bad,
+    least,
+    vocab,
+    stride,
+    blocks,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Find the most likely token of a row."""
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
+    row, block = tl.program_id(0), tl.program_id(1)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    source = logits + row.to(tl.int64) * stride
+    value = tl.load(source + index, mask=index < vocab, other=float("-inf"))
+    _best_of_row(
+        source,
+        value,
+        index,
+        row,
+        block,
+        keys,
+        arrived,
+        tokens,
+        peaks,
+        bad,
+        least,
+        vocab,
+        blocks,
+        BLOCKS,
+    )
+
+
+@triton.jit
+def _best_edited(
+    logits,
+    keys,
+    arrived,
+    tokens,
+    peaks,
+    bad,
+    least,
+    rows,
+    positions,
+    ahead,
+    ahead_stride,
+    ahead_count,
+    flags,
+    min_length,
+    added,
+    listed,
+    repetition,
+    frequency,
+    presence,
+    ids,
+    values,
+    table,
+    int_stride,
+    float_stride,
+    width,
+    vocab,
+    stride,
+    blocks,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LIST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Edit the logits of a row and find its most likely token."""
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
+    row, block = tl.program_id(0), tl.program_id(1)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    source = logits + row.to(tl.int64) * stride
+    value = sampling_edits.edited(
+        source,
+        tl.load(rows + row),
+        index,
+        block,
+        tl.load(positions + row),
+        ahead + row * ahead_stride,
+        ahead_count,
+        flags,
+        min_length,
+        added,
+        listed,
+        repetition,
+        frequency,
+        presence,
+        ids,
+        values,
+        table,
+        int_stride,
+        float_stride,
+        width,
+        vocab,
+        BLOCK,
+        LIST,
+    )
+    _best_of_row(
+        source,
+        value,
+        index,
+        row,
+        block,
+        keys,
+        arrived,
+        tokens,
+        peaks,
+        bad,
+        least,
+        vocab,
+        blocks,
+        BLOCKS,
+    )
+
+
+@triton.jit
+def _best_of_row(
+    source,
+    value,
+    index,
+    row,
+    block,
+    keys,
+    arrived,
+    tokens,
+    peaks,
+    bad,
+    least,
+    vocab,
+    blocks,
+    BLOCKS: tl.constexpr,
+):
+    """Reduce a block to its best key; the last program of the row writes the choice."""
+    tl.store(keys + row * blocks + block, tl.max(key_of(value, index)))
+    if finished(arrived, row, blocks):
+        each = tl.arange(0, BLOCKS)
+        found = tl.max(
+            tl.load(
+                keys + row * blocks + each,
+                mask=each < blocks,
+                other=-0x7FFFFFFFFFFFFFFF,
+                cache_modifier=".cg",
+            )
+        )
+        token = tl.minimum(0x7FFFFFFF - (found & 0xFFFFFFFF), vocab - 1)
+        peak = tl.load(source + token, cache_modifier=".cg")  # another program may have edited it
+        tl.store(tokens + row, token)
+        tl.store(peaks + row, peak)
+        tl.store(bad + row, (peak - peak) != 0)
+        tl.store(least + row, 0)
+
+
+def best(logits: Tensor, arrived: Tensor) -> RowChoice:
+    """Choose the most likely token of each row.
+
+    Args:
+        logits: float32 [N, V]; rows may be strided
+        arrived: int32 [N or more], zeros before and after
+    """
+    grid = Grid.over(logits)
+    choice = _choice(logits)
+    if len(logits):
+        keys = torch.empty(grid.programs, dtype=torch.int64, device=logits.device)
+        _best[grid.programs](
+            logits,
+            keys,
+            arrived,
+            *choice,
+            *grid.sizes,
+            BLOCK=grid.block,
+            BLOCKS=grid.blocks,
+            **dependent.options(),
+        )
+    return choice
+
+
+def best_edited(
+    logits: Tensor,
+    arrived: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    ahead: Tensor | None,
+    edits: RowEdits,
+) -> RowChoice:
+    """Edit logits in place and choose the most likely token of each row.
+
+    Args:
+        logits: float32 [N, V]; rows may be strided
+        arrived: int32 [N or more], zeros before and after
+        rows: int64 [N], rows of the sequence table
+        positions: int64 [N]
+        ahead: int64 [N, W - 1]: tokens that penalties count although they were not observed yet;
+            -1: none
+        edits: edits of the rows
+    """
+    grid = Grid.over(logits)
+    choice = _choice(logits)
+    if len(logits):
+        keys = torch.empty(grid.programs, dtype=torch.int64, device=logits.device)
+        count = 0 if ahead is None else ahead.shape[1]
+        # NOTE: without fusion, each product and sum is rounded as in torch, so that ties are equal.
+        _best_edited[grid.programs](
+            logits,
+            keys,
+            arrived,
+            *choice,
+            rows,
+            positions,
+            rows if ahead is None else ahead,
+            0 if ahead is None else ahead.stride(0),
+            count,
+            *edits,
+            *edits.strides,
+            *grid.sizes,
+            BLOCK=grid.block,
+            BLOCKS=grid.blocks,
+            LIST=LIST_CHUNK,
+            enable_fp_fusion=False,
+            **dependent.options(),
+        )
+    return choice
+
+
+def _choice(logits: Tensor) -> RowChoice:
+    """Allocate a choice for the rows of ``logits``."""
+    rows = logits.shape[0]
+    device = logits.device
+    return RowChoice(
+        torch.empty(rows, dtype=torch.int64, device=device),
+        torch.empty(rows, device=device),
+        torch.empty(rows, dtype=torch.bool, device=device),
+        torch.empty(rows, dtype=torch.int32, device=device),
+    )
