@@ -7,18 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv
 from glowplug.kernels.launch.rows import rows_of
 
-BLOCK = 1024  #: elements per program
+PROGRAM_ELEMENTS = 1024  #: elements per program
 
 
 @triton.jit
 def _silu_and_mul(x, out, x_stride, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """Compute BLOCK elements of silu(gate) * up for one row."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -36,7 +36,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     size = x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     if rows:
-        _silu_and_mul[(rows, cdiv(size, BLOCK))](
-            flat, out, flat.stride(0), size, BLOCK=BLOCK, **dependent.options()
+        _silu_and_mul[(rows, cdiv(size, PROGRAM_ELEMENTS))](
+            flat, out, flat.stride(0), size, BLOCK=PROGRAM_ELEMENTS, **dependent_launch.options()
         )
     return out

@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
+
 Floats: TypeAlias = NDArray[np.float32]
 
 FEW_ELEMENTS_MAX = 1 << 14  #: elements up to which these kernels are faster than torch
-GROUP = 128  #: channels that share a scale
 TINY = 1e-10  #: smallest absolute maximum of a group, as in the published activation kernel
 E4M3_MAX = np.float32(448.0)
 EXPONENT_BITS = np.int32(0x7F800000)  #: exponent mask of a float32
@@ -74,7 +75,7 @@ def round_into_e4m3(x: Floats) -> Floats:
 
     x is [T, N]; N must be a multiple of 128.
     """
-    groups = x.reshape(x.shape[0], x.shape[1] // GROUP, GROUP)
+    groups = x.reshape(x.shape[0], x.shape[1] // FP8_BLOCK, FP8_BLOCK)
     scales = np.maximum.reduce(np.abs(groups), axis=-1, keepdims=True, initial=TINY)
     scales /= E4M3_MAX
     groups /= scales

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.formats.fp8_triton import GROUP, empty_quantized, store_quantized
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
+from glowplug.kernels.formats.fp8_triton import empty_quantized, store_quantized
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.rows import rows_of
 
@@ -63,9 +64,9 @@ def _norm(
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < size
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     if PARTS > 0:
         value = add_parts(x, ids, row, ids_stride, column, inside, size, PARTS)
     else:
@@ -119,7 +120,7 @@ def _launch(
     if not rows:
         return
     before = None if residual is None else rows_of(residual)
-    groups = next_power_of_2(cdiv(size, GROUP))
+    groups = next_power_of_2(cdiv(size, FP8_BLOCK))
     values, scales = (None, None) if quantized is None else quantized
     _norm[(rows,)](
         x,
@@ -141,8 +142,8 @@ def _launch(
         ADD=before is not None,
         PLAIN=plain is not None,
         QUANTIZED=quantized is not None,
-        num_warps=warps_for(groups * GROUP, ids is not None, rows),
-        **dependent.options(),
+        num_warps=warps_for(groups * FP8_BLOCK, ids is not None, rows),
+        **dependent_launch.options(),
     )
 
 

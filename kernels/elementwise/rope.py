@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 PROGRAM_ELEMENTS = 2048  #: approximate number of elements that one program rotates
@@ -68,8 +68,8 @@ def _rope(
     DEPENDENT: tl.constexpr,
 ):
     """Rotate HEADS query heads or key heads of one token."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row = cos_sin + token * half * 2
@@ -139,6 +139,6 @@ def rotate(q: Tensor, k: Tensor, cos_sin: Tensor, interleaved: bool) -> tuple[Te
             HEADS=heads,
             HALF=half,
             INTERLEAVED=interleaved,
-            **dependent.options(),
+            **dependent_launch.options(),
         )
     return q_out, k_out

@@ -22,7 +22,7 @@ from torch import Tensor
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  #: index i: column that bits 4 i of a word hold
 PACK = 8  #: numbers per int32
-BLOCK = 128  #: inputs per packed block
+PACKED_INPUTS = 128  #: inputs per packed block
 PLANE = 32  #: neighbouring inputs that one shift yields
 PLANES = 4  #: planes per packed block
 #: number added to zeros; the dtype represents OFFSET + q exactly for q below 16
@@ -44,7 +44,9 @@ def unpack(words: Tensor) -> Tensor:
 def pack_blocks(numbers: Tensor) -> Tensor:
     """Pack uint8 [N, K] with values 0 to 15 to int16 [ceil(K / 128), N, 32], zero-padded."""
     padded = (
-        F.pad(numbers, (0, -numbers.shape[1] % BLOCK)).int().view(len(numbers), -1, PLANES, PLANE)
+        F.pad(numbers, (0, -numbers.shape[1] % PACKED_INPUTS))
+        .int()
+        .view(len(numbers), -1, PLANES, PLANE)
     )
     words = padded[:, :, 0]
     for plane in range(1, PLANES):

@@ -17,8 +17,8 @@ from glowplug.kernels.elementwise import cpu_small
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul
 from glowplug.kernels.elementwise.cpu_small import TINY
 from glowplug.kernels.elementwise.norm_reference import rms_norm
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 
-BLOCK = 128  #: rows and columns of a weight block; channels of an activation group
 E4M3_MAX = 448.0
 E4M3_SMALLEST_EXPONENT = 2.0**-6  #: below it the spacing stays 2^-9 (subnormals)
 EXPONENT_BITS = 0x7F800000  #: exponent mask of a float32
@@ -43,9 +43,9 @@ def round_e4m3(x: Tensor) -> Tensor:
 
 def _groups(x: Tensor) -> Tensor:
     """Return x [T, K] as float32 [T, ceil(K / 128), 128], zero-padded."""
-    ragged = -x.shape[-1] % BLOCK
+    ragged = -x.shape[-1] % FP8_BLOCK
     x = F.pad(x.float(), (0, ragged)) if ragged else x.float()
-    return x.reshape(x.shape[0], x.shape[1] // BLOCK, BLOCK)
+    return x.reshape(x.shape[0], x.shape[1] // FP8_BLOCK, FP8_BLOCK)
 
 
 def _scales(groups: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def fake_quantize_tokens(x: Tensor) -> Tensor:
     """Return the values that :func:`quantize_tokens` stores for x [T, K], in x's dtype."""
-    if cpu_small.is_few(x) and x.shape[1] % BLOCK == 0:
+    if cpu_small.is_few(x) and x.shape[1] % FP8_BLOCK == 0:
         return torch.from_numpy(cpu_small.round_into_e4m3(x.numpy().copy()))
     groups = _groups(x)
     scales = _scales(groups)
@@ -73,7 +73,7 @@ def fake_quantize_tokens(x: Tensor) -> Tensor:
 
 def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return ``fake_quantize_tokens(rms_norm(x, weight, eps))``."""
-    if cpu_small.is_few(x) and x.shape[1] % BLOCK == 0:
+    if cpu_small.is_few(x) and x.shape[1] % FP8_BLOCK == 0:
         return torch.from_numpy(
             cpu_small.round_into_e4m3(cpu_small.rms_norm(x.numpy(), weight.numpy(), eps))
         )
@@ -82,14 +82,14 @@ def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def silu_and_mul_rounded(x: Tensor) -> Tensor:
     """Return ``fake_quantize_tokens(silu_and_mul(x))``."""
-    if cpu_small.is_few(x) and x.shape[1] % (2 * BLOCK) == 0:
+    if cpu_small.is_few(x) and x.shape[1] % (2 * FP8_BLOCK) == 0:
         return torch.from_numpy(cpu_small.round_into_e4m3(cpu_small.silu_and_mul(x.numpy())))
     return fake_quantize_tokens(silu_and_mul(x))
 
 
 def _block_index(size: int, offset: int, device: torch.device) -> Tensor:
     """Return the block index of each of ``size`` positions from ``offset``."""
-    return (torch.arange(size, device=device) + offset) // BLOCK
+    return (torch.arange(size, device=device) + offset) // FP8_BLOCK
 
 
 class Blocks(NamedTuple):
@@ -107,8 +107,8 @@ class Blocks(NamedTuple):
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise weight [N, K] to E4M3 [N, K] and float32 scales [ceil(N / 128), ceil(K / 128)]."""
     rows, columns = weight.shape
-    padded = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    padded = F.pad(weight.float(), (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
+    blocks = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
     scales = blocks.abs().amax((1, 3)).clamp_(min=1e-12).div_(E4M3_MAX)
     stored = (
         (blocks / scales[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).flatten(2).flatten(0, 1)
@@ -158,7 +158,7 @@ def block_scaled_mm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: 
     rows = _block_index(weight.shape[0], 0, weight.device)
     total = torch.zeros(x.shape[0], weight.shape[0], device=x.device)
     for block in range(x_scales.shape[1]):
-        span = slice(block * BLOCK, (block + 1) * BLOCK)
+        span = slice(block * FP8_BLOCK, (block + 1) * FP8_BLOCK)
         partial = x[:, span].float() @ weight[:, span].float().t()
         total += partial * x_scales[:, block : block + 1] * weight_scales[rows, block]
     return total

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.rows import rows_of
 
-GROUP = 128  #: channels per scale
 #: groups per program in kernels where the groups of a token do not depend on each other
 GROUPS_PER_PROGRAM = 8
 GROUPS_PER_PROGRAM_MANY_TOKENS = 16  #: the same number with many tokens
@@ -52,8 +52,8 @@ def _quantize(
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     value = tl.load(x + row * x_stride + column, mask=column < size, other=0.0).to(tl.float32)
     store_quantized(value, values, scales, row, group, column, size, scale_stride)
 
@@ -67,8 +67,8 @@ def _silu_and_mul(
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < size
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
     store_quantized(
@@ -95,8 +95,8 @@ def _silu_and_mul_pairs(
     at = tl.arange(0, ROWS * GROUPS)
     row, group = tl.program_id(0) * ROWS + at // GROUPS, tl.program_id(1) * GROUPS + at % GROUPS
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     if tl.program_id(0) * ROWS >= tl.load(filled):
         return
     real = tl.load(pairs + row) < total_pairs
@@ -116,7 +116,7 @@ def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor,
     The memory of both is a multiple of four rows, because some GEMMs read that many.
     """
     held = -(-rows // 4) * 4
-    scales = torch.empty(-(-size // GROUP), held, dtype=torch.float32, device=device)
+    scales = torch.empty(-(-size // FP8_BLOCK), held, dtype=torch.float32, device=device)
     values = torch.empty(held, size, dtype=torch.float8_e4m3fn, device=device)
     return values[:rows], scales.t()[:rows]
 
@@ -137,7 +137,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
             scales.stride(1),
             GROUPS=groups,
             num_warps=4,
-            **dependent.options(),
+            **dependent_launch.options(),
         )
     return values, scales
 
@@ -159,7 +159,7 @@ def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
             scales.stride(1),
             GROUPS=groups,
             num_warps=4,
-            **dependent.options(),
+            **dependent_launch.options(),
         )
     return values, scales
 
@@ -194,6 +194,6 @@ def silu_and_mul_pairs(
         ROWS=PAIR_ROWS,
         GROUPS=groups,
         num_warps=4,
-        **dependent.options(),
+        **dependent_launch.options(),
     )
     return values, scales

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import next_power_of_2
 from glowplug.kernels.launch.rows import rows_of
 
@@ -33,8 +33,8 @@ def _quantize(x, values, scales, x_stride, size, BLOCK: tl.constexpr, DEPENDENT:
     """Quantise one token."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     value = tl.load(x + row * x_stride + column, mask=column < size, other=0.0).to(tl.float32)
     _store(value, values, scales, row, column, size)
 
@@ -45,8 +45,8 @@ def _silu_and_mul(x, values, scales, x_stride, size, BLOCK: tl.constexpr, DEPEND
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
     _store(gate / (1.0 + tl.exp(-gate)) * up, values, scales, row, column, size)
@@ -74,9 +74,9 @@ def _rms_norm(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(
@@ -115,7 +115,13 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
         _quantize[(rows,)](
-            x, values, scales, x.stride(0), size, **_launch_options(size), **dependent.options()
+            x,
+            values,
+            scales,
+            x.stride(0),
+            size,
+            **_launch_options(size),
+            **dependent_launch.options(),
         )
     return values, scales
 
@@ -128,7 +134,13 @@ def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
         _silu_and_mul[(rows,)](
-            x, values, scales, x.stride(0), size, **_launch_options(size), **dependent.options()
+            x,
+            values,
+            scales,
+            x.stride(0),
+            size,
+            **_launch_options(size),
+            **dependent_launch.options(),
         )
     return values, scales
 
@@ -159,7 +171,7 @@ def rms_norm(
             ADD=False,
             BOTH=plain is not None,
             **_launch_options(size),
-            **dependent.options(),
+            **dependent_launch.options(),
         )
     return values, scales
 
@@ -197,6 +209,6 @@ def add_rms_norm(
             ADD=True,
             BOTH=plain is not None,
             **_launch_options(size),
-            **dependent.options(),
+            **dependent_launch.options(),
         )
     return (values, scales), total

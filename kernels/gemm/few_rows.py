@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.cuda_arch import MULTIPROCESSORS
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
@@ -23,14 +23,14 @@ class Tile(NamedTuple):
 
     Attributes:
         rows: Rows of W.
-        parts: Splits of the columns of W among warps, multiplied by the tensor cores; 0: no tensor
+        splits: Splits of the columns of W among warps, multiplied by the tensor cores; 0: no tensor
             cores, one token is summed after another.
         tokens: Tokens.
         warps: Warps.
     """
 
     rows: int
-    parts: int
+    splits: int
     tokens: int
     warps: int
 
@@ -51,7 +51,7 @@ def _vector(
     DEPENDENT: tl.constexpr,
 ):
     """Compute ``ROWS`` columns of ``out`` for all tokens, without tensor cores."""
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     row, at = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DEPTH)
     held = tl.load(
         w + row.to(tl.int64)[:, None] * depth + at[None, :],
@@ -59,7 +59,7 @@ def _vector(
         other=0.0,
         eviction_policy="evict_first",
     )
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     for token in tl.static_range(TOKENS):
         value = tl.load(x + token * x_stride + at, mask=at < depth, other=0.0)
         total = tl.sum(held.to(tl.float32) * value.to(tl.float32)[None, :], 1)
@@ -80,21 +80,21 @@ def _matrix(
     x_stride,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     DEPTH: tl.constexpr,
     BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Compute ``ROWS`` columns of ``out`` for ``TOKENS`` tokens with tensor cores.
 
-    The warps share ``PARTS`` splits of the depth.
+    The warps share ``SPLITS`` splits of the depth.
     """
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     row, token = (
         tl.program_id(0) * ROWS + tl.arange(0, ROWS),
         tl.program_id(1) * TOKENS + tl.arange(0, TOKENS),
     )
-    first, at = tl.arange(0, PARTS)[:, None, None] * DEPTH, tl.arange(0, DEPTH)
+    first, at = tl.arange(0, SPLITS)[:, None, None] * DEPTH, tl.arange(0, DEPTH)
     w_at = first + at[None, None, :]
     held = tl.load(
         w + row.to(tl.int64)[None, :, None] * depth + w_at,
@@ -102,7 +102,7 @@ def _matrix(
         other=0.0,
         eviction_policy="evict_first",
     )
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     x_at = first + at[None, :, None]
     value = tl.load(
         x + token.to(tl.int64)[None, None, :] * x_stride + x_at,
@@ -124,7 +124,7 @@ TOKENS_MAX = 16  #: most tokens at which a tile here may beat cuBLAS
 CUBLAS_WEIGHT_ELEMENTS = 40 << 20
 
 
-def rule(tokens: int, size: int, depth: int) -> Tile | None:
+def few_rows_tile(tokens: int, size: int, depth: int) -> Tile | None:
     """Return the tile for x [tokens, depth] and W [size, depth] of 16 bits; None: use cuBLAS.
 
     Measured on an H200 for V2-Lite's layers, after a norm: 7.9 -> 5.4 and 7.8 -> 3.7 us for one
@@ -161,8 +161,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tens
     programs = cdiv(size, tile.rows)
     if not tokens:
         return out
-    if tile.parts:
-        columns = max(16, next_power_of_2(cdiv(depth, tile.parts)))
+    if tile.splits:
+        columns = max(16, next_power_of_2(cdiv(depth, tile.splits)))
         _matrix[(programs, cdiv(tokens, tile.tokens))](
             x,
             weight,
@@ -174,11 +174,11 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tens
             x.stride(0),
             TOKENS=tile.tokens,
             ROWS=tile.rows,
-            PARTS=tile.parts,
+            SPLITS=tile.splits,
             DEPTH=columns,
             BIAS=bias is not None,
             num_warps=tile.warps,
-            **dependent.options(),
+            **dependent_launch.options(),
         )
     else:
         _vector[(programs,)](
@@ -194,6 +194,6 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tens
             DEPTH=next_power_of_2(depth),
             BIAS=bias is not None,
             num_warps=tile.warps,
-            **dependent.options(),
+            **dependent_launch.options(),
         )
     return out

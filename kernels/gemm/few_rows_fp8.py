@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.formats.fp8_triton import GROUP
-from glowplug.kernels.gemm.split_k import sum_parts
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
+from glowplug.kernels.gemm.split_k import sum_splits
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 THREAD_BYTES_MIN = 64  #: fewest bytes of W that a thread should hold
@@ -38,7 +38,7 @@ def _vector(
     DEPENDENT: tl.constexpr,
 ):
     """Compute ``ROWS`` columns of ``out`` over one depth split of at most ``GROUPS`` groups."""
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     first, split, groups = tl.program_id(0) * ROWS, tl.program_id(1), tl.cdiv(depth, 128)
     start, end = groups * split // SPLITS, groups * (split + 1) // SPLITS
     last = tl.minimum(end * 128, depth)
@@ -55,7 +55,7 @@ def _vector(
     )
     w_scale = tl.load(w_scales + first // 128 * ws_stride + group, mask=group < end, other=0.0)
     within = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     scale = tl.load(x_scales + group * xs_stride, mask=group < end, other=0.0) * w_scale
     value = tl.load(x + within, mask=within < last, other=0.0).to(tl.float32) * scale[:, None]
     total = tl.sum(held.to(tl.float32) * tl.reshape(value, (GROUPS * 128,))[None, :], 1)
@@ -64,12 +64,12 @@ def _vector(
 
 def groups_of(depth: int, splits: int) -> int:
     """Return the depth groups for which a program has registers: a power of two."""
-    return next_power_of_2(cdiv(cdiv(depth, GROUP), splits))
+    return next_power_of_2(cdiv(cdiv(depth, FP8_BLOCK), splits))
 
 
-def fits(tokens: int, rows: int) -> bool:
+def held_rows_fit(tokens: int, rows: int) -> bool:
     """Return whether programs with ``rows`` rows of W, all in one scale block, are possible."""
-    return tokens == 1 and GROUP % rows == 0
+    return tokens == 1 and FP8_BLOCK % rows == 0
 
 
 def multiply(
@@ -119,8 +119,8 @@ def multiply(
         GROUPS=groups_of(depth, splits),
         SPLITS=splits,
         num_warps=warps,
-        **dependent.options(),
+        **dependent_launch.options(),
     )
     if splits > 1:
-        sum_parts(into, out)
+        sum_splits(into, out)
     return out

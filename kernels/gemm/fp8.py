@@ -16,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from glowplug.kernels.gemm import few_rows_fp8 as skinny_gemm_fp8
-from glowplug.kernels.gemm.split_k import splits_for, sum_parts
-from glowplug.kernels.launch import dependent_launch as dependent, tuned_tables as tuned
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
+from glowplug.kernels.gemm import few_rows_fp8
+from glowplug.kernels.gemm.split_k import splits_for, sum_splits
+from glowplug.kernels.launch import dependent_launch, tuned_tables
 from glowplug.kernels.launch.cuda_arch import MULTIPROCESSORS
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.tuned_tables import Config
 
-BLOCK = 128  #: side of a weight block
 #: depth groups of weights that a program prefetches, for few tokens, while the previous kernel ends
 PREFETCH_GROUPS = 4
 
@@ -83,7 +83,7 @@ def fetch_weight(weight, first, rows, group, depth, BLOCK_N: tl.constexpr, FETCH
     """
     row = tl.minimum(first + tl.arange(0, BLOCK_N), rows - 1).to(tl.int64)
     column = tl.minimum((group + tl.arange(0, FETCH)) * 128, depth - 1)
-    dependent.fetch(weight + row[:, None] * depth + column[None, :])
+    dependent_launch.fetch(weight + row[:, None] * depth + column[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "xs_stride", "ws_stride"])
@@ -114,7 +114,7 @@ def _gemm(
 
     ``weight`` is ``stored`` or its descriptor.
     """
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tile = tl.program_id(0)
     first_row = tile % tiles_m * BLOCK_M
@@ -137,7 +137,7 @@ def _gemm(
     else:
         ws_at = w_scales + first_column // 128 * ws_stride
     w_scale = tl.load(ws_at + start)
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     x_scale = tl.load(xs_at + start * xs_stride)
     if SWAP:
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -158,7 +158,7 @@ def _gemm(
     tl.store(out_at, total.to(out.dtype.element_ty), mask=real[:, None] & (n < columns)[None, :])
 
 
-def rule(rows: int, columns: int, depth: int) -> Config:
+def fp8_gemm_rule(rows: int, columns: int, depth: int) -> Config:
     """Return a configuration for an untuned problem.
 
     Few rows get enough programs to read the weight with every multiprocessor.
@@ -187,18 +187,20 @@ def rule(rows: int, columns: int, depth: int) -> Config:
 
 
 @lru_cache(maxsize=4096)
-def config_for(rows: int, columns: int, depth: int) -> Config:
+def fp8_gemm_config(rows: int, columns: int, depth: int) -> Config:
     """Return the table's configuration for the nearest row count, or the rule's.
 
     It holds the tiles of ``_gemm``, or, for ``gemm.few_rows_fp8``, the weight rows of a program
     (``HELD``), the depth splits (``SPLIT_K``) and the warps.
     """
-    name = tuned.file_name(tuned.problem(columns, depth), tuned.FP8, (BLOCK, BLOCK))
-    return tuned.measured_for(
+    name = tuned_tables.file_name(
+        tuned_tables.problem(columns, depth), tuned_tables.FP8, (FP8_BLOCK, FP8_BLOCK)
+    )
+    return tuned_tables.measured_for(
         name,
         rows,
-        lambda config: "HELD" not in config or skinny_gemm_fp8.fits(rows, config["HELD"]),
-    ) or rule(rows, columns, depth)
+        lambda config: "HELD" not in config or few_rows_fp8.held_rows_fit(rows, config["HELD"]),
+    ) or fp8_gemm_rule(rows, columns, depth)
 
 
 def gemm(
@@ -223,12 +225,12 @@ def gemm(
     columns = weight.shape[0]
     if not rows:
         return torch.empty(0, columns, dtype=dtype, device=x.device)
-    chosen: dict[str, Any] = dict(config or config_for(rows, columns, depth))
+    chosen: dict[str, Any] = dict(config or fp8_gemm_config(rows, columns, depth))
     row_scales = w_scales.shape[0] == columns and columns > 1
     if "HELD" in chosen and row_scales:
-        chosen = dict(rule(rows, columns, depth))
+        chosen = dict(fp8_gemm_rule(rows, columns, depth))
     elif "HELD" in chosen:
-        return skinny_gemm_fp8.multiply(
+        return few_rows_fp8.multiply(
             x,
             x_scales,
             weight,
@@ -243,7 +245,7 @@ def gemm(
     chosen["TMA"] = chosen["TMA"] and depth % 16 == 0
     chosen.setdefault("FETCH", PREFETCH_GROUPS if rows <= chosen["BLOCK_M"] <= 32 else 0)
     weight_operand = (
-        TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [block_n, BLOCK])
+        TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [block_n, FP8_BLOCK])
         if chosen["TMA"]
         else weight
     )
@@ -269,10 +271,10 @@ def gemm(
         w_scales.stride(0),
         columns,
         ROW_SCALES=row_scales,
-        EVEN=depth % BLOCK == 0,
+        EVEN=depth % FP8_BLOCK == 0,
         **chosen,
-        **dependent.options(),
+        **dependent_launch.options(),
     )
     if split > 1:
-        sum_parts(into, out)
+        sum_splits(into, out)
     return out

@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.gemm.split_k import splits_for, sum_parts
-from glowplug.kernels.launch import dependent_launch as dependent, tuned_tables as tuned
+from glowplug.kernels.gemm.split_k import splits_for, sum_splits
+from glowplug.kernels.launch import dependent_launch, tuned_tables
 from glowplug.kernels.launch.cuda_arch import MULTIPROCESSORS
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.tuned_tables import Config
 
 DTYPE = "int4_w4a16"
-BLOCK: tl.constexpr = tl.constexpr(128)  # inputs of a packed block
+PACKED_BLOCK: tl.constexpr = tl.constexpr(128)  # inputs of a packed block
 #: elements of a weight from which tiles of 32 rows are faster than tiles of 16 (H200: 17.0 against
 #: 24.1 us for 45 million)
 LARGE_WEIGHT_ELEMENTS = 1 << 24
@@ -152,12 +152,12 @@ def _gemm(
 
     ``GROUP`` is 32, 64 or a multiple of 128.
     """
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tile = tl.program_id(0)
     m = tile % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
-    blocks = tl.cdiv(depth, BLOCK)
+    blocks = tl.cdiv(depth, PACKED_BLOCK)
     start = blocks * tl.program_id(1) // tl.num_programs(1)
     end = blocks * (tl.program_id(1) + 1) // tl.num_programs(1)
     real, inside = m < rows, n < columns
@@ -166,15 +166,15 @@ def _gemm(
     w_at = packed + n.to(tl.int64)[:, None] * PLANE + lane[None, :]
     step = columns.to(tl.int64) * PLANE
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     for block in tl.range(start, end, num_stages=STAGES):  # num_stages also pipelines factors
         words = load_rows(w_at + block * step, inside[:, None], EVEN_N)
         part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for plane in tl.static_range(4):
-            first = block * BLOCK + plane * PLANE
+            first = block * PACKED_BLOCK + plane * PLANE
             if plane == 0 or (plane * PLANE) % GROUP == 0:
                 group = first // GROUP
-                if GROUP < BLOCK and not EVEN:
+                if GROUP < PACKED_BLOCK and not EVEN:
                     group = tl.where(first < depth, group, 0)
                 factor = load_rows(factors + group * columns + n, inside, EVEN_N)
             part = times(words, factor, load_plane(x_at, first, depth, EVEN), part, plane)
@@ -202,16 +202,16 @@ def _dequantize(
     DEPENDENT: tl.constexpr,
 ):
     """Dequantise ``BLOCK_N`` outputs of one packed block."""
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     block = tl.program_id(1)
     inside = n < columns
     lane = tl.arange(0, PLANE)
     at = packed + (block.to(tl.int64) * columns + n)[:, None] * PLANE + lane[None, :]
     words = tl.load(at, mask=inside[:, None], other=0)
-    dependent.wait(DEPENDENT)  # the reader of the previous call's ``out`` may still run
+    dependent_launch.wait(DEPENDENT)  # the reader of the previous call's ``out`` may still run
     for plane in tl.static_range(4):
-        first = block * BLOCK + plane * PLANE
+        first = block * PACKED_BLOCK + plane * PLANE
         group = first // GROUP * columns + n
         known = tl.where(first < depth, n, columns) < columns
         factor = tl.load(factors + group, mask=known, other=0)
@@ -227,7 +227,7 @@ def _dequantize(
         )
 
 
-def rule(rows: int, columns: int, depth: int) -> Config:
+def int4_gemm_rule(rows: int, columns: int, depth: int) -> Config:
     """Return a configuration for an untuned problem.
 
     It has enough programs to read the weight with every multiprocessor.
@@ -249,11 +249,11 @@ def rule(rows: int, columns: int, depth: int) -> Config:
 
 
 @lru_cache(maxsize=4096)
-def config_for(rows: int, columns: int, depth: int) -> Config:
+def int4_gemm_config(rows: int, columns: int, depth: int) -> Config:
     """Return the table's configuration for the nearest row count, or the rule's without one."""
-    return tuned.measured_for(tuned.file_name(tuned.problem(columns, depth), DTYPE), rows) or rule(
-        rows, columns, depth
-    )
+    return tuned_tables.measured_for(
+        tuned_tables.file_name(tuned_tables.problem(columns, depth), DTYPE), rows
+    ) or int4_gemm_rule(rows, columns, depth)
 
 
 def gemm(
@@ -282,7 +282,7 @@ def gemm(
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    chosen: dict[str, Any] = dict(config or config_for(rows, columns, depth))
+    chosen: dict[str, Any] = dict(config or int4_gemm_config(rows, columns, depth))
     split = chosen.pop("SPLIT_K")
     into = (
         out
@@ -304,10 +304,10 @@ def gemm(
         EVEN_N=columns % chosen["BLOCK_N"] == 0,
         BIAS=bias is not None,
         **chosen,
-        **dependent.options(),
+        **dependent_launch.options(),
     )
     if split > 1:
-        sum_parts(into, out)
+        sum_splits(into, out)
     return out
 
 
@@ -326,6 +326,6 @@ def dequantize(
         GROUP=group,
         BLOCK_N=64,
         num_warps=4,
-        **dependent.options(),
+        **dependent_launch.options(),
     )
     return out

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.gemm.split_k import splits_for
-from glowplug.kernels.launch import dependent_launch as dependent, tuned_tables as tuned
+from glowplug.kernels.launch import dependent_launch, tuned_tables
 from glowplug.kernels.launch.cuda_arch import MULTIPROCESSORS
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.tuned_tables import Config
@@ -78,7 +78,7 @@ def _gemm(
 
     With ``SPLIT`` the unscaled sums are stored, int32 [splits, M, N].
     """
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tile = tl.program_id(0)
     m = tile % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -91,7 +91,7 @@ def _gemm(
     x_at = x + tl.where(real, m, 0).to(tl.int64)[:, None] * x_stride + k[None, :]
     w_at = weight + tl.where(n < columns, n, 0).to(tl.int64)[:, None] * depth + k[None, :]
     total = zeros_of(BLOCK_M, BLOCK_N, SWAP)
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     for step in range(start, end):
         x_tile = load_tile(x_at, step * BLOCK_K, depth, EVEN, BLOCK_K)
         w_tile = load_tile(w_at, step * BLOCK_K, depth, EVEN, BLOCK_K)
@@ -112,7 +112,7 @@ def _gemm(
 
 @triton.jit(do_not_specialize=["rows", "count"])
 def _finish(
-    parts,
+    splits,
     x_scales,
     w_scales,
     bias,
@@ -125,22 +125,22 @@ def _finish(
     DEPENDENT: tl.constexpr,
 ):
     """Compute out [M, N], the scaled sum of splits int32 [count, M, N]."""
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < columns
     scale = tl.load(w_scales + n, mask=inside, other=0.0)
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     total = tl.zeros((BLOCK,), tl.int32)
-    for part in range(count):
-        total += tl.load(parts + (part * rows + row) * columns + n, mask=inside, other=0)
+    for split in range(count):
+        total += tl.load(splits + (split * rows + row) * columns + n, mask=inside, other=0)
     y = total.to(tl.float32) * tl.load(x_scales + row) * scale
     if BIAS:
         y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * columns + n, y.to(out.dtype.element_ty), mask=inside)
 
 
-def rule(rows: int, columns: int, depth: int) -> Config:
+def int8_gemm_rule(rows: int, columns: int, depth: int) -> Config:
     """Return a configuration for an untuned problem.
 
     It has enough programs to read the weight with every multiprocessor.
@@ -173,11 +173,11 @@ def rule(rows: int, columns: int, depth: int) -> Config:
 
 
 @lru_cache(maxsize=4096)
-def config_for(rows: int, columns: int, depth: int) -> Config:
+def int8_gemm_config(rows: int, columns: int, depth: int) -> Config:
     """Return the table's configuration for the nearest row count, or the rule's without one."""
-    return tuned.measured_for(tuned.file_name(tuned.problem(columns, depth), DTYPE), rows) or rule(
-        rows, columns, depth
-    )
+    return tuned_tables.measured_for(
+        tuned_tables.file_name(tuned_tables.problem(columns, depth), DTYPE), rows
+    ) or int8_gemm_rule(rows, columns, depth)
 
 
 def gemm(
@@ -208,7 +208,7 @@ def gemm(
     out = torch.empty(rows, columns, dtype=dtype, device=x.device)
     if not rows:
         return out
-    chosen: dict[str, Any] = dict(config or config_for(rows, columns, depth))
+    chosen: dict[str, Any] = dict(config or int8_gemm_config(rows, columns, depth))
     split = chosen.pop("SPLIT_K")
     into = (
         out if split == 1 else torch.empty(split, rows, columns, dtype=torch.int32, device=x.device)
@@ -229,7 +229,7 @@ def gemm(
         BIAS=bias is not None,
         SPLIT=split > 1,
         **chosen,
-        **dependent.options(),
+        **dependent_launch.options(),
     )
     if split > 1:
         _finish[(rows, cdiv(columns, 512))](
@@ -243,6 +243,6 @@ def gemm(
             split,
             BIAS=bias is not None,
             BLOCK=512,
-            **dependent.options(),
+            **dependent_launch.options(),
         )
     return out

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from glowplug.kernels.launch import dependent_launch as dependent, tuned_tables as tuned
+from glowplug.kernels.launch import dependent_launch, tuned_tables
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.tuned_tables import Config
 
@@ -80,14 +80,14 @@ def tiles_kernel(
     ``weight`` is ``stored`` or its descriptor. ``FETCH`` is the number of 64-column runs of W that
     are prefetched before x is available.
     """
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
     if DEPENDENT and FETCH:
         row = tl.minimum(n, size - 1).to(tl.int64)
         column = tl.minimum(tl.arange(0, FETCH) * 64, depth - 1)
-        dependent.fetch(stored + row[:, None] * depth + column[None, :])
-    dependent.wait(DEPENDENT)
+        dependent_launch.fetch(stored + row[:, None] * depth + column[None, :])
+    dependent_launch.wait(DEPENDENT)
     token = tl.arange(0, TOKENS)
     total = tl.zeros((BLOCK_N, TOKENS), tl.float32)
     for start in range(0, depth, BLOCK_K):
@@ -102,7 +102,7 @@ def tiles_kernel(
 
 
 @lru_cache(maxsize=4096)
-def config_for(tokens: int, size: int, depth: int) -> Config | None:
+def lm_head_config(tokens: int, size: int, depth: int) -> Config | None:
     """Return the configuration for x [tokens, depth] and W [size, depth]; None: use cuBLAS.
 
     It is that of this card's table for the nearest token count. A table's "way" is "cublas" or
@@ -110,11 +110,11 @@ def config_for(tokens: int, size: int, depth: int) -> Config | None:
     """
     if not 0 < tokens <= TOKENS_MAX:
         return None
-    found = tuned.measured_for(tuned.head_file_name(size, depth), tokens)
-    return None if found is None or found["way"] == tuned.CUBLAS else found
+    found = tuned_tables.measured_for(tuned_tables.head_file_name(size, depth), tokens)
+    return None if found is None or found["way"] == tuned_tables.CUBLAS else found
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
+def lm_head_fits(x: Tensor, weight: Tensor) -> bool:
     """Return whether :func:`multiply` supports the operands."""
     return (
         x.dtype == weight.dtype == torch.bfloat16
@@ -164,6 +164,6 @@ def multiply(x: Tensor, weight: Tensor, config: Config) -> Tensor:
         EVEN=depth % block_k == 0,
         num_warps=config["num_warps"],
         num_stages=config["num_stages"],
-        **dependent.options(),
+        **dependent_launch.options(),
     )
     return out

@@ -22,12 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.cuda_arch import MULTIPROCESSORS
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-ROWS = 64  #: rows of W a program
+PROGRAM_ROWS = 64  #: rows of W a program
 COPY_COLUMNS = 64  #: columns of W and x in one TMA copy: 128 bytes
 SPLITS = 4  #: splits of the depth
 TOKENS_MIN = 17  #: fewest tokens; for fewer ``gemm.few_rows`` is faster
@@ -35,7 +35,9 @@ TOKENS_MAX = 64  #: most tokens; for more cuBLAS is faster
 SPLIT_COLUMNS_MAX = 512  #: most columns of a split for which W and x fit into shared memory
 
 
-def fits(tokens: int, size: int, depth: int, dtype: torch.dtype, device: torch.device) -> bool:
+def split_depth_pays(
+    tokens: int, size: int, depth: int, dtype: torch.dtype, device: torch.device
+) -> bool:
     """Return whether this GEMM, with a norm that sums the splits, is faster than the alternatives.
 
     Measured on an H200 for W [2048, 2048]: W_UV's GEMM, this one and the norm take 9.9 us for 32
@@ -52,7 +54,7 @@ def fits(tokens: int, size: int, depth: int, dtype: torch.dtype, device: torch.d
         TOKENS_MIN <= tokens <= TOKENS_MAX
         and depth % (SPLITS * COPY_COLUMNS) == 0
         and depth <= SPLITS * SPLIT_COLUMNS_MAX
-        and cdiv(size, ROWS) * SPLITS <= MULTIPROCESSORS
+        and cdiv(size, PROGRAM_ROWS) * SPLITS <= MULTIPROCESSORS
         and dtype in (torch.bfloat16, torch.float16)
         and device.type == "cuda"
         and torch.cuda.get_device_capability(device)[0] == 9
@@ -76,7 +78,7 @@ def slice_kernel(
 
     A split is ``STEPS`` copies deep.
     """
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
     STEP: gl.constexpr = w_at.block_type.shape[1]
     first, split = gl.program_id(0) * ROWS, gl.program_id(1)
@@ -89,7 +91,7 @@ def slice_kernel(
     for i in gl.static_range(STEPS):
         mbarrier.expect(ready.index(i), w_at.block_type.nbytes + x_at.block_type.nbytes)
         copy_tile(w_at, [first, (split * STEPS + i) * STEP], ready.index(i), w.index(i))
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     for i in gl.static_range(STEPS):
         copy_tile(x_at, [0, (split * STEPS + i) * STEP], ready.index(i), x.index(i))
     total = gl.zeros([ROWS, TOKENS], gl.float32, layout)
@@ -121,18 +123,18 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
     size = weight.shape[0]
     padded = max(16, next_power_of_2(tokens))
     out = torch.empty(tokens * SPLITS, size, dtype=torch.float32, device=x.device)
-    slice_kernel[(cdiv(size, ROWS), SPLITS)](
+    slice_kernel[(cdiv(size, PROGRAM_ROWS), SPLITS)](
         _descriptor(x, padded),
-        _descriptor(weight, ROWS),
+        _descriptor(weight, PROGRAM_ROWS),
         out,
         tokens,
         size,
         SPLITS=SPLITS,
         STEPS=depth // SPLITS // COPY_COLUMNS,
-        ROWS=ROWS,
+        ROWS=PROGRAM_ROWS,
         TOKENS=padded,
-        num_warps=ROWS // 16,
-        **dependent.options(),
+        num_warps=PROGRAM_ROWS // 16,
+        **dependent_launch.options(),
     )
     return out
 
@@ -153,7 +155,7 @@ def _one_row_of_ids(device: torch.device) -> Tensor:
     return torch.zeros(1, SPLITS, dtype=torch.int32, device=device)
 
 
-def counted(tokens: int, device: torch.device) -> Tensor:
+def split_ids(tokens: int, device: torch.device) -> Tensor:
     """Return int32 ids [tokens, SPLITS], all >= 0, so that a sum by ids includes every split.
 
     All rows share the memory of one.

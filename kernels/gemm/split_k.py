@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv
 
 SUM_BLOCK = 512  #: results that a program of the sum computes
@@ -28,20 +28,20 @@ def splits_for(tiles: int, depth: int, programs: int) -> int:
 
 
 @triton.jit(do_not_specialize=["count"])
-def _sum_parts(parts, out, size, count, BLOCK_SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
+def _sum_parts(splits, out, size, count, BLOCK_SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
     """Sum ``BLOCK_SIZE`` results over ``count`` splits."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     at = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     total = tl.zeros((BLOCK_SIZE,), tl.float32)
-    for part in range(count):
-        total += tl.load(parts + part * size + at, mask=at < size, other=0.0)
+    for split in range(count):
+        total += tl.load(splits + split * size + at, mask=at < size, other=0.0)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
 
 
-def sum_parts(parts: Tensor, out: Tensor) -> None:
+def sum_splits(splits: Tensor, out: Tensor) -> None:
     """Sum the splits, float32 [S, M, N], in order into ``out`` [M, N]."""
     size = out.numel()
     _sum_parts[(cdiv(size, SUM_BLOCK),)](
-        parts, out, size, len(parts), BLOCK_SIZE=SUM_BLOCK, **dependent.options()
+        splits, out, size, len(splits), BLOCK_SIZE=SUM_BLOCK, **dependent_launch.options()
     )

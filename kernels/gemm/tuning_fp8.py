@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glowplug.kernels.formats import fp8_triton as fp8_quant
-from glowplug.kernels.gemm import few_rows_fp8 as skinny_gemm_fp8, fp8 as fp8_gemm
-from glowplug.kernels.gemm.fp8 import BLOCK
+from glowplug.kernels.formats import fp8_triton
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
+from glowplug.kernels.gemm import few_rows_fp8, fp8
 from glowplug.kernels.gemm.tuning_fp8_run import (
     Log,
     Table,
@@ -67,7 +67,8 @@ def gemm_candidates(rows: int, columns: int, depth: int) -> list[Config]:
         found += [
             {**tile, "SPLIT_K": split}
             for split in range(1, 9)
-            if split == 1 or (depth // BLOCK // split >= 4 and tiles * split <= 4 * MULTIPROCESSORS)
+            if split == 1
+            or (depth // FP8_BLOCK // split >= 4 and tiles * split <= 4 * MULTIPROCESSORS)
         ]
     return found
 
@@ -76,10 +77,10 @@ def held_candidates(depth: int) -> list[Config]:
     """Return the candidates of ``gemm.few_rows_fp8`` with at most a quarter of padding in depth."""
     found: list[Config] = []
     for rows, splits, warps in product(HELD_ROWS, DEPTH_SPLITS, (4, 8)):
-        groups = skinny_gemm_fp8.groups_of(depth, splits)
-        split_groups = cdiv(depth, BLOCK) / splits
-        held = rows * groups * BLOCK // (32 * warps)
-        in_registers = skinny_gemm_fp8.THREAD_BYTES_MIN <= held <= skinny_gemm_fp8.THREAD_BYTES_MAX
+        groups = few_rows_fp8.groups_of(depth, splits)
+        split_groups = cdiv(depth, FP8_BLOCK) / splits
+        held = rows * groups * FP8_BLOCK // (32 * warps)
+        in_registers = few_rows_fp8.THREAD_BYTES_MIN <= held <= few_rows_fp8.THREAD_BYTES_MAX
         if in_registers and 4 * split_groups >= 3 * groups >= 12:
             found.append({"HELD": rows, "SPLIT_K": splits, "num_warps": warps})
     return found
@@ -88,7 +89,7 @@ def held_candidates(depth: int) -> list[Config]:
 def _kernel(config: Config, rows: int, depth: int) -> Config:
     """Return the part of a candidate that determines the compiled kernel."""
     if "HELD" in config:
-        return {**config, "GROUPS": skinny_gemm_fp8.groups_of(depth, config["SPLIT_K"])}
+        return {**config, "GROUPS": few_rows_fp8.groups_of(depth, config["SPLIT_K"])}
     return {**without(config, "SPLIT_K"), "FETCH": fetch_of(rows, config["BLOCK_M"])}
 
 
@@ -96,9 +97,9 @@ def _operands(
     rows: int, columns: int, depth: int, copies: int
 ) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
     """Draw x, its scales, ``copies`` weights, and the scales of a weight."""
-    x = fp8_quant.quantize(torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16))
+    x = fp8_triton.quantize(torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16))
     weights = [random_fp8(columns, depth) for _ in range(copies)]
-    return *x, weights, torch.rand(cdiv(columns, BLOCK), cdiv(depth, BLOCK), device="cuda")
+    return *x, weights, torch.rand(cdiv(columns, FP8_BLOCK), cdiv(depth, FP8_BLOCK), device="cuda")
 
 
 def random_fp8(*shape: int) -> Tensor:
@@ -111,11 +112,11 @@ def _compile_gemm(wanted: Sequence[Config]) -> list[str]:
     failed = []
     for config in wanted:
         held = "HELD" in config
-        depth = BLOCK * config["GROUPS"] * config["SPLIT_K"] if held else 1024
+        depth = FP8_BLOCK * config["GROUPS"] * config["SPLIT_K"] if held else 1024
         x, scales, (weight,), w_scales = _operands(1 if held else 16, 256, depth, 1)
         try:
             for splits in (config["SPLIT_K"],) if held else (1, 2):
-                fp8_gemm.gemm(
+                fp8.gemm(
                     x,
                     scales,
                     weight,
@@ -171,7 +172,7 @@ def tune_gemm(
         )
         for config in configs:
             calls = [
-                partial(fp8_gemm.gemm, x, scales, weight, w_scales, torch.bfloat16, config)
+                partial(fp8.gemm, x, scales, weight, w_scales, torch.bfloat16, config)
                 for weight in weights
             ]
             yield microseconds(calls, 2), config
@@ -186,4 +187,4 @@ def tune_gemm(
 
 def fetch_of(rows: int, block_m: int) -> int:
     """Return the depth groups that ``gemm.fp8`` prefetches with these tiles."""
-    return fp8_gemm.PREFETCH_GROUPS if rows <= block_m <= 32 else 0
+    return fp8.PREFETCH_GROUPS if rows <= block_m <= 32 else 0

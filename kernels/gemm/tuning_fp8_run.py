@@ -11,8 +11,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from glowplug.kernels.gemm.fp8 import BLOCK
-from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
+from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.launch.tuned_tables import Config
 
 SHARED_MEMORY = 225_000  #: bytes of shared memory that a CTA may use on Hopper
@@ -30,7 +30,7 @@ def fitting_tiles(
 ) -> Iterator[dict[str, Any]]:
     """Yield tiles that fit into shared memory; ``weights``: weight tiles of a pipeline stage."""
     for block_n, warp, stage, tma in product(blocks_n, warps, stages, (True, False)):
-        if stage * (weights * block_n + block_m) * BLOCK <= SHARED_MEMORY:
+        if stage * (weights * block_n + block_m) * FP8_BLOCK <= SHARED_MEMORY:
             yield {
                 "BLOCK_N": block_n,
                 "SWAP": swap,
@@ -120,5 +120,5 @@ class TuningRun:
     def keep(self, rows: int, config: Config, line: str) -> None:
         """Add a configuration to the table, write the table, and log ``line``."""
         self.table[rows] = dict(config)
-        tuned.keep(self.path, self.table)
+        tuned_tables.keep(self.path, self.table)
         self._log(line)

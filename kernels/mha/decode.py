@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.cuda_arch import MULTIPROCESSORS
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.mla.merge_splits import merge
@@ -76,8 +76,8 @@ def mha_decode_kernel(
     [token, head, D] if there is one split, else at [token, head, split, D] with ``lse`` (base 2) at
     [token, head, split].
     """
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     head, block = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
     row, split = tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_lens + row)
@@ -141,7 +141,7 @@ class MhaTiling:
 
 
 @lru_cache(maxsize=4096)
-def tiling(
+def mha_tiling(
     rows: int, width: int, heads: int, kv_heads: int, dim: int, context: int, dtype: torch.dtype
 ) -> MhaTiling:
     """Choose the tiling for ``rows`` (padded) rows of at most ``context`` keys.
@@ -166,7 +166,7 @@ def mha_decode(
     kv_lens: Tensor,
     scale: float,
     page_size: int,
-    cut: MhaTiling,
+    tiling: MhaTiling,
     first_key: int = 0,
     tree: Tensor | None = None,
 ) -> Tensor:
@@ -183,7 +183,7 @@ def mha_decode(
         kv_lens: int32 [B] on the device
         scale: factor on the scores
         page_size: slots per page
-        cut: tiling of the step
+        tiling: tiling of the step
         first_key: position of the first visible key
         tree: int64 [B, W] or None
 
@@ -198,13 +198,13 @@ def mha_decode(
         return out
     assert query.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     group = heads // kv_heads
-    splits = cut.splits
+    splits = tiling.splits
     partial = out
     lse = kv_lens
     if splits > 1:
         partial = query.new_empty(tokens, heads, splits, dim)
         lse = torch.empty((tokens, heads, splits), dtype=torch.float32, device=query.device)
-    mha_decode_kernel[(kv_heads * cdiv(tokens // rows * group, cut.block_m), rows, splits)](
+    mha_decode_kernel[(kv_heads * cdiv(tokens // rows * group, tiling.block_m), rows, splits)](
         query,
         k_cache,
         v_cache,
@@ -225,18 +225,18 @@ def mha_decode(
         GROUP=group,
         slot_stride=kv_heads * dim,
         BLOCK_D=max(16, next_power_of_2(dim)),
-        BLOCK_M=cut.block_m,
-        BLOCK_N=cut.block_n,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
         PAGE=page_size,
         SPLIT=splits > 1,
-        STAGES=cut.stages,
+        STAGES=tiling.stages,
         TREE=tree is not None,
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         NARROW=k_cache.dtype.itemsize == 1 and query.dtype.itemsize == 2,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-        **dependent.options(),
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **dependent_launch.options(),
     )
     if splits > 1:
-        merge(partial, lse, kv_lens, out, tokens // rows * heads, cut.block_n)
+        merge(partial, lse, kv_lens, out, tokens // rows * heads, tiling.block_n)
     return out

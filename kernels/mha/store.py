@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import next_power_of_2
 
 #: largest finite number of each FP8 format
@@ -46,11 +46,11 @@ def mha_store_kernel(
     LEADS: tl.constexpr,
 ):
     """Write the ``SIZE`` numbers of one token's keys and the same of its values."""
-    dependent.begin(LEADS)
+    dependent_launch.begin(LEADS)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     slot = tl.load(kv_slots + token)
     _copy(k + token * k_token, k_cache + slot * SIZE, inside, at, MOST)
     _copy(v + token * v_token, v_cache + slot * SIZE, inside, at, MOST)
@@ -71,7 +71,7 @@ def mha_store(
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
     k, v = (x if x[0:1].is_contiguous() else x.contiguous() for x in (k, v))
     if tokens:
-        options = dependent.options()
+        options = dependent_launch.options()
         mha_store_kernel[(tokens,)](
             k,
             v,

@@ -12,10 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.formats.fp8 import Blocks
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
-
-BLOCK = 128  #: rows and columns that share a scale
 
 
 @triton.jit
@@ -66,7 +65,7 @@ def scaled_product(
         factors = factors + (  # type: ignore[assignment]
             tl.load(scales + head * s_head + part * s_depth + column // 128 * s_column),
         )
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     for part in tl.static_range(SIZE // 128):
         a = tl.load(
@@ -105,7 +104,7 @@ def _by_heads_fp8(
     WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     scaled_product(
         x,
         w,
@@ -147,7 +146,7 @@ def multiply(
     """
     tokens, heads, size = x.shape
     columns = weight.values.shape[2]
-    assert size % BLOCK == 0 and BLOCK % width == 0
+    assert size % FP8_BLOCK == 0 and FP8_BLOCK % width == 0
     if tokens:
         _by_heads_fp8[(heads, cdiv(columns, width))](
             x,
@@ -165,5 +164,5 @@ def multiply(
             ROWS=max(16, next_power_of_2(tokens)),
             WIDTH=width,
             num_warps=warps,
-            **(dependent.options() if follows else {"DEPENDENT": False}),
+            **(dependent_launch.options() if follows else {"DEPENDENT": False}),
         )

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.mla.decode_tiling import LAST_PROGRAM_SPLITS_MAX, MlaTiling
 from glowplug.kernels.mla.merge_splits import merge
@@ -29,7 +29,7 @@ TICKETS = 1 << 16  #: arrival counters per device
 
 
 @triton.jit
-def _part(at, filled, C: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr):
+def _load_columns(at, filled, C: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr):
     """Load columns FIRST to FIRST + SIZE of the rows of C numbers at ``at``.
 
     Elements that are not ``filled`` or beyond C are zeros.
@@ -61,7 +61,7 @@ def mla_decode_kernel(
     R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    PARTS: tl.constexpr,
+    LATENT_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
@@ -75,11 +75,11 @@ def mla_decode_kernel(
 
     Softmax is in base 2: ``scale`` includes log2(e) and the scale of the cache. ``out`` is written
     at [pair, C] if there is one split, else at [pair, split, C] with ``lse`` (base 2) at [pair,
-    split]. The latent is divided into ``PARTS`` tiles of ``BLOCK_C`` columns: short matrix
+    split]. The latent is divided into ``LATENT_TILES`` tiles of ``BLOCK_C`` columns: short matrix
     multiplications that do not wait for each other.
     """
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     block, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_lens + row)
     each = tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
@@ -93,10 +93,10 @@ def mla_decode_kernel(
     own = pair // heads
     at = (row * width * heads + pair).to(tl.int64)
     q_at = query + at * (C + R)
-    q_r = _part(q_at + C, real, R, BLOCK_R, 0)
+    q_r = _load_columns(q_at + C, real, R, BLOCK_R, 0)
     q_c, acc = (), ()
-    for part in tl.static_range(PARTS):
-        q_c = q_c + (_part(q_at, real, C, BLOCK_C, part * BLOCK_C),)  # type: ignore[assignment]
+    for tile in tl.static_range(LATENT_TILES):
+        q_c = q_c + (_load_columns(q_at, real, C, BLOCK_C, tile * BLOCK_C),)  # type: ignore[assignment]
         acc = acc + (tl.zeros([BLOCK_M, BLOCK_C], tl.float32),)  # type: ignore[assignment]
     tree = tl.load(tree_mask + row * width + own, mask=real, other=1) if TREE else own
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -108,32 +108,34 @@ def mla_decode_kernel(
             kv, page_table + row * table_stride, n0, n, end, kv_stride, PAGE, BLOCK_N
         )
         latent = ()
-        for part in tl.static_range(PARTS):
-            latent = latent + (_part(entry, filled, C, BLOCK_C, part * BLOCK_C).to(q_r.dtype),)  # type: ignore[assignment]
-        rope = _part(entry + C, filled, R, BLOCK_R, 0).to(q_r.dtype)
+        for tile in tl.static_range(LATENT_TILES):
+            latent = latent + (
+                _load_columns(entry, filled, C, BLOCK_C, tile * BLOCK_C).to(q_r.dtype),
+            )  # type: ignore[assignment]
+        rope = _load_columns(entry + C, filled, R, BLOCK_R, 0).to(q_r.dtype)
         # NOTE: each term is scaled before the sum: a plain sum of matrix multiplications becomes
         # one chain, in which each link waits for the one before
         scores = tl.dot(q_r, tl.trans(rope), input_precision=PRECISION) * scale
-        for part in tl.static_range(PARTS):
-            scores += tl.dot(q_c[part], tl.trans(latent[part]), input_precision=PRECISION) * scale
+        for tile in tl.static_range(LATENT_TILES):
+            scores += tl.dot(q_c[tile], tl.trans(latent[tile]), input_precision=PRECISION) * scale
         seen = paged.visible(n0 + n, length - width, own, tree, first_key, end, TREE)
         weights, kept, top, total = paged.weights(tl.where(seen, scores, float("-inf")), top, total)
         summed = ()
-        for part in tl.static_range(PARTS):
+        for tile in tl.static_range(LATENT_TILES):
             summed = summed + (  # type: ignore[assignment]
                 tl.dot(
-                    weights.to(q_r.dtype), latent[part], acc[part] * kept, input_precision=PRECISION
+                    weights.to(q_r.dtype), latent[tile], acc[tile] * kept, input_precision=PRECISION
                 ),
             )
         acc = summed
     norm = tl.sum(total, axis=1)
     inverse = (kv_scale / tl.where(norm == 0.0, 1.0, norm))[:, None]
     line = at * splits + split
-    for part in tl.static_range(PARTS):
-        c = part * BLOCK_C + tl.arange(0, BLOCK_C)
+    for tile in tl.static_range(LATENT_TILES):
+        c = tile * BLOCK_C + tl.arange(0, BLOCK_C)
         tl.store(
             out + line[:, None] * C + c[None, :],
-            (acc[part] * inverse).to(out.dtype.element_ty),
+            (acc[tile] * inverse).to(out.dtype.element_ty),
             mask=real[:, None] & (c < C)[None, :],
         )
     if SPLIT:
@@ -158,7 +160,7 @@ def mla_decode(
     scale: float,
     page_size: int,
     lora: int,
-    cut: MlaTiling,
+    tiling: MlaTiling,
     first_key: int = 0,
     tree: Tensor | None = None,
     kv_scale: float = 1.0,
@@ -184,7 +186,7 @@ def mla_decode(
     out = query.new_empty(tokens, heads, lora)
     if not tokens:
         return out
-    if cut.splits == 1:
+    if tiling.splits == 1:
         _launch(
             query,
             kv,
@@ -192,7 +194,7 @@ def mla_decode(
             kv_lens,
             scale,
             page_size,
-            cut,
+            tiling,
             first_key,
             tree,
             kv_scale,
@@ -201,13 +203,13 @@ def mla_decode(
             None,
         )
         return out
-    joins = (
-        cut.ring
-        and cut.block_m != 32
-        and cut.splits <= LAST_PROGRAM_SPLITS_MAX
+    merge_here = (
+        tiling.pipeline
+        and tiling.block_m != 32
+        and tiling.splits <= LAST_PROGRAM_SPLITS_MAX
         and tokens * heads <= TICKETS
     )
-    partial, lse = decode_parts(
+    partial, lse = decode_splits(
         query,
         kv,
         page_table,
@@ -215,18 +217,18 @@ def mla_decode(
         scale,
         page_size,
         lora,
-        cut,
+        tiling,
         first_key,
         tree,
         kv_scale,
-        out if joins else None,
+        out if merge_here else None,
     )
-    if not joins:
-        merge(partial, lse, kv_lens, out, tokens // len(kv_lens) * heads, cut.block_n)
+    if not merge_here:
+        merge(partial, lse, kv_lens, out, tokens // len(kv_lens) * heads, tiling.block_n)
     return out
 
 
-def decode_parts(
+def decode_splits(
     query: Tensor,
     kv: Tensor,
     page_table: Tensor,
@@ -234,25 +236,25 @@ def decode_parts(
     scale: float,
     page_size: int,
     lora: int,
-    cut: MlaTiling,
+    tiling: MlaTiling,
     first_key: int = 0,
     tree: Tensor | None = None,
     kv_scale: float = 1.0,
-    joined: Tensor | None = None,
+    merged: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run ``mla_decode`` but return the partial result of each of S = ``cut.splits`` > 1 splits.
+    """Run ``mla_decode`` but return the partial result of each of S = ``tiling.splits`` > 1 splits.
 
-    Rows of few tiles of ``cut.block_n`` keys fill fewer than S splits; the others are not written.
+    Rows of few tiles of ``tiling.block_n`` keys fill fewer than S splits; the others are not written.
 
-    If ``joined`` [B * W, H, C] is given, the Hopper kernel also writes the merged result there.
+    If ``merged`` [B * W, H, C] is given, the Hopper kernel also writes the merged result there.
 
     Returns:
         partial results [B * W, H, S, C] in the query's dtype, and the log-sum-exps of the scores,
             float32 [B * W, H, S] in base 2
     """
     tokens, heads, _ = query.shape
-    partial = query.new_empty(tokens, heads, cut.splits, lora)
-    lse = torch.empty((tokens, heads, cut.splits), dtype=torch.float32, device=query.device)
+    partial = query.new_empty(tokens, heads, tiling.splits, lora)
+    lse = torch.empty((tokens, heads, tiling.splits), dtype=torch.float32, device=query.device)
     if tokens:
         _launch(
             query,
@@ -261,13 +263,13 @@ def decode_parts(
             kv_lens,
             scale,
             page_size,
-            cut,
+            tiling,
             first_key,
             tree,
             kv_scale,
             partial,
             lse,
-            joined,
+            merged,
         )
     return partial, lse
 
@@ -279,22 +281,22 @@ def _launch(
     kv_lens: Tensor,
     scale: float,
     page_size: int,
-    cut: MlaTiling,
+    tiling: MlaTiling,
     first_key: int,
     tree: Tensor | None,
     kv_scale: float,
     out: Tensor,
     lse: Tensor,
-    joined: Tensor | None,
+    merged: Tensor | None,
 ) -> None:
-    """Launch the kernel that ``cut`` selects; arguments as in ``mla_decode``."""
+    """Launch the kernel that ``tiling`` selects; arguments as in ``mla_decode``."""
     (tokens, heads, size) = query.shape
     rows = kv_lens.shape[0]
     lora = out.shape[-1]
     assert query.is_contiguous() and kv.stride(1) == 1
     pairs = tokens // rows * heads
-    splits = cut.splits
-    grid = (cdiv(pairs, cut.block_m), rows, splits)
+    splits = tiling.splits
+    grid = (cdiv(pairs, tiling.block_m), rows, splits)
     rows_of = (page_table, kv_lens, tree if tree is not None else kv_lens, out, lse)
     rest = (
         scale * kv_scale * paged.LOG2_E,
@@ -308,27 +310,27 @@ def _launch(
     same = {
         "C": lora,
         "R": size - lora,
-        "BLOCK_M": cut.block_m,
+        "BLOCK_M": tiling.block_m,
         "PAGE": page_size,
         "SPLIT": splits > 1,
         "TREE": tree is not None,
-        "num_warps": cut.warps,
-        **dependent.options(),
+        "num_warps": tiling.warps,
+        **dependent_launch.options(),
     }
-    if cut.ring:
-        from glowplug.kernels.mla import decode_hopper as hopper
+    if tiling.pipeline:
+        from glowplug.kernels.mla import decode_hopper
 
-        descriptors = hopper.tma_descriptors(kv, lora)
-        hopper.mla_decode_hopper_kernel[grid](
+        descriptors = decode_hopper.tma_descriptors(kv, lora)
+        decode_hopper.mla_decode_hopper_kernel[grid](
             query,
             *descriptors,
             *rows_of,
-            out if joined is None else joined,
+            out if merged is None else merged,
             _tickets(query.device),
             *rest,
-            RING=cut.stages,
-            JOIN=0 if joined is None else splits,
-            FLAT=cut.apart,
+            STAGES=tiling.stages,
+            MERGED_SPLITS=0 if merged is None else splits,
+            FLAT=tiling.merge_in_values,
             **same,
         )
         return
@@ -338,12 +340,12 @@ def _launch(
         *rows_of,
         *rest,
         kv_stride=kv.stride(0),
-        BLOCK_C=max(16, next_power_of_2(cdiv(lora, cut.parts))),
+        BLOCK_C=max(16, next_power_of_2(cdiv(lora, tiling.latent_tiles))),
         BLOCK_R=max(16, next_power_of_2(size - lora)),
-        PARTS=cut.parts,
-        BLOCK_N=cut.block_n,
-        STAGES=cut.stages,
+        LATENT_TILES=tiling.latent_tiles,
+        BLOCK_N=tiling.block_n,
+        STAGES=tiling.stages,
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
-        num_stages=cut.stages,
+        num_stages=tiling.stages,
         **same,
     )

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.mla.decode_hopper_copies import (
     TILE,
     barrier,
@@ -151,7 +151,7 @@ def _last_of(tickets, programs):
 
 
 @gluon.jit
-def _join(
+def _merge_splits(
     partial,
     lse,
     out,
@@ -214,7 +214,7 @@ def mla_decode_hopper_kernel(
     tree_mask,
     out,
     lse,
-    joined,
+    merged,
     tickets,
     scale,
     kv_scale,
@@ -226,19 +226,19 @@ def mla_decode_hopper_kernel(
     C: gl.constexpr,
     R: gl.constexpr,
     BLOCK_M: gl.constexpr,
-    RING: gl.constexpr,
+    STAGES: gl.constexpr,
     PAGE: gl.constexpr,
     SPLIT: gl.constexpr,
     TREE: gl.constexpr,
-    JOIN: gl.constexpr,
+    MERGED_SPLITS: gl.constexpr,
     FLAT: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     """Compute the same as ``mla_decode_kernel``, with the same arguments.
 
     ``latent_at`` and ``rope_at`` describe the cache [slots, C + R] in tiles of 64 rows of C and of
-    R numbers. If JOIN (the number of splits) is not 0, the last program to finish for a block of
-    queries merges the splits into ``joined`` [B * W, H, C]. For FLAT, only below 64 pairs, see
+    R numbers. If MERGED_SPLITS (the number of splits) is not 0, the last program to finish for a block of
+    queries merges the splits into ``merged`` [B * W, H, C]. For FLAT, only below 64 pairs, see
     ``_store``.
     """
     AXIS: gl.constexpr = 0 if BLOCK_M < 64 else 1  # axis of the keys
@@ -247,7 +247,7 @@ def mla_decode_hopper_kernel(
     p_layout: gl.constexpr = gl.NVMMASharedLayout(min(BLOCK_M * 2, 128), 16, 2)
     dtype: gl.constexpr = query.dtype.element_ty
     m_layout: gl.constexpr = gl.SliceLayout(AXIS, s_layout)
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     block, row, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     pairs = width * heads
     line = row.to(gl.int64) * pairs  # index of the row's first pair
@@ -257,14 +257,25 @@ def mla_decode_hopper_kernel(
     end = gl.minimum(start + each, length)
     if SPLIT:
         if start >= end:
-            dependent.wait(DEPENDENT)
-            if JOIN > 0:
+            dependent_launch.wait(DEPENDENT)
+            if MERGED_SPLITS > 0:
                 if (length <= 0) & (split == 0):  # no other program writes it
-                    _join(out, lse, joined, line, block * BLOCK_M, pairs, 0, 0, C, BLOCK_M)
+                    _merge_splits(out, lse, merged, line, block * BLOCK_M, pairs, 0, 0, C, BLOCK_M)
             return
     tiles, table = gl.cdiv(end - start, TILE), page_table + row * table_stride
     latent, rope, ready, wide, wide_r = start_pipeline(
-        latent_at, rope_at, table, start, tiles, length - width, dtype, C, R, RING, PAGE, DEPENDENT
+        latent_at,
+        rope_at,
+        table,
+        start,
+        tiles,
+        length - width,
+        dtype,
+        C,
+        R,
+        STAGES,
+        PAGE,
+        DEPENDENT,
     )
     q_c, q_r = load_queries(query + line * (C + R), block * BLOCK_M, pairs, dtype, C, R, BLOCK_M)
     p_smem = gl.allocate_shared_memory(
@@ -278,10 +289,10 @@ def mla_decode_hopper_kernel(
     top, total = gl.full([BLOCK_M], float("-inf"), gl.float32, m_layout), blank
     n = gl.arange(0, TILE, gl.SliceLayout(1 - AXIS, s_layout))
     for tile in range(tiles):
-        stage, n0 = tile % RING, start + tile * TILE
-        ahead, more = n0 + RING * TILE, tile + RING < tiles
+        stage, n0 = tile % STAGES, start + tile * TILE
+        ahead, more = n0 + STAGES * TILE, tile + STAGES < tiles
         page = gl.load(table + ahead // PAGE, mask=more, other=0)
-        mbarrier.wait(ready.index(stage), (tile // RING) & 1)
+        mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)
         here, here_r = take_tile(
             latent.index(stage), rope.index(stage), wide, wide_r, first_key - n0, end - n0, C, R
         )
@@ -307,17 +318,17 @@ def mla_decode_hopper_kernel(
     if SPLIT:
         gl.store(lse + at, top + gl.log2(norm), mask=pair < pairs)
     _store(out, acc, norm, kv_scale, at, pair < pairs, C, AXIS, FLAT)
-    if JOIN > 0:
+    if MERGED_SPLITS > 0:
         if _last_of(tickets + row * gl.num_programs(0) + block, gl.cdiv(length, each)):
-            _join(
+            _merge_splits(
                 out,
                 lse,
-                joined,
+                merged,
                 line,
                 block * BLOCK_M,
                 pairs,
                 gl.cdiv(length, each),
-                JOIN,
+                MERGED_SPLITS,
                 C,
                 BLOCK_M,
             )

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # name before and since Triton 3.7
@@ -88,7 +88,7 @@ def start_pipeline(
     dtype: gl.constexpr,
     C: gl.constexpr,
     R: gl.constexpr,
-    RING: gl.constexpr,
+    STAGES: gl.constexpr,
     PAGE: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
@@ -101,13 +101,13 @@ def start_pipeline(
     they are requested before the prologue ends, which adds the other keys. This saves 0.8, 1.9 and
     0.4 us of 17, 25 and 50 us at 8, 32 and 128 rows.
     """
-    latent = gl.allocate_shared_memory(latent_at.dtype, [RING, TILE, C], latent_at.layout)
-    rope = gl.allocate_shared_memory(latent_at.dtype, [RING, TILE, R], rope_at.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(RING):
+    latent = gl.allocate_shared_memory(latent_at.dtype, [STAGES, TILE, C], latent_at.layout)
+    rope = gl.allocate_shared_memory(latent_at.dtype, [STAGES, TILE, R], rope_at.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
     fence_stores()
-    for i in gl.static_range(RING):
+    for i in gl.static_range(STAGES):
         first = start + i * TILE
         if (i < tiles) & (first + TILE <= known):
             fetch_tile(
@@ -120,8 +120,8 @@ def start_pipeline(
                 ready.index(i),
                 PAGE,
             )
-    dependent.wait(DEPENDENT)
-    for i in gl.static_range(RING):
+    dependent_launch.wait(DEPENDENT)
+    for i in gl.static_range(STAGES):
         first = start + i * TILE
         if (i < tiles) & (first + TILE > known):
             fetch_tile(

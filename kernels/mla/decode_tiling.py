@@ -7,7 +7,12 @@ from functools import lru_cache
 
 import torch
 
-from glowplug.kernels.launch.cuda_arch import APART_ROWS, MANY_HEADS, MULTIPROCESSORS, SHORT
+from glowplug.kernels.launch.cuda_arch import (
+    FEW_HEADS_MAX,
+    MERGE_IN_VALUES_ROWS,
+    MULTIPROCESSORS,
+    SHORT_KEYS_MAX,
+)
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.paged import page_table as paged
 
@@ -20,7 +25,7 @@ VALUE_GEMM_SPLITS_MAX = 9
 #: multiprocessor
 NARROW_BLOCKS = ((33, 16), (64, 32))
 #: numbers of such rows for which W_UV's GEMM merges the splits; measured with 128 heads on an H200
-MANY_HEADS_APART_ROWS = range(1, 9)
+MANY_HEADS_MERGE_ROWS = range(1, 9)
 
 
 @dataclass(frozen=True)
@@ -28,41 +33,41 @@ class MlaTiling:
     """Launch configuration of a decode step: kernel constants that a captured graph fixes.
 
     Programs take ``block_m`` (query token, head) pairs and tiles of ``block_n`` keys, with the
-    latent in ``parts`` column tiles. ``ring``: use the Hopper kernel, which keeps ``stages`` tiles
-    of 64 keys in shared memory. ``apart``: W_UV's GEMM merges the KV splits.
+    latent in ``latent_tiles`` column tiles. ``pipeline``: use the Hopper kernel, which keeps ``stages`` tiles
+    of 64 keys in shared memory. ``merge_in_values``: W_UV's GEMM merges the KV splits.
     """
 
     block_m: int
     block_n: int
     splits: int
-    parts: int
+    latent_tiles: int
     warps: int
     stages: int
-    ring: bool = False
-    apart: bool = False
+    pipeline: bool = False
+    merge_in_values: bool = False
 
 
 @lru_cache(maxsize=4096)
-def tiling(
+def mla_tiling(
     rows: int,
     width: int,
     heads: int,
     context: int,
     dtype: torch.dtype,
     kv: torch.dtype,
-    ring: bool = False,
-    apart: bool = False,
+    pipeline: bool = False,
+    merge_in_values: bool = False,
 ) -> MlaTiling:
     """Choose the tiling for ``rows`` (padded) rows of at most ``context`` keys.
 
-    Rows have ``width`` query tokens of dtype ``dtype``; the cache has dtype ``kv``. ``ring``: the
-    Hopper kernel may be used. ``apart``: W_UV's GEMM may merge the splits, where that was measured
+    Rows have ``width`` query tokens of dtype ``dtype``; the cache has dtype ``kv``. ``pipeline``: the
+    Hopper kernel may be used. ``merge_in_values``: W_UV's GEMM may merge the splits, where that was measured
     to be faster. On an H200 at 1024 keys, from the prologue to W_UV: 17.3 to 15.6 us with 8 rows (9
     splits), 19.9 to 18.3 with 16 (8), 24.7 to 23.6 with 32 (4). Few rows of more than
-    ``MANY_HEADS`` heads use narrow blocks of heads, which read the keys again, but from L2.
+    ``FEW_HEADS_MAX`` heads use narrow blocks of heads, which read the keys again, but from L2.
     """
     block_m = min(64 if dtype.itemsize <= 2 else 32, max(16, next_power_of_2(width * heads)))
-    many = ring and width == 1 and heads > MANY_HEADS and context <= SHORT
+    many = pipeline and width == 1 and heads > FEW_HEADS_MAX and context <= SHORT_KEYS_MAX
     if many:
         block_m = next(
             (narrow for most, narrow in NARROW_BLOCKS if rows * cdiv(heads, narrow) <= most),
@@ -72,27 +77,37 @@ def tiling(
     wide = block_m == 64
     narrow = kv.itemsize == 1
     block_n = (
-        64 if ring or wide else 16 if dtype.itemsize > 2 else 32 if narrow or block_m > 16 else 64
+        64
+        if pipeline or wide
+        else 16
+        if dtype.itemsize > 2
+        else 32
+        if narrow or block_m > 16
+        else 64
     )
     splits = paged.best_splits(blocks, cdiv(context, block_n), MULTIPROCESSORS)
     spared = (
-        ring
+        pipeline
         and block_m == 16
         and blocks >= LAST_PROGRAM_SPLITS_MAX
-        and context <= SHORT
+        and context <= SHORT_KEYS_MAX
         and not many
     )
-    apart = (
-        apart
+    merge_in_values = (
+        merge_in_values
         and splits > 1
         and width == 1
-        and (rows in MANY_HEADS_APART_ROWS and not wide if many else spared and rows in APART_ROWS)
+        and (
+            rows in MANY_HEADS_MERGE_ROWS and not wide
+            if many
+            else spared and rows in MERGE_IN_VALUES_ROWS
+        )
     )
     # avoiding the merge kernel gains more than one split per multiprocessor: 8 rows of 1024 keys
     # on an H200 take 17.1 us merged by the last program, 20.8 us with 16 splits and that kernel
     if spared:
-        splits = min(splits, VALUE_GEMM_SPLITS_MAX if apart else LAST_PROGRAM_SPLITS_MAX)
-    if ring:
+        splits = min(splits, VALUE_GEMM_SPLITS_MAX if merge_in_values else LAST_PROGRAM_SPLITS_MAX)
+    if pipeline:
         return MlaTiling(
             block_m,
             block_n,
@@ -101,7 +116,7 @@ def tiling(
             8 if wide else 4,
             3 if narrow and not wide else 2,
             True,
-            apart,
+            merge_in_values,
         )
     if dtype.itemsize > 2:
         return MlaTiling(block_m, block_n, splits, 4, 4, 3)
@@ -112,7 +127,7 @@ def tiling(
     )
 
 
-def ring_fits(
+def pipeline_fits(
     query: torch.dtype, kv: torch.dtype, page_size: int, lora: int, rope: int, device: torch.device
 ) -> bool:
     """Return whether the Hopper kernel can be used.

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 PAIRS_PER_PROGRAM = 64  #: (token, head) pairs of one program
@@ -32,7 +32,7 @@ def _spread(
     DEPENDENT: tl.constexpr,
 ):
     """Set keys[token, every head] = rotary[token] for ``count`` (token, head) pairs."""
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = (pair // heads).to(tl.int64), pair % heads
     column = tl.arange(0, BLOCK)
@@ -64,7 +64,7 @@ def copy_rotary(rotary: Tensor, keys: Tensor) -> None:
         SIZE=size,
         BLOCK=next_power_of_2(size),
         ROWS=PAIRS_PER_PROGRAM,
-        **dependent.options(),
+        **dependent_launch.options(),
     )
 
 

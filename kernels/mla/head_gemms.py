@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.formats.fp8 import Blocks
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
-from glowplug.kernels.mla import absorbed_fp8 as mla_absorbed_fp8
+from glowplug.kernels.mla import absorbed_fp8
 
 #: decoding tokens up to which W_UK's GEMM is faster in the prologue than in cuBLAS; the limit
 #: doubles for at most FEW_PAIRS_MAX (token, head) pairs. W_UV's GEMM needs both limits
@@ -59,7 +59,7 @@ def product_tile(
         mask=(depth < SIZE)[:, None] & (at < COLUMNS)[None, :],
         other=0.0,
     )
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     a = tl.load(
         x + head * x_head + row[:, None] * x_row + depth[None, :],
         mask=(row < rows)[:, None] & (depth < SIZE)[None, :],
@@ -93,7 +93,7 @@ def _by_heads(
     DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     head = tl.program_id(0).to(tl.int64)
     product_tile(
         x,
@@ -138,7 +138,7 @@ def project(
     """
     tokens, heads, _ = latent.shape
     if stored is not None:
-        mla_absorbed_fp8.multiply(latent, stored, out, UV_FP8_COLUMNS, follows=follows)
+        absorbed_fp8.multiply(latent, stored, out, UV_FP8_COLUMNS, follows=follows)
     elif tokens > FEW_TOKENS_MAX or tokens * heads > FEW_PAIRS_MAX:
         bmm(latent, w_uv, out)
     elif tokens:
@@ -169,7 +169,7 @@ def by_heads(x: Tensor, w: Tensor, out: Tensor, block: int, follows: bool) -> No
         BLOCK=block,
         DEPTH=tile_size(size),
         num_warps=4,
-        **(dependent.options() if follows else {"DEPENDENT": False}),
+        **(dependent_launch.options() if follows else {"DEPENDENT": False}),
     )
 
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 
@@ -31,12 +31,12 @@ def mla_merge_kernel(
     split] in base 2 -> out [pair, C]. The number of filled splits of a row follows from its length
     as in the preceding kernel; the first ``CHUNK`` splits are loaded before that number is known.
     """
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s, i, d = tl.arange(0, BLOCK_S), tl.arange(0, CHUNK), part * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = (d < C)[None, :]
     first = partial + (pair * splits + i)[:, None] * C + d[None, :]
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     length = tl.load(kv_lens + pair // pairs)
     value = tl.load(first, mask=(i < splits)[:, None] & inside, other=0.0)
     state = tl.load(lse + pair * splits + i, mask=i < splits, other=0.0)
@@ -88,5 +88,5 @@ def merge(
         BLOCK_S=padded,
         CHUNK=min(16, padded),
         num_warps=4,
-        **dependent.options(),
+        **dependent_launch.options(),
     )

@@ -12,9 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.formats.fp8 import Blocks
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
-from glowplug.kernels.mla import absorbed_fp8 as mla_absorbed_fp8, head_gemms
+from glowplug.kernels.mla import head_gemms
 from glowplug.kernels.mla.absorbed_fp8 import scaled_product
 from glowplug.kernels.mla.cache_entries import gather, in_e4m3, put, store
 from glowplug.kernels.mla.head_gemms import absorb, bmm, product_tile, project, tile_size
@@ -77,10 +78,10 @@ def _prologue(
     Each of the first programs handles the key or HEAD_BLOCK query heads of one token. If STORED,
     W_UK consists of E4M3 codes and block scales.
     """
-    dependent.begin(LEADS)
+    dependent_launch.begin(LEADS)
     program = tl.program_id(0)
     if program < tokens * PARTS:
-        dependent.wait(DEPENDENT)
+        dependent_launch.wait(DEPENDENT)
         _token(
             query,
             compressed,
@@ -358,7 +359,7 @@ def prologue(
     few = 0 < decode <= (2 * few_tokens if few_pairs else few_tokens)
     stored = stored if few else None
     weight, scales = (w_uk, norm_weight.expand(1, 1, -1)) if stored is None else stored
-    uk_block = min(UK_COLUMNS, next_power_of_2(lora)) if stored is None else mla_absorbed_fp8.BLOCK
+    uk_block = min(UK_COLUMNS, next_power_of_2(lora)) if stored is None else FP8_BLOCK
     uk_blocks = cdiv(lora, uk_block) if few else 0
     _prologue[(tokens * parts + heads * uk_blocks,)](
         query,
@@ -400,7 +401,7 @@ def prologue(
         DEPTH=tile_size(size - rope),
         STORED=stored is not None,
         num_warps=8 if few and decode > few_tokens else 4,
-        **(options := dependent.options()),
+        **(options := dependent_launch.options()),
         LEADS=options["DEPENDENT"] and leads and few,
     )
     if decode and not few:

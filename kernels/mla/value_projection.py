@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
-COLUMNS = 32  #: columns of one head's GEMM per program
-ROWS = 8  #: rows per program
+PROGRAM_COLUMNS = 32  #: columns of one head's GEMM per program
+PROGRAM_ROWS = 8  #: rows per program
 ONE_LOAD_SPLITS_MAX = 9  #: splits up to which all are loaded at once
 SPLITS_PER_LOAD = 8  #: splits loaded at a time if there are more
 #: parts of the GEMM's depth, which warps sum in parallel; measured with 16 heads on an H200
@@ -54,7 +54,7 @@ def _joined(
     preceding kernel. Weights and lengths are older than the step's first kernel, so they are loaded
     before the wait.
     """
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     head = tl.program_id(0).to(tl.int64)
     row, s = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_S)
     depth = tl.arange(0, SHARES)[:, None, None] * DEPTH + tl.arange(0, DEPTH)[None, None, :]
@@ -64,7 +64,7 @@ def _joined(
     tiles = tl.cdiv(tl.load(lens + row, mask=real, other=0), TILE)
     count = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, SPLITS), 1))
     line = (row.to(tl.int64) * heads + head) * SPLITS
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     state = tl.load(
         lse + line[:, None] + s[None, :],
         mask=real[:, None] & (s[None, :] < count[:, None]),
@@ -91,15 +91,15 @@ def _joined(
     tl.store(target, tl.sum(product, 0).to(out.dtype.element_ty), mask=real[None, :])
 
 
-def fits(lora: int, value: int) -> bool:
+def sizes_fit(lora: int, value: int) -> bool:
     """Return whether programs can divide these latent and value sizes without a remainder."""
-    return lora >= 16 * DEPTH_SHARES and lora & (lora - 1) == 0 and value % COLUMNS == 0
+    return lora >= 16 * DEPTH_SHARES and lora & (lora - 1) == 0 and value % PROGRAM_COLUMNS == 0
 
 
-def project(
+def merge_and_project(
     partial: Tensor, lse: Tensor, kv_lens: Tensor, w_uv: Tensor, out: Tensor, block_n: int
 ) -> None:
-    """Merge the splits that ``decode_parts`` returns and multiply the result by W_UV.
+    """Merge the splits that ``decode_splits`` returns and multiply the result by W_UV.
 
     Every row has one query token. Rows without any key become zeros. The preceding kernel must wait
     as ``dependent_launch`` requires.
@@ -119,10 +119,10 @@ def project(
         and lse.is_contiguous()
         and out.stride(2) == 1
     )
-    assert fits(lora, w_uv.shape[2]) and lse.dtype is torch.float32
+    assert sizes_fit(lora, w_uv.shape[2]) and lse.dtype is torch.float32
     if not rows:
         return
-    _joined[(heads, w_uv.shape[2] // COLUMNS, cdiv(rows, ROWS))](
+    _joined[(heads, w_uv.shape[2] // PROGRAM_COLUMNS, cdiv(rows, PROGRAM_ROWS))](
         partial,
         lse,
         kv_lens,
@@ -138,9 +138,9 @@ def project(
         BLOCK_S=next_power_of_2(splits),
         SHARES=DEPTH_SHARES,
         DEPTH=lora // DEPTH_SHARES,
-        ROWS=ROWS,
-        BLOCK=COLUMNS,
+        ROWS=PROGRAM_ROWS,
+        BLOCK=PROGRAM_COLUMNS,
         TILE=block_n,
         num_warps=8 if rows > FOUR_WARPS_ROWS_MAX else 4,
-        **dependent.options(),
+        **dependent_launch.options(),
     )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 #: most pairs for a single launch, in which one program an expert reads all ids
@@ -108,8 +108,8 @@ def _by_expert(
     DEPENDENT: tl.constexpr,
 ):
     """Align in one launch, one program an expert."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     counts = tl.zeros([BINS], tl.int32)
@@ -153,8 +153,8 @@ def _count(
     DEPENDENT: tl.constexpr,
 ):
     """Count how often each chunk of ids names each expert: counts [BINS, chunks]."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     chunk = tl.program_id(0)
     found = tl.histogram(
         _load_ids(ids, chunk * SPAN + tl.arange(0, SPAN), pairs, experts, BINS), BINS
@@ -165,8 +165,8 @@ def _count(
 @triton.jit
 def _scan(counts, totals, chunks, SPAN: tl.constexpr, DEPENDENT: tl.constexpr):
     """Replace counts by their exclusive prefix sums over chunks; store totals int32 [BINS]."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     row = counts + tl.program_id(0) * chunks
     total = 0
     for start in range(0, chunks, SPAN):
@@ -197,8 +197,8 @@ def _place(
     DEPENDENT: tl.constexpr,
 ):
     """Store the positions: one program a chunk of ids, followed by one program an expert."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     program = tl.program_id(0)
     bins = tl.arange(0, BINS)
     found = tl.load(totals + bins)
@@ -264,16 +264,23 @@ def align(ids: Tensor, experts: int, block_m: int, left_out: int = 0) -> Alignme
             BINS=bins,
             SPAN=span,
             WIDTH=width,
-            **dependent.options(),
+            **dependent_launch.options(),
         )
         return found
     chunks = cdiv(pairs, CHUNK_PAIRS)
     counts = torch.empty(bins, chunks, dtype=torch.int32, device=device)
     totals = torch.empty(bins, dtype=torch.int32, device=device)
     _count[(chunks,)](
-        ids, counts, pairs, experts, chunks, BINS=bins, SPAN=CHUNK_PAIRS, **dependent.options()
+        ids,
+        counts,
+        pairs,
+        experts,
+        chunks,
+        BINS=bins,
+        SPAN=CHUNK_PAIRS,
+        **dependent_launch.options(),
     )
-    _scan[(bins,)](counts, totals, chunks, SPAN=1024, **dependent.options())
+    _scan[(bins,)](counts, totals, chunks, SPAN=1024, **dependent_launch.options())
     _place[(chunks + experts,)](
         ids,
         counts,
@@ -287,6 +294,6 @@ def align(ids: Tensor, experts: int, block_m: int, left_out: int = 0) -> Alignme
         BINS=bins,
         SPAN=CHUNK_PAIRS,
         WIDTH=width,
-        **dependent.options(),
+        **dependent_launch.options(),
     )
     return found

@@ -10,15 +10,19 @@ from torch import Tensor
 from glowplug.kernels.elementwise.activation import silu_and_mul
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe import (
-    gemm as moe_gemm,
-    gemm_hopper as moe_gemm_hopper,
-    gemv as moe_gemv,
+    gemm,
+    gemm_hopper,
+    gemv,
     route,
 )
 from glowplug.kernels.moe.align import align, max_blocks
 from glowplug.kernels.moe.gemm import Early
 from glowplug.kernels.moe.sum import moe_sum
-from glowplug.kernels.moe.tiles import ExpertsProblem, chosen, has_wide_tiles
+from glowplug.kernels.moe.tiles import (
+    ExpertsProblem,
+    dense_experts_config,
+    fused_shared_has_own_tiles,
+)
 
 #: fewest tokens for which the fused shared experts start before the gate has chosen
 EARLY_TOKENS_MIN = 5
@@ -32,20 +36,20 @@ def begin(
     x: Tensor,
     w13: Tensor,
     width: int,
-    shared: int,
-    begun: Tensor,
+    fused_shared: int,
+    ready: Tensor,
     config: Mapping[str, Config] | None = None,
 ) -> Early | None:
     """Allocate the buffers with which :func:`products` starts the fused shared experts early.
 
-    The gate must be called next, with ``begun``.
+    The gate must be called next, with ``ready``.
 
     Args:
         x: [T, H].
         w13: [E, 2I, H], gates before ups.
         width: Columns of the ids [T, width], fused shared experts included.
-        shared: Number of fused shared experts, the last ones of ``w13``.
-        begun: int32 [2], zeros: the gate's ready flag and its count of readers.
+        fused_shared: Number of fused shared experts, the last ones of ``w13``.
+        ready: int32 [2], zeros: the gate's ready flag and its count of readers.
         config: The tile configurations of both GEMMs; None: chosen by shape and token count.
 
     Returns:
@@ -54,24 +58,30 @@ def begin(
     """
     tokens = len(x)
     (experts, double, hidden) = w13.shape
-    if not shared or not EARLY_TOKENS_MIN <= tokens <= EARLY_TOKENS_MAX or not x.is_contiguous():
+    if (
+        not fused_shared
+        or not EARLY_TOKENS_MIN <= tokens <= EARLY_TOKENS_MAX
+        or not x.is_contiguous()
+    ):
         return None
-    if tokens >= route.library_tokens_min(experts - shared):
+    if tokens >= route.library_tokens_min(experts - fused_shared):
         return None
-    config = config or chosen(
+    config = config or dense_experts_config(
         ExpertsProblem(experts, width, hidden, double // 2, str(x.dtype).split(".")[1]), tokens
     )
     up = config["up"]
-    if has_wide_tiles(up, tokens):
+    if fused_shared_has_own_tiles(up, tokens):
         rows = (
-            max_blocks(tokens * (width - shared), experts - shared, up["block_m"]) * up["block_m"]
+            max_blocks(tokens * (width - fused_shared), experts - fused_shared, up["block_m"])
+            * up["block_m"]
         )
     elif up["way"] == config["down"]["way"] == "dense":
         rows = tokens * width
     else:
         return None
     return Early(
-        begun, torch.empty(rows + shared * tokens, double // 2, dtype=x.dtype, device=x.device)
+        ready,
+        torch.empty(rows + fused_shared * tokens, double // 2, dtype=x.dtype, device=x.device),
     )
 
 
@@ -82,7 +92,7 @@ def products(
     ids: Tensor,
     weights: Tensor,
     config: Mapping[str, Config] | None = None,
-    shared: int = 0,
+    fused_shared: int = 0,
     early: Early | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the weighted output of every (token, expert) pair.
@@ -96,7 +106,7 @@ def products(
         ids: [T, K]; -1: an expert of another rank.
         weights: float32 [T, K].
         config: The tile configurations of both GEMMs; None: chosen by shape and token count.
-        shared: Number of fused shared experts: the last experts, which are the last ones of every
+        fused_shared: Number of fused shared experts: the last experts, which are the last ones of every
             token, in order, with weight 1. They may become one row with the id of the first.
         early: The result of :func:`begin` for the same x and the ids that the gate chose.
 
@@ -106,7 +116,7 @@ def products(
     if not len(x):
         return torch.empty_like(x), None
     if config is None:
-        config = chosen(
+        config = dense_experts_config(
             ExpertsProblem(
                 w13.shape[0], ids.shape[1], w13.shape[2], w2.shape[2], str(x.dtype).split(".")[1]
             ),
@@ -115,20 +125,22 @@ def products(
     up = config["up"]
     down = config["down"]
     if up["way"] == "hopper":
-        return _products_on_hopper(x, w13, w2, ids, weights, config, shared if up["apart"] else 0)
-    own_tiles = early is not None or has_wide_tiles(up, len(x))
-    separate = shared if own_tiles else 0  # fused shared experts outside the alignment
+        return _products_on_hopper(
+            x, w13, w2, ids, weights, config, fused_shared if up["apart"] else 0
+        )
+    own_tiles = early is not None or fused_shared_has_own_tiles(up, len(x))
+    separate = fused_shared if own_tiles else 0  # fused shared experts outside the alignment
     aligned = (
         align(ids, len(w13) - separate, up["block_m"], separate) if up["way"] == "sorted" else None
     )
     hidden = (
-        moe_gemv.up(x, w13, ids, up)
+        gemv.up(x, w13, ids, up)
         if up["way"] == "gemv"
-        else moe_gemm.up(x, w13, ids, aligned, up, separate, early)
+        else gemm.up(x, w13, ids, aligned, up, separate, early)
     )
     if down["way"] == "gemv":
-        return moe_gemv.down(hidden, w2, ids, weights, down), None
-    return moe_gemm.down(hidden, w2, ids, weights, aligned, down, separate), ids
+        return gemv.down(hidden, w2, ids, weights, down), None
+    return gemm.down(hidden, w2, ids, weights, aligned, down, separate), ids
 
 
 def fused_shared_mlp(x: Tensor, w13: Tensor, w2: Tensor, out: Tensor) -> None:
@@ -174,8 +186,8 @@ def _products_on_hopper(
         fused_shared_mlp(x, w13[routed:], w2[routed:], rows[:, -1])
     if routed:
         aligned = align(ids, routed, config["up"]["block_m"], dense_shared)
-        hidden = moe_gemm_hopper.up(x, w13, ids, aligned, config["up"])
-        moe_gemm_hopper.down(hidden, w2, weights, aligned, config["down"], rows)
+        hidden = gemm_hopper.up(x, w13, ids, aligned, config["up"])
+        gemm_hopper.down(hidden, w2, weights, aligned, config["down"], rows)
     return rows.view(-1, w2.shape[1]), ids[:, :kept]
 
 
@@ -186,9 +198,9 @@ def experts(
     ids: Tensor,
     weights: Tensor,
     config: Mapping[str, Config] | None = None,
-    shared: int = 0,
+    fused_shared: int = 0,
     early: Early | None = None,
 ) -> Tensor:
     """Return the sum of :func:`products` over each token's experts: [T, H]."""
-    rows, named = products(x, w13, w2, ids, weights, config, shared, early)
+    rows, named = products(x, w13, w2, ids, weights, config, fused_shared, early)
     return rows if named is None else moe_sum(rows, named)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.moe.align import Alignment
 from glowplug.kernels.moe.gemm_tile import (
@@ -42,18 +42,26 @@ class Early(NamedTuple):
     """Buffers that let the fused shared experts start before the gate has chosen the routed ones.
 
     Attributes:
-        begun: int32 [2], zeros before and after the step: the ready flag that ``route`` sets when x
+        ready: int32 [2], zeros before and after the step: the ready flag that ``route`` sets when x
             is available, and the number of programs that have seen the flag.
         out: The output of ``up``. NOTE: allocated before the gate is launched. Otherwise it could
             get memory that the gate has released on the host but still uses on the device.
     """
 
-    begun: Tensor
+    ready: Tensor
     out: Tensor
 
 
 @triton.jit(
-    do_not_specialize=["pairs", "experts", "m_blocks", "n_blocks", "group", "wide", "tokens"]
+    do_not_specialize=[
+        "pairs",
+        "experts",
+        "m_blocks",
+        "n_blocks",
+        "group",
+        "shared_programs",
+        "tokens",
+    ]
 )
 def _grouped(
     x,
@@ -65,7 +73,7 @@ def _grouped(
     weights,
     sorted_pairs,
     expert_of_block,
-    begun,
+    ready,
     pairs,
     experts,
     columns,
@@ -73,7 +81,7 @@ def _grouped(
     m_blocks,
     n_blocks,
     group,
-    wide,
+    shared_programs,
     tokens,
     UP: tl.constexpr,
     SORTED: tl.constexpr,
@@ -87,10 +95,10 @@ def _grouped(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    WIDE_M: tl.constexpr,
-    WIDE_N: tl.constexpr,
-    WIDE_K: tl.constexpr,
+    FUSED_SHARED: tl.constexpr,
+    SHARED_M: tl.constexpr,
+    SHARED_N: tl.constexpr,
+    SHARED_K: tl.constexpr,
     EARLY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -100,14 +108,14 @@ def _grouped(
     for each position of the sorted list (or for each pair). Otherwise x holds those rows, and
     ``out`` has one row for each pair: [T * K, columns].
 
-    ``stored`` and ``x_stored`` are w and x as pointers. The first ``wide`` programs compute the
+    ``stored`` and ``x_stored`` are w and x as pointers. The first ``shared_programs`` programs compute the
     fused shared experts, which the sorted list leaves out. With ``EARLY`` those of the first GEMM
-    run while the gate still chooses, as soon as the ready flag ``begun`` is set for x.
+    run while the gate still chooses, as soon as the ready flag ``ready`` is set for x.
     """
     if EARLY:
-        if tl.program_id(0) < wide:
-            await_ready(begun, wide, DEPENDENT)
-            dependent.begin(DEPENDENT)
+        if tl.program_id(0) < shared_programs:
+            await_ready(ready, shared_programs, DEPENDENT)
+            dependent_launch.begin(DEPENDENT)
             fused_shared_tile(
                 tl.program_id(0),
                 x_stored,
@@ -120,21 +128,23 @@ def _grouped(
                 tokens,
                 m_blocks * BLOCK_M if SORTED else pairs,
                 UP,
-                SHARED,
+                FUSED_SHARED,
                 TOPK,
                 EVEN_K,
-                WIDE_M,
-                WIDE_N,
-                WIDE_K,
+                SHARED_M,
+                SHARED_N,
+                SHARED_K,
             )
             return
     if UP:
-        dependent.wait(DEPENDENT)
-    dependent.begin(DEPENDENT)  # the second GEMM may read the inputs that the first waited for
-    if SHARED > 0 and not EARLY:
-        if tl.program_id(0) < wide:
+        dependent_launch.wait(DEPENDENT)
+    dependent_launch.begin(
+        DEPENDENT
+    )  # the second GEMM may read the inputs that the first waited for
+    if FUSED_SHARED > 0 and not EARLY:
+        if tl.program_id(0) < shared_programs:
             if not UP:
-                dependent.wait(DEPENDENT)
+                dependent_launch.wait(DEPENDENT)
             fused_shared_tile(
                 tl.program_id(0),
                 x_stored,
@@ -147,29 +157,29 @@ def _grouped(
                 tokens,
                 m_blocks * BLOCK_M if SORTED else pairs,
                 UP,
-                SHARED,
+                FUSED_SHARED,
                 TOPK,
                 EVEN_K,
-                WIDE_M,
-                WIDE_N,
-                WIDE_K,
+                SHARED_M,
+                SHARED_N,
+                SHARED_K,
             )
             return
-    block, column_block = tile_place(m_blocks, n_blocks, group, wide)
+    block, column_block = tile_place(m_blocks, n_blocks, group, shared_programs)
     expert, pair = tile_pairs(
         ids,
         sorted_pairs,
         expert_of_block,
         block,
         pairs,
-        experts - SHARED,
+        experts - FUSED_SHARED,
         SORTED,
         TOPK,
         WIDTH,
         BLOCK_M,
     )
     if not UP:
-        dependent.wait(DEPENDENT)
+        dependent_launch.wait(DEPENDENT)
     if expert < 0:
         return
     real = pair < pairs
@@ -210,7 +220,7 @@ def _grouped(
     )
 
 
-def wide_tile(tokens: int, up: bool, config: Config) -> tuple[int, int, int]:
+def fused_shared_tile_sizes(tokens: int, up: bool, config: Config) -> tuple[int, int, int]:
     """Return the rows, columns and depth of a fused shared expert's tile.
 
     All tokens share one tile if they fit into ``SHARED_TILE_TOKENS_MAX`` rows.
@@ -241,8 +251,8 @@ def _launch(
     weights: Tensor | None,
     aligned: Alignment | None,
     config: Config,
-    shared: int = 0,
-    begun: Tensor | None = None,
+    fused_shared: int = 0,
+    ready: Tensor | None = None,
 ) -> Tensor:
     """Launch one grouped GEMM into ``out``; without ``weights`` the first."""
     pairs = ids.numel()
@@ -251,14 +261,16 @@ def _launch(
     block_m = config["block_m"]
     block_n = config["block_n"]
     block_k = config["block_k"]
-    m_blocks, tile_lists = _row_blocks(ids, experts - shared, aligned, block_m)
+    m_blocks, tile_lists = _row_blocks(ids, experts - fused_shared, aligned, block_m)
     n_blocks = cdiv(columns, block_n)
     tma = bool(config.get("tma")) and depth * w.element_size() % 16 == 0
     x_tma = tma and aligned is not None and weights is not None
-    wide_m, wide_n, wide_k = (
-        wide_tile(ids.shape[0], weights is None, config) if shared else (16, 16, 16)
+    shared_m, shared_n, shared_k = (
+        fused_shared_tile_sizes(ids.shape[0], weights is None, config)
+        if fused_shared
+        else (16, 16, 16)
     )
-    shared_programs = shared * cdiv(ids.shape[0], wide_m) * cdiv(columns, wide_n)
+    shared_programs = fused_shared * cdiv(ids.shape[0], shared_m) * cdiv(columns, shared_n)
     _grouped[(shared_programs + m_blocks * n_blocks,)](
         TensorDescriptor.from_tensor(x, [block_m, block_k]) if x_tma else x,
         x,
@@ -268,7 +280,7 @@ def _launch(
         ids,
         weights,
         *tile_lists,
-        ids if begun is None else begun,
+        ids if ready is None else ready,
         pairs,
         experts,
         columns,
@@ -285,19 +297,19 @@ def _launch(
         TMA=tma,
         X_TMA=x_tma,
         SWAP=bool(config.get("swap")),
-        EVEN_K=depth % block_k == 0 == depth % wide_k,
+        EVEN_K=depth % block_k == 0 == depth % shared_k,
         MASK=block_m <= MASKED_TILE_ROWS_MAX and not x_tma,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        SHARED=shared,
-        WIDE_M=wide_m,
-        WIDE_N=wide_n,
-        WIDE_K=wide_k,
-        EARLY=begun is not None,
+        FUSED_SHARED=fused_shared,
+        SHARED_M=shared_m,
+        SHARED_N=shared_n,
+        SHARED_K=shared_k,
+        EARLY=ready is not None,
         num_warps=config["warps"],
         num_stages=config["stages"],
-        **dependent.options(),
+        **dependent_launch.options(),
     )
     return out
 
@@ -308,7 +320,7 @@ def up(
     ids: Tensor,
     aligned: Alignment | None,
     config: Config,
-    shared: int = 0,
+    fused_shared: int = 0,
     early: Early | None = None,
 ) -> Tensor:
     """Compute the first GEMM, silu(gate) * up.
@@ -319,7 +331,7 @@ def up(
         ids: [T, K].
         aligned: An alignment made with the configuration's block_m; None ("dense"): one row a pair.
         config: The tile configuration.
-        shared: Number of fused shared experts. They are the last experts, every token's last ones,
+        fused_shared: Number of fused shared experts. They are the last experts, every token's last ones,
             and not in ``aligned``.
         early: If given, the fused shared experts do not wait for the ids. Only allowed directly
             after the gate that got ``early.begun`` for the same x.
@@ -330,10 +342,12 @@ def up(
         without ``aligned``, the rows of the fused shared experts' pairs among the first R.
     """
     if early is not None:
-        return _launch(x, w13, early.out, ids, None, aligned, config, shared, early.begun)
-    rows = (ids.numel() if aligned is None else len(aligned.sorted_pairs)) + shared * ids.shape[0]
+        return _launch(x, w13, early.out, ids, None, aligned, config, fused_shared, early.ready)
+    rows = (
+        ids.numel() if aligned is None else len(aligned.sorted_pairs)
+    ) + fused_shared * ids.shape[0]
     out = torch.empty(rows, w13.shape[1] // 2, dtype=x.dtype, device=x.device)
-    return _launch(x, w13, out, ids, None, aligned, config, shared)
+    return _launch(x, w13, out, ids, None, aligned, config, fused_shared)
 
 
 def down(
@@ -343,23 +357,23 @@ def down(
     weights: Tensor,
     aligned: Alignment | None,
     config: Config,
-    shared: int = 0,
+    fused_shared: int = 0,
 ) -> Tensor:
     """Compute the second GEMM, times the routing weights.
 
     Must directly follow ``up``: it reads the ids and the alignment while ``up`` still runs.
 
     Args:
-        h: The result of ``up`` with the same ``aligned`` and ``shared``.
+        h: The result of ``up`` with the same ``aligned`` and ``fused_shared``.
         w2: [E, H, I].
         ids: [T, K].
         weights: float32 [T, K].
         aligned: See ``up``.
         config: The tile configuration.
-        shared: See ``up``.
+        fused_shared: See ``up``.
 
     Returns:
         [T * K, H], one row a pair. Rows of absent experts are not written.
     """
     out = torch.empty(ids.numel(), w2.shape[1], dtype=h.dtype, device=h.device)
-    return _launch(h, w2, out, ids, weights, aligned, config, shared)
+    return _launch(h, w2, out, ids, weights, aligned, config, fused_shared)

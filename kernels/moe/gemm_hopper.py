@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe.align import Alignment
 from glowplug.kernels.moe.hopper_tiles import (
@@ -39,21 +39,21 @@ from glowplug.kernels.moe.hopper_tiles import (
 COLUMNS = 256  #: columns of a tile; half gates and half ups in the first GEMM
 DEPTH = 64  #: depth of a pipeline stage
 #: rows of a tile / 64 -> (pipeline stages, registers of a multiplying and of a loading thread)
-RINGS = {2: (4, 216, 72), 3: (3, 160, 32)}
+PIPELINES = {2: (4, 216, 72), 3: (3, 160, 32)}
 
 
 @gluon.jit
 def _multiply(
     given,
-    PART: gl.constexpr,
+    WARPGROUP: gl.constexpr,
     UP: gl.constexpr,
     GATHER: gl.constexpr,
     TOPK: gl.constexpr,
     KEPT: gl.constexpr,
-    PARTS: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
     COLUMNS: gl.constexpr,
     DEPTH: gl.constexpr,
-    RING: gl.constexpr,
+    STAGES: gl.constexpr,
     LEAD: gl.constexpr,
 ):
     """Multiply rows 64 * PART to 64 * PART + 63 of every tile of this program."""
@@ -74,7 +74,7 @@ def _multiply(
         turn,
     ) = given
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, 1], [16, COLUMNS if PARTS == 2 else 128, 16]
+        [3, 0], [4, 1], [16, COLUMNS if WARPGROUPS == 2 else 128, 16]
     )
     side: gl.constexpr = gl.SliceLayout(1, acc_layout)
     step = 0
@@ -82,43 +82,47 @@ def _multiply(
     tiles = m_blocks * n_blocks
     first = gl.program_id(0)
     block, column_block = place_of(first, m_blocks, n_blocks, group)
-    leader = gl.load(sorted_pairs + (block * PARTS + PART) * 64, mask=first < tiles, other=pairs)
-    if PART > 0:
+    leader = gl.load(
+        sorted_pairs + (block * WARPGROUPS + WARPGROUP) * 64, mask=first < tiles, other=pairs
+    )
+    if WARPGROUP > 0:
         if LEAD > 0:
             if first < tiles:
                 mbarrier.wait(turn, 0)
     for tile in range(first, tiles, gl.num_programs(0)):
         block, column_block = place_of(tile, m_blocks, n_blocks, group)
-        place = (block * PARTS + PART) * 64 + gl.arange(0, 64, side)
+        place = (block * WARPGROUPS + WARPGROUP) * 64 + gl.arange(0, 64, side)
         pair = gl.load(sorted_pairs + place)
         filled = leader < pairs
         after = tile + gl.num_programs(0)
         next_block, _ = place_of(after, m_blocks, n_blocks, group)
         leader = gl.load(
-            sorted_pairs + (next_block * PARTS + PART) * 64, mask=after < tiles, other=pairs
+            sorted_pairs + (next_block * WARPGROUPS + WARPGROUP) * 64,
+            mask=after < tiles,
+            other=pairs,
         )
         if filled:
             acc = gl.zeros([64, COLUMNS], gl.float32, acc_layout)
             for k in range(steps):
-                stage = step % RING
-                mbarrier.wait(full.index(stage), (step // RING) & 1)
+                stage = step % STAGES
+                mbarrier.wait(full.index(stage), (step // STAGES) & 1)
                 if GATHER:
                     fence_async_shared()
                 acc = warpgroup_mma(
-                    x_ring.index(PARTS * stage + PART),
+                    x_ring.index(WARPGROUPS * stage + WARPGROUP),
                     w_ring.index(stage).permute((1, 0)),
                     acc,
                     is_async=True,
                 )
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 if k > 0:
-                    mbarrier.arrive(empty.index((step + RING - 1) % RING), count=1)
-                if PART == 0:
+                    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+                if WARPGROUP == 0:
                     if step == LEAD - 1:
                         mbarrier.arrive(turn, count=1)
                 step += 1
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(empty.index((step + RING - 1) % RING), count=1)
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
             real = (pair < pairs).to(gl.int32)
             if UP:
                 gate, up = cut(acc)
@@ -129,7 +133,7 @@ def _multiply(
                     row = pair // TOPK * KEPT + pair % TOPK
                 store_weighted(out, acc, weights, pair, pairs, row, real, column_block, columns)
         else:
-            step = pass_over(full, empty, step, steps, RING)
+            step = pass_over(full, empty, step, steps, STAGES)
 
 
 @gluon.jit(do_not_specialize=["pairs", "group"])
@@ -151,10 +155,10 @@ def _grouped_hopper(
     GATHER: gl.constexpr,
     TOPK: gl.constexpr,
     KEPT: gl.constexpr,
-    PARTS: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
     COLUMNS: gl.constexpr,
     DEPTH: gl.constexpr,
-    RING: gl.constexpr,
+    STAGES: gl.constexpr,
     LEAD: gl.constexpr,
     MULTIPLYING: gl.constexpr,
     FETCHING: gl.constexpr,
@@ -165,21 +169,21 @@ def _grouped_hopper(
     ``x_at`` and ``w_at`` are tiled descriptors of x and w. With ``GATHER`` x is gathered instead.
     The first warpgroup starts ``LEAD`` steps before the others, and stays ahead of them.
     """
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     dtype: gl.constexpr = out.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    x_ring = gl.allocate_shared_memory(dtype, [RING * PARTS, 64, DEPTH], shared)
-    w_ring = gl.allocate_shared_memory(dtype, [RING, COLUMNS, DEPTH], shared)
-    full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    x_ring = gl.allocate_shared_memory(dtype, [STAGES * WARPGROUPS, 64, DEPTH], shared)
+    w_ring = gl.allocate_shared_memory(dtype, [STAGES, COLUMNS, DEPTH], shared)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(RING):
+    for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=129 if GATHER else 1)
-        mbarrier.init(empty.index(i), count=PARTS)
+        mbarrier.init(empty.index(i), count=WARPGROUPS)
     mbarrier.init(turn, count=1)
     fence_async_shared()
-    m_blocks = gl.load(num_padded) // (64 * PARTS)
+    m_blocks = gl.load(num_padded) // (64 * WARPGROUPS)
     given = (
         out,
         weights,
@@ -213,7 +217,7 @@ def _grouped_hopper(
         full,
         empty,
     )
-    if PARTS == 2:
+    if WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (
@@ -225,10 +229,10 @@ def _grouped_hopper(
                         GATHER,
                         TOPK,
                         KEPT,
-                        PARTS,
+                        WARPGROUPS,
                         COLUMNS,
                         DEPTH,
-                        RING,
+                        STAGES,
                         LEAD,
                     ),
                 ),
@@ -241,14 +245,14 @@ def _grouped_hopper(
                         GATHER,
                         TOPK,
                         KEPT,
-                        PARTS,
+                        WARPGROUPS,
                         COLUMNS,
                         DEPTH,
-                        RING,
+                        STAGES,
                         LEAD,
                     ),
                 ),
-                (load_tiles, (fetched, UP, GATHER, TOPK, PARTS, COLUMNS, DEPTH, RING)),
+                (load_tiles, (fetched, UP, GATHER, TOPK, WARPGROUPS, COLUMNS, DEPTH, STAGES)),
             ],
             [4, 4],
             [MULTIPLYING, FETCHING],
@@ -265,10 +269,10 @@ def _grouped_hopper(
                         GATHER,
                         TOPK,
                         KEPT,
-                        PARTS,
+                        WARPGROUPS,
                         COLUMNS,
                         DEPTH,
-                        RING,
+                        STAGES,
                         LEAD,
                     ),
                 ),
@@ -281,10 +285,10 @@ def _grouped_hopper(
                         GATHER,
                         TOPK,
                         KEPT,
-                        PARTS,
+                        WARPGROUPS,
                         COLUMNS,
                         DEPTH,
-                        RING,
+                        STAGES,
                         LEAD,
                     ),
                 ),
@@ -297,21 +301,21 @@ def _grouped_hopper(
                         GATHER,
                         TOPK,
                         KEPT,
-                        PARTS,
+                        WARPGROUPS,
                         COLUMNS,
                         DEPTH,
-                        RING,
+                        STAGES,
                         LEAD,
                     ),
                 ),
-                (load_tiles, (fetched, UP, GATHER, TOPK, PARTS, COLUMNS, DEPTH, RING)),
+                (load_tiles, (fetched, UP, GATHER, TOPK, WARPGROUPS, COLUMNS, DEPTH, STAGES)),
             ],
             [4, 4, 4],
             [MULTIPLYING, MULTIPLYING, FETCHING],
         )
 
 
-def supported() -> bool:
+def card_is_hopper() -> bool:
     """Return whether the card is a Hopper: later cards have no warpgroup MMA (wgmma)."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -348,8 +352,8 @@ def _launch(
         "these sizes do not fit the kernel's tiles"
     )
     n_blocks = -(-columns // width)
-    parts = config["block_m"] // 64
-    ring, multiplying, fetching = RINGS[parts]
+    warpgroups = config["block_m"] // 64
+    stages, multiplying, fetching = PIPELINES[warpgroups]
     programs = min(processors(x.device), len(aligned.expert_of_block) * n_blocks)
     _grouped_hopper[(programs,)](
         x,
@@ -369,15 +373,15 @@ def _launch(
         GATHER=weights is None,
         TOPK=topk,
         KEPT=kept,
-        PARTS=parts,
+        WARPGROUPS=warpgroups,
         COLUMNS=COLUMNS,
         DEPTH=DEPTH,
-        RING=ring,
+        STAGES=stages,
         LEAD=min(config["lead"], depth // DEPTH),
         MULTIPLYING=multiplying,
         FETCHING=fetching,
         num_warps=4,
-        **dependent.options(),
+        **dependent_launch.options(),
     )
     return out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 
 #: reads of the gate's ready flag before a program gives up polling; about ten are enough
 POLLS_AT_MOST: tl.constexpr = tl.constexpr(4096)
@@ -232,30 +232,30 @@ def fused_shared_tile(
     tokens,
     places,
     UP: tl.constexpr,
-    SHARED: tl.constexpr,
+    FUSED_SHARED: tl.constexpr,
     TOPK: tl.constexpr,
     EVEN_K: tl.constexpr,
-    WIDE_M: tl.constexpr,
-    WIDE_N: tl.constexpr,
-    WIDE_K: tl.constexpr,
+    SHARED_M: tl.constexpr,
+    SHARED_N: tl.constexpr,
+    SHARED_K: tl.constexpr,
 ):
-    """Compute a tile of one of the ``SHARED`` fused shared experts.
+    """Compute a tile of one of the ``FUSED_SHARED`` fused shared experts.
 
     They are the last experts and the last ones of every token. Their rows between the two GEMMs are
     stored after the first ``places`` rows.
     """
-    tiles = tl.cdiv(tokens, WIDE_M)
-    shared, first = program // tiles % SHARED, program // tiles // SHARED * WIDE_N
-    token = program % tiles * WIDE_M + tl.arange(0, WIDE_M)
+    tiles = tl.cdiv(tokens, SHARED_M)
+    number, first = program // tiles % FUSED_SHARED, program // tiles // FUSED_SHARED * SHARED_N
+    token = program % tiles * SHARED_M + tl.arange(0, SHARED_M)
     real = token < tokens
-    pair, place = token * TOPK + TOPK - SHARED + shared, places + shared * tokens + token
+    pair, place = token * TOPK + TOPK - FUSED_SHARED + number, places + number * tokens + token
     compute_tile(
         x,
         0,
         w,
         out,
         weights,
-        experts - SHARED + shared,
+        experts - FUSED_SHARED + number,
         tl.where(real, token if UP else place, 0),
         pair,
         real,
@@ -269,23 +269,23 @@ def fused_shared_tile(
         True,
         EVEN_K,
         False,
-        WIDE_M,
-        WIDE_N,
-        WIDE_K,
+        SHARED_M,
+        SHARED_N,
+        SHARED_K,
     )
 
 
 @triton.jit
-def await_ready(begun, programs, DEPENDENT: tl.constexpr):
+def await_ready(ready, programs, DEPENDENT: tl.constexpr):
     """Spin until the gate sets the ready flag for x, the earliest moment at which x may be read.
 
     The last of ``programs`` clears the flag.
     """
     looks = 0
-    while (looks < POLLS_AT_MOST) & (tl.atomic_add(begun, 0, sem="acquire") == 0):
+    while (looks < POLLS_AT_MOST) & (tl.atomic_add(ready, 0, sem="acquire") == 0):
         looks += 1
     if looks == POLLS_AT_MOST:
-        dependent.wait(DEPENDENT)
-    if tl.atomic_add(begun + 1, 1, sem="relaxed") == programs - 1:
-        tl.atomic_xchg(begun + 1, 0, sem="relaxed")
-        tl.atomic_xchg(begun, 0, sem="relaxed")
+        dependent_launch.wait(DEPENDENT)
+    if tl.atomic_add(ready + 1, 1, sem="relaxed") == programs - 1:
+        tl.atomic_xchg(ready + 1, 0, sem="relaxed")
+        tl.atomic_xchg(ready, 0, sem="relaxed")

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 FETCHED: tl.constexpr = tl.constexpr(2)  # experts of a token whose weights are prefetched
@@ -37,8 +37,8 @@ def _up(
 ):
     """Compute ``BLOCK_N`` columns of silu(gate) * up of one pair."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    dependent.wait(DEPENDENT)
-    dependent.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     pair = tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64)
     if expert < 0:
@@ -80,7 +80,7 @@ def _down(
     DEPENDENT: tl.constexpr,
 ):
     """Compute ``BLOCK_N`` columns of the weighted sum of one token's experts."""
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -91,12 +91,12 @@ def _down(
             + tl.minimum(tl.arange(0, LINES) * 64, depth - 1)[None, :]
         )
         for j in tl.static_range(min(TOPK, FETCHED)):
-            dependent.fetch(
+            dependent_launch.fetch(
                 w
                 + tl.maximum(tl.load(ids + token * TOPK + j).to(tl.int64), 0) * columns * depth
                 + line
             )
-        dependent.wait(DEPENDENT)
+        dependent_launch.wait(DEPENDENT)
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for j in tl.static_range(TOPK):
         expert = tl.load(ids + token * TOPK + j).to(tl.int64)
@@ -143,7 +143,7 @@ def up(x: Tensor, w13: Tensor, ids: Tensor, config: Mapping[str, Any]) -> Tensor
         BLOCK_N=config["block_n"],
         BLOCK_K=config["block_k"],
         num_warps=config["warps"],
-        **dependent.options(),
+        **dependent_launch.options(),
     )
     return out
 
@@ -178,6 +178,6 @@ def down(h: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, config: Mapping[st
         BLOCK_K=config["block_k"],
         LINES=_lines(w2),
         num_warps=config["warps"],
-        **dependent.options(),
+        **dependent_launch.options(),
     )
     return out

@@ -52,10 +52,10 @@ def load_tiles(
     UP: gl.constexpr,
     GATHER: gl.constexpr,
     TOPK: gl.constexpr,
-    PARTS: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
     COLUMNS: gl.constexpr,
     DEPTH: gl.constexpr,
-    RING: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """Load x and the expert's weight for every tile of this program.
 
@@ -78,16 +78,16 @@ def load_tiles(
         full,
         empty,
     ) = given
-    size: gl.constexpr = (COLUMNS + (0 if GATHER else 64 * PARTS)) * DEPTH * 2
+    size: gl.constexpr = (COLUMNS + (0 if GATHER else 64 * WARPGROUPS)) * DEPTH * 2
     step = 0
     for tile in range(gl.program_id(0), m_blocks * n_blocks, gl.num_programs(0)):
         block, column_block = place_of(tile, m_blocks, n_blocks, group)
         expert = gl.load(expert_of_block + block)
-        place = block * 64 * PARTS
+        place = block * 64 * WARPGROUPS
         if GATHER:
             rows_0, real_0 = _rows_of(x, sorted_pairs, place, pairs, depth, TOPK, DEPTH)
             rows_1, real_1 = _rows_of(x, sorted_pairs, place + 64, pairs, depth, TOPK, DEPTH)
-            if PARTS == 3:
+            if WARPGROUPS == 3:
                 rows_2, real_2 = _rows_of(x, sorted_pairs, place + 128, pairs, depth, TOPK, DEPTH)
         first = expert * columns + column_block * COLUMNS
         second = first + COLUMNS // 2
@@ -95,24 +95,24 @@ def load_tiles(
             first = expert * 2 * columns + column_block * (COLUMNS // 2)
             second = first + columns
         for start in range(0, depth, DEPTH):
-            stage = step % RING
-            mbarrier.wait(empty.index(stage), ((step // RING) & 1) ^ 1)
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(stage), size)
             copy_tile(w_at, [first, start], full.index(stage), w_ring.index(2 * stage))
             copy_tile(w_at, [second, start], full.index(stage), w_ring.index(2 * stage + 1))
             if GATHER:
-                copy_rows(x_ring.index(PARTS * stage), rows_0 + start, mask=real_0)
-                copy_rows(x_ring.index(PARTS * stage + 1), rows_1 + start, mask=real_1)
-                if PARTS == 3:
-                    copy_rows(x_ring.index(PARTS * stage + 2), rows_2 + start, mask=real_2)
+                copy_rows(x_ring.index(WARPGROUPS * stage), rows_0 + start, mask=real_0)
+                copy_rows(x_ring.index(WARPGROUPS * stage + 1), rows_1 + start, mask=real_1)
+                if WARPGROUPS == 3:
+                    copy_rows(x_ring.index(WARPGROUPS * stage + 2), rows_2 + start, mask=real_2)
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             else:
-                for part in gl.static_range(PARTS):
+                for warpgroup in gl.static_range(WARPGROUPS):
                     copy_tile(
                         x_at,
-                        [place + 64 * part, start],
+                        [place + 64 * warpgroup, start],
                         full.index(stage),
-                        x_ring.index(PARTS * stage + part),
+                        x_ring.index(WARPGROUPS * stage + warpgroup),
                     )
             step += 1
 
@@ -155,10 +155,10 @@ def store_weighted(out, value, weights, pair, pairs, row, real, column_block, co
 
 
 @gluon.jit
-def pass_over(full, empty, step, steps, RING: gl.constexpr):
+def pass_over(full, empty, step, steps, STAGES: gl.constexpr):
     """Release the next ``steps`` pipeline stages unread. Return the step after them."""
     for _ in range(steps):
-        mbarrier.wait(full.index(step % RING), (step // RING) & 1)
-        mbarrier.arrive(empty.index(step % RING), count=1)
+        mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+        mbarrier.arrive(empty.index(step % STAGES), count=1)
         step += 1
     return step

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.moe.route_choice import choice_constants, choose, choose_each
 
@@ -53,7 +53,7 @@ def _vector_scores(
         mask=k[None, :] < hidden,
         other=0.0,
     )
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     value = tl.load(x + token.to(tl.int64) * x_stride + k, mask=k < hidden, other=0.0)
     return tl.sum(gate.to(tl.float32) * value.to(tl.float32)[None, :], 1)[None, :]
 
@@ -87,8 +87,10 @@ def _matrix_scores(
     x_at = x + tl.where(token < tokens, token, 0).to(tl.int64)[:, None] * x_stride + k[None, :]
     rows = weight + tl.where(expert < experts, expert, 0)[:, None] * hidden
     if DEPENDENT:
-        dependent.fetch(rows + tl.minimum(start + tl.arange(0, LINES) * 64, end - 1)[None, :])
-    dependent.wait(DEPENDENT)
+        dependent_launch.fetch(
+            rows + tl.minimum(start + tl.arange(0, LINES) * 64, end - 1)[None, :]
+        )
+    dependent_launch.wait(DEPENDENT)
     if SETS_READY:
         if first + first_expert + start == 0:
             tl.atomic_xchg(ready, 1, sem="release")
@@ -140,7 +142,7 @@ def _route(
     SETS_READY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     part, block = tl.program_id(0), tl.program_id(1)
     first, first_expert, split = block * BT, part % E_BLOCKS * BE, part // E_BLOCKS
     start = split * split_depth
@@ -295,7 +297,7 @@ def route(
         return weights, ids
     logits, has_chosen = _launch(x, weight, bias, weights, ids, scale, ready, constants)
     if not has_chosen:
-        constants |= {"SPLITS": len(logits), **dependent.options()}
+        constants |= {"SPLITS": len(logits), **dependent_launch.options()}
         choose_each(logits, bias, weights, ids, scale, constants)
     return weights, ids
 
@@ -354,6 +356,6 @@ def _launch(
         ROWS=min(bt, 16),
         SETS_READY=ready is not None,
         **constants,
-        **dependent.options(),
+        **dependent_launch.options(),
     )
     return logits, one_launch

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import next_power_of_2
 
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # score of an expert in an excluded group
@@ -126,8 +126,8 @@ def _choose_each(
     DEPENDENT: tl.constexpr,
 ):
     """Choose the experts of one token a program."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     choose(
         logits,
         bias,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from glowplug.kernels.elementwise import cpu_small as few
+from glowplug.kernels.elementwise import cpu_small
 
 
 def _exclude_groups(scores: Tensor, group_scores: Tensor, topk_groups: int, value: float) -> None:
@@ -60,8 +60,8 @@ def topk_sigmoid(
 
     ``bias`` is float32 [E]. A group is ranked by the sum of its two best experts.
     """
-    if few.is_few(logits):
-        found = few.topk_sigmoid(
+    if cpu_small.is_few(logits):
+        found = cpu_small.topk_sigmoid(
             logits.numpy(), bias.numpy(), k, groups, topk_groups, renormalize, scale
         )
         return torch.from_numpy(found[0]), torch.from_numpy(found[1])

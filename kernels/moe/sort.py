@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.moe.align import Alignment
 
@@ -33,8 +33,8 @@ def _place(
     DEPENDENT: tl.constexpr,
 ):
     """Store the position of each of ``ROWS`` sorted pairs, and copy their scales there."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     first = tl.program_id(0) * ROWS
     if first >= tl.load(filled):
         return
@@ -64,8 +64,8 @@ def _spread(
     DEPENDENT: tl.constexpr,
 ):
     """Copy ``WIDTH`` channels of a token to the positions of its pairs."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     value = tl.load(x + token * x_stride + column, mask=column < depth, other=0.0)
@@ -89,8 +89,8 @@ def _sum(
     DEPENDENT: tl.constexpr,
 ):
     """Sum ``BLOCK`` channels of a token's weighted rows."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -124,7 +124,7 @@ def gather_rows(
     values = torch.empty(rows, depth, dtype=x.dtype, device=x.device)
     scales = torch.empty(groups, rows, device=x.device)
     place = torch.empty(ids.numel(), dtype=torch.int32, device=x.device)
-    options = {"PER_TOKEN": ids.shape[1], "num_warps": 4, **dependent.options()}
+    options = {"PER_TOKEN": ids.shape[1], "num_warps": 4, **dependent_launch.options()}
     _place[(cdiv(rows, SCALE_ROWS),)](
         x_scales,
         order.sorted_pairs,
@@ -163,6 +163,6 @@ def sum_placed(y: Tensor, place: Tensor, ids: Tensor, weights: Tensor) -> Tensor
     out = torch.empty(tokens, size, dtype=y.dtype, device=y.device)
     block = min(1024, next_power_of_2(size))
     _sum[(tokens, cdiv(size, block))](
-        y, place, ids, weights, out, size, WIDTH=width, BLOCK=block, **dependent.options()
+        y, place, ids, weights, out, size, WIDTH=width, BLOCK=block, **dependent_launch.options()
     )
     return out

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 
@@ -23,8 +23,8 @@ def _sum(
     DEPENDENT: tl.constexpr,
 ):
     """Sum ``BLOCK`` channels of a token's rows."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -52,6 +52,13 @@ def moe_sum(parts: Tensor, ids: Tensor) -> Tensor:
     if tokens:
         block = min(1024, next_power_of_2(size))
         _sum[(tokens, cdiv(size, block))](
-            parts, ids, out, ids.stride(0), size, WIDTH=width, BLOCK=block, **dependent.options()
+            parts,
+            ids,
+            out,
+            ids.stride(0),
+            size,
+            WIDTH=width,
+            BLOCK=block,
+            **dependent_launch.options(),
         )
     return out

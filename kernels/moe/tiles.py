@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.launch.tuned_tables import Config
 
 #: tokens up to which the rule uses "gemv": their experts do not overlap, so no weight is read twice
@@ -49,7 +49,7 @@ class ExpertsProblem:
 
     def table_on(self, machine: tuple[str, str] | None) -> str:
         """Return the file name of a machine's table; see ``tuned.file_name``."""
-        return tuned.file_name(
+        return tuned_tables.file_name(
             f"E={self.experts},N={self.inter},H={self.hidden}", self.dtype, machine=machine
         )
 
@@ -82,7 +82,7 @@ def tile(
     return found | ({"wide": wide} if wide else {})
 
 
-def rule(problem: ExpertsProblem, tokens: int) -> dict[str, Config]:
+def dense_experts_rule(problem: ExpertsProblem, tokens: int) -> dict[str, Config]:
     """Return the configurations {"up", "down"} of a problem without measurements."""
     load = tokens * problem.topk / problem.experts
     if tokens <= GEMV_TOKENS_MAX:
@@ -107,9 +107,9 @@ def rule(problem: ExpertsProblem, tokens: int) -> dict[str, Config]:
 
 
 @lru_cache(maxsize=1024)
-def chosen(problem: ExpertsProblem, tokens: int) -> Mapping[str, Config]:
+def dense_experts_config(problem: ExpertsProblem, tokens: int) -> Mapping[str, Config]:
     """Return the configurations {"up", "down"} by :func:`pick` from this machine's table."""
-    return pick(problem, tokens, tuned.table(problem.table_name) or {})
+    return pick(problem, tokens, tuned_tables.table(problem.table_name) or {})
 
 
 def pick(
@@ -127,10 +127,10 @@ def pick(
             product["way"] != "dense" or product["block_m"] >= tokens for product in config.values()
         )
     }
-    return tuned.nearest(fitting, tokens) if fitting else rule(problem, tokens)
+    return tuned_tables.nearest(fitting, tokens) if fitting else dense_experts_rule(problem, tokens)
 
 
-def has_wide_tiles(config: Config, tokens: int) -> bool:
+def fused_shared_has_own_tiles(config: Config, tokens: int) -> bool:
     """Return whether the fused shared experts get larger tiles than the routed experts.
 
     With several small tiles their weights would be read several times.

@@ -19,19 +19,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.launch.integers import next_power_of_2
 from glowplug.kernels.launch.timing import microseconds
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe import (
-    gemm as moe_gemm,
-    gemm_hopper as moe_gemm_hopper,
-    gemv as moe_gemv,
+    gemm,
+    gemm_hopper,
+    gemv,
 )
 from glowplug.kernels.moe.align import Alignment, align
 from glowplug.kernels.moe.experts import fused_shared_mlp
 from glowplug.kernels.moe.sum import moe_sum
-from glowplug.kernels.moe.tiles import SHARED_TILE_TOKENS_MAX, ExpertsProblem, has_wide_tiles
+from glowplug.kernels.moe.tiles import (
+    SHARED_TILE_TOKENS_MAX,
+    ExpertsProblem,
+    fused_shared_has_own_tiles,
+)
 from glowplug.kernels.moe.tuning_candidates import candidates
 
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
@@ -42,16 +46,18 @@ Measured = tuple[float, Config]  #: (microseconds, configuration)
 class Bench:
     """Weights of a problem, and methods that draw routings and run one GEMM.
 
-    The last ``shared`` experts are fused shared experts.
+    The last ``fused_shared`` experts are fused shared experts.
     """
 
     problem: ExpertsProblem
     w13: Tensor
     w2: Tensor
-    shared: int
+    fused_shared: int
 
     @staticmethod
-    def make(problem: ExpertsProblem, shared: int, held: int = 0, device: str = "cuda") -> Bench:
+    def make(
+        problem: ExpertsProblem, fused_shared: int, held: int = 0, device: str = "cuda"
+    ) -> Bench:
         """Draw random weights of ``held`` experts (0: all of the problem's)."""
         count = held or problem.experts
         dtype = getattr(torch, problem.dtype)
@@ -61,36 +67,46 @@ class Bench:
         w2 = torch.empty(count, problem.hidden, problem.inter, dtype=dtype, device=device).normal_(
             std=0.02
         )
-        return Bench(problem, w13, w2, shared)
+        return Bench(problem, w13, w2, fused_shared)
 
     def routing(self, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
         """Draw (ids, weights): fused shared experts for every token, the others uniformly."""
         device = self.w13.device
         generator = torch.Generator(device).manual_seed(seed)
-        routed = len(self.w13) - self.shared
+        routed = len(self.w13) - self.fused_shared
         ids = torch.rand(tokens, routed, generator=generator, device=device)
-        ids = ids.topk(min(routed, self.problem.topk - self.shared), 1).indices.int()
+        ids = ids.topk(min(routed, self.problem.topk - self.fused_shared), 1).indices.int()
         always = torch.arange(
-            routed, routed + self.shared, dtype=torch.int32, device=device
+            routed, routed + self.fused_shared, dtype=torch.int32, device=device
         ).expand(tokens, -1)
         ids = torch.cat([ids, always], 1)
         return ids, torch.rand(ids.shape, generator=generator, device=device)
 
-    def wide(self, config: Config, tokens: int) -> int:
+    def separate_shared(self, config: Config, tokens: int) -> int:
         """Return the number of fused shared experts that are computed outside the alignment."""
-        return self.shared if has_wide_tiles(config, tokens) or config["way"] == "hopper" else 0
+        return (
+            self.fused_shared
+            if fused_shared_has_own_tiles(config, tokens) or config["way"] == "hopper"
+            else 0
+        )
 
     def align(self, config: Config, ids: Tensor) -> Alignment | None:
         """Return the alignment that a configuration needs, or None."""
-        wide = self.wide(config, len(ids))
-        return align(ids, len(self.w13) - wide, config["block_m"], wide) if aligns(config) else None
+        separate_shared = self.separate_shared(config, len(ids))
+        return (
+            align(ids, len(self.w13) - separate_shared, config["block_m"], separate_shared)
+            if aligns(config)
+            else None
+        )
 
     def rows(self, product: str, config: Config, tokens: int, aligned: Alignment | None) -> Tensor:
         """Draw the input of GEMM ``product`` for ``tokens`` tokens."""
         pairs = tokens * self.problem.topk
         if aligned is not None:
-            wide = 0 if config["way"] == "hopper" else self.wide(config, tokens)
-            pairs = len(aligned.sorted_pairs) + wide * tokens
+            separate_shared = (
+                0 if config["way"] == "hopper" else self.separate_shared(config, tokens)
+            )
+            pairs = len(aligned.sorted_pairs) + separate_shared * tokens
         rows, depth = (
             (tokens, self.problem.hidden) if product == "up" else (pairs, self.problem.inter)
         )
@@ -106,19 +122,19 @@ class Bench:
         aligned: Alignment | None,
     ) -> Tensor:
         """Run GEMM ``product``, "up" or "down"."""
-        wide = self.wide(config, len(ids))
+        separate_shared = self.separate_shared(config, len(ids))
         if config["way"] == "hopper":
             return self._run_hopper(product, config, x, ids, weights, aligned)
         if product == "up":
             return (
-                moe_gemv.up(x, self.w13, ids, config)
+                gemv.up(x, self.w13, ids, config)
                 if config["way"] == "gemv"
-                else moe_gemm.up(x, self.w13, ids, aligned, config, wide)
+                else gemm.up(x, self.w13, ids, aligned, config, separate_shared)
             )
         return (
-            moe_gemv.down(x, self.w2, ids, weights, config)
+            gemv.down(x, self.w2, ids, weights, config)
             if config["way"] == "gemv"
-            else moe_gemm.down(x, self.w2, ids, weights, aligned, config, wide)
+            else gemm.down(x, self.w2, ids, weights, aligned, config, separate_shared)
         )
 
     def _run_hopper(
@@ -132,13 +148,15 @@ class Bench:
     ) -> Tensor:
         """Run a GEMM by the Hopper kernel. "up" includes the fused shared experts' dense MLP."""
         assert aligned is not None
-        kept = ids.shape[1] - max(self.shared - 1, 0)
+        kept = ids.shape[1] - max(self.fused_shared - 1, 0)
         rows = torch.empty(len(ids), kept, self.problem.hidden, dtype=x.dtype, device=x.device)
         if product == "down":
-            return moe_gemm_hopper.down(x, self.w2, weights, aligned, config, rows)
-        if self.shared:
-            fused_shared_mlp(x, self.w13[-self.shared :], self.w2[-self.shared :], rows[:, -1])
-        return moe_gemm_hopper.up(x, self.w13, ids, aligned, config)
+            return gemm_hopper.down(x, self.w2, weights, aligned, config, rows)
+        if self.fused_shared:
+            fused_shared_mlp(
+                x, self.w13[-self.fused_shared :], self.w2[-self.fused_shared :], rows[:, -1]
+            )
+        return gemm_hopper.up(x, self.w13, ids, aligned, config)
 
 
 def aligns(config: Config) -> bool:
@@ -147,14 +165,14 @@ def aligns(config: Config) -> bool:
 
 
 def _compile(
-    problem: ExpertsProblem, shared: int, wanted: Sequence[tuple[str, Config, int]]
+    problem: ExpertsProblem, fused_shared: int, wanted: Sequence[tuple[str, Config, int]]
 ) -> list[str]:
     """Run each (GEMM, configuration, tokens) once on a few experts to fill the disk cache.
 
     Returns:
         Keys of the configurations that failed.
     """
-    bench = Bench.make(problem, shared, held=problem.topk)
+    bench = Bench.make(problem, fused_shared, held=problem.topk)
     failed = []
     for product, config, tokens in wanted:
         ids, weights = bench.routing(tokens, 0)
@@ -170,15 +188,15 @@ def _compile(
     return failed
 
 
-def _equivalent_tokens(config: Config, tokens: int, shared: int) -> int:
+def _equivalent_tokens(config: Config, tokens: int, fused_shared: int) -> int:
     """Return a small token count for which the same kernel is compiled as for ``tokens``."""
-    if shared and has_wide_tiles(config, tokens):
+    if fused_shared and fused_shared_has_own_tiles(config, tokens):
         return min(SHARED_TILE_TOKENS_MAX, next_power_of_2(tokens))
     return 16
 
 
 def compile_ahead(
-    problem: ExpertsProblem, shared: int, tokens: Sequence[int], workers: int
+    problem: ExpertsProblem, fused_shared: int, tokens: Sequence[int], workers: int
 ) -> set[str]:
     """Compile every candidate in ``workers`` processes. Return those that do not compile."""
     wanted = {
@@ -186,11 +204,11 @@ def compile_ahead(
         for number in tokens
         for product in ("up", "down")
         for config in candidates(product, problem, number)
-        for equivalent in (_equivalent_tokens(config, number, shared),)
+        for equivalent in (_equivalent_tokens(config, number, fused_shared),)
     }
     shares = [list(wanted.values())[number::workers] for number in range(workers)]
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        done = [pool.submit(_compile, problem, shared, share) for share in shares if share]
+        done = [pool.submit(_compile, problem, fused_shared, share) for share in shares if share]
         return {name for share in done for name in share.result()}
 
 
@@ -271,7 +289,7 @@ def best_pair(
 
 def tune_experts(
     problem: ExpertsProblem,
-    shared: int,
+    fused_shared: int,
     path: Path,
     *,
     tokens: Sequence[int] = TOKENS,
@@ -283,7 +301,7 @@ def tune_experts(
 
     Args:
         problem: The experts.
-        shared: Number of fused shared experts, the last ones.
+        fused_shared: Number of fused shared experts, the last ones.
         path: The table, ``tuned.FOLDER / problem.table_name``.
         tokens: Token counts of the table.
         seconds: Time limit.
@@ -298,12 +316,12 @@ def tune_experts(
     open_ = [number for number in tokens if number not in table]
     if not open_:
         return table
-    failed = compile_ahead(problem, shared, open_, workers)
+    failed = compile_ahead(problem, fused_shared, open_, workers)
     log(
         f"{asdict(problem)}: compiled in {time.monotonic() - begin:.0f} s; "
         f"{len(failed)} candidates do not compile"
     )
-    bench = Bench.make(problem, shared)
+    bench = Bench.make(problem, fused_shared)
     for position, number in enumerate(open_):
         left = begin + seconds - time.monotonic()
         if left <= 0:
@@ -314,7 +332,7 @@ def tune_experts(
         )
         aligning, summing = overheads(bench, number)
         spent, table[number] = best_pair(found, aligning, summing)
-        tuned.keep(path, table)
+        tuned_tables.keep(path, table)
         log(
             f"{number} tokens: {spent:.1f} us; align {aligning:.1f}, sum {summing:.1f}; "
             + "; ".join(

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from glowplug.kernels.launch.integers import next_power_of_2
 from glowplug.kernels.launch.tuned_tables import Config
-from glowplug.kernels.moe import gemm as moe_gemm, gemm_hopper as moe_gemm_hopper
-from glowplug.kernels.moe.tiles import ExpertsProblem, has_wide_tiles, tile
+from glowplug.kernels.moe import gemm, gemm_hopper
+from glowplug.kernels.moe.tiles import ExpertsProblem, fused_shared_has_own_tiles, tile
 
 SHARED_MEMORY = 225_000  #: bytes of shared memory that a CTA may use on Hopper
 
@@ -21,8 +21,8 @@ def _fits(
     """
     columns, products = (problem.inter, 2) if product == "up" else (problem.hidden, 1)
     tiles = [(config["block_m"], config["block_n"], config["block_k"])]
-    if has_wide_tiles(config, tokens):
-        tiles.append(moe_gemm.wide_tile(tokens, product == "up", config))
+    if fused_shared_has_own_tiles(config, tokens):
+        tiles.append(gemm.fused_shared_tile_sizes(tokens, product == "up", config))
     most = max((rows + products * each) * depth for rows, each, depth in tiles)
     divide = all(each <= 128 or columns % each == 0 for _, each, _ in tiles)
     return divide and config["stages"] * most * width <= SHARED_MEMORY
@@ -111,8 +111,8 @@ def _hopper(problem: ExpertsProblem) -> Iterator[Config]:
     """Yield configurations of the Hopper kernel for high loads, if the sizes fit."""
     if (
         problem.dtype == "float32"
-        or problem.hidden % moe_gemm_hopper.DEPTH
-        or problem.inter % moe_gemm_hopper.DEPTH
+        or problem.hidden % gemm_hopper.DEPTH
+        or problem.inter % gemm_hopper.DEPTH
     ):
         return
     for block_m, lead in ((128, 2), (192, 1)):
@@ -164,12 +164,12 @@ def candidates(
                 else 8 < tokens and c["block_m"] <= 4 * load + 16
             )
         ]
-    found = [c for c in found if "wide" not in c or has_wide_tiles(c, tokens)]
+    found = [c for c in found if "wide" not in c or fused_shared_has_own_tiles(c, tokens)]
     if load >= 6:
         found += [c for c in _computing() if c["block_m"] <= max(64, 4 * load)]
     found = [c for c in found if c["way"] == "gemv" or _fits(product, c, problem, tokens)]
     return (
         [*found, *_hopper(problem)]
-        if load >= 48 and (hopper or moe_gemm_hopper.supported())
+        if load >= 48 and (hopper or gemm_hopper.card_is_hopper())
         else found
     )

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.sampling.vocabulary_blocks import (
     Grid,
     RowChoice,
@@ -97,8 +97,8 @@ def _narrow(
     ``low`` holds the bits of the largest weight known to leave enough. A block without weights in
     the remaining search interval is not read again.
     """
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
     state = tl.load(rows + row)
     temperature = tl.load(temperatures + state * temperature_stride)
@@ -203,5 +203,5 @@ def cut_off(
             BLOCK=grid.block,
             BLOCKS=grid.blocks,
             PIVOTS=PIVOTS,
-            **dependent.options(),
+            **dependent_launch.options(),
         )

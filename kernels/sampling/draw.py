@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.sampling.vocabulary_blocks import (
     Grid,
     RowChoice,
@@ -78,8 +78,8 @@ def _draw(
     DEPENDENT: tl.constexpr,
 ):
     """Sum the weights of a block; the last program of the row draws a token."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
     state = tl.load(rows + row)
     temperature = tl.load(temperatures + state * temperature_stride)
@@ -141,5 +141,5 @@ def draw(
             coldest,
             BLOCK=grid.block,
             BLOCKS=grid.blocks,
-            **dependent.options(),
+            **dependent_launch.options(),
         )

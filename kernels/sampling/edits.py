@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import next_power_of_2
 
 PENALTIES = 1  #: row flag: the row has penalties
@@ -185,8 +185,8 @@ def _observe(
     DEPENDENT: tl.constexpr,
 ):
     """Count the accepted tokens of one row."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     row = tl.program_id(0)
     state = tl.load(rows + row)
     if tl.load(flags + state * int_stride) & _PENALTIES != 0:
@@ -218,5 +218,5 @@ def observe(tokens: Tensor, counts: Tensor, rows: Tensor, edits: RowEdits) -> No
             edits.table.shape[1],
             WIDTH=width,
             num_warps=1,
-            **dependent.options(),
+            **dependent_launch.options(),
         )

@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
-from glowplug.kernels.sampling import edits as sampling_edits
-from glowplug.kernels.sampling.edits import RowEdits
+from glowplug.kernels.launch import dependent_launch
+from glowplug.kernels.sampling.edits import RowEdits, edited
 from glowplug.kernels.sampling.vocabulary_blocks import Grid, RowChoice, finished, key_of
 
 LIST_CHUNK = 64  #: listed tokens processed together
@@ -32,8 +31,8 @@ def _best(
     DEPENDENT: tl.constexpr,
 ):
     """Find the most likely token of a row."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
     index = block * BLOCK + tl.arange(0, BLOCK)
     source = logits + row.to(tl.int64) * stride
@@ -92,12 +91,12 @@ def _best_edited(
     DEPENDENT: tl.constexpr,
 ):
     """Edit the logits of a row and find its most likely token."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
     index = block * BLOCK + tl.arange(0, BLOCK)
     source = logits + row.to(tl.int64) * stride
-    value = sampling_edits.edited(
+    value = edited(
         source,
         tl.load(rows + row),
         index,
@@ -196,7 +195,7 @@ def best(logits: Tensor, arrived: Tensor) -> RowChoice:
             *grid.sizes,
             BLOCK=grid.block,
             BLOCKS=grid.blocks,
-            **dependent.options(),
+            **dependent_launch.options(),
         )
     return choice
 
@@ -243,7 +242,7 @@ def best_edited(
             BLOCKS=grid.blocks,
             LIST=LIST_CHUNK,
             enable_fp_fusion=False,
-            **dependent.options(),
+            **dependent_launch.options(),
         )
     return choice
 

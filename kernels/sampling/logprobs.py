@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import next_power_of_2
 from glowplug.kernels.sampling.vocabulary_blocks import Grid, finished, key_of
 
@@ -39,8 +39,8 @@ def _scores(
     DEPENDENT: tl.constexpr,
 ):
     """Find the K largest logits and the exponential sum of a block, and combine them per row."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
     source = logits + row.to(tl.int64) * stride
     index = block * BLOCK + tl.arange(0, BLOCK)
@@ -112,6 +112,6 @@ def token_logprobs(
             BLOCK=grid.block,
             BLOCKS=grid.blocks,
             PLACES=max(2, next_power_of_2(grid.sizes[2] * most)),
-            **dependent.options(),
+            **dependent_launch.options(),
         )
     return scores, top_ids[:, :k], top[:, :k]

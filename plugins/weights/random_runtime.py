@@ -18,10 +18,10 @@ from torch import Tensor
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import WeightTarget, Worker
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 from glowplug.plugins.weights.random import RandomOptions
 
 FP8_SPREAD = 96.0  #: standard deviation of FP8 codes; the maximum of 448 is 4.7 deviations
-BLOCK = 128  #: size of an FP8 weight block
 #: numbers generated at a time: few enough for the CPU's cache, and for little GPU memory
 PIECE_NUMBERS = {"cpu": 1 << 17, "cuda": 1 << 26}
 INT8_SPREAD = 36.0  #: standard deviation of int8 codes; the maximum of 127 is 3.5 deviations
@@ -39,7 +39,7 @@ class RandomSource:
         self._tied = False
         self._layers = 1
         self._facts: ModelFacts | None = None
-        self._block = (BLOCK, BLOCK)
+        self._block = (FP8_BLOCK, FP8_BLOCK)
 
     def open(self, facts: ModelFacts) -> None:
         dtype = getattr(torch, facts.dtype, None)

@@ -17,6 +17,7 @@ from glowplug.core.testing.suites.attention import MhaCase, MlaCase, MlaSuite
 from glowplug.kernels.elementwise import rope_reference as rope
 from glowplug.kernels.elementwise.norm_reference import rms_norm_reference
 from glowplug.kernels.formats import fp8
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 from tests.contract.gpu_slots import padded, refill
 
 EPS = 1e-6
@@ -61,7 +62,7 @@ class ProjectedSuite(MlaSuite):
 
     def test_stored_blocks_are_read(self) -> None:
         """A layer whose weights are block FP8: their blocks give what the dequantised ones give."""
-        if self.nope % fp8.BLOCK or self.value % fp8.BLOCK or self.lora % fp8.BLOCK:
+        if self.nope % FP8_BLOCK or self.value % FP8_BLOCK or self.lora % FP8_BLOCK:
             pytest.skip("heads are not whole blocks")
         for seed, width in enumerate((1, min(3, self.max_width))):
             generator = torch.Generator().manual_seed(seed)
@@ -97,7 +98,7 @@ class ProjectedSuite(MlaSuite):
         layer = self._case(dense[:, : self.nope], dense[:, self.nope :].transpose(1, 2))
         layer.kv_stored = (
             values.view(self.heads, rows, self.lora),
-            scales.view(self.heads, rows // fp8.BLOCK, self.lora // fp8.BLOCK),
+            scales.view(self.heads, rows // FP8_BLOCK, self.lora // FP8_BLOCK),
         )
         return layer
 

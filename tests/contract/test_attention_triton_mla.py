@@ -75,10 +75,11 @@ class Apart(TritonMla):
     """Leaves three parts of keys to W_UV's product wherever it may."""
 
     def _tiled_rows(
-        self, query: Tensor, kv: Tensor, layer: MlaLayer, apart: bool = False
+        self, query: Tensor, kv: Tensor, layer: MlaLayer, merge_in_values: bool = False
     ) -> tuple[_Rows, MlaTiling]:
-        rows, cut = super()._tiled_rows(query, kv, layer, apart)
-        return rows, replace(cut, block_n=16, splits=3, apart=apart and rows.width == 1)
+        rows, tiling = super()._tiled_rows(query, kv, layer, merge_in_values)
+        merge_in_values = merge_in_values and rows.width == 1
+        return rows, replace(tiling, block_n=16, splits=3, merge_in_values=merge_in_values)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: kernels are not interpreted")
@@ -86,9 +87,9 @@ class Apart(TritonMla):
 def test_parts_joined_interpreted(first_key: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding rows of few and of many keys beside a prompt; several tokens a row go the other way."""
     calls: list[Tensor] = []
-    product = mla_values.project
+    product = mla_values.merge_and_project
     monkeypatch.setattr(
-        mla_values, "project", lambda *given: [calls.append(given[4]), product(*given)]
+        mla_values, "merge_and_project", lambda *given: [calls.append(given[4]), product(*given)]
     )
     suite = TestInterpreted()
     suite.lora, suite.value, suite.heads = 64, 32, 2
@@ -118,9 +119,9 @@ def test_parts_joined_by_the_values_product(
     suite = TestPublishedSizes() if kept is None else TestFp8Cache()
     suite.heads = heads
     calls: list[Tensor] = []
-    product = mla_values.project
+    product = mla_values.merge_and_project
     monkeypatch.setattr(
-        mla_values, "project", lambda *given: [calls.append(given[4]), product(*given)]
+        mla_values, "merge_and_project", lambda *given: [calls.append(given[4]), product(*given)]
     )
     hopper = torch.cuda.get_device_capability() == (9, 0)
     for width in (1, 2):
@@ -141,7 +142,7 @@ def test_parts_joined_by_the_values_product(
 
 @pytest.mark.gpu
 def test_stored_blocks_are_joined_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mla_values, "project", None)
+    monkeypatch.setattr(mla_values, "merge_and_project", None)
     suite, generator = TestPublishedSizes(), torch.Generator().manual_seed(1)
     world = make_world([Row(n, 1) for n in (1, 70, 200, 500, 64, 65, 900, 333)], 64, 1)
     suite.arguments(world, generator)
@@ -152,7 +153,7 @@ def test_stored_blocks_are_joined_the_other_way(monkeypatch: pytest.MonkeyPatch)
         backend = suite.backend(64)
         backend._absorbed, backend._context, layer.kv_stored = option, 2048, stored
         if stored is None:
-            monkeypatch.setattr(mla_values, "fits", lambda lora, value: False)
+            monkeypatch.setattr(mla_values, "sizes_fit", lambda lora, value: False)
         backend.reserve(world.limits())
         backend.plan_step(world.batch, None)
         outs.append(projected.give(backend, True, layer))

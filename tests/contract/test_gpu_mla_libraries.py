@@ -145,9 +145,9 @@ class TestHopperByTriton(TestHopper):
         """Its own kernels' way from decode to values, of rows that are cut into parts."""
         from glowplug.kernels.mla import value_projection as mla_values
 
-        calls, product = [], mla_values.project
+        calls, product = [], mla_values.merge_and_project
         monkeypatch.setattr(
-            mla_values, "project", lambda *given: [calls.append(1), product(*given)]
+            mla_values, "merge_and_project", lambda *given: [calls.append(1), product(*given)]
         )
         generator = torch.Generator().manual_seed(width)
         world = make_world([Row(width + 67 * row, width) for row in range(12)], 64, width)

@@ -19,7 +19,7 @@ from torch import Tensor
 from glowplug import LLM, SamplingParams
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
-from glowplug.kernels.launch.cuda_arch import SHORT
+from glowplug.kernels.launch.cuda_arch import SHORT_KEYS_MAX
 from tests.gpu.logits import TEACHER, reference
 from tests.plugins.teacher_runtime import SCRIPTS, SEEN, score_prompts
 from tests.support.tiny import write_config
@@ -164,10 +164,10 @@ def test_rows_that_grow_past_what_is_short(tmp_path: Path) -> None:
     least = check(
         tmp_path,
         "cuda",
-        SHORT - 20,
+        SHORT_KEYS_MAX - 20,
         40,
-        SHORT + 128,
+        SHORT_KEYS_MAX + 128,
         batches=(8,),
         graphs={"use": "cuda_graph", "batch_sizes": [8], "prefill": False},
     )
-    print(f"least cosine of 8 x 40 steps around {SHORT} keys: {least:.6f}")
+    print(f"least cosine of 8 x 40 steps around {SHORT_KEYS_MAX} keys: {least:.6f}")

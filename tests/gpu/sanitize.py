@@ -68,7 +68,7 @@ ALL_CAPTURE = "test_gpu_replays"  #: what files without another test begin with
 #: integer: a test whose results hung on such a row fails.
 PADDED = (
     "mha.decode.mha_decode",
-    "mla.decode.decode_parts",
+    "mla.decode.decode_splits",
     "moe.align.align",
     "moe.experts.begin",
     "moe.gemm.up",

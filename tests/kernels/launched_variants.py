@@ -80,7 +80,7 @@ def token_launches(counts: list[int]) -> Launches:
     found, now = Launches(dict), SimpleNamespace(count=0)
     record(found, now)
     gates = [torch.empty(EXPERTS, HIDDEN, dtype=dtype) for dtype in (torch.float32, BF16)]
-    of_v3, bias, begun = (
+    of_v3, bias, ready = (
         torch.empty(V3, dtype=BF16),
         torch.empty(V3[0]),
         torch.zeros(2, dtype=torch.int32),
@@ -89,15 +89,15 @@ def token_launches(counts: list[int]) -> Launches:
     w2 = torch.empty(EXPERTS + SHARED, HIDDEN, INTER, dtype=BF16)
     for now.count in counts:
         x = torch.empty(now.count, HIDDEN, dtype=BF16)
-        early = moe_experts.begin(x, w13, TOPK + SHARED, SHARED, begun)
+        early = moe_experts.begin(x, w13, TOPK + SHARED, SHARED, ready)
         for gate in gates:
             route.route(
-                x, gate, None, TOPK, 1, 1, False, 1.0, SHARED, None if early is None else begun
+                x, gate, None, TOPK, 1, 1, False, 1.0, SHARED, None if early is None else ready
             )
         route.route(torch.empty(now.count, V3[1], dtype=BF16), of_v3, bias, 8, 8, 4, True, 2.5, 1)
         ids = torch.empty(now.count, TOPK + SHARED, dtype=torch.int32)
         rows, named = moe_experts.products(
-            x, w13, w2, ids, torch.empty(ids.shape), shared=SHARED, early=early
+            x, w13, w2, ids, torch.empty(ids.shape), fused_shared=SHARED, early=early
         )
         norm.add_rms_norm(rows, x, x[0], 1e-6, named)
     return found
@@ -113,11 +113,13 @@ def row_launches(counts: list[int], heads: int) -> Launches:
         query = torch.empty(now.count, heads, 576, dtype=BF16)
         table = torch.zeros(now.count, CONTEXT // PAGE, dtype=torch.int32)
         lens = torch.ones(now.count, dtype=torch.int32)
-        cut = decode_tiling.tiling(now.count, 1, heads, CONTEXT, BF16, BF16, True, True)
+        cut = decode_tiling.mla_tiling(now.count, 1, heads, CONTEXT, BF16, BF16, True, True)
         step = query, kv, table, lens, scale, PAGE, 512, cut
-        if cut.apart:
+        if cut.merge_in_values:
             out = query.new_empty(now.count, heads, 128)
-            mla_values.project(*mla_decode.decode_parts(*step), lens, w_uv, out, cut.block_n)
+            mla_values.merge_and_project(
+                *mla_decode.decode_splits(*step), lens, w_uv, out, cut.block_n
+            )
         else:
             mla_decode.mla_decode(*step)
     return found

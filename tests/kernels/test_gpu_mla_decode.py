@@ -22,12 +22,12 @@ LENGTHS = [1, 63, 64, 65, 700, 1025]
 
 def chosen(case: Case, ring: bool | None = None) -> decode_tiling.MlaTiling:
     """As the backend cuts it, or by the kernel for Hopper or not."""
-    fits = decode_tiling.ring_fits(
+    fits = decode_tiling.pipeline_fits(
         case.query.dtype, case.kv.dtype, case.page, case.lora, 64, case.kv.device
     )
     if ring and not fits:
         pytest.skip("not for the kernel of Hopper")
-    return decode_tiling.tiling(
+    return decode_tiling.mla_tiling(
         len(case.lengths),
         case.width,
         case.heads,

@@ -16,6 +16,7 @@ from glowplug.kernels.elementwise import activation, norm, rope, rope_reference
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul as silu_reference
 from glowplug.kernels.elementwise.norm_reference import rms_norm_reference
 from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 from glowplug.kernels.gemm import few_rows as skinny_gemm, fp8 as fp8_gemm
 from glowplug.kernels.sampling.greedy import best
 from tests.kernels.replays import BF16, FP8_ERROR, Case, Results, check, distance, randn, several
@@ -53,7 +54,7 @@ def test_norms(tokens: int, size: int) -> None:
 
 
 def of_format(values: Tensor, scales: Tensor) -> Tensor:
-    return values.double() * scales.double().repeat_interleave(fp8.BLOCK, 1)[:, : values.shape[1]]
+    return values.double() * scales.double().repeat_interleave(FP8_BLOCK, 1)[:, : values.shape[1]]
 
 
 def pairs_of_format(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -217,7 +218,9 @@ def test_fp8_products_of_one_row(columns: int, depth: int, held: int, splits: in
     "tokens,size,depth,bias", [(1, 2112, 7168, False), (2, 576, 2048, True), (5, 102, 512, False)]
 )
 def test_few_tokens(tokens: int, size: int, depth: int, bias: bool) -> None:
-    tile = skinny_gemm.rule(tokens, size, depth) or skinny_gemm.rule(1, 3072, 2048)
+    tile = skinny_gemm.few_rows_tile(tokens, size, depth) or skinny_gemm.few_rows_tile(
+        1, 3072, 2048
+    )
     assert tile is not None
 
     def made(seed: int) -> Case:

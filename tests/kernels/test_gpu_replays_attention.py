@@ -93,10 +93,10 @@ def test_parts_joined_by_the_values_product(rows: int, heads: int, kept: torch.d
     """Rows with fewer parts than others, and which those are changes; memory of parts that nobody
     writes holds NaN.
     """
-    cut = decode_tiling.tiling(
+    cut = decode_tiling.mla_tiling(
         rows, 1, heads, 2048, BF16, kept, torch.cuda.get_device_capability() == (9, 0), True
     )
-    cut = cut if cut.apart else replace(cut, splits=4)
+    cut = cut if cut.merge_in_values else replace(cut, splits=4)
 
     def made(seed: int) -> Case:
         lengths = [(1, 65, 1025, 64, 130, 700, 577, 63)[row % 8] for row in range(rows)]
@@ -109,8 +109,10 @@ def test_parts_joined_by_the_values_product(rows: int, heads: int, kept: torch.d
         out = torch.empty(rows, heads, 128, dtype=BF16, device="cuda")
 
         def run() -> Results:
-            parts = mla_decode.decode_parts(given.query, kv, table, lens, given.scale, 64, 512, cut)
-            mla_values.project(*parts, lens, w_uv, out, cut.block_n)
+            parts = mla_decode.decode_splits(
+                given.query, kv, table, lens, given.scale, 64, 512, cut
+            )
+            mla_values.merge_and_project(*parts, lens, w_uv, out, cut.block_n)
             return out, *parts
 
         def want() -> Results:

@@ -124,7 +124,7 @@ def fp8_case(
 @pytest.mark.parametrize("order", ["tiles", "columns"])
 @pytest.mark.parametrize("tokens", [1, 5, 33, 300])
 def test_fp8_experts(tokens: int, order: str) -> None:
-    rule = dict(moe_fp8_tiles.rule(tokens, 4, 11, False))
+    rule = dict(moe_fp8_tiles.fp8_experts_rule(tokens, 4, 11, False))
     rule |= {part: {**rule[part], "ORDER": order} for part in ("first", "second")}
     check(fp8_case(tokens, 512, 256, lambda *given: fp8_experts.experts(*given, BF16, rule)))
 
@@ -145,7 +145,7 @@ def test_fp8_experts_on_hopper(tokens: int, group: int) -> None:
 @pytest.mark.parametrize("splits", [2, 3, 4])
 @pytest.mark.parametrize("tokens", [1, 2, 5])
 def test_fp8_experts_of_paired_tiles_in_parts(tokens: int, splits: int) -> None:
-    rule = dict(moe_fp8_tiles.rule(tokens, 4, 11, False)) | {"PAIRED": True}
+    rule = dict(moe_fp8_tiles.fp8_experts_rule(tokens, 4, 11, False)) | {"PAIRED": True}
     rule |= {"first": {**rule["first"], "SPLITS": splits}}
     check(fp8_case(tokens, 512, 256, lambda *given: fp8_experts.experts(*given, BF16, rule)))
 

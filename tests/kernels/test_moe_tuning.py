@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe import experts as moe_experts, tuning as moe_tuning, tuning_candidates
-from glowplug.kernels.moe.tiles import ExpertsProblem, rule, tile
+from glowplug.kernels.moe.tiles import ExpertsProblem, dense_experts_rule, tile
 
 PROBLEM = ExpertsProblem(66, 8, 2048, 1408, "bfloat16")
 
@@ -74,7 +74,10 @@ def test_resumes_and_stops_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert deadline > clock[0]
         done.append(tokens)
         clock[0] += 10.0
-        return {product: [(1.0, config)] for product, config in rule(PROBLEM, tokens).items()}
+        return {
+            product: [(1.0, config)]
+            for product, config in dense_experts_rule(PROBLEM, tokens).items()
+        }
 
     monkeypatch.setattr(moe_tuning, "measure", measure)
     monkeypatch.setattr(moe_tuning, "compile_ahead", lambda *given: set())
@@ -102,7 +105,7 @@ def test_what_is_measured_is_what_runs(tokens: int) -> None:
     config = {product: tile("sorted", 16, 32, 32, 4, 2) for product in ("up", "down")}
     ids, weights = bench.routing(tokens, 0)
     aligned = bench.align(config["up"], ids)
-    assert bench.wide(config["up"], tokens) == (2 if tokens > 16 else 0)
+    assert bench.separate_shared(config["up"], tokens) == (2 if tokens > 16 else 0)
     x = bench.rows("up", config["up"], tokens, aligned)
     hidden = bench.run("up", config["up"], x, ids, weights, aligned)
     assert len(hidden) == len(bench.rows("down", config["down"], tokens, aligned))

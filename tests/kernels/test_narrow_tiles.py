@@ -20,16 +20,19 @@ from glowplug.kernels.moe.narrow import (
 )
 from tests.support.tables import forget
 
-KERNELS = [(int8_gemm.DTYPE, moe_gemm_int8.rule), (awq_gemm.DTYPE, moe_gemm_awq.rule)]
+KERNELS = [
+    (int8_gemm.DTYPE, moe_gemm_int8.int8_experts_rule),
+    (awq_gemm.DTYPE, moe_gemm_awq.int4_experts_rule),
+]
 EXPERTS, INTER, HIDDEN = 8, 64, 128
 
 
 @pytest.mark.parametrize(("dtype", "rule"), KERNELS)
 def test_a_table_comes_before_the_kernels_rule(
-    monkeypatch: pytest.MonkeyPatch, own_tables: Path, dtype: str, rule: narrow_tiles.Rule
+    monkeypatch: pytest.MonkeyPatch, own_tables: Path, dtype: str, rule: narrow_tiles.ExpertsRule
 ) -> None:
     def chosen(tokens: int) -> object:
-        return narrow_tiles.config_for(dtype, rule, tokens, 2, EXPERTS, INTER, HIDDEN)
+        return narrow_tiles.narrow_experts_config(dtype, rule, tokens, 2, EXPERTS, INTER, HIDDEN)
 
     monkeypatch.setattr(tuned, "device_name", lambda: "A_card")
     for tokens in (1, 16, 17, 64, 4096):
@@ -53,7 +56,7 @@ def test_a_table_comes_before_the_kernels_rule(
 
 def test_kernels_do_not_share_a_choice() -> None:
     each = [
-        narrow_tiles.config_for(dtype, rule, 4, 2, EXPERTS, INTER, HIDDEN)
+        narrow_tiles.narrow_experts_config(dtype, rule, 4, 2, EXPERTS, INTER, HIDDEN)
         for dtype, rule in KERNELS
     ]
     assert each == [rule(4, 2, EXPERTS) for _, rule in KERNELS] and each[0] != each[1]

@@ -38,8 +38,8 @@ for page in (1, 16, 64):
         found[f"mla {lora + rope} {page}"] = widest(
             mla_decode.mla_decode_kernel, dict(query=x, kv=x, page_table="*i32", kv_lens="*i32", tree_mask="*i32",
             out=x, lse="*fp32", scale="fp32", kv_scale="fp32"),
-            dict(kv_stride=lora + rope, C=lora, R=rope, BLOCK_C=max(16, lora // 4), BLOCK_R=max(16, rope), PARTS=4,
-                 BLOCK_M=16, BLOCK_N=64, PAGE=page, SPLIT=True, STAGES=3, TREE=False, PRECISION="tf32",
+            dict(kv_stride=lora + rope, C=lora, R=rope, BLOCK_C=max(16, lora // 4), BLOCK_R=max(16, rope),
+                 LATENT_TILES=4, BLOCK_M=16, BLOCK_N=64, PAGE=page, SPLIT=True, STAGES=3, TREE=False, PRECISION="tf32",
                  DEPENDENT=True), 3)
     same = dict(D=12, BLOCK_D=16, GROUP=1, slot_stride=12, PAGE=page, PRECISION="tf32", NARROW=False, STAGES=3)
     found[f"decode 12 {page}"] = widest(

@@ -89,7 +89,7 @@ def test_nearest_rows() -> None:
 def test_the_rule_covers_every_shape() -> None:
     for rows in (1, 7, 16, 33, 64, 65, 5000):
         for columns, depth in ((64, 128), (2112, 7168), (36864, 7168), (7168, 16384)):
-            rule = fp8_gemm.rule(rows, columns, depth)
+            rule = fp8_gemm.fp8_gemm_rule(rows, columns, depth)
             assert rule["BLOCK_N"] <= 128 and rule["SPLIT_K"] <= depth // 128
             assert rule["BLOCK_M"] >= 16
 

@@ -80,22 +80,24 @@ def test_tiles(config: Config, tokens: int, size: int, depth: int) -> None:
 
 
 def test_cublas_unless_a_table_says_otherwise(own_tables: Path) -> None:
-    assert head_gemm.config_for(32, 1000, 64) is None
+    assert head_gemm.lm_head_config(32, 1000, 64) is None
     ours = tiles(64, 64, True)
     tuned.keep(own_tables / tuned.head_file_name(1000, 64), {8: {"way": "cublas"}, 32: ours})
     forget()
     chosen = {
-        tokens: head_gemm.config_for(tokens, 1000, 64) for tokens in (0, 1, 8, 30, 64, 65, 200)
+        tokens: head_gemm.lm_head_config(tokens, 1000, 64) for tokens in (0, 1, 8, 30, 64, 65, 200)
     }
     assert chosen == {0: None, 1: None, 8: None, 30: ours, 64: ours, 65: None, 200: None}
-    assert head_gemm.config_for(32, 1000, 72) is None
+    assert head_gemm.lm_head_config(32, 1000, 72) is None
 
 
 def test_what_it_can_do() -> None:
     x, weight = torch.zeros(3, 64, dtype=torch.bfloat16), torch.zeros(9, 64, dtype=torch.bfloat16)
-    assert head_gemm.fits(x, weight)
-    assert not head_gemm.fits(x.float(), weight.float()) and not head_gemm.fits(x[:0], weight)
-    assert not head_gemm.fits(x[:, :32], weight[:, :32]) and not head_gemm.fits(
+    assert head_gemm.lm_head_fits(x, weight)
+    assert not head_gemm.lm_head_fits(x.float(), weight.float()) and not head_gemm.lm_head_fits(
+        x[:0], weight
+    )
+    assert not head_gemm.lm_head_fits(x[:, :32], weight[:, :32]) and not head_gemm.lm_head_fits(
         x.repeat(50, 1), weight
     )
 

@@ -56,7 +56,7 @@ class Case:
 
     def cut(self, **changes: int) -> kernel.MhaTiling:
         heads, dim = self.query.shape[1:]
-        made = kernel.tiling(
+        made = kernel.mha_tiling(
             len(self.lengths), self.width, heads, self.k.shape[1], dim, 256, self.query.dtype
         )
         return replace(made, **changes)

@@ -46,7 +46,7 @@ build(merge._merge_into, dict(out="*fp32", lse="*fp32", part=x, part_lse="*fp32"
 """
 
 
-RING = """
+DECODE = """
 import re
 from tests.support.compiled import build, gl, tile
 from glowplug.kernels.mla.decode_hopper import mla_decode_hopper_kernel
@@ -54,10 +54,10 @@ from glowplug.kernels.mla.decode_hopper import mla_decode_hopper_kernel
 for cache, ring in ((gl.bfloat16, 2), (gl.float8e4nv, 3)):
     for flat in (False, True):
         made = build(mla_decode_hopper_kernel, dict(query="*bf16", page_table="*i32", kv_lens="*i32", tree_mask="*i32",
-                     out="*bf16", lse="*fp32", joined="*bf16", tickets="*i32", scale="fp32", kv_scale="fp32",
+                     out="*bf16", lse="*fp32", merged="*bf16", tickets="*i32", scale="fp32", kv_scale="fp32",
                      latent_at=tile(64, 512, cache), rope_at=tile(64, 64, cache)),
-                     dict(C=512, R=64, BLOCK_M=16, RING=ring, PAGE=64, SPLIT=True, TREE=False, JOIN=0, FLAT=flat,
-                          DEPENDENT=True), num_warps=4, launch_pdl=True)
+                     dict(C=512, R=64, BLOCK_M=16, STAGES=ring, PAGE=64, SPLIT=True, TREE=False, MERGED_SPLITS=0,
+                          FLAT=flat, DEPENDENT=True), num_warps=4, launch_pdl=True)
         steps = re.findall(r"fence.proxy.async|bar.sync|wgmma.fence|st.shared.v4|stmatrix", made.asm["ptx"])
         behind = [after for step, after in zip(steps, steps[1:]) if step == "fence.proxy.async"]
         assert behind == ["bar.sync"] * 4, steps  # barriers of the ring, queries, a tile's copy, weights
@@ -73,7 +73,7 @@ def test_decoding_for_hopper_compiles() -> None:
     longer. What threads store in shared memory is fenced, and waited for, before the tensor cores
     read it: the compiler adds neither.
     """
-    assert uninterpreted.printed("-c", RING).split() == ["mla_decode_hopper_kernel"] * 4
+    assert uninterpreted.printed("-c", DECODE).split() == ["mla_decode_hopper_kernel"] * 4
 
 
 @pytest.mark.slow

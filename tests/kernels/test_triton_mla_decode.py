@@ -68,7 +68,7 @@ class Case:
         self.kv_scale = 1.0
 
     def cut(self, **changes: int) -> decode_tiling.MlaTiling:
-        made = decode_tiling.tiling(
+        made = decode_tiling.mla_tiling(
             len(self.lengths), self.width, self.heads, 256, self.query.dtype, self.kv.dtype
         )
         return replace(made, **changes)
@@ -108,7 +108,7 @@ class Case:
 @pytest.mark.parametrize("splits", [1, 3, 8])
 def test_lengths_around_tiles_and_splits(parts: int, splits: int) -> None:
     case = Case([1, 15, 16, 17, 48], seed=splits)
-    case.check(case.cut(block_n=16, splits=splits, parts=parts))
+    case.check(case.cut(block_n=16, splits=splits, latent_tiles=parts))
 
 
 @pytest.mark.parametrize("page", [1, 4, 7, 64])
@@ -123,7 +123,7 @@ def test_page_sizes(page: int) -> None:
 def test_widths_are_causal(parts: int, width: int, first_key: int) -> None:
     """Fewer keys than query tokens too, so that the first of them see none."""
     case = Case([width - 1, width, 17, 32 + width], width=width, first_key=first_key, seed=width)
-    case.check(case.cut(block_n=16, splits=2, parts=parts))
+    case.check(case.cut(block_n=16, splits=2, latent_tiles=parts))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -131,7 +131,7 @@ def test_trees(parts: int) -> None:
     case = Case([7, 20, 37], width=7, heads=4, seed=4)
     random = np.random.default_rng(4).integers(0, 1 << 7, (3, 7))
     case.tree = torch.from_numpy(random | 1 << np.arange(7)).to(DEVICE)
-    case.check(case.cut(block_n=16, splits=2, parts=parts))
+    case.check(case.cut(block_n=16, splits=2, latent_tiles=parts))
 
 
 def test_a_chain_is_a_tree() -> None:
@@ -195,7 +195,7 @@ def test_parts_joined_by_the_values_product(rows: int, splits: int, first_key: i
     out, wanted = (torch.full((rows, 3, 64), float("nan"), device=DEVICE) for _ in range(2))
     partial, lse = parts_of(case, cut)
     assert partial.isnan().any(), "not every row has every part"
-    mla_values.project(partial, lse, case.lengths, w_uv, out, cut.block_n)
+    mla_values.merge_and_project(partial, lse, case.lengths, w_uv, out, cut.block_n)
     head_gemms.by_heads(case.run(cut), w_uv, wanted, 32, False)
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
     assert out[rows // 2].eq(0).all() == (rows > 1 or first_key == 1)
@@ -207,8 +207,8 @@ def test_parts_joined_by_the_values_product(rows: int, splits: int, first_key: i
 
 
 def parts_of(case: Case, cut: decode_tiling.MlaTiling) -> tuple[Tensor, Tensor]:
-    """``decode_parts``, with NaN where by its contract nothing is written."""
-    made = kernel.decode_parts(
+    """``decode_splits``, with NaN where by its contract nothing is written."""
+    made = kernel.decode_splits(
         case.query,
         case.kv,
         case.table,
@@ -230,8 +230,12 @@ def parts_of(case: Case, cut: decode_tiling.MlaTiling) -> tuple[Tensor, Tensor]:
 
 
 def test_the_values_product_takes_whole_shares_only() -> None:
-    assert mla_values.fits(512, 128) and mla_values.fits(256, 96)
-    assert not (mla_values.fits(512, 100) or mla_values.fits(384, 128) or mla_values.fits(32, 32))
+    assert mla_values.sizes_fit(512, 128) and mla_values.sizes_fit(256, 96)
+    assert not (
+        mla_values.sizes_fit(512, 100)
+        or mla_values.sizes_fit(384, 128)
+        or mla_values.sizes_fit(32, 32)
+    )
 
 
 def test_the_tiling_fills_the_device() -> None:
@@ -248,16 +252,18 @@ def test_the_tiling_fills_the_device() -> None:
         (3, 7, 5),
     ]:
         for ring in (False, True):
-            cut = decode_tiling.tiling(rows, width, heads, 1 << 14, half, half, ring)
+            cut = decode_tiling.mla_tiling(rows, width, heads, 1 << 14, half, half, ring)
             programs = rows * -(-width * heads // cut.block_m) * cut.splits
             assert cut.splits <= (1 << 14) // cut.block_n
             assert programs / (-(-programs // 132) * 132) > 2 / 3
-    assert decode_tiling.tiling(1, 1, 16, 64, half, half, True).splits == 1
+    assert decode_tiling.mla_tiling(1, 1, 16, 64, half, half, True).splits == 1
 
 
 def test_a_step_of_some_rows_has_no_more_parts_than_are_joined() -> None:
     parts = {
-        rows: decode_tiling.tiling(rows, 1, 16, 4096, torch.bfloat16, torch.bfloat16, True).splits
+        rows: decode_tiling.mla_tiling(
+            rows, 1, 16, 4096, torch.bfloat16, torch.bfloat16, True
+        ).splits
         for rows in (1, 7, 8, 12, 32, 66, 128)
     }
     assert (
@@ -272,12 +278,12 @@ def test_a_step_of_some_rows_has_no_more_parts_than_are_joined() -> None:
         == 1
     )
     assert (
-        decode_tiling.tiling(8, 1, 16, 1 << 14, torch.bfloat16, torch.bfloat16, True).splits
+        decode_tiling.mla_tiling(8, 1, 16, 1 << 14, torch.bfloat16, torch.bfloat16, True).splits
         > decode_tiling.LAST_PROGRAM_SPLITS_MAX
     )
     others = (
-        decode_tiling.tiling(8, 1, 128, 1 << 14, torch.bfloat16, torch.bfloat16, True),
-        decode_tiling.tiling(8, 1, 16, 4096, torch.bfloat16, torch.bfloat16),
+        decode_tiling.mla_tiling(8, 1, 128, 1 << 14, torch.bfloat16, torch.bfloat16, True),
+        decode_tiling.mla_tiling(8, 1, 16, 4096, torch.bfloat16, torch.bfloat16),
     )
     assert others[0].block_m == 64 and others[1].splits > decode_tiling.LAST_PROGRAM_SPLITS_MAX
 
@@ -294,11 +300,11 @@ def test_parts_are_left_to_the_values_product_where_that_was_measured() -> None:
         ring: bool = True,
         apart: bool = True,
     ) -> decode_tiling.MlaTiling:
-        return decode_tiling.tiling(rows, width, heads, context, half, kv, ring, apart)
+        return decode_tiling.mla_tiling(rows, width, heads, context, half, kv, ring, apart)
 
     assert {rows: cut(rows).splits for rows in (8, 16, 32)} == {8: 9, 16: 8, 32: 4}
     assert all(
-        cut(rows, heads=heads, kv=kv).apart
+        cut(rows, heads=heads, kv=kv).merge_in_values
         for rows in range(8, 33)
         for heads in (8, 16)
         for kv in (half, narrow)
@@ -314,15 +320,15 @@ def test_parts_are_left_to_the_values_product_where_that_was_measured() -> None:
         cut(9, heads=128),
         cut(1, width=2, heads=128),
         cut(1, heads=64),
-        cut(8, context=cuda_arch.SHORT + 1),
-        cut(8, heads=128, context=cuda_arch.SHORT + 1),
+        cut(8, context=cuda_arch.SHORT_KEYS_MAX + 1),
+        cut(8, heads=128, context=cuda_arch.SHORT_KEYS_MAX + 1),
         cut(8, ring=False),
         cut(8, heads=128, ring=False),
         cut(8, context=64),
         cut(8, apart=False),
     )
     assert (
-        not any(other.apart for other in others)
+        not any(other.merge_in_values for other in others)
         and others[-1].splits == decode_tiling.LAST_PROGRAM_SPLITS_MAX
     )
 
@@ -332,7 +338,7 @@ def test_few_rows_of_many_heads_are_cut_narrow() -> None:
     half = torch.bfloat16
     for kv in (half, torch.float8_e4m3fn):
         cuts = {
-            rows: decode_tiling.tiling(rows, 1, 128, 4096, half, kv, True, True)
+            rows: decode_tiling.mla_tiling(rows, 1, 128, 4096, half, kv, True, True)
             for rows in (1, 2, 4, 5, 8, 9, 16, 17, 32)
         }
         assert {rows: cut.block_m for rows, cut in cuts.items()} == {
@@ -347,7 +353,7 @@ def test_few_rows_of_many_heads_are_cut_narrow() -> None:
             32: 64,
         }
         assert [cuts[rows].splits for rows in (1, 2, 4, 8, 16)] == [16, 8, 4, 4, 2]
-        assert [rows for rows, cut in cuts.items() if cut.apart] == [1, 2, 4, 5, 8]
+        assert [rows for rows, cut in cuts.items() if cut.merge_in_values] == [1, 2, 4, 5, 8]
         assert all(cut.warps == (8 if cut.block_m == 64 else 4) for cut in cuts.values())
 
 
@@ -356,13 +362,15 @@ def test_short_rows_are_those_that_are_decoded_otherwise(heads: int) -> None:
     """By the choice of kernels for an H200 and how the own one cuts (their parts' number apart)."""
 
     def decoded(rows: int, longest: int) -> tuple[str, object]:
-        cut = decode_tiling.tiling(
+        cut = decode_tiling.mla_tiling(
             rows, 1, heads, longest, torch.bfloat16, torch.bfloat16, True, True
         )
         who = measured.fastest(heads, rows, longest)
-        return who, who == "triton" and (cut.apart, cut.block_m)
+        return who, who == "triton" and (cut.merge_in_values, cut.block_m)
 
     differ = [
-        rows for rows in range(1, 300) if decoded(rows, measured.SHORT) != decoded(rows, 1 << 17)
+        rows
+        for rows in range(1, 300)
+        if decoded(rows, measured.SHORT_KEYS_MAX) != decoded(rows, 1 << 17)
     ]
     assert differ == list(measured.short_rows(heads))

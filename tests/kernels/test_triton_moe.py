@@ -126,23 +126,26 @@ def test_all_absent_and_none() -> None:
 def test_rules_cover_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = moe_tiles.ExpertsProblem(66, 8, 2048, 1408, "bfloat16")
     ways = [
-        moe_tiles.rule(problem, tokens)["up"]["way"]
+        moe_tiles.dense_experts_rule(problem, tokens)["up"]["way"]
         for tokens in (1, 2, 16, 17, 512, 1024, 100_000)
     ]
     assert ways == ["gemv", "dense", "dense", "sorted", "sorted", "sorted", "sorted"]
-    measured = {4: {"up": GEMV, "down": GEMV}, 100: moe_tiles.rule(problem, 64)}
+    measured = {4: {"up": GEMV, "down": GEMV}, 100: moe_tiles.dense_experts_rule(problem, 64)}
     monkeypatch.setattr(
         tuned, "table", lambda name: measured if name == problem.table_name else None
     )
     forget()
     assert (
-        moe_tiles.chosen(problem, 50) is measured[4]
-        and moe_tiles.chosen(problem, 53) is measured[100]
+        moe_tiles.dense_experts_config(problem, 50) is measured[4]
+        and moe_tiles.dense_experts_config(problem, 53) is measured[100]
     )
-    measured = {16: moe_tiles.rule(problem, 16), 64: moe_tiles.rule(problem, 64)}
+    measured = {
+        16: moe_tiles.dense_experts_rule(problem, 16),
+        64: moe_tiles.dense_experts_rule(problem, 64),
+    }
     forget()
-    assert moe_tiles.chosen(problem, 16) is measured[16], "a tile of all tokens"
-    assert moe_tiles.chosen(problem, 17) is measured[64]
+    assert moe_tiles.dense_experts_config(problem, 16) is measured[16], "a tile of all tokens"
+    assert moe_tiles.dense_experts_config(problem, 17) is measured[64]
     forget()
 
 
@@ -239,7 +242,7 @@ def test_their_tiles_are_as_wide_as_asked(up: int, down: int) -> None:
     """Also where columns are left over: 40 and 72 of them."""
     config = wider(up, down)
     given = everybodys(draw(21, 4, 7, 72, 40, 0.3, 0), 2)
-    assert moe_gemm.wide_tile(21, True, config["up"])[1] == up
+    assert moe_gemm.fused_shared_tile_sizes(21, True, config["up"])[1] == up
     assert error(moe_experts.experts(*given, config, 2), *given) < TOLERANCE
 
 

@@ -25,7 +25,7 @@ from tests.support.compiled import build
 from glowplug.kernels.moe import gemm as moe_gemm
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe.experts import EARLY_TOKENS_MAX
-from glowplug.kernels.moe.tiles import ExpertsProblem, chosen
+from glowplug.kernels.moe.tiles import ExpertsProblem, dense_experts_config
 
 tuned.device_name, tuned.triton_version = (lambda: "NVIDIA_H200"), (lambda: "3.6")
 problem = ExpertsProblem(66, 8, 2048, 1408, "bfloat16")
@@ -33,17 +33,18 @@ for tokens in (160, 192, 256, 384, 512):
     for product, early in (("up", True), ("up", False), ("down", False)):
         if early and tokens > EARLY_TOKENS_MAX:
             continue
-        config, up = chosen(problem, tokens)[product], product == "up"
+        config, up = dense_experts_config(problem, tokens)[product], product == "up"
         rows, columns, depth = config["block_m"], config["block_n"], config["block_k"]
         tma, x_tma = bool(config["tma"]), bool(config["tma"]) and not up
-        wide = dict(zip(("WIDE_M", "WIDE_N", "WIDE_K"), moe_gemm.wide_tile(tokens, up, config)))
+        wide = dict(zip(("SHARED_M", "SHARED_N", "SHARED_K"), moe_gemm.fused_shared_tile_sizes(tokens, up, config)))
         constants = dict(UP=up, SORTED=True, TOPK=8, WIDTH=8, TMA=tma, X_TMA=x_tma, SWAP=bool(config["swap"]),
                          EVEN_K=True, MASK=rows <= moe_gemm.MASKED_TILE_ROWS_MAX and not x_tma,
-                         BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth, SHARED=2, EARLY=early, DEPENDENT=True, **wide)
+                         BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth, FUSED_SHARED=2, EARLY=early, DEPENDENT=True,
+                         **wide)
         kinds = dict(x=f"tensordesc<bf16[{rows},{depth}]>" if x_tma else "*bf16", x_stored="*bf16",
                      w=f"tensordesc<bf16[{columns},{depth}]>" if tma else "*bf16", stored="*bf16", out="*bf16",
                      weights="*bf16" if up else "*fp32",
-                     **dict.fromkeys(("ids", "sorted_pairs", "expert_of_block", "begun"), "*i32"))
+                     **dict.fromkeys(("ids", "sorted_pairs", "expert_of_block", "ready"), "*i32"))
         build(moe_gemm._grouped, kinds, constants, ("columns", "depth"), num_warps=config["warps"],
               num_stages=config["stages"])
 """
@@ -74,17 +75,17 @@ def test_rows_of_the_table_and_whom_they_serve(an_h200: None) -> None:
         384: (320, 447),
     }.items():
         for tokens in (first, row, last):
-            config = moe_tiles.chosen(PROBLEM, tokens)
+            config = moe_tiles.dense_experts_config(PROBLEM, tokens)
             assert config is table[row]
             assert {product["way"] for product in config.values()} == {"sorted"}, (
                 "tiles of any number of tokens"
             )
-            assert moe_tiles.has_wide_tiles(config["up"], tokens), (
+            assert moe_tiles.fused_shared_has_own_tiles(config["up"], tokens), (
                 "so everybody's experts may begin early"
             )
     assert (
-        moe_tiles.chosen(PROBLEM, 143) is table[128]
-        and moe_tiles.chosen(PROBLEM, 448) is table[512]
+        moe_tiles.dense_experts_config(PROBLEM, 143) is table[128]
+        and moe_tiles.dense_experts_config(PROBLEM, 448) is table[512]
     )
     for tokens, config in table.items():
         tiles = {product: tile for product, tile in config.items() if tile["way"] == "sorted"}
@@ -106,8 +107,8 @@ def step(tokens: int, card: str = "NVIDIA H200", triton: str = "3.6.0") -> Exper
 def held(tokens: int) -> int:
     """Bytes of rows between the products, with those that only fill tiles up, beside the rows
     behind the second: one of the shared expert where that is computed apart."""
-    up = moe_tiles.chosen(PROBLEM, tokens)["up"]
-    apart, wide = up["way"] == "hopper", moe_tiles.has_wide_tiles(up, tokens)
+    up = moe_tiles.dense_experts_config(PROBLEM, tokens)["up"]
+    apart, wide = up["way"] == "hopper", moe_tiles.fused_shared_has_own_tiles(up, tokens)
     pairs, experts = (tokens * 6, 64) if apart or wide else (tokens * 8, 66)
     places = max_blocks(pairs, experts, up["block_m"]) * up["block_m"]
     between, behind = places + (2 * tokens if wide else 0), 7 if apart else 8
@@ -135,6 +136,6 @@ def test_the_budget_holds_what_fewer_tokens_hold(tokens: int, an_h200: None) -> 
 def test_without_a_table_the_budget_has_the_rule(
     card: str, triton: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moe_tiles, "chosen", moe_tiles.rule)
+    monkeypatch.setattr(moe_tiles, "dense_experts_config", moe_tiles.dense_experts_rule)
     for tokens in (512, 1536, 8192):
         assert dense_experts(step(tokens, card, triton)).peak == held(tokens)

@@ -45,43 +45,43 @@ def config(tokens: int) -> dict[str, dict[str, str | int]] | None:
     return None if GPU else tiles(tokens)
 
 
-def mixture(given: Given, k: int, begun: Tensor | None) -> Tensor:
+def mixture(given: Given, k: int, ready: Tensor | None) -> Tensor:
     x, gate, w13, w2 = given
     chosen = config(len(x))
-    early = None if begun is None else moe_experts.begin(x, w13, k + 2, 2, begun, chosen)
-    assert (early is None) == (begun is None)
+    early = None if ready is None else moe_experts.begin(x, w13, k + 2, 2, ready, chosen)
+    assert (early is None) == (ready is None)
     weights, ids = route(
-        x, gate, None, k, 1, 1, False, 1.0, 2, None if early is None else early.begun
+        x, gate, None, k, 1, 1, False, 1.0, 2, None if early is None else early.ready
     )
     if early is not None and not GPU:
-        assert begun is not None and begun.tolist() == [1, 0]
+        assert ready is not None and ready.tolist() == [1, 0]
     return moe_experts.experts(x, w13, w2, ids, weights, chosen, 2, early)
 
 
 @pytest.mark.parametrize("tokens", [5, 16, 17, 40, 131])
 def test_the_same_results(tokens: int) -> None:
-    given, begun = draw(tokens, 5, 48, 40, tokens), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    given, ready = draw(tokens, 5, 48, 40, tokens), torch.zeros(2, dtype=torch.int32, device=DEVICE)
     wanted = mixture(given, 2, None)
     for _ in range(2):
         torch.testing.assert_close(
-            mixture(given, 2, begun), wanted, atol=1e-5 if not GPU else 0, rtol=0
+            mixture(given, 2, ready), wanted, atol=1e-5 if not GPU else 0, rtol=0
         )
-        assert not begun.any(), "as they were"
+        assert not ready.any(), "as they were"
 
 
 def test_not_for_few_or_many_tokens() -> None:
-    begun = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    ready = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     for tokens in (0, 1, moe_experts.EARLY_TOKENS_MIN - 1, moe_experts.EARLY_TOKENS_MAX + 1):
         x, _, w13, _ = draw(tokens, 5, 48, 40, 0)
-        assert moe_experts.begin(x, w13, 4, 2, begun, tiles(tokens)) is None
+        assert moe_experts.begin(x, w13, 4, 2, ready, tiles(tokens)) is None
     x, _, w13, _ = draw(moe_experts.EARLY_TOKENS_MAX, 5, 48, 40, 0)
-    assert moe_experts.begin(x, w13, 4, 2, begun, tiles(len(x))) is not None
+    assert moe_experts.begin(x, w13, 4, 2, ready, tiles(len(x))) is not None
     x, _, w13, _ = draw(40, 5, 48, 40, 0)
-    assert moe_experts.begin(x.t().contiguous().t(), w13, 4, 2, begun) is None
-    assert moe_experts.begin(x, w13, 4, 0, begun) is None
+    assert moe_experts.begin(x.t().contiguous().t(), w13, 4, 2, ready) is None
+    assert moe_experts.begin(x, w13, 4, 0, ready) is None
     for tokens, starts in ((255, True), (256, False)):  # a library scores 130 experts for so many
         x, _, w13, _ = draw(tokens, 130, 32, 16, 0)
-        assert (moe_experts.begin(x, w13, 4, 2, begun, tiles(40)) is not None) == starts
+        assert (moe_experts.begin(x, w13, 4, 2, ready, tiles(40)) is not None) == starts
 
 
 @pytest.mark.gpu
@@ -116,10 +116,10 @@ def test_replayed_on_the_device(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [32, 256, 384])
 def test_without_a_sign_they_wait_for_all_before(tokens: int) -> None:
     x, gate, w13, w2 = draw(tokens, 64, 2048, 1408, 1)
-    begun = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    early = moe_experts.begin(x, w13, 8, 2, begun)
+    ready = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    early = moe_experts.begin(x, w13, 8, 2, ready)
     assert isinstance(early, Early)
     weights, ids = route(x, gate, None, 6, 1, 1, False, 1.0, 2)
     found = moe_experts.experts(x, w13, w2, ids, weights, None, 2, early)
     assert torch.equal(found, moe_experts.experts(x, w13, w2, ids, weights, None, 2))
-    assert not begun.any()
+    assert not ready.any()

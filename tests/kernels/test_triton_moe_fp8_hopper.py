@@ -27,7 +27,8 @@ tiles = tile(hopper.UNIT, hopper.DEPTH, gl.float8e4nv)
 kinds = dict(x_at=tiles, w_at=tiles, out="*bf16", **dict.fromkeys(("x_scales", "w_scales", "weights"), "*fp32"),
              **dict.fromkeys(("sorted_pairs", "expert_of_block", "num_padded"), "*i32"))
 for up in (True, False):
-    constants = dict(UP=up, PARTS=hopper.PARTS, COLUMNS=hopper.COLUMNS, DEPTH=hopper.DEPTH, RING=hopper.RING,
+    constants = dict(UP=up, WARPGROUPS=hopper.WARPGROUPS, COLUMNS=hopper.COLUMNS, DEPTH=hopper.DEPTH,
+                     STAGES=hopper.STAGES,
                      MULTIPLYING=hopper.MULTIPLYING, FETCHING=hopper.FETCHING, DEPENDENT=True)
     build(hopper._grouped_fp8_hopper, kinds, constants, ("columns", "depth", "x_stride"), num_warps=4)
 """

@@ -207,7 +207,7 @@ def test_the_table_of_v3(
     and ups read two groups of the depth at a time."""
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H200")
     monkeypatch.setattr(tuned, "triton_version", lambda: "3.6")
-    found = moe_fp8_tiles.config_for.__wrapped__(tokens, 9, 257, 2048, 7168, False)
+    found = moe_fp8_tiles.fp8_experts_config.__wrapped__(tokens, 9, 257, 2048, 7168, False)
     assert found["BLOCK_M"] == rows
     assert (
         tuple(part for part in ("first", "second") if found[part].get("ORDER") == "columns")
@@ -227,10 +227,10 @@ def test_the_table_of_v3_with_the_kernel_for_hopper(
 ) -> None:
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H200")
     monkeypatch.setattr(tuned, "triton_version", lambda: "3.6")
-    found = moe_fp8_tiles.config_for.__wrapped__(tokens, 9, 257, 2048, 7168, True)
+    found = moe_fp8_tiles.fp8_experts_config.__wrapped__(tokens, 9, 257, 2048, 7168, True)
     assert found["BLOCK_M"] == rows and moe_fp8_tiles.on_hopper(found) == (rows == 192)
     assert (
-        moe_fp8_tiles.config_for.__wrapped__(
+        moe_fp8_tiles.fp8_experts_config.__wrapped__(
             tokens, 9, 257, 2048, 7168, True, ("NVIDIA H200", "3.6.0")
         )
         == found
@@ -242,9 +242,9 @@ def test_the_table_of_v3_with_the_kernel_for_hopper(
 )
 def test_the_rule_on_hopper_by_load(tokens: int, rows: int) -> None:
     """Of 17 experts, 5 a token; elsewhere many rows get Triton's tiles."""
-    found = moe_fp8_tiles.rule(tokens, 5, 17, True)
+    found = moe_fp8_tiles.fp8_experts_rule(tokens, 5, 17, True)
     assert found["BLOCK_M"] == rows and moe_fp8_tiles.on_hopper(found) == (rows == 192)
-    assert moe_fp8_tiles.rule(tokens, 5, 17, False)["BLOCK_M"] == min(rows, 128)
+    assert moe_fp8_tiles.fp8_experts_rule(tokens, 5, 17, False)["BLOCK_M"] == min(rows, 128)
 
 
 def test_experts_elsewhere_count_for_nothing() -> None:
@@ -269,5 +269,5 @@ def test_ragged_depth() -> None:
 def test_the_rule_on_a_device(tokens: int, has_hopper: bool) -> None:
     for seed in (0, 1):
         case = Case(tokens, 5, 17, 1024, 384, seed)
-        rule = moe_fp8_tiles.rule(tokens, 5, 17, has_hopper)
+        rule = moe_fp8_tiles.fp8_experts_rule(tokens, 5, 17, has_hopper)
         close(case.found(dict(rule)), case.wanted())

@@ -27,7 +27,7 @@ for groups in (1, 16):
     build(fp8_quant._silu_and_mul_pairs, dict(x=x, pairs=ints, filled=ints, values=fp8, scales=fp32),
           dict(ROWS=2, GROUPS=groups, DEPENDENT=True))
 build(moe_gated_parts._gated_parts, dict(x=fp8, x_scales=fp32, weight=fp8, stored=fp8, w_scales=fp32, values=fp8,
-                                         scales=fp32, ids=ints, parts=fp32, tickets=ints),
+                                         scales=fp32, ids=ints, partial=fp32, tickets=ints),
       dict(PER_TOKEN=9, SPLITS=7, TOKENS=16, TMA=False, EVEN=True, DEPENDENT=True), launch_pdl=True)
 build(route_choice._choose_each, dict(logits=fp32, bias=fp32, weights=fp32, ids=ints, scale="fp32"),
       dict(SPLITS=1, GROUPS=8, TOPK_GROUPS=4, G2=8, PER2=32, TOPK=8, FUSED_SHARED=1, OUT2=16, SIGMOID=True,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels.gemm.few_rows import TOKENS_MAX, Tile, multiply, rule
+from glowplug.kernels.gemm.few_rows import TOKENS_MAX, Tile, few_rows_tile, multiply
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VECTOR, MATRIX = Tile(4, 0, 1, 4), Tile(16, 4, 8, 4)
@@ -33,13 +33,28 @@ def test_products(tokens: int, tile: Tile, size: int, depth: int, bias: bool) ->
 
 
 def test_the_rule_leaves_what_it_does_not_do_better_to_others() -> None:
-    assert rule(1, 129280, 7168) and rule(8, 2048, 2048) and rule(TOKENS_MAX, 2048, 2048)
-    assert rule(1, 64, 20000) is None and rule(2, 2048, 10944) is None and rule(8, 64, 64) is None
-    assert rule(TOKENS_MAX + 1, 2048, 2048) is None and rule(TOKENS_MAX, 3648, 2048) is None
-    assert rule(2, 21888, 2048) is None and rule(8, 21888, 2048) is None, (
+    assert (
+        few_rows_tile(1, 129280, 7168)
+        and few_rows_tile(8, 2048, 2048)
+        and few_rows_tile(TOKENS_MAX, 2048, 2048)
+    )
+    assert (
+        few_rows_tile(1, 64, 20000) is None
+        and few_rows_tile(2, 2048, 10944) is None
+        and few_rows_tile(8, 64, 64) is None
+    )
+    assert (
+        few_rows_tile(TOKENS_MAX + 1, 2048, 2048) is None
+        and few_rows_tile(TOKENS_MAX, 3648, 2048) is None
+    )
+    assert few_rows_tile(2, 21888, 2048) is None and few_rows_tile(8, 21888, 2048) is None, (
         "the dense layer's first product"
     )
-    assert rule(1, 21888, 2048) and rule(8, 10944, 2048) and rule(8, 24576, 1536)
+    assert (
+        few_rows_tile(1, 21888, 2048)
+        and few_rows_tile(8, 10944, 2048)
+        and few_rows_tile(8, 24576, 1536)
+    )
 
 
 @pytest.mark.gpu
@@ -48,7 +63,7 @@ def test_the_rule_leaves_what_it_does_not_do_better_to_others() -> None:
     ("size", "depth"), [(3648, 2048), (2048, 2048), (576, 1408), (24, 136), (2048, 10944)]
 )
 def test_bfloat16_by_the_rule(tokens: int, size: int, depth: int) -> None:
-    tile = rule(tokens, size, depth)
+    tile = few_rows_tile(tokens, size, depth)
     if tile is None:
         return
     for seed in (0, 1):

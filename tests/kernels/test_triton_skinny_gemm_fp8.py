@@ -67,7 +67,7 @@ def test_a_table_is_read_for_rows_that_its_programs_take(monkeypatch: pytest.Mon
     table = {1: held(4), 2: {**TILED, "num_warps": 8}, 32: TILED}
     monkeypatch.setattr(tuned, "table", lambda name: table)
     chosen = {
-        rows: fp8_gemm.config_for.__wrapped__(rows, 640, 512) for rows in (1, 2, 4, 17, 40, 65)
+        rows: fp8_gemm.fp8_gemm_config.__wrapped__(rows, 640, 512) for rows in (1, 2, 4, 17, 40, 65)
     }
     assert chosen == {
         1: table[1],
@@ -75,14 +75,14 @@ def test_a_table_is_read_for_rows_that_its_programs_take(monkeypatch: pytest.Mon
         4: table[2],
         17: TILED,
         40: TILED,
-        65: fp8_gemm.rule(65, 640, 512),
+        65: fp8_gemm.fp8_gemm_rule(65, 640, 512),
     }
     del table[2], table[32]
-    assert fp8_gemm.config_for.__wrapped__(2, 640, 512) == fp8_gemm.rule(2, 640, 512)
+    assert fp8_gemm.fp8_gemm_config.__wrapped__(2, 640, 512) == fp8_gemm.fp8_gemm_rule(2, 640, 512)
     assert (
-        skinny_gemm_fp8.fits(1, 8)
-        and not skinny_gemm_fp8.fits(2, 8)
-        and not skinny_gemm_fp8.fits(1, 24)
+        skinny_gemm_fp8.held_rows_fit(1, 8)
+        and not skinny_gemm_fp8.held_rows_fit(2, 8)
+        and not skinny_gemm_fp8.held_rows_fit(1, 24)
     )
 
 
@@ -94,7 +94,7 @@ def test_candidates_fill_registers_and_waste_few(depth: int) -> None:
         room = skinny_gemm_fp8.groups_of(depth, config["SPLIT_K"]) * config["SPLIT_K"] * 128
         a_thread = config["HELD"] * room / config["SPLIT_K"] / (32 * config["num_warps"])
         assert (
-            skinny_gemm_fp8.fits(1, config["HELD"])
+            skinny_gemm_fp8.held_rows_fit(1, config["HELD"])
             and depth <= room <= depth * 4 / 3
             and 64 <= a_thread <= 512
         )
@@ -109,7 +109,7 @@ def test_candidates_fill_registers_and_waste_few(depth: int) -> None:
     "columns, depth", [(2112, 7168), (24576, 1536), (7168, 16384), (36864, 7168), (7168, 18432)]
 )
 def test_published_sizes(columns: int, depth: int) -> None:
-    for config in ({**held(16, 9), "num_warps": 8}, fp8_gemm.config_for(1, columns, depth)):
+    for config in ({**held(16, 9), "num_warps": 8}, fp8_gemm.fp8_gemm_config(1, columns, depth)):
         x, x_scales, weight, w_scales = operands(1, columns, depth, seed=columns)
         close(
             fp8_gemm.gemm(x, x_scales, weight, w_scales, torch.bfloat16, config),

@@ -14,8 +14,9 @@ from tests.support.compiled import build, tile
 from glowplug.kernels.gemm import split_depth as slice_gemm
 
 for tokens in (32, 64):
-    build(slice_gemm.slice_kernel, dict(out="*fp32", x_at=tile(tokens, 64), w_at=tile(slice_gemm.ROWS, 64)),
-          dict(SPLITS=4, STEPS=8, ROWS=slice_gemm.ROWS, TOKENS=tokens, DEPENDENT=True), num_warps=4, launch_pdl=True)
+    build(slice_gemm.slice_kernel, dict(out="*fp32", x_at=tile(tokens, 64), w_at=tile(slice_gemm.PROGRAM_ROWS, 64)),
+          dict(SPLITS=4, STEPS=8, ROWS=slice_gemm.PROGRAM_ROWS, TOKENS=tokens, DEPENDENT=True),
+          num_warps=4, launch_pdl=True)
 """
 
 
@@ -80,5 +81,5 @@ def test_what_it_is_for() -> None:
         (32, 2048, 1408, False),
         (32, 1024, 4096, False),
     ):
-        assert slice_gemm.fits(tokens, size, depth, torch.bfloat16, device) is fits
-    assert not slice_gemm.fits(32, 2048, 2048, torch.float32, device)
+        assert slice_gemm.split_depth_pays(tokens, size, depth, torch.bfloat16, device) is fits
+    assert not slice_gemm.split_depth_pays(32, 2048, 2048, torch.float32, device)

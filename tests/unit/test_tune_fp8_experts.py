@@ -16,7 +16,7 @@ V3 = moe_fp8_tuning.Fp8ExpertsProblem(257, 9, 7168, 2048, 1)
 
 @pytest.mark.parametrize("tokens", [1, 8, 128, 512, 4096])
 def test_candidates_fit_and_pair_up(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe_fp8_tuning.moe_gemm_hopper, "supported", lambda: False)
+    monkeypatch.setattr(moe_fp8_tuning, "card_is_hopper", lambda: False)
     found = list(moe_fp8_tuning.expert_candidates(tokens, V3))
     tiles = {
         kind: {config["BLOCK_M"] for each, config in found if each == kind} for kind, _ in found
@@ -54,9 +54,9 @@ def test_large_steps_may_go_to_hoppers_kernel(
             kind: {config["GROUP"] for each, config in found if each == kind} for kind, _ in found
         }
 
-    monkeypatch.setattr(moe_fp8_tuning.moe_gemm_hopper, "supported", lambda: False)
+    monkeypatch.setattr(moe_fp8_tuning, "card_is_hopper", lambda: False)
     assert not tiles(V3), "no such card here"
-    monkeypatch.setattr(moe_fp8_tuning.moe_gemm_hopper, "supported", lambda: True)
+    monkeypatch.setattr(moe_fp8_tuning, "card_is_hopper", lambda: True)
     assert tiles(V3) == (dict.fromkeys(("gated", "second"), {1, 2, 4, 8}) if wanted else {})
     assert not tiles(V3._replace(hidden=7200)), "parts of blocks"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from glowplug.kernels.formats import fp8_triton as fp8_quant
+from glowplug.kernels.formats import fp8_triton
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe.align import Alignment, align
 from glowplug.kernels.moe.fp8 import gemm_hopper
@@ -36,7 +36,7 @@ def hopper_gated_product(
     rows, row_scales, _ = gather_rows(x, x_scales, order, ids)
     hidden = gemm_hopper.gated(rows, row_scales, w13, scales13, order, ids.numel(), dtype, config)
     del rows, row_scales
-    return fp8_quant.quantize(hidden)
+    return fp8_triton.quantize(hidden)
 
 
 def products(
@@ -75,7 +75,7 @@ def products(
         hidden = product(
             x, x_scales, w13, scales13, tiles, tile, pairs, per_token, dtype, config["first"]
         )
-        inner, inner_scales = fp8_quant.silu_and_mul(hidden)
+        inner, inner_scales = fp8_triton.silu_and_mul(hidden)
     return product(
         inner,
         inner_scales,

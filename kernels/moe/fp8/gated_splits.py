@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from glowplug.kernels.formats import fp8_triton as fp8_quant
-from glowplug.kernels.gemm.fp8 import BLOCK, add_scaled, load_tile, load_weight
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.formats import fp8_triton
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
+from glowplug.kernels.gemm.fp8 import add_scaled, load_tile, load_weight
+from glowplug.kernels.launch import dependent_launch
 
 #: copies of the token that fill the token side of an MMA to its smallest size
 TOKEN_COPIES = 16
@@ -95,7 +96,7 @@ def _gated_parts(
     values,
     scales,
     ids,
-    parts,
+    partial,
     tickets,
     inter,
     depth,
@@ -115,8 +116,8 @@ def _gated_parts(
 
     The programs of a column block are consecutive.
     """
-    dependent.wait(DEPENDENT)
-    dependent.begin(DEPENDENT)  # after the wait, so that the next kernel may read the ids
+    dependent_launch.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)  # after the wait, so that the next kernel may read the ids
     split, place = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
     blocks = inter // 128
     pair, block = place // blocks, place % blocks
@@ -145,15 +146,15 @@ def _gated_parts(
         EVEN,
         1,
     )
-    part = parts + (place.to(tl.int64) * SPLITS + split) * 256 + n[:, None] + same[None, :]
+    target = partial + (place.to(tl.int64) * SPLITS + split) * 256 + n[:, None] + same[None, :]
     one = (n[:, None] >= 0) & (tl.arange(0, TOKENS) == 0)[None, :]
-    tl.store(part, gate, mask=one)
-    tl.store(part + 128, up, mask=one)
+    tl.store(target, gate, mask=one)
+    tl.store(target + 128, up, mask=one)
     tl.debug_barrier()
     if tl.atomic_add(tickets + place, 1, sem="acq_rel") == SPLITS - 1:
         tl.store(tickets + place, 0)
         _activate(
-            parts + place.to(tl.int64) * (SPLITS * 256),
+            partial + place.to(tl.int64) * (SPLITS * 256),
             values + pair.to(tl.int64) * inter + block * 128,
             scales + block * scale_stride + pair,
             SPLITS,
@@ -161,15 +162,15 @@ def _gated_parts(
 
 
 @triton.jit
-def _activate(parts, values, scale_at, SPLITS: tl.constexpr):
+def _activate(partial, values, scale_at, SPLITS: tl.constexpr):
     """Sum ``SPLITS`` splits of 128 gates and ups; store the quantised silu(gate) * up."""
     n = tl.arange(0, 128)
     gate = tl.zeros((128,), tl.float32)
     up = tl.zeros((128,), tl.float32)
     for split in tl.static_range(SPLITS):
-        gate += tl.load(parts + split * 256 + n, cache_modifier=".cg")
-        up += tl.load(parts + split * 256 + 128 + n, cache_modifier=".cg")
-    stored, scale = fp8_quant.quantize_rows((gate / (1.0 + tl.exp(-gate)) * up)[None, :])
+        gate += tl.load(partial + split * 256 + n, cache_modifier=".cg")
+        up += tl.load(partial + split * 256 + 128 + n, cache_modifier=".cg")
+    stored, scale = fp8_triton.quantize_rows((gate / (1.0 + tl.exp(-gate)) * up)[None, :])
     tl.store(values + n[None, :], stored)
     tl.store(scale_at + tl.arange(0, 1), scale)
 
@@ -184,12 +185,12 @@ def _tickets(device: torch.device) -> Tensor:
     return torch.zeros(TICKETS_MAX, dtype=torch.int32, device=device)
 
 
-def fits(pairs: int, inter: int) -> bool:
+def tickets_suffice(pairs: int, inter: int) -> bool:
     """Return whether there are tickets for all column blocks."""
-    return inter % BLOCK == 0 and pairs * (inter // BLOCK) <= TICKETS_MAX
+    return inter % FP8_BLOCK == 0 and pairs * (inter // FP8_BLOCK) <= TICKETS_MAX
 
 
-def gated(
+def gated_by_splits(
     x: Tensor,
     x_scales: Tensor,
     weight: Tensor | TensorDescriptor,
@@ -211,7 +212,7 @@ def gated(
         ids: [T * K]; pairs with -1 are skipped.
         per_token: K.
         splits: Splits of the depth.
-        options: TMA, EVEN, num_warps, num_stages and the launch options of ``dependent``.
+        options: TMA, EVEN, num_warps, num_stages and the launch options of ``dependent_launch``.
 
     Returns:
         E4M3 [T * K, I] and scales.
@@ -219,10 +220,10 @@ def gated(
     inter = w13.shape[1] // 2
     depth = w13.shape[2]
     pairs = ids.numel()
-    assert fits(pairs, inter), "more column blocks than tickets"
-    values, scales = fp8_quant.empty_quantized(pairs, inter, x.device)
-    places = pairs * (inter // BLOCK)
-    parts = torch.empty(places, splits, 2, BLOCK, dtype=torch.float32, device=x.device)
+    assert tickets_suffice(pairs, inter), "more column blocks than tickets"
+    values, scales = fp8_triton.empty_quantized(pairs, inter, x.device)
+    places = pairs * (inter // FP8_BLOCK)
+    partial = torch.empty(places, splits, 2, FP8_BLOCK, dtype=torch.float32, device=x.device)
     _gated_parts[(places * splits,)](
         x,
         x_scales,
@@ -232,7 +233,7 @@ def gated(
         values,
         scales,
         ids,
-        parts,
+        partial,
         _tickets(x.device),
         inter,
         depth,

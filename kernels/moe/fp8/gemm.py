@@ -15,20 +15,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from glowplug.kernels.formats import fp8_triton as fp8_quant
+from glowplug.kernels.formats import fp8_triton
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 from glowplug.kernels.gemm.fp8 import (
-    BLOCK,
     PREFETCH_GROUPS,
     add_scaled,
     fetch_weight,
     load_tile,
     load_weight,
 )
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe.fp8 import (
-    gated_splits as moe_gated_parts,
+    gated_splits,
 )
 from glowplug.kernels.moe.fp8.pair_tiles import Tiles, is_empty, pairs_of, tile_and_block
 
@@ -112,11 +112,11 @@ def _product(
     prefetched, before waiting for that kernel.
     """
     if FETCH == 0:
-        dependent.wait(DEPENDENT)
-    dependent.begin(DEPENDENT)
+        dependent_launch.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     tile, block = tile_and_block(tiles, filled, BLOCK_M, ORDER)
     if is_empty(tile, experts, filled, BLOCK_M, ALIGNED):
-        dependent.wait(DEPENDENT)
+        dependent_launch.wait(DEPENDENT)
         return
     first = block * BLOCK_N
     pair, expert, real = pairs_of(tile, pairs, experts, total_pairs, BLOCK_M, ALIGNED)
@@ -125,7 +125,7 @@ def _product(
             fetch_weight(
                 stored + expert * columns * depth, first, columns, 0, depth, BLOCK_N, FETCH
             )
-        dependent.wait(DEPENDENT)
+        dependent_launch.wait(DEPENDENT)
     n = first + tl.arange(0, BLOCK_N)
     k = tl.arange(0, 128)
     row = tl.where(real, pair // PER_TOKEN, 0)
@@ -197,15 +197,17 @@ def _gated(
     DEPENDENT: tl.constexpr,
 ):
     """Compute values[pair], scales[pair] = quantised silu(x G^T) * (x U^T), 128 columns at once."""
-    dependent.wait(DEPENDENT)
-    dependent.begin(DEPENDENT)  # after the wait, so that the next kernel may read the alignment
+    dependent_launch.wait(DEPENDENT)
+    dependent_launch.begin(
+        DEPENDENT
+    )  # after the wait, so that the next kernel may read the alignment
     tile, block = tile_and_block(tiles, filled, BLOCK_M, ORDER)
     if is_empty(tile, experts, filled, BLOCK_M, ALIGNED):
         return
     first = block * 128
     pair, expert, real = pairs_of(tile, pairs, experts, total_pairs, BLOCK_M, ALIGNED)
     row = tl.where(real, pair // PER_TOKEN, 0)
-    gate, up = moe_gated_parts.gates_and_ups(
+    gate, up = gated_splits.gates_and_ups(
         x + row.to(tl.int64)[:, None] * x_stride + tl.arange(0, 128)[None, :],
         x_scales + row,
         xs_stride,
@@ -228,7 +230,7 @@ def _gated(
     inner = gate / (1.0 + tl.exp(-gate)) * up
     if SWAP:
         inner = inner.T
-    stored, scale = fp8_quant.quantize_rows(inner)
+    stored, scale = fp8_triton.quantize_rows(inner)
     n = first + tl.arange(0, 128)
     at = pair.to(tl.int64)
     tl.store(values + at[:, None] * inter + n[None, :], stored, mask=real[:, None])
@@ -246,18 +248,18 @@ def _weight_operand(weight: Tensor, block_n: int, tma: bool) -> Tensor | TensorD
         return weight
     rows = weight.shape[0] * weight.shape[1]
     depth = weight.shape[2]
-    return TensorDescriptor(weight, [rows, depth], [depth, 1], [block_n, BLOCK])
+    return TensorDescriptor(weight, [rows, depth], [depth, 1], [block_n, FP8_BLOCK])
 
 
 def _options(config: Config, tile: int, depth: int, columns: int, tiles: Tiles) -> dict[str, Any]:
     """Return the compile-time arguments of one GEMM."""
     order = config.get("ORDER", "tiles")
-    whole = depth % (BLOCK * config.get("ROUND", 1)) == 0
+    whole = depth % (FP8_BLOCK * config.get("ROUND", 1)) == 0
     return {
         **config,
-        **dependent.options(),
+        **dependent_launch.options(),
         "BLOCK_M": tile,
-        "EVEN": depth % BLOCK == 0,
+        "EVEN": depth % FP8_BLOCK == 0,
         "ALIGNED": tiles.aligned,
         "ORDER": order if tiles.aligned or order != "filled" else "tiles",
         "ROUND": config.get("ROUND", 1) if whole else 1,
@@ -343,16 +345,16 @@ def gated_product(
     """
     inter = w13.shape[1] // 2
     depth = w13.shape[2]
-    options = _options({**config, "BLOCK_N": BLOCK}, tile, depth, inter, tiles)
+    options = _options({**config, "BLOCK_N": FP8_BLOCK}, tile, depth, inter, tiles)
     del options["BLOCK_N"]
     splits = options.pop("SPLITS", 1)
-    if splits > 1 and not tiles.aligned and moe_gated_parts.fits(pairs, inter):
+    if splits > 1 and not tiles.aligned and gated_splits.tickets_suffice(pairs, inter):
         for name in ("BLOCK_M", "SWAP", "ALIGNED", "ORDER", "ROUND"):
             del options[name]
-        return moe_gated_parts.gated(
+        return gated_splits.gated_by_splits(
             x,
             x_scales,
-            _weight_operand(w13, BLOCK, options["TMA"]),
+            _weight_operand(w13, FP8_BLOCK, options["TMA"]),
             w13,
             scales13,
             tiles.experts,
@@ -360,11 +362,11 @@ def gated_product(
             splits,
             options,
         )
-    values, scales = fp8_quant.empty_quantized(pairs, inter, x.device)
-    _gated[(tiles.total * (inter // BLOCK),)](
+    values, scales = fp8_triton.empty_quantized(pairs, inter, x.device)
+    _gated[(tiles.total * (inter // FP8_BLOCK),)](
         x,
         x_scales,
-        _weight_operand(w13, BLOCK, options["TMA"]),
+        _weight_operand(w13, FP8_BLOCK, options["TMA"]),
         w13,
         scales13,
         values,

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe.align import Alignment
 from glowplug.kernels.moe.gemm_hopper import processors
@@ -39,11 +39,11 @@ from glowplug.kernels.moe.hopper_tiles import (
 )
 
 UNIT = 64  #: rows that a warpgroup multiplies
-PARTS = 3  #: warpgroups that share a tile's weights
+WARPGROUPS = 3  #: warpgroups that share a tile's weights
 #: columns of a tile, equal to those of a weight block; half gates, half ups in the first GEMM
 COLUMNS = 128
 DEPTH = 128  #: depth of a pipeline stage
-RING = 5  #: pipeline stages
+STAGES = 5  #: pipeline stages
 MULTIPLYING = 160  #: registers of a thread that multiplies
 FETCHING = 32  #: registers of a thread that loads
 
@@ -52,10 +52,10 @@ FETCHING = 32  #: registers of a thread that loads
 def _fetch(
     given,
     UP: gl.constexpr,
-    PARTS: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
     COLUMNS: gl.constexpr,
     DEPTH: gl.constexpr,
-    RING: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """Load x, the expert's weight and the scales for every tile of this program, by one warp.
 
@@ -93,7 +93,7 @@ def _fetch(
     for tile in range(gl.program_id(0), m_blocks * n_blocks, gl.num_programs(0)):
         block, column_block = place_of(tile, m_blocks, n_blocks, group)
         expert = gl.load(expert_of_block + block)
-        place = block * (64 * PARTS)
+        place = block * (64 * WARPGROUPS)
         second_there = gl.load(sorted_pairs + place + 64) < pairs
         third_there = gl.load(sorted_pairs + place + 128) < pairs
         first = expert * columns + column_block * COLUMNS
@@ -108,33 +108,33 @@ def _fetch(
                 * steps
             )
         for k in range(steps):
-            stage = step % RING
+            stage = step % STAGES
             ready = full.index(stage)
-            mbarrier.wait(empty.index(stage), ((step // RING) & 1) ^ 1)
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(ready, size + unit, pred=second_there == 0)
             mbarrier.expect(ready, size + 2 * unit, pred=second_there & (third_there == 0))
             mbarrier.expect(ready, size + 3 * unit, pred=third_there)
             copy_tile(w_at, [first, k * DEPTH], ready, w_ring.index(2 * stage))
             copy_tile(w_at, [second, k * DEPTH], ready, w_ring.index(2 * stage + 1))
-            copy_tile(x_at, [place, k * DEPTH], ready, x_ring.index(PARTS * stage))
+            copy_tile(x_at, [place, k * DEPTH], ready, x_ring.index(WARPGROUPS * stage))
             copy_tile(
                 x_at,
                 [place + 64, k * DEPTH],
                 ready,
-                x_ring.index(PARTS * stage + 1),
+                x_ring.index(WARPGROUPS * stage + 1),
                 pred=second_there,
             )
             copy_tile(
                 x_at,
                 [place + 128, k * DEPTH],
                 ready,
-                x_ring.index(PARTS * stage + 2),
+                x_ring.index(WARPGROUPS * stage + 2),
                 pred=third_there,
             )
             copy_rows(
                 x_scale_ring.index(stage),
                 x_scales + k * x_stride + place + lane,
-                mask=lane < 64 * PARTS,
+                mask=lane < 64 * WARPGROUPS,
             )
             copy_rows(w_scale_ring.index(stage), scales_at + k)
             async_copy.mbarrier_arrive(ready, increment_count=False)
@@ -152,7 +152,14 @@ def _add(total, part, scale):
 
 @gluon.jit
 def _multiply_group(
-    rings, full, empty, step, none, PART: gl.constexpr, PARTS: gl.constexpr, RING: gl.constexpr
+    rings,
+    full,
+    empty,
+    step,
+    none,
+    WARPGROUP: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """Multiply one depth group.
 
@@ -162,16 +169,16 @@ def _multiply_group(
     """
     x_ring, w_ring, x_scale_ring, w_scale_ring = rings
     side: gl.constexpr = gl.SliceLayout(1, none.type.layout)
-    stage = step % RING
-    mbarrier.wait(full.index(stage), (step // RING) & 1)
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), (step // STAGES) & 1)
     part = warpgroup_mma(
-        x_ring.index(PARTS * stage + PART),
+        x_ring.index(WARPGROUPS * stage + WARPGROUP),
         w_ring.index(stage).permute((1, 0)),
         none,
         use_acc=False,
         is_async=True,
     )
-    x_scale = x_scale_ring.index(stage).slice(PART * 64, 64).load(side)
+    x_scale = x_scale_ring.index(stage).slice(WARPGROUP * 64, 64).load(side)
     first = x_scale * w_scale_ring.index(stage).slice(0, 64).load(side)
     second = x_scale * w_scale_ring.index(stage).slice(64, 64).load(side)
     part = warpgroup_mma_wait(0, deps=[part])
@@ -182,12 +189,12 @@ def _multiply_group(
 @gluon.jit
 def _multiply(
     given,
-    PART: gl.constexpr,
+    WARPGROUP: gl.constexpr,
     UP: gl.constexpr,
-    PARTS: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
     COLUMNS: gl.constexpr,
     DEPTH: gl.constexpr,
-    RING: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """Multiply rows 64 * PART to 64 * PART + 63 of every tile of this program."""
     (
@@ -211,15 +218,19 @@ def _multiply(
     tiles = m_blocks * n_blocks
     first = gl.program_id(0)
     block, _ = place_of(first, m_blocks, n_blocks, group)
-    leader = gl.load(sorted_pairs + (block * PARTS + PART) * 64, mask=first < tiles, other=pairs)
+    leader = gl.load(
+        sorted_pairs + (block * WARPGROUPS + WARPGROUP) * 64, mask=first < tiles, other=pairs
+    )
     for tile in range(first, tiles, gl.num_programs(0)):
         block, column_block = place_of(tile, m_blocks, n_blocks, group)
-        row = (block * PARTS + PART) * 64 + gl.arange(0, 64, side)
+        row = (block * WARPGROUPS + WARPGROUP) * 64 + gl.arange(0, 64, side)
         filled = leader < pairs
         after = tile + gl.num_programs(0)
         next_block, _ = place_of(after, m_blocks, n_blocks, group)
         leader = gl.load(
-            sorted_pairs + (next_block * PARTS + PART) * 64, mask=after < tiles, other=pairs
+            sorted_pairs + (next_block * WARPGROUPS + WARPGROUP) * 64,
+            mask=after < tiles,
+            other=pairs,
         )
         if filled:
             none = gl.zeros([64, COLUMNS], gl.float32, acc_layout)
@@ -229,7 +240,7 @@ def _multiply(
                 gate, up = none, 0.0
             for _ in range(steps):
                 part, gate_scale, up_scale = _multiply_group(
-                    rings, full, empty, step, none, PART, PARTS, RING
+                    rings, full, empty, step, none, WARPGROUP, WARPGROUPS, STAGES
                 )
                 if UP:
                     gate_part, up_part = cut(part)
@@ -245,7 +256,7 @@ def _multiply(
             else:
                 store_weighted(out, gate, weights, pair, pairs, pair, real, column_block, columns)
         else:
-            step = pass_over(full, empty, step, steps, RING)
+            step = pass_over(full, empty, step, steps, STAGES)
 
 
 @gluon.jit(do_not_specialize=["pairs", "group"])
@@ -266,10 +277,10 @@ def _grouped_fp8_hopper(
     group,
     x_stride,
     UP: gl.constexpr,
-    PARTS: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
     COLUMNS: gl.constexpr,
     DEPTH: gl.constexpr,
-    RING: gl.constexpr,
+    STAGES: gl.constexpr,
     MULTIPLYING: gl.constexpr,
     FETCHING: gl.constexpr,
     DEPENDENT: gl.constexpr,
@@ -280,21 +291,21 @@ def _grouped_fp8_hopper(
     ``x_scales`` is [depth / 128, x_stride], ``w_scales`` [E, N / 128, depth / 128]. ``out`` has N
     columns, with ``UP`` N / 2.
     """
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    x_ring = gl.allocate_shared_memory(gl.float8e4nv, [RING * PARTS, 64, DEPTH], shared)
-    w_ring = gl.allocate_shared_memory(gl.float8e4nv, [RING, COLUMNS, DEPTH], shared)
-    x_scale_ring = gl.allocate_shared_memory(gl.float32, [RING, 256], plain)
-    w_scale_ring = gl.allocate_shared_memory(gl.float32, [RING, 128], plain)
-    full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(RING):
+    x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * WARPGROUPS, 64, DEPTH], shared)
+    w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, DEPTH], shared)
+    x_scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 256], plain)
+    w_scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 128], plain)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=33)  # expected bytes + each lane's scales
-        mbarrier.init(empty.index(i), count=PARTS)
+        mbarrier.init(empty.index(i), count=WARPGROUPS)
     fence_async_shared()
-    m_blocks = gl.load(num_padded) // (64 * PARTS)
+    m_blocks = gl.load(num_padded) // (64 * WARPGROUPS)
     given = (
         out,
         weights,
@@ -332,10 +343,10 @@ def _grouped_fp8_hopper(
     )
     gl.warp_specialize(
         [
-            (_multiply, (given, gl.constexpr(0), UP, PARTS, COLUMNS, DEPTH, RING)),
-            (_multiply, (given, gl.constexpr(1), UP, PARTS, COLUMNS, DEPTH, RING)),
-            (_multiply, (given, gl.constexpr(2), UP, PARTS, COLUMNS, DEPTH, RING)),
-            (_fetch, (fetched, UP, PARTS, COLUMNS, DEPTH, RING)),
+            (_multiply, (given, gl.constexpr(0), UP, WARPGROUPS, COLUMNS, DEPTH, STAGES)),
+            (_multiply, (given, gl.constexpr(1), UP, WARPGROUPS, COLUMNS, DEPTH, STAGES)),
+            (_multiply, (given, gl.constexpr(2), UP, WARPGROUPS, COLUMNS, DEPTH, STAGES)),
+            (_fetch, (fetched, UP, WARPGROUPS, COLUMNS, DEPTH, STAGES)),
         ],
         [4, 4, 1],
         [MULTIPLYING, MULTIPLYING, FETCHING],
@@ -386,14 +397,14 @@ def _launch(
         config["GROUP"],
         x_scales.stride(1),
         UP=up,
-        PARTS=PARTS,
+        WARPGROUPS=WARPGROUPS,
         COLUMNS=COLUMNS,
         DEPTH=DEPTH,
-        RING=RING,
+        STAGES=STAGES,
         MULTIPLYING=MULTIPLYING,
         FETCHING=FETCHING,
         num_warps=4,
-        **dependent.options(),
+        **dependent_launch.options(),
     )
     return out
 

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.formats.fp8_triton import GROUP, quantize_rows
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
+from glowplug.kernels.formats.fp8_triton import quantize_rows
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 GROUPS = 8  #: 128-channel groups of a row that one program copies or activates
@@ -75,8 +76,8 @@ def _find(
 
     With ``PACKED``, ``counts`` gets the starts.
     """
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     expert = tl.program_id(0)
     lane = tl.arange(0, SPAN)
     first = expert * rows
@@ -135,8 +136,8 @@ def _spread(
     DEPENDENT: tl.constexpr,
 ):
     """Copy ``GROUPS`` groups of a token and their scales to the rows of its pairs."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = tl.program_id(1) * GROUPS * 128 + tl.arange(0, GROUPS * 128)
@@ -170,8 +171,8 @@ def _activate(
     DEPENDENT: tl.constexpr,
 ):
     """Compute and quantise ``GROUPS`` groups of silu(gate) * up of a pair."""
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     pair = tl.program_id(0)
     if tl.load(ids + pair) < 0:
         return
@@ -253,7 +254,7 @@ def _launch(
         experts,
         PACKED=packed,
         SPAN=span,
-        **dependent.options(),
+        **dependent_launch.options(),
     )
 
 
@@ -271,7 +272,7 @@ def spread(
         scales: [G, R, ceil(N / 128)], written.
     """
     tokens, depth = x.shape
-    _spread[(tokens, cdiv(depth, GROUPS * GROUP))](
+    _spread[(tokens, cdiv(depth, GROUPS * FP8_BLOCK))](
         x,
         x_scales,
         ids,
@@ -286,7 +287,7 @@ def spread(
         PER_TOKEN=ids.shape[1],
         GROUPS=GROUPS,
         num_warps=4,
-        **dependent.options(),
+        **dependent_launch.options(),
     )
 
 
@@ -301,7 +302,7 @@ def activate(x: Tensor, ids: Tensor, place: Tensor, values: Tensor, scales: Tens
         scales: [G, R, ceil(N / 128)], written.
     """
     size = x.shape[1] // 2
-    _activate[(ids.numel(), cdiv(size, GROUPS * GROUP))](
+    _activate[(ids.numel(), cdiv(size, GROUPS * FP8_BLOCK))](
         x,
         ids,
         place,
@@ -312,5 +313,5 @@ def activate(x: Tensor, ids: Tensor, place: Tensor, values: Tensor, scales: Tens
         *scales.stride(),
         GROUPS=GROUPS,
         num_warps=4,
-        **dependent.options(),
+        **dependent_launch.options(),
     )

@@ -24,12 +24,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
+from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.launch.tuned_tables import Config
 
-BLOCK = 128
 HOPPER_ROWS = 192  #: rows of a tile of ``moe.fp8.gemm_hopper``
-FEW = 40  #: rows of an expert up to which small tiles are faster
+SMALL_TILE_ROWS_MAX = 40  #: rows of an expert up to which small tiles are faster
 
 
 def on_hopper(config: Config) -> bool:
@@ -48,10 +48,10 @@ def hopper(group: int) -> Config:
     }
 
 
-def rule(tokens: int, per_token: int, experts: int, has_hopper: bool) -> Config:
+def fp8_experts_rule(tokens: int, per_token: int, experts: int, has_hopper: bool) -> Config:
     """Return a configuration for an untuned problem, by the mean rows of an expert."""
     rows = tokens * per_token / experts
-    if rows <= FEW:
+    if rows <= SMALL_TILE_ROWS_MAX:
         block = 16 if rows <= 10 else 32
         each = {"SWAP": True, "TMA": True, "num_warps": 4, "num_stages": 3}
     elif has_hopper:
@@ -72,7 +72,9 @@ def table_name(
     experts: int, inter: int, hidden: int, machine: tuple[str, str] | None = None
 ) -> str:
     """Return the file name of a table, by default this machine's: see ``tuned.file_name``."""
-    return tuned.file_name(f"E={experts},N={inter},H={hidden}", tuned.FP8, (BLOCK, BLOCK), machine)
+    return tuned_tables.file_name(
+        f"E={experts},N={inter},H={hidden}", tuned_tables.FP8, (FP8_BLOCK, FP8_BLOCK), machine
+    )
 
 
 def fits_hopper(hidden: int, element: int) -> bool:
@@ -80,11 +82,11 @@ def fits_hopper(hidden: int, element: int) -> bool:
 
     ``element``: bytes of a result's number.
     """
-    return hidden % BLOCK == 0 and element == 2
+    return hidden % FP8_BLOCK == 0 and element == 2
 
 
 @lru_cache(maxsize=4096)
-def config_for(
+def fp8_experts_config(
     tokens: int,
     per_token: int,
     experts: int,
@@ -99,11 +101,13 @@ def config_for(
         tokens: Tokens of a step.
         per_token: Columns of the ids.
         experts: Experts held.
-        inter: Channels between the GEMMs, a multiple of ``BLOCK``.
+        inter: Channels between the GEMMs, a multiple of ``FP8_BLOCK``.
         hidden: Channels of x.
         has_hopper: The card is a Hopper and :func:`fits_hopper` holds.
         machine: See :func:`table_name`.
     """
     name = table_name(experts, inter, hidden, machine)
-    found = tuned.measured_for(name, tokens, lambda config: has_hopper or not on_hopper(config))
-    return found or rule(tokens, per_token, experts, has_hopper)
+    found = tuned_tables.measured_for(
+        name, tokens, lambda config: has_hopper or not on_hopper(config)
+    )
+    return found or fp8_experts_rule(tokens, per_token, experts, has_hopper)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from glowplug.kernels.formats import fp8_triton as fp8_quant
-from glowplug.kernels.gemm.fp8 import BLOCK
+from glowplug.kernels.formats import fp8_triton
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 from glowplug.kernels.gemm.tuning_fp8_run import (
     Log,
     Table,
@@ -28,18 +28,15 @@ from glowplug.kernels.gemm.tuning_fp8_run import (
     key,
     without,
 )
-from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.launch.timing import microseconds
 from glowplug.kernels.launch.tuned_tables import Config
-from glowplug.kernels.moe import gemm_hopper as moe_gemm_hopper
 from glowplug.kernels.moe.align import Alignment
-from glowplug.kernels.moe.fp8 import (
-    gemm as moe_gemm_fp8,
-    gemm_hopper as moe_gemm_fp8_hopper,
-    tiles as moe_fp8_tiles,
-)
+from glowplug.kernels.moe.fp8 import gemm, gemm_hopper
 from glowplug.kernels.moe.fp8.experts import hopper_gated_product
 from glowplug.kernels.moe.fp8.pair_tiles import Tiles, tiles_of
+from glowplug.kernels.moe.fp8.tiles import HOPPER_ROWS, fits_hopper, table_name
+from glowplug.kernels.moe.gemm_hopper import card_is_hopper
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 ALIGN_MICROSECONDS = 4.0  #: time of an alignment of few tokens
@@ -70,19 +67,19 @@ class Fp8ExpertsProblem(NamedTuple):
         topk: Experts of a token, fused shared experts included.
         hidden: Channels of x.
         inter: Channels between the two GEMMs.
-        shared: Number of fused shared experts, the last ones.
+        fused_shared: Number of fused shared experts, the last ones.
     """
 
     experts: int
     topk: int
     hidden: int
     inter: int
-    shared: int = 0
+    fused_shared: int = 0
 
     @property
     def path(self) -> Path:
         """File of this machine's table."""
-        return tuned.FOLDER / moe_fp8_tiles.table_name(self.experts, self.inter, self.hidden)
+        return tuned_tables.FOLDER / table_name(self.experts, self.inter, self.hidden)
 
 
 @dataclass
@@ -101,9 +98,9 @@ class _Experts:
         inter = problem.inter
         return _Experts(
             random_fp8(held, 2 * inter, hidden),
-            torch.rand(held, 2 * inter // BLOCK, hidden // BLOCK, device="cuda"),
+            torch.rand(held, 2 * inter // FP8_BLOCK, hidden // FP8_BLOCK, device="cuda"),
             random_fp8(held, hidden, inter),
-            torch.rand(held, hidden // BLOCK, inter // BLOCK, device="cuda"),
+            torch.rand(held, hidden // FP8_BLOCK, inter // FP8_BLOCK, device="cuda"),
         )
 
     def call(
@@ -126,20 +123,20 @@ class _Experts:
                 return hopper_gated_product(
                     *x, self.w13, self.scales13, ids, order, torch.bfloat16, own
                 )
-            return moe_gemm_fp8_hopper.product(
+            return gemm_hopper.product(
                 *x, self.w2, self.scales2, order, weights, torch.bfloat16, own
             )
         if kind == "gated":
-            return moe_gemm_fp8.gated_product(
+            return gemm.gated_product(
                 *x, self.w13, self.scales13, tiles, tile, pairs, per_token, own
             )
         if kind == "plain":
-            return fp8_quant.silu_and_mul(
-                moe_gemm_fp8.product(
+            return fp8_triton.silu_and_mul(
+                gemm.product(
                     *x, self.w13, self.scales13, tiles, tile, pairs, per_token, torch.bfloat16, own
                 )
             )
-        return moe_gemm_fp8.product(
+        return gemm.product(
             *x,
             self.w2,
             self.scales2,
@@ -150,16 +147,16 @@ class _Experts:
             torch.bfloat16,
             own,
             weights,
-            moe_gemm_fp8.fetch_of(tile),
+            gemm.fetch_of(tile),
         )
 
 
 def routing(problem: Fp8ExpertsProblem, held: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
     """Draw (ids, weights): fused shared experts for every token, the others uniformly."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    routed = held - problem.shared
+    routed = held - problem.fused_shared
     ids = torch.rand(tokens, routed, generator=generator, device="cuda")
-    ids = ids.topk(min(routed, problem.topk - problem.shared), 1).indices.int()
+    ids = ids.topk(min(routed, problem.topk - problem.fused_shared), 1).indices.int()
     always = torch.arange(routed, held, dtype=torch.int32, device="cuda").expand(tokens, -1)
     ids = torch.cat([ids, always], 1)
     return ids, torch.rand(ids.shape, generator=generator, device="cuda")
@@ -168,13 +165,9 @@ def routing(problem: Fp8ExpertsProblem, held: int, tokens: int, seed: int) -> tu
 def expert_candidates(tokens: int, problem: Fp8ExpertsProblem) -> Iterator[tuple[str, Config]]:
     """Yield (kind of GEMM, configuration), chosen by the mean rows of an expert."""
     load = tokens * problem.topk / problem.experts
-    if (
-        load >= HOPPER_ROWS_MIN
-        and moe_gemm_hopper.supported()
-        and moe_fp8_tiles.fits_hopper(problem.hidden, BFLOAT16_BYTES)
-    ):
+    if load >= HOPPER_ROWS_MIN and card_is_hopper() and fits_hopper(problem.hidden, BFLOAT16_BYTES):
         for kind, group in product(("gated", "second"), HOPPER_GROUPS):
-            yield kind, {"BLOCK_M": moe_fp8_tiles.HOPPER_ROWS, "GROUP": group}
+            yield kind, {"BLOCK_M": HOPPER_ROWS, "GROUP": group}
     for block in (16, 32, 64, 128):
         if (block > 16 and load < block / 4) or load > 8 * block:
             continue
@@ -201,11 +194,11 @@ def expert_candidates(tokens: int, problem: Fp8ExpertsProblem) -> Iterator[tuple
 
 def _compile_experts(wanted: Sequence[tuple[str, Config]], problem: Fp8ExpertsProblem) -> list[str]:
     """Run each candidate once to fill the disk cache. Return the keys of those that fail."""
-    held = problem.shared + 4
+    held = problem.fused_shared + 4
     bench = _Experts.make(problem, held)
     failed = []
     for kind, config in wanted:
-        ids, weights = routing(problem._replace(topk=problem.shared + 4), held, 8, 0)
+        ids, weights = routing(problem._replace(topk=problem.fused_shared + 4), held, 8, 0)
         try:
             bench.call(
                 kind,
@@ -227,7 +220,7 @@ def _input(
 ) -> tuple[Tensor, Tensor]:
     """Draw the quantised input of one GEMM, and its scales."""
     rows, depth = (ids.numel(), problem.inter) if kind == "second" else (tokens, problem.hidden)
-    return fp8_quant.quantize(torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16))
+    return fp8_triton.quantize(torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16))
 
 
 def tune_experts(

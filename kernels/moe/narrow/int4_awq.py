@@ -16,20 +16,20 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.gemm.int4_awq import (
-    BLOCK,
     DTYPE,
+    PACKED_BLOCK,
     PLANE,
     load_plane,
     load_rows,
     scale_of,
     times,
 )
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe.align import Alignment, align
 from glowplug.kernels.moe.gemm_tile import tile_pairs, tile_place
-from glowplug.kernels.moe.narrow.tiles import DENSE_TOKENS_MAX, config_for
+from glowplug.kernels.moe.narrow.tiles import DENSE_TOKENS_MAX, narrow_experts_config
 from glowplug.kernels.moe.sum import moe_sum
 
 
@@ -84,9 +84,9 @@ def _grouped(
     With ``UP`` x holds tokens and out[pair] = silu(gate) * up. Otherwise x holds pairs and the
     results are multiplied by the routing weights.
     """
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     block_row, column_block = tile_place(m_blocks, n_blocks, order)
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     expert, pair = tile_pairs(
         ids, sorted_pairs, expert_of_block, block_row, pairs, experts, SORTED, TOPK, WIDTH, BLOCK_M
     )
@@ -101,7 +101,7 @@ def _grouped(
     every = columns * (2 if UP else 1)  # outputs of an expert
     step = columns.to(tl.int64) * (2 if UP else 1) * PLANE
     lane = tl.arange(0, PLANE)
-    blocks = tl.cdiv(depth, BLOCK)
+    blocks = tl.cdiv(depth, PACKED_BLOCK)
     x_at = x + row.to(tl.int64)[:, None] * depth + lane[None, :]
     w_at = packed + (expert.to(tl.int64) * blocks * every + n)[:, None] * PLANE + lane[None, :]
     grid = expert.to(tl.int64) * groups * every
@@ -115,10 +115,10 @@ def _grouped(
             up_words = load_rows(at + columns * PLANE, inside[:, None], EVEN_N)
             up_part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for plane in tl.static_range(4):
-            first = block * BLOCK + plane * PLANE
+            first = block * PACKED_BLOCK + plane * PLANE
             if plane == 0 or (plane * PLANE) % GROUP == 0:
                 group = first // GROUP
-                if GROUP < BLOCK and not EVEN:
+                if GROUP < PACKED_BLOCK and not EVEN:
                     group = tl.where(first < depth, group, 0)
                 place = grid + group * every + n
                 factor = load_rows(factors + place, inside, EVEN_N)
@@ -206,12 +206,12 @@ def product(
         BLOCK_N=config["block_n"],
         STAGES=config["stages"],
         num_warps=config["warps"],
-        **dependent.options(),
+        **dependent_launch.options(),
     )
     return out
 
 
-def rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
+def int4_experts_rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
     """Return {"up", "down"} for an untuned problem. Few tokens are "dense": no alignment."""
     load = tokens * per_token / experts
     if load <= 64:
@@ -267,7 +267,9 @@ def expert_rows(
     if not len(x):
         return torch.empty_like(x)
     count = w13.packed.shape[0]
-    chosen = config or config_for(DTYPE, rule, len(x), ids.shape[1], count, w2.depth, w13.depth)
+    chosen = config or narrow_experts_config(
+        DTYPE, int4_experts_rule, len(x), ids.shape[1], count, w2.depth, w13.depth
+    )
     aligned = None if chosen["up"]["dense"] else align(ids, count, chosen["up"]["block_m"])
     hidden = product(x, w13, ids, None, aligned, chosen["up"])
     return product(hidden, w2, ids, weights, aligned, chosen["down"])

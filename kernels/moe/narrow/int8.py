@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.formats import int8_triton as int8_quant
+from glowplug.kernels.formats import int8_triton
 from glowplug.kernels.gemm.int8 import DTYPE, load_tile, times, zeros_of
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe.align import Alignment, align
 from glowplug.kernels.moe.gemm_tile import tile_pairs, tile_place
-from glowplug.kernels.moe.narrow.tiles import DENSE_TOKENS_MAX, config_for
+from glowplug.kernels.moe.narrow.tiles import DENSE_TOKENS_MAX, narrow_experts_config
 from glowplug.kernels.moe.sum import moe_sum
 
 
@@ -67,9 +67,9 @@ def _grouped(
     With ``UP`` x holds tokens, w holds gates before ups, and out[pair] = silu(gate) * up. Otherwise
     x holds pairs and the results are multiplied by the routing weights.
     """
-    dependent.begin(DEPENDENT)
+    dependent_launch.begin(DEPENDENT)
     block, column_block = tile_place(m_blocks, n_blocks, group)
-    dependent.wait(DEPENDENT)
+    dependent_launch.wait(DEPENDENT)
     expert, pair = tile_pairs(
         ids, sorted_pairs, expert_of_block, block, pairs, experts, SORTED, TOPK, WIDTH, BLOCK_M
     )
@@ -173,12 +173,12 @@ def product(
         BLOCK_K=config["block_k"],
         num_warps=config["warps"],
         num_stages=config["stages"],
-        **dependent.options(),
+        **dependent_launch.options(),
     )
     return out
 
 
-def rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
+def int8_experts_rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
     """Return {"up", "down"} for an untuned problem. Few tokens are "dense": no alignment."""
     load = tokens * per_token / experts
     if load <= 64:
@@ -257,10 +257,10 @@ def expert_rows(
     """
     if not len(x):
         return torch.empty(x.shape, dtype=dtype, device=x.device)
-    chosen = config or config_for(
-        DTYPE, rule, len(x), ids.shape[1], w13.shape[0], w2.shape[2], w2.shape[1]
+    chosen = config or narrow_experts_config(
+        DTYPE, int8_experts_rule, len(x), ids.shape[1], w13.shape[0], w2.shape[2], w2.shape[1]
     )
     aligned = None if chosen["up"]["dense"] else align(ids, w13.shape[0], chosen["up"]["block_m"])
     hidden = product(x, x_scales, w13, scales13, ids, None, aligned, dtype, chosen["up"])
-    inner, inner_scales = int8_quant.quantize(hidden)
+    inner, inner_scales = int8_triton.quantize(hidden)
     return product(inner, inner_scales, w2, scales2, ids, weights, aligned, dtype, chosen["down"])

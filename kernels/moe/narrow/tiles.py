@@ -9,20 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
-from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.launch.tuned_tables import Config
 
 DENSE_TOKENS_MAX = 16  #: tokens that fit into one "dense" tile
 #: (tokens, experts a token, experts) -> configuration
-Rule = Callable[[int, int, int], Mapping[str, Config]]
+ExpertsRule = Callable[[int, int, int], Mapping[str, Config]]
 
 
 @lru_cache(maxsize=1024)
-def config_for(
-    dtype: str, rule: Rule, tokens: int, per_token: int, experts: int, inter: int, hidden: int
+def narrow_experts_config(
+    dtype: str,
+    rule: ExpertsRule,
+    tokens: int,
+    per_token: int,
+    experts: int,
+    inter: int,
+    hidden: int,
 ) -> Mapping[str, Config]:
     """Return the table's configuration for the nearest token count, or the rule's without one."""
-    name = tuned.file_name(f"E={experts},N={inter},H={hidden}", dtype)
+    name = tuned_tables.file_name(f"E={experts},N={inter},H={hidden}", dtype)
     return measured_for(name, tokens) or rule(tokens, per_token, experts)
 
 
@@ -34,7 +40,7 @@ def measured_for(name: str, tokens: int) -> Mapping[str, Config] | None:
     """
     fitting = {
         number: config
-        for number, config in (tuned.table(name) or {}).items()
+        for number, config in (tuned_tables.table(name) or {}).items()
         if not config["up"]["dense"] or config["up"]["block_m"] >= tokens
     }
-    return tuned.nearest(fitting, tokens) if fitting and tokens <= 2 * max(fitting) else None
+    return tuned_tables.nearest(fitting, tokens) if fitting and tokens <= 2 * max(fitting) else None

@@ -11,7 +11,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Worker
 from glowplug.core.step.batch import Batch
-from glowplug.kernels.mha.decode import MhaTiling, mha_decode, tiling
+from glowplug.kernels.mha.decode import MhaTiling, mha_decode, mha_tiling
 from glowplug.kernels.mha.prefill import mha_prefill
 from glowplug.plugins.attention.shared.mha_base import PagedMha
 
@@ -55,7 +55,7 @@ class TritonMha(PagedMha):
 
     def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
         tree = None if batch.tree_mask is None else batch.tree_mask[:rows]
-        tile = tiling(
+        tile = mha_tiling(
             rows, width, self._heads, self._kv_heads, self._head_dim, self._context, self._dtype
         )
         self._decoding = _Rows(

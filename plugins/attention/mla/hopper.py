@@ -9,7 +9,7 @@ from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext, Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
-from glowplug.kernels.launch.cuda_arch import SHORT, SHORT_CONTEXT
+from glowplug.kernels.launch.cuda_arch import SHORT_CONTEXT, SHORT_KEYS_MAX
 from glowplug.plugins.attention.mla.flashmla import PAGE_TOKENS
 from glowplug.plugins.attention.shared.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.shared.decode_choice import Line, line, short_rows
@@ -48,7 +48,9 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
     short = line(queries, SHORT_CONTEXT, width)
     why = f"fastest on an H200 for rows of {queries} queries: {_words(used)}"
     if short != used and values.short_rows:
-        why += f"; if no row of a captured step is longer than {SHORT} keys: {_words(short)}"
+        why += (
+            f"; if no row of a captured step is longer than {SHORT_KEYS_MAX} keys: {_words(short)}"
+        )
     elif short != used:
         why += f"; with a context_length of at most {SHORT_CONTEXT}: {_words(short)}"
     return [Decision(PLAN_FIELD, "by rows", "hopper_mla", why)]
@@ -83,7 +85,7 @@ def register_attention_backends() -> list[Component]:
                 first_key=True,
                 modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER},
                 work=mla_bytes,
-                short_keys=SHORT,
+                short_keys=SHORT_KEYS_MAX,
                 short_rows=short_rows,
             ),
             summary="latent attention on Hopper: each step's decode rows by the kernel measured "

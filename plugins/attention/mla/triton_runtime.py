@@ -10,9 +10,9 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import MlaLayer, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.formats.fp8 import Blocks
-from glowplug.kernels.mla import value_projection as mla_values
-from glowplug.kernels.mla.decode import decode_parts, mla_decode
-from glowplug.kernels.mla.decode_tiling import MlaTiling, ring_fits, tiling
+from glowplug.kernels.mla import value_projection
+from glowplug.kernels.mla.decode import decode_splits, mla_decode
+from glowplug.kernels.mla.decode_tiling import MlaTiling, mla_tiling, pipeline_fits
 from glowplug.kernels.mla.prefill import mla_prefill
 from glowplug.plugins.attention.mla.triton import TritonMlaOptions
 from glowplug.plugins.attention.shared.mla_base import PagedMla
@@ -86,11 +86,14 @@ class TritonMla(PagedMla):
         self, query: Tensor, kv: Tensor, layer: MlaLayer, stored: Blocks | None, out: Tensor
     ) -> None:
         rows, tile = self._tiled_rows(
-            query, kv, layer, stored is None and mla_values.fits(layer.lora_rank, layer.v_dim)
+            query,
+            kv,
+            layer,
+            stored is None and value_projection.sizes_fit(layer.lora_rank, layer.v_dim),
         )
-        if not tile.apart:
+        if not tile.merge_in_values:
             return super().decode_values(query, kv, layer, stored, out)
-        partial, lse = decode_parts(
+        partial, lse = decode_splits(
             query,
             kv,
             rows.page_table,
@@ -102,29 +105,29 @@ class TritonMla(PagedMla):
             rows.first_key,
             rows.tree,
         )
-        mla_values.project(partial, lse, rows.lens, layer.w_uv, out, tile.block_n)
+        value_projection.merge_and_project(partial, lse, rows.lens, layer.w_uv, out, tile.block_n)
 
     def _tiled_rows(
-        self, query: Tensor, kv: Tensor, layer: MlaLayer, apart: bool = False
+        self, query: Tensor, kv: Tensor, layer: MlaLayer, merge_in_values: bool = False
     ) -> tuple[_Rows, MlaTiling]:
         """Return the step's rows and the tiling of their keys.
 
-        ``apart`` admits KV splits that ``mla_values`` merges.
+        ``merge_in_values`` admits KV splits that W_UV's GEMM merges.
         """
         rows = self._rows
         assert rows is not None
-        ring = ring_fits(
+        pipeline = pipeline_fits(
             query.dtype, kv.dtype, self._page_size, layer.lora_rank, layer.rope_dim, query.device
         )
-        return rows, tiling(
+        return rows, mla_tiling(
             len(rows.lens),
             rows.width,
             layer.heads,
             rows.longest,
             query.dtype,
             kv.dtype,
-            ring,
-            apart,
+            pipeline,
+            merge_in_values,
         )
 
     def _call(

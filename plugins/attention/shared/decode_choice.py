@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from glowplug.kernels.launch.cuda_arch import APART_ROWS, MANY_HEADS, SHORT
+from glowplug.kernels.launch.cuda_arch import FEW_HEADS_MAX, MERGE_IN_VALUES_ROWS, SHORT_KEYS_MAX
 
 Line = tuple[tuple[float, str], ...]  #: (most rows of a step, kernel), ascending in rows
 
@@ -65,7 +65,7 @@ def fastest(queries: int, rows: int, longest: float = math.inf, width: int = 1) 
 def line(queries: int, longest: float, width: int) -> Line:
     """Return the table entry nearest to ``queries``; arguments as in :func:`fastest`."""
     return _nearest(
-        FASTEST | FASTEST_SHORT if longest <= SHORT and width == 1 else FASTEST, queries
+        FASTEST | FASTEST_SHORT if longest <= SHORT_KEYS_MAX and width == 1 else FASTEST, queries
     )
 
 
@@ -74,10 +74,10 @@ def short_rows(heads: int) -> range:
 
     They hold for one token per row and no row longer than SHORT keys.
     """
-    if heads > MANY_HEADS:
-        most, kernel = line(heads, SHORT, 1)[0]
+    if heads > FEW_HEADS_MAX:
+        most, kernel = line(heads, SHORT_KEYS_MAX, 1)[0]
         return range(1, 1 + int(most) if kernel == "triton" else 1)
-    return APART_ROWS if heads <= 16 else range(0)
+    return MERGE_IN_VALUES_ROWS if heads <= 16 else range(0)
 
 
 def fastest_mha(queries: int, rows: int) -> str:

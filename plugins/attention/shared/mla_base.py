@@ -20,7 +20,8 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, RopeRows, Worker
 from glowplug.core.step.batch import Batch
-from glowplug.kernels.formats.fp8 import BLOCK, Blocks
+from glowplug.kernels.formats.fp8 import Blocks
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 from glowplug.kernels.mla import reference as mla
 from glowplug.kernels.paged import merge_states_reference as merge
 from glowplug.plugins.attention.shared.absorbed import stored_is_faster
@@ -278,8 +279,8 @@ class PagedMla:
         rows = layer.nope_dim
         uk, uv = stored_is_faster(self._absorbed, layer.heads, tokens)
         return (
-            Blocks(values[:, :rows], scales[:, : rows // BLOCK]) if uk else None,
-            Blocks(values[:, rows:].transpose(1, 2), scales[:, rows // BLOCK :].transpose(1, 2))
+            Blocks(values[:, :rows], scales[:, : rows // FP8_BLOCK]) if uk else None,
+            Blocks(values[:, rows:].transpose(1, 2), scales[:, rows // FP8_BLOCK :].transpose(1, 2))
             if uv
             else None,
         )

@@ -117,7 +117,7 @@ class PackedWeights:
         self._dtype = dtype
         self.packed = torch.empty(
             count,
-            -(-depth // layout.BLOCK),
+            -(-depth // layout.PACKED_INPUTS),
             columns,
             layout.PLANE,
             dtype=torch.int16,

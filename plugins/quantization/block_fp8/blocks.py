@@ -9,6 +9,7 @@ from torch import Tensor
 from glowplug.core.layers.module import Target, part_of
 from glowplug.core.protocols import WeightTarget
 from glowplug.kernels.formats import fp8
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 
 STORED = "float8_e4m3fn"  #: dtype of quantised weights in the checkpoint
 
@@ -44,7 +45,7 @@ class BlockWeight:
         self._scales: Tensor | None = None
 
     def targets(self) -> Iterator[WeightTarget]:
-        grid = tuple(-(-size // fp8.BLOCK) for size in self.full)
+        grid = tuple(-(-size // FP8_BLOCK) for size in self.full)
         blocks = tuple(blocks_of(cut, size) for cut, size in zip(self.index, self.full))
         if not self.native:
             whole = tuple(elements_of(cut, size) for cut, size in zip(blocks, self.full))
@@ -82,7 +83,7 @@ class BlockWeight:
     def _offsets(self) -> tuple[int, int]:
         """Return the slice's first row and column, relative to the start of their block."""
         rows, columns = self.index
-        return (rows.start or 0) % fp8.BLOCK, (columns.start or 0) % fp8.BLOCK
+        return (rows.start or 0) % FP8_BLOCK, (columns.start or 0) % FP8_BLOCK
 
 
 def _kept(value: Tensor) -> Tensor:
@@ -98,9 +99,9 @@ def blocks_of(cut: slice, full: int) -> slice:
     if cut == slice(None):
         return cut
     return part_of(
-        cut.start // fp8.BLOCK,
-        -(-cut.stop // fp8.BLOCK) - cut.start // fp8.BLOCK,
-        -(-full // fp8.BLOCK),
+        cut.start // FP8_BLOCK,
+        -(-cut.stop // FP8_BLOCK) - cut.start // FP8_BLOCK,
+        -(-full // FP8_BLOCK),
     )
 
 
@@ -108,5 +109,5 @@ def elements_of(blocks: slice, full: int) -> slice:
     """Return the slice of elements that ``blocks`` covers in a dimension of ``full`` elements."""
     if blocks == slice(None):
         return blocks
-    start = blocks.start * fp8.BLOCK
-    return part_of(start, min(blocks.stop * fp8.BLOCK, full) - start, full)
+    start = blocks.start * FP8_BLOCK
+    return part_of(start, min(blocks.stop * FP8_BLOCK, full) - start, full)

@@ -24,6 +24,7 @@ from glowplug.core.protocols import (
     Worker,
 )
 from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 from glowplug.kernels.moe import gemm_hopper as moe_gemm_hopper
 from glowplug.kernels.moe.fp8 import experts as fp8_experts, tiles as moe_fp8_tiles
 from glowplug.kernels.moe.sum import moe_sum
@@ -34,7 +35,6 @@ from glowplug.plugins.quantization.block_fp8.gemm_providers import Providers
 from glowplug.plugins.quantization.block_fp8.grouped import Grouped
 from glowplug.plugins.quantization.block_fp8.masked import Masked
 from glowplug.plugins.quantization.block_fp8.weights import (
-    BLOCK,
     SlicedMatrix,
     StoredMatrix,
     blocks,
@@ -55,7 +55,7 @@ class BlockFp8Cuda(BlockFp8):
     Ranks split dimensions at block boundaries, and the shared expert may be fused.
     """
 
-    block = BLOCK
+    block = FP8_BLOCK
     fuses_shared = True
 
     def __init__(self, options: BlockFp8Options, plan: EnginePlan, worker: Worker) -> None:
@@ -114,13 +114,13 @@ class Fp8LinearCuda(Biased):
         self._providers = providers
         self.columns = sum(shape.outputs)
         depth = shape.inputs
-        if shape.col_start % BLOCK:
+        if shape.col_start % FP8_BLOCK:
             raise ValueError(
                 f"{shape.name}: the slice from column {shape.col_start} does not begin at a block "
-                f"of {BLOCK}"
+                f"of {FP8_BLOCK}"
             )
         inside = [span.start for *_, span in linear_slices(shape)] + list(shape.row_starts)
-        self._by_row = any(start % BLOCK for start in inside)
+        self._by_row = any(start % FP8_BLOCK for start in inside)
         self.padded = torch.empty(
             whole_blocks(self.columns), depth, dtype=torch.float8_e4m3fn, device=device
         )
@@ -132,7 +132,7 @@ class Fp8LinearCuda(Biased):
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, span in linear_slices(self.shape):
-            rows = span if self._by_row else slice(span.start // BLOCK, blocks(span.stop))
+            rows = span if self._by_row else slice(span.start // FP8_BLOCK, blocks(span.stop))
             yield from StoredMatrix(
                 name, full, index, self.weight[span], self.scales[rows], self._native, self._by_row
             ).targets()
@@ -160,7 +160,7 @@ class Fp8LinearCuda(Biased):
     def dense(self) -> Tensor:
         if not self._by_row:
             return fp8.dequantize_weight(self.weight, self.scales, self._dtype)
-        wide = self.scales.repeat_interleave(BLOCK, 1)[:, : self.shape.inputs]
+        wide = self.scales.repeat_interleave(FP8_BLOCK, 1)[:, : self.shape.inputs]
         return self.weight.float().mul_(wide).to(self._dtype)
 
     def stored_blocks(self) -> tuple[Tensor, Tensor] | None:
@@ -192,10 +192,10 @@ class Fp8ExpertsCuda:
         native: bool,
         grouped: GroupedExperts,
     ) -> None:
-        if shape.inter_start % BLOCK:
+        if shape.inter_start % FP8_BLOCK:
             raise ValueError(
                 f"{shape.prefix}: the slice from channel {shape.inter_start} does not begin at a "
-                f"block of {BLOCK}"
+                f"block of {FP8_BLOCK}"
             )
         self.shape = shape
         self._dtype = dtype
@@ -203,8 +203,8 @@ class Fp8ExpertsCuda:
         self.count = shape.count + shape.shared
         self.inter = whole_blocks(shape.inter)
         # libraries support whole blocks only
-        self._grouped = grouped if shape.hidden % BLOCK == 0 else None
-        self._has_hopper = moe_gemm_hopper.supported() and moe_fp8_tiles.fits_hopper(
+        self._grouped = grouped if shape.hidden % FP8_BLOCK == 0 else None
+        self._has_hopper = moe_gemm_hopper.card_is_hopper() and moe_fp8_tiles.fits_hopper(
             shape.hidden, dtype.itemsize
         )
         empty = partial(torch.empty, dtype=torch.float8_e4m3fn, device=device)
@@ -214,10 +214,10 @@ class Fp8ExpertsCuda:
             self.w13.zero_()
             self.w2.zero_()
         self.scales13 = torch.ones(
-            self.count, 2 * self.inter // BLOCK, blocks(shape.hidden), device=device
+            self.count, 2 * self.inter // FP8_BLOCK, blocks(shape.hidden), device=device
         )
         self.scales2 = torch.ones(
-            self.count, blocks(shape.hidden), self.inter // BLOCK, device=device
+            self.count, blocks(shape.hidden), self.inter // FP8_BLOCK, device=device
         )
 
     def targets(self) -> Iterator[WeightTarget]:
@@ -237,7 +237,7 @@ class Fp8ExpertsCuda:
             return self.w2[:, :, :inter], self.scales2[:, :, :groups]
         first = half * self.inter
         return self.w13[:, first : first + inter], self.scales13[
-            :, first // BLOCK : first // BLOCK + groups
+            :, first // FP8_BLOCK : first // FP8_BLOCK + groups
         ]
 
     def _shared_targets(self) -> Iterator[WeightTarget]:
@@ -266,7 +266,7 @@ class Fp8ExpertsCuda:
         held = (self.w13, self.scales13, self.w2, self.scales2)
         if self._grouped is not None and self._grouped.pays(tokens, per_token, self.count):
             return self._grouped.experts(values, scales, *held, ids, weights, self._dtype)
-        config = moe_fp8_tiles.config_for(
+        config = moe_fp8_tiles.fp8_experts_config(
             tokens, per_token, self.count, self.inter, self.shape.hidden, self._has_hopper
         )
         rows = fp8_experts.products(values, scales, *held, ids, weights, self._dtype, config)

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plugin.byte_costs import ROUND_TOKENS
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.plugins.quantization.block_fp8.plugin import SIXTEEN_BIT_ONLY
 from glowplug.plugins.quantization.shared import provider_choice
 from glowplug.plugins.quantization.shared.libraries import library
-
-BLOCK = 128  #: size of a weight block, and of an activation group
 
 
 class Gemm(Protocol):
@@ -117,7 +116,9 @@ class DeepGemm(_Library):
 
     def fits(self, rows: int, columns: int, depth: int) -> bool:
         return (
-            depth % BLOCK == 0 and columns % 16 == 0 and (rows <= 128 or rows % ROUND_TOKENS == 0)
+            depth % FP8_BLOCK == 0
+            and columns % 16 == 0
+            and (rows <= 128 or rows % ROUND_TOKENS == 0)
         )
 
     def __call__(
@@ -173,7 +174,7 @@ class CutlassGemm(_Library):
     pads = True
 
     def fits(self, rows: int, columns: int, depth: int) -> bool:
-        return depth % BLOCK == 0
+        return depth % FP8_BLOCK == 0
 
     def __call__(
         self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype
@@ -191,7 +192,7 @@ class Cublas(_Library):
     pads = True
 
     def fits(self, rows: int, columns: int, depth: int) -> bool:
-        return depth % (4 * BLOCK) == 0
+        return depth % (4 * FP8_BLOCK) == 0
 
     def __call__(
         self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype
@@ -214,7 +215,7 @@ class Flashinfer(_Library):
     function = "fp8_blockscale_gemm_sm90"
 
     def fits(self, rows: int, columns: int, depth: int) -> bool:
-        return depth % BLOCK == 0 and columns % 64 == 0
+        return depth % FP8_BLOCK == 0 and columns % 64 == 0
 
     def __call__(
         self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype

@@ -15,19 +15,18 @@ from torch import Tensor
 from glowplug.core.layers.module import Target
 from glowplug.core.protocols import WeightTarget
 from glowplug.kernels.formats import fp8
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 from glowplug.plugins.quantization.block_fp8.blocks import STORED, blocks_of, elements_of
-
-BLOCK = fp8.BLOCK
 
 
 def whole_blocks(size: int) -> int:
     """Return ``size`` rounded up to a multiple of the block size."""
-    return -(-size // BLOCK) * BLOCK
+    return -(-size // FP8_BLOCK) * FP8_BLOCK
 
 
 def blocks(size: int) -> int:
     """Return the number of blocks in ``size`` elements, including a partial one."""
-    return -(-size // BLOCK)
+    return -(-size // FP8_BLOCK)
 
 
 @dataclass(eq=False)
@@ -72,12 +71,12 @@ class StoredMatrix:
     def _put_scales(self, value: Tensor) -> None:
         if self.by_row:
             row = torch.arange(self.values.shape[0], device=value.device) + self._first_row()
-            value = value.index_select(0, row // BLOCK)
+            value = value.index_select(0, row // FP8_BLOCK)
         self.scales.copy_(value)
 
     def _first_row(self) -> int:
         """Return the slice's first row, relative to the start of its block."""
-        return (self.index[0].start or 0) % BLOCK
+        return (self.index[0].start or 0) % FP8_BLOCK
 
 
 @dataclass(eq=False)
@@ -132,7 +131,7 @@ class SlicedMatrix:
             return
         self._stored = self._grid = None
         count = self.values.shape[0]
-        if self.full[self.dim] // count % BLOCK:
+        if self.full[self.dim] // count % FP8_BLOCK:
             self._quantize(fp8.dequantize_weight(stored, grid, torch.float32))
             return
         self.values.copy_(torch.stack(stored.chunk(count, self.dim)))

@@ -106,7 +106,7 @@ class CudaExperts:
     ) -> Tensor | Parts:
         """Compute the experts' result, from ``early`` if ``start`` launched it."""
         rows, named = moe_experts.products(
-            x, self.w13, self.w2, ids, weights, shared=self.shape.shared, early=early
+            x, self.w13, self.w2, ids, weights, fused_shared=self.shape.shared, early=early
         )
         if early is not None:
             self._started = False
@@ -126,7 +126,7 @@ class Started:
     @property
     def begun(self) -> Tensor:
         """Ready flag of x that the gate sets, int32."""
-        return self.early.begun
+        return self.early.ready
 
     def finish(self, ids: Tensor, weights: Tensor) -> Tensor | Parts:
         return self.method.finish(self.x, ids, weights, self.early)

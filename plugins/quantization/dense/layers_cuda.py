@@ -53,7 +53,7 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Return x W^T by our own kernel where it is faster than cuBLAS, else None."""
     from glowplug.kernels.gemm import few_rows as skinny_gemm  # imported late: it needs Triton
 
-    tile = skinny_gemm.rule(len(x), *weight.shape)
+    tile = skinny_gemm.few_rows_tile(len(x), *weight.shape)
     return None if tile is None else skinny_gemm.multiply(x, weight, bias, tile)
 
 
@@ -64,10 +64,10 @@ def _lm_head(x: Tensor, weight: Tensor) -> Tensor | None:
     """
     from glowplug.kernels.gemm import lm_head as head_gemm  # imported late: it needs Triton
 
-    config = head_gemm.config_for(len(x), *weight.shape)
+    config = head_gemm.lm_head_config(len(x), *weight.shape)
     return (
         None
-        if config is None or not head_gemm.fits(x, weight)
+        if config is None or not head_gemm.lm_head_fits(x, weight)
         else head_gemm.multiply(x, weight, config)
     )
 
@@ -81,6 +81,6 @@ def _split_parts(x: Tensor, weight: Tensor) -> Parts | None:
         return None
     from glowplug.kernels.gemm import split_depth as slice_gemm  # imported late: it needs Triton
 
-    if not slice_gemm.fits(len(x), weight.shape[0], weight.shape[1], x.dtype, x.device):
+    if not slice_gemm.split_depth_pays(len(x), weight.shape[0], weight.shape[1], x.dtype, x.device):
         return None
-    return Parts(slice_gemm.multiply(x, weight), slice_gemm.counted(len(x), x.device))
+    return Parts(slice_gemm.multiply(x, weight), slice_gemm.split_ids(len(x), x.device))

@@ -83,7 +83,7 @@ def _dense(step: ExpertsStep, up: Config) -> MemoryUse:
     places = step.pairs
     beside = step.tokens * step.shared
     if up["way"] in ("hopper", "sorted"):
-        wide = moe_tiles.has_wide_tiles(up, step.tokens)
+        wide = moe_tiles.fused_shared_has_own_tiles(up, step.tokens)
         places = tiled_rows(
             *((routed, experts) if wide else (step.pairs, step.count)), up["block_m"]
         )
@@ -133,7 +133,7 @@ def _by_load(step: ExpertsStep, wanted: str) -> MemoryUse:
         return _grouped(step)
     inter = -(-step.inter // GROUP) * GROUP
     has_hopper = step.compute == HOPPER and moe_fp8_tiles.fits_hopper(step.hidden, step.element)
-    config = moe_fp8_tiles.config_for(
+    config = moe_fp8_tiles.fp8_experts_config(
         step.tokens,
         step.chosen,
         step.count,

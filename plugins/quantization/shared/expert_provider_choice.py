@@ -55,7 +55,7 @@ def remark(context: CheckContext) -> Decision | None:
             "own kernels in smaller steps (measured on an H200)",
         )
     return _own_kernels(
-        f"DeepGEMM is not installed; our warp-specialised kernel runs above {moe_fp8_tiles.FEW} "
+        f"DeepGEMM is not installed; our warp-specialised kernel runs above {moe_fp8_tiles.SMALL_TILE_ROWS_MAX} "
         f"rows per expert. Installing it (pip install {DEEP_GEMM[0]}) made V3's experts up to 20% "
         "faster in large steps on an H200"
     )

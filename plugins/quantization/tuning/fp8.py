@@ -19,11 +19,11 @@ import torch
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols.tuning import LayerShapes, Log, TuneTable
 from glowplug.kernels.formats import fp8_triton as fp8_quant
+from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 from glowplug.kernels.gemm import fp8 as fp8_gemm, tuning_fp8 as fp8_tuning
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.launch.timing import microseconds
 from glowplug.plugins.quantization.block_fp8.gemm_providers import (
-    BLOCK,
     PROVIDERS,
     Gemm,
     TritonGemm,
@@ -58,7 +58,7 @@ class Fp8GemmTuner:
             columns = sum(shape.outputs)
             depth = shape.inputs
             problem = tuned.problem(columns, depth)
-            path = tuned.FOLDER / tuned.file_name(problem, tuned.FP8, (BLOCK, BLOCK))
+            path = tuned.FOLDER / tuned.file_name(problem, tuned.FP8, (FP8_BLOCK, FP8_BLOCK))
             both = set(rows_in(path)) & set(providers_in(provider_path(), problem))
             found[problem] = TuneTable(
                 problem, path, rows or fp8_tuning.ROWS, tuple(sorted(both)), (columns, depth)
@@ -126,7 +126,7 @@ class Operands:
 
     def __init__(self, rows: int, columns: int, depth: int, device: str = "cuda") -> None:
         self.columns = columns
-        padded = -(-columns // BLOCK) * BLOCK
+        padded = -(-columns // FP8_BLOCK) * FP8_BLOCK
         self.x, self.x_scales = fp8_quant.quantize(
             torch.randn(rows, depth, device=device).bfloat16()
         )
@@ -134,7 +134,9 @@ class Operands:
             torch.randn(padded, depth, device=device).to(torch.float8_e4m3fn)
             for _ in range(copies(padded * depth))
         ]
-        self.w_scales = torch.full((padded // BLOCK, -(-depth // BLOCK)), 0.01, device=device)
+        self.w_scales = torch.full(
+            (padded // FP8_BLOCK, -(-depth // FP8_BLOCK)), 0.01, device=device
+        )
 
     def calls(self, gemm: Callable[..., Any], pads: bool) -> list[Callable[[], object]]:
         """Return one call of ``gemm`` for each copy of the weight.

@@ -123,7 +123,7 @@ class AwqGemmTuner(NarrowTuner):
             torch.randint(
                 -1 << 15,
                 1 << 15,
-                (-(-depth // layout.BLOCK), columns, layout.PLANE),
+                (-(-depth // layout.PACKED_INPUTS), columns, layout.PLANE),
                 dtype=torch.int16,
                 device=self._device,
             )
