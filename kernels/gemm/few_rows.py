@@ -149,7 +149,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tens
         x: [T, K]; rows may be strided.
         weight: [N, K], contiguous.
         bias: [N] or None.
-        tile: The tile, of :func:`rule`.
+        tile: The tile, of :func:`few_rows_tile`.
 
     Returns:
         [T, N].

@@ -90,7 +90,7 @@ def multiply(
         weight: E4M3 [N, K].
         w_scales: float32 [ceil(N / 128), ceil(K / 128)].
         dtype: Result's dtype.
-        rows: Rows of W a program, see :func:`fits`.
+        rows: Rows of W a program, see :func:`held_rows_fit`.
         splits: Splits of the depth.
         warps: Warps of a program.
 

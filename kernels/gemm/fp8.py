@@ -79,7 +79,7 @@ def add_scaled(total, x, weight, x_scale, w_scale, ROW_SCALES: tl.constexpr, SWA
 def fetch_weight(weight, first, rows, group, depth, BLOCK_N: tl.constexpr, FETCH: tl.constexpr):
     """Prefetch ``FETCH`` depth groups, from ``group`` on, of ``BLOCK_N`` weight rows into L2.
 
-    For use before ``dependent.wait``, when nothing else can run.
+    For use before ``dependent_launch.wait``, when nothing else can run.
     """
     row = tl.minimum(first + tl.arange(0, BLOCK_N), rows - 1).to(tl.int64)
     column = tl.minimum((group + tl.arange(0, FETCH)) * 128, depth - 1)
@@ -219,7 +219,7 @@ def gemm(
         weight: E4M3 [N, K].
         w_scales: float32 [ceil(N / 128), ceil(K / 128)], or [N, ceil(K / 128)] for scales by row.
         dtype: Result's dtype.
-        config: Tiles; None: those of :func:`config_for`.
+        config: Tiles; None: those of :func:`fp8_gemm_config`.
     """
     rows, depth = x.shape
     columns = weight.shape[0]

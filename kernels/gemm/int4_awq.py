@@ -272,7 +272,7 @@ def gemm(
         factors: int32 [ceil(K / group), N], made for x's dtype.
         group: Inputs that share a scale: 32, 64, a multiple of 128, or all of K.
         bias: [N] or None.
-        config: Tiles; None: those of :func:`config_for`.
+        config: Tiles; None: those of :func:`int4_gemm_config`.
 
     Returns:
         [M, N].

@@ -198,7 +198,7 @@ def gemm(
         w_scales: float32 [N].
         dtype: Result's dtype.
         bias: [N] or None.
-        config: Tiles; None: those of :func:`config_for`.
+        config: Tiles; None: those of :func:`int8_gemm_config`.
 
     Returns:
         [M, N].

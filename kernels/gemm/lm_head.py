@@ -127,12 +127,12 @@ def lm_head_fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def multiply(x: Tensor, weight: Tensor, config: Config) -> Tensor:
-    """Compute x W^T for operands that :func:`fits`.
+    """Compute x W^T for operands that :func:`lm_head_fits` accepts.
 
     Args:
         x: bfloat16 [T, K], contiguous.
         weight: bfloat16 [N, K], contiguous.
-        config: The tiles, of :func:`config_for`.
+        config: The tiles, of :func:`lm_head_config`.
 
     Returns:
         float32 [T, N].

@@ -110,7 +110,7 @@ def slice_kernel(
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute the splits of x W^T, for operands that :func:`fits`.
+    """Compute the splits of x W^T, for operands that :func:`split_depth_pays` accepts.
 
     Args:
         x: [T, K], contiguous.

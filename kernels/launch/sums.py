@@ -21,9 +21,9 @@ def sum_of_pairs(rows: Tensor, ids: Tensor) -> Tensor:
     return rows.float().masked_fill((ids < 0).unsqueeze(-1), 0.0).sum(1)
 
 
-def add_up(parts: Tensor) -> Tensor:
+def add_up(addends: Tensor) -> Tensor:
     """Sum parts [N, ...] to [...] in order; floats are summed in float32."""
-    total = parts[0].float() if parts.is_floating_point() else parts[0].clone()
-    for part in parts[1:]:
-        total += part
+    total = addends[0].float() if addends.is_floating_point() else addends[0].clone()
+    for addend in addends[1:]:
+        total += addend
     return total

@@ -60,71 +60,83 @@ def mla_tiling(
 ) -> MlaTiling:
     """Choose the tiling for ``rows`` (padded) rows of at most ``context`` keys.
 
-    Rows have ``width`` query tokens of dtype ``dtype``; the cache has dtype ``kv``. ``pipeline``: the
-    Hopper kernel may be used. ``merge_in_values``: W_UV's GEMM may merge the splits, where that was measured
-    to be faster. On an H200 at 1024 keys, from the prologue to W_UV: 17.3 to 15.6 us with 8 rows (9
-    splits), 19.9 to 18.3 with 16 (8), 24.7 to 23.6 with 32 (4). Few rows of more than
-    ``FEW_HEADS_MAX`` heads use narrow blocks of heads, which read the keys again, but from L2.
+    Few rows of more than ``FEW_HEADS_MAX`` heads use narrow blocks of heads, which read the keys
+    again, but from L2.
+
+    Args:
+        rows: decode rows of the step, padding included
+        width: query tokens per row
+        heads: query heads
+        context: upper bound of the rows' lengths
+        dtype: dtype of the queries
+        kv: dtype of the cache
+        pipeline: the Hopper kernel may be used
+        merge_in_values: W_UV's GEMM may merge the splits. It does where that was measured to be
+            faster: on an H200 at 1024 keys, from the prologue to W_UV, 17.3 to 15.6 us with 8 rows
+            (9 splits), 19.9 to 18.3 with 16 (8), 24.7 to 23.6 with 32 (4)
     """
-    block_m = min(64 if dtype.itemsize <= 2 else 32, max(16, next_power_of_2(width * heads)))
-    many = pipeline and width == 1 and heads > FEW_HEADS_MAX and context <= SHORT_KEYS_MAX
-    if many:
-        block_m = next(
-            (narrow for most, narrow in NARROW_BLOCKS if rows * cdiv(heads, narrow) <= most),
-            block_m,
-        )
+    is_short = pipeline and context <= SHORT_KEYS_MAX
+    many_heads = is_short and width == 1 and heads > FEW_HEADS_MAX
+    block_m = _pairs_per_block(rows, width, heads, dtype, many_heads)
+    program = _program_shape(block_m, dtype, kv, pipeline)
+    block_n = _keys_per_tile(block_m, dtype, kv, pipeline)
     blocks = max(1, rows * cdiv(width * heads, block_m))
-    wide = block_m == 64
-    narrow = kv.itemsize == 1
-    block_n = (
-        64
-        if pipeline or wide
-        else 16
-        if dtype.itemsize > 2
-        else 32
-        if narrow or block_m > 16
-        else 64
-    )
     splits = paged.best_splits(blocks, cdiv(context, block_n), MULTIPROCESSORS)
-    spared = (
-        pipeline
-        and block_m == 16
-        and blocks >= LAST_PROGRAM_SPLITS_MAX
-        and context <= SHORT_KEYS_MAX
-        and not many
+    avoids_merge_kernel = (
+        is_short and block_m == 16 and blocks >= LAST_PROGRAM_SPLITS_MAX and not many_heads
     )
     merge_in_values = (
         merge_in_values
         and splits > 1
         and width == 1
-        and (
-            rows in MANY_HEADS_MERGE_ROWS and not wide
-            if many
-            else spared and rows in MERGE_IN_VALUES_ROWS
-        )
+        and _merge_is_faster(rows, block_m, many_heads, avoids_merge_kernel)
     )
     # avoiding the merge kernel gains more than one split per multiprocessor: 8 rows of 1024 keys
     # on an H200 take 17.1 us merged by the last program, 20.8 us with 16 splits and that kernel
-    if spared:
+    if avoids_merge_kernel:
         splits = min(splits, VALUE_GEMM_SPLITS_MAX if merge_in_values else LAST_PROGRAM_SPLITS_MAX)
+    return MlaTiling(block_m, block_n, splits, *program, pipeline, merge_in_values)
+
+
+def _program_shape(
+    block_m: int, dtype: torch.dtype, kv: torch.dtype, pipeline: bool
+) -> tuple[int, int, int]:
+    """Return the column tiles of the latent, the warps and the pipeline stages of a program."""
+    is_wide = block_m == 64
     if pipeline:
-        return MlaTiling(
-            block_m,
-            block_n,
-            splits,
-            1,
-            8 if wide else 4,
-            3 if narrow and not wide else 2,
-            True,
-            merge_in_values,
-        )
+        return (1, 8, 2) if is_wide else (1, 4, 3 if kv.itemsize == 1 else 2)
     if dtype.itemsize > 2:
-        return MlaTiling(block_m, block_n, splits, 4, 4, 3)
-    return (
-        MlaTiling(block_m, block_n, splits, 1, 8, 2)
-        if wide
-        else MlaTiling(block_m, block_n, splits, 4, 4, 5)
-    )
+        return 4, 4, 3
+    return (1, 8, 2) if is_wide else (4, 4, 5)
+
+
+def _merge_is_faster(rows: int, block_m: int, many_heads: bool, avoids_merge_kernel: bool) -> bool:
+    """Return whether W_UV's GEMM was measured to be faster if it merges the splits."""
+    if many_heads:
+        return rows in MANY_HEADS_MERGE_ROWS and block_m < 64
+    return rows in MERGE_IN_VALUES_ROWS and avoids_merge_kernel
+
+
+def _pairs_per_block(
+    rows: int, width: int, heads: int, dtype: torch.dtype, many_heads: bool
+) -> int:
+    """Return the (query token, head) pairs of a program, a power of two."""
+    widest = 64 if dtype.itemsize <= 2 else 32
+    block_m = min(widest, max(16, next_power_of_2(width * heads)))
+    if many_heads:
+        for most_blocks, narrow in NARROW_BLOCKS:
+            if rows * cdiv(heads, narrow) <= most_blocks:
+                return narrow
+    return block_m
+
+
+def _keys_per_tile(block_m: int, dtype: torch.dtype, kv: torch.dtype, pipeline: bool) -> int:
+    """Return the keys of a tile."""
+    if pipeline or block_m == 64:
+        return 64
+    if dtype.itemsize > 2:
+        return 16
+    return 32 if kv.itemsize == 1 or block_m > 16 else 64
 
 
 def pipeline_fits(

@@ -119,6 +119,12 @@ def _by_heads(
     )
 
 
+def few_for_prologue(tokens: int, heads: int) -> bool:
+    """Return whether W_UK's GEMM of ``tokens`` decoding tokens is faster in the prologue."""
+    few_pairs = tokens * heads <= FEW_PAIRS_MAX
+    return 0 < tokens <= (2 * FEW_TOKENS_MAX if few_pairs else FEW_TOKENS_MAX)
+
+
 def absorb(q_nope: Tensor, w_uk: Tensor, absorbed: Tensor) -> None:
     """Run ``kernels.mla.reference.absorb``."""
     bmm(q_nope, w_uk, absorbed[..., : w_uk.shape[2]])

@@ -354,9 +354,7 @@ def prologue(
         return
     block = min(ROTATED_HEADS, next_power_of_2(heads))
     parts = 1 + cdiv(heads, block)
-    few_tokens = head_gemms.FEW_TOKENS_MAX
-    few_pairs = decode * heads <= head_gemms.FEW_PAIRS_MAX
-    few = 0 < decode <= (2 * few_tokens if few_pairs else few_tokens)
+    few = head_gemms.few_for_prologue(decode, heads)
     stored = stored if few else None
     weight, scales = (w_uk, norm_weight.expand(1, 1, -1)) if stored is None else stored
     uk_block = min(UK_COLUMNS, next_power_of_2(lora)) if stored is None else FP8_BLOCK
@@ -400,7 +398,7 @@ def prologue(
         ROWS=tile_size(decode) if few else 16,
         DEPTH=tile_size(size - rope),
         STORED=stored is not None,
-        num_warps=8 if few and decode > few_tokens else 4,
+        num_warps=8 if few and decode > head_gemms.FEW_TOKENS_MAX else 4,
         **(options := dependent_launch.options()),
         LEADS=options["DEPENDENT"] and leads and few,
     )

@@ -334,7 +334,7 @@ def up(
         fused_shared: Number of fused shared experts. They are the last experts, every token's last ones,
             and not in ``aligned``.
         early: If given, the fused shared experts do not wait for the ids. Only allowed directly
-            after the gate that got ``early.begun`` for the same x.
+            after the gate that got ``early.ready`` for the same x.
 
     Returns:
         [R + shared * T, I]: a row for each position in ``aligned`` (or each pair), then T rows for

@@ -27,11 +27,11 @@ from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe.align import Alignment
 from glowplug.kernels.moe.hopper_tiles import (
-    cut,
     halves,
     load_tiles,
     pass_over,
     place_of,
+    split_columns,
     store_gated,
     store_weighted,
 )
@@ -125,7 +125,7 @@ def _multiply(
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
             real = (pair < pairs).to(gl.int32)
             if UP:
-                gate, up = cut(acc)
+                gate, up = split_columns(acc)
                 store_gated(out, gate, up, place, real, column_block, columns)
             else:
                 row = pair

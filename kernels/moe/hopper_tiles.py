@@ -132,7 +132,7 @@ def store_rows(out, value, row, real, first, columns):
 
 
 @gluon.jit
-def cut(value):
+def split_columns(value):
     """Split value [M, N] into its left and right half, [M, N / 2] each."""
     return value.reshape([value.shape[0], 2, value.shape[1] // 2]).permute((0, 2, 1)).split()
 
@@ -149,7 +149,7 @@ def store_gated(out, gate, up, row, real, column_block, columns):
 def store_weighted(out, value, weights, pair, pairs, row, real, column_block, columns):
     """Store value times each pair's routing weight in rows ``row`` of out [., columns]."""
     value = value * gl.load(weights + pair, mask=pair < pairs, other=0.0)[:, None]
-    low, high = cut(value)
+    low, high = split_columns(value)
     store_rows(out, low, row, real, column_block * value.shape[1], columns)
     store_rows(out, high, row, real, column_block * value.shape[1] + low.shape[1], columns)
 

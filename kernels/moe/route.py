@@ -276,7 +276,7 @@ def route(
         groups: Equal groups of experts.
         topk_groups: Groups kept.
         fused_shared: A fused shared experts from E on: last columns, weight 1.
-        ready: int32 ready flag: with more than ``VECTOR_TOKENS_MAX`` tokens ``begun[0]`` is set
+        ready: int32 ready flag: with more than ``VECTOR_TOKENS_MAX`` tokens ``ready[0]`` is set
             to 1 once x is available.
 
     Returns:
@@ -321,16 +321,11 @@ def _launch(
     """
     tokens = x.shape[0]
     experts, hidden = weight.shape
-    bt, be, bk, splits = _blocks(tokens, experts, hidden)
-    split_depth = cdiv(cdiv(hidden, bk), splits) * bk
-    logits = torch.empty(splits, tokens, experts, device=x.device)
-    e_blocks = cdiv(experts, be)
-    blocks = cdiv(tokens, bt)
-    assert blocks <= TICKETS_MAX, "more tokens than a step may have"
-    has_groups = constants["GROUPS"] > 1
-    one_launch = bt == 1 or (not has_groups and experts <= ONE_LAUNCH_EXPERTS_MAX)
+    sizes, split_depth, grid = _score_constants(tokens, experts, hidden, constants["GROUPS"] > 1)
+    assert grid[1] <= TICKETS_MAX, "more tokens than a step may have"
+    logits = torch.empty(sizes["SPLITS"], tokens, experts, device=x.device)
     tickets = _tickets(x.device)
-    _route[(e_blocks * splits, blocks)](
+    _route[grid](
         x,
         weight,
         bias,
@@ -345,17 +340,37 @@ def _launch(
         x.stride(0),
         scale,
         split_depth,
-        E_BLOCKS=e_blocks,
-        SPLITS=splits,
-        BT=bt,
-        BE=be,
-        BK=bk,
-        LINES=next_power_of_2(cdiv(split_depth, 64)),
         CAST=x.dtype != weight.dtype,
-        CHOOSE=one_launch,
-        ROWS=min(bt, 16),
         SETS_READY=ready is not None,
+        **sizes,
         **constants,
         **dependent_launch.options(),
     )
-    return logits, one_launch
+    return logits, bool(sizes["CHOOSE"])
+
+
+def _score_constants(
+    tokens: int, experts: int, hidden: int, has_groups: bool
+) -> tuple[dict[str, int], int, tuple[int, int]]:
+    """Return the constants of the score kernel that follow from shapes.
+
+    ``CHOOSE``: the score kernel also chooses, because that is cheap.
+
+    Returns:
+        The constants, the channels of a split and the launch grid.
+    """
+    block_tokens, block_experts, block_channels, splits = _blocks(tokens, experts, hidden)
+    split_depth = cdiv(cdiv(hidden, block_channels), splits) * block_channels
+    is_cheap = not has_groups and experts <= ONE_LAUNCH_EXPERTS_MAX
+    constants = {
+        "E_BLOCKS": cdiv(experts, block_experts),
+        "SPLITS": splits,
+        "BT": block_tokens,
+        "BE": block_experts,
+        "BK": block_channels,
+        "LINES": next_power_of_2(cdiv(split_depth, 64)),
+        "ROWS": min(block_tokens, 16),
+        "CHOOSE": block_tokens == 1 or is_cheap,
+    }
+    grid = constants["E_BLOCKS"] * splits, cdiv(tokens, block_tokens)
+    return constants, split_depth, grid

@@ -13,7 +13,7 @@ from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 @triton.jit(do_not_specialize=["ids_stride"])
 def _sum(
-    parts,
+    rows,
     ids,
     out,
     ids_stride,
@@ -31,28 +31,28 @@ def _sum(
     for k in tl.static_range(WIDTH):
         end = tl.where(tl.load(ids + token * ids_stride + k) >= 0, size, 0)
         total += tl.load(
-            parts + (token * WIDTH + k) * size + column, mask=column < end, other=0.0
+            rows + (token * WIDTH + k) * size + column, mask=column < end, other=0.0
         ).to(tl.float32)
     tl.store(out + token * size + column, total, mask=column < size)
 
 
-def moe_sum(parts: Tensor, ids: Tensor) -> Tensor:
+def moe_sum(rows: Tensor, ids: Tensor) -> Tensor:
     """Sum each token's rows, in float32 in the order of K.
 
     Args:
-        parts: [T * K, H].
+        rows: [T * K, H].
         ids: [T, K]; rows may be strided. The rows of ids of -1 are not read.
 
     Returns:
         [T, H].
     """
     tokens, width = ids.shape
-    size = parts.shape[1]
-    out = torch.empty(tokens, size, dtype=parts.dtype, device=parts.device)
+    size = rows.shape[1]
+    out = torch.empty(tokens, size, dtype=rows.dtype, device=rows.device)
     if tokens:
         block = min(1024, next_power_of_2(size))
         _sum[(tokens, cdiv(size, block))](
-            parts,
+            rows,
             ids,
             out,
             ids.stride(0),

@@ -48,7 +48,7 @@ class ExpertsProblem:
         return self.table_on(None)
 
     def table_on(self, machine: tuple[str, str] | None) -> str:
-        """Return the file name of a machine's table; see ``tuned.file_name``."""
+        """Return the file name of a machine's table; see ``tuned_tables.file_name``."""
         return tuned_tables.file_name(
             f"E={self.experts},N={self.inter},H={self.hidden}", self.dtype, machine=machine
         )

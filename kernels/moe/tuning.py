@@ -248,12 +248,12 @@ def measure(
 def overheads(bench: Bench, tokens: int) -> tuple[float, float]:
     """Return the microseconds of an alignment and of the final sum."""
     ids, _ = bench.routing(tokens, 0)
-    parts = torch.empty(
+    rows = torch.empty(
         ids.numel(), bench.problem.hidden, dtype=bench.w13.dtype, device="cuda"
     ).normal_()
     return (
         microseconds([lambda: align(ids, len(bench.w13), 32)] * 4),
-        microseconds([lambda: moe_sum(parts, ids)] * 4),
+        microseconds([lambda: moe_sum(rows, ids)] * 4),
     )
 
 
@@ -302,7 +302,7 @@ def tune_experts(
     Args:
         problem: The experts.
         fused_shared: Number of fused shared experts, the last ones.
-        path: The table, ``tuned.FOLDER / problem.table_name``.
+        path: The table, ``tuned_tables.FOLDER / problem.table_name``.
         tokens: Token counts of the table.
         seconds: Time limit.
         workers: Processes that compile kernels.

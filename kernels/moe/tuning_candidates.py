@@ -28,30 +28,45 @@ def _fits(
     return divide and config["stages"] * most * width <= SHARED_MEMORY
 
 
+#: block_n, block_k, warps, stages, swap and tma of tiles for low loads
+STREAMING_TILES = (
+    (64, 128, 4, 3, 0, 0),
+    (64, 128, 4, 4, 0, 0),
+    (64, 64, 4, 5, 0, 0),
+    (128, 64, 4, 4, 0, 0),
+    (128, 128, 4, 2, 0, 0),
+    (32, 128, 4, 4, 0, 0),
+    (32, 256, 4, 3, 0, 0),
+    (64, 128, 4, 3, 0, 1),
+    (64, 128, 4, 4, 0, 1),
+    (32, 128, 4, 5, 0, 1),
+    (64, 128, 4, 2, 1, 1),
+    (64, 128, 4, 3, 1, 1),
+    (64, 128, 4, 4, 1, 1),
+    (64, 64, 4, 5, 1, 1),
+    (64, 256, 4, 3, 1, 1),
+    (128, 64, 4, 4, 1, 1),
+    (128, 128, 4, 3, 1, 1),
+    (128, 128, 8, 3, 1, 1),
+    (128, 64, 4, 3, 1, 0),
+)
+#: block_n, block_k, warps, stages, tma and wide of tiles with many columns: activations are loaded
+#: for more columns at once, above all for the fused shared experts
+WIDE_TILES = (
+    (128, 64, 4, 3, 0, 128),
+    (128, 128, 8, 3, 1, 128),
+    (256, 64, 8, 3, 0, 128),
+    (256, 64, 8, 3, 1, 128),
+    (256, 64, 8, 4, 0, 128),
+    (256, 64, 4, 3, 0, 64),
+    (256, 64, 8, 3, 0, 256),
+)
+
+
 def _streaming() -> Iterator[Config]:
     """Yield configurations for low loads, which are limited by reading weights."""
     for way, block_m in (("dense", 16), ("dense", 32), ("sorted", 16), ("sorted", 32)):
-        for block_n, block_k, warps, stages, swap, tma in (
-            (64, 128, 4, 3, 0, 0),
-            (64, 128, 4, 4, 0, 0),
-            (64, 64, 4, 5, 0, 0),
-            (128, 64, 4, 4, 0, 0),
-            (128, 128, 4, 2, 0, 0),
-            (32, 128, 4, 4, 0, 0),
-            (32, 256, 4, 3, 0, 0),
-            (64, 128, 4, 3, 0, 1),
-            (64, 128, 4, 4, 0, 1),
-            (32, 128, 4, 5, 0, 1),
-            (64, 128, 4, 2, 1, 1),
-            (64, 128, 4, 3, 1, 1),
-            (64, 128, 4, 4, 1, 1),
-            (64, 64, 4, 5, 1, 1),
-            (64, 256, 4, 3, 1, 1),
-            (128, 64, 4, 4, 1, 1),
-            (128, 128, 4, 3, 1, 1),
-            (128, 128, 8, 3, 1, 1),
-            (128, 64, 4, 3, 1, 0),
-        ):
+        for block_n, block_k, warps, stages, swap, tma in STREAMING_TILES:
             yield tile(
                 way, block_m, block_n, block_k, warps, stages, swap=bool(swap), tma=bool(tma)
             )
@@ -59,17 +74,8 @@ def _streaming() -> Iterator[Config]:
     for block_m in (32, 64):
         yield tile("sorted", block_m, 128, 64, 4, 5, group=4, swap=True, tma=True)
     yield tile("sorted", 32, 64, 128, 4, 3, group=8, swap=True)
-    # activations loaded for more columns at once, above all for the fused shared experts
     for block_m in (16, 32):
-        for block_n, block_k, warps, stages, tma, wide in (
-            (128, 64, 4, 3, 0, 128),
-            (128, 128, 8, 3, 1, 128),
-            (256, 64, 8, 3, 0, 128),
-            (256, 64, 8, 3, 1, 128),
-            (256, 64, 8, 4, 0, 128),
-            (256, 64, 4, 3, 0, 64),
-            (256, 64, 8, 3, 0, 256),
-        ):
+        for block_n, block_k, warps, stages, tma, wide in WIDE_TILES:
             for group in (8, 64):
                 yield tile(
                     "sorted",
@@ -141,6 +147,13 @@ def _vectors() -> Iterator[Config]:
         yield {"way": "gemv", "block_n": block_n, "block_k": block_k, "warps": warps}
 
 
+def _suits_load(config: Config, tokens: int, load: float) -> bool:
+    """Return whether a tile for low loads may win; ``load``: mean rows of an expert."""
+    if config["way"] == "dense":
+        return bool(config["block_m"] == max(16, next_power_of_2(tokens)))
+    return tokens > 8 and bool(config["block_m"] <= 4 * load + 16)
+
+
 def candidates(
     product: str, problem: ExpertsProblem, tokens: int, hopper: bool = False
 ) -> list[Config]:
@@ -155,15 +168,7 @@ def candidates(
     load = tokens * problem.topk / problem.experts
     found: list[Config] = [*_vectors()] if tokens <= 4 else []
     if load <= 64:
-        found += [
-            c
-            for c in _streaming()
-            if (
-                c["block_m"] == max(16, next_power_of_2(tokens))
-                if c["way"] == "dense"
-                else 8 < tokens and c["block_m"] <= 4 * load + 16
-            )
-        ]
+        found += [c for c in _streaming() if _suits_load(c, tokens, load)]
     found = [c for c in found if "wide" not in c or fused_shared_has_own_tiles(c, tokens)]
     if load >= 6:
         found += [c for c in _computing() if c["block_m"] <= max(64, 4 * load)]

@@ -30,7 +30,7 @@ def _either(a, b):
 
 @triton.jit
 def _shares(
-    parts,
+    shares,
     held,
     place,
     weight,
@@ -41,7 +41,7 @@ def _shares(
     COUNT: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """Store the share of a block at or above each of PIVOTS + 1 thresholds in ``parts``.
+    """Store the share of a block at or above each of PIVOTS + 1 thresholds in ``shares``.
 
     Bit j of ``held`` is set if part of the block is between threshold j and the next.
     """
@@ -57,8 +57,8 @@ def _shares(
         part = tl.where(
             each == pivot, tl.sum(tl.where(bits >= start + (pivot << shift), worth, 0.0)), part
         )
-    tl.store(parts + place * (PIVOTS + 1) + each, part)
-    tl.store(parts + place * (PIVOTS + 1) + PIVOTS, beyond)
+    tl.store(shares + place * (PIVOTS + 1) + each, part)
+    tl.store(shares + place * (PIVOTS + 1) + PIVOTS, beyond)
     tl.store(held + place, some)
 
 
@@ -71,7 +71,7 @@ def _narrow(
     low,
     steps,
     goals,
-    parts,
+    shares,
     held,
     arrived,
     temperatures,
@@ -122,18 +122,18 @@ def _narrow(
                 tl.load(min_ps + state * min_p_stride),
                 cut,
             )
-            _shares(parts, held, place, weight, index, vocab, start, shift, COUNT, PIVOTS)
+            _shares(shares, held, place, weight, index, vocab, start, shift, COUNT, PIVOTS)
         else:
-            above = tl.load(parts + place * (PIVOTS + 1) + step + 1)
+            above = tl.load(shares + place * (PIVOTS + 1) + step + 1)
             tl.debug_barrier()
             tl.store(
-                parts + place * (PIVOTS + 1) + tl.arange(0, PIVOTS),
+                shares + place * (PIVOTS + 1) + tl.arange(0, PIVOTS),
                 tl.zeros((PIVOTS,), tl.float32) + above,
             )
-            tl.store(parts + place * (PIVOTS + 1) + PIVOTS, above)
+            tl.store(shares + place * (PIVOTS + 1) + PIVOTS, above)
             tl.store(held + place, 0)
         if finished(arrived, row, blocks):
-            total = _totals(parts, row, blocks, BLOCKS, PIVOTS)
+            total = _totals(shares, row, blocks, BLOCKS, PIVOTS)
             if COUNT:
                 goal = limit.to(tl.float64)
             elif FIRST:
@@ -149,11 +149,11 @@ def _narrow(
 
 
 @triton.jit
-def _totals(parts, row, blocks, BLOCKS: tl.constexpr, PIVOTS: tl.constexpr):
+def _totals(shares, row, blocks, BLOCKS: tl.constexpr, PIVOTS: tl.constexpr):
     """Return float64 [PIVOTS]: the sums over all blocks of a row."""
     each = tl.arange(0, BLOCKS)
     found = tl.load(
-        parts + (row * blocks + each)[:, None] * (PIVOTS + 1) + tl.arange(0, PIVOTS)[None, :],
+        shares + (row * blocks + each)[:, None] * (PIVOTS + 1) + tl.arange(0, PIVOTS)[None, :],
         mask=(each < blocks)[:, None],
         other=0.0,
         cache_modifier=".cg",
@@ -177,9 +177,10 @@ def cut_off(
     """
     grid = Grid.over(logits)
     device = logits.device
-    low, steps = (torch.empty(len(rows), dtype=torch.int32, device=device) for _ in range(2))
+    low = torch.empty_like(choice.least)
+    steps = torch.empty_like(choice.least)
     goals = torch.empty(len(rows), dtype=torch.float64, device=device)
-    parts = torch.empty(*grid.programs, PIVOTS + 1, device=device)
+    shares = torch.empty(*grid.programs, PIVOTS + 1, device=device)
     held = torch.empty(grid.programs, dtype=torch.int32, device=device)
     limits = parameters.top_k if count else parameters.top_p
     for shift in SHIFTS if len(rows) else ():
@@ -191,7 +192,7 @@ def cut_off(
             low,
             steps,
             goals,
-            parts,
+            shares,
             held,
             arrived,
             *columns_of(parameters, limits),

@@ -59,12 +59,8 @@ def products(
     pairs = ids.numel()
     tile = config["BLOCK_M"]
     if on_hopper(config):
-        order = align(ids, w13.shape[0], tile)
-        inner, inner_scales = hopper_gated_product(
-            x, x_scales, w13, scales13, ids, order, dtype, config["first"]
-        )
-        return gemm_hopper.product(
-            inner, inner_scales, w2, scales2, order, weights, dtype, config["second"]
+        return _products_on_hopper(
+            x, x_scales, w13, scales13, w2, scales2, ids, weights, dtype, config
         )
     tiles = tiles_of(ids, w13.shape[0], config)
     if config["FUSE"]:
@@ -89,6 +85,28 @@ def products(
         config["second"],
         weights,
         fetch=fetch_of(tile),
+    )
+
+
+def _products_on_hopper(
+    x: Tensor,
+    x_scales: Tensor,
+    w13: Tensor,
+    scales13: Tensor,
+    w2: Tensor,
+    scales2: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype,
+    config: Config,
+) -> Tensor:
+    """Compute :func:`products` with the Hopper kernel."""
+    order = align(ids, w13.shape[0], config["BLOCK_M"])
+    inner, inner_scales = hopper_gated_product(
+        x, x_scales, w13, scales13, ids, order, dtype, config["first"]
+    )
+    return gemm_hopper.product(
+        inner, inner_scales, w2, scales2, order, weights, dtype, config["second"]
     )
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -26,14 +25,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe.align import Alignment
+from glowplug.kernels.moe.fp8.hopper_loads import load_tiles
 from glowplug.kernels.moe.gemm_hopper import processors
 from glowplug.kernels.moe.hopper_tiles import (
-    copy_rows,
-    copy_tile,
-    cut,
     halves,
     pass_over,
     place_of,
+    split_columns,
     store_gated,
     store_weighted,
 )
@@ -49,103 +47,10 @@ FETCHING = 32  #: registers of a thread that loads
 
 
 @gluon.jit
-def _fetch(
-    given,
-    UP: gl.constexpr,
-    WARPGROUPS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    DEPTH: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Load x, the expert's weight and the scales for every tile of this program, by one warp.
-
-    Of x, 64 rows that are all padding are not loaded.
-    """
-    (
-        x_at,
-        w_at,
-        x_scales,
-        w_scales,
-        sorted_pairs,
-        expert_of_block,
-        m_blocks,
-        n_blocks,
-        group,
-        pairs,
-        columns,
-        depth,
-        x_stride,
-        x_ring,
-        w_ring,
-        x_scale_ring,
-        w_scale_ring,
-        full,
-        empty,
-    ) = given
-    size: gl.constexpr = COLUMNS * DEPTH
-    unit: gl.constexpr = 64 * DEPTH
-    by_row: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    by_half: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    lane = gl.arange(0, 256, by_row)
-    half = gl.arange(0, 128, by_half) // 64
-    steps = depth // DEPTH
-    step = 0
-    for tile in range(gl.program_id(0), m_blocks * n_blocks, gl.num_programs(0)):
-        block, column_block = place_of(tile, m_blocks, n_blocks, group)
-        expert = gl.load(expert_of_block + block)
-        place = block * (64 * WARPGROUPS)
-        second_there = gl.load(sorted_pairs + place + 64) < pairs
-        third_there = gl.load(sorted_pairs + place + 128) < pairs
-        first = expert * columns + column_block * COLUMNS
-        second = first + COLUMNS // 2
-        scales_at = w_scales + (expert * (columns // 128) + column_block) * steps + half * 0
-        if UP:
-            first = expert * 2 * columns + column_block * (COLUMNS // 2)
-            second = first + columns
-            scales_at = (
-                w_scales
-                + (expert * (2 * columns // 128) + column_block // 2 + half * (columns // 128))
-                * steps
-            )
-        for k in range(steps):
-            stage = step % STAGES
-            ready = full.index(stage)
-            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(ready, size + unit, pred=second_there == 0)
-            mbarrier.expect(ready, size + 2 * unit, pred=second_there & (third_there == 0))
-            mbarrier.expect(ready, size + 3 * unit, pred=third_there)
-            copy_tile(w_at, [first, k * DEPTH], ready, w_ring.index(2 * stage))
-            copy_tile(w_at, [second, k * DEPTH], ready, w_ring.index(2 * stage + 1))
-            copy_tile(x_at, [place, k * DEPTH], ready, x_ring.index(WARPGROUPS * stage))
-            copy_tile(
-                x_at,
-                [place + 64, k * DEPTH],
-                ready,
-                x_ring.index(WARPGROUPS * stage + 1),
-                pred=second_there,
-            )
-            copy_tile(
-                x_at,
-                [place + 128, k * DEPTH],
-                ready,
-                x_ring.index(WARPGROUPS * stage + 2),
-                pred=third_there,
-            )
-            copy_rows(
-                x_scale_ring.index(stage),
-                x_scales + k * x_stride + place + lane,
-                mask=lane < 64 * WARPGROUPS,
-            )
-            copy_rows(w_scale_ring.index(stage), scales_at + k)
-            async_copy.mbarrier_arrive(ready, increment_count=False)
-            step += 1
-
-
-@gluon.jit
 def _add(total, part, scale):
     """Return total + part * scale by rows.
 
-    ``scale`` [64] has the layout of the rows before ``cut`` split them.
+    ``scale`` [64] has the layout of the rows before ``split_columns`` split them.
     """
     return total + part * gl.convert_layout(scale, gl.SliceLayout(1, part.type.layout))[:, None]
 
@@ -235,7 +140,7 @@ def _multiply(
         if filled:
             none = gl.zeros([64, COLUMNS], gl.float32, acc_layout)
             if UP:
-                gate, up = cut(none)
+                gate, up = split_columns(none)
             else:
                 gate, up = none, 0.0
             for _ in range(steps):
@@ -243,7 +148,7 @@ def _multiply(
                     rings, full, empty, step, none, WARPGROUP, WARPGROUPS, STAGES
                 )
                 if UP:
-                    gate_part, up_part = cut(part)
+                    gate_part, up_part = split_columns(part)
                     gate = _add(gate, gate_part, gate_scale)
                     up = _add(up, up_part, up_scale)
                 else:
@@ -346,7 +251,7 @@ def _grouped_fp8_hopper(
             (_multiply, (given, gl.constexpr(0), UP, WARPGROUPS, COLUMNS, DEPTH, STAGES)),
             (_multiply, (given, gl.constexpr(1), UP, WARPGROUPS, COLUMNS, DEPTH, STAGES)),
             (_multiply, (given, gl.constexpr(2), UP, WARPGROUPS, COLUMNS, DEPTH, STAGES)),
-            (_fetch, (fetched, UP, WARPGROUPS, COLUMNS, DEPTH, STAGES)),
+            (load_tiles, (fetched, UP, WARPGROUPS, COLUMNS, DEPTH, STAGES)),
         ],
         [4, 4, 1],
         [MULTIPLYING, MULTIPLYING, FETCHING],

@@ -71,7 +71,7 @@ def fp8_experts_rule(tokens: int, per_token: int, experts: int, has_hopper: bool
 def table_name(
     experts: int, inter: int, hidden: int, machine: tuple[str, str] | None = None
 ) -> str:
-    """Return the file name of a table, by default this machine's: see ``tuned.file_name``."""
+    """Return the file name of a table, by default this machine's: see ``tuned_tables.file_name``."""
     return tuned_tables.file_name(
         f"E={experts},N={inter},H={hidden}", tuned_tables.FP8, (FP8_BLOCK, FP8_BLOCK), machine
     )

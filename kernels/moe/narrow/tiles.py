@@ -33,7 +33,7 @@ def narrow_experts_config(
 
 
 def measured_for(name: str, tokens: int) -> Mapping[str, Config] | None:
-    """Return the table's configuration for the nearest token count, as ``tuned.measured_for`` does.
+    """Return the table's configuration for the nearest token count, as ``tuned_tables.measured_for`` does.
 
     Configurations with dense tiles smaller than ``tokens`` are skipped: they were measured only
     where a tile held all tokens.
