@@ -99,7 +99,17 @@ def topk_sigmoid(
 ) -> tuple[Floats, NDArray[np.int64]]:
     """Compute the gate of DeepSeek-V3 as ``kernels.moe.route_reference.topk_sigmoid`` does.
 
-    logits [T, E] -> weights [T, K], ids [T, K].
+    Args:
+        logits: [T, E]
+        bias: [E], added to the scores for the choice only
+        k: experts chosen for a token
+        groups: equal groups of experts
+        topk_groups: groups from which experts are chosen
+        renormalize: divide the weights of a token by their sum
+        scale: factor on the weights
+
+    Returns:
+        weights [T, K] and ids int64 [T, K]
     """
     tokens, experts = logits.shape
     rows = np.arange(tokens)[:, None]

@@ -164,9 +164,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_fp8(
     x: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of x [T, N] quantised from float32, as values and scales.
+    """Return the norm of x quantised from float32, as values E4M3 [T, N] and scales.
 
-    The unquantised norm is also written to ``plain`` [T, N] if that is given.
+    Args:
+        x: [T, N]; rows may be strided
+        weight: [N]
+        eps: epsilon of the norm
+        plain: [T, N], receives the unquantised norm; None: not stored
     """
     rows, size = x.shape
     quantized = empty_quantized(rows, size, x.device)
@@ -181,10 +185,16 @@ def add_rms_norm(
     eps: float,
     ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(residual + x), residual + x); the norm is that of the rounded sum.
+    """Return (rms_norm(residual + x), residual + x), where the norm is that of the rounded sum.
 
-    Neither argument is written. With ids [T, K], x is [T * K, N], and each token's rows with ids >=
-    0 are first summed in float32.
+    Args:
+        x: [T, N], or [T * K, N] with ``ids``; not written
+        residual: [T, N]; not written
+        weight: [N]
+        eps: epsilon of the norm
+        ids: [T, K]: the K rows of a token with ids >= 0 are first summed in float32; None: one row
+            a
+            token
     """
     out, total = (
         torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2)
@@ -203,7 +213,13 @@ def add_rms_norm_fp8(
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Return :func:`add_rms_norm` quantised from float32, as (values, scales), and the sum.
 
-    The unquantised norm is also written to ``plain`` [T, N] if that is given.
+    Args:
+        x: [T, N], or [T * K, N] with ``ids``; not written
+        residual: [T, N]; not written
+        weight: [N]
+        eps: epsilon of the norm
+        plain: [T, N], receives the unquantised norm; None: not stored
+        ids: [T, K] or None, see :func:`add_rms_norm`
     """
     rows, size = residual.shape
     quantized = empty_quantized(rows, size, residual.device)

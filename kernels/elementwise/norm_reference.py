@@ -20,13 +20,13 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute the same as ``rms_norm_reference``, accumulated in float32."""
+    """Return x / sqrt(mean(x^2) + eps) * weight, summed in float32; x [..., N], weight [N]."""
     if cpu_small.is_few(x):
         return torch.from_numpy(cpu_small.rms_norm(x.numpy(), weight.numpy(), eps))
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(residual + x), residual + x)."""
+    """Return (rms_norm(residual + x), residual + x) for x and residual [..., N] and weight [N]."""
     residual = residual + x
     return rms_norm(residual, weight, eps), residual

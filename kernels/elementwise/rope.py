@@ -107,9 +107,13 @@ def _contiguous_last(x: Tensor) -> Tensor:
 
 
 def rotate(q: Tensor, k: Tensor, cos_sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Rotate q [T, H, R] and k [T, G, R] by cos_sin float32 [T, R]; the results are contiguous.
+    """Rotate queries and keys; the results are contiguous and in the dtypes of the arguments.
 
-    Either may have no heads.
+    Args:
+        q: [T, H, R]; H may be 0
+        k: [T, G, R]; G may be 0
+        cos_sin: float32 [T, R]: cosines, then sines, of each token's position
+        interleaved: rotate neighbouring elements; otherwise element i with i + R / 2
     """
     q = _contiguous_last(q)
     k = _contiguous_last(k)

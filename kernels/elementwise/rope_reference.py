@@ -92,7 +92,15 @@ def _yarn(
     scaling: Mapping[str, Any],
     max_positions: int,
 ) -> tuple[Tensor, float]:
-    """Return YaRN's frequencies and its factor on cosines and sines."""
+    """Return YaRN's frequencies and its factor on cosines and sines.
+
+    Args:
+        plain: unscaled frequencies float32 [dim / 2]
+        dim: rotary size R
+        theta: base
+        scaling: the config's ``rope_scaling``
+        max_positions: the config's ``max_position_embeddings``
+    """
     original = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or max_positions / original
     attention = scaling.get("attention_factor")
@@ -121,7 +129,10 @@ def _yarn(
 
 
 def cos_sin_table(frequencies: Tensor, factor: float, positions: int) -> Tensor:
-    """Return the table float32 [positions, R]: cosines, then sines."""
+    """Return the table float32 [positions, R]: cosines, then sines, both times ``factor``.
+
+    ``frequencies`` are float32 [R / 2], as :func:`inverse_frequencies` returns them.
+    """
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
     return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(factor)
 

@@ -70,7 +70,12 @@ def dequantize_published(
 ) -> Tensor:
     """Dequantise words in the published layout to float32 [N, K].
 
-    The first input is number ``first`` of the first group.
+    Args:
+        qweight: int32 [K, N / 8]
+        qzeros: int32 [groups, N / 8]
+        scales: [groups, N]
+        group: inputs that share a scale
+        first: number of the first input within the first group
     """
     groups = (torch.arange(qweight.shape[0], device=qweight.device) + first) // group
     centred = unpack(qweight).float().sub_(unpack(qzeros).float().index_select(0, groups))
@@ -102,7 +107,16 @@ def dequantize(
     dtype: torch.dtype,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Dequantise our layout for GEMMs in ``dtype`` to [N, depth] in ``out_dtype`` or ``dtype``."""
+    """Dequantise our layout to [N, depth] in ``out_dtype``, by default in ``dtype``.
+
+    Args:
+        packed: int16 [ceil(depth / 128), N, 32]
+        factors: int32 [groups, N], made for GEMMs in ``dtype``
+        depth: K
+        group: inputs that share a scale
+        dtype: compute dtype of the factors
+        out_dtype: dtype of the result; None: ``dtype``
+    """
     groups = torch.arange(depth, device=packed.device) // group
     scales, zeros = unpack_factors(factors, dtype)
     centred = unpack_blocks(packed, depth).float().t() - zeros.index_select(0, groups)

@@ -185,8 +185,12 @@ def add_rms_norm(
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Return :func:`rms_norm` of x + residual, and the sum.
 
-    x and residual are [T, N]; neither is written, and x may be float32. The sum is rounded to
-    residual's dtype before the norm.
+    Args:
+        x: [T, N], may be float32; not written
+        residual: [T, N]; not written. The sum is rounded to its dtype before the norm
+        weight: [N]
+        eps: epsilon of the norm
+        plain: [T, N], receives the unquantised norm; None: not stored
     """
     x = rows_of(x)
     residual = rows_of(residual)

@@ -63,12 +63,18 @@ def _vector(
 
 
 def groups_of(depth: int, splits: int) -> int:
-    """Return the depth groups for which a program has registers: a power of two."""
+    """Return the groups of 128 columns that a program holds of each row: a power of two.
+
+    The depth is divided into ``splits``.
+    """
     return next_power_of_2(cdiv(cdiv(depth, FP8_BLOCK), splits))
 
 
 def held_rows_fit(tokens: int, rows: int) -> bool:
-    """Return whether programs with ``rows`` rows of W, all in one scale block, are possible."""
+    """Return whether programs with ``rows`` rows of W each can multiply ``tokens`` tokens.
+
+    There must be one token, and the rows of a program must be in one scale block.
+    """
     return tokens == 1 and FP8_BLOCK % rows == 0
 
 

@@ -159,7 +159,7 @@ def _gemm(
 
 
 def fp8_gemm_rule(rows: int, columns: int, depth: int) -> Config:
-    """Return a configuration for an untuned problem.
+    """Return a configuration for x [rows, depth] and W [columns, depth] that were not tuned.
 
     Few rows get enough programs to read the weight with every multiprocessor.
     """
@@ -188,10 +188,13 @@ def fp8_gemm_rule(rows: int, columns: int, depth: int) -> Config:
 
 @lru_cache(maxsize=4096)
 def fp8_gemm_config(rows: int, columns: int, depth: int) -> Config:
-    """Return the table's configuration for the nearest row count, or the rule's.
+    """Return the configuration for x [rows, depth] and W [columns, depth].
 
-    It holds the tiles of ``_gemm``, or, for ``gemm.few_rows_fp8``, the weight rows of a program
-    (``HELD``), the depth splits (``SPLIT_K``) and the warps.
+    It is the table's for the nearest row count, or the rule's. It holds the tiles of ``_gemm``, or,
+    for
+    ``gemm.few_rows_fp8``, the weight rows of a program (``HELD``), the depth splits (``SPLIT_K``)
+    and
+    the warps.
     """
     name = tuned_tables.file_name(
         tuned_tables.problem(columns, depth), tuned_tables.FP8, (FP8_BLOCK, FP8_BLOCK)

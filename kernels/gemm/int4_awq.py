@@ -30,10 +30,14 @@ LARGE_WEIGHT_ELEMENTS = 1 << 24
 PLANE: tl.constexpr = tl.constexpr(32)  # neighbouring inputs that one shift yields
 
 _BF16 = (
-    "{.reg .b32 t, m; mov.b32 m, 0xBF80BF80; shr.b32 t, $1, %d; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; "
+    "{.reg .b32 t, m; mov.b32 m, 0xBF80BF80; shr.b32 t, $1, %d; "
+    "lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; "
     "fma.rn.bf16x2 $0, $2, m, t;}"
 )  # t - zero; before SM90 there is no packed bfloat16 subtraction
-_FP16 = "{.reg .b32 t; shr.b32 t, $1, %d; lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA; sub.f16x2 $0, t, $2;}"
+_FP16 = (
+    "{.reg .b32 t; shr.b32 t, $1, %d; "
+    "lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA; sub.f16x2 $0, t, $2;}"
+)
 BF16_0, BF16_1, BF16_2, BF16_3 = (tl.constexpr(_BF16 % (4 * plane)) for plane in range(4))
 FP16_0, FP16_1, FP16_2, FP16_3 = (tl.constexpr(_FP16 % (4 * plane)) for plane in range(4))
 
@@ -228,7 +232,7 @@ def _dequantize(
 
 
 def int4_gemm_rule(rows: int, columns: int, depth: int) -> Config:
-    """Return a configuration for an untuned problem.
+    """Return a configuration for x [rows, depth] and W [columns, depth] that were not tuned.
 
     It has enough programs to read the weight with every multiprocessor.
     """
@@ -250,7 +254,10 @@ def int4_gemm_rule(rows: int, columns: int, depth: int) -> Config:
 
 @lru_cache(maxsize=4096)
 def int4_gemm_config(rows: int, columns: int, depth: int) -> Config:
-    """Return the table's configuration for the nearest row count, or the rule's without one."""
+    """Return the table's configuration for the nearest row count, or the rule's without one.
+
+    The GEMM is that of x [rows, depth] and W [columns, depth].
+    """
     return tuned_tables.measured_for(
         tuned_tables.file_name(tuned_tables.problem(columns, depth), DTYPE), rows
     ) or int4_gemm_rule(rows, columns, depth)
@@ -314,7 +321,15 @@ def gemm(
 def dequantize(
     packed: Tensor, factors: Tensor, depth: int, group: int, dtype: torch.dtype
 ) -> Tensor:
-    """Dequantise a weight: [N, depth] in ``dtype``, for which ``factors`` were made."""
+    """Dequantise a weight to [N, depth] in ``dtype``.
+
+    Args:
+        packed: int16 [ceil(depth / 128), N, 32].
+        factors: int32 [ceil(depth / group), N], made for ``dtype``.
+        depth: K.
+        group: Inputs that share a scale.
+        dtype: Result's dtype.
+    """
     blocks, columns, _ = packed.shape
     out = torch.empty(columns, depth, dtype=dtype, device=packed.device)
     _dequantize[(cdiv(columns, 64), blocks)](

@@ -141,7 +141,7 @@ def _finish(
 
 
 def int8_gemm_rule(rows: int, columns: int, depth: int) -> Config:
-    """Return a configuration for an untuned problem.
+    """Return a configuration for x [rows, depth] and W [columns, depth] that were not tuned.
 
     It has enough programs to read the weight with every multiprocessor.
     """
@@ -174,7 +174,10 @@ def int8_gemm_rule(rows: int, columns: int, depth: int) -> Config:
 
 @lru_cache(maxsize=4096)
 def int8_gemm_config(rows: int, columns: int, depth: int) -> Config:
-    """Return the table's configuration for the nearest row count, or the rule's without one."""
+    """Return the table's configuration for the nearest row count, or the rule's without one.
+
+    The GEMM is that of x [rows, depth] and W [columns, depth].
+    """
     return tuned_tables.measured_for(
         tuned_tables.file_name(tuned_tables.problem(columns, depth), DTYPE), rows
     ) or int8_gemm_rule(rows, columns, depth)

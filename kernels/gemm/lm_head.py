@@ -115,7 +115,10 @@ def lm_head_config(tokens: int, size: int, depth: int) -> Config | None:
 
 
 def lm_head_fits(x: Tensor, weight: Tensor) -> bool:
-    """Return whether :func:`multiply` supports the operands."""
+    """Return whether :func:`multiply` supports x [T, K] and weight [N, K].
+
+    They must be bfloat16, contiguous and aligned to 16 bytes, with at most ``TOKENS_MAX`` tokens.
+    """
     return (
         x.dtype == weight.dtype == torch.bfloat16
         and x.is_contiguous()

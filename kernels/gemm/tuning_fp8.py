@@ -186,5 +186,5 @@ def tune_gemm(
 
 
 def fetch_of(rows: int, block_m: int) -> int:
-    """Return the depth groups that ``gemm.fp8`` prefetches with these tiles."""
+    """Return the depth groups that ``gemm.fp8`` prefetches, for ``rows`` and ``block_m``."""
     return fp8.PREFETCH_GROUPS if rows <= block_m <= 32 else 0

@@ -28,7 +28,16 @@ def fitting_tiles(
     stages: Sequence[int],
     weights: int = 1,
 ) -> Iterator[dict[str, Any]]:
-    """Yield tiles that fit into shared memory; ``weights``: weight tiles of a pipeline stage."""
+    """Yield the tiles of every combination that fit into shared memory.
+
+    Args:
+        swap: the weight is the left operand
+        block_m: rows of a tile
+        blocks_n: columns of a tile that are tried
+        warps: numbers of warps that are tried
+        stages: numbers of pipeline stages that are tried
+        weights: weight tiles of a pipeline stage
+    """
     for block_n, warp, stage, tma in product(blocks_n, warps, stages, (True, False)):
         if stage * (weights * block_n + block_m) * FP8_BLOCK <= SHARED_MEMORY:
             yield {

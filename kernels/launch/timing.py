@@ -8,7 +8,10 @@ import torch
 
 
 def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 3) -> float:
-    """Return the mean time of one of ``calls`` in a CUDA graph, the best of ``repeats`` replays."""
+    """Return the mean microseconds of one of ``calls`` in a CUDA graph.
+
+    It is the best of ``repeats`` replays.
+    """
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

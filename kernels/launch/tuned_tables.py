@@ -71,7 +71,10 @@ def problem(columns: int, depth: int) -> str:
 
 
 def head_file_name(vocab: int, hidden: int, machine: tuple[str, str] | None = None) -> str:
-    """Return the file name of the table for the LM head: float32 logits from bfloat16."""
+    """Return the file name of the table for the LM head: float32 logits from bfloat16.
+
+    Its weight is [vocab, hidden]; ``machine`` as in :func:`file_name`.
+    """
     return file_name(problem(vocab, hidden), "bfloat16_to_float32", machine=machine)
 
 

@@ -144,9 +144,16 @@ class MhaTiling:
 def mha_tiling(
     rows: int, width: int, heads: int, kv_heads: int, dim: int, context: int, dtype: torch.dtype
 ) -> MhaTiling:
-    """Choose the tiling for ``rows`` (padded) rows of at most ``context`` keys.
+    """Choose the tiling of a decode step for an H200.
 
-    Each row has ``width`` query tokens.
+    Args:
+        rows: decode rows of the step, padding included
+        width: query tokens per row
+        heads: query heads
+        kv_heads: key heads
+        dim: numbers of a head
+        context: upper bound of the rows' lengths
+        dtype: dtype of the queries
     """
     pairs = width * (heads // kv_heads)
     block_m = min(64 if dtype.itemsize <= 2 else 32, max(16, next_power_of_2(pairs)))

@@ -104,6 +104,7 @@ def _by_heads_fp8(
     WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Compute WIDTH columns of one head with :func:`scaled_product`."""
     dependent_launch.begin(DEPENDENT)
     scaled_product(
         x,

@@ -78,7 +78,10 @@ def _gather(
 
 
 def store(latent: Tensor, k_rope: Tensor, cache: Tensor, kv_slots: Tensor) -> None:
-    """Run ``kernels.mla.reference.store``."""
+    """Write latent [T, C] and k_rope [T, P] to cache [slots, C + P] at kv_slots int64 [T].
+
+    An FP8 cache saturates. The reference is ``kernels.mla.reference.store``.
+    """
     tokens, lora = latent.shape
     rope = k_rope.shape[1]
     if not tokens:
@@ -99,7 +102,10 @@ def store(latent: Tensor, k_rope: Tensor, cache: Tensor, kv_slots: Tensor) -> No
 
 
 def gather(cache: Tensor, kv_slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Run ``kernels.mla.reference.gather``."""
+    """Return the entries kv_slots int32 [K] of cache [slots, C + P] as [K, C + P] in ``dtype``.
+
+    The reference is ``kernels.mla.reference.gather``.
+    """
     count = kv_slots.shape[0]
     size = cache.shape[1]
     out = torch.empty(count, size, dtype=dtype, device=cache.device)
@@ -128,9 +134,10 @@ def _in_e4m3(query, out, lines, LINE: tl.constexpr, LINES: tl.constexpr):
 
 
 def in_e4m3(query: Tensor) -> Tensor:
-    """Run ``kernels.mla.reference.in_e4m3`` on contiguous queries.
+    """Convert contiguous absorbed queries [T, H, C + P] to E4M3; values beyond 448 saturate.
 
-    The size of a query must be a multiple of 64.
+    The size of a query must be a multiple of 64. The reference is
+    ``kernels.mla.reference.in_e4m3``.
     """
     assert query.is_contiguous() and query.shape[-1] % E4M3_LINE == 0
     out = torch.empty_like(query, dtype=torch.float8_e4m3fn)

@@ -175,7 +175,11 @@ def mla_decode(
         kv: the cache [slots, C + R]
         page_table: int32 [B, P] on the device
         kv_lens: int32 [B] on the device
+        scale: factor on the scores
+        page_size: slots per page
         lora: C
+        tiling: tiling of the step, from ``decode_tiling.mla_tiling``
+        first_key: position of the first visible key
         tree: int64 [B, W] or None
         kv_scale: factor on the contents of an FP8 cache
 
@@ -242,11 +246,14 @@ def decode_splits(
     kv_scale: float = 1.0,
     merged: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run ``mla_decode`` but return the partial result of each of S = ``tiling.splits`` > 1 splits.
+    """Compute attention to each of S = ``tiling.splits`` > 1 splits of the keys by itself.
 
-    Rows of few tiles of ``tiling.block_n`` keys fill fewer than S splits; the others are not written.
+    Rows of few tiles of ``tiling.block_n`` keys fill fewer than S splits; the others are not
+    written.
+    Arguments as in :func:`mla_decode`, and:
 
-    If ``merged`` [B * W, H, C] is given, the Hopper kernel also writes the merged result there.
+    Args:
+        merged: [B * W, H, C], receives the merged result from the Hopper kernel; None: not merged
 
     Returns:
         partial results [B * W, H, S, C] in the query's dtype, and the log-sum-exps of the scores,
@@ -289,7 +296,11 @@ def _launch(
     lse: Tensor,
     merged: Tensor | None,
 ) -> None:
-    """Launch the kernel that ``tiling`` selects; arguments as in ``mla_decode``."""
+    """Launch the kernel that ``tiling`` selects.
+
+    ``out`` and ``lse`` receive the partial results, with one split the result in ``out``. Other
+    arguments as in :func:`mla_decode` and :func:`decode_splits`.
+    """
     (tokens, heads, size) = query.shape
     rows = kv_lens.shape[0]
     lora = out.shape[-1]

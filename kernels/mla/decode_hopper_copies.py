@@ -1,4 +1,4 @@
-"""Copies to shared memory for latent attention on Hopper, in Gluon: tiles of the cache, and queries.
+"""Copies of cache tiles and queries to shared memory, for latent attention on Hopper, in Gluon.
 
 The tensor memory accelerator refills a ring of tiles of 64 keys: each buffer is refilled as soon as
 its tile has been used, so that memory never waits for arithmetic. Tiles of an FP8 cache are widened

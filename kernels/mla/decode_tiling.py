@@ -1,4 +1,4 @@
-"""Launch configurations of latent attention's decode kernels, chosen by rules measured on an H200."""
+"""Launch configurations of latent attention's decode kernels, by rules measured on an H200."""
 
 from __future__ import annotations
 
@@ -32,9 +32,15 @@ MANY_HEADS_MERGE_ROWS = range(1, 9)
 class MlaTiling:
     """Launch configuration of a decode step: kernel constants that a captured graph fixes.
 
-    Programs take ``block_m`` (query token, head) pairs and tiles of ``block_n`` keys, with the
-    latent in ``latent_tiles`` column tiles. ``pipeline``: use the Hopper kernel, which keeps ``stages`` tiles
-    of 64 keys in shared memory. ``merge_in_values``: W_UV's GEMM merges the KV splits.
+    Attributes:
+        block_m: (query token, head) pairs per program
+        block_n: keys per tile
+        splits: KV splits per row
+        latent_tiles: column tiles of the latent
+        warps: warps per program
+        stages: pipeline stages
+        pipeline: use the Hopper kernel, which keeps ``stages`` tiles of 64 keys in shared memory
+        merge_in_values: W_UV's GEMM merges the KV splits
     """
 
     block_m: int
@@ -145,6 +151,14 @@ def pipeline_fits(
     """Return whether the Hopper kernel can be used.
 
     It copies whole tiles and multiplies 16-bit numbers.
+
+    Args:
+        query: dtype of the queries
+        kv: dtype of the cache
+        page_size: slots per page
+        lora: C
+        rope: R
+        device: device of the cache
     """
     return (
         device.type == "cuda"

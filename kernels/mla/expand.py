@@ -69,10 +69,21 @@ def copy_rotary(rotary: Tensor, keys: Tensor) -> None:
 
 
 def expand(entries: Tensor, w_kv: Tensor, nope: int) -> tuple[Tensor, Tensor]:
-    """Expand cache entries to keys and values as ``kernels.mla.reference.expand`` does.
+    """Expand cache entries to the keys and values of every head.
 
     If the latent part of the keys and the values have the same size, keys and values are views of
-    one tensor in which they alternate (values are as wide as keys), and one GEMM fills it.
+    one
+    tensor in which they alternate (values are as wide as keys), and one GEMM fills it. The
+    reference is
+    ``kernels.mla.reference.expand``.
+
+    Args:
+        entries: [n, C + P]
+        w_kv: [H, N + V, C]; the first ``nope`` rows of a head are W_UK
+        nope: N
+
+    Returns:
+        keys [n, H, N + P] and values [n, H, V]
     """
     (tokens, size) = entries.shape
     (heads, rows, lora) = w_kv.shape

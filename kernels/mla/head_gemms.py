@@ -93,6 +93,7 @@ def _by_heads(
     DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Compute ROWS rows and BLOCK columns of one head with :func:`product_tile`."""
     dependent_launch.begin(DEPENDENT)
     head = tl.program_id(0).to(tl.int64)
     product_tile(
@@ -120,27 +121,37 @@ def _by_heads(
 
 
 def few_for_prologue(tokens: int, heads: int) -> bool:
-    """Return whether W_UK's GEMM of ``tokens`` decoding tokens is faster in the prologue."""
+    """Return whether W_UK's GEMM is faster in the prologue than in cuBLAS.
+
+    ``tokens`` is the number of decoding tokens, ``heads`` that of query heads.
+    """
     few_pairs = tokens * heads <= FEW_PAIRS_MAX
     return 0 < tokens <= (2 * FEW_TOKENS_MAX if few_pairs else FEW_TOKENS_MAX)
 
 
 def absorb(q_nope: Tensor, w_uk: Tensor, absorbed: Tensor) -> None:
-    """Run ``kernels.mla.reference.absorb``."""
+    """Multiply q_nope [T, H, N] by w_uk [H, N, C] into absorbed[..., :C] of absorbed [T, H, C + P].
+
+    The reference is ``kernels.mla.reference.absorb``.
+    """
     bmm(q_nope, w_uk, absorbed[..., : w_uk.shape[2]])
 
 
 def project(
     latent: Tensor, w_uv: Tensor, out: Tensor, follows: bool = False, stored: Blocks | None = None
 ) -> None:
-    """Run ``kernels.mla.reference.project``.
+    """Multiply latent [T, H, C] by w_uv [H, C, V] into out [T, H, V].
 
-    ``latent`` and ``out`` must be contiguous in their last dimension.
+    The reference is ``kernels.mla.reference.project``. ``latent`` and ``out`` must be contiguous in
+    their last dimension.
 
     Args:
+        latent: [T, H, C]
+        w_uv: [H, C, V]
+        out: [T, H, V], written
         follows: the preceding kernel waits for its predecessors as ``dependent_launch`` requires,
             so this one may start early
-        stored: only for few tokens
+        stored: FP8 blocks to multiply by instead of ``w_uv``; only for few tokens
     """
     tokens, heads, _ = latent.shape
     if stored is not None:
@@ -154,7 +165,7 @@ def project(
 def by_heads(x: Tensor, w: Tensor, out: Tensor, block: int, follows: bool) -> None:
     """Multiply x [T, H, K] by w [H, K, N] into out [T, H, N] for few tokens.
 
-    ``block`` is the number of columns per program.
+    ``block`` is the number of columns per program; ``follows`` as in :func:`project`.
     """
     (tokens, heads, size) = x.shape
     columns = w.shape[2]

@@ -337,14 +337,15 @@ def prologue(
     leads: bool = False,
     stored: Blocks | None = None,
 ) -> None:
-    """Run ``kernels.mla.reference.prologue`` in one launch.
+    """Turn the projections of a step into the inputs of attention, in one launch.
 
-    Tokens may be strided; within a token the last dimension must be contiguous.
+    ``kernels.mla.reference.prologue`` describes the shapes and all other arguments. Tokens may be
+    strided; within a token the last dimension must be contiguous.
 
     Args:
         leads: the next kernel waits for this one as ``dependent_launch`` requires, so it may start
             early
-        stored: used only for few decoding tokens
+        stored: FP8 blocks of W_UK, used only for few decoding tokens
     """
     tokens, heads, size = query.shape
     lora = norm_weight.shape[0]

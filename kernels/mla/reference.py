@@ -170,7 +170,7 @@ def project(
 
 
 def store(latent: Tensor, k_rope: Tensor, cache: Tensor, kv_slots: Tensor) -> None:
-    """Write latent [T, C] and k_rope [T, P] to cache [slots, C + P] at slots int64 [T].
+    """Write latent [T, C] and k_rope [T, P] to cache [slots, C + P] at kv_slots int64 [T].
 
     An FP8 cache saturates.
     """
@@ -192,7 +192,7 @@ def in_e4m3(query: Tensor) -> Tensor:
 
 
 def gather(cache: Tensor, kv_slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows slots int32 [K] of cache [slots, C + P] as [K, C + P] in ``dtype``."""
+    """Return the entries kv_slots int32 [K] of cache [slots, C + P] as [K, C + P] in ``dtype``."""
     if cache.dtype is torch.float8_e4m3fn:
         return cache.view(torch.uint8).index_select(0, kv_slots).view(cache.dtype).to(dtype)
     return cache.index_select(0, kv_slots).to(dtype)

@@ -92,7 +92,7 @@ def _joined(
 
 
 def sizes_fit(lora: int, value: int) -> bool:
-    """Return whether programs can divide these latent and value sizes without a remainder."""
+    """Return whether programs divide ``lora`` and ``value`` columns without a remainder."""
     return lora >= 16 * DEPTH_SHARES and lora & (lora - 1) == 0 and value % PROGRAM_COLUMNS == 0
 
 

@@ -41,7 +41,10 @@ class Alignment(NamedTuple):
 
 
 def max_blocks(pairs: int, experts: int, block_m: int) -> int:
-    """Return the largest number of blocks that ``pairs`` can fill, for any routing."""
+    """Return the most blocks of ``block_m`` rows that pairs can fill, for any routing.
+
+    There are ``pairs`` pairs of tokens with ``experts`` experts.
+    """
     return min(pairs, (pairs + experts * (block_m - 1)) // block_m)
 
 

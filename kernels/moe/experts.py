@@ -106,8 +106,8 @@ def products(
         ids: [T, K]; -1: an expert of another rank.
         weights: float32 [T, K].
         config: The tile configurations of both GEMMs; None: chosen by shape and token count.
-        fused_shared: Number of fused shared experts: the last experts, which are the last ones of every
-            token, in order, with weight 1. They may become one row with the id of the first.
+        fused_shared: Number of fused shared experts: the last experts, which are the last ones of
+            every token, in order, with weight 1. They may become one row with the id of the first.
         early: The result of :func:`begin` for the same x and the ids that the gate chose.
 
     Returns:
@@ -201,6 +201,9 @@ def experts(
     fused_shared: int = 0,
     early: Early | None = None,
 ) -> Tensor:
-    """Return the sum of :func:`products` over each token's experts: [T, H]."""
+    """Compute the weighted sum of each token's experts: [T, H].
+
+    The arguments are those of :func:`products`.
+    """
     rows, named = products(x, w13, w2, ids, weights, config, fused_shared, early)
     return rows if named is None else moe_sum(rows, named)

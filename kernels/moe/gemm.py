@@ -108,9 +108,9 @@ def _grouped(
     for each position of the sorted list (or for each pair). Otherwise x holds those rows, and
     ``out`` has one row for each pair: [T * K, columns].
 
-    ``stored`` and ``x_stored`` are w and x as pointers. The first ``shared_programs`` programs compute the
-    fused shared experts, which the sorted list leaves out. With ``EARLY`` those of the first GEMM
-    run while the gate still chooses, as soon as the ready flag ``ready`` is set for x.
+    ``stored`` and ``x_stored`` are w and x as pointers. The first ``shared_programs`` programs
+    compute the fused shared experts, which the sorted list leaves out. With ``EARLY`` those of the
+    first GEMM run while the gate still chooses, as soon as the ready flag ``ready`` is set for x.
     """
     if EARLY:
         if tl.program_id(0) < shared_programs:
@@ -223,7 +223,9 @@ def _grouped(
 def fused_shared_tile_sizes(tokens: int, up: bool, config: Config) -> tuple[int, int, int]:
     """Return the rows, columns and depth of a fused shared expert's tile.
 
-    All tokens share one tile if they fit into ``SHARED_TILE_TOKENS_MAX`` rows.
+    All tokens share one tile if they fit into ``SHARED_TILE_TOKENS_MAX`` rows. ``up``: the tile is
+    of
+    the first GEMM, whose configuration is ``config``.
     """
     columns = config.get("wide") or (64 if up or config["warps"] < 8 else 128)
     rows = min(SHARED_TILE_TOKENS_MAX, max(16, next_power_of_2(tokens)))
@@ -331,8 +333,8 @@ def up(
         ids: [T, K].
         aligned: An alignment made with the configuration's block_m; None ("dense"): one row a pair.
         config: The tile configuration.
-        fused_shared: Number of fused shared experts. They are the last experts, every token's last ones,
-            and not in ``aligned``.
+        fused_shared: Number of fused shared experts. They are the last experts, every token's last
+            ones, and not in ``aligned``.
         early: If given, the fused shared experts do not wait for the ids. Only allowed directly
             after the gate that got ``early.ready`` for the same x.
 

@@ -387,9 +387,17 @@ def _launch(
 
 
 def up(x: Tensor, w13: Tensor, ids: Tensor, aligned: Alignment, config: Config) -> Tensor:
-    """Compute the first GEMM as ``moe.gemm.up`` does for ``aligned``.
+    """Compute the first GEMM, silu(gate) * up, as ``moe.gemm.up`` does with an alignment.
 
-    ``config`` holds block_m, group and lead.
+    Args:
+        x: [T, H].
+        w13: [E, 2I, H], gates before ups.
+        ids: [T, K].
+        aligned: The alignment of ``ids``, with R positions.
+        config: block_m, group and lead.
+
+    Returns:
+        [R, I]. Rows of padding are not written.
     """
     out = torch.empty(len(aligned.sorted_pairs), w13.shape[1] // 2, dtype=x.dtype, device=x.device)
     return _launch(x, w13, out, None, aligned, ids.numel(), ids.shape[1], ids.shape[1], config)

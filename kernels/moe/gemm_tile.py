@@ -1,4 +1,4 @@
-"""Device functions of the grouped GEMMs of ``moe.gemm``: the place, pairs and result of one tile."""
+"""Device functions of grouped GEMMs: the place, the pairs and the result of one tile."""
 
 from __future__ import annotations
 

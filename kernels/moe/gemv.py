@@ -124,9 +124,16 @@ def _lines(w: Tensor) -> int:
 
 
 def up(x: Tensor, w13: Tensor, ids: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """Compute silu(gate) * up of every pair, [T * K, I], as ``moe.gemm.up`` does.
+    """Compute silu(gate) * up of every pair, as ``moe.gemm.up`` does without an alignment.
 
-    ``config`` holds block_n, block_k and warps. Rows of absent experts are not written.
+    Args:
+        x: [T, H].
+        w13: [E, 2I, H], gates before ups.
+        ids: [T, K].
+        config: block_n, block_k and warps.
+
+    Returns:
+        [T * K, I]. Rows of absent experts are not written.
     """
     columns = w13.shape[1] // 2
     depth = w13.shape[2]

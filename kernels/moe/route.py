@@ -142,6 +142,11 @@ def _route(
     SETS_READY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Score a block of tokens for a block of experts over one depth split.
+
+    With CHOOSE the last program of a block of tokens also chooses its experts. One token takes
+    :func:`_vector_scores`, several :func:`_matrix_scores`.
+    """
     dependent_launch.begin(DEPENDENT)
     part, block = tl.program_id(0), tl.program_id(1)
     first, first_expert, split = block * BT, part % E_BLOCKS * BE, part // E_BLOCKS
@@ -234,7 +239,7 @@ def _blocks(tokens: int, experts: int, hidden: int) -> tuple[int, int, int, int]
 
 
 def library_tokens_min(experts: int) -> int:
-    """Return the tokens from which cuBLAS computes scores, if no ready flag is needed."""
+    """Return the tokens from which cuBLAS scores ``experts`` experts, without a ready flag."""
     many = experts > ONE_LAUNCH_EXPERTS_MAX
     return LIBRARY_TOKENS_MANY_EXPERTS if many else LIBRARY_TOKENS_FEW_EXPERTS
 

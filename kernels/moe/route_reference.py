@@ -38,6 +38,14 @@ def topk_softmax(
     """Choose experts by softmax scores, as DeepSeek-V2 does ("group_limited_greedy").
 
     A group is ranked by its best expert.
+
+    Args:
+        logits: float32 [T, E]
+        k: experts chosen for a token
+        groups: equal groups of experts
+        topk_groups: groups from which experts are chosen
+        renormalize: divide the weights of a token by their sum
+        scale: factor on the weights
     """
     scores = logits.softmax(-1, dtype=torch.float32)
     if topk_groups < groups:
@@ -58,7 +66,9 @@ def topk_sigmoid(
 ) -> tuple[Tensor, Tensor]:
     """Choose experts by sigmoid + bias, as DeepSeek-V3 does ("noaux_tc"); weigh by the sigmoid.
 
-    ``bias`` is float32 [E]. A group is ranked by the sum of its two best experts.
+    A group is ranked by the sum of its two best experts. ``bias`` is float32 [E]; other arguments
+    as in
+    :func:`topk_softmax`.
     """
     if cpu_small.is_few(logits):
         found = cpu_small.topk_sigmoid(

@@ -67,7 +67,20 @@ def tile(
     tma: bool = False,
     wide: int = 0,
 ) -> dict[str, str | int]:
-    """Return the configuration of a "dense" or "sorted" GEMM."""
+    """Return the configuration of a "dense" or "sorted" GEMM.
+
+    Args:
+        way: "dense" or "sorted".
+        block_m: Rows of a tile.
+        block_n: Columns of a tile.
+        block_k: Depth of a pipeline stage.
+        warps: Warps of a program.
+        stages: Pipeline stages.
+        group: Row blocks of a swizzle group.
+        swap: The weight is the left operand.
+        tma: Weights are read through TMA descriptors.
+        wide: Columns of the fused shared experts' tiles; 0: the kernel chooses.
+    """
     found: dict[str, str | int] = {
         "way": way,
         "block_m": block_m,
@@ -83,7 +96,10 @@ def tile(
 
 
 def dense_experts_rule(problem: ExpertsProblem, tokens: int) -> dict[str, Config]:
-    """Return the configurations {"up", "down"} of a problem without measurements."""
+    """Return the configurations {"up", "down"} of a problem without measurements.
+
+    ``tokens``: tokens of a step.
+    """
     load = tokens * problem.topk / problem.experts
     if tokens <= GEMV_TOKENS_MAX:
         return dict.fromkeys(
@@ -108,7 +124,10 @@ def dense_experts_rule(problem: ExpertsProblem, tokens: int) -> dict[str, Config
 
 @lru_cache(maxsize=1024)
 def dense_experts_config(problem: ExpertsProblem, tokens: int) -> Mapping[str, Config]:
-    """Return the configurations {"up", "down"} by :func:`pick` from this machine's table."""
+    """Return the configurations {"up", "down"} for ``tokens`` tokens from this machine's table.
+
+    They are picked by :func:`pick`.
+    """
     return pick(problem, tokens, tuned_tables.table(problem.table_name) or {})
 
 
@@ -133,7 +152,9 @@ def pick(
 def fused_shared_has_own_tiles(config: Config, tokens: int) -> bool:
     """Return whether the fused shared experts get larger tiles than the routed experts.
 
-    With several small tiles their weights would be read several times.
+    With several small tiles their weights would be read several times. ``config`` is that of one
+    GEMM
+    for ``tokens`` tokens.
     """
     fitting_tokens = min(tokens, SHARED_TILE_TOKENS_MAX)
     return config["way"] == "sorted" and bool(config["block_m"] < fitting_tokens)

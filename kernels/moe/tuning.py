@@ -198,7 +198,14 @@ def _equivalent_tokens(config: Config, tokens: int, fused_shared: int) -> int:
 def compile_ahead(
     problem: ExpertsProblem, fused_shared: int, tokens: Sequence[int], workers: int
 ) -> set[str]:
-    """Compile every candidate in ``workers`` processes. Return those that do not compile."""
+    """Compile every candidate and return the keys of those that do not compile.
+
+    Args:
+        problem: The experts.
+        fused_shared: Number of fused shared experts, the last ones.
+        tokens: Token counts whose candidates are compiled.
+        workers: Processes.
+    """
     wanted = {
         json.dumps([product, config, equivalent]): (product, config, equivalent)
         for number in tokens
@@ -246,7 +253,7 @@ def measure(
 
 
 def overheads(bench: Bench, tokens: int) -> tuple[float, float]:
-    """Return the microseconds of an alignment and of the final sum."""
+    """Return the microseconds of an alignment and of the final sum for ``tokens`` tokens."""
     ids, _ = bench.routing(tokens, 0)
     rows = torch.empty(
         ids.numel(), bench.problem.hidden, dtype=bench.w13.dtype, device="cuda"

@@ -17,7 +17,14 @@ def _fits(
 ) -> bool:
     """Return whether the tiles, also those of fused shared experts, fit into shared memory.
 
-    Tiles of more than 128 columns must also divide the columns evenly. ``width``: bytes a number.
+    Tiles of more than 128 columns must also divide the columns evenly.
+
+    Args:
+        product: "up" or "down".
+        config: Configuration of this GEMM.
+        problem: The experts.
+        tokens: Tokens of a step.
+        width: Bytes of a number.
     """
     columns, products = (problem.inter, 2) if product == "up" else (problem.hidden, 1)
     tiles = [(config["block_m"], config["block_n"], config["block_k"])]

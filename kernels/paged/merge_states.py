@@ -59,9 +59,17 @@ def _merge_into(
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Run ``kernels.paged.merge_states_reference.merge_into``.
+    """Merge a partial state of attention into another in place.
 
-    ``out`` and ``part`` must be contiguous; the log-sum-exps may be strided.
+    The reference is ``kernels.paged.merge_states_reference.merge_into``. ``out`` and ``part`` must
+    be
+    contiguous; the log-sum-exps may be strided.
+
+    Args:
+        out: float32 [T, H, D], overwritten
+        lse: float32 [T, H], overwritten
+        part: [T, H, D] of any floating dtype
+        part_lse: [T, H]
     """
     tokens, heads, size = out.shape
     assert out.is_contiguous() and part.is_contiguous()

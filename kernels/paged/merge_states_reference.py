@@ -14,10 +14,20 @@ from torch import Tensor
 def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Merge two partial states: ``out`` float32 [..., D], ``lse`` float32 [...].
+    """Merge two partial states.
 
-    The inputs are not modified. A state over no keys has ``lse == -inf`` and any ``out``, NaN
-    included; it adds nothing. Two such states give zeros and ``-inf``.
+    A state over no keys has ``lse == -inf`` and any ``out``, NaN included; it adds nothing. Two
+    such
+    states give zeros and ``-inf``.
+
+    Args:
+        out_a: float32 [..., D], not modified
+        lse_a: float32 [...], not modified
+        out_b: the same of the second state
+        lse_b: the same of the second state
+
+    Returns:
+        ``out`` float32 [..., D] and ``lse`` float32 [...]
     """
     lse = torch.logaddexp(lse_a, lse_b)
     return _weighted(out_a, lse_a, lse) + _weighted(out_b, lse_b, lse), lse

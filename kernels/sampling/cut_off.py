@@ -1,4 +1,4 @@
-"""Cut-offs of sampling weights by top-k and top-p, by the rules of ``kernels.sampling.reference``."""
+"""Cut-offs of sampling weights by top-k and top-p, as ``kernels.sampling.reference`` makes them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ SHIFTS = (26, 22, 18, 14, 10, 6, 2, 0)
 
 @triton.jit
 def _either(a, b):
+    """Combine two bit sets."""
     return a | b
 
 
@@ -170,10 +171,19 @@ def cut_off(
     count: bool,
     arrived: Tensor,
 ) -> None:
-    """Set ``choice.least`` by top-k (``count``), or by top-p of what top-k left.
+    """Raise the cut-off of each row's weights by top-k, or by top-p of what top-k left.
 
     Equal weights survive together. Rows colder than ``coldest`` are greedy and not changed, nor are
     rows whose limit is off.
+
+    Args:
+        logits: float32 [N, V]; rows may be strided
+        choice: result of ``greedy.best``; ``least`` is overwritten
+        rows: int64 [N], rows of the sequence table
+        parameters: sampling parameters of the sequence table
+        coldest: temperature below which a row is greedy
+        count: cut by top-k; otherwise by top-p
+        arrived: int32 [N or more], zeros before and after
     """
     grid = Grid.over(logits)
     device = logits.device

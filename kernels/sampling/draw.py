@@ -123,6 +123,16 @@ def draw(
     """Replace ``choice.tokens`` of the rows that are not greedy by a draw.
 
     The draw uses the uniform of (seed, position).
+
+    Args:
+        logits: float32 [N, V]; rows may be strided
+        choice: result of ``greedy.best``, with the cut-offs of ``cut_off``; ``tokens`` is
+            overwritten
+        rows: int64 [N], rows of the sequence table
+        positions: int64 [N]
+        parameters: sampling parameters of the sequence table
+        coldest: temperature below which a row is greedy
+        arrived: int32 [N or more], zeros before and after
     """
     grid = Grid.over(logits)
     if len(rows):

@@ -1,7 +1,7 @@
 """Log-probabilities of drawn and most likely tokens, in one launch, without a sort or a copy.
 
-As in every pass over ``vocabulary_blocks``, each block of a row finds its own result, and the last program
-of the row to finish combines them.
+As in every pass over ``vocabulary_blocks``, each block of a row finds its own result, and the last
+program of the row to finish combines them.
 """
 
 from __future__ import annotations

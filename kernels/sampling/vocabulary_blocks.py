@@ -100,6 +100,9 @@ class Grid(NamedTuple):
 
 
 def columns_of(parameters: RowParameters, last: Tensor) -> tuple[Tensor | int, ...]:
-    """Return temperature, min-p and the column ``last``, each followed by its stride."""
+    """Return temperature, min-p and the column ``last``, each followed by its stride.
+
+    The first two are columns of ``parameters``.
+    """
     each = (parameters.temperature, parameters.min_p, last)
     return tuple(value for column in each for value in (column, column.stride(0)))

@@ -26,9 +26,17 @@ def hopper_gated_product(
     dtype: torch.dtype,
     config: Config,
 ) -> tuple[Tensor, Tensor]:
-    """Sort x, compute ``gemm_hopper.gated`` and quantise the result.
+    """Compute the quantised silu(gate) * up of every pair with the Hopper kernel, in sorted order.
 
-    ``x`` is E4M3 [T, H], ``order`` the alignment of ids [T, K].
+    Args:
+        x: E4M3 [T, H].
+        x_scales: float32 [T, H / 128], column-major.
+        w13: E4M3 [E, 2I, H], gates before ups.
+        scales13: float32 [E, 2I / 128, H / 128].
+        ids: [T, K].
+        order: The alignment of ``ids``, with R positions.
+        dtype: Dtype between the GEMM and the quantisation, of 16 bits.
+        config: ``GROUP``.
 
     Returns:
         E4M3 [R, I] and scales.
@@ -51,9 +59,19 @@ def products(
     dtype: torch.dtype,
     config: Config,
 ) -> Tensor:
-    """Compute the weighted output of every pair, [T * K, H] for ``moe_sum``.
+    """Compute the weighted output of every pair: [T * K, H], for ``moe_sum``.
 
-    ``x`` is quantised [T, H]; ``ids`` and ``weights`` (float32) are [T, K].
+    Args:
+        x: E4M3 [T, H].
+        x_scales: float32 [T, ceil(H / 128)], column-major.
+        w13: E4M3 [E, 2I, H], gates before ups.
+        scales13: float32, one a 128x128 block of ``w13``.
+        w2: E4M3 [E, H, I].
+        scales2: float32, one a 128x128 block of ``w2``.
+        ids: int [T, K]; -1: an expert of another rank.
+        weights: float32 [T, K].
+        dtype: Result's dtype.
+        config: A configuration of ``moe.fp8.tiles``.
     """
     per_token = ids.shape[1]
     pairs = ids.numel()
@@ -122,7 +140,10 @@ def experts(
     dtype: torch.dtype,
     config: Config,
 ) -> Tensor:
-    """Return the sum of :func:`products` over each token's experts: [T, H]."""
+    """Compute the weighted sum of each token's experts: [T, H].
+
+    The arguments are those of :func:`products`.
+    """
     return moe_sum(
         products(x, x_scales, w13, scales13, w2, scales2, ids, weights, dtype, config), ids
     )

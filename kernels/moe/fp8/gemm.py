@@ -339,9 +339,16 @@ def gated_product(
     per_token: int,
     config: Config,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the quantised silu(gate) * up of every pair: E4M3 [pairs, I] and scales.
+    """Compute the quantised silu(gate) * up of every pair.
 
-    I must be a multiple of 128. The arguments are those of :func:`product`.
+    I must be a multiple of 128. Other arguments as in :func:`product`.
+
+    Args:
+        w13: E4M3 [E, 2I, K], gates before ups.
+        scales13: float32, one a 128x128 block.
+
+    Returns:
+        E4M3 [pairs, I] and scales.
     """
     inter = w13.shape[1] // 2
     depth = w13.shape[2]

@@ -353,9 +353,20 @@ def product(
     dtype: torch.dtype,
     config: Config,
 ) -> Tensor:
-    """Compute the second GEMM, times the routing weights: [T * K, H], one row a pair.
+    """Compute the second GEMM, times the routing weights.
 
-    ``h`` is the result of ``experts.hopper_gated_product``, w2 E4M3 [E, H, I], ``weights`` float32 [T, K].
+    Args:
+        h: E4M3 [R, I], sorted by ``order``, from ``experts.hopper_gated_product``.
+        h_scales: float32 [R, I / 128], column-major.
+        w2: E4M3 [E, H, I].
+        scales2: float32 [E, H / 128, I / 128].
+        order: The alignment.
+        weights: float32 [T, K].
+        dtype: Result's dtype, of 16 bits.
+        config: ``GROUP``.
+
+    Returns:
+        [T * K, H], one row a pair.
     """
     out = torch.empty(weights.numel(), w2.shape[1], dtype=dtype, device=h.device)
     return _launch(h, h_scales, w2, scales2, out, weights, order, weights.numel(), config)

@@ -76,7 +76,10 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(ids: Tensor, experts: int, config: Config) -> Tiles:
-    """Return the tiles of ids [T, K]. ``PAIRED`` saves the alignment for few tokens."""
+    """Return the tiles of ids [T, K] for ``experts`` experts.
+
+    ``config`` is one of ``moe.fp8.tiles``; its ``PAIRED`` saves the alignment for few tokens.
+    """
     if config.get("PAIRED"):
         return Tiles(ids, ids, ids, ids.numel(), False)
     order = align(ids, experts, config["BLOCK_M"])

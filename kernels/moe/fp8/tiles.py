@@ -49,7 +49,10 @@ def hopper(group: int) -> Config:
 
 
 def fp8_experts_rule(tokens: int, per_token: int, experts: int, has_hopper: bool) -> Config:
-    """Return a configuration for an untuned problem, by the mean rows of an expert."""
+    """Return a configuration for an untuned problem, by the mean rows of an expert.
+
+    Arguments as in :func:`fp8_experts_config`.
+    """
     rows = tokens * per_token / experts
     if rows <= SMALL_TILE_ROWS_MAX:
         block = 16 if rows <= 10 else 32
@@ -71,14 +74,17 @@ def fp8_experts_rule(tokens: int, per_token: int, experts: int, has_hopper: bool
 def table_name(
     experts: int, inter: int, hidden: int, machine: tuple[str, str] | None = None
 ) -> str:
-    """Return the file name of a table, by default this machine's: see ``tuned_tables.file_name``."""
+    """Return the file name of the table of ``experts`` experts [inter, hidden].
+
+    ``machine`` as in ``tuned_tables.file_name``; None: this machine's.
+    """
     return tuned_tables.file_name(
         f"E={experts},N={inter},H={hidden}", tuned_tables.FP8, (FP8_BLOCK, FP8_BLOCK), machine
     )
 
 
 def fits_hopper(hidden: int, element: int) -> bool:
-    """Return whether ``moe.fp8.gemm_hopper`` supports this size.
+    """Return whether ``moe.fp8.gemm_hopper`` supports ``hidden`` channels.
 
     ``element``: bytes of a result's number.
     """

@@ -163,7 +163,10 @@ def routing(problem: Fp8ExpertsProblem, held: int, tokens: int, seed: int) -> tu
 
 
 def expert_candidates(tokens: int, problem: Fp8ExpertsProblem) -> Iterator[tuple[str, Config]]:
-    """Yield (kind of GEMM, configuration), chosen by the mean rows of an expert."""
+    """Yield the (kind of GEMM, configuration) to measure for ``tokens`` tokens.
+
+    They are chosen by the mean rows of an expert of ``problem``. Kinds as in ``_Experts.call``.
+    """
     load = tokens * problem.topk / problem.experts
     if load >= HOPPER_ROWS_MIN and card_is_hopper() and fits_hopper(problem.hidden, BFLOAT16_BYTES):
         for kind, group in product(("gated", "second"), HOPPER_GROUPS):

@@ -179,7 +179,11 @@ def product(
 
 
 def int8_experts_rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
-    """Return {"up", "down"} for an untuned problem. Few tokens are "dense": no alignment."""
+    """Return {"up", "down"} for an untuned problem.
+
+    There are ``tokens`` tokens, each with ``per_token`` of ``experts`` experts. Few tokens are
+    "dense": no alignment.
+    """
     load = tokens * per_token / experts
     if load <= 64:
         block = 16 if load <= 12 else 32 if load <= 28 else 64

@@ -27,13 +27,25 @@ def narrow_experts_config(
     inter: int,
     hidden: int,
 ) -> Mapping[str, Config]:
-    """Return the table's configuration for the nearest token count, or the rule's without one."""
+    """Return the table's configuration for the nearest token count, or the rule's without one.
+
+    Args:
+        dtype: Dtype as in file names.
+        rule: Configuration of an untuned problem.
+        tokens: Tokens of a step.
+        per_token: Columns of the ids.
+        experts: Experts held.
+        inter: Channels between the GEMMs.
+        hidden: Channels of x.
+    """
     name = tuned_tables.file_name(f"E={experts},N={inter},H={hidden}", dtype)
     return measured_for(name, tokens) or rule(tokens, per_token, experts)
 
 
 def measured_for(name: str, tokens: int) -> Mapping[str, Config] | None:
-    """Return the table's configuration for the nearest token count, as ``tuned_tables.measured_for`` does.
+    """Return the table's configuration for the nearest token count, or None.
+
+    The table is in file ``name``. None as for ``tuned_tables.measured_for``.
 
     Configurations with dense tiles smaller than ``tokens`` are skipped: they were measured only
     where a tile held all tokens.
