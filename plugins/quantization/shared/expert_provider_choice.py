@@ -54,8 +54,9 @@ def remark(context: CheckContext) -> Decision | None:
             f"DeepGEMM in steps with {GROUPED_LOAD_MIN} rows or more per expert on average, our "
             "own kernels in smaller steps (measured on an H200)",
         )
+    few_rows = moe_fp8_tiles.SMALL_TILE_ROWS_MAX
     return _own_kernels(
-        f"DeepGEMM is not installed; our warp-specialised kernel runs above {moe_fp8_tiles.SMALL_TILE_ROWS_MAX} "
+        f"DeepGEMM is not installed; our warp-specialised kernel runs above {few_rows} "
         f"rows per expert. Installing it (pip install {DEEP_GEMM[0]}) made V3's experts up to 20% "
         "faster in large steps on an H200"
     )
