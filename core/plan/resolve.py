@@ -377,7 +377,7 @@ def _freeze(
         plugin_fingerprint=plugins.fingerprint,
         hosts=values.hosts,
         sampled_last_layer=values.sampled_last_layer,
-        growing_segments=values.growing_segments,
+        expandable_segments=values.expandable_segments,
         chat_template=facts.model.chat_template if config.chat_template is not None else "",
     )
     return replace(plan, fingerprint=plan_fingerprint(plan))

@@ -342,7 +342,7 @@ def build_rank(
     worker = make_worker(plan, rank, rendezvous)
     if worker.device != "cpu":
         # the allocator's settings apply only to memory that it takes afterwards
-        for remark in use_segments(plan.growing_segments):
+        for remark in use_segments(plan.expandable_segments):
             note(remark)
         torch.cuda.set_device(worker.device)  # streams and events are created on this device
     torch.manual_seed(plan.seed)

@@ -52,7 +52,7 @@ def driver_bytes(
     return FIXED + sizes * (PER_SIZE + beside * PER_DRAFT + layers * PER_LAYER) + of_passes
 
 
-def pool_bytes(decoding: int, passing: int, grows: bool = False) -> int:
+def pool_bytes(decoding: int, passing: int, expandable: bool = False) -> int:
     """Return the bytes of the pool that all graphs share.
 
     Decode steps are captured first. Blocks of a larger pass do not fit into theirs. If the decode
@@ -62,9 +62,9 @@ def pool_bytes(decoding: int, passing: int, grows: bool = False) -> int:
     Args:
         decoding: bytes that the allocator takes for the largest decode step alone.
         passing: bytes that it takes for the largest captured pass with prompts alone.
-        grows: the allocator uses expandable segments.
+        expandable: the allocator uses expandable segments.
     """
-    if passing > decoding and not grows:
+    if passing > decoding and not expandable:
         return decoding + passing
     return max(decoding, passing) + min(decoding, passing) // 4
 
@@ -80,7 +80,7 @@ def grown_pool_bytes(step: int, logits: int, passing: int) -> int:
         passing: bytes of tensors in the largest captured pass with prompts.
     """
     decoding = max(step, logits)
-    return pool_bytes(decoding, passing, grows=True) + min(PASS_SLACK, decoding)
+    return pool_bytes(decoding, passing, expandable=True) + min(PASS_SLACK, decoding)
 
 
 def kept_bytes(
@@ -89,7 +89,7 @@ def kept_bytes(
     counts: Sequence[int],
     columns: int,
     element: int,
-    grows: bool = False,
+    expandable: bool = False,
     extends: Sequence[int] = (),
 ) -> int:
     """Return the bytes that graphs keep beside their pool.
@@ -102,14 +102,14 @@ def kept_bytes(
         counts: captured token counts.
         columns: columns of a page table.
         element: bytes of an element in the compute dtype.
-        grows: the allocator uses expandable segments.
+        expandable: the allocator uses expandable segments.
         extends: captured token counts of the draft's pass over a step's tokens.
     """
     width = model.num_heads * stated(model, "v_head_dim", model.head_dim) * element
     begins = max(extends, default=0) * (model.hidden_size * element + EXTEND_INDEX_BYTES)
     return (
         STREAM
-        + SEGMENT_SLACK * grows
+        + SEGMENT_SLACK * expandable
         + sum(sizes) * columns * 4
         + max(counts, default=0) * width
         + begins
@@ -212,8 +212,8 @@ def graph_line(
     logits = int(tokens * proposal.facts.model.vocab_size * 4 * LOGIT_COPIES)
     decoding = step_bytes(tokens)
     passing = step_bytes(counts[-1]) if counts else 0
-    grows = proposal.values.growing_segments
-    if grows:
+    expandable = proposal.values.expandable_segments
+    if expandable:
         pool = grown_pool_bytes(decoding, logits, passing)
     else:
         pool = pool_bytes(
@@ -223,7 +223,7 @@ def graph_line(
     model = proposal.facts.model
     drafts = proposal.values.lookahead
     kept = kept_bytes(
-        model, sizes + short, counts, columns, DTYPE_BYTES[proposal.values.dtype], grows, extends
+        model, sizes + short, counts, columns, DTYPE_BYTES[proposal.values.dtype], expandable, extends
     )
     driver = driver_bytes(len(sizes + short), model.num_layers, len(counts), drafts, len(extends))
     return BudgetLine("graphs", driver + kept + pool, f"{how}, one pool")

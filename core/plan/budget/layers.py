@@ -81,7 +81,7 @@ class LayerBytes:
         self._ops = ops.offers if ops and isinstance(ops.offers, OpsOffers) else OpsOffers()
         self._scheme, self._cast = _scheme(scheme, values.device)
         self._options = scheme.options if scheme else None
-        self._grows: bool = values.growing_segments
+        self._expandable: bool = values.expandable_segments
         self.heads = -(-self.model.num_heads // axis_size("attn_tp", self.mesh))
         self.rope = self.model.qk_rope_head_dim or self.model.head_dim
         self.value = stated(self.model, "v_head_dim", self.model.head_dim)
@@ -104,7 +104,7 @@ class LayerBytes:
         """
         gathered = tokens * self.mesh.get("dp", 1)
         mixed = any(is_moe_layer(self.model, layer) for layer in range(self.model.num_layers))
-        extra = self.experts(gathered).fragmentation if mixed and not self._grows else 0
+        extra = self.experts(gathered).fragmentation if mixed and not self._expandable else 0
         return self.activations(StepTokens(tokens, gathered, tokens)) + extra
 
     def activations(self, step: StepTokens) -> int:

@@ -63,7 +63,7 @@ def size(proposal: Proposal) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     page = _page(proposal, device)
     step_tokens = chunk + rows * proposal.values.width
     proposal.values.page_size = page
-    proposal.values.growing_segments = _grows(proposal, device)
+    proposal.values.expandable_segments = _expandable_segments(proposal, device)
     fixed = [*_weights(proposal), *workspace_lines(proposal, rows, step_tokens, device)]
     room = _room(proposal, device, fixed)
     if room.left <= 0:
@@ -194,7 +194,7 @@ def _given_or(proposal: Proposal, path: str, given: int | None, otherwise: int, 
     return given
 
 
-def _grows(proposal: Proposal, device: str) -> bool:
+def _expandable_segments(proposal: Proposal, device: str) -> bool:
     """Return whether torch's allocator uses expandable segments; False on a CPU."""
     path = "memory.growing_segments"
     asked = proposal.config.memory.growing_segments
@@ -204,7 +204,7 @@ def _grows(proposal: Proposal, device: str) -> bool:
     if asked != "auto":
         proposal.decide(path, asked, *(source or ("default", "")))
         return asked
-    against = _against_growing(proposal)
+    against = _against_expandable(proposal)
     proposal.decide(
         path,
         not against,
@@ -214,7 +214,7 @@ def _grows(proposal: Proposal, device: str) -> bool:
     return not against
 
 
-def _against_growing(proposal: Proposal) -> str:
+def _against_expandable(proposal: Proposal) -> str:
     """Return the reason why "auto" does not use expandable segments; "" if it does."""
     if proposal.values.ranks > 1:
         return f"not tested with several ranks, and the plan has {proposal.values.ranks}"
@@ -224,7 +224,7 @@ def _against_growing(proposal: Proposal) -> str:
     assert isinstance(collectives.offers, CollectiveOffers)
     return (
         ""
-        if collectives.offers.growing_segments
+        if collectives.offers.expandable_segments
         else (f"{collectives.name} shares memory by handles that expandable segments do not have")
     )
 

@@ -157,7 +157,7 @@ def check_ranks(proposal: Proposal) -> Iterator[Refusal]:
 
 
 @reads("collectives")
-def check_growing_segments(proposal: Proposal) -> Iterator[Refusal]:
+def check_expandable_segments(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse expandable segments if the collectives cannot share their memory between ranks."""
     collectives = proposal.first("collectives")
     if (
@@ -167,7 +167,7 @@ def check_growing_segments(proposal: Proposal) -> Iterator[Refusal]:
     ):
         return
     assert isinstance(collectives.offers, CollectiveOffers)
-    if not collectives.offers.growing_segments:
+    if not collectives.offers.expandable_segments:
         yield refuse(
             proposal,
             "collectives",
