@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.config.errors import place
-from glowplug.core.config.schema import EngineConfig, Parsed
+from glowplug.core.config.parse import Parsed
+from glowplug.core.config.schema import EngineConfig
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import Facts
 from glowplug.core.facts.weight_classes import Tally

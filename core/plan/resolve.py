@@ -12,14 +12,8 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
 
-from glowplug.core.config.schema import (
-    SECRETS,
-    EngineConfig,
-    Parsed,
-    config_class,
-    parse,
-    recorded,
-)
+from glowplug.core.config.parse import Parsed, parse
+from glowplug.core.config.schema import SECRETS, EngineConfig, config_class, recorded
 from glowplug.core.errors import (
     ConfigError,
     FactsError,
