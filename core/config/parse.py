@@ -10,7 +10,13 @@ import msgspec
 from pydantic import ValidationError
 
 from glowplug.core.config.errors import Explained, explain, unwritable, without_use
-from glowplug.core.config.schema import EngineConfig, auto_options, canonical, plain_copy
+from glowplug.core.config.schema import (
+    EngineConfig,
+    auto_options,
+    canonical,
+    config_class,
+    plain_copy,
+)
 from glowplug.core.errors import Refusal
 from glowplug.core.plugin.slots import SLOTS
 
@@ -43,7 +49,6 @@ class Parsed:
 def parse(
     raw: Mapping[str, Any],
     plugins: PluginSet,
-    model: type[EngineConfig],
     contributed: Mapping[str, tuple[Any, str]],
     origins: Mapping[str, str],
 ) -> Parsed:
@@ -51,10 +56,10 @@ def parse(
 
     Args:
         raw: the operator's configuration, a nested dict.
-        model: the configuration model of ``plugins`` (``config_class``).
         contributed: (value, contributor) of contributed defaults by dotted path.
         origins: origin of the operator's values by dotted path.
     """
+    model = config_class(plugins)
     operator = by_path(raw)
     merged, sources = contribute(raw, contributed, operator)
     data = _with_use(merged, plugins)

@@ -36,7 +36,7 @@ def test_an_unknown_name_is_refused() -> None:
         Decided(devize="cuda")
     values: Any = Decided(device="cuda")
     with pytest.raises(AttributeError, match="'devize'"):
-        values.devize
+        values.devize  # noqa: B018
     with pytest.raises(KeyError, match="devize"):
         values["devize"]
     assert not hasattr(values, "devize")
