@@ -151,11 +151,6 @@ class Proposal:
         by, why = self.source(path) or ("default", "")
         return Decision(path, value, by, why)
 
-    def first(self, slot: str) -> Chosen | None:
-        """Return the first component chosen for ``slot``, or None."""
-        held = self.chosen[slot]
-        return held[0] if held else None
-
     def step_path(self) -> Iterable[tuple[Slot, Chosen]]:
         """Yield the components that take part in a step, with their slots.
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from glowplug.core.plan.budget.sizes import human
+from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.layout_table import layout_rows, total_rows
 from glowplug.core.plan.plan import BudgetLine, EnginePlan
 

@@ -21,7 +21,7 @@ from glowplug.core.engine.stalls import StallWatch
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.mesh import coordinates
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.plan.budget.sizes import human
+from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.registry import PluginSet

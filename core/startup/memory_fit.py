@@ -22,8 +22,8 @@ from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.kv_layout import DTYPE_BYTES, KVLayout
 from glowplug.core.layers.rope import Rope
 from glowplug.core.plan.budget.graphs import driver_bytes, kept_bytes, pool_bytes
-from glowplug.core.plan.budget.sizes import human
 from glowplug.core.plan.budget.step import RESERVED
+from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Collectives, GraphRunner, Limits, Model, Worker
 from glowplug.core.protocols.parallel_stack import ParallelStack
