@@ -21,6 +21,8 @@ from glowplug.core.errors import Refusal
 from glowplug.core.plugin.slots import SLOTS
 
 if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
     from glowplug.core.plugin.registry import PluginSet
 
 
@@ -61,35 +63,46 @@ def parse(
     """
     model = config_class(plugins)
     operator = by_path(raw)
-    merged, sources = contribute(raw, contributed, operator)
-    data = _with_use(merged, plugins)
+    data, sources = contribute(raw, contributed, operator)
+    _fill_in_use(data, plugins)
     origins = {**sources, **origins}
-    refusals = [*_unwritable(data, origins), *_items_without_use(data, plugins, origins)]
+    refusals = _unwritable(data, origins) + _items_without_use(data, plugins, origins)
     unknown: dict[str, str] = {}
     # NOTE: each round removes at least one key; the bound stops a validator that refuses forever
     for _ in range(64):
-        try:
-            config = model.__pydantic_validator__.validate_json(
-                msgspec.json.encode(data), strict=True
-            )
-            return Parsed(cast(EngineConfig, config), raw, origins, operator, refusals, unknown)
-        except ValidationError as error:
-            found = [
-                explain(problem, data, plugins, model, origins)
-                for problem in error.errors(include_url=False)
-            ]
-            for one in _outermost(found):
-                emptied = any(
-                    before.field.startswith(f"{one.refusal.field}.") for before in refusals
-                )
-                # a list is not refused for the lack of items that were themselves refused
-                if one.refusal not in refusals and not emptied:
-                    refusals.append(one.refusal)
-                if one.slot:
-                    unknown[one.slot] = one.name
-                _drop(data, one.path)
-            _compact(data)
+        config = _validated(model, data)
+        if isinstance(config, EngineConfig):
+            return Parsed(config, raw, origins, operator, refusals, unknown)
+        found = _outermost([explain(one, data, plugins, model, origins) for one in config])
+        refusals += _new_refusals(found, refusals)
+        unknown |= {one.slot: one.name for one in found if one.slot}
+        _drop_refused(data, found)
     raise AssertionError(f"the configuration does not settle: {refusals}")
+
+
+def _validated(
+    model: type[EngineConfig], data: dict[str, Any]
+) -> EngineConfig | list[ErrorDetails]:
+    """Return the validated configuration, or its problems."""
+    try:
+        found = model.__pydantic_validator__.validate_json(msgspec.json.encode(data), strict=True)
+    except ValidationError as error:
+        return error.errors(include_url=False)
+    return cast(EngineConfig, found)
+
+
+def _new_refusals(found: Sequence[Explained], refusals: Sequence[Refusal]) -> list[Refusal]:
+    """Return the refusals of problems that do not follow from ``refusals``.
+
+    A list is not refused for the lack of items that were themselves refused.
+    """
+    new: list[Refusal] = []
+    for refusal in (one.refusal for one in found):
+        before = [*refusals, *new]
+        items = f"{refusal.field}."
+        if refusal not in before and not any(one.field.startswith(items) for one in before):
+            new.append(refusal)
+    return new
 
 
 def by_path(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,8 +144,7 @@ def contribute(
         section, _, key = path.partition(".")
         if path in operator or (key and not isinstance(data.get(section, {}), dict)):
             continue
-        picked = raw[section].get("use") if key and isinstance(raw.get(section), Mapping) else None
-        if picked is not None and picked != contributed.get(f"{section}.use", (picked, ""))[0]:
+        if key and _replaces(raw.get(section), contributed.get(f"{section}.use")):
             continue
         if key:
             data.setdefault(section, {})[key] = value
@@ -142,7 +154,13 @@ def contribute(
     return data, sources
 
 
-def _with_use(data: dict[str, Any], plugins: PluginSet) -> dict[str, Any]:
+def _replaces(section: Any, contributed: tuple[Any, str] | None) -> bool:
+    """Return whether a given section chooses another component than the contributed ``use``."""
+    use = section.get("use") if isinstance(section, Mapping) else None
+    return use is not None and contributed is not None and use != contributed[0]
+
+
+def _fill_in_use(data: dict[str, Any], plugins: PluginSet) -> None:
     """Fill in the default ``use`` of sections and replace aliases by registered names, in place."""
     for slot in SLOTS:
         if not slot.section:
@@ -161,7 +179,6 @@ def _with_use(data: dict[str, Any], plugins: PluginSet) -> dict[str, Any]:
                 data[slot.section] = {"use": slot.default, **value}
             elif isinstance(value["use"], str):
                 value["use"] = canonical(slot, value["use"], plugins)
-    return data
 
 
 def _unwritable(data: dict[str, Any], origins: Mapping[str, str]) -> list[Refusal]:
@@ -222,6 +239,13 @@ def _outermost(found: list[Explained]) -> list[Explained]:
     return [
         one for one in found if one.slot or not any(one.path[: len(path)] == path for path in gone)
     ]
+
+
+def _drop_refused(data: dict[str, Any], found: Sequence[Explained]) -> None:
+    """Remove the keys of all problems."""
+    for one in found:
+        _drop(data, one.path)
+    _compact(data)
 
 
 _SINGLE = frozenset(slot.section for slot in SLOTS if slot.section and not slot.many)
