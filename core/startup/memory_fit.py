@@ -179,7 +179,9 @@ class RankMemory:
         graphs = self._graphs(runner)
         meter.lines[RUNTIME_LINE] += meter.outside
         free, total = gauge.device()
-        step = int(max(steps) * FRAGMENTATION_FACTOR) if self.plan.expandable_segments else max(steps)
+        step = (
+            int(max(steps) * FRAGMENTATION_FACTOR) if self.plan.expandable_segments else max(steps)
+        )
         return MeasuredMemory(total=total, free=free, step=step, graphs=graphs)
 
     def _steps(self, runner: Runner) -> list[tuple[str, Callable[[], None]]]:

@@ -37,11 +37,12 @@ def captured_steps(proposal: Proposal, rows: int, step_tokens: int) -> Captured:
     """
     runner = proposal.graphs
     context = proposal.config.context_length or proposal.facts.model.max_positions
+    passes = _pass_tokens(proposal, step_tokens)
     return Captured(
         batch_sizes=runner.options.sizes(rows) if runner is not None else (),
         short_rows=short_steps(proposal, rows, context)[1],
-        pass_tokens=_pass_tokens(proposal, step_tokens),
-        extend_tokens=_extend_tokens(proposal, step_tokens),
+        pass_tokens=passes,
+        extend_tokens=passes if _captures_extend(proposal) else (),
     )
 
 
@@ -58,19 +59,18 @@ def _pass_tokens(proposal: Proposal, step_tokens: int) -> tuple[int, ...]:
     return runner.options.token_counts(step_tokens) if capturable else ()
 
 
-def _extend_tokens(proposal: Proposal, step_tokens: int) -> tuple[int, ...]:
-    """Return the token counts for which the draft's pass over a step's tokens is captured.
+def _captures_extend(proposal: Proposal) -> bool:
+    """Return whether the draft's pass over a step's tokens is captured with the target's passes.
 
-    They are those of the target's passes if all components of the pass can be captured. Attention
-    only stores keys and values in this pass, as in the captured decode steps.
+    It is if all components of the pass can be captured. Attention only stores keys and values in
+    this pass, as in the captured decode steps.
     """
     inside = [
         chosen for slot in (*CAPTURED_SLOTS, "speculative") for chosen in proposal.chosen[slot]
     ]
-    capturable = proposal.values.lookahead and all(
+    return proposal.values.lookahead > 0 and all(
         Mode.DRAFT_EXTEND in chosen.offers.captures_in for chosen in inside
     )
-    return _pass_tokens(proposal, step_tokens) if capturable else ()
 
 
 def short_steps(proposal: Proposal, rows: int, context: int) -> tuple[int, tuple[int, ...]]:
