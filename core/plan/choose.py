@@ -20,7 +20,7 @@ FAMILY_GUIDE = "docs/writing-a-plugin.md#a-model-family"
 
 
 def choose(proposal: Proposal) -> None:
-    """Fill ``proposal.chosen`` and ``proposal.values``; slots without a candidate become refusals."""
+    """Fill ``proposal.chosen`` and ``proposal.values``; refuse slots without a candidate."""
     choose_device(proposal)
     choose_dtypes(proposal)
     _choose_model(proposal)

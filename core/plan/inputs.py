@@ -1,4 +1,4 @@
-"""Passes one and two: the parsed configuration, and facts of model, machine and packages. No torch."""
+"""Passes one and two: the parsed configuration, and the facts. Plan zone: no torch."""
 
 from __future__ import annotations
 

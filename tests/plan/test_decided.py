@@ -1,4 +1,4 @@
-"""Decided values: read by attribute or item, and refused by name if they are unknown or too early."""
+"""Decided values: read by attribute or item, refused by name if unknown or read too early."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The typed attributes of a proposal, whose classes are checked where plugins are registered, and the
-trial of a slot's candidates.
+"""The typed attributes of a proposal, whose classes are checked where plugins are registered, and
+the trial of a slot's candidates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The second step of sizing: the fixed lines of a rank's budget, and the memory they leave. No torch."""
+"""The second step of sizing: the fixed lines of the budget, and the memory left. No torch."""
 
 from __future__ import annotations
 
