@@ -80,21 +80,30 @@ def explain(
     where = place(dotted(path), origins)
     slot = _BY_SECTION.get(str(path[0])) if path else None
     kind = problem["type"]
-    if slot is not None and kind == "literal_error" and path[-1] == "use":  # a union of one member
-        name = str(problem["input"])
+    unknown = _unknown_component(problem, path)
+    if slot is not None and unknown is not None:
+        section, name = unknown
+        where = place(dotted((*section, "use")), origins)
         return Explained(
-            _unknown_use(slot, path[:-1], name, plugins, where), path[:-1], slot.name, name
+            _unknown_use(slot, section, name, plugins, where), section, slot.name, name
         )
-    if slot is not None and kind == "union_tag_invalid":
-        name = str(problem.get("ctx", {}).get("tag", ""))
-        where = place(dotted((*path, "use")), origins)
-        return Explained(_unknown_use(slot, path, name, plugins, where), path, slot.name, name)
     if kind == "extra_forbidden":
         return Explained(_unknown_key(path, slot, data, plugins, model, where), path)
     if path == ("model",) and kind == "missing":
         fix = 'model = "embedded" (--model embedded), or a folder'
         return Explained(_refusal(path, "no model is given", fix, where), path)
     return Explained(_wrong_value(path, problem, slot, plugins, where), path)
+
+
+def _unknown_component(
+    problem: ErrorDetails, path: tuple[str | int, ...]
+) -> tuple[tuple[str | int, ...], str] | None:
+    """Return (path, ``use``) of a section with an unknown ``use``; None for other problems."""
+    if problem["type"] == "union_tag_invalid":
+        return path, str(problem.get("ctx", {}).get("tag", ""))
+    if problem["type"] == "literal_error" and path and path[-1] == "use":  # a union of one member
+        return path[:-1], str(problem["input"])
+    return None
 
 
 def without_use(
@@ -184,8 +193,12 @@ def _section(data: Mapping[str, Any], path: Iterable[str | int]) -> Mapping[str,
 def _option_hint(
     path: tuple[str | int, ...], slot: Slot, holder: Mapping[str, Any], plugins: PluginSet
 ) -> str:
+    """Return the fix for an unknown option of a component.
+
+    Args:
+        holder: the section with the option.
+    """
     key = str(path[-1])
-    at = dotted(path[:-1])
     use = str(holder.get("use", slot.default))
     owners = {
         found.component.name: list(found.component.options.model_fields)
@@ -193,22 +206,24 @@ def _option_hint(
     }
     having = [name for name, fields in owners.items() if key in fields and name != use]
     if having:
-        return f'it is an option of {", ".join(having)}: write {at}.use = "{having[0]}"'
+        section = dotted(path[:-1])
+        return f'it is an option of {", ".join(having)}: write {section}.use = "{having[0]}"'
     fields = owners.get(use) or sorted({name for fields in owners.values() for name in fields})
     close = difflib.get_close_matches(key, fields, 1, 0.6)
-    if close:
-        return f"did you mean {close[0]!r}?"
+    return f"did you mean {close[0]!r}?" if close else _known_options(use, fields)
+
+
+def _known_options(use: str, fields: Iterable[str]) -> str:
+    """Return the fix for an option that no component of the slot has."""
     known = ", ".join(name for name in fields if name != "use")
     if use == "auto":
         return (
             "auto has no such option: write use = the component that has it "
             f"(options here: {known})"
         )
-    return (
-        f"leave it out; options of {use}: {known}"
-        if known
-        else f"leave it out: {use} has no options"
-    )
+    if not known:
+        return f"leave it out: {use} has no options"
+    return f"leave it out; options of {use}: {known}"
 
 
 def _fields(model: type[BaseModel], path: Iterable[str | int]) -> list[str]:
@@ -245,32 +260,40 @@ def _wrong_value(
     plugins: PluginSet,
     where: str,
 ) -> Refusal:
+    """Return the refusal of a value of a wrong type or out of its bounds."""
     value = problem["input"]
-    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
-    if path and str(path[-1]) in ("api_key", "admin_api_key"):
-        shown = "given"
     message = problem["msg"].removeprefix("Value error, ")
     expected = _expected(problem)
     if expected:
-        shown = _in_files(shown)
         message = f"Input should be {expected}"
     message = message[:1].lower() + message[1:]
+    reason = message.replace("input", f"the value {_shown(path, problem)}", 1)
+    fix = _close_option(value, expected) or f"write {_kind(problem)} for {dotted(path)}"
+    is_section = slot is not None and not slot.many and len(path) == 1
+    if slot is not None and is_section and plugins.find(slot.name, str(value)):
+        fix = f'write {slot.section}.use = "{value}"'
+    return _refusal(path, reason, fix, where)
+
+
+def _shown(path: tuple[str | int, ...], problem: ErrorDetails) -> str:
+    """Return a refused value as text; of API keys only that they are given."""
+    text = repr(problem["input"])
+    text = text if len(text) <= 80 else text[:77] + "..."
+    if path and str(path[-1]) in ("api_key", "admin_api_key"):
+        text = "given"
+    return _in_files(text) if _expected(problem) else text
+
+
+def _close_option(value: Any, expected: str) -> str:
+    """Return the fix that names the accepted value closest to ``value``; "" if none is close.
+
+    Args:
+        expected: the accepted values, as ``_expected`` returns them.
+    """
     options = [part.strip() for part in expected.replace(" or ", ", ").split(",")]
     names = {option.strip("'"): option for option in options}
     close = difflib.get_close_matches(str(value).lower(), names, 1, 0.5) if expected else []
-    fix = (
-        f"did you mean {names[close[0]]}?"
-        if close
-        else f"write {_kind(problem)} for {dotted(path)}"
-    )
-    if (
-        slot is not None
-        and not slot.many
-        and len(path) == 1
-        and plugins.find(slot.name, str(value))
-    ):
-        fix = f'write {slot.section}.use = "{value}"'
-    return _refusal(path, f"{message.replace('input', f'the value {shown}', 1)}", fix, where)
+    return f"did you mean {names[close[0]]}?" if close else ""
 
 
 #: Python's constants as configuration files spell them

@@ -60,21 +60,7 @@ def read_config(path: Path, plugins: PluginSet) -> Layer:
         raise _unusable(
             name, f"{path} is not a configuration file", f"a file of at most {MAX_BYTES >> 20} MiB"
         )
-    refusals: list[Refusal] = []
-    try:
-        found: tuple[dict[str, Any], dict[str, int]] | None = plugins.hook.read_config_file(
-            path=path
-        )
-    except ConfigError as error:
-        if error.parsed is None:
-            raise
-        found = error.parsed
-        refusals = list(error.refusals)
-    if found is None:
-        raise _unusable(
-            name, f"no plugin reads {path.suffix or name!r} files", "a .toml, .yaml or .json file"
-        )
-    data, lines = found
+    data, lines, refusals = _parsed_file(path, plugins)
     if not isinstance(data, dict):
         raise _unusable(
             name,
@@ -84,6 +70,31 @@ def read_config(path: Path, plugins: PluginSet) -> Layer:
     layer = Layer(data, {key: f"{name}:{line}" for key, line in lines.items()}, refusals)
     layer.data = _variables(data, "", layer)
     return layer
+
+
+def _parsed_file(
+    path: Path, plugins: PluginSet
+) -> tuple[dict[str, Any], dict[str, int], list[Refusal]]:
+    """Return the content of a file, the line of each dotted path, and refusals.
+
+    Raises:
+        ConfigError: no plugin reads the file, or nothing in it can be used.
+    """
+    try:
+        found: tuple[dict[str, Any], dict[str, int]] | None = plugins.hook.read_config_file(
+            path=path
+        )
+    except ConfigError as error:
+        if error.parsed is None:
+            raise
+        return *error.parsed, list(error.refusals)
+    if found is None:
+        raise _unusable(
+            path.name,
+            f"no plugin reads {path.suffix or path.name!r} files",
+            "a .toml, .yaml or .json file",
+        )
+    return *found, []
 
 
 def _unusable(name: str, reason: str, fix: str) -> ConfigError:

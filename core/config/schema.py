@@ -7,17 +7,13 @@ quotes is not a number), and is then frozen. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast
 
-import msgspec
-from pydantic import Field, ValidationError, create_model
+from pydantic import Field, create_model
 
-from glowplug.core.config.errors import Explained, explain, unwritable, without_use
-from glowplug.core.errors import Refusal
 from glowplug.core.plugin.component import CheckContext, Options
 from glowplug.core.plugin.options import (
     OPTION_BASES,
@@ -172,208 +168,6 @@ def auto_options(slot: Slot) -> type[Options]:
     return _AUTO[slot.name]
 
 
-@dataclass
-class Parsed:
-    """A parsed configuration.
-
-    Attributes:
-        config: the frozen model, without the keys that were refused.
-        raw: the operator's dict, as given.
-        origins: origin of each value by dotted path: "engine.toml:12", "--tp 8" or a plugin's name.
-        operator: the operator's values by dotted path, sections included.
-        refusals: refusals of keys and values.
-        unknown: slot -> a ``use`` that is not the name of a registered component; the section is
-            then checked as if ``use`` were "auto".
-    """
-
-    config: EngineConfig
-    raw: Mapping[str, Any]
-    origins: Mapping[str, str]
-    operator: Mapping[str, Any]
-    refusals: list[Refusal] = field(default_factory=list)
-    unknown: dict[str, str] = field(default_factory=dict)
-
-
-def parse(
-    raw: Mapping[str, Any],
-    plugins: PluginSet,
-    model: type[EngineConfig],
-    contributed: Mapping[str, tuple[Any, str]],
-    origins: Mapping[str, str],
-) -> Parsed:
-    """Parse a configuration (pass one); mistakes are collected in ``refusals`` and never raised.
-
-    Args:
-        raw: the operator's configuration, a nested dict.
-        model: the configuration model of ``plugins`` (``config_class``).
-        contributed: (value, contributor) of contributed defaults by dotted path.
-        origins: origin of the operator's values by dotted path.
-    """
-    operator = by_path(raw)
-    merged, sources = contribute(raw, contributed, operator)
-    data = _with_use(merged, plugins)
-    origins = {**sources, **origins}
-    refusals = [*_unwritable(data, origins), *_items_without_use(data, plugins, origins)]
-    unknown: dict[str, str] = {}
-    # NOTE: each round removes at least one key; the bound stops a validator that refuses forever
-    for _ in range(64):
-        try:
-            config = model.__pydantic_validator__.validate_json(
-                msgspec.json.encode(data), strict=True
-            )
-            return Parsed(cast(EngineConfig, config), raw, origins, operator, refusals, unknown)
-        except ValidationError as error:
-            found = [
-                explain(problem, data, plugins, model, origins)
-                for problem in error.errors(include_url=False)
-            ]
-            for one in _outermost(found):
-                emptied = any(
-                    before.field.startswith(f"{one.refusal.field}.") for before in refusals
-                )
-                # a list is not refused for the lack of items that were themselves refused
-                if one.refusal not in refusals and not emptied:
-                    refusals.append(one.refusal)
-                if one.slot:
-                    unknown[one.slot] = one.name
-                _drop(data, one.path)
-            _compact(data)
-    raise AssertionError(f"the configuration does not settle: {refusals}")
-
-
-def by_path(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every value of a nested dict by dotted path, sections included.
-
-    Items of a list of sections have their number as key.
-    """
-    found: dict[str, Any] = {}
-    _flatten(value, "", found)
-    return found
-
-
-def _flatten(value: Any, prefix: str, found: dict[str, Any]) -> None:
-    items: Any = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items:
-        path = f"{prefix}{key}"
-        found[path] = item
-        if (
-            isinstance(item, dict)
-            or isinstance(item, list | tuple)
-            and any(isinstance(one, dict) for one in item)
-        ):
-            _flatten(item, f"{path}.", found)
-
-
-def contribute(
-    raw: Mapping[str, Any], contributed: Mapping[str, tuple[Any, str]], operator: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge contributed defaults under the operator's values.
-
-    A contributed option of a section is dropped if the operator chose another ``use`` there.
-
-    Returns:
-        The merged configuration, and the contributor of each contributed value by dotted path.
-    """
-    data: dict[str, Any] = {key: _copy(value) for key, value in raw.items()}
-    sources: dict[str, str] = {}
-    for path, (value, by) in contributed.items():
-        section, _, key = path.partition(".")
-        if path in operator or (key and not isinstance(data.get(section, {}), dict)):
-            continue
-        picked = raw[section].get("use") if key and isinstance(raw.get(section), Mapping) else None
-        if picked is not None and picked != contributed.get(f"{section}.use", (picked, ""))[0]:
-            continue
-        if key:
-            data.setdefault(section, {})[key] = value
-        else:
-            data[section] = _copy(value)
-        sources[path] = by
-    return data, sources
-
-
-def _copy(value: Any) -> Any:
-    """Return a deep copy in plain dicts and lists, with paths as text."""
-    if isinstance(value, Mapping):
-        return {key: _copy(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_copy(item) for item in value]
-    return str(value) if isinstance(value, PurePath) else value
-
-
-def _with_use(data: dict[str, Any], plugins: PluginSet) -> dict[str, Any]:
-    """Fill in the default ``use`` of sections and replace aliases by registered names, in place."""
-    for slot in SLOTS:
-        if not slot.section:
-            continue
-        if slot.many:
-            value = data.get(slot.section)
-            if isinstance(value, dict):
-                data[slot.section] = value = [value]
-            for item in value if isinstance(value, list) else ():
-                if isinstance(item, dict) and isinstance(item.get("use"), str):
-                    item["use"] = canonical(slot, item["use"], plugins)
-            continue
-        value = data.setdefault(slot.section, {})
-        if isinstance(value, dict):
-            if "use" not in value:
-                data[slot.section] = {"use": slot.default, **value}
-            elif isinstance(value["use"], str):
-                value["use"] = canonical(slot, value["use"], plugins)
-    return data
-
-
-def _unwritable(data: dict[str, Any], origins: Mapping[str, str]) -> list[Refusal]:
-    """Remove values that a configuration file cannot hold, and return their refusals.
-
-    Examples are half a surrogate pair, a number beyond 64 bits, or an object.
-    """
-    try:
-        msgspec.json.encode(data)
-        return []
-    except (UnicodeEncodeError, OverflowError, TypeError, ValueError, RecursionError):
-        return _refuse_unwritable(data, (), data, origins)
-
-
-def _refuse_unwritable(
-    value: Any, path: tuple[str | int, ...], data: dict[str, Any], origins: Mapping[str, str]
-) -> list[Refusal]:
-    """Remove unwritable values at or below ``path`` from ``data``, and return their refusals."""
-    if isinstance(value, dict) and all(isinstance(key, str) and key.isprintable() for key in value):
-        return [
-            r
-            for key, item in list(value.items())
-            for r in _refuse_unwritable(item, (*path, key), data, origins)
-        ]
-    if isinstance(value, list):
-        return [
-            r
-            for i, item in enumerate(value)
-            for r in _refuse_unwritable(item, (*path, i), data, origins)
-        ]
-    try:
-        msgspec.json.encode(value)
-        return []
-    except (UnicodeEncodeError, OverflowError, TypeError, ValueError):
-        _drop(data, path)
-        return [unwritable(path, value, origins)]
-
-
-def _items_without_use(
-    data: dict[str, Any], plugins: PluginSet, origins: Mapping[str, str]
-) -> list[Refusal]:
-    """Remove list items without ``use``, and return their refusals."""
-    refusals = []
-    for slot in SLOTS:
-        found = data.get(slot.section) if slot.many else None
-        items: list[Any] = found if isinstance(found, list) else []
-        for number, item in enumerate(items):
-            if isinstance(item, dict) and "use" not in item:
-                refusals.append(without_use(slot, (slot.section, number), plugins, origins))
-                items[number] = None
-    _compact(data)
-    return refusals
-
-
 def canonical(slot: Slot, name: str, plugins: PluginSet) -> str:
     """Return the registered name for ``name``: itself, or the component that has it as an alias."""
     found = plugins.components(slot.name)
@@ -386,59 +180,18 @@ def canonical(slot: Slot, name: str, plugins: PluginSet) -> str:
     return name
 
 
-def _outermost(found: list[Explained]) -> list[Explained]:
-    """Return the problems without those inside a section that is refused as a whole."""
-    gone = {one.path for one in found if one.slot}
-    return [
-        one for one in found if one.slot or not any(one.path[: len(path)] == path for path in gone)
-    ]
-
-
-_SINGLE = frozenset(slot.section for slot in SLOTS if slot.section and not slot.many)
-_LISTS = frozenset(slot.section for slot in SLOTS if slot.many)
-
-
-def _drop(data: dict[str, Any], path: Sequence[str | int]) -> None:
-    """Remove one refused key, so that the rest can still be checked.
-
-    An item of a list of sections becomes None; a list of plain values is removed as a whole.
-    """
-    if not path or path[0] == "model":
-        data["model"] = "?"
-        return
-    holder: Any = data
-    for depth, part in enumerate(path[:-1]):
-        if isinstance(holder, dict) and part not in holder:
-            return  # already removed as a whole, because of another of its items
-        if isinstance(holder[part], list) and (depth or part not in _LISTS):
-            holder.pop(part)
-            return
-        holder = holder[part]
-    if isinstance(holder, list):
-        holder[int(path[-1])] = None
-    elif len(path) == 1 and path[0] in _SINGLE:
-        holder[path[0]] = _as_auto(str(path[0]), holder[path[0]])
-    else:
-        holder.pop(path[-1], None)
-
-
-def _as_auto(section: str, value: Any) -> dict[str, Any]:
-    """Return a section of unknown ``use`` as ``auto``, with the common options only."""
-    common = auto_options(next(slot for slot in SLOTS if slot.section == section)).model_fields
-    kept = value if isinstance(value, dict) else {}
-    return {**{key: item for key, item in kept.items() if key in common}, "use": "auto"}
-
-
-def _compact(data: dict[str, Any]) -> None:
-    """Remove None from the lists of ``data``."""
-    for key, value in data.items():
-        if isinstance(value, list):
-            data[key] = [item for item in value if item is not None]
+def plain_copy(value: Any) -> Any:
+    """Return a deep copy in plain dicts and lists, with paths as text."""
+    if isinstance(value, Mapping):
+        return {key: plain_copy(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_copy(item) for item in value]
+    return str(value) if isinstance(value, PurePath) else value
 
 
 def recorded(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the operator's configuration for the plan, in plain dicts and lists."""
-    copy: dict[str, Any] = _copy(raw)
+    copy: dict[str, Any] = plain_copy(raw)
     return copy
 
 

@@ -50,7 +50,7 @@ def plan_fingerprint(plan: EnginePlan) -> str:
                 plan.hosts,
                 plan.mesh,
                 plan.sampled_last_layer,
-                plan.growing_segments,
+                plan.expandable_segments,
             ],
             "sizes": plan.sizes,
             "settings": _settings(plan.config),

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from glowplug.core.facts.mesh import axis_size, coordinates
 from glowplug.core.facts.splits import splits
+from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import EnginePlan
 
 Row = tuple[str, str, str, str, str]  #: what, choice, by, why, bytes: a row of the plan's table
@@ -186,8 +187,6 @@ def _place(plan: EnginePlan, first: int, stop: int) -> str:
 
 def _device_memory(plan: EnginePlan) -> str:
     """Return the memory of the smallest device as text; "" on a CPU."""
-    from glowplug.core.plan.budget.sizes import human
-
     cards = plan.facts.hardware.devices
     return (
         f", of {human(min(card.memory for card in cards))}"

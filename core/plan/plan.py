@@ -6,12 +6,15 @@ configuration.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
 
 from glowplug.core.facts.model_facts import Facts
+
+#: fields of ``EnginePlan`` whose key in the plan's JSON differs from their name
+JSON_KEYS = {"expandable_segments": "growing_segments"}
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ class EnginePlan:
     #: only those tokens of prompts go through the last layer that are sampled from
     sampled_last_layer: bool = False
     #: torch's allocator uses expandable segments, unless its environment variable is set
-    growing_segments: bool = False
+    expandable_segments: bool = False
     #: source of the chat template that replaces the tokenizer's; "" for the tokenizer's own
     chat_template: str = ""
 
@@ -180,9 +183,16 @@ class EnginePlan:
 
     def to_json(self) -> bytes:
         """Return the plan as JSON."""
-        return msgspec.json.encode(self)
+        values = {
+            JSON_KEYS.get(field.name, field.name): getattr(self, field.name)
+            for field in fields(self)
+        }
+        return msgspec.json.encode(values)
 
     @staticmethod
     def from_json(data: bytes) -> EnginePlan:
         """Return the plan that ``to_json`` wrote."""
-        return msgspec.json.decode(data, type=EnginePlan)
+        values = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        for name, key in JSON_KEYS.items():
+            values[name] = values.pop(key)
+        return msgspec.json.decode(msgspec.json.encode(values), type=EnginePlan)

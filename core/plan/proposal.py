@@ -9,27 +9,79 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.config.errors import place
-from glowplug.core.config.schema import EngineConfig, Parsed
+from glowplug.core.config.parse import Parsed
+from glowplug.core.config.schema import EngineConfig
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import Facts
 from glowplug.core.facts.weight_classes import Tally
+from glowplug.core.plan.chosen import AllOf, FirstOf
 from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext, Chosen, Component, Options
 from glowplug.core.plugin.decided import Decided
-from glowplug.core.plugin.options import Section
+from glowplug.core.plugin.offers import (
+    AttentionOffers,
+    CacheOffers,
+    CollectiveOffers,
+    ExecutorOffers,
+    GraphOffers,
+    ModelOffers,
+    OpsOffers,
+    OutputOffers,
+    ParallelOffers,
+    PolicyOffers,
+    QuantizationOffers,
+    SamplerOffers,
+    SchedulerOffers,
+    SpeculativeOffers,
+    WeightOffers,
+)
+from glowplug.core.plugin.options import (
+    AttentionOptions,
+    CacheOptions,
+    CollectivesOptions,
+    ExecutorOptions,
+    GraphOptions,
+    OpsOptions,
+    OutputOptions,
+    ParallelOptions,
+    PolicyOptions,
+    QuantizationOptions,
+    SamplingOptions,
+    SchedulerOptions,
+    Section,
+    SpeculativeOptions,
+    WeightOptions,
+)
 from glowplug.core.plugin.slots import BY_NAME, SLOTS, Slot
 
 if TYPE_CHECKING:
     from glowplug.core.plugin.registry import PluginSet
 
 STEP_SLOTS = tuple(slot for slot in SLOTS if slot.step)
-#: slots whose choice decides which modes run and which are captured; "" while no slot is chosen
-SHAPES_STEPS = frozenset({"", "speculative", "graphs", "parallel"})
+#: slots whose choice decides which modes run and which are captured
+SHAPES_STEPS = frozenset({"speculative", "graphs", "parallel"})
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The trial of a slot's candidates, during which only checks that read the slot run.
+
+    Attributes:
+        slot: name of the slot. Components of other slots that its choice does not affect are not
+            checked again.
+        fixes: compute the fixes of refusals; False while only the first fitting candidate matters.
+    """
+
+    slot: str
+    fixes: bool
 
 
 @dataclass
 class Proposal:
     """A plan under construction.
+
+    Each slot has an attribute of its name: the first component chosen for it, or None; for
+    ``parallel`` and ``outputs``, which hold several, a tuple.
 
     Attributes:
         plugins: the loaded plugins.
@@ -41,11 +93,7 @@ class Proposal:
         decisions: decisions made so far.
         values: decided values that checks and the byte budget read.
         chosen: components chosen so far by slot; every slot is a key.
-        focus: slot that is being chosen; "" for none. Components of other slots that its choice
-            does not affect are not checked again.
-        trying: a candidate is being tried, so fixes of refusals are not computed.
-        picked: slots whose component the plan chose, which therefore fits device, dtype and
-            packages.
+        trial: the trial of candidates in progress; None outside of trials.
     """
 
     plugins: PluginSet
@@ -59,9 +107,23 @@ class Proposal:
     chosen: dict[str, tuple[Chosen, ...]] = field(
         default_factory=lambda: {slot.name: () for slot in SLOTS}
     )
-    focus: str = ""
-    trying: bool = False
-    picked: set[str] = field(default_factory=set)
+    trial: Trial | None = None
+
+    model = FirstOf(ModelOffers, Options)
+    weights = FirstOf(WeightOffers, WeightOptions)
+    attention = FirstOf(AttentionOffers, AttentionOptions)
+    quantization = FirstOf(QuantizationOffers, QuantizationOptions)
+    parallel = AllOf(ParallelOffers, ParallelOptions)
+    collectives = FirstOf(CollectiveOffers, CollectivesOptions)
+    speculative = FirstOf(SpeculativeOffers, SpeculativeOptions)
+    scheduler = FirstOf(SchedulerOffers, SchedulerOptions)
+    policy = FirstOf(PolicyOffers, PolicyOptions)
+    graphs = FirstOf(GraphOffers, GraphOptions)
+    cache = FirstOf(CacheOffers, CacheOptions)
+    sampling = FirstOf(SamplerOffers, SamplingOptions)
+    outputs = AllOf(OutputOffers, OutputOptions)
+    executor = FirstOf(ExecutorOffers, ExecutorOptions)
+    ops = FirstOf(OpsOffers, OpsOptions)
 
     @property
     def config(self) -> EngineConfig:
@@ -84,17 +146,19 @@ class Proposal:
             return self.parsed.origins[path], "contributed default"
         return None
 
-    def first(self, slot: str) -> Chosen | None:
-        """Return the first component chosen for ``slot``, or None."""
-        held = self.chosen[slot]
-        return held[0] if held else None
+    def given(self, path: str, value: Any) -> Decision:
+        """Return the decision for the configuration's ``value``, with its source."""
+        by, why = self.source(path) or ("default", "")
+        return Decision(path, value, by, why)
 
     def step_path(self) -> Iterable[tuple[Slot, Chosen]]:
         """Yield the components that take part in a step, with their slots.
 
-        While a slot is being chosen, only the components that its choice affects are included.
+        During a trial, only the components that the choice of its slot affects are included.
         """
-        slots = STEP_SLOTS if self.focus in SHAPES_STEPS else (BY_NAME[self.focus],)
+        slots = STEP_SLOTS
+        if self.trial is not None and self.trial.slot not in SHAPES_STEPS:
+            slots = (BY_NAME[self.trial.slot],)
         for slot in slots:
             for chosen in self.chosen[slot.name]:
                 yield slot, chosen

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from glowplug.core.plan.budget.sizes import human
+from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.layout_table import layout_rows, total_rows
 from glowplug.core.plan.plan import BudgetLine, EnginePlan
 
@@ -27,6 +27,18 @@ def render(plan: EnginePlan, width: int | None = None, brief: bool = False) -> s
             show the rest.
     """
     width = width or shutil.get_terminal_size((120, 24)).columns
+    whole = rows(plan)
+    kept = rows(plan, brief=True) if brief else whole
+    rest = (
+        f"{len(whole) - len(kept)} more lines have default values: "
+        "--plan full, or glowplug check, shows all of them"
+    )
+    lines = [*textwrap.wrap(_head(plan), width), *table([HEADER, *kept], width)]
+    return "\n".join([*lines, *textwrap.wrap(rest, width)] if brief else lines)
+
+
+def _head(plan: EnginePlan) -> str:
+    """Return the line above the table: model, ranks, machine and fingerprint."""
     model = plan.facts.model
     kind = f"{model.architecture}, {model.num_layers} layers"
     if model.n_routed_experts:
@@ -35,15 +47,7 @@ def render(plan: EnginePlan, width: int | None = None, brief: bool = False) -> s
     if plan.hosts > 1:
         ranks += f" over {plan.hosts} hosts"
     where = f"{ranks} on {plan.facts.hardware.name} ({plan.device})"
-    head = f"{plan.model}: {kind}; {where}; fingerprint {plan.fingerprint}"
-    whole = rows(plan)
-    kept = rows(plan, brief=True) if brief else whole
-    rest = (
-        f"{len(whole) - len(kept)} more lines have default values: "
-        "--plan full, or glowplug check, shows all of them"
-    )
-    lines = [*textwrap.wrap(head, width), *table([HEADER, *kept], width)]
-    return "\n".join([*lines, *textwrap.wrap(rest, width)] if brief else lines)
+    return f"{plan.model}: {kind}; {where}; fingerprint {plan.fingerprint}"
 
 
 def rows(plan: EnginePlan, brief: bool = False) -> list[tuple[str, str, str, str, str]]:
@@ -105,9 +109,13 @@ def table(lines: Sequence[Sequence[str]], width: int) -> Iterable[str]:
             [count],
         ]
         for cells in itertools.zip_longest(*columns, fillvalue=""):
-            yield "  ".join(
-                cell.rjust(size) if i == 4 else cell.ljust(size)
-                for i, (cell, size) in enumerate(zip(cells, sizes))
-            ).rstrip()
+            yield _aligned(cells, sizes)
         if number == 0:
             yield "  ".join("-" * size for size in sizes)
+
+
+def _aligned(cells: Sequence[str], sizes: Sequence[int]) -> str:
+    """Return one line of text; the last cell, a number of bytes, is aligned at its right."""
+    *texts, count = cells
+    columns = [text.ljust(size) for text, size in zip(texts, sizes)]
+    return "  ".join([*columns, count.rjust(sizes[-1])]).rstrip()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -17,6 +17,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import Facts
 from glowplug.core.plugin.decided import Decided
 from glowplug.core.plugin.offers import Offers
+from glowplug.core.plugin.slots import SLOT_OF_OFFERS
 
 #: version of the protocols in ``core/protocols``; components written for another one are refused
 CONTRACT = 1
@@ -68,6 +69,11 @@ class Options(BaseModel):
         return cls.marked("provider")
 
 
+OffersT = TypeVar("OffersT", bound=Offers)
+OffersT_co = TypeVar("OffersT_co", bound=Offers, covariant=True)
+OptionsT_co = TypeVar("OptionsT_co", bound=Options, covariant=True)
+
+
 @dataclass(frozen=True)
 class Package:
     """A required distribution, for example ``Package("flashinfer-python", ">=0.6.11")``.
@@ -82,12 +88,20 @@ class Package:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A component chosen for a slot of a proposal: its name, parsed options and offers."""
+class ChosenOf(Generic[OffersT_co, OptionsT_co]):
+    """A component chosen for a slot of a proposal: its name, parsed options and offers.
+
+    Offers and options are instances of the slot's classes: ``plugin/loading.py`` refuses plugins
+    whose components have others.
+    """
 
     name: str
-    options: Options
-    offers: Offers
+    options: OptionsT_co
+    offers: OffersT_co
+
+
+#: a component chosen for any slot
+Chosen = ChosenOf[Offers, Options]
 
 
 @dataclass(frozen=True)
@@ -98,7 +112,8 @@ class CheckContext:
         options: the component's own parsed options.
         config: the operator's whole configuration (``config.schema.EngineConfig``), read-only.
         facts: model, hardware and software facts.
-        chosen: the components chosen so far, by slot name. Compare their offers, never their names.
+        chosen: the components chosen so far, by slot name; ``of`` returns those of one slot with
+            their types. Compare their offers, never their names.
         values: decided values, for example ``values.dtype``.
     """
 
@@ -107,6 +122,11 @@ class CheckContext:
     facts: Facts
     chosen: Mapping[str, tuple[Chosen, ...]]
     values: Decided
+
+    def of(self, offers: type[OffersT]) -> tuple[ChosenOf[OffersT, Options], ...]:
+        """Return the components chosen so far for the slot whose offers are of this class."""
+        chosen: tuple[Any, ...] = self.chosen[SLOT_OF_OFFERS[offers.__name__]]
+        return chosen
 
 
 Check = Callable[[CheckContext], Iterable[Refusal]]

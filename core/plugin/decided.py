@@ -11,6 +11,10 @@ class Undecided(GlowplugError):
     """A value was read before the pass that decides it."""
 
 
+#: items whose value has another name now
+FORMER_NAMES = {"growing_segments": "expandable_segments"}
+
+
 class Decided:
     """Values decided so far. A value that is read too early raises ``Undecided``.
 
@@ -28,7 +32,7 @@ class Decided:
         overlap: the next step is launched before the results of this one are read.
         sampled_last_layer: the last layer runs only for sampled tokens.
         page_size: tokens per page.
-        growing_segments: torch's allocator uses expandable segments.
+        expandable_segments: torch's allocator uses expandable segments.
         positions: most positions of a row, drafted tokens included.
         short_rows: batch sizes that are captured a second time for short rows.
     """
@@ -46,7 +50,7 @@ class Decided:
     overlap: bool
     sampled_last_layer: bool
     page_size: int
-    growing_segments: bool
+    expandable_segments: bool
     positions: int
     short_rows: tuple[int, ...]
 
@@ -58,6 +62,7 @@ class Decided:
 
     def __getitem__(self, name: str) -> Any:
         """Return the value ``name``, for plugins written before the values had attributes."""
+        name = FORMER_NAMES.get(name, name)
         if name not in type(self).__annotations__:
             raise KeyError(name)
         return getattr(self, name)

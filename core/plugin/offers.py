@@ -313,13 +313,13 @@ class CollectiveOffers(Offers):
 
     Attributes:
         ranks: it can connect more than one rank.
-        growing_segments: it works with expandable segments of torch's allocator (virtual memory).
-            False if ranks open the tensors of others by CUDA IPC handles, which this memory does
-            not have.
+        expandable_segments: it works with expandable segments of torch's allocator (virtual
+            memory). False if ranks open the tensors of others by CUDA IPC handles, which this
+            memory does not have.
     """
 
     ranks: bool = False
-    growing_segments: bool = False
+    expandable_segments: bool = False
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,7 @@ class QuantizationOptions(Options):
         """Return the fields that choose a library for GEMMs that do not run in this plan."""
         products = self.provider_fields()
         device = context.values.device
-        (scheme,) = context.chosen["quantization"]
-        assert isinstance(scheme.offers, QuantizationOffers)
+        (scheme,) = context.of(QuantizationOffers)
         if self.dequantizes(device, scheme.offers):
             return dict.fromkeys(products, "weights are dequantised while they load")
         if context.facts.model.n_routed_experts:

@@ -127,6 +127,8 @@ SLOTS: tuple[Slot, ...] = (
 )
 
 BY_NAME = {slot.name: slot for slot in SLOTS}
+#: name of an offers class -> name of its slot
+SLOT_OF_OFFERS = {slot.offers: slot.name for slot in SLOTS}
 
 #: slots whose components run inside a captured forward pass of the model
 CAPTURED_SLOTS = ("model", "quantization", "ops")

@@ -21,7 +21,7 @@ from glowplug.core.engine.stalls import StallWatch
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.mesh import coordinates
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.plan.budget.sizes import human
+from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.registry import PluginSet
@@ -342,7 +342,7 @@ def build_rank(
     worker = make_worker(plan, rank, rendezvous)
     if worker.device != "cpu":
         # the allocator's settings apply only to memory that it takes afterwards
-        for remark in use_segments(plan.growing_segments):
+        for remark in use_segments(plan.expandable_segments):
             note(remark)
         torch.cuda.set_device(worker.device)  # streams and events are created on this device
     torch.manual_seed(plan.seed)

@@ -22,8 +22,8 @@ from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.kv_layout import DTYPE_BYTES, KVLayout
 from glowplug.core.layers.rope import Rope
 from glowplug.core.plan.budget.graphs import driver_bytes, kept_bytes, pool_bytes
-from glowplug.core.plan.budget.sizes import human
 from glowplug.core.plan.budget.step import RESERVED
+from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Collectives, GraphRunner, Limits, Model, Worker
 from glowplug.core.protocols.parallel_stack import ParallelStack
@@ -179,7 +179,9 @@ class RankMemory:
         graphs = self._graphs(runner)
         meter.lines[RUNTIME_LINE] += meter.outside
         free, total = gauge.device()
-        step = int(max(steps) * FRAGMENTATION_FACTOR) if self.plan.growing_segments else max(steps)
+        step = (
+            int(max(steps) * FRAGMENTATION_FACTOR) if self.plan.expandable_segments else max(steps)
+        )
         return MeasuredMemory(total=total, free=free, step=step, graphs=graphs)
 
     def _steps(self, runner: Runner) -> list[tuple[str, Callable[[], None]]]:
@@ -227,7 +229,7 @@ class RankMemory:
         pool = pool_bytes(
             self._peak(runner, "graphs", partial(most_captured, runner, self.plan, batch_sizes)),
             self._claims(runner, partial(most_passed, runner, self.plan)),
-            self.plan.growing_segments,
+            self.plan.expandable_segments,
         )
         model = self.plan.facts.model
         sizes = self.plan.sizes
@@ -239,7 +241,7 @@ class RankMemory:
             counts,
             -(-sizes.positions // sizes.page_size),
             DTYPE_BYTES[self.plan.dtype],
-            self.plan.growing_segments,
+            self.plan.expandable_segments,
             sizes.extend_tokens,
         )
         self.meter.lines["graphs"] = pool + beside

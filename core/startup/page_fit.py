@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from glowplug.core.errors import GlowplugError
-from glowplug.core.plan.budget.sizes import CUDA_RESERVE, human
+from glowplug.core.plan.budget.memory_share import CUDA_RESERVE
+from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import EnginePlan
 
 

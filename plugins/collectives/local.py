@@ -21,7 +21,7 @@ def register_collectives() -> list[Component]:
             name="local",
             options=LocalOptions,
             factory="glowplug.plugins.collectives.local_runtime:Local",
-            offers=CollectiveOffers(ranks=False, growing_segments=True),
+            offers=CollectiveOffers(ranks=False, expandable_segments=True),
             summary="one rank without communication",
         )
     ]

@@ -46,7 +46,9 @@ def register_collectives() -> list[Component]:
             name="nccl",
             options=NcclOptions,
             factory=f"{RUNTIME}:Nccl",
-            offers=CollectiveOffers(devices=frozenset({"cuda"}), ranks=True, growing_segments=True),
+            offers=CollectiveOffers(
+                devices=frozenset({"cuda"}), ranks=True, expandable_segments=True
+            ),
             requires=(Package("torch"),),
             summary="ranks on CUDA devices; host data is exchanged by gloo",
         ),

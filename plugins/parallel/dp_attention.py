@@ -31,15 +31,12 @@ def check_dp_attention(context: CheckContext) -> Iterator[Refusal]:
 
     That strategy checks whether heads and vocabulary split over the ranks of a group.
     """
-    held = context.chosen["parallel"]
+    held = context.of(ParallelOffers)
     place = next((at for at, chosen in enumerate(held) if chosen.options is context.options), 0)
     field = f"parallel.{place}.size"
     groups = context.options.size
     ranks = context.values.mesh.get("tp", 1)
-    if not any(
-        isinstance(before.offers, ParallelOffers) and "tp" in before.offers.axes
-        for before in held[:place]
-    ):
+    if not any("tp" in before.offers.axes for before in held[:place]):
         yield Refusal(
             NAME,
             f"parallel.{place}.use",

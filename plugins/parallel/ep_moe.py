@@ -43,7 +43,7 @@ class EpMoeOptions(ParallelOptions):
 
 def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
     """Refuse models without routed experts, unsuitable sizes and an exchange that does not fit."""
-    held = context.chosen["parallel"]
+    held = context.of(ParallelOffers)
     place = next(
         (i for i, chosen in enumerate(held) if chosen.options is context.options), len(held)
     )
@@ -56,11 +56,7 @@ def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
             f"leave {NAME} out (--ep-size, --enable-ep-moe)",
         )
         return
-    if not any(
-        "tp" in chosen.offers.axes
-        for chosen in held[:place]
-        if isinstance(chosen.offers, ParallelOffers)
-    ):
+    if not any("tp" in before.offers.axes for before in held[:place]):
         yield Refusal(
             NAME,
             f"parallel.{place}.use",
@@ -111,8 +107,8 @@ def _capture(context: CheckContext, section: str) -> Iterator[Refusal]:
     """Refuse ``all_to_all`` together with a graph runner that captures steps."""
     if context.options.exchange != "all_to_all":
         return
-    for runner in context.chosen["graphs"]:
-        if isinstance(runner.offers, GraphOffers) and runner.offers.captures:
+    for runner in context.of(GraphOffers):
+        if runner.offers.captures:
             yield Refusal(
                 NAME,
                 f"{section}.exchange",

@@ -30,10 +30,7 @@ class ContinuousOptions(SchedulerOptions):
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         found = super().without_effect(context)
-        shares = any(
-            isinstance(cache.offers, CacheOffers) and cache.offers.shares
-            for cache in context.chosen["cache"]
-        )
+        shares = any(cache.offers.shares for cache in context.of(CacheOffers))
         return (
             found
             if shares

@@ -161,7 +161,7 @@ def checked(name: str, llm: LLM, alone: bool, share: float, before: tuple[int, i
     assert memory["step"]["served"] <= memory["step"]["measured"] * (1 + NEAR) + SMALL, memory[
         "step"
     ]
-    if llm.plan.growing_segments:
+    if llm.plan.expandable_segments:
         assert not retries, "the allocator had to give memory back in a step"
         assert not alone or used <= total * share + SMALL
 

@@ -3,6 +3,7 @@ several and told why; where it was asked for and cannot work, told or refused.""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ def test_one_rank_has_it_by_itself_and_the_plan_says_so(planned: Any, value: Any
     plan = asked(planned, value, hardware=H200)
     found, by, why = decided(plan)[PATH]
     assert (
-        plan.growing_segments is True
+        plan.expandable_segments is True
         and (found, by) == (True, "size")
         and "KV cache gets more" in why
     )
-    assert EnginePlan.from_json(plan.to_json()).growing_segments is True
+    assert EnginePlan.from_json(plan.to_json()).expandable_segments is True
 
 
 @pytest.mark.parametrize("value", [None, "auto"])
@@ -54,7 +55,7 @@ def test_several_ranks_do_not_and_the_plan_says_why(planned: Any, value: Any) ->
     )
     found, by, why = decided(plan)[PATH]
     assert (
-        plan.growing_segments is False
+        plan.expandable_segments is False
         and (found, by) == (False, "size")
         and "the plan has 2" in why
     )
@@ -65,33 +66,43 @@ def test_one_rank_beside_collectives_that_use_handles(planned: Any, offered: boo
     own = component(
         "collectives",
         "alone",
-        CollectiveOffers(devices=frozenset({"cuda"}), growing_segments=offered),
+        CollectiveOffers(devices=frozenset({"cuda"}), expandable_segments=offered),
     )
     plan = planned(
         {"dtype": "bfloat16", "collectives": {"use": "alone"}},
         hardware=H200,
         plugins=with_components(collectives=[own]),
     )
-    assert plan.growing_segments is offered
+    assert plan.expandable_segments is offered
     assert ("alone shares memory by handles" in decided(plan)[PATH][2]) is not offered
 
 
 @pytest.mark.parametrize("value", [True, False])
 def test_what_was_asked_for_is_in_the_plan(planned: Any, value: bool) -> None:
     plan = asked(planned, value, hardware=H200)
-    assert plan.growing_segments is value and decided(plan)[PATH][:2] == (value, "operator")
-    assert EnginePlan.from_json(plan.to_json()).growing_segments is value
+    assert plan.expandable_segments is value and decided(plan)[PATH][:2] == (value, "operator")
+    assert EnginePlan.from_json(plan.to_json()).expandable_segments is value
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_the_plans_json_has_the_options_name(planned: Any, value: bool) -> None:
+    """The key that `glowplug check --json` prints and ranks read, whose place is unchanged."""
+    plan = asked(planned, value, hardware=H200)
+    keys = json.loads(plan.to_json())
+    assert keys["growing_segments"] is value and "expandable_segments" not in keys
+    assert list(keys)[-2:] == ["growing_segments", "chat_template"]
+    assert EnginePlan.from_json(plan.to_json()) == plan
 
 
 def test_a_cpu_says_nothing_by_itself(planned: Any) -> None:
     plan = asked(planned, None)
-    assert plan.growing_segments is False and PATH not in decided(plan)
+    assert plan.expandable_segments is False and PATH not in decided(plan)
 
 
 def test_a_cpu_has_no_segments_and_the_plan_says_so(planned: Any) -> None:
     plan = asked(planned, True)
     value, by, why = decided(plan)[PATH]
-    assert plan.growing_segments is False and (value, by) == (True, "operator")
+    assert plan.expandable_segments is False and (value, by) == (True, "operator")
     assert why.endswith("no effect: only allocators of CUDA devices have segments")
 
 
@@ -131,7 +142,7 @@ def test_collectives_that_share_torchs_memory_by_handles_refuse_it(
     links = component(
         "collectives",
         "links",
-        CollectiveOffers(devices=frozenset({"cuda"}), ranks=True, growing_segments=offered),
+        CollectiveOffers(devices=frozenset({"cuda"}), ranks=True, expandable_segments=offered),
     )
     given: dict[str, Any] = {
         "dtype": "bfloat16",
@@ -141,12 +152,12 @@ def test_collectives_that_share_torchs_memory_by_handles_refuse_it(
     }
     more = {"plugins": with_components(collectives=[links]), "hardware": read_sheet("8xh200")}
     if offered:
-        assert planned(given, **more).growing_segments
+        assert planned(given, **more).expandable_segments
         return
     found = refused(given, **more)[PATH]
     assert "links shares torch's memory" in found.reason and "leave it out" in found.fix
     for memory in ({}, {"growing_segments": "auto"}, {"growing_segments": False}):
-        assert not planned({**given, "memory": memory}, **more).growing_segments
+        assert not planned({**given, "memory": memory}, **more).expandable_segments
 
 
 def test_ranks_over_nccl_may_have_it(planned: Any) -> None:
@@ -158,7 +169,7 @@ def test_ranks_over_nccl_may_have_it(planned: Any) -> None:
         },
         hardware=read_sheet("8xh200"),
     )
-    assert plan.growing_segments and plan.choice("collectives").name == "nccl"
+    assert plan.expandable_segments and plan.choice("collectives").name == "nccl"
 
 
 @pytest.mark.parametrize("value", ["yes", 2, None])

@@ -135,7 +135,7 @@ def started(
     )
     plan = replace(
         plan,
-        growing_segments=grows,
+        expandable_segments=grows,
         sizes=replace(
             plan.sizes, least_pages=plan.sizes.num_pages - 10, most_pages=plan.sizes.num_pages + 10
         ),

@@ -28,7 +28,7 @@ UPWARD = {
     ("plugin/hookspecs.py", "text"): "names the contract: the hooks' signatures",
     ("plugin/hookspecs.py", "engine"): "names the contract: the hooks' signatures",
     (
-        "plan/resolve.py",
+        "plan/inputs.py",
         "text",
     ): "the operator's chat template is compiled before anything is loaded",
 }

@@ -122,7 +122,7 @@ def test_a_rank_tells_torch_before_it_takes_its_device(
     notes: list[str] = []
     with pytest.raises(Stop):
         worker.build_rank(
-            replace(plan, device=device, growing_segments=True),
+            replace(plan, device=device, expandable_segments=True),
             0,
             plugins,
             lambda phase, done, total: None,

@@ -1,4 +1,4 @@
-"""Captured graphs: their batch sizes and token counts, and their estimated memory. No torch."""
+"""Estimated memory of captured graphs. No torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.parameters import stated
+from glowplug.core.plan.budget.captured import Captured
+from glowplug.core.plan.budget.units import MIB
 from glowplug.core.plan.plan import BudgetLine
 from glowplug.core.plan.proposal import Proposal
-from glowplug.core.plugin.offers import AttentionOffers, Mode
-from glowplug.core.plugin.options import GraphOptions
-from glowplug.core.plugin.slots import CAPTURED_SLOTS
 
-MIB = 1 << 20
 PAGE = 64  #: tokens per page, exact enough for the size of page tables
 # NOTE: memory of the driver, fitted to six engines on an H200: 3 and 27 layers, 26 and 34 batch
 # sizes, with a draft and without
@@ -52,7 +50,7 @@ def driver_bytes(
     return FIXED + sizes * (PER_SIZE + beside * PER_DRAFT + layers * PER_LAYER) + of_passes
 
 
-def pool_bytes(decoding: int, passing: int, grows: bool = False) -> int:
+def pool_bytes(decoding: int, passing: int, expandable: bool = False) -> int:
     """Return the bytes of the pool that all graphs share.
 
     Decode steps are captured first. Blocks of a larger pass do not fit into theirs. If the decode
@@ -62,9 +60,9 @@ def pool_bytes(decoding: int, passing: int, grows: bool = False) -> int:
     Args:
         decoding: bytes that the allocator takes for the largest decode step alone.
         passing: bytes that it takes for the largest captured pass with prompts alone.
-        grows: the allocator uses expandable segments.
+        expandable: the allocator uses expandable segments.
     """
-    if passing > decoding and not grows:
+    if passing > decoding and not expandable:
         return decoding + passing
     return max(decoding, passing) + min(decoding, passing) // 4
 
@@ -80,7 +78,7 @@ def grown_pool_bytes(step: int, logits: int, passing: int) -> int:
         passing: bytes of tensors in the largest captured pass with prompts.
     """
     decoding = max(step, logits)
-    return pool_bytes(decoding, passing, grows=True) + min(PASS_SLACK, decoding)
+    return pool_bytes(decoding, passing, expandable=True) + min(PASS_SLACK, decoding)
 
 
 def kept_bytes(
@@ -89,7 +87,7 @@ def kept_bytes(
     counts: Sequence[int],
     columns: int,
     element: int,
-    grows: bool = False,
+    expandable: bool = False,
     extends: Sequence[int] = (),
 ) -> int:
     """Return the bytes that graphs keep beside their pool.
@@ -102,167 +100,80 @@ def kept_bytes(
         counts: captured token counts.
         columns: columns of a page table.
         element: bytes of an element in the compute dtype.
-        grows: the allocator uses expandable segments.
+        expandable: the allocator uses expandable segments.
         extends: captured token counts of the draft's pass over a step's tokens.
     """
     width = model.num_heads * stated(model, "v_head_dim", model.head_dim) * element
     begins = max(extends, default=0) * (model.hidden_size * element + EXTEND_INDEX_BYTES)
     return (
         STREAM
-        + SEGMENT_SLACK * grows
+        + SEGMENT_SLACK * expandable
         + sum(sizes) * columns * 4
         + max(counts, default=0) * width
         + begins
     )
 
 
-def pass_tokens(proposal: Proposal, step_tokens: int) -> tuple[int, ...]:
-    """Return the token counts for which passes with prompts are captured.
-
-    None are captured on several ranks, because the number of exchanged rows differs between steps.
-    """
-    runner = proposal.first("graphs")
-    if runner is None or not isinstance(runner.options, GraphOptions) or proposal.values.ranks > 1:
-        return ()
-    inside = [chosen for slot in CAPTURED_SLOTS for chosen in proposal.chosen.get(slot, ())]
-    capturable = all(Mode.PREFILL in chosen.offers.captures_in for chosen in inside)
-    return runner.options.token_counts(step_tokens) if capturable else ()
-
-
-def extend_tokens(proposal: Proposal, step_tokens: int) -> tuple[int, ...]:
-    """Return the token counts for which the draft's pass over a step's tokens is captured.
-
-    They are those of the target's passes if all components of the pass can be captured. Attention
-    only stores keys and values in this pass, as in the captured decode steps.
-    """
-    taking = [
-        chosen
-        for slot in (*CAPTURED_SLOTS, "speculative")
-        for chosen in proposal.chosen.get(slot, ())
-    ]
-    capturable = proposal.values.lookahead and all(
-        Mode.DRAFT_EXTEND in one.offers.captures_in for one in taking
-    )
-    return pass_tokens(proposal, step_tokens) if capturable else ()
-
-
-def short_steps(proposal: Proposal, rows: int, context: int) -> tuple[int, tuple[int, ...]]:
-    """Return ``Sizes.short_keys`` and ``Sizes.short_rows``; (0, ()) if there are no such graphs.
-
-    They are captured on one rank only, because other ranks may have longer rows, and only without
-    drafts.
-
-    Args:
-        rows: most running sequences.
-        context: longest sequence in tokens.
-    """
-    runner = proposal.first("graphs")
-    attention = proposal.first("attention")
-    if runner is None or not isinstance(runner.options, GraphOptions) or attention is None:
-        return 0, ()
-    offers = attention.offers
-    width = proposal.values.width
-    if (
-        not isinstance(offers, AttentionOffers)
-        or offers.short_rows is None
-        or width > 1
-        or context + width + proposal.values.lookahead <= offers.short_keys
-        or proposal.values.ranks > 1
-    ):
-        return 0, ()
-    short = offers.short_rows(proposal.facts.model.num_heads)
-    sizes = tuple(size for size in runner.options.sizes(rows) if size in short)
-    return (offers.short_keys, sizes) if sizes else (0, ())
-
-
 def graph_line(
-    proposal: Proposal, rows: int, step_tokens: int, step_bytes: Callable[[int], int]
+    proposal: Proposal, captured: Captured, step_bytes: Callable[[int], int]
 ) -> BudgetLine | None:
     """Return the budget line of the graphs; None without graphs.
 
-    The captured batch sizes and token counts are recorded as decisions. All graphs share one pool.
-    Without expandable segments, the logits of a decode step, and the tensors of sampling, do not
-    fit into the blocks that its activations have freed.
-
     Args:
-        rows: most running sequences.
-        step_tokens: most tokens of a step.
+        captured: the captured steps.
         step_bytes: function from a number of tokens to the activation bytes of such a step.
     """
-    runner = proposal.first("graphs")
-    if runner is None or not isinstance(runner.options, GraphOptions):
+    if not captured.batch_sizes:
         return None
-    sizes = runner.options.sizes(rows)
-    if not sizes:
-        return None
-    _decide(proposal, sizes, rows)
-    counts = pass_tokens(proposal, step_tokens)
-    extends = extend_tokens(proposal, step_tokens)
-    how = f"{len(sizes)} batch sizes up to {sizes[-1]}"
-    context = proposal.config.context_length or proposal.facts.model.max_positions
-    _, short = short_steps(proposal, rows, context)
-    if short:
-        how += f", {len(short)} of them for short rows too"
-    if counts:
-        _decide_counts(proposal, counts, step_tokens)
-        how += f", {len(counts)} token counts up to {counts[-1]}" + ", of the draft too" * bool(
-            extends
-        )
-    tokens = sizes[-1] * proposal.values.width
+    model = proposal.facts.model
+    batch_sizes = captured.batch_sizes + captured.short_rows
+    context = proposal.config.context_length or model.max_positions
+    driver = driver_bytes(
+        len(batch_sizes),
+        model.num_layers,
+        len(captured.pass_tokens),
+        proposal.values.lookahead,
+        len(captured.extend_tokens),
+    )
+    kept = kept_bytes(
+        model,
+        batch_sizes,
+        captured.pass_tokens,
+        context // PAGE + 1,
+        DTYPE_BYTES[proposal.values.dtype],
+        proposal.values.expandable_segments,
+        captured.extend_tokens,
+    )
+    pool = _pool_bytes(proposal, captured, step_bytes)
+    return BudgetLine("graphs", driver + kept + pool, f"{_described(captured)}, one pool")
+
+
+def _pool_bytes(proposal: Proposal, captured: Captured, step_bytes: Callable[[int], int]) -> int:
+    """Return the bytes of the pool that all graphs share.
+
+    Without expandable segments, the logits of a decode step, and the tensors of sampling, do not
+    fit into the blocks that its activations have freed.
+    """
+    tokens = captured.batch_sizes[-1] * proposal.values.width
     logits = int(tokens * proposal.facts.model.vocab_size * 4 * LOGIT_COPIES)
     decoding = step_bytes(tokens)
-    passing = step_bytes(counts[-1]) if counts else 0
-    grows = proposal.values.growing_segments
-    if grows:
-        pool = grown_pool_bytes(decoding, logits, passing)
-    else:
-        pool = pool_bytes(
-            decoding + min(DECODE_SLACK, decoding) + logits, passing + min(PASS_SLACK, passing)
-        )
-    columns = context // PAGE + 1
-    model = proposal.facts.model
-    drafts = proposal.values.lookahead
-    kept = kept_bytes(
-        model, sizes + short, counts, columns, DTYPE_BYTES[proposal.values.dtype], grows, extends
+    passing = step_bytes(captured.pass_tokens[-1]) if captured.pass_tokens else 0
+    if proposal.values.expandable_segments:
+        return grown_pool_bytes(decoding, logits, passing)
+    return pool_bytes(
+        decoding + min(DECODE_SLACK, decoding) + logits, passing + min(PASS_SLACK, passing)
     )
-    driver = driver_bytes(len(sizes + short), model.num_layers, len(counts), drafts, len(extends))
-    return BudgetLine("graphs", driver + kept + pool, f"{how}, one pool")
 
 
-def _decide(proposal: Proposal, sizes: tuple[int, ...], rows: int) -> None:
-    """Record the captured batch sizes: the given ones that can run, or the default."""
-    asked = getattr(proposal.config.graphs, "batch_sizes", None)
-    if asked is None:
-        proposal.decide(
-            "graphs.batch_sizes",
-            list(sizes),
-            "size",
-            f"default, up to {sizes[-1]} of {rows} sequences",
-        )
-        return
-    by, why = proposal.source("graphs.batch_sizes") or ("operator", "")
-    left_out = sorted(set(asked) - set(sizes))
-    if left_out:
-        limit = (
-            f"at most {rows} sequences run" if left_out[-1] > rows else "graphs.max_batch is lower"
-        )
-        why += f"; without {', '.join(map(str, left_out))}: {limit}"
-    proposal.decide("graphs.batch_sizes", list(sizes), by, why)
-
-
-def _decide_counts(proposal: Proposal, counts: tuple[int, ...], step_tokens: int) -> None:
-    """Record the captured token counts: the given ones that can occur, or the default."""
-    asked = getattr(proposal.config.graphs, "prefill_tokens", None)
-    by = "size"
-    why = f"default, up to {counts[-1]} of {step_tokens} tokens per step"
-    if asked is not None:
-        left_out = sorted(set(asked) - set(counts))
-        by, why = proposal.source("graphs.prefill_tokens") or ("operator", "")
-        if left_out:
-            limit = (
-                f"a step has at most {step_tokens} tokens"
-                if left_out[-1] > step_tokens
-                else "graphs.max_prefill_tokens is lower"
-            )
-            why += f"; without {', '.join(map(str, left_out))}: {limit}"
-    proposal.decide("graphs.prefill_tokens", list(counts), by, why)
+def _described(captured: Captured) -> str:
+    """Return the captured steps as text."""
+    sizes = captured.batch_sizes
+    counts = captured.pass_tokens
+    said = [f"{len(sizes)} batch sizes up to {sizes[-1]}"]
+    if captured.short_rows:
+        said.append(f"{len(captured.short_rows)} of them for short rows too")
+    if counts:
+        said.append(f"{len(counts)} token counts up to {counts[-1]}")
+        if captured.extend_tokens:
+            said.append("of the draft too")
+    return ", ".join(said)

@@ -20,7 +20,7 @@ from glowplug.core.plugin.byte_costs import (
     MemoryUse,
     gated_rows,
 )
-from glowplug.core.plugin.component import Chosen
+from glowplug.core.plugin.component import ChosenOf
 from glowplug.core.plugin.offers import AttentionOffers, OpsOffers, QuantizationOffers
 from glowplug.core.plugin.options import QuantizationOptions
 
@@ -70,18 +70,14 @@ class LayerBytes:
         self._card, self._compute = (devices[0].name, devices[0].compute) if devices else ("", 0)
         self.alone = values.ranks == 1
         self._packages = proposal.facts.software.packages
-        attention = proposal.first("attention")
-        scheme = proposal.first("quantization")
-        ops = proposal.first("ops")
-        self._attention = (
-            attention.offers
-            if attention and isinstance(attention.offers, AttentionOffers)
-            else AttentionOffers()
-        )
-        self._ops = ops.offers if ops and isinstance(ops.offers, OpsOffers) else OpsOffers()
+        attention = proposal.attention
+        scheme = proposal.quantization
+        ops = proposal.ops
+        self._attention = attention.offers if attention else AttentionOffers()
+        self._ops = ops.offers if ops else OpsOffers()
         self._scheme, self._cast = _scheme(scheme, values.device)
         self._options = scheme.options if scheme else None
-        self._grows: bool = values.growing_segments
+        self._expandable: bool = values.expandable_segments
         self.heads = -(-self.model.num_heads // axis_size("attn_tp", self.mesh))
         self.rope = self.model.qk_rope_head_dim or self.model.head_dim
         self.value = stated(self.model, "v_head_dim", self.model.head_dim)
@@ -104,7 +100,7 @@ class LayerBytes:
         """
         gathered = tokens * self.mesh.get("dp", 1)
         mixed = any(is_moe_layer(self.model, layer) for layer in range(self.model.num_layers))
-        extra = self.experts(gathered).fragmentation if mixed and not self._grows else 0
+        extra = self.experts(gathered).fragmentation if mixed and not self._expandable else 0
         return self.activations(StepTokens(tokens, gathered, tokens)) + extra
 
     def activations(self, step: StepTokens) -> int:
@@ -233,14 +229,15 @@ class LayerBytes:
         )
 
 
-def _scheme(chosen: Chosen | None, device: str) -> tuple[QuantizationOffers, float]:
+def _scheme(
+    chosen: ChosenOf[QuantizationOffers, QuantizationOptions] | None, device: str
+) -> tuple[QuantizationOffers, float]:
     """Return the scheme's offers, and the bytes of an activation element as its GEMMs read it.
 
     The bytes are 0 for the compute dtype.
     """
-    if chosen is None or not isinstance(chosen.offers, QuantizationOffers):
+    if chosen is None:
         return QuantizationOffers(), 0.0
     offers = chosen.offers
-    options = chosen.options
-    dequantizes = isinstance(options, QuantizationOptions) and options.dequantizes(device, offers)
+    dequantizes = chosen.options.dequantizes(device, offers)
     return offers, 0.0 if dequantizes else offers.cast_bytes

@@ -8,14 +8,15 @@ from __future__ import annotations
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.facts.parameters import stated
+from glowplug.core.plan.budget.counts import Counts
 from glowplug.core.plan.budget.graphs import graph_line
 from glowplug.core.plan.budget.layers import LayerBytes, StepTokens
+from glowplug.core.plan.budget.units import MIB
 from glowplug.core.plan.plan import BudgetLine
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.byte_costs import DecodingRows
-from glowplug.core.plugin.offers import AttentionOffers, SamplerOffers
+from glowplug.core.plugin.offers import SamplerOffers
 
-MIB = 1 << 20
 CUDA_RUNTIME = 736 * MIB  #: bytes of the CUDA context, kernel code and libraries' workspaces
 RESERVED = "attention buffers"  #: name of the budget line for ``AttentionOffers.reserves``
 HOST_COPIES = 3.0  #: memory of float32 logits and of sampling on a CPU, in copies of the logits
@@ -23,34 +24,18 @@ SCORED = 256  #: prompt positions whose logits are computed at a time (``Runner.
 SCORED_COPIES = 2  #: tensors of their size: logits and log-probabilities
 
 
-def workspace_lines(
-    proposal: Proposal, rows: int, step_tokens: int, device: str
-) -> list[BudgetLine]:
+def workspace_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
     """Return the budget lines of a step.
 
     They are activations of the largest step, logits of all rows, rotary tables, and the memory of
     attention, sampling, CUDA runtime and graphs.
-
-    Args:
-        rows: most running sequences.
-        step_tokens: most tokens of a step.
     """
     model = proposal.facts.model
-    lines = [_activation_line(proposal, rows, step_tokens), _logit_line(proposal, rows, device)]
+    lines = [_activation_line(proposal, counts), _logit_line(proposal, counts.rows)]
     if model.kind == "mla" or model.head_dim:
         lines.append(_rope_tables(proposal))
-    if device == "cuda":
-        lines += _attention_line(proposal, rows)
-        lines.append(
-            BudgetLine(
-                "sampling state",
-                int(rows * model.vocab_size * _sampler(proposal).state_bytes),
-                f"penalties and allowed tokens of {rows} rows",
-            )
-        )
-        lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, kernels, libraries"))
-        graphs = graph_line(proposal, rows, step_tokens, LayerBytes(proposal).claimed)
-        lines += [graphs] if graphs is not None else []
+    if proposal.values.device == "cuda":
+        lines += _device_lines(proposal, counts)
     if proposal.config.memory.reserve_bytes:
         lines.append(
             BudgetLine("reserve", proposal.config.memory.reserve_bytes, "memory.reserve_bytes")
@@ -58,16 +43,28 @@ def workspace_lines(
     return lines
 
 
+def _device_lines(proposal: Proposal, counts: Counts) -> list[BudgetLine]:
+    """Return the lines of memory that only a device has."""
+    rows = counts.rows
+    lines = _attention_line(proposal, rows)
+    lines.append(
+        BudgetLine(
+            "sampling state",
+            int(rows * proposal.facts.model.vocab_size * _sampler(proposal).state_bytes),
+            f"penalties and allowed tokens of {rows} rows",
+        )
+    )
+    lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, kernels, libraries"))
+    graphs = graph_line(proposal, counts.captured, LayerBytes(proposal).claimed)
+    return [*lines, graphs] if graphs is not None else lines
+
+
 def _attention_line(proposal: Proposal, rows: int) -> list[BudgetLine]:
     """Return the line of buffers that attention reserves for the longest rows; [] for none."""
-    attention = proposal.first("attention")
+    attention = proposal.attention
     values = proposal.values
     model = proposal.facts.model
-    if (
-        attention is None
-        or not isinstance(attention.offers, AttentionOffers)
-        or attention.offers.reserves is None
-    ):
+    if attention is None or attention.offers.reserves is None:
         return []
     context = proposal.config.context_length or model.max_positions
     positions = context + values.width + values.lookahead
@@ -82,46 +79,32 @@ def _attention_line(proposal: Proposal, rows: int) -> list[BudgetLine]:
             values.draft_layers > 0,
         )
     )
-    return (
-        [
-            BudgetLine(
-                RESERVED,
-                size,
-                f"page tables and workspace of {attention.name}, {rows} rows of {context} tokens",
-            )
-        ]
-        if size
-        else []
-    )
+    how = f"page tables and workspace of {attention.name}, {rows} rows of {context} tokens"
+    return [BudgetLine(RESERVED, size, how)] if size else []
 
 
 def _sampler(proposal: Proposal) -> SamplerOffers:
     """Return the sampler's offers, or default ones without a sampler."""
-    sampler = proposal.first("sampling")
-    return (
-        sampler.offers
-        if sampler is not None and isinstance(sampler.offers, SamplerOffers)
-        else SamplerOffers()
-    )
+    sampler = proposal.sampling
+    return sampler.offers if sampler is not None else SamplerOffers()
 
 
-def _activation_line(proposal: Proposal, rows: int, step_tokens: int) -> BudgetLine:
+def _activation_line(proposal: Proposal, counts: Counts) -> BudgetLine:
     """Return the line of the activations of the largest step."""
     groups = proposal.values.mesh.get("dp", 1)
+    step_tokens = counts.step_tokens
     gathered = step_tokens * groups
     how = f"a step of {step_tokens} tokens"
     if groups > 1:
         how += f", {gathered} of {groups} groups in the feed-forward layers"
     if proposal.values.device == "cuda":
-        size = LayerBytes(proposal).activations(
-            _largest_step(proposal, rows, step_tokens, gathered)
-        )
+        size = LayerBytes(proposal).activations(_largest_step(proposal, counts, gathered))
     else:
         size = _on_host(proposal, step_tokens, gathered)
     return BudgetLine("activations", size, how)
 
 
-def _largest_step(proposal: Proposal, rows: int, step_tokens: int, gathered: int) -> StepTokens:
+def _largest_step(proposal: Proposal, counts: Counts, gathered: int) -> StepTokens:
     """Return the largest step, as ``warmup.most_tokens`` runs it.
 
     Its longest row has a chunk of prompt tokens after the same number of cached tokens, if the
@@ -129,10 +112,9 @@ def _largest_step(proposal: Proposal, rows: int, step_tokens: int, gathered: int
     """
     width = proposal.values.width
     context = proposal.config.context_length or proposal.facts.model.max_positions
-    longest = max(1, min(step_tokens - rows * width, context - width))
-    return StepTokens(
-        step_tokens, gathered, longest, max(0, min(longest, context - width - longest))
-    )
+    longest = max(1, min(counts.chunk, context - width))
+    cached = max(0, min(longest, context - width - longest))
+    return StepTokens(counts.step_tokens, gathered, longest, cached)
 
 
 def _even_step(proposal: Proposal, tokens: int) -> int:
@@ -142,7 +124,7 @@ def _even_step(proposal: Proposal, tokens: int) -> int:
     )
 
 
-def _logit_line(proposal: Proposal, rows: int, device: str) -> BudgetLine:
+def _logit_line(proposal: Proposal, rows: int) -> BudgetLine:
     """Return the line of the logits.
 
     It covers a step that samples all rows with every sampling parameter, and the scoring of a
@@ -154,7 +136,7 @@ def _logit_line(proposal: Proposal, rows: int, device: str) -> BudgetLine:
     count = rows * proposal.values.width
     copies = HOST_COPIES
     size = int(count * vocabulary * 4 * copies)
-    if device == "cuda":
+    if proposal.values.device == "cuda":
         scratch = _sampler(proposal).scratch_rows
         held = max(count + (scratch(count) if scratch else 0), SCORED_COPIES * SCORED)
         copies = held / count

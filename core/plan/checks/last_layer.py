@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from glowplug.core.errors import Refusal
 from glowplug.core.plan.checks.rules import reads
 from glowplug.core.plan.proposal import Proposal
-from glowplug.core.plugin.offers import ModelOffers
 
 FIELD = "scheduler.last_layer"
 
@@ -18,15 +17,15 @@ def choose_last_layer(proposal: Proposal) -> None:
     With "auto", these are the tokens sampled from on a device if possible, and all tokens on a CPU,
     which is the reference for devices.
     """
-    asked = proposal.config.scheduler.last_layer
+    given = proposal.config.scheduler.last_layer
     source = proposal.source(FIELD)
     needed = _needs_all(proposal)
     on_cpu = proposal.values.device == "cpu"
     proposal.values.sampled_last_layer = not needed and (
-        asked == "sampled" or asked == "auto" and not on_cpu
+        given == "sampled" or given == "auto" and not on_cpu
     )
-    if asked != "auto" and source is not None:
-        proposal.decide(FIELD, asked, *source)
+    if given != "auto" and source is not None:
+        proposal.decide(FIELD, given, *source)
     elif not on_cpu:
         proposal.decide(
             FIELD,
@@ -46,11 +45,9 @@ def check_last_layer(proposal: Proposal) -> Iterator[Refusal]:
 
 def _needs_all(proposal: Proposal) -> str:
     """Return the reason why all tokens must go through the last layer; "" if there is none."""
-    model = proposal.first("model")
-    if model is not None:
-        assert isinstance(model.offers, ModelOffers)
-        if not model.offers.sampled_last_layer:
-            return f"{model.name}'s last layer computes all tokens of a step"
+    model = proposal.model
+    if model is not None and not model.offers.sampled_last_layer:
+        return f"{model.name}'s last layer computes all tokens of a step"
     if proposal.values.width > 1:
         return "drafts read the hidden states of all tokens"
     return "ranks exchange all tokens of a step" if proposal.values.ranks > 1 else ""

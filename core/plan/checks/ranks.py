@@ -12,8 +12,9 @@ from glowplug.core.errors import Refusal
 from glowplug.core.facts.mesh import OVER_TP
 from glowplug.core.plan.checks.rules import instead, reads, refuse
 from glowplug.core.plan.proposal import Proposal
-from glowplug.core.plugin.component import Chosen
-from glowplug.core.plugin.offers import CollectiveOffers, ExecutorOffers, ParallelOffers
+from glowplug.core.plugin.component import Chosen, ChosenOf
+from glowplug.core.plugin.offers import ParallelOffers
+from glowplug.core.plugin.options import ParallelOptions
 
 #: order of axes in ``[[parallel]]``: later strategies subdivide the ranks of earlier ones
 ORDER = ("tp", "ep", "dp")
@@ -23,8 +24,7 @@ ORDER = ("tp", "ep", "dp")
 def check_mesh(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse two strategies that define the same axis."""
     seen: dict[str, str] = {}
-    for chosen in proposal.chosen["parallel"]:
-        assert isinstance(chosen.offers, ParallelOffers)
+    for chosen in proposal.parallel:
         for axis in sorted(chosen.offers.axes) or ["of one rank"]:
             if axis in seen:
                 yield refuse(
@@ -40,9 +40,8 @@ def check_mesh(proposal: Proposal) -> Iterator[Refusal]:
 @reads("parallel")
 def check_order(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse strategies in a wrong order, and other strategies beside one for a single rank."""
-    held = proposal.chosen["parallel"]
+    held = proposal.parallel
     for chosen in held:
-        assert isinstance(chosen.offers, ParallelOffers)
         if (
             not chosen.offers.axes
             and len(held) > 1
@@ -72,13 +71,12 @@ def check_order(proposal: Proposal) -> Iterator[Refusal]:
 
 def out_of_order(proposal: Proposal) -> bool:
     """Return whether ``[[parallel]]`` has a wrong order, with which strategies' own checks fail."""
-    places = [_place(chosen) for chosen in proposal.chosen["parallel"]]
+    places = [_place(chosen) for chosen in proposal.parallel]
     return places != sorted(places)
 
 
-def _place(chosen: Chosen) -> int:
+def _place(chosen: ChosenOf[ParallelOffers, ParallelOptions]) -> int:
     """Return the position of a strategy's first axis in ``ORDER``; 0 without a known axis."""
-    assert isinstance(chosen.offers, ParallelOffers)
     return min((ORDER.index(axis) for axis in chosen.offers.axes if axis in ORDER), default=0)
 
 
@@ -86,8 +84,7 @@ def _place(chosen: Chosen) -> int:
 def check_blocks(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse axes of strategies without an own check that do not divide the tensor ranks."""
     mesh = proposal.values.mesh
-    for chosen in proposal.chosen["parallel"]:
-        assert isinstance(chosen.offers, ParallelOffers)
+    for chosen in proposal.parallel:
         found = proposal.plugins.find("parallel", chosen.name)
         if found is None or found.component.check is not None:
             continue
@@ -112,26 +109,29 @@ def _largest(mesh: dict[str, int], most: int) -> int:
 # ---- ranks and the machine -----------------------------------------------------------------------
 
 
-@reads("parallel", "collectives", "executor")
-def check_ranks(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse collectives and executors that do not support the number of ranks or hosts."""
+@reads("parallel", "collectives")
+def check_collectives(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse collectives that do not support several ranks."""
+    ranks = proposal.values.ranks
+    collectives = proposal.collectives
+    if collectives is not None and ranks > 1 and not collectives.offers.ranks:
+        yield refuse(
+            proposal,
+            "collectives",
+            collectives,
+            f"{collectives.name} connects one rank, the plan has {ranks}",
+            instead(proposal, "collectives", lambda o: o.ranks, "one rank: leave parallel out"),
+        )
+
+
+@reads("parallel", "executor")
+def check_executor(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse executors that do not support the number of ranks or hosts."""
     ranks = proposal.values.ranks
     hosts = proposal.values.hosts
-    collectives = proposal.first("collectives")
-    executor = proposal.first("executor")
-    if ranks > 1 and collectives is not None:
-        assert isinstance(collectives.offers, CollectiveOffers)
-        if not collectives.offers.ranks:
-            yield refuse(
-                proposal,
-                "collectives",
-                collectives,
-                f"{collectives.name} connects one rank, the plan has {ranks}",
-                instead(proposal, "collectives", lambda o: o.ranks, "one rank: leave parallel out"),
-            )
+    executor = proposal.executor
     if executor is None:
         return
-    assert isinstance(executor.offers, ExecutorOffers)
     if ranks > 1 and not executor.offers.ranks:
         yield refuse(
             proposal,
@@ -157,17 +157,16 @@ def check_ranks(proposal: Proposal) -> Iterator[Refusal]:
 
 
 @reads("collectives")
-def check_growing_segments(proposal: Proposal) -> Iterator[Refusal]:
+def check_expandable_segments(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse expandable segments if the collectives cannot share their memory between ranks."""
-    collectives = proposal.first("collectives")
+    collectives = proposal.collectives
     if (
         collectives is None
         or proposal.values.device != "cuda"
         or proposal.config.memory.growing_segments is not True
     ):
         return
-    assert isinstance(collectives.offers, CollectiveOffers)
-    if not collectives.offers.growing_segments:
+    if not collectives.offers.expandable_segments:
         yield refuse(
             proposal,
             "collectives",
@@ -182,40 +181,59 @@ def check_growing_segments(proposal: Proposal) -> Iterator[Refusal]:
 @reads("parallel")
 def check_machine(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse more hosts, devices or cores than there are, and unequal numbers of ranks per host."""
-    holder = proposal.first("parallel")
+    if not proposal.parallel:
+        return
+    strategy = proposal.parallel[0]
+    refused = list(_check_hosts(proposal, strategy))
+    yield from refused or _check_devices(proposal, strategy)
+
+
+def _check_hosts(proposal: Proposal, strategy: Chosen) -> Iterator[Refusal]:
+    """Refuse more hosts than there are, and unequal numbers of ranks per host.
+
+    Args:
+        strategy: the strategy that the refusals name.
+    """
     ranks = proposal.values.ranks
     hosts = proposal.values.hosts
     machine = proposal.facts.hardware
-    if holder is None:
-        return
     if hosts > machine.hosts:
         yield refuse(
             proposal,
             "parallel",
-            holder,
+            strategy,
             f"executor.hosts is {hosts}, {machine.name} has {machine.hosts}",
             f"executor.hosts = {machine.hosts}",
             field="executor.hosts",
         )
-        return
-    if ranks % hosts:
+    elif ranks % hosts:
         fits = [count for count in range(1, machine.hosts + 1) if ranks % count == 0]
         yield refuse(
             proposal,
             "parallel",
-            holder,
+            strategy,
             f"{ranks} ranks cannot be split evenly over {hosts} hosts",
             f"executor.hosts = {max(fits)} (--nnodes), or ranks in a multiple of {hosts}",
             field="executor.hosts",
         )
-        return
+
+
+def _check_devices(proposal: Proposal, strategy: Chosen) -> Iterator[Refusal]:
+    """Refuse more ranks than there are devices or cores.
+
+    Args:
+        strategy: the strategy that the refusals name.
+    """
+    ranks = proposal.values.ranks
+    hosts = proposal.values.hosts
+    machine = proposal.facts.hardware
     cuda = proposal.values.device == "cuda"
     each = len(machine.devices) if cuda else machine.cpu_cores
     if cuda and ranks > hosts * each > 0:
         yield refuse(
             proposal,
             "parallel",
-            holder,
+            strategy,
             f"{ranks} ranks need {ranks} devices, {machine.name} has {_counted(hosts, each)}",
             f"parallel.0.size = {hosts * each}",
             field="parallel.0.size",
@@ -224,7 +242,7 @@ def check_machine(proposal: Proposal) -> Iterator[Refusal]:
         yield refuse(
             proposal,
             "parallel",
-            holder,
+            strategy,
             f"{ranks} ranks are more than the {_counted(hosts, each)} cores of {machine.name}",
             f"parallel.0.size = {hosts * each}, or executor.oversubscribe = true (ranks "
             "then share cores)",

@@ -1,8 +1,9 @@
 """Registration of checks, and refusals in a common form. Plan zone: no torch.
 
 A check is a pure function of the proposal that yields refusals. It reads offers and facts, never
-names, and is registered under the slots that it reads. While a slot is being chosen, only its
-checks run; at the end all of them do. A check skips slots that are still empty.
+names, and is registered under the slots that it reads. While a slot's candidates are tried, only
+the slot's checks run; at the end all of them do (``checks/run.py``). A check skips slots that are
+still empty.
 """
 
 from __future__ import annotations
@@ -14,34 +15,21 @@ from glowplug.core.errors import Refusal
 from glowplug.core.plan.checks.suggestions import suggestions
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.component import Chosen
-from glowplug.core.plugin.slots import BY_NAME, SLOTS, Slot
+from glowplug.core.plugin.slots import BY_NAME, Slot
 
 Check = Callable[[Proposal], Iterator[Refusal]]
-CHECKS: list[Check] = []  #: all registered checks
-#: slot -> checks that read it
-BY_SLOT: dict[str, list[Check]] = {slot.name: [] for slot in SLOTS}
+#: every registered check -> slots that it reads
+READS: dict[Check, tuple[str, ...]] = {}
 
 
 def reads(*slots: str) -> Callable[[Check], Check]:
     """Return a decorator that registers a check under the slots it reads."""
 
     def register(check: Check) -> Check:
-        CHECKS.append(check)
-        for slot in slots:
-            BY_SLOT[slot].append(check)
+        READS[check] = slots
         return check
 
     return register
-
-
-def run_checks(proposal: Proposal, slot: str = "") -> list[Refusal]:
-    """Return the refusals of all generic checks, or of those that read ``slot``."""
-    proposal.focus = slot
-    found = [
-        refusal for check in (BY_SLOT[slot] if slot else CHECKS) for refusal in check(proposal)
-    ]
-    proposal.focus = ""
-    return found
 
 
 def use_field(proposal: Proposal, slot: Slot, chosen: Chosen) -> str:
@@ -70,7 +58,8 @@ def refuse(
 def instead(proposal: Proposal, slot: str, fits: Callable[[Any], bool], otherwise: str) -> str:
     """Return a fix that names components whose offers satisfy ``fits``, or else ``otherwise``."""
     section = BY_NAME[slot].section or slot
-    names = [] if proposal.trying else suggestions(proposal, slot, fits)
+    wanted = proposal.trial is None or proposal.trial.fixes
+    names = suggestions(proposal, slot, fits) if wanted else []
     return f"{section}.use = " + " or ".join(f'"{name}"' for name in names) if names else otherwise
 
 

@@ -13,8 +13,9 @@ from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.checks.rules import instead, listed, reads, refuse
 from glowplug.core.plan.proposal import Proposal
-from glowplug.core.plugin.component import Chosen
-from glowplug.core.plugin.offers import ModelOffers, SpeculativeOffers, WeightOffers
+from glowplug.core.plugin.component import Chosen, ChosenOf
+from glowplug.core.plugin.offers import ModelOffers, SpeculativeOffers
+from glowplug.core.plugin.options import SpeculativeOptions
 
 FOLDER = "speculative.draft_model"  #: option with the draft model's folder
 EXPORT = "glowplug export-nextn writes one from the model's own checkpoint"
@@ -28,23 +29,19 @@ SHARED = {
 }
 
 
-def _needs_layer(chosen: Chosen | None) -> bool:
-    """Return whether the speculative algorithm needs a next-token layer."""
-    return (
-        chosen is not None
-        and isinstance(chosen.offers, SpeculativeOffers)
-        and chosen.offers.nextn_layer
-    )
+def _layer_user(proposal: Proposal) -> ChosenOf[SpeculativeOffers, SpeculativeOptions] | None:
+    """Return the speculative algorithm if it needs a next-token layer, else None."""
+    chosen = proposal.speculative
+    return chosen if chosen is not None and chosen.offers.nextn_layer else None
 
 
 @reads("speculative", "model")
 def check_nextn(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse a missing next-token layer, and families that cannot build one."""
-    chosen = proposal.first("speculative")
-    model = proposal.first("model")
-    if chosen is None or model is None or not _needs_layer(chosen):
+    chosen = _layer_user(proposal)
+    model = proposal.model
+    if chosen is None or model is None:
         return
-    assert isinstance(model.offers, ModelOffers)
     none = instead(proposal, "speculative", lambda o: not o.drafts, 'speculative.use = "none"')
     target = proposal.facts.model
     folder = proposal.facts.draft
@@ -100,10 +97,10 @@ def _architecture(
 @reads("speculative", "model")
 def check_draft_folder(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse a draft folder whose sizes, quantisation or tokenizer differ from the target's."""
-    chosen = proposal.first("speculative")
+    chosen = _layer_user(proposal)
     target = proposal.facts.model
     folder = proposal.facts.draft
-    if chosen is None or folder is None or not _needs_layer(chosen):
+    if chosen is None or folder is None:
         return
     for key, what in SHARED.items():
         own = getattr(folder, key)
@@ -151,11 +148,10 @@ def _quantised(model: ModelFacts) -> str:
 @reads("weights", "speculative")
 def check_draft_weights(proposal: Proposal) -> Iterator[Refusal]:
     """Refuse a weight source that cannot read the draft folder's format."""
-    source = proposal.first("weights")
+    source = proposal.weights
     folder = proposal.facts.draft
-    if source is None or folder is None or not _needs_layer(proposal.first("speculative")):
+    if source is None or folder is None or _layer_user(proposal) is None:
         return
-    assert isinstance(source.offers, WeightOffers)
     if not source.offers.formats & {folder.format, "synthetic"}:
         held = "no weights" if folder.format == "none" else f"{folder.format} weights"
         yield refuse(

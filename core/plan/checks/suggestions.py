@@ -23,15 +23,17 @@ def suggestions(proposal: Proposal, slot: str, fits: Callable[[Any], bool]) -> l
     are none either, all.
     """
     place = BY_NAME[slot]
-    among = [found.component for found in proposal.plugins.components(slot)]
-    among = [
-        component for component in among if fits(component.offers) and _allowed(proposal, component)
+    registered = [found.component for found in proposal.plugins.components(slot)]
+    candidates = [
+        component
+        for component in registered
+        if fits(component.offers) and _allowed(proposal, component)
     ]
-    against = {component.name: _refused(proposal, place, component) for component in among}
+    against = {component.name: _refused(proposal, place, component) for component in candidates}
     use = f"{place.section}.use"
     admitted = [
         component
-        for component in among
+        for component in candidates
         if all(refusal.field != use for refusal in against[component.name])
     ]
     taking = [
@@ -39,7 +41,7 @@ def suggestions(proposal: Proposal, slot: str, fits: Callable[[Any], bool]) -> l
         for component in admitted
         if not against[component.name] and _takes_dtypes(proposal, place, component)
     ]
-    return [component.name for component in taking or admitted or among]
+    return [component.name for component in taking or admitted or candidates]
 
 
 def _allowed(proposal: Proposal, component: Component) -> bool:
@@ -90,10 +92,10 @@ def _options(proposal: Proposal, slot: Slot, component: Component) -> Options | 
 
     Return None if it does not accept these values.
     """
-    asked = () if slot.many else proposal.config.section(slot)
+    sections = () if slot.many else proposal.config.section(slot)
     given = {
         name: value
-        for options in asked
+        for options in sections
         for name, value in options.model_dump(
             mode="json", include=options.model_fields_set - {"use"}
         ).items()

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from glowplug.core.facts.machine import this_machine
-from glowplug.core.plan.choose import unavailable
+from glowplug.core.plan.candidates import unavailable
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.plugin.slots import SLOTS
 

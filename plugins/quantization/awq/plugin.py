@@ -49,8 +49,7 @@ class AwqOptions(QuantizationOptions):
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         found = super().without_effect(context)
         device = context.values.device
-        (scheme,) = context.chosen["quantization"]
-        assert isinstance(scheme.offers, QuantizationOffers)
+        (scheme,) = context.of(QuantizationOffers)
         return (
             {**found, "dequantize": f"weights are dequantised on {device} anyway"}
             if super().dequantizes(device, scheme.offers)

@@ -1,0 +1,160 @@
+"""The steps that the graph runner captures: batch sizes and token counts. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from glowplug.core.plan.plan import Decision
+from glowplug.core.plan.proposal import Proposal
+from glowplug.core.plugin.offers import Mode
+from glowplug.core.plugin.slots import CAPTURED_SLOTS
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Captured steps, each tuple ascending.
+
+    Attributes:
+        batch_sizes: batch sizes of decode steps.
+        short_rows: those of ``batch_sizes`` that are captured a second time, for short rows.
+        pass_tokens: token counts of forward passes with prompts.
+        extend_tokens: token counts of the draft's pass over a step's tokens.
+    """
+
+    batch_sizes: tuple[int, ...]
+    short_rows: tuple[int, ...]
+    pass_tokens: tuple[int, ...]
+    extend_tokens: tuple[int, ...]
+
+
+def captured_steps(proposal: Proposal, rows: int, step_tokens: int) -> Captured:
+    """Return the steps that are captured for the longest context that the plan may decide.
+
+    Args:
+        rows: most running sequences.
+        step_tokens: most tokens of a step.
+    """
+    runner = proposal.graphs
+    context = proposal.config.context_length or proposal.facts.model.max_positions
+    passes = _pass_tokens(proposal, step_tokens)
+    return Captured(
+        batch_sizes=runner.options.sizes(rows) if runner is not None else (),
+        short_rows=short_steps(proposal, rows, context)[1],
+        pass_tokens=passes,
+        extend_tokens=passes if _captures_extend(proposal) else (),
+    )
+
+
+def _pass_tokens(proposal: Proposal, step_tokens: int) -> tuple[int, ...]:
+    """Return the token counts for which passes with prompts are captured.
+
+    None are captured on several ranks, because the number of exchanged rows differs between steps.
+    """
+    runner = proposal.graphs
+    if runner is None or proposal.values.ranks > 1:
+        return ()
+    inside = [chosen for slot in CAPTURED_SLOTS for chosen in proposal.chosen[slot]]
+    capturable = all(Mode.PREFILL in chosen.offers.captures_in for chosen in inside)
+    return runner.options.token_counts(step_tokens) if capturable else ()
+
+
+def _captures_extend(proposal: Proposal) -> bool:
+    """Return whether the draft's pass over a step's tokens is captured with the target's passes.
+
+    It is if all components of the pass can be captured. Attention only stores keys and values in
+    this pass, as in the captured decode steps.
+    """
+    inside = [
+        chosen for slot in (*CAPTURED_SLOTS, "speculative") for chosen in proposal.chosen[slot]
+    ]
+    return proposal.values.lookahead > 0 and all(
+        Mode.DRAFT_EXTEND in chosen.offers.captures_in for chosen in inside
+    )
+
+
+def short_steps(proposal: Proposal, rows: int, context: int) -> tuple[int, tuple[int, ...]]:
+    """Return ``Sizes.short_keys`` and ``Sizes.short_rows``; (0, ()) if there are no such graphs.
+
+    They are captured on one rank only, because other ranks may have longer rows, and only without
+    drafts.
+
+    Args:
+        rows: most running sequences.
+        context: longest sequence in tokens.
+    """
+    runner = proposal.graphs
+    attention = proposal.attention
+    values = proposal.values
+    if runner is None or attention is None or attention.offers.short_rows is None:
+        return 0, ()
+    keys = attention.offers.short_keys
+    if values.width > 1 or values.ranks > 1 or context + values.width + values.lookahead <= keys:
+        return 0, ()
+    short = attention.offers.short_rows(proposal.facts.model.num_heads)
+    sizes = tuple(size for size in runner.options.sizes(rows) if size in short)
+    return (keys, sizes) if sizes else (0, ())
+
+
+# ---- decisions -----------------------------------------------------------------------------------
+
+
+def captured_decisions(
+    proposal: Proposal, captured: Captured, rows: int, step_tokens: int
+) -> Iterator[Decision]:
+    """Yield the decisions for batch sizes and token counts; none without a device or graphs.
+
+    Args:
+        rows: most running sequences.
+        step_tokens: most tokens of a step.
+    """
+    if proposal.values.device != "cuda" or not captured.batch_sizes:
+        return
+    yield _batch_size_decision(proposal, captured.batch_sizes, rows)
+    if captured.pass_tokens:
+        yield _token_count_decision(proposal, captured.pass_tokens, step_tokens)
+
+
+def _batch_size_decision(proposal: Proposal, sizes: tuple[int, ...], rows: int) -> Decision:
+    """Return the decision for the batch sizes: the given ones that can run, or the default."""
+    field = "graphs.batch_sizes"
+    given = getattr(proposal.config.graphs, "batch_sizes", None)
+    if given is None:
+        why = f"default, up to {sizes[-1]} of {rows} sequences"
+        return Decision(field, list(sizes), "size", why)
+    left_out = sorted(set(given) - set(sizes))
+    limit = f"at most {rows} sequences run"
+    if left_out and left_out[-1] <= rows:
+        limit = "graphs.max_batch is lower"
+    return _given_counts(proposal, field, sizes, left_out, limit)
+
+
+def _token_count_decision(
+    proposal: Proposal, counts: tuple[int, ...], step_tokens: int
+) -> Decision:
+    """Return the decision for the token counts: the given ones that can occur, or the default."""
+    field = "graphs.prefill_tokens"
+    given = getattr(proposal.config.graphs, "prefill_tokens", None)
+    if given is None:
+        why = f"default, up to {counts[-1]} of {step_tokens} tokens per step"
+        return Decision(field, list(counts), "size", why)
+    left_out = sorted(set(given) - set(counts))
+    limit = f"a step has at most {step_tokens} tokens"
+    if left_out and left_out[-1] <= step_tokens:
+        limit = "graphs.max_prefill_tokens is lower"
+    return _given_counts(proposal, field, counts, left_out, limit)
+
+
+def _given_counts(
+    proposal: Proposal, field: str, counts: tuple[int, ...], left_out: list[int], limit: str
+) -> Decision:
+    """Return the decision for given counts.
+
+    Args:
+        left_out: given counts that are not captured.
+        limit: the reason why they are not.
+    """
+    by, why = proposal.source(field) or ("operator", "")
+    if left_out:
+        why += f"; without {', '.join(map(str, left_out))}: {limit}"
+    return Decision(field, list(counts), by, why)

@@ -1,0 +1,198 @@
+"""The second step of sizing: the fixed lines of the budget, and the memory left. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from glowplug.core.errors import Refusal
+from glowplug.core.facts.kv_layout import DTYPE_BYTES
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.weight_classes import Tally
+from glowplug.core.plan.budget.counts import Counts
+from glowplug.core.plan.budget.step import RESERVED, workspace_lines
+from glowplug.core.plan.budget.units import human
+from glowplug.core.plan.budget.weights import Storage, weights_by_rank
+from glowplug.core.plan.plan import BudgetLine, Decision
+from glowplug.core.plan.proposal import Proposal
+
+CPU_SHARE = 0.7  #: share of a CPU's memory that is used, so that the machine stays usable
+CUDA_RESERVE = 0.02  #: share of a device's memory that is left free
+#: budget line of a step -> the option that makes it smaller
+STEP_OPTIONS = {
+    "activations": "scheduler.chunk_size",
+    "logits": "scheduler.max_running_requests",
+}
+
+
+@dataclass(frozen=True)
+class MemoryShare:
+    """Memory of one rank.
+
+    Attributes:
+        total: bytes that the rank may use.
+        memory: bytes of memory of which ``total`` is a share.
+        shown: ``total`` as text.
+    """
+
+    total: int
+    memory: int
+    shown: str
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The budget of a rank before any KV cache.
+
+    Attributes:
+        lines: the fixed lines: weights, and the memory of a step.
+        share: the memory of the rank.
+        decisions: the decision for the share, if it was given.
+    """
+
+    lines: tuple[BudgetLine, ...]
+    share: MemoryShare
+    decisions: tuple[Decision, ...]
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the fixed lines."""
+        return sum(line.bytes for line in self.lines)
+
+    @property
+    def left(self) -> int:
+        """Bytes left for the KV cache."""
+        return self.share.total - self.needed
+
+
+def decide_budget(proposal: Proposal, counts: Counts) -> Budget | Refusal:
+    """Return the budget of a rank, or a refusal if its fixed lines leave no memory."""
+    lines = (*_weight_lines(proposal), *workspace_lines(proposal, counts))
+    fraction = proposal.config.memory.fraction
+    decisions = [] if fraction is None else [proposal.given("memory.fraction", fraction)]
+    budget = Budget(lines, _memory_share(proposal), tuple(decisions))
+    return budget if budget.left > 0 else _too_big(proposal, budget)
+
+
+def _memory_share(proposal: Proposal) -> MemoryShare:
+    """Return the memory of a rank."""
+    machine = proposal.facts.hardware
+    fraction = proposal.config.memory.fraction
+    if proposal.values.device == "cuda":
+        memory = min((card.memory for card in machine.devices), default=0)
+        share = fraction or 1 - CUDA_RESERVE
+        what = "the device's"
+    else:
+        per_host = -(-proposal.values.ranks // proposal.values.hosts)
+        memory = machine.cpu_memory // per_host
+        share = fraction or CPU_SHARE
+        what = "the machine's"
+    total = int(memory * share)
+    return MemoryShare(total, memory, f"{human(total)} ({share:.0%} of {what} {human(memory)})")
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+def _weight_lines(proposal: Proposal) -> list[BudgetLine]:
+    """Return the lines of the weights, and of the draft's weights."""
+    scheme = proposal.quantization
+    assert scheme is not None
+    storage = Storage(
+        compute=DTYPE_BYTES[proposal.values.dtype],
+        keeps=not scheme.options.dequantizes(proposal.values.device, scheme.offers),
+        copies_latent=proposal.values.device == "cpu",
+        online=scheme.offers.online_bytes
+        if scheme.offers.online and proposal.facts.model.quant_method == "none"
+        else 0,
+    )
+    lines = [
+        _weight_line(proposal, "weights", proposal.facts.model, proposal.elements, storage, False)
+    ]
+    if proposal.values.draft_layers:
+        model = proposal.facts.draft or proposal.facts.model
+        elements = proposal.draft_elements if proposal.facts.draft else proposal.elements
+        lines.append(_weight_line(proposal, "draft weights", model, elements, storage, True))
+    return lines
+
+
+def _weight_line(
+    proposal: Proposal,
+    name: str,
+    model: ModelFacts,
+    elements: Tally,
+    storage: Storage,
+    drafts: bool,
+) -> BudgetLine:
+    """Return the line of one model's weights.
+
+    Args:
+        elements: element counts by kind.
+        drafts: the line is that of the first next-token layer.
+    """
+    ranks = proposal.values.ranks
+    how = "tensor headers" if model.tensors else "arithmetic from config.json"
+    held = weights_by_rank(elements, model, proposal.values.mesh, ranks, storage, drafts)
+    if ranks > 1:
+        how += f", over {ranks} ranks"
+    return BudgetLine(name, max(held), how, held if len(set(held)) > 1 else ())
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def _too_big(proposal: Proposal, budget: Budget) -> Refusal:
+    """Return the refusal of a plan whose fixed lines leave no memory for the KV cache."""
+    needs = ", ".join(f"{line.name} {human(line.bytes)}" for line in budget.lines)
+    field, fix = _smaller(proposal, budget)
+    return Refusal(
+        "size",
+        field,
+        f"each rank needs {human(budget.needed)} ({needs}) before any KV cache, "
+        f"and has {budget.share.shown}",
+        fix,
+    )
+
+
+def _smaller(proposal: Proposal, budget: Budget) -> tuple[str, str]:
+    """Return the field to change so that the fixed lines fit, and the fix."""
+    fraction = _larger_fraction(proposal, budget)
+    if fraction:
+        return "memory.fraction", fraction
+    lines = {line.name: line.bytes for line in budget.lines}
+    total = budget.share.total
+    graphs = lines.get("graphs", 0)
+    reserved = lines.get(RESERVED, 0)
+    if reserved > graphs and budget.needed - reserved < total:
+        return "attention.use", (
+            'attention.use = "auto"; or smaller page tables: a shorter context_length, fewer '
+            "scheduler.max_running_requests"
+        )
+    if budget.needed - graphs < total:
+        return "graphs.batch_sizes", (
+            'graphs.use = "eager"; or fewer graphs: a shorter list, a smaller graphs.max_batch, '
+            "graphs.prefill = false"
+        )
+    of_steps = sum(lines.get(name, 0) for name in (*STEP_OPTIONS, "sampling state"))
+    if budget.needed - of_steps - graphs - reserved < total:
+        return _smaller_step(lines)
+    fix = "more memory per rank: a larger machine, more ranks, or a quantized checkpoint"
+    return "model", fix + (', or dtype = "bfloat16"' if proposal.values.dtype == "float32" else "")
+
+
+def _smaller_step(lines: Mapping[str, int]) -> tuple[str, str]:
+    """Return the field that makes the larger of a step's lines smaller, and the fix."""
+    first, second = sorted(STEP_OPTIONS, key=lambda name: -lines.get(name, 0))
+    field = STEP_OPTIONS[first]
+    return field, f"a smaller {field}, and a smaller {STEP_OPTIONS[second]}"
+
+
+def _larger_fraction(proposal: Proposal, budget: Budget) -> str:
+    """Return the fix of a given ``memory.fraction`` that is too small; "" if it is not."""
+    share = budget.needed / budget.share.memory
+    if proposal.config.memory.fraction is None or share >= 1 - CUDA_RESERVE:
+        return ""
+    default = CPU_SHARE if proposal.values.device == "cpu" else 1 - CUDA_RESERVE
+    left_out = f", or leave it out ({default:.0%})" if share < default else ""
+    return f"memory.fraction = {math.ceil(100 * share + 1) / 100:g} or more{left_out}"

@@ -1,0 +1,232 @@
+"""The third step of sizing: the pages of the KV cache and the longest sequence. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from glowplug.core.errors import Refusal
+from glowplug.core.facts.kv_layout import DTYPE_BYTES
+from glowplug.core.facts.mesh import axis_size
+from glowplug.core.plan.budget.counts import Counts
+from glowplug.core.plan.budget.memory_share import Budget
+from glowplug.core.plan.budget.units import GIB, human
+from glowplug.core.plan.plan import BudgetLine, Decision
+from glowplug.core.plan.proposal import Proposal
+
+CPU_KV_CAP = 4 * GIB  #: most bytes of the KV cache on a CPU by default
+KV_SPARE = 4  #: largest default pool, as a multiple of the pages that running sequences can use
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The pages of the KV pool, and the longest sequence.
+
+    Attributes:
+        number: pages of the pool, including the scratch page 0.
+        least: fewest pages with which the engine serves after memory was measured.
+        most: most pages if measured memory allows more than planned.
+        context: longest sequence, including prompt and output.
+        kv_bytes: bytes of the pool.
+        lines: the lines of the budget.
+        decisions: the decisions for the pool's tokens and the longest sequence.
+    """
+
+    number: int
+    least: int
+    most: int
+    context: int
+    kv_bytes: int
+    lines: tuple[BudgetLine, ...]
+    decisions: tuple[Decision, ...]
+
+
+def decide_pages(proposal: Proposal, counts: Counts, budget: Budget) -> Pages | Refusal:
+    """Return the pages that fit into the memory left, or a refusal."""
+    size = counts.page_size
+    token_bytes = kv_token_bytes(proposal)
+    state_bytes = page_state_bytes(proposal)
+    tokens = _kv_tokens(proposal, counts, budget, token_bytes * size + state_bytes)
+    if isinstance(tokens, Refusal):
+        return tokens
+    number = tokens.value // size + 1
+    context = _context(proposal, number, size, token_bytes, budget.share.shown)
+    if isinstance(context, Refusal):
+        return context
+    least, most = _bounds(proposal, number, counts, context.value)
+    how = f"{number} pages of {size} tokens, {token_bytes} bytes per token"
+    lines = [BudgetLine("kv cache", number * size * token_bytes, how)]
+    if state_bytes:
+        how = "the target's hidden state of each page's last token"
+        lines.append(BudgetLine("page states", number * state_bytes, how))
+    return Pages(
+        number=number,
+        least=least,
+        most=most,
+        context=context.value,
+        kv_bytes=number * size * token_bytes,
+        lines=tuple(lines),
+        decisions=(tokens, context),
+    )
+
+
+def _bounds(proposal: Proposal, number: int, counts: Counts, context: int) -> tuple[int, int]:
+    """Return the fewest and most pages that a rank may have after measuring its memory."""
+    memory = proposal.config.memory
+    given = memory.kv_tokens is not None or memory.kv_bytes is not None
+    if proposal.values.device == "cpu" or given:
+        return number, number
+    each = _sequence_pages(proposal, context, counts.page_size)
+    return min(number, each + 1), max(number, KV_SPARE * counts.rows * each + 1)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
+def kv_token_bytes(proposal: Proposal) -> int:
+    """Return the bytes of KV cache of one token on a rank, over all layers."""
+    model = proposal.facts.model
+    layers: int = model.num_layers + proposal.values.draft_layers
+    element = DTYPE_BYTES[proposal.values.kv_dtype]
+    if model.kind == "mla":  # all heads share the latent, so every rank holds all of it
+        return layers * (model.kv_lora_rank + model.qk_rope_head_dim) * element
+    heads = max(1, -(-model.num_kv_heads // axis_size("attn_tp", proposal.values.mesh)))
+    return layers * 2 * heads * model.head_dim * element
+
+
+def page_state_bytes(proposal: Proposal) -> int:
+    """Return the bytes kept for a draft beside each page: one hidden state of the target, or 0."""
+    speculative = proposal.speculative
+    assert speculative is not None
+    if not (speculative.offers.nextn_layer and speculative.offers.first_key):
+        return 0
+    return proposal.facts.model.hidden_size * DTYPE_BYTES[proposal.values.dtype]
+
+
+# ---- pages ---------------------------------------------------------------------------------------
+
+
+def _kv_tokens(
+    proposal: Proposal, counts: Counts, budget: Budget, page_bytes: int
+) -> Decision | Refusal:
+    """Return the decision for the tokens of the KV pool, in whole pages, or a refusal."""
+    memory = proposal.config.memory
+    if memory.kv_tokens is not None:
+        number = -(-memory.kv_tokens // counts.page_size) + 1
+        return _given_tokens(proposal, "memory.kv_tokens", number, counts, budget, page_bytes)
+    if memory.kv_bytes is not None:
+        number = memory.kv_bytes // page_bytes
+        return _given_tokens(proposal, "memory.kv_bytes", number, counts, budget, page_bytes)
+    return _auto_tokens(proposal, counts, budget, page_bytes)
+
+
+def _given_tokens(
+    proposal: Proposal, field: str, number: int, counts: Counts, budget: Budget, page_bytes: int
+) -> Decision | Refusal:
+    """Return the decision for a given size of the KV pool, or a refusal if it does not fit.
+
+    Args:
+        field: the option that gives the size.
+        number: pages of this size.
+    """
+    most = budget.left // page_bytes
+    if 2 <= number <= most:
+        by, why = proposal.source(field) or ("default", "")
+        return Decision("kv.tokens", (number - 1) * counts.page_size, by, why)
+    memory = proposal.config.memory
+    in_bytes = field == "memory.kv_bytes"
+    given = memory.kv_bytes if in_bytes else memory.kv_tokens
+    fit = max(2, most) * page_bytes if in_bytes else max(1, (most - 1) * counts.page_size)
+    return Refusal(
+        "size",
+        field,
+        f"{given} need {human(number * page_bytes)} of KV cache; "
+        f"{human(max(0, budget.left))} of {budget.share.shown} are left "
+        f"(at least two pages of {human(page_bytes)} are needed)",
+        f"{field} = {fit}",
+    )
+
+
+def _auto_tokens(
+    proposal: Proposal, counts: Counts, budget: Budget, page_bytes: int
+) -> Decision | Refusal:
+    """Return the decision for the default size of the KV pool, or a refusal.
+
+    The pool takes the memory that is left, but no more than running sequences can use; on a device,
+    ``KV_SPARE`` times as much, for the prefix cache.
+    """
+    rows = counts.rows
+    context = proposal.config.context_length or proposal.facts.model.max_positions
+    each = _sequence_pages(proposal, context, counts.page_size)
+    most = budget.left // page_bytes
+    limits = {most: "the rest of the memory"}
+    if proposal.values.device == "cpu":
+        limits[rows * each + 1] = f"{rows} sequences of {context} tokens"
+        limits[max(2, CPU_KV_CAP // page_bytes)] = f"at most {human(CPU_KV_CAP)} on a CPU"
+    else:
+        limits[KV_SPARE * rows * each + 1] = (
+            f"{KV_SPARE} times {rows} sequences of {context} tokens"
+        )
+    number = min(limits)
+    if number < 2:
+        return Refusal(
+            "size",
+            "model",
+            f"one page of KV cache needs {human(page_bytes)}, {human(most * page_bytes)} are left",
+            "more memory, or a smaller model",
+        )
+    return Decision("kv.tokens", (number - 1) * counts.page_size, "size", limits[number])
+
+
+def _sequence_pages(proposal: Proposal, context: int, page_size: int) -> int:
+    """Return the pages of the longest sequence."""
+    return -(-(context + _ahead(proposal)) // page_size)
+
+
+def _ahead(proposal: Proposal) -> int:
+    """Return the positions after the longest sequence that have pages (``Sizes.positions``)."""
+    return proposal.values.width + proposal.values.lookahead
+
+
+# ---- the longest sequence ------------------------------------------------------------------------
+
+
+def _context(
+    proposal: Proposal, number: int, page_size: int, token_bytes: int, memory: str
+) -> Decision | Refusal:
+    """Return the decision for the longest sequence, or a refusal if a given length does not fit.
+
+    By default it is the model's, or the longest that the KV pool can hold.
+
+    Args:
+        number: pages of the pool.
+        token_bytes: bytes of KV cache of a token.
+        memory: the memory of the rank as text.
+    """
+    field = "context_length"
+    given = proposal.config.context_length
+    positions = proposal.facts.model.max_positions
+    held = (number - 1) * page_size - _ahead(proposal)
+    if given is None:
+        context = max(1, min(positions, held))
+        why = (
+            "the model's"
+            if context == positions
+            else f"as much as the KV cache holds (the model's is {positions})"
+        )
+        return Decision(field, context, "size", why, notable=context < positions)
+    if given > positions:
+        return Refusal(
+            "size",
+            field,
+            f"{given} is beyond the model's {positions} positions",
+            f"context_length = {positions}",
+        )
+    if given > held:
+        return Refusal(
+            "size",
+            field,
+            f"a sequence of {given} tokens needs {human((given + page_size) * token_bytes)} of KV "
+            f"cache, the pool has {human(number * page_size * token_bytes)} of {memory}",
+            f"context_length = {max(1, held)}",
+        )
+    return proposal.given(field, given)

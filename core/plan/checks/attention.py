@@ -1,0 +1,127 @@
+"""Checks of the attention backend against model, KV cache and speculation. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from glowplug.core.errors import Refusal
+from glowplug.core.plan.checks.rules import instead, listed, reads, refuse
+from glowplug.core.plan.checks.suggestions import suggestions
+from glowplug.core.plan.proposal import Proposal
+
+
+@reads("attention", "model")
+def check_attention_kind(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse attention of another kind than the model's."""
+    chosen = proposal.attention
+    model = proposal.model
+    if chosen is None or model is None:
+        return
+    kind = model.offers.kind
+    if kind not in chosen.offers.kinds:
+        yield refuse(
+            proposal,
+            "attention",
+            chosen,
+            f"{chosen.name} computes {listed(chosen.offers.kinds)} attention, "
+            f"{proposal.facts.model.architecture} needs {kind}",
+            instead(
+                proposal, "attention", lambda o: kind in o.kinds, f"a plugin with {kind} attention"
+            ),
+        )
+
+
+@reads("attention")
+def check_kv_dtype(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse a KV cache dtype that attention does not read."""
+    chosen = proposal.attention
+    kv_dtype = proposal.values.kv_dtype
+    if chosen is None:
+        return
+    if kv_dtype not in chosen.offers.kv_dtypes:
+        kinds = chosen.offers.kinds
+        other = suggestions(
+            proposal, "attention", lambda o: kv_dtype in o.kv_dtypes and o.kinds == kinds
+        )
+        fix = 'attention.kv_dtype = "auto"' + (
+            f', or attention.use = "{other[0]}"' if other else ""
+        )
+        yield refuse(
+            proposal,
+            "attention",
+            chosen,
+            f"{chosen.name} keeps the KV cache in "
+            f"{listed(chosen.offers.kv_dtypes)}, not in {kv_dtype}",
+            fix,
+            field="attention.kv_dtype",
+        )
+
+
+@reads("attention")
+def check_page_size(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse a given page size that attention does not read."""
+    chosen = proposal.attention
+    size = proposal.config.attention.page_size
+    if chosen is None or size is None:
+        return
+    if chosen.offers.page_sizes and size not in chosen.offers.page_sizes:
+        yield refuse(
+            proposal,
+            "attention",
+            chosen,
+            f"{chosen.name} reads pages of {listed(chosen.offers.page_sizes)} "
+            f"tokens, not of {size}",
+            f"attention.page_size = {min(chosen.offers.page_sizes)}",
+            field="attention.page_size",
+        )
+
+
+@reads("attention", "speculative")
+def check_width(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse attention that cannot verify the drafted tokens."""
+    chosen = proposal.attention
+    speculative = proposal.speculative
+    if chosen is None or speculative is None:
+        return
+    width = proposal.values.width
+    most = chosen.offers.max_width
+    if most and width > most:
+        yield refuse(
+            proposal,
+            "attention",
+            chosen,
+            f"{chosen.name} supports {most} query tokens per row in decode, the "
+            f"speculative algorithm computes {width}",
+            instead(
+                proposal,
+                "attention",
+                lambda o: not o.max_width or o.max_width >= width,
+                "draft fewer tokens",
+            ),
+        )
+    if speculative.offers.tree and not chosen.offers.tree:
+        yield refuse(
+            proposal,
+            "attention",
+            chosen,
+            f"{chosen.name} reads causal chains only, the drafted tokens form a tree",
+            instead(proposal, "attention", lambda o: o.tree, "draft a chain (topk = 1)"),
+        )
+
+
+@reads("attention", "speculative")
+def check_first_key(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse attention that reads the first position, which the draft's cache does not hold."""
+    chosen = proposal.attention
+    speculative = proposal.speculative
+    if chosen is None or speculative is None:
+        return
+    if speculative.offers.first_key and not chosen.offers.first_key:
+        yield refuse(
+            proposal,
+            "attention",
+            chosen,
+            f"{chosen.name} reads all positions of the cache, but that of {speculative.name}'s "
+            "draft has no entry for the first token",
+            instead(proposal, "attention", lambda o: o.first_key, 'speculative.use = "none"'),
+        )

@@ -1,0 +1,144 @@
+"""Checks of the components of a step together, of output parsers and of the policy. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from glowplug.core.errors import Refusal
+from glowplug.core.plan.checks.rules import instead, listed, reads, refuse
+from glowplug.core.plan.proposal import Proposal
+from glowplug.core.plugin.offers import CARRIED_KINDS, GraphOffers, Mode, Offers
+from glowplug.core.plugin.slots import SLOTS
+
+# ---- outputs -------------------------------------------------------------------------------------
+
+
+@reads("outputs")
+def check_output_kinds(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse parsers of pieces that answers cannot carry, such as tool calls."""
+    kept = ", ".join(
+        f'{{use = "{chosen.name}"}}'
+        for chosen in proposal.outputs
+        if chosen.offers.kinds <= CARRIED_KINDS
+    )
+    for chosen in proposal.outputs:
+        lost = chosen.offers.kinds - CARRIED_KINDS
+        if lost:
+            yield refuse(
+                proposal,
+                "outputs",
+                chosen,
+                f"{chosen.name} makes pieces of kind {listed(lost)}, which "
+                "answers cannot carry yet; their text would become part of the content",
+                f"outputs = [{kept}]; requests that bring tools are refused",
+            )
+
+
+# ---- the step's path -----------------------------------------------------------------------------
+
+PLAIN_STEPS = frozenset({Mode.PREFILL, Mode.DECODE})
+DRAFTING_STEPS = frozenset({Mode.PREFILL, Mode.VERIFY, Mode.DRAFT_DECODE, Mode.DRAFT_EXTEND})
+
+
+def needed_modes(proposal: Proposal) -> frozenset[Mode]:
+    """Return the modes of the steps that this combination runs."""
+    speculative = proposal.speculative
+    modes = PLAIN_STEPS
+    if speculative is not None and speculative.offers.drafts:
+        modes = DRAFTING_STEPS
+    if any(strategy.offers.idle_steps for strategy in proposal.parallel):
+        return modes | {Mode.IDLE}
+    return modes
+
+
+def _runs_in(modes: frozenset[Mode], offers: Offers) -> bool:
+    return modes <= offers.runs
+
+
+def _leaves_alone(modes: frozenset[Mode], offers: GraphOffers) -> bool:
+    return not offers.captures & modes
+
+
+STEP_PATH = tuple(slot.name for slot in SLOTS if slot.step)
+
+
+@reads(*STEP_PATH)
+def check_modes(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse components that cannot run in a needed mode."""
+    needed = needed_modes(proposal)
+    for slot, chosen in proposal.step_path():
+        if not needed <= chosen.offers.runs:
+            missing = needed - chosen.offers.runs
+            yield refuse(
+                proposal,
+                slot.name,
+                chosen,
+                f"{chosen.name} cannot run in {listed(missing)} steps, which this "
+                "combination needs",
+                instead(proposal, slot.name, partial(_runs_in, missing), "another combination"),
+            )
+
+
+@reads(*STEP_PATH)
+def check_capture(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse graph runners that capture steps with a component that cannot be captured."""
+    runner = proposal.graphs
+    if runner is None:
+        return
+    if proposal.values.device not in runner.offers.devices:
+        return  # another check refuses the runner
+    captured = runner.offers.captures & needed_modes(proposal)
+    for slot, chosen in proposal.step_path() if captured else ():
+        if slot.name == "graphs":
+            continue
+        loose = captured - chosen.offers.captures_in
+        if loose:
+            yield refuse(
+                proposal,
+                slot.name,
+                chosen,
+                f"{chosen.name} syncs with the host or allocates in "
+                f"{listed(loose)}, so these steps cannot be captured",
+                instead(proposal, "graphs", partial(_leaves_alone, loose), 'graphs.use = "auto"'),
+                field="graphs.use",
+            )
+
+
+@reads(*STEP_PATH)
+def check_overlap(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse overlap that the operator requests if a component waits for the device."""
+    if not (proposal.config.scheduler.overlap and proposal.written("scheduler.overlap")):
+        return  # by default the plan turns overlap off and records the reason
+    for slot, chosen in proposal.step_path():
+        if not chosen.offers.overlap:
+            yield refuse(
+                proposal,
+                slot.name,
+                chosen,
+                f"{chosen.name} waits for the device during a step, so steps cannot overlap",
+                "scheduler.overlap = false, or leave it out",
+                field="scheduler.overlap",
+            )
+
+
+# ---- policy --------------------------------------------------------------------------------------
+
+
+@reads("policy", "cache")
+def check_prefix_policy(proposal: Proposal) -> Iterator[Refusal]:
+    """Refuse a policy that orders by cached prefixes if there is no prefix cache."""
+    policy = proposal.policy
+    cache = proposal.cache
+    if policy is None or cache is None:
+        return
+    if policy.offers.uses_prefix and not cache.offers.shares:
+        yield refuse(
+            proposal,
+            "policy",
+            policy,
+            f"{policy.name} orders requests by their cached prefix, but {cache.name} caches none",
+            instead(proposal, "policy", lambda o: not o.uses_prefix, "another policy")
+            + ", or "
+            + instead(proposal, "cache", lambda o: o.shares, "a prefix cache"),
+        )

@@ -1,0 +1,167 @@
+"""Pass six: the frozen plan of an accepted proposal. Plan zone: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from glowplug.core.config.schema import SECRETS, EngineConfig, recorded
+from glowplug.core.errors import PluginLoadError
+from glowplug.core.facts.model_facts import Facts
+from glowplug.core.facts.model_folder import with_digest
+from glowplug.core.plan.fingerprint import plan_fingerprint
+from glowplug.core.plan.inputs import CALLER
+from glowplug.core.plan.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
+from glowplug.core.plan.proposal import Proposal
+from glowplug.core.plugin.component import Chosen
+from glowplug.core.plugin.options import Section
+from glowplug.core.plugin.slots import SLOTS, Slot
+
+_LISTS = frozenset(slot.section for slot in SLOTS if slot.many)
+
+
+def freeze(
+    proposal: Proposal, sizes: Sizes, budget: tuple[BudgetLine, ...], unused: Mapping[str, str]
+) -> EnginePlan:
+    """Return the frozen plan of an accepted proposal.
+
+    Args:
+        budget: the lines of the byte budget.
+        unused: sections that the caller does not use, each with the reason.
+    """
+    proposal.decisions.append(proposal.given("seed", proposal.config.seed))
+    context = proposal.context(proposal.config.attention)
+    for _, remarks in proposal.plugins.call_each("plan_remarks", context=context):
+        proposal.decisions += remarks or ()
+    _record_options(proposal, unused)
+    plan = _engine_plan(proposal, sizes, budget)
+    return replace(plan, fingerprint=plan_fingerprint(plan))
+
+
+def _engine_plan(proposal: Proposal, sizes: Sizes, budget: tuple[BudgetLine, ...]) -> EnginePlan:
+    """Return the plan without its fingerprint."""
+    config = proposal.config
+    values = proposal.values
+    plugins = proposal.plugins
+    facts = _with_digests(proposal.facts)
+    return EnginePlan(
+        model=config.model,
+        dtype=values.dtype,
+        kv_dtype=values.kv_dtype,
+        device=values.device,
+        seed=config.seed,
+        overlap=values.overlap,
+        choices=_choices(proposal),
+        decisions=tuple(proposal.decisions),
+        budget=budget,
+        sizes=sizes,
+        mesh=values.mesh,
+        facts=facts,
+        config=recorded(proposal.parsed.raw),
+        plugins=plugins.names,
+        plugin_fingerprint=plugins.fingerprint,
+        hosts=values.hosts,
+        sampled_last_layer=values.sampled_last_layer,
+        expandable_segments=values.expandable_segments,
+        chat_template=facts.model.chat_template if config.chat_template is not None else "",
+    )
+
+
+def _with_digests(facts: Facts) -> Facts:
+    """Return ``facts`` with the digests of the model's and the draft's files."""
+    draft = with_digest(facts.draft) if facts.draft is not None else None
+    return replace(facts, model=with_digest(facts.model), draft=draft)
+
+
+def _choices(proposal: Proposal) -> tuple[Choice, ...]:
+    """Return the chosen components of all slots."""
+    choices = []
+    for slot in SLOTS:
+        for chosen in proposal.chosen[slot.name]:
+            registration = proposal.plugins.find(slot.name, chosen.name)
+            assert registration is not None
+            choices.append(
+                Choice(
+                    slot.name,
+                    chosen.name,
+                    registration.component.factory,
+                    chosen.options.model_dump(mode="json"),
+                    registration.distribution,
+                    registration.version,
+                    tuple(chosen.options.marked("operational")),
+                )
+            )
+    return tuple(choices)
+
+
+def _record_options(proposal: Proposal, unused: Mapping[str, str]) -> None:
+    """Record the operator's values that no pass decided, and mark given values as notable.
+
+    The reason of a given value also states if it has no effect.
+    """
+    decided = {decision.field for decision in proposal.decisions}
+    for path, value in proposal.parsed.operator.items():
+        if isinstance(value, Mapping) or path in _LISTS or path in decided:
+            continue
+        shown = "***" if path in SECRETS and value is not None else value
+        by, why = proposal.source(path) or ("operator", "")
+        proposal.decide(path, list(shown) if isinstance(shown, tuple) else shown, by, why)
+    idle = _without_effect(proposal)
+    idle |= {
+        path: unused[path.partition(".")[0]]
+        for path in proposal.parsed.operator
+        if path.partition(".")[0] in unused
+    }
+    proposal.decisions = [
+        _as_given(decision, idle) if _given(proposal, decision) else decision
+        for decision in proposal.decisions
+    ]
+
+
+def _given(proposal: Proposal, decision: Decision) -> bool:
+    """Return whether the operator or a plugin gave a decision's field or its whole section."""
+    sources = (proposal.source(path) for path in (decision.field, decision.field.partition(".")[0]))
+    return decision.by != CALLER and any(
+        source is not None and source[0] == decision.by for source in sources
+    )
+
+
+def _as_given(decision: Decision, idle: Mapping[str, str]) -> Decision:
+    """Return a given decision as notable, with the reason why it has no effect, if any.
+
+    Values that leave the choice to the plan (None, "auto") are never without effect.
+    """
+    why = idle.get(decision.field, "") if decision.value not in (None, "auto") else ""
+    return replace(
+        decision, why=f"{decision.why}; no effect: {why}" if why else decision.why, notable=True
+    )
+
+
+def _without_effect(proposal: Proposal) -> dict[str, str]:
+    """Return the reasons why options change nothing in this plan, by dotted path."""
+    found: dict[str, str] = {}
+    for slot in SLOTS:
+        for number, chosen in enumerate(proposal.chosen[slot.name]):
+            prefix = f"{slot.section}.{number}" if slot.many else slot.section
+            found |= {
+                f"{prefix}.{name}": why for name, why in _stated(proposal, slot, chosen).items()
+            }
+    config = proposal.config
+    for key in EngineConfig.model_fields:
+        section = getattr(config, key)
+        if isinstance(section, Section):
+            stated = section.without_effect(proposal.context(section))
+            found |= {f"{key}.{name}": why for name, why in stated.items()}
+    return found | config.without_effect(proposal.context(config))
+
+
+def _stated(proposal: Proposal, slot: Slot, chosen: Chosen) -> dict[str, str]:
+    """Return a component's options without effect; raise PluginLoadError if its method fails."""
+    try:
+        return chosen.options.without_effect(proposal.context(chosen.options))
+    except Exception as error:
+        label = proposal.plugins.source_of(slot.name, chosen.name).label
+        raise PluginLoadError(
+            f"plugin {label}: without_effect of {slot.name} {chosen.name} failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
