@@ -13,7 +13,12 @@ from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.plan.plan import Decision, EnginePlan
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.entrypoints.bench.others.engine_options import engine_config
-from glowplug.entrypoints.cli.flags import Given, Parser, add_engine_options, read_command_line
+from glowplug.entrypoints.cli.flags.layer import (
+    Given,
+    Parser,
+    add_engine_options,
+    read_command_line,
+)
 from glowplug.entrypoints.front.model_text import open_tokenizer
 from tests.support.tiny_tokenizer import BOS, write_folder
 

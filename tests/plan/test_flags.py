@@ -13,8 +13,8 @@ import pytest
 from glowplug.core.config.schema import config_class
 from glowplug.core.errors import PlanRefused
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.entrypoints.cli.flag_table import FLAGS, NO_EFFECT, byte_count, text_list
-from glowplug.entrypoints.cli.flags import (
+from glowplug.entrypoints.cli.flags.engine_table import FLAGS, NO_EFFECT, byte_count, text_list
+from glowplug.entrypoints.cli.flags.layer import (
     Given,
     Parser,
     add_engine_options,

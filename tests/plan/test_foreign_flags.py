@@ -11,9 +11,14 @@ import pytest
 
 from glowplug.core.errors import PlanRefused
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.entrypoints.cli.flag_table import ALWAYS_ON, FLAGS, byte_count
-from glowplug.entrypoints.cli.flags import Given, Parser, add_engine_options, read_command_line
-from glowplug.entrypoints.cli.foreign_flags import ALTERNATIVES, BOTH, SGLANG, VLLM, unsupported
+from glowplug.entrypoints.cli.flags.engine_table import ALWAYS_ON, FLAGS, byte_count
+from glowplug.entrypoints.cli.flags.foreign import ALTERNATIVES, BOTH, SGLANG, VLLM, unsupported
+from glowplug.entrypoints.cli.flags.layer import (
+    Given,
+    Parser,
+    add_engine_options,
+    read_command_line,
+)
 
 
 def given(plugins: PluginSet, *words: str) -> Given:

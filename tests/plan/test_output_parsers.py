@@ -12,7 +12,12 @@ import pytest
 
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.entrypoints.cli.flags import Given, Parser, add_engine_options, read_command_line
+from glowplug.entrypoints.cli.flags.layer import (
+    Given,
+    Parser,
+    add_engine_options,
+    read_command_line,
+)
 
 CALLS = """
 from typing import Literal

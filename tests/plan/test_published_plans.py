@@ -18,8 +18,8 @@ import pytest
 from glowplug.core.errors import PlanRefused
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.entrypoints.cli.flag_table import FLAGS
-from glowplug.entrypoints.cli.flags import Parser, add_engine_options, read_command_line
+from glowplug.entrypoints.cli.flags.engine_table import FLAGS
+from glowplug.entrypoints.cli.flags.layer import Parser, add_engine_options, read_command_line
 from tests.plan.test_flags import PUBLISHED
 from tests.plan.test_foreign_flags import TAKEN
 from tests.support.published import LITE, SLICE, V3, command_lines, machine_for, with_shape

@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 from glowplug.core.errors import ConfigError, Refusal
-from glowplug.entrypoints.cli.flags import (
+from glowplug.entrypoints.cli.flags.layer import (
     add_engine_options as add_engine_options,
     read_command_line,
 )

@@ -24,7 +24,7 @@ from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols.tuning import TableTuner, TuneTable
 from glowplug.core.startup.layer_shapes import layer_shapes
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
-from glowplug.entrypoints.cli.flags import add_engine_options, read_command_line
+from glowplug.entrypoints.cli.flags.layer import add_engine_options, read_command_line
 from glowplug.entrypoints.cli.tune_workers import run_workers
 
 FACTS_REFUSED = Refusal(

@@ -7,7 +7,7 @@ from typing import Any
 
 from glowplug.core.config.files import Layer
 from glowplug.core.plan.plan import Decision
-from glowplug.entrypoints.cli.flag_table import Flag
+from glowplug.entrypoints.cli.flags.engine_table import Flag
 
 SECTION = "parallel"
 TENSOR = "tensor"

@@ -25,9 +25,9 @@ from glowplug.core.facts.model_folder import EMBEDDED
 from glowplug.core.plan.plan import Decision, EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.entrypoints.cli.flag_table import ALWAYS_ON, FLAGS, NO_EFFECT, Flag
-from glowplug.entrypoints.cli.parallel_flags import SECTION, SIZE_FIELDS, arrange, larger_than_one
-from glowplug.entrypoints.cli.parser_flags import without_wrong_parsers
+from glowplug.entrypoints.cli.flags.engine_table import ALWAYS_ON, FLAGS, NO_EFFECT, Flag
+from glowplug.entrypoints.cli.flags.output_parsers import without_wrong_parsers
+from glowplug.entrypoints.cli.flags.parallel import SECTION, SIZE_FIELDS, arrange, larger_than_one
 
 _NUMBER = re.compile(r"-\d+(?:\.\d+)?")
 VALUE_CHARS_MAX = 200  #: longest part of a flag's value that messages show
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, name: str) -> str:
         """Return the error for an unknown flag."""
-        from glowplug.entrypoints.cli.foreign_flags import unsupported
+        from glowplug.entrypoints.cli.flags.foreign import unsupported
 
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]
         reason = unsupported(name, known)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from glowplug.entrypoints.cli.flag_table import ALWAYS_ON
+from glowplug.entrypoints.cli.flags.engine_table import ALWAYS_ON
 
 #: (pattern that is searched in a name, the alternative); the first match counts
 ALTERNATIVES: tuple[tuple[str, str], ...] = (
