@@ -23,7 +23,8 @@ from glowplug.entrypoints.bench.load.http_stream import ServerTarget, call
 from glowplug.entrypoints.bench.load.load import Load, drive
 from glowplug.entrypoints.bench.load.local_server import MODEL, LocalServer
 from glowplug.entrypoints.bench.others import report
-from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.others.engine_options import engine_config
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 from glowplug.entrypoints.front import event_loop
 
 if TYPE_CHECKING:

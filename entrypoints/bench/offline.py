@@ -15,8 +15,9 @@ from typing import Any
 from glowplug.core.errors import GlowplugError
 from glowplug.entrypoints.bench.load.datasets import random_lengths
 from glowplug.entrypoints.bench.others import report
-from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.bench.others.in_process import traced
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

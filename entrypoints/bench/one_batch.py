@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from glowplug.core.errors import EngineDead, GlowplugError
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions
-from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.bench.others.floor import card_bandwidth, known_card, plan_floor
 from glowplug.entrypoints.bench.others.in_process import (
     BatchTimes,
@@ -24,6 +24,7 @@ from glowplug.entrypoints.bench.others.in_process import (
     run_static_batch,
     traced,
 )
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 
 if TYPE_CHECKING:
     from glowplug.entrypoints.front.llm import LLM

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import ConfigError, EngineDead, PlanRefused
 from glowplug.entrypoints.bench.others import report
-from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.others.engine_options import engine_config
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 
 if TYPE_CHECKING:
     from glowplug.entrypoints.front.llm import LLM

@@ -15,7 +15,7 @@ from typing import Any
 from glowplug.core.errors import GlowplugError, PlanRefused, PluginLoadError
 from glowplug.entrypoints.cli import usage as command_list
 from glowplug.entrypoints.cli.exit_codes import FAILED, OK, REFUSED
-from glowplug.entrypoints.cli.flags.layer import Parser
+from glowplug.entrypoints.cli.flags.parser import Parser
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,10 @@ import pytest
 from glowplug.core.errors import PlanRefused
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.entrypoints.cli.flags.engine_table import FLAGS
-from glowplug.entrypoints.cli.flags.layer import Parser, add_engine_options, read_command_line
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
+from glowplug.entrypoints.cli.flags.command_line import read_command_line
+from glowplug.entrypoints.cli.flags.parser import Parser
+from glowplug.entrypoints.cli.flags.table import FLAGS
 from tests.plan.test_flags import PUBLISHED
 from tests.plan.test_foreign_flags import TAKEN
 from tests.support.published import LITE, SLICE, V3, command_lines, machine_for, with_shape

@@ -24,7 +24,8 @@ from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols.tuning import TableTuner, TuneTable
 from glowplug.core.startup.layer_shapes import layer_shapes
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
-from glowplug.entrypoints.cli.flags.layer import add_engine_options, read_command_line
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
+from glowplug.entrypoints.cli.flags.command_line import read_command_line
 from glowplug.entrypoints.cli.tune_workers import run_workers
 
 FACTS_REFUSED = Refusal(
