@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from glowplug import __version__
 from glowplug.core.errors import EngineDead, RequestError
-from glowplug.core.step.request import SamplingParams
+from glowplug.core.step.request import Admission, SamplingParams
 from glowplug.entrypoints.server.context import Context, get_context
 from glowplug.entrypoints.server.errors import Unavailable, sanitise
 from glowplug.entrypoints.server.generate.job import Job
@@ -63,12 +63,9 @@ async def health_generate(context: Server) -> Response:
 
 async def _generate_token(context: Context) -> None:
     """Generate one token at the highest priority."""
-    job = Job(
-        "health",
-        [[0]],
-        [SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)],
-        priority=-(1 << 20),
-    )
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    first = Admission(priority=-(1 << 20))
+    job = Job("health", [context.client.check([0], params)], first)
     async with aclosing(job.run(context)) as source:
         async for _ in source:
             pass

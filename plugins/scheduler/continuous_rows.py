@@ -155,7 +155,7 @@ class Rows:
         held = table.leave(row)
         self.pages.give(held[whole:])
         if whole > shared:
-            self.pages.give(self.cache.insert(tokens, held[:whole], sequence.salt))
+            self.pages.give(self.cache.insert(tokens, held[:whole], sequence.admission.salt))
         self.cache.lock(self._locks.pop(row), -1)
         self._leave(row)
         return sequence
@@ -210,8 +210,8 @@ class Rows:
             return
         tokens = table.tokens[row, : whole * table.page_size]
         mine = table.pages[row, :whole].copy()
-        unneeded = self.cache.insert(tokens, mine, sequence.salt)
-        match = self.cache.match(tokens, sequence.salt)
+        unneeded = self.cache.insert(tokens, mine, sequence.admission.salt)
+        match = self.cache.match(tokens, sequence.admission.salt)
         self.cache.lock(match, 1)
         self.cache.lock(self._locks[row], -1)
         self._locks[row] = match
@@ -240,7 +240,7 @@ class Rows:
         size = self.table.page_size
         if not self.cache.shares or self.base[row] <= size:
             return None
-        return sequence.salt, self.table.tokens[row, :size].tobytes()
+        return sequence.admission.salt, self.table.tokens[row, :size].tobytes()
 
     def _forget_first_page(self, row: int, sequence: Sequence) -> None:
         key = self._first_page(row, sequence)

@@ -56,16 +56,17 @@ async def generate(
         request,
         context,
         request_id(request, rid),
+        body,
         given,
         params,
         n=n,
-        priority=body.priority or 0,
-        salt=body.cache_salt or "",
         places=list(sampling),
     )
     names = _sequence_ids(job, body)
     job.rids = names if isinstance(body.rid, list) else None
-    outputs = NativeOutputs(context, body, names, job.prompts)
+    outputs = NativeOutputs(
+        context, body, names, [prompt.ids for prompt in given for _ in range(n)]
+    )
     single = n == 1 and _is_single(body)
     if body.stream:
         source = _stream(context, job, outputs, single)
@@ -126,7 +127,7 @@ def _sequence_ids(job: Job, body: GenerateRequest) -> list[str]:
 
     It is the request's id, with a number appended if there are several sequences.
     """
-    count = len(job.prompts)
+    count = len(job.sequences)
     if isinstance(body.rid, list):
         if len(body.rid) != count:
             raise RequestError(f"{count} sequences but {len(body.rid)} rids", param="rid")
