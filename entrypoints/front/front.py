@@ -81,6 +81,18 @@ class Stream:
     done: bool = False
     prompt_logprobs: Logprobs | None = None
 
+    def count(self, tokens: int, now: float) -> None:
+        """Count new tokens, received at the time ``now``."""
+        self.output_tokens += tokens
+        self.last = now
+        if self.first is None:
+            self.first = now
+
+    def times(self) -> Times:
+        """Return the times of the phases so far."""
+        decode = None if self.first is None else self.last - self.first
+        return Times(self.queued, self.prefill, decode)
+
 
 @dataclass(slots=True)
 class Received:
@@ -276,6 +288,25 @@ class Front:
 
     def _step(self, output: StepOutput, received: Received) -> None:
         """Add the deltas of one engine step to ``received``."""
+        self._note_progress(output)
+        ends = {finished.id: finished for finished in output.finished}
+        logprobs = dict(output.logprobs)
+        at = 0
+        for i, id in enumerate(output.ids):
+            count = output.counts[i] if output.counts else 1
+            tokens = output.tokens[at : at + count]
+            at += count
+            stream = self.streams.get(id)
+            if stream is not None:
+                delta = self._delta(stream, tokens, logprobs.get(id), ends.pop(id, None))
+                received.deltas.append((stream, delta))
+        for finished in ends.values():
+            stream = self.streams.get(finished.id)
+            if stream is not None:
+                received.deltas.append((stream, self._delta(stream, [], None, finished)))
+
+    def _note_progress(self, output: StepOutput) -> None:
+        """Store the statistics, admissions and prompt log-probabilities of one engine step."""
         if output.stats is not None:
             self.groups[output.stats.group] = output.stats
             self.stats = total(self.groups.values())
@@ -290,22 +321,6 @@ class Front:
                 stream.prefill = seconds
         for id, scores in output.prompt_logprobs:
             self._prompt_scores(id, scores)
-        ends = {finished.id: finished for finished in output.finished}
-        logprobs = dict(output.logprobs)
-        at = 0
-        for i, id in enumerate(output.ids):
-            count = output.counts[i] if output.counts else 1
-            tokens = output.tokens[at : at + count]
-            at += count
-            stream = self.streams.get(id)
-            if stream is not None:
-                received.deltas.append(
-                    (stream, self._delta(stream, tokens, logprobs.get(id), ends.pop(id, None)))
-                )
-        for finished in ends.values():
-            stream = self.streams.get(finished.id)
-            if stream is not None:
-                received.deltas.append((stream, self._delta(stream, [], None, finished)))
 
     def _prompt_scores(self, id: int, scores: Logprobs) -> None:
         """Add log-probabilities of a part of the prompt."""
@@ -322,10 +337,7 @@ class Front:
     ) -> Delta:
         """Return the delta for new tokens and, if the sequence has ended, for its end."""
         if tokens:
-            stream.output_tokens += len(tokens)
-            stream.last = self.last_received
-            if stream.first is None:
-                stream.first = self.last_received
+            stream.count(len(tokens), self.last_received)
         delta = Delta(
             token_ids=tokens,
             logprobs=logprobs,
@@ -343,8 +355,7 @@ class Front:
             delta.error = end.error
             delta.error_code = end.error_code
         if delta.finish_reason is not None:
-            decode = None if stream.first is None else stream.last - stream.first
-            delta.times = Times(stream.queued, stream.prefill, decode)
+            delta.times = stream.times()
             stream.done = True
             self.streams.pop(stream.id, None)
         return delta

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from glowplug.core.errors import EngineDead, RequestError
@@ -288,11 +289,7 @@ class LLM:
         """
         checked = [self._front.check(ids, one) for ids, one in zip(prompts, params, strict=True)]
         results = [Completion(ids) for ids in prompts]
-        waiting = deque(
-            choice
-            for result, request in zip(results, checked, strict=True)
-            for choice in _choices(result, request)
-        )
+        waiting = deque(chain.from_iterable(map(_choices, results, checked)))
         running: dict[Stream, Completion] = {}
         box: list[StreamDelta] = []
         max_submitted = self.plan.sizes.max_running + self.plan.sizes.max_queued
@@ -304,14 +301,18 @@ class LLM:
                     running[stream] = completion
                     self._boxes[stream] = box
                 self._receive_frame()
-                for stream, delta in box:
-                    running[stream].take(delta)
-                    if delta.finish_reason is not None:
-                        del running[stream], self._boxes[stream]
-                box.clear()
+                self._take_all(box, running)
         finally:
             self._abandon(list(running))
         return results
+
+    def _take_all(self, box: list[StreamDelta], running: dict[Stream, Completion]) -> None:
+        """Add the deltas in ``box`` to their completions; ended ones leave ``running``."""
+        for stream, delta in box:
+            running[stream].take(delta)
+            if delta.finish_reason is not None:
+                del running[stream], self._boxes[stream]
+        box.clear()
 
     def _receive_frame(self) -> list[Reply]:
         """Receive one frame, store its deltas and return its replies."""

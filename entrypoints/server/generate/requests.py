@@ -12,6 +12,7 @@ from fastapi import Request
 
 from glowplug.core.errors import RequestError
 from glowplug.core.step.request import Admission, SamplingParams
+from glowplug.entrypoints.front.front import CheckedRequest
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.generate.job import Job
 from glowplug.entrypoints.server.generate.params import choices, field_errors_at, unknown_fields
@@ -115,10 +116,7 @@ def make_job(
     """
     context.require_ready()
     _check_count(context, n, len(prompts))
-    checked = []
-    for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-        with field_errors_at(places[min(number, len(places) - 1)]):
-            checked.append(context.client.check(prompt.ids, one))
+    checked = _checked(context, prompts, params, places)
     record: RequestRecord | None = request.scope.get(RECORD)
     if record is not None:
         record.begin(rid, sum(len(prompt.ids) for prompt in prompts))
@@ -138,6 +136,20 @@ def _check_count(context: Context, n: int, prompts: int) -> None:
         raise RequestError(
             f"n x prompts is {n * prompts}, and at most {max_sequences} are allowed", param="n"
         )
+
+
+def _checked(
+    context: Context,
+    prompts: list[TokenizedPrompt],
+    params: list[SamplingParams],
+    places: Sequence[str],
+) -> list[CheckedRequest]:
+    """Check each prompt with its parameters. ``places``: see :func:`make_job`."""
+    checked = []
+    for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        with field_errors_at(places[min(number, len(places) - 1)]):
+            checked.append(context.client.check(prompt.ids, one))
+    return checked
 
 
 def _admission(request: Request, context: Context, body: AdmissionFields) -> Admission:

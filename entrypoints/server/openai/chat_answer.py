@@ -209,32 +209,37 @@ class ChatChunks(ChatAnswer):
         """Return the events of a delta of choice ``index``; b"" if there is nothing to send yet."""
         choice = self.choices[index]
         reasoning, content, logprobs = self.take(index, delta)
-        parts: list[bytes] = []
-        if not choice.started:
-            choice.started = True
-            parts.append(self._first(index))
+        parts: list[bytes] = [] if choice.started else [self._first(index)]
+        choice.started = True
         if not self.request.stream_reasoning:
-            reasoning = self._hold(
-                choice, reasoning, bool(content) or delta.finish_reason is not None
-            )
+            complete = bool(content) or delta.finish_reason is not None
+            reasoning = self._hold(choice, reasoning, complete)
         ids = delta.token_ids if self.request.return_token_ids else None
         if reasoning:
-            parts.append(
-                self._events.of(
-                    self._fields(index, self._with_reasoning({}, reasoning), logprobs, ids)
-                )
-            )
+            parts.append(self._event(index, self._with_reasoning({}, reasoning), logprobs, ids))
             logprobs = None
             ids = None
         if logprobs or ids or (content and self.counts_always):
-            parts.append(self._events.of(self._fields(index, {"content": content}, logprobs, ids)))
+            parts.append(self._event(index, {"content": content}, logprobs, ids))
         elif content:
             parts.append(self._plain(index, choice, content))
         if delta.finish_reason is not None:
-            parts.append(
-                self._events.of({**self._fields(index, {}), **ending_fields(self._context, delta)})
-            )
+            parts.append(self._last(index, delta))
         return b"".join(parts)
+
+    def _event(
+        self,
+        index: int,
+        message: dict[str, Any],
+        logprobs: list[dict[str, Any]] | None,
+        ids: list[int] | None,
+    ) -> bytes:
+        """Return the event of a chunk with the fields ``message``."""
+        return self._events.of(self._fields(index, message, logprobs, ids))
+
+    def _last(self, index: int, delta: Delta) -> bytes:
+        """Return the event of the last chunk, with the finish reason."""
+        return self._events.of({**self._fields(index, {}), **ending_fields(self._context, delta)})
 
     def _plain(self, index: int, choice: ChatChoiceState, content: str) -> bytes:
         """Return the event of a chunk with nothing but content.
