@@ -65,6 +65,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Compare the engines, print the figures, and return the exit status.
+
+    Returns:
+        0; 2 if the model or an option is refused, or a run failed.
+    """
     try:
         config = {**engine_config(args), "dtype": "float32", "device": "cpu"}
         result = compare(args, config)
@@ -103,6 +108,11 @@ def compare(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sides(args: argparse.Namespace, llm: LLM, rounds: list[Ids]) -> dict[str, Any]:
+    """Measure both engines round by round on the same prompts.
+
+    Returns:
+        Median rates in output tokens per second, the ratios, and the share of equal greedy tokens.
+    """
     from glowplug.entrypoints.bench.others.transformers_side import TransformersSide
 
     transformers_side = TransformersSide(llm.plan.facts.model.path)
@@ -188,6 +198,14 @@ def _serving(
 
 
 def _served(target: ServerTarget, prompts: Ids, count: int) -> float:
+    """Send the prompts to a server with an empty cache.
+
+    Returns:
+        Output tokens per second.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
     requests = [BenchPrompt(len(ids), count, ids=ids) for ids in prompts]
     status, body = event_loop.run(call(target, "POST", "/flush_cache", {}))
     if status != 200:
@@ -204,6 +222,7 @@ def _served(target: ServerTarget, prompts: Ids, count: int) -> float:
 
 
 def _conditions(args: argparse.Namespace, llm: LLM) -> dict[str, Any]:
+    """Return the conditions of the measurement for the record."""
     import platform
 
     import torch

@@ -272,6 +272,21 @@ def _measure_variant(
     times: Mapping[int, int],
     rates: tuple[float, float],
 ) -> list[dict[str, Any]]:
+    """Measure the calls of one variant.
+
+    Args:
+        variant: the variant.
+        plan: its plan.
+        plugins: the loaded plugins.
+        shapes: the steps to measure.
+        slots: slots whose calls are timed.
+        before: rows of the plan's own choice, with which results are compared.
+        times: by layer of the cut model, the layers of the whole model that it represents.
+        rates: (bytes, operations) per second of the device; 0 if unknown.
+
+    Returns:
+        A row for each distinct call.
+    """
     import torch
 
     from glowplug.entrypoints.bench.kernel.timing import seconds
@@ -317,6 +332,7 @@ def _provider(variant: Variant, plan: EnginePlan, slot: str) -> str:
 def _row(
     call: Call, step: str, provider: str, spent: float, rates: tuple[float, float]
 ) -> dict[str, Any]:
+    """Return the row of one call. ``spent``: seconds that it took; ``rates``: see `_measure_variant`."""
     bandwidth, matrix_rate = rates
     floor = max(
         call.moved / bandwidth if bandwidth else 0.0,
@@ -379,6 +395,7 @@ def _order(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _cells(row: dict[str, Any]) -> list[object]:
+    """Return the cells of a row as the tables show them."""
     share = row["share_of_floor"]
     differs = row["differs"]
     return [

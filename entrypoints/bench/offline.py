@@ -56,6 +56,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure, print the median run, and return the exit status.
+
+    Returns:
+        0; 2 if the model or an option is refused.
+    """
     try:
         config = {"skip_tokenizer": True, **engine_config(args)}
         records = _measure(args, config)
@@ -70,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the record of each measured run, after a warm-up run."""
     from msgspec.structs import asdict
 
     from glowplug.core.step.request import SamplingParams
@@ -113,6 +119,7 @@ def _measure(args: argparse.Namespace, config: dict[str, Any]) -> list[dict[str,
 def _record(
     args: argparse.Namespace, device: str, prompt: int, generated: int, duration: float
 ) -> dict[str, Any]:
+    """Return the throughput of one run. ``prompt`` and ``generated``: tokens of all requests."""
     return {
         "num_prompts": args.num_prompts,
         "total_input_tokens": prompt,

@@ -158,6 +158,7 @@ def static_config(
 def _run(
     args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[int, int, int]]
 ) -> int:
+    """Measure all shapes, write and print the records, and return the exit status."""
     from glowplug.entrypoints.front.llm import LLM
 
     with LLM(**config) as llm:

@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace) -> int:
+    """Measure every concurrency, print and save the records, and return the exit status."""
     target = _target(args)
     metrics.parse_goodput(args.goodput)  # fails before the run starts if invalid
     server = await _look(target, args)
@@ -88,6 +89,11 @@ def _sweep(args: argparse.Namespace) -> list[tuple[int | None, int]]:
 
 
 def _target(args: argparse.Namespace) -> ServerTarget:
+    """Return the server that the options name.
+
+    Raises:
+        ValueError: a header is malformed.
+    """
     headers = [("Authorization", f"Bearer {args.api_key}")] if args.api_key else []
     for pair in args.header:
         name, separator, value = pair.partition("=")
@@ -154,6 +160,7 @@ async def _json(target: ServerTarget, path: str) -> dict[str, Any] | None:
 def _prompts(
     args: argparse.Namespace, server: MeasuredServer, count: int
 ) -> list[datasets.BenchPrompt]:
+    """Return ``count`` prompts, from the dataset or random."""
     encode, decode, vocab = (
         datasets.file_tokenizer(args.tokenizer) if args.tokenizer else (None, None, None)
     )
@@ -188,6 +195,14 @@ async def _measure_one(
     prompts: list[datasets.BenchPrompt],
     concurrency: int | None,
 ) -> tuple[metrics.Record, list[Outcome]]:
+    """Measure one concurrency, after the warm-up.
+
+    Returns:
+        The record and the outcomes of all requests.
+
+    Raises:
+        ValueError: the warm-up failed.
+    """
     backend = BACKENDS[args.backend]
     request = Request(
         server.model, args.temperature, not args.disable_ignore_eos, args.extra_request_body
@@ -271,6 +286,7 @@ def _conditions(
 
 
 def _save(args: argparse.Namespace, record: metrics.Record, outcomes: list[Outcome]) -> None:
+    """Write the record to the files that the options name."""
     whole = record | metrics.details(outcomes) if args.output_details else record
     if args.output_file:
         report.append_line(Path(args.output_file), whole)

@@ -87,6 +87,7 @@ class Mixture:
 
     @property
     def marks(self) -> dict[str, object]:
+        """Return the row's cells in the columns of the features."""
         return {
             "ranks": self.ranks,
             "radix": _mark(self.radix),
@@ -217,6 +218,11 @@ class QueryAnswer:
 
 
 def _ask_all(llm: LLM, args: argparse.Namespace) -> tuple[dict[str, Any], list[list[int]]]:
+    """Measure all questions, one at a time.
+
+    Returns:
+        The figures of the row, and the tokens of each answer in the first round.
+    """
     questions = args.questions or QUESTIONS
     _ask(llm, questions[0], args.max_tokens)  # warm-up
     before = _drafts(llm)
@@ -279,6 +285,7 @@ def one_line(row: dict[str, Any]) -> str:
 
 
 def _conditions(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the conditions of the measurement for the record."""
     import torch
 
     return {

@@ -205,6 +205,7 @@ class Soak:
             self.held += time.monotonic() - began
 
     def _submit(self) -> None:
+        """Submit the next request, which the engine has to accept or refuse as expected."""
         wanted = self.mix.next()
         try:
             stream = self.llm.submit(wanted.prompt, wanted.params)
@@ -218,6 +219,7 @@ class Soak:
         self._running[stream] = wanted
 
     def _poll(self) -> None:
+        """Receive one frame of deltas, and abort the requests that are due."""
         for stream, delta in self.llm.poll():
             wanted = self._running.get(stream)
             if wanted is None:
@@ -233,6 +235,7 @@ class Soak:
             self.least_free = min(self.least_free, stats.pages_free + stats.pages_evictable)
 
     def _ended(self, stream: Stream, wanted: WantedRequest, reason: str, error: str | None) -> None:
+        """Count the end of a request and check it."""
         del self._running[stream]
         self.ends[reason] += 1
         if reason not in ("stop", "length", "given up"):
@@ -243,6 +246,7 @@ class Soak:
     # ---- pauses ----------------------------------------------------------------------------------
 
     def _pause(self) -> None:
+        """Check pages, memory and answers while nothing runs, and write the results so far."""
         pages = self.llm.control("check")
         if pages["free"] + pages["evictable"] != pages["total"]:
             self.failures.append(
@@ -265,6 +269,7 @@ class Soak:
         self._hold()
 
     def _ask_again(self) -> None:
+        """Repeat the questions and count the answers that differ from the first ones."""
         from glowplug.core.step.request import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
@@ -322,6 +327,7 @@ class Soak:
         )
 
     def result(self, finished: bool = True) -> dict[str, Any]:
+        """Return the figures of the run so far."""
         stats = self.llm.stats
         return {
             "minutes": round(self.loaded / 60, 3),

@@ -255,10 +255,12 @@ class LLM:
     # ---- inside ----------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
+        """Raise EngineDead if the engine is closed."""
         if self._closed:
             raise EngineDead("this LLM is closed")
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
+        """Return the token ids of a prompt."""
         if not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
@@ -268,6 +270,7 @@ class LLM:
         return self.tokenizer.encode(prompt)
 
     def _chat_ids(self, messages: list[Message], template: dict[str, Any]) -> list[int]:
+        """Return the token ids of a rendered conversation."""
         if self.tokenizer is None:
             raise RequestError(
                 "this engine runs without a tokenizer: chat needs one", param="messages"

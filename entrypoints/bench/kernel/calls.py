@@ -101,6 +101,15 @@ class CallRecorder:
         function: Callable[..., Any],
         cost: Costing = lambda args: Cost(),
     ) -> Any:
+        """Return ``function`` with its calls recorded.
+
+        Args:
+            slot: slot that the call crosses.
+            name: name of the kernel in the tables.
+            function: the function.
+            cost: returns the least cost of a call, from its arguments.
+        """
+
         def recorded(*args: Any) -> Any:
             if self.batch is None or self._inside:
                 return function(*args)
@@ -123,6 +132,7 @@ class CallRecorder:
         result: Any,
         cost: Cost,
     ) -> None:
+        """Record a call with the bytes and operations that it has to move and compute."""
         inputs = _tensors(args)
         outputs = _tensors((result,))
         new = [
@@ -153,6 +163,7 @@ class CallRecorder:
 
 
 def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
+    """Return all tensors among ``values``, those in nested lists and tuples included."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -214,6 +225,7 @@ class RecordedAttention:
         return self._recorder.wrap("attention", name, found, self._cost)
 
     def _cost(self, args: tuple[Any, ...]) -> Cost:
+        """Return the least cost of an attention call: the cached keys it reads, and its operations."""
         layer = args[-1]
         batch = self._recorder.batch
         plan = self._recorder.plan

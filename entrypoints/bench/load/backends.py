@@ -86,6 +86,7 @@ Read = Callable[[Payload, Outcome], bool]
 
 
 def _completion(prompt: BenchPrompt, request: Request) -> Payload:
+    """Return the body for OpenAI's ``/v1/completions``."""
     return {
         "model": request.model,
         "prompt": prompt.text if prompt.ids is None else prompt.ids,
@@ -105,6 +106,7 @@ def _chat(prompt: BenchPrompt, request: Request) -> Payload:
 
 
 def _generate(prompt: BenchPrompt, request: Request) -> Payload:
+    """Return the body for SGLang's ``/generate``."""
     source = {"text": prompt.text} if prompt.ids is None else {"input_ids": prompt.ids}
     sampling = {
         "temperature": request.temperature,
@@ -122,6 +124,7 @@ def _usage(event: Payload, outcome: Outcome) -> None:
 
 
 def _read_completion(event: Payload, outcome: Outcome) -> bool:
+    """Add an event of ``/v1/completions``; return whether it has a token."""
     _usage(event, outcome)
     choices = event.get("choices")
     if not choices:
@@ -134,6 +137,7 @@ def _read_completion(event: Payload, outcome: Outcome) -> bool:
 
 
 def _read_chat(event: Payload, outcome: Outcome) -> bool:
+    """Add an event of ``/v1/chat/completions``; return whether it has text."""
     _usage(event, outcome)
     choices = event.get("choices")
     if not choices:
@@ -147,6 +151,7 @@ def _read_chat(event: Payload, outcome: Outcome) -> bool:
 
 
 def _read_generate(event: Payload, outcome: Outcome) -> bool:
+    """Add an event of ``/generate``; return whether it has text."""
     meta = event.get("meta_info") or {}
     before = outcome.output_tokens
     outcome.output_tokens = meta.get("completion_tokens", before)
@@ -247,6 +252,7 @@ def outcome_of(asked: Asked, backend: Backend) -> Outcome:
 
 
 def _read(asked: Asked, backend: Backend, outcome: Outcome) -> None:
+    """Parse an answer into ``outcome``."""
     answer = read_answer(asked.pieces)
     if answer.status != 200:
         outcome.error = f"HTTP {answer.status}: {answer.read().decode(errors='replace')[:500]}"

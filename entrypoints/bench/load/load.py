@@ -57,6 +57,7 @@ def gaps(load: Load, count: int) -> list[float]:
 
 
 async def _departures(load: Load, prompts: Sequence[BenchPrompt]) -> AsyncIterator[BenchPrompt]:
+    """Yield each prompt when it is to be sent."""
     due = time.perf_counter()
     for gap, prompt in zip(gaps(load, len(prompts)), prompts):
         due += gap

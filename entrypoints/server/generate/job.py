@@ -195,6 +195,7 @@ class Meter:
             self._finish(delta)
 
     def _finish(self, delta: Delta) -> None:
+        """Observe the times and counts of a sequence that has ended."""
         metrics = self._metrics
         metrics.e2e.observe(time.monotonic() - self._arrival)
         metrics.phases(delta.times)

@@ -140,6 +140,7 @@ class ChatAnswer:
         return reasoning, content, logprobs
 
     def _with_reasoning(self, fields: dict[str, Any], reasoning: str | None) -> dict[str, Any]:
+        """Add ``reasoning`` to ``fields``, under both names if the server is configured so."""
         fields["reasoning_content"] = reasoning
         if self._context.options.emit_reasoning_alias:
             fields["reasoning"] = reasoning
@@ -171,6 +172,7 @@ class WholeChat(ChatAnswer):
         return body
 
     def _choice(self, index: int, choice: ChatChoiceState) -> dict[str, Any]:
+        """Return a choice of the ``chat.completion`` object."""
         assert choice.end is not None
         content = self.echoed + "".join(choice.content)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -273,6 +275,7 @@ class ChatChunks(ChatAnswer):
         logprobs: list[dict[str, Any]] | None = None,
         ids: list[int] | None = None,
     ) -> dict[str, Any]:
+        """Return a choice of a chunk. ``message``: the fields of its ``delta``."""
         choice = {
             "index": index,
             "delta": message,
