@@ -101,13 +101,13 @@ def compare(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
             [[rng.randrange(vocab) for _ in range(args.input_len)] for _ in range(args.concurrency)]
             for _ in range(args.repeat + 1)
         ]
-        result = _conditions(args, llm) | _sides(args, llm, rounds)
+        result = _conditions(args, llm) | _compare_rounds(args, llm, rounds)
         if not args.skip_serving:
             result |= _serving(args, llm, config, rounds[1:])
     return result
 
 
-def _sides(args: argparse.Namespace, llm: LLM, rounds: list[Ids]) -> dict[str, Any]:
+def _compare_rounds(args: argparse.Namespace, llm: LLM, rounds: list[Ids]) -> dict[str, Any]:
     """Measure both engines round by round on the same prompts.
 
     Returns:

@@ -19,7 +19,13 @@ from typing import Any
 import orjson
 
 from glowplug.entrypoints.bench.load import datasets, metrics
-from glowplug.entrypoints.bench.load.backends import BACKENDS, Outcome, Request, ask, outcome_of
+from glowplug.entrypoints.bench.load.backends import (
+    BACKENDS,
+    Outcome,
+    Request,
+    outcome_of,
+    send_prompt,
+)
 from glowplug.entrypoints.bench.load.http_stream import ServerTarget, call
 from glowplug.entrypoints.bench.load.load import Load, drive, progress
 from glowplug.entrypoints.bench.load.serving_options import configure as configure
@@ -55,7 +61,7 @@ async def _run(args: argparse.Namespace) -> int:
     """Measure every concurrency, print and save the records, and return the exit status."""
     target = _target(args)
     metrics.parse_goodput(args.goodput)  # fails before the run starts if invalid
-    server = await _look(target, args)
+    server = await _inspect_server(target, args)
     failed = 0
     for concurrency, count in _sweep(args):
         prompts = _prompts(args, server, count)
@@ -103,7 +109,7 @@ def _target(args: argparse.Namespace) -> ServerTarget:
     return ServerTarget(args.base_url or f"http://{args.host}:{args.port}", tuple(headers))
 
 
-async def _look(target: ServerTarget, args: argparse.Namespace) -> MeasuredServer:
+async def _inspect_server(target: ServerTarget, args: argparse.Namespace) -> MeasuredServer:
     """Wait for the server and read its model's name and, if it reports it, the vocabulary size."""
     await _ready(target, args.ready_check_timeout)
     status, body = await call(target, "GET", "/v1/models")
@@ -208,7 +214,7 @@ async def _measure_one(
         server.model, args.temperature, not args.disable_ignore_eos, args.extra_request_body
     )
     for _ in range(args.warmup_requests):
-        outcome = outcome_of(await ask(target, backend, prompts[0], request), backend)
+        outcome = outcome_of(await send_prompt(target, backend, prompts[0], request), backend)
         if not outcome.ok:
             raise ValueError(f"the warm-up request failed: {outcome.error}")
     if args.flush_cache:

@@ -189,7 +189,7 @@ def measure(
     try:
         with LLM(**mixture.config(given, args.threads)) as llm:
             ready = time.perf_counter() - started
-            figures, tokens = _ask_all(llm, args)
+            figures, tokens = _measure_questions(llm, args)
             return {
                 "runs": "yes",
                 "start s": round(ready, 2),
@@ -217,17 +217,20 @@ class QueryAnswer:
     tokens: list[int]
 
 
-def _ask_all(llm: LLM, args: argparse.Namespace) -> tuple[dict[str, Any], list[list[int]]]:
+def _measure_questions(
+    llm: LLM, args: argparse.Namespace
+) -> tuple[dict[str, Any], list[list[int]]]:
     """Measure all questions, one at a time.
 
     Returns:
         The figures of the row, and the tokens of each answer in the first round.
     """
     questions = args.questions or QUESTIONS
-    _ask(llm, questions[0], args.max_tokens)  # warm-up
+    _answer(llm, questions[0], args.max_tokens)  # warm-up
     before = _drafts(llm)
     rounds = [
-        [_ask(llm, question, args.max_tokens) for question in questions] for _ in range(args.repeat)
+        [_answer(llm, question, args.max_tokens) for question in questions]
+        for _ in range(args.repeat)
     ]
     drafted, accepted = (after - at for after, at in zip(_drafts(llm), before, strict=True))
     rates = [
@@ -248,7 +251,7 @@ def _ask_all(llm: LLM, args: argparse.Namespace) -> tuple[dict[str, Any], list[l
     }, [one.tokens for one in rounds[0]]
 
 
-def _ask(llm: LLM, question: str, most: int) -> QueryAnswer:
+def _answer(llm: LLM, question: str, most: int) -> QueryAnswer:
     """Generate one greedy answer with an empty prefix cache.
 
     The question is asked in think form if the model has one.

@@ -259,7 +259,7 @@ class Soak:
             self.failures.append(
                 f"the cache is empty, but only {pages['free']} of {pages['total']} pages are free"
             )
-        self._ask_again()
+        self._repeat_questions()
         self.llm.control("flush")
         memory = self.llm.control("memory")
         own = self.memory.bytes() if self.llm.plan.device == "cuda" else None
@@ -268,7 +268,7 @@ class Soak:
         self.write()
         self._hold()
 
-    def _ask_again(self) -> None:
+    def _repeat_questions(self) -> None:
         """Repeat the questions and count the answers that differ from the first ones."""
         from glowplug.core.step.request import SamplingParams
 

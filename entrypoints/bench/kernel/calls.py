@@ -118,12 +118,12 @@ class CallRecorder:
                 result = function(*args)
             finally:
                 self._inside = False
-            self._note(slot, name, function, args, result, cost(args))
+            self._record_call(slot, name, function, args, result, cost(args))
             return result
 
         return recorded
 
-    def _note(
+    def _record_call(
         self,
         slot: str,
         name: str,

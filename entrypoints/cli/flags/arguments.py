@@ -30,7 +30,7 @@ class _Collect(argparse.Action):
         namespace.engine_flags = [*given, added]
 
 
-class _Once(argparse.Action):
+class _UniqueValue(argparse.Action):
     """An action for options that may be repeated only with the same value."""
 
     def __call__(
@@ -49,7 +49,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add all engine flags and those of files, sheets and plugins."""
     group = parser.add_argument_group("engine")
     group.add_argument(
-        "--config", action=_Once, metavar="FILE", help="configuration in TOML, YAML or JSON"
+        "--config", action=_UniqueValue, metavar="FILE", help="configuration in TOML, YAML or JSON"
     )
     group.add_argument(
         "--set",
@@ -61,7 +61,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--facts",
-        action=_Once,
+        action=_UniqueValue,
         metavar="SHEET",
         help=f"plan for another machine, described by a file or one of {', '.join(sheet_names())}",
     )
