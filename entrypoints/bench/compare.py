@@ -115,33 +115,53 @@ def _compare_rounds(args: argparse.Namespace, llm: LLM, rounds: list[Ids]) -> di
     """
     from glowplug.entrypoints.bench.others.transformers_side import TransformersSide
 
-    transformers_side = TransformersSide(llm.plan.facts.model.path)
-    names = ("ours_batch1", "theirs_batch1", "ours_concurrent", "theirs_one_by_one")
-    rates: dict[str, list[float]] = {name: [] for name in names}
+    other = TransformersSide(llm.plan.facts.model.path)
+    warm_up, *measured = rounds
+    _warm_up(args, llm, other, warm_up)
+    rates: dict[str, list[float]] = {}
     agreements = []
-    for number, prompts in enumerate(rounds):
-        one, tokens = _generate(llm, prompts[:1], args.output_len)
-        expected, transformers_seconds = transformers_side.generate(prompts[0], args.output_len)
-        many, _ = _generate(llm, prompts, args.output_len)
-        if number == 0:
-            continue  # warm-up of both
-        reference_prompts = prompts[: args.reference_requests or len(prompts)]
-        rates["ours_batch1"].append(one)
-        rates["theirs_batch1"].append(args.output_len / transformers_seconds)
-        rates["ours_concurrent"].append(many)
-        rates["theirs_one_by_one"].append(
-            _one_by_one(transformers_side, reference_prompts, args.output_len)
-        )
-        agreements.append(_agreement(tokens[0], expected))
-    found = {name: median(values) for name, values in rates.items()}
+    for prompts in measured:
+        found, agreement = _measure_round(args, llm, other, prompts)
+        agreements.append(agreement)
+        for name, value in found.items():
+            rates.setdefault(name, []).append(value)
+    medians = {name: median(values) for name, values in rates.items()}
     return {
-        "transformers": transformers_side.version,
-        **{f"{name}_tokens_per_s": value for name, value in found.items()},
-        "speedup_batch1": found["ours_batch1"] / found["theirs_batch1"],
-        "speedup_concurrent": found["ours_concurrent"] / found["theirs_one_by_one"],
+        "transformers": other.version,
+        **{f"{name}_tokens_per_s": value for name, value in medians.items()},
+        "speedup_batch1": medians["ours_batch1"] / medians["theirs_batch1"],
+        "speedup_concurrent": medians["ours_concurrent"] / medians["theirs_one_by_one"],
         "equal_prefix_of_greedy_tokens": median(agreements),
         "all_rates": rates,
     }
+
+
+def _warm_up(args: argparse.Namespace, llm: LLM, other: TransformersSide, prompts: Ids) -> None:
+    """Run prompts of the measured sizes on both engines."""
+    _generate(llm, prompts[:1], args.output_len)
+    other.generate(prompts[0], args.output_len)
+    _generate(llm, prompts, args.output_len)
+
+
+def _measure_round(
+    args: argparse.Namespace, llm: LLM, other: TransformersSide, prompts: Ids
+) -> tuple[dict[str, float], float]:
+    """Measure both engines on one round of prompts.
+
+    Returns:
+        Rates in output tokens per second, and the share of equal greedy tokens.
+    """
+    one, tokens = _generate(llm, prompts[:1], args.output_len)
+    expected, seconds = other.generate(prompts[0], args.output_len)
+    many, _ = _generate(llm, prompts, args.output_len)
+    reference_prompts = prompts[: args.reference_requests or len(prompts)]
+    rates = {
+        "ours_batch1": one,
+        "theirs_batch1": args.output_len / seconds,
+        "ours_concurrent": many,
+        "theirs_one_by_one": _one_by_one(other, reference_prompts, args.output_len),
+    }
+    return rates, _agreement(tokens[0], expected)
 
 
 def _generate(llm: LLM, prompts: Ids, count: int) -> tuple[float, Ids]:

@@ -155,6 +155,40 @@ def static_config(
     }
 
 
+def _record_shape(
+    args: argparse.Namespace,
+    llm: LLM,
+    rng: random.Random,
+    shape: tuple[int, int, int],
+    bandwidth: float,
+) -> dict[str, Any]:
+    """Measure one shape and return its record, or one with the error that the engine reported.
+
+    Args:
+        args: options of the command.
+        llm: the engine.
+        rng: source of the prompts.
+        shape: (sequences, prompt tokens, tokens to generate).
+        bandwidth: bytes per second of the device's memory; 0 if unknown.
+
+    Raises:
+        EngineDead: the engine has stopped.
+    """
+    try:
+        return record(_measure(args, llm, rng, shape), args, llm, bandwidth)
+    except EngineDead:
+        raise
+    except GlowplugError as error:
+        print(error, file=sys.stderr)
+        batch, input_len, output_len = shape
+        return {
+            "batch_size": batch,
+            "input_len": input_len,
+            "output_len": output_len,
+            "error": str(error),
+        }
+
+
 def _run(
     args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[int, int, int]]
 ) -> int:
@@ -170,20 +204,7 @@ def _run(
         )
         records: list[dict[str, Any]] = []
         for shape in shapes:
-            try:
-                records.append(record(_measure(args, llm, rng, shape), args, llm, bandwidth))
-            except EngineDead:
-                raise
-            except GlowplugError as error:
-                print(error, file=sys.stderr)
-                records.append(
-                    {
-                        "batch_size": shape[0],
-                        "input_len": shape[1],
-                        "output_len": shape[2],
-                        "error": str(error),
-                    }
-                )
+            records.append(_record_shape(args, llm, rng, shape, bandwidth))
             if args.result_filename:
                 report.append_line(Path(args.result_filename), records[-1])
             if args.save:  # after each shape, so that an interrupted run keeps its results

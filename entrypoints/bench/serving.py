@@ -194,6 +194,21 @@ def _prompts(
     )
 
 
+async def _warm_up(
+    args: argparse.Namespace, target: ServerTarget, prompt: datasets.BenchPrompt, request: Request
+) -> None:
+    """Send the warm-up requests.
+
+    Raises:
+        ValueError: one failed.
+    """
+    backend = BACKENDS[args.backend]
+    for _ in range(args.warmup_requests):
+        outcome = outcome_of(await send_prompt(target, backend, prompt, request), backend)
+        if not outcome.ok:
+            raise ValueError(f"the warm-up request failed: {outcome.error}")
+
+
 async def _measure_one(
     args: argparse.Namespace,
     target: ServerTarget,
@@ -213,10 +228,7 @@ async def _measure_one(
     request = Request(
         server.model, args.temperature, not args.disable_ignore_eos, args.extra_request_body
     )
-    for _ in range(args.warmup_requests):
-        outcome = outcome_of(await send_prompt(target, backend, prompts[0], request), backend)
-        if not outcome.ok:
-            raise ValueError(f"the warm-up request failed: {outcome.error}")
+    await _warm_up(args, target, prompts[0], request)
     if args.flush_cache:
         await _expect_ok(target, "/flush_cache")
     if args.profile:
@@ -228,14 +240,11 @@ async def _measure_one(
     if args.profile:
         await _expect_ok(target, "/stop_profile")
     record = _conditions(args, server, len(prompts), concurrency)
-    record["device_idle_share"] = report.idle_share(
-        _stats(server.info), _stats(await _info(target))
-    )
+    after = await _info(target)
+    record["device_idle_share"] = report.idle_share(_stats(server.info), _stats(after))
+    goodput = metrics.parse_goodput(args.goodput)
     record |= metrics.measure(
-        outcomes,
-        duration,
-        percentiles=args.metric_percentiles,
-        goodput=metrics.parse_goodput(args.goodput),
+        outcomes, duration, percentiles=args.metric_percentiles, goodput=goodput
     )
     record["total_output_tokens_retokenized"] = _retokenized(args, outcomes)
     return record, outcomes

@@ -233,22 +233,27 @@ def _measure_questions(
         for _ in range(args.repeat)
     ]
     drafted, accepted = (after - at for after, at in zip(_drafts(llm), before, strict=True))
+    steps = llm.plan.sizes.width - 1
+    figures = _times(rounds)
+    figures["accept length"] = round(1 + accepted / (drafted / steps), 3) if drafted else "-"
+    figures["output tokens"] = sum(len(one.tokens) for one in rounds[0])
+    return figures, [one.tokens for one in rounds[0]]
+
+
+def _times(rounds: list[list[QueryAnswer]]) -> dict[str, Any]:
+    """Return the median times of all rounds, and the decode rate of each round."""
     rates = [
         sum(len(one.tokens) - 1 for one in answers) / sum(one.last - one.first for one in answers)
         for answers in rounds
     ]
-    every = [one for answers in rounds for one in answers]
-    steps = llm.plan.sizes.width - 1
+    latencies = [sum(one.last for one in answers) / len(answers) for answers in rounds]
+    first = median(one.first for answers in rounds for one in answers)
     return {
-        "TTFT ms": round(1e3 * median(one.first for one in every), 1),
-        "latency ms": round(
-            1e3 * median(sum(one.last for one in answers) / len(answers) for answers in rounds), 1
-        ),
+        "TTFT ms": round(1e3 * first, 1),
+        "latency ms": round(1e3 * median(latencies), 1),
         "TPS@1": round(median(rates), 1),
         "rates": rates,
-        "accept length": round(1 + accepted / (drafted / steps), 3) if drafted else "-",
-        "output tokens": sum(len(one.tokens) for one in rounds[0]),
-    }, [one.tokens for one in rounds[0]]
+    }
 
 
 def _answer(llm: LLM, question: str, most: int) -> QueryAnswer:

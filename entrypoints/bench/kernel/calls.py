@@ -224,15 +224,17 @@ class RecordedAttention:
             return found
         return self._recorder.wrap("attention", name, found, self._cost)
 
+    def _token_bytes(self) -> int:
+        """Return the bytes of one token in the cache of one layer."""
+        return sum(entry.token_bytes for entry in self._backend.kv_layout().entries)
+
     def _cost(self, args: tuple[Any, ...]) -> Cost:
         """Return the least cost of an attention call: the cached keys it reads, and its operations."""
         layer = args[-1]
         batch = self._recorder.batch
         plan = self._recorder.plan
         assert batch is not None
-        cached = sum(entry.token_bytes for entry in self._backend.kv_layout().entries) * int(
-            batch.kv_lens.sum()
-        )
+        cached = int(batch.kv_lens.sum()) * self._token_bytes()
         pairs = float(
             (batch.query_lens.astype(float) * (batch.kv_lens - (batch.query_lens - 1) / 2)).sum()
         )
