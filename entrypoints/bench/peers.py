@@ -320,7 +320,7 @@ def beside_offline(ours: Points, path: Path) -> Tables:
 
 
 def _row(metric: Metric, at: int, engines: Mapping[str, Points]) -> dict[str, Any]:
-    """Return the row of a metric at one point: every engine's value, and ours relative to others."""
+    """Return the row of a metric at one point: each engine's value and our relative speed."""
     values = {
         name: found[at][metric.key]
         for name, found in engines.items()

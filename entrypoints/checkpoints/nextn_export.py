@@ -49,8 +49,8 @@ def export(facts: ModelFacts, output: Path, *, force: bool = False) -> tuple[int
         The number of tensors and of bytes.
 
     Raises:
-        FactsError: the checkpoint has no next-token layer, ``output`` cannot be written, or the disk
-            is full; nothing has been written.
+        FactsError: the checkpoint has no next-token layer, ``output`` cannot be written, or the
+            disk is full; nothing has been written.
     """
     model = Path(facts.path)
     tensors = _layer_tensors(model, facts)

@@ -58,8 +58,8 @@ def values(plan: EnginePlan) -> Values:
     """Return every value of a plan by name.
 
     Decisions have the name of their field. The others are ``ranks``, ``hosts``, ``mesh.AXIS``,
-    ``sizes.NAME``, ``option.SLOT.NAME`` of the chosen components, ``template``, the source of the chat
-    template, and ``bytes``, the whole budget.
+    ``sizes.NAME``, ``option.SLOT.NAME`` of the chosen components, ``template``, the source of the
+    chat template, and ``bytes``, the whole budget.
     """
     named: Values = {decision.field: decision.value for decision in plan.decisions}
     named |= {"ranks": plan.ranks, "hosts": plan.hosts}

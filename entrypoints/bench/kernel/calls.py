@@ -229,7 +229,7 @@ class RecordedAttention:
         return sum(entry.token_bytes for entry in self._backend.kv_layout().entries)
 
     def _cost(self, args: tuple[Any, ...]) -> Cost:
-        """Return the least cost of an attention call: the cached keys it reads, and its operations."""
+        """Return the least cost of an attention call: cached keys to read, and operations."""
         layer = args[-1]
         batch = self._recorder.batch
         plan = self._recorder.plan
