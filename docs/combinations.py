@@ -186,8 +186,8 @@ def page(plugins: PluginSet, configs: dict[str, dict[str, Any]], table: Any) -> 
             "backend, quantization scheme and cache with every dtype and KV dtype; the components "
             "of the other slots are then varied one at a time. On 8 GPUs every combination is "
             "planned for 8 tensor-parallel ranks, and expert parallelism, data-parallel attention "
-            "and both are added. Components that need a package of their own occur only as what "
-            "`auto` may choose.\n",
+            "and both are added. Components that need a package of their own occur only where "
+            "`auto` chooses them.\n",
             "Each combination is either admitted or refused, and an admitted one must run. "
             "`tests/plan` starts a sample of a similar matrix on the CPU (all of it under the "
             "`slow` mark); `tests.gpu.combinations` runs those of "

@@ -125,8 +125,8 @@ def hooks_page() -> str:
         parts.append(f"## {phase[0].upper() + phase[1:]}\n")
         parts += [hook_entry(hook) for hook in hooks]
     parts.append(
-        "## Protocols\n\nWhat a component's factory must make, one a slot. The factory is called as "
-        "`factory(options, plan, worker)` in every rank.\n"
+        "## Protocols\n\nThe object that a component's factory returns has the methods of its "
+        "slot's protocol. The factory is called as `factory(options, plan, worker)` in every rank.\n"
     )
     parts += [protocol_entry(slot) for slot in SLOTS]
     return "\n".join(parts)
@@ -200,7 +200,7 @@ def slot_options(slot: Slot, plugins: PluginSet) -> str:
     ]
     shared = option_rows(base, frozenset({"use"})) if base else []
     if shared:
-        lines += ["Whatever `use` is:", "", table(HEAD, shared)]
+        lines += ["For every `use`:", "", table(HEAD, shared)]
     for found in plugins.components(slot.name):
         component = found.component
         lines += [f'### `use = "{component.name}"`', "", component.summary, ""]

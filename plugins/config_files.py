@@ -14,12 +14,14 @@ from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.plugins.config_lines import json_lines, toml_lines
 
 MAX_KEYS = 10_000  #: most keys of a YAML file, with its aliases expanded
+MAX_DEPTH = 32  #: deepest nesting of a YAML file
 #: the data and the line of every key, by dotted path
 Read = tuple[dict[str, Any], dict[str, int]]
 
 
 @hookimpl(trylast=True)
 def read_config_file(path: Path) -> Read | None:
+    """Return the data and lines of a TOML, YAML or JSON file; None for other files."""
     reader = {".toml": read_toml, ".yaml": read_yaml, ".yml": read_yaml, ".json": read_json}.get(
         path.suffix.lower()
     )
@@ -35,32 +37,33 @@ def read_config_file(path: Path) -> Read | None:
 
 
 def syntax_error(path: Path, line: int, message: str) -> ConfigError:
+    """Return the error of a file that cannot be parsed. ``line``: 0 if it is unknown."""
     where = f"{path.name}:{line}" if line else path.name
     return ConfigError(
         [Refusal("config", "--config", f"{where}: {message}", "correct the file")], path.name
     )
 
 
-def duplicates(path: Path, found: list[tuple[str, int]], read: Read) -> Read:
+def without_duplicates(path: Path, duplicates: list[tuple[str, int]], read: Read) -> Read:
     """Return ``read`` if no key is duplicated.
 
     Args:
         path: the file.
-        found: (dotted key, line) of every duplicate.
+        duplicates: (dotted key, line) of every duplicate.
         read: the data and lines read from the file.
 
     Raises:
         ConfigError: some keys are duplicated; it names each of them, and it contains ``read``, so
             that the rest of the file is checked too.
     """
-    if not found:
+    if not duplicates:
         return read
     raise ConfigError(
         [
             Refusal(
                 "config", key, f"{path.name}:{line}: the key is written twice", "keep one of them"
             )
-            for key, line in found
+            for key, line in duplicates
         ],
         path.name,
         read,
@@ -68,6 +71,7 @@ def duplicates(path: Path, found: list[tuple[str, int]], read: Read) -> Read:
 
 
 def read_toml(path: Path, text: str) -> Read:
+    """Return the data and lines of a TOML text."""
     import tomllib
 
     try:
@@ -81,6 +85,7 @@ def read_toml(path: Path, text: str) -> Read:
 
 
 def read_json(path: Path, text: str) -> Read:
+    """Return the data and lines of a JSON text."""
     import json
 
     try:
@@ -89,19 +94,19 @@ def read_json(path: Path, text: str) -> Read:
         raise syntax_error(
             path, getattr(error, "lineno", 0), getattr(error, "msg", str(error))
         ) from None
-    lines, twice = json_lines(text)
-    return duplicates(path, twice, (data, lines))
+    lines, duplicates = json_lines(text)
+    return without_duplicates(path, duplicates, (data, lines))
 
 
 def read_yaml(path: Path, text: str) -> Read:
+    """Return the data and lines of a YAML text."""
     import yaml
 
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
-        lines: dict[str, int] = {}
-        twice: list[tuple[str, int]] = []
-        _walk(node, "", lines, twice, 0)
+        keys = _YamlKeys()
+        keys.walk(node)
         data = loader.construct_document(node) if node is not None else {}
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 0
@@ -110,39 +115,53 @@ def read_yaml(path: Path, text: str) -> Read:
         raise syntax_error(path, 0, str(error)) from None
     finally:
         loader.dispose()
-    return duplicates(path, twice, (data, lines))
+    return without_duplicates(path, keys.duplicates, (data, keys.lines))
 
 
-def _walk(
-    node: Any, path: str, lines: dict[str, int], twice: list[tuple[str, int]], depth: int
-) -> None:
-    """Record the line of every key below ``node`` and the duplicate keys.
+class _YamlKeys:
+    """The keys of a YAML document.
 
-    Args:
-        node: the YAML node.
-        path: its dotted path.
-        lines: line by dotted path; filled here.
-        twice: (dotted path, line) of every duplicate key; filled here.
-        depth: nesting depth of ``node``.
-
-    Raises:
-        ValueError: the document has too many keys or is nested too deeply.
+    Attributes:
+        lines: line by dotted path.
+        duplicates: (dotted path, line) of every key that its mapping has already.
     """
-    import yaml
 
-    if depth > 32 or len(lines) > MAX_KEYS:
-        raise ValueError(f"more than {MAX_KEYS} keys, or sections nested more than 32 deep")
-    if isinstance(node, yaml.MappingNode):
+    def __init__(self) -> None:
+        self.lines: dict[str, int] = {}
+        self.duplicates: list[tuple[str, int]] = []
+
+    def walk(self, node: Any, path: str = "", depth: int = 0) -> None:
+        """Record every key below ``node``.
+
+        Args:
+            node: the YAML node.
+            path: its dotted path.
+            depth: its nesting depth.
+
+        Raises:
+            ValueError: the document has too many keys or is nested too deeply.
+        """
+        import yaml
+
+        if depth > MAX_DEPTH or len(self.lines) > MAX_KEYS:
+            raise ValueError(
+                f"more than {MAX_KEYS} keys, or sections nested more than {MAX_DEPTH} deep"
+            )
+        if isinstance(node, yaml.MappingNode):
+            self._walk_mapping(node, path, depth)
+        elif isinstance(node, yaml.SequenceNode):
+            for number, item in enumerate(node.value):
+                name = f"{path}.{number}"
+                self.lines[name] = item.start_mark.line + 1
+                self.walk(item, name, depth + 1)
+
+    def _walk_mapping(self, node: Any, path: str, depth: int) -> None:
         seen = set()
         for key, value in node.value:
             name = f"{path}.{key.value}" if path else str(key.value)
+            line = key.start_mark.line + 1
             if key.value in seen:
-                twice.append((name, key.start_mark.line + 1))
+                self.duplicates.append((name, line))
             seen.add(key.value)
-            lines[name] = key.start_mark.line + 1
-            _walk(value, name, lines, twice, depth + 1)
-    elif isinstance(node, yaml.SequenceNode):
-        for number, item in enumerate(node.value):
-            name = f"{path}.{number}"
-            lines[name] = item.start_mark.line + 1
-            _walk(item, name, lines, twice, depth + 1)
+            self.lines[name] = line
+            self.walk(value, name, depth + 1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from dataclasses import dataclass, field
 
 _PART = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
 _TOML_PART = re.compile(_PART)
@@ -17,6 +17,7 @@ _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+|\n')
 
 
 def _parts(key: str) -> list[str]:
+    """Return the parts of a dotted TOML key, without their quotes."""
     return [part.strip("\"'") for part in _TOML_PART.findall(key)]
 
 
@@ -98,6 +99,7 @@ def _scan(line: str, open_until: str, depth: int) -> tuple[str, int]:
 
 
 def _end_of_string(line: str, at: int) -> int:
+    """Return the index after the one-line string that begins at ``at``."""
     quote = line[at]
     at += 1
     while at < len(line) and line[at] != quote:
@@ -107,39 +109,72 @@ def _end_of_string(line: str, at: int) -> int:
 
 def json_lines(text: str) -> tuple[dict[str, int], list[tuple[str, int]]]:
     """Return (line by dotted path, duplicate keys with their lines) of a JSON text."""
-    lines: dict[str, int] = {}
-    twice: list[tuple[str, int]] = []
-    stack: list[Any] = []  # [path, next item's number or None for an object, keys seen]
-    line = 1
-    pending = ""
-    key = ""
+    scan = _JsonScan()
     for match in _JSON_TOKEN.finditer(text):
-        token = match[0]
+        scan.take(match[0])
+    return scan.lines, scan.duplicates
+
+
+@dataclass
+class _Open:
+    """An open object or list.
+
+    Attributes:
+        path: its dotted path.
+        number: number of the present item of a list; None for an object.
+        keys: keys of an object so far.
+    """
+
+    path: str
+    number: int | None
+    keys: set[str] = field(default_factory=set)
+
+    def inner(self, key: str) -> str:
+        """Return the path of the item with this key, or of the present item of a list."""
+        name = key if self.number is None else str(self.number)
+        return f"{self.path}.{name}" if self.path else name
+
+
+class _JsonScan:
+    """A scan over the tokens of a JSON text.
+
+    Attributes:
+        lines: line by dotted path.
+        duplicates: (dotted path, line) of every key that its object has already.
+    """
+
+    def __init__(self) -> None:
+        self.lines: dict[str, int] = {}
+        self.duplicates: list[tuple[str, int]] = []
+        self._open: list[_Open] = []
+        self._line = 1
+        self._key = ""
+        self._last = ""  # the last token other than a line break
+
+    def take(self, token: str) -> None:
+        """Take the next token."""
         if token == "\n":
-            line += 1
-        elif token == ":" and stack and stack[-1][1] is None:
-            key = json.loads(pending)
-            path = f"{stack[-1][0]}.{key}" if stack[-1][0] else key
-            if key in stack[-1][2]:
-                twice.append((path, line))
-            stack[-1][2].add(key)
-            lines[path] = line
+            self._line += 1
+            return
+        inside = self._open[-1] if self._open else None
+        if token == ":" and inside is not None and inside.number is None:
+            self._add_key(inside, json.loads(self._last))
         elif token in "{[":
-            path = _value_path(stack, key)
+            path = inside.inner(self._key) if inside is not None else ""
             if path:
-                lines.setdefault(path, line)
-            stack.append([path, None if token == "{" else 0, set()])
+                self.lines.setdefault(path, self._line)
+            self._open.append(_Open(path, None if token == "{" else 0))
         elif token in "}]":
-            stack.pop()
-        elif token == "," and stack and stack[-1][1] is not None:
-            stack[-1][1] += 1
-        pending = token if token != "\n" else pending
-    return lines, twice
+            self._open.pop()
+        elif token == "," and inside is not None and inside.number is not None:
+            inside.number += 1
+        self._last = token
 
-
-def _value_path(stack: list[Any], key: str) -> str:
-    if not stack:
-        return ""
-    path, number, _ = stack[-1]
-    name = key if number is None else str(number)
-    return f"{path}.{name}" if path else name
+    def _add_key(self, inside: _Open, key: str) -> None:
+        """Record a key of the object ``inside``."""
+        self._key = key
+        path = inside.inner(key)
+        if key in inside.keys:
+            self.duplicates.append((path, self._line))
+        inside.keys.add(key)
+        self.lines[path] = self._line

@@ -209,12 +209,9 @@ class Engine:
             id=message.id,
             prompt=message.prompt_ids,
             params=message.params,
-            priority=message.priority,
-            salt=message.salt,
+            admission=message.admission,
             arrival=self.clock(),
             stop_ids=frozenset(message.stop_ids),
-            timeout=message.timeout,
-            queue_timeout=message.queue_timeout,
         )
         if self._router is not None and not self._router.owns(sequence):
             return None

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from glowplug.core.step.request import SamplingParams
+from glowplug.core.step.request import Admission, SamplingParams
 
 
 class Submit(msgspec.Struct, tag="s", array_like=True):
@@ -32,6 +32,11 @@ class Submit(msgspec.Struct, tag="s", array_like=True):
     #: seconds from receipt after which the sequence ends with reason "timeout"; 0: none
     timeout: float = 0.0
     queue_timeout: float = 0.0  #: seconds that it may wait in the queue; 0: no limit
+
+    @property
+    def admission(self) -> Admission:
+        """Priority, salt and limits in time; they are separate fields of the message."""
+        return Admission(self.priority, self.salt, self.timeout, self.queue_timeout)
 
     @property
     def prompt_ids(self) -> NDArray[np.int32]:

@@ -185,6 +185,26 @@ _CHECKS: dict[str, _Check] = {
 _DEFAULTS = tuple((field.name, field.default) for field in msgspec.structs.fields(SamplingParams))
 
 
+@dataclass(frozen=True)
+class Admission:
+    """The conditions under which a sequence is admitted and may run.
+
+    Attributes:
+        priority: smaller numbers run earlier under the priority policy.
+        salt: prefix-cache salt; sequences share cached pages only under equal salts.
+        timeout: seconds from arrival after which the sequence ends; 0: never.
+        queue_timeout: seconds from arrival after which it ends while it is queued; 0: never.
+    """
+
+    priority: int = 0
+    salt: str = ""
+    timeout: float = 0.0
+    queue_timeout: float = 0.0
+
+
+DEFAULT_ADMISSION = Admission()  #: no priority, no salt, no limit in time
+
+
 @dataclass(eq=False)
 class Sequence:
     """One sequence in the scheduler. The front end makes several sequences of ``n > 1``.
@@ -193,16 +213,13 @@ class Sequence:
         id: engine-wide number, assigned by the front end.
         prompt: int32 [prompt_len] token ids.
         params: sampling parameters with ``n == 1`` and with ``max_tokens`` and ``seed`` set.
-        priority: smaller numbers run earlier under the priority policy.
-        salt: prefix-cache salt; sequences share cached pages only under equal salts.
+        admission: priority, prefix-cache salt and limits in time.
         arrival: monotonic time of its arrival at the engine, in seconds.
         output: committed output token ids.
         row: row in the sequence table while running, else -1.
         cached_tokens: prompt tokens found in the prefix cache at first admission.
         preemptions: number of times it was preempted.
         stop_ids: token ids that end it (eos unless ignored, and ``stop_token_ids``).
-        timeout: seconds from arrival after which it ends; 0: never.
-        queue_timeout: seconds from arrival after which it ends while it is queued; 0: never.
         started: monotonic time of this rank at which it first entered a row; None before.
         prefilled: its first token has been reported.
     """
@@ -210,12 +227,9 @@ class Sequence:
     id: int
     prompt: NDArray[np.int32]
     params: SamplingParams
-    priority: int = 0
-    salt: str = ""
+    admission: Admission = DEFAULT_ADMISSION
     arrival: float = 0.0
     stop_ids: frozenset[int] = frozenset()
-    timeout: float = 0.0
-    queue_timeout: float = 0.0
     output: list[int] = field(default_factory=list)
     row: int = -1
     cached_tokens: int = 0

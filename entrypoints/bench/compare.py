@@ -23,7 +23,8 @@ from glowplug.entrypoints.bench.load.http_stream import ServerTarget, call
 from glowplug.entrypoints.bench.load.load import Load, drive
 from glowplug.entrypoints.bench.load.local_server import MODEL, LocalServer
 from glowplug.entrypoints.bench.others import report
-from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.others.engine_options import engine_config
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 from glowplug.entrypoints.front import event_loop
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Compare the engines, print the figures, and return the exit status.
+
+    Returns:
+        0; 2 if the model or an option is refused, or a run failed.
+    """
     try:
         config = {**engine_config(args), "dtype": "float32", "device": "cpu"}
         result = compare(args, config)
@@ -95,42 +101,67 @@ def compare(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
             [[rng.randrange(vocab) for _ in range(args.input_len)] for _ in range(args.concurrency)]
             for _ in range(args.repeat + 1)
         ]
-        result = _conditions(args, llm) | _sides(args, llm, rounds)
+        result = _conditions(args, llm) | _compare_rounds(args, llm, rounds)
         if not args.skip_serving:
             result |= _serving(args, llm, config, rounds[1:])
     return result
 
 
-def _sides(args: argparse.Namespace, llm: LLM, rounds: list[Ids]) -> dict[str, Any]:
+def _compare_rounds(args: argparse.Namespace, llm: LLM, rounds: list[Ids]) -> dict[str, Any]:
+    """Measure both engines round by round on the same prompts.
+
+    Returns:
+        Median rates in output tokens per second, the ratios, and the share of equal greedy tokens.
+    """
     from glowplug.entrypoints.bench.others.transformers_side import TransformersSide
 
-    transformers_side = TransformersSide(llm.plan.facts.model.path)
-    names = ("ours_batch1", "theirs_batch1", "ours_concurrent", "theirs_one_by_one")
-    rates: dict[str, list[float]] = {name: [] for name in names}
+    other = TransformersSide(llm.plan.facts.model.path)
+    warm_up, *measured = rounds
+    _warm_up(args, llm, other, warm_up)
+    rates: dict[str, list[float]] = {}
     agreements = []
-    for number, prompts in enumerate(rounds):
-        one, tokens = _generate(llm, prompts[:1], args.output_len)
-        expected, transformers_seconds = transformers_side.generate(prompts[0], args.output_len)
-        many, _ = _generate(llm, prompts, args.output_len)
-        if number == 0:
-            continue  # warm-up of both
-        reference_prompts = prompts[: args.reference_requests or len(prompts)]
-        rates["ours_batch1"].append(one)
-        rates["theirs_batch1"].append(args.output_len / transformers_seconds)
-        rates["ours_concurrent"].append(many)
-        rates["theirs_one_by_one"].append(
-            _one_by_one(transformers_side, reference_prompts, args.output_len)
-        )
-        agreements.append(_agreement(tokens[0], expected))
-    found = {name: median(values) for name, values in rates.items()}
+    for prompts in measured:
+        found, agreement = _measure_round(args, llm, other, prompts)
+        agreements.append(agreement)
+        for name, value in found.items():
+            rates.setdefault(name, []).append(value)
+    medians = {name: median(values) for name, values in rates.items()}
     return {
-        "transformers": transformers_side.version,
-        **{f"{name}_tokens_per_s": value for name, value in found.items()},
-        "speedup_batch1": found["ours_batch1"] / found["theirs_batch1"],
-        "speedup_concurrent": found["ours_concurrent"] / found["theirs_one_by_one"],
+        "transformers": other.version,
+        **{f"{name}_tokens_per_s": value for name, value in medians.items()},
+        "speedup_batch1": medians["ours_batch1"] / medians["theirs_batch1"],
+        "speedup_concurrent": medians["ours_concurrent"] / medians["theirs_one_by_one"],
         "equal_prefix_of_greedy_tokens": median(agreements),
         "all_rates": rates,
     }
+
+
+def _warm_up(args: argparse.Namespace, llm: LLM, other: TransformersSide, prompts: Ids) -> None:
+    """Run prompts of the measured sizes on both engines."""
+    _generate(llm, prompts[:1], args.output_len)
+    other.generate(prompts[0], args.output_len)
+    _generate(llm, prompts, args.output_len)
+
+
+def _measure_round(
+    args: argparse.Namespace, llm: LLM, other: TransformersSide, prompts: Ids
+) -> tuple[dict[str, float], float]:
+    """Measure both engines on one round of prompts.
+
+    Returns:
+        Rates in output tokens per second, and the share of equal greedy tokens.
+    """
+    one, tokens = _generate(llm, prompts[:1], args.output_len)
+    expected, seconds = other.generate(prompts[0], args.output_len)
+    many, _ = _generate(llm, prompts, args.output_len)
+    reference_prompts = prompts[: args.reference_requests or len(prompts)]
+    rates = {
+        "ours_batch1": one,
+        "theirs_batch1": args.output_len / seconds,
+        "ours_concurrent": many,
+        "theirs_one_by_one": _one_by_one(other, reference_prompts, args.output_len),
+    }
+    return rates, _agreement(tokens[0], expected)
 
 
 def _generate(llm: LLM, prompts: Ids, count: int) -> tuple[float, Ids]:
@@ -187,6 +218,14 @@ def _serving(
 
 
 def _served(target: ServerTarget, prompts: Ids, count: int) -> float:
+    """Send the prompts to a server with an empty cache.
+
+    Returns:
+        Output tokens per second.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
     requests = [BenchPrompt(len(ids), count, ids=ids) for ids in prompts]
     status, body = event_loop.run(call(target, "POST", "/flush_cache", {}))
     if status != 200:
@@ -203,6 +242,7 @@ def _served(target: ServerTarget, prompts: Ids, count: int) -> float:
 
 
 def _conditions(args: argparse.Namespace, llm: LLM) -> dict[str, Any]:
+    """Return the conditions of the measurement for the record."""
     import platform
 
     import torch

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -21,11 +21,13 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.offers import AttentionOffers
 from glowplug.core.plugin.registry import PluginSet, load_plugins
+from glowplug.entrypoints.bench.kernel.rows import SLOTS, call_row, difference, show
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions
-from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.bench.others.floor import card_bandwidth
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 
 if TYPE_CHECKING:
     from glowplug.core.plan.plan import EnginePlan
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 #: substring of the card's name -> operations a second of dense GEMMs in (16-bit, FP8), measured;
 #: used for the floor in the tables
 MATRIX_RATES = {"H200": (7.9e14, 1.5e15), "H100": (7.9e14, 1.5e15)}
-SLOTS = ("attention", "ops", "linear", "experts", "sampling")
 SLOT_SECTIONS = {
     "attention": "attention",
     "ops": "ops",
@@ -43,19 +44,6 @@ SLOT_SECTIONS = {
     "experts": "quantization",
     "sampling": "sampling",
 }  #: slot of a call -> configuration section whose components provide it
-COLUMNS = (
-    "slot",
-    "kernel",
-    "shapes",
-    "layer",
-    "provider",
-    "us",
-    "TB/s",
-    "TFLOP/s",
-    "of floor",
-    "differs",
-    "step us",
-)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -172,6 +160,27 @@ def _providers(
 # ---- measuring -----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """The steps that every variant runs.
+
+    Attributes:
+        shapes: shapes of the steps.
+        slots: slots whose calls are timed.
+        times: by layer of the cut model, the layers of the whole model that it represents.
+        rates: (bytes, operations) per second of the device; 0 if unknown.
+    """
+
+    shapes: list[KernelStepShape]
+    slots: tuple[str, ...]
+    times: Mapping[int, int]
+    rates: tuple[float, float]
+
+    def layers(self, call: Call) -> int:
+        """Return the number of layers of the whole model that make this call."""
+        return 1 if call.layer is None else self.times.get(call.layer, 1)
+
+
 def measure(
     args: argparse.Namespace, config: dict[str, Any], plugins: PluginSet, folder: Path
 ) -> dict[str, Any]:
@@ -185,20 +194,19 @@ def measure(
     times = write_cut(model_config(str(config.get("model", "embedded")), plugins), folder)
     shapes = [KernelStepShape(rows, args.context) for rows in args.batch_size]
     shapes += [KernelStepShape(1, length, length) for length in args.prefill]
-    base = make_plan(_settings(config, {}, folder, shapes), plugins=plugins, source="bench kernels")
-    rates = _rates(base, args.bandwidth)
+
+    def planned(variant: Variant) -> EnginePlan:
+        settings = _settings(config, variant.overrides, folder, shapes)
+        return make_plan(settings, plugins=plugins, source="bench kernels")
+
+    base = planned(Variant("auto"))
+    steps = MeasuredSteps(shapes, tuple(args.slots), times, _rates(base, args.bandwidth))
     to_measure = [Variant("auto")] + ([] if args.auto_only else list(variants(base, plugins)))
     rows: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
     for variant in to_measure:
         try:
-            plan = make_plan(
-                _settings(config, variant.overrides, folder, shapes),
-                plugins=plugins,
-                source="bench kernels",
-            )
-            slots = [slot for slot in variant.slots if slot in args.slots]
-            rows += _measure_variant(variant, plan, plugins, shapes, slots, rows, times, rates)
+            rows += _measure_variant(variant, planned(variant), plugins, steps, rows)
         except (PlanRefused, ConfigError) as error:
             refused[variant.label] = "; ".join(refusal.reason for refusal in error.refusals)
         # A provider that fails is listed with its reason; the comparison goes on.
@@ -265,12 +273,22 @@ def _measure_variant(
     variant: Variant,
     plan: EnginePlan,
     plugins: PluginSet,
-    shapes: list[KernelStepShape],
-    slots: list[str],
+    steps: MeasuredSteps,
     before: list[dict[str, Any]],
-    times: Mapping[int, int],
-    rates: tuple[float, float],
 ) -> list[dict[str, Any]]:
+    """Measure the calls of one variant.
+
+    Args:
+        variant: the variant.
+        plan: its plan.
+        plugins: the loaded plugins.
+        steps: the steps to run.
+        before: rows of the variants measured before, with whose results of the same call this
+            variant's are compared.
+
+    Returns:
+        A row for each distinct call.
+    """
     import torch
 
     from glowplug.entrypoints.bench.kernel.timing import seconds
@@ -279,31 +297,31 @@ def _measure_variant(
     known = {(row["step"], *row["key"]): row["out"] for row in before}
     world = KernelWorld(plan, plugins)
     rows = []
-    for shape in shapes:
-        for call, count in _grouped([call for call in world.calls(shape) if call.slot in slots]):
+    for shape in steps.shapes:
+        for call, count in _grouped(world.calls(shape), {*variant.slots} & {*steps.slots}):
             spent, captured = seconds(call.run, world.worker.device)
-            row = _row(call, shape.name, _provider(variant, plan, call.slot), spent, rates)
-            row |= {
-                "captured": captured,
-                "step_us": spent
-                * 1e6
-                * count
-                * (1 if call.layer is None else times.get(call.layer, 1)),
-                "out": call.out,
-                "differs": _difference(call.out, known.get((shape.name, *call.key))),
-            }
-            rows.append(row)
+            provider = _provider(variant, plan, call.slot)
+            rows.append(
+                call_row(call, shape.name, provider, spent, steps.rates)
+                | {
+                    "captured": captured,
+                    "step_us": spent * 1e6 * count * steps.layers(call),
+                    "out": call.out,
+                    "differs": difference(call.out, known.get((shape.name, *call.key))),
+                }
+            )
     if world.worker.device.startswith("cuda"):
         torch.cuda.empty_cache()
     return rows
 
 
-def _grouped(calls: list[Call]) -> list[tuple[Call, int]]:
-    """Return each distinct call of a layer once, with its number of occurrences."""
+def _grouped(calls: list[Call], slots: Collection[str]) -> list[tuple[Call, int]]:
+    """Return each distinct call of a layer in ``slots`` once, with its number of occurrences."""
     found: dict[Any, tuple[Call, int]] = {}
     for call in calls:
-        first, count = found.get(call.key, (call, 0))
-        found[call.key] = first, count + 1
+        if call.slot in slots:
+            first, count = found.get(call.key, (call, 0))
+            found[call.key] = first, count + 1
     return list(found.values())
 
 
@@ -311,85 +329,3 @@ def _provider(variant: Variant, plan: EnginePlan, slot: str) -> str:
     if variant.label != "auto":
         return variant.label
     return f"{plan.choice(SLOT_SECTIONS[slot]).name} *"
-
-
-def _row(
-    call: Call, step: str, provider: str, spent: float, rates: tuple[float, float]
-) -> dict[str, Any]:
-    bandwidth, matrix_rate = rates
-    floor = max(
-        call.moved / bandwidth if bandwidth else 0.0,
-        call.flops / matrix_rate if matrix_rate else 0.0,
-    )
-    spent = max(spent, 1e-9)
-    return {
-        "step": step,
-        "slot": call.slot,
-        "kernel": call.name,
-        "shapes": call.shape,
-        "layer": call.layer,
-        "key": call.key,
-        "provider": provider,
-        "us": spent * 1e6,
-        "tb_s": call.moved / spent / 1e12,
-        "tflop_s": call.flops / spent / 1e12,
-        "moved_bytes": call.moved,
-        "flops": call.flops,
-        "share_of_floor": floor / spent if floor else None,
-    }
-
-
-def _difference(out: Any, reference: Any) -> float | None:
-    """Return the relative distance of a provider's result from that of the plan's choice.
-
-    Returns:
-        ``|out - reference| / |reference|``; None if there is no result of the same shape to compare
-            with.
-    """
-    if out is None or reference is None or out.shape != reference.shape:
-        return None
-    reference = reference.float()
-    scale = float(reference.norm())
-    return float((out.float() - reference).norm()) / scale if scale else 0.0
-
-
-# ---- showing -------------------------------------------------------------------------------------
-
-
-def show(rows: list[dict[str, Any]]) -> str:
-    """Return a table for each step, with the providers of a call below one another.
-
-    The heading of a table gives the total time of the providers that the plan chose.
-    """
-    parts = []
-    for step in dict.fromkeys(row["step"] for row in rows):
-        here = sorted((row for row in rows if row["step"] == step), key=_order)
-        total = sum(row["step_us"] for row in here if row["provider"].endswith(" *"))
-        table = report.table(COLUMNS, [_cells(row) for row in here])
-        parts.append(
-            f"{step}: the plan's choice (*) takes {total / 1e3:.3f} ms over all layers\n\n{table}"
-        )
-    return "\n\n".join(parts)
-
-
-def _order(row: dict[str, Any]) -> tuple[Any, ...]:
-    layer = -1 if row["layer"] is None else row["layer"]
-    return SLOTS.index(row["slot"]), layer, row["kernel"], row["shapes"], row["us"]
-
-
-def _cells(row: dict[str, Any]) -> list[object]:
-    share = row["share_of_floor"]
-    differs = row["differs"]
-    return [
-        row["slot"],
-        row["kernel"],
-        row["shapes"],
-        "-" if row["layer"] is None else row["layer"],
-        row["provider"],
-        f"{row['us']:.1f}" + ("" if row["captured"] else " e"),
-        f"{row['tb_s']:.2f}",
-        f"{row['tflop_s']:.1f}",
-        "-" if share is None else f"{share:.0%}",
-        "-" if differs is None else f"{differs:.1e}",
-        f"{row['step_us']:.0f}",
-    ]

@@ -10,13 +10,18 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError
 from glowplug.entrypoints.bench.load.datasets import random_lengths
 from glowplug.entrypoints.bench.others import report
-from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.bench.others.in_process import traced
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
+
+if TYPE_CHECKING:
+    from glowplug.core.step.request import SamplingParams
+    from glowplug.entrypoints.front.llm import LLM
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +60,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure, print the median run, and return the exit status.
+
+    Returns:
+        0; 2 if the model or an option is refused.
+    """
     try:
         config = {"skip_tokenizer": True, **engine_config(args)}
         records = _measure(args, config)
@@ -69,49 +79,60 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, config: dict[str, Any]) -> list[dict[str, Any]]:
-    from msgspec.structs import asdict
-
+    """Return the record of each measured run, after a warm-up run."""
     from glowplug.core.step.request import SamplingParams
     from glowplug.entrypoints.front.llm import LLM
 
     with LLM(**config) as llm:
         rng = random.Random(llm.plan.seed)
-        vocab = llm.plan.facts.model.vocab_size
-        inputs = random_lengths(
-            rng, args.random_input_len, args.random_range_ratio, args.num_prompts
-        )
-        outputs = random_lengths(
-            rng, args.random_output_len, args.random_range_ratio, args.num_prompts
-        )
+        ratio = args.random_range_ratio
+        inputs = random_lengths(rng, args.random_input_len, ratio, args.num_prompts)
+        outputs = random_lengths(rng, args.random_output_len, ratio, args.num_prompts)
         params = [
             SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in outputs
         ]
         records = []
         for index in range(args.repeat + 1):
-            prompts = [[rng.randrange(vocab) for _ in range(length)] for length in inputs]
-            count = args.warmup_prompts if index == 0 else None  # the first run warms up
-            before = asdict(llm.stats)
-            started = time.perf_counter()
-            done = llm.generate(prompts[:count], params[:count])
-            duration = time.perf_counter() - started
-            if index:
-                generated = sum(len(result.token_ids) for result in done)
-                llm.control("check")  # afterwards the statistics cover the whole run
-                records.append(
-                    _record(args, llm.plan.device, sum(inputs), generated, duration)
-                    | {
-                        "failed": sum(result.finish_reason != "length" for result in done),
-                        "device_idle_share": report.idle_share(before, asdict(llm.stats)),
-                    }
-                )
+            prompts = _random_prompts(rng, llm, inputs)
+            if index == 0:  # the first run warms up
+                count = args.warmup_prompts
+                llm.generate(prompts[:count], params[:count])
+            else:
+                records.append(_run_once(args, llm, prompts, params))
         if args.profile:
             print("trace:", traced(llm, "offline", lambda: llm.generate(prompts, params)))
     return records
 
 
+def _random_prompts(rng: random.Random, llm: LLM, lengths: list[int]) -> list[list[int]]:
+    """Return a prompt of random token ids for each length."""
+    vocab = llm.plan.facts.model.vocab_size
+    return [[rng.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+def _run_once(
+    args: argparse.Namespace, llm: LLM, prompts: list[list[int]], params: list[SamplingParams]
+) -> dict[str, Any]:
+    """Generate all outputs and return the record of the run."""
+    from msgspec.structs import asdict
+
+    before = asdict(llm.stats)
+    started = time.perf_counter()
+    done = llm.generate(prompts, params)
+    duration = time.perf_counter() - started
+    llm.control("check")  # afterwards the statistics cover the whole run
+    generated = sum(len(result.token_ids) for result in done)
+    return {
+        **_record(args, llm.plan.device, sum(map(len, prompts)), generated, duration),
+        "failed": sum(result.finish_reason != "length" for result in done),
+        "device_idle_share": report.idle_share(before, asdict(llm.stats)),
+    }
+
+
 def _record(
     args: argparse.Namespace, device: str, prompt: int, generated: int, duration: float
 ) -> dict[str, Any]:
+    """Return the throughput of one run. ``prompt`` and ``generated``: tokens of all requests."""
     return {
         "num_prompts": args.num_prompts,
         "total_input_tokens": prompt,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from glowplug.core.errors import EngineDead, GlowplugError
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions
-from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.bench.others.floor import card_bandwidth, known_card, plan_floor
 from glowplug.entrypoints.bench.others.in_process import (
     BatchTimes,
@@ -24,6 +24,7 @@ from glowplug.entrypoints.bench.others.in_process import (
     run_static_batch,
     traced,
 )
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 
 if TYPE_CHECKING:
     from glowplug.entrypoints.front.llm import LLM
@@ -154,9 +155,44 @@ def static_config(
     }
 
 
+def _record_shape(
+    args: argparse.Namespace,
+    llm: LLM,
+    rng: random.Random,
+    shape: tuple[int, int, int],
+    bandwidth: float,
+) -> dict[str, Any]:
+    """Measure one shape and return its record, or one with the error that the engine reported.
+
+    Args:
+        args: options of the command.
+        llm: the engine.
+        rng: source of the prompts.
+        shape: (sequences, prompt tokens, tokens to generate).
+        bandwidth: bytes per second of the device's memory; 0 if unknown.
+
+    Raises:
+        EngineDead: the engine has stopped.
+    """
+    try:
+        return record(_measure(args, llm, rng, shape), args, llm, bandwidth)
+    except EngineDead:
+        raise
+    except GlowplugError as error:
+        print(error, file=sys.stderr)
+        batch, input_len, output_len = shape
+        return {
+            "batch_size": batch,
+            "input_len": input_len,
+            "output_len": output_len,
+            "error": str(error),
+        }
+
+
 def _run(
     args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[int, int, int]]
 ) -> int:
+    """Measure all shapes, write and print the records, and return the exit status."""
     from glowplug.entrypoints.front.llm import LLM
 
     with LLM(**config) as llm:
@@ -168,20 +204,7 @@ def _run(
         )
         records: list[dict[str, Any]] = []
         for shape in shapes:
-            try:
-                records.append(record(_measure(args, llm, rng, shape), args, llm, bandwidth))
-            except EngineDead:
-                raise
-            except GlowplugError as error:
-                print(error, file=sys.stderr)
-                records.append(
-                    {
-                        "batch_size": shape[0],
-                        "input_len": shape[1],
-                        "output_len": shape[2],
-                        "error": str(error),
-                    }
-                )
+            records.append(_record_shape(args, llm, rng, shape, bandwidth))
             if args.result_filename:
                 report.append_line(Path(args.result_filename), records[-1])
             if args.save:  # after each shape, so that an interrupted run keeps its results

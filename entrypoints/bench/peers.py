@@ -157,6 +157,7 @@ def points(path: Path) -> Points:
 
 
 def _records(path: Path) -> list[Record]:
+    """Return the records of a result file or of a log of ``vllm_steps.py``."""
     text = path.read_text(encoding="utf-8", errors="replace")
     lines = [match.groups() for match in LOG_LINE.finditer(text)]
     if lines:
@@ -176,6 +177,7 @@ def _records(path: Path) -> list[Record]:
 
 
 def _point(record: Record) -> tuple[int, dict[str, float]]:
+    """Return (batch size or concurrency, values by metric) of a record."""
     if "max_concurrency" in record:
         return int(record["max_concurrency"] or 0), {
             metric.key: float(record[metric.key]) for metric in SERVING_METRICS
@@ -318,6 +320,7 @@ def beside_offline(ours: Points, path: Path) -> Tables:
 
 
 def _row(metric: Metric, at: int, engines: Mapping[str, Points]) -> dict[str, Any]:
+    """Return the row of a metric at one point: each engine's value and our relative speed."""
     values = {
         name: found[at][metric.key]
         for name, found in engines.items()
@@ -338,6 +341,7 @@ def _row(metric: Metric, at: int, engines: Mapping[str, Points]) -> dict[str, An
 
 
 def markdown(found: Mapping[str, Sequence[Record]], engines: Sequence[str]) -> str:
+    """Return the tables in Markdown."""
     parts = []
     for title, rows in found.items():
         columns = [

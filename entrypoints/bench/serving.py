@@ -19,7 +19,13 @@ from typing import Any
 import orjson
 
 from glowplug.entrypoints.bench.load import datasets, metrics
-from glowplug.entrypoints.bench.load.backends import BACKENDS, Outcome, Request, ask, outcome_of
+from glowplug.entrypoints.bench.load.backends import (
+    BACKENDS,
+    Outcome,
+    Request,
+    outcome_of,
+    send_prompt,
+)
 from glowplug.entrypoints.bench.load.http_stream import ServerTarget, call
 from glowplug.entrypoints.bench.load.load import Load, drive, progress
 from glowplug.entrypoints.bench.load.serving_options import configure as configure
@@ -52,9 +58,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace) -> int:
+    """Measure every concurrency, print and save the records, and return the exit status."""
     target = _target(args)
     metrics.parse_goodput(args.goodput)  # fails before the run starts if invalid
-    server = await _look(target, args)
+    server = await _inspect_server(target, args)
     failed = 0
     for concurrency, count in _sweep(args):
         prompts = _prompts(args, server, count)
@@ -88,6 +95,11 @@ def _sweep(args: argparse.Namespace) -> list[tuple[int | None, int]]:
 
 
 def _target(args: argparse.Namespace) -> ServerTarget:
+    """Return the server that the options name.
+
+    Raises:
+        ValueError: a header is malformed.
+    """
     headers = [("Authorization", f"Bearer {args.api_key}")] if args.api_key else []
     for pair in args.header:
         name, separator, value = pair.partition("=")
@@ -97,7 +109,7 @@ def _target(args: argparse.Namespace) -> ServerTarget:
     return ServerTarget(args.base_url or f"http://{args.host}:{args.port}", tuple(headers))
 
 
-async def _look(target: ServerTarget, args: argparse.Namespace) -> MeasuredServer:
+async def _inspect_server(target: ServerTarget, args: argparse.Namespace) -> MeasuredServer:
     """Wait for the server and read its model's name and, if it reports it, the vocabulary size."""
     await _ready(target, args.ready_check_timeout)
     status, body = await call(target, "GET", "/v1/models")
@@ -154,6 +166,7 @@ async def _json(target: ServerTarget, path: str) -> dict[str, Any] | None:
 def _prompts(
     args: argparse.Namespace, server: MeasuredServer, count: int
 ) -> list[datasets.BenchPrompt]:
+    """Return ``count`` prompts, from the dataset or random."""
     encode, decode, vocab = (
         datasets.file_tokenizer(args.tokenizer) if args.tokenizer else (None, None, None)
     )
@@ -181,6 +194,21 @@ def _prompts(
     )
 
 
+async def _warm_up(
+    args: argparse.Namespace, target: ServerTarget, prompt: datasets.BenchPrompt, request: Request
+) -> None:
+    """Send the warm-up requests.
+
+    Raises:
+        ValueError: one failed.
+    """
+    backend = BACKENDS[args.backend]
+    for _ in range(args.warmup_requests):
+        outcome = outcome_of(await send_prompt(target, backend, prompt, request), backend)
+        if not outcome.ok:
+            raise ValueError(f"the warm-up request failed: {outcome.error}")
+
+
 async def _measure_one(
     args: argparse.Namespace,
     target: ServerTarget,
@@ -188,14 +216,19 @@ async def _measure_one(
     prompts: list[datasets.BenchPrompt],
     concurrency: int | None,
 ) -> tuple[metrics.Record, list[Outcome]]:
+    """Measure one concurrency, after the warm-up.
+
+    Returns:
+        The record and the outcomes of all requests.
+
+    Raises:
+        ValueError: the warm-up failed.
+    """
     backend = BACKENDS[args.backend]
     request = Request(
         server.model, args.temperature, not args.disable_ignore_eos, args.extra_request_body
     )
-    for _ in range(args.warmup_requests):
-        outcome = outcome_of(await ask(target, backend, prompts[0], request), backend)
-        if not outcome.ok:
-            raise ValueError(f"the warm-up request failed: {outcome.error}")
+    await _warm_up(args, target, prompts[0], request)
     if args.flush_cache:
         await _expect_ok(target, "/flush_cache")
     if args.profile:
@@ -207,14 +240,11 @@ async def _measure_one(
     if args.profile:
         await _expect_ok(target, "/stop_profile")
     record = _conditions(args, server, len(prompts), concurrency)
-    record["device_idle_share"] = report.idle_share(
-        _stats(server.info), _stats(await _info(target))
-    )
+    after = await _info(target)
+    record["device_idle_share"] = report.idle_share(_stats(server.info), _stats(after))
+    goodput = metrics.parse_goodput(args.goodput)
     record |= metrics.measure(
-        outcomes,
-        duration,
-        percentiles=args.metric_percentiles,
-        goodput=metrics.parse_goodput(args.goodput),
+        outcomes, duration, percentiles=args.metric_percentiles, goodput=goodput
     )
     record["total_output_tokens_retokenized"] = _retokenized(args, outcomes)
     return record, outcomes
@@ -271,6 +301,7 @@ def _conditions(
 
 
 def _save(args: argparse.Namespace, record: metrics.Record, outcomes: list[Outcome]) -> None:
+    """Write the record to the files that the options name."""
     whole = record | metrics.details(outcomes) if args.output_details else record
     if args.output_file:
         report.append_line(Path(args.output_file), whole)

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import ConfigError, EngineDead, PlanRefused
 from glowplug.entrypoints.bench.others import report
-from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.others.engine_options import engine_config
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 
 if TYPE_CHECKING:
     from glowplug.entrypoints.front.llm import LLM
@@ -86,6 +87,7 @@ class Mixture:
 
     @property
     def marks(self) -> dict[str, object]:
+        """Return the row's cells in the columns of the features."""
         return {
             "ranks": self.ranks,
             "radix": _mark(self.radix),
@@ -187,7 +189,7 @@ def measure(
     try:
         with LLM(**mixture.config(given, args.threads)) as llm:
             ready = time.perf_counter() - started
-            figures, tokens = _ask_all(llm, args)
+            figures, tokens = _measure_questions(llm, args)
             return {
                 "runs": "yes",
                 "start s": round(ready, 2),
@@ -215,33 +217,46 @@ class QueryAnswer:
     tokens: list[int]
 
 
-def _ask_all(llm: LLM, args: argparse.Namespace) -> tuple[dict[str, Any], list[list[int]]]:
+def _measure_questions(
+    llm: LLM, args: argparse.Namespace
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Measure all questions, one at a time.
+
+    Returns:
+        The figures of the row, and the tokens of each answer in the first round.
+    """
     questions = args.questions or QUESTIONS
-    _ask(llm, questions[0], args.max_tokens)  # warm-up
+    _answer(llm, questions[0], args.max_tokens)  # warm-up
     before = _drafts(llm)
     rounds = [
-        [_ask(llm, question, args.max_tokens) for question in questions] for _ in range(args.repeat)
+        [_answer(llm, question, args.max_tokens) for question in questions]
+        for _ in range(args.repeat)
     ]
     drafted, accepted = (after - at for after, at in zip(_drafts(llm), before, strict=True))
+    steps = llm.plan.sizes.width - 1
+    figures = _times(rounds)
+    figures["accept length"] = round(1 + accepted / (drafted / steps), 3) if drafted else "-"
+    figures["output tokens"] = sum(len(one.tokens) for one in rounds[0])
+    return figures, [one.tokens for one in rounds[0]]
+
+
+def _times(rounds: list[list[QueryAnswer]]) -> dict[str, Any]:
+    """Return the median times of all rounds, and the decode rate of each round."""
     rates = [
         sum(len(one.tokens) - 1 for one in answers) / sum(one.last - one.first for one in answers)
         for answers in rounds
     ]
-    every = [one for answers in rounds for one in answers]
-    steps = llm.plan.sizes.width - 1
+    latencies = [sum(one.last for one in answers) / len(answers) for answers in rounds]
+    first = median(one.first for answers in rounds for one in answers)
     return {
-        "TTFT ms": round(1e3 * median(one.first for one in every), 1),
-        "latency ms": round(
-            1e3 * median(sum(one.last for one in answers) / len(answers) for answers in rounds), 1
-        ),
+        "TTFT ms": round(1e3 * first, 1),
+        "latency ms": round(1e3 * median(latencies), 1),
         "TPS@1": round(median(rates), 1),
         "rates": rates,
-        "accept length": round(1 + accepted / (drafted / steps), 3) if drafted else "-",
-        "output tokens": sum(len(one.tokens) for one in rounds[0]),
-    }, [one.tokens for one in rounds[0]]
+    }
 
 
-def _ask(llm: LLM, question: str, most: int) -> QueryAnswer:
+def _answer(llm: LLM, question: str, most: int) -> QueryAnswer:
     """Generate one greedy answer with an empty prefix cache.
 
     The question is asked in think form if the model has one.
@@ -278,6 +293,7 @@ def one_line(row: dict[str, Any]) -> str:
 
 
 def _conditions(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the conditions of the measurement for the record."""
     import torch
 
     return {

@@ -15,16 +15,18 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError, RequestError
+from glowplug.entrypoints.bench.load.soak_memory import Sample, device_scope, growth
 from glowplug.entrypoints.bench.load.soak_requests import RequestMix, WantedRequest
 from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.conditions import conditions
-from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.bench.others.process_memory import ProcessMemory
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
 
 if TYPE_CHECKING:
     from glowplug.entrypoints.front.front import Stream
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 QUESTION_COUNT = 4  #: prompts that are repeated in every pause
 ANSWER_TOKENS = 16  #: tokens of the answer to each of them
 FAILURES_MAX = 20  #: most failures that are reported
-WARM_UP_SHARE = 1 / 3  #: share of the pauses after which memory must stay level
 #: share of the pages, at least one, that may be available in a full cache
 FULL_FREE_SHARE = 0.01
 HOLD_POLL = 0.2  #: seconds between two checks for the file of --hold
@@ -123,31 +124,6 @@ def run(args: argparse.Namespace) -> int:
     return 1 if found["failures"] else 0
 
 
-@dataclass
-class Sample:
-    """The state of the engine in one pause. Times in seconds, memory in bytes.
-
-    Attributes:
-        seconds: time since the start.
-        loaded: time under load since the start.
-        host: resident set of this process.
-        device_held: memory of tensors.
-        device_claimed: memory reserved by torch's allocator.
-        device_used: memory in use by all processes.
-        device_process: memory of this process; None if the driver does not report it.
-        pages: page counts of the control "check".
-    """
-
-    seconds: float
-    loaded: float
-    host: int
-    device_held: int
-    device_claimed: int
-    device_used: int
-    device_process: int | None
-    pages: dict[str, int] = field(default_factory=dict)
-
-
 class Soak:
     """Load on one engine, and the checks; ``failures`` lists the failed ones in words."""
 
@@ -229,6 +205,7 @@ class Soak:
             self.held += time.monotonic() - began
 
     def _submit(self) -> None:
+        """Submit the next request, which the engine has to accept or refuse as expected."""
         wanted = self.mix.next()
         try:
             stream = self.llm.submit(wanted.prompt, wanted.params)
@@ -242,6 +219,7 @@ class Soak:
         self._running[stream] = wanted
 
     def _poll(self) -> None:
+        """Receive one frame of deltas, and abort the requests that are due."""
         for stream, delta in self.llm.poll():
             wanted = self._running.get(stream)
             if wanted is None:
@@ -257,6 +235,7 @@ class Soak:
             self.least_free = min(self.least_free, stats.pages_free + stats.pages_evictable)
 
     def _ended(self, stream: Stream, wanted: WantedRequest, reason: str, error: str | None) -> None:
+        """Count the end of a request and check it."""
         del self._running[stream]
         self.ends[reason] += 1
         if reason not in ("stop", "length", "given up"):
@@ -267,6 +246,7 @@ class Soak:
     # ---- pauses ----------------------------------------------------------------------------------
 
     def _pause(self) -> None:
+        """Check pages, memory and answers while nothing runs, and write the results so far."""
         pages = self.llm.control("check")
         if pages["free"] + pages["evictable"] != pages["total"]:
             self.failures.append(
@@ -279,26 +259,17 @@ class Soak:
             self.failures.append(
                 f"the cache is empty, but only {pages['free']} of {pages['total']} pages are free"
             )
-        self._ask_again()
+        self._repeat_questions()
         self.llm.control("flush")
         memory = self.llm.control("memory")
         own = self.memory.bytes() if self.llm.plan.device == "cuda" else None
-        self.samples.append(
-            Sample(
-                time.monotonic() - self._started,
-                self.loaded,
-                memory["host"],
-                memory["device_held"],
-                memory["device_claimed"],
-                memory["device_used"],
-                own,
-                pages,
-            )
-        )
+        seconds = time.monotonic() - self._started
+        self.samples.append(Sample(seconds, self.loaded, **memory, device_process=own, pages=pages))
         self.write()
         self._hold()
 
-    def _ask_again(self) -> None:
+    def _repeat_questions(self) -> None:
+        """Repeat the questions and count the answers that differ from the first ones."""
         from glowplug.core.step.request import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
@@ -328,26 +299,10 @@ class Soak:
             report.write_json(Path(self.args.result_filename), found)
         return found
 
-    def judged(self) -> tuple[str, ...]:
-        """Return the kinds of memory that must not grow, on the device only one."""
-        known = self.samples and all(sample.device_process is not None for sample in self.samples)
-        return "host", "device_held", "device_claimed", "device_process" if known else "device_used"
-
-    def growth(self) -> dict[str, float]:
-        """Return the MiB from the first sample after warm-up to the largest of the last third."""
-        if len(self.samples) < 3:
-            return {}
-        first = self.samples[max(1, int(len(self.samples) * WARM_UP_SHARE))]
-        late = self.samples[-max(1, len(self.samples) // 3) :]
-        return {
-            name: (max(getattr(one, name) for one in late) - getattr(first, name)) / 2**20
-            for name in self.judged()
-        }
-
     def not_held(self, finished: bool) -> list[str]:
         """Return the failed checks; ``--expect-full`` is checked only at the end."""
         found = list(self.failures)
-        for name, value in self.growth().items():
+        for name, value in growth(self.samples).items():
             most = self.args.host_growth_mib if name == "host" else self.args.device_growth_mib
             if value > most:
                 found.append(f"{name} memory grew by {value:.1f} MiB")
@@ -371,13 +326,8 @@ class Soak:
             and self.llm.stats.preemptions > 0
         )
 
-    def _device_memory(self) -> str:
-        """Return whose device memory was checked, in words."""
-        if self.judged()[-1] == "device_process":
-            return "this process's"
-        return "the whole device's" + (f": {self.memory.missing}" if self.memory.missing else "")
-
     def result(self, finished: bool = True) -> dict[str, Any]:
+        """Return the figures of the run so far."""
         stats = self.llm.stats
         return {
             "minutes": round(self.loaded / 60, 3),
@@ -394,8 +344,8 @@ class Soak:
             "pages": self._pages,
             "least_free_share": self._least_share(),
             "was_full": self._was_full(),
-            "device_memory": self._device_memory(),
-            "growth_mib": self.growth(),
+            "device_memory": device_scope(self.samples, self.memory.missing),
+            "growth_mib": growth(self.samples),
             "answers_changed": self.answers_changed,
             "failures": self.not_held(finished),
             "samples": [asdict(sample) for sample in self.samples],

@@ -140,6 +140,7 @@ def by_columns(
 
 
 def cells(record: Record, columns: Sequence[str]) -> list[object]:
+    """Return the values of a record in the given columns; "-" where there is none."""
     values = dict(record)
     tpot = values.get("mean_tpot_ms")
     if "per_user_throughput" not in values and tpot:

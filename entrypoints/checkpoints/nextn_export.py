@@ -49,22 +49,11 @@ def export(facts: ModelFacts, output: Path, *, force: bool = False) -> tuple[int
         The number of tensors and of bytes.
 
     Raises:
-        FactsError: the checkpoint has no next-token layer, ``output`` cannot be written, or the disk
-            is full; nothing has been written.
+        FactsError: the checkpoint has no next-token layer, ``output`` cannot be written, or the
+            disk is full; nothing has been written.
     """
     model = Path(facts.path)
-    if facts.architecture.endswith(NEXTN_ALONE):
-        raise FactsError(
-            f"{model} is already an exported next-token layer",
-            "use it as it is for drafting",
-        )
-    tensors = _stored(model, facts)
-    if not tensors:
-        notes = f" ({'; '.join(facts.notes)})" if facts.notes else ""
-        raise FactsError(
-            f"{model} holds no next-token layer after its {facts.num_layers} layers{notes}",
-            "use a checkpoint that has one: DeepSeek-V3 or R1 as published",
-        )
+    tensors = _layer_tensors(model, facts)
     _check_output(model, output, force)
     size = sum(tensor.stop - tensor.start for tensor in tensors.values())
     parent = output.absolute().parent
@@ -81,6 +70,27 @@ def export(facts: ModelFacts, output: Path, *, force: bool = False) -> tuple[int
         _write(made, model, facts, tensors)
         _put(made, output.absolute(), Path(place) / "old")
     return len(tensors), size
+
+
+def _layer_tensors(model: Path, facts: ModelFacts) -> dict[str, ExportedTensor]:
+    """Return the layer's tensors by their new names.
+
+    Raises:
+        FactsError: the checkpoint has no next-token layer beside a model.
+    """
+    if facts.architecture.endswith(NEXTN_ALONE):
+        raise FactsError(
+            f"{model} is already an exported next-token layer",
+            "use it as it is for drafting",
+        )
+    tensors = _stored(model, facts)
+    if not tensors:
+        notes = f" ({'; '.join(facts.notes)})" if facts.notes else ""
+        raise FactsError(
+            f"{model} holds no next-token layer after its {facts.num_layers} layers{notes}",
+            "use a checkpoint that has one: DeepSeek-V3 or R1 as published",
+        )
+    return tensors
 
 
 def _check_output(model: Path, output: Path, force: bool) -> None:

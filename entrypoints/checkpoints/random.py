@@ -101,15 +101,12 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
         raise GlowplugError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict) or not config.get("architectures"):
         raise GlowplugError(f"{path} names no architecture")
+    _check_sizes(args)
     if args.dtype:
         config.pop("dtype", None)
         config["torch_dtype"] = args.dtype
     if args.layers is not None:
-        if args.layers < 1:
-            raise GlowplugError(f"--layers must be at least 1, got {args.layers}")
         config["num_hidden_layers"] = args.layers
-    if args.shard_mb < 1:
-        raise GlowplugError(f"--shard-mb must be at least 1, got {args.shard_mb}")
     if args.quantization:
         config.pop("quantization_config", None)
     if args.quantization == "fp8":
@@ -117,3 +114,10 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
     if args.tokenizer == BYTES:
         config |= {"bos_token_id": 0, "eos_token_id": 1}
     return config
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    """Raise GlowplugError if a number among the options is too small."""
+    for name, value in (("--layers", args.layers), ("--shard-mb", args.shard_mb)):
+        if value is not None and value < 1:
+            raise GlowplugError(f"{name} must be at least 1, got {value}")

@@ -57,11 +57,7 @@ def write_random(
     plan = _plan(config, seed, plugins)
     targets = list(weight_targets(plan, plugins))
     needed, shards = _divide_into_shards(targets, plan.facts.model.dtype, shard_bytes)
-    free = shutil.disk_usage(
-        next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
-    ).free
-    if needed > free:
-        raise GlowplugError(f"{out}: {needed} bytes are needed, {free} are free")
+    _check_space(out, needed)
     copied = _tokenizer_files(tokenizer, int(config["vocab_size"]))
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -72,6 +68,14 @@ def write_random(
     source: WeightSource = build_component(plugins, plan.choice("weights"), plan, Worker())
     source.open(plan.facts.model)
     return _write_shards(out, shards, source)
+
+
+def _check_space(out: Path, needed: int) -> None:
+    """Raise GlowplugError if the disk of ``out`` has less than ``needed`` bytes free."""
+    parent = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        raise GlowplugError(f"{out}: {needed} bytes are needed, {free} are free")
 
 
 def _plan(config: dict[str, Any], seed: int, plugins: PluginSet) -> EnginePlan:
@@ -144,11 +148,7 @@ def _write_shards(out: Path, shards: list[list[WeightTarget]], source: WeightSou
         total=sum(map(len, shards)), desc="Writing weights", unit="tensor", disable=None
     )
     for number, shard in enumerate(shards, 1):
-        name = (
-            "model.safetensors"
-            if len(shards) == 1
-            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        )
+        name = _file_name(number, len(shards))
         tensors = {}
         for target in shard:
             tensors[target.name] = source.read(target).contiguous()
@@ -163,6 +163,13 @@ def _write_shards(out: Path, shards: list[list[WeightTarget]], source: WeightSou
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (out / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n")
     return total
+
+
+def _file_name(number: int, count: int) -> str:
+    """Return the name of weight file ``number``, from 1, of ``count``, as published ones have."""
+    if count == 1:
+        return "model.safetensors"
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def _tokenizer_files(tokenizer: str, vocab_size: int) -> list[Path]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from glowplug.core.errors import GlowplugError, PlanRefused, PluginLoadError
-from glowplug.entrypoints.cli import usage as command_list
 from glowplug.entrypoints.cli.exit_codes import FAILED, OK, REFUSED
-from glowplug.entrypoints.cli.flags import Parser
+from glowplug.entrypoints.cli.flags.parser import Parser
+from glowplug.entrypoints.cli.usage import command_list
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """Return the list of commands."""
-    return command_list.usage(
-        "glowplug", {name: command.help for name, command in COMMANDS.items()}
-    )
+    return command_list("glowplug", {name: command.help for name, command in COMMANDS.items()})
 
 
 def _run(name: str, words: Sequence[str]) -> int:
+    """Run the sub-command ``name`` and return its exit code."""
     command = COMMANDS.get(name)
     if command is None:
         return _plugin_command(name, words)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from glowplug.entrypoints.cli.exit_codes import REFUSED
 
 
-def usage(program: str, commands: Mapping[str, str]) -> str:
+def command_list(program: str, commands: Mapping[str, str]) -> str:
     """Return a usage text that lists ``commands`` (summary by name)."""
     width = max(map(len, commands))
     lines = [f"  {name:<{width}}  {summary}" for name, summary in commands.items()]
@@ -25,5 +25,5 @@ def usage(program: str, commands: Mapping[str, str]) -> str:
 
 def without_command(program: str, commands: Mapping[str, str]) -> int:
     """Print to stderr that a sub-command is missing, with the list; return the exit code."""
-    print(f"{program}: no COMMAND given\n\n{usage(program, commands)}", file=sys.stderr)
+    print(f"{program}: no COMMAND given\n\n{command_list(program, commands)}", file=sys.stderr)
     return REFUSED

@@ -27,10 +27,10 @@ from glowplug.core.step.messages import (
     decode_outbound,
     encode,
 )
-from glowplug.core.step.request import SamplingParams
+from glowplug.core.step.request import DEFAULT_ADMISSION, Admission, SamplingParams
 from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.front.delta import Delta
-from glowplug.entrypoints.front.front import Front, Stream
+from glowplug.entrypoints.front.front import CheckedRequest, Front, Stream
 
 __all__ = ["Delta", "EngineClient"]
 
@@ -202,50 +202,36 @@ class EngineClient:
 
     # ---- requests --------------------------------------------------------------------------------
 
-    def check_request(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        """Check a request before a stream is started.
-
-        Raises:
-            RequestError: ``generate`` would refuse the request.
-        """
-        self._front.check_request(prompt_ids, params)
-
-    async def generate(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        salt: str = "",
-        timeout: float = 0.0,
-        queue_timeout: float = 0.0,
-    ) -> AsyncIterator[Delta]:
-        """Yield the deltas of one sequence. The last one has ``finish_reason``.
+    def check(self, prompt_ids: list[int], params: SamplingParams) -> CheckedRequest:
+        """Check a request before its sequences are started.
 
         Args:
             prompt_ids: token ids of the prompt.
             params: sampling parameters; ``n`` is ignored.
-            request_id: id for :meth:`abort`; several sequences can have the same.
-            priority: smaller runs earlier.
-            salt: prefix-cache salt.
-            timeout, queue_timeout: limits in seconds; 0: none.
 
         Raises:
             RequestError: the request cannot be served.
+        """
+        return self._front.check(prompt_ids, params)
+
+    async def generate(
+        self, request: CheckedRequest, *, request_id: str, admission: Admission = DEFAULT_ADMISSION
+    ) -> AsyncIterator[Delta]:
+        """Yield the deltas of one sequence. The last one has ``finish_reason``.
+
+        Args:
+            request: the prompt and its parameters.
+            request_id: id for :meth:`abort`; several sequences can have the same.
+            admission: priority, prefix-cache salt and limits in time.
+
+        Raises:
+            RequestError: the engine cannot serve the request.
             QueueFull: the engine's queue is full.
             EngineDead: the engine has stopped, or is not ready.
         """
         if self.state != "ready":
             raise EngineDead(self.reason or f"the engine is {self.state}")
-        stream, message = self._front.submit(
-            prompt_ids,
-            params,
-            priority=priority,
-            salt=salt,
-            timeout=timeout,
-            queue_timeout=queue_timeout,
-        )
+        stream, message = self._front.submit(request, admission)
         mail = self._mail[stream.id] = _Mailbox(self._interval, asyncio.get_running_loop())
         self._requests[request_id].append(stream)
         self._send(message)

@@ -30,10 +30,25 @@ from glowplug.core.step.messages import (
     packed_ids,
     total,
 )
-from glowplug.core.step.request import SamplingParams
+from glowplug.core.step.request import DEFAULT_ADMISSION, Admission, SamplingParams
 from glowplug.core.text.stop_strings import OutputProcessor
 from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.front.delta import Delta, Times
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedRequest:
+    """A prompt and its parameters that :meth:`Front.check` has accepted.
+
+    Attributes:
+        ids: token ids of the prompt, int64 [tokens].
+        params: sampling parameters as requested.
+        max_tokens: tokens that may be generated: as requested, or as many as fit.
+    """
+
+    ids: NDArray[np.int64]
+    params: SamplingParams
+    max_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +80,18 @@ class Stream:
     last: float = 0.0
     done: bool = False
     prompt_logprobs: Logprobs | None = None
+
+    def count(self, tokens: int, now: float) -> None:
+        """Count new tokens, received at the time ``now``."""
+        self.output_tokens += tokens
+        self.last = now
+        if self.first is None:
+            self.first = now
+
+    def times(self) -> Times:
+        """Return the times of the phases so far."""
+        decode = None if self.first is None else self.last - self.first
+        return Times(self.queued, self.prefill, decode)
 
 
 @dataclass(slots=True)
@@ -110,56 +137,58 @@ class Front:
 
     # ---- requests --------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        salt: str = "",
-        timeout: float = 0.0,
-        queue_timeout: float = 0.0,
-    ) -> tuple[Stream, Submit]:
-        """Return a new sequence and the message that submits it to the engine.
+    def check(self, prompt: list[int], params: SamplingParams) -> CheckedRequest:
+        """Check a prompt and its parameters.
 
         Args:
             prompt: token ids.
             params: sampling parameters; ``n`` is ignored.
-            priority: smaller runs earlier.
-            salt: prefix-cache salt.
-            timeout, queue_timeout: limits in seconds; 0: none.
 
-        Raises:
-            RequestError: the sequence cannot be served.
-        """
-        ids, params = self._checked(prompt, params)
-        text = OutputProcessor(self.tokenizer, params) if self.tokenizer is not None else None
-        stream = Stream(self._next_id, params, len(prompt), text, time.monotonic())
-        self._next_id += 1
-        self.streams[stream.id] = stream
-        stop_ids = list(params.stop_token_ids) + ([] if params.ignore_eos else list(self.eos_ids))
-        return stream, Submit(
-            stream.id, packed_ids(ids), params, priority, salt, stop_ids, timeout, queue_timeout
-        )
-
-    def check_request(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
-        """Return the parameters with defaults for ``max_tokens`` and ``seed``.
+        Returns:
+            The request, which :meth:`submit` takes any number of times without another check.
 
         Raises:
             RequestError: the request cannot be served.
         """
-        return self._checked(prompt, params)[1]
-
-    def _checked(
-        self, prompt: list[int], params: SamplingParams
-    ) -> tuple[NDArray[np.int64], SamplingParams]:
-        """Return the checked token ids and the parameters with defaults."""
         ids = self._ids(prompt)
         if self.tokenizer is None and params.stop:
             raise RequestError(
                 "stop strings need a tokenizer, and this engine runs without one", param="stop"
             )
-        return ids, self._filled(params, len(prompt))
+        max_tokens = self._max_tokens(params, len(prompt))
+        self._check_vocabulary(params)
+        return CheckedRequest(ids, params, max_tokens)
+
+    def submit(
+        self, request: CheckedRequest, admission: Admission = DEFAULT_ADMISSION
+    ) -> tuple[Stream, Submit]:
+        """Return a new sequence and the message that submits it to the engine.
+
+        Args:
+            request: the prompt and its parameters; without a seed, a random one is drawn.
+            admission: priority, prefix-cache salt and limits in time.
+        """
+        params = request.params
+        params = params.replace(
+            n=1,
+            max_tokens=request.max_tokens,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+        )
+        text = OutputProcessor(self.tokenizer, params) if self.tokenizer is not None else None
+        stream = Stream(self._next_id, params, len(request.ids), text, time.monotonic())
+        self._next_id += 1
+        self.streams[stream.id] = stream
+        stop_ids = list(params.stop_token_ids) + ([] if params.ignore_eos else list(self.eos_ids))
+        return stream, Submit(
+            id=stream.id,
+            prompt=packed_ids(request.ids),
+            params=params,
+            priority=admission.priority,
+            salt=admission.salt,
+            stop_ids=stop_ids,
+            timeout=admission.timeout,
+            queue_timeout=admission.queue_timeout,
+        )
 
     def _ids(self, prompt: list[int]) -> NDArray[np.int64]:
         """Return the prompt as an array, int64 [tokens].
@@ -186,13 +215,22 @@ class Front:
             )
         return ids
 
-    def _filled(self, params: SamplingParams, prompt: int) -> SamplingParams:
-        """Return the parameters with defaults. ``prompt``: its number of tokens."""
-        context = self.plan.sizes.context_length
+    def _max_tokens(self, params: SamplingParams, prompt: int) -> int:
+        """Return the number of tokens that may be generated after a prompt of ``prompt`` tokens.
+
+        Raises:
+            RequestError: the context cannot hold the prompt and ``params.max_tokens``.
+        """
+        sizes = self.plan.sizes
+        context = sizes.context_length
         room = context - prompt
         if room < 1:
             raise prompt_too_long(context, prompt)
-        if params.max_tokens is not None and params.max_tokens > room:
+        if params.max_tokens is None:
+            # a small KV pool limits the output (one page is the scratch page)
+            pool = (sizes.num_pages - 1) * sizes.page_size - prompt
+            return max(1, min(room, pool))
+        if params.max_tokens > room:
             raise context_exceeded(
                 context,
                 f"you requested {prompt + params.max_tokens} tokens ({prompt} in the prompt, "
@@ -200,15 +238,7 @@ class Front:
                 f"max_tokens may be {room}",
                 "max_tokens",
             )
-        self._check_vocabulary(params)
-        sizes = self.plan.sizes
-        # without max_tokens, a small KV pool limits the output (one page is the scratch page)
-        pool = (sizes.num_pages - 1) * sizes.page_size - prompt
-        return params.replace(
-            n=1,
-            max_tokens=params.max_tokens or max(1, min(room, pool)),
-            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-        )
+        return params.max_tokens
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
         """Raise RequestError if the parameters name a token id outside the vocabulary."""
@@ -258,6 +288,25 @@ class Front:
 
     def _step(self, output: StepOutput, received: Received) -> None:
         """Add the deltas of one engine step to ``received``."""
+        self._note_progress(output)
+        ends = {finished.id: finished for finished in output.finished}
+        logprobs = dict(output.logprobs)
+        at = 0
+        for i, id in enumerate(output.ids):
+            count = output.counts[i] if output.counts else 1
+            tokens = output.tokens[at : at + count]
+            at += count
+            stream = self.streams.get(id)
+            if stream is not None:
+                delta = self._delta(stream, tokens, logprobs.get(id), ends.pop(id, None))
+                received.deltas.append((stream, delta))
+        for finished in ends.values():
+            stream = self.streams.get(finished.id)
+            if stream is not None:
+                received.deltas.append((stream, self._delta(stream, [], None, finished)))
+
+    def _note_progress(self, output: StepOutput) -> None:
+        """Store the statistics, admissions and prompt log-probabilities of one engine step."""
         if output.stats is not None:
             self.groups[output.stats.group] = output.stats
             self.stats = total(self.groups.values())
@@ -272,22 +321,6 @@ class Front:
                 stream.prefill = seconds
         for id, scores in output.prompt_logprobs:
             self._prompt_scores(id, scores)
-        ends = {finished.id: finished for finished in output.finished}
-        logprobs = dict(output.logprobs)
-        at = 0
-        for i, id in enumerate(output.ids):
-            count = output.counts[i] if output.counts else 1
-            tokens = output.tokens[at : at + count]
-            at += count
-            stream = self.streams.get(id)
-            if stream is not None:
-                received.deltas.append(
-                    (stream, self._delta(stream, tokens, logprobs.get(id), ends.pop(id, None)))
-                )
-        for finished in ends.values():
-            stream = self.streams.get(finished.id)
-            if stream is not None:
-                received.deltas.append((stream, self._delta(stream, [], None, finished)))
 
     def _prompt_scores(self, id: int, scores: Logprobs) -> None:
         """Add log-probabilities of a part of the prompt."""
@@ -304,10 +337,7 @@ class Front:
     ) -> Delta:
         """Return the delta for new tokens and, if the sequence has ended, for its end."""
         if tokens:
-            stream.output_tokens += len(tokens)
-            stream.last = self.last_received
-            if stream.first is None:
-                stream.first = self.last_received
+            stream.count(len(tokens), self.last_received)
         delta = Delta(
             token_ids=tokens,
             logprobs=logprobs,
@@ -325,8 +355,7 @@ class Front:
             delta.error = end.error
             delta.error_code = end.error_code
         if delta.finish_reason is not None:
-            decode = None if stream.first is None else stream.last - stream.first
-            delta.times = Times(stream.queued, stream.prefill, decode)
+            delta.times = stream.times()
             stream.done = True
             self.streams.pop(stream.id, None)
         return delta

@@ -106,6 +106,7 @@ def params_for(
 
 
 def _is_ids(given: Any) -> bool:
+    """Return whether ``given`` is one list or array of token ids."""
     if isinstance(given, np.ndarray):
         return given.ndim == 1
     return (
@@ -129,6 +130,7 @@ def _as_list(given: Any, what: str) -> list[Any]:
 
 
 def _message(given: Any, where: str) -> Message:
+    """Return a message with its content as text. ``where``: its field, for errors."""
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise RequestError(f"{where}: a message is a dict with a role and content", param=where)
     content = given.get("content")

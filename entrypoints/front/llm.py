@@ -10,8 +10,10 @@ It runs in the calling process.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from glowplug.core.errors import EngineDead, RequestError
@@ -22,7 +24,7 @@ from glowplug.core.step.messages import Abort, Control, Logprobs, Reply, decode_
 from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.front import inputs
 from glowplug.entrypoints.front.delta import Delta
-from glowplug.entrypoints.front.front import Front, Stream
+from glowplug.entrypoints.front.front import CheckedRequest, Front, Stream
 from glowplug.entrypoints.front.inputs import Message, Prompt
 from glowplug.entrypoints.front.model_text import eos_ids, open_tokenizer
 from glowplug.entrypoints.front.open_engine import start_executor
@@ -176,7 +178,7 @@ class LLM:
             if inputs.is_prompt(given)
             else self._chat_ids(inputs.messages(given), template)
         )
-        stream = self._submit(ids, inputs.params_for(params, 1)[0])
+        stream = self._submit(self._front.check(ids, inputs.params_for(params, 1)[0]))
         box = self._boxes[stream] = []
         try:
             while box or not stream.done:
@@ -192,7 +194,8 @@ class LLM:
 
         ``params.n`` is ignored.
         """
-        return self._submit(self._ids(inputs.prompt(prompt)), inputs.params_for(params, 1)[0])
+        ids = self._ids(inputs.prompt(prompt))
+        return self._submit(self._front.check(ids, inputs.params_for(params, 1)[0]))
 
     def poll(self) -> list[StreamDelta]:
         """Return new deltas of submitted sequences, from at most one engine step.
@@ -252,10 +255,12 @@ class LLM:
     # ---- inside ----------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
+        """Raise EngineDead if the engine is closed."""
         if self._closed:
             raise EngineDead("this LLM is closed")
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
+        """Return the token ids of a prompt."""
         if not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
@@ -265,6 +270,7 @@ class LLM:
         return self.tokenizer.encode(prompt)
 
     def _chat_ids(self, messages: list[Message], template: dict[str, Any]) -> list[int]:
+        """Return the token ids of a rendered conversation."""
         if self.tokenizer is None:
             raise RequestError(
                 "this engine runs without a tokenizer: chat needs one", param="messages"
@@ -272,9 +278,10 @@ class LLM:
         text = self.tokenizer.apply_chat_template(messages, **template)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _submit(self, ids: list[int], params: SamplingParams) -> Stream:
+    def _submit(self, request: CheckedRequest) -> Stream:
+        """Start one sequence."""
         self._check_open()
-        stream, message = self._front.submit(ids, params)
+        stream, message = self._front.submit(request)
         self._executor.submit(encode([message]))
         return stream
 
@@ -283,46 +290,32 @@ class LLM:
 
         The engine gets no more sequences than it can run and queue; the others are kept here.
         """
-        for ids, one in zip(prompts, params, strict=True):
-            self._front.check_request(ids, one)
+        checked = [self._front.check(ids, one) for ids, one in zip(prompts, params, strict=True)]
         results = [Completion(ids) for ids in prompts]
-        jobs = [
-            (result, ids, one, k)
-            for result, ids, one in zip(results, prompts, params, strict=True)
-            for k in range(one.n)
-        ]
+        waiting = deque(chain.from_iterable(map(_choices, results, checked)))
         running: dict[Stream, Completion] = {}
         box: list[StreamDelta] = []
         max_submitted = self.plan.sizes.max_running + self.plan.sizes.max_queued
-        jobs.reverse()
         try:
-            while jobs or running:
-                while jobs and len(running) < max_submitted:
-                    self._boxes[self._start(jobs.pop(), running)] = box
+            while waiting or running:
+                while waiting and len(running) < max_submitted:
+                    completion, request = waiting.popleft()
+                    stream = self._submit(request)
+                    running[stream] = completion
+                    self._boxes[stream] = box
                 self._receive_frame()
-                for stream, delta in box:
-                    running[stream].take(delta)
-                    if delta.finish_reason is not None:
-                        del running[stream], self._boxes[stream]
-                box.clear()
+                self._take_all(box, running)
         finally:
             self._abandon(list(running))
         return results
 
-    def _start(
-        self,
-        job: tuple[Completion, list[int], SamplingParams, int],
-        running: dict[Stream, Completion],
-    ) -> Stream:
-        """Submit one choice and add it to ``running``. ``job``: as made in ``_run``."""
-        first, ids, params, index = job
-        choice = first if index == 0 else Completion(ids, index)
-        first.choices.append(choice)
-        if params.seed is not None and index:
-            params = params.replace(seed=params.seed + index)
-        stream = self._submit(ids, params)
-        running[stream] = choice
-        return stream
+    def _take_all(self, box: list[StreamDelta], running: dict[Stream, Completion]) -> None:
+        """Add the deltas in ``box`` to their completions; ended ones leave ``running``."""
+        for stream, delta in box:
+            running[stream].take(delta)
+            if delta.finish_reason is not None:
+                del running[stream], self._boxes[stream]
+        box.clear()
 
     def _receive_frame(self) -> list[Reply]:
         """Receive one frame, store its deltas and return its replies."""
@@ -345,3 +338,22 @@ class LLM:
         message: Abort | None = self._front.abandon(streams)
         if message is not None and not self._closed:
             self._executor.submit(encode([message]))
+
+
+def _choices(
+    first: Completion, request: CheckedRequest
+) -> Iterator[tuple[Completion, CheckedRequest]]:
+    """Yield the ``n`` choices of a prompt, and add each to ``first.choices``.
+
+    A given seed is incremented for each choice.
+
+    Args:
+        first: completion of the first choice.
+        request: the prompt with the parameters of all choices.
+    """
+    seed = request.params.seed
+    for index in range(request.params.n):
+        choice = Completion(first.prompt_token_ids, index) if index else first
+        first.choices.append(choice)
+        params = request.params if seed is None else request.params.replace(seed=seed + index)
+        yield choice, replace(request, params=params)

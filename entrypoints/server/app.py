@@ -59,6 +59,20 @@ def create_app(
         dependencies=[Depends(authoriser.dependency())],
     )
     app.state.context = context
+    _add_routes(app)
+    if plugins is not None:
+        plugins.call_each("extend_app", app=app, plan=plan)
+    auth.require_guarded(app)
+    errors.install(app)
+    install_schema(
+        app, list(dict.fromkeys(route.body for route in ROUTES if route.body is not None))
+    )
+    _add_middleware(app, context)
+    return app
+
+
+def _add_routes(app: FastAPI) -> None:
+    """Add the server's own routes."""
     for route in ROUTES:
         for method in route.methods:
             app.add_api_route(
@@ -73,13 +87,10 @@ def create_app(
     app.add_api_route(
         "/openapi.json", _openapi_route(app), methods=["GET"], include_in_schema=False
     )
-    if plugins is not None:
-        plugins.call_each("extend_app", app=app, plan=plan)
-    auth.require_guarded(app)
-    errors.install(app)
-    install_schema(
-        app, list(dict.fromkeys(route.body for route in ROUTES if route.body is not None))
-    )
+
+
+def _add_middleware(app: FastAPI, context: Context) -> None:
+    """Add CORS headers, if configured, and around them the limits on requests."""
     if context.options.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -94,7 +105,6 @@ def create_app(
         log=context.log,
         polls=[route.path for route in ROUTES if route.poll],
     )
-    return app
 
 
 def _openapi_route(app: FastAPI) -> Any:

@@ -221,35 +221,42 @@ def _record_failure(request: Request, error: Exception) -> None:
         record.fail(error)
 
 
+async def _on_deliberate(request: Request, error: Exception) -> Response:
+    """Answer a RequestError or EngineDead."""
+    answer = from_exception(error)
+    _record_failure(request, error)
+    request.app.state.context.metrics.rejected.inc(labels=(str(answer.status_code),))
+    return answer
+
+
+async def _on_validation(request: Request, error: Exception) -> Response:
+    """Answer a body that pydantic refuses."""
+    assert isinstance(error, RequestValidationError | ValidationError)
+    return await _on_deliberate(request, from_validation(list(error.errors())))
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    """Answer a request without a route, or with a method that its route does not have."""
+    assert isinstance(error, HTTPException)
+    _record_failure(request, RequestError(str(error.detail)))
+    message = {
+        404: f"no such route: {request.method} {_without_slashes(request.url.path)}",
+        405: f"method {request.method} is not allowed here",
+    }.get(error.status_code, str(error.detail))
+    return error_response(message, error.status_code, headers=error.headers)
+
+
+async def _on_unexpected(request: Request, error: Exception) -> Response:
+    """Answer any other exception, without details."""
+    headers = {"X-Request-Id": str(request.scope.get("glowplug.request_id", ""))}
+    return error_response("internal error", 500, code="internal_error", headers=headers)
+
+
 def install(app: FastAPI) -> None:
     """Install the handlers of all exceptions. No response has status 422."""
-
-    async def deliberate(request: Request, error: Exception) -> Response:
-        answer = from_exception(error)
-        _record_failure(request, error)
-        request.app.state.context.metrics.rejected.inc(labels=(str(answer.status_code),))
-        return answer
-
-    async def validation(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError | ValidationError)
-        return await deliberate(request, from_validation(list(error.errors())))
-
-    async def http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        _record_failure(request, RequestError(str(error.detail)))
-        message = {
-            404: f"no such route: {request.method} {_without_slashes(request.url.path)}",
-            405: f"method {request.method} is not allowed here",
-        }.get(error.status_code, str(error.detail))
-        return error_response(message, error.status_code, headers=error.headers)
-
-    async def unexpected(request: Request, error: Exception) -> Response:
-        headers = {"X-Request-Id": str(request.scope.get("glowplug.request_id", ""))}
-        return error_response("internal error", 500, code="internal_error", headers=headers)
-
-    app.add_exception_handler(RequestError, deliberate)
-    app.add_exception_handler(EngineDead, deliberate)
-    app.add_exception_handler(RequestValidationError, validation)
-    app.add_exception_handler(ValidationError, validation)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unexpected)
+    app.add_exception_handler(RequestError, _on_deliberate)
+    app.add_exception_handler(EngineDead, _on_deliberate)
+    app.add_exception_handler(RequestValidationError, _on_validation)
+    app.add_exception_handler(ValidationError, _on_validation)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_unexpected)

@@ -157,82 +157,86 @@ class Metrics:
         self._model = model
         self._options = options
         self._all: dict[str, Metric] = {}
-        add = self._add
-        self.ttft = add(
-            Histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT_EDGES)
-        )
-        self.itl = add(
-            Histogram("inter_token_latency_seconds", "Between tokens of one sequence.", ITL_EDGES)
-        )
-        self.tpot = add(
-            Histogram(
-                "request_time_per_output_token_seconds", "Decode time per output token.", ITL_EDGES
-            )
-        )
-        self.e2e = add(
-            Histogram(
-                "e2e_request_latency_seconds", "From arrival to the last token.", LATENCY_EDGES
-            )
-        )
-        self._queue = add(
-            Histogram(
-                "request_queue_time_seconds",
-                "From arrival in the engine to admission.",
-                LATENCY_EDGES,
-            )
-        )
-        self._prefill = add(
-            Histogram(
-                "request_prefill_time_seconds", "From admission to the first token.", LATENCY_EDGES
-            )
-        )
-        self._decode = add(
-            Histogram(
-                "request_decode_time_seconds", "From the first token to the last.", LATENCY_EDGES
-            )
-        )
-        self._inference = add(
-            Histogram(
-                "request_inference_time_seconds", "From admission to the last token.", LATENCY_EDGES
-            )
-        )
-        self.prompt_length = add(
-            Histogram("request_prompt_tokens", "Prompt tokens per request.", LENGTH_EDGES)
-        )
-        self.output_length = add(
-            Histogram("request_generation_tokens", "Output tokens per request.", LENGTH_EDGES)
-        )
-        self.max_tokens = add(
-            Histogram("request_params_max_tokens", "The requested max_tokens.", LENGTH_EDGES)
-        )
-        self.n = add(Histogram("request_params_n", "The requested n.", N_EDGES))
-        self.prompt_tokens = add(
-            Counter("prompt_tokens_total", "Prompt tokens of served sequences.")
-        )
-        self.cached_tokens = add(
-            Counter("cached_tokens_total", "Prompt tokens found in the prefix cache.")
-        )
-        self.output_tokens = add(Counter("generation_tokens_total", "Tokens generated."))
-        self.requests = add(Counter("num_requests_total", "Requests admitted by the server."))
-        self.success = add(
-            Counter("request_success_total", "Sequences by finish reason.", ["finished_reason"])
-        )
-        self.rejected = add(
-            Counter("requests_rejected_total", "Requests answered with an error.", ["status"])
-        )
-        self.disconnected = add(
-            Counter("requests_disconnected_total", "Disconnects before the end of a response.")
-        )
-        self._http = add(
-            Counter("http_requests_total", "HTTP requests.", ["handler", "method", "status"])
-        )
-        self._http_seconds = add(
-            Counter("http_request_seconds_total", "Time in HTTP requests.", ["handler"])
-        )
+        self._add_times()
+        self._add_lengths()
+        self._add_counters()
         for name, kind, help, value in STATS_SERIES:
-            add(EngineSeries(name, kind, help, value, stats))
+            self._add(EngineSeries(name, kind, help, value, stats))
             if name in BY_GROUP:
-                add(GroupSeries(f"group_{name}", f"{help} One data-parallel group.", value, groups))
+                group_help = f"{help} One data-parallel group."
+                self._add(GroupSeries(f"group_{name}", group_help, value, groups))
+
+    def _add_times(self) -> None:
+        """Add the histograms of times, in seconds."""
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", TTFT_EDGES
+        )
+        self.itl = self._histogram(
+            "inter_token_latency_seconds", "Between tokens of one sequence.", ITL_EDGES
+        )
+        self.tpot = self._histogram(
+            "request_time_per_output_token_seconds", "Decode time per output token.", ITL_EDGES
+        )
+        self.e2e = self._histogram(
+            "e2e_request_latency_seconds", "From arrival to the last token.", LATENCY_EDGES
+        )
+        self._queue = self._histogram(
+            "request_queue_time_seconds", "From arrival in the engine to admission.", LATENCY_EDGES
+        )
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "From admission to the first token.", LATENCY_EDGES
+        )
+        self._decode = self._histogram(
+            "request_decode_time_seconds", "From the first token to the last.", LATENCY_EDGES
+        )
+        self._inference = self._histogram(
+            "request_inference_time_seconds", "From admission to the last token.", LATENCY_EDGES
+        )
+
+    def _add_lengths(self) -> None:
+        """Add the histograms of token counts and of ``n``."""
+        self.prompt_length = self._histogram(
+            "request_prompt_tokens", "Prompt tokens per request.", LENGTH_EDGES
+        )
+        self.output_length = self._histogram(
+            "request_generation_tokens", "Output tokens per request.", LENGTH_EDGES
+        )
+        self.max_tokens = self._histogram(
+            "request_params_max_tokens", "The requested max_tokens.", LENGTH_EDGES
+        )
+        self.n = self._histogram("request_params_n", "The requested n.", N_EDGES)
+
+    def _add_counters(self) -> None:
+        """Add the counters of tokens and requests."""
+        self.prompt_tokens = self._counter(
+            "prompt_tokens_total", "Prompt tokens of served sequences."
+        )
+        self.cached_tokens = self._counter(
+            "cached_tokens_total", "Prompt tokens found in the prefix cache."
+        )
+        self.output_tokens = self._counter("generation_tokens_total", "Tokens generated.")
+        self.requests = self._counter("num_requests_total", "Requests admitted by the server.")
+        self.success = self._counter(
+            "request_success_total", "Sequences by finish reason.", "finished_reason"
+        )
+        self.rejected = self._counter(
+            "requests_rejected_total", "Requests answered with an error.", "status"
+        )
+        self.disconnected = self._counter(
+            "requests_disconnected_total", "Disconnects before the end of a response."
+        )
+        self._http = self._counter(
+            "http_requests_total", "HTTP requests.", "handler", "method", "status"
+        )
+        self._http_seconds = self._counter(
+            "http_request_seconds_total", "Time in HTTP requests.", "handler"
+        )
+
+    def _histogram(self, name: str, help: str, edges: Sequence[float]) -> Histogram:
+        return self._add(Histogram(name, help, edges))
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return self._add(Counter(name, help, labels))
 
     def _add(self, metric: M) -> M:
         self._all[metric.name] = metric

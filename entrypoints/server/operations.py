@@ -12,7 +12,8 @@ from starlette.responses import Response
 
 from glowplug import __version__
 from glowplug.core.errors import EngineDead, RequestError
-from glowplug.core.step.request import SamplingParams
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.step.request import Admission, SamplingParams
 from glowplug.entrypoints.server.context import Context, get_context
 from glowplug.entrypoints.server.errors import Unavailable, sanitise
 from glowplug.entrypoints.server.generate.job import Job
@@ -63,12 +64,9 @@ async def health_generate(context: Server) -> Response:
 
 async def _generate_token(context: Context) -> None:
     """Generate one token at the highest priority."""
-    job = Job(
-        "health",
-        [[0]],
-        [SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)],
-        priority=-(1 << 20),
-    )
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    first = Admission(priority=-(1 << 20))
+    job = Job("health", [context.client.check([0], params)], first)
     async with aclosing(job.run(context)) as source:
         async for _ in source:
             pass
@@ -109,49 +107,50 @@ async def model_info(context: Server) -> Response:
 
 async def server_info(context: Server) -> Response:
     """Return the plan's decisions, the engine's latest statistics and its own report."""
-    plan = context.plan
-    groups = context.client.group_stats()
-    return json_response(
-        msgspec.to_builtins(
+    client = context.client
+    groups = client.group_stats()
+    found = {
+        "version": __version__,
+        "status": client.state,
+        "model": context.model_name,
+        **_plan_info(context.plan),
+        "system_fingerprint": context.fingerprint,
+        "stats": msgspec.structs.asdict(client.stats()),
+        "groups": [msgspec.structs.asdict(one) for one in groups] if len(groups) > 1 else [],
+        "engine": await _engine_info(context),
+    }
+    return json_response(msgspec.to_builtins(found))
+
+
+def _plan_info(plan: EnginePlan) -> dict[str, Any]:
+    """Return the plan for clients, without secrets and paths."""
+    sizes = plan.sizes
+    return {
+        "dtype": plan.dtype,
+        "kv_dtype": plan.kv_dtype,
+        "device": plan.device,
+        "overlap": plan.overlap,
+        "sizes": sizes,
+        "mesh": plan.mesh,
+        "choices": {
+            choice.slot: ", ".join(held.name for held in plan.choices_in(choice.slot))
+            for choice in plan.choices
+        },
+        "decisions": [
             {
-                "version": __version__,
-                "status": context.client.state,
-                "model": context.model_name,
-                "dtype": plan.dtype,
-                "kv_dtype": plan.kv_dtype,
-                "device": plan.device,
-                "overlap": plan.overlap,
-                "sizes": plan.sizes,
-                "mesh": plan.mesh,
-                "choices": {
-                    choice.slot: ", ".join(held.name for held in plan.choices_in(choice.slot))
-                    for choice in plan.choices
-                },
-                "decisions": [
-                    {
-                        "field": d.field,
-                        "value": _without_secrets(d.field, d.value),
-                        "by": d.by,
-                        "why": sanitise(d.why),
-                    }
-                    for d in plan.decisions
-                ],
-                "budget": plan.budget,
-                "plugins": plan.plugins,
-                "fingerprint": plan.fingerprint,
-                "plugin_fingerprint": plan.plugin_fingerprint,
-                "system_fingerprint": context.fingerprint,
-                "max_total_num_tokens": plan.sizes.num_pages
-                * plan.sizes.page_size
-                * plan.mesh.get("dp", 1),
-                "stats": msgspec.structs.asdict(context.client.stats()),
-                "groups": [msgspec.structs.asdict(stats) for stats in groups]
-                if len(groups) > 1
-                else [],
-                "engine": await _engine_info(context),
+                "field": decision.field,
+                "value": _without_secrets(decision.field, decision.value),
+                "by": decision.by,
+                "why": sanitise(decision.why),
             }
-        )
-    )
+            for decision in plan.decisions
+        ],
+        "budget": plan.budget,
+        "plugins": plan.plugins,
+        "fingerprint": plan.fingerprint,
+        "plugin_fingerprint": plan.plugin_fingerprint,
+        "max_total_num_tokens": sizes.num_pages * sizes.page_size * plan.mesh.get("dp", 1),
+    }
 
 
 async def _engine_info(context: Context) -> dict[str, Any]:

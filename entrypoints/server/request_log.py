@@ -153,29 +153,13 @@ class RequestRecord:
 
         Example: ``POST /v1/completions 200 id=... in=5 out=16 ... finish=length``.
         """
-        parts = [
-            _quoted(self.method),
-            _quoted(self.route),
-            str(self.status),
-            f"id={_quoted(self.id)}",
-        ]
+        parts = [_quoted(self.method), _quoted(self.route), str(self.status)]
+        parts.append(f"id={_quoted(self.id)}")
         if self.job:
             parts.append(f"rid={_quoted(self.job)}")
         parts.append(f"client={_quoted(self.client)}")
-        if self.generates:
-            first = "-" if self.first is None else f"{self.first - self.started:.3f}s"
-            parts += [
-                f"in={self.prompt_tokens}",
-                f"out={self.output_tokens}",
-                f"cached={sum(self.cached.values())}",
-                f"first={first}",
-            ]
-        parts.append(f"total={self.seconds:.3f}s")
-        if self.generates:
-            parts += [
-                f"finish={','.join(self.finish) or '-'}",
-                *(["stream"] if self.streamed else []),
-            ]
+        total = f"total={self.seconds:.3f}s"
+        parts += [*self._counts(), total, *self._end()] if self.generates else [total]
         if self.left:
             parts.append("client left")
         if self.code is not None:
@@ -183,6 +167,21 @@ class RequestRecord:
         if self.reason is not None:
             parts.append(f"error={_quoted(self.reason)}")
         return " ".join(parts)
+
+    def _counts(self) -> list[str]:
+        """Return the token counts and the time of the first token, for the human format."""
+        first = "-" if self.first is None else f"{self.first - self.started:.3f}s"
+        return [
+            f"in={self.prompt_tokens}",
+            f"out={self.output_tokens}",
+            f"cached={sum(self.cached.values())}",
+            f"first={first}",
+        ]
+
+    def _end(self) -> list[str]:
+        """Return the finish reasons, and "stream" for a stream, for the human format."""
+        finish = f"finish={','.join(self.finish) or '-'}"
+        return [finish, "stream"] if self.streamed else [finish]
 
 
 class RequestLog:

@@ -10,9 +10,9 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from glowplug.entrypoints.server import operations
-from glowplug.entrypoints.server.native import generate as native, tokenize as text_routes
+from glowplug.entrypoints.server.native import generate, tokenize
 from glowplug.entrypoints.server.openai import chat, completions
-from glowplug.entrypoints.server.protocol import responses as answers
+from glowplug.entrypoints.server.protocol import responses
 from glowplug.entrypoints.server.protocol.chat import ChatRequest
 from glowplug.entrypoints.server.protocol.completions import CompletionRequest
 from glowplug.entrypoints.server.protocol.native import (
@@ -78,7 +78,7 @@ class HttpRoute:
         return {
             200: good,
             **{
-                code: {"model": answers.ErrorBody, "description": text}
+                code: {"model": responses.ErrorBody, "description": text}
                 for code, text in ERRORS.items()
             },
         }
@@ -110,7 +110,7 @@ ROUTES: tuple[HttpRoute, ...] = (
         chat.chat,
         _POST,
         _OPENAI,
-        answers.ChatCompletion,
+        responses.ChatCompletion,
         ChatRequest,
         stream=True,
     ),
@@ -119,65 +119,70 @@ ROUTES: tuple[HttpRoute, ...] = (
         completions.completions,
         _POST,
         _OPENAI,
-        answers.Completion,
+        responses.Completion,
         CompletionRequest,
         stream=True,
     ),
-    HttpRoute("/v1/models", text_routes.models, _GET, _OPENAI, answers.ModelList),
-    HttpRoute("/v1/models/{model:path}", text_routes.model, _GET, _OPENAI, answers.ModelCard),
+    HttpRoute("/v1/models", tokenize.models, _GET, _OPENAI, responses.ModelList),
+    HttpRoute("/v1/models/{model:path}", tokenize.model, _GET, _OPENAI, responses.ModelCard),
     HttpRoute(
         "/generate",
-        native.generate,
+        generate.generate,
         ("POST", "PUT"),
         _NATIVE,
-        answers.AnyGenerated,
+        responses.AnyGenerated,
         GenerateRequest,
         stream=True,
     ),
-    HttpRoute("/tokenize", text_routes.tokenize, _POST, _TEXT, answers.Tokenized, TokenizeRequest),
+    HttpRoute("/tokenize", tokenize.tokenize, _POST, _TEXT, responses.Tokenized, TokenizeRequest),
     HttpRoute(
-        "/v1/tokenize", text_routes.tokenize, _POST, _TEXT, answers.Tokenized, TokenizeRequest
+        "/v1/tokenize", tokenize.tokenize, _POST, _TEXT, responses.Tokenized, TokenizeRequest
     ),
     HttpRoute(
-        "/detokenize", text_routes.detokenize, _POST, _TEXT, answers.Detokenized, DetokenizeRequest
+        "/detokenize", tokenize.detokenize, _POST, _TEXT, responses.Detokenized, DetokenizeRequest
     ),
     HttpRoute(
         "/v1/detokenize",
-        text_routes.detokenize,
+        tokenize.detokenize,
         _POST,
         _TEXT,
-        answers.Detokenized,
+        responses.Detokenized,
         DetokenizeRequest,
     ),
-    HttpRoute("/tokenizer_info", text_routes.tokenizer_info, _GET, _TEXT, answers.TokenizerInfo),
-    HttpRoute("/v1/tokenizer_info", text_routes.tokenizer_info, _GET, _TEXT, answers.TokenizerInfo),
-    HttpRoute("/health", operations.health, _GET, _OPERATIONS, answers.Status, poll=True),
-    HttpRoute("/ready", operations.ready, _GET, _OPERATIONS, answers.Status, poll=True),
+    HttpRoute("/tokenizer_info", tokenize.tokenizer_info, _GET, _TEXT, responses.TokenizerInfo),
+    HttpRoute("/v1/tokenizer_info", tokenize.tokenizer_info, _GET, _TEXT, responses.TokenizerInfo),
+    HttpRoute("/health", operations.health, _GET, _OPERATIONS, responses.Status, poll=True),
+    HttpRoute("/ready", operations.ready, _GET, _OPERATIONS, responses.Status, poll=True),
     HttpRoute(
-        "/health_generate", operations.health_generate, _GET, _OPERATIONS, answers.Status, poll=True
+        "/health_generate",
+        operations.health_generate,
+        _GET,
+        _OPERATIONS,
+        responses.Status,
+        poll=True,
     ),
     HttpRoute("/metrics", operations.metrics, _GET, _OPERATIONS, poll=True),
-    HttpRoute("/version", operations.version, _GET, _OPERATIONS, answers.Version),
-    HttpRoute("/model_info", operations.model_info, _GET, _OPERATIONS, answers.ModelInfo),
-    HttpRoute("/get_model_info", operations.model_info, _GET, _OPERATIONS, answers.ModelInfo),
-    HttpRoute("/server_info", operations.server_info, _GET, _OPERATIONS, answers.ServerInfo),
-    HttpRoute("/get_server_info", operations.server_info, _GET, _OPERATIONS, answers.ServerInfo),
+    HttpRoute("/version", operations.version, _GET, _OPERATIONS, responses.Version),
+    HttpRoute("/model_info", operations.model_info, _GET, _OPERATIONS, responses.ModelInfo),
+    HttpRoute("/get_model_info", operations.model_info, _GET, _OPERATIONS, responses.ModelInfo),
+    HttpRoute("/server_info", operations.server_info, _GET, _OPERATIONS, responses.ServerInfo),
+    HttpRoute("/get_server_info", operations.server_info, _GET, _OPERATIONS, responses.ServerInfo),
     HttpRoute(
-        "/abort_request", operations.abort_request, _POST, _OPERATIONS, answers.Done, AbortRequest
+        "/abort_request", operations.abort_request, _POST, _OPERATIONS, responses.Done, AbortRequest
     ),
     HttpRoute(
-        "/flush_cache", operations.flush_cache, _GET_POST, _OPERATIONS, answers.Done, admin=True
+        "/flush_cache", operations.flush_cache, _GET_POST, _OPERATIONS, responses.Done, admin=True
     ),
     HttpRoute(
         "/start_profile",
         operations.start_profile,
         _GET_POST,
         _OPERATIONS,
-        answers.Done,
+        responses.Done,
         ProfileRequest,
         admin=True,
     ),
     HttpRoute(
-        "/stop_profile", operations.stop_profile, _GET_POST, _OPERATIONS, answers.Done, admin=True
+        "/stop_profile", operations.stop_profile, _GET_POST, _OPERATIONS, responses.Done, admin=True
     ),
 )

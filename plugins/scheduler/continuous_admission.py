@@ -12,8 +12,8 @@ from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
 MOST_DEFERRED = 32  #: most waiting sequences that are passed over in one step
 
 
-class Admission:
-    """Admission in the policy's order.
+class Admitter:
+    """Admission of waiting sequences in the policy's order.
 
     Admission stops at the first sequence that does not fit, so that large requests are not starved.
 
@@ -117,7 +117,7 @@ class Admission:
         """Return the cached prefix, which leaves at least one token to compute, for its logits."""
         if not self.looks_up(sequence):
             return PrefixMatch(0, tokens[:0])
-        return self.rows.cache.match(tokens[:-1], sequence.salt)
+        return self.rows.cache.match(tokens[:-1], sequence.admission.salt)
 
     def _is_deferred(self, sequence: Sequence, tokens: Ints, match: PrefixMatch) -> bool:
         """Return True if it is better to wait until another row's prompt is cached.
@@ -127,7 +127,7 @@ class Admission:
         """
         if not self.share or not self.rows.unpublished or self.scored(sequence):
             return False
-        other, common = self.rows.twin(tokens, sequence.salt)
+        other, common = self.rows.twin(tokens, sequence.admission.salt)
         if common - match.length < self.share:
             return False
         return self._waits_for.setdefault(sequence.id, other) == other

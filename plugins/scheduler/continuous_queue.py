@@ -39,7 +39,8 @@ class Queue:
     def add(self, sequence: Sequence) -> None:
         """Add a sequence at the end, with its deadlines."""
         self._waiting[sequence.id] = sequence
-        for seconds, kind in ((sequence.queue_timeout, QUEUED), (sequence.timeout, TOTAL)):
+        limits = sequence.admission
+        for seconds, kind in ((limits.queue_timeout, QUEUED), (limits.timeout, TOTAL)):
             if seconds > 0:
                 heapq.heappush(self._deadlines, (sequence.arrival + seconds, sequence.id, kind))
 
@@ -73,7 +74,7 @@ class CachedPrefixes(Mapping[int, int]):
 
     def __getitem__(self, id: int) -> int:
         sequence = self._waiting[id]
-        return self._cache.match(sequence.prompt, sequence.salt).length
+        return self._cache.match(sequence.prompt, sequence.admission.salt).length
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._waiting)

@@ -145,8 +145,7 @@ class Rows:
         table = self.table
         sequence = self.running.pop(row)
         length = int(table.length[row])
-        prompt_len = int(table.prompt_len[row])
-        sequence.output = table.tokens[row, prompt_len:length].tolist()
+        sequence.output = table.tokens[row, table.prompt_len[row] : length].tolist()
         shared = int(self.shared[row])
         computed = length - 1 if keep and self.cache.shares and length > self.base[row] else 0
         whole = max(computed // table.page_size, shared)
@@ -155,7 +154,7 @@ class Rows:
         held = table.leave(row)
         self.pages.give(held[whole:])
         if whole > shared:
-            self.pages.give(self.cache.insert(tokens, held[:whole], sequence.salt))
+            self.pages.give(self.cache.insert(tokens, held[:whole], sequence.admission.salt))
         self.cache.lock(self._locks.pop(row), -1)
         self._leave(row)
         return sequence
@@ -204,19 +203,20 @@ class Rows:
         """
         sequence = self.running[row]
         table = self.table
+        cache = self.cache
         self._forget_first_page(row, sequence)
         whole = (int(table.length[row]) - 1) // table.page_size
-        if not self.cache.shares or whole <= self.shared[row]:
+        if not cache.shares or whole <= self.shared[row]:
             return
         tokens = table.tokens[row, : whole * table.page_size]
         mine = table.pages[row, :whole].copy()
-        unneeded = self.cache.insert(tokens, mine, sequence.salt)
-        match = self.cache.match(tokens, sequence.salt)
-        self.cache.lock(match, 1)
-        self.cache.lock(self._locks[row], -1)
+        salt = sequence.admission.salt
+        unneeded = cache.insert(tokens, mine, salt)
+        match = cache.match(tokens, salt)
+        cache.lock(match, 1)
+        cache.lock(self._locks[row], -1)
         self._locks[row] = match
-        kept = len(match.pages)
-        self.shared[row] = kept
+        self.shared[row] = kept = len(match.pages)
         table.pages[row, :kept] = match.pages
         self.pages.give(np.setdiff1d(unneeded, mine[kept:]))
 
@@ -240,7 +240,7 @@ class Rows:
         size = self.table.page_size
         if not self.cache.shares or self.base[row] <= size:
             return None
-        return sequence.salt, self.table.tokens[row, :size].tobytes()
+        return sequence.admission.salt, self.table.tokens[row, :size].tobytes()
 
     def _forget_first_page(self, row: int, sequence: Sequence) -> None:
         key = self._first_page(row, sequence)

@@ -53,7 +53,7 @@ from glowplug.core.step.request import Sequence
 from glowplug.core.step.sequence_table import SequenceTable
 from glowplug.plugins.scheduler import continuous_batch as batches, continuous_commit as commits
 from glowplug.plugins.scheduler.continuous import ContinuousOptions
-from glowplug.plugins.scheduler.continuous_admission import Admission
+from glowplug.plugins.scheduler.continuous_admission import Admitter
 from glowplug.plugins.scheduler.continuous_queue import QUEUED, Queue
 from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
 
@@ -102,7 +102,7 @@ class Continuous:
         self.queue = Queue()
         self.scores = commits.PromptScores()
         self.max_rows = min(sizes.max_running, table.rows, sizes.max_step_tokens // sizes.width)
-        self.admission = Admission(
+        self.admission = Admitter(
             self.rows,
             self.queue,
             policy,

@@ -44,11 +44,11 @@ class Priority:
         pass
 
     def order(self, waiting: Seq[Sequence], cached: Mapping[int, int]) -> list[Sequence]:
-        return sorted(waiting, key=lambda sequence: sequence.priority)
+        return sorted(waiting, key=lambda sequence: sequence.admission.priority)
 
     def victim(self, running: Seq[Sequence]) -> Sequence:
-        least = max(sequence.priority for sequence in running)
-        return newest([sequence for sequence in running if sequence.priority == least])
+        least = max(sequence.admission.priority for sequence in running)
+        return newest([sequence for sequence in running if sequence.admission.priority == least])
 
 
 class LongestPrefix:

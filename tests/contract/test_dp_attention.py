@@ -159,12 +159,8 @@ def sequence(id: int) -> Sequence:
         id=id,
         prompt=np.array([1], np.int32),
         params=SamplingParams(),
-        priority=0,
-        salt="",
         arrival=0.0,
         stop_ids=frozenset(),
-        timeout=0.0,
-        queue_timeout=0.0,
     )
 
 

@@ -35,6 +35,7 @@ from glowplug.core.step.messages import (
     decode_inbound,
     encode,
 )
+from glowplug.core.step.request import Admission
 from glowplug.core.text.detokenize import byte_alphabet
 from glowplug.core.text.tokenizer import Tokenizer
 
@@ -146,8 +147,7 @@ class FakeExecutor:
         self.stats = Stats(pages_total=4096, pages_free=4096, page_size=16)
         self.silent = False
         self.profiled: list[str] = []
-        self.priorities: list[int] = []
-        self.salts: list[str] = []
+        self.admissions: list[Admission] = []
         self.params: list[object] = []
         self.dead: EngineDead | None = None
         self._stop = threading.Event()
@@ -245,8 +245,7 @@ class FakeExecutor:
             )
             self.frames.put(encode([StepOutput(finished=[refused])]))
             return
-        self.priorities.append(submit.priority)
-        self.salts.append(submit.salt)
+        self.admissions.append(submit.admission)
         self.params.append(submit.params)
         prompt = bytes(token for token in submit.prompt_ids.tolist() if token < 256).decode(
             "utf-8", "replace"

@@ -30,7 +30,7 @@ class Stubborn:
             return list(waiting)
         if self._fault == "empty":
             return []
-        kept = [one for one in waiting if one.priority != HELD]
+        kept = [one for one in waiting if one.admission.priority != HELD]
         faulty = {
             "withholds": [],
             "copies": [copy.copy(one) for one in waiting],

@@ -54,7 +54,7 @@ async def tokens(
     client: EngineClient, ids: list[int], params: SamplingParams, name: str = "r"
 ) -> list[int]:
     got: list[int] = []
-    async for delta in client.generate(ids, params, request_id=name):
+    async for delta in client.generate(client.check(ids, params), request_id=name):
         got.extend(delta.token_ids)
     return got
 
@@ -115,7 +115,9 @@ def test_abort_by_request_id(folder: Path) -> None:
             await until_idle(client)
 
     async def _last(client: EngineClient, name: str) -> Any:
-        return [delta async for delta in client.generate([5, 6], LONG, request_id=name)][-1]
+        return [
+            delta async for delta in client.generate(client.check([5, 6], LONG), request_id=name)
+        ][-1]
 
     asyncio.run(run())
 

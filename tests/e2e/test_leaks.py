@@ -54,7 +54,7 @@ def test_memory_and_handles_stay_level() -> None:
         for _ in range(5):
             asyncio.run(mixed(one.url, rng))
             one.wait_idle()
-            for kept in (one.executor.params, one.executor.priorities, one.executor.salts):
+            for kept in (one.executor.params, one.executor.admissions):
                 kept.clear()
             gc.collect()
             sizes.append((process.memory_info().rss, process.num_fds()))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from glowplug.core.protocols import Worker
+from glowplug.core.step.request import Admission
 from glowplug.plugins.outputs.deepseek_r1 import DeepseekR1Options
 from glowplug.plugins.outputs.deepseek_r1_runtime import DeepseekR1
 from tests.e2e.fake_engine import TEXT, make_plan
@@ -269,7 +270,7 @@ def test_engine_fields_reach_the_engine(server: Served, client: openai.OpenAI) -
     )
     assert params.ignore_eos and params.stop_token_ids == [9] and params.logit_bias == {65: 5.0}
     assert params.allowed_token_ids == [65, 66] and not params.skip_special_tokens
-    assert server.executor.priorities[-1] == -3 and server.executor.salts[-1] == "warm"
+    assert server.executor.admissions[-1] == Admission(priority=-3, salt="warm")
 
 
 def test_cached_tokens_are_reported(client: openai.OpenAI) -> None:

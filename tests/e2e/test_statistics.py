@@ -150,7 +150,7 @@ def test_a_sequence_s_phases_follow_one_another(llm: LLM) -> None:
 def test_phases_that_did_not_come_have_no_time() -> None:
     """Ends while it waits, while its prompt is computed, and with its first token."""
     front = Front(bare_plan(), None, ())
-    ids = [front.submit([5, 6, 7], GREEDY)[0].id for _ in range(3)]
+    ids = [front.submit(front.check([5, 6, 7], GREEDY))[0].id for _ in range(3)]
     waits, prefills, ends = ids
     front.receive([StepOutput(admitted=[Admitted(prefills, 0.5, 0), Admitted(ends, 0.25, 0)])])
     received = front.receive(

@@ -13,7 +13,9 @@ from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.plan.plan import Decision, EnginePlan
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.entrypoints.bench.others.engine_options import engine_config
-from glowplug.entrypoints.cli.flags import Given, Parser, add_engine_options, read_command_line
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
+from glowplug.entrypoints.cli.flags.command_line import CommandLine, read_command_line
+from glowplug.entrypoints.cli.flags.parser import Parser
 from glowplug.entrypoints.front.model_text import open_tokenizer
 from tests.support.tiny_tokenizer import BOS, write_folder
 
@@ -21,7 +23,7 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 OTHER = "give a Jinja file, or the template itself; leave chat_template out for the model's own"
 
 
-def given(plugins: PluginSet, model: Path, *words: str) -> Given:
+def given(plugins: PluginSet, model: Path, *words: str) -> CommandLine:
     parser = Parser(prog="glowplug serve")
     add_engine_options(parser)
     return read_command_line(

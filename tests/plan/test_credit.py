@@ -25,7 +25,8 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.plugin.slots import SLOTS
 from glowplug.core.testing.harness.fakes import TINY_LLAMA, TINY_V3, write_model
-from glowplug.entrypoints.cli.flag_table import FLAGS, Flag
+from glowplug.entrypoints.cli.flags.flag import Flag
+from glowplug.entrypoints.cli.flags.table import FLAGS
 from tests.plan.test_flags import given
 
 BUILT_INS = load_plugins(entry_points=False)

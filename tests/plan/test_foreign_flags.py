@@ -11,12 +11,17 @@ import pytest
 
 from glowplug.core.errors import PlanRefused
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.entrypoints.cli.flag_table import ALWAYS_ON, FLAGS, byte_count
-from glowplug.entrypoints.cli.flags import Given, Parser, add_engine_options, read_command_line
-from glowplug.entrypoints.cli.foreign_flags import ALTERNATIVES, BOTH, SGLANG, VLLM, unsupported
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
+from glowplug.entrypoints.cli.flags.command_line import CommandLine, read_command_line
+from glowplug.entrypoints.cli.flags.flag import byte_count
+from glowplug.entrypoints.cli.flags.foreign import ALTERNATIVES, BOTH, unsupported
+from glowplug.entrypoints.cli.flags.foreign_sglang import SGLANG
+from glowplug.entrypoints.cli.flags.foreign_vllm import VLLM
+from glowplug.entrypoints.cli.flags.parser import Parser
+from glowplug.entrypoints.cli.flags.table import ALWAYS_ON, FLAGS
 
 
-def given(plugins: PluginSet, *words: str) -> Given:
+def given(plugins: PluginSet, *words: str) -> CommandLine:
     parser = Parser(prog="glowplug serve")
     add_engine_options(parser)
     return read_command_line(parser.parse_args(list(words)), plugins)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.entrypoints.cli.flag_table import FLAGS, Flag
+from glowplug.entrypoints.cli.flags.flag import Flag
+from glowplug.entrypoints.cli.flags.table import FLAGS
 from tests.plan.test_flags import given
 
 VALUES = {int: ("1", "2"), float: ("0.25", "0.5"), str: ("one", "two")}

@@ -12,7 +12,9 @@ import pytest
 
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.entrypoints.cli.flags import Given, Parser, add_engine_options, read_command_line
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
+from glowplug.entrypoints.cli.flags.command_line import CommandLine, read_command_line
+from glowplug.entrypoints.cli.flags.parser import Parser
 
 CALLS = """
 from typing import Literal
@@ -41,7 +43,7 @@ def contribute_defaults(facts):
 """
 
 
-def given(plugins: PluginSet, model: Path, *words: str) -> Given:
+def given(plugins: PluginSet, model: Path, *words: str) -> CommandLine:
     parser = Parser(prog="glowplug serve")
     add_engine_options(parser)
     return read_command_line(

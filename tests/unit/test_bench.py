@@ -18,11 +18,11 @@ from glowplug.entrypoints.bench import table
 from glowplug.entrypoints.bench.load import datasets, metrics
 from glowplug.entrypoints.bench.load.backends import (
     BACKENDS,
-    Asked,
     Outcome,
+    RawAnswer,
     Request,
-    ask,
     outcome_of,
+    send_prompt,
 )
 from glowplug.entrypoints.bench.load.http_stream import ServerTarget, events, read_answer
 from glowplug.entrypoints.bench.load.load import Load, drive, gaps
@@ -48,7 +48,9 @@ def test_every_backend_measures_what_the_server_did(server: FakeServer, name: st
     prompt = datasets.BenchPrompt(
         5, 6, text="hello", ids=[1, 2, 3, 4, 5] if backend.takes_ids else None
     )
-    outcome = outcome_of(asyncio.run(ask(server.target, backend, prompt, Request("tiny"))), backend)
+    outcome = outcome_of(
+        asyncio.run(send_prompt(server.target, backend, prompt, Request("tiny"))), backend
+    )
     assert outcome.ok, outcome.error
     assert outcome.output_tokens == len(outcome.arrivals) == 6
     assert outcome.prompt_tokens == 7
@@ -107,12 +109,14 @@ def test_times_are_those_of_the_events(name: str, monkeypatch: pytest.MonkeyPatc
     for module in ("backends", "http_stream"):
         monkeypatch.setattr(f"glowplug.entrypoints.bench.load.{module}.time", wire)
 
-    async def asked() -> Asked:
+    async def asked() -> RawAnswer:
         monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", wire.connect)
         prompt = datasets.BenchPrompt(
             5, 3, text="hello", ids=[1, 2, 3, 4, 5] if backend.takes_ids else None
         )
-        return await ask(ServerTarget("http://127.0.0.1:1"), backend, prompt, Request("tiny"))
+        return await send_prompt(
+            ServerTarget("http://127.0.0.1:1"), backend, prompt, Request("tiny")
+        )
 
     outcome = outcome_of(asyncio.run(asked()), backend)
     assert outcome.ok, outcome.error
@@ -131,7 +135,9 @@ def test_a_fault_fails_its_request_and_is_named(server: FakeServer, fault: str, 
     request = Request("tiny", extra={"fault": fault})
     backend = BACKENDS["openai"]
     outcome = outcome_of(
-        asyncio.run(ask(server.target, backend, datasets.BenchPrompt(1, 4, text="x"), request)),
+        asyncio.run(
+            send_prompt(server.target, backend, datasets.BenchPrompt(1, 4, text="x"), request)
+        ),
         backend,
     )
     assert not outcome.ok

@@ -16,7 +16,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -28,17 +27,10 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin import hookspecs
 from tests.e2e.test_gpu_ranks import LAYOUTS
 from tests.support.demo_environment import glowplug, run
+from tests.support.published import PAGES, command_lines, machine_for, with_shape
 from tests.support.source_tree import PACKAGES, ROOT, sources
 from tests.support.tiny import write_config
 
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "SECURITY.md",
-    ROOT / "CHANGELOG.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / "models").rglob("*.md")),
-]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.*"))
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -147,35 +139,7 @@ def test_configurations_in_the_pages_plan(
     assert done.returncode == 0, f"{page}:\n{text}\n{done.stdout}{done.stderr}"
 
 
-#: shapes of the models that command lines name, by a part of the name
-SHAPES = {
-    "V2-Lite": "models/shapes/deepseek-v2-lite.json",
-    "DeepSeek-V3": "models/shapes/deepseek-v3.json",
-    "MODEL": "models/shapes/deepseek-v2-lite.json",
-}
-
-
-def command_lines() -> Iterator[tuple[str, str]]:
-    """(page, words) of every ``glowplug serve`` or ``check`` of a model, in a sentence or in a
-    block without output.
-    """
-    for page in PAGES:
-        text = re.sub(
-            r"^```console\n.*?^```$",
-            "",
-            page.read_text(encoding="utf-8"),
-            flags=re.MULTILINE | re.DOTALL,
-        )
-        for words in re.findall(
-            r"glowplug (?:serve|check) ([^`\n]*--model[^`\n]*)", re.sub(r"\\\n\s*", "", text)
-        ):
-            yield page.relative_to(ROOT).as_posix(), words
-
-
-#: those of plugins have tests of their own
-LINES = [
-    (page, line) for page, line in command_lines() if ".gguf" not in line and "--plugin" not in line
-]
+LINES = list(command_lines())
 
 
 @pytest.mark.parametrize(("page", "line"), LINES, ids=[f"{p}:{line[-40:]}" for p, line in LINES])
@@ -183,13 +147,8 @@ def test_command_lines_in_the_pages_plan(page: str, line: str, tmp_path: Path) -
     """Those of SGLang among them, each on the smallest ready sheet with as many GPUs as it asks
     for.
     """
-    words = shlex.split(line)
-    at = next(index for index, word in enumerate(words) if word in ("--model", "--model-path")) + 1
-    words[at] = next((shape for part, shape in SHAPES.items() if part in words[at]), words[at])
-    ranks = int(words[words.index("--tp") + 1]) if "--tp" in words else 1
-    machine = read_sheet("1xh200" if ranks == 1 else "8xh200" if ranks <= 8 else "2x8xh200")
-    if "ray" in words:
-        machine = replace(machine, packages={**(machine.packages or {}), "ray": "2.60"})
+    words = with_shape(shlex.split(line))
+    machine = machine_for(words)
     (sheet := tmp_path / "sheet.json").write_bytes(msgspec.json.encode(machine))
     done = glowplug(
         "check",
@@ -239,6 +198,26 @@ def test_what_has_run_on_several_gpus_is_on_record() -> None:
     assert frozenset({"--speculative-algorithm"}) in rows
     claim = next(line for line in (ROOT / "README.md").read_text().splitlines() if "NCCL" in line)
     assert set(re.findall(r"`(--[^`]+)`", claim)) == {one["options"] for one in record["ran"]}
+
+
+def test_the_pages_cite_the_sanitizers_present_record() -> None:
+    """Commit, date, number of tests and of kernels are those of the record that the pages link."""
+    folder = ROOT / "docs" / "benchmarks"
+    record = json.loads((folder / "sanitizer-h200.json").read_text())
+    tests = {tool: found["tests"] for tool, found in record["tools"].items()}
+    accuracy = " ".join((folder / "accuracy.md").read_text().split())
+    assert (
+        f"[sanitizer-h200.json](sanitizer-h200.json) ({record['commit']}, {record['date'][:10]}): "
+        f"{tests['memcheck']} tests under memcheck and {tests['initcheck']} under initcheck "
+        f"launched all {len(record['kernels'])} kernels"
+    ) in accuracy
+    assert record["clean"] and not record["kernels_not_launched"]
+    readme = " ".join((folder / "README.md").read_text().split())
+    assert (
+        f"{len({run['file'] for run in record['files']})} test files in {len(record['files'])} runs, "
+        f"which launch all {len(record['kernels'])} kernels ({record['commit']}, "
+    ) in readme
+    assert f"{sum(tests.values())} tests, no error" in readme
 
 
 def test_there_are_examples_in_each_format() -> None:

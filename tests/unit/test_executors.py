@@ -16,7 +16,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.step.messages import Failed, Progress
-from glowplug.entrypoints.cli.flags import serve_defaults
+from glowplug.entrypoints.cli.flags.command_line import serve_defaults
 from glowplug.plugins.executors.ranks.failure_cause import (
     SPAWN,
     FailureKind,

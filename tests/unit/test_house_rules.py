@@ -34,7 +34,8 @@ ENVIRONMENT_ACCESS = {
     "models/embedded/training/batches.py",
     "plugins/collectives/rendezvous.py",  # how torchrun tells its ranks where to meet
     "plugins/executors/ranks/host.py",  # the same: which rank this process looks after
-    "entrypoints/cli/flags.py",  # was this process started by torchrun, and on how many hosts
+    # was this process started by torchrun, and on how many hosts
+    "entrypoints/cli/flags/command_line.py",
     # how long torch's waiting threads spin, for a library that asks nowhere else
     "plugins/executors/ranks/process.py",
     # where inductor keeps its programs, which it asks nowhere else

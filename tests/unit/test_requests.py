@@ -111,7 +111,7 @@ def test_an_id_past_the_vocabulary_is_named(wrong: int) -> None:
     with pytest.raises(
         RequestError, match=f"token id {wrong} is outside the model's vocabulary of 2048"
     ) as caught:
-        front.submit([5, wrong, 6], SamplingParams())
+        front.check([5, wrong, 6], SamplingParams())
     assert caught.value.code == "invalid_token_id" and not front.streams
-    _, message = front.submit([0, 2047], SamplingParams())
+    _, message = front.submit(front.check([0, 2047], SamplingParams()))
     assert message.prompt_ids.tolist() == [0, 2047]

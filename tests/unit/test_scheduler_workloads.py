@@ -201,7 +201,9 @@ def forget_to_move_over(rows: Rows, row: int) -> None:
     whole = (int(rows.table.length[row]) - 1) // rows.table.page_size
     tokens = rows.table.tokens[row, : whole * rows.table.page_size]
     rows.pages.give(
-        rows.cache.insert(tokens, rows.table.pages[row, :whole].copy(), rows.running[row].salt)
+        rows.cache.insert(
+            tokens, rows.table.pages[row, :whole].copy(), rows.running[row].admission.salt
+        )
     )
 
 

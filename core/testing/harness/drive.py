@@ -12,7 +12,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, Scheduler, SchedulingPolicy
 from glowplug.core.step.batch import Batch, StepResult
 from glowplug.core.step.messages import Abort, Admitted, Finished, StepOutput
-from glowplug.core.step.request import SamplingParams, Sequence
+from glowplug.core.step.request import Admission, SamplingParams, Sequence
 from glowplug.core.step.sequence_table import SequenceTable
 from glowplug.core.testing.harness.fake_model import FakeModel, PoisonedPages
 
@@ -44,12 +44,9 @@ def sequence(
         id=id,
         prompt=np.asarray(prompt, np.int32),
         params=params,
-        priority=priority,
-        salt=salt,
+        admission=Admission(priority, salt, timeout, queue_timeout),
         arrival=arrival,
         stop_ids=stop_ids,
-        timeout=timeout,
-        queue_timeout=queue_timeout,
     )
 
 

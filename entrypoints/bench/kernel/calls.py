@@ -101,6 +101,15 @@ class CallRecorder:
         function: Callable[..., Any],
         cost: Costing = lambda args: Cost(),
     ) -> Any:
+        """Return ``function`` with its calls recorded.
+
+        Args:
+            slot: slot that the call crosses.
+            name: name of the kernel in the tables.
+            function: the function.
+            cost: returns the least cost of a call, from its arguments.
+        """
+
         def recorded(*args: Any) -> Any:
             if self.batch is None or self._inside:
                 return function(*args)
@@ -109,12 +118,12 @@ class CallRecorder:
                 result = function(*args)
             finally:
                 self._inside = False
-            self._note(slot, name, function, args, result, cost(args))
+            self._record_call(slot, name, function, args, result, cost(args))
             return result
 
         return recorded
 
-    def _note(
+    def _record_call(
         self,
         slot: str,
         name: str,
@@ -123,6 +132,7 @@ class CallRecorder:
         result: Any,
         cost: Cost,
     ) -> None:
+        """Record a call with the bytes and operations that it has to move and compute."""
         inputs = _tensors(args)
         outputs = _tensors((result,))
         new = [
@@ -153,6 +163,7 @@ class CallRecorder:
 
 
 def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
+    """Return all tensors among ``values``, those in nested lists and tuples included."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -213,14 +224,17 @@ class RecordedAttention:
             return found
         return self._recorder.wrap("attention", name, found, self._cost)
 
+    def _token_bytes(self) -> int:
+        """Return the bytes of one token in the cache of one layer."""
+        return sum(entry.token_bytes for entry in self._backend.kv_layout().entries)
+
     def _cost(self, args: tuple[Any, ...]) -> Cost:
+        """Return the least cost of an attention call: cached keys to read, and operations."""
         layer = args[-1]
         batch = self._recorder.batch
         plan = self._recorder.plan
         assert batch is not None
-        cached = sum(entry.token_bytes for entry in self._backend.kv_layout().entries) * int(
-            batch.kv_lens.sum()
-        )
+        cached = int(batch.kv_lens.sum()) * self._token_bytes()
         pairs = float(
             (batch.query_lens.astype(float) * (batch.kv_lens - (batch.query_lens - 1) / 2)).sum()
         )

@@ -38,6 +38,7 @@ def seconds(call: Callable[[], Any], device: str) -> tuple[float, bool]:
 
 
 def _host(call: Callable[[], Any]) -> float:
+    """Return the median seconds of a call on the host."""
     spent: list[float] = []
     with torch.inference_mode():
         call()
@@ -50,6 +51,7 @@ def _host(call: Callable[[], Any]) -> float:
 
 
 def _replayed(call: Callable[[], Any]) -> float:
+    """Return the seconds of a call in a CUDA graph, without the flushes between calls."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -76,6 +78,7 @@ def _replay(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def _between_events(call: Callable[[], Any]) -> float:
+    """Return the median seconds of a call between two CUDA events."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     call()
     found = []

@@ -147,6 +147,7 @@ class KernelWorld:
         return self.recorder.stop()
 
     def _step(self, batch: Batch) -> None:
+        """Run one step of the cut model, up to the sampled tokens."""
         self.recorder.layer = None
         self.sampler.plan_step(batch)
         self.attention.plan_step(batch, None)

@@ -86,6 +86,7 @@ Read = Callable[[Payload, Outcome], bool]
 
 
 def _completion(prompt: BenchPrompt, request: Request) -> Payload:
+    """Return the body for OpenAI's ``/v1/completions``."""
     return {
         "model": request.model,
         "prompt": prompt.text if prompt.ids is None else prompt.ids,
@@ -105,6 +106,7 @@ def _chat(prompt: BenchPrompt, request: Request) -> Payload:
 
 
 def _generate(prompt: BenchPrompt, request: Request) -> Payload:
+    """Return the body for SGLang's ``/generate``."""
     source = {"text": prompt.text} if prompt.ids is None else {"input_ids": prompt.ids}
     sampling = {
         "temperature": request.temperature,
@@ -122,6 +124,7 @@ def _usage(event: Payload, outcome: Outcome) -> None:
 
 
 def _read_completion(event: Payload, outcome: Outcome) -> bool:
+    """Add an event of ``/v1/completions``; return whether it has a token."""
     _usage(event, outcome)
     choices = event.get("choices")
     if not choices:
@@ -134,6 +137,7 @@ def _read_completion(event: Payload, outcome: Outcome) -> bool:
 
 
 def _read_chat(event: Payload, outcome: Outcome) -> bool:
+    """Add an event of ``/v1/chat/completions``; return whether it has text."""
     _usage(event, outcome)
     choices = event.get("choices")
     if not choices:
@@ -147,6 +151,7 @@ def _read_chat(event: Payload, outcome: Outcome) -> bool:
 
 
 def _read_generate(event: Payload, outcome: Outcome) -> bool:
+    """Add an event of ``/generate``; return whether it has text."""
     meta = event.get("meta_info") or {}
     before = outcome.output_tokens
     outcome.output_tokens = meta.get("completion_tokens", before)
@@ -189,7 +194,7 @@ BACKENDS = {
 
 
 @dataclass
-class Asked:
+class RawAnswer:
     """A finished exchange whose answer has not been parsed yet.
 
     Attributes:
@@ -211,43 +216,44 @@ class Asked:
         return sum(len(piece) for _, piece in self.pieces)
 
 
-async def ask(
+async def send_prompt(
     target: ServerTarget, backend: Backend, prompt: BenchPrompt, request: Request
-) -> Asked:
+) -> RawAnswer:
     """Send one prompt and receive its whole stream.
 
-    A failure of the server raises nothing; it is described in ``Asked.error``.
+    A failure of the server raises nothing; it is described in ``RawAnswer.error``.
     """
-    asked = Asked(prompt.input_len)
+    raw = RawAnswer(prompt.input_len)
     payload = backend.build(prompt, request)
-    asked.start = time.perf_counter()
+    raw.start = time.perf_counter()
     try:
-        asked.pieces = await exchange(target, "POST", backend.path, payload)
+        raw.pieces = await exchange(target, "POST", backend.path, payload)
     except OSError as error:
-        asked.error = f"{type(error).__name__}: {error}"
-    asked.end = time.perf_counter()
-    return asked
+        raw.error = f"{type(error).__name__}: {error}"
+    raw.end = time.perf_counter()
+    return raw
 
 
-def outcome_of(asked: Asked, backend: Backend) -> Outcome:
+def outcome_of(raw: RawAnswer, backend: Backend) -> Outcome:
     """Parse the answer of an exchange.
 
     A failure of the server raises nothing; it is described in ``Outcome.error``.
     """
-    outcome = Outcome(asked.prompt_tokens, start=asked.start, error=asked.error)
+    outcome = Outcome(raw.prompt_tokens, start=raw.start, error=raw.error)
     try:
         if not outcome.error:
-            _read(asked, backend, outcome)
+            _read(raw, backend, outcome)
     except (OSError, EOFError, ValueError) as error:
         outcome.error = outcome.error or f"{type(error).__name__}: {error}"
-    outcome.end = outcome.arrivals[-1] if outcome.ok and outcome.arrivals else asked.end
+    outcome.end = outcome.arrivals[-1] if outcome.ok and outcome.arrivals else raw.end
     if outcome.ok and not outcome.arrivals:
         outcome.error = "the server sent no token"
     return outcome
 
 
-def _read(asked: Asked, backend: Backend, outcome: Outcome) -> None:
-    answer = read_answer(asked.pieces)
+def _read(raw: RawAnswer, backend: Backend, outcome: Outcome) -> None:
+    """Parse an answer into ``outcome``."""
+    answer = read_answer(raw.pieces)
     if answer.status != 200:
         outcome.error = f"HTTP {answer.status}: {answer.read().decode(errors='replace')[:500]}"
         return

@@ -88,6 +88,7 @@ def custom_prompts(
 
 
 def _record(line: bytes, number: int, path: Path) -> tuple[str, int]:
+    """Return (prompt, output tokens or 0) of one line."""
     value: Any = orjson.loads(line)
     text = value.get("prompt") if isinstance(value, dict) else None
     if text is None and isinstance(value, dict) and value.get("conversations"):

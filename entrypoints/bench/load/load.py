@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from glowplug.entrypoints.bench.load.backends import (
-    Asked,
     Backend,
     Outcome,
+    RawAnswer,
     Request,
-    ask,
     outcome_of,
+    send_prompt,
 )
 from glowplug.entrypoints.bench.load.datasets import BenchPrompt
 from glowplug.entrypoints.bench.load.http_stream import ServerTarget
@@ -57,6 +57,7 @@ def gaps(load: Load, count: int) -> list[float]:
 
 
 async def _departures(load: Load, prompts: Sequence[BenchPrompt]) -> AsyncIterator[BenchPrompt]:
+    """Yield each prompt when it is to be sent."""
     due = time.perf_counter()
     for gap, prompt in zip(gaps(load, len(prompts)), prompts):
         due += gap
@@ -90,8 +91,8 @@ async def drive(
 
     async def one(index: int, prompt: BenchPrompt) -> None:
         async with gate:
-            asked = await ask(target, backend, prompt, request)
-        answers.take(index, asked)
+            raw = await send_prompt(target, backend, prompt, request)
+        answers.take(index, raw)
         finished()
 
     start = time.perf_counter()
@@ -111,20 +112,20 @@ class _Answers:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._asked: dict[int, Asked] = {}
+        self._raw: dict[int, RawAnswer] = {}
         self._read: dict[int, Outcome] = {}
         self._held = 0
 
-    def take(self, index: int, asked: Asked) -> None:
-        self._asked[index] = asked
-        self._held += asked.size
+    def take(self, index: int, raw: RawAnswer) -> None:
+        self._raw[index] = raw
+        self._held += raw.size
         if self._held > UNREAD_BYTES_MAX:
             self._read_all()
 
     def _read_all(self) -> None:
-        for index, asked in self._asked.items():
-            self._read[index] = outcome_of(asked, self._backend)
-        self._asked.clear()
+        for index, raw in self._raw.items():
+            self._read[index] = outcome_of(raw, self._backend)
+        self._raw.clear()
         self._held = 0
 
     def outcomes(self) -> list[Outcome]:

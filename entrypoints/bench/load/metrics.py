@@ -76,6 +76,7 @@ class Peaks:
 
 
 def peaks(outcomes: Sequence[Outcome]) -> Peaks:
+    """Return the peak load of a run, over the requests that succeeded."""
     done = [outcome for outcome in outcomes if outcome.ok]
     if not done:
         return Peaks(0.0, 0)

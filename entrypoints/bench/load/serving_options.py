@@ -23,6 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _server(group: Any) -> None:
+    """Add the options of the server and its route."""
     group.add_argument(
         "--backend",
         "--endpoint-type",
@@ -58,6 +59,7 @@ def _server(group: Any) -> None:
 
 
 def _dataset(group: Any) -> None:
+    """Add the options of the prompts."""
     group.add_argument(
         "--dataset-name",
         choices=("random", "custom", "sharegpt"),
@@ -107,6 +109,7 @@ def _dataset(group: Any) -> None:
 
 
 def _load(group: Any) -> None:
+    """Add the options of the load."""
     group.add_argument(
         "--max-concurrency", type=int, nargs="+", help="requests in flight; several values: a sweep"
     )
@@ -143,6 +146,7 @@ def _load(group: Any) -> None:
 
 
 def _output(group: Any) -> None:
+    """Add the options of the results."""
     group.add_argument("--output-file", help="append one JSON line per run")
     group.add_argument(
         "--output-details",
@@ -174,6 +178,7 @@ def _output(group: Any) -> None:
 
 
 def _metrics(text: str) -> tuple[str, ...]:
+    """Parse the value of ``--percentile-metrics``."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     unknown = [name for name in names if name not in METRICS]
     if unknown:

@@ -53,6 +53,7 @@ class RequestMix:
         self._questions: list[list[int]] = []
 
     def next(self) -> WantedRequest:
+        """Return the next random request."""
         rng = self._rng
         if rng.random() < REFUSED_SHARE:
             return WantedRequest(

@@ -9,10 +9,7 @@ import argparse
 from typing import Any
 
 from glowplug.core.errors import ConfigError, Refusal
-from glowplug.entrypoints.cli.flags import (
-    add_engine_options as add_engine_options,
-    read_command_line,
-)
+from glowplug.entrypoints.cli.flags.command_line import read_command_line
 
 
 def engine_config(args: argparse.Namespace) -> dict[str, Any]:

@@ -84,6 +84,7 @@ class PeerEngine:
 
 
 def _ours_static(run: StaticRun) -> list[str]:
+    """Return the arguments of ``glowplug bench one-batch``."""
     return [
         "-m",
         "glowplug",
@@ -100,6 +101,7 @@ def _ours_static(run: StaticRun) -> list[str]:
 
 
 def _ours_server(run: ServedRun) -> list[str]:
+    """Return the arguments of ``glowplug serve``."""
     return [
         "-m",
         "glowplug",
@@ -142,6 +144,7 @@ def _sglang_static(run: StaticRun) -> list[str]:
 
 
 def _sglang_server(run: ServedRun) -> list[str]:
+    """Return the arguments of SGLang's server."""
     return [
         "-m",
         "sglang.launch_server",
@@ -159,6 +162,7 @@ def _sglang_server(run: ServedRun) -> list[str]:
 
 
 def _vllm_static(run: StaticRun) -> list[str]:
+    """Return the arguments of ``vllm_steps.py``."""
     script = Path(__file__).with_name("vllm_steps.py")
     return [
         str(script),
@@ -172,6 +176,7 @@ def _vllm_static(run: StaticRun) -> list[str]:
 
 
 def _vllm_server(run: ServedRun) -> list[str]:
+    """Return the arguments of vLLM's server."""
     return [
         "-m",
         "vllm.entrypoints.cli.main",
@@ -187,6 +192,7 @@ def _vllm_server(run: ServedRun) -> list[str]:
 
 
 def _shapes(run: StaticRun, sizes: str) -> list[str]:
+    """Return the options of batch sizes and lengths. ``sizes``: the option of the batch sizes."""
     return [
         sizes,
         *map(str, run.batch_sizes),

@@ -29,6 +29,7 @@ SETTLING_STEPS = 8  #: decode steps at the start of a run that are left out
 
 
 def main() -> None:
+    """Load the model and measure every batch size."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

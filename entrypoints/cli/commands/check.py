@@ -14,7 +14,8 @@ from glowplug.core.config.schema import masked
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.table import DETAILS, render
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.entrypoints.cli.flags import add_engine_options, read_command_line
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
+from glowplug.entrypoints.cli.flags.command_line import read_command_line
 from glowplug.entrypoints.front.model_text import eos_ids, open_tokenizer
 
 

@@ -7,7 +7,8 @@ import sys
 
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.entrypoints.cli.commands.check import add_plan_option, check_tokenizer, show_plan
-from glowplug.entrypoints.cli.flags import add_engine_options, read_command_line
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
+from glowplug.entrypoints.cli.flags.command_line import read_command_line
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,8 @@ from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols.tuning import TableTuner, TuneTable
 from glowplug.core.startup.layer_shapes import layer_shapes
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
-from glowplug.entrypoints.cli.flags import add_engine_options, read_command_line
+from glowplug.entrypoints.cli.flags.arguments import add_engine_options
+from glowplug.entrypoints.cli.flags.command_line import read_command_line
 from glowplug.entrypoints.cli.tune_workers import run_workers
 
 FACTS_REFUSED = Refusal(
@@ -106,32 +107,48 @@ def _tune(
     plugins: PluginSet,
     folder: Path,
 ) -> int:
+    """Measure the incomplete tables of one tuner, or list them; return the exit code.
+
+    Args:
+        args: options of the command.
+        found: the tuner's registration.
+        plugin: name of the plugin that registered it.
+        config: the operator's configuration.
+        plugins: the loaded plugins.
+        folder: an empty folder for the model cut to one layer of each kind.
+
+    Raises:
+        ValueError: the tuner cannot run here, or a table does not exist.
+    """
     started = time.monotonic()
     plan = _plan(config, plugins, folder)
-    factory = _factory(found, plugin)
-    tuner = factory(plan)
+    tuner = _factory(found, plugin)(plan)
     shapes = layer_shapes(plan, plugins)
     rows = tuple(args.rows)
     tables = _selected(tuner.tables(shapes, rows), args.tables)
     if args.only_list or not tables:
-        _show(tables, "run it without --list")
-        return 0 if tables else _report_nothing(args.tuner)
-    if found.device not in ("", plan.device) and not args.ray:
+        _list(tables, args.tuner)
+        return 0
+    if not args.ray:
+        _check_device(found, plan)
+    seconds = started + args.max_minutes * 60 - time.monotonic()
+    if args.gpus > 1 or args.ray:
+        incomplete = [table.label for table in tables if table.missing]
+        run_workers(incomplete, args.gpus, seconds, args.ray)
+    else:
+        _measure(tuner, tables, seconds)
+    _show(_selected(tuner.tables(shapes, rows), [table.label for table in tables]))
+    return 0
+
+
+def _check_device(found: Tuner, plan: EnginePlan) -> None:
+    """Raise ValueError if the tuner measures on another kind of device than this machine's."""
+    if found.device not in ("", plan.device):
         raise ValueError(
             f"{found.name} measures on {found.device}, and here the device is {plan.device}: "
             "run it where the model will be served, add --ray for the GPUs of a cluster, or --list "
             "to see the tables"
         )
-    seconds = args.max_minutes * 60 - (time.monotonic() - started)
-    if args.gpus > 1 or args.ray:
-        run_workers(
-            [table.label for table in tables if table.missing], args.gpus, seconds, args.ray
-        )
-    else:
-        _measure(tuner, tables, seconds)
-    labels = {table.label for table in tables}
-    _show([table for table in tuner.tables(shapes, rows) if table.label in labels])
-    return 0
 
 
 def _factory(found: Tuner, plugin: str) -> Callable[[EnginePlan], TableTuner]:
@@ -201,10 +218,11 @@ def _measure(tuner: TableTuner, tables: list[TuneTable], seconds: float) -> None
         tuner.tune(table, share, lambda line: print(f"  {line}", flush=True))
 
 
-def _report_nothing(name: str) -> int:
-    """Print that no table exists; return the exit code."""
-    print(f"this model has nothing for {name} to tune")
-    return 0
+def _list(tables: list[TuneTable], tuner: str) -> None:
+    """Print the tables of a tuner without measuring, or that the model has none."""
+    if not tables:
+        print(f"this model has nothing for {tuner} to tune")
+    _show(tables, "run it without --list")
 
 
 def _show(tables: list[TuneTable], how: str = "run the same command again to continue") -> None:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from glowplug.core.errors import EngineDead
-from glowplug.core.step.request import SamplingParams
+from glowplug.core.step.request import DEFAULT_ADMISSION, Admission, SamplingParams
 from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.front.delta import Delta
+from glowplug.entrypoints.front.front import CheckedRequest
 from glowplug.entrypoints.server.errors import from_delta
 from glowplug.entrypoints.server.metrics import Metrics
 from glowplug.entrypoints.server.request_log import RequestRecord
@@ -34,27 +35,20 @@ class JobContext(Protocol):
 
 @dataclass
 class Job:
-    """The sequences of one HTTP request: sequence i has ``prompts[i]`` and ``params[i]``.
+    """The sequences of one HTTP request.
 
     Attributes:
         rid: id of the request.
-        prompts: token ids of each sequence's prompt.
-        params: sampling parameters of each sequence, with ``n`` = 1.
-        priority: smaller runs earlier.
-        salt: prefix-cache salt.
-        timeout, queue_timeout: limits in seconds; 0: none.
+        sequences: prompt and sampling parameters of each sequence.
+        admission: priority, prefix-cache salt and limits in time of all sequences.
         rids: ids of the sequences, if the client gave one for each.
         n: number of consecutive sequences that share a prompt.
         record: record in the request log; None: the job was not started by a client.
     """
 
     rid: str
-    prompts: list[list[int]]
-    params: list[SamplingParams]
-    priority: int = 0
-    salt: str = ""
-    timeout: float = 0.0
-    queue_timeout: float = 0.0
+    sequences: list[CheckedRequest]
+    admission: Admission = DEFAULT_ADMISSION
     rids: list[str] | None = None
     n: int = 1
     record: RequestRecord | None = None
@@ -71,7 +65,9 @@ class Job:
         """
         context.require_ready()
         with context.jobs:
-            source = self._sequence(context, 0) if len(self.prompts) == 1 else self._merged(context)
+            source = (
+                self._sequence(context, 0) if len(self.sequences) == 1 else self._merged(context)
+            )
             async with aclosing(source):
                 async for item in source:
                     yield item
@@ -80,16 +76,12 @@ class Job:
         self, context: JobContext, index: int
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (index, delta) of one sequence."""
-        meter = Meter(context.metrics, self.params[index], self.record)
+        meter = Meter(context.metrics, self.sequences[index].params, self.record)
         last: Delta | None = None
         source = context.client.generate(
-            self.prompts[index],
-            self.params[index],
+            self.sequences[index],
             request_id=self.rids[index] if self.rids else self.rid,
-            priority=self.priority,
-            salt=self.salt,
-            timeout=self.timeout,
-            queue_timeout=self.queue_timeout,
+            admission=self.admission,
         )
         try:
             async with aclosing(source):  # type: ignore[type-var]
@@ -109,7 +101,7 @@ class Job:
     async def _merged(self, context: JobContext) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (index, delta) of all sequences, which run in a task each."""
         queue: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(
-            maxsize=4 * len(self.prompts)
+            maxsize=4 * len(self.sequences)
         )
 
         async def pump(index: int) -> None:
@@ -120,7 +112,7 @@ class Job:
             except Exception as error:
                 await queue.put(error)
 
-        tasks = [asyncio.create_task(pump(index)) for index in range(len(self.prompts))]
+        tasks = [asyncio.create_task(pump(index)) for index in range(len(self.sequences))]
         try:
             live = len(tasks)
             while live:
@@ -203,6 +195,7 @@ class Meter:
             self._finish(delta)
 
     def _finish(self, delta: Delta) -> None:
+        """Observe the times and counts of a sequence that has ended."""
         metrics = self._metrics
         metrics.e2e.observe(time.monotonic() - self._arrival)
         metrics.phases(delta.times)

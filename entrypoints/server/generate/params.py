@@ -109,6 +109,7 @@ def unknown_fields(extras: Mapping[str, Any]) -> list[str]:
 
 
 def _check_format(value: Any) -> None:
+    """Raise RequestError if ``response_format`` is anything but text."""
     if value is None:
         return
     kind = value.get("type") if isinstance(value, dict) else None
@@ -126,6 +127,7 @@ def _check_format(value: Any) -> None:
 
 
 def _check_tool_choice(value: Any) -> None:
+    """Raise RequestError if ``tool_choice`` needs tool calls."""
     if value not in (None, "none", "auto"):
         raise RequestError(
             f"tool_choice {_UNSUPPORTED}", param="tool_choice", code="unsupported_parameter"
@@ -225,10 +227,12 @@ def _shared(fields: SamplingFields | NativeSampling, min_tokens: int | None) -> 
 
 
 def _strings(stop: str | list[str] | None) -> list[str] | None:
+    """Return stop strings as a list."""
     return [stop] if isinstance(stop, str) else stop
 
 
 def _bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
+    """Return ``logit_bias`` with token ids as keys; None if it is empty."""
     if not bias:
         return None
     for key in bias:

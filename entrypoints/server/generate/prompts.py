@@ -45,6 +45,7 @@ async def of_completion(
 async def _of_texts(
     context: Context, texts: list[str], add_special_tokens: bool
 ) -> list[TokenizedPrompt]:
+    """Return tokenised texts."""
     rows = await context.texts.encode(texts, add_special_tokens)
     prompts = [TokenizedPrompt(ids, text) for ids, text in zip(rows, texts, strict=True)]
     for prompt in prompts:
@@ -54,6 +55,7 @@ async def _of_texts(
 
 
 def _of_ids(ids: list[int]) -> TokenizedPrompt:
+    """Return a prompt of token ids."""
     if not ids:
         raise RequestError("the prompt is empty", param="prompt")
     return TokenizedPrompt(ids)

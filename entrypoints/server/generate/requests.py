@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 from fastapi import Request
 
 from glowplug.core.errors import RequestError
-from glowplug.core.step.request import SamplingParams
+from glowplug.core.step.request import Admission, SamplingParams
+from glowplug.entrypoints.front.front import CheckedRequest
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.generate.job import Job
 from glowplug.entrypoints.server.generate.params import choices, field_errors_at, unknown_fields
@@ -61,10 +63,17 @@ def warning_headers(extras: Mapping[str, Any]) -> dict[str, str]:
     return {"X-Glowplug-Warning": "unknown fields ignored: " + ", ".join(names)}
 
 
+class AdmissionFields(Protocol):
+    """The fields of a request body that say how its sequences are admitted."""
+
+    priority: int | None
+    cache_salt: str | None
+
+
 def openai_job(
     request: Request,
     context: Context,
-    fields: SamplingFields,
+    body: SamplingFields,
     prompts: list[TokenizedPrompt],
     params: list[SamplingParams],
 ) -> Job:
@@ -73,28 +82,19 @@ def openai_job(
     Raises:
         RequestError: a sequence cannot be served.
     """
-    return make_job(
-        request,
-        context,
-        request_id(request, fields.request_id or fields.rid),
-        prompts,
-        params,
-        n=fields.n or 1,
-        priority=fields.priority or 0,
-        salt=fields.cache_salt or "",
-    )
+    rid = request_id(request, body.request_id or body.rid)
+    return make_job(request, context, rid, body, prompts, params, n=body.n or 1)
 
 
 def make_job(
     request: Request,
     context: Context,
     rid: str,
+    body: AdmissionFields,
     prompts: list[TokenizedPrompt],
     params: list[SamplingParams],
     *,
     n: int = 1,
-    priority: int = 0,
-    salt: str = "",
     places: Sequence[str] = ("",),
 ) -> Job:
     """Return a checked job with ``n`` sequences for each prompt.
@@ -103,11 +103,10 @@ def make_job(
         request: the HTTP request.
         context: the server's context.
         rid: id of the request.
+        body: the request body.
         prompts: the prompts.
         params: sampling parameters, one for each prompt.
         n: sequences per prompt.
-        priority: smaller runs earlier.
-        salt: prefix-cache salt.
         places: path of the sampling parameters in the body, one for all prompts or one for each;
             see :func:`field_errors_at`.
 
@@ -116,32 +115,48 @@ def make_job(
         Unavailable: the server accepts no new work.
     """
     context.require_ready()
-    sizes = context.plan.sizes
-    # the engine runs and queues at most max_running + max_queued sequences
-    max_sequences = min(context.options.max_choices, sizes.max_running + sizes.max_queued)
-    if n * len(prompts) > max_sequences:
-        raise RequestError(
-            f"n x prompts is {n * len(prompts)}, and at most {max_sequences} are allowed",
-            param="n",
-        )
-    for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-        with field_errors_at(places[min(number, len(places) - 1)]):
-            context.client.check_request(prompt.ids, one)
+    _check_count(context, n, len(prompts))
+    checked = _checked(context, prompts, params, places)
     record: RequestRecord | None = request.scope.get(RECORD)
     if record is not None:
         record.begin(rid, sum(len(prompt.ids) for prompt in prompts))
     context.metrics.requests.inc()
     context.metrics.n.observe(n)
-    ids = [prompt.ids for prompt in prompts for _ in range(n)]
-    each = [choice for one in params for choice in choices(one, n)]
-    return Job(
-        rid,
-        ids,
-        each,
-        priority,
-        salt,
-        timeout(request, context),
-        context.options.queue_timeout,
-        n=n,
-        record=record,
+    sequences = [
+        replace(one, params=choice) for one in checked for choice in choices(one.params, n)
+    ]
+    return Job(rid, sequences, _admission(request, context, body), n=n, record=record)
+
+
+def _check_count(context: Context, n: int, prompts: int) -> None:
+    """Raise RequestError if a request has more sequences than the engine runs and queues."""
+    sizes = context.plan.sizes
+    max_sequences = min(context.options.max_choices, sizes.max_running + sizes.max_queued)
+    if n * prompts > max_sequences:
+        raise RequestError(
+            f"n x prompts is {n * prompts}, and at most {max_sequences} are allowed", param="n"
+        )
+
+
+def _checked(
+    context: Context,
+    prompts: list[TokenizedPrompt],
+    params: list[SamplingParams],
+    places: Sequence[str],
+) -> list[CheckedRequest]:
+    """Check each prompt with its parameters. ``places``: see :func:`make_job`."""
+    checked = []
+    for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        with field_errors_at(places[min(number, len(places) - 1)]):
+            checked.append(context.client.check(prompt.ids, one))
+    return checked
+
+
+def _admission(request: Request, context: Context, body: AdmissionFields) -> Admission:
+    """Return the priority, the salt and the limits in time of a request's sequences."""
+    return Admission(
+        priority=body.priority or 0,
+        salt=body.cache_salt or "",
+        timeout=timeout(request, context),
+        queue_timeout=context.options.queue_timeout,
     )

@@ -96,6 +96,7 @@ class NativeOutputs:
         output.input_top = top[self._start :]
 
     def _meta(self, output: SequenceOutput, delta: Delta) -> dict[str, Any]:
+        """Return ``meta_info`` of a response."""
         meta: dict[str, Any] = {
             "id": output.id,
             "finish_reason": _finish(delta),

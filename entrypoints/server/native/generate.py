@@ -38,40 +38,47 @@ async def generate(
     context: Annotated[Context, Depends(get_context)],
 ) -> Response:
     sampling = _sampling_by_place(body)
-    for place, one in sampling.items():
-        with field_errors_at(place):
-            unknown_fields(one.extras())
-    headers = warning_headers(
-        {
-            name: value
-            for part in (body, *sampling.values())
-            for name, value in part.extras().items()
-        }
-    )
+    headers = _warnings(body, sampling)
     given = await prompts.of_native(context, body.text, body.input_ids)
-    params = _params(body, sampling, given)
-    n = next(iter(sampling.values())).n or 1
-    rid = body.rid if isinstance(body.rid, str) else None
-    job = make_job(
-        request,
-        context,
-        request_id(request, rid),
-        given,
-        params,
-        n=n,
-        priority=body.priority or 0,
-        salt=body.cache_salt or "",
-        places=list(sampling),
-    )
-    names = _sequence_ids(job, body)
-    job.rids = names if isinstance(body.rid, list) else None
-    outputs = NativeOutputs(context, body, names, job.prompts)
-    single = n == 1 and _is_single(body)
+    job = _job(request, context, body, sampling, given)
+    ids = [prompt.ids for prompt in given for _ in range(job.n)]
+    outputs = NativeOutputs(context, body, _sequence_ids(job, body), ids)
+    single = job.n == 1 and _is_single(body)
     if body.stream:
         source = _stream(context, job, outputs, single)
         return EventStream(source, context.metrics, context.options.stall_timeout, headers)
     answers = await cancel_on_disconnect(request, context.metrics, _collect(context, job, outputs))
     return json_response(answers[0] if single else answers, headers)
+
+
+def _job(
+    request: Request,
+    context: Context,
+    body: GenerateRequest,
+    sampling: Mapping[str, NativeSampling],
+    given: list[prompts.TokenizedPrompt],
+) -> Job:
+    """Return the checked job of a request. ``sampling``: parameters by their path in the body."""
+    params = _params(body, sampling, given)
+    n = next(iter(sampling.values())).n or 1
+    rid = request_id(request, body.rid if isinstance(body.rid, str) else None)
+    job = make_job(request, context, rid, body, given, params, n=n, places=list(sampling))
+    if isinstance(body.rid, list):
+        job.rids = _sequence_ids(job, body)
+    return job
+
+
+def _warnings(body: GenerateRequest, sampling: Mapping[str, NativeSampling]) -> dict[str, str]:
+    """Return the response header that lists unknown fields of the body and its parameters.
+
+    Raises:
+        RequestError: a field is known but not supported.
+    """
+    for place, one in sampling.items():
+        with field_errors_at(place):
+            unknown_fields(one.extras())
+    parts = (body, *sampling.values())
+    return warning_headers({name: value for part in parts for name, value in part.extras().items()})
 
 
 def _is_single(body: GenerateRequest) -> bool:
@@ -126,7 +133,7 @@ def _sequence_ids(job: Job, body: GenerateRequest) -> list[str]:
 
     It is the request's id, with a number appended if there are several sequences.
     """
-    count = len(job.prompts)
+    count = len(job.sequences)
     if isinstance(body.rid, list):
         if len(body.rid) != count:
             raise RequestError(f"{count} sequences but {len(body.rid)} rids", param="rid")

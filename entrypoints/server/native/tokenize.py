@@ -34,6 +34,7 @@ async def tokenize(
 
 
 async def _tokens(context: Context, body: TokenizeRequest) -> list[int]:
+    """Return the token ids of the prompt, or of the rendered messages."""
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     if body.messages is not None:
@@ -100,6 +101,7 @@ async def model(model: str, context: Server) -> Response:
 
 
 def _card(context: Context) -> dict[str, Any]:
+    """Return the model as ``/v1/models`` lists it."""
     name = context.model_name
     return {
         "id": name,

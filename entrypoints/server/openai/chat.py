@@ -13,15 +13,9 @@ from glowplug.entrypoints.server.generate import prompts
 from glowplug.entrypoints.server.generate.params import openai_params
 from glowplug.entrypoints.server.generate.requests import openai_job, warning_headers
 from glowplug.entrypoints.server.openai.chat_answer import ChatChunks, WholeChat
+from glowplug.entrypoints.server.openai.respond import stream_response, whole_response
 from glowplug.entrypoints.server.protocol.chat import ChatRequest
 from glowplug.entrypoints.server.transport.body import body_of
-from glowplug.entrypoints.server.transport.streaming import (
-    EventStream,
-    cancel_on_disconnect,
-    collect_body,
-    event_chunks,
-    json_response,
-)
 
 
 async def chat(
@@ -46,17 +40,9 @@ async def chat(
     tail = await _prompt_tail(context, prompt)
     if body.stream:
         chunks = ChatChunks(context, body, prompt, job.rid, tail)
-        return EventStream(
-            event_chunks(job.run(context), chunks),
-            context.metrics,
-            context.options.stall_timeout,
-            headers,
-        )
+        return stream_response(context, job, chunks, headers)
     whole = WholeChat(context, body, prompt, job.rid, tail)
-    return json_response(
-        await cancel_on_disconnect(request, context.metrics, collect_body(job.run(context), whole)),
-        headers,
-    )
+    return await whole_response(request, context, job, whole, headers)
 
 
 def _default_max_tokens(context: Context, prompt: prompts.TokenizedPrompt) -> int | None:

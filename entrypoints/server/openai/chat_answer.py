@@ -140,6 +140,7 @@ class ChatAnswer:
         return reasoning, content, logprobs
 
     def _with_reasoning(self, fields: dict[str, Any], reasoning: str | None) -> dict[str, Any]:
+        """Add ``reasoning`` to ``fields``, under both names if the server is configured so."""
         fields["reasoning_content"] = reasoning
         if self._context.options.emit_reasoning_alias:
             fields["reasoning"] = reasoning
@@ -171,6 +172,7 @@ class WholeChat(ChatAnswer):
         return body
 
     def _choice(self, index: int, choice: ChatChoiceState) -> dict[str, Any]:
+        """Return a choice of the ``chat.completion`` object."""
         assert choice.end is not None
         content = self.echoed + "".join(choice.content)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -209,32 +211,37 @@ class ChatChunks(ChatAnswer):
         """Return the events of a delta of choice ``index``; b"" if there is nothing to send yet."""
         choice = self.choices[index]
         reasoning, content, logprobs = self.take(index, delta)
-        parts: list[bytes] = []
-        if not choice.started:
-            choice.started = True
-            parts.append(self._first(index))
+        parts: list[bytes] = [] if choice.started else [self._first(index)]
+        choice.started = True
         if not self.request.stream_reasoning:
-            reasoning = self._hold(
-                choice, reasoning, bool(content) or delta.finish_reason is not None
-            )
+            complete = bool(content) or delta.finish_reason is not None
+            reasoning = self._hold(choice, reasoning, complete)
         ids = delta.token_ids if self.request.return_token_ids else None
         if reasoning:
-            parts.append(
-                self._events.of(
-                    self._fields(index, self._with_reasoning({}, reasoning), logprobs, ids)
-                )
-            )
+            parts.append(self._event(index, self._with_reasoning({}, reasoning), logprobs, ids))
             logprobs = None
             ids = None
         if logprobs or ids or (content and self.counts_always):
-            parts.append(self._events.of(self._fields(index, {"content": content}, logprobs, ids)))
+            parts.append(self._event(index, {"content": content}, logprobs, ids))
         elif content:
             parts.append(self._plain(index, choice, content))
         if delta.finish_reason is not None:
-            parts.append(
-                self._events.of({**self._fields(index, {}), **ending_fields(self._context, delta)})
-            )
+            parts.append(self._last(index, delta))
         return b"".join(parts)
+
+    def _event(
+        self,
+        index: int,
+        message: dict[str, Any],
+        logprobs: list[dict[str, Any]] | None,
+        ids: list[int] | None,
+    ) -> bytes:
+        """Return the event of a chunk with the fields ``message``."""
+        return self._events.of(self._fields(index, message, logprobs, ids))
+
+    def _last(self, index: int, delta: Delta) -> bytes:
+        """Return the event of the last chunk, with the finish reason."""
+        return self._events.of({**self._fields(index, {}), **ending_fields(self._context, delta)})
 
     def _plain(self, index: int, choice: ChatChoiceState, content: str) -> bytes:
         """Return the event of a chunk with nothing but content.
@@ -268,6 +275,7 @@ class ChatChunks(ChatAnswer):
         logprobs: list[dict[str, Any]] | None = None,
         ids: list[int] | None = None,
     ) -> dict[str, Any]:
+        """Return a choice of a chunk. ``message``: the fields of its ``delta``."""
         choice = {
             "index": index,
             "delta": message,

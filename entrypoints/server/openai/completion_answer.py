@@ -76,6 +76,7 @@ class CompletionAnswer:
         }
 
     def _choice(self, prompt: TokenizedPrompt, text: str) -> CompletionChoiceState:
+        """Return the empty state of a choice. ``text``: the echoed prompt."""
         logprobs = None
         if self.request.logprobs is not None:
             logprobs = CompletionLogprobs(
@@ -136,6 +137,7 @@ class WholeCompletion(CompletionAnswer):
         }
 
     def _body(self, index: int, choice: CompletionChoiceState) -> dict[str, Any]:
+        """Return a choice of the ``text_completion`` object."""
         assert choice.end is not None
         out: dict[str, Any] = {
             "index": index,

@@ -14,15 +14,9 @@ from glowplug.entrypoints.server.generate import prompts
 from glowplug.entrypoints.server.generate.params import openai_params
 from glowplug.entrypoints.server.generate.requests import openai_job, warning_headers
 from glowplug.entrypoints.server.openai.completion_answer import CompletionChunks, WholeCompletion
+from glowplug.entrypoints.server.openai.respond import stream_response, whole_response
 from glowplug.entrypoints.server.protocol.completions import CompletionRequest
 from glowplug.entrypoints.server.transport.body import body_of
-from glowplug.entrypoints.server.transport.streaming import (
-    EventStream,
-    cancel_on_disconnect,
-    collect_body,
-    event_chunks,
-    json_response,
-)
 
 DEFAULT_MAX_TOKENS = 16  #: default of ``max_tokens``, as in OpenAI's API
 
@@ -44,22 +38,15 @@ async def completions(
     echoed = await _echoed(context, body, given)
     if body.stream:
         chunks = CompletionChunks(context, body, given, echoed, job.rid)
-        return EventStream(
-            event_chunks(job.run(context), chunks),
-            context.metrics,
-            context.options.stall_timeout,
-            headers,
-        )
+        return stream_response(context, job, chunks, headers)
     whole = WholeCompletion(context, body, given, echoed, job.rid)
-    return json_response(
-        await cancel_on_disconnect(request, context.metrics, collect_body(job.run(context), whole)),
-        headers,
-    )
+    return await whole_response(request, context, job, whole, headers)
 
 
 def _params(
     context: Context, body: CompletionRequest, prompt: prompts.TokenizedPrompt
 ) -> SamplingParams:
+    """Return the sampling parameters for one prompt."""
     room = prompts.remaining_context(context, prompt)
     wanted = body.max_tokens
     if wanted is None:

@@ -61,14 +61,7 @@ class RequestGate:
         scope[RECORD] = record = RequestRecord(
             request_id, scope["method"], scope["path"], peer(scope.get("client"))
         )
-        id_header = (b"x-request-id", request_id.encode())
-
-        async def tagged(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                record.status = message["status"]
-                message["headers"] = [*_without_id(message.get("headers", ())), id_header]
-            await send(message)
-
+        tagged = _tagged(send, record)
         refusal = _refuse_headers(scope["headers"], self._max_body)
         try:
             if refusal is not None:
@@ -98,6 +91,19 @@ def _request_id(headers: Headers) -> str:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return value.decode("ascii")
     return uuid.uuid4().hex
+
+
+def _tagged(send: Send, record: RequestRecord) -> Send:
+    """Return a ``send`` that adds the request id to the response and records its status."""
+    id_header = (b"x-request-id", record.id.encode())
+
+    async def tagged(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            record.status = message["status"]
+            message["headers"] = [*_without_id(message.get("headers", ())), id_header]
+        await send(message)
+
+    return tagged
 
 
 def _without_id(headers: Headers) -> list[tuple[bytes, bytes]]:

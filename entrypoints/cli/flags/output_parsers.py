@@ -10,7 +10,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.plugin.offers import OutputOffers
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.plugin.slots import SLOTS
-from glowplug.entrypoints.cli.parallel_flags import reorder
+from glowplug.entrypoints.cli.flags.parallel import reorder
 
 FLAG = "--tool-call-parser"
 OUTPUTS = next(slot for slot in SLOTS if slot.name == "outputs")

@@ -7,7 +7,7 @@ from typing import Any
 
 from glowplug.core.config.files import Layer
 from glowplug.core.plan.plan import Decision
-from glowplug.entrypoints.cli.flag_table import Flag
+from glowplug.entrypoints.cli.flags.flag import GivenFlag
 
 SECTION = "parallel"
 TENSOR = "tensor"
@@ -17,19 +17,18 @@ RANKS = f"{SECTION}[{TENSOR}].size"
 #: strategy by the field of its size
 #: NOTE: a size of one means the same as no section, and published commands write --tp 1
 SIZE_FIELDS: dict[str, str] = {f"{SECTION}[{use}].size": use for use in (TENSOR, *REGROUPINGS)}
-Given = Sequence[tuple[Flag, str, Any]]
 
 
-def sizes_of_one(given: Given) -> dict[str, str]:
+def sizes_of_one(given: Sequence[GivenFlag]) -> dict[str, str]:
     """Return the strategies that flags set to size one, with the flag: ``{"tensor": "--tp 1"}``."""
     return {
-        SIZE_FIELDS[flag.path]: f"{spelling} {value}"
-        for flag, spelling, value in given
-        if flag.path in SIZE_FIELDS and value == 1
+        SIZE_FIELDS[one.flag.path]: one.text
+        for one in given
+        if one.flag.path in SIZE_FIELDS and one.value == 1
     }
 
 
-def larger_than_one(layer: Layer, given: Given) -> list[tuple[int, str]]:
+def larger_than_one(layer: Layer, given: Sequence[GivenFlag]) -> list[tuple[int, str]]:
     """Return (index, flag) of strategies with size one by flag but a larger size in ``layer``."""
     items = layer.data.get(SECTION)
     single = sizes_of_one(given)
@@ -41,7 +40,7 @@ def larger_than_one(layer: Layer, given: Given) -> list[tuple[int, str]]:
     ]
 
 
-def arrange(layer: Layer, given: Given) -> list[Decision]:
+def arrange(layer: Layer, given: Sequence[GivenFlag]) -> list[Decision]:
     """Sort the strategies that flags name, and complete their sizes.
 
     A switch without a size gets the number of tensor-parallel ranks. A strategy of size one is
@@ -53,26 +52,29 @@ def arrange(layer: Layer, given: Given) -> list[Decision]:
     """
     single = sizes_of_one(given)
     notes = [
-        Decision(f"{SECTION}[{use}].size", 1, "operator", shown) for use, shown in single.items()
+        Decision(f"{SECTION}[{use}].size", 1, "operator", flag) for use, flag in single.items()
     ]
     items = layer.data.get(SECTION)
-    if not isinstance(items, list) or not any(
-        flag.path.startswith(f"{SECTION}[") for flag, _, _ in given
-    ):
+    named = any(one.flag.path.startswith(f"{SECTION}[") for one in given)
+    # the configuration's parser reports items that are no sections
+    if not named or not isinstance(items, list) or not all(isinstance(i, dict) for i in items):
         return notes
-    if not all(isinstance(item, dict) for item in items):
-        return notes  # the parser reports the mistake
     notes += _drop_single(layer, items, single)
-    ranks = next((item.get("size") for item in items if item.get("use") == TENSOR), None)
-    for number, item in enumerate(items):
-        if item.get("use") in REGROUPINGS and "size" not in item and isinstance(ranks, int):
-            item["size"] = ranks
-            layer.origins[f"{SECTION}.{number}.size"] = layer.origins.get(
-                f"{SECTION}.{number}.use", ""
-            )
-    order = sorted(range(len(items)), key=lambda number: _place(items[number]))
-    reorder(layer, SECTION, order)
+    _complete_sizes(layer, items)
+    reorder(layer, SECTION, sorted(range(len(items)), key=lambda number: _place(items[number])))
     return notes
+
+
+def _complete_sizes(layer: Layer, items: list[dict[str, Any]]) -> None:
+    """Set missing sizes of regroupings to the number of tensor-parallel ranks."""
+    ranks = next((item.get("size") for item in items if item.get("use") == TENSOR), None)
+    if not isinstance(ranks, int):
+        return
+    for number, item in enumerate(items):
+        if item.get("use") in REGROUPINGS and "size" not in item:
+            item["size"] = ranks
+            switch = layer.origins.get(f"{SECTION}.{number}.use", "")
+            layer.origins[f"{SECTION}.{number}.size"] = switch
 
 
 def _place(item: dict[str, Any]) -> int:

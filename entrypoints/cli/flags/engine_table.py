@@ -1,4 +1,4 @@
-"""Every engine flag: its names, the configuration field it sets, and how its value is converted.
+"""Flags of the model, attention, ranks, speculation, graphs, scheduling, memory and sampling.
 
 Names follow the DeepSeek recipes published for other engines, so that such a command works with
 only the program's name changed. A flag sets its field even if no plugin registers the component;
@@ -7,68 +7,7 @@ the plan then refuses the component by name.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
-Convert = Callable[[str], Any]
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A flag and the configuration field it sets.
-
-    Attributes:
-        names: spellings; underscores count as hyphens.
-        path: dotted field; ``parallel[tensor].size`` is a field of the list item with that ``use``.
-        help: description for ``--help``.
-        convert: conversion of the text on the command line; None for a switch.
-        value: value that a switch sets.
-        also: further fields that the flag sets, by path.
-        values: this engine's value by another engine's name for it.
-        many: whether the flag takes several values.
-    """
-
-    names: tuple[str, ...]
-    path: str
-    help: str
-    convert: Convert | None = str
-    value: Any = True
-    also: Mapping[str, Any] = field(default_factory=dict)
-    values: Mapping[str, Any] = field(default_factory=dict)
-    many: bool = False
-
-
-def byte_count(text: str) -> int:
-    """Parse a number of bytes such as "1000", "25G" or "1.5g".
-
-    Capital letters are powers of 1024, small letters powers of 1000.
-
-    Raises:
-        ValueError: the text has another form.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text.strip())
-    if match is None:
-        raise ValueError(text)
-    number, unit = match.groups()
-    base = 1024.0 if unit.isupper() else 1000.0
-    power = " kmgt".index(unit.lower() or " ")
-    return round(float(number) * float(base**power))
-
-
-def text_list(text: str) -> list[str]:
-    """Parse a JSON list of strings.
-
-    Raises:
-        ValueError: the text is not one.
-    """
-    found = json.loads(text)
-    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
-        raise ValueError(text)
-    return found
-
+from glowplug.entrypoints.cli.flags.flag import Flag, byte_count, switch
 
 DTYPES = {
     "half": "float16",
@@ -94,13 +33,7 @@ POLICIES = {"lpm": "longest_prefix", "longest-prefix": "longest_prefix"}
 EXECUTORS = {"mp": "multiprocess", "uni": "inline", "external_launcher": "torchrun"}
 FORMATS = {"dummy": "random", "safetensors": "safetensors"}
 
-
-def switch(names: str, path: str, value: Any, help: str, **more: Any) -> Flag:
-    """Return a flag without a value. ``names``: its spellings, separated by blanks."""
-    return Flag(tuple(names.split()), path, help, convert=None, value=value, **more)
-
-
-FLAGS: tuple[Flag, ...] = (
+ENGINE_FLAGS: tuple[Flag, ...] = (
     # model and numbers
     Flag(
         ("--model", "--model-path"),
@@ -386,93 +319,4 @@ FLAGS: tuple[Flag, ...] = (
         "sampler: torch (pytorch), triton",
         values={"pytorch": "torch"},
     ),
-    # server
-    Flag(("--host",), "server.host", "address to listen on (default 127.0.0.1)"),
-    Flag(("--port",), "server.port", "port (default 30000)", int),
-    Flag(("--api-key",), "server.api_key", "bearer token that clients must send"),
-    Flag(("--admin-api-key",), "server.admin_api_key", "bearer token for the admin routes"),
-    Flag(("--served-model-name",), "server.served_model_name", "name of the model in /v1/models"),
-    Flag(
-        ("--shutdown-timeout",),
-        "server.drain_timeout",
-        "seconds that running requests may take to finish after SIGTERM",
-        float,
-    ),
-    Flag(
-        ("--allowed-origins",),
-        "server.cors_origins",
-        "JSON list of origins that browsers may send requests from (CORS)",
-        text_list,
-    ),
-    Flag(("--stream-interval",), "server.stream_interval", "tokens per event of a stream", int),
-    Flag(
-        ("--reasoning-parser",),
-        "outputs[*].use",
-        "parser that separates the reasoning from the answer: deepseek-r1",
-    ),
-    Flag(("--tool-call-parser",), "outputs[*].use", "refused: tool calls are not supported yet"),
-    Flag(("--log-level",), "log.level", "debug, info, warning, error"),
-    Flag(("--log-format",), "log.format", "human or json"),
-    switch("--disable-log-stats", "log.stats_interval", 0.0, "do not log statistics"),
-    switch(
-        "--log-requests --enable-log-requests",
-        "log.requests",
-        True,
-        "log each request (the default)",
-    ),
-    switch(
-        "--disable-log-requests --no-enable-log-requests",
-        "log.requests",
-        False,
-        "do not log each request",
-    ),
-    Flag(
-        ("--watchdog-timeout",),
-        "executor.watchdog",
-        "seconds without a heartbeat before a rank counts as hung",
-        float,
-    ),
-    switch(
-        "--enable-tokenizer-info-endpoint",
-        "server.tokenizer_info",
-        True,
-        "serve /tokenizer_info (the default)",
-    ),
-    switch(
-        "--no-enable-tokenizer-info-endpoint",
-        "server.tokenizer_info",
-        False,
-        "do not serve /tokenizer_info",
-    ),
-    switch("--enable-metrics", "metrics.enabled", True, "serve Prometheus metrics (the default)"),
 )
-
-#: switches of other engines for behaviour that is always on here -> that behaviour; accepted and
-#: recorded as without effect
-ALWAYS_ON: dict[str, str] = {
-    "--enable-chunked-prefill": (
-        "prompts are always computed in chunks of at most --chunked-prefill-size tokens"
-    ),
-    "--enable-cache-report": "usage always counts cached tokens",
-    "--enable-prompt-tokens-details": "usage always counts cached tokens",
-    "--enable-request-id-headers": "answers always have the header X-Request-Id",
-    "--disable-custom-all-reduce": "ranks communicate only by NCCL or gloo",
-}
-
-#: flag -> (another flag, whether giving (True) or omitting (False) it makes the first one
-#: ineffective, why)
-NO_EFFECT: dict[str, tuple[str, bool, str]] = {
-    "--cuda-graph-bs": ("--disable-cuda-graph", True, "graphs are off"),
-    "--cuda-graph-max-bs": ("--disable-cuda-graph", True, "graphs are off"),
-    "--piecewise-cuda-graph-tokens": (
-        "--disable-piecewise-cuda-graph",
-        True,
-        "prefill steps run eagerly",
-    ),
-    "--piecewise-cuda-graph-max-tokens": (
-        "--disable-piecewise-cuda-graph",
-        True,
-        "prefill steps run eagerly",
-    ),
-    "--torch-compile-max-bs": ("--enable-torch-compile", False, "compilation is off"),
-}

@@ -1,0 +1,69 @@
+"""Memory in the pauses of a soak, and its growth from one pause to another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+WARM_UP_SHARE = 1 / 3  #: share of the pauses after which memory must stay level
+
+
+@dataclass
+class Sample:
+    """The state of the engine in one pause. Times in seconds, memory in bytes.
+
+    Attributes:
+        seconds: time since the start.
+        loaded: time under load since the start.
+        host: resident set of this process.
+        device_held: memory of tensors.
+        device_claimed: memory reserved by torch's allocator.
+        device_used: memory in use by all processes.
+        device_process: memory of this process; None if the driver does not report it.
+        pages: page counts of the control "check".
+    """
+
+    seconds: float
+    loaded: float
+    host: int
+    device_held: int
+    device_claimed: int
+    device_used: int
+    device_process: int | None
+    pages: dict[str, int] = field(default_factory=dict)
+
+
+def judged_kinds(samples: Sequence[Sample]) -> tuple[str, ...]:
+    """Return the fields of ``Sample`` that must not grow.
+
+    Device memory is that of this process if every sample has it, else that of all processes.
+    """
+    known = samples and all(sample.device_process is not None for sample in samples)
+    return "host", "device_held", "device_claimed", "device_process" if known else "device_used"
+
+
+def growth(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the growth of each judged kind of memory in MiB; {} for fewer than three samples.
+
+    It is the difference between the first sample after warm-up and the largest of the last third.
+    """
+    if len(samples) < 3:
+        return {}
+    first = samples[max(1, int(len(samples) * WARM_UP_SHARE))]
+    late = samples[-max(1, len(samples) // 3) :]
+    return {
+        name: (max(getattr(one, name) for one in late) - getattr(first, name)) / 2**20
+        for name in judged_kinds(samples)
+    }
+
+
+def device_scope(samples: Sequence[Sample], missing: str) -> str:
+    """Return the scope of the judged device memory, in words.
+
+    Args:
+        samples: the samples so far.
+        missing: reason why the memory of this process is unknown; "" if there is none.
+    """
+    if judged_kinds(samples)[-1] == "device_process":
+        return "this process's"
+    return "the whole device's" + (f": {missing}" if missing else "")

@@ -1,0 +1,101 @@
+"""Engine options of a command: all flags, and the options for files, sheets and plugins."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from glowplug.core.facts.machine import sheet_names
+from glowplug.entrypoints.cli.flags.flag import Flag, GivenFlag
+from glowplug.entrypoints.cli.flags.table import ALWAYS_ON, FLAGS
+
+
+class _Collect(argparse.Action):
+    """An action that appends a :class:`GivenFlag` to ``engine_flags``, in command-line order."""
+
+    def __init__(self, flag: Flag, **kwargs: Any) -> None:
+        self.flag = flag
+        super().__init__(**kwargs)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        given = getattr(namespace, "engine_flags", None) or ()
+        value = self.flag.value if self.flag.convert is None else values
+        added = GivenFlag(self.flag, option_string or self.flag.names[0], value)
+        namespace.engine_flags = [*given, added]
+
+
+class _UniqueValue(argparse.Action):
+    """An action for options that may be repeated only with the same value."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest, None) not in (None, values):
+            raise argparse.ArgumentError(self, "given twice, differently")
+        setattr(namespace, self.dest, values)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add all engine flags and those of files, sheets and plugins."""
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--config", action=_UniqueValue, metavar="FILE", help="configuration in TOML, YAML or JSON"
+    )
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=VALUE",
+        dest="overrides",
+        help="set any configuration field",
+    )
+    group.add_argument(
+        "--facts",
+        action=_UniqueValue,
+        metavar="SHEET",
+        help=f"plan for another machine, described by a file or one of {', '.join(sheet_names())}",
+    )
+    group.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        dest="extra_plugins",
+        help="load an additional plugin module",
+    )
+    group.add_argument(
+        "--block-plugin",
+        action="append",
+        default=[],
+        metavar="NAME",
+        dest="blocked_plugins",
+        help="do not load this plugin",
+    )
+    for flag in FLAGS:
+        nargs: Any = 0 if flag.convert is None else "+" if flag.many else None
+        metavar = None if flag.convert is None else flag.path.rpartition(".")[2].upper()
+        group.add_argument(
+            *flag.names,
+            action=_Collect,
+            flag=flag,
+            nargs=nargs,
+            type=flag.convert or str,
+            help=flag.help,
+            dest="engine_flags",
+            default=argparse.SUPPRESS,
+            metavar=metavar,
+        )
+    for name, why in ALWAYS_ON.items():
+        group.add_argument(
+            name, action="append_const", const=name, dest="always_on", help=f"no effect: {why}"
+        )

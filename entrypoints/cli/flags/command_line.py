@@ -1,0 +1,174 @@
+"""The command line as configuration: flags, ``--set``, ``--config`` and ``--facts``. No torch.
+
+Precedence: command line, then file, then contributed default, then default. The place of each value
+is kept for messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from glowplug.core.config.files import Layer, merge, read_config, set_path
+from glowplug.core.errors import ConfigError, FactsError, GlowplugError, Refusal
+from glowplug.core.facts.machine import read_sheet
+from glowplug.core.facts.model_facts import HardwareFacts
+from glowplug.core.facts.model_folder import EMBEDDED
+from glowplug.core.plan.plan import Decision, EnginePlan
+from glowplug.core.plan.resolve import plan as make_plan
+from glowplug.core.plugin.registry import PluginSet, load_plugins
+from glowplug.entrypoints.cli.flags.flag import GivenFlag
+from glowplug.entrypoints.cli.flags.layer import command_line_layer, drop_unused_options, value_at
+from glowplug.entrypoints.cli.flags.output_parsers import without_wrong_parsers
+from glowplug.entrypoints.cli.flags.parallel import arrange
+from glowplug.entrypoints.cli.flags.table import ALWAYS_ON
+
+
+def serve_defaults(
+    config: Mapping[str, Any],
+    hardware: HardwareFacts | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> dict[str, Any]:
+    """Return the defaults of serving: the embedded model, one process per rank.
+
+    With several hosts (configured, on the fact sheet, or given by torchrun, which started this
+    process) the executor is "torchrun".
+
+    Args:
+        config: the operator's configuration.
+        hardware: the fact sheet in use; None: this machine.
+        environment: environment variables, in which torchrun is recognised.
+
+    Returns:
+        Values by dotted path.
+    """
+    found: dict[str, Any] = {"model": EMBEDDED, "executor.use": "multiprocess"}
+    given = config.get("executor")
+    executor = given if isinstance(given, Mapping) else {}
+    several_hosts = (
+        executor.get("hosts") not in (None, 1)
+        or "host_rank" in executor
+        or "address" in executor
+        or (hardware is not None and hardware.hosts > 1)
+    )
+    if several_hosts:
+        found["executor.use"] = "torchrun"
+    if "TORCHELASTIC_RUN_ID" in environment:
+        found |= {
+            "executor.use": "torchrun",
+            "executor.hosts": int(environment.get("GROUP_WORLD_SIZE", "1")),
+        }
+    return found
+
+
+@dataclass
+class CommandLine:
+    """A parsed command line.
+
+    Attributes:
+        layer: configuration with the place of each value, and the refusals found so far.
+        source: name of the configuration in messages.
+        plugins: the loaded plugins.
+        hardware: facts of the sheet that ``--facts`` names; None: this machine.
+        notes: decisions that the plan reports.
+    """
+
+    layer: Layer
+    source: str
+    plugins: PluginSet
+    hardware: HardwareFacts | None = None
+    notes: list[Decision] = field(default_factory=list)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.layer.data
+
+    def plan(self, contributed: Mapping[str, Any] | None = None) -> EnginePlan:
+        """Return the plan.
+
+        Args:
+            contributed: further defaults by dotted path; None: those of serving.
+
+        Raises:
+            ConfigError: the configuration is malformed.
+            PlanRefused: the configuration cannot run; with every reason.
+        """
+        if contributed is None:
+            contributed = serve_defaults(self.config, self.hardware)
+        layer, wrong = without_wrong_parsers(self.layer, self.plugins)
+        return make_plan(
+            layer.data,
+            source=self.source,
+            origins=layer.origins,
+            plugins=self.plugins,
+            hardware=self.hardware,
+            contributed=contributed,
+            prior=[*layer.refusals, *wrong],
+            notes=self.notes,
+        )
+
+
+def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None) -> CommandLine:
+    """Load the plugins, read the file and apply flags and ``--set`` over it.
+
+    Args:
+        args: options parsed by a parser with ``add_engine_options``.
+        plugins: plugins to use instead of loading them.
+
+    Raises:
+        PluginLoadError: a plugin cannot be loaded.
+        ConfigError: the file or the fact sheet cannot be read.
+    """
+    plugins = plugins or load_plugins(extra=args.extra_plugins, block=args.blocked_plugins)
+    given: list[GivenFlag] = getattr(args, "engine_flags", [])
+    layer, notes = command_line_layer(given, args.overrides)
+    notes += _always_on_notes(args)
+    if args.config:
+        layer = merge(layer, read_config(Path(args.config), plugins))
+    notes += [Decision(path, value, "operator", why) for path, value, why in layer.replaced]
+    notes += [*arrange(layer, given), *drop_unused_options(layer, given)]
+    _resolve_attention(layer, plugins)
+    source = Path(args.config).name if args.config else "the command line"
+    return CommandLine(layer, source, plugins, _sheet(args.facts, layer), notes)
+
+
+def _always_on_notes(args: argparse.Namespace) -> list[Decision]:
+    """Return a note for each given switch of behaviour that is always on."""
+    names = dict.fromkeys(getattr(args, "always_on", None) or ())
+    return [Decision(name, "no effect", "operator", ALWAYS_ON[name]) for name in names]
+
+
+def _sheet(name: str | None, layer: Layer) -> HardwareFacts | None:
+    """Return the fact sheet that ``--facts`` names; None without the option.
+
+    Raises:
+        ConfigError: the sheet cannot be read; with the refusals of ``layer``.
+    """
+    if not name:
+        return None
+    try:
+        return read_sheet(name)
+    except FactsError as error:
+        refusal = Refusal("facts", "--facts", str(error), error.fix)
+        raise ConfigError([*layer.refusals, refusal]) from None
+
+
+def _resolve_attention(layer: Layer, plugins: PluginSet) -> None:
+    """Replace a library's name in ``--attention-backend`` by the backend for this model.
+
+    Other engines use one name, such as "fa3", for latent and multi-head attention.
+    """
+    path = "attention.use"
+    if not layer.origins.get(path, "").startswith("--attention-backend"):
+        return
+    name = value_at(layer.data, path)
+    try:
+        kind = plugins.read_model(str(layer.data.get("model", EMBEDDED))).facts.kind
+    except GlowplugError:
+        return  # the plan reports it
+    if not plugins.find("attention", name) and plugins.find("attention", f"{name}_{kind}"):
+        set_path(layer.data, path, f"{name}_{kind}")

@@ -1,0 +1,71 @@
+"""The parser of the command line: underscores count as hyphens, and unknown flags are explained."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+_NUMBER = re.compile(r"-\d+(?:\.\d+)?")
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser without abbreviations, in which underscores in flags count as hyphens.
+
+    The error for an unknown flag suggests the closest known one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args([hyphened(word) for word in given], namespace)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error("; ".join(self._unexpected(unknown)))
+        return found
+
+    def _unexpected(self, words: Sequence[str]) -> Iterator[str]:
+        """Yield an error for each word that no option takes.
+
+        Words after an unknown flag count as its values.
+        """
+        valued = False
+        for word in words:
+            if word.startswith("-") and not _NUMBER.fullmatch(word):
+                yield self._unknown(word.partition("=")[0])
+                valued = "=" not in word
+            elif not valued:
+                yield f"unexpected argument {word!r}"
+
+    def _unknown(self, name: str) -> str:
+        """Return the error for an unknown flag."""
+        from glowplug.entrypoints.cli.flags.foreign import unsupported
+
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        reason = unsupported(name, known)
+        if reason:
+            return reason
+        close = difflib.get_close_matches(name.lstrip("-"), [flag[2:] for flag in known], 1, 0.6)
+        return f"unknown flag {name}" + (f", did you mean --{close[0]}?" if close else "")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def hyphened(word: str) -> str:
+    """Replace underscores in a flag's name: ``--disable_mla`` -> ``--disable-mla``.
+
+    Other words are returned unchanged.
+    """
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value

@@ -1,0 +1,39 @@
+"""All engine flags, and those that have no effect."""
+
+from __future__ import annotations
+
+from glowplug.entrypoints.cli.flags.engine_table import ENGINE_FLAGS
+from glowplug.entrypoints.cli.flags.flag import Flag
+from glowplug.entrypoints.cli.flags.server_table import SERVER_FLAGS
+
+FLAGS: tuple[Flag, ...] = (*ENGINE_FLAGS, *SERVER_FLAGS)  #: in the order of ``--help``
+
+#: switches of other engines for behaviour that is always on here -> that behaviour; accepted and
+#: recorded as without effect
+ALWAYS_ON: dict[str, str] = {
+    "--enable-chunked-prefill": (
+        "prompts are always computed in chunks of at most --chunked-prefill-size tokens"
+    ),
+    "--enable-cache-report": "usage always counts cached tokens",
+    "--enable-prompt-tokens-details": "usage always counts cached tokens",
+    "--enable-request-id-headers": "answers always have the header X-Request-Id",
+    "--disable-custom-all-reduce": "ranks communicate only by NCCL or gloo",
+}
+
+#: flag -> (the flag beside which it has no effect, why)
+NO_EFFECT_WITH: dict[str, tuple[str, str]] = {
+    "--cuda-graph-bs": ("--disable-cuda-graph", "graphs are off"),
+    "--cuda-graph-max-bs": ("--disable-cuda-graph", "graphs are off"),
+    "--piecewise-cuda-graph-tokens": (
+        "--disable-piecewise-cuda-graph",
+        "prefill steps run eagerly",
+    ),
+    "--piecewise-cuda-graph-max-tokens": (
+        "--disable-piecewise-cuda-graph",
+        "prefill steps run eagerly",
+    ),
+}
+#: flag -> (the flag without which it has no effect, why)
+NO_EFFECT_WITHOUT: dict[str, tuple[str, str]] = {
+    "--torch-compile-max-bs": ("--enable-torch-compile", "compilation is off"),
+}
