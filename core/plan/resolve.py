@@ -41,8 +41,9 @@ from glowplug.core.plan.fingerprint import plan_fingerprint
 from glowplug.core.plan.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.component import Chosen
+from glowplug.core.plugin.model_reading import ModelReading
 from glowplug.core.plugin.options import Section, SpeculativeOptions
-from glowplug.core.plugin.registry import ModelReading, PluginSet, load_plugins
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.plugin.slots import SLOTS, Slot
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.facts.parameters import stated
 from glowplug.core.plan.plan import BudgetLine
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.offers import AttentionOffers, Mode
@@ -105,7 +104,7 @@ def kept_bytes(
         grows: the allocator uses expandable segments.
         extends: captured token counts of the draft's pass over a step's tokens.
     """
-    width = model.num_heads * stated(model, "v_head_dim", model.head_dim) * element
+    width = model.num_heads * (model.sizes.value or model.head_dim) * element
     begins = max(extends, default=0) * (model.hidden_size * element + EXTEND_INDEX_BYTES)
     return (
         STREAM
