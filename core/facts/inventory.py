@@ -7,9 +7,9 @@ each rank and the dimensions that ranks split follow from that declaration.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 from glowplug.core.facts.layer_sizes import LayerSizes, SplitDimension
 from glowplug.core.facts.model_facts import ModelFacts
@@ -115,7 +115,15 @@ class Inventory:
         Scales and biases have the role of their module's weight. If ranks split the weight's
         columns, each of them has the whole bias.
         """
-        pattern = _NUMBERS.sub("*", name)
+        return self._role(_NUMBERS.sub("*", name))
+
+    @cached_property
+    def _role(self) -> Callable[[str], str]:
+        """A cache of roles by name with "*" for numbers; experts share most names."""
+        return cache(self._role_by_pattern)
+
+    def _role_by_pattern(self, pattern: str) -> str:
+        """Return the role of a tensor by its name with "*" for numbers."""
         spec = self._by_name.get(pattern)
         if spec is not None:
             return spec.role

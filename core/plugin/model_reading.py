@@ -35,10 +35,11 @@ class ModelReading(NamedTuple):
 
 
 class Family(NamedTuple):
-    """A registered model family: name and origin for messages, and its offers."""
+    """A registered model family: name and origin for messages, factory and offers."""
 
     name: str
     origin: str
+    factory: str
     offers: ModelOffers
 
 
@@ -48,7 +49,7 @@ def families(registered: Iterable[Registration]) -> Iterator[Family]:
         offers = found.component.offers
         if isinstance(offers, ModelOffers):
             origin = f"{found.distribution} {found.version}".rstrip()
-            yield Family(found.component.name, origin, offers)
+            yield Family(found.component.name, origin, found.component.factory, offers)
 
 
 def architecture_rules(registered: Iterable[Registration]) -> ArchitectureRules:
@@ -72,7 +73,8 @@ def complete(
 ) -> ModelReading:
     """Return facts with the sizes and splits that their family declares, and element counts.
 
-    A model whose family declares no inventory is counted by its tensor headers, with a remark.
+    A family without an inventory has that of a family with the same factory, which builds the same
+    tensors. Without either, the model is counted by its tensor headers, with a remark.
 
     Args:
         facts: facts as a plugin read them.
@@ -80,10 +82,13 @@ def complete(
         schemes: registered quantization schemes.
 
     Raises:
-        FactsError: the family declares no inventory, and the model has no tensor headers.
+        FactsError: there is no inventory, and the model has no tensor headers.
     """
-    family = next((one for one in families(models) if _builds(one, facts.architecture)), None)
-    declared = family.offers.inventory if family is not None else None
+    known = list(families(models))
+    family = next((one for one in known if _builds(one, facts.architecture)), None)
+    alike = [one for one in known if family is not None and one.factory == family.factory]
+    candidates = [family, *alike] if family is not None else []
+    declared = next((one.offers.inventory for one in candidates if one.offers.inventory), None)
     if declared is not None:
         inventory = declared(facts)
     else:
@@ -93,6 +98,10 @@ def complete(
     if family is not None and declared is None:
         notes = (*notes, _undeclared(family, facts))
     stored = stored_format(facts.quant_method, schemes)
+    if stored is None:
+        what = f"no quantization scheme declares how {facts.quant_method!r} weights are stored"
+        notes = (*notes, f"{what}: they count as unquantised")
+        stored = StoredFormat()
     prefix = family.offers.layer_prefix if family is not None else LAYER_PREFIX
     facts = replace(facts, sizes=inventory.sizes, splits=inventory.splits, notes=notes)
     if facts.tensors:
@@ -121,8 +130,8 @@ def _undeclared(family: Family, facts: ModelFacts) -> str:
     return f"{what}: bytes come from the tensor headers, and activations are estimated"
 
 
-def stored_format(method: str, schemes: Iterable[Registration]) -> StoredFormat:
-    """Return the format of a checkpoint's quantised weights.
+def stored_format(method: str, schemes: Iterable[Registration]) -> StoredFormat | None:
+    """Return the format of a checkpoint's quantised weights; None if no scheme declares it.
 
     The first scheme that reads ``method`` and declares a format counts. A checkpoint that states no
     method may hold tensors of any format: their names and dtypes decide.
@@ -138,4 +147,4 @@ def stored_format(method: str, schemes: Iterable[Registration]) -> StoredFormat:
     for offers in formats:
         if method in offers.reads and (offers.stored is not None or offers.leaves):
             return StoredFormat(offers.leaves, offers.stored)
-    return StoredFormat()
+    return None

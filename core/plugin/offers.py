@@ -298,8 +298,9 @@ class ModelOffers(Offers):
         sampled_last_layer: its last layer can run for a part of a step's tokens
             (``protocols.SampledLastLayer``).
         inventory: function from the facts to the model's tensors and sizes. It must accept facts
-            whose config.json lacks keys: a check refuses these later. If it is None, bytes come
-            from tensor headers alone, and every rank counts all of them.
+            whose config.json lacks keys: a check refuses these later. None for the inventory of a
+            family with the same factory; without one, bytes come from tensor headers alone, and
+            the model runs on one rank.
         normalise: function that returns config.json with the defaults of keys that it may lack.
         layer_prefix: beginning of the names of layers' tensors, which the layer's number follows.
     """

@@ -16,9 +16,11 @@ from glowplug.core.facts.machine import read_sheet
 from glowplug.core.facts.weight_classes import TARGET
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
+from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.offers import ModelOffers, QuantizationOffers
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.fakes import component
+from glowplug.models.families import ModelOptions
 from glowplug.models.inventory import llama_inventory
 from glowplug.plugins.quantization.shared.skipped_modules import UNLISTED
 from tests.plan.test_refusals import with_components
@@ -191,6 +193,13 @@ def test_the_kv_cache_is_counted_by_the_backends_own_entries(
     assert plan.sizes.kv_bytes == tokens * (pairs.nbytes + steps.nbytes)
 
 
+def test_a_backend_of_another_kind_is_refused_as_such(tmp_path: Path) -> None:
+    with pytest.raises(PlanRefused) as caught:
+        folder = write_config(tmp_path, "llama")
+        plan_of(built_in(), folder, attention={"use": "torch_mla"}, device="cpu")
+    assert any("torch_mla computes mla attention" in r.reason for r in caught.value.refusals)
+
+
 def test_sizes_that_do_not_divide_are_refused_in_the_familys_words(
     plugins: PluginSet, tmp_path: Path
 ) -> None:
@@ -238,6 +247,18 @@ def test_a_family_without_an_inventory_needs_headers(tmp_path: Path) -> None:
     assert refusal.field == "model" and "their bytes are not known" in refusal.reason
 
 
+def test_a_family_has_the_inventory_of_one_with_the_same_factory(tmp_path: Path) -> None:
+    offers = ModelOffers(architectures=frozenset({"MistralForCausalLM"}), kind="mha")
+    factory = "glowplug.models.llama:LlamaFamily"
+    family = Component("mistral", ModelOptions, factory, offers, summary="Llama's layers")
+    own = with_components(model=[family])
+    folder = write_config(tmp_path, "llama", architectures=["MistralForCausalLM"])
+    plan = plan_of(own, folder, {"tp": 2})
+    same = plan_of(own, write_config(tmp_path / "llama", "llama"), {"tp": 2})
+    assert plan.choice("model").name == "mistral" and plan.budget == same.budget
+    assert plan.facts.model.notes == ()
+
+
 def test_an_unknown_architecture_and_an_unknown_format_are_refused_as_such(tmp_path: Path) -> None:
     with pytest.raises(PlanRefused) as caught:
         plan_of(built_in(), folder_of(tmp_path / "a", PUBLISHED, None), {"tp": 2})
@@ -246,6 +267,20 @@ def test_an_unknown_architecture_and_an_unknown_format_are_refused_as_such(tmp_p
     with pytest.raises(PlanRefused) as caught:
         plan_of(built_in(), folder)
     assert any("quads" in refusal.reason for refusal in caught.value.refusals)
+
+
+def test_a_scheme_that_declares_no_format_is_remarked_on(tmp_path: Path) -> None:
+    scheme = QuantizationOffers(reads=frozenset({"triads"}))
+    own = with_components(quantization=[component("quantization", "old", scheme)])
+    stated = {"quantization_config": {"quant_method": "triads"}}
+    plan = plan_of(own, write_config(tmp_path / "triads", "llama", **stated))
+    plain = plan_of(own, write_config(tmp_path / "plain", "llama"))
+    assert plan.choice("quantization").name == "old"
+    assert line(plan, "weights").bytes == line(plain, "weights").bytes
+    assert plan.facts.model.notes == (
+        "no quantization scheme declares how 'triads' weights are stored: they count as "
+        "unquantised",
+    )
 
 
 def test_the_first_family_and_the_first_scheme_that_declare_count(tmp_path: Path) -> None:

@@ -353,7 +353,9 @@ def kv_token_bytes(proposal: Proposal) -> int:
     attention = proposal.first("attention")
     assert attention is not None and isinstance(attention.offers, AttentionOffers)
     model = proposal.facts.model
-    entries = attention.offers.kv_entries or USUAL_ENTRIES[model.kind]
+    entries = USUAL_ENTRIES[model.kind]
+    if model.kind in attention.offers.kinds:  # a backend of another kind has been refused
+        entries = attention.offers.kv_entries or entries
     heads = local_heads(model.num_kv_heads, axis_size("attn_tp", proposal.values.mesh))
     cached = entries(model, proposal.values.kv_dtype, heads)
     layers: int = model.num_layers + proposal.values.draft_layers
