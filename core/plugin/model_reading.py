@@ -86,27 +86,41 @@ def complete(
     """
     known = list(families(models))
     family = next((one for one in known if _builds(one, facts.architecture)), None)
-    alike = [one for one in known if family is not None and one.factory == family.factory]
-    candidates = [family, *alike] if family is not None else []
-    declared = next((one.offers.inventory for one in candidates if one.offers.inventory), None)
-    if declared is not None:
-        inventory = declared(facts)
-    else:
-        width = stated(facts, "intermediate_size", 4 * facts.hidden_size)
-        inventory = Inventory(sizes=LayerSizes(width=width))
-    notes = facts.notes
-    if family is not None and declared is None:
-        notes = (*notes, _undeclared(family, facts))
+    inventory, notes = _inventory(facts, family, known)
     stored = stored_format(facts.quant_method, schemes)
     if stored is None:
         what = f"no quantization scheme declares how {facts.quant_method!r} weights are stored"
-        notes = (*notes, f"{what}: they count as unquantised")
+        notes += (f"{what}: they count as unquantised",)
         stored = StoredFormat()
+    facts = replace(
+        facts, sizes=inventory.sizes, splits=inventory.splits, notes=facts.notes + notes
+    )
+    if not facts.tensors:
+        return ModelReading(facts, count_declared(facts, inventory, stored))
     prefix = family.offers.layer_prefix if family is not None else LAYER_PREFIX
-    facts = replace(facts, sizes=inventory.sizes, splits=inventory.splits, notes=notes)
-    if facts.tensors:
-        return ModelReading(facts, count_stored(facts, inventory, stored, prefix))
-    return ModelReading(facts, count_declared(facts, inventory, stored))
+    return ModelReading(facts, count_stored(facts, inventory, stored, prefix))
+
+
+def _inventory(
+    facts: ModelFacts, family: Family | None, known: Iterable[Family]
+) -> tuple[Inventory, tuple[str, ...]]:
+    """Return a model's inventory, and remarks for the plan's table.
+
+    Args:
+        facts: facts as a plugin read them.
+        family: family of the model; None for an unknown architecture, which is refused later.
+        known: registered model families.
+
+    Raises:
+        FactsError: there is no inventory, and the model has no tensor headers.
+    """
+    alike = [one for one in known if family is not None and one.factory == family.factory]
+    for one in (family, *alike):
+        if one is not None and one.offers.inventory is not None:
+            return one.offers.inventory(facts), ()
+    width = stated(facts, "intermediate_size", 4 * facts.hidden_size)
+    bare = Inventory(sizes=LayerSizes(width=width))
+    return bare, (_undeclared(family, facts),) if family is not None else ()
 
 
 def _builds(family: Family, architecture: str) -> bool:
