@@ -16,6 +16,10 @@ from glowplug.core.errors import (
     RequestError,
     WeightError,
 )
+from glowplug.core.facts import weight_classes
+from glowplug.core.facts.inventory import Inventory, Split, TensorSpec
+from glowplug.core.facts.kv_layout import KVEntry
+from glowplug.core.facts.layer_sizes import LayerSizes
 from glowplug.core.facts.model_facts import (
     DeviceFacts,
     Facts,
@@ -24,6 +28,7 @@ from glowplug.core.facts.model_facts import (
     SoftwareFacts,
     TensorFact,
 )
+from glowplug.core.facts.stored_formats import StoredLeaf
 from glowplug.core.plan.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
 from glowplug.core.plugin.component import (
     CONTRACT,
@@ -104,6 +109,9 @@ __all__ = [
     "GraphOffers",
     "GraphOptions",
     "HardwareFacts",
+    "Inventory",
+    "KVEntry",
+    "LayerSizes",
     "Mode",
     "ModelFacts",
     "ModelOffers",
@@ -132,10 +140,14 @@ __all__ = [
     "SoftwareFacts",
     "SpeculativeOffers",
     "SpeculativeOptions",
+    "Split",
+    "StoredLeaf",
     "TensorFact",
+    "TensorSpec",
     "Tuner",
     "WeightError",
     "WeightOffers",
     "WeightOptions",
     "hookimpl",
+    "weight_classes",
 ]

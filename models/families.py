@@ -9,6 +9,8 @@ from glowplug.core.plugin.component import CheckContext, Component, Options
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import ModelOffers
 from glowplug.models.deepseek.config import TOPK_METHODS, topk_method
+from glowplug.models.deepseek.inventory import deepseek_inventory, normalise
+from glowplug.models.inventory import llama_inventory
 
 #: type of rope scaling -> keys that config.json must have for it
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
@@ -106,6 +108,8 @@ def register_models() -> list[Component]:
                 architectures=frozenset({"DeepseekV2ForCausalLM"}),
                 kind="mla",
                 sampled_last_layer=True,
+                inventory=deepseek_inventory,
+                normalise=normalise,
             ),
             summary="DeepSeek-V2, V2-Lite, Coder-V2: latent attention, softmax gate",
         ),
@@ -120,6 +124,8 @@ def register_models() -> list[Component]:
                 nextn=True,
                 draft_architectures=frozenset({"DeepseekV3ForCausalLMNextN"}),
                 sampled_last_layer=True,
+                inventory=deepseek_inventory,
+                normalise=normalise,
             ),
             summary="DeepSeek-V3 and R1: latent attention, sigmoid gate with correction bias, "
             "NextN layer",
@@ -129,7 +135,11 @@ def register_models() -> list[Component]:
             ModelOptions,
             "glowplug.models.llama:LlamaFamily",
             check=check_decoder,
-            offers=ModelOffers(architectures=frozenset({"LlamaForCausalLM"}), kind="mha"),
+            offers=ModelOffers(
+                architectures=frozenset({"LlamaForCausalLM"}),
+                kind="mha",
+                inventory=llama_inventory,
+            ),
             summary="Llama: grouped-query attention, gated feed-forward",
         ),
     ]

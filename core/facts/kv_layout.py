@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from glowplug.core.facts.model_facts import ModelFacts
 
 #: bytes of an element by dtype name
 DTYPE_BYTES = {
@@ -13,6 +16,8 @@ DTYPE_BYTES = {
     "float8_e4m3fn": 1,
     "fp8_e4m3": 1,
     "fp8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
 }
 
 
@@ -59,3 +64,28 @@ class KVLayout:
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
         return self.token_bytes * self.page_size
+
+
+#: function from (facts, dtype of the KV cache, key heads of a rank) to the tensors that a layer
+#: caches for each token
+KVEntries = Callable[[ModelFacts, str, int], tuple[KVEntry, ...]]
+
+
+def latent_entries(model: ModelFacts, dtype: str, heads: int) -> tuple[KVEntry, ...]:
+    """Return one entry ``kv`` with the latent and the rotated key, which all heads share."""
+    return (KVEntry("kv", (model.kv_lora_rank + model.qk_rope_head_dim,), dtype),)
+
+
+def head_entries(model: ModelFacts, dtype: str, heads: int) -> tuple[KVEntry, ...]:
+    """Return the entries ``k`` and ``v``, each [key heads of a rank, elements of a head]."""
+    shape = (heads, model.head_dim)
+    return (KVEntry("k", shape, dtype), KVEntry("v", shape, dtype))
+
+
+#: attention kind -> entries of backends that declare none
+USUAL_ENTRIES: dict[str, KVEntries] = {"mla": latent_entries, "mha": head_entries}
+
+
+def local_heads(heads: int, ranks: int) -> int:
+    """Return the key heads of a rank: its share, or one head that other ranks hold, too."""
+    return max(1, -(-heads // ranks))

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from glowplug.core.facts.layer_sizes import LayerSizes, SplitDimension
+
 
 @dataclass(frozen=True)
 class TensorFact:
@@ -52,6 +54,8 @@ class ModelFacts:
             their files and samples of their bytes (``model_folder.with_digest``); "" without
             weights, and until a plan is accepted.
         notes: remarks for the plan's table.
+        sizes: further sizes of its layers, as its family declares them (``ModelOffers.inventory``).
+        splits: dimensions that ranks split, likewise; () if its family declares none.
     """
 
     path: str
@@ -77,6 +81,14 @@ class ModelFacts:
     chat_template: str = ""
     digest: str = ""
     notes: tuple[str, ...] = ()
+    sizes: LayerSizes = field(default_factory=LayerSizes)
+    splits: tuple[SplitDimension, ...] = ()
+
+
+def stated(model: ModelFacts, key: str, default: int = 0) -> int:
+    """Return a whole number of config.json, or ``default`` if ``key`` does not hold one."""
+    value = model.config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
 @dataclass(frozen=True)

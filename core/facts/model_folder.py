@@ -10,8 +10,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import msgspec
 from glowplug.core.errors import FactsError
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.facts.safetensors_header import read_tensors
-from glowplug.core.facts.weight_classes import next_token_layer
+from glowplug.core.facts.weight_classes import LAYER_PREFIX, next_token_layer
 
 EMBEDDED = "embedded"  #: name of the model that is part of glowplug
 MAX_JSON = 64 << 20  #: size limit in bytes of config.json and tokenizer_config.json
@@ -29,15 +29,26 @@ FEWEST_SAMPLES = 2  #: least number of samples from each file
 SAMPLE_BYTES = 4096  #: size of a sample
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
-#: architecture -> defaults of keys that config.json may lack (transformers drops both keys for V3
-#: on saving)
-GATE_DEFAULTS: dict[str, dict[str, str]] = {
-    "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "DeepseekV2ForCausalLM": {"scoring_func": "softmax"},
-    "DeepseekV3ForCausalLMNextN": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-}
-#: ending of architectures whose folders hold only next-token layers
-NEXTN_ALONE = "ForCausalLMNextN"
+#: function that returns config.json with the defaults of keys that it may lack
+Normalise = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ArchitectureRules:
+    """Declarations of model families that are needed to read config.json.
+
+    Attributes:
+        normalise: architecture -> ``ModelOffers.normalise``, for families that declare it.
+        drafts: architectures of folders that hold only next-token layers.
+        prefixes: architecture -> ``ModelOffers.layer_prefix``.
+    """
+
+    normalise: Mapping[str, Normalise] = field(default_factory=dict)
+    drafts: frozenset[str] = frozenset()
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+
+
+NO_RULES = ArchitectureRules()
 
 
 def embedded_path() -> Path:
@@ -87,14 +98,21 @@ def _hub_snapshot(name: str) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def read_folder(path: Path) -> ModelFacts | None:
-    """Return the facts of the model folder at ``path``; None if it has no config.json."""
+def read_folder(path: Path, rules: ArchitectureRules = NO_RULES) -> ModelFacts | None:
+    """Return the facts of the model folder at ``path``; None if it has no config.json.
+
+    Args:
+        path: the folder.
+        rules: what model families declare about their architectures.
+    """
     if not (path / "config.json").is_file():
         return None
-    config = normalise(read_json(path / "config.json"))
-    tensors = read_tensors(path)
     return model_facts(
-        config, path=str(path), tensors=tensors, chat_template=read_chat_template(path)
+        normalise(read_json(path / "config.json"), rules),
+        path=str(path),
+        tensors=read_tensors(path),
+        chat_template=read_chat_template(path),
+        rules=rules,
     )
 
 
@@ -122,11 +140,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def normalise(config: dict[str, Any]) -> dict[str, Any]:
+def normalise(config: dict[str, Any], rules: ArchitectureRules = NO_RULES) -> dict[str, Any]:
     """Return config.json with the keys that published checkpoints use.
 
     These are ``rope_theta``, ``rope_scaling`` (with both ``type`` and ``rope_type``; None for plain
-    rotary embeddings) and ``torch_dtype``. Defaults of the expert gate are filled in.
+    rotary embeddings) and ``torch_dtype``. The model family's own defaults are filled in last.
+
+    Args:
+        config: content of config.json, which is not changed.
+        rules: what model families declare about their architectures.
     """
     config = dict(config)
     parameters = config.pop("rope_parameters", None)
@@ -145,20 +167,15 @@ def normalise(config: dict[str, Any]) -> dict[str, Any]:
         "torch."
     )
     config["torch_dtype"] = dtype
-    _fill_gate(config)
-    return config
+    own = rules.normalise.get(_architecture(config))
+    return own(config) if own is not None else config
 
 
-def _fill_gate(config: dict[str, Any]) -> None:
-    """Fill in the defaults of the expert gate for architectures whose config.json may lack them."""
-    architecture = (config.get("architectures") or [""])[0]
-    for key, value in GATE_DEFAULTS.get(architecture, {}).items():
-        if config.get(key) is None:
-            config[key] = value
-    if architecture == "DeepseekV2ForCausalLM" and config.get("topk_method") is None:
-        config["topk_method"] = (
-            "group_limited_greedy" if (config.get("n_group") or 1) > 1 else "greedy"
-        )
+def _architecture(config: dict[str, Any]) -> str:
+    """Return the first entry of ``architectures``; "" if there is none."""
+    stated = config.get("architectures")
+    found = stated[0] if isinstance(stated, list) and stated else ""
+    return found if isinstance(found, str) else ""
 
 
 def model_facts(
@@ -168,18 +185,25 @@ def model_facts(
     tensors: dict[str, TensorFact] | None = None,
     chat_template: str = "",
     format: str = "",
+    rules: ArchitectureRules = NO_RULES,
 ) -> ModelFacts:
     """Return the facts of a model from its normalised config.json.
+
+    Args:
+        config: config.json, as ``normalise`` returns it.
+        path: folder or file that was read.
+        tensors: tensors of the checkpoint by name.
+        chat_template: source of the chat template.
+        format: format of the weights; "" for safetensors, or "none" without tensors.
+        rules: what model families declare about their architectures.
 
     Raises:
         FactsError: a key is missing or has a wrong type; the message names the first such key.
     """
     tensors = tensors or {}
     integer = _Reader(config, path)
-    architectures = config.get("architectures")
-    if not (
-        isinstance(architectures, list) and architectures and isinstance(architectures[0], str)
-    ):
+    architecture = _architecture(config)
+    if not architecture:
         raise FactsError(
             f"{path}/config.json names no architecture",
             'add "architectures": ["..."] to config.json',
@@ -191,12 +215,14 @@ def model_facts(
     lora = integer("kv_lora_rank", 0)
     quant = config.get("quantization_config")
     quant = quant if isinstance(quant, dict) else {}
-    if architectures[0].endswith(NEXTN_ALONE):
-        layers, config = 0, {**config, "num_nextn_predict_layers": layers}
-    nextn, notes = _nextn(config, layers, tensors)
+    if architecture in rules.drafts:
+        config = {**config, "num_nextn_predict_layers": layers}
+        layers = 0
+    prefix = rules.prefixes.get(architecture, LAYER_PREFIX)
+    nextn, notes = _nextn(config, layers, tensors, prefix)
     return ModelFacts(
         path=path,
-        architecture=architectures[0],
+        architecture=architecture,
         format=format or ("safetensors" if tensors else "none"),
         kind="mla" if lora else "mha",
         config=config,
@@ -269,17 +295,21 @@ def _block(value: Any, path: str) -> tuple[int, int] | None:
 
 
 def _nextn(
-    config: dict[str, Any], layers: int, tensors: dict[str, TensorFact]
+    config: dict[str, Any], layers: int, tensors: dict[str, TensorFact], prefix: str
 ) -> tuple[int, tuple[str, ...]]:
     """Return the number of multi-token-prediction layers, and remarks for the plan's table.
 
     With tensors, the number is that of the layers after the last regular one; else it is the number
     that config.json states.
+
+    Args:
+        prefix: beginning of the names of layers' tensors.
     """
     stated = config.get("num_nextn_predict_layers") or 0
     if not tensors:
         return int(stated), ()
-    beyond = {number for name in tensors if (number := next_token_layer(name, layers)) >= 0}
+    numbers = (next_token_layer(name, layers, prefix) for name in tensors)
+    beyond = {number for number in numbers if number >= 0}
     if stated and not beyond:
         return 0, (f"config.json states {stated} next-token layers, the checkpoint holds none",)
     return len(beyond), ()

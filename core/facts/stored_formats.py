@@ -1,63 +1,82 @@
-"""Tensors that a quantised checkpoint stores for one weight matrix. Plan zone: no torch."""
+"""Formats in which checkpoints store quantised weights, as schemes declare them. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.facts.weight_classes import INT4, SCALE
+from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 
-FP8 = "float8_e4m3fn"  #: dtype of FP8 weights
-#: values of ``quant_method`` for int8 weights with one scale per row
-INT8_METHODS = frozenset({"w8a8_int8", "compressed-tensors"})
+#: function from (facts, rows, columns) to the tensors that a checkpoint stores for one quantised
+#: weight [rows, columns]: the last part of each tensor's name -> dtype and shape
+Stored = Callable[[ModelFacts, int, int], Mapping[str, TensorFact]]
 
 
-class StoredTensor(NamedTuple):
-    """One tensor stored for a weight matrix.
+@dataclass(frozen=True)
+class StoredLeaf:
+    """Tensors of one name in a quantised checkpoint, and the form in which they are kept.
 
     Attributes:
-        dtype: dtype, as in ``Kind``.
-        scale: it holds scales or zero points, as in ``Kind``.
-        numbers: number of elements.
+        leaf: last part of the tensors' names, for example "weight_scale".
+        kept: bytes of an element after loading, if weights stay quantised.
+        dtype: stored dtype to which the entry applies; "" for any.
+        scale: the tensors hold scales or zero points, which are dropped when weights are
+            dequantised.
+        packed: elements in one stored number.
     """
 
-    dtype: str
+    leaf: str
+    kept: float
+    dtype: str = ""
+    scale: bool = False
+    packed: int = 1
+
+
+class Counted(NamedTuple):
+    """A tensor's part of a tally: ``WeightKind.kept``, ``WeightKind.scale`` and its elements."""
+
+    kept: float
     scale: bool
-    numbers: int
+    elements: int
+
+
+class StoredFormat:
+    """The format of one checkpoint's quantised weights.
+
+    Args:
+        leaves: names of its tensors; of several entries for a name and dtype, the first counts.
+        stored: function that returns the tensors of one weight; None if weights are stored as one
+            tensor in the model's dtype.
+    """
+
+    def __init__(self, leaves: tuple[StoredLeaf, ...] = (), stored: Stored | None = None) -> None:
+        self._leaves = {(leaf.leaf, leaf.dtype): leaf for leaf in reversed(leaves)}
+        self._stored = stored
+
+    def count(self, leaf: str, tensor: TensorFact) -> Counted:
+        """Return how a stored tensor counts.
+
+        Args:
+            leaf: last part of its name.
+            tensor: its dtype and shape.
+        """
+        numbers = math.prod(tensor.shape)
+        found = self._leaves.get((leaf, tensor.dtype)) or self._leaves.get((leaf, ""))
+        if found is None:
+            return Counted(0, False, numbers)
+        return Counted(found.kept, found.scale, numbers * found.packed)
+
+    def count_matrix(self, model: ModelFacts, rows: int, columns: int) -> list[Counted]:
+        """Return how the tensors count that are stored for one quantised weight [rows, columns]."""
+        if self._stored is None:
+            return [Counted(0, False, rows * columns)]
+        stored = self._stored(model, rows, columns)
+        return [self.count(leaf, tensor) for leaf, tensor in stored.items()]
 
 
 def quantization_config(model: ModelFacts) -> Mapping[str, Any]:
     """Return ``quantization_config`` of config.json; empty if it has none."""
     stated = model.config.get("quantization_config")
     return stated if isinstance(stated, dict) else {}
-
-
-def awq_group(model: ModelFacts) -> int:
-    """Return how many inputs share a scale in an AWQ checkpoint.
-
-    The result is -1 if all inputs of a row share one, and 0 if config.json does not state a whole
-    number.
-    """
-    stated = quantization_config(model)
-    group = stated.get("group_size", stated.get("q_group_size", 128))
-    return group if isinstance(group, int) and not isinstance(group, bool) else 0
-
-
-def stored_matrix(model: ModelFacts, rows: int, columns: int) -> list[StoredTensor]:
-    """Return the tensors stored for a quantised weight [rows, columns]: values, scales, zeros."""
-    whole = rows * columns
-    if model.quant_method == "fp8" and model.quant_block is not None:
-        blocks = -(-rows // model.quant_block[0]) * -(-columns // model.quant_block[1])
-        return [StoredTensor(FP8, False, whole), StoredTensor(SCALE, True, blocks)]
-    if model.quant_method in INT8_METHODS:
-        return [StoredTensor("int8", False, whole), StoredTensor(SCALE, True, rows)]
-    if model.quant_method == "awq":
-        group = awq_group(model)
-        grid = rows * (-(-columns // group) if group > 0 else 1)
-        return [
-            StoredTensor(INT4, False, whole),
-            StoredTensor(INT4, True, grid),
-            StoredTensor("float16", True, grid),
-        ]
-    return [StoredTensor(model.dtype, False, whole)]

@@ -24,7 +24,7 @@ LATENT_EPS = 1e-6
 
 @dataclass(frozen=True)
 class MlaSizes:
-    """Dimensions of a multi-head latent attention layer (DeepSeek-AI, 2024).
+    """Dimensions of a multi-head latent attention layer (arXiv 2405.04434).
 
     Attributes:
         hidden: size of the hidden states.
@@ -47,11 +47,42 @@ class MlaSizes:
     bias: bool = False
 
 
+@dataclass(frozen=True)
+class MlaNames:
+    """Names of the modules of a latent attention layer in checkpoints.
+
+    Attributes:
+        query: projection to queries, if there is no query latent.
+        query_down: projection to the query latent.
+        query_norm: norm of the query latent.
+        query_up: projection of the query latent to all heads.
+        kv_down: projection to the key-value latent and the rotary part of keys.
+        kv_norm: norm of the key-value latent.
+        kv_up: projection of the key-value latent to all heads.
+        output: projection of the heads' results.
+    """
+
+    query: str
+    query_down: str
+    query_norm: str
+    query_up: str
+    kv_down: str
+    kv_norm: str
+    kv_up: str
+    output: str
+
+
 class MlaAttention(Module):
     """Multi-head latent attention; also the ``MlaLayer`` of its backend."""
 
     def __init__(
-        self, context: BuildContext, name: str, index: int, sizes: MlaSizes, scale: float
+        self,
+        context: BuildContext,
+        name: str,
+        index: int,
+        sizes: MlaSizes,
+        scale: float,
+        names: MlaNames,
     ) -> None:
         shard = context.parallel.shard("heads", name, sizes.heads)
         self.index = index
@@ -68,9 +99,11 @@ class MlaAttention(Module):
         query = sizes.nope + sizes.rope
         direct = sizes.q_lora is None
         first = (
-            Part(f"{name}.q_proj", sizes.heads * query, "heads", query)
+            Part(f"{name}.{names.query}", sizes.heads * query, "heads", query)
             if direct
-            else Part(f"{name}.q_a_proj", sizes.q_lora or 0, "replicated", bias=sizes.bias)
+            else Part(
+                f"{name}.{names.query_down}", sizes.q_lora or 0, "replicated", bias=sizes.bias
+            )
         )
         self.input_proj = Linear(
             context,
@@ -79,7 +112,7 @@ class MlaAttention(Module):
             [
                 first,
                 Part(
-                    f"{name}.kv_a_proj_with_mqa",
+                    f"{name}.{names.kv_down}",
                     sizes.kv_lora + sizes.rope,
                     "replicated",
                     bias=sizes.bias,
@@ -94,26 +127,26 @@ class MlaAttention(Module):
         if not direct:
             self.q_b = Linear(
                 context,
-                f"{name}.q_b_proj",
+                f"{name}.{names.query_up}",
                 sizes.q_lora or 0,
-                [Part(f"{name}.q_b_proj", sizes.heads * query, "heads", query)],
+                [Part(f"{name}.{names.query_up}", sizes.heads * query, "heads", query)],
             )
             self.q_norm = RmsNorm(
-                context, f"{name}.q_a_layernorm", sizes.q_lora or 0, LATENT_EPS, self.q_b
+                context, f"{name}.{names.query_norm}", sizes.q_lora or 0, LATENT_EPS, self.q_b
             )
-        self.kv_norm = RmsNorm(context, f"{name}.kv_a_layernorm", sizes.kv_lora, LATENT_EPS)
+        self.kv_norm = RmsNorm(context, f"{name}.{names.kv_norm}", sizes.kv_lora, LATENT_EPS)
         kv = sizes.nope + sizes.v
         self.kv_b = Linear(
             context,
-            f"{name}.kv_b_proj",
+            f"{name}.{names.kv_up}",
             sizes.kv_lora,
-            [Part(f"{name}.kv_b_proj", sizes.heads * kv, "heads", kv)],
+            [Part(f"{name}.{names.kv_up}", sizes.heads * kv, "heads", kv)],
         )
         self.o_proj = Linear(
             context,
-            f"{name}.o_proj",
+            f"{name}.{names.output}",
             sizes.heads * sizes.v,
-            [Part(f"{name}.o_proj", sizes.hidden, "replicated", bias=sizes.bias)],
+            [Part(f"{name}.{names.output}", sizes.hidden, "replicated", bias=sizes.bias)],
             input_role="row",
             input_unit=sizes.v,
         )
@@ -121,7 +154,7 @@ class MlaAttention(Module):
         self._width = self.heads * sizes.v
 
     def finalize(self) -> None:
-        """Split kv_b_proj's dense weight into W_UK and W_UV."""
+        """Split the up-projection's dense weight into W_UK and W_UV."""
         super().finalize()
         self._kv_weight = self.kv_b.dense().t()
         self.w_kv = self._kv_weight.t().view(self.heads, self.nope_dim + self.v_dim, self.lora_rank)
@@ -136,7 +169,7 @@ class MlaAttention(Module):
         self.kv_stored = self._stored()
 
     def _stored(self) -> tuple[Tensor, Tensor] | None:
-        """Return kv_b_proj's block-FP8 values and scales by head; see ``MlaLayer.kv_stored``."""
+        """Return the up-projection's block-FP8 values and scales by head (``MlaLayer.kv_stored``)."""
         found = self.kv_b.stored_blocks()
         rows = self.nope_dim + self.v_dim
         if found is None or any(

@@ -46,8 +46,7 @@ class RopeConfig:
     def softmax_scale(self, head_dim: int) -> float:
         """Return the softmax scale head_dim^-1/2, with YaRN's factor.
 
-        If the config has ``mscale_all_dim`` (DeepSeek), the scale is multiplied by YaRN's mscale
-        squared.
+        If the config has ``mscale_all_dim``, the scale is multiplied by YaRN's mscale squared.
         """
         scaling = self.scaling or {}
         all_dim = scaling.get("mscale_all_dim") or 0.0

@@ -14,7 +14,8 @@ from glowplug.core.facts.model_facts import Facts, HardwareFacts
 from glowplug.core.facts.weight_classes import Tally
 from glowplug.core.plan.plan import Decision
 from glowplug.core.plan.proposal import Proposal
-from glowplug.core.plugin.registry import ModelReading, PluginSet
+from glowplug.core.plugin.model_reading import ModelReading
+from glowplug.core.plugin.registry import PluginSet
 
 CALLER = "entry point"  #: contributor of the defaults of a command or of ``LLM(...)``
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from glowplug.core.facts.mesh import axis_size, coordinates
-from glowplug.core.facts.splits import splits
+from glowplug.core.facts.weight_classes import KV_HEADS, TIED, VOCAB
 from glowplug.core.plan.budget.units import human
 from glowplug.core.plan.plan import EnginePlan
 
@@ -94,12 +94,12 @@ def _experts(plan: EnginePlan) -> Iterator[Row]:
 def _splits(plan: EnginePlan) -> Iterator[Row]:
     """Yield the part of a rank for each split dimension."""
     seen: set[str] = set()
-    for split in splits(plan.facts.model, plan.mesh):
+    for split in plan.facts.model.splits:
         parts = split.parts(plan.mesh)
-        if split.dimension in seen or parts == 1 or split.role == "vocab":
+        if split.dimension in seen or parts == 1 or split.role in (VOCAB, TIED):
             continue
         seen.add(split.dimension)
-        copies = parts // split.full if split.role == "kv_heads" and split.full < parts else 1
+        copies = parts // split.full if split.role == KV_HEADS and split.full < parts else 1
         why = f"{split.dimension} {split.full} over {parts} ranks" + (
             f", each on {copies}" if copies > 1 else ""
         )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from glowplug.core.engine.observe import StepObserver
     from glowplug.core.errors import Refusal
     from glowplug.core.facts.model_facts import Facts, ModelFacts
+    from glowplug.core.facts.model_folder import ArchitectureRules
     from glowplug.core.plan.plan import Decision, EnginePlan
     from glowplug.core.plugin.component import CheckContext, Component, Tuner
     from glowplug.core.protocols import Worker
@@ -123,10 +124,11 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], dict[str, int]] | None
 
 
 @hookspec(firstresult=True)
-def read_model_facts(path: Path) -> ModelFacts | None:
+def read_model_facts(path: Path, rules: ArchitectureRules) -> ModelFacts | None:
     """Return the facts of the model at ``path``, a folder or a file; read headers only.
 
-    Return None when the model has another format than this plugin reads.
+    Return None when the model has another format than this plugin reads. ``rules`` holds what model
+    families declare about the config.json of their architectures, for ``model_folder.model_facts``.
     """
 
 

@@ -12,6 +12,12 @@ from enum import IntEnum, StrEnum
 from functools import cached_property
 from typing import Any
 
+from glowplug.core.facts.inventory import Inventory
+from glowplug.core.facts.kv_layout import KVEntries
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.model_folder import Normalise
+from glowplug.core.facts.stored_formats import Stored, StoredLeaf
+from glowplug.core.facts.weight_classes import LAYER_PREFIX
 from glowplug.core.plugin.byte_costs import AttentionStep, DecodingRows, ExpertsStep, MemoryUse
 
 
@@ -115,6 +121,7 @@ class AttentionOffers(Offers):
     tree: bool = False
     max_width: int = 0
     first_key: bool = False
+    kv_entries: KVEntries | None = None
     work: Callable[[AttentionStep], int] | None = None
     reserves: Callable[[DecodingRows], int] | None = None
     short_keys: int = 0
@@ -128,6 +135,10 @@ class QuantizationOffers(Offers):
     Attributes:
         reads: values of ``quantization_config.quant_method`` it loads; "none" stands for an
             unquantized checkpoint.
+        stored: function from (facts, rows, columns) to the tensors that a checkpoint of these
+            methods stores for one weight: last part of the name -> dtype and shape; None for one
+            tensor in the model's dtype.
+        leaves: names of these tensors, with the bytes of their elements after loading.
         online: it can also quantize an unquantized checkpoint while loading.
         online_bytes: bytes of a weight quantized while loading, without scales, for the byte
             budget.
@@ -144,6 +155,8 @@ class QuantizationOffers(Offers):
     """
 
     reads: frozenset[str] = frozenset()
+    stored: Stored | None = None
+    leaves: tuple[StoredLeaf, ...] = ()
     online: bool = False
     online_bytes: int = 1
     block_shape: tuple[int, int] | None = None
@@ -284,6 +297,12 @@ class ModelOffers(Offers):
             draft models and are refused as models.
         sampled_last_layer: its last layer can run for a part of a step's tokens
             (``protocols.SampledLastLayer``).
+        inventory: function from the facts to the model's tensors and sizes. It must accept facts
+            whose config.json lacks keys: a check refuses these later. None for the inventory of a
+            family with the same factory; without one, bytes come from tensor headers alone, and
+            the model runs on one rank.
+        normalise: function that returns config.json with the defaults of keys that it may lack.
+        layer_prefix: beginning of the names of layers' tensors, which the layer's number follows.
     """
 
     architectures: frozenset[str] = frozenset()
@@ -291,6 +310,9 @@ class ModelOffers(Offers):
     nextn: bool = False
     draft_architectures: frozenset[str] = frozenset()
     sampled_last_layer: bool = False
+    inventory: Callable[[ModelFacts], Inventory] | None = None
+    normalise: Normalise | None = None
+    layer_prefix: str = LAYER_PREFIX
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pluggy
 
 from glowplug.core.errors import FactsError, GlowplugError, PluginLoadError
 from glowplug.core.facts.machine import software
 from glowplug.core.facts.model_facts import ModelFacts, SoftwareFacts
-from glowplug.core.facts.model_folder import locate_model
-from glowplug.core.facts.parameters import count_elements
-from glowplug.core.facts.weight_classes import Tally, tally
+from glowplug.core.facts.model_folder import ArchitectureRules, locate_model
 from glowplug.core.plugin import hookspecs
 from glowplug.core.plugin.component import CONTRACT, Component
 from glowplug.core.plugin.loading import (
@@ -37,75 +35,14 @@ from glowplug.core.plugin.loading import (
     load,
     watched,
 )
+from glowplug.core.plugin.model_reading import ModelReading, architecture_rules, complete
 from glowplug.core.plugin.slots import SLOTS
 
 GROUP = "glowplug"  #: entry-point group of third-party plugins
 LOAD_TIMEOUT = 30.0  #: seconds one plugin may take to load
 
-#: Built-in plugins in order of preference: ``auto`` takes a slot's first candidate that no check
-#: refuses.
-DEFAULT_PLUGINS = (
-    "glowplug.plugins.config_files",
-    "glowplug.plugins.model_facts",
-    "glowplug.models.families",
-    "glowplug.plugins.weights.safetensors",
-    "glowplug.plugins.weights.random",
-    "glowplug.plugins.attention.mla.hopper",
-    "glowplug.plugins.attention.mla.triton",
-    "glowplug.plugins.attention.mla.flashmla",
-    "glowplug.plugins.attention.mla.fa3",
-    "glowplug.plugins.attention.mla.flashinfer",
-    "glowplug.plugins.attention.mha.hopper",
-    "glowplug.plugins.attention.mha.triton",
-    "glowplug.plugins.attention.mha.fa3",
-    "glowplug.plugins.attention.mla.torch",
-    "glowplug.plugins.attention.mha.torch",
-    "glowplug.plugins.quantization.none",
-    "glowplug.plugins.quantization.block_fp8.plugin",
-    "glowplug.plugins.quantization.int8.plugin",
-    "glowplug.plugins.quantization.awq.plugin",
-    "glowplug.plugins.quantization.tuners",
-    "glowplug.plugins.quantization.shared.tuned_tables",
-    "glowplug.plugins.parallel.single",
-    "glowplug.plugins.parallel.tensor",
-    "glowplug.plugins.parallel.ep_moe",
-    "glowplug.plugins.parallel.dp_attention",
-    "glowplug.plugins.collectives.local",
-    "glowplug.plugins.collectives.torch_distributed",
-    "glowplug.plugins.speculative.none",
-    "glowplug.plugins.speculative.nextn",
-    "glowplug.plugins.scheduler.continuous",
-    "glowplug.plugins.scheduler.policies",
-    "glowplug.plugins.graphs.cuda_graph",
-    "glowplug.plugins.graphs.eager",
-    "glowplug.plugins.cache.radix",
-    "glowplug.plugins.cache.none",
-    "glowplug.plugins.sampling.triton_sampler",
-    "glowplug.plugins.sampling.torch_sampler",
-    "glowplug.plugins.outputs.deepseek_r1",
-    "glowplug.plugins.outputs.tokenizer",
-    "glowplug.plugins.executors.inline",
-    "glowplug.plugins.executors.multiprocess",
-    "glowplug.plugins.executors.torchrun",
-    "glowplug.plugins.executors.ray_executor",
-    "glowplug.plugins.ops.triton_ops",
-    "glowplug.plugins.ops.torch_ops",
-    "glowplug.plugins.ops.torch_compile",
-)
-
-
-class ModelReading(NamedTuple):
-    """A model's facts and the element counts of its checkpoint.
-
-    Attributes:
-        facts: the model's facts.
-        elements: number of elements by kind, from the tensor headers; without tensors, as
-            config.json describes them.
-    """
-
-    facts: ModelFacts
-    elements: Tally
-
+#: module and attribute of the names of the built-in plugins, in order of preference
+BUILT_IN_PLUGINS = "glowplug.plugins.built_in:DEFAULT_PLUGINS"
 
 #: types of attributes that can be marked as hook implementations
 _ROUTINES = (FunctionType, MethodType, staticmethod, classmethod)
@@ -241,16 +178,26 @@ class PluginSet:
                     f"no plugin reads a model from {path}",
                     "a folder with config.json and safetensors files, or a plugin for this format",
                 )
-            elements = tally(
-                facts.tensors, facts.num_layers, bool(facts.config.get("tie_word_embeddings"))
-            )
-            self._models[key] = ModelReading(facts, elements or count_elements(facts))
+            self._models[key] = self.complete(facts)
         return self._models[key]
+
+    def complete(self, facts: ModelFacts) -> ModelReading:
+        """Return facts with what their family and format declare, and element counts.
+
+        Raises:
+            FactsError: the weights' bytes are not known.
+        """
+        return complete(facts, self._slots["model"], self._slots["quantization"])
+
+    @cached_property
+    def rules(self) -> ArchitectureRules:
+        """Declarations of the model families that are needed to read config.json."""
+        return architecture_rules(self._slots["model"])
 
     def _facts(self, path: Path) -> ModelFacts | None:
         """Return the facts that the first plugin reads from ``path``; None if no plugin does."""
         try:
-            found: ModelFacts | None = self.hook.read_model_facts(path=path)
+            found: ModelFacts | None = self.hook.read_model_facts(path=path, rules=self.rules)
         except GlowplugError:
             raise
         # NOTE: if a reader fails on a damaged file, the file is refused with the place in the code
@@ -306,7 +253,7 @@ def load_plugins(
     extra: Sequence[str] = (),
     block: Sequence[str] = (),
     *,
-    defaults: Sequence[str] = DEFAULT_PLUGINS,
+    defaults: Sequence[str] | None = None,
     entry_points: bool = True,
     timeout: float = LOAD_TIMEOUT,
 ) -> PluginSet:
@@ -315,7 +262,7 @@ def load_plugins(
     Args:
         extra: dotted names of further modules (``--plugin``).
         block: names of plugins to leave out (``--block-plugin``).
-        defaults: dotted names of the built-in plugins.
+        defaults: dotted names of plugins to load first; None for the built-in ones.
         entry_points: load the entry points of the group ``glowplug``.
         timeout: seconds that one plugin may take to load.
 
@@ -324,17 +271,25 @@ def load_plugins(
             registers a component under a taken name (the message names plugin, distribution and
             version); or a name in ``block`` is not the name of a plugin.
     """
-    sources = [PluginSource(name, name) for name in defaults]
+    names = built_in_plugins() if defaults is None else defaults
+    sources = [PluginSource(name, name) for name in names]
     sources += entry_point_sources() if entry_points else []
     sources += [PluginSource(name, name, *distribution_of(name)) for name in extra]
-    names = [source.name for source in sources]
+    found = {source.name for source in sources}
     for name in block:
-        if name not in names:
+        if name not in found:
             raise PluginLoadError(
-                f"cannot block {name!r}: no such plugin; found: {', '.join(sorted(names))}"
+                f"cannot block {name!r}: no such plugin; found: {', '.join(sorted(found))}"
             )
     kept = [source for source in sources if source.name not in set(block)]
     return PluginSet(kept, block, timeout)
+
+
+def built_in_plugins() -> tuple[str, ...]:
+    """Return the dotted names of the built-in plugins, in order of preference."""
+    module, _, attribute = BUILT_IN_PLUGINS.partition(":")
+    names: tuple[str, ...] = getattr(importlib.import_module(module), attribute)
+    return names
 
 
 def entry_point_sources() -> list[PluginSource]:

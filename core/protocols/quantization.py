@@ -143,7 +143,7 @@ class LinearMethod(Protocol):
     def dense(self) -> Tensor:
         """Return the weight as [sum(outputs), inputs] in the compute dtype.
 
-        MLA absorption needs kv_b_proj's. It is called after ``finalize``.
+        MLA absorption needs that of the latent's up-projection. It is called after ``finalize``.
         """
         ...
 

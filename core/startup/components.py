@@ -8,8 +8,8 @@ from glowplug.core.errors import PluginLoadError
 from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.loading import BUILT_IN, PluginSource, import_factory
 from glowplug.core.plugin.registry import (
-    DEFAULT_PLUGINS,
     PluginSet,
+    built_in_plugins,
     distribution_of,
     entry_point_sources,
 )
@@ -41,7 +41,7 @@ def load_plugins_for(plan: EnginePlan) -> PluginSet:
         PluginLoadError: this environment holds another set of plugins, or other versions.
     """
     found = {source.name: source for source in entry_point_sources()}
-    defaults = set(DEFAULT_PLUGINS)
+    defaults = set(built_in_plugins())
     sources = []
     for name in plan.plugins:
         if name in defaults:

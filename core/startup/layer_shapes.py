@@ -49,7 +49,7 @@ def layer_shapes(plan: EnginePlan, plugins: PluginSet) -> LayerShapes:
             )
         ),
         quantized=frozenset(scheme.names) if quantizes else frozenset(),
-        topk=int(plan.facts.model.config.get("num_experts_per_tok") or 0),
+        topk=plan.facts.model.sizes.experts_per_token,
     )
 
 

@@ -1,6 +1,6 @@
 """Incremental decoding of token ids: the joined pieces equal the text decoded at once.
 
-Byte-level vocabularies (GPT-2, DeepSeek, Llama 3, Qwen) use :class:`ByteStream`: a table of bytes
+Byte-level vocabularies (of most published models) use :class:`ByteStream`: a table of bytes
 and Python's incremental UTF-8 decoder, with constant work per token. All others use
 :class:`PrefixStream`, which decodes a short window with the tokenizer's own decoder.
 """

@@ -17,13 +17,15 @@ from typing import Any, BinaryIO
 
 from glowplug.core.errors import FactsError
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.facts.model_folder import NEXTN_ALONE, read_json
+from glowplug.core.facts.model_folder import read_json
 from glowplug.core.facts.weight_classes import next_token_layer
 from glowplug.entrypoints.checkpoints.tokenizer_files import TOKENIZER_FILES
 
 PIECE_BYTES = 16 << 20  #: bytes copied at a time
 WEIGHTS = "model.safetensors"
 LAYER = "model.layers."
+#: ending of the architecture of a folder that holds only next-token layers
+NEXTN_ALONE = "ForCausalLMNextN"
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.model_facts import ModelFacts, stated
 
+#: method of a gate with sigmoid scores and a correction bias for each expert
+BIAS_METHOD = "noaux_tc"
 #: methods that limit a token's experts to some groups
-GROUPED_METHODS = frozenset({"group_limited_greedy", "noaux_tc"})
+GROUPED_METHODS = frozenset({"group_limited_greedy", BIAS_METHOD})
 TOPK_METHODS = GROUPED_METHODS | {"greedy"}
 
 
@@ -28,8 +30,6 @@ class DeepseekConfig:
         q_lora: rank of the queries; None: full rank.
         topk: routed experts per token.
         shared: number of shared experts.
-        first_dense: number of dense layers at the start.
-        moe_every: period of the MoE layers after these.
         sigmoid: True for the gate of V3.
         groups: groups of experts; 1 if the gate is not limited to groups.
         topk_groups: groups that a token's experts may come from; 1 likewise.
@@ -52,8 +52,6 @@ class DeepseekConfig:
     experts: int
     topk: int
     shared: int
-    first_dense: int
-    moe_every: int
     sigmoid: bool
     groups: int
     topk_groups: int
@@ -88,9 +86,7 @@ class DeepseekConfig:
             experts=c.get("n_routed_experts") or 0,
             topk=c.get("num_experts_per_tok") or 0,
             shared=c.get("n_shared_experts") or 0,
-            first_dense=c.get("first_k_dense_replace") or 0,
-            moe_every=c.get("moe_layer_freq") or 1,
-            sigmoid=method == "noaux_tc",
+            sigmoid=method == BIAS_METHOD,
             groups=(c.get("n_group") or 1) if grouped else 1,
             topk_groups=(c.get("topk_group") or 1) if grouped else 1,
             renormalize=_renormalize(c, method),
@@ -101,19 +97,28 @@ class DeepseekConfig:
             tied=bool(c.get("tie_word_embeddings")),
         )
 
-    def dense(self, layer: int) -> bool:
-        """Return True if the layer has a dense feed-forward part instead of experts."""
-        return not self.experts or layer < self.first_dense or layer % self.moe_every != 0
+
+def is_dense(facts: ModelFacts, layer: int) -> bool:
+    """Return whether a layer has a dense feed-forward part instead of experts."""
+    return (
+        not facts.n_routed_experts
+        or layer < stated(facts, "first_k_dense_replace")
+        or layer % max(1, stated(facts, "moe_layer_freq", 1)) != 0
+    )
 
 
 def topk_method(facts: ModelFacts) -> str:
     """Return ``topk_method``, or the family's default if config.json does not state it."""
-    stated = facts.config.get("topk_method")
-    if stated:
-        return str(stated)
-    return "noaux_tc" if facts.architecture.startswith("DeepseekV3") else "greedy"
+    return str(facts.config.get("topk_method") or default_method(facts.architecture, facts.config))
+
+
+def default_method(architecture: str, config: Mapping[str, Any]) -> str:
+    """Return the gate's method for a config.json that does not state it."""
+    if architecture.startswith("DeepseekV3"):
+        return BIAS_METHOD
+    return "group_limited_greedy" if (config.get("n_group") or 1) > 1 else "greedy"
 
 
 def _renormalize(config: Mapping[str, Any], method: str) -> bool:
-    stated = config.get("norm_topk_prob")
-    return method == "noaux_tc" if stated is None else bool(stated)
+    asked = config.get("norm_topk_prob")
+    return method == BIAS_METHOD if asked is None else bool(asked)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from glowplug.core.layers.attention import MlaAttention, MlaSizes
+from glowplug.core.layers.attention import MlaAttention, MlaNames, MlaSizes
 from glowplug.core.layers.decoder import DecoderLayer
 from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.moe import Moe, MoeSizes
 from glowplug.core.layers.rope import Rope, RopeConfig
 from glowplug.core.protocols.build_context import BuildContext
-from glowplug.models.deepseek.config import DeepseekConfig
+from glowplug.models.deepseek.config import DeepseekConfig, is_dense
+
+#: modules of an attention layer in published checkpoints
+NAMES = MlaNames(
+    query="q_proj",
+    query_down="q_a_proj",
+    query_norm="q_a_layernorm",
+    query_up="q_b_proj",
+    kv_down="kv_a_proj_with_mqa",
+    kv_norm="kv_a_layernorm",
+    kv_up="kv_b_proj",
+    output="o_proj",
+)
 
 
 def deepseek_rope(context: BuildContext, config: DeepseekConfig) -> Rope:
@@ -40,7 +52,7 @@ def deepseek_layer(
         name,
         config.hidden,
         config.eps,
-        MlaAttention(context, f"{name}.self_attn", index, sizes, scale),
+        MlaAttention(context, f"{name}.self_attn", index, sizes, scale, NAMES),
         _feed_forward(context, config, f"{name}.mlp", layer),
     )
 
@@ -48,7 +60,7 @@ def deepseek_layer(
 def _feed_forward(
     context: BuildContext, config: DeepseekConfig, name: str, layer: int
 ) -> Mlp | Moe:
-    if config.dense(layer):
+    if is_dense(context.facts, layer):
         return Mlp(context, name, config.hidden, config.intermediate, bias=config.mlp_bias)
     return Moe(
         context,

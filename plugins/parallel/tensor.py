@@ -8,7 +8,9 @@ from typing import Literal
 from pydantic import Field
 
 from glowplug.core.errors import Refusal
-from glowplug.core.facts.splits import AxisSplit, fitting_sizes, uneven
+from glowplug.core.facts.layer_sizes import SplitDimension
+from glowplug.core.facts.splits import fitting_sizes, uneven
+from glowplug.core.facts.weight_classes import KV_HEADS, TIED, VOCAB
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import ParallelOffers, QuantizationOffers
@@ -27,6 +29,15 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
     """Refuse sizes that do not divide every split dimension of the model and of its draft."""
     mesh = context.values.mesh
     if mesh.get("tp", 1) == 1:
+        return
+    # a model without a family is refused as such
+    if not context.facts.model.splits and context.chosen["model"]:
+        yield Refusal(
+            NAME,
+            "parallel",
+            "the model family declares no dimensions that ranks could split",
+            "one rank, or a version of the plugin that declares ModelOffers.inventory",
+        )
         return
     place = next(
         (
@@ -71,11 +82,11 @@ def kept_block(context: CheckContext) -> int:
     return 1
 
 
-def _reason(split: AxisSplit, mesh: dict[str, int], block: int) -> str:
+def _reason(split: SplitDimension, mesh: dict[str, int], block: int) -> str:
     """Return why ``split`` cannot be divided over the mesh."""
     parts = split.parts(mesh)
     what = f"{split.layer}: {split.dimension} of {split.full}"
-    if split.role == "vocab":
+    if split.role in (VOCAB, TIED):
         return f"{what} leaves some of the {parts} ranks without vocabulary"
     if split.full % parts == 0 and split.quantized and block > 1:
         held = split.full // parts * split.unit
@@ -83,7 +94,7 @@ def _reason(split: AxisSplit, mesh: dict[str, int], block: int) -> str:
             f"{what} gives each of {parts} ranks {held} channels, which splits the "
             f"quantization's blocks of {block}"
         )
-    if split.role == "kv_heads":
+    if split.role == KV_HEADS:
         return f"{what} can be neither split evenly over {parts} ranks nor replicated on them"
     return f"{what} does not split over {parts} ranks"
 

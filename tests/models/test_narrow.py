@@ -32,6 +32,7 @@ from tests.support.narrow import (
     tiny_facts,
     write_folder,
 )
+from tests.support.reading import declared
 
 MODELS = ("v2", "v3", "llama")
 Made = tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -257,18 +258,14 @@ def test_ranks_must_not_cut_groups(tmp_path: Path, plugins: PluginSet) -> None:
 
 def test_the_budget_counts_narrow_weights(tmp_path: Path, plugins: PluginSet) -> None:
     """On a card: a byte a weight and four a row; half a byte, and four a group."""
-    from glowplug.core.facts.model_folder import read_folder
-    from glowplug.core.facts.parameters import count_elements
-    from glowplug.core.facts.weight_classes import tally
     from glowplug.core.plan.budget.weights import Storage, weights_by_rank
 
     tensors = float_tensors(tiny_facts("v3"))
     for kind, quantise in (("int8", int8_checkpoint), ("awq", awq_checkpoint)):
         stored, _ = quantise(tensors)
-        facts = read_folder(write_folder(tmp_path / kind, "v3", stored, FORMATS[kind][0]))
-        assert facts is not None
-        elements = tally(facts.tensors, facts.num_layers)
-        counted = {key: count for key, count in count_elements(facts).items() if key.draft < 0}
+        folder = write_folder(tmp_path / kind, "v3", stored, FORMATS[kind][0])
+        facts, elements = plugins.read_model(str(folder))
+        counted = {key: count for key, count in declared(facts).items() if key.draft < 0}
         numbers = [
             {
                 scale: sum(n for key, n in found.items() if key.scale is scale)

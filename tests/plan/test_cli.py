@@ -13,11 +13,12 @@ import pytest
 from glowplug import __version__
 from glowplug.core.facts.model_facts import DeviceFacts, HardwareFacts, SoftwareFacts
 from glowplug.core.facts.model_folder import embedded_path
-from glowplug.core.plugin.registry import DEFAULT_PLUGINS, PluginSet
+from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.plugin.slots import SLOTS
 from glowplug.entrypoints.bench import COMMANDS as BENCHES
 from glowplug.entrypoints.checkpoints.random import COMMANDS as CHECKPOINTS
 from glowplug.entrypoints.cli.main import COMMANDS, main
+from glowplug.plugins.built_in import DEFAULT_PLUGINS
 from tests.support.pace import child, slowness, yardstick
 from tests.support.source_tree import ROOT
 

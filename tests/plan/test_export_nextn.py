@@ -18,6 +18,7 @@ from glowplug.core.facts.safetensors_header import read_header
 from glowplug.core.testing.harness.fakes import TINY_V3, write_model
 from glowplug.entrypoints.checkpoints.nextn_export import draft_config, renamed
 from glowplug.entrypoints.cli.main import main
+from tests.support.reading import built_in
 
 EMBEDDED = embedded_path()
 LAYERS = 5
@@ -76,7 +77,8 @@ def test_config_and_tokenizer(tmp_path: Path) -> None:
     }
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "draft" / name).read_bytes() == (EMBEDDED / name).read_bytes()
-    facts, target = read_folder(tmp_path / "draft"), read_folder(EMBEDDED)
+    rules = built_in().rules
+    facts, target = read_folder(tmp_path / "draft", rules), read_folder(EMBEDDED, rules)
     assert facts is not None and target is not None
     assert (facts.num_layers, facts.nextn_layers, facts.quant_block) == (0, 1, target.quant_block)
 

@@ -25,14 +25,13 @@ from glowplug.core.facts.machine import (
 )
 from glowplug.core.facts.model_facts import Facts, HardwareFacts, ModelFacts
 from glowplug.core.facts.model_folder import locate_model, normalise, read_folder
-from glowplug.core.facts.parameters import count_parameters
-from glowplug.core.facts.weight_classes import tally
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.testing.harness.fakes import TINY_LLAMA, TINY_V3, write_model
+from tests.support.reading import built_in, parameters, read_config, stored
 
 
 def facts_of(folder: Path) -> ModelFacts:
-    found = read_folder(folder)
+    found = read_folder(folder, built_in().rules)
     assert found is not None
     return found
 
@@ -60,10 +59,9 @@ def test_a_deepseek_folder(tmp_path: Path) -> None:
     assert (facts.quant_method, facts.quant_block, facts.nextn_layers) == ("fp8", (128, 128), 1)
     assert (facts.format, facts.n_routed_experts) == ("safetensors", 8)
     assert facts.config["topk_method"] == "noaux_tc" and facts.config["scoring_func"] == "sigmoid"
-    assert tally(facts.tensors, facts.num_layers) == {
-        ("whole", "float8_e4m3fn", False, -1): rows * 64,
-        ("whole", "bfloat16", False, 0): 6,
-        ("whole", "float32", False, -1): 7,
+    assert stored(facts) == {
+        ("whole", 0, False, -1): rows * 64 + 7,
+        ("whole", 0, False, 0): 6,
     }
 
 
@@ -121,7 +119,8 @@ def test_dtype_is_normalised(stated: dict[str, Any], dtype: str) -> None:
 
 @pytest.mark.parametrize(("groups", "method"), [(1, "greedy"), (8, "group_limited_greedy")])
 def test_gate_of_v2(groups: int, method: str) -> None:
-    config = normalise({"architectures": ["DeepseekV2ForCausalLM"], "n_group": groups})
+    stated = {"architectures": ["DeepseekV2ForCausalLM"], "n_group": groups}
+    config = normalise(stated, built_in().rules)
     assert config["topk_method"] == method and config["scoring_func"] == "softmax"
 
 
@@ -334,7 +333,5 @@ def test_parameters_of_known_models() -> None:
             "intermediate_size": 14336,
         }
     )
-    from glowplug.core.facts.model_folder import model_facts
-
-    assert count_parameters(model_facts(v3)) == pytest.approx(671e9, rel=0.002)
-    assert count_parameters(model_facts(llama)) == pytest.approx(8.03e9, rel=0.002)
+    assert parameters(read_config(v3).elements) == pytest.approx(671e9, rel=0.002)
+    assert parameters(read_config(llama).elements) == pytest.approx(8.03e9, rel=0.002)

@@ -79,7 +79,7 @@ def test_contributed_options_go_with_the_use_they_were_meant_for(planned) -> Non
 def test_a_plugin_contributes_for_these_facts(planned, cpu: HardwareFacts, v3: Path) -> None:
     from glowplug.core.plugin.hookspecs import hookimpl
     from glowplug.core.plugin.loading import PluginSource
-    from glowplug.core.plugin.registry import DEFAULT_PLUGINS
+    from glowplug.plugins.built_in import DEFAULT_PLUGINS
 
     class Contributor:
         @hookimpl

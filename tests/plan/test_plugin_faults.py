@@ -17,8 +17,9 @@ from glowplug.core.plugin import hookspecs
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.loading import PluginSource, load
-from glowplug.core.plugin.registry import DEFAULT_PLUGINS, PluginSet, load_plugins
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.startup.components import build_component, load_plugins_for
+from glowplug.plugins.built_in import DEFAULT_PLUGINS
 
 HEAD = """
 from typing import Literal

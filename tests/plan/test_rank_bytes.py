@@ -13,21 +13,14 @@ import torch
 
 from glowplug.core.engine.engine import Engine
 from glowplug.core.facts.mesh import axis_size
-from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.facts.model_folder import (
-    embedded_path,
-    model_facts,
-    normalise,
-    read_folder,
-    read_json,
-)
-from glowplug.core.facts.parameters import count_elements, count_parameters
-from glowplug.core.facts.weight_classes import role_of, tally
+from glowplug.core.facts.model_folder import embedded_path, read_folder
 from glowplug.core.plan.budget.weights import Storage, number_bytes, parts_of, weights_by_rank
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan
-from tests.support.source_tree import ROOT
+from glowplug.models.deepseek.inventory import deepseek_inventory
+from glowplug.models.inventory import llama_inventory
+from tests.support.reading import declared, parameters, read_config, read_shape, stored
 from tests.support.tiny import CONFIGS, write_config
 
 MESHES = [
@@ -46,18 +39,12 @@ USES = {"tp": "tensor", "ep": "ep_moe", "dp": "dp_attention"}
 STORAGES = [Storage(4, False, True), Storage(2, True, False), Storage(2, False, False)]
 
 
-def shape(name: str) -> ModelFacts:
-    return model_facts(normalise(read_json(ROOT / "models" / "shapes" / f"{name}.json")))
-
-
 # ---- arithmetic ----------------------------------------------------------------------------------
 
 
 def test_published_sizes() -> None:
-    assert (
-        count_parameters(shape("deepseek-v3")) == 671_026_419_200
-    )  # what its own index.json adds up to
-    v3 = count_elements(shape("deepseek-v3"))
+    v3 = read_shape("deepseek-v3").elements
+    assert parameters(v3) == 671_026_419_200  # what its own index.json adds up to
     draft = sum(count for kind, count in v3.items() if kind.draft == 0 and not kind.scale)
     assert draft == pytest.approx(11.6e9, rel=0.01)
 
@@ -69,8 +56,8 @@ def test_ranks_add_up_to_the_model_and_its_copies(
     name: str, storage: Storage, mesh: dict[str, int]
 ) -> None:
     """Every class once, times the copies that the mesh makes of it; nothing lost and nothing twice."""
-    model = shape(name)
-    elements, ranks = count_elements(model), mesh.get("tp", 1)
+    model, elements = read_shape(name)
+    ranks = mesh.get("tp", 1)
     for drafts in (False, True):
         whole = 0
         for kind, count in elements.items():
@@ -87,8 +74,8 @@ def test_ranks_add_up_to_the_model_and_its_copies(
 
 
 def test_an_uneven_vocabulary_is_on_the_first_ranks() -> None:
-    model = model_facts(normalise({**CONFIGS["v3"], "vocab_size": 158}))
-    held = weights_by_rank(count_elements(model), model, {"tp": 4}, 4, STORAGES[0], False)
+    model, elements = read_config({**CONFIGS["v3"], "vocab_size": 158})
+    held = weights_by_rank(elements, model, {"tp": 4}, 4, STORAGES[0], False)
     assert held[0] == held[1] == held[2]
     assert (
         held[0] - held[3] == 2 * 2 * model.hidden_size * 4
@@ -99,28 +86,48 @@ def test_an_uneven_vocabulary_is_on_the_first_ranks() -> None:
     ("name", "role"),
     [
         ("model.layers.3.mlp.experts.17.down_proj.weight", "experts"),
-        ("model.layers.3.mlp.down_proj.weight", "width"),
+        ("model.layers.3.mlp.experts.17.down_proj.weight_scale_inv", "experts"),
+        ("model.layers.0.mlp.down_proj.weight", "width"),
+        ("model.layers.0.mlp.up_proj.bias", "width"),
+        ("model.layers.0.mlp.down_proj.bias", "whole"),
         ("model.layers.3.mlp.shared_experts.up_proj.weight_scale_inv", "shared"),
+        ("model.embed_tokens.weight", "vocab"),
         ("lm_head.weight", "vocab"),
+        ("model.layers.61.embed_tokens.weight", "vocab"),
         ("model.layers.61.shared_head.head.weight", "vocab"),
         ("model.layers.61.shared_head.norm.weight", "whole"),
         ("model.layers.61.eh_proj.weight", "whole"),
         ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", "whole"),
+        ("model.layers.0.self_attn.kv_b_proj.weight", "kv_up"),
+        ("model.layers.0.self_attn.o_proj.weight", "heads"),
         ("model.layers.0.self_attn.o_proj.bias", "whole"),
-        ("model.layers.0.self_attn.q_b_proj.weight", "heads"),
-        ("model.layers.0.self_attn.k_proj.bias", "kv_heads"),
+        ("model.layers.0.self_attn.q_b_proj.qweight", "heads"),
+        ("model.layers.4.mlp.gate.weight", "router"),
         ("model.layers.4.mlp.gate.e_score_correction_bias", "router"),
         ("something.else.entirely", "whole"),
     ],
 )
 def test_classes_by_name(name: str, role: str) -> None:
-    assert role_of(name) == role
+    assert deepseek_inventory(read_shape("deepseek-v3").facts).role_of(name) == role
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("model.layers.1.self_attn.q_proj.bias", "heads"),
+        ("model.layers.0.self_attn.k_proj.bias", "kv_heads"),
+        ("model.layers.0.self_attn.v_proj.weight", "kv_heads"),
+        ("model.embed_tokens.weight", "tied"),
+    ],
+)
+def test_classes_of_llama_by_name(name: str, role: str) -> None:
+    assert llama_inventory(read_config(CONFIGS["llama"]).facts).role_of(name) == role
 
 
 def test_headers_and_arithmetic_agree_on_the_embedded_model() -> None:
     facts = read_folder(embedded_path())
     assert facts is not None
-    counted, read = count_elements(facts), tally(facts.tensors, facts.num_layers)
+    counted, read = declared(facts), stored(facts)
     # its NextN layer brings an embedding and a head of its own, and a checkpoint may keep any
     # tensor in another dtype
     for drafts in (0, -1):

@@ -28,8 +28,9 @@ from glowplug.core.plugin.offers import (
     SpeculativeOffers,
 )
 from glowplug.core.plugin.options import SpeculativeOptions
-from glowplug.core.plugin.registry import DEFAULT_PLUGINS, PluginSet
+from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.testing.harness.fakes import TINY_V3, component, write_model
+from glowplug.plugins.built_in import DEFAULT_PLUGINS
 
 
 def with_components(**by_slot: list[Component]) -> PluginSet:

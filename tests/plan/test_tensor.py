@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 
 from glowplug.core.errors import PlanRefused, Refusal
+from glowplug.core.facts.layer_sizes import SplitDimension
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.facts.model_folder import model_facts, normalise, read_json
-from glowplug.core.facts.splits import AxisSplit, fitting_sizes, splits, uneven
+from glowplug.core.facts.splits import fitting_sizes, uneven
 from glowplug.core.plugin.offers import QuantizationOffers
 from tests.plan.test_refusals import component, with_components
-from tests.support.source_tree import ROOT
+from tests.support.reading import built_in, read_config, read_shape
 from tests.support.tiny import CONFIGS, write_config
 
 
 def shape(name: str) -> ModelFacts:
-    return model_facts(normalise(read_json(ROOT / "models" / "shapes" / f"{name}.json")))
+    return read_shape(name).facts
 
 
 def tiny(name: str, **changes: Any) -> ModelFacts:
-    return model_facts(normalise({**CONFIGS[name], **changes}))
+    return read_config({**CONFIGS[name], **changes}).facts
 
 
 def tensor(size: int, **more: Any) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def tensor(size: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def dimensions(found: list[AxisSplit]) -> list[tuple[str, str]]:
+def dimensions(found: list[SplitDimension]) -> list[tuple[str, str]]:
     return [(split.layer, split.dimension) for split in found]
 
 
@@ -51,9 +51,7 @@ def all_refusals(planned: Any, config: dict[str, Any], **more: Any) -> list[Refu
 
 
 def test_the_dimensions_of_deepseek_v3() -> None:
-    found = {
-        (split.layer, split.full, split.unit) for split in splits(shape("deepseek-v3"), {"tp": 16})
-    }
+    found = {(split.layer, split.full, split.unit) for split in shape("deepseek-v3").splits}
     assert found == {
         ("model.layers.0.self_attn.q_b_proj", 128, 192),
         ("model.layers.0.self_attn.kv_b_proj", 128, 256),
@@ -85,7 +83,7 @@ def test_v3_in_blocks_of_128() -> None:
 
 def test_heads_split_where_their_rows_make_whole_blocks() -> None:
     """One head of V3's queries is 192 rows: two share three blocks, one alone would cut them."""
-    v3 = replace(shape("deepseek-v3"), n_routed_experts=0)
+    v3 = built_in().complete(replace(shape("deepseek-v3"), n_routed_experts=0)).facts
     found = uneven(v3, {"tp": 128}, 128)
     assert ("model.layers.0.self_attn.q_b_proj", "num_attention_heads") in dimensions(found)
     assert "num_attention_heads" not in [split.dimension for split in uneven(v3, {"tp": 64}, 128)]

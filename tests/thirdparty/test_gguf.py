@@ -300,6 +300,32 @@ print(json.dumps({"text": said.text, "chat": chat.text, "ids": list(said.token_i
 """
 
 
+def test_the_plan_counts_the_tensors_of_the_file(package: None, tmp_path: Path) -> None:
+    """The package declares no inventory and no format: those of Llama apply to its facts."""
+    from glowplug.core.facts.machine import read_sheet
+    from glowplug.core.plan.resolve import plan
+    from glowplug.core.plugin.registry import load_plugins
+
+    published = write_gguf(tmp_path / "tiny.gguf")
+    plugins = load_plugins(["glowplug_gguf.plugin"], entry_points=False)
+    for ranks in (1, 2):
+        config = {
+            "model": str(tmp_path / "tiny.gguf"),
+            "device": "cpu",
+            "dtype": "float32",
+            "parallel": [{"use": "tensor", "size": ranks}],
+            "executor": {"oversubscribe": True},
+        }
+        made = plan(config, plugins=plugins, hardware=read_sheet("cpu"))
+        weights = next(line for line in made.budget if line.name == "weights")
+        wanted = 0
+        for name, value in published.items():
+            copies = 2 if "embed_tokens" in name else 1  # the head keeps a copy of its own
+            parts = 1 if "norm" in name else ranks
+            wanted += copies * value.nbytes // parts
+        assert (weights.bytes, weights.how.partition(",")[0]) == (wanted, "tensor headers")
+
+
 def test_entry_point_is_found(installed: Path) -> None:
     code = (
         "from glowplug.core.plugin.registry import load_plugins\nplugins = load_plugins()\n"

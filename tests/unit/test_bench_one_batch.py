@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.facts.model_facts import DeviceFacts, ModelFacts
-from glowplug.core.facts.parameters import count_elements, stated
+from glowplug.core.facts.model_facts import DeviceFacts, ModelFacts, stated
 from glowplug.core.facts.weight_classes import EXPERTS, TIED, VOCAB
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.entrypoints import bench
@@ -23,6 +22,7 @@ from glowplug.entrypoints.bench.others.floor import (
     step_bytes,
 )
 from glowplug.entrypoints.bench.others.in_process import BatchTimes
+from tests.support.reading import declared
 from tests.support.tiny import write_config
 
 SHAPES = Path(bench.__file__).resolve().parents[2] / "models" / "shapes"
@@ -55,13 +55,13 @@ def test_with_every_expert_picked_a_step_reads_every_matrix_but_the_embedding(
 ) -> None:
     facts = plugins.read_model(str(write_config(tmp_path, name))).facts
     matrices = 0.0
-    for kind, count in count_elements(facts).items():
+    for kind, count in declared(facts).items():
         if kind.draft < 0 and not kind.scale:
             held = (
                 count // 2 if kind.role == VOCAB else count
             )  # embedding and head; a tied one is the head
-            matrices += held * (1 if kind.dtype == "float8_e4m3fn" else 2)
-    assert TIED in {kind.role for kind in count_elements(facts)} or name != "llama"
+            matrices += held * (1 if kind.kept == 1 else 2)
+    assert TIED in {kind.role for kind in declared(facts)} or name != "llama"
     found = step_bytes(facts, LONG, 0)
     vectors = (
         2 * facts.hidden_size * (2 * facts.num_layers + 2) + 4096
@@ -489,5 +489,5 @@ def test_an_empty_log_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_roles_of_the_floor_cover_the_experts(plugins: PluginSet, tmp_path: Path) -> None:
     facts = plugins.read_model(str(write_config(tmp_path, "v3"))).facts
-    experts = sum(count for kind, count in count_elements(facts).items() if kind.role == EXPERTS)
+    experts = sum(count for kind, count in declared(facts).items() if kind.role == EXPERTS)
     assert step_bytes(facts, LONG, 0).experts == pytest.approx(2 * experts)

@@ -10,7 +10,7 @@ from glowplug.core.facts.model_facts import Facts, HardwareFacts, SoftwareFacts
 from glowplug.core.facts.model_folder import model_facts, normalise
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.decided import Decided
-from glowplug.models.deepseek.config import DeepseekConfig
+from glowplug.models.deepseek.config import DeepseekConfig, is_dense
 from glowplug.models.families import ModelOptions, register_models
 from tests.support.tiny import CONFIGS
 
@@ -89,13 +89,9 @@ def test_gate_of_each_family() -> None:
 
 
 def test_dense_layers() -> None:
-    config = DeepseekConfig.read(
-        model_facts(normalise({**CONFIGS["v3"], "first_k_dense_replace": 3, "moe_layer_freq": 2}))
-    )
-    assert [layer for layer in range(8) if config.dense(layer)] == [0, 1, 2, 3, 5, 7]
-    assert all(
-        DeepseekConfig.read(
-            model_facts(normalise({**CONFIGS["v3"], "n_routed_experts": None}))
-        ).dense(i)
-        for i in range(4)
-    )
+    def dense(**changes: Any) -> list[int]:
+        facts = model_facts(normalise({**CONFIGS["v3"], **changes}))
+        return [layer for layer in range(8) if is_dense(facts, layer)]
+
+    assert dense(first_k_dense_replace=3, moe_layer_freq=2) == [0, 1, 2, 3, 5, 7]
+    assert dense(n_routed_experts=None) == list(range(8))

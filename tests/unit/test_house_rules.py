@@ -62,7 +62,7 @@ LARGER_PROTOCOLS = {
 
 def components() -> list[tuple[str, object]]:
     """(slot, component) of every built-in, registered as the engine registers them."""
-    from glowplug.core.plugin.registry import DEFAULT_PLUGINS
+    from glowplug.plugins.built_in import DEFAULT_PLUGINS
 
     found = []
     for module_name in DEFAULT_PLUGINS:

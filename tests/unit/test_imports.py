@@ -143,7 +143,7 @@ def test_plan_zone_and_plugin_declarations_import_without_torch() -> None:
         run_python(
             "import importlib, json, sys\n"
             f"for name in {zone!r}: importlib.import_module('glowplug.core.' + name)\n"
-            "from glowplug.core.plugin.registry import DEFAULT_PLUGINS\n"
+            "from glowplug.plugins.built_in import DEFAULT_PLUGINS\n"
             "for name in DEFAULT_PLUGINS: importlib.import_module(name)\n"
             "import glowplug.entrypoints.cli.main\n"
             "heavy = ['torch', 'transformers', 'triton', 'fastapi', 'uvicorn', 'safetensors']\n"

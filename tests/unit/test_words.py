@@ -36,6 +36,9 @@ VERBS = frozenset((ROOT / "tests" / "unit" / "verbs.txt").read_text(encoding="ut
 #: identifiers in prose are quoted
 QUOTED = re.compile(r"``[^`]*``|`[^`]*`")
 
+#: names of models and formats, which only their families and schemes know
+OTHERS = re.compile(r"kv_b_proj|deepseek|awq|compressed-tensors|noaux_tc|w8a8", re.I)
+
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -136,3 +139,16 @@ def test_comments_and_messages_make_no_persons_of_code() -> None:
         if (match := PERSONS.search(QUOTED.sub("", text)))
     ]
     assert found == []
+
+
+def test_core_names_no_model_and_no_format() -> None:
+    """Their tensors, defaults and formats come from offers: in code, strings and comments alike."""
+    files = [path for path in (ROOT / "core").rglob("*") if path.suffix in (".py", ".json")]
+    found = [
+        f"{name_of(path)}:{number}: {match[0]}"
+        for path in sorted(files)
+        if not name_of(path).startswith("core/testing/")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if (match := OTHERS.search(line))
+    ]
+    assert len(files) > 50 and found == []

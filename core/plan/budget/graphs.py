@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.facts.parameters import stated
 from glowplug.core.plan.budget.captured import Captured
 from glowplug.core.plan.budget.units import MIB
 from glowplug.core.plan.plan import BudgetLine
@@ -103,7 +102,7 @@ def kept_bytes(
         expandable: the allocator uses expandable segments.
         extends: captured token counts of the draft's pass over a step's tokens.
     """
-    width = model.num_heads * stated(model, "v_head_dim", model.head_dim) * element
+    width = model.num_heads * (model.sizes.value or model.head_dim) * element
     begins = max(extends, default=0) * (model.hidden_size * element + EXTEND_INDEX_BYTES)
     return (
         STREAM

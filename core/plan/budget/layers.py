@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.mesh import axis_size
-from glowplug.core.facts.parameters import is_moe_layer, stated
 from glowplug.core.plan.proposal import Proposal
 from glowplug.core.plugin.byte_costs import (
     NUMBER_BYTES,
@@ -80,12 +79,9 @@ class LayerBytes:
         self._expandable: bool = values.expandable_segments
         self.heads = -(-self.model.num_heads // axis_size("attn_tp", self.mesh))
         self.rope = self.model.qk_rope_head_dim or self.model.head_dim
-        self.value = stated(self.model, "v_head_dim", self.model.head_dim)
-        self.key = (
-            stated(self.model, "qk_nope_head_dim", 128) + self.rope
-            if self.latent
-            else self.model.head_dim
-        )
+        self.value = self.model.sizes.value or self.model.head_dim
+        self.key = self.model.head_dim
+        self._routes = self.model.sizes.routes
 
     @property
     def latent(self) -> bool:
@@ -99,7 +95,7 @@ class LayerBytes:
             tokens: tokens of the step in each dp group.
         """
         gathered = tokens * self.mesh.get("dp", 1)
-        mixed = any(is_moe_layer(self.model, layer) for layer in range(self.model.num_layers))
+        mixed = any(self.model.sizes.routed[: self.model.num_layers])
         extra = self.experts(gathered).fragmentation if mixed and not self._expandable else 0
         return self.activations(StepTokens(tokens, gathered, tokens)) + extra
 
@@ -115,7 +111,7 @@ class LayerBytes:
         kept = 0
         seen = set[tuple[bool, int, int]]()
         for layer in range(model.num_layers):
-            moe = is_moe_layer(model, layer)
+            moe = self._routes(layer)
             if (moe, before, kept) in seen:
                 continue
             seen.add((moe, before, kept))
@@ -173,7 +169,7 @@ class LayerBytes:
             # projections, and the rotated queries and keys
             held = tokens * (query + 2 * keys + query + keys) * element
             return held + max(work, output)
-        lora = stated(model, "q_lora_rank")
+        lora = model.sizes.query_rank
         projected = tokens * ((lora or query) + entry) * element
         queries = tokens * query * element if lora else 0
         return projected + max(queries + work, queries + self.cast(tokens, lora), output)
@@ -182,13 +178,7 @@ class LayerBytes:
 
     def dense(self, tokens: int) -> MemoryUse:
         """Return the memory of a dense feed-forward layer."""
-        return self._gated(
-            tokens,
-            -(
-                -stated(self.model, "intermediate_size", 4 * self.model.hidden_size)
-                // axis_size("tp", self.mesh)
-            ),
-        )
+        return self._gated(tokens, -(-self.model.sizes.width // axis_size("tp", self.mesh)))
 
     def _gated(self, tokens: int, width: int) -> MemoryUse:
         """Return the memory of gate and up projections, their product and the output."""
@@ -199,11 +189,11 @@ class LayerBytes:
     def experts(self, tokens: int) -> MemoryUse:
         """Return the memory of a layer of routed experts, with its shared expert."""
         model = self.model
-        inter = -(-stated(model, "moe_intermediate_size") // axis_size("moe_tp", self.mesh))
+        inter = -(-model.sizes.expert_width // axis_size("moe_tp", self.mesh))
         count = -(-model.n_routed_experts // axis_size("ep", self.mesh))
-        shared = stated(model, "n_shared_experts")
+        shared = model.sizes.shared_experts
         riding = shared if self.alone and "route" in self._ops.ops and self._scheme.rides else 0
-        chosen = stated(model, "num_experts_per_tok") + riding
+        chosen = model.sizes.experts_per_token + riding
         step = ExpertsStep(
             tokens,
             chosen,

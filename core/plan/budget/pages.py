@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from glowplug.core.errors import Refusal
-from glowplug.core.facts.kv_layout import DTYPE_BYTES
+from glowplug.core.facts.kv_layout import DTYPE_BYTES, USUAL_ENTRIES, local_heads
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.plan.budget.counts import Counts
 from glowplug.core.plan.budget.memory_share import Budget
@@ -84,13 +84,16 @@ def _bounds(proposal: Proposal, number: int, counts: Counts, context: int) -> tu
 
 def kv_token_bytes(proposal: Proposal) -> int:
     """Return the bytes of KV cache of one token on a rank, over all layers."""
+    attention = proposal.attention
+    assert attention is not None
     model = proposal.facts.model
+    entries = USUAL_ENTRIES[model.kind]
+    if model.kind in attention.offers.kinds:  # a backend of another kind has been refused
+        entries = attention.offers.kv_entries or entries
+    heads = local_heads(model.num_kv_heads, axis_size("attn_tp", proposal.values.mesh))
+    cached = entries(model, proposal.values.kv_dtype, heads)
     layers: int = model.num_layers + proposal.values.draft_layers
-    element = DTYPE_BYTES[proposal.values.kv_dtype]
-    if model.kind == "mla":  # all heads share the latent, so every rank holds all of it
-        return layers * (model.kv_lora_rank + model.qk_rope_head_dim) * element
-    heads = max(1, -(-model.num_kv_heads // axis_size("attn_tp", proposal.values.mesh)))
-    return layers * 2 * heads * model.head_dim * element
+    return layers * sum(entry.token_bytes for entry in cached)
 
 
 def page_state_bytes(proposal: Proposal) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.mesh import axis_size
-from glowplug.core.facts.parameters import stated
 from glowplug.core.plan.budget.counts import Counts
 from glowplug.core.plan.budget.graphs import graph_line
 from glowplug.core.plan.budget.layers import LayerBytes, StepTokens
@@ -160,13 +159,11 @@ def _on_host(proposal: Proposal, own: int, gathered: int) -> int:
     mesh = proposal.values.mesh
     element = DTYPE_BYTES[proposal.values.dtype]
     width = max(
-        -(-stated(model, "intermediate_size") // axis_size("tp", mesh)),
-        -(-stated(model, "moe_intermediate_size") // axis_size("moe_tp", mesh)),
+        -(-model.sizes.width // axis_size("tp", mesh)),
+        -(-model.sizes.expert_width // axis_size("moe_tp", mesh)),
         model.hidden_size,
     )
-    heads = -(-model.num_heads // axis_size("attn_tp", mesh)) * (
-        model.head_dim + stated(model, "v_head_dim")
-    )
+    heads = -(-model.num_heads // axis_size("attn_tp", mesh)) * (model.head_dim + model.sizes.value)
     numbers = own * (4 * model.hidden_size + 3 * heads) + gathered * (
         2 * model.hidden_size + 3 * width
     )

@@ -14,11 +14,9 @@ from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.weight_classes import (
     EXPERTS,
     HEADS,
-    INT4,
     KV_HEADS,
     KV_UP,
     ROUTER,
-    SCALE,
     SHARED,
     TIED,
     VOCAB,
@@ -27,12 +25,8 @@ from glowplug.core.facts.weight_classes import (
     WeightKind,
 )
 
-#: dtypes of 8-bit weights
-EIGHT_BIT = frozenset({"float8_e4m3fn", "float8_e5m2", "int8"})
 #: roles that schemes quantise while loading
 QUANTISED = frozenset({HEADS, KV_HEADS, KV_UP, WIDTH, SHARED, EXPERTS})
-SCALE_BYTES = 4  #: bytes of a scale of 8-bit weights
-HALF_BYTES = 2  #: bytes of a scale or zero point of 4-bit weights
 
 
 @dataclass(frozen=True)
@@ -88,13 +82,8 @@ def weights_by_rank(
 def number_bytes(kind: WeightKind, storage: Storage) -> float:
     """Return the bytes of one element of a class after loading."""
     if kind.scale:
-        return (SCALE_BYTES if kind.dtype == SCALE else HALF_BYTES) if storage.keeps else 0
-    narrow = 0.5 if kind.dtype == INT4 else 1
-    kept = (
-        narrow
-        if (kind.dtype in EIGHT_BIT or kind.dtype == INT4) and storage.keeps
-        else storage.compute
-    )
+        return kind.kept if storage.keeps else 0
+    kept = kind.kept if kind.kept and storage.keeps else storage.compute
     if storage.online and storage.keeps and kind.role in QUANTISED:
         kept = storage.online
     if kind.role == ROUTER:

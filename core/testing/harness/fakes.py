@@ -16,6 +16,10 @@ from typing import Any, Literal, cast
 
 from pydantic import create_model
 
+from glowplug.core.facts.inventory import Inventory, Split, TensorSpec
+from glowplug.core.facts.layer_sizes import LayerSizes
+from glowplug.core.facts.model_facts import ModelFacts, stated
+from glowplug.core.facts.weight_classes import VOCAB
 from glowplug.core.plugin.component import Component, Options
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import ModelOffers, Offers, QuantizationOffers
@@ -112,6 +116,14 @@ def write_model(
     return folder
 
 
+def fake_inventory(model: ModelFacts) -> Inventory:
+    """Return an inventory of the embedding alone."""
+    split = Split("vocab_size", model.vocab_size)
+    size = (model.vocab_size, model.hidden_size)
+    table = TensorSpec("model.embed_tokens.weight", VOCAB, *size, split=split)
+    return Inventory((table,), LayerSizes(width=stated(model, "intermediate_size")))
+
+
 @hookimpl
 def register_models() -> list[Component]:
     """Return two fake model families."""
@@ -119,12 +131,21 @@ def register_models() -> list[Component]:
         component(
             "model",
             "fake_v3",
-            ModelOffers(architectures=frozenset({"DeepseekV3ForCausalLM"}), kind="mla", nextn=True),
+            ModelOffers(
+                architectures=frozenset({"DeepseekV3ForCausalLM"}),
+                kind="mla",
+                nextn=True,
+                inventory=fake_inventory,
+            ),
         ),
         component(
             "model",
             "fake_llama",
-            ModelOffers(architectures=frozenset({"LlamaForCausalLM"}), kind="mha"),
+            ModelOffers(
+                architectures=frozenset({"LlamaForCausalLM"}),
+                kind="mha",
+                inventory=fake_inventory,
+            ),
         ),
     ]
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import DeviceFacts, ModelFacts
-from glowplug.core.facts.parameters import is_moe_layer, stated
 from glowplug.core.plan.plan import EnginePlan
 
 #: substring of the card's name -> bytes a second of a large device copy, read and written
@@ -64,16 +63,15 @@ def step_bytes(
     """
     width = weight_bytes(model, element)
     layers = model.num_layers
-    routed = sum(is_moe_layer(model, layer) for layer in range(layers))
-    plain = layers * _attention(model) + (layers - routed) * 3 * model.hidden_size * stated(
-        model, "intermediate_size"
-    )
+    routed = sum(model.sizes.routed[:layers])
+    dense = 3 * model.hidden_size * model.sizes.width
+    plain = layers * _attention(model) + (layers - routed) * dense
     fixed = plain * width + model.vocab_size * model.hidden_size * element
     experts = 0.0
     if routed:
-        expert = 3 * model.hidden_size * stated(model, "moe_intermediate_size") * width
+        expert = 3 * model.hidden_size * model.sizes.expert_width * width
         fixed += routed * (
-            stated(model, "n_shared_experts") * expert
+            model.sizes.shared_experts * expert
             + model.n_routed_experts * model.hidden_size * element
         )
         experts = routed * expert * distinct_experts(model, batch)
@@ -107,14 +105,12 @@ def prefill_work(model: ModelFacts, prompts: int, length: int) -> PrefillWork:
     layers = model.num_layers
     hidden = model.hidden_size
     tokens = prompts * length
-    routed = sum(is_moe_layer(model, layer) for layer in range(layers))
-    weights = layers * _attention(model) + (layers - routed) * 3 * hidden * stated(
-        model, "intermediate_size"
-    )
+    routed = sum(model.sizes.routed[:layers])
+    weights = layers * _attention(model) + (layers - routed) * 3 * hidden * model.sizes.width
     gates = 0
     if routed:
-        each = stated(model, "n_shared_experts") + stated(model, "num_experts_per_tok")
-        weights += routed * each * 3 * hidden * stated(model, "moe_intermediate_size")
+        each = model.sizes.shared_experts + model.sizes.experts_per_token
+        weights += routed * each * 3 * hidden * model.sizes.expert_width
         gates = routed * model.n_routed_experts * hidden
     pairs = prompts * length * (length + 1) / 2
     scores = pairs * layers * model.num_heads * _head_channels(model)
@@ -129,7 +125,7 @@ def _head_channels(model: ModelFacts) -> int:
     """Return the channels of the keys and values of one head together."""
     if model.kind != "mla":
         return 2 * model.head_dim
-    return stated(model, "qk_nope_head_dim") + model.qk_rope_head_dim + stated(model, "v_head_dim")
+    return model.head_dim + model.sizes.value
 
 
 @dataclass(frozen=True)
@@ -203,7 +199,7 @@ def measured_card(name: str) -> Card:
 def distinct_experts(model: ModelFacts, tokens: int) -> float:
     """Return the expected number of a layer's experts that ``tokens`` tokens pick."""
     total = model.n_routed_experts
-    return total * (1 - (1 - stated(model, "num_experts_per_tok") / total) ** tokens)
+    return total * (1 - (1 - model.sizes.experts_per_token / total) ** tokens)
 
 
 def weight_bytes(model: ModelFacts, element: float) -> float:
@@ -220,12 +216,12 @@ def _attention(model: ModelFacts) -> int:
     heads = model.num_heads
     if model.kind != "mla":
         return 2 * hidden * model.head_dim * (heads + model.num_kv_heads)
-    nope = stated(model, "qk_nope_head_dim")
-    v = stated(model, "v_head_dim")
+    nope = model.head_dim - model.qk_rope_head_dim
+    v = model.sizes.value
     query = heads * (nope + model.qk_rope_head_dim)
     rank = model.kv_lora_rank
     rope = model.qk_rope_head_dim
-    low = stated(model, "q_lora_rank")
+    low = model.sizes.query_rank
     queries = hidden * low + low * query if low else hidden * query
     return queries + hidden * (rank + rope) + rank * heads * (nope + v) + heads * v * hidden
 

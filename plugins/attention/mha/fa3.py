@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from glowplug.core.errors import Refusal
+from glowplug.core.facts.kv_layout import head_entries
 from glowplug.core.plugin.component import Check, CheckContext, Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
@@ -52,6 +53,7 @@ def register_attention_backends() -> list[Component]:
             requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
             offers=AttentionOffers(
                 kinds=frozenset({"mha"}),
+                kv_entries=head_entries,
                 devices=frozenset({"cuda"}),
                 compute=HOPPER,
                 dtypes=DTYPES,

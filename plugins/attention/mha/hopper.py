@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from glowplug.core.facts.kv_layout import head_entries
 from glowplug.core.plugin.component import Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
@@ -29,6 +30,7 @@ def register_attention_backends() -> list[Component]:
             requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
             offers=AttentionOffers(
                 kinds=frozenset({"mha"}),
+                kv_entries=head_entries,
                 devices=frozenset({"cuda"}),
                 compute=HOPPER,
                 dtypes=DTYPES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from glowplug.core.facts.kv_layout import head_entries
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_EAGER, AttentionOffers
@@ -22,7 +23,10 @@ def register_attention_backends() -> list[Component]:
             options=TorchMhaOptions,
             factory="glowplug.plugins.attention.mha.torch_runtime:TorchMha",
             offers=AttentionOffers(
-                kinds=frozenset({"mha"}), modes=dict(EVERY_MODE_EAGER), first_key=True
+                kinds=frozenset({"mha"}),
+                kv_entries=head_entries,
+                modes=dict(EVERY_MODE_EAGER),
+                first_key=True,
             ),
             summary="multi-head and grouped-query attention in plain torch (CPU and CUDA)",
         )

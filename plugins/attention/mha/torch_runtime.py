@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from glowplug.core.facts.kv_layout import KVLayout
+from glowplug.core.facts.kv_layout import KVLayout, head_entries
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.mha import reference as mha
 from glowplug.kernels.paged.merge_states_reference import merge_states
 from glowplug.plugins.attention.mha.torch import TorchMhaOptions
-from glowplug.plugins.attention.shared.kv_layout import local_kv_heads, mha_layout
+from glowplug.plugins.attention.shared.kv_layout import kv_layout, local_kv_heads
 from glowplug.plugins.attention.shared.torch_groups import (
     Group,
     GroupLimits,
@@ -49,7 +49,7 @@ class TorchMha:
         )
 
     def kv_layout(self) -> KVLayout:
-        return mha_layout(self._plan)
+        return kv_layout(self._plan, head_entries)
 
     def reserve(self, limits: Limits) -> None:
         self._kv = limits.kv

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from glowplug.core.errors import Refusal
+from glowplug.core.facts.kv_layout import head_entries
 from glowplug.core.plugin.component import CheckContext, Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, FLOAT_DTYPES, AttentionOffers
@@ -45,6 +46,7 @@ def register_attention_backends() -> list[Component]:
             offers=AttentionOffers(
                 devices=frozenset({"cuda"}),
                 kinds=frozenset({"mha"}),
+                kv_entries=head_entries,
                 kv_dtypes=FLOAT_DTYPES | {"fp8_e4m3", "fp8_e5m2"},
                 modes=dict(EVERY_MODE_GRAPH),
                 tree=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from glowplug.core.facts.kv_layout import latent_entries
 from glowplug.core.plugin.component import Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
@@ -33,6 +34,7 @@ def register_attention_backends() -> list[Component]:
             requires=(Package(SGL_KERNEL, ">=0.4.2"),),
             offers=AttentionOffers(
                 kinds=frozenset({"mla"}),
+                kv_entries=latent_entries,
                 devices=frozenset({"cuda"}),
                 compute=HOPPER,
                 dtypes=SIXTEEN_BITS,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from glowplug.core.errors import Refusal
+from glowplug.core.facts.kv_layout import latent_entries
 from glowplug.core.facts.mesh import axis_size, divides
 from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.component import CheckContext, Component, Package
@@ -72,6 +73,7 @@ def register_attention_backends() -> list[Component]:
             requires=(Package("flashinfer-python", ">=0.6.11"),),
             offers=AttentionOffers(
                 kinds=frozenset({"mla"}),
+                kv_entries=latent_entries,
                 devices=frozenset({"cuda"}),
                 compute=HOPPER,
                 dtypes=SIXTEEN_BITS,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from glowplug.core.errors import Refusal
+from glowplug.core.facts.kv_layout import latent_entries
 from glowplug.core.plugin.component import CheckContext, Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
@@ -83,6 +84,7 @@ def register_attention_backends() -> list[Component]:
             requires=(Package(SGL_KERNEL, ">=0.4.2"),),
             offers=AttentionOffers(
                 kinds=frozenset({"mla"}),
+                kv_entries=latent_entries,
                 devices=frozenset({"cuda"}),
                 compute=HOPPER,
                 dtypes=SIXTEEN_BITS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from glowplug.core.facts.kv_layout import latent_entries
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext, Component, Package
@@ -76,6 +77,7 @@ def register_attention_backends() -> list[Component]:
             requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
             offers=AttentionOffers(
                 kinds=frozenset({"mla"}),
+                kv_entries=latent_entries,
                 devices=frozenset({"cuda"}),
                 compute=HOPPER,
                 dtypes=SIXTEEN_BITS,

@@ -14,6 +14,7 @@ from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_EAGER, AttentionOffers
 from glowplug.core.plugin.options import AttentionOptions
+from glowplug.plugins.attention.shared.kv_layout import parted_latent_entries
 
 
 class TorchMlaOptions(AttentionOptions):
@@ -33,7 +34,10 @@ def register_attention_backends() -> list[Component]:
             options=TorchMlaOptions,
             factory="glowplug.plugins.attention.mla.torch_runtime:TorchMla",
             offers=AttentionOffers(
-                kinds=frozenset({"mla"}), modes=dict(EVERY_MODE_EAGER), first_key=True
+                kinds=frozenset({"mla"}),
+                kv_entries=parted_latent_entries,
+                modes=dict(EVERY_MODE_EAGER),
+                first_key=True,
             ),
             summary="latent attention in plain torch (CPU and CUDA)",
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from glowplug.core.facts.kv_layout import KVEntry, KVLayout
+from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
@@ -16,7 +16,7 @@ from glowplug.kernels.mha import reference as mha
 from glowplug.kernels.mla import reference as mla
 from glowplug.kernels.paged.merge_states_reference import merge_states
 from glowplug.plugins.attention.mla.torch import TorchMlaOptions
-from glowplug.plugins.attention.shared.kv_layout import kv_layers
+from glowplug.plugins.attention.shared.kv_layout import kv_layout, parted_latent_entries
 from glowplug.plugins.attention.shared.torch_groups import (
     Group,
     GroupLimits,
@@ -59,16 +59,7 @@ class TorchMla:
         )
 
     def kv_layout(self) -> KVLayout:
-        facts = self._plan.facts.model
-        dtype = self._plan.kv_dtype
-        return KVLayout(
-            kv_layers(self._plan),
-            self._page_size,
-            (
-                KVEntry("latent", (facts.kv_lora_rank,), dtype),
-                KVEntry("rope", (facts.qk_rope_head_dim,), dtype),
-            ),
-        )
+        return kv_layout(self._plan, parted_latent_entries)
 
     def reserve(self, limits: Limits) -> None:
         self._kv = limits.kv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from glowplug.core.facts.kv_layout import latent_entries
 from glowplug.core.plugin.component import Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import (
@@ -34,6 +35,7 @@ def register_attention_backends() -> list[Component]:
             offers=AttentionOffers(
                 devices=frozenset({"cuda"}),
                 kinds=frozenset({"mla"}),
+                kv_entries=latent_entries,
                 kv_dtypes=FLOAT_DTYPES | {"fp8_e4m3"},
                 modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER},
                 tree=True,

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from glowplug.core.facts.kv_layout import KVEntry, KVLayout
+from glowplug.core.facts.kv_layout import KVEntries, KVEntry, KVLayout, local_heads
 from glowplug.core.facts.mesh import axis_size
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.plan import EnginePlan
 
 
-def kv_layers(plan: EnginePlan) -> int:
-    """Return the number of layers with a cache: the model's layers, then the draft's."""
-    return plan.facts.model.num_layers + plan.sizes.draft_layers
-
-
 def local_kv_heads(plan: EnginePlan) -> int:
-    """Return the key heads of a rank: its share, or one head that other ranks hold, too."""
-    return max(1, plan.facts.model.num_kv_heads // axis_size("attn_tp", plan.mesh))
+    """Return the key heads of a rank."""
+    return local_heads(plan.facts.model.num_kv_heads, axis_size("attn_tp", plan.mesh))
 
 
-def mha_layout(plan: EnginePlan) -> KVLayout:
-    """Return the layout with entries ``k`` and ``v``, each [key heads of the rank, D]."""
-    shape = (local_kv_heads(plan), plan.facts.model.head_dim)
+def kv_layout(plan: EnginePlan, entries: KVEntries) -> KVLayout:
+    """Return a rank's layout: the model's layers, then the draft's.
+
+    Args:
+        plan: the plan.
+        entries: function that returns the entries of a layer, ``AttentionOffers.kv_entries``.
+    """
+    model = plan.facts.model
     return KVLayout(
-        kv_layers(plan),
+        model.num_layers + plan.sizes.draft_layers,
         plan.sizes.page_size,
-        (KVEntry("k", shape, plan.kv_dtype), KVEntry("v", shape, plan.kv_dtype)),
+        entries(model, plan.kv_dtype, local_kv_heads(plan)),
+    )
+
+
+def parted_latent_entries(model: ModelFacts, dtype: str, heads: int) -> tuple[KVEntry, ...]:
+    """Return the entries ``latent`` and ``rope``, which all heads share."""
+    return (
+        KVEntry("latent", (model.kv_lora_rank,), dtype),
+        KVEntry("rope", (model.qk_rope_head_dim,), dtype),
     )

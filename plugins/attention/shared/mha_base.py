@@ -11,14 +11,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from glowplug.core.facts.kv_layout import KVLayout
+from glowplug.core.facts.kv_layout import KVLayout, head_entries
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, ProjectedMla, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.mha.store import mha_store
-from glowplug.plugins.attention.shared.kv_layout import local_kv_heads, mha_layout
+from glowplug.plugins.attention.shared.kv_layout import kv_layout, local_kv_heads
 
 
 class PagedMha:
@@ -101,7 +101,7 @@ class PagedMha:
     # ---- AttentionBackend ------------------------------------------------------------------------
 
     def kv_layout(self) -> KVLayout:
-        return mha_layout(self._plan)
+        return kv_layout(self._plan, head_entries)
 
     def reserve(self, limits: Limits) -> None:
         self._kv = limits.kv

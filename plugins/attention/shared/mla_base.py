@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glowplug.core.facts.kv_layout import KVEntry, KVLayout
+from glowplug.core.facts.kv_layout import KVLayout, latent_entries
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, RopeRows, Worker
@@ -25,7 +25,7 @@ from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 from glowplug.kernels.mla import reference as mla
 from glowplug.kernels.paged import merge_states_reference as merge
 from glowplug.plugins.attention.shared.absorbed import stored_is_faster
-from glowplug.plugins.attention.shared.kv_layout import kv_layers
+from glowplug.plugins.attention.shared.kv_layout import kv_layout
 from glowplug.plugins.attention.shared.prefill_bytes import most_keys
 from glowplug.plugins.attention.shared.prefill_calls import RaggedCall, RaggedRows, plan_ragged
 
@@ -168,8 +168,7 @@ class PagedMla:
     # ---- AttentionBackend ------------------------------------------------------------------------
 
     def kv_layout(self) -> KVLayout:
-        entry = KVEntry("kv", (self._lora + self._rope,), self._plan.kv_dtype)
-        return KVLayout(kv_layers(self._plan), self._page_size, (entry,))
+        return kv_layout(self._plan, latent_entries)
 
     def reserve(self, limits: Limits) -> None:
         self._kv = tuple(layer["kv"] for layer in limits.kv)

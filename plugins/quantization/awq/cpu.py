@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from glowplug.core.facts.stored_formats import awq_group, quantization_config
+from glowplug.core.facts.stored_formats import quantization_config
 from glowplug.core.layers.module import Target
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import (
@@ -21,6 +21,7 @@ from glowplug.core.protocols import (
     Worker,
 )
 from glowplug.kernels.formats import awq as layout
+from glowplug.plugins.quantization.awq.plugin import WORD, awq_group
 from glowplug.plugins.quantization.dense.layers import (
     DenseExperts,
     DenseLinear,
@@ -32,7 +33,6 @@ from glowplug.plugins.quantization.shared.skipped_modules import left_alone, lis
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.awq.plugin import AwqOptions
 
-WORD = "int32"  #: dtype of packed tensors in the checkpoint
 #: callback for (qweight, qzeros, scales) of a slice, in the published layout
 Put = Callable[[Tensor, Tensor, Tensor], None]
 

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
-from glowplug.core.facts.stored_formats import awq_group, quantization_config
+from glowplug.core.facts.stored_formats import StoredLeaf, quantization_config
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import QuantizationOffers
@@ -22,6 +22,9 @@ from glowplug.plugins.quantization.shared.triton_needed import check_triton
 
 NAME = "awq"
 FIELD = "quantization.use"
+WORD = "int32"  #: dtype of packed tensors
+WORD_NUMBERS = 8  #: int4 numbers in a word
+HALF_BYTES = 2  #: bytes of a scale or zero in our kernels' weight layout
 WHOLE_ROW = -1  #: group size that means one scale per row
 GROUP_MIN = 32
 BLOCK = 128  #: inputs in a block of our kernels' weight layout
@@ -59,6 +62,29 @@ class AwqOptions(QuantizationOptions):
     def split_block(self, device: str, offers: QuantizationOffers, model: ModelFacts) -> int:
         """Return the multiple at which ranks may split: a group, or a word of eight outputs."""
         return max(8, awq_group(model))
+
+
+def awq_group(model: ModelFacts) -> int:
+    """Return how many inputs share a scale in an AWQ checkpoint.
+
+    The result is -1 if all inputs of a row share one, and 0 if config.json does not state a whole
+    number.
+    """
+    stated = quantization_config(model)
+    group = stated.get("group_size", stated.get("q_group_size", 128))
+    return group if isinstance(group, int) and not isinstance(group, bool) else 0
+
+
+def stored_words(model: ModelFacts, rows: int, columns: int) -> dict[str, TensorFact]:
+    """Return the tensors of one weight [rows, columns]: packed weights and zeros, and scales."""
+    group = awq_group(model)
+    groups = -(-columns // group) if group > 0 else 1
+    words = -(-rows // WORD_NUMBERS)
+    return {
+        "qweight": TensorFact(WORD, (columns, words)),
+        "qzeros": TensorFact(WORD, (groups, words)),
+        "scales": TensorFact("float16", (groups, rows)),
+    }
 
 
 def check_awq(context: CheckContext) -> Iterator[Refusal]:
@@ -141,7 +167,15 @@ def register_quantization_schemes() -> list[Component]:
             check=check_awq,
             factory="glowplug.plugins.quantization.awq.runtime:awq",
             offers=QuantizationOffers(
-                reads=frozenset({NAME}), dequantizes=frozenset({"cpu"}), rides=True
+                reads=frozenset({NAME}),
+                stored=stored_words,
+                leaves=(
+                    StoredLeaf("qweight", 0.5, dtype=WORD, packed=WORD_NUMBERS),
+                    StoredLeaf("qzeros", HALF_BYTES, WORD, scale=True, packed=WORD_NUMBERS),
+                    StoredLeaf("scales", HALF_BYTES, scale=True),
+                ),
+                dequantizes=frozenset({"cpu"}),
+                rides=True,
             ),
             uses={"triton": ("triton",), "cublas": ("triton",)},
             summary="int4 weights with a scale and a zero per group, as AutoAWQ writes them",

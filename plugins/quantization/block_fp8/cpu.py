@@ -32,14 +32,13 @@ from glowplug.plugins.quantization.dense.layers import (
     expert_slices,
     linear_slices,
 )
+from glowplug.plugins.quantization.shared.skipped_modules import left_alone
 
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
 
 FORMAT = "fp8_group128_values"  #: input format of rounded activations
 PLAIN = "plain"  #: input format of activations in the compute dtype
-#: last names of modules that published FP8 checkpoints leave unquantised
-UNQUANTIZED = frozenset({"lm_head", "head", "gate", "embed_tokens", "eh_proj"})
 
 
 class BlockFp8:
@@ -81,9 +80,7 @@ class BlockFp8:
         weight = self._tensors.get(f"{module}.weight")
         if weight is not None:
             return weight.dtype == STORED
-        if module.rpartition(".")[2] in UNQUANTIZED:
-            return False
-        return not any(module == name or module.startswith(f"{name}.") for name in self._skipped)
+        return not left_alone(module, self._skipped)
 
 
 def _as_read(x: Tensor | Quantized, input_format: str) -> Tensor:

@@ -11,6 +11,9 @@ from typing import Literal
 from pydantic import Field
 
 from glowplug.core.errors import Refusal
+from glowplug.core.facts.model_facts import ModelFacts, TensorFact
+from glowplug.core.facts.stored_formats import StoredLeaf
+from glowplug.core.plugin.byte_costs import NUMBER_BYTES
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import QuantizationOffers
@@ -24,6 +27,7 @@ from glowplug.plugins.quantization.shared.expert_bytes import (
 from glowplug.plugins.quantization.shared.triton_needed import check_libraries, check_triton
 
 METHOD = "fp8"  #: the checkpoint's ``quant_method``
+E4M3 = "float8_e4m3fn"  #: torch's name for the dtype of weights
 #: value of ``gemm`` or ``experts`` -> packages it needs
 LIBRARIES = {
     "triton": ("triton",),
@@ -127,6 +131,17 @@ def fp8_peak_tokens(options: BlockFp8Options) -> tuple[int, ...]:
     return (MASKED_TOKENS,) if options.experts == "deep_gemm_masked" else ()
 
 
+def stored_blocks(model: ModelFacts, rows: int, columns: int) -> dict[str, TensorFact]:
+    """Return the tensors of one weight [rows, columns]: E4M3 numbers and a scale for each block."""
+    if model.quant_block is None:
+        return {"weight": TensorFact(model.dtype, (rows, columns))}
+    blocks = (-(-rows // model.quant_block[0]), -(-columns // model.quant_block[1]))
+    return {
+        "weight": TensorFact(E4M3, (rows, columns)),
+        "weight_scale_inv": TensorFact("float32", blocks),
+    }
+
+
 @hookimpl
 def register_quantization_schemes() -> list[Component]:
     return [
@@ -137,6 +152,11 @@ def register_quantization_schemes() -> list[Component]:
             factory="glowplug.plugins.quantization.block_fp8.runtime:block_fp8",
             offers=QuantizationOffers(
                 reads=frozenset({METHOD}),
+                stored=stored_blocks,
+                leaves=(
+                    StoredLeaf("weight", 1, dtype=E4M3),
+                    StoredLeaf("weight_scale_inv", NUMBER_BYTES, scale=True),
+                ),
                 online=True,
                 block_shape=(128, 128),
                 dequantizes=frozenset({"cpu"}),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from glowplug.core.facts.stored_formats import INT8_METHODS, quantization_config
+from glowplug.core.facts.stored_formats import quantization_config
 from glowplug.core.layers.module import Target
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import (
@@ -33,6 +33,7 @@ from glowplug.plugins.quantization.dense.layers import (
     expert_slices,
     linear_slices,
 )
+from glowplug.plugins.quantization.int8.plugin import METHODS
 from glowplug.plugins.quantization.shared.skipped_modules import left_alone, listed
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Int8Source:
         facts = plan.facts.model
         self._tensors = facts.tensors
         self._listed = listed(quantization_config(facts))
-        self._native = facts.quant_method in INT8_METHODS
+        self._native = facts.quant_method in METHODS
 
     def covers(self, module: str) -> bool:
         """Return True if ``module`` is quantised, in the checkpoint or while loading."""

@@ -14,8 +14,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from glowplug.core.errors import Refusal
-from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.facts.stored_formats import INT8_METHODS, quantization_config
+from glowplug.core.facts.model_facts import ModelFacts, TensorFact
+from glowplug.core.facts.stored_formats import StoredLeaf, quantization_config
+from glowplug.core.plugin.byte_costs import NUMBER_BYTES
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import QuantizationOffers
@@ -25,6 +26,7 @@ from glowplug.plugins.quantization.shared.skipped_modules import EXPRESSION, KEY
 from glowplug.plugins.quantization.shared.triton_needed import check_libraries, check_triton
 
 NAME = "w8a8_int8"
+METHODS = frozenset({NAME, "compressed-tensors"})  #: values of ``quant_method``
 FORMAT = "int-quantized"  #: compressed-tensors' name of weights stored as 8-bit integers
 FIELD = "quantization.use"
 #: compressed-tensors' settings of weights: key -> (required value, value if the key is absent)
@@ -79,7 +81,7 @@ def check_w8a8_int8(context: CheckContext) -> Iterator[Refusal]:
     if context.options.activations != "none":
         yield from check_triton(context, NAME, 'activations = "none"')
         yield from check_libraries(context, NAME)
-    if model.quant_method in INT8_METHODS:
+    if model.quant_method in METHODS:
         yield from (
             Refusal(NAME, FIELD, reason, fix) for reason, fix in _stated(quantization_config(model))
         )
@@ -146,7 +148,7 @@ def _stored(model: ModelFacts) -> Iterator[tuple[str, str]]:
     ]
     tensors = model.tensors
     again = "download the checkpoint again"
-    if model.tensors and not modules and model.quant_method in INT8_METHODS:
+    if model.tensors and not modules and model.quant_method in METHODS:
         yield f"config.json has quant_method {model.quant_method}, but no weight is int8", SUPPORTED
     missing = [name for name in modules if f"{name}.weight_scale" not in tensors]
     if missing:
@@ -184,6 +186,14 @@ def _some(names: list[str]) -> str:
     )
 
 
+def stored_rows(model: ModelFacts, rows: int, columns: int) -> dict[str, TensorFact]:
+    """Return the tensors of one weight [rows, columns]: int8 numbers and a scale for each row."""
+    return {
+        "weight": TensorFact("int8", (rows, columns)),
+        "weight_scale": TensorFact("float32", (rows, 1)),
+    }
+
+
 @hookimpl
 def register_quantization_schemes() -> list[Component]:
     return [
@@ -193,7 +203,12 @@ def register_quantization_schemes() -> list[Component]:
             check=check_w8a8_int8,
             factory="glowplug.plugins.quantization.int8.runtime:w8a8_int8",
             offers=QuantizationOffers(
-                reads=INT8_METHODS,
+                reads=METHODS,
+                stored=stored_rows,
+                leaves=(
+                    StoredLeaf("weight", 1, dtype="int8"),
+                    StoredLeaf("weight_scale", NUMBER_BYTES, scale=True),
+                ),
                 online=True,
                 dequantizes=frozenset({"cpu"}),
                 cast_bytes=1.0,

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from glowplug.core.errors import GlowplugError
-from glowplug.core.facts.stored_formats import awq_group
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols.tuning import LayerShapes, Log, TuneTable
 from glowplug.kernels.formats import awq as layout, int8_triton as int8_quant
@@ -116,7 +115,7 @@ class AwqGemmTuner(NarrowTuner):
     kind = provider_choice.AWQ.kind
 
     def calls(self, rows: int, columns: int, depth: int) -> Calls:
-        stated = awq_group(self._plan.facts.model)
+        stated = awq.awq_group(self._plan.facts.model)
         group = depth if stated < 0 else stated
         x = torch.randn(rows, depth, dtype=self._dtype, device=self._device)
         packed = [
