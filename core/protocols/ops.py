@@ -22,7 +22,8 @@ class Route(Protocol):
         topk_groups: int,
         renormalize: bool,
         scale: float,
-        appended: int,
+        fused_shared: int,
+        /,
     ) -> tuple[Tensor, Tensor]:
         """Score all experts and choose k of them for each token.
 
@@ -37,7 +38,7 @@ class Route(Protocol):
             topk_groups: number of groups from which experts are chosen.
             renormalize: divide the chosen weights by their sum.
             scale: factor on the weights.
-            appended: number A of further experts that every token uses: the fused shared expert.
+            fused_shared: number A of further experts that every token uses: the fused shared expert.
                 They are experts E to E + A - 1, with weight 1, in the last A columns.
 
         Returns:
@@ -59,13 +60,14 @@ class SignallingRoute(Protocol):
         topk_groups: int,
         renormalize: bool,
         scale: float,
-        appended: int,
-        begun: Tensor,
+        fused_shared: int,
+        ready: Tensor,
+        /,
     ) -> tuple[Tensor, Tensor]:
         """Return the result of ``Route``, and set the ready flag as soon as x may be read.
 
         Args:
-            begun: ready flag of ``StartedExperts``, int32; its first element is set to 1. It is not
+            ready: ready flag of ``StartedExperts``, int32; its first element is set to 1. It is not
                 set for 4 tokens or fewer, for which experts are never started early.
         """
         ...

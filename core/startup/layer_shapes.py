@@ -45,7 +45,7 @@ def layer_shapes(plan: EnginePlan, plugins: PluginSet) -> LayerShapes:
         experts=tuple(
             _distinct(
                 (shape for one in both for shape in one.grouped),
-                lambda shape: (shape.count, shape.hidden, shape.inter, shape.shared),
+                lambda shape: (shape.count, shape.hidden, shape.inter, shape.fused_shared),
             )
         ),
         quantized=frozenset(scheme.names) if quantizes else frozenset(),

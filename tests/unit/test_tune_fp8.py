@@ -33,7 +33,7 @@ def linear(name: str, outputs: tuple[int, ...], inputs: int) -> LinearShape:
 
 
 def experts(prefix: str, inter: int) -> ExpertsShape:
-    return ExpertsShape(prefix, 8, 0, 256, inter, 0, inter, 8, shared=1)
+    return ExpertsShape(prefix, 8, 0, 256, inter, 0, inter, 8, fused_shared=1)
 
 
 SHAPES = LayerShapes(

@@ -206,7 +206,9 @@ class LayerBytes:
         inter = -(-stated(model, "moe_intermediate_size") // axis_size("moe_tp", self.mesh))
         count = -(-model.n_routed_experts // axis_size("ep", self.mesh))
         shared = stated(model, "n_shared_experts")
-        riding = shared if self.alone and "route" in self._ops.ops and self._scheme.rides else 0
+        riding = (
+            shared if self.alone and "route" in self._ops.ops and self._scheme.fused_shared else 0
+        )
         chosen = stated(model, "num_experts_per_tok") + riding
         step = ExpertsStep(
             tokens,

@@ -133,7 +133,7 @@ class _PendingMatrix:
 class Awq:
     """``QuantizationScheme`` with dequantised weights. Ranks split at group boundaries."""
 
-    fuses_shared = False
+    fused_shared = False
 
     def __init__(self, options: AwqOptions, plan: EnginePlan, worker: Worker) -> None:
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)

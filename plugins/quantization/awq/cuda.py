@@ -44,7 +44,7 @@ class AwqCuda(Awq):
     def __init__(self, options: AwqOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         width = plan.facts.model.config.get("moe_intermediate_size") or 0
-        self.fuses_shared = self._source.group < 0 or width % self._source.group == 0
+        self.fused_shared = self._source.group < 0 or width % self._source.group == 0
         self._multiply = AwqGemm(options.gemm)
 
     def linear(self, shape: LinearShape) -> LinearMethod:
@@ -207,12 +207,12 @@ class AwqExpertsCuda:
     def __init__(
         self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: AwqSource
     ) -> None:
-        assert not shape.shared or shape.inter == shape.inter_full, (
+        assert not shape.fused_shared or shape.inter == shape.inter_full, (
             "the shared expert can be fused only on one rank"
         )
         self.shape = shape
         self._source = source
-        count = shape.count + shape.shared
+        count = shape.count + shape.fused_shared
         self.w13 = PackedWeights(count, 2 * shape.inter, shape.hidden, source, dtype, device)
         self.w2 = PackedWeights(count, shape.hidden, shape.inter, source, dtype, device)
 
@@ -241,7 +241,7 @@ class AwqExpertsCuda:
         device = self.w13.packed.device
         parts = [layout.unpack(qweight.to(device)), layout.unpack(qzeros.to(device)), scales]
         held, columns, dim = (self.w2, ALL, 0) if rows is None else (self.w13, rows, 1)
-        for number in range(shape.shared):
+        for number in range(shape.fused_shared):
             held.store(
                 shape.count + number, columns, *(self._slice(part, number, dim) for part in parts)
             )
@@ -254,7 +254,7 @@ class AwqExpertsCuda:
         return (
             part
             if part.shape[dim] == 1 and dim == 0
-            else part.chunk(self.shape.shared, dim)[number]
+            else part.chunk(self.shape.fused_shared, dim)[number]
         )
 
     def finalize(self) -> None:

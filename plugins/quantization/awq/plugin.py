@@ -142,7 +142,7 @@ def register_quantization_schemes() -> list[Component]:
             check=check_awq,
             factory="glowplug.plugins.quantization.awq.runtime:awq",
             offers=QuantizationOffers(
-                reads=frozenset({NAME}), dequantizes=frozenset({"cpu"}), rides=True
+                reads=frozenset({NAME}), dequantizes=frozenset({"cpu"}), fused_shared=True
             ),
             uses={"triton": ("triton",), "cublas": ("triton",)},
             summary="int4 weights with a scale and a zero per group, as AutoAWQ writes them",

@@ -56,7 +56,7 @@ class BlockFp8Cuda(BlockFp8):
     """
 
     block = BLOCK
-    fuses_shared = True
+    fused_shared = True
 
     def __init__(self, options: BlockFp8Options, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
@@ -200,7 +200,7 @@ class Fp8ExpertsCuda:
         self.shape = shape
         self._dtype = dtype
         self._native = native
-        self.count = shape.count + shape.shared
+        self.count = shape.count + shape.fused_shared
         self.inter = whole_blocks(shape.inter)
         # libraries support whole blocks only
         self._grouped = grouped if shape.hidden % BLOCK == 0 else None
@@ -226,7 +226,7 @@ class Fp8ExpertsCuda:
             yield from StoredMatrix(
                 name, full, index, values[expert], scales[expert], self._native
             ).targets()
-        if self.shape.shared:
+        if self.shape.fused_shared:
             yield from self._shared_targets()
 
     def _part(self, half: int | None) -> tuple[Tensor, Tensor]:
@@ -242,7 +242,7 @@ class Fp8ExpertsCuda:
 
     def _shared_targets(self) -> Iterator[WeightTarget]:
         shape = self.shape
-        width = shape.shared * shape.inter
+        width = shape.fused_shared * shape.inter
         for half, part in ((0, PARTS13[0]), (1, PARTS13[1]), (None, "down_proj")):
             values, scales = self._part(half)
             full, dim = ((shape.hidden, width), 1) if half is None else ((width, shape.hidden), 0)

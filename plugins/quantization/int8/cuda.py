@@ -44,7 +44,7 @@ ALL = slice(None)
 class W8A8Int8Cuda(W8A8Int8):
     """``QuantizationScheme`` with int8 weights; the shared expert may be fused."""
 
-    fuses_shared = True
+    fused_shared = True
 
     def __init__(self, options: W8A8Int8Options, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
@@ -190,13 +190,13 @@ class Int8ExpertsCuda:
     def __init__(
         self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Int8Source
     ) -> None:
-        assert not shape.shared or shape.inter == shape.inter_full, (
+        assert not shape.fused_shared or shape.inter == shape.inter_full, (
             "the shared expert can be fused only on one rank"
         )
         self.shape = shape
         self._dtype = dtype
         self._source = source
-        count = shape.count + shape.shared
+        count = shape.count + shape.fused_shared
         self.w13 = torch.empty(
             count, 2 * shape.inter, shape.hidden, dtype=torch.int8, device=device
         )
@@ -229,14 +229,14 @@ class Int8ExpertsCuda:
         shape = self.shape
         if rows is None:
             self.w2[shape.count :].copy_(
-                stored.view(shape.hidden, shape.shared, shape.inter).transpose(0, 1)
+                stored.view(shape.hidden, shape.fused_shared, shape.inter).transpose(0, 1)
             )
             self.scales2[shape.count :].copy_(scales)
         else:
             self.w13[shape.count :, rows].copy_(
-                stored.view(shape.shared, shape.inter, shape.hidden)
+                stored.view(shape.fused_shared, shape.inter, shape.hidden)
             )
-            self.scales13[shape.count :, rows].copy_(scales.view(shape.shared, shape.inter))
+            self.scales13[shape.count :, rows].copy_(scales.view(shape.fused_shared, shape.inter))
 
     def finalize(self) -> None:
         return

@@ -69,19 +69,19 @@ def _dense(step: ExpertsStep, up: Config) -> MemoryUse:
     and up results and their gated product are allocated and released before the gated rows, and its
     result adds one row per token.
     """
-    routed = step.tokens * (step.chosen - step.shared)
-    experts = step.count - step.shared
-    if up["way"] == "hopper" and up["apart"] and step.shared:
+    routed = step.tokens * (step.chosen - step.fused_shared)
+    experts = step.count - step.fused_shared
+    if up["way"] == "hopper" and up["apart"] and step.fused_shared:
         outer, out = (
             step.tokens * rows * step.hidden * step.element
-            for rows in (step.chosen - step.shared + 1, 1)
+            for rows in (step.chosen - step.fused_shared + 1, 1)
         )
-        apart = 3 * step.tokens * step.shared * step.inter * step.element
+        apart = 3 * step.tokens * step.fused_shared * step.inter * step.element
         rows = tiled_rows(routed, experts, up["block_m"])
         most = outer + max(apart, rows * (step.inter * step.element + NUMBER_BYTES))
         return MemoryUse(most, outer) if step.parts else MemoryUse(max(most, outer + out), out)
     places = step.pairs
-    beside = step.tokens * step.shared
+    beside = step.tokens * step.fused_shared
     if up["way"] in ("hopper", "sorted"):
         wide = moe_tiles.has_wide_tiles(up, step.tokens)
         places = tiled_rows(

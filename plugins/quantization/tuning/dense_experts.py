@@ -25,8 +25,8 @@ class MoeTuner:
             if shape.prefix in shapes.quantized:
                 continue
             problem = ExpertsProblem(
-                shape.count + shape.shared,
-                shapes.topk + shape.shared,
+                shape.count + shape.fused_shared,
+                shapes.topk + shape.fused_shared,
                 shape.hidden,
                 shape.inter,
                 self._dtype,
@@ -35,7 +35,11 @@ class MoeTuner:
             label = f"E={problem.experts},N={problem.inter},H={problem.hidden}"
             found.append(
                 TuneTable(
-                    label, path, rows or moe_tuning.TOKENS, rows_in(path), (problem, shape.shared)
+                    label,
+                    path,
+                    rows or moe_tuning.TOKENS,
+                    rows_in(path),
+                    (problem, shape.fused_shared),
                 )
             )
         return found
