@@ -114,8 +114,8 @@ class Runner:
         graphs: GraphRunner,
         table: SequenceTable,
         device: str,
-        cuts: SplitPoints | None = None,
-        extension: DraftExtend | None = None,
+        split_points: SplitPoints | None = None,
+        draft_extend: DraftExtend | None = None,
         sampled_last_layer: bool = False,
     ) -> None:
         self.model = model
@@ -124,8 +124,8 @@ class Runner:
         self.sampler = sampler
         self.graphs = graphs
         self.table = table
-        self.cuts = cuts or SplitPoints()
-        self.extension = extension or DraftExtend()
+        self.split_points = split_points or SplitPoints()
+        self.draft_extend = draft_extend or DraftExtend()
         self.device = torch.device(device)
         self._copier = None if self.device.type == "cpu" else HostCopier()
         self._parted: SampledLastLayer | None = None
@@ -140,10 +140,10 @@ class Runner:
         with torch.inference_mode():
             if self._copier is not None:
                 self._copier.mark()
-            slot = self.graphs.slot_for(batch)
-            if slot is not None:
+            graph = self.graphs.graph_for(batch)
+            if graph is not None:
                 self._plan_sampling(batch)
-                return self._to_host(batch, self.step(self.graphs.fill(slot, batch))[0], [])
+                return self._to_host(batch, self.step(self.graphs.fill(graph, batch))[0], [])
             self._complete(batch)
             accepted, hidden = self.step(batch, partial(self._plan_sampling, batch))
             scored = (
@@ -158,18 +158,18 @@ class Runner:
 
         ``meanwhile`` is host work that is done before sampling, while the device computes.
         """
-        run = batch.segments.run
+        run = batch.pieces.run
         # NOTE: drafts plan attention for themselves and give the positions of the step's tokens.
         if self._speculates:
             self._feed(batch)
             if batch.num_decodes and not self._on_host:
                 run("places", partial(self._place, batch))
-        self.attention.plan_step(batch, batch.segments.part("forward"))
+        self.attention.plan_step(batch, batch.pieces.key("forward"))
         hidden, logits = run("forward", partial(self._forward, batch))
         if meanwhile is not None:
             meanwhile()
         accept = partial(self._accept, batch, logits, hidden)
-        key = None if batch.segments is DIRECT else self.sampler.capture_key()
+        key = None if batch.pieces is DIRECT else self.sampler.capture_key()
         return (accept() if key is None else run(f"accept {key}", accept)), hidden
 
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -195,7 +195,7 @@ class Runner:
     def _forward(self, batch: Batch, feeds: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         if feeds and not self._speculates:
             self._feed(batch)
-        replayed = self.graphs.pass_for(batch) if batch.segments is DIRECT else None
+        replayed = self.graphs.pass_for(batch) if batch.pieces is DIRECT else None
         if self._parted is not None and (replayed is not None or batch.ends is not None):
             hidden = self._in_parts(self._parted, replayed or self.forward, batch)
         else:

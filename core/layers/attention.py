@@ -64,7 +64,7 @@ class MlaAttention(Module):
         self._mla = context.attention.mla
         self._store = context.attention.store_mla
         self._rope = context.ops.rope
-        self._cut = context.cuts.call
+        self._at_split_point = context.split_points.call
         query = sizes.nope + sizes.rope
         direct = sizes.q_lora is None
         first = (
@@ -172,13 +172,15 @@ class MlaAttention(Module):
             first, compressed = self.input_proj.forward(x).split_with_sizes(self._halves, dim=-1)
             work = partial(self._attend_projected, at.interleaved)
             return self.o_proj.forward_parts(
-                self._cut(work, (self._query(first), compressed, at.cos_sin), self._width)
+                self._at_split_point(
+                    work, (self._query(first), compressed, at.cos_sin), self._width
+                )
             )
         first, latent, k_rope = self.input_proj.forward(x).split_with_sizes(self._split, dim=-1)
         q_nope, q_rope = self._query(first).split_with_sizes(self._split_query, dim=-1)
         q_rope, k_rope = self._rope(q_rope, k_rope.unsqueeze(1), at)
         rows = q_nope, q_rope, self.kv_norm.forward(latent), k_rope.squeeze(1)
-        return self.o_proj.forward_parts(self._cut(self._attend, rows, self._width))
+        return self.o_proj.forward_parts(self._at_split_point(self._attend, rows, self._width))
 
     def _attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
         """Call the backend with rotated queries and keys."""
@@ -269,7 +271,7 @@ class MhaAttention(Module):
         self.head_dim = head_dim
         self._mha = context.attention.mha
         self._rope = context.ops.rope
-        self._cut = context.cuts.call
+        self._at_split_point = context.split_points.call
         queries = context.parallel.shard("heads", f"{name}.q_proj", heads)
         held = kv_heads_of(queries.start, queries.size, heads, kv_heads)
         self.qkv = Linear(
@@ -308,7 +310,9 @@ class MhaAttention(Module):
             dim=1,
         )
         q, k = self._rope(q, k, at)
-        return self.o_proj.forward(self._cut(self._attend, (q, k, v), self.heads * self.head_dim))
+        return self.o_proj.forward(
+            self._at_split_point(self._attend, (q, k, v), self.heads * self.head_dim)
+        )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Call the backend."""

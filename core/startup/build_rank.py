@@ -186,8 +186,8 @@ class RankBuilder:
             graphs=self.component("graphs"),
             table=SequenceTable(sizes.max_running, sizes.positions, sizes.page_size),
             device=self.worker.device,
-            cuts=context.cuts,
-            extension=context.extension,
+            split_points=context.split_points,
+            draft_extend=context.draft_extend,
             sampled_last_layer=self.plan.sampled_last_layer,
         )
 

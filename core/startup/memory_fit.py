@@ -349,7 +349,7 @@ class RankMemory:
 class _NoGraphs:
     """A graph runner without graphs, in place while steps run eagerly."""
 
-    def slot_for(self, batch: Batch) -> None:
+    def graph_for(self, batch: Batch) -> None:
         """Return None: no step is replayed."""
         return None
 

@@ -61,7 +61,7 @@ class Batch:
     #: first cache position that is attended to; those before it are empty (a draft's batch: 1)
     first_key: int = 0
     #: runs the pieces of this step: directly, or replayed from graphs
-    segments: GraphPieces = DIRECT
+    pieces: GraphPieces = DIRECT
     # ---- set by the runner -----------------------------------------------------------------------
     input_ids: Any = None  #: torch int64 [T]
     positions: Any = None  #: torch int64 [T]

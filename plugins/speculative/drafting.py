@@ -1,8 +1,8 @@
 """Inputs of a NextN draft's passes after each step of the target.
 
-The draft's cache is shifted by one: its slot p holds the pair (the target's hidden state of token p
-- 1, token p). Slot 0 is empty, so every batch here has ``first_key`` 1. B is the rows, T the tokens
-of the target's step, D its decode rows, and W the width.
+The draft's cache is shifted by one: its KV slot p holds the pair (the target's hidden state of
+token p - 1, token p). KV slot 0 is empty, so every batch here has ``first_key`` 1. B is the rows, T
+the tokens of the target's step, D its decode rows, and W the width.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def places(batch: Batch, number: int, lengths: Tensor, page_size: int) -> DraftP
     )
 
 
-def one_more(batch: Batch, number: int, at: DraftPositions, width: int) -> Batch:
+def next_draft_batch(batch: Batch, number: int, at: DraftPositions, width: int) -> Batch:
     """Return the batch of draft pass ``number`` before the step ``batch``.
 
     The pass has one token per decode row.
@@ -228,7 +228,7 @@ def draft_batch(target: Batch, kv_lens: Ints) -> Batch:
         prompt_ids=np.zeros(0, np.int32),
         pages=target.pages[:count],
         first_key=FIRST_KEY,
-        segments=target.segments,
+        pieces=target.pieces,
         agreed=StepShape(Mode.DRAFT_DECODE, agreed.rows, agreed.rows, agreed.load),
     )
 

@@ -54,7 +54,7 @@ class TorchMha:
     def reserve(self, limits: Limits) -> None:
         self._kv = limits.kv
 
-    def plan_step(self, batch: Batch, slot: object | None) -> None:
+    def plan_step(self, batch: Batch, graph: object | None) -> None:
         self._kv_slots = batch.kv_slots
         self._groups = plan_groups(batch, self._page_size, self._limits, self._dtype, self._dtype)
 

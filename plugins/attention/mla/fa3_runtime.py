@@ -60,19 +60,19 @@ class Fa3Mla(PagedMla):
         )
 
     def plan_decode(
-        self, batch: Batch, slot: object | None, first: int, rows: int, width: int
+        self, batch: Batch, graph: object | None, first: int, rows: int, width: int
     ) -> None:
         table = batch.page_table[first : first + rows]
         lens = batch.kv_lens_device[first : first + rows]
         page = self._page_size
         if batch.first_key:
-            table, lens = self._buffers.shifted(slot, table, lens, batch.first_key, page)
+            table, lens = self._buffers.shifted(graph, table, lens, batch.first_key, page)
             page = 1
         elif (parts := mla_parts(page, width * self._heads)) > 1:
             # NOTE: if a page holds whole tiles, the kernel copies by TMA, and a NaN beyond a row's
             # end, left by another sequence, enters the sum as 0 * NaN. With smaller pages the
             # kernel takes its other path, which reads nothing beyond the end.
-            table = self._buffers.in_parts(slot, table, parts)
+            table = self._buffers.in_parts(graph, table, parts)
             page //= parts
         self._decode = _Decode(rows, page, table, lens)
 

@@ -73,7 +73,7 @@ class TorchMla:
     def reserve(self, limits: Limits) -> None:
         self._kv = limits.kv
 
-    def plan_step(self, batch: Batch, slot: object | None) -> None:
+    def plan_step(self, batch: Batch, graph: object | None) -> None:
         self._kv_slots = batch.kv_slots
         self._row = host_row(batch, self._page_size, cpu_small.ROW_QUERIES, self._row_keys)
         self._groups = (

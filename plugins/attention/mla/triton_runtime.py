@@ -42,7 +42,7 @@ class _Rows:
 class TritonMla(PagedMla):
     """MLA backend whose two kernels read the step's tensors directly.
 
-    Nothing is prepared for a step, so nothing belongs to a slot.
+    Nothing is prepared for a step, so nothing belongs to a captured graph.
     """
 
     follows = True
@@ -53,7 +53,7 @@ class TritonMla(PagedMla):
         self._rows: _Rows | None = None
 
     def plan_decode(
-        self, batch: Batch, slot: object | None, first: int, rows: int, width: int
+        self, batch: Batch, graph: object | None, first: int, rows: int, width: int
     ) -> None:
         own = slice(first, first + rows)
         tree = None if batch.tree_mask is None else batch.tree_mask[own]

@@ -80,12 +80,12 @@ class PagedMla:
     # ---- implemented by subclasses ---------------------------------------------------------------
 
     def plan_decode(
-        self, batch: Batch, slot: object | None, first: int, rows: int, width: int
+        self, batch: Batch, graph: object | None, first: int, rows: int, width: int
     ) -> None:
         """Prepare ``decode`` for ``rows`` rows from index ``first`` on, ``width`` tokens each.
 
-        Part of ``plan_step``, called only when there are such rows. If ``slot`` is given, the
-        tensors prepared for captured kernels belong to that slot.
+        Part of ``plan_step``, called only when there are such rows. If ``graph`` is given, the
+        tensors prepared for captured kernels belong to that graph.
         """
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
@@ -95,7 +95,7 @@ class PagedMla:
 
         Args:
             query: Absorbed query, [n, H, lora + rope].
-            kv: The layer's cache, [slots, lora + rope].
+            kv: The layer's cache, [kv_slots, lora + rope].
             scale: Factor of the scores.
             layer: The layer's weights and sizes.
 
@@ -111,7 +111,7 @@ class PagedMla:
 
         Args:
             query: Absorbed query, [n, H, lora + rope].
-            kv: The layer's cache, [slots, lora + rope].
+            kv: The layer's cache, [kv_slots, lora + rope].
             layer: The layer's weights and sizes.
             stored: W_UV as stored FP8 blocks [H, C, V]; None to use the 16-bit weights.
             out: Written, [n, H, v_dim].
@@ -173,11 +173,11 @@ class PagedMla:
     def reserve(self, limits: Limits) -> None:
         self._kv = tuple(layer["kv"] for layer in limits.kv)
 
-    def plan_step(self, batch: Batch, slot: object | None) -> None:
+    def plan_step(self, batch: Batch, graph: object | None) -> None:
         decodes = batch.num_decodes
         tokens = batch.decode_tokens
         if decodes:
-            self.plan_decode(batch, slot, 0, decodes, tokens // decodes)
+            self.plan_decode(batch, graph, 0, decodes, tokens // decodes)
         ragged = (
             plan_ragged(batch, self._page_size, self._most_keys) if decodes < batch.num_rows else []
         )

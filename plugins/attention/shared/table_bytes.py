@@ -35,21 +35,21 @@ def mha_parts(page_size: int) -> int:
     return page_size // SMALL_PAGE if page_size > SMALL_PAGE and page_size % SMALL_PAGE == 0 else 1
 
 
-def slots_bytes(step: DecodingRows) -> int:
-    """Return the bytes of a draft's one-token pages and row lengths (``SlotBuffers.shifted``)."""
+def shifted_bytes(step: DecodingRows) -> int:
+    """Return the bytes of a draft's one-token pages and row lengths (``GraphBuffers.shifted``)."""
     return step.rows * step.columns * step.page_size * NUMBER_BYTES if step.drafts else 0
 
 
 def fa3_mla_bytes(step: DecodingRows) -> int:
     """Return the bytes of the largest page table of ``fa3_mla``."""
     return max(
-        slots_bytes(step), _parts_bytes(step, mla_parts(step.page_size, step.width * step.heads))
+        shifted_bytes(step), _parts_bytes(step, mla_parts(step.page_size, step.width * step.heads))
     )
 
 
 def fa3_mha_bytes(step: DecodingRows) -> int:
     """Return the bytes of the largest page table of ``fa3_mha``."""
-    return max(slots_bytes(step), hopper_mha_bytes(step))
+    return max(shifted_bytes(step), hopper_mha_bytes(step))
 
 
 def hopper_mha_bytes(step: DecodingRows) -> int:
