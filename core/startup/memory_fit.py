@@ -106,14 +106,14 @@ class RankMemory:
             )
             self._reserve(small, runner.sampler)
             self.meter.mark("sampling state")
-            left = self._measure(runner, parallel)
+            measured = self._measure(runner, parallel)
         states = sum(line.bytes for line in self.plan.budget if line.name == "page states")
         page_bytes = layout.page_bytes + states // self.plan.sizes.num_pages
-        pages = pages_that_fit(self.plan, left, page_bytes, self.meter.lines)
+        pages = pages_that_fit(self.plan, measured, page_bytes, self.meter.lines)
         # NOTE: the minimum over ranks: schedulers that decide alike need pools of equal size.
         agreed = int(collectives.all_gather_numbers(np.array([pages], np.int64)).min())
         self.plan = replace(self.plan, sizes=replace(self.plan.sizes, num_pages=agreed))
-        return left
+        return measured
 
     def check_cache(self, runner: Runner) -> str | None:
         """Measure the error of an 8-bit KV cache over small pools, before the real pool exists.

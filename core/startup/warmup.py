@@ -145,9 +145,9 @@ def most_passed(runner: Runner, plan: EnginePlan) -> None:
 
 def _most(counts: Iterable[int], peaks: Iterable[int]) -> list[int]:
     """Return the largest of ``counts``, and the largest up to each of ``peaks``; descending."""
-    among = set(counts)
-    within = ([count for count in among if count <= peak] for peak in peaks)
-    return sorted({max(some) for some in (among, *within) if some}, reverse=True)
+    distinct = set(counts)
+    within = ([count for count in distinct if count <= peak] for peak in peaks)
+    return sorted({max(group) for group in (distinct, *within) if group}, reverse=True)
 
 
 def _run_prompts(runner: Runner, plan: EnginePlan, tokens: int) -> None:

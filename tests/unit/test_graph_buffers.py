@@ -55,12 +55,12 @@ def test_slots_begin_behind_the_first_key(
         assert behind.tolist() == [max(0, length - first) for length in lens.tolist()]
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_pages_in_parts_are_the_same_cache(parts: int) -> None:
+@pytest.mark.parametrize("split", [1, 2, 4])
+def test_small_pages_are_the_same_cache(split: int) -> None:
     buffers, page = roomy(6, 9 * 64, 64), 64
     table, _ = batch(0, 6, 9, page)
-    smaller = buffers.in_parts("a", table, parts)
-    assert torch.equal(kv_slots_of(smaller, page // parts), kv_slots_of(table, page))
+    smaller = buffers.small_pages("a", table, split)
+    assert torch.equal(kv_slots_of(smaller, page // split), kv_slots_of(table, page))
 
 
 @pytest.mark.parametrize("positions", [700, 4097, 16384])
@@ -79,14 +79,14 @@ def test_every_size_and_pass_lies_in_what_the_plan_counts(page: int, positions: 
             for number in (1, 2):
                 kv_slots, _ = buffers.shifted((rows, number), table, lens, 1, page)
                 places.add(kv_slots.data_ptr())
-            parts = table_bytes.mla_parts(page, 3 * 128)
-            if parts > 1:
-                places.add(buffers.in_parts((rows, "forward"), table, parts).data_ptr())
+            split = table_bytes.mla_small_pages(page, 3 * 128)
+            if split > 1:
+                places.add(buffers.small_pages((rows, "forward"), table, split).data_ptr())
         buffers.reserve(planned, CPU)  # as for the real pool, behind the small one
     assert buffers.nbytes == planned and len(places) == 1
 
 
-def test_without_room_a_slot_keeps_its_own() -> None:
+def test_without_room_a_graph_keeps_its_own() -> None:
     """Captured kernels still read one address, another for each graph."""
     buffers = GraphBuffers()
     seen = [

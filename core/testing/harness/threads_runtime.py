@@ -76,7 +76,7 @@ class ThreadCollectives:
         self.rank = worker.rank
         self.world = tuple(range(worker.ranks))
         self.meeting = MEETINGS[worker.rendezvous]
-        self._turns: dict[tuple[int, ...], int] = {}
+        self._calls: dict[tuple[int, ...], int] = {}
 
     def _exchange(self, ranks: tuple[int, ...], what: tuple[Any, ...], item: Any) -> list[Any]:
         """Return the items of ``ranks``, in their order.
@@ -89,9 +89,9 @@ class ThreadCollectives:
         if len(ranks) == 1:
             return [item]
         room = self.meeting.room(ranks)
-        turn = self._turns.get(ranks, 0)
-        self._turns[ranks] = turn + 1
-        places = room.places[turn % 2]
+        call = self._calls.get(ranks, 0)
+        self._calls[ranks] = call + 1
+        places = room.places[call % 2]
         places[ranks.index(self.rank)] = (what, item)
         try:
             room.barrier.wait(self.timeout)

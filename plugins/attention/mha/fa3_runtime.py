@@ -17,7 +17,7 @@ from glowplug.core.protocols import Limits, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.plugins.attention.shared.mha_base import PagedMha
 from glowplug.plugins.attention.shared.page_tables import GraphBuffers, decoding_rows
-from glowplug.plugins.attention.shared.table_bytes import SMALL_PAGE, fa3_mha_bytes, mha_parts
+from glowplug.plugins.attention.shared.table_bytes import SMALL_PAGE, fa3_mha_bytes, mha_small_pages
 
 
 @dataclass(eq=False)
@@ -74,8 +74,8 @@ class Fa3Mha(PagedMha):
         if batch.first_key:
             table, lens = buffers.shifted(graph, table, lens, batch.first_key, page)
             page = 1
-        elif (parts := mha_parts(page)) > 1:
-            table = buffers.in_parts(graph, table, parts)
+        elif (split := mha_small_pages(page)) > 1:
+            table = buffers.small_pages(graph, table, split)
             page = SMALL_PAGE
         return _Rows(page, table, lens)
 

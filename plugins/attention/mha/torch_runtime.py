@@ -70,13 +70,13 @@ class TorchMha:
         pool = self._kv[layer.index]
         k = store(pool["k"], self._kv_slots, k)
         v = store(pool["v"], self._kv_slots, v)
-        parts = []
+        outputs = []
         for group in self._groups:
             query = group.take(q)
             if isinstance(group, LongRow):
-                part = self._long(group, query, group.take(k), group.take(v), layer)
+                output = self._long(group, query, group.take(k), group.take(v), layer)
             elif group.bias is None:
-                part = group.unpack(
+                output = group.unpack(
                     mha.attend_causal(
                         group.pack(query),
                         group.pack(group.take(k)),
@@ -85,11 +85,11 @@ class TorchMha:
                     )
                 )
             else:
-                part = self._cached(group, query, pool, layer)
-            parts.append(part.reshape(group.tokens, layer.heads * layer.head_dim))
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts) if parts else q.new_empty(0, layer.heads * layer.head_dim)
+                output = self._cached(group, query, pool, layer)
+            outputs.append(output.reshape(group.tokens, layer.heads * layer.head_dim))
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs) if outputs else q.new_empty(0, layer.heads * layer.head_dim)
 
     def _cached(
         self, group: Group, query: Tensor, pool: Mapping[str, Tensor], layer: MhaLayer

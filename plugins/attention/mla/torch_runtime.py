@@ -109,21 +109,21 @@ class TorchMla:
             )
         latent = store(pool["latent"], self._kv_slots, latent)
         k_rope = store(pool["rope"], self._kv_slots, k_rope)
-        parts = []
+        outputs = []
         for group in self._groups:
             query = group.take(q_nope), group.take(q_rope)
             if isinstance(group, LongRow):
-                part = self._long(group, *query, group.take(latent), group.take(k_rope), layer)
+                output = self._long(group, *query, group.take(latent), group.take(k_rope), layer)
             elif group.decode and self._absorb:
-                part = self._absorbed(group, *query, pool, layer)
+                output = self._absorbed(group, *query, pool, layer)
             elif group.bias is None:
-                part = self._own(group, *query, group.take(latent), group.take(k_rope), layer)
+                output = self._own(group, *query, group.take(latent), group.take(k_rope), layer)
             else:
-                part = self._expanded(group, *query, pool, layer)
-            parts.append(part.reshape(group.tokens, layer.heads * layer.v_dim))
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts) if parts else q_nope.new_empty(0, layer.heads * layer.v_dim)
+                output = self._expanded(group, *query, pool, layer)
+            outputs.append(output.reshape(group.tokens, layer.heads * layer.v_dim))
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs) if outputs else q_nope.new_empty(0, layer.heads * layer.v_dim)
 
     def store_mla(self, latent: Tensor, k_rope: Tensor, kv_slots: Tensor, layer: MlaLayer) -> None:
         pool = self._kv[layer.index]

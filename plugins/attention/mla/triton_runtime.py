@@ -104,15 +104,15 @@ class TritonMla(PagedMla):
         mla_values.project(partial, lse, rows.lens, layer.w_uv, out, tile.block_n)
 
     def _tiled_rows(
-        self, query: Tensor, kv: Tensor, layer: MlaLayer, apart: bool = False
+        self, query: Tensor, kv: Tensor, layer: MlaLayer, merge_in_values: bool = False
     ) -> tuple[_Rows, MlaTiling]:
         """Return the step's rows and the tiling of their keys.
 
-        ``apart`` admits KV splits that ``mla_values`` merges.
+        ``merge_in_values`` admits KV splits that the value projection merges.
         """
         rows = self._rows
         assert rows is not None
-        ring = ring_fits(
+        pipeline = ring_fits(
             query.dtype, kv.dtype, self._page_size, layer.lora_rank, layer.rope_dim, query.device
         )
         return rows, tiling(
@@ -122,8 +122,8 @@ class TritonMla(PagedMla):
             rows.longest,
             query.dtype,
             kv.dtype,
-            ring,
-            apart,
+            pipeline,
+            merge_in_values,
         )
 
     def _call(

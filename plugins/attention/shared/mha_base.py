@@ -130,10 +130,10 @@ class PagedMha:
         count = self._decode_tokens
         tokens = q.shape[0]
         mha_store(k, v, kv["k"], kv["v"], self._kv_slots, self.follows and count == tokens)
-        parts = [self.decode(q[:count], kv, layer.scale)] if count else []
+        outputs = [self.decode(q[:count], kv, layer.scale)] if count else []
         if count < tokens:
-            parts.append(self.prefill(q[count:], k[count:], v[count:], kv, layer.scale))
-        if not parts:
+            outputs.append(self.prefill(q[count:], k[count:], v[count:], kv, layer.scale))
+        if not outputs:
             return q.new_empty(0, layer.heads * layer.head_dim)
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out.view(tokens, layer.heads * layer.head_dim)

@@ -88,7 +88,7 @@ class GraphBuffers:
         torch.sub(lens, first, out=behind)
         return kv_slots, behind.clamp_(min=0)
 
-    def in_parts(self, graph: object | None, table: Tensor, parts: int) -> Tensor:
+    def small_pages(self, graph: object | None, table: Tensor, split: int) -> Tensor:
         """Return the page table of the same cache in smaller pages.
 
         The result is valid until the next table is made.
@@ -96,16 +96,16 @@ class GraphBuffers:
         Args:
             graph: Key of the captured graph; None: the step is eager.
             table: Page table, int32 [R, P].
-            parts: Smaller pages per page of ``table``.
+            split: Smaller pages per page of ``table``.
 
         Returns:
-            int32 [R, P * parts].
+            int32 [R, P * split].
         """
-        place = self._place(graph, table.numel() * parts, table.device)
+        place = self._place(graph, table.numel() * split, table.device)
         torch.add(
-            table.unsqueeze(-1) * parts,
-            torch.arange(parts, dtype=torch.int32, device=table.device),
-            out=place.view(*table.shape, parts),
+            table.unsqueeze(-1) * split,
+            torch.arange(split, dtype=torch.int32, device=table.device),
+            out=place.view(*table.shape, split),
         )
         return place.view(table.shape[0], -1)
 

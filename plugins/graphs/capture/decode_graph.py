@@ -248,8 +248,8 @@ class DecodeGraph:
             own.rows[live : self._live] = shape.spare
             own.kv_lens[live : self._live] = shape.padded_length
         self._fill_pages(batch.pages, live)
-        turn = self._staging.take()
-        held = self._held(turn)
+        number = self._staging.take()
+        held = self._held(number)
         np.add((own.kv_lens - shape.width)[:, None], self._offsets, out=held.positions)
         columns = held.positions // shape.page_size
         pages = self._pages.reshape(-1)[columns + self._first_columns]
@@ -258,22 +258,22 @@ class DecodeGraph:
         held.kv_slots[live:] = self._padding[live:]
         held.rows[:] = own.rows
         held.kv_lens[:] = own.kv_lens
-        self._staging.copy(turn, held.all, self._memory)
+        self._staging.copy(number, held.all, self._memory)
         return own
 
-    def _held(self, turn: int) -> Held:
-        """Return the views of staging buffer number ``turn``."""
-        if turn not in self._views:
-            host = self._staging.buffers[turn][: len(self._memory)]
+    def _held(self, number: int) -> Held:
+        """Return the views of staging buffer ``number``."""
+        if number not in self._views:
+            host = self._staging.buffers[number][: len(self._memory)]
             parts = [
                 host[at : at + length * dtype.itemsize].numpy().view(dtype)
                 for at, (length, dtype) in zip(self.shape.offsets, self.shape.fields)
             ]
             grid = (self.shape.rows, self.shape.width)
-            self._views[turn] = Held(
+            self._views[number] = Held(
                 host, parts[0].reshape(grid), parts[1].reshape(grid), parts[2], parts[3]
             )
-        return self._views[turn]
+        return self._views[number]
 
     def _fill_pages(self, pages: NDArray[np.int32], live: int) -> None:
         """Update the page table for ``live`` rows.
@@ -291,9 +291,9 @@ class DecodeGraph:
         self._live = live
         self._pages[:live, :given] = pages
         self._pages[live:top, :columns] = 0
-        turn = self._staging.take()
+        number = self._staging.take()
         staged = (
-            self._staging.buffers[turn][: 4 * top * columns].view(torch.int32).view(top, columns)
+            self._staging.buffers[number][: 4 * top * columns].view(torch.int32).view(top, columns)
         )
         staged.numpy()[:] = self._pages[:top, :columns]
-        self._staging.copy(turn, staged, self._table[:top, :columns])
+        self._staging.copy(number, staged, self._table[:top, :columns])
