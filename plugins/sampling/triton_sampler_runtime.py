@@ -11,8 +11,8 @@ from glowplug.core.step.batch import Batch, LogprobTensors
 from glowplug.core.step.request import MAX_LOGPROBS, SamplingParams
 from glowplug.kernels.sampling import (
     edits as sampling_edits,
-    kernels as kernel,
-    logprobs as sampling_scores,
+    kernels as sampling_kernels,
+    logprobs as sampling_logprobs,
     reference,
 )
 from glowplug.plugins.sampling.row_state import (
@@ -74,7 +74,7 @@ class TritonSampler(TorchSampler):
         self._moved = False
         floats = self._floats.device
         ints = self._ints.device
-        self._parameters = kernel.RowParameters(
+        self._parameters = sampling_kernels.RowParameters(
             floats[:, TEMPERATURE],
             floats[:, MIN_P],
             floats[:, TOP_P],
@@ -185,23 +185,27 @@ class TritonSampler(TorchSampler):
         scored = bool(step & Feature.LOGPROBS)
         raw = logits.clone() if scored and step.edits else logits
         if step.edits:
-            choice = kernel.best_edited(
+            choice = sampling_kernels.best_edited(
                 logits, arrived, rows, positions, _contiguous(ahead), self._edits()
             )
         else:
-            choice = kernel.best(logits, arrived)
+            choice = sampling_kernels.best(logits, arrived)
         peaks = choice.peaks
         for feature, count in ((Feature.TOP_K, True), (Feature.TOP_P, False)):
             if step & feature:
-                kernel.cut_off(logits, choice, rows, self._parameters, GREEDY_BELOW, count, arrived)
+                sampling_kernels.cut_off(
+                    logits, choice, rows, self._parameters, GREEDY_BELOW, count, arrived
+                )
         if step & Feature.RANDOM:
-            kernel.draw(logits, choice, rows, positions, self._parameters, GREEDY_BELOW, arrived)
+            sampling_kernels.draw(
+                logits, choice, rows, positions, self._parameters, GREEDY_BELOW, arrived
+            )
         if not scored:
             return Sampled(choice.tokens, choice.bad, None)
         if step.edits:
             scores = reference.token_logprobs(raw, choice.tokens, self._step_logprobs)
         else:
-            scores = sampling_scores.token_logprobs(
+            scores = sampling_logprobs.token_logprobs(
                 raw, choice.tokens, peaks, self._step_logprobs, arrived
             )
         return Sampled(choice.tokens, choice.bad, LogprobTensors(*scores))

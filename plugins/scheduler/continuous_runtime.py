@@ -51,7 +51,7 @@ from glowplug.core.step.messages import Abort, Admitted, Finished, Stats, StepOu
 from glowplug.core.step.pages import PageAllocator
 from glowplug.core.step.request import Sequence
 from glowplug.core.step.sequence_table import SequenceTable
-from glowplug.plugins.scheduler import continuous_batch as batches, continuous_commit as commits
+from glowplug.plugins.scheduler import continuous_batch, continuous_commit
 from glowplug.plugins.scheduler.continuous import ContinuousOptions
 from glowplug.plugins.scheduler.continuous_admission import Admission
 from glowplug.plugins.scheduler.continuous_queue import QUEUED, Queue
@@ -100,7 +100,7 @@ class Continuous:
         self.policy = policy
         self.rows = Rows(table, pages, cache)
         self.queue = Queue()
-        self.scores = commits.PromptScores()
+        self.scores = continuous_commit.PromptScores()
         self.max_rows = min(sizes.max_running, table.rows, sizes.max_step_tokens // sizes.width)
         self.admission = Admission(
             self.rows,
@@ -199,7 +199,7 @@ class Continuous:
         width = self.sizes.width
         members = NO_ROWS
         kv_lens = NO_ROWS
-        chunks: list[batches.Chunk] = []
+        chunks: list[continuous_batch.Chunk] = []
         if not self.options.mixed:
             chunks = self._launch_chunks(0)
         if not chunks:
@@ -210,14 +210,16 @@ class Continuous:
             if self.options.mixed:
                 chunks = self._launch_chunks(len(members) * width, admit=not preempted)
             # NOTE: launched after the chunks: rows that end their prompt decode in the next step.
-            kv_lens = batches.launch_decodes(
+            kv_lens = continuous_batch.launch_decodes(
                 self.rows, members, width, self.sizes.context_length + width
             )
         if not len(members) and not chunks:
             return None
         self._inflight += 1
         self.stats.steps += 1
-        return batches.build(self.rows, self.stats.steps, members, kv_lens, chunks, self.sizes)
+        return continuous_batch.build(
+            self.rows, self.stats.steps, members, kv_lens, chunks, self.sizes
+        )
 
     def _reserve_decodes(self) -> tuple[Ints, bool] | None:
         """Reserve pages for the next step of the decoding rows, and preempt rows if necessary.
@@ -228,10 +230,12 @@ class Continuous:
         """
         preempted = False
         while True:
-            members = batches.launchable(self.rows)
+            members = continuous_batch.launchable(self.rows)
             short, counts = self.rows.lacking(
                 members,
-                batches.needed_tokens(self.rows, members, self.sizes.width + self.sizes.lookahead),
+                continuous_batch.needed_tokens(
+                    self.rows, members, self.sizes.width + self.sizes.lookahead
+                ),
             )
             if not len(short):
                 return members, preempted
@@ -267,7 +271,9 @@ class Continuous:
             self._complaints.add(what)
             logger.error("%s %s", self._title, what)
 
-    def _launch_chunks(self, decode_tokens: int, admit: bool = True) -> list[batches.Chunk]:
+    def _launch_chunks(
+        self, decode_tokens: int, admit: bool = True
+    ) -> list[continuous_batch.Chunk]:
         """Launch chunks of the prompts that have begun, then admit sequences and launch theirs.
 
         Together they have at most ``chunk_size`` tokens, and at most the rest of the step.
@@ -279,7 +285,7 @@ class Continuous:
             for sequence in self.admission.admit(budget - left):
                 self._note_admitted(sequence)
                 under_way.append(sequence.row)
-        return batches.launch_chunks(self.rows, budget, under_way) if under_way else []
+        return continuous_batch.launch_chunks(self.rows, budget, under_way) if under_way else []
 
     def _note_admitted(self, sequence: Sequence) -> None:
         """Count and report the first admission of a sequence, but no later one."""
@@ -302,10 +308,10 @@ class Continuous:
         )
         self._committed = batch.step
         self._inflight -= 1
-        done = commits.append(self.rows, batch, result)
+        done = continuous_commit.append(self.rows, batch, result)
         output = self._out
         self._out = StepOutput()
-        commits.report(self.rows, done, result, output)
+        continuous_commit.report(self.rows, done, result, output)
         if result.prompt_logprobs:
             self.scores.report(self.rows, batch, result.prompt_logprobs, output)
         self._count(batch, done)
@@ -314,7 +320,7 @@ class Continuous:
             self._finish(done, output)
         return output
 
-    def _publish(self, batch: Batch, done: commits.Committed) -> None:
+    def _publish(self, batch: Batch, done: continuous_commit.Committed) -> None:
         """Cache the prompts that this step completed; ``release`` caches those of ended rows."""
         if batch.num_decodes == batch.num_rows:
             return
@@ -325,16 +331,16 @@ class Continuous:
         if first < len(done.at):
             self.admission.retry()
 
-    def _finish(self, done: commits.Committed, output: StepOutput) -> None:
+    def _finish(self, done: continuous_commit.Committed, output: StepOutput) -> None:
         for i in np.flatnonzero(done.done).tolist():
-            end = commits.finish_of(self.rows, done, i)
+            end = continuous_commit.finish_of(self.rows, done, i)
             self.rows.release(int(done.rows[i]), keep=not done.bad[i])
             self.scores.forget(end.id)
             output.finished.append(end)
             self._count_end(end.reason)
         self.admission.retry()
 
-    def _count(self, batch: Batch, done: commits.Committed) -> None:
+    def _count(self, batch: Batch, done: continuous_commit.Committed) -> None:
         self.stats.output_tokens += int(done.counts.sum())
         if self.sizes.width > 1:
             decodes = int(np.searchsorted(done.at, batch.num_decodes))

@@ -21,7 +21,7 @@ from glowplug.core.layers.moe import Moe, MoeSizes
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.testing.harness.build import build_context
 from glowplug.kernels.moe.route import route
-from glowplug.plugins.quantization.dense import experts_cuda as dense_cuda
+from glowplug.plugins.quantization.dense import experts_cuda
 from tests.support.tiny import CONFIGS
 
 SIZES = MoeSizes(hidden=32, width=16, experts=5, topk=2, shared=32, sigmoid=False)
@@ -79,17 +79,17 @@ def filled(fused: bool, sets_ready: bool = True) -> Moe:
 @pytest.mark.parametrize("tokens", [0, 1, 5, 32, 33, 40])
 def test_the_same_mixture(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Early where tokens share wide tiles; the ready flag is cleared each time."""
-    monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: True))
+    monkeypatch.setattr(experts_cuda, "dependent_launch", SimpleNamespace(supported=lambda: True))
     plain, fused = filled(False), filled(True)
     assert (plain.gate.fused_shared, fused.gate.fused_shared, fused.shared) == (0, 2, None)
     flags: list[Tensor] = []
-    finish = dense_cuda.Started.finish
+    finish = experts_cuda.Started.finish
 
-    def seen(started: dense_cuda.Started, ids: Tensor, weights: Tensor) -> Any:
+    def seen(started: experts_cuda.Started, ids: Tensor, weights: Tensor) -> Any:
         flags.append(started.ready.clone())
         return finish(started, ids, weights)
 
-    monkeypatch.setattr(dense_cuda.Started, "finish", seen)
+    monkeypatch.setattr(experts_cuda.Started, "finish", seen)
     for seed in range(2):
         x = torch.randn(tokens, SIZES.hidden, generator=torch.Generator().manual_seed(seed))
         torch.testing.assert_close(fused.forward(x), plain.forward(x), atol=1e-5, rtol=1e-4)
@@ -99,9 +99,9 @@ def test_the_same_mixture(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_table_without_a_gate_that_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its shared expert is fused all the same, and starts when the gate has chosen."""
-    monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: True))
+    monkeypatch.setattr(experts_cuda, "dependent_launch", SimpleNamespace(supported=lambda: True))
     plain, fused = filled(False), filled(True, sets_ready=False)
-    monkeypatch.setattr(dense_cuda.CudaExperts, "start", refused)
+    monkeypatch.setattr(experts_cuda.CudaExperts, "start", refused)
     x = torch.randn(40, SIZES.hidden, generator=torch.Generator().manual_seed(5))
     assert fused.gate.fused_shared == 2 and not fused.gate.sets_ready
     torch.testing.assert_close(fused.forward(x), plain.forward(x), atol=1e-5, rtol=1e-4)
@@ -110,15 +110,15 @@ def test_a_table_without_a_gate_that_signals(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_step_that_failed_behind_its_gate_leaves_no_ready_flag(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: True))
+    monkeypatch.setattr(experts_cuda, "dependent_launch", SimpleNamespace(supported=lambda: True))
     fused, x = (
         filled(True),
         torch.randn(40, SIZES.hidden, generator=torch.Generator().manual_seed(3)),
     )
     wanted, method = fused.forward(x), fused.experts.method
-    assert isinstance(method, dense_cuda.CudaExperts)
+    assert isinstance(method, experts_cuda.CudaExperts)
     with monkeypatch.context() as failing, pytest.raises(torch.OutOfMemoryError):
-        failing.setattr(dense_cuda.moe_experts, "products", refused)
+        failing.setattr(experts_cuda.moe_experts, "products", refused)
         fused.forward(x)
     assert method._ready.tolist() == [1, 0]
     few = fused.forward(x[:5])  # which begins nothing early
@@ -133,9 +133,9 @@ def refused(*_: Any, **__: Any) -> None:
 
 
 def test_not_on_cards_before_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: False))
+    monkeypatch.setattr(experts_cuda, "dependent_launch", SimpleNamespace(supported=lambda: False))
     method = filled(True).experts.method
     assert (
-        isinstance(method, dense_cuda.CudaExperts)
+        isinstance(method, experts_cuda.CudaExperts)
         and method.start(torch.zeros(40, SIZES.hidden), 4) is None
     )

@@ -15,7 +15,7 @@ from glowplug.core.engine.engine import Engine
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plan.plan import BudgetLine, EnginePlan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.startup import memory_fit as fitting
+from glowplug.core.startup import memory_fit
 from glowplug.core.startup.build_rank import build_rank
 from glowplug.core.startup.memory_gauge import HostGauge, MemoryMeter
 from glowplug.core.startup.page_fit import MeasuredMemory, compared, pages_that_fit
@@ -143,7 +143,7 @@ def started(
             plan.sizes, least_pages=plan.sizes.num_pages - 10, most_pages=plan.sizes.num_pages + 10
         ),
     )
-    monkeypatch.setattr(fitting, "gauge_of", lambda device: gauge)
+    monkeypatch.setattr(memory_fit, "gauge_of", lambda device: gauge)
     return plan, build_rank(plan, 0, plugins, lambda phase, done, total: None, note=notes.append)
 
 
@@ -230,7 +230,7 @@ def test_running_out_of_memory_is_told_by_phase(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(fitting, "most_tokens", fail)
+    monkeypatch.setattr(memory_fit, "most_tokens", fail)
     with pytest.raises(
         GlowplugError,
         match=r"out of device memory in phase kernels; measured so far: weights .*chunk",

@@ -11,7 +11,7 @@ from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
-from glowplug.kernels.mha import reference as mha
+from glowplug.kernels.mha import reference as mha_reference
 from glowplug.kernels.paged.merge_states_reference import merge_states
 from glowplug.plugins.attention.mha.torch import TorchMhaOptions
 from glowplug.plugins.attention.shared.kv_layout import local_kv_heads, mha_layout
@@ -77,7 +77,7 @@ class TorchMha:
                 output = self._long(group, query, group.take(k), group.take(v), layer)
             elif group.bias is None:
                 output = group.unpack(
-                    mha.attend_causal(
+                    mha_reference.attend_causal(
                         group.pack(query),
                         group.pack(group.take(k)),
                         group.pack(group.take(v)),
@@ -97,16 +97,18 @@ class TorchMha:
         assert group.bias is not None
         key = group.gather(pool["k"]).to(query.dtype)
         value = group.gather(pool["v"]).to(query.dtype)
-        return group.unpack(mha.attend(group.pack(query), key, value, layer.scale, group.bias))
+        return group.unpack(
+            mha_reference.attend(group.pack(query), key, value, layer.scale, group.bias)
+        )
 
     def _long(
         self, row: LongRow, query: Tensor, key: Tensor, value: Tensor, layer: MhaLayer
     ) -> Tensor:
         pool = self._kv[layer.index]
-        state = mha.partial_attention(query, key, value, layer.scale, causal=True)
+        state = mha_reference.partial_attention(query, key, value, layer.scale, causal=True)
         for kv_slots in row.pieces:
             cached = pool["k"].index_select(0, kv_slots), pool["v"].index_select(0, kv_slots)
             state = merge_states(
-                *state, *mha.partial_attention(query, *cached, layer.scale, causal=False)
+                *state, *mha_reference.partial_attention(query, *cached, layer.scale, causal=False)
             )
         return state[0].to(query.dtype)

@@ -12,8 +12,8 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.elementwise import cpu_small
-from glowplug.kernels.mha import reference as mha
-from glowplug.kernels.mla import reference as mla
+from glowplug.kernels.mha import reference as mha_reference
+from glowplug.kernels.mla import reference as mla_reference
 from glowplug.kernels.paged.merge_states_reference import merge_states
 from glowplug.plugins.attention.mla.torch import TorchMlaOptions
 from glowplug.plugins.attention.shared.kv_layout import kv_layers
@@ -144,9 +144,11 @@ class TorchMla:
         assert group.bias is not None
         latent = group.gather(pool["latent"]).to(q_nope.dtype)
         rope = group.gather(pool["rope"]).to(q_nope.dtype)
-        q_latent = group.pack(mla.absorb_query(q_nope, layer.w_uk))
-        out = mla.attend_latent(q_latent, group.pack(q_rope), latent, rope, layer.scale, group.bias)
-        return mla.project_output(group.unpack(out), layer.w_uv)
+        q_latent = group.pack(mla_reference.absorb_query(q_nope, layer.w_uk))
+        out = mla_reference.attend_latent(
+            q_latent, group.pack(q_rope), latent, rope, layer.scale, group.bias
+        )
+        return mla_reference.project_output(group.unpack(out), layer.w_uv)
 
     def _own(
         self,
@@ -160,7 +162,9 @@ class TorchMla:
         key, value = _expand(latent, rope, layer)
         query = torch.cat((q_nope, q_rope), dim=-1)
         return group.unpack(
-            mha.attend_causal(group.pack(query), group.pack(key), group.pack(value), layer.scale)
+            mha_reference.attend_causal(
+                group.pack(query), group.pack(key), group.pack(value), layer.scale
+            )
         )
 
     def _expanded(
@@ -177,7 +181,7 @@ class TorchMla:
         rope = group.gather(pool["rope"]).flatten(0, 1)
         key, value = _expand(latent.to(q_nope.dtype), rope.to(q_nope.dtype), layer)
         query = group.pack(torch.cat((q_nope, q_rope), dim=-1))
-        out = mha.attend(
+        out = mha_reference.attend(
             query, key.view(*shape, -1), value.view(*shape, -1), layer.scale, group.bias
         )
         return group.unpack(out)
@@ -194,7 +198,7 @@ class TorchMla:
         pool = self._kv[layer.index]
         dtype = q_nope.dtype
         query = torch.cat((q_nope, q_rope), dim=-1)
-        state = mha.partial_attention(
+        state = mha_reference.partial_attention(
             query, *_expand(latent, rope, layer), layer.scale, causal=True
         )
         for kv_slots in row.pieces:
@@ -202,7 +206,9 @@ class TorchMla:
                 pool["latent"].index_select(0, kv_slots).to(dtype),
                 pool["rope"].index_select(0, kv_slots).to(dtype),
             )
-            part = mha.partial_attention(query, *_expand(*cached, layer), layer.scale, causal=False)
+            part = mha_reference.partial_attention(
+                query, *_expand(*cached, layer), layer.scale, causal=False
+            )
             state = merge_states(*state, *part)
         return state[0].to(dtype)
 

@@ -10,7 +10,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import MlaLayer, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.formats.fp8 import Blocks
-from glowplug.kernels.mla import value_projection as mla_values
+from glowplug.kernels.mla import value_projection
 from glowplug.kernels.mla.decode import MlaTiling, decode_parts, mla_decode, ring_fits, tiling
 from glowplug.kernels.mla.prefill import mla_prefill
 from glowplug.plugins.attention.mla.triton import TritonMlaOptions
@@ -85,7 +85,7 @@ class TritonMla(PagedMla):
         self, query: Tensor, kv: Tensor, layer: MlaLayer, stored: Blocks | None, out: Tensor
     ) -> None:
         rows, tile = self._tiled_rows(
-            query, kv, layer, stored is None and mla_values.fits(layer.lora_rank, layer.v_dim)
+            query, kv, layer, stored is None and value_projection.fits(layer.lora_rank, layer.v_dim)
         )
         if not tile.apart:
             return super().decode_values(query, kv, layer, stored, out)
@@ -101,7 +101,7 @@ class TritonMla(PagedMla):
             rows.first_key,
             rows.tree,
         )
-        mla_values.project(partial, lse, rows.lens, layer.w_uv, out, tile.block_n)
+        value_projection.project(partial, lse, rows.lens, layer.w_uv, out, tile.block_n)
 
     def _tiled_rows(
         self, query: Tensor, kv: Tensor, layer: MlaLayer, merge_in_values: bool = False

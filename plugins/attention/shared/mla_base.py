@@ -21,8 +21,8 @@ from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, RopeRows, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.formats.fp8 import BLOCK, Blocks
-from glowplug.kernels.mla import reference as mla
-from glowplug.kernels.paged import merge_states_reference as merge
+from glowplug.kernels.mla import reference as mla_reference
+from glowplug.kernels.paged import merge_states_reference
 from glowplug.plugins.attention.shared.absorbed import stored_is_faster
 from glowplug.plugins.attention.shared.kv_layout import kv_layers
 from glowplug.plugins.attention.shared.prefill_bytes import most_keys
@@ -326,7 +326,7 @@ def _kernels(
     """
     if device.type == "cuda":
         from glowplug.kernels.mla import expand as mla_expand, prologue as mla_prologue
-        from glowplug.kernels.paged import merge_states as triton_merge
+        from glowplug.kernels.paged import merge_states
 
-        return mla_prologue, mla_expand.expand, triton_merge.merge_into
-    return mla, mla.expand, merge.merge_into
+        return mla_prologue, mla_expand.expand, merge_states.merge_into
+    return mla_reference, mla_reference.expand, merge_states_reference.merge_into

@@ -23,9 +23,9 @@ from glowplug.core.protocols import (
     WeightTarget,
     Worker,
 )
-from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant
+from glowplug.kernels.formats import fp8, fp8_triton
 from glowplug.kernels.moe import gemm_hopper as moe_gemm_hopper
-from glowplug.kernels.moe.fp8 import gemm as moe_gemm_fp8, tiles as moe_fp8_tiles
+from glowplug.kernels.moe.fp8 import gemm as moe_fp8_gemm, tiles as moe_fp8_tiles
 from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.quantization.block_fp8.cpu import BlockFp8
 from glowplug.plugins.quantization.block_fp8.cutlass import CutlassExperts
@@ -80,7 +80,7 @@ def grouped(wanted: str) -> GroupedExperts:
 def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
     """Return values and scales of activations, quantising them if their producer has not."""
     if not isinstance(x, Quantized):
-        return fp8_quant.quantize(x)
+        return fp8_triton.quantize(x)
     assert x.scales is not None, f"activations in {FORMAT} have scales"
     return x.values, x.scales
 
@@ -269,5 +269,5 @@ class Fp8ExpertsCuda:
         config = moe_fp8_tiles.config_for(
             tokens, per_token, self.count, self.inter, self.shape.hidden, self._has_hopper
         )
-        rows = moe_gemm_fp8.products(values, scales, *held, ids, weights, self._dtype, config)
+        rows = moe_fp8_gemm.products(values, scales, *held, ids, weights, self._dtype, config)
         return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)

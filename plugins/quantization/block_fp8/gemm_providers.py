@@ -14,7 +14,7 @@ from torch import Tensor
 
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plugin.byte_costs import ROUND_TOKENS
-from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch import tuned_tables
 from glowplug.plugins.quantization.block_fp8.plugin import SIXTEEN_BIT_ONLY
 from glowplug.plugins.quantization.shared import provider_choice
 from glowplug.plugins.quantization.shared.libraries import library
@@ -280,7 +280,7 @@ class Providers:
             return
         measured = self._measured.get((columns, depth))
         if measured:
-            yield tuned.nearest(measured, rows)
+            yield tuned_tables.nearest(measured, rows)
         yield from (
             provider_choice.UNMEASURED_FEW_ROWS
             if rows <= provider_choice.FEW_ROWS_MAX
@@ -290,9 +290,9 @@ class Providers:
 
 def measured_table() -> provider_choice.Table:
     """Return the current GPU's table; empty if there are no measurements."""
-    return provider_choice.measured(provider_choice.FP8.kind, tuned.device_name())
+    return provider_choice.measured(provider_choice.FP8.kind, tuned_tables.device_name())
 
 
 def provider_path() -> Path:
     """Return the file of the current GPU's table."""
-    return provider_choice.table_path(provider_choice.FP8.kind, tuned.device_name())
+    return provider_choice.table_path(provider_choice.FP8.kind, tuned_tables.device_name())

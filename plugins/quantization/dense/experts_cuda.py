@@ -11,7 +11,7 @@ from torch import Tensor
 
 from glowplug.core.layers.module import Target
 from glowplug.core.protocols import ExpertsShape, Parts, Quantized, WeightTarget
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.moe import experts as moe_experts
 from glowplug.kernels.moe.gemm import Early
 from glowplug.kernels.moe.sum import moe_sum
@@ -92,7 +92,7 @@ class CudaExperts:
 
     def start(self, x: Tensor, width: int) -> Started | None:
         """Launch the work that may precede the gate; see ``ExpertsMethod``."""
-        if not dependent.supported():
+        if not dependent_launch.supported():
             return None
         early = moe_experts.begin(x, self.w13, width, self.shape.fused_shared, self._ready)
         if early is None:

@@ -24,9 +24,9 @@ from glowplug.core.protocols import (
     WeightTarget,
     Worker,
 )
-from glowplug.kernels.formats import int8, int8_triton as int8_quant
+from glowplug.kernels.formats import int8, int8_triton
 from glowplug.kernels.gemm import int8 as int8_gemm
-from glowplug.kernels.moe.narrow import int8 as moe_gemm_int8
+from glowplug.kernels.moe.narrow import int8 as moe_int8
 from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.quantization.dense.experts_cuda import shared_slices
 from glowplug.plugins.quantization.dense.layers import Biased, expert_slices, linear_slices
@@ -120,7 +120,7 @@ class Int8Gemm:
 def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
     """Return values and scales of activations, quantising them if their producer has not."""
     if not isinstance(x, Quantized):
-        return int8_quant.quantize(x)
+        return int8_triton.quantize(x)
     assert x.scales is not None, f"activations in {FORMAT} have scales"
     return x.values, x.scales
 
@@ -242,7 +242,7 @@ class Int8ExpertsCuda:
         return
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
-        rows = moe_gemm_int8.expert_rows(
+        rows = moe_int8.expert_rows(
             *quantized(x), self.w13, self.scales13, self.w2, self.scales2, ids, weights, self._dtype
         )
         return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)

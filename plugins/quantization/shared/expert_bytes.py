@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from glowplug.core.plugin.byte_costs import NUMBER_BYTES, ExpertsStep, MemoryUse, tiled_rows
-from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.launch.cards import HOPPER
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe import tiles as moe_tiles
@@ -41,7 +41,7 @@ def dense_experts(step: ExpertsStep) -> MemoryUse:
     """
     problem = moe_tiles.ExpertsProblem(step.count, step.chosen, step.hidden, step.inter, step.dtype)
     machine = (step.card or "cpu", step.packages.get("triton", ""))
-    measured = tuned.table(problem.table_on(machine)) or {}
+    measured = tuned_tables.table(problem.table_on(machine)) or {}
     works = [
         _dense(replace(step, tokens=tokens), moe_tiles.pick(problem, tokens, measured)["up"])
         for tokens in _peak_tokens(measured, step.tokens)

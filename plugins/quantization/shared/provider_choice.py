@@ -16,7 +16,7 @@ from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.options import QuantizationOptions
-from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.launch.cards import LIBRARIES as LIBRARY_CARDS, TILES
 from glowplug.plugins.quantization.awq.plugin import AwqOptions
 from glowplug.plugins.quantization.block_fp8.plugin import LIBRARIES, BlockFp8Options
@@ -162,7 +162,7 @@ def _candidates(choice: GemmChoice, packages: Mapping[str, str]) -> str:
 
 def table_path(kind: str, card: str) -> Path:
     """Return the file of the fastest providers on ``card``, by shape and row count."""
-    return tuned.FOLDER / f"{kind},device_name={tuned.spelt(card)}.json"
+    return tuned_tables.FOLDER / f"{kind},device_name={tuned_tables.spelt(card)}.json"
 
 
 def measured(kind: str, card: str) -> Table:
@@ -176,7 +176,7 @@ def measured_cards(kind: str) -> list[str]:
     """Return the names of the GPUs that have a table of ``kind``."""
     return sorted(
         path.stem.partition("device_name=")[2].replace("_", " ")
-        for path in tuned.FOLDER.glob(f"{kind},device_name=*.json")
+        for path in tuned_tables.FOLDER.glob(f"{kind},device_name=*.json")
     )
 
 
@@ -194,7 +194,9 @@ class ByShape:
 
     def __init__(self, kind: str, rule: RowRule, table: Table | None = None) -> None:
         self._rule = rule
-        self._measured = by_shape(measured(kind, tuned.device_name()) if table is None else table)
+        self._measured = by_shape(
+            measured(kind, tuned_tables.device_name()) if table is None else table
+        )
         self._picked: dict[tuple[int, int, int], str] = {}
 
     def pick(self, rows: int, columns: int, depth: int) -> str:
@@ -214,7 +216,7 @@ class ByShape:
                 shape,
             ),
         )
-        return tuned.nearest(self._measured[near], rows)
+        return tuned_tables.nearest(self._measured[near], rows)
 
 
 def by_shape(table: Table) -> dict[tuple[int, int], dict[int, str]]:

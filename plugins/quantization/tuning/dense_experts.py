@@ -8,7 +8,7 @@ from pathlib import Path
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols.tuning import LayerShapes, Log, TuneTable
-from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.moe import tuning as moe_tuning
 from glowplug.kernels.moe.tiles import ExpertsProblem
 
@@ -31,7 +31,7 @@ class MoeTuner:
                 shape.inter,
                 self._dtype,
             )
-            path = tuned.FOLDER / problem.table_name
+            path = tuned_tables.FOLDER / problem.table_name
             label = f"E={problem.experts},N={problem.inter},H={problem.hidden}"
             found.append(
                 TuneTable(
