@@ -42,6 +42,7 @@ from glowplug.plugins.quantization.block_fp8.weights import (
 )
 from glowplug.plugins.quantization.dense.layers import PARTS13, Biased, expert_slices, linear_slices
 from glowplug.plugins.quantization.shared.expert_bytes import provider_for_dtype
+from glowplug.plugins.quantization.shared.quantized_input import quantized
 
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
@@ -75,14 +76,6 @@ def grouped(wanted: str) -> GroupedExperts:
     if wanted == "deep_gemm_masked":
         return Masked()
     return CutlassExperts() if wanted == "cutlass" else Grouped(wanted)
-
-
-def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
-    """Return values and scales of activations, quantising them if their producer has not."""
-    if not isinstance(x, Quantized):
-        return fp8_triton.quantize(x)
-    assert x.scales is not None, f"activations in {FORMAT} have scales"
-    return x.values, x.scales
 
 
 class Fp8LinearCuda(Biased):
@@ -139,7 +132,7 @@ class Fp8LinearCuda(Biased):
         yield from self.bias_targets()
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
-        values, scales = quantized(x)
+        values, scales = quantized(x, fp8_triton.quantize)
         rows, depth = values.shape
         if not rows:
             return torch.empty(0, self.columns, dtype=self._dtype, device=values.device)
@@ -259,7 +252,7 @@ class Fp8ExpertsCuda:
         return
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
-        values, scales = quantized(x)
+        values, scales = quantized(x, fp8_triton.quantize)
         tokens, per_token = ids.shape
         if not tokens:
             return torch.empty(0, self.shape.hidden, dtype=self._dtype, device=values.device)

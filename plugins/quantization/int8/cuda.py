@@ -33,6 +33,7 @@ from glowplug.plugins.quantization.dense.layers import Biased, expert_slices, li
 from glowplug.plugins.quantization.int8.cpu import Int8Source, Put, W8A8Int8
 from glowplug.plugins.quantization.shared.libraries import library
 from glowplug.plugins.quantization.shared.provider_choice import INT8, INT8_ROWS, ByShape, Table
+from glowplug.plugins.quantization.shared.quantized_input import quantized
 
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.int8.plugin import W8A8Int8Options
@@ -117,14 +118,6 @@ class Int8Gemm:
         return self._fastest.pick(rows, columns, depth) if self._wanted == "auto" else self._wanted
 
 
-def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
-    """Return values and scales of activations, quantising them if their producer has not."""
-    if not isinstance(x, Quantized):
-        return int8_triton.quantize(x)
-    assert x.scales is not None, f"activations in {FORMAT} have scales"
-    return x.values, x.scales
-
-
 class Int8LinearCuda(Biased):
     """``LinearMethod`` in int8, with fused matrices stacked along the rows.
 
@@ -158,7 +151,7 @@ class Int8LinearCuda(Biased):
         yield from self.bias_targets()
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
-        values, scales = quantized(x)
+        values, scales = quantized(x, int8_triton.quantize)
         return self._multiply(values, scales, self.weight, self.scales, self._dtype, self.bias)
 
     def dense(self) -> Tensor:
@@ -243,6 +236,13 @@ class Int8ExpertsCuda:
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
         rows = moe_int8.expert_rows(
-            *quantized(x), self.w13, self.scales13, self.w2, self.scales2, ids, weights, self._dtype
+            *quantized(x, int8_triton.quantize),
+            self.w13,
+            self.scales13,
+            self.w2,
+            self.scales2,
+            ids,
+            weights,
+            self._dtype,
         )
         return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)
