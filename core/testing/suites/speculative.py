@@ -68,37 +68,48 @@ def step(
         kv_lens: tokens of each row's cache after this step.
         samples: whether each row yields a token.
     """
+    count = len(rows)
     query_lens = np.asarray(queries, np.int32)
-    lens = np.asarray(kv_lens, np.int32)
-    mode = (
-        Mode.PREFILL if decodes < len(rows) else Mode.DECODE if max(queries) == 1 else Mode.VERIFY
-    )
+    decoding = Mode.DECODE if max(queries) == 1 else Mode.VERIFY
     batch = Batch(
         step=1,
-        mode=mode,
+        mode=Mode.PREFILL if decodes < count else decoding,
         rows=np.asarray(rows, np.int32),
-        epochs=np.zeros(len(rows), np.int64),
+        epochs=np.zeros(count, np.int64),
         num_decodes=decodes,
         query_lens=query_lens,
-        kv_lens=lens,
+        kv_lens=np.asarray(kv_lens, np.int32),
         samples=np.asarray(samples, np.bool_),
         prompt_ids=np.zeros(int(query_lens[decodes:].sum()), np.int32),
-        pages=np.zeros((len(rows), 4), np.int32),
+        pages=np.zeros((count, 4), np.int32),
     )
-    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
-    batch.row_ids = torch.tensor(rows)
+    _set_device_fields(batch)
+    return batch
+
+
+def _set_device_fields(batch: Batch) -> None:
+    """Set the fields that the runner would set, on the CPU; all page numbers and KV slots are 0."""
+    lens = batch.kv_lens
+    starts = np.concatenate([[0], np.cumsum(batch.query_lens)]).astype(np.int32)
+    owner = np.repeat(np.arange(batch.num_rows), batch.query_lens)
+    positions = np.arange(len(owner)) - starts[owner] + (lens - batch.query_lens)[owner]
+    batch.row_ids = torch.from_numpy(batch.rows).long()
     batch.kv_lens_device = torch.from_numpy(lens)
     batch.query_starts = torch.from_numpy(starts)
-    batch.page_table = torch.zeros(len(rows), 4, dtype=torch.int32)
-    owner = np.repeat(np.arange(len(rows)), query_lens)
-    at = np.arange(len(owner)) - starts[owner] + (lens - query_lens)[owner]
-    batch.positions = torch.from_numpy(at)
+    batch.page_table = torch.from_numpy(batch.pages)
+    batch.positions = torch.from_numpy(positions)
     batch.kv_slots = torch.zeros(len(owner), dtype=torch.int64)
     batch.input_ids = torch.ones(len(owner), dtype=torch.int64)
-    if decodes < len(rows):
-        ends = [int(starts[i + 1]) - 1 for i in range(decodes, len(rows)) if samples[i]]
-        batch.logits_index = torch.tensor([*range(int(starts[decodes])), *ends], dtype=torch.int64)
-    return batch
+    if batch.num_decodes < batch.num_rows:
+        batch.logits_index = _logits_index(batch, starts)
+
+
+def _logits_index(batch: Batch, starts: NDArray[np.int32]) -> Tensor:
+    """Return the indices of decode tokens and of the last tokens of prompts that sample."""
+    decodes = batch.num_decodes
+    sampling = np.flatnonzero(batch.samples[decodes:]) + decodes
+    index = np.concatenate([np.arange(starts[decodes]), starts[sampling + 1] - 1])
+    return torch.from_numpy(index).long()
 
 
 def likely(tokens: list[int]) -> Tensor:
@@ -167,18 +178,17 @@ class SpeculativeSuite:
         assert made.counts.tolist() == [0, 1, 0] and made.tokens[1, 0] == 10
 
     def test_decoding_rows_accept_at_least_one(self, algorithm: SpeculativeAlgorithm) -> None:
-        self.accept(algorithm, step([3, 0], 0, [2, 2], [2, 2], [True] * 2), [4, 5])
+        both = [True] * 2
+        self.accept(algorithm, step([3, 0], 0, [2, 2], [2, 2], both), [4, 5])
         width = algorithm.width()
-        batch = step([0, 3], 2, [width] * 2, [2 + width] * 2, [True] * 2)
+        batch = step([0, 3], 2, [width] * 2, [2 + width] * 2, both)
         batch.input_ids = algorithm.draft(batch).flatten()
-        made = self.accept(algorithm, batch, [6 + i for i in range(2 * width)])
+        made = self.accept(algorithm, batch, list(range(6, 6 + 2 * width)))
         assert ((made.counts >= 1) & (made.counts <= width)).all()
         assert made.tokens[:, 0].tolist() == [6, 6 + width], "the first token is the target's"
-        last = [int(made.tokens[i, int(made.counts[i]) - 1]) for i in range(2)]
-        assert (
-            algorithm.draft(step([3, 0], 2, [width] * 2, [9] * 2, [True] * 2))[:, 0].tolist()
-            == last[::-1]
-        )
+        last = made.tokens.gather(1, made.counts.long()[:, None] - 1).flatten().tolist()
+        following = algorithm.draft(step([3, 0], 2, [width] * 2, [9] * 2, both))
+        assert following[:, 0].tolist() == last[::-1]
 
     def test_rows_do_not_mix(self, algorithm: SpeculativeAlgorithm) -> None:
         """Computing one row does not change the other rows' next tokens."""
