@@ -15,8 +15,8 @@ import random
 import pytest
 
 from glowplug.core.testing.harness.drive import sequence
-from glowplug.core.testing.harness.fake_model import reference
 from glowplug.core.testing.harness.plans import VOCAB
+from glowplug.core.testing.harness.prefix_hash import reference
 from glowplug.core.testing.suites.scheduler_base import (
     SEEDS,
     ManualClock as ManualClock,

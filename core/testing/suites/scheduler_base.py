@@ -10,8 +10,8 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, Scheduler, SchedulingPolicy
 from glowplug.core.step.request import Sequence
 from glowplug.core.testing.harness.drive import Drive
-from glowplug.core.testing.harness.fake_model import reference
 from glowplug.core.testing.harness.plans import VOCAB, bare_plan
+from glowplug.core.testing.harness.prefix_hash import reference
 from glowplug.core.testing.harness.simple import FirstCome, KeepsNothing
 
 SEEDS = range(3)
