@@ -1,6 +1,6 @@
 """The model runner: converts a scheduled batch to tensors, runs the model and returns the result.
 
-``launch`` only enqueues device work and returns an :class:`InFlight`; the host waits in
+``launch`` only enqueues device work and returns an ``InFlight``; the host waits in
 ``InFlight.wait``, one step later when steps overlap. This module is independent of the model, the
 attention backend and the speculative algorithm.
 """
@@ -8,14 +8,14 @@ attention backend and the speculative algorithm.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from glowplug.core.engine.device_fields import flatten, host_arrays, logits_index, set_device_fields
+from glowplug.core.engine.in_flight import InFlight, pack, tensors_of
 from glowplug.core.plan.budget.step import SCORED
 from glowplug.core.protocols import (
     AttentionBackend,
@@ -25,80 +25,14 @@ from glowplug.core.protocols import (
     Sampler,
     SpeculativeAlgorithm,
 )
-from glowplug.core.step.batch import Accepted, Batch, PromptLogprobs, StepResult
+from glowplug.core.step.batch import Accepted, Batch, PromptLogprobs
 from glowplug.core.step.graph_pieces import DIRECT, DraftExtend, SplitPoints
 from glowplug.core.step.sampled_last_layer import HostEnds
 from glowplug.core.step.sequence_table import SequenceTable
 from glowplug.core.step.to_device import kv_slots_at, send
-from glowplug.core.step.to_host import Copy, HostCopier
+from glowplug.core.step.to_host import HostCopier
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
-
-
-@dataclass(eq=False)
-class InFlight:
-    """A launched step."""
-
-    batch: Batch
-    accepted: Accepted
-    prompt_logprobs: list[PromptLogprobs]
-    copy: Copy | None  #: copy of the results to the host; None if the device is the host
-
-    @property
-    def waited(self) -> float | None:
-        """Seconds without device work before the step; None if the device is the host.
-
-        It is valid once ``wait`` has returned.
-        """
-        return None if self.copy is None else self.copy.waited()
-
-    def wait(self) -> StepResult:
-        """Wait for the results and return them; call it once."""
-        found = (
-            [part.numpy() for part in tensors_of(self.accepted)]
-            if self.copy is None
-            else self.copy.wait()
-        )
-        if len(found) == 1:
-            found = unpack(found[0], *self.accepted.tokens.shape)
-        # NOTE: rows behind those of the batch are padding rows of a captured step
-        rows = self.batch.num_rows
-        scores = found[3:]
-        if scores:
-            scores = [part[: rows * self.accepted.tokens.shape[1]] for part in scores]
-        logprobs = (scores[0], scores[1], scores[2]) if scores else None
-        return StepResult(
-            found[0][:rows], found[1][:rows], found[2][:rows], logprobs, self.prompt_logprobs
-        )
-
-
-def tensors_of(accepted: Accepted) -> list[torch.Tensor]:
-    """Return the tensors of a step that the host reads.
-
-    They are tokens, counts, bad and any log-probabilities; without the latter ``packed`` if set.
-    """
-    scores = accepted.logprobs
-    if accepted.packed is not None and scores is None:
-        return [accepted.packed]
-    found = [accepted.tokens, accepted.counts, accepted.bad]
-    return found if scores is None else [*found, scores.token, scores.top_ids, scores.top]
-
-
-def pack(accepted: Accepted) -> torch.Tensor:
-    """Return ``Accepted.packed``: uint8 [B * (8 * W + 5)], 13 bytes per row at width one."""
-    parts = (accepted.tokens, accepted.counts, accepted.bad)
-    return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
-
-
-def unpack(packed: NDArray[Any], rows: int, width: int) -> list[NDArray[Any]]:
-    """Return tokens int64 [rows, width], counts int32 [rows] and bad bool [rows] of ``packed``."""
-    tokens = 8 * rows * width
-    counts = 4 * rows
-    return [
-        packed[:tokens].view(np.int64).reshape(rows, width),
-        packed[tokens : tokens + counts].view(np.int32),
-        packed[tokens + counts :].view(np.bool_),
-    ]
 
 
 class Runner:
@@ -240,48 +174,15 @@ class Runner:
 
         ``input_ids`` has the prompts' tokens only; ``_feed`` puts the decoding rows' in front.
         """
-        rows = batch.num_rows
-        queries = batch.query_lens
-        page_size = self.table.page_size
-        kv_lens = (
-            self._exact_lengths(batch) if self._on_host and batch.num_decodes else batch.kv_lens
-        )
-        starts = np.zeros(rows + 1, np.int32)
-        np.cumsum(queries, out=starts[1:])
-        if batch.num_tokens == rows:  # one token per row needs no flattening
-            token_row = np.arange(rows, dtype=np.int32)
-            positions = kv_lens - 1
-        else:
-            token_row = np.repeat(np.arange(rows, dtype=np.int32), queries)
-            positions = np.arange(len(token_row), dtype=np.int32) - starts[token_row]
-            positions += (kv_lens - queries)[token_row]
-        kv_slots = (
-            batch.pages[token_row, positions // page_size] * page_size + positions % page_size
-        )
-        parts: list[NDArray[Any]] = [
-            positions.astype(np.int64),
-            kv_slots.astype(np.int64),
-            batch.rows.astype(np.int64),
-            kv_lens.astype(np.int32),
-            starts,
-            batch.prompt_ids.astype(np.int64),
-            batch.pages.ravel(),
-        ]
-        wanted = self._logits_index(batch, starts)
-        if wanted is not None:
-            parts.append(wanted)
+        bounds = batch.kv_lens
+        kv_lens = self._exact_lengths(batch) if self._on_host and batch.num_decodes else bounds
+        flat = flatten(batch, kv_lens, self.table.page_size)
+        wanted = logits_index(batch, flat.starts)
         ends = None
         if wanted is not None and self._parted is not None and batch.prompt_logprobs is None:
-            ends = HostEnds.of(wanted, token_row, positions, kv_slots, batch.pages)
-            parts += ends.parts()
-        views = send(parts, self.device)
-        batch.positions, batch.kv_slots, batch.row_ids, batch.kv_lens_device, batch.query_starts = (
-            views[:5]
-        )
-        batch.input_ids = views[5]
-        batch.page_table = views[6].view(batch.pages.shape)
-        batch.logits_index = views[7] if wanted is not None else None
-        batch.ends = None if ends is None else ends.on_device(batch.step, views[8:])
+            ends = HostEnds.of(wanted, flat.rows, flat.positions, flat.kv_slots, batch.pages)
+        views = send(host_arrays(batch, kv_lens, flat, wanted, ends), self.device)
+        set_device_fields(batch, views, wanted is not None, ends)
 
     def _exact_lengths(self, batch: Batch) -> NDArray[np.int32]:
         """Return the exact ``kv_lens``; only for the CPU, where the lengths can be read."""
@@ -308,15 +209,6 @@ class Runner:
             batch.page_table[:rows], positions, self.table.page_size
         ).view(-1)
         batch.kv_lens_device[:rows] = lengths + width
-
-    def _logits_index(self, batch: Batch, starts: NDArray[np.int32]) -> NDArray[np.int64] | None:
-        """Return the indices of the tokens whose logits are needed; None: of all tokens."""
-        if batch.num_decodes == batch.num_rows:
-            return None
-        sampling = np.nonzero(batch.samples[batch.num_decodes :])[0] + batch.num_decodes
-        return np.concatenate(
-            [np.arange(batch.decode_tokens), starts[sampling + 1].astype(np.int64) - 1]
-        )
 
     def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[PromptLogprobs]:
         """Return log-probabilities of the prompt tokens after each position, where requested."""
