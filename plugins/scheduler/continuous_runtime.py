@@ -39,11 +39,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from copy import copy
 
 import numpy as np
 
-from glowplug.core.errors import QueueFull, RequestError, prompt_too_long
+from glowplug.core.errors import QueueFull, RequestError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, SchedulingPolicy, Worker
 from glowplug.core.step.batch import Batch, StepResult
@@ -54,8 +53,10 @@ from glowplug.core.step.sequence_table import SequenceTable
 from glowplug.plugins.scheduler import continuous_batch, continuous_commit
 from glowplug.plugins.scheduler.continuous import ContinuousOptions
 from glowplug.plugins.scheduler.continuous_admission import Admission
+from glowplug.plugins.scheduler.continuous_checks import check_pages, check_size
 from glowplug.plugins.scheduler.continuous_queue import QUEUED, Queue
 from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
+from glowplug.plugins.scheduler.continuous_stats import count_end, count_step, snapshot
 
 logger = logging.getLogger("glowplug.engine")
 
@@ -118,7 +119,7 @@ class Continuous:
     # ---- requests --------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        self._check_size(sequence)
+        check_size(sequence, self.rows, self.sizes.context_length)
         if len(self.queue) + len(self.rows.running) >= self.max_rows + self.sizes.max_queued:
             raise QueueFull(
                 f"the queue is full: {len(self.rows.running)} sequences are running and "
@@ -129,26 +130,6 @@ class Continuous:
         self.queue.add(sequence)
         self.admission.retry()
 
-    def _check_size(self, sequence: Sequence) -> None:
-        """Raise RequestError if a sequence could never run to its end."""
-        prompt = len(sequence.prompt)
-        context = self.sizes.context_length
-        if prompt == 0:
-            raise RequestError("the prompt is empty", code="empty_prompt", param="prompt")
-        if prompt + 1 > context:
-            raise prompt_too_long(context, prompt)
-        stored = min(sequence.max_length, context) - 1
-        needed = self.rows.pages_for(stored)
-        if needed > self.pages.total:
-            size = self.sizes.page_size
-            raise RequestError(
-                f"prompt and output need {stored} tokens of KV cache ({needed} pages of {size}); "
-                f"the pool holds {self.pages.total * size} ({self.pages.total} pages): "
-                "request fewer max_tokens",
-                code="kv_too_small",
-                param="max_tokens",
-            )
-
     def _row_of(self, id: int) -> int | None:
         found = np.flatnonzero(self.rows.ids == id)
         return next((row for row in found.tolist() if row in self.rows.running), None)
@@ -158,7 +139,7 @@ class Continuous:
         for id in message.ids:
             if self._end(id):
                 output.finished.append(Finished(id, message.reason))
-                self._count_end(message.reason)
+                count_end(self.stats, message.reason)
         return output if output.finished else None
 
     def _end(self, id: int) -> bool:
@@ -173,12 +154,6 @@ class Continuous:
         self.admission.retry()
         return True
 
-    def _count_end(self, reason: str) -> None:
-        if reason in ("stop", "length"):
-            self.stats.finished += 1
-        else:
-            self.stats.aborted += 1
-
     def expire(self) -> None:
         """End sequences past their deadline; ``commit`` or ``take_pending`` reports them."""
         for id, kind in self.queue.overdue(self.clock()):
@@ -190,7 +165,7 @@ class Continuous:
                 self._out.finished.append(
                     Finished(id, "timeout", error=f"the request {what}", error_code=kind)
                 )
-                self._count_end("timeout")
+                count_end(self.stats, "timeout")
 
     # ---- a step ----------------------------------------------------------------------------------
 
@@ -314,7 +289,7 @@ class Continuous:
         continuous_commit.report(self.rows, done, result, output)
         if result.prompt_logprobs:
             self.scores.report(self.rows, batch, result.prompt_logprobs, output)
-        self._count(batch, done)
+        count_step(self.stats, batch, done, self.sizes.width)
         self._publish(batch, done)
         if done.done.any():
             self._finish(done, output)
@@ -337,15 +312,8 @@ class Continuous:
             self.rows.release(int(done.rows[i]), keep=not done.bad[i])
             self.scores.forget(end.id)
             output.finished.append(end)
-            self._count_end(end.reason)
+            count_end(self.stats, end.reason)
         self.admission.retry()
-
-    def _count(self, batch: Batch, done: continuous_commit.Committed) -> None:
-        self.stats.output_tokens += int(done.counts.sum())
-        if self.sizes.width > 1:
-            decodes = int(np.searchsorted(done.at, batch.num_decodes))
-            self.stats.drafted_tokens += decodes * (self.sizes.width - 1)
-            self.stats.accepted_tokens += int(np.maximum(done.counts[:decodes] - 1, 0).sum())
 
     def take_pending(self) -> StepOutput | None:
         if not self._out.finished and not self._out.admitted:
@@ -364,14 +332,7 @@ class Continuous:
 
     def load(self) -> Stats:
         """Return a snapshot in O(1)."""
-        stats = self.stats
-        stats.running = len(self.rows.running)
-        stats.waiting = len(self.queue)
-        stats.pages_free = self.pages.free
-        stats.pages_evictable = self.cache.size()[1]
-        stats.prefix_queries = self.admission.queries
-        stats.prefix_hits = self.admission.hits
-        return copy(stats)
+        return snapshot(self.stats, self.rows, self.queue, self.admission)
 
     def flush(self) -> bool:
         if self.rows.running:
@@ -383,26 +344,4 @@ class Continuous:
 
     def check(self) -> dict[str, int]:
         """Check that every page has exactly one owner; return the number of pages by owner."""
-        self.cache.check_integrity()
-        table = self.table
-        running = list(self.rows.running)
-        owned = [table.pages[row, self.rows.shared[row] : table.num_pages[row]] for row in running]
-        pages = np.concatenate(owned) if owned else NO_ROWS
-        assert len(np.unique(pages)) == len(pages), "a page is owned by two rows"
-        assert not len(pages) or pages.min() > 0, "a row owns the scratch page"
-        held, evictable = self.cache.size()
-        total = self.pages.free + held + len(pages)
-        assert total == self.pages.total, (
-            f"{total} pages accounted for, the pool has {self.pages.total}"
-        )
-        if not running:
-            assert held == evictable, (
-                f"no sequence runs, but {held - evictable} cached pages are locked"
-            )
-        return {
-            "free": self.pages.free,
-            "cached": held,
-            "evictable": evictable,
-            "running": len(pages),
-            "total": self.pages.total,
-        }
+        return check_pages(self.rows)
