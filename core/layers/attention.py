@@ -53,72 +53,51 @@ class MlaAttention(Module):
     def __init__(
         self, context: BuildContext, name: str, index: int, sizes: MlaSizes, scale: float
     ) -> None:
-        shard = context.parallel.shard("heads", name, sizes.heads)
         self.index = index
         self.scale = scale
-        self.heads = shard.size
+        self.heads = context.parallel.shard("heads", name, sizes.heads).size
         self.nope_dim = sizes.nope
         self.rope_dim = sizes.rope
         self.v_dim = sizes.v
         self.lora_rank = sizes.kv_lora
-        self._mla = context.attention.mla
-        self._store = context.attention.store_mla
-        self._rope = context.ops.rope
-        self._at_split_point = context.split_points.call
-        query = sizes.nope + sizes.rope
-        direct = sizes.q_lora is None
-        first = (
-            Part(f"{name}.q_proj", sizes.heads * query, "heads", query)
-            if direct
-            else Part(f"{name}.q_a_proj", sizes.q_lora or 0, "replicated", bias=sizes.bias)
-        )
-        self.input_proj = Linear(
-            context,
-            f"{name}.input_proj",
-            sizes.hidden,
-            [
-                first,
-                Part(
-                    f"{name}.kv_a_proj_with_mqa",
-                    sizes.kv_lora + sizes.rope,
-                    "replicated",
-                    bias=sizes.bias,
-                ),
-            ],
-        )
+        self._width = self.heads * sizes.v
+        self._bind(context)
+        self._add_projections(context, name, sizes)
+        self.input_format = self.input_proj.input_format
         self._split = [self.input_proj.outputs[0], sizes.kv_lora, sizes.rope]
         self._halves = [self._split[0], sizes.kv_lora + sizes.rope]
-        self._projected = context.attention.mla_projected
         self._split_query = [sizes.nope, sizes.rope]
+
+    def _bind(self, context: BuildContext) -> None:
+        """Bind the backend's and the ops' functions that ``forward`` calls."""
+        self._mla = context.attention.mla
+        self._store = context.attention.store_mla
+        self._projected = context.attention.mla_projected
+        self._rope = context.ops.rope
+        self._at_split_point = context.split_points.call
+
+    def _add_projections(self, context: BuildContext, name: str, sizes: MlaSizes) -> None:
+        """Add the linear layers and norms, in the order of their weights."""
+        head = sizes.nope + sizes.rope
+        lora = sizes.q_lora or 0
+        bias = sizes.bias
+        latent = sizes.kv_lora + sizes.rope
+        query = (
+            Part(f"{name}.q_proj", sizes.heads * head, "heads", head)
+            if sizes.q_lora is None
+            else Part(f"{name}.q_a_proj", lora, "replicated", bias=bias)
+        )
+        kv = Part(f"{name}.kv_a_proj_with_mqa", latent, "replicated", bias=bias)
+        self.input_proj = Linear(context, f"{name}.input_proj", sizes.hidden, [query, kv])
         self.q_norm: RmsNorm | None = None
-        if not direct:
-            self.q_b = Linear(
-                context,
-                f"{name}.q_b_proj",
-                sizes.q_lora or 0,
-                [Part(f"{name}.q_b_proj", sizes.heads * query, "heads", query)],
-            )
-            self.q_norm = RmsNorm(
-                context, f"{name}.q_a_layernorm", sizes.q_lora or 0, LATENT_EPS, self.q_b
-            )
+        if sizes.q_lora is not None:
+            self.q_b = _by_heads(context, f"{name}.q_b_proj", lora, sizes.heads, head)
+            self.q_norm = RmsNorm(context, f"{name}.q_a_layernorm", lora, LATENT_EPS, self.q_b)
         self.kv_norm = RmsNorm(context, f"{name}.kv_a_layernorm", sizes.kv_lora, LATENT_EPS)
-        kv = sizes.nope + sizes.v
-        self.kv_b = Linear(
-            context,
-            f"{name}.kv_b_proj",
-            sizes.kv_lora,
-            [Part(f"{name}.kv_b_proj", sizes.heads * kv, "heads", kv)],
+        self.kv_b = _by_heads(
+            context, f"{name}.kv_b_proj", sizes.kv_lora, sizes.heads, sizes.nope + sizes.v
         )
-        self.o_proj = Linear(
-            context,
-            f"{name}.o_proj",
-            sizes.heads * sizes.v,
-            [Part(f"{name}.o_proj", sizes.hidden, "replicated", bias=sizes.bias)],
-            input_role="row",
-            input_unit=sizes.v,
-        )
-        self.input_format = self.input_proj.input_format
-        self._width = self.heads * sizes.v
+        self.o_proj = _output(context, f"{name}.o_proj", sizes.heads, sizes.v, sizes.hidden, bias)
 
     def finalize(self) -> None:
         """Split kv_b_proj's dense weight into W_UK and W_UV."""
@@ -272,29 +251,18 @@ class MhaAttention(Module):
         self._mha = context.attention.mha
         self._rope = context.ops.rope
         self._at_split_point = context.split_points.call
-        queries = context.parallel.shard("heads", f"{name}.q_proj", heads)
-        held = kv_heads_of(queries.start, queries.size, heads, kv_heads)
-        self.qkv = Linear(
-            context,
-            f"{name}.qkv_proj",
-            hidden,
-            [
-                Part(f"{name}.q_proj", heads * head_dim, "heads", head_dim, bias),
-                Part(f"{name}.k_proj", kv_heads * head_dim, "heads", head_dim, bias, held),
-                Part(f"{name}.v_proj", kv_heads * head_dim, "heads", head_dim, bias, held),
-            ],
+        shard = context.parallel.shard("heads", f"{name}.q_proj", heads)
+        held = kv_heads_of(shard.start, shard.size, heads, kv_heads)
+        query = Part(f"{name}.q_proj", heads * head_dim, "heads", head_dim, bias)
+        key, value = (
+            Part(f"{name}.{part}_proj", kv_heads * head_dim, "heads", head_dim, bias, held)
+            for part in ("k", "v")
         )
+        self.qkv = Linear(context, f"{name}.qkv_proj", hidden, [query, key, value])
         self._split = [size // head_dim for size in self.qkv.outputs]
         self.heads = self._split[0]
         self.kv_heads = self._split[1]
-        self.o_proj = Linear(
-            context,
-            f"{name}.o_proj",
-            heads * head_dim,
-            [Part(f"{name}.o_proj", hidden, "replicated", bias=bias)],
-            input_role="row",
-            input_unit=head_dim,
-        )
+        self.o_proj = _output(context, f"{name}.o_proj", heads, head_dim, hidden, bias)
         self.input_format = self.qkv.input_format
 
     def forward(self, x: Any, at: object) -> Tensor:
@@ -317,6 +285,19 @@ class MhaAttention(Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Call the backend."""
         return self._mha(q, k, v, self)
+
+
+def _by_heads(context: BuildContext, name: str, inputs: int, heads: int, size: int) -> Linear:
+    """Return a linear layer with ``size`` outputs for each of ``heads`` heads, split by heads."""
+    return Linear(context, name, inputs, [Part(name, heads * size, "heads", size)])
+
+
+def _output(
+    context: BuildContext, name: str, heads: int, size: int, outputs: int, bias: bool
+) -> Linear:
+    """Return a linear layer with ``size`` inputs for each of ``heads`` heads, split by heads."""
+    part = Part(name, outputs, "replicated", bias=bias)
+    return Linear(context, name, heads * size, [part], input_role="row", input_unit=size)
 
 
 def kv_heads_of(first: int, count: int, heads: int, kv_heads: int) -> tuple[int, int]:

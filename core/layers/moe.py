@@ -213,40 +213,41 @@ class Moe(Module):
     """
 
     def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
+        self._collectives = context.collectives
         self.gate = Gate(context, f"{name}.gate", sizes)
         fused_shared = self._fused_shared_count(context, name, sizes)
         self.gate.fused_shared = fused_shared
-        parts = (
-            context.ops.adds_parts
-            and context.worker.ranks == 1
-            and (not sizes.shared or fused_shared > 0)
-        )
+        shared_name = f"{name}.shared_experts"
+        separate = sizes.shared > 0 and not fused_shared
         self.experts = Experts(
             context,
             f"{name}.experts",
             sizes,
             fused_shared,
-            f"{name}.shared_experts" if fused_shared else "",
-            parts,
+            shared_name if fused_shared else "",
+            parts=context.ops.adds_parts and context.worker.ranks == 1 and not separate,
         )
-        self.shared = (
-            Mlp(context, f"{name}.shared_experts", sizes.hidden, sizes.shared, reduce=False)
-            if sizes.shared and not fused_shared
-            else None
-        )
+        self.shared: Mlp | None = None
+        if separate:
+            self.shared = Mlp(context, shared_name, sizes.hidden, sizes.shared, reduce=False)
         early = fused_shared > 0 and self.gate.sets_ready
         self._start: Start | None = getattr(self.experts.method, "start", None) if early else None
+        self._exchange = context.parallel.expert_exchange(name, sizes.experts)
+        self.exchanges = self._exchange is not None
+        self._set_input_format(context)
+
+    def _set_input_format(self, context: BuildContext) -> None:
+        """Set ``input_format``, and the cast of plain activations to the experts' format.
+
+        The gate reads plain activations; the experts' input format may be another one.
+        """
         readers = [self.experts] if self.shared is None else [self.experts, self.shared]
         self._cast: Callable[[Tensor], Tensor] | None = caster(  # type: ignore[assignment]
             context.ops, *readers
         )
-        self._exchange = context.parallel.expert_exchange(name, sizes.experts)
-        self.exchanges = self._exchange is not None
-        # The gate reads plain activations; the experts' input format may be another one.
         both = both_formats(agreed_format(readers))
         produced = all((norm, both) in context.ops.fused for norm in ("rms_norm", "add_rms_norm"))
         self.input_format = both if produced and not self.exchanges else FORMAT_PLAIN
-        self._collectives = context.collectives
 
     @staticmethod
     def _fused_shared_count(context: BuildContext, name: str, sizes: MoeSizes) -> int:
