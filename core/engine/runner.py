@@ -62,10 +62,10 @@ class Runner:
         self.draft_extend = draft_extend or DraftExtend()
         self.device = torch.device(device)
         self._copier = None if self.device.type == "cpu" else HostCopier()
-        self._parted: SampledLastLayer | None = None
+        self._ends_model: SampledLastLayer | None = None
         if sampled_last_layer:
             assert isinstance(model, SampledLastLayer), "the plan has checked the model's offers"
-            self._parted = model
+            self._ends_model = model
         self._speculates = speculative.width() > 1
         self._on_host = self.device.type == "cpu"
 
@@ -130,15 +130,19 @@ class Runner:
         if feeds and not self._speculates:
             self._feed(batch)
         replayed = self.graphs.pass_for(batch) if batch.pieces is DIRECT else None
-        if self._parted is not None and (replayed is not None or batch.ends is not None):
-            hidden = self._in_parts(self._parted, replayed or self.forward, batch)
+        if self._ends_model is not None and (replayed is not None or batch.ends is not None):
+            hidden = self._forward_ends(self._ends_model, replayed or self.forward, batch)
         else:
             hidden = (replayed or self.model.forward)(batch.input_ids, batch.positions, batch)
         everything = batch.logits_index is None or batch.ends is not None
         return hidden, self.model.logits(hidden if everything else hidden[batch.logits_index])
 
-    def _in_parts(self, model: SampledLastLayer, trunk: Forward, batch: Batch) -> torch.Tensor:
-        """Return the hidden states [T, hidden], or [N, hidden] of ``batch.ends`` if it is set."""
+    def _forward_ends(self, model: SampledLastLayer, trunk: Forward, batch: Batch) -> torch.Tensor:
+        """Run ``trunk``, then the last layer for the tokens of ``batch.ends`` (None: for all).
+
+        Returns:
+            Hidden states [T, hidden], or [N, hidden] of ``batch.ends``.
+        """
         stream = trunk(batch.input_ids, batch.positions, batch)
         if batch.ends is not None and batch.ends.count:
             self.attention.plan_step(batch.ends.batch, None)
@@ -147,7 +151,7 @@ class Runner:
     @property
     def forward(self) -> Forward:
         """The target's pass over a step with prompts; see ``protocols.Steps``."""
-        return self.model.forward if self._parted is None else self._parted.trunk
+        return self.model.forward if self._ends_model is None else self._ends_model.trunk
 
     def _accept(self, batch: Batch, logits: torch.Tensor, hidden: torch.Tensor) -> Accepted:
         accepted = self.speculative.accept(logits, hidden, batch, self.sampler)
@@ -179,7 +183,7 @@ class Runner:
         flat = flatten(batch, kv_lens, self.table.page_size)
         wanted = logits_index(batch, flat.starts)
         ends = None
-        if wanted is not None and self._parted is not None and batch.prompt_logprobs is None:
+        if wanted is not None and self._ends_model is not None and batch.prompt_logprobs is None:
             ends = HostEnds.of(wanted, flat.rows, flat.positions, flat.kv_slots, batch.pages)
         views = send(host_arrays(batch, kv_lens, flat, wanted, ends), self.device)
         set_device_fields(batch, views, wanted is not None, ends)

@@ -50,7 +50,7 @@ class GraphPieces(Protocol):
 
 
 class Direct:
-    """Runs every piece directly."""
+    """The ``GraphPieces`` of an eager step, which run directly."""
 
     def run(self, name: str, work: Callable[[], T]) -> T:
         return work()

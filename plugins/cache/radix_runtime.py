@@ -27,7 +27,7 @@ NO_ITEMS: Ints = np.zeros(0, np.int32)  #: no tokens, or no pages
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A run of whole pages.
+    """A node of the radix tree: a run of whole pages.
 
     Attributes:
         tokens: The tokens of the pages.

@@ -61,7 +61,7 @@ class NewestTokens:
     lengths: Tensor
 
 
-def missing(batch: Batch, tokens: Tensor, page_size: int) -> UncachedTokens:
+def uncached_tokens(batch: Batch, tokens: Tensor, page_size: int) -> UncachedTokens:
     """Return the tokens that the draft's cache lacks after the target's step.
 
     NOTE: rejected tokens of decode rows are among them; their entries are overwritten before they
@@ -137,7 +137,7 @@ class _Chunks:
         ]
 
 
-def front(batch: Batch, accepted: Accepted, ends: Tensor | None) -> NewestTokens:
+def newest_tokens(batch: Batch, accepted: Accepted, ends: Tensor | None) -> NewestTokens:
     """Return the newest tokens after the target's step.
 
     Args:
@@ -177,7 +177,7 @@ class DraftPositions(NamedTuple):
     query_starts: Tensor
 
 
-def places(batch: Batch, number: int, lengths: Tensor, page_size: int) -> DraftPositions:
+def draft_positions(batch: Batch, number: int, lengths: Tensor, page_size: int) -> DraftPositions:
     """Return the places of draft pass ``number`` (from 1) before the step ``batch``.
 
     Args:

@@ -54,8 +54,10 @@ def _accepted(drawn: list[int], fed: list[int]) -> int:
     return count
 
 
-def missing_host(batch: Batch, accepted: Accepted, page_size: int, keep: int) -> UncachedTokens:
-    """Return the result of ``drafting.missing`` for decode rows, up to ``keep`` tokens per row.
+def uncached_tokens_host(
+    batch: Batch, accepted: Accepted, page_size: int, keep: int
+) -> UncachedTokens:
+    """Return ``drafting.uncached_tokens`` of decode rows, up to ``keep`` tokens per row.
 
     Tokens that no row accepted are left out.
     """
@@ -76,8 +78,8 @@ def missing_host(batch: Batch, accepted: Accepted, page_size: int, keep: int) ->
     )
 
 
-def front_host(batch: Batch, accepted: Accepted) -> NewestTokens:
-    """Return the result of ``drafting.front`` for decode rows."""
+def newest_tokens_host(batch: Batch, accepted: Accepted) -> NewestTokens:
+    """Return the result of ``drafting.newest_tokens`` for decode rows."""
     width = accepted.tokens.shape[1]
     last = [count - 1 for count in accepted.counts.tolist()]
     tokens = [drawn[offset] for drawn, offset in zip(accepted.tokens.tolist(), last, strict=True)]

@@ -20,16 +20,16 @@ from glowplug.plugins.speculative.drafting import (
     DraftPositions,
     NewestTokens,
     UncachedTokens,
-    front,
-    missing,
+    draft_positions,
+    newest_tokens,
     next_draft_batch,
-    places,
+    uncached_tokens,
 )
 from glowplug.plugins.speculative.host_chain import (
-    front_host,
-    missing_host,
+    newest_tokens_host,
     next_draft_batch_host,
     page_ends,
+    uncached_tokens_host,
     verify_chain_host,
 )
 from glowplug.plugins.speculative.nextn import NextNOptions
@@ -130,7 +130,11 @@ class NextN:
                 hidden,
                 tuple(next_draft_batch_host(batch, n, lengths, self._page_size) for n in numbers),
             )
-        return tokens, hidden, tuple(places(batch, n, lengths, self._page_size) for n in numbers)
+        return (
+            tokens,
+            hidden,
+            tuple(draft_positions(batch, n, lengths, self._page_size) for n in numbers),
+        )
 
     def _pass(self, step: Batch, drafted: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Run one draft pass and append its token to the tokens so far, [D, n]."""
@@ -148,8 +152,8 @@ class NextN:
             ends = send([places.astype(np.int64)], self._device)[0]
         accepted = verify_chain(logits, batch, self._width, ends, sampler)
         self._keep_page_ends(batch, hidden)
-        self._remember(batch, front(batch, accepted, ends), hidden)
-        self._fill(batch, missing(batch, accepted.tokens, self._page_size), hidden)
+        self._remember(batch, newest_tokens(batch, accepted, ends), hidden)
+        self._fill(batch, uncached_tokens(batch, accepted.tokens, self._page_size), hidden)
         return accepted
 
     def _accept_on_host(
@@ -163,10 +167,10 @@ class NextN:
         places, pages = page_ends(batch, self._page_size)
         if places:
             self._page_ends[pages] = hidden[places].to(self._dtype)
-        self._remember(batch, front_host(batch, accepted), hidden)
+        self._remember(batch, newest_tokens_host(batch, accepted), hidden)
         keep = self._width if self._grouped else int(accepted.counts.max())
         if keep > 1:
-            self._fill(batch, missing_host(batch, accepted, self._page_size, keep), hidden)
+            self._fill(batch, uncached_tokens_host(batch, accepted, self._page_size, keep), hidden)
         return accepted
 
     def _keep_page_ends(self, batch: Batch, hidden: Tensor) -> None:

@@ -30,7 +30,12 @@ from glowplug.core.testing.suites.speculative import (
     likely,
     step,
 )
-from glowplug.plugins.speculative.drafting import front, missing, next_draft_batch, places
+from glowplug.plugins.speculative.drafting import (
+    draft_positions,
+    newest_tokens,
+    next_draft_batch,
+    uncached_tokens,
+)
 from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.nextn_runtime import PREVIOUS_HIDDEN, NextN
 from glowplug.plugins.speculative.verify import (
@@ -180,7 +185,7 @@ def test_what_is_missing_is_each_token_with_the_state_before_it() -> None:
     )
     batch.samples = np.array([True, True, False, True])
     tokens = torch.tensor([[20, 21], [30, 0], [0, 0], [32, 0]])
-    made = missing(batch, tokens, PAGE)
+    made = uncached_tokens(batch, tokens, PAGE)
     assert made.positions.tolist() == [6, 1, 2, 8, 9, 10, 11, 12, 9]
     assert made.input_ids.tolist() == [20, 11, 12, 13, 14, 15, 16, 5, 18]
     # the resumed row begins with the state of its page's last token, which stands behind the step's
@@ -192,7 +197,7 @@ def test_what_is_missing_is_each_token_with_the_state_before_it() -> None:
         made.kv_slots.tolist()
         == kv_slots_at(batch.page_table[row], made.positions[:, None], PAGE).view(-1).tolist()
     )
-    newest = front(
+    newest = newest_tokens(
         batch,
         Accepted(tokens, torch.tensor([2, 1, 0, 1], dtype=torch.int32), torch.zeros(4)),
         torch.tensor([1, 3]),
@@ -231,7 +236,7 @@ def test_drafts_stand_behind_what_was_accepted() -> None:
     algorithm, _ = make(LIMITS, 3)
     batch = shifted(algorithm, [4, 6], [4, 4], [14, 30], [False, False], decodes=2)
     made = next_draft_batch(
-        batch, 3, places(batch, 3, torch.tensor([11, 29], dtype=torch.int32), PAGE), 4
+        batch, 3, draft_positions(batch, 3, torch.tensor([11, 29], dtype=torch.int32), PAGE), 4
     )
     assert made.positions.tolist() == [13, 31] and made.kv_lens_device.tolist() == [14, 32]
     assert made.kv_lens.tolist() == [13, 29] and made.mode is Mode.DRAFT_DECODE

@@ -238,7 +238,7 @@ def fake_card() -> Iterator[Tally]:
     from_numpy, original = torch.from_numpy, to_device.send
 
     def sent(parts: Any, device: Any) -> tuple[Any, ...]:
-        widths = [to_device.width(part) for part in parts]
+        widths = [to_device.device_dtype(part) for part in parts]
         words = [
             len(part) * width.itemsize // to_device.WORD
             for part, width in zip(parts, widths, strict=True)

@@ -16,7 +16,7 @@ from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.layers.rope import RopeConfig
 from glowplug.core.protocols import AttentionBackend
 from glowplug.core.testing.harness.plans import bare_plan
-from glowplug.core.testing.suites.attention_base import (
+from glowplug.core.testing.suites._attention_base import (
     AttentionSuite,
     MhaCase as MhaCase,
     MlaCase as MlaCase,

@@ -104,7 +104,7 @@ class TritonGemm(_Library):
 
 
 class DeepGemm(_Library):
-    """DeepGEMM (DeepSeek-AI, 2025).
+    """GEMMs by DeepGEMM (DeepSeek-AI, 2025).
 
     NOTE: It compiles for seconds whenever its heuristic picks tiles for the first time, which
     depends on the number of rows. It is therefore used only for row counts that are common and that
@@ -165,7 +165,7 @@ def transposed_scales(scales: Tensor) -> Tensor:
 
 
 class CutlassGemm(_Library):
-    """CUTLASS in sgl_kernel's build."""
+    """GEMMs by CUTLASS, in sgl_kernel's build."""
 
     name = "cutlass"
     module = "sgl_kernel"
@@ -183,7 +183,7 @@ class CutlassGemm(_Library):
 
 
 class Cublas(_Library):
-    """cuBLASLt's block scaling through torch."""
+    """GEMMs by cuBLASLt with block scales, through torch."""
 
     name = "cublas"
     module = "torch"

@@ -119,7 +119,7 @@ class CudaExperts:
 
 @dataclass(frozen=True)
 class Started:
-    """``StartedExperts`` of x [T, hidden]."""
+    """Experts of x [T, hidden] that run before the gate has chosen; ``StartedExperts``."""
 
     method: CudaExperts
     x: Tensor
