@@ -78,26 +78,22 @@ class MlaAttention(Module):
 
     def _add_projections(self, context: BuildContext, name: str, sizes: MlaSizes) -> None:
         """Add the linear layers and norms, in the order of their weights."""
-        head = sizes.nope + sizes.rope
-        lora = sizes.q_lora or 0
-        bias = sizes.bias
-        latent = sizes.kv_lora + sizes.rope
-        query = (
-            Part(f"{name}.q_proj", sizes.heads * head, "heads", head)
-            if sizes.q_lora is None
-            else Part(f"{name}.q_a_proj", lora, "replicated", bias=bias)
-        )
-        kv = Part(f"{name}.kv_a_proj_with_mqa", latent, "replicated", bias=bias)
-        self.input_proj = Linear(context, f"{name}.input_proj", sizes.hidden, [query, kv])
+        self.input_proj = _mla_input(context, name, sizes)
         self.q_norm: RmsNorm | None = None
         if sizes.q_lora is not None:
-            self.q_b = _by_heads(context, f"{name}.q_b_proj", lora, sizes.heads, head)
-            self.q_norm = RmsNorm(context, f"{name}.q_a_layernorm", lora, LATENT_EPS, self.q_b)
+            self.q_b = _by_heads(
+                context, f"{name}.q_b_proj", sizes.q_lora, sizes.heads, sizes.nope + sizes.rope
+            )
+            self.q_norm = RmsNorm(
+                context, f"{name}.q_a_layernorm", sizes.q_lora, LATENT_EPS, self.q_b
+            )
         self.kv_norm = RmsNorm(context, f"{name}.kv_a_layernorm", sizes.kv_lora, LATENT_EPS)
         self.kv_b = _by_heads(
             context, f"{name}.kv_b_proj", sizes.kv_lora, sizes.heads, sizes.nope + sizes.v
         )
-        self.o_proj = _output(context, f"{name}.o_proj", sizes.heads, sizes.v, sizes.hidden, bias)
+        self.o_proj = _output(
+            context, f"{name}.o_proj", sizes.heads, sizes.v, sizes.hidden, sizes.bias
+        )
 
     def finalize(self) -> None:
         """Split kv_b_proj's dense weight into W_UK and W_UV."""
@@ -285,6 +281,19 @@ class MhaAttention(Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Call the backend."""
         return self._mha(q, k, v, self)
+
+
+def _mla_input(context: BuildContext, name: str, sizes: MlaSizes) -> Linear:
+    """Return the projection of x to queries, or their latent, and to the KV latent and RoPE key."""
+    head = sizes.nope + sizes.rope
+    query = (
+        Part(f"{name}.q_proj", sizes.heads * head, "heads", head)
+        if sizes.q_lora is None
+        else Part(f"{name}.q_a_proj", sizes.q_lora, "replicated", bias=sizes.bias)
+    )
+    compressed = sizes.kv_lora + sizes.rope
+    kv = Part(f"{name}.kv_a_proj_with_mqa", compressed, "replicated", bias=sizes.bias)
+    return Linear(context, f"{name}.input_proj", sizes.hidden, [query, kv])
 
 
 def _by_heads(context: BuildContext, name: str, inputs: int, heads: int, size: int) -> Linear:

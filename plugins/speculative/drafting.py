@@ -107,10 +107,10 @@ class _Chunks:
 
     def __init__(self, batch: Batch, page_size: int) -> None:
         first = batch.num_decodes
-        decoding = batch.decode_tokens
         chunks = batch.query_lens[first:]
         stops = batch.kv_lens[first:]
-        resumed = np.zeros(len(chunks), np.bool_) if batch.resumed is None else batch.resumed
+        none = np.zeros(len(chunks), np.int32)
+        resumed = none.astype(np.bool_) if batch.resumed is None else batch.resumed
         begins = stops - chunks
         lens = chunks + resumed - batch.samples[first:]
         row = np.repeat(np.arange(len(chunks)), lens)
@@ -118,16 +118,14 @@ class _Chunks:
         self.positions = (begins + 1 - resumed)[row] + offset
         columns = np.minimum(self.positions // page_size, batch.pages.shape[1] - 1)
         self.kv_slots = batch.pages[first + row, columns] * page_size + self.positions % page_size
-        following = np.zeros(len(chunks), np.int32) if batch.next_ids is None else batch.next_ids
-        places = _sums(chunks)[row] + self.positions - begins[row]
-        inside = self.positions < stops[row]
-        self.ids = following[row]
-        self.ids[inside] = batch.prompt_ids[places[inside]]
-        self.source = decoding + places - 1
-        self.source[self.positions == begins[row]] = batch.num_tokens + np.arange(
-            int(resumed.sum())
-        )
         self.pages = batch.pages[first + np.flatnonzero(resumed), begins[resumed] // page_size - 1]
+        places = _sums(chunks)[row] + self.positions - begins[row]
+        self.ids = (none if batch.next_ids is None else batch.next_ids)[row]
+        inside = self.positions < stops[row]
+        self.ids[inside] = batch.prompt_ids[places[inside]]
+        self.source = batch.decode_tokens + places - 1
+        kept = np.arange(int(resumed.sum()))  # of resumed prefixes, behind the step's tokens
+        self.source[self.positions == begins[row]] = batch.num_tokens + kept
 
     def arrays(self) -> list[NDArray[np.int64]]:
         """Return ids, positions, KV slots and sources [F], then pages, to be sent in one copy."""

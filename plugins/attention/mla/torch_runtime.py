@@ -93,20 +93,7 @@ class TorchMla:
     ) -> Tensor:
         pool = self._kv[layer.index]
         if self._row is not None:
-            keys = (
-                self._row.exchange(pool["latent"], latent),
-                self._row.exchange(pool["rope"], k_rope),
-            )
-            return torch.from_numpy(
-                cpu_small.attend_row(
-                    q_nope.numpy(),
-                    q_rope.numpy(),
-                    *keys,
-                    layer.w_uk.numpy(),
-                    layer.w_uv.numpy(),
-                    layer.scale,
-                )
-            )
+            return _attend_row(self._row, q_nope, q_rope, latent, k_rope, pool, layer)
         latent = store(pool["latent"], self._kv_slots, latent)
         k_rope = store(pool["rope"], self._kv_slots, k_rope)
         outputs = []
@@ -211,6 +198,28 @@ class TorchMla:
             )
             state = merge_states(*state, *part)
         return state[0].to(dtype)
+
+
+def _attend_row(
+    row: HostRow,
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    pool: Mapping[str, Tensor],
+    layer: MlaLayer,
+) -> Tensor:
+    """Store the only row's entries and attend in numpy; arguments as in ``TorchMla.mla``."""
+    out = cpu_small.attend_row(
+        q_nope.numpy(),
+        q_rope.numpy(),
+        row.exchange(pool["latent"], latent),
+        row.exchange(pool["rope"], k_rope),
+        layer.w_uk.numpy(),
+        layer.w_uv.numpy(),
+        layer.scale,
+    )
+    return torch.from_numpy(out)
 
 
 def _sizes(plan: EnginePlan) -> tuple[int, int, int, int]:

@@ -200,18 +200,20 @@ class Fp8ExpertsCuda:
         self._has_hopper = moe_gemm_hopper.supported() and moe_fp8_tiles.fits_hopper(
             shape.hidden, dtype.itemsize
         )
+        self._allocate(device)
+
+    def _allocate(self, device: str) -> None:
+        """Allocate weights, zero where they are padded, and scales of 1."""
+        hidden = self.shape.hidden
         empty = partial(torch.empty, dtype=torch.float8_e4m3fn, device=device)
-        self.w13 = empty(self.count, 2 * self.inter, shape.hidden)
-        self.w2 = empty(self.count, shape.hidden, self.inter)
-        if self.inter != shape.inter:
+        ones = partial(torch.ones, device=device)
+        self.w13 = empty(self.count, 2 * self.inter, hidden)
+        self.w2 = empty(self.count, hidden, self.inter)
+        if self.inter != self.shape.inter:
             self.w13.zero_()
             self.w2.zero_()
-        self.scales13 = torch.ones(
-            self.count, 2 * self.inter // BLOCK, blocks(shape.hidden), device=device
-        )
-        self.scales2 = torch.ones(
-            self.count, blocks(shape.hidden), self.inter // BLOCK, device=device
-        )
+        self.scales13 = ones(self.count, 2 * self.inter // BLOCK, blocks(hidden))
+        self.scales2 = ones(self.count, blocks(hidden), self.inter // BLOCK)
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, expert, span in expert_slices(self.shape):

@@ -106,17 +106,16 @@ def remark(context: CheckContext) -> Decision | None:
     Returns:
         None if there is nothing to choose: another option value, scheme or device.
     """
-    machine = context.facts.hardware
     options = narrow_options(context)
-    cards = {card.compute for card in machine.devices}
+    cards = {card.compute for card in context.facts.hardware.devices}
     if (
         not isinstance(options, BlockFp8Options | W8A8Int8Options | AwqOptions)
         or options.gemm != "auto"
+        or context.values.device != "cuda"
+        or not cards <= TILES
     ):
         return None
     choice = next(choice for kind, choice in CHOICES.items() if isinstance(options, kind))
-    if context.values.device != "cuda" or not cards <= TILES:
-        return None
     if not choice.on_every_gpu and not cards <= LIBRARY_CARDS:
         return Decision(
             FIELD,
@@ -125,26 +124,32 @@ def remark(context: CheckContext) -> Decision | None:
             "8-bit GEMMs of other libraries were not tried on this GPU",
             notable=True,
         )
+    return _resolved(choice, context)
+
+
+def _resolved(choice: GemmChoice, context: CheckContext) -> Decision:
+    """Return whether measurements or rules choose the provider on the machine's GPUs."""
+    devices = context.facts.hardware.devices
     candidates = _candidates(choice, context.facts.software.packages)
-    shapes = min((len(measured(choice.kind, card.name)) for card in machine.devices), default=0)
-    card = machine.devices[0].name
-    if not shapes:
-        known = ", ".join(measured_cards(choice.kind))
-        inapplicable = f" (those of {known} do not apply)" if known else ""
+    shapes = min((len(measured(choice.kind, card.name)) for card in devices), default=0)
+    card = devices[0].name
+    if shapes:
         return Decision(
             FIELD,
-            "rules",
+            "by shape",
             "facts",
-            f"no measurements for {card}{inapplicable}: {choice.unmeasured}; "
-            f"{candidates}; run `glowplug tune {choice.tuner}` to measure",
-            notable=True,
+            f"the fastest provider measured on {card} for each of {shapes} shapes; {candidates}; "
+            f"other shapes: {choice.others}",
         )
+    known = ", ".join(measured_cards(choice.kind))
+    inapplicable = f" (those of {known} do not apply)" if known else ""
     return Decision(
         FIELD,
-        "by shape",
+        "rules",
         "facts",
-        f"the fastest provider measured on {card} for each of {shapes} shapes; {candidates}; "
-        f"other shapes: {choice.others}",
+        f"no measurements for {card}{inapplicable}: {choice.unmeasured}; "
+        f"{candidates}; run `glowplug tune {choice.tuner}` to measure",
+        notable=True,
     )
 
 
