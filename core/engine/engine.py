@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import Any
 
 from glowplug.core.engine.controls import ControlHandler, RankControls
+from glowplug.core.engine.in_flight import InFlight
 from glowplug.core.engine.observe import PrefillTimer, StepObserver, StepTimer
-from glowplug.core.engine.runner import InFlight, Runner
+from glowplug.core.engine.runner import Runner
 from glowplug.core.engine.stalls import CODE, Stall, StallWatch
 from glowplug.core.errors import RequestError
 from glowplug.core.plugin.offers import Mode

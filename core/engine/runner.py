@@ -1,6 +1,6 @@
 """The model runner: converts a scheduled batch to tensors, runs the model and returns the result.
 
-``launch`` only enqueues device work and returns an :class:`InFlight`; the host waits in
+``launch`` only enqueues device work and returns an ``InFlight``; the host waits in
 ``InFlight.wait``, one step later when steps overlap. This module is independent of the model, the
 attention backend and the speculative algorithm.
 """
@@ -8,14 +8,14 @@ attention backend and the speculative algorithm.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from glowplug.core.engine.device_fields import flatten, host_arrays, logits_index, set_device_fields
+from glowplug.core.engine.in_flight import InFlight, pack, tensors_of
 from glowplug.core.plan.budget.step import SCORED
 from glowplug.core.protocols import (
     AttentionBackend,
@@ -25,80 +25,14 @@ from glowplug.core.protocols import (
     Sampler,
     SpeculativeAlgorithm,
 )
-from glowplug.core.step.batch import Accepted, Batch, PromptLogprobs, StepResult
+from glowplug.core.step.batch import Accepted, Batch, PromptLogprobs
 from glowplug.core.step.graph_pieces import DIRECT, DraftExtend, SplitPoints
 from glowplug.core.step.sampled_last_layer import HostEnds
 from glowplug.core.step.sequence_table import SequenceTable
 from glowplug.core.step.to_device import kv_slots_at, send
-from glowplug.core.step.to_host import Copy, HostCopier
+from glowplug.core.step.to_host import HostCopier
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
-
-
-@dataclass(eq=False)
-class InFlight:
-    """A launched step."""
-
-    batch: Batch
-    accepted: Accepted
-    prompt_logprobs: list[PromptLogprobs]
-    copy: Copy | None  #: copy of the results to the host; None if the device is the host
-
-    @property
-    def waited(self) -> float | None:
-        """Seconds without device work before the step; None if the device is the host.
-
-        It is valid once ``wait`` has returned.
-        """
-        return None if self.copy is None else self.copy.waited()
-
-    def wait(self) -> StepResult:
-        """Wait for the results and return them; call it once."""
-        found = (
-            [part.numpy() for part in tensors_of(self.accepted)]
-            if self.copy is None
-            else self.copy.wait()
-        )
-        if len(found) == 1:
-            found = unpack(found[0], *self.accepted.tokens.shape)
-        # NOTE: rows behind those of the batch are padding rows of a captured step
-        rows = self.batch.num_rows
-        scores = found[3:]
-        if scores:
-            scores = [part[: rows * self.accepted.tokens.shape[1]] for part in scores]
-        logprobs = (scores[0], scores[1], scores[2]) if scores else None
-        return StepResult(
-            found[0][:rows], found[1][:rows], found[2][:rows], logprobs, self.prompt_logprobs
-        )
-
-
-def tensors_of(accepted: Accepted) -> list[torch.Tensor]:
-    """Return the tensors of a step that the host reads.
-
-    They are tokens, counts, bad and any log-probabilities; without the latter ``packed`` if set.
-    """
-    scores = accepted.logprobs
-    if accepted.packed is not None and scores is None:
-        return [accepted.packed]
-    found = [accepted.tokens, accepted.counts, accepted.bad]
-    return found if scores is None else [*found, scores.token, scores.top_ids, scores.top]
-
-
-def pack(accepted: Accepted) -> torch.Tensor:
-    """Return ``Accepted.packed``: uint8 [B * (8 * W + 5)], 13 bytes per row at width one."""
-    parts = (accepted.tokens, accepted.counts, accepted.bad)
-    return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
-
-
-def unpack(packed: NDArray[Any], rows: int, width: int) -> list[NDArray[Any]]:
-    """Return tokens int64 [rows, width], counts int32 [rows] and bad bool [rows] of ``packed``."""
-    tokens = 8 * rows * width
-    counts = 4 * rows
-    return [
-        packed[:tokens].view(np.int64).reshape(rows, width),
-        packed[tokens : tokens + counts].view(np.int32),
-        packed[tokens + counts :].view(np.bool_),
-    ]
 
 
 class Runner:
@@ -114,8 +48,8 @@ class Runner:
         graphs: GraphRunner,
         table: SequenceTable,
         device: str,
-        cuts: SplitPoints | None = None,
-        extension: DraftExtend | None = None,
+        split_points: SplitPoints | None = None,
+        draft_extend: DraftExtend | None = None,
         sampled_last_layer: bool = False,
     ) -> None:
         self.model = model
@@ -124,14 +58,14 @@ class Runner:
         self.sampler = sampler
         self.graphs = graphs
         self.table = table
-        self.cuts = cuts or SplitPoints()
-        self.extension = extension or DraftExtend()
+        self.split_points = split_points or SplitPoints()
+        self.draft_extend = draft_extend or DraftExtend()
         self.device = torch.device(device)
         self._copier = None if self.device.type == "cpu" else HostCopier()
-        self._parted: SampledLastLayer | None = None
+        self._ends_model: SampledLastLayer | None = None
         if sampled_last_layer:
             assert isinstance(model, SampledLastLayer), "the plan has checked the model's offers"
-            self._parted = model
+            self._ends_model = model
         self._speculates = speculative.width() > 1
         self._on_host = self.device.type == "cpu"
 
@@ -140,10 +74,10 @@ class Runner:
         with torch.inference_mode():
             if self._copier is not None:
                 self._copier.mark()
-            slot = self.graphs.slot_for(batch)
-            if slot is not None:
+            graph = self.graphs.graph_for(batch)
+            if graph is not None:
                 self._plan_sampling(batch)
-                return self._to_host(batch, self.step(self.graphs.fill(slot, batch))[0], [])
+                return self._to_host(batch, self.step(self.graphs.fill(graph, batch))[0], [])
             self._complete(batch)
             accepted, hidden = self.step(batch, partial(self._plan_sampling, batch))
             scored = (
@@ -158,18 +92,18 @@ class Runner:
 
         ``meanwhile`` is host work that is done before sampling, while the device computes.
         """
-        run = batch.segments.run
+        run = batch.pieces.run
         # NOTE: drafts plan attention for themselves and give the positions of the step's tokens.
         if self._speculates:
             self._feed(batch)
             if batch.num_decodes and not self._on_host:
                 run("places", partial(self._place, batch))
-        self.attention.plan_step(batch, batch.segments.part("forward"))
+        self.attention.plan_step(batch, batch.pieces.key("forward"))
         hidden, logits = run("forward", partial(self._forward, batch))
         if meanwhile is not None:
             meanwhile()
         accept = partial(self._accept, batch, logits, hidden)
-        key = None if batch.segments is DIRECT else self.sampler.capture_key()
+        key = None if batch.pieces is DIRECT else self.sampler.capture_key()
         return (accept() if key is None else run(f"accept {key}", accept)), hidden
 
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -195,16 +129,20 @@ class Runner:
     def _forward(self, batch: Batch, feeds: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
         if feeds and not self._speculates:
             self._feed(batch)
-        replayed = self.graphs.pass_for(batch) if batch.segments is DIRECT else None
-        if self._parted is not None and (replayed is not None or batch.ends is not None):
-            hidden = self._in_parts(self._parted, replayed or self.forward, batch)
+        replayed = self.graphs.pass_for(batch) if batch.pieces is DIRECT else None
+        if self._ends_model is not None and (replayed is not None or batch.ends is not None):
+            hidden = self._forward_ends(self._ends_model, replayed or self.forward, batch)
         else:
             hidden = (replayed or self.model.forward)(batch.input_ids, batch.positions, batch)
         everything = batch.logits_index is None or batch.ends is not None
         return hidden, self.model.logits(hidden if everything else hidden[batch.logits_index])
 
-    def _in_parts(self, model: SampledLastLayer, trunk: Forward, batch: Batch) -> torch.Tensor:
-        """Return the hidden states [T, hidden], or [N, hidden] of ``batch.ends`` if it is set."""
+    def _forward_ends(self, model: SampledLastLayer, trunk: Forward, batch: Batch) -> torch.Tensor:
+        """Run ``trunk``, then the last layer for the tokens of ``batch.ends`` (None: for all).
+
+        Returns:
+            Hidden states [T, hidden], or [N, hidden] of ``batch.ends``.
+        """
         stream = trunk(batch.input_ids, batch.positions, batch)
         if batch.ends is not None and batch.ends.count:
             self.attention.plan_step(batch.ends.batch, None)
@@ -213,7 +151,7 @@ class Runner:
     @property
     def forward(self) -> Forward:
         """The target's pass over a step with prompts; see ``protocols.Steps``."""
-        return self.model.forward if self._parted is None else self._parted.trunk
+        return self.model.forward if self._ends_model is None else self._ends_model.trunk
 
     def _accept(self, batch: Batch, logits: torch.Tensor, hidden: torch.Tensor) -> Accepted:
         accepted = self.speculative.accept(logits, hidden, batch, self.sampler)
@@ -240,48 +178,15 @@ class Runner:
 
         ``input_ids`` has the prompts' tokens only; ``_feed`` puts the decoding rows' in front.
         """
-        rows = batch.num_rows
-        queries = batch.query_lens
-        page_size = self.table.page_size
-        kv_lens = (
-            self._exact_lengths(batch) if self._on_host and batch.num_decodes else batch.kv_lens
-        )
-        starts = np.zeros(rows + 1, np.int32)
-        np.cumsum(queries, out=starts[1:])
-        if batch.num_tokens == rows:  # one token per row needs no flattening
-            token_row = np.arange(rows, dtype=np.int32)
-            positions = kv_lens - 1
-        else:
-            token_row = np.repeat(np.arange(rows, dtype=np.int32), queries)
-            positions = np.arange(len(token_row), dtype=np.int32) - starts[token_row]
-            positions += (kv_lens - queries)[token_row]
-        kv_slots = (
-            batch.pages[token_row, positions // page_size] * page_size + positions % page_size
-        )
-        parts: list[NDArray[Any]] = [
-            positions.astype(np.int64),
-            kv_slots.astype(np.int64),
-            batch.rows.astype(np.int64),
-            kv_lens.astype(np.int32),
-            starts,
-            batch.prompt_ids.astype(np.int64),
-            batch.pages.ravel(),
-        ]
-        wanted = self._logits_index(batch, starts)
-        if wanted is not None:
-            parts.append(wanted)
+        bounds = batch.kv_lens
+        kv_lens = self._exact_lengths(batch) if self._on_host and batch.num_decodes else bounds
+        flat = flatten(batch, kv_lens, self.table.page_size)
+        wanted = logits_index(batch, flat.starts)
         ends = None
-        if wanted is not None and self._parted is not None and batch.prompt_logprobs is None:
-            ends = HostEnds.of(wanted, token_row, positions, kv_slots, batch.pages)
-            parts += ends.parts()
-        views = send(parts, self.device)
-        batch.positions, batch.kv_slots, batch.row_ids, batch.kv_lens_device, batch.query_starts = (
-            views[:5]
-        )
-        batch.input_ids = views[5]
-        batch.page_table = views[6].view(batch.pages.shape)
-        batch.logits_index = views[7] if wanted is not None else None
-        batch.ends = None if ends is None else ends.on_device(batch.step, views[8:])
+        if wanted is not None and self._ends_model is not None and batch.prompt_logprobs is None:
+            ends = HostEnds.of(wanted, flat.rows, flat.positions, flat.kv_slots, batch.pages)
+        views = send(host_arrays(batch, kv_lens, flat, wanted, ends), self.device)
+        set_device_fields(batch, views, wanted is not None, ends)
 
     def _exact_lengths(self, batch: Batch) -> NDArray[np.int32]:
         """Return the exact ``kv_lens``; only for the CPU, where the lengths can be read."""
@@ -308,15 +213,6 @@ class Runner:
             batch.page_table[:rows], positions, self.table.page_size
         ).view(-1)
         batch.kv_lens_device[:rows] = lengths + width
-
-    def _logits_index(self, batch: Batch, starts: NDArray[np.int32]) -> NDArray[np.int64] | None:
-        """Return the indices of the tokens whose logits are needed; None: of all tokens."""
-        if batch.num_decodes == batch.num_rows:
-            return None
-        sampling = np.nonzero(batch.samples[batch.num_decodes :])[0] + batch.num_decodes
-        return np.concatenate(
-            [np.arange(batch.decode_tokens), starts[sampling + 1].astype(np.int64) - 1]
-        )
 
     def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[PromptLogprobs]:
         """Return log-probabilities of the prompt tokens after each position, where requested."""

@@ -127,6 +127,17 @@ class StallWatch:
         """
         if not self._tokenless and np.greater_equal(result.counts, batch.samples).all():
             return None
+        found = self._without_tokens(batch, result)
+        if not found:
+            return None
+        reason = (
+            f"{TOKENLESS_STEPS} consecutive steps yielded no token: "
+            f"{self._plan.title('speculative')} accepts none"
+        )
+        return Stall(found, reason)
+
+    def _without_tokens(self, batch: Batch, result: StepResult) -> list[int]:
+        """Count steps without a token by row; return the ids of sequences with too many of them."""
         current = self._table.epoch[batch.rows] == batch.epochs
         self._tokenless = {
             row: held for row, held in self._tokenless.items() if held[0] == self._table.epoch[row]
@@ -143,10 +154,4 @@ class StallWatch:
             sequence = self._table.sequences[row]
             if steps >= TOKENLESS_STEPS and sequence is not None:
                 found.append(sequence.id)
-        if not found:
-            return None
-        reason = (
-            f"{TOKENLESS_STEPS} consecutive steps yielded no token: "
-            f"{self._plan.title('speculative')} accepts none"
-        )
-        return Stall(found, reason)
+        return found

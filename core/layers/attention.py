@@ -84,74 +84,53 @@ class MlaAttention(Module):
         scale: float,
         names: MlaNames,
     ) -> None:
-        shard = context.parallel.shard("heads", name, sizes.heads)
         self.index = index
         self.scale = scale
-        self.heads = shard.size
+        self.heads = context.parallel.shard("heads", name, sizes.heads).size
         self.nope_dim = sizes.nope
         self.rope_dim = sizes.rope
         self.v_dim = sizes.v
         self.lora_rank = sizes.kv_lora
-        self._mla = context.attention.mla
-        self._store = context.attention.store_mla
-        self._rope = context.ops.rope
-        self._cut = context.cuts.call
-        query = sizes.nope + sizes.rope
-        direct = sizes.q_lora is None
-        first = (
-            Part(f"{name}.{names.query}", sizes.heads * query, "heads", query)
-            if direct
-            else Part(
-                f"{name}.{names.query_down}", sizes.q_lora or 0, "replicated", bias=sizes.bias
-            )
-        )
-        self.input_proj = Linear(
-            context,
-            f"{name}.input_proj",
-            sizes.hidden,
-            [
-                first,
-                Part(
-                    f"{name}.{names.kv_down}",
-                    sizes.kv_lora + sizes.rope,
-                    "replicated",
-                    bias=sizes.bias,
-                ),
-            ],
-        )
+        self._width = self.heads * sizes.v
+        self._bind(context)
+        self._add_projections(context, name, sizes, names)
+        self.input_format = self.input_proj.input_format
         self._split = [self.input_proj.outputs[0], sizes.kv_lora, sizes.rope]
         self._halves = [self._split[0], sizes.kv_lora + sizes.rope]
-        self._projected = context.attention.mla_projected
         self._split_query = [sizes.nope, sizes.rope]
+
+    def _bind(self, context: BuildContext) -> None:
+        """Bind the backend's and the ops' functions that ``forward`` calls."""
+        self._mla = context.attention.mla
+        self._store = context.attention.store_mla
+        self._projected = context.attention.mla_projected
+        self._rope = context.ops.rope
+        self._at_split_point = context.split_points.call
+
+    def _add_projections(
+        self, context: BuildContext, name: str, sizes: MlaSizes, names: MlaNames
+    ) -> None:
+        """Add the linear layers and norms, in the order of their weights."""
+        self.input_proj = _mla_input(context, name, sizes, names)
         self.q_norm: RmsNorm | None = None
-        if not direct:
-            self.q_b = Linear(
+        if sizes.q_lora is not None:
+            self.q_b = _by_heads(
                 context,
                 f"{name}.{names.query_up}",
-                sizes.q_lora or 0,
-                [Part(f"{name}.{names.query_up}", sizes.heads * query, "heads", query)],
+                sizes.q_lora,
+                sizes.heads,
+                sizes.nope + sizes.rope,
             )
             self.q_norm = RmsNorm(
-                context, f"{name}.{names.query_norm}", sizes.q_lora or 0, LATENT_EPS, self.q_b
+                context, f"{name}.{names.query_norm}", sizes.q_lora, LATENT_EPS, self.q_b
             )
         self.kv_norm = RmsNorm(context, f"{name}.{names.kv_norm}", sizes.kv_lora, LATENT_EPS)
-        kv = sizes.nope + sizes.v
-        self.kv_b = Linear(
-            context,
-            f"{name}.{names.kv_up}",
-            sizes.kv_lora,
-            [Part(f"{name}.{names.kv_up}", sizes.heads * kv, "heads", kv)],
+        self.kv_b = _by_heads(
+            context, f"{name}.{names.kv_up}", sizes.kv_lora, sizes.heads, sizes.nope + sizes.v
         )
-        self.o_proj = Linear(
-            context,
-            f"{name}.{names.output}",
-            sizes.heads * sizes.v,
-            [Part(f"{name}.{names.output}", sizes.hidden, "replicated", bias=sizes.bias)],
-            input_role="row",
-            input_unit=sizes.v,
+        self.o_proj = _output(
+            context, f"{name}.{names.output}", sizes.heads, sizes.v, sizes.hidden, sizes.bias
         )
-        self.input_format = self.input_proj.input_format
-        self._width = self.heads * sizes.v
 
     def finalize(self) -> None:
         """Split the up-projection's dense weight into W_UK and W_UV."""
@@ -205,13 +184,15 @@ class MlaAttention(Module):
             first, compressed = self.input_proj.forward(x).split_with_sizes(self._halves, dim=-1)
             work = partial(self._attend_projected, at.interleaved)
             return self.o_proj.forward_parts(
-                self._cut(work, (self._query(first), compressed, at.cos_sin), self._width)
+                self._at_split_point(
+                    work, (self._query(first), compressed, at.cos_sin), self._width
+                )
             )
         first, latent, k_rope = self.input_proj.forward(x).split_with_sizes(self._split, dim=-1)
         q_nope, q_rope = self._query(first).split_with_sizes(self._split_query, dim=-1)
         q_rope, k_rope = self._rope(q_rope, k_rope.unsqueeze(1), at)
         rows = q_nope, q_rope, self.kv_norm.forward(latent), k_rope.squeeze(1)
-        return self.o_proj.forward_parts(self._cut(self._attend, rows, self._width))
+        return self.o_proj.forward_parts(self._at_split_point(self._attend, rows, self._width))
 
     def _attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
         """Call the backend with rotated queries and keys."""
@@ -302,30 +283,19 @@ class MhaAttention(Module):
         self.head_dim = head_dim
         self._mha = context.attention.mha
         self._rope = context.ops.rope
-        self._cut = context.cuts.call
-        queries = context.parallel.shard("heads", f"{name}.q_proj", heads)
-        held = kv_heads_of(queries.start, queries.size, heads, kv_heads)
-        self.qkv = Linear(
-            context,
-            f"{name}.qkv_proj",
-            hidden,
-            [
-                Part(f"{name}.q_proj", heads * head_dim, "heads", head_dim, bias),
-                Part(f"{name}.k_proj", kv_heads * head_dim, "heads", head_dim, bias, held),
-                Part(f"{name}.v_proj", kv_heads * head_dim, "heads", head_dim, bias, held),
-            ],
+        self._at_split_point = context.split_points.call
+        shard = context.parallel.shard("heads", f"{name}.q_proj", heads)
+        held = kv_heads_of(shard.start, shard.size, heads, kv_heads)
+        query = Part(f"{name}.q_proj", heads * head_dim, "heads", head_dim, bias)
+        key, value = (
+            Part(f"{name}.{part}_proj", kv_heads * head_dim, "heads", head_dim, bias, held)
+            for part in ("k", "v")
         )
+        self.qkv = Linear(context, f"{name}.qkv_proj", hidden, [query, key, value])
         self._split = [size // head_dim for size in self.qkv.outputs]
         self.heads = self._split[0]
         self.kv_heads = self._split[1]
-        self.o_proj = Linear(
-            context,
-            f"{name}.o_proj",
-            heads * head_dim,
-            [Part(f"{name}.o_proj", hidden, "replicated", bias=bias)],
-            input_role="row",
-            input_unit=head_dim,
-        )
+        self.o_proj = _output(context, f"{name}.o_proj", heads, head_dim, hidden, bias)
         self.input_format = self.qkv.input_format
 
     def forward(self, x: Any, at: object) -> Tensor:
@@ -341,11 +311,39 @@ class MhaAttention(Module):
             dim=1,
         )
         q, k = self._rope(q, k, at)
-        return self.o_proj.forward(self._cut(self._attend, (q, k, v), self.heads * self.head_dim))
+        return self.o_proj.forward(
+            self._at_split_point(self._attend, (q, k, v), self.heads * self.head_dim)
+        )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Call the backend."""
         return self._mha(q, k, v, self)
+
+
+def _mla_input(context: BuildContext, name: str, sizes: MlaSizes, names: MlaNames) -> Linear:
+    """Return the projection of x to queries, or their latent, and to the KV latent and RoPE key."""
+    head = sizes.nope + sizes.rope
+    query = (
+        Part(f"{name}.{names.query}", sizes.heads * head, "heads", head)
+        if sizes.q_lora is None
+        else Part(f"{name}.{names.query_down}", sizes.q_lora, "replicated", bias=sizes.bias)
+    )
+    compressed = sizes.kv_lora + sizes.rope
+    kv = Part(f"{name}.{names.kv_down}", compressed, "replicated", bias=sizes.bias)
+    return Linear(context, f"{name}.input_proj", sizes.hidden, [query, kv])
+
+
+def _by_heads(context: BuildContext, name: str, inputs: int, heads: int, size: int) -> Linear:
+    """Return a linear layer with ``size`` outputs for each of ``heads`` heads, split by heads."""
+    return Linear(context, name, inputs, [Part(name, heads * size, "heads", size)])
+
+
+def _output(
+    context: BuildContext, name: str, heads: int, size: int, outputs: int, bias: bool
+) -> Linear:
+    """Return a linear layer with ``size`` inputs for each of ``heads`` heads, split by heads."""
+    part = Part(name, outputs, "replicated", bias=bias)
+    return Linear(context, name, heads * size, [part], input_role="row", input_unit=size)
 
 
 def kv_heads_of(first: int, count: int, heads: int, kv_heads: int) -> tuple[int, int]:

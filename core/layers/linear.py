@@ -113,11 +113,17 @@ class Linear(Module):
         self.partial = (columns.axis,) if columns.reduce and not reduce else ()
         self._collectives = context.collectives if columns.reduce and reduce else None
         self._axis = columns.axis
-        if len(self.methods) == 1 and self._collectives is None:
-            self.forward = self.methods[0].apply  # type: ignore[method-assign]
         self.forward_parts: Callable[[Any], Tensor | Parts] = self.forward
-        if len(self.methods) == 1 and context.worker.ranks == 1 and context.ops.adds_parts:
-            self.forward_parts = getattr(self.methods[0], "apply_parts", self.forward)
+        if len(self.methods) == 1:
+            self._bind(self.methods[0], context)
+
+    def _bind(self, method: LinearMethod, context: BuildContext) -> None:
+        """Call the only method directly where nothing is left to do after it."""
+        if self._collectives is None:
+            self.forward = method.apply  # type: ignore[method-assign]
+            self.forward_parts = self.forward
+        if context.worker.ranks == 1 and context.ops.adds_parts:
+            self.forward_parts = getattr(method, "apply_parts", self.forward)
 
     def _rows(self, part: Part) -> Shard:
         """Return this rank's rows of ``part``."""

@@ -77,16 +77,16 @@ class Gate(Module):
         )
         self.bias = torch.zeros(sizes.experts, device=device) if sizes.sigmoid else None
         #: experts of the fused shared expert, which are chosen for every token; 0: not fused
-        self.appended = 0
+        self.fused_shared = 0
         self._softmax = context.ops.topk_softmax
         self._sigmoid = context.ops.topk_sigmoid
         self._route = context.ops.route
-        self._signalling: SignallingRoute | None = getattr(context.ops, "route_signalling", None)
+        self._route_ready: SignallingRoute | None = getattr(context.ops, "route_signalling", None)
 
     @property
-    def signals(self) -> bool:
-        """True: ``forward`` can set a ready flag (``begun``)."""
-        return self._signalling is not None
+    def sets_ready(self) -> bool:
+        """True: ``forward`` can set a ready flag (``ready``)."""
+        return self._route_ready is not None
 
     def own_targets(self) -> Iterator[WeightTarget]:
         """Yield the targets of the weight and the correction bias."""
@@ -94,12 +94,12 @@ class Gate(Module):
         if self.bias is not None:
             yield Target(f"{self.name}.e_score_correction_bias", tuple(self.bias.shape), self.bias)
 
-    def forward(self, x: Tensor, begun: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, ready: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token.
 
         Args:
             x: plain activations [T, hidden].
-            begun: ready flag of ``StartedExperts``, only for a gate that ``signals``.
+            ready: ready flag of ``StartedExperts``, only for a gate that ``sets_ready``.
 
         Returns:
             weights float32 [T, K] and expert ids int [T, K], the fused shared expert's included.
@@ -115,14 +115,14 @@ class Gate(Module):
                 s.topk_groups,
                 s.renormalize,
                 s.scale,
-                self.appended,
+                self.fused_shared,
             )
-            if begun is None:
+            if ready is None:
                 return self._route(*given)
-            assert self._signalling is not None, (
+            assert self._route_ready is not None, (
                 "experts start early only with a gate that sets a ready flag"
             )
-            return self._signalling(*given, begun)
+            return self._route_ready(*given, ready)
         logits = F.linear(x.float(), self.weight.float())
         if self.bias is not None:
             return self._sigmoid(
@@ -137,7 +137,7 @@ class Experts(Module):
     Args:
         name: module path up to "experts".
         sizes: sizes of the layer.
-        shared: further experts that hold the fused shared expert; 0: not fused.
+        fused_shared: further experts that hold the fused shared expert; 0: not fused.
         shared_name: module path of the shared expert.
         parts: results may be ``Parts``.
 
@@ -154,7 +154,7 @@ class Experts(Module):
         context: BuildContext,
         name: str,
         sizes: MoeSizes,
-        shared: int = 0,
+        fused_shared: int = 0,
         shared_name: str = "",
         parts: bool = False,
     ) -> None:
@@ -175,7 +175,7 @@ class Experts(Module):
                 inter_start=width.start,
                 inter_full=width.full,
                 total=sizes.experts,
-                shared=shared,
+                fused_shared=fused_shared,
                 shared_prefix=shared_name,
                 parts=parts,
             )
@@ -213,40 +213,41 @@ class Moe(Module):
     """
 
     def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
+        self._collectives = context.collectives
         self.gate = Gate(context, f"{name}.gate", sizes)
         fused_shared = self._fused_shared_count(context, name, sizes)
-        self.gate.appended = fused_shared
-        parts = (
-            context.ops.adds_parts
-            and context.worker.ranks == 1
-            and (not sizes.shared or fused_shared > 0)
-        )
+        self.gate.fused_shared = fused_shared
+        shared_name = f"{name}.shared_experts"
+        separate = sizes.shared > 0 and not fused_shared
         self.experts = Experts(
             context,
             f"{name}.experts",
             sizes,
             fused_shared,
-            f"{name}.shared_experts" if fused_shared else "",
-            parts,
+            shared_name if fused_shared else "",
+            parts=context.ops.adds_parts and context.worker.ranks == 1 and not separate,
         )
-        self.shared = (
-            Mlp(context, f"{name}.shared_experts", sizes.hidden, sizes.shared, reduce=False)
-            if sizes.shared and not fused_shared
-            else None
-        )
-        early = fused_shared > 0 and self.gate.signals
+        self.shared: Mlp | None = None
+        if separate:
+            self.shared = Mlp(context, shared_name, sizes.hidden, sizes.shared, reduce=False)
+        early = fused_shared > 0 and self.gate.sets_ready
         self._start: Start | None = getattr(self.experts.method, "start", None) if early else None
+        self._exchange = context.parallel.expert_exchange(name, sizes.experts)
+        self.exchanges = self._exchange is not None
+        self._set_input_format(context)
+
+    def _set_input_format(self, context: BuildContext) -> None:
+        """Set ``input_format``, and the cast of plain activations to the experts' format.
+
+        The gate reads plain activations; the experts' input format may be another one.
+        """
         readers = [self.experts] if self.shared is None else [self.experts, self.shared]
         self._cast: Callable[[Tensor], Tensor] | None = caster(  # type: ignore[assignment]
             context.ops, *readers
         )
-        self._exchange = context.parallel.expert_exchange(name, sizes.experts)
-        self.exchanges = self._exchange is not None
-        # The gate reads plain activations; the experts' input format may be another one.
         both = both_formats(agreed_format(readers))
         produced = all((norm, both) in context.ops.fused for norm in ("rms_norm", "add_rms_norm"))
         self.input_format = both if produced and not self.exchanges else FORMAT_PLAIN
-        self._collectives = context.collectives
 
     @staticmethod
     def _fused_shared_count(context: BuildContext, name: str, sizes: MoeSizes) -> int:
@@ -255,7 +256,7 @@ class Moe(Module):
         together = (
             context.worker.ranks == 1
             and context.ops.route is not None
-            and scheme.fuses_shared
+            and scheme.fused_shared
             and scheme is context.scheme_for(f"{name}.shared_experts.gate_proj")
         )
         return sizes.shared // sizes.width if together and sizes.shared % sizes.width == 0 else 0
@@ -268,10 +269,10 @@ class Moe(Module):
         started = (
             None
             if self._start is None
-            else self._start(x, self.gate.sizes.topk + self.gate.appended)
+            else self._start(x, self.gate.sizes.topk + self.gate.fused_shared)
         )
         if started is not None:
-            weights, ids = self.gate.forward(x, started.begun)
+            weights, ids = self.gate.forward(x, started.ready)
             return started.finish(ids, weights)
         weights, ids = self.gate.forward(x)
         if self._exchange is not None:

@@ -95,9 +95,9 @@ class ExpertsStep:
 
     Attributes:
         tokens: number of routed tokens.
-        chosen: experts of each token, including the ``shared`` ones.
-        count: experts on this rank, including the ``shared`` ones.
-        shared: the last experts of ``chosen`` and ``count`` that are a fused shared expert.
+        chosen: experts of each token, including the ``fused_shared`` ones.
+        count: experts on this rank, including the ``fused_shared`` ones.
+        fused_shared: the last experts of ``chosen`` and ``count`` that are a fused shared expert.
         hidden: hidden size of the model.
         inter: intermediate size of an expert.
         element: bytes of an activation element.
@@ -112,7 +112,7 @@ class ExpertsStep:
     tokens: int
     chosen: int
     count: int
-    shared: int
+    fused_shared: int
     hidden: int
     inter: int
     element: int

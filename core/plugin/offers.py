@@ -147,7 +147,7 @@ class QuantizationOffers(Offers):
             the byte budget.
         cast_bytes: bytes of an activation element as its GEMMs read it on a device; 0 for the
             compute dtype.
-        rides: on a device the shared expert can be fused: computed as further routed experts.
+        fused_shared: on a device the shared expert can be fused: computed as further routed experts.
         experts_work: function from routed experts to their device memory; None if they hold only
             rows in the compute dtype.
         peak_tokens: function from the scheme's options to the token counts at which routed experts may
@@ -162,7 +162,7 @@ class QuantizationOffers(Offers):
     block_shape: tuple[int, int] | None = None
     dequantizes: frozenset[str] = frozenset()
     cast_bytes: float = 0.0
-    rides: bool = False
+    fused_shared: bool = False
     experts_work: Callable[[ExpertsStep], MemoryUse] | None = None
     peak_tokens: Callable[[Any], tuple[int, ...]] | None = None
 

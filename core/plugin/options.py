@@ -279,7 +279,11 @@ class MemoryOptions(Section):
     kv_tokens: int | None = Field(None, ge=1, description="tokens in the KV pool")
     kv_bytes: int | None = Field(None, ge=1, description="bytes of the KV pool on each rank")
     fraction: float | None = Field(
-        None, gt=0, lt=1, description="share of the device's memory for weights and KV cache"
+        None,
+        gt=0,
+        lt=1,
+        description="share of the device's memory that everything together may take; null: 98% on "
+        "a GPU",
     )
     reserve_bytes: int = Field(0, ge=0, description="bytes to leave free beside the budget")
     growing_segments: Literal["auto", True, False] = Field(

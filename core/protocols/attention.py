@@ -144,7 +144,7 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def plan_step(self, batch: Batch, slot: object | None) -> None:
+    def plan_step(self, batch: Batch, graph: object | None) -> None:
         """Prepare a step on the host and enqueue its copies to the device.
 
         The planned step is enqueued before the next call, on the same stream, so that plans may
@@ -156,7 +156,7 @@ class AttentionBackend(Protocol):
 
         Args:
             batch: the step.
-            slot: key of the graph that the step will be replayed from, the same object in every
+            graph: key of the graph that the step will be replayed from, the same object in every
                 step; None for an eager step.
         """
         ...

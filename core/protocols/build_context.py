@@ -33,9 +33,9 @@ class BuildContext:
         collectives: the collectives of the rank.
         attention: the backend that every attention layer calls.
         ops: the table of small kernels.
-        cuts: the object through which layers call the parts of a captured pass that cannot be
-            captured, above all attention.
-        extension: the object through which a speculative algorithm calls its draft's pass over a
+        split_points: the object through which layers call the parts of a captured pass that cannot
+            be captured, above all attention.
+        draft_extend: the object through which a speculative algorithm calls its draft's pass over a
             step's tokens.
         first_layer: KV-pool number of this model's first layer; a draft model's layers follow the
             target's.
@@ -53,8 +53,8 @@ class BuildContext:
     collectives: Collectives
     attention: AttentionBackend
     ops: Ops
-    cuts: SplitPoints = field(default_factory=SplitPoints)
-    extension: DraftExtend = field(default_factory=DraftExtend)
+    split_points: SplitPoints = field(default_factory=SplitPoints)
+    draft_extend: DraftExtend = field(default_factory=DraftExtend)
     first_layer: int = 0
     spare: int = 0
 

@@ -21,17 +21,17 @@ class Steps(Protocol):
     Attributes:
         sampler: the runner's sampler.
         device: torch device of the runner.
-        cuts: the points at which a pass is split into pieces.
-        extension: a draft's pass over the tokens of a prefill step; a graph runner that captures it
-            becomes its ``taker``.
+        split_points: the points at which a pass is split into pieces.
+        draft_extend: a draft's pass over the tokens of a prefill step; a graph runner that captures
+            it becomes its ``replacement``.
         forward: the target's pass over a step with prompts, which may be captured by itself:
             ``Model.forward`` or ``SampledLastLayer.trunk``.
     """
 
     sampler: Sampler
     device: Any
-    cuts: SplitPoints
-    extension: DraftExtend
+    split_points: SplitPoints
+    draft_extend: DraftExtend
 
     @property
     def forward(self) -> Callable[[Tensor, Tensor, Batch], Tensor]:
@@ -42,7 +42,7 @@ class Steps(Protocol):
         ...
 
     def step(self, batch: Batch) -> tuple[Accepted, Tensor]:
-        """Run a batch whose device fields are set, piece by piece through ``batch.segments``.
+        """Run a batch whose device fields are set, piece by piece through ``batch.pieces``.
 
         ``Sampler.plan_step`` is called before it.
 
@@ -55,9 +55,9 @@ class Steps(Protocol):
 class GraphRunner(Protocol):
     """A store of captured graphs.
 
-    It keeps slots: padded batches in persistent memory, with graphs of the pieces of their step. It
-    also keeps passes of the model over a padded number of tokens, captured piecewise between the
-    model's cuts.
+    It keeps decode graphs: padded batches in persistent memory, with CUDA graphs of the pieces of
+    their step. It also keeps passes of the model over a padded number of tokens, captured piecewise
+    between the model's split points.
     """
 
     def shapes(self, plan: EnginePlan) -> list[tuple[Mode, int, int]]:
@@ -79,24 +79,24 @@ class GraphRunner(Protocol):
         """
         ...
 
-    def slot_for(self, batch: Batch) -> object | None:
-        """Return the slot that can replay ``batch``, or None for an eager step.
+    def graph_for(self, batch: Batch) -> object | None:
+        """Return the decode graph that can replay ``batch``, or None for an eager step.
 
-        Ranks that agreed on a step get slots of the same shape.
+        Ranks that agreed on a step get graphs of the same shape.
         """
         ...
 
-    def fill(self, slot: object, batch: Batch) -> Batch:
-        """Copy ``batch`` into the slot.
+    def fill(self, graph: object, batch: Batch) -> Batch:
+        """Copy ``batch`` into the memory of a decode graph.
 
         Returns:
-            The slot's own batch, with the rows of ``batch`` first and padding rows behind, ready
+            The graph's own batch, with the rows of ``batch`` first and padding rows behind, ready
             for ``Steps.step``.
         """
         ...
 
     def pass_for(self, batch: Batch) -> Callable[[Tensor, Tensor, Batch], Tensor] | None:
-        """Return a replacement for ``Steps.forward`` in a step that no slot replays.
+        """Return a replacement for ``Steps.forward`` in a step that no decode graph replays.
 
         Attention has planned the step as it is. The replacement's result is valid until the next
         pass.

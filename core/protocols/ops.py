@@ -38,8 +38,8 @@ class Route(Protocol):
             topk_groups: number of groups from which experts are chosen.
             renormalize: divide the chosen weights by their sum.
             scale: factor on the weights.
-            fused_shared: number A of further experts that every token uses: the fused shared expert.
-                They are experts E to E + A - 1, with weight 1, in the last A columns.
+            fused_shared: number A of further experts that every token uses: the fused shared
+                expert. They are experts E to E + A - 1, with weight 1, in the last A columns.
 
         Returns:
             weights float32 [T, k + A] and ids int32 [T, k + A].
@@ -67,8 +67,9 @@ class SignallingRoute(Protocol):
         """Return the result of ``Route``, and set the ready flag as soon as x may be read.
 
         Args:
-            ready: ready flag of ``StartedExperts``, int32; its first element is set to 1. It is not
-                set for 4 tokens or fewer, for which experts are never started early.
+            ready: ready flag of ``StartedExperts``, int32; its first element is set to 1. It may
+                stay unset for very few tokens (``VECTOR_TOKENS_MAX`` in ``kernels/moe/route.py``),
+                for which experts are never started early.
         """
         ...
 

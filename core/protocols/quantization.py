@@ -59,7 +59,7 @@ class ExpertsShape:
         inter_start: start of this rank's slice of the intermediate size.
         inter_full: intermediate size of each expert in the checkpoint.
         total: number of experts in the layer.
-        shared: number of further experts of the same intermediate size behind the held ones
+        fused_shared: number of further experts of the same intermediate size behind the held ones
             (shared-expert fusion). Together they are the shared expert, each a slice of its
             intermediate size, in order.
         shared_prefix: module path of the shared expert.
@@ -74,7 +74,7 @@ class ExpertsShape:
     inter_start: int
     inter_full: int
     total: int
-    shared: int = 0
+    fused_shared: int = 0
     shared_prefix: str = ""
     parts: bool = False
 
@@ -151,14 +151,14 @@ class LinearMethod(Protocol):
 class StartedExperts(Protocol):
     """The experts of one layer, started as soon as x is available, before the gate has run.
 
-    The gate runs next with ``begun``, and ``finish`` after it.
+    The gate runs next with ``ready``, and ``finish`` after it.
 
     Attributes:
-        begun: ready flag, int32; the gate sets its first element to 1 as soon as x may be read.
+        ready: ready flag, int32; the gate sets its first element to 1 as soon as x may be read.
     """
 
     @property
-    def begun(self) -> Tensor:
+    def ready(self) -> Tensor:
         """The ready flag, int32; the gate sets its first element to 1 as soon as x may be read."""
         ...
 
@@ -214,11 +214,11 @@ class QuantizationScheme(Protocol):
 
     Attributes:
         block: ranks split dimensions at multiples of this only.
-        fuses_shared: True: the scheme's expert methods support ``ExpertsShape.shared``.
+        fused_shared: True: the scheme's expert methods support ``ExpertsShape.fused_shared``.
     """
 
     block: int
-    fuses_shared: bool
+    fused_shared: bool
 
     def linear(self, shape: LinearShape) -> LinearMethod:
         """Return the method of a linear layer, without loaded weights."""

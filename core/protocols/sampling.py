@@ -144,7 +144,7 @@ class SpeculativeAlgorithm(Protocol):
         It is called in every step, also with D = 0, so that ranks can take part in each other's
         drafting. ``batch`` is complete but for ``input_ids``; on a device, positions and lengths
         are still the host's upper bounds. With a width above one, device work runs through
-        ``batch.segments``; otherwise it is part of the target's pass.
+        ``batch.pieces``; otherwise it is part of the target's pass.
 
         Returns:
             Token ids int64 [D, W]: the last accepted token, then drafts.

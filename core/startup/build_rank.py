@@ -33,7 +33,7 @@ from glowplug.core.startup.load_weights import load_model
 from glowplug.core.startup.memory_fit import RankMemory
 from glowplug.core.startup.memory_gauge import memory_now
 from glowplug.core.startup.phases import Note, Phases, Report, logger, rate
-from glowplug.core.startup.torch_allocator import use_segments
+from glowplug.core.startup.torch_allocator import use_expandable_segments
 from glowplug.core.step.pages import PageAllocator
 from glowplug.core.step.sequence_table import SequenceTable
 
@@ -186,8 +186,8 @@ class RankBuilder:
             graphs=self.component("graphs"),
             table=SequenceTable(sizes.max_running, sizes.positions, sizes.page_size),
             device=self.worker.device,
-            cuts=context.cuts,
-            extension=context.extension,
+            split_points=context.split_points,
+            draft_extend=context.draft_extend,
             sampled_last_layer=self.plan.sampled_last_layer,
         )
 
@@ -259,8 +259,8 @@ class RankBuilder:
         planned = self.plan.sizes.num_pages
         if self.memory.measures:
             with self.phases.run("kernels") as remarks:
-                left = self.memory.fit(runner, context.parallel, context.collectives)
-                remarks.append(f"a step takes {human(left.step)}")
+                measured = self.memory.fit(runner, context.parallel, context.collectives)
+                remarks.append(f"a step takes {human(measured.step)}")
         with self.phases.run("kv") as remarks:
             remarks += filter(None, [self.memory.check_cache(runner)])
             pool = self.memory.make_pool(runner)
@@ -342,7 +342,7 @@ def build_rank(
     worker = make_worker(plan, rank, rendezvous)
     if worker.device != "cpu":
         # the allocator's settings apply only to memory that it takes afterwards
-        for remark in use_segments(plan.expandable_segments):
+        for remark in use_expandable_segments(plan.expandable_segments):
             note(remark)
         torch.cuda.set_device(worker.device)  # streams and events are created on this device
     torch.manual_seed(plan.seed)

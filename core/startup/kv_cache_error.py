@@ -98,31 +98,49 @@ def cache_error(runner: Runner, plan: EnginePlan, lend: Lend) -> CacheError | No
     Returns:
         The error; None if no step holds prompts that are long enough.
     """
-    sizes = plan.sizes
-    rows = max(1, min(MAX_PROMPTS, sizes.max_running, sizes.chunk_size // (2 * MIN_PROMPT_TOKENS)))
-    behind = 1 + sizes.width + sizes.lookahead  # tokens behind a prompt that a step may touch
-    length = min(MAX_PROMPT_TOKENS, sizes.chunk_size // rows, sizes.context_length - behind)
-    if length < MIN_PROMPT_TOKENS:
+    prompts = _prompts(plan)
+    if prompts is None:
         return None
-    each = -(-(length + behind) // sizes.page_size)
-    pages = 1 + np.arange(rows * each, dtype=np.int32).reshape(rows, each)
-    ids = (
-        np.random.default_rng(0)
-        .integers(0, plan.facts.model.vocab_size, (PROMPT_ROUNDS, rows, length + 1))
-        .astype(np.int32)
-    )
-    narrow = runner.attention.kv_layout()
-    wide = replace(
-        narrow, entries=tuple(replace(entry, dtype=plan.dtype) for entry in narrow.entries)
-    )
+    rows = prompts.shape[1]
+    length = prompts.shape[2] - 1
+    columns = -(-(length + _tokens_behind(plan)) // plan.sizes.page_size)
+    pages = 1 + np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
     logits = []
-    for layout in (wide, narrow):
+    for layout in _layouts(runner, plan):
         lend(layout, 1 + pages.size)
-        logits.append(torch.cat([_next_logits(runner, pages, each_ids) for each_ids in ids]))
+        logits.append(torch.cat([_next_logits(runner, pages, ids) for ids in prompts]))
     kl, cosine, same = compared(*logits).cpu().numpy()
     return CacheError(
         kl.size, length, float(np.median(kl)), float(np.median(cosine)), float(same.mean())
     )
+
+
+def _tokens_behind(plan: EnginePlan) -> int:
+    """Return the number of tokens behind a prompt that a step may touch."""
+    return 1 + plan.sizes.width + plan.sizes.lookahead
+
+
+def _prompts(plan: EnginePlan) -> NDArray[np.int32] | None:
+    """Return random prompts and their next tokens, int32 [rounds, rows, length + 1].
+
+    None if no step holds prompts of ``MIN_PROMPT_TOKENS``.
+    """
+    sizes = plan.sizes
+    rows = max(1, min(MAX_PROMPTS, sizes.max_running, sizes.chunk_size // (2 * MIN_PROMPT_TOKENS)))
+    longest = sizes.context_length - _tokens_behind(plan)
+    length = min(MAX_PROMPT_TOKENS, sizes.chunk_size // rows, longest)
+    if length < MIN_PROMPT_TOKENS:
+        return None
+    random = np.random.default_rng(0)
+    shape = (PROMPT_ROUNDS, rows, length + 1)
+    return random.integers(0, plan.facts.model.vocab_size, shape).astype(np.int32)
+
+
+def _layouts(runner: Runner, plan: EnginePlan) -> tuple[KVLayout, KVLayout]:
+    """Return the cache's layout with all entries in the compute dtype, and the plan's layout."""
+    planned = runner.attention.kv_layout()
+    entries = tuple(replace(entry, dtype=plan.dtype) for entry in planned.entries)
+    return replace(planned, entries=entries), planned
 
 
 def _next_logits(runner: Runner, pages: NDArray[np.int32], ids: NDArray[np.int32]) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.plugin.offers import QuantizationOffers
@@ -21,39 +22,40 @@ def layer_shapes(plan: EnginePlan, plugins: PluginSet) -> LayerShapes:
 
     The model is built once with schemes that record each request and make no weights.
     """
-    from glowplug.core.startup.build_rank import build_context, make_worker
-
-    worker = make_worker(plan, 0)
-    context = build_context(plan, plugins, worker)
-    plain = _RecordingScheme(context.plain)
-    scheme = _RecordingScheme(context.scheme)
-    family = build_component(plugins, plan.choice("model"), plan, worker)
-    plain_scheme: Any = plain
-    chosen: Any = scheme
-    family.build(replace(context, scheme=chosen, plain=plain_scheme))
-    both = (plain, scheme)
+    plain, chosen = _record(plan, plugins)
     registered = plugins.find("quantization", plan.choice("quantization").name)
     offers = registered.component.offers if registered is not None else None
     quantizes = isinstance(offers, QuantizationOffers) and "none" not in offers.reads
+    linears = _distinct(
+        chain(plain.linears, chosen.linears),
+        lambda shape: (shape.outputs, shape.inputs, shape.name in chosen.names),
+    )
+    experts = _distinct(
+        chain(plain.grouped, chosen.grouped),
+        lambda shape: (shape.count, shape.hidden, shape.inter, shape.fused_shared),
+    )
     return LayerShapes(
-        linears=tuple(
-            _distinct(
-                (shape for one in both for shape in one.linears),
-                lambda shape: (shape.outputs, shape.inputs, shape.name in scheme.names),
-            )
-        ),
-        experts=tuple(
-            _distinct(
-                (shape for one in both for shape in one.grouped),
-                lambda shape: (shape.count, shape.hidden, shape.inter, shape.shared),
-            )
-        ),
-        quantized=frozenset(scheme.names) if quantizes else frozenset(),
+        linears=tuple(linears),
+        experts=tuple(experts),
+        quantized=frozenset(chosen.names) if quantizes else frozenset(),
         topk=plan.facts.model.sizes.experts_per_token,
     )
 
 
-def _distinct(shapes: Iterator[Any], key: Callable[[Any], object]) -> list[Any]:
+def _record(plan: EnginePlan, plugins: PluginSet) -> tuple[_RecordingScheme, _RecordingScheme]:
+    """Build the model; return the requests to the unquantized and to the chosen scheme."""
+    from glowplug.core.startup.build_rank import build_context, make_worker
+
+    worker = make_worker(plan, 0)
+    context = build_context(plan, plugins, worker)
+    plain: Any = _RecordingScheme(context.plain)
+    chosen: Any = _RecordingScheme(context.scheme)
+    family = build_component(plugins, plan.choice("model"), plan, worker)
+    family.build(replace(context, scheme=chosen, plain=plain))
+    return plain, chosen
+
+
+def _distinct(shapes: Iterable[Any], key: Callable[[Any], object]) -> list[Any]:
     """Return the first shape of each ``key``, in order."""
     found: dict[object, Any] = {}
     for shape in shapes:

@@ -93,37 +93,44 @@ def _check(
     model: Model,
     facts: ModelFacts,
 ) -> None:
-    where = facts.path or "the checkpoint"
-    problems = []
-    missing = [
-        name for name, target in targets.items() if name not in entries and not target.optional
+    """Raise WeightError if names, shapes or dtypes of targets and entries disagree."""
+    found = {name: target for name, target in targets.items() if name in entries}
+    needed = [name for name, target in targets.items() if not target.optional]
+    misfits = {
+        "missing": [name for name in needed if name not in entries],
+        "unexpected": [name for name in entries if name not in targets and not model.ignored(name)],
+        "of the wrong shape": list(_misshapen(found, entries, facts.architecture)),
+        "of the wrong dtype": list(_mistyped(found, entries, facts.architecture)),
+    }
+    problems = [
+        f"{len(names)} {what}: {_listed(names)}" for what, names in misfits.items() if names
     ]
-    if missing:
-        problems.append(f"{len(missing)} missing: {_listed(missing)}")
-    unexpected = [name for name in entries if name not in targets and not model.ignored(name)]
-    if unexpected:
-        problems.append(f"{len(unexpected)} unexpected: {_listed(unexpected)}")
-    found = [(name, target, entries[name]) for name, target in targets.items() if name in entries]
-    wrong = [
-        f"{name} is {_size(entry.shape)}, {facts.architecture} needs {_size(target.shape)}"
-        for name, target, entry in found
-        if tuple(entry.shape) != tuple(target.shape)
-    ]
-    if wrong:
-        problems.append(f"{len(wrong)} of the wrong shape: {_listed(wrong)}")
-    typed = [
-        f"{name} is {entry.dtype}, {facts.architecture} needs "
-        f"{target.dtype or 'a floating-point type'}"
-        for name, target, entry in found
-        if not _readable(entry.dtype, target.dtype)
-    ]
-    if typed:
-        problems.append(f"{len(typed)} of the wrong dtype: {_listed(typed)}")
     if problems:
         raise WeightError(
-            f"{where}: tensors do not match config.json: {'; '.join(problems)}. Fix: download the "
-            "files again, including config.json"
+            f"{facts.path or 'the checkpoint'}: tensors do not match config.json: "
+            f"{'; '.join(problems)}. Fix: download the files again, including config.json"
         )
+
+
+def _misshapen(
+    found: dict[str, WeightTarget], entries: Mapping[str, TensorFact], architecture: str
+) -> Iterator[str]:
+    """Yield a message for each entry of another shape than its target's."""
+    for name, target in found.items():
+        shape = entries[name].shape
+        if tuple(shape) != tuple(target.shape):
+            yield f"{name} is {_size(shape)}, {architecture} needs {_size(target.shape)}"
+
+
+def _mistyped(
+    found: dict[str, WeightTarget], entries: Mapping[str, TensorFact], architecture: str
+) -> Iterator[str]:
+    """Yield a message for each entry that its target cannot be loaded from."""
+    for name, target in found.items():
+        stored = entries[name].dtype
+        if not _readable(stored, target.dtype):
+            needed = target.dtype or "a floating-point type"
+            yield f"{name} is {stored}, {architecture} needs {needed}"
 
 
 def _readable(stored: str, fixed: str | None) -> bool:

@@ -95,25 +95,26 @@ class RankMemory:
         """
         layout = runner.attention.kv_layout()
         with self.naming("kernels"):
-            small = KVPool(layout, FEW_PAGES, self._device)
-            self._reserve(small, runner.speculative)
-            self.meter.mark(RUNTIME_LINE)
-            self._reserve(small, runner.attention)
-            self.meter.mark(
-                RESERVED
-                if any(line.name == RESERVED for line in self.plan.budget)
-                else RUNTIME_LINE
-            )
-            self._reserve(small, runner.sampler)
-            self.meter.mark("sampling state")
-            left = self._measure(runner, parallel)
+            self._reserve_buffers(runner, KVPool(layout, FEW_PAGES, self._device))
+            measured = self._measure(runner, parallel)
+        sizes = self.plan.sizes
         states = sum(line.bytes for line in self.plan.budget if line.name == "page states")
-        page_bytes = layout.page_bytes + states // self.plan.sizes.num_pages
-        pages = pages_that_fit(self.plan, left, page_bytes, self.meter.lines)
+        page_bytes = layout.page_bytes + states // sizes.num_pages
+        pages = pages_that_fit(self.plan, measured, page_bytes, self.meter.lines)
         # NOTE: the minimum over ranks: schedulers that decide alike need pools of equal size.
         agreed = int(collectives.all_gather_numbers(np.array([pages], np.int64)).min())
-        self.plan = replace(self.plan, sizes=replace(self.plan.sizes, num_pages=agreed))
-        return left
+        self.plan = replace(self.plan, sizes=replace(sizes, num_pages=agreed))
+        return measured
+
+    def _reserve_buffers(self, runner: Runner, pool: KVPool) -> None:
+        """Have the runner's parts allocate their buffers, and measure these by budget line."""
+        planned = {line.name for line in self.plan.budget}
+        self._reserve(pool, runner.speculative)
+        self.meter.mark(RUNTIME_LINE)
+        self._reserve(pool, runner.attention)
+        self.meter.mark(RESERVED if RESERVED in planned else RUNTIME_LINE)
+        self._reserve(pool, runner.sampler)
+        self.meter.mark("sampling state")
 
     def check_cache(self, runner: Runner) -> str | None:
         """Measure the error of an 8-bit KV cache over small pools, before the real pool exists.
@@ -351,7 +352,7 @@ class RankMemory:
 class _NoGraphs:
     """A graph runner without graphs, in place while steps run eagerly."""
 
-    def slot_for(self, batch: Batch) -> None:
+    def graph_for(self, batch: Batch) -> None:
         """Return None: no step is replayed."""
         return None
 

@@ -44,41 +44,41 @@ class MeasuredMemory:
 
 
 def pages_that_fit(
-    plan: EnginePlan, left: MeasuredMemory, page_bytes: int, measured: Mapping[str, int]
+    plan: EnginePlan, measured: MeasuredMemory, page_bytes: int, lines: Mapping[str, int]
 ) -> int:
     """Return the number of pages of the KV pool, the scratch page included.
 
     Args:
         page_bytes: bytes of a page, with all other state that is kept per page.
-        measured: bytes by budget line, for the error message.
+        lines: measured bytes by budget line, for the error message.
 
     Raises:
         GlowplugError: the pages are too few for the plan.
     """
     memory = plan.config.get("memory") or {}
     sizes = plan.sizes
-    room = left.for_cache(memory.get("fraction"), int(memory.get("reserve_bytes") or 0))
+    room = measured.for_cache(memory.get("fraction"), int(memory.get("reserve_bytes") or 0))
     pages = min(sizes.most_pages or sizes.num_pages, max(0, room) // page_bytes)
     least = sizes.least_pages or sizes.num_pages
     if pages >= least:
         return pages
     raise GlowplugError(
-        f"{human(max(0, room))} of {human(left.total)} are left for the KV cache, which needs "
+        f"{human(max(0, room))} of {human(measured.total)} are left for the KV cache, which needs "
         f"{human(least * page_bytes)} for {(least - 1) * sizes.page_size} tokens; measured against "
-        f"planned: {compared(plan, measured)}; a step takes {human(left.step)}, "
-        f"graphs {human(left.graphs)}. Fix: context_length or "
+        f"planned: {compared(plan, lines)}; a step takes {human(measured.step)}, "
+        f"graphs {human(measured.graphs)}. Fix: context_length or "
         f"memory.kv_tokens = {max(1, (pages - 1) * sizes.page_size)} or less, fewer "
         "scheduler.max_running_requests, a smaller scheduler.chunk_size, "
         "or a larger memory.fraction"
     )
 
 
-def compared(plan: EnginePlan, measured: Mapping[str, int]) -> str:
+def compared(plan: EnginePlan, lines: Mapping[str, int]) -> str:
     """Return "weights 29.3 GiB (29.2 GiB planned), ..." for every measured line."""
     planned = {line.name: line.bytes for line in plan.budget}
     return ", ".join(
         f"{name} {human(size)} ({human(planned[name])} planned)"
         if name in planned
         else f"{name} {human(size)}"
-        for name, size in measured.items()
+        for name, size in lines.items()
     )

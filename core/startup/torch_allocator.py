@@ -28,16 +28,16 @@ class _Process:
     An in-process engine may follow another one that had set the allocator differently.
     """
 
-    grows = False
+    expandable_segments = False
 
 
-def use_segments(grows: bool) -> list[str]:
+def use_expandable_segments(expandable: bool) -> list[str]:
     """Turn expandable segments of this process's allocator on or off.
 
     An environment variable of torch's takes precedence. Memory that is already taken is not moved.
 
     Args:
-        grows: use expandable segments.
+        expandable: use expandable segments.
 
     Returns:
         Remarks for the log.
@@ -51,9 +51,9 @@ def use_segments(grows: bool) -> list[str]:
             "memory: torch's allocator follows "
             + ", ".join(given)
             + " of the environment"
-            + "; memory.growing_segments has no effect" * grows
+            + "; memory.growing_segments has no effect" * expandable
         ]
-    if grows == _Process.grows:
+    if expandable == _Process.expandable_segments:
         return []
     setter = getattr(torch._C, SETTINGS_FUNCTION, None)
     if setter is None:
@@ -62,6 +62,6 @@ def use_segments(grows: bool) -> list[str]:
             "memory.growing_segments = false, or set "
             f"{ALLOCATOR_VARIABLES[1]}=expandable_segments:True"
         )
-    setter(f"expandable_segments:{grows}")
-    _Process.grows = grows
-    return ["memory: the allocator uses expandable segments"] * grows
+    setter(f"expandable_segments:{expandable}")
+    _Process.expandable_segments = expandable
+    return ["memory: the allocator uses expandable segments"] * expandable

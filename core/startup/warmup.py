@@ -9,7 +9,7 @@ The largest admitted steps are run to measure memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -145,9 +145,9 @@ def most_passed(runner: Runner, plan: EnginePlan) -> None:
 
 def _most(counts: Iterable[int], peaks: Iterable[int]) -> list[int]:
     """Return the largest of ``counts``, and the largest up to each of ``peaks``; descending."""
-    among = set(counts)
-    within = ([count for count in among if count <= peak] for peak in peaks)
-    return sorted({max(some) for some in (among, *within) if some}, reverse=True)
+    distinct = set(counts)
+    within = ([count for count in distinct if count <= peak] for peak in peaks)
+    return sorted({max(group) for group in (distinct, *within) if group}, reverse=True)
 
 
 def _run_prompts(runner: Runner, plan: EnginePlan, tokens: int) -> None:
@@ -188,22 +188,27 @@ def counts_between(sizes: Sizes) -> list[tuple[int, int]]:
     alternately odd and divisible by SPECIALIZED_DIVISOR.
     """
     least = sizes.pass_tokens[-1] if sizes.pass_tokens else 0
-    most = sizes.chunk_size
     steps = min(STEPS_BETWEEN, sizes.max_running - 1)
-    rounds = set(range(least // ROUND_TOKENS * ROUND_TOKENS + ROUND_TOKENS, most, ROUND_TOKENS))
-    found = set(rounds)
-    for count in range(1, steps + 1):
-        tokens = least + (most - least) * count // STEPS_BETWEEN
-        near = round(tokens / ROUND_TOKENS) * ROUND_TOKENS
-        if count % 2 and near in rounds and abs(near - tokens) * STEPS_BETWEEN < most - least:
-            continue  # the multiple of ROUND_TOKENS nearby is run anyway
-        found.add(
-            tokens // SPECIALIZED_DIVISOR * SPECIALIZED_DIVISOR
-            if count % 2
-            else tokens - 1 + tokens % 2
-        )
+    first = least // ROUND_TOKENS * ROUND_TOKENS + ROUND_TOKENS
+    rounds = set(range(first, sizes.chunk_size, ROUND_TOKENS))
+    found = rounds | set(_counts_beside(rounds, least, sizes.chunk_size, steps))
     decodes = [min(number, steps) if sizes.width == 1 else 0 for number in range(1, len(found) + 1)]
     return [(rows, tokens) for rows, tokens in zip(decodes, sorted(found)) if tokens > rows]
+
+
+def _counts_beside(rounds: set[int], least: int, most: int, steps: int) -> Iterator[int]:
+    """Yield up to ``steps`` token counts between ``least`` and ``most``, ascending.
+
+    Every second one is odd; the others are divisible by SPECIALIZED_DIVISOR, and left out where one
+    of ``rounds`` is near.
+    """
+    for number in range(1, steps + 1):
+        tokens = least + (most - least) * number // STEPS_BETWEEN
+        near = round(tokens / ROUND_TOKENS) * ROUND_TOKENS
+        if number % 2 == 0:
+            yield tokens - 1 + tokens % 2
+        elif near not in rounds or abs(near - tokens) * STEPS_BETWEEN >= most - least:
+            yield tokens // SPECIALIZED_DIVISOR * SPECIALIZED_DIVISOR
 
 
 def _mixed(plan: EnginePlan, decodes: int, tokens: int) -> Batch:

@@ -61,7 +61,7 @@ class Batch:
     #: first cache position that is attended to; those before it are empty (a draft's batch: 1)
     first_key: int = 0
     #: runs the pieces of this step: directly, or replayed from graphs
-    segments: GraphPieces = DIRECT
+    pieces: GraphPieces = DIRECT
     # ---- set by the runner -----------------------------------------------------------------------
     input_ids: Any = None  #: torch int64 [T]
     positions: Any = None  #: torch int64 [T]
@@ -131,7 +131,7 @@ class Accepted:
     Attributes:
         tokens: int64 [B, W]; row i holds ``counts[i]`` valid tokens.
         counts: int32 [B]; 0 for rows that do not sample.
-        bad: bool [B]; the row's logits held NaN or only -inf.
+        bad: bool [B]; True: the row's logits have NaN or +inf, or are all -inf.
         logprobs: of every entry of ``tokens``, flattened ([B * W]); None if no row requests them.
         packed: uint8, the bytes of tokens, counts and bad in this order; set by the runner, so that
             one copy takes all three to the host.

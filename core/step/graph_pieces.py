@@ -1,8 +1,9 @@
 """Pieces of a step that a graph runner may capture and replay, because they need no host work.
 
 A step's code names its pieces and is the same with and without graphs: ``DIRECT`` just runs them.
-Within the model's pass, layers mark the calls that cannot be part of a graph (:class:`SplitPoints`). A
-draft's pass over a prompt's tokens is a pass of its own (:class:`DraftExtend`).
+Within the model's pass, layers mark the calls that cannot be part of a graph
+(:class:`SplitPoints`). A draft's pass over a prompt's tokens is a pass of its own
+(:class:`DraftExtend`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class GraphPieces(Protocol):
         """
         ...
 
-    def part(self, name: str) -> object | None:
+    def key(self, name: str) -> object | None:
         """Return the key of a piece for ``AttentionBackend.plan_step``.
 
         It is the same object in every step; None for an eager step.
@@ -49,12 +50,12 @@ class GraphPieces(Protocol):
 
 
 class Direct:
-    """Runs every piece directly."""
+    """The ``GraphPieces`` of an eager step, which run directly."""
 
     def run(self, name: str, work: Callable[[], T]) -> T:
         return work()
 
-    def part(self, name: str) -> object | None:
+    def key(self, name: str) -> object | None:
         return None
 
 
@@ -62,29 +63,30 @@ DIRECT = Direct()  #: the pieces of an eager step
 
 
 #: function of tensors [T, ...] over T tokens -> [T, width]; it may read attention's planned step
-Cut = Callable[..., "Tensor"]
+SplitCall = Callable[..., "Tensor"]
 
 
 class SplitPoints:
     """The calls in a model's pass at which piecewise graphs are split.
 
     These calls depend on more than the number of tokens: on lengths, pages, or the plan of this
-    step. The code between two cuts treats each token independently, so it may be captured for more
-    tokens than a step has, and replayed. A rank has one object, and its layers call through it.
+    step. The code between two split points treats each token independently, so it may be captured
+    for more tokens than a step has, and replayed. A rank has one object, and its layers call
+    through it.
 
     Attributes:
-        taker: replacement of every call while a graph runner captures a pass; None: ``work`` is
-            called directly.
+        replacement: replacement of every call while a graph runner captures a pass; None: ``work``
+            is called directly.
     """
 
     def __init__(self) -> None:
-        self.taker: Callable[[Cut, tuple[Tensor, ...], int], Tensor] | None = None
+        self.replacement: Callable[[SplitCall, tuple[Tensor, ...], int], Tensor] | None = None
 
-    def call(self, work: Cut, rows: tuple[Tensor, ...], width: int) -> Tensor:
-        """Return ``work(*rows)``, or the result of ``taker``.
+    def call(self, work: SplitCall, rows: tuple[Tensor, ...], width: int) -> Tensor:
+        """Return ``work(*rows)``, or what ``replacement`` returns.
 
-        The result is read before the next cut only. Everything else that ``work`` reads is the same
-        in every step, except for the step's plan.
+        The result is read before the next split point only. Everything else that ``work`` reads is
+        the same in every step, except for the step's plan.
 
         Args:
             work: the function.
@@ -94,7 +96,7 @@ class SplitPoints:
         Returns:
             [T, width], with the dtype of the first of ``rows``.
         """
-        return work(*rows) if self.taker is None else self.taker(work, rows, width)
+        return work(*rows) if self.replacement is None else self.replacement(work, rows, width)
 
 
 #: function of input ids, positions and KV slots (int64 [F] each) and the hidden states [F, hidden]
@@ -122,19 +124,19 @@ class DraftExtend:
     """A draft's pass over the tokens of a step (``Mode.DRAFT_EXTEND``), which may be replayed.
 
     It matters above all for prompts. A rank has one object. The speculative algorithm sets the pass
-    and calls it here in an eager step (``batch.segments`` is ``DIRECT``); in a captured step the
+    and calls it here in an eager step (``batch.pieces`` is ``DIRECT``); in a captured step the
     pass is part of the step's pieces. The call may overwrite the result of the target's pass: only
     ``hidden`` is read of that result, and not after this call.
 
     Attributes:
         work: the pass; set by the algorithm in ``reserve``; None if it has no such pass.
-        taker: replacement of every call once a graph runner has captured the pass; None: ``work``
-            is called directly.
+        replacement: replacement of every call once a graph runner has captured the pass; None:
+            ``work`` is called directly.
     """
 
     def __init__(self) -> None:
         self.work: ExtendWork | None = None
-        self.taker: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None
+        self.replacement: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None
 
     def call(
         self, ids: Tensor, positions: Tensor, kv_slots: Tensor, hidden: Tensor, source: Tensor
@@ -148,8 +150,8 @@ class DraftExtend:
             hidden: [N, hidden], hidden states of the target.
             source: int64 [F], for each token the row of ``hidden`` that it continues.
         """
-        if self.taker is not None:
-            self.taker(ids, positions, kv_slots, hidden, source)
+        if self.replacement is not None:
+            self.replacement(ids, positions, kv_slots, hidden, source)
         else:
             assert self.work is not None, "the speculative algorithm has not set its pass"
             self.work.extend(ids, positions, kv_slots, hidden[source])

@@ -109,7 +109,7 @@ class HostEnds:
 
 
 def filled(count: int) -> int:
-    """Return ``count`` with padding rows added."""
+    """Return the number of rows, padding rows included, for ``count`` sampled tokens."""
     if 0 < count <= ROW_MULTIPLE:
         return 1 << (count - 1).bit_length()
     return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE

@@ -59,11 +59,13 @@ def send(parts: Seq[NDArray[Any]], device: torch.device) -> tuple[Tensor, ...]:
     a step.
     """
     if device.type == "cpu":
-        return tuple(torch.from_numpy(part.astype(width(part))) for part in parts)
-    return sent(parts, lambda size: torch.empty(size, dtype=torch.int32, pin_memory=True), device)
+        return tuple(torch.from_numpy(part.astype(device_dtype(part))) for part in parts)
+    return send_pinned(
+        parts, lambda size: torch.empty(size, dtype=torch.int32, pin_memory=True), device
+    )
 
 
-def sent(
+def send_pinned(
     parts: Seq[NDArray[Any]], pinned: Callable[[int], Tensor], device: torch.device
 ) -> tuple[Tensor, ...]:
     """Copy arrays to ``device`` like :func:`send`, through pinned memory.
@@ -78,19 +80,19 @@ def sent(
     places = []
     end = 0
     for part in parts:
-        size = len(part) * width(part).itemsize // WORD
+        size = len(part) * device_dtype(part).itemsize // WORD
         places.append(slice(end, end + size))
         end += -(-size // ALIGNED) * ALIGNED
     packed = pinned(end)
     memory = packed.numpy()
     for part, place in zip(parts, places):
-        memory[place].view(width(part))[:] = part
+        memory[place].view(device_dtype(part))[:] = part
     on_device = packed.to(device, non_blocking=True)
     return tuple(
-        on_device[place].view(ON_DEVICE[width(part)]) for part, place in zip(parts, places)
+        on_device[place].view(ON_DEVICE[device_dtype(part)]) for part, place in zip(parts, places)
     )
 
 
-def width(part: NDArray[Any]) -> np.dtype[Any]:
-    """Return the dtype of an array on the device."""
+def device_dtype(part: NDArray[Any]) -> np.dtype[Any]:
+    """Return the dtype that an array has on the device: its own, or int32."""
     return part.dtype if part.dtype in ON_DEVICE else INT

@@ -83,23 +83,23 @@ class HostCopier:
     def __init__(self) -> None:
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(BUFFERS)]
         self._marks: list[Marks | None] = [None] * BUFFERS
-        self._turn = -1
+        self._buffer = -1
         self._last: Marks | None = None  # events of the previous copy
 
     def mark(self) -> None:
         """Mark the beginning of the next step's work on the device."""
-        self._turn = (self._turn + 1) % BUFFERS
-        marks = self._marks[self._turn] = self._marks[self._turn] or Marks.new()
+        self._buffer = (self._buffer + 1) % BUFFERS
+        marks = self._marks[self._buffer] = self._marks[self._buffer] or Marks.new()
         marks.begun.record()
 
     def begin(self, tensors: Seq[Tensor]) -> Copy:
         """Enqueue copies of ``tensors`` in their present state, without waiting."""
-        turn = self._turn
-        marks = self._marks[self._turn]
-        assert turn >= 0 and marks is not None, "mark comes first"
+        buffer = self._buffer
+        marks = self._marks[self._buffer]
+        assert buffer >= 0 and marks is not None, "mark comes first"
         size = sum(-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors)
-        if len(self._memory[turn]) < size:
-            self._memory[turn] = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
+        if len(self._memory[buffer]) < size:
+            self._memory[buffer] = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
         before = self._last
         self._last = marks
-        return Copy(self._memory[turn], tensors, marks, before)
+        return Copy(self._memory[buffer], tensors, marks, before)

@@ -27,7 +27,7 @@ NO_ITEMS: Ints = np.zeros(0, np.int32)  #: no tokens, or no pages
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A run of whole pages.
+    """A node of the radix tree: a run of whole pages.
 
     Attributes:
         tokens: The tokens of the pages.
@@ -162,8 +162,19 @@ class RadixCache:
         return self._held, self._held - self._locked
 
     def check_integrity(self) -> None:
-        seen: list[Ints] = []
-        locked = nodes = 0
+        seen = self._check_tree()
+        pages = np.concatenate([NO_ITEMS, *(node.pages for node in seen)])
+        locked = sum(len(node.pages) for node in seen if node.locks)
+        assert len(np.unique(pages)) == len(pages), "a page is held twice"
+        assert not len(pages) or pages.min() > 0, "the scratch page is held"
+        assert len(pages) == self._held, f"{self._held} pages counted, {len(pages)} held"
+        assert locked == self._locked, f"{self._locked} locked pages counted, {locked} found"
+        assert len(seen) == self._nodes, f"{self._nodes} nodes counted, {len(seen)} found"
+        assert self.max_pages is None or self._held <= self.max_pages, "more pages than max_pages"
+
+    def _check_tree(self) -> list[Node]:
+        """Check every node of the tree; return all nodes but the roots."""
+        seen = []
         offered = {id(node) for used, _, node in self._leaves if node.used == used}
         for salt, root in self._roots.items():
             assert root.salt == salt and root.parent is None and not len(root.pages), (
@@ -174,16 +185,8 @@ class RadixCache:
                 assert not self._evictable(node) or id(node) in offered, (
                     "an evictable leaf is not queued for eviction"
                 )
-                seen.append(node.pages)
-                locked += len(node.pages) if node.locks else 0
-                nodes += 1
-        pages = np.concatenate(seen) if seen else NO_ITEMS
-        assert len(np.unique(pages)) == len(pages), "a page is held twice"
-        assert not len(pages) or pages.min() > 0, "the scratch page is held"
-        assert len(pages) == self._held, f"{self._held} pages counted, {len(pages)} held"
-        assert locked == self._locked, f"{self._locked} locked pages counted, {locked} found"
-        assert nodes == self._nodes, f"{self._nodes} nodes counted, {nodes} found"
-        assert self.max_pages is None or self._held <= self.max_pages, "more pages than max_pages"
+                seen.append(node)
+        return seen
 
     # ---- the tree --------------------------------------------------------------------------------
 

@@ -109,8 +109,8 @@ def check_cuda_graph(context: CheckContext) -> Iterator[Refusal]:
     """Refuse batch sizes that leave nothing to capture, and more than one rank."""
     options: CudaGraphOptions = context.options
     smallest = min(options.batch_sizes or (1,))
-    asked = context.config.scheduler.max_running_requests
-    rows = asked or DEVICE_DEFAULTS["cuda"].running
+    configured = context.config.scheduler.max_running_requests
+    rows = configured or DEVICE_DEFAULTS["cuda"].running
     if options.max_batch is not None and smallest > options.max_batch:
         yield Refusal(
             NAME,
@@ -119,7 +119,7 @@ def check_cuda_graph(context: CheckContext) -> Iterator[Refusal]:
             f"graphs.max_batch = {max(options.batch_sizes or ())}",
         )
     elif smallest > rows:
-        by = "" if asked else " by default"
+        by = "" if configured else " by default"
         yield Refusal(
             NAME,
             "graphs.batch_sizes",

@@ -110,7 +110,7 @@ class CudaGraph:
                         lambda done: report(len(made) + done, total),
                     )
                     self._extends.capture(
-                        steps.extension,
+                        steps.draft_extend,
                         sizes.extend_tokens,
                         self._device,
                         tape,
@@ -179,8 +179,8 @@ class CudaGraph:
             stops,
             CaptureError(
                 f"the prefill graph of {made.tokens} tokens could not be captured: "
-                f"{type(error).__name__} after split point {made.cuts}, by {_component(error)}: "
-                f"{error}. Leave this count out (graphs.prefill_tokens, "
+                f"{type(error).__name__} after split point {made.split_points}, by "
+                f"{_component(error)}: {error}. Leave this count out (graphs.prefill_tokens, "
                 "graphs.max_prefill_tokens), or set graphs.prefill = false"
             ),
         )
@@ -203,7 +203,7 @@ class CudaGraph:
             raise failure from error
         logging.getLogger("glowplug").warning("%s; such steps run eagerly", failure)
 
-    def slot_for(self, batch: Batch) -> DecodeGraph | None:
+    def graph_for(self, batch: Batch) -> DecodeGraph | None:
         shape = batch.agreed or shape_of(batch)
         sizes = self._sizes.get(shape.mode)
         if not sizes or shape.rows > sizes[-1] or batch.num_decodes < batch.num_rows:
@@ -216,9 +216,9 @@ class CudaGraph:
             else self._decode_graphs[shape.mode][rows]
         )
 
-    def fill(self, slot: object, batch: Batch) -> Batch:
-        assert isinstance(slot, DecodeGraph), "the slot belongs to another runner"
-        return slot.fill(batch)
+    def fill(self, graph: object, batch: Batch) -> Batch:
+        assert isinstance(graph, DecodeGraph), "the graph belongs to another runner"
+        return graph.fill(batch)
 
     def pass_for(self, batch: Batch) -> Pass | None:
         return self._passes.find(batch.num_tokens)
@@ -233,7 +233,7 @@ class CudaGraph:
 
 
 def _no_rows(batch: Batch) -> Batch:
-    """Return an empty batch, which leaves a slot with padding rows only."""
+    """Return an empty batch, which leaves a graph with padding rows only."""
     return Batch(
         step=0,
         mode=batch.mode,

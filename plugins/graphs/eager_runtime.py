@@ -14,7 +14,7 @@ from glowplug.plugins.graphs.eager import EagerOptions
 class Eager:
     """The ``protocols.GraphRunner`` that captures nothing.
 
-    It has no slot for any batch, so ``fill`` is never reached.
+    It has no graph for any batch, so ``fill`` is never reached.
     """
 
     def __init__(self, options: EagerOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -26,10 +26,10 @@ class Eager:
     def capture(self, steps: object, report: Callable[[int, int], None]) -> None:
         pass
 
-    def slot_for(self, batch: Batch) -> object | None:
+    def graph_for(self, batch: Batch) -> object | None:
         return None
 
-    def fill(self, slot: object, batch: Batch) -> Batch:
+    def fill(self, graph: object, batch: Batch) -> Batch:
         raise AssertionError("the eager graph runner captured nothing, so there is nothing to fill")
 
     def pass_for(self, batch: Batch) -> None:

@@ -66,6 +66,20 @@ def producers(
         pair, total = add_rms_norm(x, residual, weight, eps)
         return Quantized(*pair), total
 
+    return {
+        ("cast", input_format): cast,
+        ("silu_and_mul", input_format): activated,
+        ("rms_norm", input_format): normed,
+        ("add_rms_norm", input_format): added,
+        **_producers_of_both(both_formats(input_format), rms_norm, add_rms_norm),
+    }
+
+
+def _producers_of_both(
+    both: str, rms_norm: Norm, add_rms_norm: AddNorm
+) -> Mapping[tuple[str, str], Callable[..., Any]]:
+    """Return the norms whose result is needed plain and quantised, for the format ``both``."""
+
     def normed_both(x: Tensor, weight: Tensor, eps: float) -> Both:
         plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return Both(plain, Quantized(*rms_norm(x, weight, eps, plain)))
@@ -77,12 +91,4 @@ def producers(
         pair, total = add_rms_norm(x, residual, weight, eps, plain)
         return Both(plain, Quantized(*pair)), total
 
-    both = both_formats(input_format)
-    return {
-        ("cast", input_format): cast,
-        ("silu_and_mul", input_format): activated,
-        ("rms_norm", input_format): normed,
-        ("add_rms_norm", input_format): added,
-        ("rms_norm", both): normed_both,
-        ("add_rms_norm", both): added_both,
-    }
+    return {("rms_norm", both): normed_both, ("add_rms_norm", both): added_both}

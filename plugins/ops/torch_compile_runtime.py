@@ -17,7 +17,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Parts, Worker
 from glowplug.kernels.elementwise.norm_reference import rms_norm_reference
 from glowplug.kernels.launch.sums import sum_of_pairs
-from glowplug.kernels.moe import route_reference as routing
+from glowplug.kernels.moe import route_reference
 from glowplug.plugins.ops.compiled import Compiled
 from glowplug.plugins.ops.torch_ops import TorchOpsOptions
 from glowplug.plugins.ops.torch_ops_runtime import TorchOps
@@ -38,8 +38,10 @@ class TorchCompileOps:
         max_tokens = options.max_batch * plan.sizes.width
         self.rms_norm = Compiled(_rms_norm, base.rms_norm, max_tokens)
         self.silu_and_mul = Compiled(_silu_and_mul, base.silu_and_mul, max_tokens)
-        self.topk_softmax = Compiled(routing.topk_softmax, base.topk_softmax, max_tokens)
-        self.topk_sigmoid = Compiled(routing.topk_sigmoid_reference, base.topk_sigmoid, max_tokens)
+        self.topk_softmax = Compiled(route_reference.topk_softmax, base.topk_softmax, max_tokens)
+        self.topk_sigmoid = Compiled(
+            route_reference.topk_sigmoid_reference, base.topk_sigmoid, max_tokens
+        )
         self._add = Compiled(_add_rms_norm, base.add_rms_norm, max_tokens, varying=2)
         self._add_pairs = Compiled(
             _add_pairs_rms_norm, _with_pairs(base.add_rms_norm), max_tokens, varying=3

@@ -11,12 +11,12 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import OpsOptions
 from glowplug.core.protocols import Quantized, Route, SignallingRoute, Worker
 from glowplug.kernels.elementwise import (
-    activation_reference as activation,
-    norm_reference as norm,
-    rope_reference as rope,
+    activation_reference,
+    norm_reference,
+    rope_reference,
 )
 from glowplug.kernels.formats import fp8
-from glowplug.kernels.moe import route_reference as routing
+from glowplug.kernels.moe import route_reference
 
 FP8_VALUES = "fp8_group128_values"  #: input format of activations rounded to FP8 values
 ROPE_MARGIN = 64  #: rows of the rope table beyond the context, for positions of draft tokens
@@ -27,12 +27,12 @@ class TorchOps:
 
     def __init__(self, options: OpsOptions, plan: EnginePlan, worker: Worker) -> None:
         self._device = worker.device
-        self.rms_norm = norm.rms_norm
-        self.add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = norm.add_rms_norm
+        self.rms_norm = norm_reference.rms_norm
+        self.add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = norm_reference.add_rms_norm
         self.adds_parts = False
-        self.silu_and_mul = activation.silu_and_mul
-        self.topk_softmax = routing.topk_softmax
-        self.topk_sigmoid = routing.topk_sigmoid
+        self.silu_and_mul = activation_reference.silu_and_mul
+        self.topk_softmax = route_reference.topk_softmax
+        self.topk_sigmoid = route_reference.topk_sigmoid
         self.route: Route | None = None
         self.route_signalling: SignallingRoute | None = None
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = {
@@ -50,15 +50,19 @@ class TorchOps:
         scaling: Mapping[str, Any] | None,
         max_positions: int,
     ) -> Tensor:
-        frequencies, factor = rope.inverse_frequencies(dim, theta, scaling, max_positions, context)
-        return rope.cos_sin_table(frequencies, factor, context + ROPE_MARGIN).to(self._device)
+        frequencies, factor = rope_reference.inverse_frequencies(
+            dim, theta, scaling, max_positions, context
+        )
+        return rope_reference.cos_sin_table(frequencies, factor, context + ROPE_MARGIN).to(
+            self._device
+        )
 
     def rope_at(self, table: Tensor, positions: Tensor, interleaved: bool) -> object:
-        return rope.prepare(table.index_select(0, positions), interleaved)
+        return rope_reference.prepare(table.index_select(0, positions), interleaved)
 
     def rope(self, q: Tensor, k: Tensor, at: object) -> tuple[Tensor, Tensor]:
         assert isinstance(at, tuple)
-        return rope.rotate(q, at), rope.rotate(k, at)
+        return rope_reference.rotate(q, at), rope_reference.rotate(k, at)
 
 
 def _fp8_values(x: Tensor) -> Quantized:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from glowplug.core.protocols import Parts
-from glowplug.kernels.formats import int8_triton as int8_quant
+from glowplug.kernels.formats import int8_triton
 from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.ops.quantizing import Pair, producers
 
@@ -16,13 +16,13 @@ def _add_rms_norm(
     x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None
 ) -> tuple[Pair, Tensor]:
     summed = moe_sum(x.rows, x.ids) if isinstance(x, Parts) else x
-    return int8_quant.add_rms_norm(summed, residual, weight, eps, plain)
+    return int8_triton.add_rms_norm(summed, residual, weight, eps, plain)
 
 
 PRODUCERS = producers(
     INT8,
-    quantize=int8_quant.quantize,
-    silu_and_mul=int8_quant.silu_and_mul,
-    rms_norm=int8_quant.rms_norm,
+    quantize=int8_triton.quantize,
+    silu_and_mul=int8_triton.silu_and_mul,
+    rms_norm=int8_triton.rms_norm,
     add_rms_norm=_add_rms_norm,
 )

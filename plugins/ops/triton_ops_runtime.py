@@ -11,7 +11,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Parts, RopeRows, Worker
 from glowplug.core.step.to_device import rows_at
 from glowplug.kernels.elementwise import activation, norm, rope
-from glowplug.kernels.formats import fp8_triton as fp8_quant
+from glowplug.kernels.formats import fp8_triton
 from glowplug.kernels.moe.route import route
 from glowplug.plugins.ops import triton_int8
 from glowplug.plugins.ops.quantizing import Pair, producers
@@ -63,8 +63,8 @@ def _add_rms_norm_fp8(
 
 FP8_PRODUCERS = producers(
     FP8,
-    quantize=fp8_quant.quantize,
-    silu_and_mul=fp8_quant.silu_and_mul,
+    quantize=fp8_triton.quantize,
+    silu_and_mul=fp8_triton.silu_and_mul,
     rms_norm=norm.rms_norm_fp8,
     add_rms_norm=_add_rms_norm_fp8,
 )

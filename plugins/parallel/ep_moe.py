@@ -73,25 +73,18 @@ def _sizes(context: CheckContext, section: str, experts: list[int]) -> Iterator[
     """Refuse sizes that do not divide the experts or tensor ranks, or do not fit the exchange."""
     size = context.options.size
     tp = context.values.mesh.get("tp", 1)
-    fitting = [
-        n for n in range(1, tp + 1) if tp % n == 0 and not any(count % n for count in experts)
+    fitting = [n for n in range(1, tp + 1) if not any(count % n for count in (tp, *experts))]
+    reasons = [
+        f"{count} experts cannot be divided evenly among {size} ranks"
+        for count in sorted(set(experts))
+        if count % size
     ]
-    sizes = " or ".join(map(str, fitting))
-    for count in sorted({count for count in experts if count % size}):
-        yield Refusal(
-            NAME,
-            f"{section}.size",
-            f"{count} experts cannot be divided evenly among {size} ranks",
-            f"{section}.size = {sizes}",
-        )
     if tp % size:
-        yield Refusal(
-            NAME,
-            f"{section}.size",
-            f"{size} does not divide the {tp} tensor-parallel ranks",
-            f"{section}.size = {sizes}",
-        )
-    elif context.options.exchange.startswith("all_to_all") and tp != size:
+        reasons.append(f"{size} does not divide the {tp} tensor-parallel ranks")
+    sizes = " or ".join(map(str, fitting))
+    for reason in reasons:
+        yield Refusal(NAME, f"{section}.size", reason, f"{section}.size = {sizes}")
+    if tp % size == 0 and tp != size and context.options.exchange.startswith("all_to_all"):
         whole = f"{section}.size = {tp}, or " if tp in fitting else ""
         yield Refusal(
             NAME,

@@ -25,14 +25,14 @@ class NoQuantization:
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
         self._device = worker.device
         self._on_cuda = torch.device(worker.device).type == "cuda"
-        self.fuses_shared = tiles_run_on(worker.device)
+        self.fused_shared = tiles_run_on(worker.device)
 
     def linear(self, shape: LinearShape) -> DenseLinear:
         method = CudaLinear if self._on_cuda else DenseLinear
         return method(shape, self._dtype, self._device)
 
     def experts(self, shape: ExpertsShape) -> ExpertsMethod:
-        if self.fuses_shared:
+        if self.fused_shared:
             from glowplug.plugins.quantization.dense.experts_cuda import CudaExperts
 
             return CudaExperts(shape, self._dtype, self._device)

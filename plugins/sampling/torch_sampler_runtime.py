@@ -11,7 +11,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, Sampled, Worker
 from glowplug.core.step.batch import Batch, LogprobTensors
 from glowplug.core.step.request import SamplingParams
-from glowplug.kernels.sampling import reference as kernel
+from glowplug.kernels.sampling import reference as sampling_reference
 from glowplug.plugins.sampling.row_state import (
     GREEDY_BELOW,
     PROMPT_BIT,
@@ -180,7 +180,9 @@ class TorchSampler:
         tokens, bad = self._choose(logits, rows, positions)
         logprobs = None
         if step & Feature.LOGPROBS:
-            logprobs = LogprobTensors(*kernel.token_logprobs(raw, tokens, self._step_logprobs))
+            logprobs = LogprobTensors(
+                *sampling_reference.token_logprobs(raw, tokens, self._step_logprobs)
+            )
         return Sampled(tokens, bad, logprobs)
 
     def _edit(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None) -> None:
@@ -197,7 +199,7 @@ class TorchSampler:
             state = self._penalties.state[ints[:, PENALTY_ENTRY]]
             if ahead is not None:
                 state.scatter_add_(1, ahead.clamp(min=0), (ahead >= 0).int())
-            kernel.apply_penalties(
+            sampling_reference.apply_penalties(
                 logits,
                 state > 0,
                 state & (PROMPT_BIT - 1),
@@ -231,10 +233,12 @@ class TorchSampler:
         if self._step & Feature.MIN_P:
             weights.masked_fill_(weights < floats[:, MIN_P, None], 0.0)
         if self._step & (Feature.TOP_K | Feature.TOP_P):
-            least = kernel.cutoff(weights, ints[:, TOP_K], floats[:, TOP_P])
+            least = sampling_reference.cutoff(weights, ints[:, TOP_K], floats[:, TOP_P])
             weights.masked_fill_(weights < least[:, None], 0.0)
         return torch.where(
-            greedy, best, kernel.draw(weights, kernel.uniform(ints[:, SEED], positions))
+            greedy,
+            best,
+            sampling_reference.draw(weights, sampling_reference.uniform(ints[:, SEED], positions)),
         )
 
     def observe(self, tokens: Tensor, counts: Tensor, rows: Tensor) -> None:

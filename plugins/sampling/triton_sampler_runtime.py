@@ -11,7 +11,7 @@ from glowplug.core.step.batch import Batch, LogprobTensors
 from glowplug.core.step.request import MAX_LOGPROBS, SamplingParams
 from glowplug.kernels.sampling import (
     edits as sampling_edits,
-    logprobs as sampling_scores,
+    logprobs as sampling_logprobs,
     reference,
 )
 from glowplug.kernels.sampling.cut_off import cut_off
@@ -204,7 +204,7 @@ class TritonSampler(TorchSampler):
         if step.edits:
             scores = reference.token_logprobs(raw, choice.tokens, self._step_logprobs)
         else:
-            scores = sampling_scores.token_logprobs(
+            scores = sampling_logprobs.token_logprobs(
                 raw, choice.tokens, peaks, self._step_logprobs, arrived
             )
         return Sampled(choice.tokens, choice.bad, LogprobTensors(*scores))

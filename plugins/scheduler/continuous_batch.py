@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,45 +109,49 @@ def build(
     """
     table = rows.table
     decodes = len(members)
-    width = sizes.width
-    query_lens = np.full(decodes, width, np.int32)
+    query_lens = np.full(decodes, sizes.width, np.int32)
     samples = np.ones(decodes, np.bool_)
-    scored = None
-    prompt_ids = np.zeros(0, np.int32)
-    next_ids = None
-    resumed = None
     if chunks:
-        members = np.concatenate([members, np.array([chunk.row for chunk in chunks], np.int32)])
-        query_lens = np.concatenate(
-            [query_lens, np.array([c.stop - c.start for c in chunks], np.int32)]
-        )
-        kv_lens = np.concatenate([kv_lens, np.array([chunk.stop for chunk in chunks], np.int32)])
-        samples = np.concatenate([samples, np.array([chunk.samples for chunk in chunks], np.bool_)])
-        prompt_ids = np.concatenate(
-            [table.tokens[chunk.row, chunk.start : chunk.stop] for chunk in chunks]
-        )
-        scored = _scored(rows, decodes, chunks)
-        next_ids = _following(rows, chunks)
-        resumed = _resumed(rows, chunks)
+        members = np.concatenate([members, _ints(chunk.row for chunk in chunks)])
+        kv_lens = np.concatenate([kv_lens, _ints(chunk.stop for chunk in chunks)])
+        lens = _ints(chunk.stop - chunk.start for chunk in chunks)
+        query_lens = np.concatenate([query_lens, lens])
+        ends = np.array([chunk.samples for chunk in chunks], np.bool_)
+        samples = np.concatenate([samples, ends])
     longest = rows.pages_for(int(kv_lens.max()) + sizes.lookahead)
     joined, left = _changes(rows)
-    return Batch(
+    batch = Batch(
         step=step,
-        mode=_mode(chunks, width),
+        mode=_mode(chunks, sizes.width),
         rows=members,
         epochs=table.epoch[members],
         num_decodes=decodes,
         query_lens=query_lens,
         kv_lens=kv_lens,
         samples=samples,
-        prompt_ids=prompt_ids,
+        prompt_ids=np.zeros(0, np.int32),
         pages=table.pages[members, :longest],
         joined=joined,
         left=left,
-        next_ids=next_ids,
-        resumed=resumed,
-        prompt_logprobs=scored,
     )
+    if chunks:
+        _set_prompts(batch, rows, chunks)
+    return batch
+
+
+def _ints(values: Iterable[int]) -> Ints:
+    return np.fromiter(values, np.int32)
+
+
+def _set_prompts(batch: Batch, rows: Rows, chunks: list[Chunk]) -> None:
+    """Set the fields of a batch that concern the prefill chunks only."""
+    tokens = rows.table.tokens
+    batch.prompt_ids = np.concatenate(
+        [tokens[chunk.row, chunk.start : chunk.stop] for chunk in chunks]
+    )
+    batch.next_ids = _following(rows, chunks)
+    batch.resumed = _resumed(rows, chunks)
+    batch.prompt_logprobs = _scored(rows, batch.num_decodes, chunks)
 
 
 def _mode(chunks: list[Chunk], width: int) -> Mode:

@@ -46,14 +46,8 @@ class Rows:
         self.table = table
         self.pages = pages
         self.cache = cache
-        rows = table.rows
-        self.ids = np.zeros(rows, np.int64)
-        self.pending, self.base, self.min_length, self.shared = (
-            np.zeros(rows, np.int32) for _ in range(4)
-        )
-        self.stops = np.full((rows, STOP_COLUMNS), NO_STOP, np.int32)
+        self._allocate(table.rows)
         self.many_stops: dict[int, frozenset[int]] = {}
-        self.logprobs = np.full(rows, -1, np.int32)
         self.running: dict[int, Sequence] = {}
         self.prefilling: dict[int, None] = {}
         self.unpublished: dict[tuple[str, bytes], int] = {}
@@ -62,6 +56,16 @@ class Rows:
         self._locks: dict[int, PrefixMatch] = {}
         self._decoding: dict[int, None] = {}
         self._decode_rows: Ints | None = None
+
+    def _allocate(self, rows: int) -> None:
+        """Allocate the columns for ``rows`` rows."""
+        self.ids = np.zeros(rows, np.int64)
+        self.pending = np.zeros(rows, np.int32)
+        self.base = np.zeros(rows, np.int32)
+        self.min_length = np.zeros(rows, np.int32)
+        self.shared = np.zeros(rows, np.int32)
+        self.stops = np.full((rows, STOP_COLUMNS), NO_STOP, np.int32)
+        self.logprobs = np.full(rows, -1, np.int32)
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that hold ``tokens`` tokens."""

@@ -39,11 +39,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from copy import copy
 
 import numpy as np
 
-from glowplug.core.errors import QueueFull, RequestError, prompt_too_long
+from glowplug.core.errors import QueueFull, RequestError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, SchedulingPolicy, Worker
 from glowplug.core.step.batch import Batch, StepResult
@@ -51,11 +50,13 @@ from glowplug.core.step.messages import Abort, Admitted, Finished, Stats, StepOu
 from glowplug.core.step.pages import PageAllocator
 from glowplug.core.step.request import Sequence
 from glowplug.core.step.sequence_table import SequenceTable
-from glowplug.plugins.scheduler import continuous_batch as batches, continuous_commit as commits
+from glowplug.plugins.scheduler import continuous_batch, continuous_commit
 from glowplug.plugins.scheduler.continuous import ContinuousOptions
 from glowplug.plugins.scheduler.continuous_admission import Admitter
+from glowplug.plugins.scheduler.continuous_checks import check_pages, check_size
 from glowplug.plugins.scheduler.continuous_queue import QUEUED, Queue
 from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
+from glowplug.plugins.scheduler.continuous_stats import count_end, count_step, snapshot
 
 logger = logging.getLogger("glowplug.engine")
 
@@ -100,7 +101,7 @@ class Continuous:
         self.policy = policy
         self.rows = Rows(table, pages, cache)
         self.queue = Queue()
-        self.scores = commits.PromptScores()
+        self.scores = continuous_commit.PromptScores()
         self.max_rows = min(sizes.max_running, table.rows, sizes.max_step_tokens // sizes.width)
         self.admission = Admitter(
             self.rows,
@@ -118,7 +119,7 @@ class Continuous:
     # ---- requests --------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        self._check_size(sequence)
+        check_size(sequence, self.rows, self.sizes.context_length)
         if len(self.queue) + len(self.rows.running) >= self.max_rows + self.sizes.max_queued:
             raise QueueFull(
                 f"the queue is full: {len(self.rows.running)} sequences are running and "
@@ -129,26 +130,6 @@ class Continuous:
         self.queue.add(sequence)
         self.admission.retry()
 
-    def _check_size(self, sequence: Sequence) -> None:
-        """Raise RequestError if a sequence could never run to its end."""
-        prompt = len(sequence.prompt)
-        context = self.sizes.context_length
-        if prompt == 0:
-            raise RequestError("the prompt is empty", code="empty_prompt", param="prompt")
-        if prompt + 1 > context:
-            raise prompt_too_long(context, prompt)
-        stored = min(sequence.max_length, context) - 1
-        needed = self.rows.pages_for(stored)
-        if needed > self.pages.total:
-            size = self.sizes.page_size
-            raise RequestError(
-                f"prompt and output need {stored} tokens of KV cache ({needed} pages of {size}); "
-                f"the pool holds {self.pages.total * size} ({self.pages.total} pages): "
-                "request fewer max_tokens",
-                code="kv_too_small",
-                param="max_tokens",
-            )
-
     def _row_of(self, id: int) -> int | None:
         found = np.flatnonzero(self.rows.ids == id)
         return next((row for row in found.tolist() if row in self.rows.running), None)
@@ -158,7 +139,7 @@ class Continuous:
         for id in message.ids:
             if self._end(id):
                 output.finished.append(Finished(id, message.reason))
-                self._count_end(message.reason)
+                count_end(self.stats, message.reason)
         return output if output.finished else None
 
     def _end(self, id: int) -> bool:
@@ -173,12 +154,6 @@ class Continuous:
         self.admission.retry()
         return True
 
-    def _count_end(self, reason: str) -> None:
-        if reason in ("stop", "length"):
-            self.stats.finished += 1
-        else:
-            self.stats.aborted += 1
-
     def expire(self) -> None:
         """End sequences past their deadline; ``commit`` or ``take_pending`` reports them."""
         for id, kind in self.queue.overdue(self.clock()):
@@ -190,7 +165,7 @@ class Continuous:
                 self._out.finished.append(
                     Finished(id, "timeout", error=f"the request {what}", error_code=kind)
                 )
-                self._count_end("timeout")
+                count_end(self.stats, "timeout")
 
     # ---- a step ----------------------------------------------------------------------------------
 
@@ -199,7 +174,7 @@ class Continuous:
         width = self.sizes.width
         members = NO_ROWS
         kv_lens = NO_ROWS
-        chunks: list[batches.Chunk] = []
+        chunks: list[continuous_batch.Chunk] = []
         if not self.options.mixed:
             chunks = self._launch_chunks(0)
         if not chunks:
@@ -210,14 +185,16 @@ class Continuous:
             if self.options.mixed:
                 chunks = self._launch_chunks(len(members) * width, admit=not preempted)
             # NOTE: launched after the chunks: rows that end their prompt decode in the next step.
-            kv_lens = batches.launch_decodes(
+            kv_lens = continuous_batch.launch_decodes(
                 self.rows, members, width, self.sizes.context_length + width
             )
         if not len(members) and not chunks:
             return None
         self._inflight += 1
         self.stats.steps += 1
-        return batches.build(self.rows, self.stats.steps, members, kv_lens, chunks, self.sizes)
+        return continuous_batch.build(
+            self.rows, self.stats.steps, members, kv_lens, chunks, self.sizes
+        )
 
     def _reserve_decodes(self) -> tuple[Ints, bool] | None:
         """Reserve pages for the next step of the decoding rows, and preempt rows if necessary.
@@ -228,10 +205,12 @@ class Continuous:
         """
         preempted = False
         while True:
-            members = batches.launchable(self.rows)
+            members = continuous_batch.launchable(self.rows)
             short, counts = self.rows.lacking(
                 members,
-                batches.needed_tokens(self.rows, members, self.sizes.width + self.sizes.lookahead),
+                continuous_batch.needed_tokens(
+                    self.rows, members, self.sizes.width + self.sizes.lookahead
+                ),
             )
             if not len(short):
                 return members, preempted
@@ -267,7 +246,9 @@ class Continuous:
             self._complaints.add(what)
             logger.error("%s %s", self._title, what)
 
-    def _launch_chunks(self, decode_tokens: int, admit: bool = True) -> list[batches.Chunk]:
+    def _launch_chunks(
+        self, decode_tokens: int, admit: bool = True
+    ) -> list[continuous_batch.Chunk]:
         """Launch chunks of the prompts that have begun, then admit sequences and launch theirs.
 
         Together they have at most ``chunk_size`` tokens, and at most the rest of the step.
@@ -279,7 +260,7 @@ class Continuous:
             for sequence in self.admission.admit(budget - left):
                 self._note_admitted(sequence)
                 under_way.append(sequence.row)
-        return batches.launch_chunks(self.rows, budget, under_way) if under_way else []
+        return continuous_batch.launch_chunks(self.rows, budget, under_way) if under_way else []
 
     def _note_admitted(self, sequence: Sequence) -> None:
         """Count and report the first admission of a sequence, but no later one."""
@@ -302,19 +283,19 @@ class Continuous:
         )
         self._committed = batch.step
         self._inflight -= 1
-        done = commits.append(self.rows, batch, result)
+        done = continuous_commit.append(self.rows, batch, result)
         output = self._out
         self._out = StepOutput()
-        commits.report(self.rows, done, result, output)
+        continuous_commit.report(self.rows, done, result, output)
         if result.prompt_logprobs:
             self.scores.report(self.rows, batch, result.prompt_logprobs, output)
-        self._count(batch, done)
+        count_step(self.stats, batch, done, self.sizes.width)
         self._publish(batch, done)
         if done.done.any():
             self._finish(done, output)
         return output
 
-    def _publish(self, batch: Batch, done: commits.Committed) -> None:
+    def _publish(self, batch: Batch, done: continuous_commit.Committed) -> None:
         """Cache the prompts that this step completed; ``release`` caches those of ended rows."""
         if batch.num_decodes == batch.num_rows:
             return
@@ -325,21 +306,14 @@ class Continuous:
         if first < len(done.at):
             self.admission.retry()
 
-    def _finish(self, done: commits.Committed, output: StepOutput) -> None:
+    def _finish(self, done: continuous_commit.Committed, output: StepOutput) -> None:
         for i in np.flatnonzero(done.done).tolist():
-            end = commits.finish_of(self.rows, done, i)
+            end = continuous_commit.finish_of(self.rows, done, i)
             self.rows.release(int(done.rows[i]), keep=not done.bad[i])
             self.scores.forget(end.id)
             output.finished.append(end)
-            self._count_end(end.reason)
+            count_end(self.stats, end.reason)
         self.admission.retry()
-
-    def _count(self, batch: Batch, done: commits.Committed) -> None:
-        self.stats.output_tokens += int(done.counts.sum())
-        if self.sizes.width > 1:
-            decodes = int(np.searchsorted(done.at, batch.num_decodes))
-            self.stats.drafted_tokens += decodes * (self.sizes.width - 1)
-            self.stats.accepted_tokens += int(np.maximum(done.counts[:decodes] - 1, 0).sum())
 
     def take_pending(self) -> StepOutput | None:
         if not self._out.finished and not self._out.admitted:
@@ -358,14 +332,7 @@ class Continuous:
 
     def load(self) -> Stats:
         """Return a snapshot in O(1)."""
-        stats = self.stats
-        stats.running = len(self.rows.running)
-        stats.waiting = len(self.queue)
-        stats.pages_free = self.pages.free
-        stats.pages_evictable = self.cache.size()[1]
-        stats.prefix_queries = self.admission.queries
-        stats.prefix_hits = self.admission.hits
-        return copy(stats)
+        return snapshot(self.stats, self.rows, self.queue, self.admission)
 
     def flush(self) -> bool:
         if self.rows.running:
@@ -377,26 +344,4 @@ class Continuous:
 
     def check(self) -> dict[str, int]:
         """Check that every page has exactly one owner; return the number of pages by owner."""
-        self.cache.check_integrity()
-        table = self.table
-        running = list(self.rows.running)
-        owned = [table.pages[row, self.rows.shared[row] : table.num_pages[row]] for row in running]
-        pages = np.concatenate(owned) if owned else NO_ROWS
-        assert len(np.unique(pages)) == len(pages), "a page is owned by two rows"
-        assert not len(pages) or pages.min() > 0, "a row owns the scratch page"
-        held, evictable = self.cache.size()
-        total = self.pages.free + held + len(pages)
-        assert total == self.pages.total, (
-            f"{total} pages accounted for, the pool has {self.pages.total}"
-        )
-        if not running:
-            assert held == evictable, (
-                f"no sequence runs, but {held - evictable} cached pages are locked"
-            )
-        return {
-            "free": self.pages.free,
-            "cached": held,
-            "evictable": evictable,
-            "running": len(pages),
-            "total": self.pages.total,
-        }
+        return check_pages(self.rows)

@@ -1,8 +1,8 @@
 """Inputs of a NextN draft's passes after each step of the target.
 
-The draft's cache is shifted by one: its slot p holds the pair (the target's hidden state of token p
-- 1, token p). Slot 0 is empty, so every batch here has ``first_key`` 1. B is the rows, T the tokens
-of the target's step, D its decode rows, and W the width.
+The draft's cache is shifted by one: its KV slot p holds the pair (the target's hidden state of
+token p - 1, token p). KV slot 0 is empty, so every batch here has ``first_key`` 1. B is the rows, T
+the tokens of the target's step, D its decode rows, and W the width.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class NewestTokens:
     lengths: Tensor
 
 
-def missing(batch: Batch, tokens: Tensor, page_size: int) -> UncachedTokens:
+def uncached_tokens(batch: Batch, tokens: Tensor, page_size: int) -> UncachedTokens:
     """Return the tokens that the draft's cache lacks after the target's step.
 
     NOTE: rejected tokens of decode rows are among them; their entries are overwritten before they
@@ -107,10 +107,10 @@ class _Chunks:
 
     def __init__(self, batch: Batch, page_size: int) -> None:
         first = batch.num_decodes
-        decoding = batch.decode_tokens
         chunks = batch.query_lens[first:]
         stops = batch.kv_lens[first:]
-        resumed = np.zeros(len(chunks), np.bool_) if batch.resumed is None else batch.resumed
+        none = np.zeros(len(chunks), np.int32)
+        resumed = none.astype(np.bool_) if batch.resumed is None else batch.resumed
         begins = stops - chunks
         lens = chunks + resumed - batch.samples[first:]
         row = np.repeat(np.arange(len(chunks)), lens)
@@ -118,16 +118,14 @@ class _Chunks:
         self.positions = (begins + 1 - resumed)[row] + offset
         columns = np.minimum(self.positions // page_size, batch.pages.shape[1] - 1)
         self.kv_slots = batch.pages[first + row, columns] * page_size + self.positions % page_size
-        following = np.zeros(len(chunks), np.int32) if batch.next_ids is None else batch.next_ids
-        places = _sums(chunks)[row] + self.positions - begins[row]
-        inside = self.positions < stops[row]
-        self.ids = following[row]
-        self.ids[inside] = batch.prompt_ids[places[inside]]
-        self.source = decoding + places - 1
-        self.source[self.positions == begins[row]] = batch.num_tokens + np.arange(
-            int(resumed.sum())
-        )
         self.pages = batch.pages[first + np.flatnonzero(resumed), begins[resumed] // page_size - 1]
+        places = _sums(chunks)[row] + self.positions - begins[row]
+        self.ids = (none if batch.next_ids is None else batch.next_ids)[row]
+        inside = self.positions < stops[row]
+        self.ids[inside] = batch.prompt_ids[places[inside]]
+        self.source = batch.decode_tokens + places - 1
+        kept = np.arange(int(resumed.sum()))  # of resumed prefixes, behind the step's tokens
+        self.source[self.positions == begins[row]] = batch.num_tokens + kept
 
     def arrays(self) -> list[NDArray[np.int64]]:
         """Return ids, positions, KV slots and sources [F], then pages, to be sent in one copy."""
@@ -137,7 +135,7 @@ class _Chunks:
         ]
 
 
-def front(batch: Batch, accepted: Accepted, ends: Tensor | None) -> NewestTokens:
+def newest_tokens(batch: Batch, accepted: Accepted, ends: Tensor | None) -> NewestTokens:
     """Return the newest tokens after the target's step.
 
     Args:
@@ -177,7 +175,7 @@ class DraftPositions(NamedTuple):
     query_starts: Tensor
 
 
-def places(batch: Batch, number: int, lengths: Tensor, page_size: int) -> DraftPositions:
+def draft_positions(batch: Batch, number: int, lengths: Tensor, page_size: int) -> DraftPositions:
     """Return the places of draft pass ``number`` (from 1) before the step ``batch``.
 
     Args:
@@ -196,7 +194,7 @@ def places(batch: Batch, number: int, lengths: Tensor, page_size: int) -> DraftP
     )
 
 
-def one_more(batch: Batch, number: int, at: DraftPositions, width: int) -> Batch:
+def next_draft_batch(batch: Batch, number: int, at: DraftPositions, width: int) -> Batch:
     """Return the batch of draft pass ``number`` before the step ``batch``.
 
     The pass has one token per decode row.
@@ -228,7 +226,7 @@ def draft_batch(target: Batch, kv_lens: Ints) -> Batch:
         prompt_ids=np.zeros(0, np.int32),
         pages=target.pages[:count],
         first_key=FIRST_KEY,
-        segments=target.segments,
+        pieces=target.pieces,
         agreed=StepShape(Mode.DRAFT_DECODE, agreed.rows, agreed.rows, agreed.load),
     )
 

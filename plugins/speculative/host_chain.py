@@ -54,8 +54,10 @@ def _accepted(drawn: list[int], fed: list[int]) -> int:
     return count
 
 
-def missing_host(batch: Batch, accepted: Accepted, page_size: int, keep: int) -> UncachedTokens:
-    """Return the result of ``drafting.missing`` for decode rows, up to ``keep`` tokens per row.
+def uncached_tokens_host(
+    batch: Batch, accepted: Accepted, page_size: int, keep: int
+) -> UncachedTokens:
+    """Return ``drafting.uncached_tokens`` of decode rows, up to ``keep`` tokens per row.
 
     Tokens that no row accepted are left out.
     """
@@ -67,14 +69,17 @@ def missing_host(batch: Batch, accepted: Accepted, page_size: int, keep: int) ->
         _long([tokens[row][offset] for row, offset in cells]),
         _long([starts[row] + 1 + offset for row, offset in cells]),
         _long(
-            [_slot(batch.pages[row], starts[row] + 1 + offset, page_size) for row, offset in cells]
+            [
+                _kv_slot(batch.pages[row], starts[row] + 1 + offset, page_size)
+                for row, offset in cells
+            ]
         ),
         _long([row * width + offset for row, offset in cells]),
     )
 
 
-def front_host(batch: Batch, accepted: Accepted) -> NewestTokens:
-    """Return the result of ``drafting.front`` for decode rows."""
+def newest_tokens_host(batch: Batch, accepted: Accepted) -> NewestTokens:
+    """Return the result of ``drafting.newest_tokens`` for decode rows."""
     width = accepted.tokens.shape[1]
     last = [count - 1 for count in accepted.counts.tolist()]
     tokens = [drawn[offset] for drawn, offset in zip(accepted.tokens.tolist(), last, strict=True)]
@@ -87,8 +92,8 @@ def front_host(batch: Batch, accepted: Accepted) -> NewestTokens:
     )
 
 
-def one_more_host(batch: Batch, number: int, lengths: Tensor, page_size: int) -> Batch:
-    """Return the result of ``drafting.one_more``; the host's length bounds are exact here."""
+def next_draft_batch_host(batch: Batch, number: int, lengths: Tensor, page_size: int) -> Batch:
+    """Return the result of ``drafting.next_draft_batch``; the host has exact lengths here."""
     places: list[int] = [length + number - 1 for length in lengths.tolist()]
     lens = np.array(places, np.int32) + np.int32(1)
     made = draft_batch(batch, lens)
@@ -98,7 +103,7 @@ def one_more_host(batch: Batch, number: int, lengths: Tensor, page_size: int) ->
     made.query_starts = torch.from_numpy(np.arange(len(places) + 1, dtype=np.int32))
     made.positions = _long(places)
     made.kv_slots = _long(
-        [_slot(pages, place, page_size) for pages, place in zip(batch.pages, places)]
+        [_kv_slot(pages, place, page_size) for pages, place in zip(batch.pages, places)]
     )
     return made
 
@@ -107,8 +112,8 @@ def _long(values: list[int]) -> Tensor:
     return torch.from_numpy(np.array(values, np.int64))
 
 
-def _slot(pages: Ints, position: int, page_size: int) -> int:
-    """Return the KV slot of a position, as ``core.step.to_device.slots_at`` does."""
+def _kv_slot(pages: Ints, position: int, page_size: int) -> int:
+    """Return the KV slot of a position, as ``core.step.to_device.kv_slots_at`` does."""
     column, offset = divmod(position, page_size)
     return offset + (int(pages[column]) * page_size if column < len(pages) else 0)
 

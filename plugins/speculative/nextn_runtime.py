@@ -20,16 +20,16 @@ from glowplug.plugins.speculative.drafting import (
     DraftPositions,
     NewestTokens,
     UncachedTokens,
-    front,
-    missing,
-    one_more,
-    places,
+    draft_positions,
+    newest_tokens,
+    next_draft_batch,
+    uncached_tokens,
 )
 from glowplug.plugins.speculative.host_chain import (
-    front_host,
-    missing_host,
-    one_more_host,
+    newest_tokens_host,
+    next_draft_batch_host,
     page_ends,
+    uncached_tokens_host,
     verify_chain_host,
 )
 from glowplug.plugins.speculative.nextn import NextNOptions
@@ -70,7 +70,7 @@ class NextN:
         self, context: BuildContext, family: ModelFamily, target: Model
     ) -> Model | None:
         self._attention = context.attention
-        self._extension = context.extension
+        self._draft_extend = context.draft_extend
         self._model: Any = family.build_nextn(context, target)
         return self._model
 
@@ -84,7 +84,7 @@ class NextN:
         self._page_ends = torch.zeros(
             limits.num_pages, limits.hidden, dtype=self._dtype, device=self._device
         )
-        self._extension.work = ExtendWork(self._model.fill, limits.hidden, self._dtype)
+        self._draft_extend.work = ExtendWork(self._model.fill, limits.hidden, self._dtype)
 
     def lengths(self, batch: Batch) -> Tensor | None:
         decodes = batch.num_decodes
@@ -99,13 +99,13 @@ class NextN:
     def draft(self, batch: Batch) -> Tensor:
         if not batch.num_decodes and not self._grouped:
             return self._last.new_empty(0, self._width)
-        run = batch.segments.run
+        run = batch.pieces.run
         drafted, hidden, every = run("draft places", partial(self._begin, batch))
         passes: Sequence[DraftPositions | Batch] = every
         for number, at in enumerate(passes, 1):
-            step = at if isinstance(at, Batch) else one_more(batch, number, at, self._width)
+            step = at if isinstance(at, Batch) else next_draft_batch(batch, number, at, self._width)
             piece = f"draft {number}"
-            self._attention.plan_step(step, batch.segments.part(piece))
+            self._attention.plan_step(step, batch.pieces.key(piece))
             hidden, drafted = run(piece, partial(self._pass, step, drafted, hidden))
         return drafted
 
@@ -128,9 +128,13 @@ class NextN:
             return (
                 tokens,
                 hidden,
-                tuple(one_more_host(batch, n, lengths, self._page_size) for n in numbers),
+                tuple(next_draft_batch_host(batch, n, lengths, self._page_size) for n in numbers),
             )
-        return tokens, hidden, tuple(places(batch, n, lengths, self._page_size) for n in numbers)
+        return (
+            tokens,
+            hidden,
+            tuple(draft_positions(batch, n, lengths, self._page_size) for n in numbers),
+        )
 
     def _pass(self, step: Batch, drafted: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Run one draft pass and append its token to the tokens so far, [D, n]."""
@@ -148,8 +152,8 @@ class NextN:
             ends = send([places.astype(np.int64)], self._device)[0]
         accepted = verify_chain(logits, batch, self._width, ends, sampler)
         self._keep_page_ends(batch, hidden)
-        self._remember(batch, front(batch, accepted, ends), hidden)
-        self._fill(batch, missing(batch, accepted.tokens, self._page_size), hidden)
+        self._remember(batch, newest_tokens(batch, accepted, ends), hidden)
+        self._fill(batch, uncached_tokens(batch, accepted.tokens, self._page_size), hidden)
         return accepted
 
     def _accept_on_host(
@@ -163,10 +167,10 @@ class NextN:
         places, pages = page_ends(batch, self._page_size)
         if places:
             self._page_ends[pages] = hidden[places].to(self._dtype)
-        self._remember(batch, front_host(batch, accepted), hidden)
+        self._remember(batch, newest_tokens_host(batch, accepted), hidden)
         keep = self._width if self._grouped else int(accepted.counts.max())
         if keep > 1:
-            self._fill(batch, missing_host(batch, accepted, self._page_size, keep), hidden)
+            self._fill(batch, uncached_tokens_host(batch, accepted, self._page_size, keep), hidden)
         return accepted
 
     def _keep_page_ends(self, batch: Batch, hidden: Tensor) -> None:
@@ -183,9 +187,9 @@ class NextN:
         if lacking.pages is not None:
             hidden = torch.cat([hidden, self._page_ends[lacking.pages].to(hidden.dtype)])
         tokens = lacking.input_ids, lacking.positions, lacking.kv_slots
-        if batch.segments is DIRECT and batch.prompt_logprobs is None:
-            self._extension.call(*tokens, hidden, lacking.source)
-        else:  # part of a slot's captured piece, or ``hidden`` is still needed for logprobs
+        if batch.pieces is DIRECT and batch.prompt_logprobs is None:
+            self._draft_extend.call(*tokens, hidden, lacking.source)
+        else:  # part of a captured piece, or ``hidden`` is still needed for logprobs
             self._model.fill(*tokens, hidden[lacking.source])
 
     def _remember(self, batch: Batch, newest: NewestTokens, hidden: Tensor) -> None:

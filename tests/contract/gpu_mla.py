@@ -18,7 +18,7 @@ from glowplug.kernels.elementwise import rope_reference as rope
 from glowplug.kernels.elementwise.norm_reference import rms_norm_reference
 from glowplug.kernels.formats import fp8
 from glowplug.kernels.formats.fp8_block import FP8_BLOCK
-from tests.contract.gpu_slots import padded, refill
+from tests.contract.gpu_graphs import padded, refill
 
 EPS = 1e-6
 
@@ -182,7 +182,7 @@ class GpuMlaSuite(ProjectedSuite):
             pytest.skip("this backend reads every position")
         for width in self.capture_widths:
             generator = torch.Generator().manual_seed(width)
-            layer, backend, slot = (
+            layer, backend, key = (
                 self.there(self.layer(generator)),
                 self.backend(self.page_size),
                 object(),
@@ -194,7 +194,7 @@ class GpuMlaSuite(ProjectedSuite):
             backend.reserve(worlds[0].limits(({"kv": pool},)))
             static = padded(width, first_key, self.page_size, self.device, self.cached)
             given = Projections(self, static.num_tokens, 0)
-            backend.plan_step(static, slot)
+            backend.plan_step(static, key)
             given.give(backend, True, layer)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -206,7 +206,7 @@ class GpuMlaSuite(ProjectedSuite):
                 given.wide.copy_(fresh.wide)
                 given.cos_sin.copy_(fresh.cos_sin)
                 refill(static, world.batch, offset, self.page_size)
-                backend.plan_step(static, slot)
+                backend.plan_step(static, key)
                 graph.replay()
                 replayed = out.clone()
                 assert torch.isfinite(replayed).all()

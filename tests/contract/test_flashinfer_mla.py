@@ -143,7 +143,7 @@ class TestWhatTheLibraryIsGiven(Suite):
     @pytest.mark.parametrize(("width", "first_key"), [(1, 0), (3, 0), (1, 1)])
     def test_a_slot_keeps_its_wrapper_and_its_memory(self, width: int, first_key: int) -> None:
         """Another step's pages and lengths come into what the captured kernels read."""
-        generator, backend, slot = torch.Generator().manual_seed(1), self.backend(16), object()
+        generator, backend, graph = torch.Generator().manual_seed(1), self.backend(16), object()
         layer, static = self.layer(generator), self.world(1, width, first_key)
         args = self.arguments(static, generator)
         backend.reserve(static.limits())
@@ -158,12 +158,12 @@ class TestWhatTheLibraryIsGiven(Suite):
                 ]
             static.batch.kv_lens = world.batch.kv_lens + np.int32(2 * (width > 1 or first_key))
             backend.reserve(world.limits())
-            backend.plan_step(static.batch, slot)
+            backend.plan_step(static.batch, graph)
             self.close(self.attend(backend, layer)(*args), self.expected(world, layer, args))
         assert MlaWrapper.given[0]["wrapper"] is MlaWrapper.given[1]["wrapper"]
 
     def test_no_plan_waits_for_one_of_its_own_step(self) -> None:
-        """Without slots: as many wrappers as a step has plans, so that a plan waits for the step
+        """Without graphs: as many wrappers as a step has plans, so that a plan waits for the step
         before at most.
         """
         backend, generator = self.backend(16), torch.Generator().manual_seed(0)

@@ -79,9 +79,9 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
         return world
 
     def decode(
-        self, backend: AttentionBackend, world: World, query: Tensor, slot: object | None = None
+        self, backend: AttentionBackend, world: World, query: Tensor, graph: object | None = None
     ) -> Tensor:
-        backend.plan_step(world.batch, slot)
+        backend.plan_step(world.batch, graph)
         layer = self.layer(torch.Generator().manual_seed(0))
         out: Tensor = backend.decode(query, world.pools["kv"], layer.scale, layer)  # type: ignore[attr-defined]
         return out
@@ -116,8 +116,8 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
         assert float(off.std() / exact.std()) < 2**-5
 
     def test_kernels_captured_in_a_slot_read_each_steps_lengths(self) -> None:
-        """What the first step of a slot was given holds the numbers of a later one."""
-        slot, worlds = (
+        """What the first step of a graph was given holds the numbers of a later one."""
+        graph, worlds = (
             object(),
             [self.given(seed, lengths) for seed, lengths in ((3, (5, 70, 1)), (4, (200, 3, 66)))],
         )
@@ -126,7 +126,7 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
         for world in worlds:
             world.move(self.device, self.cached)
             backend.reserve(world.limits())
-            backend.plan_step(world.batch, slot)
+            backend.plan_step(world.batch, graph)
             kept.append(backend._rows)  # type: ignore[attr-defined]
             fresh = fake_sgl_kernel.get_mla_metadata(
                 world.batch.kv_lens_device, self.heads, 1, is_fp8_kvcache=True

@@ -17,8 +17,8 @@ from glowplug.core.protocols import AttentionBackend, Worker
 from glowplug.core.testing.harness.paged_world import Row, World, make_world
 from glowplug.core.testing.suites.attention import MhaCase, MhaSuite, MlaCase
 from tests.contract import fa3_build
+from tests.contract.gpu_graphs import padded, refill
 from tests.contract.gpu_mla import drafting
-from tests.contract.gpu_slots import padded, refill
 
 pytestmark = pytest.mark.gpu
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -73,7 +73,7 @@ class GpuMhaSuite(MhaSuite):
             pytest.skip("this backend reads every position")
         for width in self.capture_widths:
             generator = torch.Generator().manual_seed(width)
-            layer, backend, slot = self.layer(generator), self.backend(self.page_size), object()
+            layer, backend, key = self.layer(generator), self.backend(self.page_size), object()
             worlds = [self.decoding(number, width, first_key) for number in range(3)]
             pool = {
                 name: torch.cat([world.pools[name] for world in worlds]) for name in self.entries
@@ -86,7 +86,7 @@ class GpuMhaSuite(MhaSuite):
                 torch.zeros(static.num_tokens, *shape, device=self.device, dtype=self.dtype)
                 for shape in (*self.queries, *self.entries.values())
             ]
-            backend.plan_step(static, slot)
+            backend.plan_step(static, key)
             backend.mha(*given, layer)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -97,7 +97,7 @@ class GpuMhaSuite(MhaSuite):
                 for x in given:
                     x.copy_(torch.randn(x.shape, generator=generator))
                 refill(static, world.batch, offset, self.page_size)
-                backend.plan_step(static, slot)
+                backend.plan_step(static, key)
                 out.fill_(float("nan"))
                 graph.replay()
                 replayed = out.clone()

@@ -211,19 +211,19 @@ class TestFlashInfer(GpuMlaSuite):
 
     @pytest.mark.parametrize("captured", [False, True])
     def test_planning_does_not_wait_for_the_device(self, captured: bool) -> None:
-        generator, backend, slot = (
+        generator, backend, graph = (
             torch.Generator().manual_seed(0),
             self.backend(64),
             object() if captured else None,
         )
         world = make_world([Row(200, 2), Row(70, 2)], 64, 0)
         self.step(backend, world, self.layer(generator), self.arguments(world, generator))
-        backend.plan_step(world.batch, slot)
+        backend.plan_step(world.batch, graph)
         torch.cuda.synchronize()
         busy = torch.cuda.Event()
         torch.cuda._sleep(2_000_000_000)  # about a second
         busy.record()
-        backend.plan_step(world.batch, slot)
+        backend.plan_step(world.batch, graph)
         waited = busy.query()
         torch.cuda.synchronize()
         assert not waited

@@ -100,17 +100,17 @@ def test_a_gate_in_one_call() -> None:
 
 @pytest.mark.parametrize("tokens", [5, 40])
 def test_a_gate_that_signals(tokens: int) -> None:
-    """The same choice, and experts that were started before it learn that x is there."""
+    """The same choice, and the ready flag is set for experts that were started before it."""
     ops, x, weight, bias = make_triton(), randn(tokens, 32), randn(8, 32, seed=1), randn(8, seed=2)
     assert ops.route is not None
-    begun, given = (
+    ready, given = (
         torch.zeros(2, dtype=torch.int32, device=DEVICE),
         (x, weight, bias, 3, 4, 2, True, 2.0, 1),
     )
     signalling: SignallingRoute = ops.route_signalling  # type: ignore[attr-defined]
-    for got, wanted in zip(signalling(*given, begun), ops.route(*given), strict=True):
+    for got, wanted in zip(signalling(*given, ready), ops.route(*given), strict=True):
         assert torch.equal(got, wanted)
-    assert begun.tolist() == [1, 0]
+    assert ready.tolist() == [1, 0]
 
 
 @pytest.mark.gpu

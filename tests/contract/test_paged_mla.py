@@ -19,7 +19,7 @@ class PlainMla(PagedMla):
     """Kernels replaced by loops over rows."""
 
     def plan_decode(
-        self, batch: Batch, slot: object | None, first: int, rows: int, width: int
+        self, batch: Batch, graph: object | None, first: int, rows: int, width: int
     ) -> None:
         self._rows = (
             batch.page_table[first : first + rows],

@@ -8,11 +8,16 @@ import torch
 
 from glowplug.core.step.batch import Batch
 from glowplug.core.testing.suites.speculative import HIDDEN, Greedy, likely
-from glowplug.plugins.speculative.drafting import front, missing, one_more, places
+from glowplug.plugins.speculative.drafting import (
+    draft_positions,
+    newest_tokens,
+    next_draft_batch,
+    uncached_tokens,
+)
 from glowplug.plugins.speculative.host_chain import (
-    front_host,
-    missing_host,
-    one_more_host,
+    newest_tokens_host,
+    next_draft_batch_host,
+    uncached_tokens_host,
     verify_chain_host,
 )
 from glowplug.plugins.speculative.verify import chain_before, verify_chain
@@ -76,13 +81,13 @@ def test_what_is_stored_is_the_devices_without_what_no_row_accepted(rows: int, k
         batch, logits, _ = decoding(rng, rows, 4)
         accepted = verify_chain_host(logits, batch, 4, Greedy())
         wanted, made = (
-            missing(batch, accepted.tokens, PAGE),
-            missing_host(batch, accepted, PAGE, keep),
+            uncached_tokens(batch, accepted.tokens, PAGE),
+            uncached_tokens_host(batch, accepted, PAGE, keep),
         )
-        for name in ("input_ids", "positions", "slots", "source"):
+        for name in ("input_ids", "positions", "kv_slots", "source"):
             whole = getattr(wanted, name).view(rows, 3)[:, : keep - 1]
             assert torch.equal(getattr(made, name).view(rows, keep - 1), whole), name
-        there, here = front(batch, accepted, None), front_host(batch, accepted)
+        there, here = newest_tokens(batch, accepted, None), newest_tokens_host(batch, accepted)
         for name in ("tokens", "source", "lengths"):
             assert torch.equal(getattr(here, name), getattr(there, name)), name
 
@@ -93,11 +98,11 @@ def test_a_pass_is_the_devices(number: int) -> None:
     for rows in (1, 3):
         batch, _, _ = decoding(rng, rows, 4)
         lengths = batch.kv_lens_device - 4
-        made = one_more_host(batch, number, lengths, PAGE)
-        wanted = one_more(batch, number, places(batch, number, lengths, PAGE), 4)
+        made = next_draft_batch_host(batch, number, lengths, PAGE)
+        wanted = next_draft_batch(batch, number, draft_positions(batch, number, lengths, PAGE), 4)
         for name in (
             "positions",
-            "slots",
+            "kv_slots",
             "kv_lens_device",
             "query_starts",
             "row_ids",

@@ -30,7 +30,12 @@ from glowplug.core.testing.suites.speculative import (
     likely,
     step,
 )
-from glowplug.plugins.speculative.drafting import front, missing, one_more, places
+from glowplug.plugins.speculative.drafting import (
+    draft_positions,
+    newest_tokens,
+    next_draft_batch,
+    uncached_tokens,
+)
 from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.nextn_runtime import PREVIOUS_HIDDEN, NextN
 from glowplug.plugins.speculative.verify import (
@@ -55,7 +60,7 @@ class Draft:
     def build_nextn(self, context: Any, target: Any, number: int = 0) -> Draft:
         return self
 
-    def plan_step(self, batch: Batch, slot: object | None) -> None:
+    def plan_step(self, batch: Batch, graph: object | None) -> None:
         self.planned.append(batch)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
@@ -88,7 +93,7 @@ def make(limits: Limits, steps: int, **mesh: int) -> tuple[NextN, Draft]:
     plan = bare_plan(page_size=PAGE, width=steps + 1, lookahead=steps)
     object.__setattr__(plan, "mesh", mesh)
     algorithm, draft = NextN(NextNOptions(steps=steps), plan, Worker(dtype=torch.float32)), Draft()
-    context: Any = SimpleNamespace(attention=draft, extension=DraftExtend())
+    context: Any = SimpleNamespace(attention=draft, draft_extend=DraftExtend())
     assert algorithm.draft_model(context, draft, draft) is draft  # type: ignore[arg-type, comparison-overlap]
     algorithm.reserve(limits)
     return algorithm, draft
@@ -180,7 +185,7 @@ def test_what_is_missing_is_each_token_with_the_state_before_it() -> None:
     )
     batch.samples = np.array([True, True, False, True])
     tokens = torch.tensor([[20, 21], [30, 0], [0, 0], [32, 0]])
-    made = missing(batch, tokens, PAGE)
+    made = uncached_tokens(batch, tokens, PAGE)
     assert made.positions.tolist() == [6, 1, 2, 8, 9, 10, 11, 12, 9]
     assert made.input_ids.tolist() == [20, 11, 12, 13, 14, 15, 16, 5, 18]
     # the resumed row begins with the state of its page's last token, which stands behind the step's
@@ -192,7 +197,7 @@ def test_what_is_missing_is_each_token_with_the_state_before_it() -> None:
         made.kv_slots.tolist()
         == kv_slots_at(batch.page_table[row], made.positions[:, None], PAGE).view(-1).tolist()
     )
-    newest = front(
+    newest = newest_tokens(
         batch,
         Accepted(tokens, torch.tensor([2, 1, 0, 1], dtype=torch.int32), torch.zeros(4)),
         torch.tensor([1, 3]),
@@ -230,7 +235,9 @@ def test_every_token_but_the_newest_is_stored_once() -> None:
 def test_drafts_stand_behind_what_was_accepted() -> None:
     algorithm, _ = make(LIMITS, 3)
     batch = shifted(algorithm, [4, 6], [4, 4], [14, 30], [False, False], decodes=2)
-    made = one_more(batch, 3, places(batch, 3, torch.tensor([11, 29], dtype=torch.int32), PAGE), 4)
+    made = next_draft_batch(
+        batch, 3, draft_positions(batch, 3, torch.tensor([11, 29], dtype=torch.int32), PAGE), 4
+    )
     assert made.positions.tolist() == [13, 31] and made.kv_lens_device.tolist() == [14, 32]
     assert made.kv_lens.tolist() == [13, 29] and made.mode is Mode.DRAFT_DECODE
     assert made.kv_slots.tolist() == [batch.pages[0, 3] * PAGE + 1, batch.pages[1, 7] * PAGE + 3]
@@ -328,7 +335,7 @@ class Noting:
     def __init__(self, noted: list[tuple[str, object]]) -> None:
         self.noted = noted
 
-    def part(self, name: str) -> object:
+    def key(self, name: str) -> object:
         return name
 
     def run(self, name: str, work: Callable[[], Any]) -> Any:
@@ -342,13 +349,13 @@ def test_each_pass_has_run_before_the_next_is_planned(monkeypatch: pytest.Monkey
     noted: list[tuple[str, object]] = []
     plan_step = draft.plan_step
 
-    def planned(batch: Batch, slot: object | None) -> None:
-        noted.append(("plan", slot))
-        plan_step(batch, slot)
+    def planned(batch: Batch, graph: object | None) -> None:
+        noted.append(("plan", graph))
+        plan_step(batch, graph)
 
     monkeypatch.setattr(draft, "plan_step", planned)
     batch = shifted(algorithm, [0, 1], [4, 4], [7, 11], [False, False], decodes=2)
-    batch.segments = Noting(noted)
+    batch.pieces = Noting(noted)
     algorithm.draft(batch)
     passes = [(kind, f"draft {number}") for number in (1, 2, 3) for kind in ("plan", "run")]
     assert noted == [("run", "draft places"), *passes]

@@ -118,4 +118,4 @@ def test_declarations() -> None:
     assert make().lengths(batch([0], 1, [1], [True])) is None
     assert graphs.name == "eager" and not graphs.offers.captures
     runner = Eager(EagerOptions(), PLAN, Worker())
-    assert runner.shapes(PLAN) == [] and runner.slot_for(batch([0], 1, [1], [True])) is None
+    assert runner.shapes(PLAN) == [] and runner.graph_for(batch([0], 1, [1], [True])) is None

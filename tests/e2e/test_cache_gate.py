@@ -17,7 +17,7 @@ from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
-from glowplug.core.startup import kv_cache_error as cache_gate
+from glowplug.core.startup import kv_cache_error
 from glowplug.core.startup.build_rank import make_worker
 from glowplug.core.startup.kv_cache_error import CacheError, Lend, cache_error, check_cache
 from glowplug.core.startup.memory_fit import RankMemory
@@ -69,7 +69,10 @@ def test_formats_cost_what_they_round(name: str, tmp_path: Path) -> None:
     )
     assert exact.kl == 0.0 and exact.cosine > 1 - 1e-9 and exact.top1 == 1.0
     assert half.kl < narrow.kl / 10 and narrow.kl < narrower.kl / 2
-    assert narrow.kl < 0.02 and narrow.prompts == cache_gate.MAX_PROMPTS * cache_gate.PROMPT_ROUNDS
+    assert (
+        narrow.kl < 0.02
+        and narrow.prompts == kv_cache_error.MAX_PROMPTS * kv_cache_error.PROMPT_ROUNDS
+    )
 
 
 def test_drafts_do_not_change_it(tmp_path: Path) -> None:
@@ -100,7 +103,7 @@ def test_its_last_step_decodes(
 
         monkeypatch.setattr(runner, "logits", both)
         cache_error(runner, plan, lend)
-    assert len(pairs) == 2 * cache_gate.PROMPT_ROUNDS
+    assert len(pairs) == 2 * kv_cache_error.PROMPT_ROUNDS
     for mode, found, expected in pairs:
         assert mode is (Mode.PREFILL if drafts else Mode.DECODE)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -117,7 +120,7 @@ def test_short_sequences_are_not_measured(tmp_path: Path) -> None:
 
 def test_a_step_of_few_tokens_is_enough(tmp_path: Path) -> None:
     found = measured(tmp_path, None, scheduler={"chunk_size": 20, "max_running_requests": 3})
-    assert found.prompts == cache_gate.PROMPT_ROUNDS and found.tokens == 20 and found.kl == 0.0
+    assert found.prompts == kv_cache_error.PROMPT_ROUNDS and found.tokens == 20 and found.kl == 0.0
 
 
 @pytest.mark.parametrize("bound,refused", [(1e-12, True), (10.0, False), (None, False)])

@@ -57,7 +57,7 @@ def draft_cache(llm: LLM) -> list[Tensor]:
 
 def run(llm: LLM, replayed: bool) -> tuple[list[Any], list[Tensor]]:
     if not replayed:
-        runner_of(llm).extension.taker = None
+        runner_of(llm).draft_extend.replacement = None
     return results(llm), draft_cache(llm)
 
 
@@ -93,7 +93,7 @@ def test_drafts_are_accepted_as_often(folder: Path, tmp_path: Path) -> None:
     for replayed in (False, True):
         with drafting(few) as llm:
             if not replayed:
-                runner_of(llm).extension.taker = None
+                runner_of(llm).draft_extend.replacement = None
             llm.generate(lines, params)
             counts.append((llm.stats.drafted_tokens, llm.stats.accepted_tokens))
     assert counts[0] == counts[1] and counts[0][1] > 0
@@ -105,7 +105,7 @@ def test_without_padding_it_is_the_same_to_the_bit(folder: Path) -> None:
     for replayed in (False, True):
         with drafting(folder, cache={"use": "none"}) as llm:
             if not replayed:
-                runner_of(llm).extension.taker = None
+                runner_of(llm).draft_extend.replacement = None
             for count, line in zip(
                 COUNTS, (prompts(5)[-1][: count + 1] for count in COUNTS), strict=True
             ):
@@ -194,12 +194,17 @@ def test_nothing_is_captured_where_nobody_drafts_or_prompts_are_left_out(folder:
         assert (
             llm.plan.sizes.extend_tokens == () and replaying_runtime.NEWEST[0].extends.counts == []
         )
-        assert runner_of(llm).extension.work is None and runner_of(llm).extension.taker is None
+        assert (
+            runner_of(llm).draft_extend.work is None
+            and runner_of(llm).draft_extend.replacement is None
+        )
     with drafting(folder, {"prefill": False, "prefill_tokens": None}) as llm:
-        assert llm.plan.sizes.extend_tokens == () and runner_of(llm).extension.taker is None
+        assert (
+            llm.plan.sizes.extend_tokens == () and runner_of(llm).draft_extend.replacement is None
+        )
         llm.generate([[5, 6, 7]], ONE)
-        extension = runner_of(llm).extension
+        draft_extend = runner_of(llm).draft_extend
     with drafting(folder) as llm:
-        extension = runner_of(llm).extension
-        assert extension.taker is replaying_runtime.NEWEST[0].extends
-    assert extension.taker is None, "closed"
+        draft_extend = runner_of(llm).draft_extend
+        assert draft_extend.replacement is replaying_runtime.NEWEST[0].extends
+    assert draft_extend.replacement is None, "closed"

@@ -71,9 +71,9 @@ def test_an_engine_that_is_wrong_is_found(
     cell, planned = Cell("v2", "torch_mla"), TorchMla.plan_step
     reference = on_cpu.engine(cell)._executor._engine.runner.attention  # type: ignore[attr-defined]
 
-    def short(self: TorchMla, batch: Any, slot: object) -> None:
+    def short(self: TorchMla, batch: Any, graph: object) -> None:
         batch.first_key = int(self is not reference)
-        planned(self, batch, slot)
+        planned(self, batch, graph)
 
     if spoil == "tokens":
         monkeypatch.setattr(TorchMla, "plan_step", short)

@@ -181,10 +181,10 @@ def test_the_drafts_passes_over_prompts_cache_what_eager_ones_do(tmp_path: Path,
     for replayed in (False, True):
         with engine(folder, **DRAFTING[case]) as llm:
             executor: Any = llm._executor
-            extension = executor._engine.runner.extension
-            assert extension.taker.counts == list(llm.plan.sizes.extend_tokens) != []
+            draft_extend = executor._engine.runner.draft_extend
+            assert draft_extend.replacement.counts == list(llm.plan.sizes.extend_tokens) != []
             if not replayed:
-                extension.taker = None
+                draft_extend.replacement = None
             found.append((results(llm), draft_cache(llm)))
             stats = llm.stats
             found[-1] += ((stats.drafted_tokens, stats.accepted_tokens),)
@@ -199,7 +199,7 @@ def test_without_padding_the_draft_caches_the_same_to_the_bit(tmp_path: Path) ->
         with engine(folder, **DRAFTING["no_cache"]) as llm:
             executor: Any = llm._executor
             if not replayed:
-                executor._engine.runner.extension.taker = None
+                executor._engine.runner.draft_extend.replacement = None
             for count in llm.plan.sizes.extend_tokens:
                 line = np.random.default_rng(count).integers(2, VOCAB, count + 1).tolist()
                 llm.generate([line], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""Steps replayed from slots give the tokens that eager ones give, whatever fills a slot up."""
+"""Steps replayed from graphs give the tokens that eager ones give, whatever fills a graph up."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_replayed_steps_give_the_eager_tokens(folder: Path, more: dict[str, Any]
         filled = replaying_runtime.NEWEST[0].filled
         assert filled and all(live <= rows and rows in (1, 2, 4, 6) for live, rows in filled)
         assert max(live for live, _ in filled) == min(count, 6), (
-            "more rows than the largest slot holds run eagerly"
+            "more rows than the largest graph holds run eagerly"
         )
 
 
@@ -112,9 +112,9 @@ def test_a_step_is_replayed_in_few_pieces(folder: Path) -> None:
     with engine(folder, graphs={"use": "replaying", "max_batch": 3}) as llm:
         runner = replaying_runtime.NEWEST[0]
         assert {
-            rows: slot.pieces
+            rows: graph.pieces
             for graphs in runner._decode_graphs.values()
-            for rows, slot in graphs.items()
+            for rows, graph in graphs.items()
         } == dict.fromkeys((3, 2, 1), ("forward", "accept greedy", "accept random"))
         begun, steps = runner.functions.replays, len(runner.filled)
         llm.generate(prompts(2), GREEDY)

@@ -13,7 +13,8 @@ import pytest
 
 from glowplug import LLM
 from glowplug.core.engine.engine import Engine
-from glowplug.core.engine.runner import InFlight, Runner
+from glowplug.core.engine.in_flight import InFlight
+from glowplug.core.engine.runner import Runner
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.step.batch import Batch

@@ -162,9 +162,9 @@ def test_a_pass_is_one_piece_a_layer_and_one(folder: Path) -> None:
     with engine(folder) as llm:
         runner = replaying_runtime.NEWEST[0]
         assert runner._passes.counts == COUNTS
-        assert {(made.cuts, len(made._pieces)) for made in runner._passes._passes.values()} == {
-            (2, 3)
-        }
+        assert {
+            (made.split_points, len(made._pieces)) for made in runner._passes._passes.values()
+        } == {(2, 3)}
         begun = runner.threads.replays
         llm.generate([prompts(0)[5]], SamplingParams(max_tokens=1))
         assert runner.threads.replays - begun == 3

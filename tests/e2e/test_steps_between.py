@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.engine.runner import InFlight, Runner
+from glowplug.core.engine.in_flight import InFlight
+from glowplug.core.engine.runner import Runner
 from glowplug.core.plan.plan import Sizes
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.startup.warmup import ROUND_TOKENS, STEPS_BETWEEN, counts_between, steps_between

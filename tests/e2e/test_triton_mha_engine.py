@@ -1,5 +1,5 @@
 """An engine over the interpreted kernels of ``triton_mha`` gives plain torch's tokens: in chunks,
-behind cached prefixes, beside decoding rows, in slots that are filled up."""
+behind cached prefixes, beside decoding rows, in graphs that are filled up."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.startup import build_rank as worker, warmup
-from glowplug.core.step import to_device as placement
+from glowplug.core.startup import build_rank, warmup
+from glowplug.core.step import to_device
 from glowplug.core.step.batch import shape_of
 from glowplug.core.step.kv_pool import KVPool
 from tests.support.source_tree import ROOT
@@ -126,11 +126,11 @@ class Traced:
 
     def __init__(self, plan: EnginePlan, plugins: PluginSet, tally: Tally) -> None:
         self.plan, self.tally = plan, tally
-        self.place = worker.make_worker(plan, 0)
-        self.builder = worker.RankBuilder(
+        self.place = build_rank.make_worker(plan, 0)
+        self.builder = build_rank.RankBuilder(
             plan, self.place, plugins, lambda *_: None, lambda *_: None
         )
-        self.context = worker.build_context(plan, plugins, self.builder.worker)
+        self.context = build_rank.build_context(plan, plugins, self.builder.worker)
         self.model, self.draft, speculative = self.builder._models(self.context)
         for made in (self.model, self.draft):
             if made is not None:
@@ -235,18 +235,18 @@ def fake_card() -> Iterator[Tally]:
     from glowplug.kernels.moe import gemm_hopper as moe_gemm_hopper
 
     fake, tally = FakeTensorMode(allow_non_fake_inputs=True), Tally()
-    from_numpy, original = torch.from_numpy, placement.send
+    from_numpy, original = torch.from_numpy, to_device.send
 
     def sent(parts: Any, device: Any) -> tuple[Any, ...]:
-        widths = [placement.width(part) for part in parts]
+        widths = [to_device.device_dtype(part) for part in parts]
         words = [
-            len(part) * width.itemsize // placement.WORD
+            len(part) * width.itemsize // to_device.WORD
             for part, width in zip(parts, widths, strict=True)
         ]
-        sizes = [-(-size // placement.ALIGNED) * placement.ALIGNED for size in words]
+        sizes = [-(-size // to_device.ALIGNED) * to_device.ALIGNED for size in words]
         pieces = torch.empty(sum(sizes), dtype=torch.int32, device="cuda").split(sizes)
         return tuple(
-            piece[:size].view(placement.ON_DEVICE[width])
+            piece[:size].view(to_device.ON_DEVICE[width])
             for piece, size, width in zip(pieces, words, widths, strict=True)
         )
 

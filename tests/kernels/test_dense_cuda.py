@@ -34,7 +34,7 @@ def test_targets_and_product(shared: int, first: int, start: int, inter: int, to
         inter_start=start,
         inter_full=24,
         total=6,
-        shared=shared,
+        fused_shared=shared,
         shared_prefix="mlp.shared" if shared else "",
     )
     method, generator = (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from glowplug.kernels.launch import cuda_arch
 from glowplug.kernels.mla import reference as mla
-from glowplug.plugins.attention.shared import decode_choice as measured
+from glowplug.plugins.attention.shared import decode_choice
 from tests.kernels.shuffled_pages import shuffled_pages, slots_in_all
 
 pytest.importorskip("triton")
@@ -365,12 +365,12 @@ def test_short_rows_are_those_that_are_decoded_otherwise(heads: int) -> None:
         cut = decode_tiling.mla_tiling(
             rows, 1, heads, longest, torch.bfloat16, torch.bfloat16, True, True
         )
-        who = measured.fastest(heads, rows, longest)
+        who = decode_choice.fastest(heads, rows, longest)
         return who, who == "triton" and (cut.merge_in_values, cut.block_m)
 
     differ = [
         rows
         for rows in range(1, 300)
-        if decoded(rows, measured.SHORT_KEYS_MAX) != decoded(rows, 1 << 17)
+        if decoded(rows, decode_choice.SHORT_KEYS_MAX) != decoded(rows, 1 << 17)
     ]
-    assert differ == list(measured.short_rows(heads))
+    assert differ == list(decode_choice.short_rows(heads))

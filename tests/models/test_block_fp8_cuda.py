@@ -22,7 +22,7 @@ if DEVICE == "cpu":
 from glowplug.core.protocols import ExpertsShape, LinearShape, Quantized  # noqa: E402
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul  # noqa: E402
 from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant  # noqa: E402
-from glowplug.plugins.quantization.block_fp8 import gemm_providers as fp8_gemm  # noqa: E402
+from glowplug.plugins.quantization.block_fp8 import gemm_providers  # noqa: E402
 from glowplug.plugins.quantization.block_fp8.cuda import Fp8ExpertsCuda, Fp8LinearCuda, grouped  # noqa: E402
 from glowplug.plugins.quantization.block_fp8.gemm_providers import Providers  # noqa: E402
 from glowplug.plugins.quantization.block_fp8.grouped import Grouped  # noqa: E402
@@ -192,7 +192,7 @@ def test_who_makes_16_bits_is_not_asked_for_float32(
     wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For shapes that somebody measured and for others, wherever every library is installed."""
-    monkeypatch.setattr(fp8_gemm._Library, "missing", lambda self: "")
+    monkeypatch.setattr(gemm_providers._Library, "missing", lambda self: "")
     table = {"N=512,K=512": {"64": "cutlass", "512": "cublas"}}
     for rows, columns in ((1, 512), (64, 512), (512, 512), (512, 768)):
         assert (
@@ -242,7 +242,7 @@ def test_flashinfer_is_given_scales_as_its_kernel_reads_them(rows: int, laid_out
         wide = x.float() * read.repeat_interleave(128, 1)
         out.copy_(wide @ fp8.dequantize_weight(weight, w_scales, torch.float32).t())
 
-    provider = fp8_gemm.Flashinfer()
+    provider = gemm_providers.Flashinfer()
     provider._call = product
     given = scales.contiguous() if laid_out == "by row" else scales
     found = provider(values, given, *stored, torch.float32)

@@ -21,7 +21,7 @@ from glowplug.core.layers.moe import Moe, MoeSizes
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.testing.harness.build import build_context
 from glowplug.kernels.moe.route import route
-from glowplug.plugins.quantization.dense import experts_cuda as dense_cuda
+from glowplug.plugins.quantization.dense import experts_cuda
 from tests.support.tiny import CONFIGS
 
 SIZES = MoeSizes(hidden=32, width=16, experts=5, topk=2, shared=32, sigmoid=False)
@@ -40,30 +40,30 @@ def nine_arguments(
     topk_groups: int,
     renormalize: bool,
     scale: float,
-    appended: int,
+    fused_shared: int,
 ) -> tuple[Tensor, Tensor]:
     """``protocols.Route``, and not a word more."""
-    return route(x, weight, bias, k, groups, topk_groups, renormalize, scale, appended)
+    return route(x, weight, bias, k, groups, topk_groups, renormalize, scale, fused_shared)
 
 
-def context(riding: bool, signals: bool = True) -> BuildContext:
-    """Of one rank; ``riding``: with the gate in one call, and experts in Triton among which is the
+def context(fused: bool, sets_ready: bool = True) -> BuildContext:
+    """Of one rank; ``fused``: with the gate in one call, and experts in Triton among which is the
     shared one.
-    ``signals``: the table has a gate for experts that were started before it."""
+    ``sets_ready``: the table has a gate for experts that were started before it."""
     made: Any = build_context(model_facts(normalise(CONFIGS["v2"])))
-    if riding:
+    if fused:
         made.ops.route = nine_arguments
-        if signals:
+        if sets_ready:
             made.ops.route_signalling = route
         else:
             del made.ops.route_signalling
-        made.scheme.fuses_shared = made.plain.fuses_shared = True
+        made.scheme.fused_shared = made.plain.fused_shared = True
     return made  # type: ignore[no-any-return]
 
 
-def filled(riding: bool, signals: bool = True) -> Moe:
+def filled(fused: bool, sets_ready: bool = True) -> Moe:
     mixture, generator = (
-        Moe(context(riding, signals), "mlp", SIZES),
+        Moe(context(fused, sets_ready), "mlp", SIZES),
         torch.Generator().manual_seed(0),
     )
     for target in sorted(mixture.targets(), key=lambda target: target.name):
@@ -78,51 +78,53 @@ def filled(riding: bool, signals: bool = True) -> Moe:
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 32, 33, 40])
 def test_the_same_mixture(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Early where tokens share wide tiles; the sign is taken back each time."""
-    monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: True))
-    plain, riding = filled(False), filled(True)
-    assert (plain.gate.appended, riding.gate.appended, riding.shared) == (0, 2, None)
-    begun: list[Tensor] = []
-    finish = dense_cuda.Started.finish
+    """Early where tokens share wide tiles; the ready flag is cleared each time."""
+    monkeypatch.setattr(experts_cuda, "dependent_launch", SimpleNamespace(supported=lambda: True))
+    plain, fused = filled(False), filled(True)
+    assert (plain.gate.fused_shared, fused.gate.fused_shared, fused.shared) == (0, 2, None)
+    flags: list[Tensor] = []
+    finish = experts_cuda.Started.finish
 
-    def seen(started: dense_cuda.Started, ids: Tensor, weights: Tensor) -> Any:
-        begun.append(started.begun.clone())
+    def seen(started: experts_cuda.Started, ids: Tensor, weights: Tensor) -> Any:
+        flags.append(started.ready.clone())
         return finish(started, ids, weights)
 
-    monkeypatch.setattr(dense_cuda.Started, "finish", seen)
+    monkeypatch.setattr(experts_cuda.Started, "finish", seen)
     for seed in range(2):
         x = torch.randn(tokens, SIZES.hidden, generator=torch.Generator().manual_seed(seed))
-        torch.testing.assert_close(riding.forward(x), plain.forward(x), atol=1e-5, rtol=1e-4)
-        assert not riding.experts.method._ready.any()  # type: ignore[attr-defined]
-    assert [sign.tolist() for sign in begun] == ([[1, 0]] * 2 if tokens > 32 else [])
+        torch.testing.assert_close(fused.forward(x), plain.forward(x), atol=1e-5, rtol=1e-4)
+        assert not fused.experts.method._ready.any()  # type: ignore[attr-defined]
+    assert [flag.tolist() for flag in flags] == ([[1, 0]] * 2 if tokens > 32 else [])
 
 
 def test_a_table_without_a_gate_that_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its shared expert rides along all the same, and begins when the gate has chosen."""
-    monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: True))
-    plain, riding = filled(False), filled(True, signals=False)
-    monkeypatch.setattr(dense_cuda.CudaExperts, "start", refused)
+    """Its shared expert is fused all the same, and starts when the gate has chosen."""
+    monkeypatch.setattr(experts_cuda, "dependent_launch", SimpleNamespace(supported=lambda: True))
+    plain, fused = filled(False), filled(True, sets_ready=False)
+    monkeypatch.setattr(experts_cuda.CudaExperts, "start", refused)
     x = torch.randn(40, SIZES.hidden, generator=torch.Generator().manual_seed(5))
-    assert riding.gate.appended == 2 and not riding.gate.signals
-    torch.testing.assert_close(riding.forward(x), plain.forward(x), atol=1e-5, rtol=1e-4)
+    assert fused.gate.fused_shared == 2 and not fused.gate.sets_ready
+    torch.testing.assert_close(fused.forward(x), plain.forward(x), atol=1e-5, rtol=1e-4)
 
 
-def test_a_step_that_failed_behind_its_gate_leaves_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: True))
-    riding, x = (
+def test_a_step_that_failed_behind_its_gate_leaves_no_ready_flag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(experts_cuda, "dependent_launch", SimpleNamespace(supported=lambda: True))
+    fused, x = (
         filled(True),
         torch.randn(40, SIZES.hidden, generator=torch.Generator().manual_seed(3)),
     )
-    wanted, method = riding.forward(x), riding.experts.method
-    assert isinstance(method, dense_cuda.CudaExperts)
+    wanted, method = fused.forward(x), fused.experts.method
+    assert isinstance(method, experts_cuda.CudaExperts)
     with monkeypatch.context() as failing, pytest.raises(torch.OutOfMemoryError):
-        failing.setattr(dense_cuda.moe_experts, "products", refused)
-        riding.forward(x)
+        failing.setattr(experts_cuda.moe_experts, "products", refused)
+        fused.forward(x)
     assert method._ready.tolist() == [1, 0]
-    few = riding.forward(x[:5])  # which begins nothing early
+    few = fused.forward(x[:5])  # which begins nothing early
     started = method.start(x, SIZES.topk + 2)
-    assert started is not None and not started.begun.any()
-    assert torch.equal(riding.forward(x), wanted) and not method._ready.any()
+    assert started is not None and not started.ready.any()
+    assert torch.equal(fused.forward(x), wanted) and not method._ready.any()
     torch.testing.assert_close(few, wanted[:5])
 
 
@@ -131,9 +133,9 @@ def refused(*_: Any, **__: Any) -> None:
 
 
 def test_not_on_cards_before_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: False))
+    monkeypatch.setattr(experts_cuda, "dependent_launch", SimpleNamespace(supported=lambda: False))
     method = filled(True).experts.method
     assert (
-        isinstance(method, dense_cuda.CudaExperts)
+        isinstance(method, experts_cuda.CudaExperts)
         and method.start(torch.zeros(40, SIZES.hidden), 4) is None
     )

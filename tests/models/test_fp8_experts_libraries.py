@@ -22,7 +22,7 @@ if DEVICE == "cpu":
 from glowplug.core.errors import GlowplugError  # noqa: E402
 from glowplug.core.testing.harness.plans import bare_plan  # noqa: E402
 from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant  # noqa: E402
-from glowplug.plugins.quantization.block_fp8 import masked as fp8_masked  # noqa: E402
+from glowplug.plugins.quantization.block_fp8 import masked as block_fp8_masked  # noqa: E402
 from glowplug.plugins.quantization.block_fp8.cuda import BlockFp8Cuda, grouped  # noqa: E402
 from glowplug.plugins.quantization.block_fp8.cutlass import CutlassExperts  # noqa: E402
 from glowplug.plugins.quantization.block_fp8.grouped import Grouped  # noqa: E402
@@ -188,7 +188,7 @@ def test_masked_rows(masked: DeepGemm, tokens: int, used: int) -> None:
 def test_steps_beyond_the_masked_ones_are_as_auto_has_them(
     masked: DeepGemm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_masked, "MASKED_TOKENS", 8)
+    monkeypatch.setattr(block_fp8_masked, "MASKED_TOKENS", 8)
     asked: list[tuple[int, ...]] = []
     made = Masked()
     made._larger_steps = SimpleNamespace(  # type: ignore[assignment]

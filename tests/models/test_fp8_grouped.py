@@ -20,7 +20,7 @@ if DEVICE == "cpu":
 from glowplug.core.errors import GlowplugError  # noqa: E402
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul  # noqa: E402
 from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant  # noqa: E402
-from glowplug.plugins.quantization.block_fp8 import grouped as fp8_grouped  # noqa: E402
+from glowplug.plugins.quantization.block_fp8 import grouped as block_fp8_grouped  # noqa: E402
 from glowplug.plugins.quantization.block_fp8.grouped import Grouped  # noqa: E402
 from glowplug.plugins.quantization.shared import libraries  # noqa: E402
 
@@ -29,7 +29,7 @@ EXPERTS, HIDDEN, INTER, WIDTH, TILE = 5, 256, 128, 3, 16
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_grouped, "DEEP_GEMM_TILE", TILE)
+    monkeypatch.setattr(block_fp8_grouped, "DEEP_GEMM_TILE", TILE)
 
 
 class Library:

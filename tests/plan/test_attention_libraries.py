@@ -19,7 +19,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.fakes import TINY_V3, write_model
-from glowplug.plugins.attention.shared import decode_choice as measured
+from glowplug.plugins.attention.shared import decode_choice
 from tests.plan.test_refusals import drafter, with_components
 
 INSTALLED = {"sglang-kernel": "0.4.2.post2", "flashinfer-python": "0.6.11.post1", "triton": "3.6.0"}
@@ -87,12 +87,12 @@ def test_auto_takes_the_measured_one_and_says_so(lite: Path, plugins: PluginSet)
 @pytest.mark.parametrize("queries", [1, 2, 8, 16, 48, 64, 128, 256, 1000])
 @pytest.mark.parametrize("rows", [1, 8, 9, 40, 300, 4096])
 def test_the_table_answers_for_every_shape(queries: int, rows: int) -> None:
-    assert measured.fastest(queries, rows) in {"triton", "flashmla"}
-    near = min(measured.FASTEST, key=lambda known: abs(math.log2(known / queries)))
-    assert measured.fastest(queries, rows) == measured.fastest(near, rows)
-    beyond = measured.fastest(queries, rows, measured.SHORT + 1)
-    short = measured.fastest(queries, rows, measured.SHORT)
-    assert beyond == measured.fastest(queries, rows)
+    assert decode_choice.fastest(queries, rows) in {"triton", "flashmla"}
+    near = min(decode_choice.FASTEST, key=lambda known: abs(math.log2(known / queries)))
+    assert decode_choice.fastest(queries, rows) == decode_choice.fastest(near, rows)
+    beyond = decode_choice.fastest(queries, rows, decode_choice.SHORT + 1)
+    short = decode_choice.fastest(queries, rows, decode_choice.SHORT)
+    assert beyond == decode_choice.fastest(queries, rows)
     assert short == ("triton" if queries == 128 and rows <= 16 else beyond)
 
 
@@ -141,13 +141,13 @@ def test_some_sizes_are_captured_for_short_rows_too(
         assert line is None or ("for short rows too" in line.how) == bool(sizes.short_rows)
         return sizes.short_keys, sizes.short_rows
 
-    assert found(lite) == (measured.SHORT, (8, 12, 16, 24, 32))
-    assert found(drafting, context_length=8400) == (measured.SHORT, (1, 2, 3, 4, 6, 8, 12, 16))
+    assert found(lite) == (decode_choice.SHORT, (8, 12, 16, 24, 32))
+    assert found(drafting, context_length=8400) == (decode_choice.SHORT, (1, 2, 3, 4, 6, 8, 12, 16))
     assert found(drafting, graphs={"use": "cuda_graph", "batch_sizes": [5, 20]}) == (
-        measured.SHORT,
+        decode_choice.SHORT,
         (5,),
     )
-    assert found(drafting, context_length=8320) == (measured.SHORT, (1, 2, 3, 4, 6, 8, 12, 16))
+    assert found(drafting, context_length=8320) == (decode_choice.SHORT, (1, 2, 3, 4, 6, 8, 12, 16))
     for nothing in (
         {"context_length": 8319},
         {"context_length": 8192},

@@ -21,7 +21,7 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.testing.harness.fakes import write_model
 from glowplug.kernels.launch import tuned_tables as tuned
-from glowplug.plugins.quantization.shared import provider_choice as gemm_order, tuned_tables
+from glowplug.plugins.quantization.shared import provider_choice, tuned_tables
 from tests.support.narrow import AWQ
 from tests.support.tables import forget
 
@@ -519,7 +519,7 @@ class TestTunedTables:
 
     def test_who_multiplies_is_said(self, make: Callable[..., EnginePlan]) -> None:
         fp8 = {"quantization": {"use": "block_fp8"}}
-        found = decision(make(fp8), gemm_order.FIELD)
+        found = decision(make(fp8), provider_choice.FIELD)
         assert (found.value, found.by) == (
             "by shape",
             "facts",
@@ -529,16 +529,18 @@ class TestTunedTables:
             "other shapes: triton up to 64 rows"
         ) in found.why
         assert "then the first available of cublas, cutlass, triton" in found.why
-        without = decision(make(fp8, packages={**LIBRARIES, "sgl-deep-gemm": ""}), gemm_order.FIELD)
+        without = decision(
+            make(fp8, packages={**LIBRARIES, "sgl-deep-gemm": ""}), provider_choice.FIELD
+        )
         assert (
             "candidates: triton, cutlass, flashinfer, cublas (not installed: deep_gemm)"
             in without.why
         )
-        other = decision(make(fp8, H100), gemm_order.FIELD)
+        other = decision(make(fp8, H100), provider_choice.FIELD)
         assert other.value == "rules" and "no measurements for NVIDIA H100" in other.why
-        assert decision(make(fp8, B200), gemm_order.FIELD).value == "triton"
+        assert decision(make(fp8, B200), provider_choice.FIELD).value == "triton"
         named = decision(
-            make({"quantization": {"use": "block_fp8", "gemm": "cutlass"}}), gemm_order.FIELD
+            make({"quantization": {"use": "block_fp8", "gemm": "cutlass"}}), provider_choice.FIELD
         )
         assert (named.value, named.by) == ("cutlass", "operator")
 
@@ -546,7 +548,7 @@ class TestTunedTables:
         self, make: Callable[..., EnginePlan]
     ) -> None:
         plan = make({"quantization": {"use": "plain_torch"}}, extra=("tests.plugins.teacher",))
-        assert not [found for found in plan.decisions if found.field == gemm_order.FIELD]
+        assert not [found for found in plan.decisions if found.field == provider_choice.FIELD]
 
     @pytest.mark.parametrize(
         ("scheme", "kind", "candidates", "rule"),
@@ -578,51 +580,55 @@ class TestTunedTables:
         stated = {"quantization_config": {**AWQ, "group_size": 64}} if scheme == "awq" else {}
         model = str(write_model(tmp_path, {**msgspec.json.decode(LITE.read_bytes()), **stated}))
         config = {"model": model, "quantization": {"use": scheme}}
-        found = decision(make(config), gemm_order.FIELD)
+        found = decision(make(config), provider_choice.FIELD)
         assert (found.value, found.by) == ("by shape", "facts")
         assert found.why == (
             f"the fastest provider measured on NVIDIA H200 for each of 3 shapes; {candidates}; "
             "other shapes: the provider of the nearest measured shape"
         )
-        other = decision(make(config, H100), gemm_order.FIELD)
+        other = decision(make(config, H100), provider_choice.FIELD)
         assert other.value == "rules" and other.why == (
             "no measurements for NVIDIA H100 (those of NVIDIA H200 do not apply): "
             f"{rule}; {candidates}; run `glowplug tune {kind}` to measure"
         )
-        blackwell = decision(make(config, B200), gemm_order.FIELD)
+        blackwell = decision(make(config, B200), provider_choice.FIELD)
         assert blackwell.value == ("rules" if scheme == "awq" else "triton")
         named = decision(
-            make({**config, "quantization": {"use": scheme, "gemm": "triton"}}), gemm_order.FIELD
+            make({**config, "quantization": {"use": scheme, "gemm": "triton"}}),
+            provider_choice.FIELD,
         )
         assert (named.value, named.by) == ("triton", "operator")
         wide = {"dequantize": True} if scheme == "awq" else {"activations": "none"}
         assert not [
             said
             for said in make({**config, "quantization": {"use": scheme, **wide}}).decisions
-            if said.field == gemm_order.FIELD
+            if said.field == provider_choice.FIELD
         ]
 
     def test_cutlass_for_int8_is_not_installed(self, make: Callable[..., EnginePlan]) -> None:
         plan = make(
             {"quantization": {"use": "w8a8_int8"}}, packages={**LIBRARIES, "sglang-kernel": ""}
         )
-        assert "candidates: triton (not installed: cutlass)" in decision(plan, gemm_order.FIELD).why
+        assert (
+            "candidates: triton (not installed: cutlass)"
+            in decision(plan, provider_choice.FIELD).why
+        )
 
     def test_what_is_said_of_who_multiplies_is_what_runs(self) -> None:
         pytest.importorskip("triton")
-        from glowplug.plugins.quantization.block_fp8 import gemm_providers as fp8_gemm
+        from glowplug.plugins.quantization.block_fp8 import gemm_providers
 
-        providers = fp8_gemm.Providers("auto", {})
+        providers = gemm_providers.Providers("auto", {})
         assert (
-            tuple(providers._order(gemm_order.FEW_ROWS_MAX, 512, 512))
-            == gemm_order.UNMEASURED_FEW_ROWS
+            tuple(providers._order(provider_choice.FEW_ROWS_MAX, 512, 512))
+            == provider_choice.UNMEASURED_FEW_ROWS
         )
         assert (
-            tuple(providers._order(gemm_order.FEW_ROWS_MAX + 1, 512, 512))
-            == gemm_order.UNMEASURED_MANY_ROWS
+            tuple(providers._order(provider_choice.FEW_ROWS_MAX + 1, 512, 512))
+            == provider_choice.UNMEASURED_MANY_ROWS
         )
-        assert fp8_gemm.provider_path().parent == tuned.FOLDER
-        assert len(gemm_order.measured("fp8_gemm", "NVIDIA H200")) >= 5
+        assert gemm_providers.provider_path().parent == tuned.FOLDER
+        assert len(provider_choice.measured("fp8_gemm", "NVIDIA H200")) >= 5
 
     def test_file_names_are_those_that_kernels_look_for(self) -> None:
         pytest.importorskip("triton")

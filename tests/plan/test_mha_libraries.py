@@ -17,7 +17,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.fakes import write_model
-from glowplug.plugins.attention.shared import decode_choice as measured
+from glowplug.plugins.attention.shared import decode_choice
 from tests.support.tiny import LLAMA
 
 INSTALLED = {"sglang-kernel": "0.4.2.post2", "triton": "3.6.0"}
@@ -101,7 +101,7 @@ def test_auto_takes_the_measured_one_and_says_so(llama: Path, plugins: PluginSet
 @pytest.mark.parametrize("queries", [1, 2, 8, 16, 48, 71, 1000])
 @pytest.mark.parametrize("rows", [1, 9, 300, 4096])
 def test_the_table_answers_for_every_shape(queries: int, rows: int) -> None:
-    assert measured.fastest_mha(queries, rows) in {"triton", "fa3"}
+    assert decode_choice.fastest_mha(queries, rows) in {"triton", "fa3"}
 
 
 @pytest.mark.parametrize("name", ["hopper_mha", "fa3_mha", "triton_mha"])

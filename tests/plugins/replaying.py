@@ -1,5 +1,5 @@
 """A plugin for tests: the graph runner "replaying", which is "cuda_graph" over functions instead of
-CUDA's graphs, so that padding, slots and filling are tested on a CPU."""
+CUDA's graphs, so that padding, graphs and filling are tested on a CPU."""
 
 from __future__ import annotations
 

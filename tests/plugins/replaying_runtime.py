@@ -25,12 +25,12 @@ NEWEST: list[Replaying] = []  #: of this process; what a test looks into
 
 class Functions:
     """A ``Recorder``. Results lie where they lay at the capture, and as in a shared pool a replay
-    spoils those of every other slot's pieces."""
+    spoils those of every other graph's pieces."""
 
     def __init__(self) -> None:
         self.groups: list[list[Any]] = [
             []
-        ]  #: results of each slot's pieces, the one being captured last
+        ]  #: results of each graph's pieces, the one being captured last
         self.replays = 0
 
     def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
@@ -79,7 +79,7 @@ class Threads:
     there.
 
     What it leaves behind lies where it lay at the capture. As in a shared pool a piece spoils
-    everything that another pass, another slot or an earlier piece has left.
+    everything that another pass, another graph or an earlier piece has left.
     """
 
     def __init__(self, functions: Functions, breaks: str | None) -> None:
@@ -97,7 +97,7 @@ class Threads:
             partial(self._replay, made, number, work) for number in range(len(made.left))
         ], made.results
 
-    def cut(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def split(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         made = self._pass
         assert made is not None
         if self._breaks == f"pass {len(rows[0])}":
@@ -193,7 +193,7 @@ class Replaying(CudaGraph):
         self.threads = Threads(self.functions, options.breaks)
         super().__init__(options, plan, worker, self.functions, self.threads)
         self.breaks = options.breaks
-        self.filled: list[tuple[int, int]] = []  #: live rows and slot's rows of every step
+        self.filled: list[tuple[int, int]] = []  #: live rows and graph's rows of every step
         self.passed: list[tuple[int, int]] = []  #: a step's tokens and its pass's
         self._extends = self.extends = _Extends(self.threads)
         NEWEST[:] = [self]
@@ -202,22 +202,24 @@ class Replaying(CudaGraph):
         # the code of a device of its own, whose lengths the host does not know
         steps._on_host = steps.speculative._on_host = False
         if self.breaks is not None and self.breaks.startswith("extend "):
-            steps.extension.work = _breaking(steps.extension.work, int(self.breaks.split()[1]))
+            steps.draft_extend.work = _breaking(
+                steps.draft_extend.work, int(self.breaks.split()[1])
+            )
         super().capture(steps, report)
         self.captured = self.functions.replays
 
-    def _capture_one(self, steps: Any, slot: Any) -> None:
-        record = slot.recorder.record
+    def _capture_one(self, steps: Any, graph: Any) -> None:
+        record = graph.recorder.record
 
         def broken(work: Callable[[], Any]) -> Any:
-            name = next(reversed(slot._parts), "")
-            if self.breaks == f"{slot.shape.mode} {slot.shape.rows} {name}":
+            name = next(reversed(graph._keys), "")
+            if self.breaks == f"{graph.shape.mode} {graph.shape.rows} {name}":
                 raise RuntimeError("made to fail")
             return record(work)
 
-        slot.recorder.record = broken
+        graph.recorder.record = broken
         try:
-            super()._capture_one(steps, slot)
+            super()._capture_one(steps, graph)
         finally:
             self.functions.record = record  # type: ignore[method-assign]
 
@@ -227,6 +229,6 @@ class Replaying(CudaGraph):
             self.passed.append((batch.num_tokens, found.tokens))
         return found
 
-    def fill(self, slot: Any, batch: Batch) -> Batch:
-        self.filled.append((batch.num_rows, slot.shape.rows))
-        return super().fill(slot, batch)
+    def fill(self, graph: Any, batch: Batch) -> Batch:
+        self.filled.append((batch.num_rows, graph.shape.rows))
+        return super().fill(graph, batch)

@@ -13,11 +13,11 @@ PLANNED: list[
 
 
 class ShortMla(TorchMla):
-    def plan_step(self, batch: Batch, slot: Any) -> None:
+    def plan_step(self, batch: Batch, graph: Any) -> None:
         longest = int(batch.kv_lens.max(initial=0))
         assert not batch.longest or longest <= batch.longest, (
             "no row is longer than attention was told"
         )
-        if slot is not None:
+        if graph is not None:
             PLANNED.append((batch.num_rows, longest, batch.longest))
-        super().plan_step(batch, slot)
+        super().plan_step(batch, graph)

@@ -130,7 +130,7 @@ class _Torch(NoQuantization):
 
     def __init__(self, options: PlainTorchOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)  # type: ignore[arg-type]
-        self._on_cuda = self.fuses_shared = False
+        self._on_cuda = self.fused_shared = False
 
 
 def plain_torch(options: PlainTorchOptions, plan: EnginePlan, worker: Worker) -> QuantizationScheme:

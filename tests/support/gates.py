@@ -87,10 +87,10 @@ class Watch:
     def _watch(self, gate: Gate) -> None:
         plain, kept = gate.forward, self.choices.setdefault(gate.name, Chosen(gate.sizes))
 
-        def forward(x: Tensor, begun: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        def forward(x: Tensor, ready: Tensor | None = None) -> tuple[Tensor, Tensor]:
             weights, ids = plain(
-                x, begun
-            )  # also where its choice is not followed: experts begun early wait for it
+                x, ready
+            )  # also where its choice is not followed: experts started early wait for it
             if not self._keys:
                 return weights, ids
             scores, choice = scores_of(gate, x)
@@ -132,13 +132,13 @@ def scores_of(gate: Gate, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _weighted(gate: Gate, scores: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
     """What a gate returns that chose ``experts`` int64 [T, K]."""
-    sizes, appended = gate.sizes, gate.appended
+    sizes, fused_shared = gate.sizes, gate.fused_shared
     weights = scores.gather(1, experts)
     if sizes.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    behind = torch.arange(sizes.experts, sizes.experts + appended, device=experts.device).expand(
-        len(experts), -1
-    )
+    behind = torch.arange(
+        sizes.experts, sizes.experts + fused_shared, device=experts.device
+    ).expand(len(experts), -1)
     ids = torch.cat([experts, behind], 1)
     weights = torch.cat([weights * sizes.scale, torch.ones_like(behind, dtype=torch.float32)], 1)
     return weights, ids if gate._route is None else ids.to(torch.int32)

@@ -15,7 +15,7 @@ from glowplug.core.engine.engine import Engine
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plan.plan import BudgetLine, EnginePlan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.startup import memory_fit as fitting
+from glowplug.core.startup import memory_fit
 from glowplug.core.startup.build_rank import build_rank
 from glowplug.core.startup.memory_gauge import HostGauge, MemoryMeter
 from glowplug.core.startup.page_fit import MeasuredMemory, compared, pages_that_fit
@@ -35,30 +35,33 @@ def plan_of(memory: dict[str, Any] | None = None, **sizes: Any) -> EnginePlan:
 
 
 def test_pages_are_what_is_left_by_name() -> None:
-    left = MeasuredMemory(total=100 * GIB, free=40 * GIB, step=3 * GIB, graphs=GIB)
-    assert left.for_cache(None, 0) == int(100 * GIB * 0.98) - (60 + 3 + 1) * GIB
-    assert left.for_cache(0.9, GIB) == int(100 * GIB * 0.9) - (60 + 3 + 1 + 1) * GIB
-    assert pages_that_fit(plan_of(), left, GIB, {}) == 34
-    assert pages_that_fit(plan_of({"fraction": 0.9}), left, GIB, {}) == 26
-    assert pages_that_fit(plan_of({"fraction": 0.9, "reserve_bytes": 4 * GIB}), left, GIB, {}) == 22
+    measured = MeasuredMemory(total=100 * GIB, free=40 * GIB, step=3 * GIB, graphs=GIB)
+    assert measured.for_cache(None, 0) == int(100 * GIB * 0.98) - (60 + 3 + 1) * GIB
+    assert measured.for_cache(0.9, GIB) == int(100 * GIB * 0.9) - (60 + 3 + 1 + 1) * GIB
+    assert pages_that_fit(plan_of(), measured, GIB, {}) == 34
+    assert pages_that_fit(plan_of({"fraction": 0.9}), measured, GIB, {}) == 26
+    assert (
+        pages_that_fit(plan_of({"fraction": 0.9, "reserve_bytes": 4 * GIB}), measured, GIB, {})
+        == 22
+    )
 
 
 def test_never_more_than_is_of_use_and_never_less_than_was_asked() -> None:
-    left = MeasuredMemory(total=100 * GIB, free=90 * GIB, step=0)
-    assert pages_that_fit(plan_of(most_pages=20), left, GIB, {}) == 20
+    measured = MeasuredMemory(total=100 * GIB, free=90 * GIB, step=0)
+    assert pages_that_fit(plan_of(most_pages=20), measured, GIB, {}) == 20
     asked = plan_of(least_pages=0, most_pages=0)  # so many tokens and no others
-    assert pages_that_fit(asked, left, GIB // 2, {}) == asked.sizes.num_pages
+    assert pages_that_fit(asked, measured, GIB // 2, {}) == asked.sizes.num_pages
     with pytest.raises(
         GlowplugError,
         match="88.0 GiB of 100.0 GiB are left for the KV cache, which needs 100.0 GiB",
     ):
-        pages_that_fit(asked, left, GIB, {})
+        pages_that_fit(asked, measured, GIB, {})
 
 
 def test_too_little_is_told_with_names_and_numbers() -> None:
-    left = MeasuredMemory(total=20 * GIB, free=4 * GIB, step=2 * GIB, graphs=GIB // 2)
+    measured = MeasuredMemory(total=20 * GIB, free=4 * GIB, step=2 * GIB, graphs=GIB // 2)
     with pytest.raises(GlowplugError) as error:
-        pages_that_fit(plan_of(), left, GIB, {"weights": 12 * GIB, "graphs": 7})
+        pages_that_fit(plan_of(), measured, GIB, {"weights": 12 * GIB, "graphs": 7})
     for part in (
         "1.1 GiB of 20.0 GiB are left",
         "needs 5.0 GiB for 64 tokens",
@@ -115,7 +118,7 @@ def started(
     plugins: PluginSet,
     gauge: Pretend,
     notes: list[str],
-    grows: bool = False,
+    expandable_segments: bool = False,
     **config: Any,
 ) -> tuple[EnginePlan, Engine]:
     """An engine on the CPU whose memory is measured by ``gauge``; the plan has made room for ten
@@ -135,12 +138,12 @@ def started(
     )
     plan = replace(
         plan,
-        expandable_segments=grows,
+        expandable_segments=expandable_segments,
         sizes=replace(
             plan.sizes, least_pages=plan.sizes.num_pages - 10, most_pages=plan.sizes.num_pages + 10
         ),
     )
-    monkeypatch.setattr(fitting, "gauge_of", lambda device: gauge)
+    monkeypatch.setattr(memory_fit, "gauge_of", lambda device: gauge)
     return plan, build_rank(plan, 0, plugins, lambda phase, done, total: None, note=notes.append)
 
 
@@ -186,9 +189,9 @@ def test_an_engine_takes_what_is_left(
     engine.close()
 
 
-@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("expandable_segments", [False, True])
 def test_segments_that_grow_keep_a_tenth_of_a_step_free(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plugins: PluginSet, grows: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plugins: PluginSet, expandable_segments: bool
 ) -> None:
     probe, _ = started(monkeypatch, tmp_path, plugins, Pretend(1 << 40, 1 << 40, 0), [])
     page_bytes = (
@@ -202,8 +205,13 @@ def test_segments_that_grow_keep_a_tenth_of_a_step_free(
         + step
         + page_bytes // 2
     )
-    _, engine = started(monkeypatch, tmp_path, plugins, Pretend(total, free, step), [], grows)
-    assert engine.scheduler.load().pages_total == probe.sizes.num_pages + 5 - 10 * grows - 1
+    _, engine = started(
+        monkeypatch, tmp_path, plugins, Pretend(total, free, step), [], expandable_segments
+    )
+    assert (
+        engine.scheduler.load().pages_total
+        == probe.sizes.num_pages + 5 - 10 * expandable_segments - 1
+    )
     engine.close()
 
 
@@ -222,7 +230,7 @@ def test_running_out_of_memory_is_told_by_phase(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(fitting, "most_tokens", fail)
+    monkeypatch.setattr(memory_fit, "most_tokens", fail)
     with pytest.raises(
         GlowplugError,
         match=r"out of device memory in phase kernels; measured so far: weights .*chunk",

@@ -319,16 +319,16 @@ def test_flips_of_gates_are_told_from_rounding(
 def test_a_watched_gate_still_tells_experts_that_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``begun`` of ``StartedExperts`` reaches the gate, also outside of steps and where another
+    """``ready`` of ``StartedExperts`` reaches the gate, also outside of steps and where another
     choice is forced.
     """
     told: list[torch.Tensor | None] = []
     sizes = gates.MoeSizes(hidden=2, width=1, experts=3, topk=1, shared=0, sigmoid=False)
 
     def plain(
-        x: torch.Tensor, begun: torch.Tensor | None = None
+        x: torch.Tensor, ready: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        told.append(begun)
+        told.append(ready)
         return torch.ones(len(x), 1), torch.zeros(len(x), 1, dtype=torch.int64)
 
     gate = SimpleNamespace(
@@ -337,18 +337,18 @@ def test_a_watched_gate_still_tells_experts_that_wait_for_it(
         forward=plain,
         weight=torch.eye(3, 2),
         bias=None,
-        appended=0,
+        fused_shared=0,
         _route=None,
     )
     monkeypatch.setattr(gates, "gates", lambda model: [gate])
     forced = {"gate": gates.Chosen(sizes, [(0, 1)], [torch.tensor([[2]])], [torch.zeros(1, 3)])}
     watch = gates.Watch(SimpleNamespace(model=None, _forward=None), forced)  # type: ignore[arg-type]
-    x, begun = torch.ones(1, 2), torch.zeros(2, dtype=torch.int32)
-    assert gate.forward(x, begun)[1].tolist() == [[0]] and not watch.choices["gate"].keys
+    x, ready = torch.ones(1, 2), torch.zeros(2, dtype=torch.int32)
+    assert gate.forward(x, ready)[1].tolist() == [[0]] and not watch.choices["gate"].keys
     watch._keys = [(0, 1)]
-    assert gate.forward(x, begun)[1].tolist() == [[2]] == watch.choices["gate"].experts[0].tolist()
+    assert gate.forward(x, ready)[1].tolist() == [[2]] == watch.choices["gate"].experts[0].tolist()
     assert gate.forward(x)[1].tolist() == [[2]]
-    assert told[0] is begun and told[1] is begun and told[2] is None
+    assert told[0] is ready and told[1] is ready and told[2] is None
 
 
 def test_the_gap_to_another_choice() -> None:

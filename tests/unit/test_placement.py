@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from glowplug.core.step.to_device import FEW_ROWS_MAX, rows_at, send, sent
+from glowplug.core.step.to_device import FEW_ROWS_MAX, rows_at, send, send_pinned
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def test_parts_arrive_and_begin_at_whole_words(lengths: list[int]) -> None:
         made.append(torch.full((size,), -1, dtype=torch.int32))
         return made[-1]
 
-    found = sent(parts, memory, CPU)
+    found = send_pinned(parts, memory, CPU)
     assert [tensor.tolist() for tensor in found] == [part.tolist() for part in parts]
     copied = send(parts, CPU)
     assert [tensor.tolist() for tensor in copied] == [part.tolist() for part in parts]
@@ -48,7 +48,7 @@ def test_a_part_is_a_copy_of_its_own() -> None:
 
 def test_numbers_beyond_32_bits_arrive() -> None:
     part = np.array([1 << 40, -(1 << 35)])
-    (found,) = sent([part], lambda size: torch.zeros(size, dtype=torch.int32), CPU)
+    (found,) = send_pinned([part], lambda size: torch.zeros(size, dtype=torch.int32), CPU)
     assert found.tolist() == part.tolist()
 
 

@@ -17,8 +17,9 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, Worker
 from glowplug.core.step.request import Sequence
 from glowplug.core.testing.harness.drive import Drive, sequence
-from glowplug.core.testing.harness.fake_model import CacheFault, reference
+from glowplug.core.testing.harness.fake_model import CacheFault
 from glowplug.core.testing.harness.plans import VOCAB, bare_plan
+from glowplug.core.testing.harness.prefix_hash import reference
 from glowplug.plugins.cache.none import NoCacheOptions
 from glowplug.plugins.cache.none_runtime import NoCache
 from glowplug.plugins.cache.radix import RadixOptions

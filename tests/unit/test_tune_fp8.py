@@ -21,7 +21,7 @@ from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.kernels.gemm import tuning_fp8 as fp8_tuning
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe import tuning as moe_tuning
-from glowplug.plugins.quantization.tuning import dense_experts as tune_moe, fp8 as tune_fp8
+from glowplug.plugins.quantization.tuning import dense_experts, fp8 as fp8_tuners
 
 ROWS = (8, 128)
 
@@ -33,7 +33,7 @@ def linear(name: str, outputs: tuple[int, ...], inputs: int) -> LinearShape:
 
 
 def experts(prefix: str, inter: int) -> ExpertsShape:
-    return ExpertsShape(prefix, 8, 0, 256, inter, 0, inter, 8, shared=1)
+    return ExpertsShape(prefix, 8, 0, 256, inter, 0, inter, 8, fused_shared=1)
 
 
 SHAPES = LayerShapes(
@@ -60,7 +60,7 @@ class Quick:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Tables go here, and times come from a formula: no device."""
     monkeypatch.setattr(tuned, "FOLDER", tmp_path)
-    monkeypatch.setattr(tune_fp8, "provider_path", lambda: tmp_path / "providers.json")
+    monkeypatch.setattr(fp8_tuners, "provider_path", lambda: tmp_path / "providers.json")
 
     def tune(
         columns: int, depth: int, path: Path, *, rows: Sequence[int], **more: Any
@@ -76,11 +76,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def tuner(monkeypatch: pytest.MonkeyPatch) -> tune_fp8.Fp8GemmTuner:
-    found = tune_fp8.Fp8GemmTuner(bare_plan())
+def tuner(monkeypatch: pytest.MonkeyPatch) -> fp8_tuners.Fp8GemmTuner:
+    found = fp8_tuners.Fp8GemmTuner(bare_plan())
     found._libraries = [Quick()]  # type: ignore[list-item]
-    monkeypatch.setattr(tune_fp8, "Operands", lambda *shape: _NoOperands())
-    monkeypatch.setattr(tune_fp8, "microseconds", lambda calls: 4.0 if calls else 10.0)
+    monkeypatch.setattr(fp8_tuners, "Operands", lambda *shape: _NoOperands())
+    monkeypatch.setattr(fp8_tuners, "microseconds", lambda calls: 4.0 if calls else 10.0)
     return found
 
 
@@ -89,7 +89,7 @@ class _NoOperands:
         return [product] if pads else []
 
 
-def test_tables_fill_and_the_next_run_goes_on(tuner: tune_fp8.Fp8GemmTuner, folder: Path) -> None:
+def test_tables_fill_and_the_next_run_goes_on(tuner: fp8_tuners.Fp8GemmTuner, folder: Path) -> None:
     (table,) = tuner.tables(SHAPES, ROWS)
     assert (table.label, table.missing) == ("N=2112,K=7168", ROWS)
     log: list[str] = []
@@ -103,7 +103,7 @@ def test_tables_fill_and_the_next_run_goes_on(tuner: tune_fp8.Fp8GemmTuner, fold
     assert tuner.tables(SHAPES, ROWS)[0].missing == ROWS, "both tables count"
 
 
-def test_no_time_notes_no_provider(tuner: tune_fp8.Fp8GemmTuner, folder: Path) -> None:
+def test_no_time_notes_no_provider(tuner: fp8_tuners.Fp8GemmTuner, folder: Path) -> None:
     log: list[str] = []
     tuner.tune(
         TuneTable("N=2112,K=7168", folder / "t.json", (1, 8), (), (2112, 7168)), -1.0, log.append
@@ -113,14 +113,14 @@ def test_no_time_notes_no_provider(tuner: tune_fp8.Fp8GemmTuner, folder: Path) -
 
 
 def test_a_library_that_fails_is_left_out(
-    tuner: tune_fp8.Fp8GemmTuner, monkeypatch: pytest.MonkeyPatch
+    tuner: fp8_tuners.Fp8GemmTuner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(calls: Sequence[Callable[[], object]]) -> float:
         if calls:
             raise RuntimeError("no kernel image")
         return 10.0
 
-    monkeypatch.setattr(tune_fp8, "microseconds", fail)
+    monkeypatch.setattr(fp8_tuners, "microseconds", fail)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert tuner.provider_times(64, 256, 512, {}) == {"triton": 10.0}
 
@@ -131,7 +131,7 @@ def test_operands_have_whole_blocks_where_a_library_wants_them() -> None:
     def product(x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, *more: Any) -> None:
         seen.append(tuple(weight.shape))
 
-    operands = tune_fp8.Operands.__new__(tune_fp8.Operands)
+    operands = fp8_tuners.Operands.__new__(fp8_tuners.Operands)
     operands.columns, operands.x, operands.x_scales = 130, torch.ones(1), torch.ones(1)
     operands.weights, operands.w_scales = [torch.ones(256, 128)] * 2, torch.ones(1)
     for pads in (False, True):
@@ -148,12 +148,12 @@ def test_providers_of_several_products_share_a_file(tmp_path: Path) -> None:
         ("N=1,K=2", 8, "deep_gemm"),
         ("N=1,K=2", 64, "cutlass"),
     ):
-        tune_fp8.note_provider(path, problem, rows, name)
+        fp8_tuners.note_provider(path, problem, rows, name)
     assert json.loads(path.read_text()) == {
         "N=1,K=2": {"8": "deep_gemm", "64": "cutlass"},
         "N=3,K=4": {"8": "cublas"},
     }
-    assert tune_fp8.providers_in(path, "N=1,K=2") == (8, 64)
+    assert fp8_tuners.providers_in(path, "N=1,K=2") == (8, 64)
 
 
 def test_only_experts_over_dense_weights_are_moes(
@@ -167,7 +167,7 @@ def test_only_experts_over_dense_weights_are_moes(
             (problem.experts, problem.topk, problem.inter, shared, more["tokens"])
         ),
     )
-    tuner = tune_moe.MoeTuner(bare_plan())
+    tuner = dense_experts.MoeTuner(bare_plan())
     (table,) = tuner.tables(SHAPES, ROWS)
     table.path.write_text('{"8": {}}')
     (table,) = tuner.tables(SHAPES, ROWS)

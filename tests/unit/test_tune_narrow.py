@@ -23,8 +23,8 @@ from glowplug.core.protocols.tuning import LayerShapes  # noqa: E402
 from glowplug.core.testing.harness.build import plan_for  # noqa: E402
 from glowplug.kernels.formats import awq as layout  # noqa: E402
 from glowplug.kernels.launch import tuned_tables as tuned  # noqa: E402
-from glowplug.plugins.quantization.shared import provider_choice as gemm_order  # noqa: E402
-from glowplug.plugins.quantization.tuning import narrow as tune_narrow  # noqa: E402
+from glowplug.plugins.quantization.shared import provider_choice  # noqa: E402
+from glowplug.plugins.quantization.tuning import narrow  # noqa: E402
 from glowplug.plugins.quantization.tuning.narrow import AwqGemmTuner, Int8GemmTuner, NarrowTuner  # noqa: E402
 from tests.support.narrow import AWQ, tiny_facts  # noqa: E402
 
@@ -66,7 +66,7 @@ def test_tables_fill_and_the_next_run_goes_on(
 ) -> None:
     monkeypatch.setattr(tuned, "FOLDER", tmp_path)
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H100")
-    monkeypatch.setattr(tune_narrow, "microseconds", lambda calls: float(calls))
+    monkeypatch.setattr(narrow, "microseconds", lambda calls: float(calls))
     tuner, log = tuner_of(made, scheme), []
     monkeypatch.setattr(made, "calls", lambda self, rows, *shape: {"triton": rows, "other": 20})
     first, second = tuner.tables(SHAPES, (8, 128))
@@ -81,7 +81,7 @@ def test_tables_fill_and_the_next_run_goes_on(
         "8 rows: triton; triton 8.0 us, other 20.0 us",
         "128 rows: other; triton 128.0 us, other 20.0 us",
     ]
-    assert gemm_order.measured(kind, "NVIDIA H100") == {
+    assert provider_choice.measured(kind, "NVIDIA H100") == {
         "N=96,K=128": {"8": "triton", "128": "other"}
     }
     assert json.loads(first.path.read_text()) and first.path == second.path
@@ -89,7 +89,7 @@ def test_tables_fill_and_the_next_run_goes_on(
         (512,),
         (8, 128, 512),
     ]
-    chosen = gemm_order.ByShape(kind, gemm_order.INT8_ROWS)
+    chosen = provider_choice.ByShape(kind, provider_choice.INT8_ROWS)
     assert [chosen.pick(rows, 96, 128) for rows in (1, 67, 68, 4096)] == [
         "triton",
         "triton",

@@ -192,17 +192,19 @@ class LayerBytes:
         inter = -(-model.sizes.expert_width // axis_size("moe_tp", self.mesh))
         count = -(-model.n_routed_experts // axis_size("ep", self.mesh))
         shared = model.sizes.shared_experts
-        riding = shared if self.alone and "route" in self._ops.ops and self._scheme.rides else 0
-        chosen = model.sizes.experts_per_token + riding
+        fused_shared = (
+            shared if self.alone and "route" in self._ops.ops and self._scheme.fused_shared else 0
+        )
+        chosen = model.sizes.experts_per_token + fused_shared
         step = ExpertsStep(
             tokens,
             chosen,
-            count + riding,
-            riding,
+            count + fused_shared,
+            fused_shared,
             model.hidden_size,
             inter,
             self.element,
-            self._ops.adds_parts and self.alone and riding == shared,
+            self._ops.adds_parts and self.alone and fused_shared == shared,
             self._options,
             self._packages,
             self.dtype,
@@ -211,7 +213,7 @@ class LayerBytes:
         )
         work = (self._scheme.experts_work or gated_rows)(step)
         routed = step.pairs * 2 * NUMBER_BYTES
-        if riding == shared:
+        if fused_shared == shared:
             return MemoryUse(routed + work.peak, work.result, work.fragmentation)
         beside = self._gated(tokens, shared * inter)
         return MemoryUse(

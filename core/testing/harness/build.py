@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -160,8 +161,9 @@ class Stepper:
         self.attention = context.attention
         layout = self.attention.kv_layout()
         self.page = layout.page_size
-        self.pages_a_row = -(-length // self.page)
-        self.pool = KVPool(layout, rows * self.pages_a_row + 1, "cpu")
+        columns = -(-length // self.page)
+        self.pool = KVPool(layout, rows * columns + 1, "cpu")
+        self._pages = np.arange(1, rows * columns + 1, dtype=np.int32).reshape(rows, columns)
         self.attention.reserve(
             Limits(
                 rows=rows,
@@ -225,39 +227,41 @@ class Stepper:
         return tokens
 
     def _batch(self, chunks: Mapping[int, list[int]], decodes: int) -> Batch:
+        """Return the batch of ``chunks``, with the device fields on the CPU."""
+        count = len(chunks)
         rows = np.array(list(chunks), np.int32)
         queries = np.array([len(chunk) for chunk in chunks.values()], np.int32)
         before = np.array([self.lengths[row] for row in chunks], np.int32)
-        pages = (rows[:, None] * self.pages_a_row + 1 + np.arange(self.pages_a_row)).astype(
-            np.int32
-        )
-        ids = np.array([token for chunk in chunks.values() for token in chunk], np.int32)
-        starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
-        owner = np.repeat(np.arange(len(rows)), queries)
-        positions = np.arange(len(ids)) - starts[owner] + before[owner]
-        kv_slots = pages[owner, positions // self.page] * self.page + positions % self.page
+        ids = np.array(list(chain.from_iterable(chunks.values())), np.int32)
         self.step += 1
-        split = int(queries[:decodes].sum())
         batch = Batch(
             step=self.step,
-            mode=Mode.DECODE if decodes == len(rows) else Mode.PREFILL,
+            mode=Mode.DECODE if decodes == count else Mode.PREFILL,
             rows=rows,
-            epochs=np.zeros(len(rows), np.int64),
+            epochs=np.zeros(count, np.int64),
             num_decodes=decodes,
             query_lens=queries,
             kv_lens=before + queries,
-            samples=np.ones(len(rows), bool),
-            prompt_ids=ids[split:],
-            pages=pages,
+            samples=np.ones(count, bool),
+            prompt_ids=ids[int(queries[:decodes].sum()) :],
+            pages=self._pages[rows],
         )
+        self._set_device_fields(batch, ids)
+        return batch
+
+    def _set_device_fields(self, batch: Batch, ids: NDArray[np.int32]) -> None:
+        queries = batch.query_lens
+        starts = np.concatenate([[0], np.cumsum(queries)])
+        owner = np.repeat(np.arange(batch.num_rows), queries)
+        positions = np.arange(len(ids)) - starts[owner] + (batch.kv_lens - queries)[owner]
+        kv_slots = batch.pages[owner, positions // self.page] * self.page + positions % self.page
         batch.input_ids = _tensor(ids, np.int64)
         batch.positions = _tensor(positions, np.int64)
         batch.kv_slots = _tensor(kv_slots, np.int64)
-        batch.row_ids = _tensor(rows, np.int64)
+        batch.row_ids = _tensor(batch.rows, np.int64)
         batch.kv_lens_device = _tensor(batch.kv_lens, np.int32)
         batch.query_starts = _tensor(starts, np.int32)
-        batch.page_table = _tensor(pages, np.int32)
-        return batch
+        batch.page_table = _tensor(batch.pages, np.int32)
 
 
 def _tensor(values: NDArray[Any], dtype: type[np.integer[Any]]) -> Tensor:

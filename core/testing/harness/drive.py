@@ -77,14 +77,7 @@ def collect(seen: Mapping[int, Collected], output: StepOutput) -> None:
     Raises:
         AssertionError: the output is one that no engine may return.
     """
-    counts = output.counts or [1] * len(output.ids)
-    assert sum(counts) == len(output.tokens), "tokens and counts disagree"
-    at = 0
-    for id, count in zip(output.ids, counts, strict=True):
-        assert count > 0 and seen[id].finished is None, f"sequence {id} yields tokens after its end"
-        seen[id].tokens += output.tokens[at : at + count]
-        seen[id].counts.append(count)
-        at += count
+    _collect_tokens(seen, output)
     for id, values in output.logprobs:
         seen[id].logprobs += values.token
     for id, values in output.prompt_logprobs:
@@ -95,6 +88,17 @@ def collect(seen: Mapping[int, Collected], output: StepOutput) -> None:
     for finished in output.finished:
         assert seen[finished.id].finished is None, f"sequence {finished.id} ends twice"
         seen[finished.id].finished = finished
+
+
+def _collect_tokens(seen: Mapping[int, Collected], output: StepOutput) -> None:
+    counts = output.counts or [1] * len(output.ids)
+    assert sum(counts) == len(output.tokens), "tokens and counts disagree"
+    at = 0
+    for id, count in zip(output.ids, counts, strict=True):
+        assert count > 0 and seen[id].finished is None, f"sequence {id} yields tokens after its end"
+        seen[id].tokens += output.tokens[at : at + count]
+        seen[id].counts.append(count)
+        at += count
 
 
 class Drive:

@@ -2,7 +2,7 @@
 
 The next token is a hash of the whole prefix. For each computed token, its id, its position and the
 prefix's hash are stored in a paged store. Every step reads back and checks all entries that it
-attends to. A wrong slot, a page reused too early, a missing chunk or a lost token thus raises
+attends to. A wrong KV slot, a page reused too early, a missing chunk or a lost token thus raises
 :class:`CacheFault` or changes the output. Freed pages are poisoned.
 """
 
@@ -17,64 +17,20 @@ from numpy.typing import NDArray
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.step.batch import Batch, PromptLogprobs, StepResult
 from glowplug.core.step.pages import PageAllocator
-from glowplug.core.step.request import SamplingParams
 from glowplug.core.step.sequence_table import SequenceTable
+from glowplug.core.testing.harness.prefix_hash import (
+    EMPTY_HASH,
+    extend,
+    extend_all,
+    logprob_of,
+    next_token,
+)
 
-MASK_64 = (1 << 64) - 1
-EMPTY_HASH = 0x51ED270B  #: hash of the empty prefix
-# constants of splitmix64
-SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
-SPLITMIX_FACTOR_1 = 0xBF58476D1CE4E5B9
-SPLITMIX_FACTOR_2 = 0x94D049BB133111EB
 POISON = -7  #: token and position of a freed entry
 
 
 class CacheFault(AssertionError):
     """A scheduling error: a step read an entry of another prefix, or its batch is inconsistent."""
-
-
-def extend(prefix_hash: int, token: int) -> int:
-    """Return the hash of a prefix and one more token."""
-    value = (prefix_hash ^ (token + SPLITMIX_INCREMENT)) * SPLITMIX_FACTOR_1 & MASK_64
-    return (value ^ (value >> 29)) * SPLITMIX_FACTOR_2 & MASK_64
-
-
-def extend_all(prefix_hashes: NDArray[np.uint64], tokens: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return ``extend`` of many prefixes."""
-    value = (prefix_hashes ^ (tokens + np.uint64(SPLITMIX_INCREMENT))) * np.uint64(
-        SPLITMIX_FACTOR_1
-    )
-    mixed: NDArray[np.uint64] = (value ^ (value >> np.uint64(29))) * np.uint64(SPLITMIX_FACTOR_2)
-    return mixed
-
-
-def next_token(prefix_hash: int, vocab: int) -> int:
-    """Return the token that follows a prefix."""
-    return (prefix_hash >> 17) % vocab
-
-
-def logprob_of(prefix_hash: int) -> float:
-    """Return an invented log-probability of the token that follows a prefix."""
-    return -float((prefix_hash >> 5) % 1000) / 128
-
-
-def reference(
-    prompt: list[int], params: SamplingParams, stop_ids: frozenset[int], *, vocab: int, context: int
-) -> tuple[list[int], str]:
-    """Return the (output, finish reason) of any correct schedule."""
-    state = EMPTY_HASH
-    for token in prompt:
-        state = extend(state, token)
-    output: list[int] = []
-    assert params.max_tokens is not None
-    while True:
-        token = next_token(state, vocab)
-        output.append(token)
-        state = extend(state, token)
-        if token in stop_ids and len(output) >= params.min_tokens:
-            return output, "stop"
-        if len(output) == params.max_tokens or len(prompt) + len(output) == context:
-            return output, "length"
 
 
 class PoisonedPages(PageAllocator):
@@ -147,51 +103,49 @@ class FakeModel:
         self.states[kv_slots] = 0
 
     def launch(self, batch: Batch) -> StepResult:
+        """Run a step at once and return its results; it checks the batch and all entries it reads."""
         self._check_shape(batch)
+        self._change_rows(batch)
+        result = self._empty_result(batch.num_rows)
+        at = 0
+        for i, row in enumerate(batch.rows.tolist()):
+            count = int(batch.query_lens[i])
+            self.computed += count
+            if i < batch.num_decodes:
+                self._decode(batch, i, self.rows[row], result)
+            else:
+                ids = batch.prompt_ids[at : at + count].tolist()
+                self._prefill(batch, i, self.rows[row], ids, result)
+                at += count
+        self._require(at == len(batch.prompt_ids), "prompt_ids do not match the prefill rows")
+        return result
+
+    def _empty_result(self, rows: int) -> StepResult:
+        """Return results without tokens; the log-probabilities' token ids are a view of the tokens."""
+        tokens = np.full((rows, self.width), POISON, np.int64)
+        logprobs = np.zeros(rows * self.width, np.float32)
+        return StepResult(
+            tokens,
+            np.zeros(rows, np.int32),
+            np.zeros(rows, np.bool_),
+            logprobs=(logprobs, tokens.reshape(-1, 1), logprobs[:, None]),
+        )
+
+    # ---- rows ------------------------------------------------------------------------------------
+
+    def _change_rows(self, batch: Batch) -> None:
+        """Remove the states of rows that left and add those of rows that joined."""
         for row in batch.left:
             self._require(row in self.rows, f"row {row} left without having joined")
             del self.rows[row]
         for sequence in batch.joined:
             self._require(sequence.row not in self.rows, f"row {sequence.row} joined twice")
             self.rows[sequence.row] = RowState()
-        result = StepResult(
-            np.full((batch.num_rows, self.width), POISON, np.int64),
-            np.zeros(batch.num_rows, np.int32),
-            np.zeros(batch.num_rows, np.bool_),
-        )
-        logprobs = np.zeros(batch.num_rows * self.width, np.float32)
-        at = 0
-        for i, row in enumerate(batch.rows.tolist()):
-            self.computed += int(batch.query_lens[i])
-            if i < batch.num_decodes:
-                self._decode(batch, i, self.rows[row], result, logprobs)
-            else:
-                count = int(batch.query_lens[i])
-                self._prefill(
-                    batch,
-                    i,
-                    self.rows[row],
-                    batch.prompt_ids[at : at + count].tolist(),
-                    result,
-                    logprobs,
-                )
-                at += count
-        self._require(at == len(batch.prompt_ids), "prompt_ids do not match the prefill rows")
-        top_ids = result.tokens.reshape(-1, 1)
-        result.logprobs = logprobs, top_ids, logprobs[:, None]
-        return result
-
-    # ---- rows ------------------------------------------------------------------------------------
 
     def _prefill(
-        self,
-        batch: Batch,
-        i: int,
-        row: RowState,
-        ids: list[int],
-        result: StepResult,
-        logprobs: NDArray[np.float32],
+        self, batch: Batch, i: int, row: RowState, ids: list[int], result: StepResult
     ) -> None:
+        """Run the chunk ``ids`` of batch row ``i``; the last chunk also yields a token."""
         stop = int(batch.kv_lens[i])
         start = stop - len(ids)
         state = self._read(batch, i, start)
@@ -206,7 +160,7 @@ class FakeModel:
             self._require(stop == len(sequence.all_tokens()), "the prefill samples before its end")
             row.length = stop
             row.state = state
-            self._accept(batch, i, row, [next_token(state, self.vocab)], result, logprobs)
+            self._accept(batch, i, row, [next_token(state, self.vocab)], result)
             self._draft(batch, i, row)
 
     def _check_chunk(self, batch: Batch, i: int, row: RowState, start: int, stop: int) -> None:
@@ -237,50 +191,64 @@ class FakeModel:
         for position in range(row.length - 1, min(row.length - 1 + self.lookahead, limit - 1)):
             self._write(batch, i, position, POISON, EMPTY_HASH)
 
-    def _decode(
-        self, batch: Batch, i: int, row: RowState, result: StepResult, logprobs: NDArray[np.float32]
-    ) -> None:
-        first = row.length - 1  # position of the last accepted token, whose entry is computed now
+    def _decode(self, batch: Batch, i: int, row: RowState, result: StepResult) -> None:
+        """Run the width's tokens of batch row ``i`` and accept the right ones."""
         number = int(batch.rows[i])
-        bound = int(batch.kv_lens[i])
         limit = int(self.table.max_length[number])
         if row.length >= limit:
-            # full, which is known on the device only: the host will drop this row's results
-            self._require(
-                self.width > 1, f"row {number} is launched although it was known to be full"
-            )
-            result.tokens[i], result.counts[i] = 0, 1
+            self._skip_full(i, number, result)
             return
-        exact = first + self.width
+        first = row.length - 1  # position of the last accepted token, whose entry is computed now
+        self._check_bound(batch, i, first + self.width)
+        state = self._read(batch, i, first)
+        self._require(
+            extend(state, row.last) == row.state, f"row {number}: prefix differs from the device's"
+        )
+        truth = self._following(row.state)
+        drafts = self._drafts(truth)
+        self._write_all(batch, i, first, state, [row.last, *drafts])
+        accepted = truth[: 1 + _right(drafts, truth)]
+        self._accept(batch, i, row, accepted, result)
+        self._draft(batch, i, row)
+
+    def _skip_full(self, i: int, row: int, result: StepResult) -> None:
+        """Give a row at its limit any token: the host, which learns of it later, drops it."""
+        self._require(self.width > 1, f"row {row} is launched although it was known to be full")
+        result.tokens[i] = 0
+        result.counts[i] = 1
+
+    def _write_all(self, batch: Batch, i: int, first: int, state: int, tokens: list[int]) -> None:
+        """Write entries of ``tokens`` from position ``first`` on, where the limit allows them."""
+        limit = int(self.table.max_length[int(batch.rows[i])])
+        for position, token in enumerate(tokens, first):
+            state = extend(state, token)
+            if position < limit - 1:
+                self._write(batch, i, position, token, state)
+
+    def _check_bound(self, batch: Batch, i: int, exact: int) -> None:
+        """Check that ``kv_lens`` of row ``i`` is ``exact``, or above it by steps in flight."""
+        bound = int(batch.kv_lens[i])
         most = exact + self.depth * (self.width - 1)
         self._require(
             min(exact, self.table.context) <= bound <= most,
-            f"row {number} has {exact} to {most} entries after this step, the batch has {bound}",
+            f"row {int(batch.rows[i])} has {exact} to {most} entries after this step, the batch has "
+            f"{bound}",
         )
-        before = self._read(batch, i, first)
-        self._require(
-            extend(before, row.last) == row.state, f"row {number}: prefix differs from the device's"
-        )
-        inputs = [row.last]
-        truth = []
-        state = row.state
+
+    def _following(self, state: int) -> list[int]:
+        """Return the next ``width`` tokens of the prefix with hash ``state``."""
+        tokens = []
         for _ in range(self.width):
-            truth.append(next_token(state, self.vocab))
-            state = extend(state, truth[-1])
-        inputs += [
+            tokens.append(next_token(state, self.vocab))
+            state = extend(state, tokens[-1])
+        return tokens
+
+    def _drafts(self, truth: list[int]) -> list[int]:
+        """Return drafts of all tokens but the last, each right with probability ``hit``."""
+        return [
             token if self._random.random() < self.hit else (token + 1) % self.vocab
             for token in truth[:-1]
         ]
-        state = before
-        for offset, token in enumerate(inputs):
-            state = extend(state, token)
-            if first + offset < limit - 1:
-                self._write(batch, i, first + offset, token, state)
-        count = 1
-        while count < self.width and inputs[count] == truth[count - 1]:
-            count += 1
-        self._accept(batch, i, row, truth[:count], result, logprobs)
-        self._draft(batch, i, row)
 
     def _accept(
         self,
@@ -289,11 +257,11 @@ class FakeModel:
         row: RowState,
         tokens: list[int],
         result: StepResult,
-        logprobs: NDArray[np.float32],
     ) -> None:
+        assert result.logprobs is not None
         for place, token in enumerate(tokens):
             result.tokens[i, place] = token
-            logprobs[i * self.width + place] = logprob_of(row.state)
+            result.logprobs[0][i * self.width + place] = logprob_of(row.state)
             row.state = extend(row.state, token)
             row.last = token
             row.length += 1
@@ -354,8 +322,10 @@ class FakeModel:
         return int(states[-1])
 
     def _write(self, batch: Batch, i: int, position: int, token: int, state: int) -> None:
-        slot = int(self._kv_slots(batch, i, np.array([position], np.int64))[0])
-        self.tokens[slot], self.positions[slot], self.states[slot] = token, position, state
+        kv_slot = int(self._kv_slots(batch, i, np.array([position], np.int64))[0])
+        self.tokens[kv_slot] = token
+        self.positions[kv_slot] = position
+        self.states[kv_slot] = state
 
     # ---- checks ----------------------------------------------------------------------------------
 
@@ -384,3 +354,11 @@ class FakeModel:
     def _require(condition: bool, message: str) -> None:
         if not condition:
             raise CacheFault(message)
+
+
+def _right(drafts: list[int], truth: list[int]) -> int:
+    """Return the number of drafts before the first wrong one."""
+    count = 0
+    while count < len(drafts) and drafts[count] == truth[count]:
+        count += 1
+    return count

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.plugin.offers import Mode
@@ -108,42 +109,61 @@ class World:
 
 
 def make_world(rows: list[Row], page_size: int, seed: int, spare_columns: int = 0) -> World:
-    rng = np.random.default_rng(seed)
+    """Return a step of ``rows`` over randomly ordered pages, without caches.
+
+    Args:
+        rows: the rows, decoding ones first.
+        page_size: tokens per page.
+        seed: seed of the pages' order.
+        spare_columns: columns of the page table beyond the longest row.
+    """
+    count = len(rows)
     decodes = sum(not row.prefill for row in rows)
     assert all(not row.prefill for row in rows[:decodes]), "decoding rows come first"
+    pages, num_pages = _random_pages(rows, page_size, seed, spare_columns)
+    batch = Batch(
+        step=0,
+        mode=Mode.PREFILL if decodes < count else Mode.DECODE,
+        rows=np.arange(count, dtype=np.int32),
+        epochs=np.zeros(count, np.int64),
+        num_decodes=decodes,
+        query_lens=np.array([row.queries for row in rows], np.int32),
+        kv_lens=np.array([row.length for row in rows], np.int32),
+        samples=np.ones(count, np.bool_),
+        prompt_ids=np.zeros(0, np.int32),
+        pages=pages,
+    )
+    world = World(batch, rows, page_size, num_pages)
+    _set_device_fields(world)
+    return world
+
+
+def _set_device_fields(world: World) -> None:
+    """Set the fields that the runner would set, on the CPU."""
+    batch = world.batch
+    starts = np.concatenate([[0], np.cumsum(batch.query_lens)]).astype(np.int32)
+    kv_slots = [
+        world.kv_slots_of(index)[row.length - row.queries :] for index, row in enumerate(world.rows)
+    ]
+    batch.page_table = torch.from_numpy(batch.pages)
+    batch.kv_lens_device = torch.from_numpy(batch.kv_lens)
+    batch.query_starts = torch.from_numpy(starts)
+    batch.kv_slots = torch.cat(kv_slots) if kv_slots else torch.zeros(0, dtype=torch.int64)
+
+
+def _random_pages(
+    rows: list[Row], page_size: int, seed: int, spare_columns: int
+) -> tuple[NDArray[np.int32], int]:
+    """Return the rows' pages in random order, and the number of pages, three of them unused."""
     need = [-(-row.length // page_size) for row in rows]
     num_pages = 1 + sum(need) + 3
-    order = rng.permutation(np.arange(1, num_pages))
+    order = np.random.default_rng(seed).permutation(np.arange(1, num_pages))
     pages = np.zeros((len(rows), max(need, default=1) + spare_columns), np.int32)
     at = 0
     for index, count in enumerate(need):
         pages[index, :count] = order[at : at + count]
         at += count
-    query_lens = np.array([row.queries for row in rows], np.int32)
-    kv_lens = np.array([row.length for row in rows], np.int32)
-    batch = Batch(
-        step=0,
-        mode=Mode.PREFILL if decodes < len(rows) else Mode.DECODE,
-        rows=np.arange(len(rows), dtype=np.int32),
-        epochs=np.zeros(len(rows), np.int64),
-        num_decodes=decodes,
-        query_lens=query_lens,
-        kv_lens=kv_lens,
-        samples=np.ones(len(rows), np.bool_),
-        prompt_ids=np.zeros(0, np.int32),
-        pages=pages,
-    )
-    world = World(batch, rows, page_size, num_pages)
-    batch.page_table = torch.from_numpy(pages)
-    batch.kv_lens_device = torch.from_numpy(kv_lens)
-    batch.query_starts = torch.from_numpy(
-        np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
-    )
-    kv_slots = [
-        world.kv_slots_of(index)[row.length - row.queries :] for index, row in enumerate(rows)
-    ]
-    batch.kv_slots = torch.cat(kv_slots) if kv_slots else torch.zeros(0, dtype=torch.int64)
-    return world
+    return pages, num_pages
 
 
 def random_rows(rng: np.random.Generator, page_size: int, width: int = 1) -> list[Row]:

@@ -39,28 +39,28 @@ class ThreadGroup:
 
 
 class Meeting:
-    """The rooms of one set of ranks."""
+    """The thread groups of one set of ranks, each made on first use."""
 
     def __init__(self) -> None:
-        self._rooms: dict[tuple[int, ...], ThreadGroup] = {}
+        self._groups: dict[tuple[int, ...], ThreadGroup] = {}
         self._lock = threading.Lock()
         self.over = False
 
-    def room(self, ranks: tuple[int, ...]) -> ThreadGroup:
-        """Return the room of a group of ranks."""
+    def group(self, ranks: tuple[int, ...]) -> ThreadGroup:
+        """Return the shared lists of the group ``ranks``."""
         with self._lock:
-            if ranks not in self._rooms:
-                self._rooms[ranks] = ThreadGroup(len(ranks))
+            if ranks not in self._groups:
+                self._groups[ranks] = ThreadGroup(len(ranks))
                 if self.over:
-                    self._rooms[ranks].barrier.abort()
-            return self._rooms[ranks]
+                    self._groups[ranks].barrier.abort()
+            return self._groups[ranks]
 
     def end(self) -> None:
         """End all exchanges: every rank that waits or will wait raises CollectiveError."""
         with self._lock:
             self.over = True
-            for room in self._rooms.values():
-                room.barrier.abort()
+            for group in self._groups.values():
+                group.barrier.abort()
 
 
 class ThreadCollectives:
@@ -76,7 +76,7 @@ class ThreadCollectives:
         self.rank = worker.rank
         self.world = tuple(range(worker.ranks))
         self.meeting = MEETINGS[worker.rendezvous]
-        self._turns: dict[tuple[int, ...], int] = {}
+        self._calls: dict[tuple[int, ...], int] = {}
 
     def _exchange(self, ranks: tuple[int, ...], what: tuple[Any, ...], item: Any) -> list[Any]:
         """Return the items of ``ranks``, in their order.
@@ -88,13 +88,13 @@ class ThreadCollectives:
         """
         if len(ranks) == 1:
             return [item]
-        room = self.meeting.room(ranks)
-        turn = self._turns.get(ranks, 0)
-        self._turns[ranks] = turn + 1
-        places = room.places[turn % 2]
+        group = self.meeting.group(ranks)
+        call = self._calls.get(ranks, 0)
+        self._calls[ranks] = call + 1
+        places = group.places[call % 2]
         places[ranks.index(self.rank)] = (what, item)
         try:
-            room.barrier.wait(self.timeout)
+            group.barrier.wait(self.timeout)
         except threading.BrokenBarrierError:
             raise CollectiveError(
                 f"rank {self.rank}: {what} among ranks {ranks}: a peer has ended or did not answer "

@@ -178,28 +178,46 @@ class CacheSuite:
         rng = random.Random(seed)
         locked: list[tuple[PrefixMatch, list[int], str]] = []
         for _ in range(300):
-            tokens = [rng.randrange(2) for _ in range(rng.randrange(0, 40))]
-            salt = rng.choice(["", "x"])
-            action = rng.randrange(5)
-            if action <= 1:
-                self.put(cache, pool, tokens, salt)
-            elif action == 2:
-                match = cache.match(ints(tokens), salt)
-                cache.lock(match, 1)
-                locked.append((match, tokens, salt))
-            elif action == 3 and locked:
-                cache.lock(locked.pop(rng.randrange(len(locked)))[0], -1)
-            else:
-                given = cache.evict(rng.randrange(1, 12))
-                pool.back(given)
+            self.act(cache, pool, rng, locked)
             cache.check_integrity()
-            for match, tokens, salt in locked:
-                assert self.check_match(cache, pool, tokens, salt) >= match.length, (
-                    "a locked prefix was evicted"
-                )
+            self.check_locked(cache, pool, locked)
             self.check_account(cache, pool)
         for match, _, _ in locked:
             cache.lock(match, -1)
+        self.check_empties(cache, pool)
+
+    def act(
+        self,
+        cache: PrefixCache,
+        pool: Pool,
+        rng: random.Random,
+        locked: list[tuple[PrefixMatch, list[int], str]],
+    ) -> None:
+        """Insert, lock, unlock or evict at random; ``locked`` lists the locked prefixes."""
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(0, 40))]
+        salt = rng.choice(["", "x"])
+        action = rng.randrange(5)
+        if action <= 1:
+            self.put(cache, pool, tokens, salt)
+        elif action == 2:
+            match = cache.match(ints(tokens), salt)
+            cache.lock(match, 1)
+            locked.append((match, tokens, salt))
+        elif action == 3 and locked:
+            cache.lock(locked.pop(rng.randrange(len(locked)))[0], -1)
+        else:
+            pool.back(cache.evict(rng.randrange(1, 12)))
+
+    def check_locked(
+        self, cache: PrefixCache, pool: Pool, locked: list[tuple[PrefixMatch, list[int], str]]
+    ) -> None:
+        """Check that every locked prefix is still in the cache."""
+        for match, tokens, salt in locked:
+            found = self.check_match(cache, pool, tokens, salt)
+            assert found >= match.length, "a locked prefix was evicted"
+
+    def check_empties(self, cache: PrefixCache, pool: Pool) -> None:
+        """Check that a cache without locks gives back every page."""
         pool.back(cache.evict(10_000))
         assert cache.size() == (0, 0)
         self.check_account(cache, pool)

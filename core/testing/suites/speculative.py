@@ -57,7 +57,11 @@ class Greedy:
 
 
 def step(
-    rows: list[int], decodes: int, queries: list[int], kv_lens: list[int], samples: list[bool]
+    rows: list[int],
+    decodes: int,
+    queries: list[int],
+    kv_lens: list[int],
+    samples: list[bool] | None = None,
 ) -> Batch:
     """Return a batch with all the runner's fields that an algorithm may read.
 
@@ -66,39 +70,50 @@ def step(
         decodes: number of decoding rows, which come first.
         queries: tokens of each row in this step.
         kv_lens: tokens of each row's cache after this step.
-        samples: whether each row yields a token.
+        samples: whether each row yields a token; None: all do.
     """
+    count = len(rows)
     query_lens = np.asarray(queries, np.int32)
-    lens = np.asarray(kv_lens, np.int32)
-    mode = (
-        Mode.PREFILL if decodes < len(rows) else Mode.DECODE if max(queries) == 1 else Mode.VERIFY
-    )
+    decoding = Mode.DECODE if max(queries) == 1 else Mode.VERIFY
     batch = Batch(
         step=1,
-        mode=mode,
+        mode=Mode.PREFILL if decodes < count else decoding,
         rows=np.asarray(rows, np.int32),
-        epochs=np.zeros(len(rows), np.int64),
+        epochs=np.zeros(count, np.int64),
         num_decodes=decodes,
         query_lens=query_lens,
-        kv_lens=lens,
-        samples=np.asarray(samples, np.bool_),
+        kv_lens=np.asarray(kv_lens, np.int32),
+        samples=np.asarray(samples or [True] * count, np.bool_),
         prompt_ids=np.zeros(int(query_lens[decodes:].sum()), np.int32),
-        pages=np.zeros((len(rows), 4), np.int32),
+        pages=np.zeros((count, 4), np.int32),
     )
-    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
-    batch.row_ids = torch.tensor(rows)
+    _set_device_fields(batch)
+    return batch
+
+
+def _set_device_fields(batch: Batch) -> None:
+    """Set the fields that the runner would set, on the CPU; all page numbers and KV slots are 0."""
+    lens = batch.kv_lens
+    starts = np.concatenate([[0], np.cumsum(batch.query_lens)]).astype(np.int32)
+    owner = np.repeat(np.arange(batch.num_rows), batch.query_lens)
+    positions = np.arange(len(owner)) - starts[owner] + (lens - batch.query_lens)[owner]
+    batch.row_ids = torch.from_numpy(batch.rows).long()
     batch.kv_lens_device = torch.from_numpy(lens)
     batch.query_starts = torch.from_numpy(starts)
-    batch.page_table = torch.zeros(len(rows), 4, dtype=torch.int32)
-    owner = np.repeat(np.arange(len(rows)), query_lens)
-    at = np.arange(len(owner)) - starts[owner] + (lens - query_lens)[owner]
-    batch.positions = torch.from_numpy(at)
+    batch.page_table = torch.from_numpy(batch.pages)
+    batch.positions = torch.from_numpy(positions)
     batch.kv_slots = torch.zeros(len(owner), dtype=torch.int64)
     batch.input_ids = torch.ones(len(owner), dtype=torch.int64)
-    if decodes < len(rows):
-        ends = [int(starts[i + 1]) - 1 for i in range(decodes, len(rows)) if samples[i]]
-        batch.logits_index = torch.tensor([*range(int(starts[decodes])), *ends], dtype=torch.int64)
-    return batch
+    if batch.num_decodes < batch.num_rows:
+        batch.logits_index = _logits_index(batch, starts)
+
+
+def _logits_index(batch: Batch, starts: NDArray[np.int32]) -> Tensor:
+    """Return the indices of decode tokens and of the last tokens of prompts that sample."""
+    decodes = batch.num_decodes
+    sampling = np.flatnonzero(batch.samples[decodes:]) + decodes
+    index = np.concatenate([np.arange(starts[decodes]), starts[sampling + 1] - 1])
+    return torch.from_numpy(index).long()
 
 
 def likely(tokens: list[int]) -> Tensor:
@@ -140,20 +155,16 @@ class SpeculativeSuite:
 
     def test_it_says_what_it_runs(self, algorithm: SpeculativeAlgorithm) -> None:
         width = algorithm.width()
-        lengths = algorithm.lengths(
-            step([7, 5], 2, [width] * 2, [6 + width, 3 + width], [True] * 2)
-        )
+        lengths = algorithm.lengths(step([7, 5], 2, [width] * 2, [6 + width, 3 + width]))
         assert width >= 1 and (lengths is None) == (width == 1)
 
     def test_prompts_yield_one_token_and_it_comes_next(
         self, algorithm: SpeculativeAlgorithm
     ) -> None:
-        made = self.accept(
-            algorithm, step([5, 2, 7], 0, [3, 4, 2], [3, 4, 6], [True] * 3), [1, 2, 3]
-        )
+        made = self.accept(algorithm, step([5, 2, 7], 0, [3, 4, 2], [3, 4, 6]), [1, 2, 3])
         assert made.counts.tolist() == [1, 1, 1] and made.tokens[:, 0].tolist() == [1, 2, 3]
         width = algorithm.width()
-        drafted = algorithm.draft(step([7, 5], 2, [width] * 2, [6 + width, 3 + width], [True] * 2))
+        drafted = algorithm.draft(step([7, 5], 2, [width] * 2, [6 + width, 3 + width]))
         assert drafted.shape == (2, width) and drafted.dtype == torch.int64
         assert drafted[:, 0].tolist() == [3, 1]
         assert ((drafted >= 0) & (drafted < VOCAB)).all()
@@ -167,24 +178,21 @@ class SpeculativeSuite:
         assert made.counts.tolist() == [0, 1, 0] and made.tokens[1, 0] == 10
 
     def test_decoding_rows_accept_at_least_one(self, algorithm: SpeculativeAlgorithm) -> None:
-        self.accept(algorithm, step([3, 0], 0, [2, 2], [2, 2], [True] * 2), [4, 5])
+        self.accept(algorithm, step([3, 0], 0, [2, 2], [2, 2]), [4, 5])
         width = algorithm.width()
-        batch = step([0, 3], 2, [width] * 2, [2 + width] * 2, [True] * 2)
+        batch = step([0, 3], 2, [width] * 2, [2 + width] * 2)
         batch.input_ids = algorithm.draft(batch).flatten()
-        made = self.accept(algorithm, batch, [6 + i for i in range(2 * width)])
-        assert ((made.counts >= 1) & (made.counts <= width)).all()
+        made = self.accept(algorithm, batch, list(range(6, 6 + 2 * width)))
+        assert set(made.counts.tolist()) <= set(range(1, width + 1))
         assert made.tokens[:, 0].tolist() == [6, 6 + width], "the first token is the target's"
-        last = [int(made.tokens[i, int(made.counts[i]) - 1]) for i in range(2)]
-        assert (
-            algorithm.draft(step([3, 0], 2, [width] * 2, [9] * 2, [True] * 2))[:, 0].tolist()
-            == last[::-1]
-        )
+        last = made.tokens.gather(1, made.counts.long()[:, None] - 1)
+        following = algorithm.draft(step([3, 0], 2, [width] * 2, [9] * 2))[:, :1]
+        assert torch.equal(following, last.flip(0))
 
     def test_rows_do_not_mix(self, algorithm: SpeculativeAlgorithm) -> None:
         """Computing one row does not change the other rows' next tokens."""
-        self.accept(algorithm, step([1, 2], 0, [2, 2], [2, 2], [True] * 2), [8, 9])
-        self.accept(algorithm, step([6], 0, [3], [3], [True]), [11])
+        self.accept(algorithm, step([1, 2], 0, [2, 2], [2, 2]), [8, 9])
+        self.accept(algorithm, step([6], 0, [3], [3]), [11])
         width = algorithm.width()
-        assert algorithm.draft(step([2, 6, 1], 3, [width] * 3, [9] * 3, [True] * 3))[
-            :, 0
-        ].tolist() == [9, 11, 8]
+        drafted = algorithm.draft(step([2, 6, 1], 3, [width] * 3, [9] * 3))
+        assert drafted[:, 0].tolist() == [9, 11, 8]

@@ -17,7 +17,7 @@ from glowplug.core.protocols import Limits, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.plugins.attention.shared.mha_base import PagedMha
 from glowplug.plugins.attention.shared.page_tables import GraphBuffers, decoding_rows
-from glowplug.plugins.attention.shared.table_bytes import SMALL_PAGE, fa3_mha_bytes, mha_parts
+from glowplug.plugins.attention.shared.table_bytes import SMALL_PAGE, fa3_mha_bytes, mha_small_pages
 
 
 @dataclass(eq=False)
@@ -62,20 +62,20 @@ class Fa3Mha(PagedMha):
         rows = decoding_rows(limits, self._plan, self._heads)
         self._buffers.reserve(self.reserves(rows), self._device)
 
-    def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
-        self._decoding = self._rows(batch, slot, 0, rows, self._buffers)
+    def plan_decode(self, batch: Batch, graph: object | None, rows: int, width: int) -> None:
+        self._decoding = self._rows(batch, graph, 0, rows, self._buffers)
 
     def _rows(
-        self, batch: Batch, slot: object | None, first: int, end: int, buffers: GraphBuffers
+        self, batch: Batch, graph: object | None, first: int, end: int, buffers: GraphBuffers
     ) -> _Rows:
         table = batch.page_table[first:end]
         lens = batch.kv_lens_device[first:end]
         page = self._page_size
         if batch.first_key:
-            table, lens = buffers.shifted(slot, table, lens, batch.first_key, page)
+            table, lens = buffers.shifted(graph, table, lens, batch.first_key, page)
             page = 1
-        elif (parts := mha_parts(page)) > 1:
-            table = buffers.in_parts(slot, table, parts)
+        elif (split := mha_small_pages(page)) > 1:
+            table = buffers.small_pages(graph, table, split)
             page = SMALL_PAGE
         return _Rows(page, table, lens)
 
@@ -136,5 +136,5 @@ class Fa3Mha(PagedMha):
 
 
 def _paged(cache: Tensor, rows: _Rows) -> Tensor:
-    """View a cache [slots, K, D] as [pages, page, K, D]."""
+    """View a cache [kv_slots, K, D] as [pages, page, K, D]."""
     return cache.view(-1, rows.page, *cache.shape[1:])

@@ -34,7 +34,7 @@ class HopperMha(Fa3Mha):
     def reserves(self, step: DecodingRows) -> int:
         return hopper_mha_bytes(step)
 
-    def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
+    def plan_decode(self, batch: Batch, graph: object | None, rows: int, width: int) -> None:
         self._by_triton = (
             self._triton_only
             or batch.first_key > 0
@@ -43,7 +43,7 @@ class HopperMha(Fa3Mha):
         )
         self.follows = self._by_triton and self._triton.follows
         plan = self._triton.plan_decode if self._by_triton else super().plan_decode
-        plan(batch, slot, rows, width)
+        plan(batch, graph, rows, width)
 
     def decode(self, query: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
         decode = self._triton.decode if self._by_triton else super().decode

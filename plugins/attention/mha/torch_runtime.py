@@ -11,7 +11,7 @@ from glowplug.core.facts.kv_layout import KVLayout, head_entries
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
-from glowplug.kernels.mha import reference as mha
+from glowplug.kernels.mha import reference as mha_reference
 from glowplug.kernels.paged.merge_states_reference import merge_states
 from glowplug.plugins.attention.mha.torch import TorchMhaOptions
 from glowplug.plugins.attention.shared.kv_layout import kv_layout, local_kv_heads
@@ -54,7 +54,7 @@ class TorchMha:
     def reserve(self, limits: Limits) -> None:
         self._kv = limits.kv
 
-    def plan_step(self, batch: Batch, slot: object | None) -> None:
+    def plan_step(self, batch: Batch, graph: object | None) -> None:
         self._kv_slots = batch.kv_slots
         self._groups = plan_groups(batch, self._page_size, self._limits, self._dtype, self._dtype)
 
@@ -70,14 +70,14 @@ class TorchMha:
         pool = self._kv[layer.index]
         k = store(pool["k"], self._kv_slots, k)
         v = store(pool["v"], self._kv_slots, v)
-        parts = []
+        outputs = []
         for group in self._groups:
             query = group.take(q)
             if isinstance(group, LongRow):
-                part = self._long(group, query, group.take(k), group.take(v), layer)
+                output = self._long(group, query, group.take(k), group.take(v), layer)
             elif group.bias is None:
-                part = group.unpack(
-                    mha.attend_causal(
+                output = group.unpack(
+                    mha_reference.attend_causal(
                         group.pack(query),
                         group.pack(group.take(k)),
                         group.pack(group.take(v)),
@@ -85,11 +85,11 @@ class TorchMha:
                     )
                 )
             else:
-                part = self._cached(group, query, pool, layer)
-            parts.append(part.reshape(group.tokens, layer.heads * layer.head_dim))
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts) if parts else q.new_empty(0, layer.heads * layer.head_dim)
+                output = self._cached(group, query, pool, layer)
+            outputs.append(output.reshape(group.tokens, layer.heads * layer.head_dim))
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs) if outputs else q.new_empty(0, layer.heads * layer.head_dim)
 
     def _cached(
         self, group: Group, query: Tensor, pool: Mapping[str, Tensor], layer: MhaLayer
@@ -97,16 +97,18 @@ class TorchMha:
         assert group.bias is not None
         key = group.gather(pool["k"]).to(query.dtype)
         value = group.gather(pool["v"]).to(query.dtype)
-        return group.unpack(mha.attend(group.pack(query), key, value, layer.scale, group.bias))
+        return group.unpack(
+            mha_reference.attend(group.pack(query), key, value, layer.scale, group.bias)
+        )
 
     def _long(
         self, row: LongRow, query: Tensor, key: Tensor, value: Tensor, layer: MhaLayer
     ) -> Tensor:
         pool = self._kv[layer.index]
-        state = mha.partial_attention(query, key, value, layer.scale, causal=True)
+        state = mha_reference.partial_attention(query, key, value, layer.scale, causal=True)
         for kv_slots in row.pieces:
             cached = pool["k"].index_select(0, kv_slots), pool["v"].index_select(0, kv_slots)
             state = merge_states(
-                *state, *mha.partial_attention(query, *cached, layer.scale, causal=False)
+                *state, *mha_reference.partial_attention(query, *cached, layer.scale, causal=False)
             )
         return state[0].to(query.dtype)

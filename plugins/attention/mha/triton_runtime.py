@@ -42,7 +42,7 @@ class _Rows:
 class TritonMha(PagedMha):
     """Multi-head backend whose kernels read the step's tensors directly.
 
-    Nothing is prepared for a step, so nothing belongs to a slot.
+    Nothing is prepared for a step, so nothing belongs to a captured graph.
     """
 
     follows = True
@@ -53,7 +53,7 @@ class TritonMha(PagedMha):
         self._decoding: _Rows | None = None
         self._prefilling: _Rows | None = None
 
-    def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
+    def plan_decode(self, batch: Batch, graph: object | None, rows: int, width: int) -> None:
         tree = None if batch.tree_mask is None else batch.tree_mask[:rows]
         tile = mha_tiling(
             rows, width, self._heads, self._kv_heads, self._head_dim, self._context, self._dtype

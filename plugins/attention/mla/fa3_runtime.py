@@ -16,7 +16,7 @@ from glowplug.core.protocols import Limits, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.plugins.attention.shared.mla_base import PagedMla
 from glowplug.plugins.attention.shared.page_tables import GraphBuffers, decoding_rows
-from glowplug.plugins.attention.shared.table_bytes import fa3_mla_bytes, mla_parts
+from glowplug.plugins.attention.shared.table_bytes import fa3_mla_bytes, mla_small_pages
 
 
 @dataclass(eq=False)
@@ -60,20 +60,20 @@ class Fa3Mla(PagedMla):
         )
 
     def plan_decode(
-        self, batch: Batch, slot: object | None, first: int, rows: int, width: int
+        self, batch: Batch, graph: object | None, first: int, rows: int, width: int
     ) -> None:
         table = batch.page_table[first : first + rows]
         lens = batch.kv_lens_device[first : first + rows]
         page = self._page_size
         if batch.first_key:
-            table, lens = self._buffers.shifted(slot, table, lens, batch.first_key, page)
+            table, lens = self._buffers.shifted(graph, table, lens, batch.first_key, page)
             page = 1
-        elif (parts := mla_parts(page, width * self._heads)) > 1:
+        elif (split := mla_small_pages(page, width * self._heads)) > 1:
             # NOTE: if a page holds whole tiles, the kernel copies by TMA, and a NaN beyond a row's
             # end, left by another sequence, enters the sum as 0 * NaN. With smaller pages the
             # kernel takes its other path, which reads nothing beyond the end.
-            table = self._buffers.in_parts(slot, table, parts)
-            page //= parts
+            table = self._buffers.small_pages(graph, table, split)
+            page //= split
         self._decode = _Decode(rows, page, table, lens)
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:

@@ -24,7 +24,7 @@ from glowplug.plugins.attention.shared.hopper_libraries import (
     check_kv_is_compute,
 )
 from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
-from glowplug.plugins.attention.shared.table_bytes import slots_bytes
+from glowplug.plugins.attention.shared.table_bytes import shifted_bytes
 
 TILE_QUERIES = 128  #: most queries (tokens x heads) of a row in one tile of the kernel
 WORKSPACE_BYTES = 128 << 20  #: workspace for partial results, sized as flashinfer documents
@@ -59,7 +59,7 @@ def check(context: CheckContext) -> Iterator[Refusal]:
 
 def reserves(step: DecodingRows) -> int:
     """Return the bytes of the workspace and of the draft's page tables."""
-    return WORKSPACE_BYTES + slots_bytes(step)
+    return WORKSPACE_BYTES + shifted_bytes(step)
 
 
 @hookimpl

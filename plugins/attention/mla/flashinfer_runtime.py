@@ -24,7 +24,7 @@ from glowplug.plugins.attention.shared.flashinfer_lengths import check_layout, s
 from glowplug.plugins.attention.shared.mla_base import PagedMla
 from glowplug.plugins.attention.shared.page_tables import GraphBuffers, decoding_rows
 from glowplug.plugins.attention.shared.prefill_calls import RaggedCall, RaggedRows
-from glowplug.plugins.attention.shared.table_bytes import slots_bytes
+from glowplug.plugins.attention.shared.table_bytes import shifted_bytes
 
 LN2 = math.log(2)
 
@@ -62,8 +62,8 @@ class FlashInferMla(PagedMla):
     Where these lengths are upper bounds, the device's own lengths are written into the plan after
     it, on the device.
 
-    Each captured graph's slot has its own wrapper, whose buffers the captured kernels read. Steps
-    without a slot rotate through as many wrappers as are planned in one step, so that a plan never
+    Each captured graph has its own wrapper, whose buffers the captured kernels read. Eager steps
+    rotate through as many wrappers as are planned in one step, so that a plan never
     waits for the kernels of its own step.
     """
 
@@ -89,11 +89,11 @@ class FlashInferMla(PagedMla):
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         self._buffers.reserve(
-            slots_bytes(decoding_rows(limits, self._plan, self._heads)), self._device
+            shifted_bytes(decoding_rows(limits, self._plan, self._heads)), self._device
         )
 
     def plan_decode(
-        self, batch: Batch, slot: object | None, first: int, rows: int, width: int
+        self, batch: Batch, graph: object | None, first: int, rows: int, width: int
     ) -> None:
         own = slice(first, first + rows)
         table = batch.page_table[own]
@@ -101,12 +101,14 @@ class FlashInferMla(PagedMla):
         bounds = batch.kv_lens[own]
         self._page = self._page_size
         if batch.first_key:
-            table, lens = self._buffers.shifted(slot, table, lens, batch.first_key, self._page_size)
+            table, lens = self._buffers.shifted(
+                graph, table, lens, batch.first_key, self._page_size
+            )
             bounds = np.maximum(bounds - np.int32(batch.first_key), 0)
             self._page = 1
         pages = table.reshape(-1)
         starts = torch.arange(rows + 1, dtype=torch.int32)
-        self._decode = self._wrapper(slot, rows, pages)
+        self._decode = self._wrapper(graph, rows, pages)
         self._decode.plan(
             starts * width,
             starts * table.shape[1],
@@ -125,12 +127,12 @@ class FlashInferMla(PagedMla):
         if width > 1 or batch.first_key:
             self._decode.set_lengths(lens, bounds, width)
 
-    def _wrapper(self, slot: object | None, rows: int, pages: Tensor) -> _Wrapper:
-        key = ("eager", next(self._eager_wrappers)) if slot is None else slot
+    def _wrapper(self, graph: object | None, rows: int, pages: Tensor) -> _Wrapper:
+        key = ("eager", next(self._eager_wrappers)) if graph is None else graph
         if key not in self._wrappers:
             made = (
                 BatchMLAPagedAttentionWrapper(self._workspace)
-                if slot is None
+                if graph is None
                 else self._captured(rows, pages)
             )
             if self._drafts:

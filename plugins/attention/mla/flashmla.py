@@ -21,7 +21,7 @@ from glowplug.plugins.attention.shared.hopper_libraries import (
     check_kv_is_compute,
 )
 from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
-from glowplug.plugins.attention.shared.table_bytes import slots_bytes
+from glowplug.plugins.attention.shared.table_bytes import shifted_bytes
 
 PAGE_TOKENS = 64  #: the only page size that FlashMLA's kernels read
 FP8 = "fp8_e4m3"
@@ -93,7 +93,7 @@ def register_attention_backends() -> list[Component]:
                 first_key=True,
                 modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER},
                 work=mla_bytes,
-                reserves=slots_bytes,
+                reserves=shifted_bytes,
             ),
             summary="latent attention by FlashMLA (sgl_kernel), Hopper, pages of 64, with a 16-bit "
             "or FP8 cache; over an FP8 cache the queries are rounded to FP8, too",

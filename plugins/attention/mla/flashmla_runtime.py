@@ -14,7 +14,7 @@ from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.plugins.attention.mla.fa3_runtime import Fa3Mla
-from glowplug.plugins.attention.shared.table_bytes import slots_bytes
+from glowplug.plugins.attention.shared.table_bytes import shifted_bytes
 
 
 @dataclass(eq=False)
@@ -55,29 +55,29 @@ class FlashMla(Fa3Mla):
         self._unscaled = torch.ones(1, device=self._device)
 
     def reserves(self, step: DecodingRows) -> int:
-        return slots_bytes(step)
+        return shifted_bytes(step)
 
     def reserve(self, limits: Limits) -> None:
         super().reserve(limits)
         self._fp8 = any(kv.dtype is torch.float8_e4m3fn for kv in self._kv)
 
     def plan_decode(
-        self, batch: Batch, slot: object | None, first: int, rows: int, width: int
+        self, batch: Batch, graph: object | None, first: int, rows: int, width: int
     ) -> None:
         self._rows = None
         if batch.first_key:
             assert not self._fp8, "FlashAttention-3 reads no FP8 cache; the plan refuses it"
-            super().plan_decode(batch, slot, first, rows, width)
+            super().plan_decode(batch, graph, first, rows, width)
             return
         lens = batch.kv_lens_device[first : first + rows]
         if self._fp8:
             # NOTE: for a row without keys the kernel would look up the page before the first one.
             lens = lens.clamp(min=1)
             metadata, splits = get_mla_metadata(lens, width * self._heads, 1, is_fp8_kvcache=True)
-            lens, *schedule = self._buffers.keep(slot, (lens, metadata, splits))
+            lens, *schedule = self._buffers.keep(graph, (lens, metadata, splits))
         else:
             schedule = [
-                *self._buffers.keep(slot, tuple(get_mla_metadata(lens, width * self._heads, 1)))
+                *self._buffers.keep(graph, tuple(get_mla_metadata(lens, width * self._heads, 1)))
             ]
         self._rows = _Rows(
             rows, width, batch.page_table[first : first + rows], lens, tuple(schedule)

@@ -13,7 +13,7 @@ from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Captu
 from glowplug.kernels.launch.cuda_arch import SHORT_CONTEXT, SHORT_KEYS_MAX
 from glowplug.plugins.attention.mla.flashmla import PAGE_TOKENS
 from glowplug.plugins.attention.shared.absorbed import AbsorbedOptions
-from glowplug.plugins.attention.shared.decode_choice import Line, line, short_rows
+from glowplug.plugins.attention.shared.decode_choice import Line, nearest_entry, short_rows
 from glowplug.plugins.attention.shared.hopper_libraries import (
     HOPPER,
     SGL_KERNEL,
@@ -45,8 +45,8 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
         ]
     width = values.width
     queries = width * context.facts.model.num_heads // axis_size("attn_tp", values.mesh)
-    used = line(queries, values.positions, width)
-    short = line(queries, SHORT_CONTEXT, width)
+    used = nearest_entry(queries, values.positions, width)
+    short = nearest_entry(queries, SHORT_CONTEXT, width)
     why = f"fastest on an H200 for rows of {queries} queries: {_words(used)}"
     if short != used and values.short_rows:
         why += (

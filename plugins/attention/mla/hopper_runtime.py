@@ -36,7 +36,7 @@ class HopperMla(FlashMla):
         return no_bytes(step)
 
     def plan_decode(
-        self, batch: Batch, slot: object | None, first: int, rows: int, width: int
+        self, batch: Batch, graph: object | None, first: int, rows: int, width: int
     ) -> None:
         self._by_triton = (
             self._triton_only
@@ -46,7 +46,7 @@ class HopperMla(FlashMla):
         )
         self.follows = self._by_triton and self._triton.follows
         planned = self._triton.plan_decode if self._by_triton else super().plan_decode
-        planned(batch, slot, first, rows, width)
+        planned(batch, graph, first, rows, width)
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
         decode = self._triton.decode if self._by_triton else super().decode

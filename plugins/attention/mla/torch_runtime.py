@@ -12,8 +12,8 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.elementwise import cpu_small
-from glowplug.kernels.mha import reference as mha
-from glowplug.kernels.mla import reference as mla
+from glowplug.kernels.mha import reference as mha_reference
+from glowplug.kernels.mla import reference as mla_reference
 from glowplug.kernels.paged.merge_states_reference import merge_states
 from glowplug.plugins.attention.mla.torch import TorchMlaOptions
 from glowplug.plugins.attention.shared.kv_layout import kv_layout, parted_latent_entries
@@ -64,7 +64,7 @@ class TorchMla:
     def reserve(self, limits: Limits) -> None:
         self._kv = limits.kv
 
-    def plan_step(self, batch: Batch, slot: object | None) -> None:
+    def plan_step(self, batch: Batch, graph: object | None) -> None:
         self._kv_slots = batch.kv_slots
         self._row = host_row(batch, self._page_size, cpu_small.ROW_QUERIES, self._row_keys)
         self._groups = (
@@ -84,37 +84,24 @@ class TorchMla:
     ) -> Tensor:
         pool = self._kv[layer.index]
         if self._row is not None:
-            keys = (
-                self._row.exchange(pool["latent"], latent),
-                self._row.exchange(pool["rope"], k_rope),
-            )
-            return torch.from_numpy(
-                cpu_small.attend_row(
-                    q_nope.numpy(),
-                    q_rope.numpy(),
-                    *keys,
-                    layer.w_uk.numpy(),
-                    layer.w_uv.numpy(),
-                    layer.scale,
-                )
-            )
+            return _attend_row(self._row, q_nope, q_rope, latent, k_rope, pool, layer)
         latent = store(pool["latent"], self._kv_slots, latent)
         k_rope = store(pool["rope"], self._kv_slots, k_rope)
-        parts = []
+        outputs = []
         for group in self._groups:
             query = group.take(q_nope), group.take(q_rope)
             if isinstance(group, LongRow):
-                part = self._long(group, *query, group.take(latent), group.take(k_rope), layer)
+                output = self._long(group, *query, group.take(latent), group.take(k_rope), layer)
             elif group.decode and self._absorb:
-                part = self._absorbed(group, *query, pool, layer)
+                output = self._absorbed(group, *query, pool, layer)
             elif group.bias is None:
-                part = self._own(group, *query, group.take(latent), group.take(k_rope), layer)
+                output = self._own(group, *query, group.take(latent), group.take(k_rope), layer)
             else:
-                part = self._expanded(group, *query, pool, layer)
-            parts.append(part.reshape(group.tokens, layer.heads * layer.v_dim))
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts) if parts else q_nope.new_empty(0, layer.heads * layer.v_dim)
+                output = self._expanded(group, *query, pool, layer)
+            outputs.append(output.reshape(group.tokens, layer.heads * layer.v_dim))
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs) if outputs else q_nope.new_empty(0, layer.heads * layer.v_dim)
 
     def store_mla(self, latent: Tensor, k_rope: Tensor, kv_slots: Tensor, layer: MlaLayer) -> None:
         pool = self._kv[layer.index]
@@ -135,9 +122,11 @@ class TorchMla:
         assert group.bias is not None
         latent = group.gather(pool["latent"]).to(q_nope.dtype)
         rope = group.gather(pool["rope"]).to(q_nope.dtype)
-        q_latent = group.pack(mla.absorb_query(q_nope, layer.w_uk))
-        out = mla.attend_latent(q_latent, group.pack(q_rope), latent, rope, layer.scale, group.bias)
-        return mla.project_output(group.unpack(out), layer.w_uv)
+        q_latent = group.pack(mla_reference.absorb_query(q_nope, layer.w_uk))
+        out = mla_reference.attend_latent(
+            q_latent, group.pack(q_rope), latent, rope, layer.scale, group.bias
+        )
+        return mla_reference.project_output(group.unpack(out), layer.w_uv)
 
     def _own(
         self,
@@ -151,7 +140,9 @@ class TorchMla:
         key, value = _expand(latent, rope, layer)
         query = torch.cat((q_nope, q_rope), dim=-1)
         return group.unpack(
-            mha.attend_causal(group.pack(query), group.pack(key), group.pack(value), layer.scale)
+            mha_reference.attend_causal(
+                group.pack(query), group.pack(key), group.pack(value), layer.scale
+            )
         )
 
     def _expanded(
@@ -168,7 +159,7 @@ class TorchMla:
         rope = group.gather(pool["rope"]).flatten(0, 1)
         key, value = _expand(latent.to(q_nope.dtype), rope.to(q_nope.dtype), layer)
         query = group.pack(torch.cat((q_nope, q_rope), dim=-1))
-        out = mha.attend(
+        out = mha_reference.attend(
             query, key.view(*shape, -1), value.view(*shape, -1), layer.scale, group.bias
         )
         return group.unpack(out)
@@ -185,7 +176,7 @@ class TorchMla:
         pool = self._kv[layer.index]
         dtype = q_nope.dtype
         query = torch.cat((q_nope, q_rope), dim=-1)
-        state = mha.partial_attention(
+        state = mha_reference.partial_attention(
             query, *_expand(latent, rope, layer), layer.scale, causal=True
         )
         for kv_slots in row.pieces:
@@ -193,9 +184,33 @@ class TorchMla:
                 pool["latent"].index_select(0, kv_slots).to(dtype),
                 pool["rope"].index_select(0, kv_slots).to(dtype),
             )
-            part = mha.partial_attention(query, *_expand(*cached, layer), layer.scale, causal=False)
+            part = mha_reference.partial_attention(
+                query, *_expand(*cached, layer), layer.scale, causal=False
+            )
             state = merge_states(*state, *part)
         return state[0].to(dtype)
+
+
+def _attend_row(
+    row: HostRow,
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    pool: Mapping[str, Tensor],
+    layer: MlaLayer,
+) -> Tensor:
+    """Store the only row's entries and attend in numpy; arguments as in ``TorchMla.mla``."""
+    out = cpu_small.attend_row(
+        q_nope.numpy(),
+        q_rope.numpy(),
+        row.exchange(pool["latent"], latent),
+        row.exchange(pool["rope"], k_rope),
+        layer.w_uk.numpy(),
+        layer.w_uv.numpy(),
+        layer.scale,
+    )
+    return torch.from_numpy(out)
 
 
 def _sizes(plan: EnginePlan) -> tuple[int, int, int, int]:

@@ -43,7 +43,7 @@ class _Rows:
 class TritonMla(PagedMla):
     """MLA backend whose two kernels read the step's tensors directly.
 
-    Nothing is prepared for a step, so nothing belongs to a slot.
+    Nothing is prepared for a step, so nothing belongs to a captured graph.
     """
 
     follows = True
@@ -54,7 +54,7 @@ class TritonMla(PagedMla):
         self._rows: _Rows | None = None
 
     def plan_decode(
-        self, batch: Batch, slot: object | None, first: int, rows: int, width: int
+        self, batch: Batch, graph: object | None, first: int, rows: int, width: int
     ) -> None:
         own = slice(first, first + rows)
         tree = None if batch.tree_mask is None else batch.tree_mask[own]
@@ -112,7 +112,7 @@ class TritonMla(PagedMla):
     ) -> tuple[_Rows, MlaTiling]:
         """Return the step's rows and the tiling of their keys.
 
-        ``merge_in_values`` admits KV splits that W_UV's GEMM merges.
+        ``merge_in_values`` admits KV splits that the value projection merges.
         """
         rows = self._rows
         assert rows is not None

@@ -59,10 +59,10 @@ def fastest(queries: int, rows: int, longest: float = math.inf, width: int = 1) 
         longest: Keys of the longest row that can occur.
         width: Tokens of a row.
     """
-    return _kernel_for(line(queries, longest, width), rows)
+    return _kernel_for(nearest_entry(queries, longest, width), rows)
 
 
-def line(queries: int, longest: float, width: int) -> Line:
+def nearest_entry(queries: int, longest: float, width: int) -> Line:
     """Return the table entry nearest to ``queries``; arguments as in :func:`fastest`."""
     return _nearest(
         FASTEST | FASTEST_SHORT if longest <= SHORT_KEYS_MAX and width == 1 else FASTEST, queries
@@ -75,13 +75,13 @@ def short_rows(heads: int) -> range:
     They hold for one token per row and no row longer than SHORT keys.
     """
     if heads > FEW_HEADS_MAX:
-        most, kernel = line(heads, SHORT_KEYS_MAX, 1)[0]
+        most, kernel = nearest_entry(heads, SHORT_KEYS_MAX, 1)[0]
         return range(1, 1 + int(most) if kernel == "triton" else 1)
     return MERGE_IN_VALUES_ROWS if heads <= 16 else range(0)
 
 
 def fastest_mha(queries: int, rows: int) -> str:
-    """Return the fastest multi-head kernel for ``rows`` rows; a key head has ``queries`` queries."""
+    """Return the fastest multi-head kernel for ``rows`` rows of ``queries`` queries per key head."""
     return _kernel_for(_nearest(FASTEST_MHA, queries), rows)
 
 

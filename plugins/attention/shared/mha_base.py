@@ -50,11 +50,11 @@ class PagedMha:
 
     # ---- implemented by subclasses ---------------------------------------------------------------
 
-    def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
+    def plan_decode(self, batch: Batch, graph: object | None, rows: int, width: int) -> None:
         """Prepare ``decode`` for the first ``rows`` rows of ``width`` tokens each.
 
-        Part of ``plan_step``, called only when the step has decode rows. If ``slot`` is given, the
-        tensors prepared for captured kernels belong to that slot.
+        Part of ``plan_step``, called only when the step has decode rows. If ``graph`` is given, the
+        tensors prepared for captured kernels belong to that graph.
         """
         raise NotImplementedError
 
@@ -106,13 +106,13 @@ class PagedMha:
     def reserve(self, limits: Limits) -> None:
         self._kv = limits.kv
 
-    def plan_step(self, batch: Batch, slot: object | None) -> None:
+    def plan_step(self, batch: Batch, graph: object | None) -> None:
         decodes = batch.num_decodes
         tokens = batch.decode_tokens
         self._kv_slots = batch.kv_slots
         self._decode_tokens = tokens
         if decodes:
-            self.plan_decode(batch, slot, decodes, tokens // decodes)
+            self.plan_decode(batch, graph, decodes, tokens // decodes)
         if decodes < batch.num_rows:
             self.plan_prefill(batch, decodes)
 
@@ -130,10 +130,10 @@ class PagedMha:
         count = self._decode_tokens
         tokens = q.shape[0]
         mha_store(k, v, kv["k"], kv["v"], self._kv_slots, self.follows and count == tokens)
-        parts = [self.decode(q[:count], kv, layer.scale)] if count else []
+        outputs = [self.decode(q[:count], kv, layer.scale)] if count else []
         if count < tokens:
-            parts.append(self.prefill(q[count:], k[count:], v[count:], kv, layer.scale))
-        if not parts:
+            outputs.append(self.prefill(q[count:], k[count:], v[count:], kv, layer.scale))
+        if not outputs:
             return q.new_empty(0, layer.heads * layer.head_dim)
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out.view(tokens, layer.heads * layer.head_dim)

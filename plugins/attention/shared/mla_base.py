@@ -22,8 +22,8 @@ from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, RopeRows, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.formats.fp8 import Blocks
 from glowplug.kernels.formats.fp8_block import FP8_BLOCK
-from glowplug.kernels.mla import reference as mla
-from glowplug.kernels.paged import merge_states_reference as merge
+from glowplug.kernels.mla import reference as mla_reference
+from glowplug.kernels.paged import merge_states_reference
 from glowplug.plugins.attention.shared.absorbed import stored_is_faster
 from glowplug.plugins.attention.shared.kv_layout import kv_layout
 from glowplug.plugins.attention.shared.prefill_bytes import most_keys
@@ -81,12 +81,12 @@ class PagedMla:
     # ---- implemented by subclasses ---------------------------------------------------------------
 
     def plan_decode(
-        self, batch: Batch, slot: object | None, first: int, rows: int, width: int
+        self, batch: Batch, graph: object | None, first: int, rows: int, width: int
     ) -> None:
         """Prepare ``decode`` for ``rows`` rows from index ``first`` on, ``width`` tokens each.
 
-        Part of ``plan_step``, called only when there are such rows. If ``slot`` is given, the
-        tensors prepared for captured kernels belong to that slot.
+        Part of ``plan_step``, called only when there are such rows. If ``graph`` is given, the
+        tensors prepared for captured kernels belong to that graph.
         """
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
@@ -96,7 +96,7 @@ class PagedMla:
 
         Args:
             query: Absorbed query, [n, H, lora + rope].
-            kv: The layer's cache, [slots, lora + rope].
+            kv: The layer's cache, [kv_slots, lora + rope].
             scale: Factor of the scores.
             layer: The layer's weights and sizes.
 
@@ -112,7 +112,7 @@ class PagedMla:
 
         Args:
             query: Absorbed query, [n, H, lora + rope].
-            kv: The layer's cache, [slots, lora + rope].
+            kv: The layer's cache, [kv_slots, lora + rope].
             layer: The layer's weights and sizes.
             stored: W_UV as stored FP8 blocks [H, C, V]; None to use the 16-bit weights.
             out: Written, [n, H, v_dim].
@@ -173,11 +173,11 @@ class PagedMla:
     def reserve(self, limits: Limits) -> None:
         self._kv = tuple(layer["kv"] for layer in limits.kv)
 
-    def plan_step(self, batch: Batch, slot: object | None) -> None:
+    def plan_step(self, batch: Batch, graph: object | None) -> None:
         decodes = batch.num_decodes
         tokens = batch.decode_tokens
         if decodes:
-            self.plan_decode(batch, slot, 0, decodes, tokens // decodes)
+            self.plan_decode(batch, graph, 0, decodes, tokens // decodes)
         ragged = (
             plan_ragged(batch, self._page_size, self._most_keys) if decodes < batch.num_rows else []
         )
@@ -326,7 +326,7 @@ def _kernels(
     """
     if device.type == "cuda":
         from glowplug.kernels.mla import expand as mla_expand, prologue as mla_prologue
-        from glowplug.kernels.paged import merge_states as triton_merge
+        from glowplug.kernels.paged import merge_states
 
-        return mla_prologue, mla_expand.expand, triton_merge.merge_into
-    return mla, mla.expand, merge.merge_into
+        return mla_prologue, mla_expand.expand, merge_states.merge_into
+    return mla_reference, mla_reference.expand, merge_states_reference.merge_into

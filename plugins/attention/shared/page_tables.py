@@ -13,7 +13,7 @@ from glowplug.core.protocols import Limits
 class GraphBuffers:
     """Persistent device buffers, small ones per captured graph and one shared page table.
 
-    Small tensors belong to the graph's slot for which they were created. Page tables over smaller
+    Small tensors belong to the captured graph for which they were created. Page tables over smaller
     pages are large when contexts are long, so all of them share one buffer. Sharing is safe because
     each step and each draft pass is planned and then run before the next one is planned
     (``AttentionBackend.plan_step``), on one stream.
@@ -37,27 +37,27 @@ class GraphBuffers:
         """Bytes of the page tables held."""
         return self._room.nbytes + sum(own.nbytes for own in self._own.values())
 
-    def keep(self, slot: object | None, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return persistent copies of ``made`` for a slot.
+    def keep(self, graph: object | None, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return persistent copies of ``made`` for a captured graph.
 
         Args:
-            slot: The captured graph's slot, or None.
+            graph: Key of the captured graph; None: the step is eager.
             made: Newly computed tensors.
 
         Returns:
-            ``made`` itself without a slot; otherwise the tensors of the slot's first call,
+            ``made`` itself in an eager step; otherwise the tensors of the graph's first call,
             overwritten with the values of ``made``.
         """
-        if slot is None:
+        if graph is None:
             return made
-        kept = self._kept.setdefault(slot, made)
+        kept = self._kept.setdefault(graph, made)
         if kept is not made:
             for to, new in zip(kept, made, strict=True):
                 to.copy_(new)
         return kept
 
     def shifted(
-        self, slot: object | None, table: Tensor, lens: Tensor, first: int, page_size: int
+        self, graph: object | None, table: Tensor, lens: Tensor, first: int, page_size: int
     ) -> tuple[Tensor, Tensor]:
         """Return a table of one-token pages that starts at position ``first``.
 
@@ -65,7 +65,7 @@ class GraphBuffers:
         page. The result is valid until the next table is made.
 
         Args:
-            slot: The captured graph's slot, or None.
+            graph: Key of the captured graph; None: the step is eager.
             table: Page table, int32 [R, P].
             lens: Row lengths, int32 [R].
             first: First position that holds an entry.
@@ -77,7 +77,7 @@ class GraphBuffers:
         """
         rows = table.shape[0]
         count = table.shape[1] * page_size - first
-        place = self._place(slot, rows * (count + 1), table.device)
+        place = self._place(graph, rows * (count + 1), table.device)
         kv_slots = place[: rows * count].view(rows, count)
         behind = place[rows * count :]
         positions = torch.arange(first, first + count, device=table.device)
@@ -88,40 +88,40 @@ class GraphBuffers:
         torch.sub(lens, first, out=behind)
         return kv_slots, behind.clamp_(min=0)
 
-    def in_parts(self, slot: object | None, table: Tensor, parts: int) -> Tensor:
+    def small_pages(self, graph: object | None, table: Tensor, split: int) -> Tensor:
         """Return the page table of the same cache in smaller pages.
 
         The result is valid until the next table is made.
 
         Args:
-            slot: The captured graph's slot, or None.
+            graph: Key of the captured graph; None: the step is eager.
             table: Page table, int32 [R, P].
-            parts: Smaller pages per page of ``table``.
+            split: Smaller pages per page of ``table``.
 
         Returns:
-            int32 [R, P * parts].
+            int32 [R, P * split].
         """
-        place = self._place(slot, table.numel() * parts, table.device)
+        place = self._place(graph, table.numel() * split, table.device)
         torch.add(
-            table.unsqueeze(-1) * parts,
-            torch.arange(parts, dtype=torch.int32, device=table.device),
-            out=place.view(*table.shape, parts),
+            table.unsqueeze(-1) * split,
+            torch.arange(split, dtype=torch.int32, device=table.device),
+            out=place.view(*table.shape, split),
         )
         return place.view(table.shape[0], -1)
 
-    def _place(self, slot: object | None, count: int, device: torch.device) -> Tensor:
+    def _place(self, graph: object | None, count: int, device: torch.device) -> Tensor:
         """Return an int32 [count] buffer for a table.
 
-        The shared buffer is used if it is large enough; otherwise the slot's own buffer, or a new
-        one without a slot.
+        The shared buffer is used if it is large enough; otherwise the graph's own buffer, or a new
+        one in an eager step.
         """
         if count <= len(self._room):
             return self._room[:count]
-        if slot is None:
+        if graph is None:
             return torch.empty(count, dtype=torch.int32, device=device)
-        if slot not in self._own:
-            self._own[slot] = torch.empty(count, dtype=torch.int32, device=device)
-        return self._own[slot]
+        if graph not in self._own:
+            self._own[graph] = torch.empty(count, dtype=torch.int32, device=device)
+        return self._own[graph]
 
 
 def decoding_rows(limits: Limits, plan: EnginePlan, heads: int) -> DecodingRows:

@@ -146,7 +146,7 @@ def _long(batch: Batch, page_size: int, most_keys: int, row: int) -> list[_Keys]
     begin = batch.first_key
     end = int(batch.kv_lens[row] - queries[0])
     pieces = -(-(end - begin) // most_keys)
-    cuts = np.linspace(begin, end, pieces + 1).astype(int)
+    bounds = np.linspace(begin, end, pieces + 1).astype(int)
     return [_own(batch, row, row + 1)] + [
         _Keys(
             queries,
@@ -154,7 +154,7 @@ def _long(batch: Batch, page_size: int, most_keys: int, row: int) -> list[_Keys]
             False,
             _kv_slots(batch, page_size, row, int(low), int(high)),
         )
-        for low, high in zip(cuts[:-1], cuts[1:], strict=True)
+        for low, high in zip(bounds[:-1], bounds[1:], strict=True)
     ]
 
 

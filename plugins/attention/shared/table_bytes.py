@@ -16,7 +16,7 @@ FA3_TILE_KEYS = 64
 SMALL_PAGE = 64
 
 
-def mla_parts(page_size: int, queries: int) -> int:
+def mla_small_pages(page_size: int, queries: int) -> int:
     """Return the smaller pages per page that FlashAttention-3 reads over latents.
 
     Args:
@@ -30,26 +30,27 @@ def mla_parts(page_size: int, queries: int) -> int:
     )
 
 
-def mha_parts(page_size: int) -> int:
+def mha_small_pages(page_size: int) -> int:
     """Return the smaller pages per page that FlashAttention-3 reads over keys and values."""
     return page_size // SMALL_PAGE if page_size > SMALL_PAGE and page_size % SMALL_PAGE == 0 else 1
 
 
-def slots_bytes(step: DecodingRows) -> int:
-    """Return the bytes of a draft's one-token pages and row lengths (``SlotBuffers.shifted``)."""
+def shifted_bytes(step: DecodingRows) -> int:
+    """Return the bytes of a draft's one-token pages and row lengths (``GraphBuffers.shifted``)."""
     return step.rows * step.columns * step.page_size * NUMBER_BYTES if step.drafts else 0
 
 
 def fa3_mla_bytes(step: DecodingRows) -> int:
     """Return the bytes of the largest page table of ``fa3_mla``."""
     return max(
-        slots_bytes(step), _parts_bytes(step, mla_parts(step.page_size, step.width * step.heads))
+        shifted_bytes(step),
+        _small_pages_bytes(step, mla_small_pages(step.page_size, step.width * step.heads)),
     )
 
 
 def fa3_mha_bytes(step: DecodingRows) -> int:
     """Return the bytes of the largest page table of ``fa3_mha``."""
-    return max(slots_bytes(step), hopper_mha_bytes(step))
+    return max(shifted_bytes(step), hopper_mha_bytes(step))
 
 
 def hopper_mha_bytes(step: DecodingRows) -> int:
@@ -57,7 +58,7 @@ def hopper_mha_bytes(step: DecodingRows) -> int:
 
     Draft rows need no table of their own: their kernels read the batch's table.
     """
-    return _parts_bytes(step, mha_parts(step.page_size))
+    return _small_pages_bytes(step, mha_small_pages(step.page_size))
 
 
 def no_bytes(step: DecodingRows) -> int:
@@ -65,5 +66,5 @@ def no_bytes(step: DecodingRows) -> int:
     return 0
 
 
-def _parts_bytes(step: DecodingRows, parts: int) -> int:
-    return step.rows * step.columns * parts * NUMBER_BYTES if parts > 1 else 0
+def _small_pages_bytes(step: DecodingRows, split: int) -> int:
+    return step.rows * step.columns * split * NUMBER_BYTES if split > 1 else 0

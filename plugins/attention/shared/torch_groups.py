@@ -54,7 +54,7 @@ class Group:
         pad: int64 [R * W], the group's token for each padded query; None without padding.
         unpad: int64 [tokens], the padded query of each token; None without padding.
         kv_slots: int64 [R * L], KV slots of the keys; None if the keys are the group's own tokens,
-            causally. Beyond a row's end the row's first slot is repeated: no slot of another
+            causally. Beyond a row's end the row's first KV slot is repeated: no slot of another
             sequence is ever read.
         span: First KV slot of a single row whose keys are contiguous, read in place instead of
             through ``kv_slots``.
@@ -90,7 +90,7 @@ class Group:
         return y if self.unpad is None else y.index_select(0, self.unpad)
 
     def gather(self, pool: Tensor) -> Tensor:
-        """Gather the group's keys from pool [slots, ...]: [R, L, ...]."""
+        """Gather the group's keys from pool [kv_slots, ...]: [R, L, ...]."""
         if self.span is not None:
             return pool[self.span : self.span + self.length].unsqueeze(0)
         assert self.kv_slots is not None
@@ -137,7 +137,7 @@ class HostRow:
     pages: NDArray[np.int32] | slice
 
     def exchange(self, pool: Tensor, value: Tensor) -> NDArray[np.float32]:
-        """Write value [W, N] into pool [slots, N] and return the row's keys [L, N]."""
+        """Write value [W, N] into pool [kv_slots, N] and return the row's keys [L, N]."""
         stored: NDArray[np.float32] = pool.numpy()
         stored[self.kv_slots] = value.numpy()
         size = stored.shape[1]

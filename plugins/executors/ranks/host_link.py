@@ -142,29 +142,32 @@ class HostLink:
                 has gone.
         """
         me = self.site.index
+        sites = range(self.site.count)
         deadline = time.monotonic() + timeout
+        beat = msgspec.msgpack.encode(self._own_beat)
         try:
-            self._store.set(
-                f"beat {me}",
-                msgspec.msgpack.encode(self._own_beat),  # type: ignore[arg-type]
-            )
+            self._store.set(f"beat {me}", beat)  # type: ignore[arg-type]
             self._store.set(f"identity {me}", identity)  # type: ignore[arg-type]
-            missing = list(range(self.site.count))
-            while missing := [one for one in missing if not self._store.check([f"identity {one}"])]:
-                if time.monotonic() > deadline or self._closed.is_set():
-                    names = ", ".join(map(self.site.name, missing))
-                    place = f"{self.site.host}:{self.site.port}"
-                    raise EngineDead(f"{names} did not connect to {place} within {timeout:.0f} s")
-                time.sleep(POLL)
-            found = [bytes(self._store.get(f"identity {one}")) for one in range(self.site.count)]
+            self._await_identities(deadline, timeout)
+            found = [bytes(self._store.get(f"identity {one}")) for one in sites]
             self._leave_together(deadline)
         except RuntimeError as error:
             raise EngineDead(
                 f"{self.site.name(0)} has gone while the hosts met: {_line(error)}"
             ) from error
         now = time.monotonic()
-        self._heard = dict.fromkeys((one for one in range(self.site.count) if one != me), now)
+        self._heard = {one: now for one in sites if one != me}
         return found
+
+    def _await_identities(self, deadline: float, timeout: float) -> None:
+        """Wait until the store has every site's identity; ``timeout`` is for the error's message."""
+        missing = list(range(self.site.count))
+        while missing := [one for one in missing if not self._store.check([f"identity {one}"])]:
+            if time.monotonic() > deadline or self._closed.is_set():
+                names = ", ".join(map(self.site.name, missing))
+                place = f"{self.site.host}:{self.site.port}"
+                raise EngineDead(f"{names} did not connect to {place} within {timeout:.0f} s")
+            time.sleep(POLL)
 
     def _leave_together(self, deadline: float) -> None:
         """Make site 0, which holds the store, wait until every site has read the identities."""

@@ -1,4 +1,4 @@
-"""A captured decode graph (slot): one padded batch over fixed memory, and the graphs of its pieces.
+"""A captured decode graph: one padded batch over fixed memory, and the graphs of its pieces.
 
 B rows of W tokens each, T = B * W. Padding rows after the live rows repeat token 0 of a short
 sequence in the scratch page, on the spare row of the sequence table; their results are dropped.
@@ -40,14 +40,14 @@ class GraphRecorder(Protocol):
     def loosen(self, results: T) -> T:
         """Return the same results without ownership of their memory.
 
-        From then on, the replay of another slot may overwrite them.
+        From then on, the replay of another graph may overwrite them.
         """
         ...
 
 
 @dataclass(frozen=True)
 class GraphShape:
-    """The shape of a slot and the place of its padding.
+    """The shape of a decode graph and the place of its padding.
 
     Attributes:
         mode: Mode of the step.
@@ -104,7 +104,7 @@ class GraphShape:
 
 @dataclass(frozen=True)
 class Held:
-    """One staging buffer of a slot, on the host.
+    """One staging buffer of a decode graph, on the host.
 
     Attributes:
         all: The whole buffer.
@@ -129,14 +129,14 @@ class CapturedPiece:
 
 
 class DecodeGraph:
-    """The ``core.step.graph_pieces.Segments`` of one captured decode graph.
+    """The ``core.step.graph_pieces.GraphPieces`` of one captured decode graph.
 
     Pieces are captured while ``recorder`` is set and replayed afterwards.
 
     Attributes:
-        shape: The slot's shape.
-        recorder: Recorder of the pieces; None once the slot is sealed.
-        batch: The slot's own batch, whose device tensors keep their addresses.
+        shape: The graph's shape.
+        recorder: Recorder of the pieces; None once the graph is sealed.
+        batch: The graph's own batch, whose device tensors keep their addresses.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class DecodeGraph:
         self._views: dict[int, Held] = {}
         self._live = 0
         self._graphs: dict[str, tuple[Callable[[], None], Any]] = {}
-        self._parts: dict[str, CapturedPiece] = {}
+        self._keys: dict[str, CapturedPiece] = {}
         self.batch = self._own_batch(device)
 
     def _own_batch(self, device: torch.device) -> Batch:
@@ -178,7 +178,7 @@ class DecodeGraph:
             samples=np.ones(rows, np.bool_),
             prompt_ids=np.zeros(0, np.int32),
             pages=self._pages[:, :1],
-            segments=self,
+            pieces=self,
             longest=self.shape.keys,
             agreed=StepShape(self.shape.mode, rows, rows * width),
         )
@@ -193,10 +193,10 @@ class DecodeGraph:
         made.page_table = self._table
         return made
 
-    # ---- Segments --------------------------------------------------------------------------------
+    # ---- GraphPieces -----------------------------------------------------------------------------
 
-    def part(self, name: str) -> object:
-        return self._parts.setdefault(name, CapturedPiece(name))
+    def key(self, name: str) -> object:
+        return self._keys.setdefault(name, CapturedPiece(name))
 
     def run(self, name: str, work: Callable[[], T]) -> T:
         found = self._graphs.get(name)
@@ -215,11 +215,11 @@ class DecodeGraph:
         return self._graphs[name][1]  # type: ignore[no-any-return]
 
     def seal(self) -> None:
-        """End the capture of the slot.
+        """End the capture of the graph.
 
-        From then on, its results share their memory with those of the slots captured later.
+        From then on, its results share their memory with those of the graphs captured later.
         """
-        assert self.recorder is not None, "a slot is sealed only once"
+        assert self.recorder is not None, "a graph is sealed only once"
         self._graphs = {
             name: (replay, self.recorder.loosen(results))
             for name, (replay, results) in self._graphs.items()
@@ -234,7 +234,7 @@ class DecodeGraph:
     # ---- filling ---------------------------------------------------------------------------------
 
     def fill(self, batch: Batch) -> Batch:
-        """Copy the rows of ``batch`` into the slot's batch, pad it, and return it.
+        """Copy the rows of ``batch`` into the graph's batch, pad it, and return it.
 
         The copies are enqueued without waiting for the device.
         """
@@ -248,8 +248,8 @@ class DecodeGraph:
             own.rows[live : self._live] = shape.spare
             own.kv_lens[live : self._live] = shape.padded_length
         self._fill_pages(batch.pages, live)
-        turn = self._staging.take()
-        held = self._held(turn)
+        number = self._staging.take()
+        held = self._held(number)
         np.add((own.kv_lens - shape.width)[:, None], self._offsets, out=held.positions)
         columns = held.positions // shape.page_size
         pages = self._pages.reshape(-1)[columns + self._first_columns]
@@ -258,22 +258,22 @@ class DecodeGraph:
         held.kv_slots[live:] = self._padding[live:]
         held.rows[:] = own.rows
         held.kv_lens[:] = own.kv_lens
-        self._staging.copy(turn, held.all, self._memory)
+        self._staging.copy(number, held.all, self._memory)
         return own
 
-    def _held(self, turn: int) -> Held:
-        """Return the views of staging buffer number ``turn``."""
-        if turn not in self._views:
-            host = self._staging.buffers[turn][: len(self._memory)]
+    def _held(self, number: int) -> Held:
+        """Return the views of staging buffer ``number``."""
+        if number not in self._views:
+            host = self._staging.buffers[number][: len(self._memory)]
             parts = [
                 host[at : at + length * dtype.itemsize].numpy().view(dtype)
                 for at, (length, dtype) in zip(self.shape.offsets, self.shape.fields)
             ]
             grid = (self.shape.rows, self.shape.width)
-            self._views[turn] = Held(
+            self._views[number] = Held(
                 host, parts[0].reshape(grid), parts[1].reshape(grid), parts[2], parts[3]
             )
-        return self._views[turn]
+        return self._views[number]
 
     def _fill_pages(self, pages: NDArray[np.int32], live: int) -> None:
         """Update the page table for ``live`` rows.
@@ -291,9 +291,9 @@ class DecodeGraph:
         self._live = live
         self._pages[:live, :given] = pages
         self._pages[live:top, :columns] = 0
-        turn = self._staging.take()
+        number = self._staging.take()
         staged = (
-            self._staging.buffers[turn][: 4 * top * columns].view(torch.int32).view(top, columns)
+            self._staging.buffers[number][: 4 * top * columns].view(torch.int32).view(top, columns)
         )
         staged.numpy()[:] = self._pages[:top, :columns]
-        self._staging.copy(turn, staged, self._table[:top, :columns])
+        self._staging.copy(number, staged, self._table[:top, :columns])

@@ -62,13 +62,13 @@ class Extends:
     """
 
     def __init__(self) -> None:
-        self._extension: DraftExtend | None = None
+        self._draft_extend: DraftExtend | None = None
         self._replays: dict[int, Callable[[], None]] = {}
         self._counts: list[int] = []
 
     def capture(
         self,
-        extension: DraftExtend,
+        draft_extend: DraftExtend,
         counts: tuple[int, ...],
         device: torch.device,
         tape: Tape,
@@ -78,14 +78,14 @@ class Extends:
         """Capture graphs for ``counts`` tokens, the largest first, and install them.
 
         Args:
-            extension: The draft's pass; its ``taker`` is set.
+            draft_extend: The draft's pass; its ``replacement`` is set.
             counts: Token counts.
             device: Device of the graphs.
             tape: Capture of a pass.
             failed: Called with the error and the token count when a capture fails; may raise.
             report: Called with the number of graphs done.
         """
-        work = extension.work
+        work = draft_extend.work
         if work is None or not counts:
             return
         self._memory = ExtendMemory(work, max(counts), device)
@@ -97,8 +97,8 @@ class Extends:
             except Exception as error:
                 failed(error, tokens)
         self._counts = sorted(self._replays)
-        self._extension = extension
-        extension.taker = self
+        self._draft_extend = draft_extend
+        draft_extend.replacement = self
 
     def __call__(
         self, ids: Tensor, positions: Tensor, kv_slots: Tensor, hidden: Tensor, source: Tensor
@@ -116,9 +116,9 @@ class Extends:
         return self._counts
 
     def release(self) -> None:
-        """Remove the graphs from the extension, so that its calls run eagerly again."""
-        if self._extension is not None:
-            self._extension.taker = None
+        """Remove the graphs from ``DraftExtend``, so that its calls run eagerly again."""
+        if self._draft_extend is not None:
+            self._draft_extend.replacement = None
 
 
 def _captured(

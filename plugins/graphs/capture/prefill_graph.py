@@ -1,7 +1,7 @@
 """Piecewise graphs of the model's forward pass over a prefill step.
 
 A pass is captured for a number of tokens, T, in pieces. Each piece ends where a layer calls
-attention (a split point or "cut", see ``core.step.graph_pieces.Cuts``), and the next one begins
+attention (a split point, see ``core.step.graph_pieces.SplitPoints``), and the next one begins
 after it. A step of n <= T tokens fills fixed memory, replays the first piece, runs attention
 eagerly for its n tokens, replays the next piece, and so on. The padding rows after the n tokens are
 token 0 at position 0, for which the result of attention is zeros: no number of another step enters
@@ -23,7 +23,7 @@ from torch import Tensor
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Steps
 from glowplug.core.step.batch import Batch
-from glowplug.core.step.graph_pieces import Cut
+from glowplug.core.step.graph_pieces import SplitCall
 
 T = TypeVar("T")
 
@@ -32,19 +32,19 @@ class Tape(Protocol):
     """Capture of a forward pass as pieces.
 
     The results do not own their memory: the replay of another pass may overwrite them, and a later
-    piece of the same pass may overwrite the rows given to a cut.
+    piece of the same pass may overwrite the rows given to a split point.
     """
 
     def record(self, work: Callable[[], T]) -> tuple[list[Callable[[], None]], T]:
         """Run ``work`` once for first-use costs, then capture it.
 
         Returns:
-            Functions that replay the pieces between the cuts, in order, and the results of
+            Functions that replay the pieces between the split points, in order, and the results of
             ``work``.
         """
         ...
 
-    def cut(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def split(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """End the current piece within ``work`` and begin the next one.
 
         Returns:
@@ -54,7 +54,7 @@ class Tape(Protocol):
 
 
 class PassMemory:
-    """Inputs of all passes and the results of their cuts, for up to ``tokens`` tokens.
+    """Inputs of all passes and the results of their split points, for up to ``tokens`` tokens.
 
     Passes of fewer tokens use the first rows.
     """
@@ -66,7 +66,7 @@ class PassMemory:
         self._live = 0  # rows before this index belong to the last step, later rows are zero
 
     def result(self, like: Tensor, width: int) -> Tensor:
-        """Return the buffer [tokens, width] for results of cuts of this width and dtype."""
+        """Return the buffer [tokens, width] for results of split points of this width and dtype."""
         key = width, like.dtype
         if key not in self._results:
             self._results[key] = torch.zeros(
@@ -91,15 +91,15 @@ class PassMemory:
 
 @dataclass(frozen=True)
 class _Call:
-    """One cut of a captured pass.
+    """One split point of a captured pass.
 
     Attributes:
         work: The call that runs eagerly.
-        rows: Its arguments, as the piece before the cut leaves them.
-        result: Buffer of its result, [T, width], as the piece after the cut reads it.
+        rows: Its arguments, as the piece before the split point leaves them.
+        result: Buffer of its result, [T, width], as the piece after the split point reads it.
     """
 
-    work: Cut
+    work: SplitCall
     rows: tuple[Tensor, ...]
     result: Tensor
 
@@ -127,28 +127,30 @@ class Pass:
         """Capture the pass and replay each piece once, because a graph's first launch is slower."""
         self._pieces, self._hidden = self._tape.record(partial(self._forward, steps))
         if len(self._pieces) != len(self._calls) + 1:
-            raise RuntimeError(f"captured {len(self._pieces)} pieces for {len(self._calls)} cuts")
+            raise RuntimeError(
+                f"captured {len(self._pieces)} pieces for {len(self._calls)} split points"
+            )
         for piece in self._pieces:
             piece()
 
     def _forward(self, steps: Steps) -> Tensor:
-        steps.cuts.taker = self._take
+        steps.split_points.replacement = self._take
         try:
             return steps.forward(self._ids, self._positions, self._batch)
         finally:
-            steps.cuts.taker = None
+            steps.split_points.replacement = None
 
-    def _take(self, work: Cut, rows: tuple[Tensor, ...], width: int) -> Tensor:
-        """Record one cut and return the buffer of its result."""
+    def _take(self, work: SplitCall, rows: tuple[Tensor, ...], width: int) -> Tensor:
+        """Record one split point and return the buffer of its result."""
         result = self._memory.result(rows[0], width)[: self.tokens]
-        kept = self._tape.cut(rows)
+        kept = self._tape.split(rows)
         if kept is not None:
             self._calls.append(_Call(work, kept, result))
         return result
 
     @property
-    def cuts(self) -> int:
-        """Number of cuts captured so far."""
+    def split_points(self) -> int:
+        """Number of split points captured so far."""
         return len(self._calls)
 
     def __call__(self, ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:

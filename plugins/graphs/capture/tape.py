@@ -57,7 +57,7 @@ class CudaTape:
         # during the capture
         graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
-    def cut(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def split(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if self._graphs is None:
             return None
         self._graphs[-1].capture_end()

@@ -20,7 +20,7 @@ from glowplug.core.protocols import (
     WeightTarget,
     Worker,
 )
-from glowplug.kernels.formats import awq as layout
+from glowplug.kernels.formats import awq as awq_format
 from glowplug.plugins.quantization.awq.plugin import WORD, awq_group
 from glowplug.plugins.quantization.dense.layers import (
     DenseExperts,
@@ -80,17 +80,17 @@ class AwqSource:
         """
         (rows, columns) = full
         (outputs, inputs) = index
-        if rows % layout.PACK:
+        if rows % awq_format.PACK:
             raise ValueError(
-                f"{module}: {rows} outputs are not a multiple of the {layout.PACK} per word"
+                f"{module}: {rows} outputs are not a multiple of the {awq_format.PACK} per word"
             )
         grid = -(-columns // self.group) if self.group > 0 else 1
-        words = _divided(module, outputs, layout.PACK)
+        words = _divided(module, outputs, awq_format.PACK)
         groups = _divided(module, inputs, self.group) if self.group > 0 else slice(None)
         pending = _PendingMatrix(put)
         for leaf, shape, cut, dtype in (
-            ("qweight", (columns, rows // layout.PACK), (inputs, words), WORD),
-            ("qzeros", (grid, rows // layout.PACK), (groups, words), WORD),
+            ("qweight", (columns, rows // awq_format.PACK), (inputs, words), WORD),
+            ("qzeros", (grid, rows // awq_format.PACK), (groups, words), WORD),
             ("scales", (grid, rows), (groups, outputs), None),
         ):
             yield Target(
@@ -133,13 +133,13 @@ class _PendingMatrix:
 class Awq:
     """``QuantizationScheme`` with dequantised weights. Ranks split at group boundaries."""
 
-    fuses_shared = False
+    fused_shared = False
 
     def __init__(self, options: AwqOptions, plan: EnginePlan, worker: Worker) -> None:
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
         self._device = worker.device
         self._source = AwqSource(plan)
-        self.block = max(layout.PACK, self._source.group)
+        self.block = max(awq_format.PACK, self._source.group)
 
     def linear(self, shape: LinearShape) -> LinearMethod:
         return AwqLinear(shape, self._dtype, self._device, self._source)
@@ -156,7 +156,7 @@ def _into(destination: Tensor, source: AwqSource) -> Put:
 
     def put(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
         group = source.group_of(qweight.shape[0])
-        destination.copy_(layout.dequantize_published(qweight, qzeros, scales, group))
+        destination.copy_(awq_format.dequantize_published(qweight, qzeros, scales, group))
 
     return put
 

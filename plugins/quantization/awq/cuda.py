@@ -20,9 +20,9 @@ from glowplug.core.protocols import (
     WeightTarget,
     Worker,
 )
-from glowplug.kernels.formats import awq as layout
-from glowplug.kernels.gemm import int4_awq as awq_gemm
-from glowplug.kernels.moe.narrow import int4_awq as moe_gemm_awq
+from glowplug.kernels.formats import awq as awq_format
+from glowplug.kernels.gemm import int4_awq
+from glowplug.kernels.moe.narrow import int4_awq as moe_int4_awq
 from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.quantization.awq.cpu import Awq, AwqSource, Put
 from glowplug.plugins.quantization.dense.experts_cuda import shared_slices
@@ -44,7 +44,7 @@ class AwqCuda(Awq):
     def __init__(self, options: AwqOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         width = plan.facts.model.config.get("moe_intermediate_size") or 0
-        self.fuses_shared = self._source.group < 0 or width % self._source.group == 0
+        self.fused_shared = self._source.group < 0 or width % self._source.group == 0
         self._multiply = AwqGemm(options.gemm)
 
     def linear(self, shape: LinearShape) -> LinearMethod:
@@ -83,10 +83,10 @@ class AwqGemm:
             [T, N].
         """
         if self.pick(x.shape[0], packed.shape[1], x.shape[1]) == "triton":
-            return awq_gemm.gemm(
+            return int4_awq.gemm(
                 x if x.stride(-1) == 1 else x.contiguous(), packed, factors, group, bias
             )
-        weight = awq_gemm.dequantize(packed, factors, x.shape[1], group, x.dtype).t()
+        weight = int4_awq.dequantize(packed, factors, x.shape[1], group, x.dtype).t()
         return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
     def pick(self, rows: int, columns: int, depth: int) -> str:
@@ -117,14 +117,14 @@ class PackedWeights:
         self._dtype = dtype
         self.packed = torch.empty(
             count,
-            -(-depth // layout.PACKED_INPUTS),
+            -(-depth // awq_format.PACKED_INPUTS),
             columns,
-            layout.PLANE,
+            awq_format.PLANE,
             dtype=torch.int16,
             device=device,
         )
         self.factors = torch.empty(count, depth // group, columns, dtype=torch.int32, device=device)
-        self.weights = moe_gemm_awq.Weights(self.packed, self.factors, group, depth)
+        self.weights = moe_int4_awq.Weights(self.packed, self.factors, group, depth)
 
     def into(self, number: int, columns: slice) -> Put:
         """Return a callback that repacks a matrix into ``columns`` of matrix ``number``."""
@@ -133,8 +133,8 @@ class PackedWeights:
             self.store(
                 number,
                 columns,
-                layout.unpack(qweight.to(self.packed.device)),
-                layout.unpack(qzeros.to(self.packed.device)),
+                awq_format.unpack(qweight.to(self.packed.device)),
+                awq_format.unpack(qzeros.to(self.packed.device)),
                 scales,
             )
 
@@ -152,8 +152,8 @@ class PackedWeights:
             zeros: [groups, n].
             scales: [groups, n].
         """
-        self.packed[number, :, columns].copy_(layout.pack_blocks(numbers.t()))
-        factors = layout.pack_factors(scales.to(zeros.device), zeros, self._dtype)
+        self.packed[number, :, columns].copy_(awq_format.pack_blocks(numbers.t()))
+        factors = awq_format.pack_factors(scales.to(zeros.device), zeros, self._dtype)
         self.factors[number, :, columns].copy_(factors)
 
 
@@ -189,7 +189,7 @@ class AwqLinearCuda(Biased):
         return self._multiply(values, self.weight, self.factors, self._group, self.bias)
 
     def dense(self) -> Tensor:
-        return awq_gemm.dequantize(
+        return int4_awq.dequantize(
             self.weight, self.factors, self.shape.inputs, self._group, self._dtype
         )
 
@@ -207,12 +207,12 @@ class AwqExpertsCuda:
     def __init__(
         self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: AwqSource
     ) -> None:
-        assert not shape.shared or shape.inter == shape.inter_full, (
+        assert not shape.fused_shared or shape.inter == shape.inter_full, (
             "the shared expert can be fused only on one rank"
         )
         self.shape = shape
         self._source = source
-        count = shape.count + shape.shared
+        count = shape.count + shape.fused_shared
         self.w13 = PackedWeights(count, 2 * shape.inter, shape.hidden, source, dtype, device)
         self.w2 = PackedWeights(count, shape.hidden, shape.inter, source, dtype, device)
 
@@ -239,9 +239,13 @@ class AwqExpertsCuda:
         """
         shape = self.shape
         device = self.w13.packed.device
-        parts = [layout.unpack(qweight.to(device)), layout.unpack(qzeros.to(device)), scales]
+        parts = [
+            awq_format.unpack(qweight.to(device)),
+            awq_format.unpack(qzeros.to(device)),
+            scales,
+        ]
         held, columns, dim = (self.w2, ALL, 0) if rows is None else (self.w13, rows, 1)
-        for number in range(shape.shared):
+        for number in range(shape.fused_shared):
             held.store(
                 shape.count + number, columns, *(self._slice(part, number, dim) for part in parts)
             )
@@ -254,7 +258,7 @@ class AwqExpertsCuda:
         return (
             part
             if part.shape[dim] == 1 and dim == 0
-            else part.chunk(self.shape.shared, dim)[number]
+            else part.chunk(self.shape.fused_shared, dim)[number]
         )
 
     def finalize(self) -> None:
@@ -262,7 +266,7 @@ class AwqExpertsCuda:
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
         values = x.values if isinstance(x, Quantized) else x
-        rows = moe_gemm_awq.expert_rows(
+        rows = moe_int4_awq.expert_rows(
             values.contiguous(), self.w13.weights, self.w2.weights, ids, weights
         )
         return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)

@@ -175,7 +175,7 @@ def register_quantization_schemes() -> list[Component]:
                     StoredLeaf("scales", HALF_BYTES, scale=True),
                 ),
                 dequantizes=frozenset({"cpu"}),
-                rides=True,
+                fused_shared=True,
             ),
             uses={"triton": ("triton",), "cublas": ("triton",)},
             summary="int4 weights with a scale and a zero per group, as AutoAWQ writes them",

@@ -50,7 +50,7 @@ class BlockFp8:
     """
 
     block = 1
-    fuses_shared = False
+    fused_shared = False
 
     def __init__(self, options: BlockFp8Options, plan: EnginePlan, worker: Worker) -> None:
         facts = plan.facts.model

@@ -23,7 +23,7 @@ from glowplug.core.protocols import (
     WeightTarget,
     Worker,
 )
-from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant
+from glowplug.kernels.formats import fp8, fp8_triton
 from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 from glowplug.kernels.moe import gemm_hopper as moe_gemm_hopper
 from glowplug.kernels.moe.fp8 import experts as fp8_experts, tiles as moe_fp8_tiles
@@ -42,6 +42,7 @@ from glowplug.plugins.quantization.block_fp8.weights import (
 )
 from glowplug.plugins.quantization.dense.layers import PARTS13, Biased, expert_slices, linear_slices
 from glowplug.plugins.quantization.shared.expert_bytes import provider_for_dtype
+from glowplug.plugins.quantization.shared.quantized_input import quantized
 
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
@@ -56,7 +57,7 @@ class BlockFp8Cuda(BlockFp8):
     """
 
     block = FP8_BLOCK
-    fuses_shared = True
+    fused_shared = True
 
     def __init__(self, options: BlockFp8Options, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
@@ -75,14 +76,6 @@ def grouped(wanted: str) -> GroupedExperts:
     if wanted == "deep_gemm_masked":
         return Masked()
     return CutlassExperts() if wanted == "cutlass" else Grouped(wanted)
-
-
-def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
-    """Return values and scales of activations, quantising them if their producer has not."""
-    if not isinstance(x, Quantized):
-        return fp8_quant.quantize(x)
-    assert x.scales is not None, f"activations in {FORMAT} have scales"
-    return x.values, x.scales
 
 
 class Fp8LinearCuda(Biased):
@@ -139,7 +132,7 @@ class Fp8LinearCuda(Biased):
         yield from self.bias_targets()
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
-        values, scales = quantized(x)
+        values, scales = quantized(x, fp8_triton.quantize)
         rows, depth = values.shape
         if not rows:
             return torch.empty(0, self.columns, dtype=self._dtype, device=values.device)
@@ -200,25 +193,27 @@ class Fp8ExpertsCuda:
         self.shape = shape
         self._dtype = dtype
         self._native = native
-        self.count = shape.count + shape.shared
+        self.count = shape.count + shape.fused_shared
         self.inter = whole_blocks(shape.inter)
         # libraries support whole blocks only
         self._grouped = grouped if shape.hidden % FP8_BLOCK == 0 else None
         self._has_hopper = moe_gemm_hopper.card_is_hopper() and moe_fp8_tiles.fits_hopper(
             shape.hidden, dtype.itemsize
         )
+        self._allocate(device)
+
+    def _allocate(self, device: str) -> None:
+        """Allocate weights, zero where they are padded, and scales of 1."""
+        hidden = self.shape.hidden
         empty = partial(torch.empty, dtype=torch.float8_e4m3fn, device=device)
-        self.w13 = empty(self.count, 2 * self.inter, shape.hidden)
-        self.w2 = empty(self.count, shape.hidden, self.inter)
-        if self.inter != shape.inter:
+        ones = partial(torch.ones, device=device)
+        self.w13 = empty(self.count, 2 * self.inter, hidden)
+        self.w2 = empty(self.count, hidden, self.inter)
+        if self.inter != self.shape.inter:
             self.w13.zero_()
             self.w2.zero_()
-        self.scales13 = torch.ones(
-            self.count, 2 * self.inter // FP8_BLOCK, blocks(shape.hidden), device=device
-        )
-        self.scales2 = torch.ones(
-            self.count, blocks(shape.hidden), self.inter // FP8_BLOCK, device=device
-        )
+        self.scales13 = ones(self.count, 2 * self.inter // FP8_BLOCK, blocks(hidden))
+        self.scales2 = ones(self.count, blocks(hidden), self.inter // FP8_BLOCK)
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, expert, span in expert_slices(self.shape):
@@ -226,7 +221,7 @@ class Fp8ExpertsCuda:
             yield from StoredMatrix(
                 name, full, index, values[expert], scales[expert], self._native
             ).targets()
-        if self.shape.shared:
+        if self.shape.fused_shared:
             yield from self._shared_targets()
 
     def _part(self, half: int | None) -> tuple[Tensor, Tensor]:
@@ -242,7 +237,7 @@ class Fp8ExpertsCuda:
 
     def _shared_targets(self) -> Iterator[WeightTarget]:
         shape = self.shape
-        width = shape.shared * shape.inter
+        width = shape.fused_shared * shape.inter
         for half, part in ((0, PARTS13[0]), (1, PARTS13[1]), (None, "down_proj")):
             values, scales = self._part(half)
             full, dim = ((shape.hidden, width), 1) if half is None else ((width, shape.hidden), 0)
@@ -259,7 +254,7 @@ class Fp8ExpertsCuda:
         return
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
-        values, scales = quantized(x)
+        values, scales = quantized(x, fp8_triton.quantize)
         tokens, per_token = ids.shape
         if not tokens:
             return torch.empty(0, self.shape.hidden, dtype=self._dtype, device=values.device)

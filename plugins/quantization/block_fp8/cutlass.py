@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from glowplug.kernels.moe.fp8 import library_layouts as moe_places
+from glowplug.kernels.moe.fp8 import library_layouts
 from glowplug.kernels.moe.fp8.library_layouts import PackedRows
 from glowplug.kernels.moe.sort import sum_placed
 from glowplug.plugins.quantization.shared.expert_bytes import (
@@ -66,16 +66,16 @@ class CutlassExperts:
         result_dtype = torch.float16 if dtype == torch.float16 else torch.bfloat16
         pairs = ids.numel()
         inter = w2.shape[2]
-        order = moe_places.packed(ids, w13.shape[0], x.shape[1], inter)
+        order = library_layouts.packed(ids, w13.shape[0], x.shape[1], inter)
         wide, both, narrow = order.strides
         inputs = _empty(pairs, x.shape[1], x.device)
-        moe_places.spread(x, x_scales, ids, order.place, inputs[0], inputs[1].unsqueeze(0))
+        library_layouts.spread(x, x_scales, ids, order.place, inputs[0], inputs[1].unsqueeze(0))
         hidden = self._gemm(
             inputs, w13, scales13, order, order.sizes[0], (wide, both), result_dtype
         )
         del inputs
         inner = _empty(pairs, inter, x.device)
-        moe_places.activate(hidden, ids, order.place, inner[0], inner[1].unsqueeze(0))
+        library_layouts.activate(hidden, ids, order.place, inner[0], inner[1].unsqueeze(0))
         del hidden
         outer = self._gemm(inner, w2, scales2, order, order.sizes[1], (narrow, wide), result_dtype)
         del inner

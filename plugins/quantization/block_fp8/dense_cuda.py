@@ -16,7 +16,7 @@ class DequantizedExperts(CudaExperts):
     """``ExpertsMethod`` over dense weights, for activations that are not rounded to FP8."""
 
     def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, native: bool) -> None:
-        assert not shape.shared, "this method does not fuse the shared expert"
+        assert not shape.fused_shared, "this method does not fuse the shared expert"
         super().__init__(shape, dtype, device)
         self._native = native
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plugin.byte_costs import ROUND_TOKENS
 from glowplug.kernels.formats.fp8_block import FP8_BLOCK
-from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch import tuned_tables
 from glowplug.plugins.quantization.block_fp8.plugin import SIXTEEN_BIT_ONLY
 from glowplug.plugins.quantization.shared import provider_choice
 from glowplug.plugins.quantization.shared.libraries import library
@@ -103,7 +103,7 @@ class TritonGemm(_Library):
 
 
 class DeepGemm(_Library):
-    """DeepGEMM (DeepSeek-AI, 2025).
+    """GEMMs by DeepGEMM (DeepSeek-AI, 2025).
 
     NOTE: It compiles for seconds whenever its heuristic picks tiles for the first time, which
     depends on the number of rows. It is therefore used only for row counts that are common and that
@@ -166,7 +166,7 @@ def transposed_scales(scales: Tensor) -> Tensor:
 
 
 class CutlassGemm(_Library):
-    """CUTLASS in sgl_kernel's build."""
+    """GEMMs by CUTLASS, in sgl_kernel's build."""
 
     name = "cutlass"
     module = "sgl_kernel"
@@ -184,7 +184,7 @@ class CutlassGemm(_Library):
 
 
 class Cublas(_Library):
-    """cuBLASLt's block scaling through torch."""
+    """GEMMs by cuBLASLt with block scales, through torch."""
 
     name = "cublas"
     module = "torch"
@@ -281,7 +281,7 @@ class Providers:
             return
         measured = self._measured.get((columns, depth))
         if measured:
-            yield tuned.nearest(measured, rows)
+            yield tuned_tables.nearest(measured, rows)
         yield from (
             provider_choice.UNMEASURED_FEW_ROWS
             if rows <= provider_choice.FEW_ROWS_MAX
@@ -291,9 +291,9 @@ class Providers:
 
 def measured_table() -> provider_choice.Table:
     """Return the current GPU's table; empty if there are no measurements."""
-    return provider_choice.measured(provider_choice.FP8.kind, tuned.device_name())
+    return provider_choice.measured(provider_choice.FP8.kind, tuned_tables.device_name())
 
 
 def provider_path() -> Path:
     """Return the file of the current GPU's table."""
-    return provider_choice.table_path(provider_choice.FP8.kind, tuned.device_name())
+    return provider_choice.table_path(provider_choice.FP8.kind, tuned_tables.device_name())

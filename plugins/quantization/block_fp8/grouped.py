@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.errors import GlowplugError
-from glowplug.kernels.formats import fp8_triton as fp8_quant
+from glowplug.kernels.formats import fp8_triton
 from glowplug.kernels.moe.align import Alignment, align
 from glowplug.kernels.moe.sort import gather_rows, sum_placed
 from glowplug.plugins.quantization.shared.expert_bytes import DEEP_GEMM_TILE, grouped_pays
@@ -95,7 +95,7 @@ class Grouped:
         values, scales, place = gather_rows(x, x_scales, order, ids)
         hidden = self._gemm((values, scales), w13, scales13, order)
         del values, scales
-        inner = fp8_quant.silu_and_mul_pairs(
+        inner = fp8_triton.silu_and_mul_pairs(
             hidden, order.sorted_pairs, order.num_padded, ids.numel()
         )
         del hidden

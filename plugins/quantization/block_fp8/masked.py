@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from glowplug.kernels.moe.fp8 import library_layouts as moe_places
+from glowplug.kernels.moe.fp8 import library_layouts
 from glowplug.kernels.moe.sort import sum_placed
 from glowplug.plugins.quantization.block_fp8.grouped import Grouped
 from glowplug.plugins.quantization.shared.expert_bytes import GROUP, MASKED_TOKENS, masked_rows
@@ -66,14 +66,14 @@ class Masked:
             )
         count = w13.shape[0]
         rows = masked_rows(x.shape[0])
-        place, counts = moe_places.static(ids, count, rows)
+        place, counts = library_layouts.static(ids, count, rows)
         mean_rows = -(-ids.numel() // count)
         inputs = _empty(count, rows, x.shape[1], x.device)
-        moe_places.spread(x, x_scales, ids, place, inputs[0].flatten(0, 1), inputs[1])
+        library_layouts.spread(x, x_scales, ids, place, inputs[0].flatten(0, 1), inputs[1])
         hidden = self._gemm(inputs, w13, scales13, counts, mean_rows)
         del inputs
         inner = _empty(count, rows, w2.shape[2], x.device)
-        moe_places.activate(hidden.flatten(0, 1), ids, place, inner[0].flatten(0, 1), inner[1])
+        library_layouts.activate(hidden.flatten(0, 1), ids, place, inner[0].flatten(0, 1), inner[1])
         del hidden
         outer = self._gemm(inner, w2, scales2, counts, mean_rows)
         del inner

@@ -161,7 +161,7 @@ def register_quantization_schemes() -> list[Component]:
                 block_shape=(128, 128),
                 dequantizes=frozenset({"cpu"}),
                 cast_bytes=FP8_NUMBER_BYTES,
-                rides=True,
+                fused_shared=True,
                 experts_work=fp8_experts,
                 peak_tokens=fp8_peak_tokens,
             ),

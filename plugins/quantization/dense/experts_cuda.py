@@ -11,7 +11,7 @@ from torch import Tensor
 
 from glowplug.core.layers.module import Target
 from glowplug.core.protocols import ExpertsShape, Parts, Quantized, WeightTarget
-from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.moe import experts as moe_experts
 from glowplug.kernels.moe.gemm import Early
 from glowplug.kernels.moe.sum import moe_sum
@@ -24,11 +24,11 @@ def shared_slices(shape: ExpertsShape) -> Iterator[tuple[str, tuple[int, int], s
     Yields:
         Module name, shape of the matrix, and its rows within w13 (None: w2).
     """
-    width = shape.shared * shape.inter_full
-    for half, part in enumerate(PARTS13 if shape.shared else ()):
+    width = shape.fused_shared * shape.inter_full
+    for half, part in enumerate(PARTS13 if shape.fused_shared else ()):
         rows = slice(half * shape.inter, (half + 1) * shape.inter)
         yield f"{shape.shared_prefix}.{part}", (width, shape.hidden), rows
-    if shape.shared:
+    if shape.fused_shared:
         yield f"{shape.shared_prefix}.down_proj", (shape.hidden, width), None
 
 
@@ -43,11 +43,11 @@ class CudaExperts:
     input_format = "plain"
 
     def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str) -> None:
-        assert not shape.shared or shape.inter == shape.inter_full, (
+        assert not shape.fused_shared or shape.inter == shape.inter_full, (
             "the shared expert can be fused only on one rank"
         )
         self.shape = shape
-        count = shape.count + shape.shared
+        count = shape.count + shape.fused_shared
         self.w13 = torch.empty(count, 2 * shape.inter, shape.hidden, dtype=dtype, device=device)
         self.w2 = torch.empty(count, shape.hidden, shape.inter, dtype=dtype, device=device)
         self._ready = torch.zeros(2, dtype=torch.int32, device=device)
@@ -75,10 +75,12 @@ class CudaExperts:
         shape = self.shape
         if rows is None:
             self.w2[shape.count :].copy_(
-                value.view(shape.hidden, shape.shared, shape.inter).transpose(0, 1)
+                value.view(shape.hidden, shape.fused_shared, shape.inter).transpose(0, 1)
             )
         else:
-            self.w13[shape.count :, rows].copy_(value.view(shape.shared, shape.inter, shape.hidden))
+            self.w13[shape.count :, rows].copy_(
+                value.view(shape.fused_shared, shape.inter, shape.hidden)
+            )
 
     def finalize(self) -> None:
         return
@@ -90,9 +92,9 @@ class CudaExperts:
 
     def start(self, x: Tensor, width: int) -> Started | None:
         """Launch the work that may precede the gate; see ``ExpertsMethod``."""
-        if not dependent.supported():
+        if not dependent_launch.supported():
             return None
-        early = moe_experts.begin(x, self.w13, width, self.shape.shared, self._ready)
+        early = moe_experts.begin(x, self.w13, width, self.shape.fused_shared, self._ready)
         if early is None:
             return None
         # NOTE: a step that failed after its gate left the ready flag set; this one would trust it
@@ -106,7 +108,7 @@ class CudaExperts:
     ) -> Tensor | Parts:
         """Compute the experts' result, from ``early`` if ``start`` launched it."""
         rows, named = moe_experts.products(
-            x, self.w13, self.w2, ids, weights, fused_shared=self.shape.shared, early=early
+            x, self.w13, self.w2, ids, weights, fused_shared=self.shape.fused_shared, early=early
         )
         if early is not None:
             self._started = False
@@ -117,14 +119,14 @@ class CudaExperts:
 
 @dataclass(frozen=True)
 class Started:
-    """``StartedExperts`` of x [T, hidden]."""
+    """Experts of x [T, hidden] that run before the gate has chosen; ``StartedExperts``."""
 
     method: CudaExperts
     x: Tensor
     early: Early
 
     @property
-    def begun(self) -> Tensor:
+    def ready(self) -> Tensor:
         """Ready flag of x that the gate sets, int32."""
         return self.early.ready
 

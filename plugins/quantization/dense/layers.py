@@ -10,7 +10,7 @@ from torch import Tensor
 from glowplug.core.layers.module import Target, part_of
 from glowplug.core.protocols import ExpertsShape, LinearShape, Quantized, WeightTarget
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul
-from glowplug.kernels.moe import reference as moe
+from glowplug.kernels.moe import reference as moe_reference
 
 PARTS13 = ("gate_proj", "up_proj")  #: checkpoint matrices fused in w13, in order
 
@@ -104,8 +104,8 @@ class DenseExperts:
         self.w2 = torch.empty(shape.count, shape.inter, shape.hidden, dtype=dtype, device=device)
         split = shape.count < shape.total or shape.inter < shape.inter_full
         # only a layer that is split among ranks may meet experts held elsewhere
-        host = moe.experts_some_host if split else moe.experts_host
-        self._run = host if torch.device(device).type == "cpu" else moe.experts_device
+        host = moe_reference.experts_some_host if split else moe_reference.experts_host
+        self._run = host if torch.device(device).type == "cpu" else moe_reference.experts_device
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, expert, span in expert_slices(self.shape):

@@ -51,10 +51,10 @@ class CudaLinear(DenseLinear):
 
 def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Return x W^T by our own kernel where it is faster than cuBLAS, else None."""
-    from glowplug.kernels.gemm import few_rows as skinny_gemm  # imported late: it needs Triton
+    from glowplug.kernels.gemm import few_rows  # imported late: it needs Triton
 
-    tile = skinny_gemm.few_rows_tile(len(x), *weight.shape)
-    return None if tile is None else skinny_gemm.multiply(x, weight, bias, tile)
+    tile = few_rows.few_rows_tile(len(x), *weight.shape)
+    return None if tile is None else few_rows.multiply(x, weight, bias, tile)
 
 
 def _lm_head(x: Tensor, weight: Tensor) -> Tensor | None:
@@ -62,13 +62,13 @@ def _lm_head(x: Tensor, weight: Tensor) -> Tensor | None:
 
     Our kernel runs where this GPU's tuned table has a configuration faster than cuBLAS.
     """
-    from glowplug.kernels.gemm import lm_head as head_gemm  # imported late: it needs Triton
+    from glowplug.kernels.gemm import lm_head  # imported late: it needs Triton
 
-    config = head_gemm.lm_head_config(len(x), *weight.shape)
+    config = lm_head.lm_head_config(len(x), *weight.shape)
     return (
         None
-        if config is None or not head_gemm.lm_head_fits(x, weight)
-        else head_gemm.multiply(x, weight, config)
+        if config is None or not lm_head.lm_head_fits(x, weight)
+        else lm_head.multiply(x, weight, config)
     )
 
 
@@ -79,8 +79,10 @@ def _split_parts(x: Tensor, weight: Tensor) -> Parts | None:
     """
     if not x.is_contiguous() or x.dtype != weight.dtype:
         return None
-    from glowplug.kernels.gemm import split_depth as slice_gemm  # imported late: it needs Triton
+    from glowplug.kernels.gemm import split_depth  # imported late: it needs Triton
 
-    if not slice_gemm.split_depth_pays(len(x), weight.shape[0], weight.shape[1], x.dtype, x.device):
+    if not split_depth.split_depth_pays(
+        len(x), weight.shape[0], weight.shape[1], x.dtype, x.device
+    ):
         return None
-    return Parts(slice_gemm.multiply(x, weight), slice_gemm.split_ids(len(x), x.device))
+    return Parts(split_depth.multiply(x, weight), split_depth.split_ids(len(x), x.device))

@@ -136,7 +136,7 @@ class W8A8Int8:
     """
 
     block = 1
-    fuses_shared = False
+    fused_shared = False
 
     def __init__(self, options: W8A8Int8Options, plan: EnginePlan, worker: Worker) -> None:
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)

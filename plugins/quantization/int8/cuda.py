@@ -24,15 +24,16 @@ from glowplug.core.protocols import (
     WeightTarget,
     Worker,
 )
-from glowplug.kernels.formats import int8, int8_triton as int8_quant
+from glowplug.kernels.formats import int8, int8_triton
 from glowplug.kernels.gemm import int8 as int8_gemm
-from glowplug.kernels.moe.narrow import int8 as moe_gemm_int8
+from glowplug.kernels.moe.narrow import int8 as moe_int8
 from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.quantization.dense.experts_cuda import shared_slices
 from glowplug.plugins.quantization.dense.layers import Biased, expert_slices, linear_slices
 from glowplug.plugins.quantization.int8.cpu import Int8Source, Put, W8A8Int8
 from glowplug.plugins.quantization.shared.libraries import library
 from glowplug.plugins.quantization.shared.provider_choice import INT8, INT8_ROWS, ByShape, Table
+from glowplug.plugins.quantization.shared.quantized_input import quantized
 
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.int8.plugin import W8A8Int8Options
@@ -44,7 +45,7 @@ ALL = slice(None)
 class W8A8Int8Cuda(W8A8Int8):
     """``QuantizationScheme`` with int8 weights; the shared expert may be fused."""
 
-    fuses_shared = True
+    fused_shared = True
 
     def __init__(self, options: W8A8Int8Options, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
@@ -117,14 +118,6 @@ class Int8Gemm:
         return self._fastest.pick(rows, columns, depth) if self._wanted == "auto" else self._wanted
 
 
-def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
-    """Return values and scales of activations, quantising them if their producer has not."""
-    if not isinstance(x, Quantized):
-        return int8_quant.quantize(x)
-    assert x.scales is not None, f"activations in {FORMAT} have scales"
-    return x.values, x.scales
-
-
 class Int8LinearCuda(Biased):
     """``LinearMethod`` in int8, with fused matrices stacked along the rows.
 
@@ -158,7 +151,7 @@ class Int8LinearCuda(Biased):
         yield from self.bias_targets()
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
-        values, scales = quantized(x)
+        values, scales = quantized(x, int8_triton.quantize)
         return self._multiply(values, scales, self.weight, self.scales, self._dtype, self.bias)
 
     def dense(self) -> Tensor:
@@ -190,13 +183,13 @@ class Int8ExpertsCuda:
     def __init__(
         self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Int8Source
     ) -> None:
-        assert not shape.shared or shape.inter == shape.inter_full, (
+        assert not shape.fused_shared or shape.inter == shape.inter_full, (
             "the shared expert can be fused only on one rank"
         )
         self.shape = shape
         self._dtype = dtype
         self._source = source
-        count = shape.count + shape.shared
+        count = shape.count + shape.fused_shared
         self.w13 = torch.empty(
             count, 2 * shape.inter, shape.hidden, dtype=torch.int8, device=device
         )
@@ -229,20 +222,27 @@ class Int8ExpertsCuda:
         shape = self.shape
         if rows is None:
             self.w2[shape.count :].copy_(
-                stored.view(shape.hidden, shape.shared, shape.inter).transpose(0, 1)
+                stored.view(shape.hidden, shape.fused_shared, shape.inter).transpose(0, 1)
             )
             self.scales2[shape.count :].copy_(scales)
         else:
             self.w13[shape.count :, rows].copy_(
-                stored.view(shape.shared, shape.inter, shape.hidden)
+                stored.view(shape.fused_shared, shape.inter, shape.hidden)
             )
-            self.scales13[shape.count :, rows].copy_(scales.view(shape.shared, shape.inter))
+            self.scales13[shape.count :, rows].copy_(scales.view(shape.fused_shared, shape.inter))
 
     def finalize(self) -> None:
         return
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
-        rows = moe_gemm_int8.expert_rows(
-            *quantized(x), self.w13, self.scales13, self.w2, self.scales2, ids, weights, self._dtype
+        rows = moe_int8.expert_rows(
+            *quantized(x, int8_triton.quantize),
+            self.w13,
+            self.scales13,
+            self.w2,
+            self.scales2,
+            ids,
+            weights,
+            self._dtype,
         )
         return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)

@@ -212,7 +212,7 @@ def register_quantization_schemes() -> list[Component]:
                 online=True,
                 dequantizes=frozenset({"cpu"}),
                 cast_bytes=1.0,
-                rides=True,
+                fused_shared=True,
                 experts_work=int8_experts,
             ),
             uses=LIBRARIES,

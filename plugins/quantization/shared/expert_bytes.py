@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from glowplug.core.plugin.byte_costs import NUMBER_BYTES, ExpertsStep, MemoryUse, tiled_rows
-from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.launch.cards import HOPPER
 from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe import tiles as moe_tiles
@@ -41,7 +41,7 @@ def dense_experts(step: ExpertsStep) -> MemoryUse:
     """
     problem = moe_tiles.ExpertsProblem(step.count, step.chosen, step.hidden, step.inter, step.dtype)
     machine = (step.card or "cpu", step.packages.get("triton", ""))
-    measured = tuned.table(problem.table_on(machine)) or {}
+    measured = tuned_tables.table(problem.table_on(machine)) or {}
     works = [
         _dense(replace(step, tokens=tokens), moe_tiles.pick(problem, tokens, measured)["up"])
         for tokens in _peak_tokens(measured, step.tokens)
@@ -69,19 +69,19 @@ def _dense(step: ExpertsStep, up: Config) -> MemoryUse:
     and up results and their gated product are allocated and released before the gated rows, and its
     result adds one row per token.
     """
-    routed = step.tokens * (step.chosen - step.shared)
-    experts = step.count - step.shared
-    if up["way"] == "hopper" and up["apart"] and step.shared:
+    routed = step.tokens * (step.chosen - step.fused_shared)
+    experts = step.count - step.fused_shared
+    if up["way"] == "hopper" and up["apart"] and step.fused_shared:
         outer, out = (
             step.tokens * rows * step.hidden * step.element
-            for rows in (step.chosen - step.shared + 1, 1)
+            for rows in (step.chosen - step.fused_shared + 1, 1)
         )
-        apart = 3 * step.tokens * step.shared * step.inter * step.element
+        apart = 3 * step.tokens * step.fused_shared * step.inter * step.element
         rows = tiled_rows(routed, experts, up["block_m"])
         most = outer + max(apart, rows * (step.inter * step.element + NUMBER_BYTES))
         return MemoryUse(most, outer) if step.parts else MemoryUse(max(most, outer + out), out)
     places = step.pairs
-    beside = step.tokens * step.shared
+    beside = step.tokens * step.fused_shared
     if up["way"] in ("hopper", "sorted"):
         wide = moe_tiles.fused_shared_has_own_tiles(up, step.tokens)
         places = tiled_rows(

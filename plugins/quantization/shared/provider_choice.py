@@ -16,7 +16,7 @@ from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.options import QuantizationOptions
-from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.launch.cards import LIBRARIES as LIBRARY_CARDS, TILES
 from glowplug.plugins.quantization.awq.plugin import AwqOptions
 from glowplug.plugins.quantization.block_fp8.plugin import LIBRARIES, BlockFp8Options
@@ -106,17 +106,16 @@ def remark(context: CheckContext) -> Decision | None:
     Returns:
         None if there is nothing to choose: another option value, scheme or device.
     """
-    machine = context.facts.hardware
     options = narrow_options(context)
-    cards = {card.compute for card in machine.devices}
+    cards = {card.compute for card in context.facts.hardware.devices}
     if (
         not isinstance(options, BlockFp8Options | W8A8Int8Options | AwqOptions)
         or options.gemm != "auto"
+        or context.values.device != "cuda"
+        or not cards <= TILES
     ):
         return None
     choice = next(choice for kind, choice in CHOICES.items() if isinstance(options, kind))
-    if context.values.device != "cuda" or not cards <= TILES:
-        return None
     if not choice.on_every_gpu and not cards <= LIBRARY_CARDS:
         return Decision(
             FIELD,
@@ -125,26 +124,32 @@ def remark(context: CheckContext) -> Decision | None:
             "8-bit GEMMs of other libraries were not tried on this GPU",
             notable=True,
         )
+    return _resolved(choice, context)
+
+
+def _resolved(choice: GemmChoice, context: CheckContext) -> Decision:
+    """Return whether measurements or rules choose the provider on the machine's GPUs."""
+    devices = context.facts.hardware.devices
     candidates = _candidates(choice, context.facts.software.packages)
-    shapes = min((len(measured(choice.kind, card.name)) for card in machine.devices), default=0)
-    card = machine.devices[0].name
-    if not shapes:
-        known = ", ".join(measured_cards(choice.kind))
-        inapplicable = f" (those of {known} do not apply)" if known else ""
+    shapes = min((len(measured(choice.kind, card.name)) for card in devices), default=0)
+    card = devices[0].name
+    if shapes:
         return Decision(
             FIELD,
-            "rules",
+            "by shape",
             "facts",
-            f"no measurements for {card}{inapplicable}: {choice.unmeasured}; "
-            f"{candidates}; run `glowplug tune {choice.tuner}` to measure",
-            notable=True,
+            f"the fastest provider measured on {card} for each of {shapes} shapes; {candidates}; "
+            f"other shapes: {choice.others}",
         )
+    known = ", ".join(measured_cards(choice.kind))
+    inapplicable = f" (those of {known} do not apply)" if known else ""
     return Decision(
         FIELD,
-        "by shape",
+        "rules",
         "facts",
-        f"the fastest provider measured on {card} for each of {shapes} shapes; {candidates}; "
-        f"other shapes: {choice.others}",
+        f"no measurements for {card}{inapplicable}: {choice.unmeasured}; "
+        f"{candidates}; run `glowplug tune {choice.tuner}` to measure",
+        notable=True,
     )
 
 
@@ -162,7 +167,7 @@ def _candidates(choice: GemmChoice, packages: Mapping[str, str]) -> str:
 
 def table_path(kind: str, card: str) -> Path:
     """Return the file of the fastest providers on ``card``, by shape and row count."""
-    return tuned.FOLDER / f"{kind},device_name={tuned.spelt(card)}.json"
+    return tuned_tables.FOLDER / f"{kind},device_name={tuned_tables.spelt(card)}.json"
 
 
 def measured(kind: str, card: str) -> Table:
@@ -176,7 +181,7 @@ def measured_cards(kind: str) -> list[str]:
     """Return the names of the GPUs that have a table of ``kind``."""
     return sorted(
         path.stem.partition("device_name=")[2].replace("_", " ")
-        for path in tuned.FOLDER.glob(f"{kind},device_name=*.json")
+        for path in tuned_tables.FOLDER.glob(f"{kind},device_name=*.json")
     )
 
 
@@ -194,7 +199,9 @@ class ByShape:
 
     def __init__(self, kind: str, rule: RowRule, table: Table | None = None) -> None:
         self._rule = rule
-        self._measured = by_shape(measured(kind, tuned.device_name()) if table is None else table)
+        self._measured = by_shape(
+            measured(kind, tuned_tables.device_name()) if table is None else table
+        )
         self._picked: dict[tuple[int, int, int], str] = {}
 
     def pick(self, rows: int, columns: int, depth: int) -> str:
@@ -214,7 +221,7 @@ class ByShape:
                 shape,
             ),
         )
-        return tuned.nearest(self._measured[near], rows)
+        return tuned_tables.nearest(self._measured[near], rows)
 
 
 def by_shape(table: Table) -> dict[tuple[int, int], dict[int, str]]:

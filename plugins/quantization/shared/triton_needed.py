@@ -21,21 +21,11 @@ def check_triton(context: CheckContext, name: str, alternative: str) -> Iterator
         alternative: option setting that needs no kernels, because weights stay in the compute
             dtype.
     """
-    named = [
-        option
-        for option in context.options.provider_fields()
-        if getattr(context.options, option) != "auto"
-    ]
-    settings = " and ".join(
-        f"quantization.{one}" for one in (alternative, *(f'{option} = "auto"' for option in named))
-    )
-    without = (
-        f'quantization.use = "{name}" with {settings}, which keeps weights in the compute dtype'
-    )
-    machine = context.facts.hardware
-    cards = sorted({card.compute for card in machine.devices} - TILES)
     if context.values.device != "cuda":
         return
+    without = _without(context, name, alternative)
+    machine = context.facts.hardware
+    cards = sorted({card.compute for card in machine.devices} - TILES)
     if cards:
         yield Refusal(
             name,
@@ -53,6 +43,16 @@ def check_triton(context: CheckContext, name: str, alternative: str) -> Iterator
             f"{name} runs Triton kernels, which need {needed} ({found})",
             f"{installation(needed, machine)}, or {without}",
         )
+
+
+def _without(context: CheckContext, name: str, alternative: str) -> str:
+    """Return the fix that needs no kernels: ``alternative``, and "auto" for named providers."""
+    settings = [alternative]
+    for option in context.options.provider_fields():
+        if getattr(context.options, option) != "auto":
+            settings.append(f'{option} = "auto"')
+    joined = " and ".join(f"quantization.{setting}" for setting in settings)
+    return f'quantization.use = "{name}" with {joined}, which keeps weights in the compute dtype'
 
 
 def check_libraries(context: CheckContext, name: str) -> Iterator[Refusal]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext
 from glowplug.core.plugin.hookspecs import hookimpl
-from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.launch.cards import TILES
 from glowplug.plugins.quantization.shared import expert_provider_choice, provider_choice
 
@@ -33,13 +33,13 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
         or {device.compute for device in devices} - TILES
     ):
         return []
-    tables = made_for(path.name for path in tuned.FOLDER.glob("*.json"))
+    tables = made_for(path.name for path in tuned_tables.FOLDER.glob("*.json"))
     others = (
         provider_choice.remark(context),
         expert_provider_choice.remark(context),
         head_remark(context, min(cards), version),
     )
-    return [remark(cards, tuned.minor(version), tables), *(each for each in others if each)]
+    return [remark(cards, tuned_tables.minor(version), tables), *(each for each in others if each)]
 
 
 def made_for(names: Iterable[str]) -> set[tuple[str, str]]:
@@ -80,10 +80,12 @@ def head_remark(context: CheckContext, card: str, version: str) -> Decision | No
     """
     model = context.facts.model
     table = (
-        tuned.table(tuned.head_file_name(model.vocab_size, model.hidden_size, (card, version)))
+        tuned_tables.table(
+            tuned_tables.head_file_name(model.vocab_size, model.hidden_size, (card, version))
+        )
         or {}
     )
-    ours = [str(rows) for rows, config in table.items() if config["way"] != tuned.CUBLAS]
+    ours = [str(rows) for rows, config in table.items() if config["way"] != tuned_tables.CUBLAS]
     if not ours or context.values.dtype != "bfloat16":
         return None
     return Decision(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols.tuning import LayerShapes, Log, TuneTable
-from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.moe import tuning as moe_tuning
 from glowplug.kernels.moe.tiles import ExpertsProblem
 
@@ -25,17 +25,21 @@ class MoeTuner:
             if shape.prefix in shapes.quantized:
                 continue
             problem = ExpertsProblem(
-                shape.count + shape.shared,
-                shapes.topk + shape.shared,
+                shape.count + shape.fused_shared,
+                shapes.topk + shape.fused_shared,
                 shape.hidden,
                 shape.inter,
                 self._dtype,
             )
-            path = tuned.FOLDER / problem.table_name
+            path = tuned_tables.FOLDER / problem.table_name
             label = f"E={problem.experts},N={problem.inter},H={problem.hidden}"
             found.append(
                 TuneTable(
-                    label, path, rows or moe_tuning.TOKENS, rows_in(path), (problem, shape.shared)
+                    label,
+                    path,
+                    rows or moe_tuning.TOKENS,
+                    rows_in(path),
+                    (problem, shape.fused_shared),
                 )
             )
         return found

@@ -18,10 +18,10 @@ import torch
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols.tuning import LayerShapes, Log, TuneTable
-from glowplug.kernels.formats import fp8_triton as fp8_quant
+from glowplug.kernels.formats import fp8_triton
 from glowplug.kernels.formats.fp8_block import FP8_BLOCK
-from glowplug.kernels.gemm import fp8 as fp8_gemm, tuning_fp8 as fp8_tuning
-from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.gemm import fp8 as fp8_gemm, tuning_fp8
+from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.launch.timing import microseconds
 from glowplug.plugins.quantization.block_fp8.gemm_providers import (
     PROVIDERS,
@@ -57,18 +57,20 @@ class Fp8GemmTuner:
                 continue
             columns = sum(shape.outputs)
             depth = shape.inputs
-            problem = tuned.problem(columns, depth)
-            path = tuned.FOLDER / tuned.file_name(problem, tuned.FP8, (FP8_BLOCK, FP8_BLOCK))
+            problem = tuned_tables.problem(columns, depth)
+            path = tuned_tables.FOLDER / tuned_tables.file_name(
+                problem, tuned_tables.FP8, (FP8_BLOCK, FP8_BLOCK)
+            )
             both = set(rows_in(path)) & set(providers_in(provider_path(), problem))
             found[problem] = TuneTable(
-                problem, path, rows or fp8_tuning.ROWS, tuple(sorted(both)), (columns, depth)
+                problem, path, rows or tuning_fp8.ROWS, tuple(sorted(both)), (columns, depth)
             )
         return list(found.values())
 
     def tune(self, table: TuneTable, seconds: float, log: Log) -> None:
         columns, depth = table.problem
         deadline = time.monotonic() + seconds
-        ours = fp8_tuning.tune_gemm(
+        ours = tuning_fp8.tune_gemm(
             columns,
             depth,
             table.path,
@@ -90,7 +92,7 @@ class Fp8GemmTuner:
             )
 
     def provider_times(
-        self, rows: int, columns: int, depth: int, config: tuned.Config
+        self, rows: int, columns: int, depth: int, config: tuned_tables.Config
     ) -> dict[str, float]:
         """Return the time of each available provider that supports the shape.
 
@@ -127,7 +129,7 @@ class Operands:
     def __init__(self, rows: int, columns: int, depth: int, device: str = "cuda") -> None:
         self.columns = columns
         padded = -(-columns // FP8_BLOCK) * FP8_BLOCK
-        self.x, self.x_scales = fp8_quant.quantize(
+        self.x, self.x_scales = fp8_triton.quantize(
             torch.randn(rows, depth, device=device).bfloat16()
         )
         self.weights = [

@@ -23,11 +23,11 @@ class Fp8ExpertsTuner:
             if shape.prefix not in shapes.quantized:
                 continue
             problem = moe_fp8_tuning.Fp8ExpertsProblem(
-                shape.count + shape.shared,
-                shapes.topk + shape.shared,
+                shape.count + shape.fused_shared,
+                shapes.topk + shape.fused_shared,
                 shape.hidden,
                 whole_blocks(shape.inter),
-                shape.shared,
+                shape.fused_shared,
             )
             label = f"E={problem.experts},N={problem.inter},H={problem.hidden}"
             found[problem] = TuneTable(

@@ -14,12 +14,12 @@ import torch
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols.tuning import LayerShapes, Log, TuneTable
-from glowplug.kernels.formats import awq as layout, int8_triton as int8_quant
+from glowplug.kernels.formats import awq as awq_format, int8_triton
 from glowplug.kernels.gemm.tuning_fp8 import ROWS
-from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.launch.timing import microseconds
-from glowplug.plugins.quantization.awq import cuda as awq_cuda, plugin as awq
-from glowplug.plugins.quantization.int8 import cuda as w8a8_int8_cuda, plugin as w8a8_int8
+from glowplug.plugins.quantization.awq import cuda as awq_cuda, plugin as awq_plugin
+from glowplug.plugins.quantization.int8 import cuda as int8_cuda, plugin as int8_plugin
 from glowplug.plugins.quantization.shared import provider_choice
 from glowplug.plugins.quantization.tuning.fp8 import copies, note_provider, providers_in
 
@@ -48,7 +48,7 @@ class NarrowTuner:
     def tables(self, shapes: LayerShapes, rows: tuple[int, ...]) -> list[TuneTable]:
         if self._plan.choice("quantization").name != self.scheme:
             return []
-        path = provider_choice.table_path(self.kind, tuned.device_name())
+        path = provider_choice.table_path(self.kind, tuned_tables.device_name())
         sizes = dict.fromkeys(
             (sum(shape.outputs), shape.inputs)
             for shape in shapes.linears
@@ -57,7 +57,7 @@ class NarrowTuner:
         return [
             TuneTable(problem, path, rows or ROWS, providers_in(path, problem), size)
             for size in sizes
-            for problem in (tuned.problem(*size),)
+            for problem in (tuned_tables.problem(*size),)
         ]
 
     def tune(self, table: TuneTable, seconds: float, log: Log) -> None:
@@ -85,19 +85,19 @@ class NarrowTuner:
 class Int8GemmTuner(NarrowTuner):
     """Tuner of ``w8a8_int8``."""
 
-    scheme = w8a8_int8.NAME
+    scheme = int8_plugin.NAME
     kind = provider_choice.INT8.kind
 
     def calls(self, rows: int, columns: int, depth: int) -> Calls:
-        x = int8_quant.quantize(torch.randn(rows, depth, dtype=self._dtype, device=self._device))
+        x = int8_triton.quantize(torch.randn(rows, depth, dtype=self._dtype, device=self._device))
         weights = [
             torch.randint(-127, 128, (columns, depth), dtype=torch.int8, device=self._device)
             for _ in range(copies(columns * depth))
         ]
         scales = torch.full((columns,), 0.01, device=self._device)
-        providers = [w8a8_int8_cuda.Int8Gemm("triton")]
+        providers = [int8_cuda.Int8Gemm("triton")]
         try:
-            providers.append(w8a8_int8_cuda.Int8Gemm("cutlass"))
+            providers.append(int8_cuda.Int8Gemm("cutlass"))
         except GlowplugError:
             pass  # not installed
         return {
@@ -111,25 +111,25 @@ class Int8GemmTuner(NarrowTuner):
 class AwqGemmTuner(NarrowTuner):
     """Tuner of ``awq``, with the group size of the plan's model."""
 
-    scheme = awq.NAME
+    scheme = awq_plugin.NAME
     kind = provider_choice.AWQ.kind
 
     def calls(self, rows: int, columns: int, depth: int) -> Calls:
-        stated = awq.awq_group(self._plan.facts.model)
+        stated = awq_plugin.awq_group(self._plan.facts.model)
         group = depth if stated < 0 else stated
         x = torch.randn(rows, depth, dtype=self._dtype, device=self._device)
         packed = [
             torch.randint(
                 -1 << 15,
                 1 << 15,
-                (-(-depth // layout.PACKED_INPUTS), columns, layout.PLANE),
+                (-(-depth // awq_format.PACKED_INPUTS), columns, awq_format.PLANE),
                 dtype=torch.int16,
                 device=self._device,
             )
             for _ in range(copies(columns * depth // 2))
         ]
         scales = torch.full((depth // group, columns), 0.01, device=self._device)
-        factors = layout.pack_factors(scales, torch.full_like(scales, 8.0), self._dtype)
+        factors = awq_format.pack_factors(scales, torch.full_like(scales, 8.0), self._dtype)
         return {
             name: [
                 partial(awq_cuda.AwqGemm(name), x, weight, factors, group, None)

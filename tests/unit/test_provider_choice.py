@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.plugins.quantization.awq import cuda as awq_cuda
-from glowplug.plugins.quantization.int8 import cuda as w8a8_int8_cuda
-from glowplug.plugins.quantization.shared import libraries, provider_choice as gemm_order
+from glowplug.plugins.quantization.int8 import cuda as int8_cuda
+from glowplug.plugins.quantization.shared import libraries, provider_choice
 from glowplug.plugins.quantization.shared.provider_choice import (
     AWQ,
     AWQ_ROWS,
@@ -54,7 +54,7 @@ def picks(kind: str, table: Any = None, wanted: str = "auto") -> Any:
     """(rows, columns, depth) -> who multiplies, asked of the runtime."""
     if kind == AWQ.kind:
         return awq_cuda.AwqGemm(wanted, table).pick
-    multiply = w8a8_int8_cuda.Int8Gemm(wanted, table)
+    multiply = int8_cuda.Int8Gemm(wanted, table)
     return lambda *shape: multiply.pick(*shape, torch.bfloat16)
 
 
@@ -75,7 +75,7 @@ def test_everything_measured_goes_to_the_faster(kind: str, card: None) -> None:
                 rows,
             )
     assert seen == set(OURS_AND_OTHERS[kind]), "no table of one word"
-    assert len(gemm_order.measured(kind, CARD)) == len(RECORD["rows"])
+    assert len(provider_choice.measured(kind, CARD)) == len(RECORD["rows"])
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_other_shapes_are_the_nearest_ones(columns: int, depth: int, near: str) 
     """By ratios: 1,448 / 512 is as much as 4,096 / 1,448."""
     chosen = ByShape(INT8.kind, INT8_ROWS, TABLE)
     for rows in (1, 8, 19, 20, 21, 32, 79, 80, 81, 4000):
-        assert chosen.pick(rows, columns, depth) == chosen.pick(rows, *gemm_order.sizes(near))
+        assert chosen.pick(rows, columns, depth) == chosen.pick(rows, *provider_choice.sizes(near))
 
 
 def test_the_larger_of_two_numbers_of_rows_as_near() -> None:
@@ -134,11 +134,11 @@ def test_the_larger_of_two_numbers_of_rows_as_near() -> None:
 
 @pytest.mark.parametrize(("kind", "rule"), [(INT8.kind, INT8_ROWS), (AWQ.kind, AWQ_ROWS)])
 def test_a_card_without_a_table_goes_by_rows(
-    kind: str, rule: gemm_order.RowRule, card: None, monkeypatch: pytest.MonkeyPatch
+    kind: str, rule: provider_choice.RowRule, card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The H200's is not looked into, whatever the shape."""
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H100")
-    assert gemm_order.measured_cards(kind) == [CARD] and not gemm_order.measured(
+    assert provider_choice.measured_cards(kind) == [CARD] and not provider_choice.measured(
         kind, "NVIDIA H100"
     )
     pick = picks(kind)
@@ -162,7 +162,7 @@ def test_cutlass_is_not_given_what_it_does_not_take(
     card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = {"N=2048,K=2048": {"1": "cutlass"}}
-    multiply = w8a8_int8_cuda.Int8Gemm("auto", table)
+    multiply = int8_cuda.Int8Gemm("auto", table)
     asked = {
         (1, 2048, 2048): "cutlass",
         (0, 2048, 2048): "triton",
@@ -176,4 +176,4 @@ def test_cutlass_is_not_given_what_it_does_not_take(
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(libraries.importlib, "import_module", missing)
-    assert w8a8_int8_cuda.Int8Gemm("auto", table).pick(1, 2048, 2048, torch.bfloat16) == "triton"
+    assert int8_cuda.Int8Gemm("auto", table).pick(1, 2048, 2048, torch.bfloat16) == "triton"

@@ -1,6 +1,4 @@
-"""A graph slot's batch as attention tests on a GPU need it: fixed memory, padding first, rows put
-in later.
-"""
+"""The padded batch of a captured graph in fixed memory, for attention tests on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from glowplug.core.testing.harness.paged_world import Row, make_world
 
 
 def padded(width: int, first_key: int, page_size: int, device: str, cached: torch.dtype) -> Batch:
-    """A slot's batch of six rows, all of them padding so far."""
+    """A graph's batch of six rows, all of them padding so far."""
     world = make_world([Row(width + first_key, width) for _ in range(6)], page_size, 0)
     world.move(device, cached)
     batch = world.batch

@@ -1,6 +1,4 @@
-"""Slots of the graph runner: what fills them is what the runner would have made of the batch, and
-then padding.
-"""
+"""Decode graphs: a filled graph holds what an eager step would have, then padding rows."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def batch(rows: list[int], lens: list[int], width: int, page_size: int, seed: in
     )
 
 
-def slot(rows: int, width: int, page_size: int) -> DecodeGraph:
+def graph(rows: int, width: int, page_size: int) -> DecodeGraph:
     mode = Mode.DECODE if width == 1 else Mode.VERIFY
     shape = GraphShape.of(mode, rows, sizes(width=width, page_size=page_size))
     return DecodeGraph(
@@ -61,7 +59,7 @@ def slot(rows: int, width: int, page_size: int) -> DecodeGraph:
 def test_a_slot_holds_the_batch_and_padding(
     width: int, page_size: int, steps: list[list[int]]
 ) -> None:
-    held = slot(6, width, page_size)
+    held = graph(6, width, page_size)
     tensors = [
         held.batch.positions,
         held.batch.kv_slots,
@@ -153,7 +151,7 @@ def test_ranks_that_agreed_take_slots_of_one_shape() -> None:
     makes all eager.
     """
     runner = CudaGraph(CudaGraphOptions(batch_sizes=(1, 2, 4)), bare_plan(), Worker())
-    runner._decode_graphs = {Mode.DECODE: {rows: slot(rows, 1, 4) for rows in (1, 2, 4)}}
+    runner._decode_graphs = {Mode.DECODE: {rows: graph(rows, 1, 4) for rows in (1, 2, 4)}}
     runner._sizes = {Mode.DECODE: [1, 2, 4]}
     assert runner.shapes(bare_plan()) == [
         (Mode.DECODE, 4, 1),
@@ -170,8 +168,8 @@ def test_ranks_that_agreed_take_slots_of_one_shape() -> None:
             (StepShape(Mode.IDLE, 0, 0), 0),
         ):
             held.agreed = agreed
-            found = runner.slot_for(held)
+            found = runner.graph_for(held)
             assert (found.shape.rows if found else 0) == rows
     held.agreed = None
-    found = runner.slot_for(held)
+    found = runner.graph_for(held)
     assert found is not None and found.shape.rows == 4

@@ -1,6 +1,4 @@
-"""Growing segments: what torch's allocator is told in a rank, by whom, and when nobody tells it
-anything.
-"""
+"""Expandable segments: the settings that a rank passes to torch's allocator."""
 
 from __future__ import annotations
 
@@ -13,11 +11,11 @@ import torch
 
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.core.startup import build_rank as worker, torch_allocator as segments
+from glowplug.core.startup import build_rank, torch_allocator
 from glowplug.core.startup.torch_allocator import (
     ALLOCATOR_VARIABLES,
     SETTINGS_FUNCTION,
-    use_segments,
+    use_expandable_segments,
 )
 from glowplug.core.testing.harness.ranks import rank_plan
 from tests.support.tiny import write_config
@@ -33,16 +31,16 @@ def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What torch is told, which is not done."""
     words: list[str] = []
-    monkeypatch.setattr(segments._Process, "grows", False)
+    monkeypatch.setattr(torch_allocator._Process, "expandable_segments", False)
     monkeypatch.setattr(torch._C, SETTINGS_FUNCTION, words.append, raising=False)
     return words
 
 
 def test_torch_is_told_once_and_told_back(told: list[str]) -> None:
-    assert use_segments(False) == [] and told == []
-    assert use_segments(True) == ["memory: the allocator uses expandable segments"]
-    assert use_segments(True) == [] and told == ["expandable_segments:True"]
-    assert use_segments(False) == [] and told == [
+    assert use_expandable_segments(False) == [] and told == []
+    assert use_expandable_segments(True) == ["memory: the allocator uses expandable segments"]
+    assert use_expandable_segments(True) == [] and told == ["expandable_segments:True"]
+    assert use_expandable_segments(False) == [] and told == [
         "expandable_segments:True",
         "expandable_segments:False",
     ]
@@ -54,39 +52,39 @@ def test_a_variable_of_torchs_goes_before_it_and_is_told(
     told: list[str], monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    [remark] = use_segments(True)
+    [remark] = use_expandable_segments(True)
     assert f"{name}={value}" in remark and "no effect" in remark
     assert (
-        use_segments(False)
+        use_expandable_segments(False)
         == [f"memory: torch's allocator follows {name}={value} of the environment"]
         and told == []
     )
     monkeypatch.setenv(name, "")
-    assert len(use_segments(True)) == 1 and told == ["expandable_segments:True"]
+    assert len(use_expandable_segments(True)) == 1 and told == ["expandable_segments:True"]
 
 
 def test_a_torch_that_cannot_be_told_ends_the_start(
     told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(torch._C, SETTINGS_FUNCTION)
-    assert use_segments(False) == []
+    assert use_expandable_segments(False) == []
     with pytest.raises(
         GlowplugError, match=r"torch .* has no .*Fix: .*PYTORCH_ALLOC_CONF=expandable_segments:True"
     ):
-        use_segments(True)
+        use_expandable_segments(True)
 
 
 @pytest.fixture
 def as_it_was() -> Iterator[None]:
     yield
-    use_segments(False)
+    use_expandable_segments(False)
 
 
 def test_this_torch_takes_the_words(as_it_was: None) -> None:
     """The real setter, which takes them without a device too."""
-    assert use_segments(True) and segments._Process.grows
-    use_segments(False)
-    assert not segments._Process.grows
+    assert use_expandable_segments(True) and torch_allocator._Process.expandable_segments
+    use_expandable_segments(False)
+    assert not torch_allocator._Process.expandable_segments
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -118,10 +116,10 @@ def test_a_rank_tells_torch_before_it_takes_its_device(
     )
     monkeypatch.setattr(torch._C, SETTINGS_FUNCTION, setter)
     monkeypatch.setattr(torch.cuda, "set_device", taken)
-    monkeypatch.setattr(worker, "RankBuilder", taken)
+    monkeypatch.setattr(build_rank, "RankBuilder", taken)
     notes: list[str] = []
     with pytest.raises(Stop):
-        worker.build_rank(
+        build_rank.build_rank(
             replace(plan, device=device, expandable_segments=True),
             0,
             plugins,

@@ -36,31 +36,31 @@ def kv_slots_of(table: Tensor, page: int) -> Tensor:
 
 def roomy(rows: int, positions: int, page: int) -> GraphBuffers:
     made = GraphBuffers()
-    made.reserve(table_bytes.slots_bytes(DecodingRows(rows, positions, page, 2, 16, True)), CPU)
+    made.reserve(table_bytes.shifted_bytes(DecodingRows(rows, positions, page, 2, 16, True)), CPU)
     return made
 
 
 @pytest.mark.parametrize("reserved", [True, False])
-@pytest.mark.parametrize("slot", [None, "a"])
+@pytest.mark.parametrize("graph", [None, "a"])
 @pytest.mark.parametrize(("page", "first"), [(1, 1), (16, 1), (64, 1), (16, 3)])
 def test_slots_begin_behind_the_first_key(
-    page: int, first: int, slot: str | None, reserved: bool
+    page: int, first: int, graph: str | None, reserved: bool
 ) -> None:
     buffers = roomy(6, 9 * page, page) if reserved else GraphBuffers()
     for seed in range(3):
         table, lens = batch(seed, 6, 9, page)
-        kv_slots, behind = buffers.shifted(slot, table, lens, first, page)
+        kv_slots, behind = buffers.shifted(graph, table, lens, first, page)
         assert kv_slots.dtype == behind.dtype == torch.int32 and kv_slots.is_contiguous()
         assert torch.equal(kv_slots, kv_slots_of(table, page)[:, first:])
         assert behind.tolist() == [max(0, length - first) for length in lens.tolist()]
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_pages_in_parts_are_the_same_cache(parts: int) -> None:
+@pytest.mark.parametrize("split", [1, 2, 4])
+def test_small_pages_are_the_same_cache(split: int) -> None:
     buffers, page = roomy(6, 9 * 64, 64), 64
     table, _ = batch(0, 6, 9, page)
-    smaller = buffers.in_parts("a", table, parts)
-    assert torch.equal(kv_slots_of(smaller, page // parts), kv_slots_of(table, page))
+    smaller = buffers.small_pages("a", table, split)
+    assert torch.equal(kv_slots_of(smaller, page // split), kv_slots_of(table, page))
 
 
 @pytest.mark.parametrize("positions", [700, 4097, 16384])
@@ -79,19 +79,19 @@ def test_every_size_and_pass_lies_in_what_the_plan_counts(page: int, positions: 
             for number in (1, 2):
                 kv_slots, _ = buffers.shifted((rows, number), table, lens, 1, page)
                 places.add(kv_slots.data_ptr())
-            parts = table_bytes.mla_parts(page, 3 * 128)
-            if parts > 1:
-                places.add(buffers.in_parts((rows, "forward"), table, parts).data_ptr())
+            split = table_bytes.mla_small_pages(page, 3 * 128)
+            if split > 1:
+                places.add(buffers.small_pages((rows, "forward"), table, split).data_ptr())
         buffers.reserve(planned, CPU)  # as for the real pool, behind the small one
     assert buffers.nbytes == planned and len(places) == 1
 
 
-def test_without_room_a_slot_keeps_its_own() -> None:
-    """Captured kernels still read one address, another for each slot."""
+def test_without_room_a_graph_keeps_its_own() -> None:
+    """Captured kernels still read one address, another for each graph."""
     buffers = GraphBuffers()
     seen = [
-        buffers.shifted(slot, *batch(seed, 4, 5, 16), 1, 16)[0].data_ptr()
-        for seed, slot in enumerate(("a", "b", "a", "b"))
+        buffers.shifted(graph, *batch(seed, 4, 5, 16), 1, 16)[0].data_ptr()
+        for seed, graph in enumerate(("a", "b", "a", "b"))
     ]
     assert seen[0] == seen[2] != seen[1] == seen[3]
     assert buffers.nbytes == 2 * 4 * 5 * 16 * 4
@@ -113,7 +113,7 @@ def test_what_is_counted_for_latents(
     """``tables``: in page tables of the batch's own size."""
     step = DecodingRows(9, 1000, page, width, heads, drafts)
     assert table_bytes.fa3_mla_bytes(step) == tables * 9 * step.columns * 4
-    assert table_bytes.slots_bytes(step) == (9 * step.columns * page * 4 if drafts else 0)
+    assert table_bytes.shifted_bytes(step) == (9 * step.columns * page * 4 if drafts else 0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""The device fields of a batch: tokens flattened row by row, sent to the device in one copy."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from glowplug.core.step.batch import Batch
+from glowplug.core.step.sampled_last_layer import HostEnds
+
+
+class FlatTokens(NamedTuple):
+    """The tokens of a step, row by row.
+
+    Attributes:
+        starts: int32 [B + 1], index of each row's first token, and the number of tokens T.
+        rows: int32 [T], index of each token's row in the batch.
+        positions: int32 [T].
+        kv_slots: int32 [T].
+    """
+
+    starts: NDArray[np.int32]
+    rows: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    kv_slots: NDArray[np.int32]
+
+
+def flatten(batch: Batch, kv_lens: NDArray[np.int32], page_size: int) -> FlatTokens:
+    """Return the tokens of ``batch``, whose rows have ``kv_lens`` int32 [B] tokens after the step."""
+    count = batch.num_rows
+    queries = batch.query_lens
+    starts = np.zeros(count + 1, np.int32)
+    np.cumsum(queries, out=starts[1:])
+    if batch.num_tokens == count:  # one token per row needs no flattening
+        rows = np.arange(count, dtype=np.int32)
+        positions = kv_lens - 1
+    else:
+        rows = np.repeat(np.arange(count, dtype=np.int32), queries)
+        positions = np.arange(len(rows), dtype=np.int32) - starts[rows]
+        positions += (kv_lens - queries)[rows]
+    kv_slots = batch.pages[rows, positions // page_size] * page_size + positions % page_size
+    return FlatTokens(starts, rows, positions, kv_slots)
+
+
+def logits_index(batch: Batch, starts: NDArray[np.int32]) -> NDArray[np.int64] | None:
+    """Return the indices of the tokens whose logits are needed, int64 [N]; None: of all tokens."""
+    if batch.num_decodes == batch.num_rows:
+        return None
+    sampling = np.nonzero(batch.samples[batch.num_decodes :])[0] + batch.num_decodes
+    return np.concatenate(
+        [np.arange(batch.decode_tokens), starts[sampling + 1].astype(np.int64) - 1]
+    )
+
+
+def host_arrays(
+    batch: Batch,
+    kv_lens: NDArray[np.int32],
+    flat: FlatTokens,
+    wanted: NDArray[np.int64] | None,
+    ends: HostEnds | None,
+) -> list[NDArray[Any]]:
+    """Return the arrays to send; ``set_device_fields`` takes their copies on the device."""
+    arrays: list[NDArray[Any]] = [
+        flat.positions.astype(np.int64),
+        flat.kv_slots.astype(np.int64),
+        batch.rows.astype(np.int64),
+        kv_lens.astype(np.int32),
+        flat.starts,
+        batch.prompt_ids.astype(np.int64),
+        batch.pages.ravel(),
+    ]
+    if wanted is not None:
+        arrays.append(wanted)
+    if ends is not None:
+        arrays += ends.parts()
+    return arrays
+
+
+def set_device_fields(
+    batch: Batch, views: tuple[Tensor, ...], indexed: bool, ends: HostEnds | None
+) -> None:
+    """Set the device fields of ``batch``.
+
+    Args:
+        batch: the batch.
+        views: copies of ``host_arrays`` on the device.
+        indexed: the logits of some tokens only are needed.
+        ends: the sampled tokens, if only these run through the last layer.
+    """
+    batch.positions = views[0]
+    batch.kv_slots = views[1]
+    batch.row_ids = views[2]
+    batch.kv_lens_device = views[3]
+    batch.query_starts = views[4]
+    batch.input_ids = views[5]
+    batch.page_table = views[6].view(batch.pages.shape)
+    batch.logits_index = views[7] if indexed else None
+    batch.ends = None if ends is None else ends.on_device(batch.step, views[8:])

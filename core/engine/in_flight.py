@@ -1,0 +1,79 @@
+"""A launched step, and its results on the way to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from glowplug.core.step.batch import Accepted, Batch, PromptLogprobs, StepResult
+from glowplug.core.step.to_host import Copy
+
+
+@dataclass(eq=False)
+class InFlight:
+    """A launched step."""
+
+    batch: Batch
+    accepted: Accepted
+    prompt_logprobs: list[PromptLogprobs]
+    copy: Copy | None  #: copy of the results to the host; None if the device is the host
+
+    @property
+    def waited(self) -> float | None:
+        """Seconds without device work before the step; None if the device is the host.
+
+        It is valid once ``wait`` has returned.
+        """
+        return None if self.copy is None else self.copy.waited()
+
+    def wait(self) -> StepResult:
+        """Wait for the results and return them; call it once."""
+        found = (
+            [part.numpy() for part in tensors_of(self.accepted)]
+            if self.copy is None
+            else self.copy.wait()
+        )
+        if len(found) == 1:
+            found = unpack(found[0], *self.accepted.tokens.shape)
+        # NOTE: rows behind those of the batch are padding rows of a captured step
+        rows = self.batch.num_rows
+        scores = found[3:]
+        if scores:
+            scores = [part[: rows * self.accepted.tokens.shape[1]] for part in scores]
+        logprobs = (scores[0], scores[1], scores[2]) if scores else None
+        return StepResult(
+            found[0][:rows], found[1][:rows], found[2][:rows], logprobs, self.prompt_logprobs
+        )
+
+
+def tensors_of(accepted: Accepted) -> list[torch.Tensor]:
+    """Return the tensors of a step that the host reads.
+
+    They are tokens, counts, bad and any log-probabilities; without the latter ``packed`` if set.
+    """
+    scores = accepted.logprobs
+    if accepted.packed is not None and scores is None:
+        return [accepted.packed]
+    found = [accepted.tokens, accepted.counts, accepted.bad]
+    return found if scores is None else [*found, scores.token, scores.top_ids, scores.top]
+
+
+def pack(accepted: Accepted) -> torch.Tensor:
+    """Return ``Accepted.packed``: uint8 [B * (8 * W + 5)], 13 bytes per row at width one."""
+    parts = (accepted.tokens, accepted.counts, accepted.bad)
+    return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+
+
+def unpack(packed: NDArray[Any], rows: int, width: int) -> list[NDArray[Any]]:
+    """Return tokens int64 [rows, width], counts int32 [rows] and bad bool [rows] of ``packed``."""
+    tokens = 8 * rows * width
+    counts = 4 * rows
+    return [
+        packed[:tokens].view(np.int64).reshape(rows, width),
+        packed[tokens : tokens + counts].view(np.int32),
+        packed[tokens + counts :].view(np.bool_),
+    ]

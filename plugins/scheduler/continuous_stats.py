@@ -1,0 +1,42 @@
+"""Statistics of the scheduler "continuous"."""
+
+from __future__ import annotations
+
+from copy import copy
+
+import numpy as np
+
+from glowplug.core.step.batch import Batch
+from glowplug.core.step.messages import Stats
+from glowplug.plugins.scheduler.continuous_admission import Admitter
+from glowplug.plugins.scheduler.continuous_commit import Committed
+from glowplug.plugins.scheduler.continuous_queue import Queue
+from glowplug.plugins.scheduler.continuous_rows import Rows
+
+
+def count_end(stats: Stats, reason: str) -> None:
+    """Count a sequence that ended for ``reason``."""
+    if reason in ("stop", "length"):
+        stats.finished += 1
+    else:
+        stats.aborted += 1
+
+
+def count_step(stats: Stats, batch: Batch, done: Committed, width: int) -> None:
+    """Count the tokens of a committed step whose decoding rows compute ``width`` tokens each."""
+    stats.output_tokens += int(done.counts.sum())
+    if width > 1:
+        decodes = int(np.searchsorted(done.at, batch.num_decodes))
+        stats.drafted_tokens += decodes * (width - 1)
+        stats.accepted_tokens += int(np.maximum(done.counts[:decodes] - 1, 0).sum())
+
+
+def snapshot(stats: Stats, rows: Rows, queue: Queue, admission: Admitter) -> Stats:
+    """Return a copy of ``stats`` with the present numbers of sequences and pages, in O(1)."""
+    stats.running = len(rows.running)
+    stats.waiting = len(queue)
+    stats.pages_free = rows.pages.free
+    stats.pages_evictable = rows.cache.size()[1]
+    stats.prefix_queries = admission.queries
+    stats.prefix_hits = admission.hits
+    return copy(stats)
