@@ -84,7 +84,9 @@ class Apart(TritonMla):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: kernels are not interpreted")
 @pytest.mark.parametrize("first_key", [0, 1])
 def test_parts_joined_interpreted(first_key: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding rows of few and of many keys beside a prompt; several tokens a row go the other way."""
+    """Decoding rows of few and of many keys beside a prompt; several tokens a row go the other
+    way.
+    """
     calls: list[Tensor] = []
     product = mla_values.project
     monkeypatch.setattr(

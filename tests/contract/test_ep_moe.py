@@ -1,4 +1,6 @@
-"""Expert parallelism: its shards, its refusals, and each exchange against every expert on one rank."""
+"""Expert parallelism: its shards, its refusals, and each exchange against every expert on one
+rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""flashinfer's latent-attention backend on the CPU, with a library that attends as its plans say."""
+"""flashinfer's latent-attention backend on the CPU, with a library that attends as its plans
+say.
+"""
 
 from __future__ import annotations
 

@@ -92,7 +92,9 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
 
     @pytest.mark.parametrize("width", [1, 2])
     def test_what_the_library_is_given(self, width: int) -> None:
-        """Queries in E4M3, saturated, NaN kept; both scales are one; answers in the compute dtype."""
+        """Queries in E4M3, saturated, NaN kept; both scales are one; answers in the compute
+        dtype.
+        """
         world = self.given(1, width=width)
         backend, query = self.ready(world), self.query(world)
         query[0, 0, :3] = torch.tensor([1e4, -1e4, 448.0])

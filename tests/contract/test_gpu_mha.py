@@ -133,7 +133,9 @@ class TestTriton(GpuMhaSuite):
 
 
 class TestTritonAtSmolLm(TestTriton):
-    """Three query heads share a key head, and heads have 64 numbers, of which float16 holds each."""
+    """Three query heads share a key head, and heads have 64 numbers, of which float16 holds
+    each.
+    """
 
     sizes, page_sizes, dtype, error = (9, 3, 64), (1,), torch.float16, 3e-3
 

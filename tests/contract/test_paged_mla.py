@@ -1,4 +1,6 @@
-"""What GPU backends of latent attention share, driven on the CPU with attention by the definition."""
+"""What GPU backends of latent attention share, driven on the CPU with attention by the
+definition.
+"""
 
 from __future__ import annotations
 

@@ -254,7 +254,9 @@ def test_states_of_page_ends_are_kept_for_those_who_resume() -> None:
 
 
 def test_passes_of_a_step() -> None:
-    """One a drafted token; alone, none that nobody needs; among groups of ranks always all of them."""
+    """One a drafted token; alone, none that nobody needs; among groups of ranks always all of
+    them.
+    """
     for mesh, wanted in (({}, 0), ({"tp": 2, "dp": 2}, 3)):
         algorithm, draft = make(LIMITS, 3, **mesh)
         chunk = step([2], 0, [5], [5], [False])

@@ -31,7 +31,9 @@ HELD = (
 
 
 class Served:
-    """``url`` answers while the ``with`` lasts. ``exit_code`` is there once the server has ended."""
+    """``url`` answers while the ``with`` lasts. ``exit_code`` is there once the server has
+    ended.
+    """
 
     def __init__(
         self,

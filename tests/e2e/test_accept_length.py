@@ -37,7 +37,9 @@ VARIANTS = {
 
 
 def engine(one: Combination, folder: Path, **changes: Any) -> RankSet:
-    """Ranks with room for every request at once; ``changes`` replace sections of the configuration."""
+    """Ranks with room for every request at once; ``changes`` replace sections of the
+    configuration.
+    """
     config = one.config(folder)
     config |= {
         "memory": {"kv_tokens": 2048},

@@ -152,7 +152,9 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton_mla", "auto"])
 def test_on_a_gpu(backend: str) -> None:
-    """The embedded model stays well within the bound; a bound that nothing keeps refuses to start."""
+    """The embedded model stays well within the bound; a bound that nothing keeps refuses to
+    start.
+    """
     attention = {"kv_dtype": "fp8_e4m3", **({} if backend == "auto" else {"use": backend})}
     with LLM("embedded", device="cuda", attention=attention) as llm:
         found = cache_error(*parts(llm))

@@ -34,7 +34,9 @@ def command(*words: str) -> int:
 def test_named_shapes_have_the_published_tensors(
     plugins: PluginSet, shape: str, tensors: int, parameters: int
 ) -> None:
-    """Counts of the published checkpoints' index files, their NextN layer and FP8 scales included."""
+    """Counts of the published checkpoints' index files, their NextN layer and FP8 scales
+    included.
+    """
     config: dict[str, Any] = json.loads(checkpoint.shapes()[shape].read_text())
     targets = list(
         checkpoint_writer.weight_targets(checkpoint_writer._plan(config, 0, plugins), plugins)

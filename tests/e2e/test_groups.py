@@ -59,7 +59,9 @@ def prompt(id: int, length: int) -> list[int]:
 
 
 def mix() -> list[Submit]:
-    """Prompts from 1 to 70 tokens, outputs from 1 to 24, greedy and drawn, penalties, priorities."""
+    """Prompts from 1 to 70 tokens, outputs from 1 to 24, greedy and drawn, penalties,
+    priorities.
+    """
     lengths, outputs = (3, 70, 1, 12, 33, 5, 8, 2, 50, 17), (24, 2, 9, 1, 14, 20, 3, 11, 6, 16)
     found = []
     for id, (length, output) in enumerate(zip(lengths, outputs, strict=True), 1):

@@ -1,4 +1,6 @@
-"""Damaged model folders are refused in a sentence that names the file, before anything is loaded."""
+"""Damaged model folders are refused in a sentence that names the file, before anything is
+loaded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the API process spends on one streamed token: 20,000 tokens a second must fit into one core."""
+"""What the API process spends on one streamed token: 20,000 tokens a second must fit into one
+core.
+"""
 
 from __future__ import annotations
 

@@ -271,7 +271,9 @@ def test_rows_that_gain_no_token_end_by_name(
 def test_rows_near_the_context_s_end_gain_nothing_and_do_no_harm(
     tmp_path: Path, plugins: PluginSet
 ) -> None:
-    """Their positions stay within the row's pages and the page table while the steps are counted."""
+    """Their positions stay within the row's pages and the page table while the steps are
+    counted.
+    """
     with engine(tmp_path, plugins, speculative={"use": "barren", "after": 0}) as ranks:
         heard = ranks.run([asked(1, output=BARREN, length=CONTEXT - BARREN), asked(2, output=30)])
         stalled(heard[1], "speculative 'barren'")

@@ -229,7 +229,9 @@ def reading_nothing(one: Served) -> Iterator[None]:
 
 
 def test_a_client_that_does_not_read_slows_nobody_down() -> None:
-    """Another is answered while the first one's write is blocked, which no stall timeout ends here."""
+    """Another is answered while the first one's write is blocked, which no stall timeout ends
+    here.
+    """
     executor = FakeExecutor(step_seconds=0.0002)
     with (
         served(executor, context=1 << 20, server={"stall_timeout": 10 * LIMIT}) as one,

@@ -228,7 +228,9 @@ class OnHost(TorchDispatchMode):
 
 
 def run_tests(file: str, tool: str, captured: bool, seconds: float) -> int:
-    """In a process of its own: the tests of one file; prints the names of the kernels they launch."""
+    """In a process of its own: the tests of one file; prints the names of the kernels they
+    launch.
+    """
     from triton.runtime.jit import JITFunction
 
     from glowplug.kernels.launch import dependent_launch as dependent
@@ -426,7 +428,9 @@ def complaints(log: str) -> list[str]:
 
 
 def report(outcomes: Sequence[Outcome], seconds: float, asked: Sequence[Job]) -> dict[str, Any]:
-    """``clean``: all ``asked`` processes ended so; ``not_run``: those that have not come to an end."""
+    """``clean``: all ``asked`` processes ended so; ``not_run``: those that have not come to an
+    end.
+    """
     outcomes = sorted(outcomes, key=lambda outcome: (outcome.tool, outcome.file, outcome.captured))
     ended = {(outcome.file, outcome.tool, outcome.captured) for outcome in outcomes}
     missing = [

@@ -203,7 +203,9 @@ def _libraries() -> dict[str, ModuleType]:
 
 
 def _get(tensor: torch.Tensor, key: Any) -> torch.Tensor:
-    """Indexing by torch's functions: Python's goes through a guard of a device that is not there."""
+    """Indexing by torch's functions: Python's goes through a guard of a device that is not
+    there.
+    """
     keys = list(key) if isinstance(key, tuple) else [key]
     at = next((i for i, part in enumerate(keys) if part is Ellipsis), None)
     if at is not None:

@@ -91,7 +91,9 @@ def test_host_time_of_a_decode_step() -> None:
 
 
 def test_a_decode_step_runs_no_code_per_row() -> None:
-    """Python calls in a step are counted: as many at batch 64 as at batch 8, pages crossed or not."""
+    """Python calls in a step are counted: as many at batch 64 as at batch 8, pages crossed or
+    not.
+    """
     assert calls_of(8) == pytest.approx(calls_of(64), rel=0.05)
 
 

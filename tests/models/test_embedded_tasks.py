@@ -1,4 +1,6 @@
-"""The embedded model's task generator and scorer, its tokenizer's chat form, and its FP8 rounding."""
+"""The embedded model's task generator and scorer, its tokenizer's chat form, and its FP8
+rounding.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The multi-token-prediction layer against transformers' own, and how it shares embedding and head."""
+"""The multi-token-prediction layer against transformers' own, and how it shares embedding and
+head.
+"""
 
 from __future__ import annotations
 

@@ -168,7 +168,9 @@ REPLICATED = (
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_reads_its_slices_only(case: str, tmp_path: Path, plugins: PluginSet) -> None:
-    """What is split is read once over all ranks together (key heads as often as ranks share them)."""
+    """What is split is read once over all ranks together (key heads as often as ranks share
+    them).
+    """
     name, changes = CASES[case]
     plan = rank_plan(config_of(write_config(tmp_path, name, **changes), 4), plugins)
     facts = plan.facts.model

@@ -68,7 +68,9 @@ def test_published_sizes() -> None:
 def test_ranks_add_up_to_the_model_and_its_copies(
     name: str, storage: Storage, mesh: dict[str, int]
 ) -> None:
-    """Every class once, times the copies that the mesh makes of it; nothing lost and nothing twice."""
+    """Every class once, times the copies that the mesh makes of it; nothing lost and nothing
+    twice.
+    """
     model = shape(name)
     elements, ranks = count_elements(model), mesh.get("tp", 1)
     for drafts in (False, True):
@@ -229,7 +231,9 @@ def test_the_budget_is_what_ranks_allocate(
 
 
 def test_the_embedded_model_from_its_headers(plugins: PluginSet) -> None:
-    """Read, dequantised, with a draft that brings embedding and head of its own, over four ranks."""
+    """Read, dequantised, with a draft that brings embedding and head of its own, over four
+    ranks.
+    """
     config = {
         "model": "embedded",
         "device": "cpu",

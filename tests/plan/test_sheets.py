@@ -27,7 +27,9 @@ CARDS = [name for name in sheet_names() if read_sheet(name).devices]
 
 
 def test_ready_sheets_state_the_packages_that_were_measured() -> None:
-    """Those of the machine of the GPU tests, and for the CPU the release that constraints.txt pins."""
+    """Those of the machine of the GPU tests, and for the CPU the release that constraints.txt
+    pins.
+    """
     measured = json.loads((ROOT / "docs" / "benchmarks" / "gpu-tests.json").read_text())["packages"]
     assert CARDS == ["1xh200", "2x8xh200", "4xh200", "8xh200"]
     for name in CARDS:

@@ -55,6 +55,8 @@ def build(
 
 
 def tile(rows: int, columns: int, dtype: Any = gl.bfloat16) -> str:
-    """The kind of a descriptor whose tiles lie in shared memory as Hopper's tensor cores read them."""
+    """The kind of a descriptor whose tiles lie in shared memory as Hopper's tensor cores read
+    them.
+    """
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
     return f"tensordesc<{dtype}[{rows}, {columns}], {layout!r}>"

@@ -74,7 +74,9 @@ def link(distribution: Distribution, site: Path) -> None:
 
 
 def make(folder: Path) -> Path:
-    """Make the environment in ``folder``, with this tree as its glowplug. Returns its interpreter."""
+    """Make the environment in ``folder``, with this tree as its glowplug. Returns its
+    interpreter.
+    """
     venv.create(folder, symlinks=True)
     site = next((folder / "lib").glob("python*/site-packages"))
     for distribution in dependencies().values():

@@ -71,7 +71,9 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_python(installed: Path, code: str, *arguments: str, timeout: float = 280) -> str:
-    """Run ``code`` in a fresh interpreter that has the distribution installed; its standard output."""
+    """Run ``code`` in a fresh interpreter that has the distribution installed; its standard
+    output.
+    """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(installed), str(ROOT / "src")])}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],

@@ -181,7 +181,9 @@ def test_a_shallow_clone_is_checked_as_far_as_it_goes(
 def test_a_tree_without_our_history_is_skipped(
     check: ModuleType, repository: Path, tmp_path: Path, history: str
 ) -> None:
-    """An unpacked sdist has no repository, or lies in another; an import has other commits."""
+    """An unpacked sdist has no repository or is inside another; an imported tree has other
+    commits.
+    """
     if history == "none":
         (tmp_path / "tree").mkdir()
         assert check.default_range(tmp_path / "tree") is None

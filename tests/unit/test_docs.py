@@ -1,7 +1,8 @@
-"""The documentation says what the code does: pages are current, commands print what is shown,
+"""The documentation agrees with the code: pages are current, commands print the shown output,
 examples plan.
 
-Commands run in the environment that ``make demo`` makes, without what only the tests install.
+Commands run in the environment that ``make demo`` makes, without the packages that only tests
+install.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def generator() -> ModuleType:
 
 
 def blocks(language: str) -> Iterator[tuple[str, str]]:
-    """(page, text) of every fenced block of a language."""
+    """Yield (page, text) of every fenced block of a language."""
     for page in PAGES:
         for match in FENCE.finditer(page.read_text(encoding="utf-8")):
             if match.group(1) == language:
@@ -78,7 +79,7 @@ def test_combinations_are_planned_over_all_devices_of_their_machine(tmp_path: Pa
 
 
 def test_every_hook_and_option_has_its_line() -> None:
-    """The generator leaves nothing out: counted against the code, not against itself."""
+    """The generator leaves nothing out: its result is counted against the code."""
     hooks = (ROOT / "docs" / "hooks.md").read_text()
     names = [
         name
@@ -156,7 +157,7 @@ SHAPES = {
 
 
 def command_lines() -> Iterator[tuple[str, str]]:
-    """(page, words) of every ``glowplug serve`` or ``check`` of a model, in a sentence or in a
+    """Yield (page, words) of every ``glowplug serve`` or ``check`` of a model in a sentence or in a
     block without output.
     """
     for page in PAGES:
@@ -172,7 +173,7 @@ def command_lines() -> Iterator[tuple[str, str]]:
             yield page.relative_to(ROOT).as_posix(), words
 
 
-#: those of plugins have tests of their own
+#: plugins have tests of their own for their lines
 LINES = [
     (page, line) for page, line in command_lines() if ".gguf" not in line and "--plugin" not in line
 ]
@@ -180,9 +181,7 @@ LINES = [
 
 @pytest.mark.parametrize(("page", "line"), LINES, ids=[f"{p}:{line[-40:]}" for p, line in LINES])
 def test_command_lines_in_the_pages_plan(page: str, line: str, tmp_path: Path) -> None:
-    """Those of SGLang among them, each on the smallest ready sheet with as many GPUs as it asks
-    for.
-    """
+    """Each command line, SGLang's included, plans on the smallest ready sheet with enough GPUs."""
     words = shlex.split(line)
     at = next(index for index, word in enumerate(words) if word in ("--model", "--model-path")) + 1
     words[at] = next((shape for part, shape in SHAPES.items() if part in words[at]), words[at])
@@ -205,9 +204,9 @@ def test_there_are_command_lines_of_sglang() -> None:
     assert {page for page, _ in LINES} >= {"README.md", "docs/recipes/several-hosts.md"}
 
 
-def test_what_has_run_on_several_gpus_is_on_record() -> None:
-    """The table of layouts says "not yet" of those without an entry in the record, and names the
-    models of the others; it has a row for each mixture that waits for several GPUs among the tests,
+def test_layouts_that_ran_on_several_gpus_are_on_record() -> None:
+    """The table of layouts says "not yet" for layouts without an entry in the record, and names the
+    models of the others. It has a row for each mixture among the tests that needs several GPUs,
     and the README claims no more.
     """
     record = json.loads((ROOT / "docs" / "benchmarks" / "several-gpus.json").read_text())
@@ -253,14 +252,14 @@ def test_example_files_plan(path: Path) -> None:
 
 
 def test_python_in_the_pages_compiles() -> None:
-    parts = {text for _, _, text in excerpts()}  # a part of a file need not be whole
+    parts = {text for _, _, text in excerpts()}  # a part of a file may be shown
     for page, text in blocks("python"):
         if text.partition("\n")[2] not in parts:
             compile(text, page, "exec")
 
 
 def test_the_readmes_python_runs() -> None:
-    """The block that needs nothing but glowplug; the other one needs a server and OpenAI's client."""
+    """The block that needs only glowplug runs; the other one needs a server and OpenAI's client."""
     (code,) = (
         text
         for page, text in blocks("python")
@@ -297,7 +296,7 @@ def test_files_that_pages_and_docstrings_name_exist() -> None:
 
 
 def excerpts() -> list[tuple[str, str, str]]:
-    """(page, file, text) of blocks whose first line names a file of the repository: ``#
+    """Yield (page, file, text) of blocks whose first line names a file of the repository: ``#
     path/to/file``.
     """
     found = []
@@ -318,8 +317,8 @@ def test_excerpts_are_of_the_files_they_name() -> None:
 
 
 def test_the_guides_plugin_runs(tmp_path: Path) -> None:
-    """The files of the plugin guide, taken from the page: they pass the suite, are loaded and
-    served with.
+    """The files of the plugin guide, taken from the page, pass the suite, are loaded and serve
+    requests.
     """
     guide = (ROOT / "docs" / "writing-a-plugin.md").read_text()
     for name in ("shortest_first", "shortest_first_runtime", "test_shortest_first"):
@@ -362,7 +361,7 @@ def test_the_guides_plugin_runs(tmp_path: Path) -> None:
 
 
 def test_the_guides_model_family_serves_what_was_refused(tmp_path: Path) -> None:
-    """The family of the plugin guide: without it the refusal names its section, with it the model
+    """Without the guide's model family the refusal names the guide's section; with it the model
     gives Llama's tokens.
     """
     guide = (ROOT / "docs" / "writing-a-plugin.md").read_text()

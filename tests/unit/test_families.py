@@ -1,4 +1,6 @@
-"""What the built-in model families refuse of a config.json, and what they read out of it."""
+"""The built-in model families: the values of a config.json that they refuse, and the facts they
+read.
+"""
 
 from __future__ import annotations
 

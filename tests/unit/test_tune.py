@@ -1,4 +1,4 @@
-"""`glowplug tune`: the products of a model, bounded time, going on where it stopped, several
+"""`glowplug tune`: the GEMMs of a model, bounded time, resuming after a stop, and several
 processes.
 """
 
@@ -24,7 +24,7 @@ MODEL = ("--model", "tiny-v3", "--device", "cpu", "--plugin", PLUGIN)
 
 
 class Clock:
-    """Stands in for the module ``time``: only a sleep moves it on."""
+    """A stand-in for the module ``time``: only a sleep moves it on."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -70,7 +70,7 @@ def shapes_of(name: str, folder: Path, plugins: PluginSet) -> LayerShapes:
     return layer_shapes(plan, plugins)
 
 
-def test_the_products_of_a_model_are_found_without_its_weights(
+def test_the_gemms_of_a_model_are_found_without_its_weights(
     plugins: PluginSet, tmp_path: Path
 ) -> None:
     found = shapes_of("v3", tmp_path, plugins)
@@ -218,7 +218,7 @@ def test_processes_share_the_tables(tables: Path, monkeypatch: pytest.MonkeyPatc
     assert abs(by.count("0") - by.count("1")) <= 1
 
 
-def test_too_few_cards_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_gpus_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(ValueError, match="only 1 are visible"):
         tune_workers._cards(2)
@@ -240,7 +240,7 @@ def test_time_is_shared_out_over_what_is_missing(clock: Clock) -> None:
 
 
 class FakeRay:
-    """Runs each task at once, with the GPU that a cluster would give it."""
+    """A cluster that runs each task at once, with the GPU that a real one would assign."""
 
     def __init__(self) -> None:
         self.options: dict[str, object] = {}

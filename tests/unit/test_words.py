@@ -12,15 +12,15 @@ from pathlib import Path
 
 from tests.support.source_tree import ROOT, dotted, name_of, sources, tree
 
-#: words that make persons of code, and the private words that the glossary replaces
+#: words that treat code as a person, and private words that the glossary replaces
 PERSONS = re.compile(r"\b(who|whoever|whom|nobody|everybody|somebody|hears?|tells?|asks?)\b", re.I)
-#: beginnings of a clause that stands as a title
+#: beginnings of a clause that is used as a title
 CLAUSE = re.compile(
     r"^(What|Which|Whether|As (?!a\b|an\b)|Of|For (?!each|every|the)|That|Those|Whose|The same)\b"
 )
-#: share of the docstrings of functions that act, which have to begin with a verb
+#: required share of docstrings that begin with a verb, among functions that act
 VERBS_SHARE = 0.9
-#: texts that are data: the embedded model is trained on them, or their words are another program's
+#: texts that are data: the embedded model is trained on them, or another program defines them
 DATA = (
     "models/embedded/",
     "entrypoints/checkpoints/byte_tokenizer.py",
@@ -40,7 +40,7 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def documented() -> Iterator[tuple[str, Documented, str]]:
-    """Yield (place, node, docstring) of everything that has one."""
+    """Yield (place, node, docstring) of every documented node."""
     for path in sources():
         if name_of(path).startswith(DATA):
             continue
@@ -51,7 +51,9 @@ def documented() -> Iterator[tuple[str, Documented, str]]:
 
 
 def acts(node: Documented) -> bool:
-    """Return whether a docstring of this node describes an action: a function that is no property."""
+    """Return whether a docstring of this node describes an action: a function that is no
+    property.
+    """
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not any(
         dotted(mark) in VALUES for mark in node.decorator_list
     )
@@ -70,7 +72,7 @@ def test_functions_that_act_begin_with_a_verb() -> None:
 
 
 def test_verbs_are_verbs() -> None:
-    """A word of the list that ends like a noun or a participle is a slip."""
+    """A word of the list that ends like a noun or a participle is a mistake."""
     odd = {
         "feed",
         "speed",

@@ -43,7 +43,9 @@ NUMBERS = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """``shape`` outermost first (as torch writes it); ``start`` and ``size`` in bytes of the file."""
+    """``shape`` outermost first (as torch writes it); ``start`` and ``size`` in bytes of the
+    file.
+    """
 
     name: str
     kind: GGMLQuantizationType
