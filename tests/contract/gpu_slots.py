@@ -1,5 +1,5 @@
-"""A graph slot's batch as attention tests on a GPU need it: fixed memory, padding first, rows put
-in later.
+"""The batch of a graph slot for attention tests on a GPU: fixed memory, filled with padding first
+and with rows later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from glowplug.core.testing.harness.paged_world import Row, make_world
 
 
 def padded(width: int, first_key: int, page_size: int, device: str, cached: torch.dtype) -> Batch:
-    """A slot's batch of six rows, all of them padding so far."""
+    """Return a slot's batch of six padding rows."""
     world = make_world([Row(width + first_key, width) for _ in range(6)], page_size, 0)
     world.move(device, cached)
     batch = world.batch
@@ -24,8 +24,8 @@ def padded(width: int, first_key: int, page_size: int, device: str, cached: torc
 
 
 def refill(static: Batch, batch: Batch, offset: int, page_size: int) -> None:
-    """Put the rows of ``batch`` first, their pages ``offset`` further on; the last rows stay
-    padding.
+    """Copy the rows of ``batch`` to the front, their pages ``offset`` further on; the last rows
+    stay padding.
     """
     rows, tokens, columns = batch.num_rows, batch.num_tokens, batch.page_table.shape[1]
     moved = batch.page_table + offset * (batch.page_table > 0)
