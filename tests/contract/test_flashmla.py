@@ -92,8 +92,8 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
 
     @pytest.mark.parametrize("width", [1, 2])
     def test_arguments_of_the_library(self, width: int) -> None:
-        """Queries are in E4M3, saturated, with NaN kept; both scales are one; results have the compute
-        dtype.
+        """Queries are in E4M3, saturated, with NaN kept; both scales are one; results have the
+        compute dtype.
         """
         world = self.given(1, width=width)
         backend, query = self.ready(world), self.query(world)

@@ -184,8 +184,8 @@ class TestFlashInfer(GpuMlaSuite):
 
     @pytest.mark.parametrize(("width", "first_key"), [(1, 1), (2, 0), (3, 0), (4, 0)])
     def test_bounds_far_beyond_the_lengths(self, width: int, first_key: int) -> None:
-        """Rows are long enough for several work items, of which the last have no keys, and one row has
-        none.
+        """Rows are long enough for several work items, of which the last have no keys, and one row
+        has none.
         """
         for rows in (3, 40):
             generator, rng = torch.Generator().manual_seed(rows), np.random.default_rng(rows)

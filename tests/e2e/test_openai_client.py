@@ -179,8 +179,8 @@ def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
 
 
 def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
-    """What lm-eval's local-completions asks: the prompt's own log-probabilities, with and without a
-    token more.
+    """This is the request of lm-eval's local-completions: the prompt's own log-probabilities, with
+    and without a further token.
     """
     ids = list(b"say:hi")
     for max_tokens, more in ((0, ""), (1, "h")):

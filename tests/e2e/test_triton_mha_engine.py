@@ -1,5 +1,6 @@
 """An engine over the interpreted kernels of ``triton_mha`` gives plain torch's tokens: in chunks,
-behind cached prefixes, beside decoding rows, in slots that are filled up."""
+after cached prefixes, beside decoding rows, in padded slots.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ REPLAYED = {"use": "replaying", "batch_sizes": [1, 3], "prefill": True, "prefill
 
 
 def tokens(folder: Path, attention: str, graphs: dict[str, Any]) -> list[list[int]]:
-    """Three prompts at once, and two of them again with other ends."""
+    """Return the tokens of three prompts at once, and of two of them again with other ends."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(2, VOCAB, length).tolist() for length in (3, 19, 33)]
     params = [

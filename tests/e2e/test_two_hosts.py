@@ -1,4 +1,4 @@
-"""One engine across two hosts (network namespaces): it answers, and when a side or the link goes,
+"""One engine across two hosts (network namespaces): it answers, and when a host or the link fails,
 both sides end.
 """
 
@@ -29,7 +29,7 @@ def test_it_answers_and_ends(way: str, fault: str, tmp_path: Path) -> None:
 
 
 def test_hosts_that_differ_end_before_loading(tmp_path: Path) -> None:
-    """Host 1 was given another seed and a plugin of its own."""
+    """Host 1 has another seed and a plugin of its own."""
     with Hosts(tmp_path) as hosts:
         pair = start_flags(hosts, "--seed", "7", "--plugin", "tests.e2e.fault_plugin")
         codes = [one.process.wait(120) for one in pair]

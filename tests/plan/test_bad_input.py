@@ -588,8 +588,8 @@ class TestTunedTables:
         candidates: str,
         rule: str,
     ) -> None:
-        """Narrow weights follow the GPU's own table; a table of another GPU is passed over, with the
-        reason.
+        """Narrow weights follow the GPU's own table; a table of another GPU is passed over, with
+        the reason.
         """
         stated = {"quantization_config": {**AWQ, "group_size": 64}} if scheme == "awq" else {}
         model = str(write_model(tmp_path, {**msgspec.json.decode(LITE.read_bytes()), **stated}))
