@@ -1,5 +1,5 @@
-"""A mixture whose shared expert may begin before its gate has chosen computes what it does without
-kernels of ours.
+"""A mixture whose shared expert may begin before its gate has chosen gives the results of one
+without our kernels.
 """
 
 from __future__ import annotations
@@ -42,14 +42,17 @@ def nine_arguments(
     scale: float,
     appended: int,
 ) -> tuple[Tensor, Tensor]:
-    """``protocols.Route``, and not a word more."""
+    """Route with exactly the arguments of ``protocols.Route``."""
     return route(x, weight, bias, k, groups, topk_groups, renormalize, scale, appended)
 
 
 def context(riding: bool, signals: bool = True) -> BuildContext:
-    """Of one rank; ``riding``: with the gate in one call, and experts in Triton among which is the
-    shared one.
-    ``signals``: the table has a gate for experts that were started before it."""
+    """Return the context of one rank.
+
+    Args:
+        riding: The gate is one call, and experts in Triton include the shared one.
+        signals: The table has a gate that sets the ready flag for experts started before it.
+    """
     made: Any = build_context(model_facts(normalise(CONFIGS["v2"])))
     if riding:
         made.ops.route = nine_arguments
@@ -77,8 +80,10 @@ def filled(riding: bool, signals: bool = True) -> Moe:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 32, 33, 40])
-def test_the_same_mixture(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Early where tokens share wide tiles; the sign is taken back each time."""
+def test_early_and_plain_mixtures_agree(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shared expert begins early where tokens share wide tiles; the ready flag is cleared each
+    time.
+    """
     monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: True))
     plain, riding = filled(False), filled(True)
     assert (plain.gate.appended, riding.gate.appended, riding.shared) == (0, 2, None)
@@ -97,8 +102,8 @@ def test_the_same_mixture(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [sign.tolist() for sign in begun] == ([[1, 0]] * 2 if tokens > 32 else [])
 
 
-def test_a_table_without_a_gate_that_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its shared expert rides along all the same, and begins when the gate has chosen."""
+def test_a_gate_without_a_ready_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused shared expert then begins when the gate has chosen."""
     monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: True))
     plain, riding = filled(False), filled(True, signals=False)
     monkeypatch.setattr(dense_cuda.CudaExperts, "start", refused)
@@ -107,7 +112,9 @@ def test_a_table_without_a_gate_that_signals(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(riding.forward(x), plain.forward(x), atol=1e-5, rtol=1e-4)
 
 
-def test_a_step_that_failed_behind_its_gate_leaves_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_failed_after_its_gate_leaves_no_ready_flag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: True))
     riding, x = (
         filled(True),
@@ -119,7 +126,7 @@ def test_a_step_that_failed_behind_its_gate_leaves_no_sign(monkeypatch: pytest.M
         failing.setattr(dense_cuda.moe_experts, "products", refused)
         riding.forward(x)
     assert method._ready.tolist() == [1, 0]
-    few = riding.forward(x[:5])  # which begins nothing early
+    few = riding.forward(x[:5])  # begins no expert early
     started = method.start(x, SIZES.topk + 2)
     assert started is not None and not started.begun.any()
     assert torch.equal(riding.forward(x), wanted) and not method._ready.any()
@@ -130,7 +137,7 @@ def refused(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("nothing left")
 
 
-def test_not_on_cards_before_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_do_not_begin_early_before_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: False))
     method = filled(True).experts.method
     assert (

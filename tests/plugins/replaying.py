@@ -1,5 +1,6 @@
 """A plugin for tests: the graph runner "replaying", which is "cuda_graph" over functions instead of
-CUDA's graphs, so that padding, slots and filling are tested on a CPU."""
+CUDA's graphs, so that padding, slots and filling are tested on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions
 
 class ReplayingOptions(CudaGraphOptions):
     use: Literal["replaying"] = "replaying"  # type: ignore[assignment]
-    prefill: bool | None = False  #: only where a test asks for it
-    #: "mode rows piece", "pass tokens" or "extend tokens", whose capture fails
+    prefill: bool | None = False  #: only where a test requests it
+    #: "mode rows piece", "pass tokens" or "extend tokens" whose capture fails
     breaks: str | None = None
 
 

@@ -9,7 +9,7 @@ from glowplug.plugins.attention.mla.torch_runtime import TorchMla
 
 PLANNED: list[
     tuple[int, int, int]
-] = []  #: of every replayed step: rows, its longest row, and what it was told
+] = []  #: of every replayed step: rows, its longest row, and the limit passed to it
 
 
 class ShortMla(TorchMla):
