@@ -1,5 +1,6 @@
-"""The head's product in Triton against float64, in the interpreter or on a GPU; that it compiles
-for Hopper where no such card is, and that only a table lets it replace cuBLAS."""
+"""The LM head's GEMM in Triton against float64, in the interpreter or on a GPU. It compiles for
+Hopper without such a GPU, and only a table lets it replace cuBLAS.
+"""
 
 from __future__ import annotations
 
@@ -110,8 +111,8 @@ def test_what_it_can_do() -> None:
     ("size", "depth"), [(102400, 2048), (40001, 1536), (1000, 1024), (24, 576)]
 )
 def test_bfloat16(size: int, depth: int, config: Config) -> None:
-    """Behind a kernel that computes x, replayed with other inputs; a token's scores do not depend
-    on others.
+    """It runs after a kernel that computes x and is replayed with other inputs; a token's scores do
+    not depend on others.
     """
     for tokens in (1, 8, 32, 33, 128):
         x, weight = drawn(tokens, size, depth, tokens)

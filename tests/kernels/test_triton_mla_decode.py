@@ -27,8 +27,8 @@ DEVICE = "cuda" if GPU else "cpu"
 
 
 class Case:
-    """A shuffled paged cache whose slots outside the rows' visible keys hold NaN, and queries over
-    it.
+    """A shuffled paged cache whose slots outside the rows' visible keys hold NaN, and queries
+    over it.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ def test_page_sizes(page: int) -> None:
 @pytest.mark.parametrize("width", [2, 5])
 @pytest.mark.parametrize("first_key", [0, 1])
 def test_widths_are_causal(parts: int, width: int, first_key: int) -> None:
-    """Fewer keys than query tokens too, so that the first of them see none."""
+    """Rows with fewer keys than query tokens are included: their first queries have no keys."""
     case = Case([width - 1, width, 17, 32 + width], width=width, first_key=first_key, seed=width)
     case.check(case.cut(block_n=16, splits=2, parts=parts))
 
@@ -150,8 +150,8 @@ def test_odd_sizes() -> None:
 
 
 def test_rows_without_keys_are_zero() -> None:
-    """Padded rows of length 0, and a draft's first token, whose only position is before the first
-    key.
+    """These are padding rows of length 0, and a draft's first token, whose only position is before
+    the first key.
     """
     for splits in (1, 2):
         case = Case([1, 18], first_key=1, seed=5)
@@ -181,8 +181,8 @@ def test_an_fp8_cache() -> None:
 @pytest.mark.parametrize("first_key", [0, 1])
 @pytest.mark.parametrize("rows,splits", [(1, 2), (7, 9), (9, 3), (4, 10), (2, 17)])
 def test_parts_joined_by_the_values_product(rows: int, splits: int, first_key: int) -> None:
-    """Against parts merged, then W_UV; rows without keys or with fewer parts than there are, whose
-    memory holds NaN.
+    """The reference merges the splits, then multiplies by W_UV; rows without keys or with fewer
+    splits have NaN in the memory of the others.
     """
     lengths = [[1, 16, 17, 150, 129, 40, 33, 64, 5][(row + splits) % 9] for row in range(rows)]
     case = Case(lengths, heads=3, lora=64, rope=16, first_key=first_key, seed=rows)
@@ -205,7 +205,7 @@ def test_parts_joined_by_the_values_product(rows: int, splits: int, first_key: i
 
 
 def parts_of(case: Case, cut: kernel.MlaTiling) -> tuple[Tensor, Tensor]:
-    """``decode_parts``, with NaN where by its contract nothing is written."""
+    """Run ``decode_parts``, and put NaN where by its contract nothing is written."""
     made = kernel.decode_parts(
         case.query,
         case.kv,
@@ -227,14 +227,14 @@ def parts_of(case: Case, cut: kernel.MlaTiling) -> tuple[Tensor, Tensor]:
     return made
 
 
-def test_the_values_product_takes_whole_shares_only() -> None:
+def test_the_values_gemm_needs_whole_shares() -> None:
     assert mla_values.fits(512, 128) and mla_values.fits(256, 96)
     assert not (mla_values.fits(512, 100) or mla_values.fits(384, 128) or mla_values.fits(32, 32))
 
 
 def test_the_tiling_fills_the_device() -> None:
-    """At least two thirds of the multiprocessors have work in the rounds that it takes, unless a
-    row is too short.
+    """At least two thirds of the multiprocessors have work in the waves it takes, unless a row is
+    too short.
     """
     half = torch.bfloat16
     for rows, width, heads in [
@@ -253,7 +253,7 @@ def test_the_tiling_fills_the_device() -> None:
     assert kernel.tiling(1, 1, 16, 64, half, half, True).splits == 1
 
 
-def test_a_step_of_some_rows_has_no_more_parts_than_are_joined() -> None:
+def test_a_step_of_some_rows_has_no_more_splits_than_are_merged() -> None:
     parts = {
         rows: kernel.tiling(rows, 1, 16, 4096, torch.bfloat16, torch.bfloat16, True).splits
         for rows in (1, 7, 8, 12, 32, 66, 128)
@@ -280,7 +280,7 @@ def test_a_step_of_some_rows_has_no_more_parts_than_are_joined() -> None:
     assert others[0].block_m == 64 and others[1].splits > kernel.LAST_PROGRAM_SPLITS_MAX
 
 
-def test_parts_are_left_to_the_values_product_where_that_was_measured() -> None:
+def test_splits_are_left_to_the_values_gemm_where_that_was_measured() -> None:
     half, narrow = torch.bfloat16, torch.float8_e4m3fn
 
     def cut(
@@ -325,8 +325,8 @@ def test_parts_are_left_to_the_values_product_where_that_was_measured() -> None:
     )
 
 
-def test_few_rows_of_many_heads_are_cut_narrow() -> None:
-    """So that there is about a program for every processor; in parts that W_UV's product may join."""
+def test_few_rows_of_many_heads_have_narrow_tiles() -> None:
+    """There is about a program for every multiprocessor, with splits that W_UV's GEMM may merge."""
     half = torch.bfloat16
     for kv in (half, torch.float8_e4m3fn):
         cuts = {
@@ -350,8 +350,10 @@ def test_few_rows_of_many_heads_are_cut_narrow() -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 65, 100, 128, 256])
-def test_short_rows_are_those_that_are_decoded_otherwise(heads: int) -> None:
-    """By the choice of kernels for an H200 and how the own one cuts (their parts' number apart)."""
+def test_short_rows_are_those_decoded_differently(heads: int) -> None:
+    """Both the choice of kernels for an H200 and our kernel's tiling count, except its number of
+    splits.
+    """
 
     def decoded(rows: int, longest: int) -> tuple[str, object]:
         cut = kernel.tiling(rows, 1, heads, longest, torch.bfloat16, torch.bfloat16, True, True)
