@@ -30,7 +30,7 @@ REASON_WORDS = frozenset("disable fix ignore pin revert undo work".split())
 SUBJECT_VERBS = frozenset(
     """
     answer base change clean comment cover default delay document fix form format judge lead limit
-    link map mention name narrow order part patch pin point profile rank reason round say shape
+    map mention name narrow order part patch pin point profile rank reason round say shape
     size state support title trace value word work
     """.split()
 )

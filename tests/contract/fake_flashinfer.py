@@ -108,7 +108,9 @@ class MlaWrapper:
     def _works(
         self, queries: list[int], starts: list[int], lens: list[int]
     ) -> dict[str, list[int]]:
-        """Deal work items to clusters in turn; a row without keys has one work item, too."""
+        """Distribute work items over clusters in turn; a row without keys has one work item,
+        too.
+        """
         clusters: list[list[tuple[int, ...]]] = [[] for _ in range(CLUSTERS)]
         dealt = 0
         for row, keys in enumerate(lens):

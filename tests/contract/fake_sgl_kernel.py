@@ -65,11 +65,13 @@ def flash_mla_with_kvcache(
         and len(block_table) == len(cache_seqlens) == rows
     )
     assert tile_scheduler_metadata[0].tolist()[:2] == [width * heads, int(q.dtype == FP8)]
-    assert torch.equal(num_splits, _splits(cache_seqlens)), "the schedule is another step's"
+    assert torch.equal(num_splits, _splits(cache_seqlens)), "the schedule was made for another step"
     if q.dtype == FP8:
         for descale in (descale_q, descale_k):
             assert descale is not None and descale.dtype == torch.float32 and descale.shape == (1,)
-        assert bool((cache_seqlens > 0).all()), "it would look up the page before the first one"
+        assert bool((cache_seqlens > 0).all()), (
+            "a length of 0 would read the page before the first one"
+        )
     CALLS.append(
         {"q": q, "descale_q": descale_q, "descale_k": descale_k, "lens": cache_seqlens.clone()}
     )

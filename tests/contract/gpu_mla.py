@@ -86,9 +86,7 @@ class ProjectedSuite(MlaSuite):
                 backend.plan_step(world.batch, None)
                 outs.append(projected.give(backend, True, layer))
             torch.testing.assert_close(outs[1], outs[0], rtol=10 * self.error, atol=10 * self.error)
-            assert not torch.equal(*outs), (
-                "they are read: exact codes and rounded weights differ a little"
-            )
+            assert not torch.equal(*outs), "equal results: the stored blocks were not read"
 
     def stored(self, generator: torch.Generator) -> MlaCase:
         rows = self.nope + self.value

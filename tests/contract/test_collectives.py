@@ -213,7 +213,7 @@ def test_a_peer_that_does_not_answer_ends_the_operation_in_time() -> None:
 
     found, silent = in_threads(2, work)
     assert isinstance(found, CollectiveError) and silent is True, (
-        "it ended while its peer was there and silent"
+        "the operation ended while its peer was alive and silent"
     )
     assert "imed out" in str(found)
     assert "all_gather_numbers over world failed on rank 0" in str(found)

@@ -337,7 +337,7 @@ def test_padding_never_leaks(
 def test_a_token_s_bits_do_not_depend_on_its_neighbours(
     mesh: dict[str, int], exchange: str, backend: str
 ) -> None:
-    """The same token gives the same bits alone, between others, and last of many, with a term of
+    """One token gives the same bits alone, between others, and last of many, with a term of
     each rank.
     """
     generator = torch.Generator().manual_seed(6)

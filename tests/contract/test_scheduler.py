@@ -183,7 +183,7 @@ def test_decode_of_the_next_step_is_launched_before_the_commit() -> None:
     drive.step()
     drive.step()
     assert drive.table.length[0] == 6 and drive.table.launched[0] == 6, (
-        "one token committed, its successor in flight"
+        "one token is committed, the next one in flight"
     )
     drive.run()
     assert drive.model.computed == 5 + 19, "nothing is launched beyond the limit"

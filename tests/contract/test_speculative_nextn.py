@@ -59,7 +59,7 @@ class Draft:
         self.planned.append(batch)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        assert self.planned[-1] is batch, "attention was not told of the pass"
+        assert self.planned[-1] is batch, "attention did not plan the pass"
         assert batch.first_key == 1 and len(input_ids) == len(positions) == batch.num_tokens == len(
             batch.kv_slots
         )

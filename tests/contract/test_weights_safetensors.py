@@ -223,7 +223,7 @@ def test_duplicate_names_deep_json_and_trailing_bytes(tmp_path: Path) -> None:
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """Damage the length or the header of a valid file in one random way."""
+    """Break the length or the header of a valid file in one random way."""
     length = struct.unpack("<Q", data[:8])[0]
     kind = rng.randrange(6)
     if kind == 0:

@@ -165,7 +165,7 @@ def test_it_is_one_piece(folder: Path) -> None:
         begun = runner.threads.replays
         llm.generate([prompts(0)[5]], ONE)
         assert runner.threads.replays - begun == 3 + 1, (
-            "the target's around two layers, and the draft's"
+            "the target's pieces around two layers, and the draft's"
         )
         assert runner.extends.called[-1] == (7, True)
 

@@ -452,7 +452,7 @@ def test_our_own_bugs_reveal_nothing(
             "server_error",
         )
         server.wait_idle()
-    assert "ZeroDivisionError" in caplog.text, "the operator is told"
+    assert "ZeroDivisionError" in caplog.text, "the operator's log has the error"
 
 
 def test_timeouts_are_504_and_free_their_pages(client: httpx.Client) -> None:

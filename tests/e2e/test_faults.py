@@ -51,7 +51,7 @@ def test_killed_in_mid_decode(folder: Path, number: int) -> None:
     with pytest.raises(EngineDead, match=r"rank 0 ended \(exit code -\d+\) in phase serve"):
         while True:
             llm.generate([[5, 6, 7]] * 4, LONG)
-    assert gone(pid), "there is nothing left to wait for when it is closed"
+    assert gone(pid), "nothing is left to wait for when the engine is closed"
     llm.close()
     with pytest.raises(EngineDead):
         llm.generate([[5]], LONG)

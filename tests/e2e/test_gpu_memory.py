@@ -190,7 +190,7 @@ def test_lines_of_tiny_models(name: str, steps: int, tmp_path: Path) -> None:
         llm.generate([rng.integers(2, VOCAB, 50).tolist() for _ in range(300)], EVERYTHING)
         checked(f"{name}+{steps}", llm, alone, 0.5, before)
     assert torch.cuda.memory_reserved() <= (2 + len(STARTED)) * SMALL, (
-        "what an engine held goes with it"
+        "an engine's memory is freed with it"
     )
 
 
@@ -227,7 +227,7 @@ def test_lines_of_published_shapes_with_a_full_cache(
         checked(name, llm, alone, 1 - RESERVE, before)
         free, total = torch.cuda.mem_get_info()
         kept = llm.control("info")["memory"]["step"]["measured"] + RESERVE * total
-        assert not alone or free <= 1.1 * kept + (4 << 30), "the pool takes what is left"
+        assert not alone or free <= 1.1 * kept + (4 << 30), "the pool takes all remaining memory"
 
 
 def test_a_pool_that_does_not_fit_is_refused_before_the_port_opens(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_a_group_whose_pool_is_too_small_preempts_alone(
 def test_process_groups_carry_it_too(
     tmp_path: Path, plugins: PluginSet, alone: dict[int, Any]
 ) -> None:
-    """The same tokens come over gloo instead of shared memory."""
+    """Equal tokens come over gloo instead of shared memory."""
     with engine(tmp_path, plugins, 2, 2, collectives={"use": "gloo"}) as ranks:
         arriving(ranks, mix(), 3)
         assert tokens(ranks.heard) == alone

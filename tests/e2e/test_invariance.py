@@ -1,4 +1,4 @@
-"""The same greedy tokens and the same logits, however the work is split: batch, chunks, cache,
+"""Greedy tokens and logits are the same, however the work is split: batch, chunks, cache,
 overlap, preemption.
 """
 
@@ -101,9 +101,9 @@ def test_same_tokens_and_logits(folder: Path, alone: list[Completion], variant: 
     same(first, alone)
     same(again, alone)
     if variant.startswith("preempted"):
-        assert stats.preemptions > 0, "the pool was meant to be too small"
+        assert stats.preemptions > 0, "the pool has to be too small"
     if variant not in ("no_cache",):
-        assert sum(c.cached_tokens for c in again) > 0, "a warm cache was meant to be hit"
+        assert sum(c.cached_tokens for c in again) > 0, "the warm cache has to be hit"
     assert stats.pages_free + stats.pages_evictable == stats.pages_total
 
 

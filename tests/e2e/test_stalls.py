@@ -119,7 +119,7 @@ def test_requests_that_the_policy_leaves_out_end_and_the_rest_is_served(
         passed_over = [
             record.getMessage() for record in caplog.records if "skipped" in record.getMessage()
         ]
-        assert len(passed_over) == (fault != "withholds"), "once, however often it happens"
+        assert len(passed_over) == (fault != "withholds"), "one line, however often it happens"
 
 
 def test_a_request_that_a_policy_returns_twice_is_admitted_once(

@@ -201,7 +201,7 @@ class Run:
 
     @property
     def watched(self) -> bool:
-        """Whether the gates' choices of every position are recorded."""
+        """True if the gates' choices of every position are recorded."""
         return bool(self.choices) and all(
             len(one.keys) == len(self.logits) for one in self.choices.values()
         )

@@ -203,8 +203,8 @@ def _libraries() -> dict[str, ModuleType]:
 
 
 def _get(tensor: torch.Tensor, key: Any) -> torch.Tensor:
-    """Index through torch's functions: Python's indexing uses a guard of a device that does not
-    exist.
+    """Read an element through torch's functions: Python's indexing uses a guard of a device that
+    does not exist.
     """
     keys = list(key) if isinstance(key, tuple) else [key]
     at = next((i for i, part in enumerate(keys) if part is Ellipsis), None)

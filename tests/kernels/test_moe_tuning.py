@@ -31,7 +31,7 @@ def test_candidates_fit_and_go_together(tokens: int) -> None:
                 rows = config["block_m"] + (2 if product == "up" else 1) * config["block_n"]
                 assert rows * config["block_k"] * 2 * config["stages"] < 227 * 1024
             if config["way"] == "dense":
-                assert config["block_m"] >= tokens, "one tile of all tokens"
+                assert config["block_m"] >= tokens, "all tokens are in one tile"
     measured = {
         product: [(1.0, config) for config in configs] for product, configs in found.items()
     }

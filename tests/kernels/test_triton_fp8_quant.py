@@ -91,7 +91,7 @@ def test_silu_and_mul_of_rows_with_a_pair(rows: int, size: int) -> None:
     assert torch.equal(values[real].view(torch.uint8), every[real].view(torch.uint8))
     assert torch.equal(scales[real], of_every[real]) and scales.shape == of_every.shape
     assert values[~real].float().isnan().all() and scales[~real].isnan().all(), (
-        "still what was there: see conftest"
+        "not written: the fill of conftest"
     )
 
 

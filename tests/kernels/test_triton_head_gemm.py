@@ -169,6 +169,6 @@ def test_a_head_with_a_table(own_tables: Path, monkeypatch: pytest.MonkeyPatch) 
     forget()
     assert difference(head.apply(x), x, weight) < 5e-5 and difference(plain, x, weight) < 5e-5
     assert difference(head.apply(x.repeat(5, 1)), x.repeat(5, 1), weight) < 5e-5
-    assert asked == [32], "160 rows and those of cuBLAS are no business of theirs"
+    assert asked == [32], "160 rows and rows of cuBLAS are not theirs"
     head.apply(x[:8])
     assert asked == [32]

@@ -62,7 +62,7 @@ def check(
                 rtol=error,
                 atol=error * float(want.abs().max() if tokens else 1),
             )
-            assert out[..., columns:].isnan().all(), "nothing behind the product is written"
+            assert out[..., columns:].isnan().all(), "nothing after the result is written"
 
 
 @pytest.mark.parametrize("tokens,heads", [(1, 1), (2, 3), (17, 2), (0, 2)])

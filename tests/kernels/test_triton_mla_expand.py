@@ -43,7 +43,7 @@ def check(entries: Tensor, w_kv: Tensor, nope: int, error: float) -> None:
         k, v = expand(entries, w_kv, nope)
         latent, turned = k[..., :nope], k[..., nope:]
         assert torch.equal(turned, entries[:, None, lora:].expand_as(turned)), (
-            "the rotary part is handed on as it is"
+            "the rotary part is copied unchanged"
         )
         torch.testing.assert_close(
             torch.cat((latent, v), -1).double(), want, rtol=error, atol=error

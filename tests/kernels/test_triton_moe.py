@@ -143,7 +143,7 @@ def test_rules_cover_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     )
     measured = {16: moe_tiles.rule(problem, 16), 64: moe_tiles.rule(problem, 64)}
     forget()
-    assert moe_tiles.chosen(problem, 16) is measured[16], "a tile of all tokens"
+    assert moe_tiles.chosen(problem, 16) is measured[16], "all tokens are in one tile"
     assert moe_tiles.chosen(problem, 17) is measured[64]
     forget()
 

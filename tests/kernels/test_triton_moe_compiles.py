@@ -78,10 +78,10 @@ def test_rows_of_the_table_serve_their_token_counts(an_h200: None) -> None:
             config = moe_tiles.chosen(PROBLEM, tokens)
             assert config is table[row]
             assert {product["way"] for product in config.values()} == {"sorted"}, (
-                "tiles of any number of tokens"
+                "tiles for any number of tokens"
             )
             assert moe_tiles.has_wide_tiles(config["up"], tokens), (
-                "so everybody's experts may begin early"
+                "fused shared experts may begin early"
             )
     assert (
         moe_tiles.chosen(PROBLEM, 143) is table[128]

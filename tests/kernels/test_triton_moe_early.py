@@ -68,7 +68,7 @@ def test_the_same_results(tokens: int) -> None:
         torch.testing.assert_close(
             mixture(given, 2, begun), wanted, atol=1e-5 if not GPU else 0, rtol=0
         )
-        assert not begun.any(), "as they were"
+        assert not begun.any(), "the ready flags are cleared"
 
 
 def test_no_early_beginning_for_few_or_many_tokens() -> None:

@@ -55,7 +55,7 @@ def check(
     order, wanted_order = ids[:, :k].sort(1), wanted_ids.sort(1)
     same = (order.values == wanted_order.values).all(1)
     assert same.float().mean() >= (1 - 2 / tokens if tokens > 1000 else 1.0), (
-        "near-ties apart, the same experts"
+        "the experts are the same except for near ties"
     )
     torch.testing.assert_close(
         weights[:, :k].gather(1, order.indices)[same],

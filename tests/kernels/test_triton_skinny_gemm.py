@@ -37,7 +37,7 @@ def test_the_rule_leaves_shapes_that_it_does_not_speed_up_to_others() -> None:
     assert rule(1, 64, 20000) is None and rule(2, 2048, 10944) is None and rule(8, 64, 64) is None
     assert rule(TOKENS_MAX + 1, 2048, 2048) is None and rule(TOKENS_MAX, 3648, 2048) is None
     assert rule(2, 21888, 2048) is None and rule(8, 21888, 2048) is None, (
-        "the dense layer's first product"
+        "the dense layer's first GEMM"
     )
     assert rule(1, 21888, 2048) and rule(8, 10944, 2048) and rule(8, 24576, 1536)
 
@@ -59,4 +59,6 @@ def test_bfloat16_by_the_rule(tokens: int, size: int, depth: int) -> None:
         exact = x[:, 8:].float() @ weight.float().t() + bias.float()
         found = multiply(x[:, 8:], weight, bias, tile)
         assert ((found.float() - exact).norm() / exact.norm()).item() < 4e-3
-        assert torch.equal(found, multiply(x[:, 8:], weight, bias, tile)), "the same twice"
+        assert torch.equal(found, multiply(x[:, 8:], weight, bias, tile)), (
+            "a second run gives the same bits"
+        )

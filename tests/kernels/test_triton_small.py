@@ -36,7 +36,7 @@ def test_norms(shape: tuple[int, int], scale: float) -> None:
         normed, total = norm.add_rms_norm(x, residual, weight, 1e-6)
         torch.testing.assert_close(total, x + residual)
         torch.testing.assert_close(normed, rms_norm_reference(x + residual, weight, 1e-6))
-        assert torch.equal(residual, before), "the residual handed in is not overwritten"
+        assert torch.equal(residual, before), "the given residual is not overwritten"
 
 
 def test_norms_read_strided_rows_and_more_dimensions() -> None:

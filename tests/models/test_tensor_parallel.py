@@ -152,7 +152,7 @@ def test_ranks_compute_the_logits_of_one(case: str, tmp_path: Path, plugins: Plu
     for size in (2, 4):
         for got in found[size]:
             torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
-            assert torch.equal(got, found[size][0]), "ranks sample from the same bits"
+            assert torch.equal(got, found[size][0]), "all ranks have the same logits"
 
 
 REPLICATED = (

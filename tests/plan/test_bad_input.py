@@ -121,7 +121,7 @@ class TestASheetsPackages:
         plan = make(hardware=replace(H200, packages={"triton": "3.6.0"}))
         assert plan.choice("attention").name == "triton_mla"
         assert plan.facts.software.packages.keys() == {"torch", "triton"}, (
-            "torch is wherever the engine is"
+            "torch is installed with the engine"
         )
         found = refusals(make, {"attention": {"use": "hopper_mla"}}, replace(H200, packages={}))[
             "attention.use"

@@ -177,7 +177,7 @@ def test_facts_are_a_sheet_to_plan_with(
     stated = json.loads(text)["packages"]  # including the packages of installed third-party plugins
     assert stated.items() >= plugins.software.packages.items() and "torch" in stated
     assert stated["ray"] == plugins.software.packages.get("ray", ""), (
-        "one that is not installed is stated, too"
+        "a missing package is stated, too"
     )
     (sheet := tmp_path / "mine.json").write_text(text)
     words = ["check", "--model", str(v3), "--load-format", "dummy", "--facts", str(sheet)]

@@ -157,7 +157,7 @@ JUNK = [
 
 
 def test_no_configuration_brings_the_planner_down(planned, plugins: PluginSet) -> None:
-    """For any values, the answer is a plan or a complete refusal."""
+    """With any values, the answer is a plan or a complete refusal."""
     from glowplug.core.config.errors import leaf_paths
 
     rng = random.Random(23)

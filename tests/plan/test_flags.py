@@ -442,9 +442,7 @@ def test_one_word_for_a_library_is_the_backend_for_the_models_kind(
     assert (
         asked(v3, "flashinfer") == "flashinfer_mla" and asked(llama, "flashinfer") == "flashinfer"
     )
-    assert asked(llama, "fa3_mla") == "fa3_mla", (
-        "a name that there is stays, and the plan refuses it"
-    )
+    assert asked(llama, "fa3_mla") == "fa3_mla", "an existing name is kept, and the plan refuses it"
     assert asked(tmp_path / "no-model", "fa3") == "fa3"
     file = tmp_path / "engine.toml"
     file.write_text(f'model = "{llama}"\n')

@@ -16,7 +16,7 @@ class ShortMla(TorchMla):
     def plan_step(self, batch: Batch, slot: Any) -> None:
         longest = int(batch.kv_lens.max(initial=0))
         assert not batch.longest or longest <= batch.longest, (
-            "no row is longer than attention was told"
+            "a row is longer than the limit passed to attention"
         )
         if slot is not None:
             PLANNED.append((batch.num_rows, longest, batch.longest))

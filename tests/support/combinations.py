@@ -260,7 +260,7 @@ def run(one: Combination, known: Reference, **more: Any) -> dict[int, Collected]
         if id == ABORTED:  # its length depends on the number of tokens that a step yields
             short, long = sorted((got.tokens, want.tokens), key=len)
             assert long[: len(short)] == short, (
-                f"{one.name}: request {id} is another until it is given up"
+                f"{one.name}: request {id} differs before it is aborted"
             )
             continue
         assert got.tokens == want.tokens, (

@@ -41,7 +41,9 @@ def test_only_tests_marked_timing_compare_clocks() -> None:
     assert {
         name: lines for name, lines in found.items() if lines and name not in WITH_A_CLOCK
     } == {}
-    assert {name for name in WITH_A_CLOCK if not found[name]} == set(), "allowed for nothing"
+    assert {name for name in WITH_A_CLOCK if not found[name]} == set(), (
+        "an exception that is not needed"
+    )
 
 
 def test_waits_have_limits_that_only_end_hangs() -> None:

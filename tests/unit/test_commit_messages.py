@@ -118,6 +118,10 @@ def test_each_fault_is_named_alone(check: ModuleType, message: str, fault: str) 
     assert len(found) == 1 and fault in found[0]
 
 
+def test_words_that_need_a_reason_are_verbs(check: ModuleType) -> None:
+    assert check.verbs() >= check.REASON_WORDS
+
+
 def test_a_commit_of_many_files_needs_a_body(check: ModuleType) -> None:
     subject = "Rename slots"
     assert "31 files outside tests/ and docs/" in check.faults(subject, MANY_FILES)[0]

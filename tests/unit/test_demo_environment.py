@@ -122,7 +122,7 @@ def test_v3_on_eight_gpus_is_planned_as_there() -> None:
     )
     assert (chosen["sampling"], chosen["ops"]) == ("triton", "triton")
     decided = {decision["field"]: decision["value"] for decision in planned["decisions"]}
-    assert decided["quantization.experts"] == "by load", "DeepGEMM is there"
+    assert decided["quantization.experts"] == "by load", "DeepGEMM is installed there"
     assert decided["kernels.tables"] == "measured", "tables of that release of Triton are trusted"
 
 

@@ -61,7 +61,7 @@ def blocks(language: str) -> Iterator[tuple[str, str]]:
 
 
 def test_generated_pages_are_current() -> None:
-    assert generator().main(check=True) == 0, "run `make docs` and commit what it writes"
+    assert generator().main(check=True) == 0, "run `make docs` and commit the result"
 
 
 def test_combinations_are_planned_over_all_devices_of_their_machine(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_commands_print_what_is_shown(page: str, command: str, output: str) -> N
     done = glowplug(*shlex.split(command))
     printed = (done.stdout + done.stderr).split()
     assert printed == output.split(), (
-        f"{page}: `glowplug {command}` now prints other words; run `make docs`"
+        f"{page}: `glowplug {command}` prints another output; run `make docs`"
     )
 
 

@@ -152,7 +152,7 @@ def test_an_index_that_was_asked_for_is_used_or_the_set_up_ends(
     assert environment.main([str(venv), "--torch-index", CLOSED]) == 1
     said = capsys.readouterr().out
     assert f"torch=={PIN} could not be installed from {CLOSED}" in said and "TORCH_INDEX=" in said
-    assert not (venv / ".constraints").exists(), "make would take the set-up for done"
+    assert not (venv / ".constraints").exists(), "make would skip the rest of the set-up"
     assert environment.main([str(venv), "--torch-index", index]) == 0
     assert constraints(venv) == [f"torch=={PIN}+cpu"]
 

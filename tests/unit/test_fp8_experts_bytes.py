@@ -137,10 +137,10 @@ def test_peak_steps_run_before_the_pool_is_made(monkeypatch: pytest.MonkeyPatch)
     plan = bare_plan(peak_tokens=(24, 100), pass_tokens=(8, 16, 32))
     runner: Any = None
     warmup.most_tokens(runner, plan)
-    assert seen[2:] == [24], "none of more tokens than a step has"
+    assert seen[2:] == [24], "no step of more tokens than the largest"
     seen.clear()
     warmup.most_passed(runner, plan)
-    assert seen == [32, 16], "the largest pass, and the largest within a turn"
+    assert seen == [32, 16], "the largest pass, and the largest within a peak"
     seen.clear()
     warmup.most_passed(runner, bare_plan(peak_tokens=(24,)))
     assert not seen

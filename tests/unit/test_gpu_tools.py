@@ -243,7 +243,7 @@ def test_a_stopped_run_keeps_its_results(tmp_path: Path, monkeypatch: pytest.Mon
     assert gpu_combinations.main() == 0
     rest = json.loads((tmp_path / "rest.json").read_text())
     assert rest["complete"] and rest["run"] == found["admitted"] - 1, (
-        "what was not reached, and what had failed"
+        "tests that were not reached or had failed"
     )
 
 

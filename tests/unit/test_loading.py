@@ -105,7 +105,7 @@ def test_missing_unexpected_and_misshapen_tensors_are_named_together() -> None:
     assert "1 missing: model.layers.1.mlp.up_proj.weight" in message
     assert "1 unexpected: model.layers.0.self_attn.q_norm.weight" in message
     assert "model.norm.weight is 65, LlamaForCausalLM needs 64" in message
-    assert source.read_names == [], "nothing is read before all is known to fit"
+    assert source.read_names == [], "nothing is read before every tensor is checked"
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int8, torch.bool, torch.float8_e4m3fn])

@@ -124,7 +124,9 @@ def test_a_row_s_count_does_not_outlive_its_sequence() -> None:
         world.step([1, 0])
     world.table.leave(1)
     world.step([1])
-    assert world.calls_of_a_step() == World(2).calls_of_a_step(), "the short way is taken again"
+    assert world.calls_of_a_step() == World(2).calls_of_a_step(), (
+        "later steps take the short way again"
+    )
     world.admit(7)
     assert all(world.step([1, 0]) is None for _ in range(TOKENLESS_STEPS - 1))
 

@@ -123,7 +123,7 @@ def test_time_runs_out_and_another_run_goes_on(
 ) -> None:
     monkeypatch.setattr("tests.plugins.sleepy_tuner.SECONDS", 0.3)
     assert main(["tune", "sleepy", *MODEL, "--max-minutes", "0.03"]) == 0
-    assert 1.8 <= clock.now < 1.8 + 0.3, "the measurement that the time ran out in was the last"
+    assert 1.8 <= clock.now < 1.8 + 0.3, "the measurement during which time ran out was the last"
     assert "run the same command again to continue" in capsys.readouterr().out
     measured = sum(len(json.loads(path.read_text())) for path in tables.iterdir())
     assert measured == 6
@@ -264,6 +264,4 @@ def test_a_ray_cluster_shares_the_tables(tables: Path, monkeypatch: pytest.Monke
     written = list(tables.iterdir())
     assert len(written) >= 7
     done = tune_workers._task(tune_workers._command([written[0].stem], 60.0))
-    assert done == {str(written[0]): written[0].read_text()}, (
-        "what a task on another host would send back"
-    )
+    assert done == {str(written[0]): written[0].read_text()}, "the result of a task on another host"

@@ -190,7 +190,7 @@ def test_static_batches_side_by_side(
         if first in ("go", "end"):
             turn = second if first == "go" else ""
         else:
-            assert first == turn, "while one is measured the others stand still"
+            assert first == turn, "the others wait while one is measured"
             worked.append(first)
     assert set(worked) == {"sglang", "vllm"}
 

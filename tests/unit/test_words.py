@@ -1,4 +1,4 @@
-"""Docstrings, comments and messages in plain words, and commit subjects in the imperative."""
+"""Docstrings, comments, messages and documents in plain words."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 from tests.support.source_tree import ROOT, dotted, name_of, sources, tree
 
@@ -28,20 +30,31 @@ DATA = (
     "entrypoints/bench/single_query.py",
 )
 
-VALUES = {"property", "cached_property", "functools.cached_property", "overload"}
+#: decorators of functions that stand for a value
+VALUES = {"property", "cached_property", "functools.cached_property", "overload", "pytest.fixture"}
 #: endings that no imperative has; other first words are looked up in VERBS
 NO_VERB = re.compile(r"(ed|ing|tion|ment|ness|ity)$")
 VERBS = frozenset((ROOT / "tests" / "unit" / "verbs.txt").read_text(encoding="utf-8").split())
 
 #: identifiers in prose are quoted
 QUOTED = re.compile(r"``[^`]*``|`[^`]*`")
+#: blocks of code and output in documents
+FENCED = re.compile(r"^```.*?^```\n", re.MULTILINE | re.DOTALL)
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def documented() -> Iterator[tuple[str, Documented, str]]:
+def tests() -> tuple[Path, ...]:
+    """Return every Python file of the tests and of the sample package among them."""
+    return tuple(sorted((ROOT / "tests").rglob("*.py")))
+
+
+ZONES = pytest.mark.parametrize("paths", [sources(), tests()], ids=["sources", "tests"])
+
+
+def documented(paths: tuple[Path, ...]) -> Iterator[tuple[str, Documented, str]]:
     """Yield (place, node, docstring) of every documented node."""
-    for path in sources():
+    for path in paths:
         if name_of(path).startswith(DATA):
             continue
         for node in ast.walk(tree(path)):
@@ -51,20 +64,24 @@ def documented() -> Iterator[tuple[str, Documented, str]]:
 
 
 def acts(node: Documented) -> bool:
-    """Return whether a docstring of this node describes an action: a function that is no
-    property.
+    """Return whether a docstring of this node describes an action.
+
+    It does for a function that is no property, no fixture and no test: the docstring of a test
+    states a behaviour.
     """
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not any(
-        dotted(mark) in VALUES for mark in node.decorator_list
-    )
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    marks = {dotted(m.func if isinstance(m, ast.Call) else m) for m in node.decorator_list}
+    return not marks & VALUES and not node.name.startswith("test_")
 
 
 def first_word(text: str) -> str:
     return re.sub(r"[^\w-].*", "", text, flags=re.DOTALL).lower()
 
 
-def test_functions_that_act_begin_with_a_verb() -> None:
-    texts = [(place, text) for place, node, text in documented() if acts(node)]
+@ZONES
+def test_functions_that_act_begin_with_a_verb(paths: tuple[Path, ...]) -> None:
+    texts = [(place, text) for place, node, text in documented(paths) if acts(node)]
     others = [
         f"{place}: {text.splitlines()[0]}" for place, text in texts if first_word(text) not in VERBS
     ]
@@ -90,17 +107,21 @@ def test_verbs_are_verbs() -> None:
     assert [word for word in sorted(VERBS - odd) if NO_VERB.search(word)] == []
 
 
-def test_no_clause_stands_as_a_title() -> None:
+@ZONES
+def test_no_clause_stands_as_a_title(paths: tuple[Path, ...]) -> None:
     found = [
-        f"{place}: {text.splitlines()[0]}" for place, _, text in documented() if CLAUSE.match(text)
+        f"{place}: {text.splitlines()[0]}"
+        for place, _, text in documented(paths)
+        if CLAUSE.match(text)
     ]
     assert found == []
 
 
-def test_docstrings_make_no_persons_of_code() -> None:
+@ZONES
+def test_docstrings_make_no_persons_of_code(paths: tuple[Path, ...]) -> None:
     found = [
         f"{place}: {match[0]!r} in {text.splitlines()[0]!r}"
-        for place, _, text in documented()
+        for place, _, text in documented(paths)
         if (match := PERSONS.search(QUOTED.sub("", text)))
     ]
     assert found == []
@@ -130,12 +151,66 @@ def _has_docstring(node: ast.AST) -> bool:
     return isinstance(node, Documented) and ast.get_docstring(node) is not None
 
 
-def test_comments_and_messages_make_no_persons_of_code() -> None:
+@ZONES
+def test_comments_make_no_persons_of_code(paths: tuple[Path, ...]) -> None:
+    found = [
+        f"{name_of(path)}:{line}: {match[0]!r} in {text[:80]!r}"
+        for path in paths
+        if not name_of(path).startswith(DATA)
+        for line, text in comments(path)
+        if (match := PERSONS.search(QUOTED.sub("", text)))
+    ]
+    assert found == []
+
+
+def test_messages_make_no_persons_of_code() -> None:
+    """Strings of tests are left out: prompts and quotations are among them."""
     found = [
         f"{name_of(path)}:{line}: {match[0]!r} in {text.strip()[:80]!r}"
         for path in sources()
         if not name_of(path).startswith(DATA)
-        for line, text in (*comments(path), *messages(path))
+        for line, text in messages(path)
         if (match := PERSONS.search(QUOTED.sub("", text)))
     ]
     assert found == []
+
+
+def documents() -> Iterator[tuple[str, str]]:
+    """Yield (place, line) of every line of the documents outside fenced blocks."""
+    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))):
+        prose = FENCED.sub(lambda block: "\n" * block[0].count("\n"), path.read_text("utf-8"))
+        for number, line in enumerate(prose.splitlines(), 1):
+            yield f"{name_of(path)}:{number}", line
+
+
+def test_documents_make_no_persons_of_code() -> None:
+    found = [
+        f"{place}: {match[0]!r} in {line!r}"
+        for place, line in documents()
+        if (match := PERSONS.search(QUOTED.sub("", line)))
+    ]
+    assert found == []
+
+
+def test_no_clause_stands_as_a_heading() -> None:
+    found = [
+        f"{place}: {line}"
+        for place, line in documents()
+        if line.startswith("#") and CLAUSE.match(line.lstrip("# "))
+    ]
+    assert found == []
+
+
+def test_rules_find_what_they_name() -> None:
+    """Each rule is tried on a sentence that it refuses and on one that it allows."""
+    assert PERSONS.search("nobody was measured") and not PERSONS.search("no measurement exists")
+    assert CLAUSE.match("What a request may ask for.") and not CLAUSE.match("Fields of a request.")
+    tree = ast.parse(
+        "def test_a(): ...\n@pytest.fixture(scope='module')\ndef b(): ...\ndef c(): ..."
+    )
+    assert [acts(node) for node in tree.body if isinstance(node, Documented)] == [
+        False,
+        False,
+        True,
+    ]
+    assert FENCED.sub("", "a\n```\nwho\n```\nb\n") == "a\nb\n"
