@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from glowplug import LLM, SamplingParams
-from tests.support.narrow import (
+from tests.support.narrow_checkpoints import (
     AWQ,
     COMPRESSED,
     INT8,

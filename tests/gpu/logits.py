@@ -10,7 +10,7 @@ model whole chats are read, the end of each in decode steps.
 A block FP8 checkpoint requires activations rounded to E4M3, a token and 128 channels at a time,
 before every GEMM. Its ways are also compared with a second reference, which rounds them so in
 float32 and is the model as its checkpoint defines it. Positions at which gates chose other experts
-than the reference's are listed separately (``tests.support.gates``), and two ways follow a
+than the reference's are listed separately (``tests.support.gate_choices``), and two ways follow a
 reference's choice of experts.
 
 ``python -m tests.gpu.logits --model v2lite v3 --output docs/benchmarks/logits-h200.json``; a model
@@ -39,7 +39,7 @@ from glowplug import LLM, PlanRefused, SamplingParams
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
 from tests.plugins.teacher_runtime import SCRIPTS, SEEN, score_prompts
-from tests.support.gates import Choices, Watch, flips
+from tests.support.gate_choices import Choices, Watch, flips
 
 LENGTHS = (1, 2, 33, 63, 64, 65, 130, 333, 700)
 CHATS = 64

@@ -20,7 +20,7 @@ from glowplug.core.protocols import LinearShape, Worker
 from glowplug.core.testing.harness.build import DictSource, Stepper, build_model, make, plan_for
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
 from glowplug.kernels.formats import int8
-from tests.support.narrow import (
+from tests.support.narrow_checkpoints import (
     AWQ,
     COMPRESSED,
     INT8,

@@ -28,7 +28,7 @@ from glowplug.plugins.quantization.awq.cuda import AwqCuda  # noqa: E402
 from glowplug.plugins.quantization.awq.plugin import AwqOptions  # noqa: E402
 from glowplug.plugins.quantization.int8.cuda import W8A8Int8Cuda  # noqa: E402
 from glowplug.plugins.quantization.int8.plugin import W8A8Int8Options  # noqa: E402
-from tests.support.narrow import AWQ, INT8, awq_matrix, int8_matrix, tiny_facts  # noqa: E402
+from tests.support.narrow_checkpoints import AWQ, INT8, awq_matrix, int8_matrix, tiny_facts  # noqa: E402
 
 DTYPES = (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32,)
 KINDS = ("int8", "online int8", "awq")

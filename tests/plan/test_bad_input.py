@@ -23,7 +23,7 @@ from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.testing.harness.fakes import write_model
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.plugins.quantization.shared import provider_choice as gemm_order, tuned_tables
-from tests.support.narrow import AWQ
+from tests.support.narrow_checkpoints import AWQ
 from tests.support.tables import forget
 
 #: the installed packages are chosen by ``make``

@@ -19,7 +19,7 @@ from tests.gpu import (
     logits as gpu_logits,
     sanitize as gpu_sanitize,
 )
-from tests.support import gates
+from tests.support import gate_choices
 from tests.support.tiny import write_config
 
 LOG = """
@@ -323,7 +323,7 @@ def test_a_watched_gate_still_sets_the_ready_flag(
     choice is forced.
     """
     told: list[torch.Tensor | None] = []
-    sizes = gates.MoeSizes(hidden=2, width=1, experts=3, topk=1, shared=0, sigmoid=False)
+    sizes = gate_choices.MoeSizes(hidden=2, width=1, experts=3, topk=1, shared=0, sigmoid=False)
 
     def plain(
         x: torch.Tensor, begun: torch.Tensor | None = None
@@ -340,9 +340,11 @@ def test_a_watched_gate_still_sets_the_ready_flag(
         appended=0,
         _route=None,
     )
-    monkeypatch.setattr(gates, "gates", lambda model: [gate])
-    forced = {"gate": gates.Chosen(sizes, [(0, 1)], [torch.tensor([[2]])], [torch.zeros(1, 3)])}
-    watch = gates.Watch(SimpleNamespace(model=None, _forward=None), forced)  # type: ignore[arg-type]
+    monkeypatch.setattr(gate_choices, "gates", lambda model: [gate])
+    forced = {
+        "gate": gate_choices.Chosen(sizes, [(0, 1)], [torch.tensor([[2]])], [torch.zeros(1, 3)])
+    }
+    watch = gate_choices.Watch(SimpleNamespace(model=None, _forward=None), forced)  # type: ignore[arg-type]
     x, begun = torch.ones(1, 2), torch.zeros(2, dtype=torch.int32)
     assert gate.forward(x, begun)[1].tolist() == [[0]] and not watch.choices["gate"].keys
     watch._keys = [(0, 1)]
@@ -353,30 +355,30 @@ def test_a_watched_gate_still_sets_the_ready_flag(
 
 def test_the_gap_to_another_choice() -> None:
     sizes = {"hidden": 1, "width": 1, "experts": 6, "topk": 2, "shared": 0}
-    plain = gates.MoeSizes(**sizes, sigmoid=False)
+    plain = gate_choices.MoeSizes(**sizes, sigmoid=False)
     assert float(
-        gates.gap(torch.tensor([[0.1, 0.9, 0.5, 0.45, 0.0, 0.2]]), plain)
+        gate_choices.gap(torch.tensor([[0.1, 0.9, 0.5, 0.45, 0.0, 0.2]]), plain)
     ) == pytest.approx(0.05)
-    grouped = gates.MoeSizes(**sizes, sigmoid=True, groups=3, topk_groups=1)
+    grouped = gate_choices.MoeSizes(**sizes, sigmoid=True, groups=3, topk_groups=1)
     scores = torch.tensor(
         [[0.9, 0.1, 0.48, 0.48, 0.3, 0.2]]
     )  # sums 1.0, 0.96, 0.5; the first choice has both of the best experts
-    assert float(gates.gap(scores, grouped)) == pytest.approx(0.02)
+    assert float(gate_choices.gap(scores, grouped)) == pytest.approx(0.02)
 
 
 def test_a_choice_that_its_scores_do_not_explain_is_counted() -> None:
-    sizes = gates.MoeSizes(hidden=1, width=1, experts=3, topk=1, shared=0, sigmoid=False)
+    sizes = gate_choices.MoeSizes(hidden=1, width=1, experts=3, topk=1, shared=0, sigmoid=False)
 
-    def chosen(expert: int) -> gates.Choices:
+    def chosen(expert: int) -> gate_choices.Choices:
         return {
-            "gate": gates.Chosen(
+            "gate": gate_choices.Chosen(
                 sizes, [(0, 1)], [torch.tensor([[expert]])], [torch.tensor([[0.6, 0.3, 0.1]])]
             )
         }
 
-    assert gates.flips(chosen(0), chosen(0)) == (
-        gates.Flips(1, 0, 0.0, 0.0, pytest.approx(0.3), 0.0, 0),
+    assert gate_choices.flips(chosen(0), chosen(0)) == (
+        gate_choices.Flips(1, 0, 0.0, 0.0, pytest.approx(0.3), 0.0, 0),
         set(),
     )
-    said, keys = gates.flips(chosen(0), chosen(1))
+    said, keys = gate_choices.flips(chosen(0), chosen(1))
     assert (said.flipped, said.unexplained, keys) == (1, 1, {(0, 1)})

@@ -26,7 +26,7 @@ from glowplug.kernels.launch import tuned_tables as tuned  # noqa: E402
 from glowplug.plugins.quantization.shared import provider_choice as gemm_order  # noqa: E402
 from glowplug.plugins.quantization.tuning import narrow as tune_narrow  # noqa: E402
 from glowplug.plugins.quantization.tuning.narrow import AwqGemmTuner, Int8GemmTuner, NarrowTuner  # noqa: E402
-from tests.support.narrow import AWQ, tiny_facts  # noqa: E402
+from tests.support.narrow_checkpoints import AWQ, tiny_facts  # noqa: E402
 
 TUNERS = [(Int8GemmTuner, "w8a8_int8", "int8_gemm"), (AwqGemmTuner, "awq", "awq_gemm")]
 
