@@ -143,7 +143,7 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
         ):
             assert first.data_ptr() == second.data_ptr()
 
-    def test_a_cache_of_16_bits_is_read_as_such_whatever_the_plan_says(self) -> None:
+    def test_a_cache_of_16_bits_is_read_as_such_for_any_plan(self) -> None:
         """This happens when the cost of an FP8 cache is measured beside a wide one."""
         world = self.given(5)
         query, outs = self.query(world), []

@@ -79,7 +79,7 @@ def test_drafts_do_not_change_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_its_last_step_decodes(
+def test_the_gates_last_step_decodes(
     drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rounding of a decoding kernel counts. The tokens are the gate's, and the reference logits

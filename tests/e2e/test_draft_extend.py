@@ -62,7 +62,7 @@ def run(llm: LLM, replayed: bool) -> tuple[list[Any], list[Tensor]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_caches_what_the_eager_pass_caches(folder: Path, case: str) -> None:
+def test_a_replayed_pass_caches_the_values_of_an_eager_one(folder: Path, case: str) -> None:
     """Prompts run alone and beside decoding rows, in chunks, after cached prefixes, with token
     counts on both sides of each captured one.
     """
@@ -158,7 +158,7 @@ def test_padding_tokens_are_zero(folder: Path) -> None:
         assert all(part.isfinite().all() for part in runner_of(llm).attention._kv[-1].values())
 
 
-def test_it_is_one_piece(folder: Path) -> None:
+def test_a_replayed_pass_is_one_piece(folder: Path) -> None:
     with drafting(folder) as llm:
         runner = replaying_runtime.NEWEST[0]
         assert runner.extends.counts == COUNTS

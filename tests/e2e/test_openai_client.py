@@ -89,7 +89,7 @@ def test_n_choices_each_have_their_own_index(client: openai.OpenAI) -> None:
     )
 
 
-def test_n_streams_are_told_apart_by_index(client: openai.OpenAI) -> None:
+def test_choices_of_a_stream_are_distinguished_by_index(client: openai.OpenAI) -> None:
     texts = {0: "", 1: ""}
     for chunk in client.chat.completions.create(
         model="fake", messages=say("both"), n=2, stream=True

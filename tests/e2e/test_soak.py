@@ -125,7 +125,7 @@ def test_a_cache_that_never_was_full_is_found_when_asked_for(tmp_path: Path, clo
     assert found["least_free_share"] <= 1 / found["pages"] and found["preemptions"] > 0
 
 
-def test_when_a_cache_is_called_full(tmp_path: Path, clock: Clock) -> None:
+def test_conditions_of_a_full_cache(tmp_path: Path, clock: Clock) -> None:
     """A row that wants two pages of a small cache takes another's back while there is one."""
     with tiny(tmp_path) as llm:
         one = soaking(tmp_path, llm)
@@ -142,9 +142,7 @@ def test_when_a_cache_is_called_full(tmp_path: Path, clock: Clock) -> None:
             assert one.result()["was_full"] == full, (pages, left, preemptions)
 
 
-def test_it_holds_while_the_file_is_there_and_the_time_does_not_count(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_the_soak_pauses_while_the_hold_file_exists(tmp_path: Path, clock: Clock) -> None:
     hold, out = tmp_path / "hold", tmp_path / "soak.json"
     seen: list[dict] = []
 

@@ -48,7 +48,7 @@ def tokens(folder: Path, attention: str, graphs: dict[str, Any]) -> list[list[in
 
 
 @pytest.mark.slow
-def test_it_gives_plain_torchs_tokens(tmp_path: Path) -> None:
+def test_tokens_are_those_of_plain_torch(tmp_path: Path) -> None:
     folder = write_config(tmp_path, "llama", num_hidden_layers=2)
     expected = tokens(folder, "torch_mha", {"use": "eager"})
     assert tokens(folder, "interpreted_mha", REPLAYED) == expected

@@ -22,7 +22,7 @@ def namespaces() -> None:
 
 @pytest.mark.parametrize("fault", WITNESS)
 @pytest.mark.parametrize("way", STARTS)
-def test_it_answers_and_ends(way: str, fault: str, tmp_path: Path) -> None:
+def test_an_engine_across_two_hosts_answers_and_ends(way: str, fault: str, tmp_path: Path) -> None:
     if way == "ray":
         pytest.importorskip("ray")
     assert run(way, fault, tmp_path).wrong(fault, way) == []

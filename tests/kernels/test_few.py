@@ -42,7 +42,7 @@ def gate(groups: int, topk_groups: int, renormalize: bool) -> Callable[[Tensor],
     ],
 )
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_as_torch(
+def test_results_equal_torchs(
     function: Callable[[Tensor], Tensor], tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(tokens)) * 4

@@ -80,7 +80,7 @@ def test_tiles(config: Config, tokens: int, size: int, depth: int) -> None:
         assert difference(head_gemm.multiply(x, weight, config), x, weight) < 5e-5
 
 
-def test_cublas_unless_a_table_says_otherwise(own_tables: Path) -> None:
+def test_cublas_is_used_without_a_table(own_tables: Path) -> None:
     assert head_gemm.config_for(32, 1000, 64) is None
     ours = tiles(64, 64, True)
     tuned.keep(own_tables / tuned.head_file_name(1000, 64), {8: {"way": "cublas"}, 32: ours})
@@ -92,7 +92,7 @@ def test_cublas_unless_a_table_says_otherwise(own_tables: Path) -> None:
     assert head_gemm.config_for(32, 1000, 72) is None
 
 
-def test_what_it_can_do() -> None:
+def test_supported_dtypes_and_shapes() -> None:
     x, weight = torch.zeros(3, 64, dtype=torch.bfloat16), torch.zeros(9, 64, dtype=torch.bfloat16)
     assert head_gemm.fits(x, weight)
     assert not head_gemm.fits(x.float(), weight.float()) and not head_gemm.fits(x[:0], weight)

@@ -87,7 +87,7 @@ SIZES = [
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("few", [0, mla_prologue.FEW_TOKENS_MAX])
-def test_it_writes_what_the_reference_writes(
+def test_prologue_writes_the_references_values(
     sizes: tuple[int, ...], interleaved: bool, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W_UK's GEMM is within the kernel or after it. Memory that neither writes stays NaN: KV slots

@@ -159,7 +159,7 @@ def test_suggested_packages_can_be_used_on_the_card(make: Callable[..., EnginePl
 
 
 @pytest.mark.parametrize("hardware", [A100, L40S, T4])
-def test_another_card_gets_what_runs_there_and_why(
+def test_another_card_gets_backends_that_run_there_with_the_reason(
     make: Callable[..., EnginePlan], hardware: HardwareFacts
 ) -> None:
     assert decision(make(), "attention.use").value == "hopper_mla"
@@ -378,7 +378,7 @@ def test_every_library_that_a_component_can_use_is_looked_for() -> None:
     } <= load_plugins().packages
 
 
-def test_without_any_library_there_is_a_plan_that_says_what_is_missing(
+def test_a_plan_without_libraries_names_the_missing_ones(
     make: Callable[..., EnginePlan],
 ) -> None:
     plan = make(packages=dict.fromkeys(LIBRARIES, ""))
@@ -501,7 +501,7 @@ class TestTunedTables:
         found = decision(make(packages={**LIBRARIES, "triton": "3.7.1"}), tuned_tables.FIELD)
         assert found.value == "rules" and "Triton 3.7" in found.why
 
-    def test_nothing_is_said_where_no_table_could_be_used(
+    def test_tables_are_not_mentioned_where_none_could_be_used(
         self, make: Callable[..., EnginePlan]
     ) -> None:
         for plan in (make(packages=dict.fromkeys(LIBRARIES, "")), make(hardware=A100)):

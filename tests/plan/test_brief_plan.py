@@ -119,7 +119,9 @@ def test_remarks_that_ask_for_something_are_shown(planned: Planner) -> None:
         ("8xh200", ["--model", str(V3), "--load-format", "dummy", "--tp", "8", "--enable-ep-moe"]),
     ],
 )
-def test_it_is_short(plugins: PluginSet, tmp_path: Path, sheet: str, words: list[str]) -> None:
+def test_the_brief_plan_is_short(
+    plugins: PluginSet, tmp_path: Path, sheet: str, words: list[str]
+) -> None:
     plan = given(plugins, "--facts", written_sheet(tmp_path, sheet), *words).plan()
     assert len(brief(plan)) <= 24 and len(brief(plan)) < len(render(plan, 120).splitlines()) / 2
 

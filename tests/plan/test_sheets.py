@@ -97,7 +97,7 @@ def test_a_bad_table_is_named(tmp_path: Path, table: str | None, said: str) -> N
 @pytest.mark.parametrize(
     ("stated", "counts"), [({}, True), ({"pluggy": ""}, False), ({"pluggy": "0.1"}, False)]
 )
-def test_what_a_third_party_plugin_alone_needs_comes_with_it(
+def test_packages_of_a_third_party_plugin_come_with_it(
     planned: Any, refused: Any, cpu: HardwareFacts, stated: dict[str, str], counts: bool
 ) -> None:
     """Such a package counts as on this machine unless the sheet states it; packages of built-ins do

@@ -453,7 +453,7 @@ def test_table_shows_each_kind_of_record_by_itself(
         (json.dumps(OURS), ["--columns", "mean_tpot"], "no record has any of mean_tpot"),
     ],
 )
-def test_table_says_what_is_no_result(
+def test_table_names_files_without_a_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, more: list[str], said: str
 ) -> None:
     (file := tmp_path / "x.jsonl").write_text(text)

@@ -141,7 +141,7 @@ def test_with_a_gpu_or_an_empty_index_torch_is_left_to_pip(
     assert constraints(venv) == [f"torch=={PIN}"]
 
 
-def test_an_index_that_was_asked_for_is_used_or_the_set_up_ends(
+def test_a_requested_index_is_used_or_the_set_up_ends(
     environment: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     venv: Path,

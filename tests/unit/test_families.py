@@ -58,7 +58,7 @@ def test_known_configs_pass(name: str) -> None:
         ("v3", {"num_experts_per_tok": 5}, "5 experts per token cannot come from 2 groups of 2"),
     ],
 )
-def test_one_refusal_says_what_is_wrong(name: str, changes: dict[str, Any], reason: str) -> None:
+def test_each_problem_is_one_refusal(name: str, changes: dict[str, Any], reason: str) -> None:
     found = refusals(name, **changes)
     assert len(found) == 1 and reason in found[0]
 

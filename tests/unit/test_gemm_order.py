@@ -95,7 +95,7 @@ def test_every_measured_shape_gets_its_fastest_provider(kind: str, card: None) -
         ("awq_gemm", 16384, 21888, 2048, "cublas"),
     ],
 )
-def test_both_sides_of_each_boundary_of_rows(
+def test_the_provider_changes_at_each_row_boundary(
     kind: str, rows: int, columns: int, depth: int, name: str, card: None
 ) -> None:
     assert picks(kind)(rows, columns, depth) == name

@@ -175,7 +175,7 @@ def test_aborts_and_controls(tmp_path: Path) -> None:
         ranks.check_idle()
 
 
-def test_what_a_rank_raises_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_rank_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(batch: object) -> None:
         raise ZeroDivisionError("in a step")
 
