@@ -20,23 +20,21 @@ if not DRIVER.exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 elif (
     "PYTEST_XDIST_WORKER_COUNT" in os.environ
-):  # processes that all reckon on every core come to wait for each other
+):  # processes that each use every core would wait for one another
     threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Full garbage collections from here on look at what tests make, not at six thousand of them
-    each time.
+    """Exempt all existing objects, six thousand tests among them, from later full garbage
+    collections.
     """
     settle_memory()
 
 
 @pytest.fixture
 def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder that tuned tables are read from, empty; ``tables.forget`` behind what is written
-    into it.
-    """
+    """An empty folder for tuned tables; call ``tables.forget`` after writing into it."""
     monkeypatch.setattr("glowplug.kernels.launch.tuned_tables.FOLDER", tmp_path)
     forget()
     yield tmp_path
@@ -45,7 +43,9 @@ def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 @pytest.fixture
 def quick_switches() -> Iterator[None]:
-    """Threads that wait for one another need the interpreter sooner than every 5 ms."""
+    """A short switch interval: threads that wait for one another need the interpreter sooner than
+    every 5 ms.
+    """
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     yield

@@ -1,7 +1,7 @@
-"""Has the installed sgl-kernel FlashAttention-3 for heads of one kind?
+"""A check of whether the installed sgl-kernel has FlashAttention-3 for heads of one kind.
 
-A build may leave kernels out, which the library notices when it launches one: it prints a line and
-ends the process, so it is asked in a process of its own.
+A build may leave kernels out. The library notices this when it launches one, prints a line and ends
+the process, so the check runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ print("answered", flush=True)
 def lacks(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: str = "cuda"
 ) -> str | None:
-    """What the library says where it cannot: None where it can. Errors before it is asked are the
-    caller's.
+    """Return the library's message where it lacks a kernel, and None where it has it. Errors before
+    the launch are the caller's.
 
-    Heads are small tensors of zeros, contiguous and aligned: whatever goes wrong with them is not
-    how it is called.
+    Heads are small tensors of zeros, contiguous and aligned, so a failure does not come from the
+    arguments.
     """
     words = [str(number) for number in (heads, kv_heads, dim, 64)] + [
         str(dtype).removeprefix("torch."),

@@ -1,9 +1,9 @@
-"""flashinfer's two wrappers in plain torch on the CPU, with plans laid out in buffers as version
-0.6.11 does.
+"""FlashInfer's two wrappers in plain torch on the CPU, with plans laid out in buffers as in version
+0.6.11.
 
-What the kernel reads of a plan (how many keys a row has, where a work begins and ends) this reads
-from the same places, so that a plan which was changed behind the library's back is attended as it
-then says. Its tiles of queries and pieces of keys are small, for works to be many.
+This code reads the values of a plan (the number of keys of a row, the start and end of a work item)
+from the places where the kernel reads them, so a plan that was changed in the buffers takes effect.
+Tiles of queries and pieces of keys are small, so that there are many work items.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from glowplug.kernels.mha.reference import partial_attention
 
-TILE, PIECE, CLUSTERS, MOST = 6, 32, 5, 512  #: queries x heads, keys, programs, works of a plan
+#: queries x heads, keys, programs, work items of a plan
+TILE, PIECE, CLUSTERS, MOST = 6, 32, 5, 512
 LISTS = (
     "q_indptr",
     "kv_indptr",
@@ -33,7 +34,9 @@ LISTS = (
 
 
 class MlaWrapper:
-    """``given``: the arguments of every plan of every wrapper."""
+    """The latent-attention wrapper; ``given`` holds the arguments of every plan of every
+    wrapper.
+    """
 
     given: ClassVar[list[dict[str, Any]]] = []
 
@@ -105,7 +108,9 @@ class MlaWrapper:
     def _works(
         self, queries: list[int], starts: list[int], lens: list[int]
     ) -> dict[str, list[int]]:
-        """Dealt to clusters in turn; a row without keys has one work, too."""
+        """Distribute work items over clusters in turn; a row without keys has one work item,
+        too.
+        """
         clusters: list[list[tuple[int, ...]]] = [[] for _ in range(CLUSTERS)]
         dealt = 0
         for row, keys in enumerate(lens):
@@ -177,7 +182,7 @@ class MlaWrapper:
         total: Tensor,
         weight: Tensor,
     ) -> None:
-        """Adds exp(score) and exp(score) * value of one work, query by query."""
+        """Add exp(score) and exp(score) * value of one work item, query by query."""
         assert self.indices is not None
         for packed in range(at["q_start"], min(at["q_start"] + TILE, at["q_len"] * self.heads)):
             token, head = divmod(packed, self.heads)
@@ -231,7 +236,7 @@ class RaggedWrapper:
 
 
 class Event:
-    """``waits``: events that the host has waited for, in order."""
+    """A CUDA event; ``waits`` lists the events that the host has waited for, in order."""
 
     waits: ClassVar[list[Event]] = []
 
@@ -243,7 +248,7 @@ class Event:
 
 
 def modules() -> dict[str, ModuleType]:
-    """What stands in for the package in ``sys.modules``."""
+    """Return the stand-ins for the package's modules in ``sys.modules``."""
     package, mla, prefill = (
         ModuleType(name) for name in ("flashinfer", "flashinfer.mla", "flashinfer.prefill")
     )

@@ -1,9 +1,9 @@
-"""sgl_kernel's FlashMLA and FlashAttention-3 in plain torch on the CPU, as strict about what they
-are given as 0.4.2.
+"""sgl_kernel's FlashMLA and FlashAttention-3 in plain torch on the CPU, with the argument checks of
+0.4.2.
 
-Over an FP8 cache FlashMLA multiplies E4M3 as its kernel does: softmax's weights are rounded below
-the row's largest one, summed up before, and the answer is bfloat16. A schedule says which lengths
-it was made for.
+Over an FP8 cache FlashMLA multiplies E4M3 as its kernel does: the softmax's weights are rounded
+below the row's largest one after their sum is taken, and the result is bfloat16. A schedule records
+the lengths that it was made for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from glowplug.kernels.mha.reference import partial_attention
 
 FP8, PAGE, LATENT, KEY = torch.float8_e4m3fn, 64, 512, 576
-CALLS: list[dict[str, Any]] = []  #: what each call of ``flash_mla_with_kvcache`` was given
+CALLS: list[dict[str, Any]] = []  #: arguments of each call of ``flash_mla_with_kvcache``
 
 
 def get_mla_metadata(
@@ -65,11 +65,13 @@ def flash_mla_with_kvcache(
         and len(block_table) == len(cache_seqlens) == rows
     )
     assert tile_scheduler_metadata[0].tolist()[:2] == [width * heads, int(q.dtype == FP8)]
-    assert torch.equal(num_splits, _splits(cache_seqlens)), "the schedule is another step's"
+    assert torch.equal(num_splits, _splits(cache_seqlens)), "the schedule was made for another step"
     if q.dtype == FP8:
         for descale in (descale_q, descale_k):
             assert descale is not None and descale.dtype == torch.float32 and descale.shape == (1,)
-        assert bool((cache_seqlens > 0).all()), "it would look up the page before the first one"
+        assert bool((cache_seqlens > 0).all()), (
+            "a length of 0 would read the page before the first one"
+        )
     CALLS.append(
         {"q": q, "descale_q": descale_q, "descale_k": descale_k, "lens": cache_seqlens.clone()}
     )
@@ -147,7 +149,7 @@ def flash_attn_varlen_func(
 
 
 def modules() -> dict[str, ModuleType]:
-    """What stands in for the package in ``sys.modules``."""
+    """Return the stand-ins for the package's modules in ``sys.modules``."""
     package, mla, attn = (
         ModuleType(name) for name in ("sgl_kernel", "sgl_kernel.flash_mla", "sgl_kernel.flash_attn")
     )

@@ -22,8 +22,8 @@ def padded(width: int, first_key: int, page_size: int, device: str, cached: torc
 
 
 def refill(static: Batch, batch: Batch, offset: int, page_size: int) -> None:
-    """Put the rows of ``batch`` first, their pages ``offset`` further on; the last rows stay
-    padding.
+    """Copy the rows of ``batch`` to the front, their pages ``offset`` further on; the last rows
+    stay padding.
     """
     rows, tokens, columns = batch.num_rows, batch.num_tokens, batch.page_table.shape[1]
     moved = batch.page_table + offset * (batch.page_table > 0)

@@ -1,5 +1,6 @@
-"""The attention suite at DeepSeek's sizes on a GPU, and what is asked of a backend there beyond it:
-projections taken as they come, and decoding steps replayed from a graph."""
+"""The attention suite at DeepSeek's sizes on a GPU, with two further requirements: projections in
+place of normed inputs, and decoding steps replayed from a graph.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ EPS = 1e-6
 
 
 class ProjectedSuite(MlaSuite):
-    """``mla_projected`` gives what ``mla`` gives of the normed and rotated projections."""
+    """The suite with a further test: ``mla_projected`` of the raw projections equals ``mla`` of the
+    normed and rotated ones.
+    """
 
     merged = True
 
@@ -55,13 +58,15 @@ class ProjectedSuite(MlaSuite):
             torch.testing.assert_close(outs[1], outs[0], rtol=10 * self.error, atol=10 * self.error)
             near = (
                 2 * self.error if self.cached.itemsize > 1 else 0.13
-            )  # FP8: one way rounds to bf16 before
+            )  # FP8: one of the two ways rounds to bf16 before
             torch.testing.assert_close(
                 pools[1], pools[0], rtol=near, atol=2 * self.error, equal_nan=True
             )
 
     def test_stored_blocks_are_read(self) -> None:
-        """A layer whose weights are block FP8: their blocks give what the dequantised ones give."""
+        """In a layer whose weights are block FP8, the blocks give the results of the dequantised
+        weights.
+        """
         if self.nope % FP8_BLOCK or self.value % FP8_BLOCK or self.lora % FP8_BLOCK:
             pytest.skip("heads are not whole blocks")
         for seed, width in enumerate((1, min(3, self.max_width))):
@@ -109,9 +114,7 @@ class ProjectedSuite(MlaSuite):
 
 
 class Projections:
-    """Random projections of a step, as views of one tensor, and what is made of them by the
-    references.
-    """
+    """Random projections of a step as views of one tensor, and the references' results for them."""
 
     def __init__(self, suite: MlaSuite, tokens: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(100 + seed)
@@ -137,7 +140,7 @@ class Projections:
         return latent, k_rope, query[..., : self.nope].clone(), q_rope
 
     def give(self, backend: AttentionBackend, interleaved: bool, layer: MlaCase) -> Tensor:
-        """The backend may overwrite the query, so it gets a copy."""
+        """Run ``mla_projected``; the backend may overwrite the query, so it gets a copy."""
         kept, self.wide = self.wide, self.wide.clone()
         out = backend.mla_projected(
             *self.views(), self.weight, EPS, RopeRows(self.cos_sin, interleaved), layer
@@ -147,7 +150,9 @@ class Projections:
 
 
 def drafting(plan: EnginePlan) -> EnginePlan:
-    """The same whose last layer is a draft's, so that backends reserve what its passes need."""
+    """Return the plan with its last layer as a draft's, so that backends reserve memory for draft
+    passes.
+    """
     model = replace(plan.facts.model, num_layers=plan.facts.model.num_layers - 1)
     return replace(
         plan, facts=replace(plan.facts, model=model), sizes=replace(plan.sizes, draft_layers=1)
@@ -162,12 +167,12 @@ class GpuMlaSuite(ProjectedSuite):
     page_sizes = (1, 16, 64)
     page_size = 64
     capture_widths: tuple[int, ...] = (1, 3)
-    most_keys = 64  #: so that prefixes are attended in pieces, too
+    most_keys = 64  #: small enough for prefixes to be attended in pieces, too
 
     def definition(
         self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase
     ) -> Tensor:
-        """On the device, which computes in float64 faster."""
+        """Compute the definition on the device, which is faster in float64."""
         assert isinstance(layer, MlaCase)
         there = self._case(layer.w_uk.to(self.device), layer.w_uv.to(self.device))
         moved = [[x.to(self.device) for x in given] for given in (queries, history)]
@@ -175,8 +180,8 @@ class GpuMlaSuite(ProjectedSuite):
 
     @pytest.mark.parametrize("first_key", [0, 1])
     def test_a_graph_replays_decoding_steps(self, first_key: int) -> None:
-        """Captured over rows that are all padding, replayed with other lengths, pages and tokens
-        each time.
+        """The graph is captured over padding rows only, and replayed with other lengths, pages and
+        tokens each time.
         """
         if first_key and not self.first_key:
             pytest.skip("this backend reads every position")
@@ -190,7 +195,8 @@ class GpuMlaSuite(ProjectedSuite):
             worlds = [self.decoding(number, width, first_key) for number in range(3)]
             pool = torch.cat([world.pools["kv"] for world in worlds])
             pool[: self.page_size] = 0.0
-            real = 4 * width  # tokens; those behind are padding, which all write to one place
+            # number of tokens; those after them are padding, which all write to one place
+            real = 4 * width
             backend.reserve(worlds[0].limits(({"kv": pool},)))
             static = padded(width, first_key, self.page_size, self.device, self.cached)
             given = Projections(self, static.num_tokens, 0)

@@ -21,7 +21,7 @@ class TestGqa(MhaSuite):
 
 
 class TestGqaInPieces(TestGqa):
-    """Groups split, and prefixes go in pieces, at these lengths already."""
+    """At these lengths groups are already split and prefixes attended in pieces."""
 
     def make(self, plan: EnginePlan, worker: Worker) -> TorchMha:
         made = super().make(plan, worker)
@@ -52,8 +52,8 @@ class TestCudaBfloat16(TestGqa):
 
 
 def test_cache_of_a_narrower_dtype_is_read_as_stored() -> None:
-    """With a bfloat16 cache a chunk sees rounded keys, whether it reads them from the cache or has
-    just made them.
+    """With a bfloat16 cache a chunk reads rounded keys, both cached keys and the keys of the chunk
+    itself.
     """
     suite, generator, outs = TestGqa(), torch.Generator().manual_seed(3), []
     whole = make_world([Row(24, 24, prefill=True)], 16, 1)

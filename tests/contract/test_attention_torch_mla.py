@@ -29,7 +29,7 @@ class TestNaive(TestAbsorbed):
 
 
 class TestInPieces(TestAbsorbed):
-    """Groups split, and prefixes go in pieces, at these lengths already."""
+    """At these lengths groups are already split and prefixes attended in pieces."""
 
     def make(self, plan: EnginePlan, worker: Worker) -> TorchMla:
         made = super().make(plan, worker)
@@ -58,8 +58,8 @@ class TestCudaBfloat16(TestAbsorbed):
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("first_key", [0, 1])
 def test_one_row_in_host_memory(width: int, first_key: int) -> None:
-    """A lone decoding row, in shuffled pages and in neighbouring ones, with and without a hole
-    before its first key.
+    """A single decoding row in shuffled and in neighbouring pages, with and without a gap before
+    its first key.
     """
     suite, found = TestAbsorbed(), set()
     for length in (width + 1, 16, 17, 33, 48):

@@ -1,5 +1,5 @@
-"""``triton_mha`` passes the attention slot's suite interpreted, trees too. At the sizes of models:
-test_gpu_mha.
+"""``triton_mha`` passes the attention slot's suite interpreted, trees included. For the sizes of
+models see test_gpu_mha.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from glowplug.plugins.attention.mha.triton_runtime import TritonMha
 
 
 class Suite(MhaSuite):
-    """Few programs, since each is interpreted: four heads, and keys cut in two parts at most."""
+    """Few programs, because each is interpreted: four heads, and keys in at most two splits."""
 
     heads, kv_heads, queries = 4, 2, ((4, 8),)
     page_sizes, max_width = (7,), 2
@@ -41,7 +41,9 @@ class TestCuda(Suite):
 
 
 def test_a_tree_in_the_batch_is_read() -> None:
-    """Two branches behind a root: the second branch's token sees the root and not the first's."""
+    """Two branches follow a root: the second branch's token attends to the root and not to the
+    first branch's.
+    """
     suite = TestCuda() if torch.cuda.is_available() else TestInterpreted()
     generator = torch.Generator().manual_seed(1)
     world = make_world([Row(30, 3), Row(4, 3)], 16, 1)

@@ -72,7 +72,7 @@ class TestFp8Cache(Published):
 
 
 class Apart(TritonMla):
-    """Leaves three parts of keys to W_UV's product wherever it may."""
+    """A backend that leaves the merge of three KV splits to W_UV's GEMM wherever possible."""
 
     def _tiled_rows(
         self, query: Tensor, kv: Tensor, layer: MlaLayer, merge_in_values: bool = False
@@ -84,8 +84,12 @@ class Apart(TritonMla):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: kernels are not interpreted")
 @pytest.mark.parametrize("first_key", [0, 1])
-def test_parts_joined_interpreted(first_key: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding rows of few and of many keys beside a prompt; several tokens a row go the other way."""
+def test_splits_merged_by_the_values_gemm_interpreted(
+    first_key: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding rows of few and of many keys run beside a prompt; rows of several tokens merge
+    separately.
+    """
     calls: list[Tensor] = []
     product = mla_values.merge_and_project
     monkeypatch.setattr(
@@ -115,7 +119,9 @@ def test_parts_joined_interpreted(first_key: int, monkeypatch: pytest.MonkeyPatc
 def test_parts_joined_by_the_values_product(
     heads: int, rows: int, first_key: int, kept: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decoding rows beside a prompt; several tokens a row and stored blocks go the other way."""
+    """Decoding rows run beside a prompt; rows of several tokens and stored blocks merge
+    separately.
+    """
     suite = TestPublishedSizes() if kept is None else TestFp8Cache()
     suite.heads = heads
     calls: list[Tensor] = []
@@ -161,7 +167,9 @@ def test_stored_blocks_are_joined_the_other_way(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_tree_in_the_batch_is_read() -> None:
-    """Two branches behind a root: the second branch's token sees the root and not the first's."""
+    """Two branches follow a root: the second branch's token attends to the root and not to the
+    first branch's.
+    """
     suite = TestCuda() if torch.cuda.is_available() else TestInterpreted()
     generator = torch.Generator().manual_seed(1)
     world = make_world([Row(30, 3), Row(4, 3)], 16, 1)

@@ -67,7 +67,7 @@ class Threads(RankedCollectivesSuite):
 
 
 class OnDevice:
-    """``Collectives`` of CPU tensors by way of a device: what the suite exchanges, NCCL carries."""
+    """``Collectives`` of CPU tensors by way of a device: the suite's tensors travel over NCCL."""
 
     def __init__(self, held: Nccl, device: str) -> None:
         self._held, self._device = held, device
@@ -122,7 +122,9 @@ class TestOneRank(CollectivesSuite):
 
 
 def in_threads(ranks: int, work: Callable[[int], Any]) -> list[Any]:
-    """Results, or the CollectiveErrors raised instead, by rank."""
+    """Run ``work`` on ranks in threads, and return the results or the CollectiveErrors raised, by
+    rank.
+    """
 
     def one(rank: int) -> Any:
         try:
@@ -146,7 +148,7 @@ def test_ranks_meet_at_an_address(scheme: str, tmp_path: Path) -> None:
 
 
 def test_ranks_meet_in_an_agents_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torchrun sets it up: the agent hosts the store, and no rank opens the port."""
+    """The store is set up as by torchrun: the agent hosts it, and no rank opens the port."""
     agent = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     for name, value in {
         "MASTER_ADDR": "127.0.0.1",
@@ -174,13 +176,13 @@ def test_an_address_of_no_kind_is_refused(address: str) -> None:
         gloo(0, {"tp": 2}, address)
 
 
-def test_nobody_listens_at_the_address() -> None:
+def test_an_address_where_nothing_listens_is_an_error() -> None:
     with pytest.raises(CollectiveError, match="could not reach the rendezvous tcp://"):
         gloo(1, {"tp": 2}, f"tcp://127.0.0.1:{free_port()}", timeout=0.5)
 
 
 def test_a_peer_that_goes_ends_the_operation_at_once() -> None:
-    """Not after the timeout, which does not come here, and with its name on it."""
+    """The error names the peer and does not wait for the timeout."""
     store = HashStore()
 
     def work(rank: int) -> float:
@@ -211,7 +213,7 @@ def test_a_peer_that_does_not_answer_ends_the_operation_in_time() -> None:
 
     found, silent = in_threads(2, work)
     assert isinstance(found, CollectiveError) and silent is True, (
-        "it ended while its peer was there and silent"
+        "the operation ended while its peer was alive and silent"
     )
     assert "imed out" in str(found)
     assert "all_gather_numbers over world failed on rank 0" in str(found)

@@ -1,5 +1,5 @@
-"""Data-parallel attention: what each rank holds, what ranks agree on, who gets a request, how
-tokens cross groups.
+"""Data-parallel attention: the shards of each rank, agreement among ranks, routing of requests, and
+tokens that cross groups.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MESHES = [{"tp": 2, "dp": 2}, {"tp": 4, "dp": 2}, {"tp": 4, "dp": 4}, {"tp": 4, 
 
 
 def made(mesh: dict[str, int], rank: int, rendezvous: str = "apart") -> DpAttention:
-    """The strategy of one rank; ranks with the same ``rendezvous`` exchange."""
+    """Return the strategy of one rank; ranks with the same ``rendezvous`` exchange."""
     plan, meeting = replace(bare_plan(), mesh=mesh), MEETINGS.setdefault(rendezvous, Meeting())
     assert not meeting.over
     worker = Worker(
@@ -49,7 +49,9 @@ def made(mesh: dict[str, int], rank: int, rendezvous: str = "apart") -> DpAttent
 
 
 def each(mesh: dict[str, int], work: Callable[[DpAttention, int], Any]) -> list[Any]:
-    """``work(strategy, rank)`` of all ranks at the same time; results by rank."""
+    """Run ``work(strategy, rank)`` on all ranks at the same time, and return the results by
+    rank.
+    """
     MEETINGS["together"] = Meeting()
     found: dict[int, Any] = {}
     ranks = [made(mesh, rank, "together") for rank in range(mesh["tp"])]
@@ -145,7 +147,7 @@ def test_a_rank_that_is_its_own_group_holds_its_attention_whole() -> None:
     ],
 )
 def test_groups_agree_on_the_most_of_everything(modes: list[Mode], agreed: Mode) -> None:
-    """Ranks of one group say the same, and its load counts once."""
+    """Ranks of one group give the same shape, and its load counts once."""
     own = [StepShape(modes[0], 3, 40, 5), StepShape(modes[1], 7, 9, 2)]
     found = each(
         {"tp": 4, "dp": 2},
@@ -243,7 +245,7 @@ def tensor(size: int) -> dict[str, Any]:
         ([tensor(2), dp(4)], "parallel.1.size", "size = 2"),
     ],
 )
-def test_groups_that_cannot_be_cut_are_refused_with_the_fix(
+def test_groups_that_cannot_be_split_are_refused_with_the_fix(
     tmp_path: Path, parallel: list[dict[str, Any]], field: str, fix: str
 ) -> None:
     found = refusals(tmp_path, parallel)

@@ -1,5 +1,5 @@
-"""What latent attention by libraries holds for a draft's passes: as many bytes as its component
-says, in one place.
+"""The page tables that latent attention by libraries keeps for draft passes: their bytes equal the
+component's figure, in one buffer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROWS, CONTEXT, PAGE, WIDTH = 17, 1000, 64, 2
 
 @pytest.fixture(scope="module", autouse=True)
 def _libraries() -> Iterator[None]:
-    """Fakes are there for this module, and runtimes that imported them are forgotten with it."""
+    """The fakes for this module; runtimes that imported them are unloaded with them."""
     before = {name: sys.modules.pop(name, None) for name in RUNTIMES}
     with pytest.MonkeyPatch.context() as patch:
         for name, made in {**fake_sgl_kernel.modules(), **fake_flashinfer.modules()}.items():
@@ -52,7 +52,7 @@ def _libraries() -> Iterator[None]:
 
 
 class OfDrafts(ProjectedSuite):
-    """The suite of every backend with room reserved for drafts."""
+    """The suite of every backend with memory reserved for drafts."""
 
     name = ""
     page_sizes, page_size, max_width = (64,), 64, 2
@@ -70,7 +70,7 @@ class OfDrafts(ProjectedSuite):
     def component(self) -> Component:
         return component(self.name)
 
-    def test_sizes_and_passes_share_what_the_component_says(self) -> None:
+    def test_sizes_and_passes_share_the_reserved_bytes(self) -> None:
         backend, offers = self.backend(PAGE), self.component().offers
         assert isinstance(offers, AttentionOffers) and offers.reserves is not None
         world = make_world([Row(3, 1)], PAGE, 0)
@@ -93,7 +93,7 @@ class OfDrafts(ProjectedSuite):
         assert held == ROWS * -(-CONTEXT // PAGE) * PAGE * 4
 
     def test_a_pass_of_a_draft_reads_its_slots(self) -> None:
-        """A batch of another size, then this one: the room is in use by one at a time."""
+        """A batch of another size runs first, then this one: they use the buffer in turn."""
         for seed, lengths in enumerate(((30, 1, 97), (5, 200), (64, 63, 65, 2))):
             generator, backend = torch.Generator().manual_seed(seed), self.backend(PAGE)
             world = make_world([Row(n + 2, 1) for n in lengths], PAGE, seed)

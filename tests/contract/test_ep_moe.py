@@ -1,4 +1,6 @@
-"""Expert parallelism: its shards, its refusals, and each exchange against every expert on one rank."""
+"""Expert parallelism: its shards, its refusals, and each exchange against every expert on one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ class TestEpMoeOfAll(TestEpMoeOfTwo):
     mesh = {"tp": 4, "ep": 4}
 
 
-def test_experts_lie_over_ep_their_width_over_what_is_left() -> None:
+def test_experts_are_split_over_ep_and_their_width_over_the_rest() -> None:
     held = [strategy(rank, {"tp": 4, "ep": 2}) for rank in range(4)]
     found = [
         (ep.shard("experts", "a.experts", 8), ep.shard("expert_width", "a.experts", 256, 128))
@@ -93,7 +95,9 @@ def test_experts_lie_over_ep_their_width_over_what_is_left() -> None:
 
 
 def test_the_shared_expert_is_the_group_s_own() -> None:
-    """Split over attn_tp, uneven too; other MLPs are left to the strategies before."""
+    """The shared expert is split over attn_tp, unevenly too; other MLPs are left to the strategies
+    before.
+    """
     held = [strategy(rank, {"tp": 4, "ep": 4, "dp": 2}) for rank in range(4)]
     name = "model.layers.1.mlp.shared_experts.down_proj"
     parts = [ep.shard("row", name, 384, 128) for ep in held]
@@ -111,7 +115,7 @@ def test_the_shared_expert_is_the_group_s_own() -> None:
 
 @dataclass
 class Tokens:
-    """What one group's ranks have."""
+    """The tokens of one group's ranks."""
 
     x: Tensor
     ids: Tensor
@@ -119,7 +123,7 @@ class Tokens:
 
 
 class Weights:
-    """Experts relu(x A) B, whole or a rank's slice of them."""
+    """Experts relu(x A) B, complete or a rank's slice of them."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -142,7 +146,9 @@ class Weights:
 def tokens_of(
     count: int, generator: torch.Generator, experts: list[int] | None = None, absent: float = 0.0
 ) -> Tokens:
-    """``count`` tokens, each with TOPK different experts among ``experts``; some ids are -1."""
+    """Return ``count`` tokens, each with TOPK different experts among ``experts``; some ids are
+    -1.
+    """
     among = torch.tensor(experts or list(range(EXPERTS)))
     picks = (
         torch.stack([torch.randperm(len(among), generator=generator)[:TOPK] for _ in range(count)])
@@ -161,8 +167,8 @@ def tokens_of(
 
 
 def steps_of(mesh: Mapping[str, int], seed: int) -> list[list[Tokens]]:
-    """Steps of uneven groups: random sizes, nobody, one token only, all on one rank, all at home,
-    -1 here and there.
+    """Return steps of uneven groups: random sizes, no tokens, one token only, all tokens on one
+    rank, all experts on the own rank, some ids -1.
     """
     generator = torch.Generator().manual_seed(seed)
     groups, held = mesh.get("dp", 1), EXPERTS // mesh["ep"]
@@ -182,7 +188,7 @@ def steps_of(mesh: Mapping[str, int], seed: int) -> list[list[Tokens]]:
 
 
 def batch_of(step: list[Tokens]) -> Batch:
-    """Only what exchanges read of a batch."""
+    """Return a batch with only the fields that exchanges read."""
     sizes = [len(tokens.x) for tokens in step]
     return replace(idle_batch(), agreed=StepShape(Mode.DECODE, max(sizes), max(sizes), len(sizes)))
 
@@ -195,7 +201,7 @@ def exchanged(
     batch: Batch,
     partial: Tensor | None = None,
 ) -> Tensor:
-    """What a mixture does with an exchange."""
+    """Run an exchange as a mixture does, and return the result."""
     experts, width = held.shard("experts", "m", EXPERTS), held.shard("expert_width", "m", WIDTH)
     assert experts is not None and width is not None
     sent = Tokens(
@@ -220,7 +226,7 @@ def run_steps(
     weights: Weights,
     partials: Callable[[int, Tokens], Tensor | None] = lambda rank, tokens: None,
 ) -> list[tuple[list[Tensor], Tensor | None]]:
-    """By rank: the results of each step, and the load."""
+    """Run all steps, and return by rank the results of each step and the load."""
 
     def body(collectives: Collectives, rank: int) -> tuple[list[Tensor], Tensor | None]:
         held = strategy(rank, mesh, collectives, exchange=exchange)
@@ -274,7 +280,7 @@ def test_tokens_come_back_as_one_rank_computes_them(
 def test_a_partial_sum_is_added_up_over_the_group(
     mesh: dict[str, int], exchange: str, backend: str
 ) -> None:
-    """Each rank of a group brings its own term of the shared expert."""
+    """Each rank of a group adds its own term of the shared expert."""
     weights, steps = Weights(2), steps_of(mesh, seed=3)
 
     def term(rank: int, tokens: Tokens) -> Tensor:
@@ -294,8 +300,8 @@ def test_a_partial_sum_is_added_up_over_the_group(
 def test_padding_never_leaks(
     mesh: dict[str, int], exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NaN wherever the exchange pads, and in tokens of a padded batch (ids -1): real tokens do not
-    see them.
+    """The padding of the exchange and tokens of a padded batch (ids -1) are NaN; real tokens are
+    not affected.
     """
     pad = F.pad
 
@@ -331,7 +337,9 @@ def test_padding_never_leaks(
 def test_a_token_s_bits_do_not_depend_on_its_neighbours(
     mesh: dict[str, int], exchange: str, backend: str
 ) -> None:
-    """The same token alone, between others, and last of many, with a term of each rank."""
+    """One token gives the same bits alone, between others, and last of many, with a term of
+    each rank.
+    """
     generator = torch.Generator().manual_seed(6)
     weights, probe, groups = Weights(4), tokens_of(1, generator, [0, 2, 7]), mesh.get("dp", 1)
     places, steps = (0, 3, 16), []
@@ -356,7 +364,7 @@ def test_a_token_s_bits_do_not_depend_on_its_neighbours(
 def test_every_choice_is_worked_on_by_the_ranks_that_share_the_expert(
     mesh: dict[str, int], exchange: str
 ) -> None:
-    """And by no other; padding chooses nothing."""
+    """No other rank works on it, and padding chooses no expert."""
     step = tokens_of(5, torch.Generator().manual_seed(8))
     steps = [step] + [tokens_of(2, torch.Generator())] * (mesh.get("dp", 1) - 1)
 
@@ -392,7 +400,7 @@ def test_partial_results_add_up_in_float32() -> None:
     assert torch.equal(expert_exchange.add_up(parts), torch.full((1, 4), 1 + 16 * 2.0**-9))
 
 
-def test_nobody_counts_when_told_not_to() -> None:
+def test_loads_are_not_counted_when_switched_off() -> None:
     collectives = (
         ThreadCollectives(ThreadOptions(), bare_plan(), Worker(rendezvous="alone"))
         if MEETINGS.setdefault("alone", Meeting())
@@ -463,7 +471,7 @@ def refusals(
         {"size": 2, "exchange": "all_gather"},
     ],
 )
-def test_what_fits_is_taken(options: dict[str, Any]) -> None:
+def test_meshes_that_fit_are_accepted(options: dict[str, Any]) -> None:
     assert refusals(**options) == []
     if options.get("exchange") != "all_to_all":
         assert refusals(captures=frozenset({Mode.DECODE}), **options) == []
@@ -518,7 +526,7 @@ def test_what_fits_is_taken(options: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_fix(
+def test_meshes_that_do_not_fit_are_refused_with_the_fix(
     given: dict[str, Any], field: str, reason: str, fix: str
 ) -> None:
     found = refusals(**given)

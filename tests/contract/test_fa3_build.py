@@ -1,4 +1,4 @@
-"""What is said of a build that ends the process, that raises, and that answers."""
+"""``fa3_build.lacks`` for a build that ends the process, one that raises, and one that returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.contract import fa3_build
 
 @pytest.fixture
 def lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """``fa3_build.lacks`` with a library whose functions do what is given."""
+    """``fa3_build.lacks`` with a library whose functions have a given body."""
 
     def of(body: str) -> str | None:
         package = tmp_path / "sgl_kernel"
@@ -47,6 +47,6 @@ def test_a_library_that_raises(lacks) -> None:  # type: ignore[no-untyped-def]
     assert "no such head" in (lacks(library("raise RuntimeError('no such head')")) or "")
 
 
-def test_what_cannot_be_asked_is_an_error(lacks) -> None:  # type: ignore[no-untyped-def]
+def test_a_library_that_cannot_be_called_is_an_error(lacks) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(AssertionError, match="flash_attn_varlen_func"):
         lacks("")

@@ -1,4 +1,4 @@
-"""flashinfer's latent-attention backend on the CPU, with a library that attends as its plans say."""
+"""FlashInfer's latent-attention backend on the CPU, with a library that follows its plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUNTIME = "glowplug.plugins.attention.mla.flashinfer_runtime"
 
 @pytest.fixture(scope="module", autouse=True)
 def _library() -> Iterator[None]:
-    """The fake is there for this module, and the runtime that imported it is forgotten with it."""
+    """The fake for this module; the runtime that imported it is unloaded with it."""
     before = sys.modules.pop(RUNTIME, None)
     with pytest.MonkeyPatch.context() as patch:
         for name, made in fake_flashinfer.modules().items():
@@ -66,7 +66,7 @@ class Suite(ProjectedSuite):
 
 
 class TestFlashInfer(Suite):
-    """Works of 32 keys and 2 tokens."""
+    """Work items of 32 keys and 2 tokens."""
 
 
 class TestWhatTheLibraryIsGiven(Suite):
@@ -118,7 +118,7 @@ class TestWhatTheLibraryIsGiven(Suite):
     @pytest.mark.parametrize("first_key", [0, 1])
     @pytest.mark.parametrize("width", [1, 2, 3, 4])
     def test_bounds_far_beyond_the_lengths(self, width: int, first_key: int) -> None:
-        """Works behind a row's end are left without keys, and padding rows without any."""
+        """Work items after a row's end have no keys, and padding rows have none at all."""
         if width == 1 and not first_key:
             pytest.skip("the host knows these lengths")
         for seed in range(6):
@@ -142,7 +142,9 @@ class TestWhatTheLibraryIsGiven(Suite):
 
     @pytest.mark.parametrize(("width", "first_key"), [(1, 0), (3, 0), (1, 1)])
     def test_a_slot_keeps_its_wrapper_and_its_memory(self, width: int, first_key: int) -> None:
-        """Another step's pages and lengths come into what the captured kernels read."""
+        """Pages and lengths of another step are written to the memory that the captured kernels
+        read.
+        """
         generator, backend, graph = torch.Generator().manual_seed(1), self.backend(16), object()
         layer, static = self.layer(generator), self.world(1, width, first_key)
         args = self.arguments(static, generator)

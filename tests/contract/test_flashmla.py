@@ -29,7 +29,7 @@ RUNTIMES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _library() -> Iterator[None]:
-    """The fake is there for this module, and runtimes that imported it are forgotten with it."""
+    """The fake for this module; runtimes that imported it are unloaded with it."""
     before = {name: sys.modules.pop(name, None) for name in RUNTIMES}
     with pytest.MonkeyPatch.context() as patch:
         for name, made in fake_sgl_kernel.modules().items():
@@ -58,7 +58,7 @@ class TestFlashMla(ProjectedSuite):
 
 
 class TestFlashMlaWithAnFp8Cache(TestFlashMla):
-    """Scores of numbers around one, rounded in the query: see ``test_gpu_mla_libraries`` for the
+    """Scores are of the order of one, with a rounded query: see ``test_gpu_mla_libraries`` for the
     bound.
     """
 
@@ -91,8 +91,10 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
         return torch.randn(shape, generator=torch.Generator().manual_seed(7)) * scale
 
     @pytest.mark.parametrize("width", [1, 2])
-    def test_what_the_library_is_given(self, width: int) -> None:
-        """Queries in E4M3, saturated, NaN kept; both scales are one; answers in the compute dtype."""
+    def test_arguments_of_the_library(self, width: int) -> None:
+        """Queries are in E4M3, saturated, with NaN kept; both scales are one; results have the
+        compute dtype.
+        """
         world = self.given(1, width=width)
         backend, query = self.ready(world), self.query(world)
         query[0, 0, :3] = torch.tensor([1e4, -1e4, 448.0])
@@ -107,7 +109,9 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
 
     @pytest.mark.parametrize("scale", [0.06, 1.0, 30.0])
     def test_one_scale_serves_queries_of_any_size(self, scale: float) -> None:
-        """E4M3 rounds numbers from 2**-6 to 448 alike: scores are off by as much of themselves."""
+        """E4M3 rounds numbers from 2**-6 to 448 alike: scores are off by the same fraction of
+        themselves.
+        """
         world = self.given(2)
         query = self.query(world, scale)
         keys = torch.randn(50, query.shape[-1], generator=torch.Generator().manual_seed(3))
@@ -139,8 +143,8 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
         ):
             assert first.data_ptr() == second.data_ptr()
 
-    def test_a_cache_of_16_bits_is_read_as_such_whatever_the_plan_says(self) -> None:
-        """As when the cost of the narrow one is measured beside a wide one."""
+    def test_a_cache_of_16_bits_is_read_as_such_for_any_plan(self) -> None:
+        """This happens when the cost of an FP8 cache is measured beside a wide one."""
         world = self.given(5)
         query, outs = self.query(world), []
         for wide in (True, False):

@@ -1,5 +1,5 @@
-"""The multi-head backends pass the attention slot's suite on a GPU, and captured steps replay as
-they run.
+"""The multi-head backends pass the attention slot's suite on a GPU, and captured steps replay with
+the results of eager ones.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 
 
 class GpuMhaSuite(MhaSuite):
-    """bf16 at the sizes of Llama-3-8B. Subclasses set sizes in ``sizes``: heads, key heads, numbers
-    of a head.
+    """bf16 at the sizes of Llama-3-8B. Subclasses set ``sizes``: heads, key heads, elements of
+    a head.
     """
 
     device, dtype, error = "cuda", torch.bfloat16, 1e-2
@@ -60,14 +60,14 @@ class GpuMhaSuite(MhaSuite):
     def definition(
         self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase
     ) -> Tensor:
-        """On the device, which computes in float64 faster."""
+        """Compute the definition on the device, which is faster in float64."""
         moved = [[x.to(self.device) for x in given] for given in (queries, history)]
         return super().definition(*moved, layer).cpu()
 
     @pytest.mark.parametrize("first_key", [0, 1])
     def test_a_graph_replays_decoding_steps(self, first_key: int) -> None:
-        """Captured over rows that are all padding, replayed with other lengths, pages and tokens
-        each time.
+        """The graph is captured over padding rows only, and replayed with other lengths, pages and
+        tokens each time.
         """
         if first_key and not self.first_key:
             pytest.skip("this backend reads every position")
@@ -133,7 +133,7 @@ class TestTriton(GpuMhaSuite):
 
 
 class TestTritonAtSmolLm(TestTriton):
-    """Three query heads share a key head, and heads have 64 numbers, of which float16 holds each."""
+    """Three query heads share a key head, and heads have 64 elements, each exact in float16."""
 
     sizes, page_sizes, dtype, error = (9, 3, 64), (1,), torch.float16, 3e-3
 
@@ -163,7 +163,7 @@ class TestFa3(GpuMhaSuite):
 
 
 class TestHopper(TestFa3):
-    """The choice between the two, made as the table makes it for some steps and for others."""
+    """The choice between the two, set as the table makes it for some steps and for others."""
 
     kernel, page_sizes = "triton", (64,)
 

@@ -54,11 +54,10 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
     """Queries and the softmax's weights are E4M3, too, which rounds by up to 2**-4 of a number,
     2.7% in the mean.
 
-    Scores here spread by 1.3, so rounded queries put 0.035 on each, and with the weights' own 0.027
-    a weight is off by
-    4.4% in the mean, and so is an output at most. Of single numbers the worst, 5 sigma between
-    values of two keys that
-    far apart, say little: those are bounded by the definition on what the kernel multiplies, below.
+    Scores here have a spread of 1.3, so rounded queries add 0.035 to each. With the weights' own
+    0.027 a weight is off by 4.4% in the mean, and so is an output at most. The worst single
+    numbers, 5 sigma between values of two keys that far apart, mean little; the test below bounds
+    them by the definition on the numbers that the kernel multiplies.
     """
 
     kv_dtype, error, first_key = torch.float8_e4m3fn, 0.15, False
@@ -74,8 +73,8 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
     def test_of_rounded_queries_only_the_weights_are_rounded(
         self, width: int, longest: int
     ) -> None:
-        """Rows in one piece and in several, by the definition on the numbers that the kernel
-        multiplies.
+        """Rows in one split and in several are compared with the definition on the numbers that the
+        kernel multiplies.
         """
         generator, rng = (
             torch.Generator().manual_seed(width),
@@ -101,7 +100,7 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
             values = keys[:, : self.lora]
             most = (2**-4 + 2**-7) * (
                 weights @ values.abs()
-            )  # the second: sums of 14 bits, and bfloat16
+            )  # the second term: sums of 14 bits, and bfloat16
             lost = (
                 2**-10 * weights.amax(-1, keepdim=True) * values.abs().sum(0)
             )  # below the smallest E4M3 number
@@ -113,8 +112,8 @@ class TestFlashMlaWithAnFp8CacheAtV3Heads(TestFlashMlaWithAnFp8Cache):
 
 
 class TestHopper(TestFlashMla):
-    """The choice between its two kernels, made for a step of six rows as the table makes it for
-    many and for few.
+    """The choice between its two kernels, set for a step of six rows as the table makes it for many
+    and for few.
     """
 
     kernel = "flashmla"
@@ -142,7 +141,7 @@ class TestHopperByTriton(TestHopper):
     def test_parts_joined_by_the_values_product(
         self, width: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Its own kernels' way from decode to values, of rows that are cut into parts."""
+        """Its own kernels' path from decode to values, for rows with several splits."""
         from glowplug.kernels.mla import value_projection as mla_values
 
         calls, product = [], mla_values.merge_and_project
@@ -159,7 +158,7 @@ class TestHopperByTriton(TestHopper):
 
 
 class TestHopperAtV3Heads(TestHopper):
-    """By the table: few rows of many heads go our own way where none can be long."""
+    """By the table, few rows of many heads use our own kernels where no row can be long."""
 
     heads, capture_widths, most_keys = 128, (1, 2), 1 << 20
 
@@ -185,8 +184,8 @@ class TestFlashInfer(GpuMlaSuite):
 
     @pytest.mark.parametrize(("width", "first_key"), [(1, 1), (2, 0), (3, 0), (4, 0)])
     def test_bounds_far_beyond_the_lengths(self, width: int, first_key: int) -> None:
-        """Rows long enough to be cut in pieces, of which the last are left without keys, and a row
-        of none.
+        """Rows are long enough for several work items, of which the last have no keys, and one row
+        has none.
         """
         for rows in (3, 40):
             generator, rng = torch.Generator().manual_seed(rows), np.random.default_rng(rows)

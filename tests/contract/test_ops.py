@@ -41,7 +41,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 @both
-def test_the_table_is_what_is_offered(make: Callable[[], Ops]) -> None:
+def test_the_table_equals_the_offers(make: Callable[[], Ops]) -> None:
     ops = make()
     (component,) = (triton_ops if make is make_triton else torch_ops).register_ops()
     assert {
@@ -99,7 +99,7 @@ def test_a_gate_in_one_call() -> None:
 
 
 @pytest.mark.parametrize("tokens", [5, 40])
-def test_a_gate_that_signals(tokens: int) -> None:
+def test_a_gate_sets_the_ready_flag(tokens: int) -> None:
     """The same choice, and the ready flag is set for experts that were started before it."""
     ops, x, weight, bias = make_triton(), randn(tokens, 32), randn(8, 32, seed=1), randn(8, seed=2)
     assert ops.route is not None

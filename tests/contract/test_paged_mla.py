@@ -1,4 +1,6 @@
-"""What GPU backends of latent attention share, driven on the CPU with attention by the definition."""
+"""The shared base of GPU backends of latent attention, run on the CPU with attention by the
+definition.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ class TestPagedMla(ProjectedSuite):
 
 
 class TestPagedMlaOfStoredBlocks(TestPagedMla):
-    """On the CPU blocks are dequantised in float32: as the dense weights, and equal."""
+    """On the CPU blocks are dequantised in float32, so results equal those of the dense weights."""
 
     nope, value, lora = 128, 128, 128
 
@@ -90,8 +92,8 @@ class TestPagedMlaOverLongPrefixes(TestPagedMla):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: kernels are not interpreted")
 class TestPagedMlaByHeads(TestPagedMla):
-    """Keys and values alternate in one tensor, interpreted; own tokens, cached prefixes, and those
-    in pieces.
+    """Keys and values alternate in one tensor, interpreted; own tokens, cached prefixes, and
+    prefixes in pieces.
     """
 
     page_sizes, max_width, nope, value = (7, 16), 2, 8, 8
@@ -104,12 +106,12 @@ class TestPagedMlaByHeads(TestPagedMla):
 
 
 class TestPagedMlaByHeadsApart(TestPagedMlaByHeads):
-    """Values are of another size than keys' latent parts."""
+    """Values have another size than the keys' latent parts."""
 
     page_sizes, value = (16,), 12
 
 
 class TestPagedMlaByHeadsOfFp8(TestPagedMlaByHeads):
-    """Of a cache in FP8: what it rounds is not what is measured."""
+    """The cache is in FP8; its rounding is not measured here."""
 
     page_sizes, kv_dtype, error = (16,), torch.float8_e4m3fn, 0.02

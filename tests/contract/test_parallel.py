@@ -52,7 +52,7 @@ def test_local_refuses_a_second_rank() -> None:
 
 
 class Overlapping(Single):
-    """Both ranks claim the first half: the suite must notice."""
+    """Both ranks claim the first half, which the suite must detect."""
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Any:
         from glowplug.core.protocols import Shard

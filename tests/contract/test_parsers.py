@@ -1,4 +1,4 @@
-"""Built-in output parsers against the conformance suite that third parties run on theirs."""
+"""The built-in output parsers pass the conformance suite that third parties run on theirs."""
 
 from __future__ import annotations
 

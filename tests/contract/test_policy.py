@@ -1,4 +1,4 @@
-"""The built-in scheduling policies pass the conformance suite and order as they say."""
+"""The built-in scheduling policies pass the conformance suite and keep their documented order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TestFcfs(PolicySuite):
     def make(self, plan: EnginePlan) -> Fcfs:
         return Fcfs(FcfsOptions(), plan, Worker())
 
-    def test_the_cache_is_not_asked(self, policy: Fcfs) -> None:
+    def test_the_cache_is_not_searched(self, policy: Fcfs) -> None:
         waiting = [sequence(i, [1]) for i in range(3)]
         assert policy.order(waiting, {}) == waiting
 
@@ -42,7 +42,7 @@ class TestLongestPrefix(PolicySuite):
         cached = {0: 0, 1: 8, 2: 16, 3: 8, 4: 99, 5: 99}
         assert [one.id for one in policy.order(waiting, cached)] == [2, 1, 3, 0, 4, 5]
 
-    def test_nobody_is_overtaken_for_ever(self, policy: LongestPrefix) -> None:
+    def test_no_sequence_is_overtaken_for_ever(self, policy: LongestPrefix) -> None:
         waiting = [
             sequence(0, [1], arrival=0.0),
             *(sequence(i, [1], arrival=11.0) for i in range(1, 4)),

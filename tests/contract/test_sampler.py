@@ -1,4 +1,4 @@
-"""The built-in sampler against the conformance suite that third parties run on theirs."""
+"""The built-in sampler passes the conformance suite that third parties run on theirs."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def _tokens() -> tuple[Any, int]:
 
 
 def test_greedy_batch_does_no_more_than_argmax() -> None:
-    """Requests that are greedy cost nothing for the sampling features they set, nor for rows that
-    do not sample.
+    """Greedy requests cost nothing for the sampling features they set, nor for rows that do not
+    sample.
     """
     sampler = make()
     driver = Driver(sampler, 64, "cpu")
@@ -139,9 +139,9 @@ WORDS: dict[str | None, list[dict[str, Any]]] = {
 }
 
 
-def test_a_captured_step_does_what_its_word_says_for_every_row() -> None:
-    """Rows draw the same tokens from the kernels that a word stands for as from those that they
-    need alone.
+def test_a_captured_sampling_mode_serves_every_row() -> None:
+    """Rows draw the same tokens from the kernels of the captured sampling mode as from the kernels
+    that each needs alone.
     """
     exact, captured, logits = on_this_device(), on_this_device(), torch.randn(2, 60) * 3
     for word, each in WORDS.items():
@@ -172,7 +172,7 @@ class TestTritonSampler(TestTorchSamplerOnGpu):
 
     @pytest.mark.parametrize("rows", [1, 5, 40])
     def test_a_full_vocabulary_agrees_with_torch(self, rows: int) -> None:
-        """The same draws, but for the rare one whose target rounding puts on another side of an
+        """The draws agree except for a rare one whose rounded target is on the other side of an
         edge.
         """
         vocab, same = 129_280, 0

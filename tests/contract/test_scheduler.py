@@ -66,7 +66,9 @@ class TestRadixFcfs(Base):
         self.expect(drive, [other])
 
     def test_a_cached_prefix_survives_preemption_pressure(self) -> None:
-        """What a preempted sequence had computed is found again, unless its pages were needed."""
+        """Tokens computed by a preempted sequence are found again, unless their pages were
+        needed.
+        """
         drive = self.drive(num_pages=34, max_running=4, context_length=64)
         sequences = [
             sequence(i, prompt(random.Random(i), 20), max_tokens=40, arrival=float(i))
@@ -125,7 +127,7 @@ class TestSmallCache(Base):
         assert admitted is not None and admitted.cached_tokens == 20
 
     def test_waiting_for_a_like_prompt_is_given_up_when_the_cache_cannot_keep_it(self) -> None:
-        """The other seven wait once, then all go; they do not queue up behind one another."""
+        """The other seven prompts wait once, then all run; they do not wait for one another."""
         drive = self.drive(context_length=128, chunk_size=1000, max_step_tokens=1000, num_pages=400)
         self.run(drive, [sequence(i, [4] * 100, max_tokens=2) for i in range(8)])
         prefills = sum(batch.num_decodes < batch.num_rows for batch in drive.batches)
@@ -133,8 +135,8 @@ class TestSmallCache(Base):
 
 
 class Contrary:
-    """A legal policy that does its worst: reversed order, and the sequence with most to lose gives
-    way.
+    """A legal policy that does its worst: reversed order, and the sequence with most to lose is
+    preempted.
     """
 
     def order(self, waiting: list[Sequence], cached: Any) -> list[Sequence]:
@@ -151,7 +153,7 @@ class TestContraryPolicy(TestRadixFcfs):
         return Contrary()  # type: ignore[return-value]
 
 
-# ---- what the suite does not ask of others -------------------------------------------------------
+# ---- beyond the suite ----------------------------------------------------------------------------
 
 
 def drive_of(depth: int = 1, **sizes: Any) -> Drive:
@@ -181,7 +183,7 @@ def test_decode_of_the_next_step_is_launched_before_the_commit() -> None:
     drive.step()
     drive.step()
     assert drive.table.length[0] == 6 and drive.table.launched[0] == 6, (
-        "one token committed, its successor in flight"
+        "one token is committed, the next one in flight"
     )
     drive.run()
     assert drive.model.computed == 5 + 19, "nothing is launched beyond the limit"

@@ -1,4 +1,4 @@
-"""NextN's steps over decoding rows on the host, against the same steps as a device runs them."""
+"""NextN's steps over decoding rows on the host equal the same steps on a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.contract.test_speculative_nextn import LIMITS, PAGE, Draft, make, shi
 
 
 class Watching(Greedy):
-    """Notes what it is asked about."""
+    """A sampler that records its calls."""
 
     asked: list[list[int]]
 
@@ -37,8 +37,8 @@ class Watching(Greedy):
 def decoding(
     rng: np.random.Generator, rows: int, width: int
 ) -> tuple[Batch, torch.Tensor, torch.Tensor]:
-    """Decoding rows anywhere in their pages (the last ones of 8 included), their logits and hidden
-    states.
+    """Return decoding rows anywhere in their pages (the last positions of 8 included), their logits
+    and hidden states.
     """
     lens = rng.integers(width, 8 * PAGE + 1, rows).tolist()
     batch = shifted(
@@ -75,7 +75,7 @@ def test_acceptance_is_the_devices(rows: int, width: int) -> None:
 
 @pytest.mark.parametrize("keep", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_what_is_stored_is_the_devices_without_what_no_row_accepted(rows: int, keep: int) -> None:
+def test_accepted_tokens_are_stored_as_on_the_device(rows: int, keep: int) -> None:
     rng = np.random.default_rng(rows + keep)
     for _ in range(20):
         batch, logits, _ = decoding(rng, rows, 4)
@@ -115,9 +115,9 @@ def test_a_pass_is_the_devices(number: int) -> None:
 
 @pytest.mark.parametrize("mesh", [{}, {"dp": 2}])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_what_is_left_for_the_next_step_is_the_devices(steps: int, mesh: dict[str, int]) -> None:
-    """Newest tokens and their states, lengths, page ends and drafts; among groups of ranks all is
-    stored.
+def test_the_state_for_the_next_step_is_the_devices(steps: int, mesh: dict[str, int]) -> None:
+    """Newest tokens and their states, lengths, page ends and drafts are equal; among groups of
+    ranks everything is stored.
     """
     rng, width = np.random.default_rng(steps), steps + 1
     for rows in (1, 2, 4):

@@ -1,5 +1,5 @@
-"""NextN: chain verification against its reference, the draft's batches against the rule they
-follow, refusals.
+"""NextN: chain verification against its reference, the draft's batches against their rule,
+refusals.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PAGE = 4
 
 
 class Draft:
-    """A draft model (and its family, and the attention it plans) that notes its passes."""
+    """A draft model (with its family and its attention) that records its passes."""
 
     def __init__(self) -> None:
         self.passes: list[Batch] = []
@@ -64,7 +64,7 @@ class Draft:
         self.planned.append(batch)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        assert self.planned[-1] is batch, "attention was not told of the pass"
+        assert self.planned[-1] is batch, "attention did not plan the pass"
         assert batch.first_key == 1 and len(input_ids) == len(positions) == batch.num_tokens == len(
             batch.kv_slots
         )
@@ -123,7 +123,7 @@ def test_acceptance_is_the_references() -> None:
         assert counts.min() == 1 and counts.max() == width
 
 
-def test_what_comes_before_a_position() -> None:
+def test_the_state_before_a_position() -> None:
     assert chain_before(torch.tensor([[9, 1, 2], [8, 3, 4]])).tolist() == [
         [-1, -1],
         [1, -1],
@@ -135,7 +135,7 @@ def test_what_comes_before_a_position() -> None:
 
 
 def test_bad_logits_count_only_where_the_row_got_to() -> None:
-    """NaN behind a refused draft is of no consequence; before or at it, it is the row's end."""
+    """NaN after a refused draft has no effect; before or at it, it ends the row."""
     for place, bad in ((0, True), (1, True), (2, False)):
         batch = step([0, 1], 2, [3, 3], [8, 8], [True, True])
         batch.input_ids = torch.tensor([1, 5, 9, 1, 5, 9])
@@ -170,9 +170,9 @@ def shifted(
     return batch
 
 
-def test_what_is_missing_is_each_token_with_the_state_before_it() -> None:
-    """Fresh, continued and resumed chunks beside a decoding row: position p holds (hidden of p - 1,
-    token p).
+def test_uncached_tokens_are_paired_with_the_state_before_them() -> None:
+    """Fresh, continued and resumed chunks run beside a decoding row: position p holds (hidden of p
+    - 1, token p).
     """
     algorithm, _ = make(LIMITS, 1)
     batch = shifted(
@@ -188,8 +188,8 @@ def test_what_is_missing_is_each_token_with_the_state_before_it() -> None:
     made = uncached_tokens(batch, tokens, PAGE)
     assert made.positions.tolist() == [6, 1, 2, 8, 9, 10, 11, 12, 9]
     assert made.input_ids.tolist() == [20, 11, 12, 13, 14, 15, 16, 5, 18]
-    # the resumed row begins with the state of its page's last token, which stands behind the step's
-    # eleven
+    # the resumed row begins with the state of its page's last token, which is stored after the
+    # step's eleven
     assert made.source.tolist() == [0, 2, 3, 11, 5, 6, 7, 8, 9]
     assert made.pages is not None and made.pages.tolist() == [batch.pages[2, 1]]
     row = torch.tensor([0, 1, 1, 2, 2, 2, 2, 2, 3])
@@ -208,8 +208,8 @@ def test_what_is_missing_is_each_token_with_the_state_before_it() -> None:
 
 
 def test_every_token_but_the_newest_is_stored_once() -> None:
-    """Chunk by chunk and with a cached prefix of any number of pages: slots 1 to the prompt's last
-    token.
+    """Prompts run chunk by chunk and with a cached prefix of any number of pages: slots 1 to the
+    prompt's last token are stored.
     """
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -248,7 +248,7 @@ def test_positions_without_a_page_go_to_scratch() -> None:
     assert kv_slots_at(table, torch.tensor([[3, 4], [7, 8]]), PAGE).tolist() == [[15, 0], [31, 0]]
 
 
-def test_states_of_page_ends_are_kept_for_those_who_resume() -> None:
+def test_states_of_page_ends_are_kept_for_resumed_rows() -> None:
     algorithm, draft = make(LIMITS, 1)
     first = shifted(algorithm, [0], [6], [6], [False])
     hidden = torch.arange(6.0)[:, None].expand(6, HIDDEN).contiguous()
@@ -261,7 +261,9 @@ def test_states_of_page_ends_are_kept_for_those_who_resume() -> None:
 
 
 def test_passes_of_a_step() -> None:
-    """One a drafted token; alone, none that nobody needs; among groups of ranks always all of them."""
+    """A step has one pass a drafted token. A single group skips passes that are not needed; groups
+    of ranks always run all of them.
+    """
     for mesh, wanted in (({}, 0), ({"tp": 2, "dp": 2}, 3)):
         algorithm, draft = make(LIMITS, 3, **mesh)
         chunk = step([2], 0, [5], [5], [False])
@@ -302,7 +304,7 @@ def test_passes_of_a_step() -> None:
         ({"steps": -3}, "speculative.steps", "1 to 15"),
     ],
 )
-def test_what_is_no_chain_is_refused(
+def test_options_that_give_no_chain_are_refused(
     tmp_path: Path, options: dict[str, int], field: str, said: str
 ) -> None:
     folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
@@ -330,7 +332,7 @@ def refused(folder: Path, options: dict[str, int]) -> tuple[Any, ...]:
 
 
 class Noting:
-    """Segments that note what runs."""
+    """Pieces of a step that record the calls."""
 
     def __init__(self, noted: list[tuple[str, object]]) -> None:
         self.noted = noted
@@ -344,7 +346,7 @@ class Noting:
 
 
 def test_each_pass_has_run_before_the_next_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention may keep what it plans for every pass in one place."""
+    """Attention may use the same memory for the plan of every pass."""
     algorithm, draft = make(LIMITS, 3)
     noted: list[tuple[str, object]] = []
     plan_step = draft.plan_step

@@ -19,7 +19,7 @@ from glowplug.plugins.speculative.none import NoSpeculationOptions, register_spe
 from glowplug.plugins.speculative.none_runtime import NoSpeculation
 
 PLAN: Any = SimpleNamespace(seed=0)
-CONTEXT: Any = SimpleNamespace()  # it looks at none of what a draft is made from
+CONTEXT: Any = SimpleNamespace()  # not used: there is no draft to build
 VOCAB = 11
 
 
@@ -31,7 +31,7 @@ class TestNoSpeculation(SpeculativeSuite):
 
 
 class Recorder:
-    """A sampler that takes the argmax and remembers how it was called."""
+    """A sampler that takes the argmax and remembers its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[int], list[int]]] = []
@@ -111,7 +111,7 @@ def test_rows_that_do_not_sample_yield_nothing() -> None:
     assert algorithm.draft(batch([1, 0, 4], 3, [5, 7, 10], [True] * 3)).tolist() == [[0], [0], [3]]
 
 
-def test_declarations() -> None:
+def test_both_declare_one_token_without_drafts() -> None:
     (speculative,), (graphs,) = register_speculative_algorithms(), register_graph_runners()
     assert speculative.name == "none" and not speculative.offers.drafts
     assert make().width() == 1 and make().draft_model(CONTEXT, CONTEXT, CONTEXT) is None

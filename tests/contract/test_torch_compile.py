@@ -1,7 +1,7 @@
-"""Ops compiled by inductor: as the references within rounding, nothing compiled twice, kept between
+"""Ops compiled by inductor equal the references within rounding, are compiled once and kept between
 processes.
 
-Every number of tokens here is served by the two programs that the first call of an op makes.
+The two programs that the first call of an op makes serve every number of tokens here.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def programs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def test_what_is_compiled_is_the_reference_at_every_number_of_tokens() -> None:
+def test_compiled_ops_equal_the_reference_at_every_number_of_tokens() -> None:
     ops, weight, bias = make(), randn(24, seed=2), randn(16, seed=3)
     before = programs()
     with torch.inference_mode():

@@ -1,4 +1,6 @@
-"""The synthetic source: a function of seed and name, of scales that keep a model alive."""
+"""The synthetic source: tensors depend on seed and name, with scales that keep a model's outputs
+finite and varied.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def test_deterministic_by_seed_and_name_only() -> None:
         ("model.layers.3.mlp.experts.5.down_proj.weight", (256, 512), (16 * 512) ** -0.5),
     ],
 )
-def test_scales(name: str, shape: tuple[int, ...], deviation: float) -> None:
+def test_scales_of_weights(name: str, shape: tuple[int, ...], deviation: float) -> None:
     assert source().read(target(name, *shape)).std().item() == pytest.approx(deviation, rel=0.05)
 
 

@@ -1,5 +1,5 @@
-"""The safetensors source: slices are right, and every damaged folder is refused by name before
-anything is read.
+"""The safetensors source reads slices correctly and refuses every damaged folder by name before
+reading data.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def write_folder(folder: Path, shards: int = 2) -> dict[str, torch.Tensor]:
-    """An indexed folder of ``shards`` files."""
+    """Write an indexed folder of ``shards`` files."""
     folder.mkdir(exist_ok=True)
     values, weight_map = tensors(), {}
     for shard in range(shards):
@@ -176,8 +176,8 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
         open_source(tmp_path)
 
 
-def test_header_lies_are_named(tmp_path: Path) -> None:
-    """One lie at a time about one tensor; each message names the tensor."""
+def test_false_header_entries_are_named(tmp_path: Path) -> None:
+    """Each header has one false entry about one tensor; the message names the tensor."""
     good = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
     lies: list[dict[str, Any]] = [
         {"dtype": "F33"},
@@ -223,7 +223,7 @@ def test_duplicate_names_deep_json_and_trailing_bytes(tmp_path: Path) -> None:
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """Damage the length or the header of a valid file in one of the ways that files are damaged."""
+    """Break the length or the header of a valid file in one random way."""
     length = struct.unpack("<Q", data[:8])[0]
     kind = rng.randrange(6)
     if kind == 0:
@@ -256,8 +256,8 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 
 
 def test_five_hundred_mutated_headers(tmp_path: Path) -> None:
-    """Each is either still a consistent file or refused with a WeightError that names the file,
-    with little work.
+    """Each file is either still consistent or refused with a WeightError that names the file, with
+    little work.
     """
     write_folder(tmp_path, shards=1)
     file = tmp_path / "model-00001-of-00001.safetensors"

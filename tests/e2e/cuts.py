@@ -1,5 +1,5 @@
-"""Ways to cut the same work into steps: whichever is taken, greedy tokens and their logits stay the
-same.
+"""Ways to split the same work into steps; greedy tokens and their logits are the same for all
+of them.
 """
 
 from __future__ import annotations

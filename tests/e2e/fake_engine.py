@@ -1,9 +1,9 @@
-"""An executor without a model, behind the real client: it says what the prompt tells it to, a byte
-a token.
+"""An executor without a model, behind the real client: it answers with the text that the prompt
+gives, a byte a token.
 
 The words after ``say:`` in a prompt are the answer; without them it is TEXT. ``fail:nan`` in a
 prompt fails the sequence after two tokens, ``hang:`` never gives a token. Everything above the
-executor is the real thing.
+executor is the real code.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ TEMPLATE = (
 
 
 def make_tokenizer() -> Tokenizer:
-    """Byte-level, ids 0 to 255 the bytes themselves, then a few special tokens."""
+    """Return a byte-level tokenizer: ids 0 to 255 are the bytes themselves, followed by a few
+    special tokens.
+    """
     vocabulary = dict(byte_alphabet())
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -119,12 +121,16 @@ class Running:
 
 
 class FakeExecutor:
-    """``step_seconds``: pause between steps. ``rows``: sequences that run at once. ``queue_limit``:
-    that may wait.
+    """An executor that produces the requested text.
 
-    ``loaded``: set once the model may be ready. ``held``: while it says so, sequences run and get
-    no token. ``profiled`` lists the labels of profiles started; ``silent`` stops all frames,
-    heartbeats included.
+    Attributes:
+        step_seconds: Pause between steps.
+        rows: Number of sequences that run at once.
+        queue_limit: Number of sequences that may wait.
+        loaded: Set once the model may be ready.
+        held: While it returns True, sequences run and get no token.
+        profiled: Labels of the profiles started.
+        silent: Stops all frames, heartbeats included.
     """
 
     def __init__(
@@ -175,7 +181,7 @@ class FakeExecutor:
         self.inbox.put(None)
 
     def die(self) -> None:
-        """As if a rank had been killed."""
+        """End as if a rank had been killed."""
         self.dead = EngineDead(
             "rank 0 (step): killed by signal 9 in /usr/lib/secret.so at 0x7fdeadbeef00"
         )
@@ -327,7 +333,7 @@ class FakeExecutor:
 
 
 def scores(tokens: list[int], top: int) -> Logprobs:
-    """Made-up log-probabilities: a token is always its own best, then the ids after it."""
+    """Return invented log-probabilities: each token is its own best, then the ids after it."""
     return Logprobs(
         token=[-0.25 - token % 7 for token in tokens],
         top_ids=[[(token + k) % VOCAB for k in range(top)] for token in tokens],

@@ -1,4 +1,4 @@
-"""A server process over the fake engine, for what needs a process: signals and exit codes.
+"""A server process over the fake engine, for tests that need a process: signals and exit codes.
 
     python -m tests.e2e.fake_server PORT DRAIN_TIMEOUT LOADING HELD
 

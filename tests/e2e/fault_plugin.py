@@ -1,5 +1,5 @@
-"""A plugin that makes one rank fail: a weight source and a sampler that do what their options say,
-once.
+"""A plugin that makes one rank fail: a weight source and a sampler with one fault each, set by
+their options.
 """
 
 from __future__ import annotations

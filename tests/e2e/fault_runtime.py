@@ -1,4 +1,4 @@
-"""What the faulty components do in a rank."""
+"""The runtime of the faulty components in a rank."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from glowplug.plugins.weights.random_runtime import RandomSource
 
 
 class Countdown:
-    """The fault of ``options``, at the call of that number, in the rank it names; notes when and
-    where first.
+    """Triggers the fault of ``options`` at the call with its number in its rank, and first writes
+    down time and place.
     """
 
     def __init__(self, options: Any, rank: int) -> None:

@@ -1,5 +1,5 @@
-"""Faults in ranks, one case at a time: what the engine says, how long it takes to end, what it
-leaves behind.
+"""Faults in ranks, one case at a time: the engine's message, the time until it ends, and resources
+that it leaves behind.
 
 ``python -m tests.e2e.rank_faults --repeat 10 --output docs/benchmarks/faults.json`` runs every case
 that often.
@@ -29,7 +29,7 @@ from glowplug.core.errors import EngineDead
 from tests.support.tiny import write_config
 from tests.support.waiting import until
 
-#: seconds, as configured; a busy machine may keep a rank from its signs of life for some
+#: seconds, as configured; on a busy machine a rank's heartbeats may be late by some seconds
 WATCHDOG = 10.0
 PROMISED = {
     "kill": 3.0,
@@ -38,7 +38,7 @@ PROMISED = {
     "hang": WATCHDOG + 3.0,
 }  #: seconds from fault to end
 RANKS = 2
-#: when -> (component that fails, number of its call, phase that the reason names)
+#: moment -> (component that fails, number of its call, phase that the reason names)
 MOMENTS = {
     "load": ("weights", 5, "weights"),
     "first step": ("sampling", 1, "self-test"),
@@ -73,8 +73,12 @@ HANGS = [Case("hang", "mid-decode", rank) for rank in range(RANKS)]
 
 @dataclass
 class Outcome:
-    """``seconds`` from the fault to the error at the caller. ``leaks``: what was left a moment
-    later.
+    """The result of a case.
+
+    Attributes:
+        said: The error at the caller.
+        seconds: Time from the fault to that error.
+        leaks: Resources left a moment later.
     """
 
     said: str
@@ -82,7 +86,9 @@ class Outcome:
     leaks: list[str]
 
     def wrong(self, case: Case) -> list[str]:
-        """Return what was said or left behind otherwise than promised."""
+        """Return the deviations of the message and of the resources left behind from the
+        promise.
+        """
         found = [f"leak: {leak}" for leak in self.leaks]
         wanted = SAYS[case.fault].format(rank=case.rank, phase=MOMENTS[case.moment][2])
         if not re.search(wanted, self.said):
@@ -90,15 +96,13 @@ class Outcome:
         return found
 
     def late(self, case: Case) -> list[str]:
-        """Return by how much the end came later than promised. The promise is for a machine that is
-        not busy.
-        """
+        """Return the delay beyond the promised time, which holds for a machine that is not busy."""
         return [f"took {self.seconds:.1f} s"] if self.seconds > PROMISED[case.fault] else []
 
 
 def run(case: Case, folder: Path, watchdog: float = WATCHDOG) -> Outcome:
-    """One engine of two ranks that fails as ``case`` says. ``folder``: a fresh one. ``watchdog``:
-    seconds.
+    """Run one engine of two ranks that fails as in ``case``. ``folder`` is a fresh one;
+    ``watchdog`` is in seconds.
     """
     component, at, _ = MOMENTS[case.moment]
     note = folder / "note.json"
@@ -148,7 +152,7 @@ def _fail(folder: Path, config: dict[str, Any], watchdog: float) -> str:
 
 
 def _left(children: set[int], noted: dict[str, Any]) -> list[str]:
-    """Processes, ports and shared memory of the ranks that stay."""
+    """Return processes, ports and shared memory of the ranks that are still there."""
     try:
         until(lambda: not [*_there(children, noted)], "nothing is left", limit=20.0)
     except AssertionError:
@@ -187,12 +191,12 @@ def _taken(ports: list[int]) -> list[str]:
     return found
 
 
-# ---- all of them ---------------------------------------------------------------------------------
+# ---- all cases -----------------------------------------------------------------------------------
 
 
 def rounds(cases: list[Case], repeat: int) -> Iterator[list[dict[str, Any]]]:
-    """Every case ``repeat`` times, in rounds; after each the counts, the slowest end and what went
-    wrong by case.
+    """Run every case ``repeat`` times, in rounds; after each round yield the counts, the slowest
+    end and the errors by case.
     """
     rows = [
         {

@@ -10,7 +10,7 @@ from tests.support.tiny import write_config
 
 
 def write_served(folder: Path) -> Path:
-    """A V3 config with a byte-level tokenizer; its weights are drawn by the seed."""
+    """Write a V3 config with a byte-level tokenizer; weights are drawn from the seed."""
     write_config(folder, "v3", vocab_size=VOCAB, eos_token_id=EOS)
     make_tokenizer().backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(

@@ -20,18 +20,19 @@ from glowplug.entrypoints.server.serve import HttpServer, bind
 from tests.e2e.fake_engine import FakeExecutor, make_plan, make_tokenizer
 from tests.support.waiting import LIMIT, until
 
-#: a new connection for each request, as of clients that do not know one another; making a client
-#: takes 20 ms
+#: a new connection for each request, as from independent clients; making a client takes 20 ms
 HTTP = httpx.Client(timeout=LIMIT, limits=httpx.Limits(max_keepalive_connections=0))
 HELD = (
     "num_requests_running",
     "num_requests_waiting",
     "kv_used_tokens",
-)  #: gauges that are 0 once all has ended
+)  #: gauges that are 0 once all requests have ended
 
 
 class Served:
-    """``url`` answers while the ``with`` lasts. ``exit_code`` is there once the server has ended."""
+    """A running server: ``url`` is served inside the ``with`` block, and ``exit_code`` is set once
+    the server has ended.
+    """
 
     def __init__(
         self,
@@ -70,13 +71,13 @@ class Served:
         until(lambda: HTTP.get(self.url + "/ready").status_code == 200, "the server is ready")
 
     def loop_seconds(self) -> float:
-        """CPU time of the server's event loop so far."""
+        """Return the CPU seconds of the server's event loop so far."""
         future: Future[float] = Future()
         self._loop.call_soon_threadsafe(lambda: future.set_result(time.thread_time()))
         return future.result(LIMIT)
 
     def stop(self) -> None:
-        """As the first SIGTERM does."""
+        """Stop the server as the first SIGTERM does."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self.server.stop)
 
@@ -86,7 +87,7 @@ class Served:
         return self.exit_code
 
     def wait_idle(self) -> None:
-        """Wait until the engine holds nothing, as its gauges say."""
+        """Wait until the gauges show that the engine holds no request."""
 
         def idle() -> bool:
             text = HTTP.get(self.url + "/metrics").text
@@ -96,7 +97,7 @@ class Served:
 
 
 def gauge(text: str, name: str, prefix: str = "glowplug") -> float:
-    """The value of an unlabelled series in Prometheus text."""
+    """Return the value of an unlabelled series in Prometheus text."""
     for line in text.splitlines():
         if line.startswith(f"{prefix}:{name}{{"):
             return float(line.rpartition(" ")[2])

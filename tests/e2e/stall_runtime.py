@@ -1,4 +1,4 @@
-"""What the components of ``stall_plugin`` do."""
+"""The runtime of the components of ``stall_plugin``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from glowplug.plugins.speculative.nextn_runtime import NextN
 from glowplug.plugins.speculative.none_runtime import NoSpeculation
 
 HELD = 7  #: priority of the requests that a faulty component holds while it serves the others
-BARREN = 13  #: ``max_tokens`` of those, where no priority is known
+BARREN = 13  #: ``max_tokens`` of such requests where no priority is available
 
 
 class Stubborn:
-    """A policy that does what ``fault`` says."""
+    """A policy with the fault that ``fault`` names."""
 
     def __init__(self, options: Any, plan: Any, worker: Any) -> None:
         self._fault = options.fault
@@ -44,7 +44,7 @@ class Stubborn:
 
 
 class Sleepy(Continuous):
-    """Launches nothing in the first ``seconds`` of a sequence."""
+    """A scheduler that launches nothing in the first ``seconds`` of a sequence."""
 
     def next_batch(self) -> Batch | None:
         if any(self.clock() - one.arrival < self.options.seconds for one in self.queue.sequences()):  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ class Sleepy(Continuous):
 
 
 class Withhold:
-    """Withdraws what was accepted for marked rows, once they have had ``after`` tokens."""
+    """Withdraws accepted tokens of marked rows once these have ``after`` tokens."""
 
     def __init__(self, after: int) -> None:
         self._after = after

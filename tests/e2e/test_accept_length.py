@@ -1,5 +1,5 @@
-"""What drafting must not depend on, and what must not depend on drafting: accept lengths, prefix
-hits, pages.
+"""Drafting does not change prefix hits and pages, and accept lengths do not depend on batches,
+caches or layouts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ VARIANTS = {
 
 
 def engine(one: Combination, folder: Path, **changes: Any) -> RankSet:
-    """Ranks with room for every request at once; ``changes`` replace sections of the configuration."""
+    """Return ranks with room for every request at once; ``changes`` replace sections of the
+    configuration.
+    """
     config = one.config(folder)
     config |= {
         "memory": {"kv_tokens": 2048},
@@ -52,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prompts(count: int = 10) -> list[list[int]]:
-    """Uneven, around page borders; the later ones begin as others do."""
+    """Return prompts of uneven lengths around page borders; later ones begin like earlier ones."""
     rng = np.random.default_rng(5)
     found = [rng.integers(2, VOCAB, length).tolist() for length in (1, 3, 4, 5, 8, 17)]
     while len(found) < count:
@@ -66,14 +68,14 @@ def asked(first: int = 0) -> list[Submit]:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[list[int]]:
-    """Tokens a step, request by request: nothing else in the batch, nothing in the cache."""
+    """Tokens a step of each request run alone: nothing else in the batch, nothing in the cache."""
     with engine(replace(ALONE, radix=False), folder) as ranks:
         for request in asked():
             ranks.run([request])
         counts = [ranks.heard[i].counts for i in range(len(prompts()))]
     drafted = sum(len(steps) - 1 for steps in counts)
     assert 1.2 < sum(sum(steps[1:]) for steps in counts) / drafted < 2.8, (
-        "drafts were meant to hit now and then"
+        "some drafts have to be accepted"
     )
     return counts
 
@@ -82,8 +84,8 @@ def alone(folder: Path) -> list[list[int]]:
 def test_accept_lengths_depend_on_nothing_around(
     folder: Path, alone: list[list[int]], name: str
 ) -> None:
-    """The same per request and step: in batches, padded groups, split models, on a cold cache and
-    on a warm one.
+    """Each request gains the same tokens in each step: in batches, padded groups and split models,
+    with a cold and a warm cache.
     """
     with engine(VARIANTS[name], folder) as ranks:
         ranks.run(asked())
@@ -105,8 +107,8 @@ def test_accept_lengths_depend_on_nothing_around(
 def test_prefix_hits_are_those_without_drafts(
     folder: Path, layout: Combination, steps: int
 ) -> None:
-    """Conversations of three rounds: each goes on from what was said, so answers' pages are hit as
-    well.
+    """Conversations have three rounds, each continuing the one before, so pages of answers are hit
+    as well.
     """
 
     def hits(one: Combination) -> list[int]:
@@ -138,8 +140,8 @@ def test_prefix_hits_are_those_without_drafts(
 def test_every_page_comes_back(
     folder: Path, one: Combination, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After preemption and an abort (``drive``), refusals, deadlines, and rows whose logits are
-    NaN.
+    """Pages are free after preemption and an abort (``drive``), refusals, deadlines, and rows whose
+    logits are NaN.
     """
     with RankSet(rank_plan(one.config(folder), plugins()), plugins()) as ranks:
         drive(ranks)
@@ -168,7 +170,7 @@ def test_every_page_comes_back(
 
 
 def spoil(ranks: RankSet, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """While the returned list is not empty, the first row of logits is NaN on every rank."""
+    """Make the first row of logits NaN on every rank while the returned list is not empty."""
     on: list[bool] = []
     for rank in ranks.engines:
         model = rank.runner.model
@@ -215,8 +217,8 @@ def embedded_counts(
     overlap: bool = True,
     **parallel: int,
 ) -> list[list[int]]:
-    """Tokens a step of each answer; with several together, asked twice, so that the second time
-    hits the cache.
+    """Return the tokens a step of each answer; with several conversations together, each runs
+    twice, so that the second run hits the cache.
     """
     config: dict[str, Any] = {
         "model": "embedded",
@@ -247,7 +249,9 @@ def embedded_counts(
 @pytest.mark.parametrize("steps", [1, 3])
 def test_accept_lengths_of_the_embedded_model(conversations: list[list[int]], steps: int) -> None:
     alone = embedded_counts(conversations, steps, one_by_one=True)
-    assert sum(map(sum, alone)) / sum(map(len, alone)) > 1.5, "the trained layer drafts well"
+    assert sum(map(sum, alone)) / sum(map(len, alone)) > 1.5, (
+        "the trained layer's drafts have to be accepted"
+    )
     assert embedded_counts(conversations, steps) == alone
     assert embedded_counts(conversations, steps, overlap=False, tensor=2) == alone
     assert embedded_counts(conversations, steps, tensor=2, ep_moe=2, dp_attention=2) == alone

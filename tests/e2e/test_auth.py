@@ -41,7 +41,7 @@ def every_call() -> list[tuple[str, str, bool]]:
     return [*calls, ("GET", "/openapi.json", False)]
 
 
-def test_the_table_is_all_there_is() -> None:
+def test_the_table_lists_every_route() -> None:
     with served() as one:
         paths = {route.path for route in leaf_routes(one.server._http.config.app)}
     assert paths == {route.path for route in ROUTES} | {"/openapi.json"}
@@ -58,7 +58,7 @@ def test_every_route_is_closed_unless_listed(
     if admin:
         assert HTTP.request(method, url, headers=bearer(KEY)).status_code == 403
         assert HTTP.request(method, url, headers=bearer(ADMIN)).status_code == 200
-    else:  # past the gate: a body is missing, which is another matter
+    else:  # past the gate: a missing body is an error of its own
         for key in (KEY, ADMIN):
             assert HTTP.request(method, url, headers=bearer(key)).status_code in (200, 415)
 
@@ -82,7 +82,7 @@ def test_the_scheme_has_no_case_and_the_error_no_secret(server: Served) -> None:
 
 
 def raw(server: Served, request: bytes) -> bytes:
-    """The first bytes of the answer to ``request``, byte for byte as written."""
+    """Return the first bytes of the answer to ``request``, which is sent byte for byte."""
     with socket.create_connection((server.host, server.port), timeout=LIMIT) as connection:
         connection.sendall(request)
         return connection.recv(65536)
@@ -164,7 +164,7 @@ def test_open_routes_can_be_closed() -> None:
 
 
 class PluginSet:
-    """As much of one as the app asks for: a hook that adds a route."""
+    """The part of a plugin set that the app reads: a hook that adds a route."""
 
     def call_each(self, hook: str, *, app: FastAPI, plan: EnginePlan) -> None:
         assert hook == "extend_app"

@@ -1,5 +1,5 @@
-"""The error of a cache's format, measured on the CPU with a backend that rounds what it caches, and
-what follows.
+"""The error of a cache format, measured on the CPU with a backend that rounds the cached values,
+and its consequences.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def engine(folder: Path, name: str = "v3", **config: Any) -> LLM:
 
 
 def parts(llm: LLM) -> tuple[Runner, EnginePlan, Lend]:
-    """For a gate that opens once more; the engine cannot go on afterwards."""
+    """Return the engine's parts for another measurement; the engine cannot continue afterwards."""
     runner = llm._executor._engine.runner  # type: ignore[attr-defined]
     memory = RankMemory(llm.plan, make_worker(llm.plan, 0))
 
@@ -82,11 +82,11 @@ def test_drafts_do_not_change_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_its_last_step_decodes(
+def test_the_gates_last_step_decodes(
     drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a decoding kernel rounds counts, and the tokens are the gate's: logits are those of a
-    step of prompts.
+    """The rounding of a decoding kernel counts. The tokens are the gate's, and the reference logits
+    those of a step of prompts.
     """
     pairs: list[tuple[Mode, torch.Tensor, torch.Tensor]] = []
     with engine(
@@ -124,7 +124,9 @@ def test_a_step_of_few_tokens_is_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bound,refused", [(1e-12, True), (10.0, False), (None, False)])
-def test_the_bound(bound: float | None, refused: bool, tmp_path: Path) -> None:
+def test_an_error_beyond_the_bound_is_refused(
+    bound: float | None, refused: bool, tmp_path: Path
+) -> None:
     attention = {"use": "rounded_mla", "to": "float8_e5m2", "kv_error": bound}
     with engine(tmp_path, attention=attention) as llm:
         runner, plan, lend = parts(llm)
@@ -155,7 +157,7 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton_mla", "auto"])
 def test_on_a_gpu(backend: str) -> None:
-    """The embedded model stays well within the bound; a bound that nothing keeps refuses to start."""
+    """The embedded model is well within the bound; a bound of zero refuses to start."""
     attention = {"kv_dtype": "fp8_e4m3", **({} if backend == "auto" else {"use": backend})}
     with LLM("embedded", device="cuda", attention=attention) as llm:
         found = cache_error(*parts(llm))

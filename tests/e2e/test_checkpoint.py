@@ -1,4 +1,6 @@
-"""``glowplug checkpoint random``: complete folders, of published names and sizes, that serve."""
+"""``glowplug checkpoint random`` writes complete folders with published names and sizes, which can
+be served.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def command(*words: str) -> int:
 def test_named_shapes_have_the_published_tensors(
     plugins: PluginSet, shape: str, tensors: int, parameters: int
 ) -> None:
-    """Counts of the published checkpoints' index files, their NextN layer and FP8 scales included."""
+    """Counts are those of the published checkpoints' index files, their NextN layer and FP8 scales
+    included.
+    """
     config: dict[str, Any] = json.loads(checkpoint.shapes()[shape].read_text())
     targets = list(
         checkpoint_writer.weight_targets(checkpoint_writer._plan(config, 0, plugins), plugins)
@@ -134,7 +138,7 @@ def test_a_tokenizer_can_be_copied(tmp_path: Path) -> None:
         (("--shape", "deepseek-v3"), "bytes are needed"),
     ],
 )
-def test_what_cannot_be_written_is_refused(
+def test_checkpoints_that_cannot_be_written_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], reason: str
 ) -> None:
     assert command(str(tmp_path / "out"), *words) == 2

@@ -1,5 +1,5 @@
-"""The asyncio client on a real engine: streams, aborts that free memory, bad requests that cost
-only themselves.
+"""The asyncio client on a real engine: streams, aborts that free memory, bad requests that fail
+alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same tokens on several ranks and with drafts as on one without: a sample here, the whole
+"""Equal tokens on several ranks and with drafts as on one rank without: a sample here, the whole
 matrix when slow.
 """
 
@@ -27,9 +27,9 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return reference(tmp_path_factory.mktemp("reference"))
 
 
-def test_the_reference_decides_clearly_and_is_eventful(known: Reference) -> None:
-    assert known.gap > GAP, "a tie could fall either way on another number of ranks"
-    assert known.preemptions > 0, "the pool was meant to be too small"
+def test_the_reference_has_clear_winners_and_varied_events(known: Reference) -> None:
+    assert known.gap > GAP, "a near tie may be decided differently on another number of ranks"
+    assert known.preemptions > 0, "the pool has to be too small"
     ends = {id: one.finished.reason for id, one in known.heard.items() if one.finished}
     assert ends[ABORTED] == "abort" and list(ends.values()).count("stop") >= 2
     assert sum(len(one.tokens) for one in known.heard.values()) > 150
@@ -73,7 +73,7 @@ def test_the_sample_covers_every_layout() -> None:
     ],
     ids=lambda one: one.name,
 )
-def test_what_does_not_fit_is_refused(known: Reference, one: Combination) -> None:
+def test_layouts_that_do_not_fit_are_refused(known: Reference, one: Combination) -> None:
     with pytest.raises(PlanRefused) as refused:
         run(one, known)
     assert all(refusal.fix for refusal in refused.value.refusals)

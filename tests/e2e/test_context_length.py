@@ -1,5 +1,5 @@
-"""A request longer than the context: every route and entry answers in the words by which clients
-recognise it.
+"""A request longer than the context: every route and entry answers with the phrases that clients
+recognise.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tests.e2e.serving import Served, served
 
 openai = pytest.importorskip("openai", reason="the clients come with the extra `test`")
 
-#: what litellm 1.109 looks for in an error's text, in small letters (ExceptionCheckers)
+#: phrase that litellm 1.109 searches for in the lower-case text of an error (ExceptionCheckers)
 LITELLM = "this model's maximum context length is"
-#: what langchain-openai 1.7 looks for in the text of openai's BadRequestError, which no longer
-#: shows the code
+#: phrase that langchain-openai 1.7 searches for in the text of openai's BadRequestError, which no
+#: longer shows the code
 LANGCHAIN = "prompt is too long"
 CODE = "context_length_exceeded"
 LONG = "x" * 300
@@ -61,7 +61,7 @@ def server() -> Iterator[Served]:
 
 
 @pytest.mark.parametrize(("path", "body", "param"), TOO_LONG, ids=lambda value: str(value)[:30])
-def test_a_request_beyond_the_context_says_so_in_known_words(
+def test_a_request_beyond_the_context_fails_with_known_phrases(
     server: Served, path: str, body: dict[str, Any], param: str
 ) -> None:
     answer = httpx.post(server.url + path, json=body)
@@ -82,7 +82,7 @@ def test_the_openai_client_sees_both(server: Served) -> None:
         assert caught.value.code == CODE
 
 
-def test_both_numbers_and_what_is_left_are_named(server: Served) -> None:
+def test_both_numbers_and_the_remaining_tokens_are_named(server: Served) -> None:
     body = {"prompt": "x" * 250, "max_tokens": 50}
     message = httpx.post(server.url + "/v1/completions", json=body).json()["error"]["message"]
     assert message == (
@@ -98,7 +98,7 @@ def test_both_numbers_and_what_is_left_are_named(server: Served) -> None:
     )
 
 
-def test_the_offline_class_says_the_same(tmp_path: Path) -> None:
+def test_the_offline_class_gives_the_same_error(tmp_path: Path) -> None:
     with LLM(
         model=str(write_served(tmp_path)), weights={"use": "random"}, context_length=64
     ) as llm:

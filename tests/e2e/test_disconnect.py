@@ -1,7 +1,8 @@
-"""A client that leaves ends its sequence: streaming or not, running or queued; and so does abort.
+"""A client that disconnects ends its sequence, streaming or not, running or queued; and so does an
+abort.
 
-Ends it, as the engine's count of aborted sequences says: left alone, each would go on for most of a
-minute.
+The engine's count of aborted sequences shows the end: without it, each sequence would run for most
+of a minute.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.serving import HTTP, Served, gauge, served
 from tests.support.waiting import LIMIT, until
 
-MOST = 8000  #: tokens a request may have, at 5 ms and more each
+MOST = 8000  #: tokens of a request at most, at 5 ms and more each
 LONG = {"max_tokens": MOST, "ignore_eos": True}
 
 
@@ -39,7 +40,7 @@ def ends_aborted(server: Served, count: int, before: int) -> None:
 
 
 def open_request(server: Served, path: str, body: dict[str, Any]) -> socket.socket:
-    """A raw connection that has sent its request and read nothing."""
+    """Return a raw connection that has sent its request and read nothing."""
     connection = socket.create_connection((server.host, server.port), timeout=LIMIT)
     raw = json.dumps(body).encode()
     connection.sendall(
@@ -129,7 +130,7 @@ def test_leaving_before_the_body_is_complete(server: Served) -> None:
 
 
 def test_a_hundred_and_fifty_leavers_leave_nothing(server: Served) -> None:
-    """Whenever they leave: before the first token, in the middle, at the end."""
+    """Clients leave before the first token, in the middle and at the end."""
     for i in range(150):
         body = {**CALLS["chat"][1], "max_tokens": 3, "stream": bool(i % 2)}
         connection = open_request(server, CALLS["chat"][0], body)

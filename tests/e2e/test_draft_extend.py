@@ -1,8 +1,8 @@
-"""A draft's pass over prompts' tokens, replayed for a padded number of them, caches what the eager
-one caches.
+"""A draft's pass over prompt tokens, replayed for a padded number of them, caches the same values
+as the eager pass.
 
-Drafts change no token, so that the draft's cache itself is compared, and how many drafts were
-accepted.
+Drafts change no token, so the tests compare the draft's cache itself, and the number of accepted
+drafts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def runner_of(llm: LLM) -> Any:
 
 
 def draft_cache(llm: LLM) -> list[Tensor]:
-    """Of the layer behind the model's own, without the scratch page."""
+    """Return the cache of the layer after the model's own layers, without the scratch page."""
     page = llm.plan.sizes.page_size
     return [entry[page:].clone() for entry in runner_of(llm).attention._kv[-1].values()]
 
@@ -62,9 +62,9 @@ def run(llm: LLM, replayed: bool) -> tuple[list[Any], list[Tensor]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_caches_what_the_eager_pass_caches(folder: Path, case: str) -> None:
-    """Alone and beside decoding rows, in chunks, behind cached prefixes, at numbers on both sides
-    of each count.
+def test_a_replayed_pass_caches_the_values_of_an_eager_one(folder: Path, case: str) -> None:
+    """Prompts run alone and beside decoding rows, in chunks, after cached prefixes, with token
+    counts on both sides of each captured one.
     """
     with drafting(folder, **CASES[case]) as llm:
         want, cached = run(llm, replayed=False)
@@ -100,7 +100,7 @@ def test_drafts_are_accepted_as_often(folder: Path, tmp_path: Path) -> None:
 
 
 def test_without_padding_it_is_the_same_to_the_bit(folder: Path) -> None:
-    """Products of another number of rows may round otherwise."""
+    """A GEMM with another number of rows may round differently."""
     found = []
     for replayed in (False, True):
         with drafting(folder, cache={"use": "none"}) as llm:
@@ -121,9 +121,9 @@ def test_without_padding_it_is_the_same_to_the_bit(folder: Path) -> None:
         )
 
 
-def test_prompt_logprobs_read_what_the_target_left(folder: Path) -> None:
-    """They are taken after the draft's pass, which may write over the target's states: it is not
-    replayed then.
+def test_prompt_logprobs_read_the_targets_states(folder: Path) -> None:
+    """They are computed after the draft's pass, which may overwrite the target's states, so that
+    pass is not replayed then.
     """
     params = SamplingParams(
         temperature=0.0, max_tokens=2, logprobs=2, prompt_logprobs=2, ignore_eos=True
@@ -138,9 +138,9 @@ def test_prompt_logprobs_read_what_the_target_left(folder: Path) -> None:
     assert repr(found[0]) == repr(found[1])
 
 
-def test_tokens_behind_the_step_are_zero(folder: Path) -> None:
-    """Whatever a longer step left, and even if its sequence went wrong, is gone from what fills a
-    shorter one up.
+def test_padding_tokens_are_zero(folder: Path) -> None:
+    """Values that a longer step left, even of a failed sequence, are cleared from the padding of a
+    shorter one.
     """
     with drafting(folder) as llm:
         memory = replaying_runtime.NEWEST[0].extends._memory
@@ -158,14 +158,14 @@ def test_tokens_behind_the_step_are_zero(folder: Path) -> None:
         assert all(part.isfinite().all() for part in runner_of(llm).attention._kv[-1].values())
 
 
-def test_it_is_one_piece(folder: Path) -> None:
+def test_a_replayed_pass_is_one_piece(folder: Path) -> None:
     with drafting(folder) as llm:
         runner = replaying_runtime.NEWEST[0]
         assert runner.extends.counts == COUNTS
         begun = runner.threads.replays
         llm.generate([prompts(0)[5]], ONE)
         assert runner.threads.replays - begun == 3 + 1, (
-            "the target's around two layers, and the draft's"
+            "the target's pieces around two layers, and the draft's"
         )
         assert runner.extends.called[-1] == (7, True)
 
@@ -173,9 +173,7 @@ def test_it_is_one_piece(folder: Path) -> None:
 @pytest.mark.parametrize(
     "more", [{"on_failure": "eager"}, {"prefill": None}], ids=["as told", "not asked for"]
 )
-def test_one_that_cannot_be_captured_says_so(
-    folder: Path, more: dict[str, Any], caplog: Any
-) -> None:
+def test_a_failed_capture_is_reported(folder: Path, more: dict[str, Any], caplog: Any) -> None:
     with pytest.raises(
         CaptureError,
         match="the draft-extend graph of 8 tokens could not be captured: RuntimeError by",
@@ -189,7 +187,7 @@ def test_one_that_cannot_be_captured_says_so(
         assert runner.extends.called[-1] == (6, True)
 
 
-def test_nothing_is_captured_where_nobody_drafts_or_prompts_are_left_out(folder: Path) -> None:
+def test_nothing_is_captured_without_drafts_or_prefill_graphs(folder: Path) -> None:
     with engine(folder) as llm:
         assert (
             llm.plan.sizes.extend_tokens == () and replaying_runtime.NEWEST[0].extends.counts == []

@@ -36,7 +36,7 @@ def ask(text: str, **fields: Any) -> dict[str, Any]:
 
 
 class Process:
-    """A server process. ``start`` begins a request in a thread; its answer is appended to
+    """A server process. ``start`` sends a request in a thread; its answer is appended to
     ``answers``.
 
     While the file ``loading`` exists the model is not ready; while ``held`` does, no request gets a
@@ -141,7 +141,7 @@ def test_sigterm_lets_running_work_finish_and_takes_no_new(tmp_path: Path) -> No
             HTTP.get(one.url + "/health")
 
 
-def test_the_drain_limit_ends_what_is_left_with_a_reason(tmp_path: Path) -> None:
+def test_the_drain_limit_ends_remaining_requests_with_a_reason(tmp_path: Path) -> None:
     with process(tmp_path, drain=0.3) as one:
         one.wait("/ready", 200)
         one.start(ask("say:x", stream=True, ignore_eos=True))
@@ -155,7 +155,9 @@ def test_the_drain_limit_ends_what_is_left_with_a_reason(tmp_path: Path) -> None
 
 
 def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
-    """With its own status, long before the drain timeout, while a request still runs."""
+    """It has an exit status of its own, comes long before the drain timeout, and does not wait for
+    the running request.
+    """
     with process(tmp_path) as one:
         one.wait("/ready", 200)
         connection = socket.create_connection(("127.0.0.1", one.port))

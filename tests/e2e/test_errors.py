@@ -1,4 +1,4 @@
-"""Bad input costs exactly its own request: the table of promised answers, and the next request is
+"""Bad input fails only its own request: the table of promised answers; the next request is
 served.
 """
 
@@ -36,7 +36,7 @@ def server() -> Iterator[Served]:
 
 @pytest.fixture
 def client(server: Served) -> Iterator[httpx.Client]:
-    """Whatever the test sent, the next request is served and nothing is held."""
+    """A client; after each test the next request is served and nothing is held."""
     with httpx.Client(base_url=server.url, timeout=20) as one:
         yield one
         good = one.post(CHAT, json={"messages": HELLO})
@@ -45,7 +45,7 @@ def client(server: Served) -> Iterator[httpx.Client]:
 
 
 def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
-    """The error of a refused request, which tells nothing of the machine."""
+    """Return the error of a refused request, which contains nothing about the machine."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json" and answer.headers["x-request-id"]
     assert not LEAKS.search(answer.text), answer.text
@@ -256,7 +256,7 @@ def test_bad_bodies(client: httpx.Client, body: bytes, words: str) -> None:
     assert words in error["message"] and error["code"] == "invalid_json"
 
 
-def test_a_form_is_no_json(client: httpx.Client) -> None:
+def test_a_form_is_refused_as_no_json(client: httpx.Client) -> None:
     refused(client.post(CHAT, data={"messages": "x"}), 415)
 
 
@@ -318,7 +318,9 @@ def test_known_fields_are_silent_and_unknown_ones_are_named(client: httpx.Client
 
 
 def test_large_bodies_are_refused_early(server: Served, client: httpx.Client) -> None:
-    """By the length in the head, before any of the body is sent; without one, before the end."""
+    """The length in the head decides before any of the body is sent; without one, the body is
+    refused before its end.
+    """
     with socket.create_connection((server.host, server.port), timeout=LIMIT) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -364,7 +366,7 @@ def test_health_is_answered_while_a_huge_prompt_is_parsed(
 
 @pytest.mark.timing
 def test_a_huge_prompt_costs_the_event_loop_little(server: Served, client: httpx.Client) -> None:
-    """Less than a second of its thread's processor time, the reading of 30 MB included."""
+    """Its thread takes less than a second of processor time, the reading of 30 MB included."""
     paces, before = [yardstick()], server.loop_seconds()
     with send_huge_prompt(server) as connection:
         assert b" 400 " in connection.recv(100)
@@ -431,7 +433,7 @@ def test_engine_failures_are_sanitised(client: httpx.Client) -> None:
     assert "[DONE]" not in text and not LEAKS.search(text)
 
 
-def test_our_own_bugs_say_nothing_of_us(
+def test_our_own_bugs_reveal_nothing(
     server: Served,
     client: httpx.Client,
     monkeypatch: pytest.MonkeyPatch,
@@ -450,7 +452,7 @@ def test_our_own_bugs_say_nothing_of_us(
             "server_error",
         )
         server.wait_idle()
-    assert "ZeroDivisionError" in caplog.text, "the operator is told"
+    assert "ZeroDivisionError" in caplog.text, "the operator's log has the error"
 
 
 def test_timeouts_are_504_and_free_their_pages(client: httpx.Client) -> None:

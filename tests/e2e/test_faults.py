@@ -1,5 +1,5 @@
-"""A rank that dies, hangs or cannot load: the engine ends quickly, says why, and leaves nothing
-behind.
+"""A rank that dies, hangs or cannot load: the engine ends quickly with the reason and leaves
+nothing behind.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_killed_in_mid_decode(folder: Path, number: int) -> None:
     with pytest.raises(EngineDead, match=r"rank 0 ended \(exit code -\d+\) in phase serve"):
         while True:
             llm.generate([[5, 6, 7]] * 4, LONG)
-    assert gone(pid), "there is nothing left to wait for when it is closed"
+    assert gone(pid), "nothing is left to wait for when the engine is closed"
     llm.close()
     with pytest.raises(EngineDead):
         llm.generate([[5]], LONG)
@@ -67,7 +67,7 @@ def test_stopped_rank_is_found_silent(folder: Path) -> None:
     assert gone(pid)
 
 
-def test_rank_that_cannot_load_says_so(folder: Path, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_load_reports_the_reason(folder: Path, tmp_path: Path) -> None:
     empty = write_config(tmp_path / "empty", "v3")
     with pytest.raises(GlowplugError) as caught:
         engine(empty, weights={"use": "safetensors"})

@@ -1,5 +1,5 @@
-"""Admitted combinations boot and give the torch reference's tokens: pairs of values on a GPU, a few
-on the CPU.
+"""Admitted combinations start and give the torch reference's tokens: pairs of values on a GPU, a
+few on the CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from glowplug.core.plugin.registry import PluginSet, load_plugins
 from tests.gpu.cells import AGREEING, MODELS, Cell, admitted, matrix, named, pairwise, write_models
 from tests.gpu.combinations import Reference, run
 
-SAMPLED = 24  #: cells that a GPU run of the tests boots; the whole matrix is a command of its own
+SAMPLED = 24  #: cells that a GPU run of the tests starts; the whole matrix is a command of its own
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +60,11 @@ def test_the_comparison_holds_on_the_cpu(cell: Cell, on_cpu: Reference, small: P
 
 
 @pytest.mark.parametrize("spoil", ["tokens", "scores"])
-def test_an_engine_that_is_wrong_is_found(
+def test_a_wrong_engine_is_detected(
     spoil: str, on_cpu: Reference, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An attention that misses the first key, which a glance at the tokens would hardly show; and
-    scores alone.
+    """The faults are an attention that misses the first key, which tokens alone would hardly show,
+    and wrong scores.
     """
     from glowplug.plugins.attention.mla.torch_runtime import TorchMla
 
@@ -96,7 +96,9 @@ def test_the_sample_covers_every_pair(plugins: PluginSet) -> None:
     assert len(pairwise(cells, 3, most=3)) == 3
 
 
-def test_what_cannot_run_is_left_out_with_the_reason(plugins: PluginSet, folder: Path) -> None:
+def test_cells_that_cannot_run_are_left_out_with_the_reason(
+    plugins: PluginSet, folder: Path
+) -> None:
     asked = [Cell("v2", "torch_mla", steps=1), Cell("v3", "torch_mla", steps=1)]
     kept, reasons = admitted(asked, plugins, folder, "cpu")
     assert [cell.model for cell in kept] == ["v3"]
@@ -105,7 +107,7 @@ def test_what_cannot_run_is_left_out_with_the_reason(plugins: PluginSet, folder:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(900)  # 60 s on an idle card; beside other processes several times that
+@pytest.mark.timeout(900)  # 60 s on an idle GPU; beside other processes several times that
 def test_every_pair_of_values_on_the_gpu(plugins: PluginSet, folder: Path) -> None:
     fitting, reasons = admitted(matrix(plugins, "cuda"), plugins, folder, "cuda")
     chosen = pairwise(fitting, 7, most=SAMPLED)

@@ -1,5 +1,6 @@
 """Compiled small kernels, graphs, experts, block FP8 and next-token drafts together give the tokens
-of eager steps, and nothing is compiled once the engine serves."""
+of eager steps, and nothing is compiled once the engine serves.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def programs() -> int:
 
 
 def served(llm: LLM, counts: tuple[int, ...]) -> list[list[list[int]]]:
-    """Tokens; what is compiled meanwhile is an error."""
+    """Return the tokens; compiling during the run is an error."""
     before = programs()
     found = [tokens(llm, count) for count in counts]
     assert programs() == before, "a step compiled something"
@@ -42,7 +43,7 @@ def served(llm: LLM, counts: tuple[int, ...]) -> list[list[list[int]]]:
 def test_compiled_steps_give_the_eager_tokens(
     tmp_path: Path, name: str, more: dict[str, Any]
 ) -> None:
-    """Batches up to the limit are compiled, those above it not; both are captured."""
+    """Batches up to the limit are compiled, larger ones are not; both are captured."""
     folder, counts = folder_of(tmp_path, name), (1, 2, 3, 5, 9)
     with engine(folder, graphs={"use": "eager"}) as llm:
         eager = [tokens(llm, count) for count in counts]
@@ -59,7 +60,7 @@ def test_compiled_steps_give_the_eager_tokens(
 
 @pytest.mark.parametrize("more", [{}, DRAFTING], ids=["plain", "nextn"])
 def test_block_fp8_is_compiled_and_captured(tmp_path: Path, more: dict[str, Any]) -> None:
-    """Rounding depends on the batch's shape here, so that only the first tokens of one row are
+    """Rounding depends on the batch's shape here, so only the first tokens of one row are
     compared.
     """
     folder, found = folder_of(tmp_path, "v3_fp8"), []
@@ -80,7 +81,8 @@ def test_what_was_never_run_before_a_capture_is_captured_uncompiled() -> None:
     plan: Any = SimpleNamespace(sizes=SimpleNamespace(width=1))
     ops = TorchCompileOps(TorchCompileOptions(), plan, Worker(device="cuda"))
     x, weight = torch.zeros(4, 96, device="cuda"), torch.randn(96, device="cuda")
-    ops.rms_norm(x[:, :64], weight[:64], 1e-6)  # loads what a first call loads
+    # the first call loads and compiles; this one does not count
+    ops.rms_norm(x[:, :64], weight[:64], 1e-6)
     before, graph = programs(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = ops.rms_norm(x, weight, 1e-6)

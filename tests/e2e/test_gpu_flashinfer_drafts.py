@@ -1,5 +1,5 @@
-"""Drafts over flashinfer's latent attention say what the reference kernels say without drafts,
-captured and not.
+"""Drafts over FlashInfer's latent attention give the results of the reference kernels without
+drafts, captured and not.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ ALIKE = {
     "num_key_value_heads": 16,
     "num_nextn_predict_layers": 1,
     "first_k_dense_replace": 3,
-}  #: dense layers: where experts are chosen, rounding would decide
+}  #: dense layers: with experts, rounding would decide the choice
 
 
 def completions(folder: Path, **config: Any) -> list[Any]:
-    """Of prompts that end on all sides of a page, some of them together and some behind others."""
+    """Return the completions of prompts that end on all sides of a page, some of them together and
+    some after others.
+    """
     rng, base = np.random.default_rng(0), {"device": "cuda", "dtype": "bfloat16"}
     prompts = [rng.integers(2, VOCAB, n).tolist() for n in (1, 3, 63, 64, 65, 130, 200, 17, 90)]
     params = [
@@ -50,8 +52,8 @@ def completions(folder: Path, **config: Any) -> list[Any]:
 
 
 def differences(found: list[Any], wanted: list[Any]) -> list[tuple[int, int, float]]:
-    """(prompt, position, by how much) of log-probabilities up to the first other token, which must
-    be a near tie.
+    """Return (prompt, position, size) of differences of log-probabilities up to the first different
+    token, which must be a near tie.
     """
     wrong = []
     for prompt, (one, other) in enumerate(zip(found, wanted, strict=True)):

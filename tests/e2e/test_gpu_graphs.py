@@ -154,7 +154,7 @@ def test_replays_take_no_memory(tmp_path: Path) -> None:
 
 
 def test_block_fp8_is_captured(tmp_path: Path) -> None:
-    """Rounding depends on the batch's shape here, so that only the first tokens of one row are
+    """Rounding depends on the batch's shape here, so only the first tokens of one row are
     compared.
     """
     folder = folder_of(tmp_path, "v3_fp8")

@@ -1,8 +1,9 @@
 """Hundreds of steps replayed from graphs at one and two rows, the next one launched before the last
 has ended: each step's logits against one pass over the whole sequence in float32.
 
-V2-Lite's sizes, one dense and one mixture layer, so that lengths cross tiles of keys, pages, and
-the rounds in which parts of a row's keys are merged, by the kernels that serve single requests.
+The model has V2-Lite's sizes with one dense and one mixture layer, so that lengths cross tiles of
+keys, pages, and the rounds in which KV splits are merged, with the kernels that serve single
+requests.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ def decoded(
     batches: tuple[int, ...] = (1, 2),
     **changes: Any,
 ) -> list[tuple[list[int], Tensor]]:
-    """Whole sequences of a single request and of two at once (or of other ``batches``), with the
-    logits [steps, V] of their new tokens."""
+    """Return whole sequences of a single request and of two at once (or of other ``batches``), with
+    the logits [steps, V] of their new tokens.
+    """
     keeps = {"use": "keeper", "first": prompt, "count": steps}
     found = []
     with engine(
@@ -84,7 +86,7 @@ def decoded(
 
 
 def computed(folder: Path, device: str, sequences: list[list[int]]) -> list[Tensor]:
-    """float32 [length - 1, V] of each sequence, prefilled at once in plain torch."""
+    """Return float32 [length - 1, V] of each sequence, prefilled at once in plain torch."""
     params = [
         SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, seed=i)
         for i in range(len(sequences))
@@ -114,7 +116,7 @@ def computed(folder: Path, device: str, sequences: list[list[int]]) -> list[Tens
 def check(
     folder: Path, device: str, prompt: int, steps: int, context: int, **changes: Any
 ) -> float:
-    """The least cosine of any step."""
+    """Return the smallest cosine of any step."""
     found = decoded(folder, device, prompt, steps, context, **changes)
     gc.collect()
     least = 1.0
@@ -137,7 +139,7 @@ def _first(wrong: Tensor) -> int:
     return int(wrong.any(-1).nonzero()[0])
 
 
-def test_the_comparison_itself(tmp_path: Path) -> None:
+def test_the_comparison_holds_on_the_cpu(tmp_path: Path) -> None:
     assert check(write_config(tmp_path, "v2"), "cpu", 20, 12, 64, dtype="float32") > 0.9999
 
 
@@ -159,7 +161,7 @@ def test_v2_lite_at_one_and_two_rows(tmp_path: Path, backend: str, context: int)
 
 @pytest.mark.gpu
 def test_rows_that_grow_past_what_is_short(tmp_path: Path) -> None:
-    """Eight rows are replayed as short ones, then as any, whose keys are cut otherwise."""
+    """Eight rows are replayed as short ones, then as rows of any length, whose KV splits differ."""
     write_cut(model_config("v2lite", load_plugins()), tmp_path)
     least = check(
         tmp_path,

@@ -1,10 +1,10 @@
-"""Memory on a GPU: what the plan predicts, what is measured, what is used; full caches without
+"""Memory on a GPU: the plan's predictions, the measurements and the use; full caches without
 running out.
 
 Run each case in a process of its own (``-k lite``, ``-k deepseek-v3``): code of kernels and
-libraries stays on the device until a process ends, so that only its first engine's "cuda runtime"
-is judged. While other processes use the device, that line and "graphs" are shown and not judged,
-since both are differences of what the whole device has free.
+libraries stays on the device until a process ends, so only its first engine's "cuda runtime" is
+judged. While other processes use the device, that line and "graphs" are shown and not judged,
+because both are differences of the device's free memory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.support.tiny import VOCAB, write_config
 
 pytestmark = pytest.mark.gpu
 Lines = dict[str, dict[str, Any]]  #: bytes (or None) of each named line: planned, measured, served
-NEAR = 0.05  #: predicted against real
+NEAR = 0.05  #: relative difference of prediction and measurement
 SMALL = (
     32 << 20
-)  #: bytes that no line is held to: the allocator takes 20 MiB at a time, and the driver 2
-RESERVE = 0.02  #: of the device, which is left free unless memory.fraction says otherwise
+)  #: absolute tolerance in bytes: the allocator takes 20 MiB at a time, and the driver 2
+RESERVE = 0.02  #: of the device, which is left free unless memory.fraction sets another share
 PLANNED = (
     "weights",
     "draft weights",
@@ -54,14 +54,14 @@ STARTED: list[str] = []  #: engines of this process
 
 
 def shape(folder: Path, name: str, **changes: Any) -> Path:
-    """A published shape with a few of its layers."""
+    """Write a published shape with a few of its layers."""
     config = json.loads((ROOT / "models" / "shapes" / f"{name}.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     return folder
 
 
 def processes() -> int:
-    """How many use the device; -1 where nobody can tell."""
+    """Return the number of processes that use the device; -1 where it cannot be found."""
     try:
         found = subprocess.run(
             ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"],
@@ -76,17 +76,19 @@ def processes() -> int:
 
 
 def near(one: int | None, other: int | None) -> bool:
-    """None: no such line on this side, as of page states where nothing drafts."""
+    """Return whether two sizes agree; None stands for a missing line, as of page states without
+    drafts.
+    """
     one, other = one or 0, other or 0
     return abs(one - other) <= max(NEAR * max(one, other), SMALL)
 
 
 def lines_off(memory: Lines, kv_bytes: int, alone: bool, first: bool) -> Lines:
-    """Named lines that are not as planned, or not in service as they were measured; by what is
-    wrong with them.
+    """Return the named lines that differ from the plan, or in service from the measurement, by kind
+    of fault.
 
-    ``first``: no other engine has been in this process. What the driver and libraries took for one
-    is not taken again.
+    With ``first``, no other engine has been in this process: memory that the driver and libraries
+    took for an earlier one is not taken again.
     """
     off = {
         line: memory[line]
@@ -114,8 +116,9 @@ def lines_off(memory: Lines, kv_bytes: int, alone: bool, first: bool) -> Lines:
 
 
 def given_back() -> tuple[int, int]:
-    """How often this process's allocator gave memory back before it could take some, and how often
-    that was too little."""
+    """Return how often this process's allocator gave memory back before an allocation, and how
+    often an allocation failed even so.
+    """
     found = torch.cuda.memory_stats() if torch.cuda.is_initialized() else {}
     return int(found.get("num_alloc_retries", 0)), int(found.get("num_ooms", 0))
 
@@ -130,12 +133,12 @@ def show(name: str, memory: Lines) -> None:
 
 
 def checked(name: str, llm: LLM, alone: bool, share: float, before: tuple[int, int]) -> None:
-    """Every named line is as planned, what is measured twice is the same in service, nothing ran
-    out of memory.
+    """Check that every named line is as planned, that service repeats the measurements, and that
+    memory never ran out.
 
-    Where segments grow the device's ``share`` is kept too, and no step waits for memory to be given
-    back; blocks that keep their size leave more unused the more numbers of tokens steps have had.
-    ``before``: ``given_back`` before it.
+    With expandable segments the device's ``share`` is kept too, and no step waits for memory to be
+    given back; blocks of fixed sizes leave more unused the more token counts steps have had.
+    ``before`` is the result of ``given_back`` before the engine.
     """
     info = llm.control("info")
     memory, used = info["memory"], llm.control("memory")["device_used"]
@@ -187,7 +190,7 @@ def test_lines_of_tiny_models(name: str, steps: int, tmp_path: Path) -> None:
         llm.generate([rng.integers(2, VOCAB, 50).tolist() for _ in range(300)], EVERYTHING)
         checked(f"{name}+{steps}", llm, alone, 0.5, before)
     assert torch.cuda.memory_reserved() <= (2 + len(STARTED)) * SMALL, (
-        "what an engine held goes with it"
+        "an engine's memory is freed with it"
     )
 
 
@@ -195,8 +198,8 @@ def test_lines_of_tiny_models(name: str, steps: int, tmp_path: Path) -> None:
 def test_lines_of_published_shapes_with_a_full_cache(
     name: str, layers: int, tmp_path: Path
 ) -> None:
-    """512 requests over a pool that takes all that is left: no error, and no step beyond what was
-    measured.
+    """512 requests run over a pool of all remaining memory: no error, and no step beyond the
+    measurement.
     """
     folder, alone = (
         shape(tmp_path, name, num_hidden_layers=layers, num_nextn_predict_layers=0),
@@ -224,11 +227,11 @@ def test_lines_of_published_shapes_with_a_full_cache(
         checked(name, llm, alone, 1 - RESERVE, before)
         free, total = torch.cuda.mem_get_info()
         kept = llm.control("info")["memory"]["step"]["measured"] + RESERVE * total
-        assert not alone or free <= 1.1 * kept + (4 << 30), "the pool takes what is left"
+        assert not alone or free <= 1.1 * kept + (4 << 30), "the pool takes all remaining memory"
 
 
 def test_a_pool_that_does_not_fit_is_refused_before_the_port_opens(tmp_path: Path) -> None:
-    """The plan finds room in the engine's share of the device, but somebody else has taken all of
+    """The plan finds room in the engine's share of the device, but another process has taken all of
     it meanwhile.
     """
     from glowplug.core.errors import GlowplugError

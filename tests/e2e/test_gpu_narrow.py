@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from glowplug import LLM, SamplingParams
-from tests.support.narrow import (
+from tests.support.narrow_checkpoints import (
     AWQ,
     COMPRESSED,
     INT8,
@@ -25,7 +25,7 @@ from tests.support.narrow import (
 from tests.support.tiny import VOCAB
 
 pytestmark = pytest.mark.gpu
-#: head sizes of the published models, which kernels are made for
+#: head sizes of the published models, for which kernels are made
 BIG: dict[str, Any] = {
     "hidden_size": 256,
     "num_attention_heads": 16,
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
 def log_probabilities(
     folder: Path, device: str, **config: Any
 ) -> tuple[np.ndarray, list[list[int]]]:
-    """Of every prompt's tokens, and greedy answers."""
+    """Return the log-probabilities of every prompt's tokens, and greedy answers."""
     rng = np.random.default_rng(5)
     prompts = [rng.integers(2, VOCAB, n).tolist() for n in (2, 17, 40, 64, 100)]
     asked = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, prompt_logprobs=0)
@@ -86,10 +86,11 @@ def log_probabilities(
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("name", MODELS)
 def test_log_probabilities_are_the_cpus(name: str, kind: str, tmp_path: Path) -> None:
-    """The CPU dequantises the same weights, rounds the same activations and multiplies in float32.
+    """The CPU dequantises the same weights, rounds the same activations and multiplies in
+    float32.
 
-    With activations in bfloat16 many round to another code: the card may be as far off as the CPU
-    is in bfloat16.
+    With activations in bfloat16 many round to another code: the GPU may be as far off as the CPU is
+    in bfloat16.
     """
     config, quantise = CASES[kind]
     stored, _ = quantise(float_tensors(tiny_facts(name, **MODELS[name])))
@@ -111,8 +112,8 @@ def test_log_probabilities_are_the_cpus(name: str, kind: str, tmp_path: Path) ->
 
 
 def test_awq_in_float16_and_dequantised_first(tmp_path: Path) -> None:
-    """Attention by our own kernels: a build of FlashAttention-3 may lack float16, and ends the
-    process then.
+    """Attention uses our own kernels: a build of FlashAttention-3 may lack float16, and then ends
+    the process.
     """
     config, quantise = CASES["awq"]
     stored, _ = quantise(float_tensors(tiny_facts("v2", **BIG)))
@@ -131,7 +132,7 @@ def test_awq_in_float16_and_dequantised_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gemm", ["triton", "cutlass"])
 def test_int8_while_loading(gemm: str, tmp_path: Path) -> None:
-    """By own kernels and by a library; nothing is left on the device."""
+    """Our own kernels and a library are used in turn; nothing is left on the device."""
     if gemm == "cutlass":
         pytest.importorskip("sgl_kernel")
     tensors = float_tensors(tiny_facts("v2", **BIG))

@@ -1,5 +1,6 @@
 """Steps with prompts in them, replayed from graphs around attention, give the tokens of eager ones,
-at token counts on both sides of each captured one."""
+at token counts on both sides of each captured one.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +59,8 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def results(llm: LLM, seeds: tuple[int, ...] = (0, 1)) -> list[Any]:
-    """One prompt after another; then all at once, so that prompts come beside decoding rows and
-    behind cached prefixes.
+    """Return the results of one prompt after another, then of all at once, so that prompts run
+    beside decoding rows and after cached prefixes.
     """
     greedy = [
         SamplingParams(temperature=0.0, max_tokens=3 + i % 4, ignore_eos=True)
@@ -97,7 +98,7 @@ def test_replayed_prompts_give_the_eager_tokens(tmp_path: Path, name: str, case:
 
 
 def test_what_a_longer_step_left_is_not_read(tmp_path: Path) -> None:
-    """The memory that passes share holds NaN wherever the step in hand does not write."""
+    """The memory that passes share holds NaN wherever the current step does not write."""
     folder = folder_of(tmp_path, "v3")
     with engine(folder, graphs={"use": "eager"}, cache={"use": "none"}) as llm:
         eager = results(llm, (3,))
@@ -143,7 +144,7 @@ def test_replays_take_no_memory(tmp_path: Path) -> None:
 
 
 def test_block_fp8(tmp_path: Path) -> None:
-    """Rounding depends on the number of tokens here, so that only first tokens of one prompt are
+    """Rounding depends on the number of tokens here, so only first tokens of one prompt are
     compared.
     """
     folder, found = folder_of(tmp_path, "v3_fp8"), []
@@ -164,7 +165,7 @@ def test_block_fp8(tmp_path: Path) -> None:
 
 
 def draft_cache(llm: LLM) -> torch.Tensor:
-    """Of the layer behind the model's own, without the scratch page."""
+    """Return the cache of the layer after the model's own layers, without the scratch page."""
     executor: Any = llm._executor
     torch.cuda.synchronize()
     found: torch.Tensor = executor._engine.runner.attention._kv[-1][
@@ -175,8 +176,9 @@ def draft_cache(llm: LLM) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", DRAFTING)
 def test_the_drafts_passes_over_prompts_cache_what_eager_ones_do(tmp_path: Path, case: str) -> None:
-    """Drafts change no token, so that the draft's cache is compared itself; beside rounding, which
-    products of more rows may do otherwise."""
+    """Drafts change no token, so the draft's cache itself is compared; rounding may differ, because
+    GEMMs have more rows.
+    """
     folder, found = folder_of(tmp_path, "v3"), []
     for replayed in (False, True):
         with engine(folder, **DRAFTING[case]) as llm:
@@ -212,7 +214,7 @@ def test_without_padding_the_draft_caches_the_same_to_the_bit(tmp_path: Path) ->
 
 
 def test_the_drafts_pass_leaves_nothing_of_the_targets_to_read(tmp_path: Path) -> None:
-    """Prompts are scored from states that it may write over."""
+    """Prompts are scored from states that the pass may overwrite."""
     params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=1, ignore_eos=True)
     found = []
     for graphs in (

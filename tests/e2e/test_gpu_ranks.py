@@ -24,8 +24,8 @@ LAYOUTS = [(2, 0, 0), (2, 2, 0), (2, 0, 2), (2, 2, 2), (4, 4, 2), (4, 2, 4)]
 
 
 def answers(device: str, **config: Any) -> list[list[int]]:
-    """NOTE: activations stay in float32, too: rounded to FP8 they fall either way with the order of
-    sums.
+    """Return the answers. NOTE: activations stay in float32, too: rounded to FP8 they change with
+    the order of sums.
     """
     with LLM(
         model="embedded",

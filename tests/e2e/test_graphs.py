@@ -123,7 +123,7 @@ def test_a_step_is_replayed_in_few_pieces(folder: Path) -> None:
         assert "capture" in info["startup_seconds"]
 
 
-def test_a_capture_that_fails_says_where(folder: Path) -> None:
+def test_a_failed_capture_names_its_place(folder: Path) -> None:
     graphs = {"use": "replaying", "batch_sizes": [2, 4], "breaks": "decode 2 forward"}
     with pytest.raises(
         CaptureError,
@@ -138,8 +138,8 @@ def test_a_capture_that_fails_says_where(folder: Path) -> None:
 
 
 def test_short_rows_have_slots_of_their_own(folder: Path) -> None:
-    """Up to as many keys as attention calls short, and not beyond; only batch sizes that it names,
-    and no drafts.
+    """Such slots serve rows up to the attention's short context and no longer, only the batch sizes
+    it names, and no drafts.
     """
     short: dict[str, Any] = {"attention": {"use": "short_mla", "page_size": 4}}
     lengths = [(count, [3 + i for i in range(count)]) for count in (1, 3, 4, 5)]

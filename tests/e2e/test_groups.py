@@ -1,5 +1,5 @@
-"""Data-parallel groups in one engine: who runs what, what the front hears, and that nothing depends
-on it.
+"""Data-parallel groups in one engine: distribution of requests, reports to the front, and results
+that do not depend on it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.tiny import VOCAB, write_config
 
 MESHES = [(2, 2), (4, 2), (4, 4)]
 CONTEXT = 96
-SCORED = 5  #: the request of ``mix`` that asks for log-probabilities
+SCORED = 5  #: the request of ``mix`` with log-probabilities
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def plugins() -> PluginSet:
 
 
 def config(folder: Path, tp: int = 1, dp: int = 0, **more: Any) -> dict[str, Any]:
-    """``dp`` 0: one rank, or plain tensor parallelism."""
+    """Return a configuration; ``dp`` of 0 stands for one rank, or plain tensor parallelism."""
     parallel = [{"use": "tensor", "size": tp}] if tp > 1 else []
     if dp:
         parallel.append({"use": "dp_attention", "size": dp})
@@ -60,7 +60,9 @@ def prompt(id: int, length: int) -> list[int]:
 
 
 def mix() -> list[Submit]:
-    """Prompts from 1 to 70 tokens, outputs from 1 to 24, greedy and drawn, penalties, priorities."""
+    """Return requests with prompts from 1 to 70 tokens, outputs from 1 to 24, greedy and drawn,
+    penalties, priorities.
+    """
     lengths, outputs = (3, 70, 1, 12, 33, 5, 8, 2, 50, 17), (24, 2, 9, 1, 14, 20, 3, 11, 6, 16)
     found = []
     for id, (length, output) in enumerate(zip(lengths, outputs, strict=True), 1):
@@ -81,12 +83,12 @@ def tokens(heard: dict[int, Any]) -> dict[int, tuple[list[int], str]]:
 def alone(
     tmp_path_factory: pytest.TempPathFactory, plugins: PluginSet
 ) -> dict[int, tuple[list[int], str]]:
-    """What one rank makes of ``mix``."""
+    """The results of ``mix`` on one rank."""
     return tokens(run_ranks(config(tmp_path_factory.mktemp("alone")), mix(), plugins))
 
 
 def arriving(ranks: RankSet, messages: Sequence[Inbound], a_turn: int) -> None:
-    """``a_turn`` messages every third turn, until all is done."""
+    """Send ``a_turn`` messages every third turn, until all requests are done."""
     left = list(messages)
     for turn in range(4000):
         if turn % 3 == 0 and left:
@@ -144,7 +146,7 @@ def test_a_group_whose_pool_is_too_small_preempts_alone(
 def test_process_groups_carry_it_too(
     tmp_path: Path, plugins: PluginSet, alone: dict[int, Any]
 ) -> None:
-    """The same over gloo instead of memory."""
+    """Equal tokens come over gloo instead of shared memory."""
     with engine(tmp_path, plugins, 2, 2, collectives={"use": "gloo"}) as ranks:
         arriving(ranks, mix(), 3)
         assert tokens(ranks.heard) == alone
@@ -161,7 +163,9 @@ def test_other_models(tmp_path: Path, plugins: PluginSet, name: str) -> None:
 def test_a_group_without_work_steps_with_the_busy_one(
     tmp_path: Path, plugins: PluginSet, alone: dict[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One request at a time always lands in group 0; the other never has a batch of its own."""
+    """One request at a time always goes to group 0; the other group never has a batch of its
+    own.
+    """
     with engine(tmp_path, plugins, 2, 2) as ranks:
         modes = [watched(one, monkeypatch) for one in ranks.engines]
         for asked in mix()[:3]:
@@ -176,7 +180,7 @@ def test_a_group_without_work_steps_with_the_busy_one(
 
 
 def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Mode]:
-    """Modes of the batches it launches from now on."""
+    """Record the modes of the batches that the engine launches from now on."""
     modes: list[Mode] = []
     launch = engine.runner.launch
     monkeypatch.setattr(
@@ -188,7 +192,9 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Mode]:
 def test_warm_up_tries_a_step_in_which_only_one_group_has_work(
     tmp_path: Path, plugins: PluginSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before Ready, on all ranks together; so the first request finds nothing untried."""
+    """All ranks run it together before the engine is ready, so the first request finds nothing
+    untried.
+    """
     modes: dict[int, list[Mode]] = {}
     launch = Runner.launch
 
@@ -204,7 +210,7 @@ def test_warm_up_tries_a_step_in_which_only_one_group_has_work(
         assert ranks.idle
 
 
-# ---- who has what --------------------------------------------------------------------------------
+# ---- distribution --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tp", "dp"), MESHES)
@@ -263,7 +269,7 @@ def test_idle_groups_say_nothing_while_others_work(
 # ---- ends, refusals, controls --------------------------------------------------------------------
 
 
-def test_aborts_reach_whoever_has_the_sequence(
+def test_aborts_reach_the_group_of_the_sequence(
     tmp_path: Path, plugins: PluginSet, alone: dict[int, Any]
 ) -> None:
     gone = {2, 5, 6, 9}
@@ -296,7 +302,9 @@ def test_a_full_group_refuses_once_and_serves_the_rest(tmp_path: Path, plugins: 
         assert len(ranks.run([submit(20, [5], 3)])[20].tokens) == 3, "room again"
 
 
-def test_what_no_group_can_ever_run_is_refused_once(tmp_path: Path, plugins: PluginSet) -> None:
+def test_requests_that_no_group_can_run_are_refused_once(
+    tmp_path: Path, plugins: PluginSet
+) -> None:
     with engine(tmp_path, plugins, 2, 2) as ranks:
         heard = ranks.run([submit(1, prompt(1, CONTEXT), 30), submit(2, [5], 3)])
         assert heard[1].finished and heard[1].finished.error_code == "context_length_exceeded"
@@ -349,7 +357,7 @@ def test_controls_speak_for_all_ranks(tmp_path: Path, plugins: PluginSet) -> Non
 
 
 def test_a_refusal_on_any_rank_is_the_answer(tmp_path: Path, plugins: PluginSet) -> None:
-    """A label that only one rank finds taken, for example."""
+    """An example is a label that only one rank finds taken."""
     from glowplug.core.errors import RequestError
 
     def refuse(args: dict[str, Any]) -> dict[str, Any]:
@@ -367,13 +375,11 @@ def test_every_rank_ends_when_the_front_has_gone(tmp_path: Path, plugins: Plugin
         assert ranks._each(lambda rank: ranks.engines[rank].turn(stop=rank == 0)) == [None] * 4
 
 
-# ---- what the front makes of it ------------------------------------------------------------------
+# ---- reports to the front ------------------------------------------------------------------------
 
 
 def test_processes_report_group_by_group(tmp_path: Path, alone: dict[int, Any]) -> None:
-    """Each leader's frames reach the front on their own way, statistics with the last token of a
-    group.
-    """
+    """Each leader's frames reach the front directly, statistics with the last token of a group."""
     asked = mix()[:4]
     executor = {"use": "multiprocess", "threads": 1, "oversubscribe": True}
     with LLM(**config(tmp_path, 2, 2, executor=executor)) as llm:

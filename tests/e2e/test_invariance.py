@@ -1,4 +1,4 @@
-"""The same greedy tokens and the same logits, however the work is cut: batch, chunks, cache,
+"""Greedy tokens and logits are the same, however the work is split: batch, chunks, cache,
 overlap, preemption.
 """
 
@@ -22,8 +22,8 @@ TOLERANCE = 1e-5
 
 
 def prompts() -> list[list[int]]:
-    """Uneven lengths around page and chunk borders, with shared prefixes so that the cache has
-    something to do.
+    """Return prompts of uneven lengths around page and chunk borders, with shared prefixes for the
+    cache.
     """
     rng = np.random.default_rng(11)
     shared = rng.integers(2, VOCAB, 40).tolist()
@@ -101,22 +101,24 @@ def test_same_tokens_and_logits(folder: Path, alone: list[Completion], variant: 
     same(first, alone)
     same(again, alone)
     if variant.startswith("preempted"):
-        assert stats.preemptions > 0, "the pool was meant to be too small"
+        assert stats.preemptions > 0, "the pool has to be too small"
     if variant not in ("no_cache",):
-        assert sum(c.cached_tokens for c in again) > 0, "a warm cache was meant to be hit"
+        assert sum(c.cached_tokens for c in again) > 0, "the warm cache has to be hit"
     assert stats.pages_free + stats.pages_evictable == stats.pages_total
 
 
 @pytest.mark.parametrize("folder", ["v3", "v2", "v3_fp8"], indirect=True)
-def test_absorbed_or_not(folder: Path, alone: list[Completion]) -> None:
+def test_absorbed_and_plain_attention_agree(folder: Path, alone: list[Completion]) -> None:
     for absorb in (True, False):
         with engine(folder, attention={"use": "torch_mla", "absorb": absorb}) as llm:
             same(llm.generate(prompts(), PARAMS), alone)
 
 
 @pytest.mark.parametrize("size", [2, 8, 32])
-def test_batch_sizes(folder: Path, alone: list[Completion], size: int) -> None:
-    """Copies of one prompt beside others: every copy gives the reference's tokens."""
+def test_every_batch_size_gives_the_same_tokens(
+    folder: Path, alone: list[Completion], size: int
+) -> None:
+    """Copies of one prompt run beside others: every copy gives the reference's tokens."""
     many = (prompts() * 3)[:size]
     want = (alone * 3)[:size]
     with engine(folder, scheduler={"max_running_requests": size}) as llm:

@@ -19,7 +19,9 @@ ROUND = 1500
 
 
 async def mixed(url: str, rng: random.Random) -> None:
-    """A round of requests, sixteen at a time; one in ten is given up after a few milliseconds."""
+    """Send a round of requests, sixteen at a time; one in ten is given up after a few
+    milliseconds.
+    """
     gate = asyncio.Semaphore(16)
 
     async def one(client: httpx.AsyncClient, i: int) -> None:

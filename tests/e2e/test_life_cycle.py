@@ -1,6 +1,4 @@
-"""Every life-cycle hook of a plugin is called, once and in its phase, whichever executor runs the
-rank.
-"""
+"""Every life-cycle hook of a plugin is called once and in its phase, with every executor."""
 
 from __future__ import annotations
 
@@ -121,7 +119,7 @@ def test_a_hook_that_fails_in_a_rank_names_its_plugin(
 
 
 class Device(HostGauge):
-    """A device that notes what is left of ``watched`` when memory is given back, and may have
+    """A device that records how much of ``watched`` is left when memory is given back, and may have
     failed.
     """
 
@@ -139,7 +137,7 @@ class Device(HostGauge):
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """None but who is asked for collects."""
+    """The automatic garbage collector is off; explicit calls still collect."""
     gc.disable()
     yield
     gc.enable()
@@ -153,7 +151,9 @@ def test_an_engine_that_ends_leaves_nothing_on_its_device(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The next one in this process has the room, though its parts refer to one another."""
+    """The next engine in this process has the memory, although the parts of the first refer to one
+    another.
+    """
     llm = LLM(
         model=str(write_config(tmp_path, "v3")),
         weights={"use": "random"},

@@ -93,7 +93,7 @@ def test_histogram_buckets_are_cumulative(server: Served) -> None:
         if line.startswith("glowplug:request_generation_tokens_bucket")
     ]
     assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 1
-    assert counts[2] == 1  # four tokens: at most five
+    assert counts[2] == 1  # four tokens: in the bucket of at most five
 
 
 def test_other_names_have_the_same_values(server: Served) -> None:

@@ -1,5 +1,5 @@
-"""NextN speculation changes how fast tokens come, and nothing else: not one token, not a page, not
-a prefix hit.
+"""NextN speculation changes only the speed of tokens: not one token, not a page, not a prefix
+hit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.e2e.cuts import CUTS
 from tests.plugins import accepting
 from tests.support.tiny import write_config
 
-VOCAB = 12  #: so few that a random draft is right every now and then
+VOCAB = 12  #: so few that a random draft is sometimes right
 ENDS = 1
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 
@@ -46,7 +46,7 @@ def engine(folder: Path, steps: int, **config: Any) -> LLM:
 
 
 def prompts() -> list[list[int]]:
-    """Uneven lengths around page and chunk borders, with shared prefixes."""
+    """Return prompts of uneven lengths around page and chunk borders, with shared prefixes."""
     rng = np.random.default_rng(11)
     shared = rng.integers(2, VOCAB, 40).tolist()
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 47, 64, 65, 90]
@@ -54,7 +54,7 @@ def prompts() -> list[list[int]]:
 
 
 def features() -> list[SamplingParams]:
-    """One request for each sampling feature, as many as there are prompts."""
+    """Return one request for each sampling feature, as many as there are prompts."""
 
     def make(**changes: Any) -> SamplingParams:
         return SamplingParams(**{"max_tokens": 20, "seed": 3, "ignore_eos": True, **changes})
@@ -166,8 +166,8 @@ def test_preempted_requests_go_on_where_they_were(
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_request_gains_the_same_in_any_company(folder: Path, steps: int) -> None:
-    """Tokens gained in each step of each request: alone, batched, with and without a cached prefix,
-    in chunks.
+    """Each request gains the same tokens in each step: alone, batched, with and without a cached
+    prefix, in chunks.
     """
     accepting.take()
     with engine(folder, steps, cache={"use": "none"}, scheduler={"overlap": False}) as llm:
@@ -193,7 +193,7 @@ def test_a_request_gains_the_same_in_any_company(folder: Path, steps: int) -> No
 
 
 def test_a_cached_prefix_is_hit_as_often(folder: Path) -> None:
-    """Prompts that go on from earlier outputs: the same tokens are found as without speculation."""
+    """Prompts that continue earlier outputs find the same cached tokens as without speculation."""
     found = []
     for steps in (0, 1, 3):
         with engine(folder, steps) as llm:
@@ -207,7 +207,9 @@ def test_a_cached_prefix_is_hit_as_often(folder: Path) -> None:
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_every_limit_is_exact(folder: Path, plain: LLM, steps: int) -> None:
-    """max_tokens from 1 on, the context's end, and ends by eos: never a token more or less."""
+    """Limits are max_tokens from 1 on, the context's end, and ends by eos: never a token more
+    or less.
+    """
     short = prompts()[2:6]
     cases = [GREEDY.replace(max_tokens=count) for count in range(1, 10)]
     cases += [
@@ -253,8 +255,8 @@ def test_aborted_requests_leave_nothing_behind(folder: Path, greedy: list[Comple
 
 
 def test_verified_tokens_follow_the_targets_distribution(folder: Path, plain: LLM) -> None:
-    """The second token of 2000 seeded draws, which is a verified draft or its correction, against
-    its marginal.
+    """The second token of 2000 seeded draws, which is a verified draft or its correction, is tested
+    against its marginal.
     """
     prompt = prompts()[2]
     every = SamplingParams(max_tokens=1, temperature=1.0, logprobs=VOCAB, ignore_eos=True)
@@ -285,8 +287,8 @@ ANSWER = SamplingParams(temperature=0.0, max_tokens=48)
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_embedded_model_accepts_most_drafts(steps: int) -> None:
-    """Held-out chat: the answers of width one, and at one step every second draft or better is
-    accepted.
+    """On held-out chat the answers are those of width one, and at one drafted token at least every
+    second draft is accepted.
     """
     with LLM("embedded", dtype="float32", device="cpu") as llm:
         want = llm.chat(CHAT, ANSWER)

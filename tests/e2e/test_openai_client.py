@@ -90,7 +90,7 @@ def test_n_choices_each_have_their_own_index(client: openai.OpenAI) -> None:
     )
 
 
-def test_n_streams_are_told_apart_by_index(client: openai.OpenAI) -> None:
+def test_choices_of_a_stream_are_distinguished_by_index(client: openai.OpenAI) -> None:
     texts = {0: "", 1: ""}
     for chunk in client.chat.completions.create(
         model="fake", messages=say("both"), n=2, stream=True
@@ -180,8 +180,8 @@ def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
 
 
 def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
-    """What lm-eval's local-completions asks: the prompt's own log-probabilities, with and without a
-    token more.
+    """This is the request of lm-eval's local-completions: the prompt's own log-probabilities, with
+    and without a further token.
     """
     ids = list(b"say:hi")
     for max_tokens, more in ((0, ""), (1, "h")):

@@ -1,5 +1,5 @@
-"""Steps with prompts in them, replayed in pieces around attention, give the tokens that eager ones
-give.
+"""Steps with prompts in them, replayed in pieces around attention, give the tokens of eager
+steps.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def results(llm: LLM) -> list[Any]:
-    """One prompt after another; then all at once, so that prompts come beside decoding rows; then
-    all of it again, behind cached prefixes."""
+    """Return the results of one prompt after another, then of all at once, so that prompts run
+    beside decoding rows; then of all again, after cached prefixes.
+    """
     greedy = [
         SamplingParams(temperature=0.0, max_tokens=3 + i % 4, ignore_eos=True)
         for i in range(len(LENGTHS))
@@ -138,9 +139,10 @@ def test_prompt_logprobs_are_the_eager_ones(folder: Path) -> None:
     assert repr(found[0]) == repr(found[1])
 
 
-def test_rows_behind_the_step_stay_zero(folder: Path) -> None:
-    """Whatever a longer step left, and even if its sequence went wrong, is gone from the rows that
-    fill a shorter one up."""
+def test_padding_rows_stay_zero(folder: Path) -> None:
+    """Values that a longer step left, even of a failed sequence, are cleared from the rows that pad
+    a shorter one.
+    """
     with engine(folder) as llm:
         runner = replaying_runtime.NEWEST[0]
         memory = next(iter(runner._passes._passes.values()))._memory
@@ -174,7 +176,7 @@ def test_a_pass_is_one_piece_a_layer_and_one(folder: Path) -> None:
 @pytest.mark.parametrize(
     "more", [{"on_failure": "eager"}, {"prefill": None}], ids=["as told", "not asked for"]
 )
-def test_a_pass_that_cannot_be_captured_says_so(
+def test_a_failed_capture_of_a_pass_is_reported(
     folder: Path, more: dict[str, Any], caplog: Any
 ) -> None:
     with pytest.raises(
@@ -191,7 +193,7 @@ def test_a_pass_that_cannot_be_captured_says_so(
         assert runner.passed[-1] == (7, 16)
 
 
-def test_it_can_be_left_out(folder: Path) -> None:
+def test_prefill_graphs_can_be_left_out(folder: Path) -> None:
     with engine(folder, {"prefill": False, "prefill_tokens": None}) as llm:
         assert llm.plan.sizes.pass_tokens == ()
         llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))

@@ -1,4 +1,6 @@
-"""Damaged model folders are refused in a sentence that names the file, before anything is loaded."""
+"""Damaged model folders are refused in a sentence that names the file, before anything is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def test_tokenizer_files(folder: Path, name: str, text: str, words: str) -> None
 
 
 @pytest.mark.parametrize("scaling", ["yarn", [1], 5])
-def test_rope_scaling_that_is_no_object(
+def test_rope_scaling_that_is_no_object_is_refused(
     folder: Path, scaling: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""The offline engine in clumsy hands: any wrong input is a RequestError and the engine goes on."""
+"""Wrong input to the offline engine: each is a RequestError and the engine continues."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_numpy_numbers_are_numbers(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("params", [5, "x", {"max_tokens": 2}, [{"max_tokens": 2}], []], ids=str)
-def test_what_is_no_sampling_params_is_refused(llm: LLM, params: Any) -> None:
+def test_objects_other_than_sampling_params_are_refused(llm: LLM, params: Any) -> None:
     with pytest.raises(RequestError, match="SamplingParams"):
         llm.generate(["a"], params)
 
@@ -149,7 +149,7 @@ def test_content_parts_are_text(llm: LLM) -> None:
 
 
 def test_streams_side_by_side_lose_nothing(llm: LLM) -> None:
-    """Two streams, a batch, a polled sequence and a question to the engine share its frames."""
+    """Two streams, a batch, a polled sequence and a query of the engine share its frames."""
     alone = [one.token_ids for one in llm.generate(["one", "two", "three"], GREEDY)]
     polled = llm.submit("three", GREEDY)
     got: list[list[int]] = [[], []]
@@ -175,7 +175,7 @@ def test_a_stream_closed_early_frees_its_pages(llm: LLM) -> None:
     assert llm.control("check")["running"] == 0
 
 
-def test_after_close_everything_says_so(tmp_path: Path) -> None:
+def test_after_close_every_call_reports_it(tmp_path: Path) -> None:
     one = LLM(
         model=str(write_config(tmp_path, "v3")), weights={"use": "random"}, skip_tokenizer=True
     )
@@ -201,7 +201,7 @@ def test_after_close_everything_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["GLOWPLUG_PROFILE_DIR", "SGLANG_TORCH_PROFILER_DIR"])
-def test_traces_go_where_the_environment_says(
+def test_traces_go_to_the_folder_of_the_environment(
     llm: LLM, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, str(tmp_path / "traces"))

@@ -1,4 +1,4 @@
-"""What a user of the server met: requests that never fit, routes that do not exist."""
+"""Requests that can never fit and routes that do not exist, as met by a user of the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHAT = {"messages": [{"role": "user", "content": "say:hi"}]}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    """Room for two running sequences and three waiting ones."""
+    """A server with room for two running sequences and three waiting ones."""
 
     def small(**config: Any) -> Any:
         plan = make_plan(**config)
@@ -40,7 +40,7 @@ def server() -> Iterator[Served]:
 def test_more_choices_than_the_queue_holds_are_refused_for_good(
     server: Served, path: str, body: Any
 ) -> None:
-    """429 would have the client try again for ever."""
+    """Status 429 would make the client try again for ever."""
     answer = HTTP.post(server.url + path, json=body)
     assert answer.status_code == 400 and "at most 5" in answer.json()["error"]["message"]
     assert (

@@ -1,8 +1,8 @@
 """Any rank that is killed, stopped, hung or fails, in any phase: the engine ends, names it and
 leaves nothing behind.
 
-How long that takes is measured by the long test alone. That a dead rank is found before the
-watchdog could find it silent is what the message says.
+Only the long test measures the time. The message shows that a dead rank is found before the
+watchdog could find it silent.
 """
 
 from __future__ import annotations

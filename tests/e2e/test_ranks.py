@@ -1,5 +1,5 @@
-"""What several ranks will rely on, shown with the parts of one: lockstep, idle steps, strategies as
-a stack, drafts.
+"""Requirements of several ranks, shown with the parts of one: lockstep, idle steps, strategies as a
+stack, drafts.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def submit(id: int, prompt: list[int], max_tokens: int = 8, **more: Any) -> byte
 
 
 def told(outputs: list[Outbound] | None) -> list[Any]:
-    """What the front would hear, statistics aside."""
+    """Return the messages for the front without statistics."""
     assert outputs is not None
     return [
         (o.ids, o.tokens, [(f.id, f.reason) for f in o.finished])
@@ -118,8 +118,8 @@ def test_ranks_in_lockstep_do_the_same(tmp_path: Path, plugins: PluginSet, overl
 def test_deadlines_pass_by_rank_0s_clock(
     tmp_path: Path, plugins: PluginSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The follower's own clock is far ahead; it must not end what rank 0 keeps, nor keep what rank
-    0 ends.
+    """The follower's own clock is far ahead; it must neither end a request that rank 0 keeps nor
+    keep one that rank 0 ends.
     """
     plan, wire, now = planned(tmp_path, plugins), Wire(), [100.0]
     leader, follower = built(plan, plugins), built(plan, plugins)
@@ -145,7 +145,7 @@ def test_deadlines_pass_by_rank_0s_clock(
 
 
 class Busy:
-    """A strategy whose other rank always decodes: only ``agree`` has an opinion."""
+    """A strategy whose other rank always decodes: it only implements ``agree``."""
 
     def agree(self, local: StepShape) -> StepShape:
         return StepShape(Mode.DECODE, 3, 3) if local.mode is Mode.IDLE else local
@@ -156,8 +156,8 @@ class Busy:
 def test_an_idle_rank_steps_with_the_others(
     tmp_path: Path, plugins: PluginSet, name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Offers say that every built-in runs the mode "idle": a step without rows goes through all of
-    them.
+    """By its offers every built-in runs the mode "idle": a step without rows goes through all
+    of them.
     """
     plan = planned(tmp_path, plugins, name, scheduler={"overlap": overlap})
     assert all(
@@ -223,8 +223,8 @@ class Scores(NoSpeculation):
 def test_a_speculative_plugin_gets_its_next_token_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Built, loaded, given a KV layer behind the target's, and run on every step: through the
-    protocols alone.
+    """The layer is built, loaded, given a KV layer after the target's, and run on every step,
+    through the protocols alone.
     """
     (tmp_path / "drafter.py").write_text(DRAFTER)
     (tmp_path / "drafter_runtime.py").write_text(RUNTIME)

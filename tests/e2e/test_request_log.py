@@ -35,7 +35,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class Lines(logging.Handler):
-    """What the loggers of the server write, in both formats."""
+    """The lines of the server's loggers, in both formats."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -50,8 +50,8 @@ class Lines(logging.Handler):
         self.human.append(OneLine().format(record))
 
     def requests(self, count: int) -> list[dict[str, Any]]:
-        """The first ``count`` requests that are no polls of the test's own; waits for the lines,
-        which come late.
+        """Return the first ``count`` requests that are no polls of the test's own; wait for the
+        lines, which are written late.
         """
 
         def found() -> list[dict[str, Any]]:
@@ -260,7 +260,7 @@ def test_a_server_that_loads_or_drains_is_logged(lines: Lines) -> None:
         loaded.set()
 
 
-def test_what_is_no_request_yet_is_logged_with_the_peer(server: Served, lines: Lines) -> None:
+def test_bytes_that_are_no_request_are_logged_with_the_peer(server: Served, lines: Lines) -> None:
     raw(server, b"\x16\x03\x01 not HTTP\r\n\r\n")
     raw(server, b"GET / HTTP/1.1\r\nHost: x\r\n" + b"A: " + b"b" * (1 << 17))
     found = lines.requests(2)
@@ -363,7 +363,7 @@ def test_no_prompt_appears_at_any_level(lines: Lines) -> None:
 
 
 def test_a_template_s_own_words_stay_out(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Templates may quote the messages in their errors; the client reads them, the log has the
+    """Templates may quote the messages in their errors; the client reads them, the log has only the
     code.
     """
     monkeypatch.setattr(
@@ -398,7 +398,7 @@ def test_nothing_that_a_client_sends_forges_a_line(server: Served, lines: Lines,
     lines.requests(3)
     for line in lines.human:
         assert line.isprintable(), line
-        outside = re.sub(r'"(?:[^"\\]|\\.)*"', "", line)  # what is quoted is one value
+        outside = re.sub(r'"(?:[^"\\]|\\.)*"', "", line)  # quoted text is one value
         assert not re.search(r"\] POST / 200|forged|status=200", outside), line
     assert all(
         printable(str(value)) == str(value) for one in lines.fields for value in one.values()
@@ -443,8 +443,8 @@ def test_the_option_turns_all_of_it_off(lines: Lines) -> None:
 
 
 def test_a_server_process_writes_the_lines_once(tmp_path: Path) -> None:
-    """With the loggers as ``serve`` sets them up: bytes that are no HTTP have one line, not
-    uvicorn's as well.
+    """The loggers are set up as by ``serve``: bytes that are no HTTP have one line, without a
+    second one of uvicorn.
     """
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

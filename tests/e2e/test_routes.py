@@ -148,7 +148,9 @@ def test_browsers_are_let_in_only_when_configured(client: httpx.Client) -> None:
 
 
 def system_fingerprint(**config: dict[str, object]) -> str:
-    """What a server with this configuration says in every form of answer."""
+    """Return the fingerprint that a server with this configuration puts into every form of
+    answer.
+    """
     messages = [{"role": "user", "content": "say:x"}]
     bodies = (
         ("/v1/completions", {"prompt": "say:x"}),

@@ -1,5 +1,5 @@
-"""Prompts that go through the last layer with their sampled tokens alone yield what whole ones
-yield.
+"""Running only the sampled tokens of prompts through the last layer gives the results of running
+all tokens.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def test_the_same_tokens(folder: Path, case: str) -> None:
 
 
 def scored(llm: LLM, **params: Any) -> list[float]:
-    """Log-probabilities of the sampled and the most likely tokens; of the prompts' too, where these
-    are asked for.
+    """Return log-probabilities of the sampled and the most likely tokens, and of the prompts'
+    tokens where requested.
     """
     asked = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=3, **params)
     found: list[float] = []
@@ -90,7 +90,7 @@ def test_the_same_log_probabilities(folder: Path, params: dict[str, int]) -> Non
 
 
 def watched(llm: LLM) -> list[int]:
-    """Tokens of each call of the last layer's feed-forward from now on."""
+    """Record the number of tokens of each call of the last layer's feed-forward from now on."""
     last = llm._executor._engine.runner.model.layers[-1].feed_forward  # type: ignore[attr-defined]
     seen: list[int] = []
     forward = last.forward
@@ -104,7 +104,7 @@ def watched(llm: LLM) -> list[int]:
 
 
 def test_fewer_tokens_reach_the_last_layer(folder: Path) -> None:
-    """Else the two ways would agree without having anything to agree about."""
+    """Without this, the comparison of the two modes would be empty."""
     lines = [line for line in prompts(7) if len(line) > 3]
     for last_layer in ("all", "sampled"):
         with engine(folder, last_layer) as llm:

@@ -41,8 +41,8 @@ def make(**changes: Any) -> SamplingParams:
 
 
 def test_first_tokens_follow_the_models_distribution(llm: LLM) -> None:
-    """The candidates' raw log-probabilities, one at a time, against 1500 seeded draws among them
-    all.
+    """The candidates' raw log-probabilities, one at a time, are compared with 1500 seeded draws
+    among them all.
     """
     candidates = [2, 17, 60, 111, 200, 263, 350, 401]
     forced = [make(max_tokens=1, allowed_token_ids=[token], logprobs=0) for token in candidates]

@@ -1,4 +1,4 @@
-"""``glowplug serve`` as a process, the real engine on a tiny random model: clients, leavers,
+"""``glowplug serve`` as a process, the real engine on a tiny random model: clients, disconnects,
 signals, a killed rank.
 """
 
@@ -83,7 +83,7 @@ class Serving:
 
 @contextmanager
 def serving(folder: Path, log: Path, *words: str) -> Iterator[Serving]:
-    """``words``: further flags."""
+    """Start a server process with ``words`` as further flags."""
     one = Serving(folder, log, *words)
     family = [one.process]
     try:
@@ -118,7 +118,7 @@ def request(text: str = "hello", **fields: Any) -> dict[str, Any]:
 
 
 def send_only(server: Serving, body: dict[str, Any]) -> socket.socket:
-    """A connection that has asked and reads nothing."""
+    """Return a connection that has sent its request and reads nothing."""
     raw = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", server.port))
     connection.sendall(
@@ -150,8 +150,8 @@ def test_seeds_repeat_alone_and_among_choices(client: openai.OpenAI) -> None:
 
 
 def test_prompt_scores_agree_with_generated_ones(client: openai.OpenAI) -> None:
-    """Greedy tokens, then the same tokens as a prompt: each must be its position's best, with the
-    same score.
+    """Greedy tokens are generated, then sent as a prompt: each must be its position's best, with
+    the same score.
     """
     ids = list(b"the same tokens")
     made = client.completions.create(
@@ -252,7 +252,9 @@ def test_sigterm_ends_with_code_zero_and_no_orphan(folder: Path, tmp_path: Path)
         assert "Traceback" not in one.log
 
 
-def test_a_killed_rank_ends_the_server_and_tells_the_clients(folder: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_server_and_its_clients_get_the_error(
+    folder: Path, tmp_path: Path
+) -> None:
     with serving(folder, tmp_path / "log") as one:
         family = one.process.children(recursive=True)
         with HTTP.stream(

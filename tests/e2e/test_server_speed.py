@@ -1,4 +1,4 @@
-"""What the API process spends on one streamed token: 20,000 tokens a second must fit into one core."""
+"""The API process's time for one streamed token: 20,000 tokens a second must fit into one core."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STREAMS, TOKENS = 64, 200
 
 
 class Reader(asyncio.Protocol):
-    """Sends one request, counts the events of the answer, parses nothing."""
+    """A client that sends one request, counts the events of the answer and parses nothing."""
 
     def __init__(self, request: bytes, done: asyncio.Future[int]) -> None:
         self._request, self._done, self._events = request, done, 0
@@ -60,7 +60,7 @@ def test_twenty_thousand_tokens_a_second() -> None:
         asyncio.run(read_all(one.port, request))
         best = 1.0
         paces = []
-        for _ in range(10):  # neighbours on the machine slow some of them
+        for _ in range(10):  # other processes on the machine slow some of them
             paces.append(yardstick())
             start = one.loop_seconds()
             events = asyncio.run(read_all(one.port, request))

@@ -1,4 +1,4 @@
-"""``glowplug bench soak`` on a tiny model: what holds passes, what does not is named."""
+"""``glowplug bench soak`` on a tiny model: a good run passes, and each fault is named."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from glowplug.entrypoints.bench.load import soak_memory
 from glowplug.entrypoints.bench.others import process_memory
 from tests.support.tiny import write_config
 
-STEP = 0.05  #: seconds that a look moves the clock on
+STEP = 0.05  #: seconds that a reading moves the clock on
 
 
 class Clock:
-    """Stands in for the module ``time``: only a look at it and a sleep move it on, however fast the
+    """A stand-in for the module ``time``: only a reading and a sleep move it on, however fast the
     machine is.
 
     Attributes:
-        slept: called at each sleep.
+        slept: Called at each sleep.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ def test_a_cache_that_never_was_full_is_found_when_asked_for(tmp_path: Path, clo
     assert found["least_free_share"] <= 1 / found["pages"] and found["preemptions"] > 0
 
 
-def test_when_a_cache_is_called_full(tmp_path: Path, clock: Clock) -> None:
+def test_conditions_of_a_full_cache(tmp_path: Path, clock: Clock) -> None:
     """A row that wants two pages of a small cache takes another's back while there is one."""
     with tiny(tmp_path) as llm:
         one = soaking(tmp_path, llm)
@@ -143,9 +143,7 @@ def test_when_a_cache_is_called_full(tmp_path: Path, clock: Clock) -> None:
             assert one.result()["was_full"] == full, (pages, left, preemptions)
 
 
-def test_it_holds_while_the_file_is_there_and_the_time_does_not_count(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_the_soak_pauses_while_the_hold_file_exists(tmp_path: Path, clock: Clock) -> None:
     hold, out = tmp_path / "hold", tmp_path / "soak.json"
     seen: list[dict] = []
 
@@ -165,7 +163,7 @@ def test_it_holds_while_the_file_is_there_and_the_time_does_not_count(
     assert len(found["samples"]) == len(seen[0]["samples"]) + 1 == 2 + (seen[0]["minutes"] > 0)
 
 
-def test_who_does_not_end_in_time_is_given_up_for_the_hold(
+def test_requests_that_do_not_end_in_time_are_given_up_for_the_hold(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(soak, "HOLD_PATIENCE", 0.0)
@@ -183,8 +181,8 @@ def test_who_does_not_end_in_time_is_given_up_for_the_hold(
         assert one.failures == [] and one.samples[0].pages["free"] == one.samples[0].pages["total"]
 
 
-def test_each_pause_leaves_what_is_known(tmp_path: Path, clock: Clock) -> None:
-    """What a run that is killed leaves behind: everything up to its last pause."""
+def test_each_pause_writes_the_results_so_far(tmp_path: Path, clock: Clock) -> None:
+    """A killed run leaves everything up to its last pause behind."""
     left = []
     with tiny(tmp_path) as llm:
         one = soak.Soak(
@@ -198,7 +196,7 @@ def test_each_pause_leaves_what_is_known(tmp_path: Path, clock: Clock) -> None:
 
 
 def says(tmp_path: Path, body: str) -> process_memory.ProcessMemory:
-    """A stand-in for the driver's tool that runs ``body``."""
+    """Write a stand-in for the driver's tool that runs ``body``."""
     tool = tmp_path / "tool"
     tool.write_text(f"#!{sys.executable}\nimport os, sys\n{body}\n")
     tool.chmod(0o755)
@@ -225,7 +223,7 @@ def test_memory_of_this_process_and_those_below_it(tmp_path: Path) -> None:
         ("", "none of this process's ids"),
     ],
 )
-def test_where_the_driver_does_not_tell_the_device_is_judged(
+def test_without_figures_of_the_driver_the_device_is_judged(
     tmp_path: Path, body: str, reason: str
 ) -> None:
     memory = says(tmp_path, body)

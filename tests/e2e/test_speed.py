@@ -1,8 +1,8 @@
 """Speed against transformers' generate on the shipped model, in one run on this machine.
 
-Guards against regressions, with room for a noisy two-core machine: the figures themselves, and how
-far they are from what is asked (2x, 8x, a tenth), stand in docs/benchmarks with the conditions they
-were taken under.
+The bounds guard against regressions, with room for a noisy two-core machine. The figures
+themselves, and their distance from the goals (2x, 8x, a tenth), are in docs/benchmarks with their
+conditions.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.bench import compare
 from glowplug.entrypoints.front.llm import LLM
 
-ATTEMPTS = 3  #: neighbours on the machine may disturb one
-#: figure -> (which of two is better, what it must reach)
+ATTEMPTS = 3  #: other processes on the machine may disturb one
+#: figure -> (which of two is better, the bound it must reach)
 BOUNDS: dict[str, tuple[Callable[[float, float], float], float]] = {
     "speedup_batch1": (max, 1.5),
     "speedup_concurrent": (max, 8.0),
@@ -84,14 +84,14 @@ QUESTIONS = (
 
 @pytest.mark.timing
 def test_drafting_one_token_at_batch_one_costs_little() -> None:
-    """No more than 15% over no drafts on free text, where few drafts are accepted (1.69 tokens a
-    step).
+    """It costs no more than 15% over no drafts on free text, where few drafts are accepted (1.69
+    tokens a step).
 
     On held-out chat ``tests/support/draft_gains.py`` finds it faster, by less than a shared
     machine's noise.
 
-    The best CPU time of each answer, in turns in one process with one thread; more turns where
-    neighbours disturb.
+    The best CPU time of each answer counts, in turns in one process with one thread; other
+    processes on the machine lead to more turns.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -122,7 +122,7 @@ def test_drafting_one_token_at_batch_one_costs_little() -> None:
 
 
 def _answer(llm: LLM, question: str) -> float:
-    """CPU seconds for 100 tokens."""
+    """Return the CPU seconds for 100 tokens."""
     llm.control("flush")
     start = time.process_time()
     llm.chat(

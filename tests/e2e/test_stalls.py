@@ -1,5 +1,6 @@
 """Components that break their contract silently: the requests they hold end with an error that
-names them, and the engine serves the rest. Waiting that is legitimate is left alone."""
+names them, and the engine serves the rest. Legitimate waiting has no consequence.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def asked(id: int, output: int = 6, priority: int = 0, length: int = 5, **times:
 
 
 def stalled(one: Collected, *names: str) -> bool:
-    """The sequence ended with the error of a stall, whose text has all of ``names``."""
+    """Check that the sequence ended with the error of a stall, whose text has all of ``names``."""
     end = one.finished
     assert (
         end is not None
@@ -105,7 +106,7 @@ def test_a_policy_that_orders_nothing_ends_the_requests_by_name(
 
 
 @pytest.mark.parametrize("fault", ["withholds", "copies", "numbers"])
-def test_what_the_policy_leaves_out_ends_and_the_rest_is_served(
+def test_requests_that_the_policy_leaves_out_end_and_the_rest_is_served(
     tmp_path: Path, plugins: PluginSet, quick: None, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with engine(tmp_path, plugins, policy={"use": "stubborn", "fault": fault}) as ranks:
@@ -118,7 +119,7 @@ def test_what_the_policy_leaves_out_ends_and_the_rest_is_served(
         passed_over = [
             record.getMessage() for record in caplog.records if "skipped" in record.getMessage()
         ]
-        assert len(passed_over) == (fault != "withholds"), "once, however often it happens"
+        assert len(passed_over) == (fault != "withholds"), "one line, however often it happens"
 
 
 def test_a_request_that_a_policy_returns_twice_is_admitted_once(
@@ -158,7 +159,9 @@ def test_ranks_and_groups_end_the_same_requests(
     dp: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A group that only holds requests joins the steps of the one that works, and ends its own."""
+    """A group that only holds requests joins the steps of the working group, and ends its own
+    requests.
+    """
     with engine(
         tmp_path, plugins, tp, dp, policy={"use": "stubborn", "fault": "withholds"}
     ) as ranks:
@@ -171,7 +174,7 @@ def test_ranks_and_groups_end_the_same_requests(
 
 
 def test_a_user_of_the_offline_engine_reads_the_reason(tmp_path: Path) -> None:
-    """With the bounds as they are."""
+    """The bounds are the real ones."""
     with LLM(**config(tmp_path, policy={"use": "stubborn"}), plugins=[PLUGIN]) as llm:
         done = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4))[0]
     assert (
@@ -199,13 +202,13 @@ def test_a_scheduler_that_launches_nothing_is_named(
 
 
 def test_a_scheduler_may_wait_a_moment(tmp_path: Path, plugins: PluginSet) -> None:
-    """For more requests to come, as some do; here the bounds are as they are."""
+    """Some schedulers wait for more requests; the bounds are the real ones."""
     with engine(tmp_path, plugins, scheduler={"use": "sleepy", "seconds": 0.3}) as ranks:
         ranks.run([asked(1)], most=200_000)
         ended_well(ranks, 1)
 
 
-def test_a_deadline_that_passes_first_is_what_the_request_hears_of(
+def test_a_deadline_that_passes_first_is_the_reported_reason(
     tmp_path: Path, plugins: PluginSet
 ) -> None:
     with engine(tmp_path, plugins, policy={"use": "stubborn"}) as ranks:
@@ -216,8 +219,8 @@ def test_a_deadline_that_passes_first_is_what_the_request_hears_of(
 def test_waiting_for_room_is_no_stall(
     tmp_path: Path, plugins: PluginSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row, a pool for one, two groups, with bounds at which any turn without a step would
-    count.
+    """There is one row, a pool for one and two groups, with bounds at which any turn without a step
+    would count.
     """
     monkeypatch.setattr("glowplug.core.engine.stalls.STALL_SECONDS", 0.0)
     monkeypatch.setattr("glowplug.core.engine.stalls.STALL_TURNS", 1)
@@ -271,7 +274,9 @@ def test_rows_that_gain_no_token_end_by_name(
 def test_rows_near_the_context_s_end_gain_nothing_and_do_no_harm(
     tmp_path: Path, plugins: PluginSet
 ) -> None:
-    """Their positions stay within the row's pages and the page table while the steps are counted."""
+    """Their positions stay within the row's pages and the page table while the steps are
+    counted.
+    """
     with engine(tmp_path, plugins, speculative={"use": "barren", "after": 0}) as ranks:
         heard = ranks.run([asked(1, output=BARREN, length=CONTEXT - BARREN), asked(2, output=30)])
         stalled(heard[1], "speculative 'barren'")

@@ -1,5 +1,5 @@
-"""What the engine measures of itself: busy time, the phases of a sequence, tokens found in the
-prefix cache.
+"""The engine's own measurements: busy time, the phases of a sequence, tokens found in the prefix
+cache.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def lasts(llm: LLM, count: int) -> list[Delta]:
-    """The last deltas of the next ``count`` sequences that end, in this order."""
+    """Return the last deltas of the next ``count`` sequences that end, in this order."""
     found: list[Delta] = []
     while len(found) < count:
         found += [delta for _, delta in llm.poll() if delta.finish_reason is not None]
@@ -123,8 +123,8 @@ def test_the_line_s_rates_leave_idle_time_out() -> None:
 
 @pytest.mark.timing
 def test_a_sequence_s_phases_follow_one_another(llm: LLM) -> None:
-    """One row: the second is admitted when the first has ended, so it has waited through the
-    first's phases.
+    """There is one row: the second sequence is admitted when the first has ended, so it has waited
+    through the first's phases.
     """
     for seed in (1, 2):
         llm.submit(prompt(seed, 40), GREEDY)
@@ -147,8 +147,8 @@ def test_a_sequence_s_phases_follow_one_another(llm: LLM) -> None:
     assert sum(part or 0.0 for part in second.times) <= wall
 
 
-def test_phases_that_did_not_come_have_no_time() -> None:
-    """Ends while it waits, while its prompt is computed, and with its first token."""
+def test_phases_that_were_not_reached_have_no_time() -> None:
+    """Sequences end while they wait, while their prompt is computed, and with their first token."""
     front = Front(bare_plan(), None, ())
     ids = [front.submit(front.check([5, 6, 7], GREEDY))[0].id for _ in range(3)]
     waits, prefills, ends = ids
@@ -190,7 +190,7 @@ def test_a_stop_string_s_end_has_its_phases() -> None:
 
 
 def test_prefix_counters_are_in_tokens_and_look_ups_apart(llm: LLM) -> None:
-    """A prompt whose own log-probabilities are wanted is not looked up; a preempted one is not
+    """A prompt whose own log-probabilities are requested is not looked up; a preempted one is not
     counted again.
     """
     ids = prompt(1, 40)

@@ -1,4 +1,4 @@
-"""What the host does while the device computes, and what it has to do before."""
+"""The order of the host's work before and during the device's computation of a step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def noted(order: list[str], name: str, work: Callable[..., Any]) -> Callable[...
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_sampling_of_a_step_that_runs_as_it_comes_is_planned_behind_its_pass(
+def test_sampling_of_an_eager_step_is_planned_after_its_pass(
     steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First tokens wait for nothing that the pass does not need; and every row has joined before it
-    is sampled from.
+    """First tokens wait only for work that the pass needs, and every row has joined before it is
+    sampled from.
     """
     order: list[str] = []
     drafts: dict[str, Any] = {"speculative": {"use": "nextn", "steps": steps}} if steps else {}

@@ -1,4 +1,6 @@
-"""Steps with prompts between the captured and the largest ones are tried before any request."""
+"""Steps with prompts whose sizes are between the captured and the largest ones are tried before any
+request.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def tiny(tmp_path: Path, rows: int, chunk: int) -> LLM:
 @pytest.mark.parametrize(
     ("rows", "passes", "chunk"), [(64, (), 256), (64, (16, 64), 256), (5, (), 256), (1, (), 1100)]
 )
-def test_they_reach_every_number_and_leave_no_trace(
+def test_warm_up_steps_reach_every_number_and_leave_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, passes: tuple[int, ...], chunk: int
 ) -> None:
     with tiny(tmp_path, rows, chunk) as llm:

@@ -1,5 +1,5 @@
-"""Streamed equals whole, whatever the text, the split, the stop strings and the route; slow readers
-harm nobody.
+"""Streamed text equals whole text for any text, split, stop strings and route; slow readers affect
+no other client.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def client(server: Served) -> Iterator[httpx.Client]:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """The JSON of each event; the stream must end with [DONE]."""
+    """Return the JSON of each event; the stream must end with [DONE]."""
     lines = [block.removeprefix("data: ") for block in text.split("\n\n") if block]
     assert lines[-1] == "[DONE]" and text.endswith("data: [DONE]\n\n")
     return [json.loads(line) for line in lines[:-1]]
 
 
 def chat(client: httpx.Client, text: str, **fields: Any) -> tuple[str, str]:
-    """(text, finish reason) both ways, which must agree."""
+    """Return (text, finish reason) of the streamed and the whole answer, which must agree."""
     body = {"messages": [{"role": "user", "content": f"say:{text}"}], **fields}
     whole = client.post("/v1/chat/completions", json=body).json()["choices"][0]
     chunks = events(client.post("/v1/chat/completions", json={**body, "stream": True}).text)
@@ -78,8 +78,8 @@ def test_streamed_equals_whole(client: httpx.Client, text: str) -> None:
 
 @pytest.mark.parametrize("text", [text for text in TEXTS if text])
 def test_no_half_characters_inside_a_stream(client: httpx.Client, text: str) -> None:
-    """Cut after every token: only the very end may hold a replacement character, for bytes that
-    never came.
+    """The stream is cut after every token: only the very end may hold a replacement character, for
+    bytes that never came.
     """
     raw = text.encode()
     for length in range(1, len(raw) + 1):
@@ -204,8 +204,8 @@ def test_two_hundred_streams_finish(server: Served) -> None:
 
 @contextmanager
 def reading_nothing(one: Served) -> Iterator[None]:
-    """A client whose stream has filled every buffer on its way, so that the server cannot write to
-    it.
+    """Yield a client whose stream has filled every buffer on its way, so that the server cannot
+    write to it.
     """
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -228,8 +228,10 @@ def reading_nothing(one: Served) -> Iterator[None]:
         yield
 
 
-def test_a_client_that_does_not_read_slows_nobody_down() -> None:
-    """Another is answered while the first one's write is blocked, which no stall timeout ends here."""
+def test_a_client_that_does_not_read_slows_no_other_down() -> None:
+    """Another client is answered while the first one's write is blocked, which no stall timeout
+    ends here.
+    """
     executor = FakeExecutor(step_seconds=0.0002)
     with (
         served(executor, context=1 << 20, server={"stall_timeout": 10 * LIMIT}) as one,

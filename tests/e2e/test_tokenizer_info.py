@@ -52,7 +52,9 @@ def test_tokenizer_info_without_a_tokenizer() -> None:
 
 
 def test_a_remote_tokenizer_encodes_decodes_and_renders() -> None:
-    """The requests of lm_eval.utils.RemoteTokenizer, 0.4.13: fields sent and fields read."""
+    """The requests are those of lm_eval.utils.RemoteTokenizer, 0.4.13: fields sent and fields
+    read.
+    """
     with (
         served() as one,
         httpx.Client(base_url=one.url, headers={"Content-Type": "application/json"}) as client,

@@ -21,7 +21,7 @@ REPLAYED = {"use": "replaying", "batch_sizes": [1, 3], "prefill": True, "prefill
 
 
 def tokens(folder: Path, attention: str, graphs: dict[str, Any]) -> list[list[int]]:
-    """Three prompts at once, and two of them again with other ends."""
+    """Return the tokens of three prompts at once, and of two of them again with other ends."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(2, VOCAB, length).tolist() for length in (3, 19, 33)]
     params = [
@@ -47,7 +47,7 @@ def tokens(folder: Path, attention: str, graphs: dict[str, Any]) -> list[list[in
 
 
 @pytest.mark.slow
-def test_it_gives_plain_torchs_tokens(tmp_path: Path) -> None:
+def test_tokens_are_those_of_plain_torch(tmp_path: Path) -> None:
     folder = write_config(tmp_path, "llama", num_hidden_layers=2)
     expected = tokens(folder, "torch_mha", {"use": "eager"})
     assert tokens(folder, "interpreted_mha", REPLAYED) == expected

@@ -1,4 +1,4 @@
-"""One engine across two hosts (network namespaces): it answers, and when a side or the link goes,
+"""One engine across two hosts (network namespaces): it answers, and when a host or the link fails,
 both sides end.
 """
 
@@ -22,14 +22,14 @@ def namespaces() -> None:
 
 @pytest.mark.parametrize("fault", WITNESS)
 @pytest.mark.parametrize("way", STARTS)
-def test_it_answers_and_ends(way: str, fault: str, tmp_path: Path) -> None:
+def test_an_engine_across_two_hosts_answers_and_ends(way: str, fault: str, tmp_path: Path) -> None:
     if way == "ray":
         pytest.importorskip("ray")
     assert run(way, fault, tmp_path).wrong(fault, way) == []
 
 
 def test_hosts_that_differ_end_before_loading(tmp_path: Path) -> None:
-    """Host 1 was given another seed and a plugin of its own."""
+    """Host 1 has another seed and a plugin of its own."""
     with Hosts(tmp_path) as hosts:
         pair = start_flags(hosts, "--seed", "7", "--plugin", "tests.e2e.fault_plugin")
         codes = [one.process.wait(120) for one in pair]

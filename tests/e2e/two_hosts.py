@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DIST_TIMEOUT = 10.0  #: seconds, as given by --dist-timeout
 SETTLE = 4.0  #: seconds beyond it for processes to end on a busy machine
 START = 180.0  #: seconds for the engine to be ready
-PORT, STORE, RAY = 30000, 29500, 6379  # NOTE: in namespaces of our own, so nobody else has them
+# NOTE: in namespaces of our own, where no other process uses them
+PORT, STORE, RAY = 30000, 29500, 6379
 ENGINE = (
     "--tp",
     "2",
@@ -54,7 +55,7 @@ urllib.request.urlopen("http://10.91.0.1:{port}/ready", timeout=5)
 
 
 def cannot() -> str:
-    """Why namespaces cannot be had here; "" when they can."""
+    """Return why namespaces cannot be made here; "" when they can."""
     if shutil.which("ip") is None:
         return "iproute2 is not installed"
     name = f"gp{uuid.uuid4().hex[:6]}"
@@ -66,13 +67,13 @@ def cannot() -> str:
 
 
 class Hosts:
-    """The two namespaces, and what was started in them."""
+    """The two namespaces and the processes started in them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._started = folder, []  # type: tuple[Path, list[Started]]
         self.scratch = Path(
             tempfile.mkdtemp(prefix="ray")
-        )  # NOTE: of short name: Ray puts sockets into it, 107 bytes
+        )  # NOTE: a short name: Ray puts sockets into it, 107 bytes
         tag = uuid.uuid4().hex[:6]
         self.names, self.links = (f"gpa{tag}", f"gpb{tag}"), (f"va{tag}", f"vb{tag}")
 
@@ -119,7 +120,7 @@ class Hosts:
         return one
 
     def run(self, host: int, *words: str, timeout: float = 120.0, **environment: str) -> str:
-        """Output of a command that must succeed."""
+        """Return the output of a command that must succeed."""
         done = subprocess.run(
             ["ip", "netns", "exec", self.names[host], *words],
             capture_output=True,
@@ -137,8 +138,8 @@ class Hosts:
         ip("-n", self.names[1], "link", "set", self.links[1], "down")
 
     def engine_pids(self, host: int, launcher: bool = False) -> set[int]:
-        """Processes of the engine on a host; Ray's own apart, and PyTorch's launcher unless it is
-        asked for.
+        """Return the engine's processes on a host without Ray's own; PyTorch's launcher only on
+        request.
         """
         found = set()
         for pid in subprocess.run(
@@ -179,7 +180,7 @@ class Started:
 
 @contextmanager
 def _gone() -> Iterator[None]:
-    """What happens to a process that has just ended is no matter."""
+    """Ignore errors of a process that has just ended."""
     try:
         yield
     except (FileNotFoundError, ProcessLookupError):
@@ -203,7 +204,7 @@ def serve_words(*more: str) -> list[str]:
 
 
 def start_flags(hosts: Hosts, *more: str) -> tuple[Started, Started]:
-    """The same command on both hosts."""
+    """Start the same command on both hosts."""
     first, second = (
         hosts.start(
             host,
@@ -248,8 +249,8 @@ def start_torchrun(hosts: Hosts) -> tuple[Started, Started]:
 
 
 def start_ray(hosts: Hosts) -> tuple[Started, Started]:
-    """Ray is there already on both; the driver is on host 0. The second of the pair is Ray on host
-    1.
+    """Start the driver on host 0 with Ray running on both hosts; the second of the pair is Ray on
+    host 1.
     """
     ray, temporary = str(Path(sys.executable).with_name("ray")), str(hosts.scratch)
     usual = (
@@ -330,8 +331,12 @@ def ready(hosts: Hosts, first: Started) -> None:
 
 @dataclass
 class Outcome:
-    """``seconds``: from the fault until the engine's processes had gone on host 0 and on host 1;
-    ``launcher``: until PyTorch's launcher, which looks after them at its own pace, had gone too."""
+    """The result of a fault.
+
+    Attributes:
+        seconds: From the fault until the engine's processes had ended on host 0 and on host 1.
+        launcher: Until PyTorch's launcher, which watches them at its own pace, had ended too.
+    """
 
     answer: str
     seconds: tuple[float | None, float | None]
@@ -352,12 +357,12 @@ class Outcome:
         return found
 
 
-#: fault -> hosts that live to tell
+#: fault -> hosts that remain to report it
 WITNESS = {"kill host 0": [1], "kill host 1": [0], "cut the link": [0, 1]}
 
 
 def run(way: str, fault: str, folder: Path) -> Outcome:
-    """An engine across two hosts: one answer, then ``fault``, then both ends."""
+    """Run an engine across two hosts: one answer, then ``fault``, then both ends."""
     with Hosts(folder) as hosts:
         first, second = STARTS[way](hosts)
         ready(hosts, first)

@@ -1,8 +1,8 @@
-"""The combinations that one GPU is tried with: models of the libraries' head sizes, cells, and
-which are admitted.
+"""The combinations that are tried on one GPU: models of the libraries' head sizes, cells, and the
+admitted ones.
 
-One dense and one MoE layer each, and weights of which drafts hit now and then;
-``gpu_combinations.py`` runs them.
+Each model has one dense and one MoE layer, and weights for which drafts are sometimes accepted;
+``gpu_combinations.py`` runs the cells.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ SCHEMES = {
     "v3_fp8": "block_fp8",
     "v2_awq": "awq",
     "v3_int8": "w8a8_int8",
-}  #: of checkpoints that come quantised
+}  #: schemes of checkpoints that are quantised
 NARROW = {
     "v2_awq": "v2",
     "v3_int8": "v3",
-}  #: models of which each backend runs once, and whose sizes theirs are
-#: how the reference keeps quantised weights: dequantised, and activations as they are
+}  #: models that each backend runs once -> the model with the same sizes
+#: the reference's treatment of quantised weights: dequantised, activations not rounded
 DENSE: dict[str, dict[str, Any]] = {
     "fp8": {"use": "block_fp8", "activations": "none"},
     "int8": {"use": "w8a8_int8", "activations": "none"},
@@ -104,9 +104,12 @@ DENSE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Bound:
-    """What a number format may cost: ``regret`` is how far a chosen token's log-probability lies
-    below the reference's best (mean over all tokens), ``shift`` how far the engine's own
-    log-probability lies from the reference's (median).
+    """The permitted error of a number format.
+
+    Attributes:
+        regret: Distance of a chosen token's log-probability below the reference's best (mean over
+            all tokens).
+        shift: Distance of the engine's own log-probability from the reference's (median).
     """
 
     regret: float
@@ -118,7 +121,7 @@ BOUNDS = {"exact": Bound(1e-3, 1e-3), "bfloat16": Bound(0.02, 0.03), "fp8": Boun
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination. ``steps``: of NextN, 0 for none. ``provider``: who multiplies
+    """One combination: ``steps`` is NextN's, 0 for none; ``provider`` names the GEMM provider
     ("experts=cutlass").
     """
 
@@ -156,7 +159,7 @@ class Cell:
 
     @property
     def weights(self) -> str:
-        """Name of the weights: of the model, as the scheme keeps them."""
+        """Name of the weights: of the model, as the scheme stores them."""
         return f"{self.model}-{self.quantization}"
 
     def bound(self, device: str) -> Bound:
@@ -200,7 +203,7 @@ class Cell:
 
 
 def named(plugins: PluginSet, slot: str, device: str, kind: str = "") -> list[str]:
-    """Components of a slot that run on ``device``, and of attention those of ``kind``."""
+    """Return the components of a slot that run on ``device``; of attention, those of ``kind``."""
     return [
         component.name
         for component, _, _ in plugins.components(slot)
@@ -210,7 +213,7 @@ def named(plugins: PluginSet, slot: str, device: str, kind: str = "") -> list[st
 
 
 def providers(plugins: PluginSet, scheme: str) -> list[str]:
-    """Everybody whom the scheme's options can name, as ``option=value``."""
+    """Return every provider that the scheme's options can name, as ``option=value``."""
     options = next(
         component.options
         for component, _, _ in plugins.components("quantization")
@@ -226,7 +229,7 @@ def providers(plugins: PluginSet, scheme: str) -> list[str]:
 
 
 def matrix(plugins: PluginSet, device: str) -> list[Cell]:
-    """The whole of it, admitted or not."""
+    """Return the whole matrix, admitted or not."""
     found = []
     absorbing = [
         component.name
@@ -296,7 +299,7 @@ def matrix(plugins: PluginSet, device: str) -> list[Cell]:
 def admitted(
     cells: Sequence[Cell], plugins: PluginSet, folder: Path, device: str
 ) -> tuple[list[Cell], dict[str, int]]:
-    """Cells whose plan is made, and the reasons of the others with their counts."""
+    """Return the cells that have a plan, and the reasons of the others with their counts."""
     kept, reasons = [], {}
     for cell in cells:
         try:
@@ -311,8 +314,8 @@ def admitted(
 
 
 def pairwise(cells: Sequence[Cell], seed: int, most: int = 1 << 30) -> list[Cell]:
-    """A sample in which every two values that occur together in a cell do so at least once, as far
-    as ``most`` goes.
+    """Return a sample of at most ``most`` cells in which, if possible, every two values that occur
+    together in a cell do so.
     """
     rng = random.Random(seed)
     pool = list(cells)
@@ -333,11 +336,11 @@ def _pairs(cell: Cell) -> frozenset[Any]:
 
 
 def write_models(folder: Path, small: bool = False) -> Path:
-    """``small``: heads of no library's size, for a CPU."""
+    """Write the models; ``small`` gives heads of no library's size, for a CPU."""
     for name, sized in MODELS.items():
         tiny = CONFIGS[NARROW.get(name, name)]
         config = {**sized, **{key: tiny[key] for key in SIZES if key in tiny}} if small else sized
-        if small and name == "v2_awq":  # groups that its small matrices are whole numbers of
+        if small and name == "v2_awq":  # its small matrices are whole numbers of such groups
             config["quantization_config"] = {**config["quantization_config"], "group_size": 32}
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config))

@@ -1,10 +1,10 @@
-"""Every admitted combination of plugins on one GPU, each booted on a small random model and held
-against plain torch.
+"""Every admitted combination of plugins on one GPU, each started on a small random model and
+compared with plain torch.
 
-In 16 and 8 bits greedy tokens may fall either way at a near tie, so a combination's tokens are
-scored by the reference (float32, torch, eager, no speculation) on the very same context: a right
-engine's tokens are the reference's best or as good as, and its log-probabilities are the
-reference's within what the number format costs.
+In 16 and 8 bits greedy tokens may differ at a near tie, so the reference (float32, torch, eager, no
+speculation) scores a combination's tokens in the same context. Tokens of a correct engine are the
+reference's best or nearly as good, and its log-probabilities differ from the reference's only by
+the error of the number format.
 
 ``python -m tests.gpu.combinations --output docs/benchmarks/gpu-combinations.json --jobs 6`` runs
 all of them.
@@ -48,7 +48,9 @@ PAGE, TOKENS = 64, 24
 
 
 def prompts() -> list[list[int]]:
-    """Lengths around the page size, half of them with a common beginning of a page and more."""
+    """Return prompts of lengths around the page size, half of them with a common beginning of more
+    than a page.
+    """
     rng = np.random.default_rng(11)
     shared = rng.integers(2, VOCAB, 2 * PAGE).tolist()
     lengths = (1, 5, PAGE - 1, PAGE, PAGE + 1, 100, 2 * PAGE + 3, 20)
@@ -61,8 +63,8 @@ def prompts() -> list[list[int]]:
 
 
 class Reference:
-    """Plain torch in float32, one engine for each model and format of its weights; it scores tokens
-    others chose.
+    """Plain torch in float32, one engine for each model and format of its weights; it scores the
+    tokens of other engines.
     """
 
     def __init__(self, folder: Path, device: str) -> None:
@@ -71,7 +73,9 @@ class Reference:
         self._known: dict[tuple[str, tuple[int, ...]], list[tuple[float, float]]] = {}
 
     def engine(self, cell: Cell) -> LLM:
-        """That of ``cell``'s weights: quantised while loading they are other ones."""
+        """Return the engine for ``cell``'s weights; quantising while loading gives weights of
+        its own.
+        """
         model, name = cell.model, cell.weights
         if name not in self._engines:
             config = Cell(
@@ -88,7 +92,7 @@ class Reference:
         return self._engines[name]
 
     def score(self, cell: Cell, prompt: list[int], tokens: list[int]) -> list[tuple[float, float]]:
-        """(its log-probability, the best one) at each of ``tokens`` behind ``prompt``."""
+        """Return (log-probability, the best one) at each of ``tokens`` after ``prompt``."""
         key = cell.weights, (*prompt, *tokens)
         if key not in self._known:
             params = SamplingParams(
@@ -110,9 +114,14 @@ class Reference:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one cell. ``same``: share of tokens that are the reference's very best; ``regret``,
-    ``shift``: see Bound;
-    ``accepted``: tokens a verified row yields."""
+    """The result of one cell.
+
+    Attributes:
+        same: Share of tokens that are the reference's very best.
+        regret: See Bound.
+        shift: See Bound.
+        accepted: Tokens that a verified row yields.
+    """
 
     same: float
     regret: float
@@ -122,7 +131,9 @@ class Outcome:
 
 
 def run(cell: Cell, reference: Reference, folder: Path, device: str) -> Outcome:
-    """Boot, serve two waves of prompts, compare. AssertionError, or whatever the engine raises."""
+    """Start an engine, serve two waves of prompts and compare. Raise AssertionError, or any error
+    of the engine.
+    """
     started = time.monotonic()
     asked = prompts()
     greedy = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
@@ -161,7 +172,7 @@ def run(cell: Cell, reference: Reference, folder: Path, device: str) -> Outcome:
 
 # ---- the whole matrix ----------------------------------------------------------------------------
 
-Done = tuple[Cell, Outcome | None, str]  #: a cell, what came of it, or why nothing did
+Done = tuple[Cell, Outcome | None, str]  #: a cell, its result, or the reason why there is none
 
 _state: dict[str, Any] = {}
 
@@ -179,7 +190,7 @@ def attempt(cell: Cell) -> Done:
 
 
 def whole(cells: Sequence[Cell], device: str, jobs: int, seconds: float) -> Iterator[Done]:
-    """Outcomes as they come, until ``seconds`` are over."""
+    """Yield results as they are ready, until ``seconds`` are over."""
     deadline = time.monotonic() + seconds
     if jobs == 1:
         _prepare(device)
@@ -201,7 +212,7 @@ def whole(cells: Sequence[Cell], device: str, jobs: int, seconds: float) -> Iter
 
 
 def summary(done: Sequence[Done], by: str) -> dict[str, dict[str, float]]:
-    """By one axis: runs, failures, and the worst of what is bounded."""
+    """Return by one axis the runs, the failures, and the worst values of the bounded figures."""
     found: dict[str, dict[str, float]] = {}
     for cell, outcome, _ in done:
         entry = found.setdefault(
@@ -266,7 +277,7 @@ def main() -> int:
         if why:
             print("FAILED", cell.name, why, flush=True)
         found = said | record(done, chosen, started)
-        if options.output:  # as it comes: who is stopped has what was run
+        if options.output:  # written as results come: a stopped run keeps them
             write_json(options.output, found)
     print(
         json.dumps(
@@ -277,8 +288,8 @@ def main() -> int:
 
 
 def record(done: Sequence[Done], chosen: Sequence[Cell], started: float) -> dict[str, Any]:
-    """Of the cells run by now; ``complete`` once all ``chosen`` ones were, which else are named in
-    ``not_run``.
+    """Return the record of the cells run so far; ``complete`` once all ``chosen`` ones were run,
+    which are otherwise named in ``not_run``.
     """
     failures = {cell.name: why for cell, _, why in done if why}
     run = {cell for cell, _, _ in done}

@@ -1,12 +1,12 @@
-"""Speed and error of MLA's absorbed products (W_UK's and W_UV's) by weights in bfloat16 and in FP8.
+"""Speed and error of MLA's absorbed GEMMs (W_UK's and W_UV's) with weights in bfloat16 and in
+FP8.
 
-``python -m tests.gpu.fp8_bmm --output docs/benchmarks/fp8-bmm-h200.json``, on one GPU. Ways:
-cuBLAS's batched product and
-this project's kernel in bfloat16; this project's kernel over E4M3 blocks; and where sgl_kernel is
-installed its ``bmm_fp8``, which takes E4M3 activations too, one scale a tensor (casts of
-activations are not counted). Times are those of a graph that goes through as many layers' weights
-as do not fit the second-level cache. Errors are relative to the float64 product of the unrounded
-weights, which for a published FP8 checkpoint are the E4M3 blocks themselves.
+``python -m tests.gpu.fp8_bmm --output docs/benchmarks/fp8-bmm-h200.json``, on one GPU. Methods:
+cuBLAS's batched GEMM and this project's kernel in bfloat16; this project's kernel over E4M3 blocks;
+and where sgl_kernel is installed its ``bmm_fp8``, which takes E4M3 activations too, one scale a
+tensor (casts of activations are not counted). Times are those of a graph that reads the weights of
+as many layers as exceed the second-level cache. Errors are relative to the float64 result with the
+unrounded weights, which for a published FP8 checkpoint are the E4M3 blocks themselves.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from glowplug.kernels.formats.fp8 import Blocks
 from glowplug.kernels.mla import absorbed_fp8 as mla_absorbed_fp8, head_gemms
 
 NOPE, VALUE, LORA = 128, 128, 512
-COLD = 256 << 20  #: bytes of weights that a graph goes through
+COLD = 256 << 20  #: bytes of weights that a graph reads
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 REPLAYS = 5
-MOST = 64  #: tokens that this project's kernels for few of them are tried with
+MOST = 64  #: largest number of tokens for this project's few-row kernels
 LIBRARY = "fp8 x fp8 library"
 #: columns and warps of a program of the kernel for stored blocks
 CUTS = {
     "W_UK": ((64, 4), (128, 4), (128, 8)),
     "W_UV": ((16, 4), (32, 4), (32, 8), (64, 4), (64, 8)),
 }
-Work = Callable[[int], None]  #: the product of one layer
+Work = Callable[[int], None]  #: the GEMM of one layer
 
 
 class Products:
-    """One product of every layer: x [T, H, K] times weight [H, K, N]."""
+    """One GEMM of every layer: x [T, H, K] times weight [H, K, N]."""
 
     def __init__(self, tokens: int, heads: int, kind: str, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -59,7 +59,7 @@ class Products:
         self.stored = fp8.dequantize_weight(*self.blocks[0], torch.float64)
         self.x = torch.randn(tokens, heads, size, device="cuda").bfloat16()
         self.out = torch.empty(tokens, heads, columns, device="cuda", dtype=torch.bfloat16)
-        self.results: dict[str, Tensor] = {}  #: of ways that write elsewhere
+        self.results: dict[str, Tensor] = {}  #: results of methods with an output of their own
 
     def _part(self, weight: Tensor) -> Tensor:
         return weight[:, :NOPE] if self.kind == "W_UK" else weight[:, NOPE:].transpose(1, 2)
@@ -70,7 +70,7 @@ class Products:
             return Blocks(values[:, :NOPE], scales[:, : NOPE // 128])
         return Blocks(values[:, NOPE:].transpose(1, 2), scales[:, NOPE // 128 :].transpose(1, 2))
 
-    # ---- ways ------------------------------------------------------------------------------------
+    # ---- methods ---------------------------------------------------------------------------------
 
     def ways(self) -> dict[str, Work]:
         found: dict[str, Work] = {"bf16 cublas": self._cublas}
@@ -122,13 +122,15 @@ class Products:
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 with one scale."""
+    """Return E4M3 with one scale."""
     scale = x.abs().amax().float() / 448.0
     return (x / scale).to(torch.float8_e4m3fn), scale
 
 
 def microseconds(work: Work, layers: int) -> float:
-    """Of one layer's product, the fastest of a few replays of a graph of all layers."""
+    """Return the time of one layer's GEMM: the fastest of a few replays of a graph of all
+    layers.
+    """
     work(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,17 +1,17 @@
-"""Logits of every way to compute a model, held against the float32 reference: plain torch, eager,
+"""Logits of every way to compute a model, compared with the float32 reference: plain torch, eager,
 dequantised weights.
 
 A model is cut to its first dense and its first mixture layer, at the published sizes, with seeded
-weights of proper scale. Prompts of 1 to 700 tokens run together, then decode steps follow whose
-tokens are given (not drawn), so that every way reads the same tokens. Logits of all positions are
-compared, and those of decode steps, which read the cache, once more by themselves. Of the embedded
+weights of proper scale. Prompts of 1 to 700 tokens run together; then decode steps follow with
+given (not drawn) tokens, so that all ways read the same tokens. Logits of all positions are
+compared, and those of decode steps, which read the cache, once more separately. For the embedded
 model whole chats are read, the end of each in decode steps.
 
-A block FP8 checkpoint asks for activations rounded to E4M3, a token and 128 channels at a time,
-before every product. Its ways are compared with a second reference, too, which rounds them so in
-float32 and is the model as its checkpoint defines it. Positions whose gates chose other experts
-than the reference's are told apart (``tests.support.gates``), and two
-ways follow a reference's choice of experts.
+A block FP8 checkpoint requires activations rounded to E4M3, a token and 128 channels at a time,
+before every GEMM. Its ways are also compared with a second reference, which rounds them so in
+float32 and is the model as its checkpoint defines it. Positions at which gates chose other experts
+than the reference's are listed separately (``tests.support.gate_choices``), and two ways follow a
+reference's choice of experts.
 
 ``python -m tests.gpu.logits --model v2lite v3 --output docs/benchmarks/logits-h200.json``; a model
 is a shape that ships, a folder, or "embedded" (which is not cut).
@@ -39,26 +39,30 @@ from glowplug import LLM, PlanRefused, SamplingParams
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
 from tests.plugins.teacher_runtime import SCRIPTS, SEEN, score_prompts
-from tests.support.gates import Choices, Watch, flips
+from tests.support.gate_choices import Choices, Watch, flips
 
 LENGTHS = (1, 2, 33, 63, 64, 65, 130, 333, 700)
 CHATS = 64
-STEPS = 8  #: decode steps behind each prompt
+STEPS = 8  #: decode steps after each prompt
 TEACHER = ("tests.plugins.teacher",)
 BACKENDS = ("triton_mla", "flashinfer_mla", "fa3_mla", "flashmla", "hopper_mla")
 EAGER = {"use": "eager"}
-FOLLOWS = "auto, eager, experts of the "  #: reference named behind it
+FOLLOWS = "auto, eager, experts of the "  #: followed by the reference's name
 DYNAMIC = {"use": "plain_torch", "activations": "dynamic"}
-COSINE = 0.999  #: what every way but those with a coarser cache must reach in the median
+COSINE = 0.999  #: least median of every way, except those with a coarser cache
 
 Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Distance:
-    """Of one way's logits from the reference's, over all positions. ``kl``: of the reference's
-    distribution from the way's, mean, in nats. ``top1``: share of positions with the same best
-    token; ``shift``: median change of the reference's best token's log-probability."""
+    """The distance of one way's logits from the reference's, over all positions.
+
+    Attributes:
+        kl: Of the reference's distribution from the way's, mean, in nats.
+        top1: Share of positions with the same best token.
+        shift: Median change of the log-probability of the reference's best token.
+    """
 
     positions: int
     cosine_min: float
@@ -71,7 +75,7 @@ class Distance:
 
 @torch.inference_mode()
 def distance(want: dict[Key, Tensor], got: dict[Key, Tensor]) -> Distance:
-    """Logits float32 [vocabulary] by position."""
+    """Return the distance of float32 logits [vocabulary] by position."""
     assert want.keys() == got.keys(), f"{len(want)} positions against {len(got)}"
     columns = [_position(want[key].double(), got[key].double()) for key in sorted(want)]
     cosine, error, kl, same, shift = torch.stack(columns).cpu().numpy().T
@@ -101,7 +105,7 @@ def _position(want: Tensor, got: Tensor) -> Tensor:
 
 
 def reference(fp8: bool, **changes: Any) -> dict[str, Any]:
-    """Everything in plain torch and float32, without absorption."""
+    """Return a configuration with everything in plain torch and float32, without absorption."""
     return {
         "dtype": "float32",
         "attention": {"use": "torch_mla", "absorb": False},
@@ -113,8 +117,8 @@ def reference(fp8: bool, **changes: Any) -> dict[str, Any]:
 
 
 def ways(fp8: bool, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and configurations; the first are no engine's but tell what a number format costs by
-    itself.
+    """Yield names and configurations; the first are not an engine's but show the error of a number
+    format alone.
     """
     if fp8:
         yield (
@@ -147,7 +151,7 @@ def ways(fp8: bool, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def sequences(llm: LLM) -> list[list[int]]:
-    """Whole token sequences, of which decode steps read the last ``STEPS``."""
+    """Return whole token sequences; decode steps read the last ``STEPS`` of each."""
     if llm.tokenizer is None:
         rng, vocab = np.random.default_rng(7), llm.plan.facts.model.vocab_size
         return [rng.integers(2, vocab, length + STEPS + 1).tolist() for length in LENGTHS]
@@ -178,8 +182,14 @@ def base(folder: str, device: str, weights: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Run:
-    """Logits by position; ``decoded``: those of decode steps; ``plan``: what the plan chose;
-    ``choices``: of its gates, without positions that were computed in a replay."""
+    """One run of a way.
+
+    Attributes:
+        logits: By position.
+        decoded: Logits of decode steps.
+        plan: The plan's choices.
+        choices: The gates' choices, without positions computed in a replay.
+    """
 
     logits: dict[Key, Tensor]
     decoded: frozenset[Key]
@@ -191,7 +201,7 @@ class Run:
 
     @property
     def watched(self) -> bool:
-        """Were the gates seen at every position?"""
+        """True if the gates' choices of every position are recorded."""
         return bool(self.choices) and all(
             len(one.keys) == len(self.logits) for one in self.choices.values()
         )
@@ -245,7 +255,7 @@ def _decoded(scripts: list[list[int]]) -> frozenset[Key]:
 def compare(
     name: str, folder: str, options: argparse.Namespace
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(way, its line of the table), one after another."""
+    """Yield (way, its line of the table), one after another."""
     weights = (
         "safetensors"
         if name == "embedded" or list(Path(folder).glob("*.safetensors"))
@@ -285,8 +295,8 @@ def compare(
 
 
 def compared(want: Run, got: Run) -> dict[str, Any]:
-    """Distances over all positions, over those of decode steps, and over those whose experts are
-    the reference's.
+    """Return distances over all positions, over decode steps, and over positions with the
+    reference's experts.
     """
     line = asdict(distance(want.logits, got.logits)) | {
         "decode": asdict(distance(want.only(want.decoded), got.only(got.decoded)))

@@ -1,8 +1,8 @@
-"""What a run of tests found, as a file that is right at any moment: ``pytest -p tests.gpu.record
+"""The results of a test run as a file that is valid at any moment: ``pytest -p tests.gpu.record
 --record FILE``.
 
-``make gpu-test`` writes it. A run that is cut short says what it had done, what failed and what was
-not reached, and ``--left-by FILE`` runs no more than that.
+``make gpu-test`` writes it. The record of a run that is cut short has its results, its failures and
+the tests that were not reached; ``--left-by FILE`` runs only the latter two.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-SLOWEST = 20  #: tests whose seconds are kept
-EVERY = 2.0  #: seconds between two writes, but for failures, which are written at once
+SLOWEST = 20  #: number of tests whose seconds are kept
+EVERY = 2.0  #: seconds between two writes; failures are written at once
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--record")
     if path is not None and not hasattr(
         config, "workerinput"
-    ):  # of processes that share tests out, the first
+    ):  # of the processes that share the tests, the first one
         config.pluginmanager.register(Record(path, config))
 
 
@@ -55,13 +55,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def left_by(path: Path) -> set[str]:
-    """What the record there did not reach, or saw fail; combinations' are read by it, too."""
+    """Return the tests that the record did not reach or saw fail; it reads records of combinations,
+    too.
+    """
     found = json.loads(path.read_text(encoding="utf-8"))
     return {*found["not_run"], *found["failures"]}
 
 
 class Record:
-    """Outcomes by test; the worst of its phases counts."""
+    """Outcomes by test; the worst of a test's phases counts."""
 
     def __init__(self, path: Path, config: pytest.Config) -> None:
         from glowplug.entrypoints.bench.others.conditions import conditions_apart
@@ -71,7 +73,7 @@ class Record:
         self._said = conditions_apart() | {"command": f"pytest {words}"}
         self._tests: dict[
             str, str
-        ] = {}  #: -> passed, failed, skipped or "" where it has not been reached
+        ] = {}  #: test -> passed, failed, skipped or "" where it has not been reached
         self._failures: dict[str, str] = {}
         self._seconds: Counter[str] = Counter()
 
@@ -119,7 +121,7 @@ class Record:
 
 
 def _why(report: pytest.TestReport) -> str:
-    """One line of why it failed."""
+    """Return one line with the reason of a failure."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else str(report.longrepr)
     return f"{report.when}: {text.strip().partition(chr(10))[0][:300]}"

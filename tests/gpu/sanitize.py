@@ -1,14 +1,14 @@
-"""The tests of all Triton kernels under NVIDIA's compute-sanitizer: reads and writes out of bounds,
-and of what nobody wrote.
+"""The tests of all Triton kernels under NVIDIA's compute-sanitizer: accesses out of bounds and
+reads of memory that was never written.
 
 ``make gpu-sanitize``, or ``python -m tests.gpu.sanitize --output
-docs/benchmarks/sanitizer-h200.json``. Of each test a few of its parameters run; files run side by
-side, each in a process under the sanitizer, with an allocation for every tensor, so that a tensor's
-end is an end for the sanitizer, too. CUDA refuses such allocations while a graph is captured
-(errors 900 and 901), so tests that capture run by themselves, with torch's allocator. Where reads
-of what nobody wrote are looked for, torch does not fill new tensors, but for those of PADDED, and
-its products are computed on the host, see ``OnHost``. Reports of libraries' kernels are counted
-apart and named. Kernels that were not launched are listed.
+docs/benchmarks/sanitizer-h200.json``. A few parameters of each test run; files run side by side,
+each in a process under the sanitizer, with an allocation for every tensor, so that the sanitizer
+sees each tensor's end. CUDA refuses such allocations while a graph is captured (errors 900 and
+901), so tests that capture run separately, with torch's allocator. Under initcheck torch does not
+fill new tensors, except those of PADDED, and its GEMMs are computed on the host, see ``OnHost``.
+Reports of libraries' kernels are counted separately and named. Kernels that were not launched are
+listed.
 """
 
 from __future__ import annotations
@@ -48,24 +48,23 @@ TESTS = [
 ]
 TOOLS = ("memcheck", "initcheck")
 PLACES = ("/usr/local/cuda/bin", "/opt/nvidia/nsight-compute")
-FOUND = 97  #: exit status of the sanitizer when it found something
+FOUND = 97  #: exit status of the sanitizer when it found an error
 EACH = 2  #: parameters of each test
 LAUNCHED, LEFT_OUT = "launched kernels: ", "left out, no time: "
-TAIL = 60  #: lines that are shown of what is not clean
-#: reports that the sanitizer prints; of what more there is it says no kernel, so that counts as
-#: ours
+TAIL = 60  #: lines shown of a log that is not clean
+#: reports that the sanitizer prints; further ones have no kernel's name, so they count as ours
 PRINTED = 50
 LIBRARIES = ("cublas", "cutlass", "nvjet", "at::", "cub::", "thrust::", "flashinfer", "deep_gemm")
-PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")  #: of torch, by cuBLAS
+PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")  #: torch's GEMMs, by cuBLAS
 CAPTURES = (
     "CUDAGraph",
     "tests.kernels.replays",
 )  #: a file with one of these words has tests that capture
-ALL_CAPTURE = "test_gpu_replays"  #: what files without another test begin with
-#: makers of tensors with rows that by their contract nobody writes and that are read all the same,
+ALL_CAPTURE = "test_gpu_replays"  #: prefix of files in which every test captures
+#: makers of tensors with rows that by their contract are never written and are read all the same,
 #: because a mask would cost time: padding of tiles, pairs of absent experts, the end of a list,
-#: parts of a row that has fewer. Under initcheck these tensors are filled with NaN, or the largest
-#: integer: a test whose results hung on such a row fails.
+#: splits of a row that has fewer. Under initcheck these tensors are filled with NaN, or the largest
+#: integer: a test whose results depend on such a row fails.
 PADDED = (
     "mha.decode.mha_decode",
     "mla.decode.decode_splits",
@@ -89,10 +88,15 @@ Job = tuple[Path, str, bool]  #: a file, a tool, the tests that capture?
 
 @dataclass(frozen=True)
 class Outcome:
-    """``errors``: of the sanitizer's summary without those reported of a library's kernel, None
-    when there is none;
-    ``in_libraries``: these, by kernel; ``failed``: tests that failed or broke off; ``left_out``:
-    tests that the time did not suffice for."""
+    """The result of one process.
+
+    Attributes:
+        errors: Count of the sanitizer's summary without errors in libraries' kernels; None without
+            a summary.
+        in_libraries: Errors by library kernel.
+        failed: Tests that failed or broke off.
+        left_out: Tests for which there was no time.
+    """
 
     file: str
     tool: str
@@ -115,7 +119,7 @@ class Outcome:
 
 
 def captures(function: FunctionType) -> bool:
-    """Does the test, or what it calls by a name of its module, capture a graph?"""
+    """Return whether the test, or a function of its module that it calls, captures a graph."""
     source, names = inspect.getsource(function), function.__globals__
     called = [names.get(name) for name in set(re.findall(r"\b(\w+)\(", source))]
     return any(
@@ -126,8 +130,9 @@ def captures(function: FunctionType) -> bool:
 
 
 class Few:
-    """A pytest plugin: a few parameters of each test function, of those that capture graphs or of
-    the others, and no more once the time is over."""
+    """A pytest plugin: it runs a few parameters of each test function, of those that capture graphs
+    or of the others, until the time is over.
+    """
 
     def __init__(self, seconds: float, captured: bool) -> None:
         self._until, self._captured = time.monotonic() + seconds, captured
@@ -143,8 +148,8 @@ class Few:
         chosen = [
             random.Random(3).sample(group, min(EACH, len(group))) for group in by_function.values()
         ]
-        # first one of every function, so that what the time does not suffice for has run with other
-        # parameters
+        # the first parameter of every function comes first, so that each test that is left out has
+        # run with other parameters
         items[:] = [group[turn] for turn in range(EACH) for group in chosen if turn < len(group)]
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -155,8 +160,9 @@ class Few:
 
 @contextmanager
 def only_padded_filled() -> Iterator[None]:
-    """torch fills new tensors of the makers in PADDED, and nothing else. It fills only where
-    algorithms have to be deterministic, as in the tests."""
+    """Make torch fill new tensors of the makers in PADDED only. It fills only where algorithms have
+    to be deterministic, as in the tests.
+    """
     poison: Any = torch.utils.deterministic
     before, empty, new_empty = poison.fill_uninitialized_memory, torch.empty, torch.Tensor.new_empty
 
@@ -183,9 +189,9 @@ def only_padded_filled() -> Iterator[None]:
 
 
 class OnHost(TorchDispatchMode):
-    """torch's products of half precision on a device, computed in float32 on the host and copied.
-    initcheck does not see what cuBLAS's kernels store (by TMA, it seems): who reads it would seem
-    to read what nobody wrote.
+    """A mode that computes torch's GEMMs of half precision on a device in float32 on the host and
+    copies the results. Initcheck does not see the stores of cuBLAS's kernels (by TMA, it seems),
+    so their readers would be reported.
 
     NOTE: leaving libraries' kernels out (``--kernel-name-exclude``) makes it worse: their writes
     then do not count.
@@ -228,14 +234,16 @@ class OnHost(TorchDispatchMode):
 
 
 def run_tests(file: str, tool: str, captured: bool, seconds: float) -> int:
-    """In a process of its own: the tests of one file; prints the names of the kernels they launch."""
+    """Run the tests of one file in a process of its own, and print the names of the kernels they
+    launch.
+    """
     from triton.runtime.jit import JITFunction
 
     from glowplug.kernels.launch import dependent_launch as dependent
 
     if (
         tool == "initcheck"
-    ):  # writes of a kernel that the next one does not wait for as a whole may be missed
+    ):  # otherwise writes of a kernel are missed when the next one does not wait for all of it
         dependent.supported = lambda: False  # type: ignore[assignment]
     names: set[str] = set()
     launch = JITFunction.run
@@ -259,7 +267,7 @@ def run_tests(file: str, tool: str, captured: bool, seconds: float) -> int:
     return int(status)
 
 
-# ---- around it -----------------------------------------------------------------------------------
+# ---- outside the sanitizer -----------------------------------------------------------------------
 
 
 def sanitizer() -> str:
@@ -272,7 +280,7 @@ def sanitizer() -> str:
 
 
 def jobs(tools: Sequence[str], only: str) -> list[Job]:
-    """(file, tool, the tests that capture?), the longest first."""
+    """Return (file, tool, the tests that capture?), the longest first."""
     files = sorted(
         (file for file in TESTS if re.search(only, file.name)),
         key=lambda file: -file.stat().st_size,
@@ -292,8 +300,8 @@ def jobs(tools: Sequence[str], only: str) -> list[Job]:
 
 
 def sanitized(file: Path, tool: str, captured: bool, seconds: float) -> Outcome:
-    """One file under one tool, stopped a while after its time: what has begun may take longer than
-    all before.
+    """Run one file under one tool, and stop it a while after its time: a test that has begun may
+    take longer than all before.
     """
     most = 3 * seconds + 60
     command = [
@@ -335,14 +343,14 @@ def sanitized(file: Path, tool: str, captured: bool, seconds: float) -> Outcome:
             log = process.communicate(timeout=most)[0]
         except (
             subprocess.TimeoutExpired
-        ):  # NOTE: the sanitizer's end alone leaves the program under it running
+        ):  # NOTE: ending the sanitizer alone leaves the program under it running
             os.killpg(process.pid, signal.SIGKILL)
             log = process.communicate()[0] + f"\n1 failed in {most:.0f}s: no end"
     return read(file.name, tool, log, time.monotonic() - started, captured)
 
 
 def read(file: str, tool: str, log: str, seconds: float, captured: bool = False) -> Outcome:
-    """What the sanitizer and pytest printed."""
+    """Read the output of the sanitizer and of pytest."""
     summary = re.findall(r"ERROR SUMMARY: (\d+) error", log)
     ends = "\n".join(re.findall(r"^(.*) in [\d.]+s", log, re.MULTILINE))
     counts = {
@@ -372,7 +380,7 @@ def read(file: str, tool: str, log: str, seconds: float, captured: bool = False)
 
 
 def reported(log: str) -> list[str]:
-    """The kernel of every report, without what its template was given."""
+    """Return the kernel of every report without its template arguments."""
     found = re.findall(
         r"^=+ (?:Invalid|Uninitialized)[^\n]*\n=+ +at (?:void )?([^\n]*?)\+0x", log, re.MULTILINE
     )
@@ -412,7 +420,7 @@ def launchable() -> list[str]:
 
 
 def complaints(log: str) -> list[str]:
-    """The first lines of what the sanitizer says."""
+    """Return the first lines of the sanitizer's complaints."""
     lines = [
         line.removeprefix("========= ").strip()
         for line in log.splitlines()
@@ -426,7 +434,9 @@ def complaints(log: str) -> list[str]:
 
 
 def report(outcomes: Sequence[Outcome], seconds: float, asked: Sequence[Job]) -> dict[str, Any]:
-    """``clean``: all ``asked`` processes ended so; ``not_run``: those that have not come to an end."""
+    """Return the report: ``clean`` when all ``asked`` processes ended so; ``not_run`` lists those
+    that have not ended.
+    """
     outcomes = sorted(outcomes, key=lambda outcome: (outcome.tool, outcome.file, outcome.captured))
     ended = {(outcome.file, outcome.tool, outcome.captured) for outcome in outcomes}
     missing = [
@@ -515,7 +525,7 @@ def main() -> int:
                 sep="\n  ",
                 flush=True,
             )
-            if options.output:  # as it comes: who is stopped has what was run
+            if options.output:  # written as results come: a stopped run keeps them
                 write_json(
                     options.output, said | report(outcomes, time.monotonic() - started, asked)
                 )

@@ -1,8 +1,8 @@
-"""What a step on one H200 allocates, found without a GPU: a rank over fake CUDA tensors, whose live
-bytes are counted.
+"""The allocations of a step on one H200, found without a GPU: a rank over fake CUDA tensors, whose
+live bytes are counted.
 
-Kernels are not run. Triton's launches do nothing; libraries' functions return what the real ones
-allocate.
+Kernels are not run. Triton's launches do nothing; libraries' functions return tensors of the real
+ones' sizes.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ INSTALLED = {
     "triton": "3.6.0",
     "sgl-deep-gemm": "0.1.0",
 }
-BLOCK = 512  #: torch's allocator hands out multiples of so many bytes
+BLOCK = 512  #: torch's allocator returns multiples of this many bytes
 OURS = "glowplug"
 MIB = 1 << 20
 
 
 class Tally(TorchDispatchMode):
-    """Bytes of CUDA storages alive, and who allocated those of the peak."""
+    """The bytes of live CUDA storages, and the allocation sites of those at the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Tally(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.logsumexp.default:
-            self.see(torch.exp(args[0]))  # which a device's implementation makes
+            self.see(torch.exp(args[0]))  # a device's implementation allocates this tensor
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
@@ -86,7 +86,7 @@ class Tally(TorchDispatchMode):
         return sum(size for _, size, _ in self._alive.values())
 
     def restart(self) -> tuple[int, Counter[str]]:
-        """From now on the peak is a new one; what is held, in all and by who allocated it."""
+        """Begin a new peak; return the held bytes, in total and by allocation site."""
         held, sites = self.held(), self._by_site()
         self.most, self.at_most = held, sites
         return held, sites
@@ -109,7 +109,7 @@ def plugins_of_the_card() -> PluginSet:
     made = load_plugins(entry_points=False)
     found = {
         name: INSTALLED[name] for name in made.packages & INSTALLED.keys()
-    }  # nobody else's are looked for
+    }  # other packages are not looked for
     made.__dict__["software"] = replace(made.software, packages={**made.software.packages, **found})
     return made
 
@@ -120,8 +120,8 @@ def planned(folder: Path, plugins: PluginSet, **config: Any) -> EnginePlan:
 
 
 class Traced:
-    """A rank's model, attention and sampler over fake tensors; ``peak`` runs a step and says what
-    it took.
+    """A rank's model, attention and sampler over fake tensors; ``peak`` runs a step and returns its
+    bytes.
     """
 
     def __init__(self, plan: EnginePlan, plugins: PluginSet, tally: Tally) -> None:
@@ -203,7 +203,9 @@ def _libraries() -> dict[str, ModuleType]:
 
 
 def _get(tensor: torch.Tensor, key: Any) -> torch.Tensor:
-    """Indexing by torch's functions: Python's goes through a guard of a device that is not there."""
+    """Read an element through torch's functions: Python's indexing uses a guard of a device that
+    does not exist.
+    """
     keys = list(key) if isinstance(key, tuple) else [key]
     at = next((i for i, part in enumerate(keys) if part is Ellipsis), None)
     if at is not None:
@@ -228,7 +230,7 @@ def _get(tensor: torch.Tensor, key: Any) -> torch.Tensor:
 
 @contextmanager
 def fake_card() -> Iterator[Tally]:
-    """Within it tensors of device "cuda" are fake, and Triton's launches do nothing."""
+    """Make tensors of device "cuda" fake and Triton's launches empty within the block."""
     from triton.runtime.jit import JITFunction
 
     from glowplug.kernels.launch import dependent_launch as dependent, tuned_tables as tuned
@@ -258,9 +260,7 @@ def fake_card() -> Iterator[Tally]:
         for (
             name,
             module,
-        ) in (
-            _libraries().items()
-        ):  # without patch.dict, which would forget what is imported meanwhile
+        ) in _libraries().items():  # without patch.dict, which would undo imports made meanwhile
             sys.modules[name] = module
         patch(JITFunction, "run", lambda *args, **given: None)
         patch(dependent, "options", lambda: {"DEPENDENT": True, "launch_pdl": True})
@@ -300,8 +300,8 @@ MASKED: dict[str, Any] = {
     "context_length": 8192,
     "scheduler": {"max_running_requests": 256, "chunk_size": 512},
 }
-#: name -> (shape that ships or tiny model, layers of a shape, configuration). Prompts go through
-#: the last layer with their sampled tokens alone, so another one is the widest
+#: name -> (shape that ships or tiny model, layers of a shape, configuration). Only the sampled
+#: tokens of prompts go through the last layer, so another layer is the widest
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "v2-lite": ("deepseek-v2-lite", 4, FULL),
     "v2-lite, long": ("deepseek-v2-lite", 4, LONG),
@@ -347,7 +347,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 def written(folder: Path, name: str, layers: int) -> Path:
-    """A folder with the config.json of a case."""
+    """Write a folder with the config.json of a case."""
     if not layers:
         return write_config(folder, name)
     shape = json.loads((ROOT / "models" / "shapes" / f"{name}.json").read_text())
@@ -358,7 +358,7 @@ def written(folder: Path, name: str, layers: int) -> Path:
 
 
 def case(name: str, plugins: PluginSet, show: bool) -> dict[str, tuple[int, int]]:
-    """(planned, traced) bytes by line."""
+    """Return (planned, traced) bytes by line."""
     shape, layers, config = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         plan = planned(written(Path(folder), shape, layers), plugins, **config)
@@ -384,8 +384,8 @@ def case(name: str, plugins: PluginSet, show: bool) -> dict[str, tuple[int, int]
 
 
 def main() -> None:
-    """Planned and traced bytes of the cases named, or of all, as JSON; ``--show``: with the largest
-    allocations.
+    """Print planned and traced bytes of the named cases, or of all, as JSON; with ``--show`` also
+    the largest allocations.
     """
     wanted, plugins = [name for name in sys.argv[1:] if name != "--show"], plugins_of_the_card()
     print(

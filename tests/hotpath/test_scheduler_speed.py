@@ -1,7 +1,7 @@
 """Host time of the scheduler at batch 256, decoding: the target is 150 us a step, the bound here
 suits loaded machines.
 
-A Python loop over the rows would cost ten times the target, so a loose bound still finds one.
+A Python loop over the rows would take ten times the target, so a loose bound still detects one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def result_of(batch: Batch) -> StepResult:
 
 
 def decoding_scheduler(batch: int) -> Continuous:
-    """All rows decode, each with a stop id that never comes; one step is in flight."""
+    """Return a scheduler in which all rows decode, each with a stop id that never comes, with one
+    step in flight.
+    """
     plan = bare_plan(
         context_length=4096,
         page_size=64,
@@ -91,7 +93,9 @@ def test_host_time_of_a_decode_step() -> None:
 
 
 def test_a_decode_step_runs_no_code_per_row() -> None:
-    """Python calls in a step are counted: as many at batch 64 as at batch 8, pages crossed or not."""
+    """The Python calls of a step are counted: as many at batch 64 as at batch 8, page borders
+    crossed or not.
+    """
     assert calls_of(8) == pytest.approx(calls_of(64), rel=0.05)
 
 

@@ -1,4 +1,4 @@
-"""Hooks assemble, objects run: not one hook call while tokens are served."""
+"""No hook is called while tokens are served: hooks assemble the objects, which then run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = 100
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Counts every hook call in this process, whichever plugin manager makes it."""
+    """The number of hook calls in this process, through any plugin manager."""
     counted: Counter[str] = Counter()
     original, original_each = pluggy.HookCaller.__call__, PluginSet.call_each
 

@@ -1,4 +1,6 @@
-"""Kernels write into memory that nobody has written before: here it is NaN, or the largest integer."""
+"""New memory holds NaN, or the largest integer, in tests of kernels, which may write into memory
+that was never written.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import torch
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """torch fills what ``torch.empty`` and its kin return while algorithms have to be
-    deterministic.
+    """Memory in which torch fills the results of ``torch.empty`` and similar functions, as it does
+    while algorithms have to be deterministic.
     """
     before = (
         torch.are_deterministic_algorithms_enabled(),

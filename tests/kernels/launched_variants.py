@@ -1,10 +1,10 @@
-"""Which variants of kernels a step launches, by its numbers of tokens, found without a GPU: a
-script that prints JSON.
+"""A script that finds the variants of kernels that a step launches, by its token counts, without a
+GPU, and prints JSON.
 
-Launches are recorded instead of done: constants, dtypes, and how Triton specialises integers and
-pointers. Printed are kernels with variants that steps of the warm-up and captured ones do not
-reach, with token counts that do. The shapes are DeepSeek-V2-Lite's with the tables of an H200, and
-its gate's as well as V3's.
+Launches are recorded instead of executed: constants, dtypes, and Triton's specialisation of
+integers and pointers. The output has the kernels with variants that steps of the warm-up and
+captured ones do not reach, with token counts that do. The shapes are DeepSeek-V2-Lite's with the
+tables of an H200, and V3's for the gate as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Launches = defaultdict[str, dict[Any, list[int]]]
 
 
 def specialised(value: object, param: Any) -> object:
-    """What of an argument makes another variant."""
+    """Return the part of an argument that selects a variant."""
     if param.is_constexpr:
         return repr(value)
     if isinstance(value, torch.Tensor):
@@ -76,7 +76,7 @@ def cold(launches: Launches, warm: set[int]) -> dict[str, list[list[int]]]:
 
 
 def token_launches(counts: list[int]) -> Launches:
-    """Gate, experts and norms of steps of so many tokens."""
+    """Launch gate, experts and norms of steps with these token counts."""
     found, now = Launches(dict), SimpleNamespace(count=0)
     record(found, now)
     gates = [torch.empty(EXPERTS, HIDDEN, dtype=dtype) for dtype in (torch.float32, BF16)]
@@ -104,7 +104,9 @@ def token_launches(counts: list[int]) -> Launches:
 
 
 def row_launches(counts: list[int], heads: int) -> Launches:
-    """Latent attention of so many decoding rows; W_UV's product where it joins parts."""
+    """Launch latent attention of these numbers of decoding rows, and W_UV's GEMM where it merges KV
+    splits.
+    """
     found, now = Launches(dict), SimpleNamespace(count=0)
     record(found, now)
     kv, scale = torch.empty(4 * PAGE, 576, dtype=BF16), 0.1

@@ -1,9 +1,9 @@
 """A kernel replayed from a graph with other inputs, into poisoned memory, against the reference of
 those inputs.
 
-A kernel that keeps something from the capture, leaves out a row or reads what nobody wrote gives
-another result. 16-bit results have to be within 1% of the float64 reference, FP8 products within
-1.2 times the error that rounding to FP8 itself makes.
+A kernel that keeps a value from the capture, leaves out a row or reads memory that was never
+written gives another result. 16-bit results have to be within 1% of the float64 reference, FP8
+GEMMs within 1.2 times the error of rounding to FP8 itself.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ Results = Tensor | tuple[Tensor, ...]
 
 @dataclass
 class Case:
-    """Inputs, which a replay overwrites; ``run`` makes results of them; ``want`` makes float64
-    references.
+    """One kernel under test.
 
-    ``within``: how far off a result may be, relative to the reference's norm; by default ``ERROR``.
-    ``read``: what is compared of the results.
+    Attributes:
+        inputs: Tensors that a replay overwrites.
+        run: Computes the results from the inputs.
+        want: Computes float64 references.
+        within: Permitted error of a result relative to the reference's norm; ``ERROR`` by default.
+        read: The part of the results that is compared.
     """
 
     inputs: Sequence[Tensor]
@@ -40,7 +43,7 @@ def several(results: Results) -> tuple[Tensor, ...]:
 
 
 def distance(got: Tensor, want: Tensor) -> float:
-    """Of the norms; infinite where a result is not finite."""
+    """Return the relative distance of the norms; infinite where a result is not finite."""
     assert got.shape == want.shape
     off = float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
     return off if off == off else float("inf")

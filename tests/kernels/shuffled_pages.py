@@ -1,4 +1,4 @@
-"""Rows of a paged cache whose pages lie in any order."""
+"""Rows of a paged cache with pages in any order."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 def shuffled_pages(
     lengths: list[int], page: int, rng: np.random.Generator, first_key: int = 0, spare: int = 0
 ) -> tuple[NDArray[np.int32], list[Tensor]]:
-    """(page table [R, pages of the longest row + spare], each row's slots from ``first_key`` on).
-    Page 0 is nobody's, and places behind a row's pages hold 0."""
+    """Return (page table [R, pages of the longest row + spare], each row's KV slots from
+    ``first_key`` on). Page 0 belongs to no row, and entries after a row's pages are 0.
+    """
     need = [-(-length // page) for length in lengths]
     order = rng.permutation(np.arange(1, 1 + sum(need)))
     table, kv_slots = np.zeros((len(lengths), max(need) + spare), np.int32), []
@@ -24,5 +25,5 @@ def shuffled_pages(
 
 
 def slots_in_all(lengths: list[int], page: int) -> int:
-    """Slots of the cache that ``shuffled_pages`` fills: all rows' pages and page 0."""
+    """Return the number of KV slots that ``shuffled_pages`` fills: all rows' pages and page 0."""
     return (1 + sum(-(-length // page) for length in lengths)) * page

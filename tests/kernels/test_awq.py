@@ -1,6 +1,4 @@
-"""Int4 layouts: the published one as AutoAWQ packs it, written here once more from its code, and
-ours.
-"""
+"""Int4 layouts: AutoAWQ's published one, written here once more from its code, and ours."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from glowplug.kernels.formats import awq
 
 
 def published(numbers: Tensor) -> Tensor:
-    """uint8 [R, N] -> int32 [R, N / 8], as AutoAWQ's WQLinear_GEMM.from_linear does it, a column at
-    a time.
+    """Pack uint8 [R, N] into int32 [R, N / 8] as AutoAWQ's WQLinear_GEMM.from_linear does, a column
+    at a time.
     """
     words = torch.zeros(numbers.shape[0], numbers.shape[1] // 8, dtype=torch.int32)
     order = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -47,7 +45,7 @@ def test_our_blocks(outputs: int, inputs: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("group", [32, 64, 128, 320])
-def test_both_mean_the_same_weight(group: int, dtype: torch.dtype) -> None:
+def test_both_layouts_hold_the_same_weight(group: int, dtype: torch.dtype) -> None:
     inputs, outputs = 320 if group == 320 else 384, 16
     stored, zeros = numbers(inputs, outputs, seed=1), numbers(inputs // group, outputs, seed=2)
     scales = torch.rand(inputs // group, outputs).half()

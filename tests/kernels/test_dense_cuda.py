@@ -1,4 +1,6 @@
-"""Dense experts in Triton as a method: the checkpoint's tensors go where the kernels read them."""
+"""Dense experts in Triton as a method: the checkpoint's tensors are stored where the kernels read
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A few tokens on the CPU go through numpy: the same as torch's way, which the same functions take
-without it.
+"""A few tokens on the CPU are computed by numpy, with the results of torch, which the same
+functions use without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BIAS = torch.rand(256, generator=torch.Generator().manual_seed(2))
 
 
 def gate(groups: int, topk_groups: int, renormalize: bool) -> Callable[[Tensor], Tensor]:
-    """Weights by expert, so that the order of the choice does not matter."""
+    """Return the weights by expert, so that the order of the choice does not matter."""
 
     def run(x: Tensor) -> Tensor:
         weights, ids = topk_sigmoid(x, BIAS, 6, groups, topk_groups, renormalize, 2.5)
@@ -42,7 +42,7 @@ def gate(groups: int, topk_groups: int, renormalize: bool) -> Callable[[Tensor],
     ],
 )
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_as_torch(
+def test_results_equal_torchs(
     function: Callable[[Tensor], Tensor], tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(tokens)) * 4

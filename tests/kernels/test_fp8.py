@@ -1,4 +1,6 @@
-"""Block FP8 against torch's own casts and float64 products; ragged shapes, ties, subnormals, zeros."""
+"""Block FP8 against torch's own casts and float64 products; ragged shapes, ties, subnormals,
+zeros.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ LENGTHS = [1, 63, 64, 65, 700, 1025]
 
 
 def chosen(case: Case, ring: bool | None = None) -> decode_tiling.MlaTiling:
-    """As the backend cuts it, or by the kernel for Hopper or not."""
+    """Return the backend's tiling, with the kernel for Hopper or without."""
     fits = decode_tiling.pipeline_fits(
         case.query.dtype, case.kv.dtype, case.page, case.lora, 64, case.kv.device
     )

@@ -1,5 +1,5 @@
-"""Rows of a padded step may have no keys: whoever joins the parts of a row, theirs are zeros and
-not what was there.
+"""Rows of a padded step may have no keys: every kernel that merges KV splits gives zeros for them
+instead of old values.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Norms, activation, rotation, linear products and the choice of tokens replayed from graphs, at
-odd sizes, in bf16.
+"""Norms, activation, rotation, linear GEMMs and the choice of tokens replayed from graphs, at odd
+sizes, in bf16.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def of_format(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def pairs_of_format(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Codes and scales in turn -> what they stand for."""
+    """Dequantise alternating codes and scales."""
     return tuple(of_format(*results[at : at + 2]) for at in range(0, len(results), 2))
 
 
 def format_error(exact: Tensor) -> float:
-    """What rounding to E4M3 with a scale a token and 128 channels costs, times 1.2."""
+    """Return 1.2 times the error of rounding to E4M3 with a scale a token and 128 channels."""
     return FP8_ERROR * distance(of_format(*fp8.quantize_tokens(exact.float())), exact)
 
 
@@ -166,13 +166,13 @@ def test_rope(tokens: int, heads: int, interleaved: bool) -> None:
     check(made)
 
 
-# ---- products ------------------------------------------------------------------------------------
+# ---- GEMMs ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 17, 130])
 @pytest.mark.parametrize("columns,depth", [(576, 7168), (200, 384)])
 def test_fp8_products(tokens: int, columns: int, depth: int) -> None:
-    """The error is that of the rounded operands of the float32 reference."""
+    """The error is relative to the float32 reference of the rounded operands."""
 
     def made(seed: int) -> Case:
         x, weight = randn(seed, tokens, depth), randn(seed + 1, columns, depth, dtype=torch.float32)

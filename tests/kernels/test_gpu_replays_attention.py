@@ -30,13 +30,13 @@ from tests.kernels.test_triton_mla_decode import Case as Paged
 from tests.kernels.test_triton_mla_prologue import Case as Step
 
 pytestmark = pytest.mark.gpu
-CODES = 0.027  #: error of numbers from a bell curve in E4M3 without a scale
+CODES = 0.027  #: error of normally distributed numbers in E4M3 without a scale
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("heads", [3, 16])
 def test_prefill(heads: int, causal: bool) -> None:
-    """Lengths lie on the device and change, too."""
+    """Lengths are on the device and change, too."""
     lengths = [
         ([5, 1, 130], [5, 70, 200]),
         ([64, 65, 7], [64, 65, 146]),
@@ -90,8 +90,8 @@ def test_expanded_keys(tokens: int, heads: int, value: int) -> None:
     "rows,heads", [(8, 16), (9, 8), (16, 16), (32, 16), (1, 128), (3, 128), (8, 128)]
 )
 def test_parts_joined_by_the_values_product(rows: int, heads: int, kept: torch.dtype) -> None:
-    """Rows with fewer parts than others, and which those are changes; memory of parts that nobody
-    writes holds NaN.
+    """Some rows have fewer splits than others, and the replay changes which; memory of splits that
+    are not written holds NaN.
     """
     cut = decode_tiling.mla_tiling(
         rows, 1, heads, 2048, BF16, kept, torch.cuda.get_device_capability() == (9, 0), True

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.gpu
 
 
 def chosen(seed: int, tokens: int, experts: int, k: int) -> tuple[Tensor, Tensor]:
-    """ids int32 [T, K], some of them elsewhere, and weights."""
+    """Return ids int32 [T, K], some of them of experts elsewhere, and weights."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.stack(
         [torch.randperm(experts, generator=generator)[:k] for _ in range(tokens)]
@@ -49,7 +49,7 @@ def experts_reference(
     weights: Tensor,
     rounded: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor:
-    """In float64, activations passed through ``rounded``."""
+    """Compute the experts in float64, with activations passed through ``rounded``."""
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for expert in range(len(w13)):
         token, slot = (ids == expert).nonzero(as_tuple=True)
@@ -80,7 +80,9 @@ def test_experts(tokens: int) -> None:
 def fp8_case(
     tokens: int, hidden: int, inter: int, run: Callable[..., Tensor]
 ) -> Callable[[int], Case]:
-    """``run``: (x quantised, its scales, w13, scales13, w2, scales2, ids, weights) -> [T, H]."""
+    """Return a case of ``run``: (x quantised, its scales, w13, scales13, w2, scales2, ids, weights)
+    -> [T, H].
+    """
 
     def made(seed: int) -> Case:
         x, (ids, weights) = randn(seed, tokens, hidden), chosen(seed, tokens, 11, 4)
@@ -152,11 +154,11 @@ def test_fp8_experts_of_paired_tiles_in_parts(tokens: int, splits: int) -> None:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """What is allocated within it is filled with NaN, or with the largest integer; in a graph at
-    every replay.
+    """Fill memory allocated in the block with NaN, or the largest integer; in a graph at every
+    replay.
     """
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # which is when torch fills
+    torch.use_deterministic_algorithms(True)  # the condition under which torch fills
     try:
         yield
     finally:
@@ -167,9 +169,10 @@ def poisoned() -> Iterator[None]:
 @pytest.mark.parametrize("tokens", [1, 5, 33, 130, 300, 520])
 @pytest.mark.parametrize("wanted", ["deep_gemm_masked", "cutlass"])
 def test_fp8_experts_of_libraries(wanted: str, tokens: int, hidden: int, inter: int) -> None:
-    """Some of 11 experts get nothing of one token, others more than a tile of 520 tokens; in
-    CUTLASS's these are more pairs than it swaps its operands for, and more tokens than the masked
-    layout is used for."""
+    """Some of 11 experts get no row of one token, others more than a tile of 520 tokens; for
+    CUTLASS these are more pairs than the limit for swapped operands, and more tokens than the
+    masked layout is used for.
+    """
     pytest.importorskip("sgl_kernel" if wanted == "cutlass" else "deep_gemm")
     provider = grouped(wanted)
 
@@ -182,7 +185,7 @@ def test_fp8_experts_of_libraries(wanted: str, tokens: int, hidden: int, inter: 
 
 @pytest.mark.parametrize("tokens,experts,k", [(1, 9, 2), (40, 64, 6), (700, 256, 8)])
 def test_alignment(tokens: int, experts: int, k: int) -> None:
-    """Every pair of an expert that is here is placed once, in a block of its expert."""
+    """Every pair of a local expert is placed once, in a block of its expert."""
 
     def made(seed: int) -> Case:
         ids, _ = chosen(seed, tokens, experts, k)
@@ -246,7 +249,7 @@ def test_sums(tokens: int, k: int, size: int) -> None:
 def test_route(
     tokens: int, experts: int, hidden: int, k: int, groups: int, best: int, sigmoid: bool
 ) -> None:
-    """The weights by expert, so that the order of ties is nobody's business."""
+    """Weights are compared by expert, so the order of ties does not matter."""
 
     def spread(weights: Tensor, ids: Tensor) -> Tensor:
         empty = torch.zeros(tokens, experts, dtype=torch.float64, device="cuda")

@@ -1,5 +1,5 @@
-"""No request waits for a compiler: what serving launches, warm-up and captures have launched
-before.
+"""No request waits for a compiler: warm-up and captures have launched every variant that serving
+launches.
 """
 
 from __future__ import annotations
@@ -14,6 +14,6 @@ pytest.importorskip("triton")
 
 
 def test_warm_up_reaches_every_variant() -> None:
-    """In a process of its own, where Triton does not interpret."""
+    """The script runs in a process of its own, in which Triton does not interpret."""
     *_, found = uninterpreted.printed("-m", "tests.kernels.launched_variants").splitlines()
     assert json.loads(found) == {"tokens": {}, "rows": {"16": {}, "128": {}}}

@@ -1,6 +1,4 @@
-"""Routed experts: every way of computing them against the reference, over loads from empty to
-uneven.
-"""
+"""Routed experts: every method against the reference, for loads from empty to uneven."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def problem(tokens: int, experts: int, k: int, seed: int, skew: float = 0.0) -> 
 
 
 def naive(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """A token and an expert at a time, in float64."""
+    """Compute a token and an expert at a time, in float64."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token in range(x.shape[0]):
         for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):

@@ -1,5 +1,5 @@
-"""The tuner of routed experts without a device: what it tries, which products it pairs, how it
-resumes.
+"""The tuner of routed experts without a device: its candidates, the GEMMs that it pairs, and
+resuming.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def test_candidates_fit_and_go_together(tokens: int) -> None:
                 rows = config["block_m"] + (2 if product == "up" else 1) * config["block_n"]
                 assert rows * config["block_k"] * 2 * config["stages"] < 227 * 1024
             if config["way"] == "dense":
-                assert config["block_m"] >= tokens, "one tile of all tokens"
+                assert config["block_m"] >= tokens, "all tokens are in one tile"
     measured = {
         product: [(1.0, config) for config in configs] for product, configs in found.items()
     }
@@ -42,7 +42,7 @@ def test_candidates_fit_and_go_together(tokens: int) -> None:
     }
     apart = (
         16 < tokens <= 512
-    )  # tiles of their own for everybody's experts, which 1,408 columns do not all divide by
+    )  # wide tiles for the fused shared experts, which do not all divide 1,408 columns
     assert wide == (
         {"up": {0, 128}, "down": {0, 64, 128, 256}} if apart else {"up": {0}, "down": {0}}
     )
@@ -97,10 +97,8 @@ def test_resumes_and_stops_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("tokens", [5, 20])
-def test_what_is_measured_is_what_runs(tokens: int) -> None:
-    """Products with tiles of their own for everybody's experts, by themselves as in
-    ``moe_experts``.
-    """
+def test_measured_gemms_are_those_that_run(tokens: int) -> None:
+    """GEMMs with wide tiles for the fused shared experts, alone and in ``moe_experts``."""
     bench = moe_tuning.Bench.make(ExpertsProblem(7, 4, 48, 40, "float32"), 2, device="cpu")
     config = {product: tile("sorted", 16, 32, 32, 4, 2) for product in ("up", "down")}
     ids, weights = bench.routing(tokens, 0)

@@ -1,5 +1,5 @@
-"""Tiles of routed experts with narrow weights: what a table has, its nearest line, else each
-kernel's own rule.
+"""Tiles of routed experts with narrow weights: a table's nearest line, else each kernel's own
+rule.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def test_add_rms_norm(shape: tuple[int, int]) -> None:
     before = residual.clone()
     weight = torch.rand(shape[1], generator=generator(4))
     normed, total = add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(residual, before), "the residual handed in is not overwritten"
+    assert torch.equal(residual, before), "the given residual is not overwritten"
     torch.testing.assert_close(total, x + residual)
     torch.testing.assert_close(normed, rms_norm_reference(x + residual, weight, 1e-5))
 

@@ -1,8 +1,8 @@
-"""Entries of a paged cache need not begin at multiples of 16 bytes: nothing wider than what divides
-them is fetched.
+"""Entries of a paged cache need not begin at multiples of 16 bytes: kernels fetch no more than
+their alignment allows.
 
-Triton finds out by itself how many numbers lie side by side and how their addresses are aligned. On
-a GPU a wrong answer is a misaligned address; compiled for one, it is read from the code.
+Triton derives the number of contiguous elements and the alignment of their addresses by itself. On
+a GPU a wrong result is a misaligned address; compiled for one, it is read from the code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fixture of this folder does what kernel tests rely on."""
+"""The fixture of this folder that poisons new memory, on which kernel tests rely."""
 
 from __future__ import annotations
 

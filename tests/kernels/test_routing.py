@@ -29,8 +29,8 @@ def chosen(
     topk_groups: int,
     top: int,
 ) -> dict[int, float]:
-    """expert -> score of the k best by ``choice`` in the best groups; a group counts its ``top``
-    best.
+    """Return expert -> score of the k best by ``choice`` in the best groups; a group counts its
+    ``top`` best.
     """
     size = len(choice) // groups
     worth = [sum(sorted(choice[g * size : (g + 1) * size])[-top:]) for g in range(groups)]
@@ -73,7 +73,7 @@ def test_sigmoid_gate(case: tuple[int, int, int, int], renormalize: bool) -> Non
     logits = torch.randn(9, experts, generator=generator)
     bias = torch.randn(
         experts, generator=generator
-    )  # large and of both signs: choice and weight part ways
+    )  # large and of both signs: choice and weight differ
     wanted = []
     for row in logits.tolist():
         scores = [1 / (1 + math.exp(-v)) for v in row]

@@ -1,4 +1,4 @@
-"""Int4 kernels against float32 products of the dequantised weight: odd sizes, groups, poisoned
+"""Int4 kernels against float32 results with the dequantised weight: odd sizes, groups, poisoned
 outputs, absent experts.
 
 Both half dtypes on a GPU; without one the kernels are interpreted in float32, where only the
@@ -25,7 +25,7 @@ from glowplug.kernels.gemm import int4_awq as awq_gemm  # noqa: E402
 from glowplug.kernels.moe.narrow import int4_awq as moe_gemm_awq  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
-EXACT = 4e-3 if DEVICE == "cuda" else 1e-5  #: what rounding the result to 16 bits costs
+EXACT = 4e-3 if DEVICE == "cuda" else 1e-5  #: error of rounding the result to 16 bits
 
 
 def near(found: Tensor, wanted: Tensor, tolerance: float = EXACT) -> None:
@@ -34,9 +34,7 @@ def near(found: Tensor, wanted: Tensor, tolerance: float = EXACT) -> None:
 
 
 class Weight:
-    """A random weight of ``count`` experts in our layout, and what it stands for, float32 [E, N,
-    K].
-    """
+    """A random weight of ``count`` experts in our layout, and its values, float32 [E, N, K]."""
 
     def __init__(
         self, count: int, columns: int, depth: int, group: int, dtype: torch.dtype, seed: int = 1
@@ -184,7 +182,7 @@ def test_experts(tokens: int, absent: bool, group: int, way: str, dtype: torch.d
 @pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
 @pytest.mark.parametrize("tokens", [1, 4, 32, 300])
 def test_large(tokens: int) -> None:
-    """V2-Lite's shapes, captured and replayed with other inputs."""
+    """V2-Lite's shapes are captured and replayed with other inputs."""
     for columns, depth, group in (
         (2048, 2048, 128),
         (10944, 2048, 128),

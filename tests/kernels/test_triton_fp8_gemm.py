@@ -1,5 +1,5 @@
-"""The block-scaled product against the torch reference; ragged sizes, both orders, split depth,
-scales a row.
+"""The block-scaled GEMM against the torch reference; ragged sizes, both orders, split depth, scales
+a row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Quantising kernels against the torch references; ragged groups, strided rows, zeros.
 
-The interpreter loses a carry in a few casts to FP8 out of a hundred, so there values are only
-nearly all equal.
+The interpreter loses a carry in a few casts to FP8 out of a hundred, so there only nearly all
+values are equal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def draw(rows: int, columns: int, seed: int) -> Tensor:
 
 
 def agree(found: tuple[Tensor, Tensor], wanted: Tensor) -> None:
-    """Scales equal those of ``wanted`` float32 [T, N] within rounding, and nearly all codes."""
+    """Check that scales equal those of ``wanted`` float32 [T, N] within rounding, and nearly all
+    codes.
+    """
     values, scales = found
     stored, expected = fp8.quantize_tokens(wanted)
     torch.testing.assert_close(scales, expected, rtol=1e-5, atol=0)
@@ -69,8 +71,8 @@ def test_silu_and_mul(shape: tuple[int, int], many: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("rows", "size"), [(2, 128), (6, 192), (32, 1408), (16, 2048), (4, 2200)])
 def test_silu_and_mul_of_rows_with_a_pair(rows: int, size: int) -> None:
-    """Bit by bit as of all rows; what fills tiles up or lies behind them is neither read nor
-    written.
+    """Results equal those of all rows bit by bit; padding rows of tiles and rows after them are
+    neither read nor written.
     """
     generator, total = torch.Generator().manual_seed(rows + size), 3 * rows
     x, filled = draw(rows, 2 * size, size), max(2, rows // 4 * 2)
@@ -89,7 +91,7 @@ def test_silu_and_mul_of_rows_with_a_pair(rows: int, size: int) -> None:
     assert torch.equal(values[real].view(torch.uint8), every[real].view(torch.uint8))
     assert torch.equal(scales[real], of_every[real]) and scales.shape == of_every.shape
     assert values[~real].float().isnan().all() and scales[~real].isnan().all(), (
-        "still what was there: see conftest"
+        "not written: the fill of conftest"
     )
 
 

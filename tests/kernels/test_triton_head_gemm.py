@@ -1,5 +1,6 @@
-"""The head's product in Triton against float64, in the interpreter or on a GPU; that it compiles
-for Hopper where no such card is, and that only a table lets it replace cuBLAS."""
+"""The LM head's GEMM in Triton against float64, in the interpreter or on a GPU. It compiles for
+Hopper without such a GPU, and only a table lets it replace cuBLAS.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def test_tiles(config: Config, tokens: int, size: int, depth: int) -> None:
         assert difference(head_gemm.multiply(x, weight, config), x, weight) < 5e-5
 
 
-def test_cublas_unless_a_table_says_otherwise(own_tables: Path) -> None:
+def test_cublas_is_used_without_a_table(own_tables: Path) -> None:
     assert head_gemm.lm_head_config(32, 1000, 64) is None
     ours = tiles(64, 64, True)
     tuned.keep(own_tables / tuned.head_file_name(1000, 64), {8: {"way": "cublas"}, 32: ours})
@@ -91,7 +92,7 @@ def test_cublas_unless_a_table_says_otherwise(own_tables: Path) -> None:
     assert head_gemm.lm_head_config(32, 1000, 72) is None
 
 
-def test_what_it_can_do() -> None:
+def test_supported_dtypes_and_shapes() -> None:
     x, weight = torch.zeros(3, 64, dtype=torch.bfloat16), torch.zeros(9, 64, dtype=torch.bfloat16)
     assert head_gemm.lm_head_fits(x, weight)
     assert not head_gemm.lm_head_fits(x.float(), weight.float()) and not head_gemm.lm_head_fits(
@@ -112,8 +113,8 @@ def test_what_it_can_do() -> None:
     ("size", "depth"), [(102400, 2048), (40001, 1536), (1000, 1024), (24, 576)]
 )
 def test_bfloat16(size: int, depth: int, config: Config) -> None:
-    """Behind a kernel that computes x, replayed with other inputs; a token's scores do not depend
-    on others.
+    """It runs after a kernel that computes x and is replayed with other inputs; a token's scores do
+    not depend on others.
     """
     for tokens in (1, 8, 32, 33, 128):
         x, weight = drawn(tokens, size, depth, tokens)

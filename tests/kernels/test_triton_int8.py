@@ -26,7 +26,7 @@ from glowplug.kernels.moe.narrow import int8 as moe_gemm_int8  # noqa: E402
 from glowplug.plugins.ops.triton_int8 import INT8, PRODUCERS  # noqa: E402
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-EXACT = 4e-3 if DEVICE == "cuda" else 1e-6  #: what rounding the result to DTYPE costs
+EXACT = 4e-3 if DEVICE == "cuda" else 1e-6  #: error of rounding the result to DTYPE
 
 
 def randn(*shape: int, seed: int) -> Tensor:
@@ -39,7 +39,9 @@ def near(found: Tensor, wanted: Tensor, tolerance: float) -> None:
 
 
 def codes(found: tuple[Tensor, Tensor], wanted: Tensor) -> None:
-    """``found`` are the codes of float32 ``wanted``; a value beside a boundary may fall either way."""
+    """Check that ``found`` are the codes of float32 ``wanted``; a value beside a boundary may round
+    either way.
+    """
     values, scales = found
     stored, factors = int8.quantize_tokens(wanted)
     torch.testing.assert_close(scales, factors, rtol=1e-5, atol=0)
@@ -70,7 +72,7 @@ def test_activations_are_quantised(tokens: int, size: int) -> None:
 
 @pytest.mark.parametrize("both", [False, True])
 def test_a_sum_of_float32_parts_leaves_the_residual_its_dtype(both: bool) -> None:
-    """Parts of a dense product, whose ids are one row, before layers in int8."""
+    """Parts of a dense GEMM, whose ids are one row, come before layers in int8."""
     rows, residual = randn(5 * 4, 72, seed=1), randn(5, 72, seed=2).half()
     parts = Parts(rows, torch.zeros(1, 4, dtype=torch.int32, device=DEVICE).expand(5, 4))
     producer = PRODUCERS["add_rms_norm", both_formats(INT8) if both else INT8]
@@ -200,7 +202,7 @@ def test_experts(tokens: int, absent: bool, way: str) -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
 @pytest.mark.parametrize("tokens", [1, 4, 32, 300, 1024])
 def test_large(tokens: int) -> None:
-    """V2-Lite's shapes, captured and replayed with other inputs."""
+    """V2-Lite's shapes are captured and replayed with other inputs."""
     for columns, depth in ((2048, 2048), (10944, 2048), (2048, 10944), (576, 2048), (3648, 2048)):
         x = randn(tokens, depth, seed=1).to(DTYPE)
         weight, scales = int8.quantize_weight(randn(columns, depth, seed=2) / depth**0.5)

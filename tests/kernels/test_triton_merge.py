@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize(
     ("tokens", "heads", "size"), [(3, 5, 16), (1, 1, 24), (9, 2, 128), (0, 4, 8)]
 )
-def test_it_merges_as_the_reference_does(tokens: int, heads: int, size: int) -> None:
+def test_merged_states_equal_the_reference(tokens: int, heads: int, size: int) -> None:
     for seed in (0, 1):
         generator = torch.Generator().manual_seed(seed)
         outs = torch.randn(2, tokens, heads, size, generator=generator).to(DEVICE)

@@ -22,8 +22,8 @@ DEVICE = "cuda" if GPU else "cpu"
 
 
 class Case:
-    """A shuffled paged cache whose slots outside the rows' visible keys hold NaN, and queries over
-    it.
+    """A shuffled paged cache whose slots outside the rows' visible keys hold NaN, and queries
+    over it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Case:
         return replace(made, **changes)
 
     def expected(self) -> Tensor:
-        """By the definition, row by row: rows may differ in their numbers of queries."""
+        """Compute the definition row by row: rows may differ in their numbers of queries."""
         parts, at = [], 0
         for row, count in enumerate(self.counts):
             own = slice(row, row + 1)
@@ -129,7 +129,7 @@ def test_page_sizes(page: int) -> None:
 @pytest.mark.parametrize("width", [2, 5])
 @pytest.mark.parametrize("first_key", [0, 1])
 def test_widths_are_causal(width: int, first_key: int) -> None:
-    """Fewer keys than query tokens too, so that the first of them see none."""
+    """Rows with fewer keys than query tokens are included: their first queries have no keys."""
     case = Case([width - 1, width, 17, 32 + width], width=width, first_key=first_key, seed=width)
     case.check(case.cut(block_n=16, splits=2))
 
@@ -148,8 +148,8 @@ def test_groups_and_odd_sizes(heads: int, kv_heads: int, dim: int) -> None:
 
 
 def test_rows_without_keys_are_zero() -> None:
-    """Padded rows of length 0, and a draft's first token, whose only position is before the first
-    key.
+    """These are padding rows of length 0, and a draft's first token, whose only position is before
+    the first key.
     """
     for splits in (1, 2):
         case = Case([1, 18], first_key=1, seed=5)
@@ -173,7 +173,9 @@ def test_half_precision() -> None:
 @pytest.mark.parametrize("first_key", [0, 1])
 @pytest.mark.parametrize("page", [7, 16])
 def test_ragged_chunks(page: int, first_key: int) -> None:
-    """Fresh prompts, chunks behind a prefix, a single token, and more than a block of queries."""
+    """The chunks are fresh prompts, chunks after a prefix, a single token, and more than a block of
+    queries.
+    """
     queries = [5, 40 - first_key, 1, 33]
     case = Case(
         [5 + first_key, 40, 21, 60],

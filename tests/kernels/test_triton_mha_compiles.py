@@ -1,5 +1,5 @@
 """The multi-head kernels compile for Hopper on a machine without one, which the interpreter does
-not try.
+not test.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Keys and values into a paged cache: where they go, what stays as it was, what eight bits cannot
-hold.
+"""Keys and values are stored in a paged cache: their places, untouched slots, and values beyond
+eight bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def test_keys_and_values_are_stored() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 33, 1030])
 def test_at_published_sizes(tokens: int) -> None:
-    """Eight heads of 128 behind 32 of queries, the last slot of the cache among those that are
+    """Eight heads of 128 come after 32 of queries; the last slot of the cache is among those
     written.
     """
     generator = torch.Generator().manual_seed(tokens)

@@ -1,4 +1,4 @@
-"""Absorbed products of weights that stay in block FP8: in the interpreter, or on a GPU."""
+"""Absorbed GEMMs with weights that stay in block FP8: in the interpreter, or on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def stored(heads: int, nope: int, value: int, lora: int, seed: int) -> tuple[Blocks, Blocks]:
-    """W_UK [H, N, C] and W_UV [H, C, V] as views of what a checkpoint keeps, with scales that
+    """Return W_UK [H, N, C] and W_UV [H, C, V] as views of a checkpoint's tensors, with scales that
     differ much.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -33,7 +33,7 @@ def stored(heads: int, nope: int, value: int, lora: int, seed: int) -> tuple[Blo
 
 
 def product(x: Tensor, weight: Blocks) -> Tensor:
-    """In float64."""
+    """Multiply in float64."""
     dense = fp8.dequantize_weight(weight.values, weight.scales, torch.float64)
     return torch.einsum("thk,hkn->thn", x.double(), dense)
 
@@ -62,7 +62,7 @@ def check(
                 rtol=error,
                 atol=error * float(want.abs().max() if tokens else 1),
             )
-            assert out[..., columns:].isnan().all(), "nothing behind the product is written"
+            assert out[..., columns:].isnan().all(), "nothing after the result is written"
 
 
 @pytest.mark.parametrize("tokens,heads", [(1, 1), (2, 3), (17, 2), (0, 2)])

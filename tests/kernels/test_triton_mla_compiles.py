@@ -1,5 +1,6 @@
 """Latent attention's kernels compile for Hopper on a machine without one, which the interpreter
-does not try: the prologue's, and those that leave parts of keys to W_UV's product."""
+does not test: the prologue's, and those that leave KV splits to W_UV's GEMM.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +70,9 @@ for cache, ring in ((gl.bfloat16, 2), (gl.float8e4nv, 3)):
 
 @pytest.mark.slow
 def test_decoding_for_hopper_compiles() -> None:
-    """Parts stored as they lie and side by side, of a cache in 16 bits and in FP8, whose ring is
-    longer. What threads store in shared memory is fenced, and waited for, before the tensor cores
-    read it: the compiler adds neither.
+    """Splits are stored in rows and side by side, of a cache in 16 bits and in FP8, whose pipeline
+    is longer. Stores of threads to shared memory are fenced, and waited for, before the tensor
+    cores read them: the compiler adds neither.
     """
     assert uninterpreted.printed("-c", DECODE).split() == ["mla_decode_hopper_kernel"] * 4
 

@@ -121,7 +121,7 @@ def test_page_sizes(page: int) -> None:
 @pytest.mark.parametrize("width", [2, 5])
 @pytest.mark.parametrize("first_key", [0, 1])
 def test_widths_are_causal(parts: int, width: int, first_key: int) -> None:
-    """Fewer keys than query tokens too, so that the first of them see none."""
+    """Rows with fewer keys than query tokens are included: their first queries have no keys."""
     case = Case([width - 1, width, 17, 32 + width], width=width, first_key=first_key, seed=width)
     case.check(case.cut(block_n=16, splits=2, latent_tiles=parts))
 
@@ -152,8 +152,8 @@ def test_odd_sizes() -> None:
 
 
 def test_rows_without_keys_are_zero() -> None:
-    """Padded rows of length 0, and a draft's first token, whose only position is before the first
-    key.
+    """These are padding rows of length 0, and a draft's first token, whose only position is before
+    the first key.
     """
     for splits in (1, 2):
         case = Case([1, 18], first_key=1, seed=5)
@@ -183,8 +183,8 @@ def test_an_fp8_cache() -> None:
 @pytest.mark.parametrize("first_key", [0, 1])
 @pytest.mark.parametrize("rows,splits", [(1, 2), (7, 9), (9, 3), (4, 10), (2, 17)])
 def test_parts_joined_by_the_values_product(rows: int, splits: int, first_key: int) -> None:
-    """Against parts merged, then W_UV; rows without keys or with fewer parts than there are, whose
-    memory holds NaN.
+    """The reference merges the splits, then multiplies by W_UV; rows without keys or with fewer
+    splits have NaN in the memory of the others.
     """
     lengths = [[1, 16, 17, 150, 129, 40, 33, 64, 5][(row + splits) % 9] for row in range(rows)]
     case = Case(lengths, heads=3, lora=64, rope=16, first_key=first_key, seed=rows)
@@ -229,7 +229,7 @@ def parts_of(case: Case, cut: decode_tiling.MlaTiling) -> tuple[Tensor, Tensor]:
     return made
 
 
-def test_the_values_product_takes_whole_shares_only() -> None:
+def test_the_values_gemm_needs_whole_shares() -> None:
     assert mla_values.sizes_fit(512, 128) and mla_values.sizes_fit(256, 96)
     assert not (
         mla_values.sizes_fit(512, 100)
@@ -239,8 +239,8 @@ def test_the_values_product_takes_whole_shares_only() -> None:
 
 
 def test_the_tiling_fills_the_device() -> None:
-    """At least two thirds of the multiprocessors have work in the rounds that it takes, unless a
-    row is too short.
+    """At least two thirds of the multiprocessors have work in the waves it takes, unless a row is
+    too short.
     """
     half = torch.bfloat16
     for rows, width, heads in [
@@ -259,7 +259,7 @@ def test_the_tiling_fills_the_device() -> None:
     assert decode_tiling.mla_tiling(1, 1, 16, 64, half, half, True).splits == 1
 
 
-def test_a_step_of_some_rows_has_no_more_parts_than_are_joined() -> None:
+def test_a_step_of_some_rows_has_no_more_splits_than_are_merged() -> None:
     parts = {
         rows: decode_tiling.mla_tiling(
             rows, 1, 16, 4096, torch.bfloat16, torch.bfloat16, True
@@ -288,7 +288,7 @@ def test_a_step_of_some_rows_has_no_more_parts_than_are_joined() -> None:
     assert others[0].block_m == 64 and others[1].splits > decode_tiling.LAST_PROGRAM_SPLITS_MAX
 
 
-def test_parts_are_left_to_the_values_product_where_that_was_measured() -> None:
+def test_splits_are_left_to_the_values_gemm_where_that_was_measured() -> None:
     half, narrow = torch.bfloat16, torch.float8_e4m3fn
 
     def cut(
@@ -333,8 +333,8 @@ def test_parts_are_left_to_the_values_product_where_that_was_measured() -> None:
     )
 
 
-def test_few_rows_of_many_heads_are_cut_narrow() -> None:
-    """So that there is about a program for every processor; in parts that W_UV's product may join."""
+def test_few_rows_of_many_heads_have_narrow_tiles() -> None:
+    """There is about a program for every multiprocessor, with splits that W_UV's GEMM may merge."""
     half = torch.bfloat16
     for kv in (half, torch.float8_e4m3fn):
         cuts = {
@@ -358,8 +358,10 @@ def test_few_rows_of_many_heads_are_cut_narrow() -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 65, 100, 128, 256])
-def test_short_rows_are_those_that_are_decoded_otherwise(heads: int) -> None:
-    """By the choice of kernels for an H200 and how the own one cuts (their parts' number apart)."""
+def test_short_rows_are_those_decoded_differently(heads: int) -> None:
+    """Both the choice of kernels for an H200 and our kernel's tiling count, except its number of
+    splits.
+    """
 
     def decoded(rows: int, longest: int) -> tuple[str, object]:
         cut = decode_tiling.mla_tiling(

@@ -26,7 +26,7 @@ def case(
     dtype: torch.dtype,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """Entries, which are rows of a larger tensor, and the weight."""
+    """Return entries, which are rows of a larger tensor, and the weight."""
     generator = torch.Generator().manual_seed(seed)
     entries = torch.randn(tokens + 3, lora + turned, generator=generator).to(DEVICE, dtype)[
         2 : tokens + 2
@@ -43,7 +43,7 @@ def check(entries: Tensor, w_kv: Tensor, nope: int, error: float) -> None:
         k, v = expand(entries, w_kv, nope)
         latent, turned = k[..., :nope], k[..., nope:]
         assert torch.equal(turned, entries[:, None, lora:].expand_as(turned)), (
-            "the rotary part is handed on as it is"
+            "the rotary part is copied unchanged"
         )
         torch.testing.assert_close(
             torch.cat((latent, v), -1).double(), want, rtol=error, atol=error
@@ -61,14 +61,14 @@ SIZES = [
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_it_is_the_definition(sizes: tuple[int, ...]) -> None:
-    """With keys' latent parts and values of one size and of two."""
+def test_expansion_equals_its_definition(sizes: tuple[int, ...]) -> None:
+    """The keys' latent parts and the values have one size or two."""
     for seed in (0, 1):
         check(*case(*sizes, dtype=torch.float32, seed=seed), nope=sizes[2], error=1e-5)
 
 
 def test_only_the_rotary_part_is_written() -> None:
-    """Of keys that lie anywhere in a wider tensor."""
+    """Keys are at any place in a wider tensor."""
     keys = torch.full((5, 4, 12), NAN, device=DEVICE)
     rotary = torch.randn(5, 9, device=DEVICE)[:, 2:8]
     mla_expand.copy_rotary(rotary, keys[:, ::2, 3:9])

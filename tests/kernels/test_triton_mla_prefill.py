@@ -30,7 +30,9 @@ def check(
     error: float = 1e-5,
     shared: bool = True,
 ) -> None:
-    """``shared``: one rotary part for all heads; else all three tensors are views of wider ones."""
+    """Compare with the definition; with ``shared`` all heads have one rotary part, else all three
+    tensors are views of wider ones.
+    """
     generator = torch.Generator().manual_seed(len(queries) + sum(keys))
 
     def random(*shape: int) -> Tensor:
@@ -61,7 +63,9 @@ def test_rows_of_many_lengths(causal: bool, shared: bool) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_queries_without_keys(causal: bool) -> None:
-    """A row without keys, and one whose first queries come before all of its keys: zeros and -inf."""
+    """A row without keys, and one whose first queries come before all of its keys, give zeros and
+    -inf.
+    """
     check([5, 20, 3], [0, 4, 7], causal)
 
 

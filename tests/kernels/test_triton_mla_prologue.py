@@ -20,7 +20,7 @@ NAN = float("nan")
 
 
 class Case:
-    """Projections of a step as a layer hands them over: two views of one wide tensor."""
+    """Projections of a step in a layer's layout: two views of one wide tensor."""
 
     def __init__(
         self,
@@ -87,10 +87,12 @@ SIZES = [
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("few", [0, head_gemms.FEW_TOKENS_MAX])
-def test_it_writes_what_the_reference_writes(
+def test_prologue_writes_the_references_values(
     sizes: tuple[int, ...], interleaved: bool, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With W_UK's product within and behind. What neither writes stays NaN: cache slots of others."""
+    """W_UK's GEMM is within the kernel or after it. Memory that neither writes stays NaN: KV slots
+    of other rows.
+    """
     monkeypatch.setattr(head_gemms, "FEW_TOKENS_MAX", few)
     for seed in (0, 1):
         case = Case(*sizes, seed=seed)
@@ -139,7 +141,9 @@ def test_stored_blocks_within(tokens: int, decode: int, heads: int) -> None:
     "tokens,decode,heads", [(1, 1, 16), (37, 9, 128), (80, 64, 128), (200, 130, 16)]
 )
 def test_stored_blocks_on_a_gpu(tokens: int, decode: int, heads: int) -> None:
-    """In bf16; too many tokens for the kernel go by the 16-bit weights, which give the same."""
+    """In bf16; a step with too many tokens for the kernel uses the 16-bit weights, with the same
+    result.
+    """
     for seed in (0, 1):
         case = Case(tokens, decode, heads, 128, 512, 64, seed=seed, dtype=torch.bfloat16)
         blocks, values = stored(heads, 128, 128, 512, seed)
@@ -190,7 +194,7 @@ def test_fp8_reference_saturates() -> None:
 def test_on_a_gpu(sizes: tuple[int, ...], kept: torch.dtype) -> None:
     for seed in (0, 1):
         case = Case(*sizes, seed=seed, dtype=torch.bfloat16, kept=kept)
-        case.compressed[:, -3:] *= 1000  # beyond what FP8 holds
+        case.compressed[:, -3:] *= 1000  # beyond FP8's range
         for got, expected in zip(
             case.run(mla_prologue.prologue, True), case.run(mla.prologue, True), strict=True
         ):
@@ -208,8 +212,8 @@ SHAPES = [(1, 3, 64), (5, 2, 192), (0, 4, 64), (33, 3, 64)]
 
 
 def test_queries_in_e4m3() -> None:
-    """Every line of every query, and saturated. NOTE: of numbers that E4M3 has, as the interpreter
-    rounds others wrong.
+    """Every line of every query is written, and saturated. NOTE: the numbers are exact in E4M3,
+    because the interpreter rounds others wrongly.
     """
     for shape in SHAPES:
         held = mla.in_e4m3(
@@ -225,7 +229,7 @@ def test_queries_in_e4m3() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [*SHAPES, (128, 128, 576)])
 def test_queries_in_e4m3_on_a_gpu(shape: tuple[int, ...]) -> None:
-    """Rounded to nearest, and NaN stays."""
+    """Values are rounded to nearest, and NaN stays."""
     query = (
         torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
         .mul_(100.0)

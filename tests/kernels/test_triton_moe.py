@@ -1,4 +1,4 @@
-"""Routed experts in Triton against the torch reference, each way and tile. Interpreted without a
+"""Routed experts in Triton against the torch reference, each method and tile. Interpreted without a
 GPU.
 """
 
@@ -60,7 +60,7 @@ def draw(
 
 
 def error(found: Tensor, x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor) -> float:
-    """Against float32, relative to the root mean square."""
+    """Return the error against float32, relative to the root mean square."""
     wanted = moe.experts_reference(
         x.float(), w13.float().mT, w2.float().mT, ids, weights, silu_and_mul
     )
@@ -83,7 +83,9 @@ def configs(*, swap: bool, tma: bool) -> list[dict[str, dict[str, str | int]]]:
 
 
 def wider(up: int, down: int) -> dict[str, dict[str, str | int]]:
-    """With so many columns in a tile of everybody's experts."""
+    """Return a configuration with these column counts in the wide tiles of the fused shared
+    experts.
+    """
     return {
         "up": tile("sorted", 16, 128 if GPU else 32, 64, 8, 3, swap=True, wide=up),
         "down": tile("sorted", 16, 256 if GPU else 32, 64, 8, 3, swap=True, wide=down),
@@ -152,7 +154,7 @@ def test_rules_cover_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", LARGE)
 def test_on_the_device(shape: tuple[int, ...]) -> None:
-    """The chosen configuration and fixed ones, with poisoned memory, twice."""
+    """The chosen configuration and fixed ones run twice, with poisoned memory."""
     tokens = shape[0]
     fixed = [
         *configs(swap=False, tma=False),
@@ -208,9 +210,9 @@ def test_the_first_product_of_every_way(tokens: int) -> None:
     torch.testing.assert_close(dense[present], wanted[present], atol=2e-2, rtol=2e-2)
 
 
-def everybodys(given: list[Tensor], shared: int) -> list[Tensor]:
-    """The same with the ``shared`` last experts as every token's last ones, and none of them among
-    the others.
+def with_shared_experts(given: list[Tensor], shared: int) -> list[Tensor]:
+    """Return the inputs with the ``shared`` last experts as every token's last ones, and none of
+    them among the others.
     """
     x, w13, w2, ids, weights = given
     routed = len(w13) - shared
@@ -233,22 +235,22 @@ def test_experts_of_every_token_share_tiles(shared: int, tokens: int) -> None:
     ):
         if config["up"]["way"] == "dense" and tokens > 40:
             continue
-        given = everybodys(draw(tokens, 4, 7, 48, 40, 0.3, number), shared)
+        given = with_shared_experts(draw(tokens, 4, 7, 48, 40, 0.3, number), shared)
         assert error(moe_experts.experts(*given, config, shared), *given) < TOLERANCE
 
 
 @pytest.mark.parametrize(("up", "down"), [(16, 32), (32, 16), (128, 64)])
 def test_their_tiles_are_as_wide_as_asked(up: int, down: int) -> None:
-    """Also where columns are left over: 40 and 72 of them."""
+    """Columns are left over, too: 40 and 72 of them."""
     config = wider(up, down)
-    given = everybodys(draw(21, 4, 7, 72, 40, 0.3, 0), 2)
+    given = with_shared_experts(draw(21, 4, 7, 72, 40, 0.3, 0), 2)
     assert moe_gemm.fused_shared_tile_sizes(21, True, config["up"])[1] == up
     assert error(moe_experts.experts(*given, config, 2), *given) < TOLERANCE
 
 
 @pytest.mark.parametrize("shared", [1, 2])
 def test_vectors_take_them_like_the_others(shared: int) -> None:
-    given = everybodys(draw(2, 4, 7, 48, 40, 0.5, 1), shared)
+    given = with_shared_experts(draw(2, 4, 7, 48, 40, 0.5, 1), shared)
     assert (
         error(moe_experts.experts(*given, {"up": GEMV, "down": GEMV}, shared), *given) < TOLERANCE
     )
@@ -258,14 +260,14 @@ def test_vectors_take_them_like_the_others(shared: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 8, 24, 33, 64, 100, 128, 129, 200, 256, 512, 1000])
 @pytest.mark.parametrize("sizes", [(8, 66, 2048, 1408), (5, 18, 512, 360)])
 def test_they_do_on_the_device(tokens: int, sizes: tuple[int, ...]) -> None:
-    """The chosen configuration and fixed ones, with poisoned memory, twice."""
+    """The chosen configuration and fixed ones run twice, with poisoned memory."""
     fixed = [
         configs(swap=swap, tma=tma)[1]
         for swap, tma in ((False, False), (True, True), (False, True))
     ]
     fixed += [wider(128, 128), wider(64, 256)]
     for seed, absent in ((0, 0.0), (1, 0.3)):
-        given = everybodys(draw(tokens, *sizes, absent=absent, seed=seed), 2)
+        given = with_shared_experts(draw(tokens, *sizes, absent=absent, seed=seed), 2)
         poison = torch.full(
             (tokens * sizes[0] * max(sizes[2:]) * 4,), float("nan"), dtype=DTYPE, device=DEVICE
         )

@@ -1,4 +1,4 @@
-"""Alignment and the last sum of routed experts, against a loop over experts. Interpreted without a
+"""Alignment and the final sum of routed experts, against a loop over experts. Interpreted without a
 GPU.
 """
 

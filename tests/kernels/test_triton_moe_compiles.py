@@ -1,5 +1,6 @@
-"""V2-Lite's experts of 129 to 512 tokens with the tiles of an H200's table: which row serves whom,
-and that its kernels compile for Hopper on a machine without one."""
+"""V2-Lite's experts of 129 to 512 tokens with the tiles of an H200's table: the token counts of
+each row, and that its kernels compile for Hopper on a machine without one.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def test_they_compile_for_hopper() -> None:
 
 @pytest.fixture
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tables of that card, with the version of Triton that they were measured with."""
+    """Tables of an H200, with the version of Triton that they were measured with."""
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H200")
     monkeypatch.setattr(tuned, "triton_version", lambda: "3.6")
     forget()
@@ -65,7 +66,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
 
 
-def test_rows_of_the_table_and_whom_they_serve(an_h200: None) -> None:
+def test_rows_of_the_table_serve_their_token_counts(an_h200: None) -> None:
     table = tuned.table(PROBLEM.table_name)
     assert table is not None
     for row, (first, last) in {
@@ -105,8 +106,10 @@ def step(tokens: int, card: str = "NVIDIA H200", triton: str = "3.6.0") -> Exper
 
 
 def held(tokens: int) -> int:
-    """Bytes of rows between the products, with those that only fill tiles up, beside the rows
-    behind the second: one of the shared expert where that is computed apart."""
+    """Return the bytes of the rows between the GEMMs, padding rows of tiles included, and of the
+    rows after the second; the latter have one of the shared expert where that is computed
+    separately.
+    """
     up = moe_tiles.dense_experts_config(PROBLEM, tokens)["up"]
     apart, wide = up["way"] == "hopper", moe_tiles.fused_shared_has_own_tiles(up, tokens)
     pairs, experts = (tokens * 6, 64) if apart or wide else (tokens * 8, 66)
@@ -119,13 +122,13 @@ def held(tokens: int) -> int:
     "tokens",
     [32, 128, 160, 256, 319, 320, 447, 512, 639, 640, 767, 895, 896, 1279, 1536, 2303, 3072, 8192],
 )
-def test_the_budget_holds_their_places(tokens: int, an_h200: None) -> None:
+def test_the_budget_equals_the_held_rows(tokens: int, an_h200: None) -> None:
     assert dense_experts(step(tokens)).peak == held(tokens)
 
 
 @pytest.mark.parametrize("tokens", [1280, 1300, 1792])
-def test_the_budget_holds_what_fewer_tokens_hold(tokens: int, an_h200: None) -> None:
-    """Rows of the table that come before a leaner one: the largest numbers that they serve."""
+def test_the_budget_covers_steps_of_fewer_tokens(tokens: int, an_h200: None) -> None:
+    """Rows of the table that come before a leaner one serve the largest of these counts."""
     most = max((held(fewer), fewer) for fewer in range(129, tokens + 1))
     assert most[1] < tokens and (dense_experts(step(tokens)).peak, most[1]) == most
 

@@ -1,4 +1,6 @@
-"""Everybody's experts that begin while the gate still chooses give what they give behind it."""
+"""Fused shared experts that begin while the gate still chooses give the results of beginning
+after it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ Given = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def draw(tokens: int, experts: int, hidden: int, inter: int, seed: int) -> Given:
-    """x, gate, w13 and w2; two more experts than the gate knows."""
+    """Return x, gate, w13 and w2; there are two more experts than the gate has."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     shapes = (
         (tokens, hidden),
@@ -69,7 +71,7 @@ def test_the_same_results(tokens: int) -> None:
         assert not ready.any(), "as they were"
 
 
-def test_not_for_few_or_many_tokens() -> None:
+def test_no_early_beginning_for_few_or_many_tokens() -> None:
     ready = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     for tokens in (0, 1, moe_experts.EARLY_TOKENS_MIN - 1, moe_experts.EARLY_TOKENS_MAX + 1):
         x, _, w13, _ = draw(tokens, 5, 48, 40, 0)
@@ -79,7 +81,8 @@ def test_not_for_few_or_many_tokens() -> None:
     x, _, w13, _ = draw(40, 5, 48, 40, 0)
     assert moe_experts.begin(x.t().contiguous().t(), w13, 4, 2, ready) is None
     assert moe_experts.begin(x, w13, 4, 0, ready) is None
-    for tokens, starts in ((255, True), (256, False)):  # a library scores 130 experts for so many
+    # from 256 tokens a library scores 130 experts
+    for tokens, starts in ((255, True), (256, False)):
         x, _, w13, _ = draw(tokens, 130, 32, 16, 0)
         assert (moe_experts.begin(x, w13, 4, 2, ready, tiles(40)) is not None) == starts
 
@@ -87,7 +90,9 @@ def test_not_for_few_or_many_tokens() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [5, 8, 16, 17, 32, 64, 128, 129, 160, 192, 256, 320, 384])
 def test_replayed_on_the_device(tokens: int) -> None:
-    """Several layers in one graph, poisoned between replays, with other inputs each time."""
+    """Several layers in one graph are replayed, poisoned between replays, with other inputs
+    each time.
+    """
     layers = [draw(tokens, 64, 2048, 1408, layer) for layer in range(2)]
     flags = [torch.zeros(2, dtype=torch.int32, device=DEVICE) for _ in layers]
     x = layers[0][0].clone()

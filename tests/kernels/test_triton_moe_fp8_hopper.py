@@ -1,5 +1,5 @@
-"""Routed experts of large steps in block FP8 on Hopper, and that their kernel compiles where no
-such card is.
+"""Routed experts of large steps in block FP8 on Hopper; their kernel also compiles without such
+a GPU.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def test_it_compiles_for_hopper() -> None:
 def case_of(
     tokens: int, per_token: int, experts: int, hidden: int, inter: int, skewed: bool
 ) -> Case:
-    """``skewed``: most tokens want the first experts, some of theirs are elsewhere, and the last
-    gets nothing.
+    """Return a case; with ``skewed`` most tokens choose the first experts, some of theirs are
+    elsewhere, and the last expert gets no row.
     """
     case = Case(tokens, per_token, experts, hidden, inter, seed=tokens + experts)
     if skewed:

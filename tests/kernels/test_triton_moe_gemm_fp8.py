@@ -1,4 +1,4 @@
-"""Routed experts in FP8 against dequantised float32 products; ids elsewhere, uneven loads, ragged
+"""Routed experts in FP8 against dequantised float32 results; ids elsewhere, uneven loads, ragged
 depth.
 """
 
@@ -27,7 +27,7 @@ from glowplug.kernels.moe.fp8 import (  # noqa: E402
 from glowplug.kernels.moe.fp8.pair_tiles import tiles_of  # noqa: E402
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-#: inner activations beside a rounding boundary may fall either way; the interpreter casts some of
+#: inner activations beside a rounding boundary may round either way; the interpreter casts some of
 #: them wrongly
 TOLERANCE = 1.5e-2 if DEVICE == "cuda" else 0.12
 EACH = {"BLOCK_N": 128, "SWAP": True, "TMA": False, "num_warps": 4, "num_stages": 3}
@@ -203,8 +203,9 @@ def test_nothing_to_do_in_any_order() -> None:
 def test_the_table_of_v3(
     tokens: int, rows: int, columns: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which of its products have columns side by side, and by tiles of how many rows; whose gates
-    and ups read two groups of the depth at a time."""
+    """The parameters are the rows of a tile and the GEMMs with columns side by side; some gate and
+    up GEMMs read two groups of the depth at a time.
+    """
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H200")
     monkeypatch.setattr(tuned, "triton_version", lambda: "3.6")
     found = moe_fp8_tiles.fp8_experts_config.__wrapped__(tokens, 9, 257, 2048, 7168, False)
@@ -241,7 +242,7 @@ def test_the_table_of_v3_with_the_kernel_for_hopper(
     ("tokens", "rows"), [(1, 16), (34, 16), (35, 32), (136, 32), (137, 192), (5000, 192)]
 )
 def test_the_rule_on_hopper_by_load(tokens: int, rows: int) -> None:
-    """Of 17 experts, 5 a token; elsewhere many rows get Triton's tiles."""
+    """There are 17 experts, 5 a token; elsewhere many rows get Triton's tiles."""
     found = moe_fp8_tiles.fp8_experts_rule(tokens, 5, 17, True)
     assert found["BLOCK_M"] == rows and moe_fp8_tiles.on_hopper(found) == (rows == 192)
     assert moe_fp8_tiles.fp8_experts_rule(tokens, 5, 17, False)["BLOCK_M"] == min(rows, 128)

@@ -1,5 +1,5 @@
-"""Routed experts of large steps on Hopper against float32, and that their kernel compiles where no
-such card is.
+"""Routed experts of large steps on Hopper against float32; their kernel also compiles without such
+a GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_it_compiles_for_hopper() -> None:
 
 
 @pytest.mark.parametrize("shared", [1, 2, 3])
-def test_everybodys_experts_as_one(shared: int) -> None:
+def test_shared_experts_are_computed_as_one(shared: int) -> None:
     generator = torch.Generator().manual_seed(shared)
     x, w13, w2 = (
         torch.randn(shape, generator=generator).to(DEVICE)
@@ -65,8 +65,8 @@ def draw(
     absent: float,
     shared: int,
 ) -> list[Tensor]:
-    """The ``shared`` last experts are every token's last, with weight 1; the others as ``skew`` has
-    it.
+    """Return inputs in which the ``shared`` last experts are every token's last, with weight 1, and
+    the others are distributed by ``skew``.
     """
     generator = torch.Generator(DEVICE).manual_seed(tokens)
     routed = experts - shared

@@ -1,4 +1,4 @@
-"""Places of experts' rows, tokens brought there and activated there, against indexing."""
+"""Places of experts' rows, and tokens copied and activated there, against indexing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def chosen(tokens: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def ranks(ids: Tensor) -> list[int]:
-    """How many pairs of the same expert come before each pair."""
+    """Return the number of pairs of the same expert before each pair."""
     flat = ids.flatten().tolist()
     return [flat[:pair].count(expert) for pair, expert in enumerate(flat)]
 
@@ -81,13 +81,13 @@ def test_places(tokens: int, dtype: torch.dtype) -> None:
     assert packed.strides.tolist() == [[256] * EXPERTS, [768] * EXPERTS, [384] * EXPERTS]
 
 
-def test_rows_behind_the_last_one_stay_with_their_expert() -> None:
+def test_rows_after_the_last_one_stay_with_their_expert() -> None:
     place, counts = moe_places.static(torch.ones(6, 1, dtype=torch.int32, device=DEVICE), 3, 4)
     assert counts.tolist() == [0, 4, 0] and sorted(place.tolist()) == [4, 5, 6, 7, 7, 7]
 
 
 def buffers(static: bool, rows: int, size: int) -> tuple[Tensor, Tensor]:
-    """Values and scales of NaN, in either layout."""
+    """Return values and scales of NaN, in either layout."""
     experts, each, groups = (
         (EXPERTS, rows, -(-size // 128)) if static else (1, rows, -(-size // 128))
     )
@@ -99,7 +99,7 @@ def buffers(static: bool, rows: int, size: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize("tokens, size", [(1, 128), (7, 320), (12, 1280)])
-def test_rows_are_brought_and_activated_where_pairs_are(
+def test_rows_are_copied_and_activated_at_the_places_of_pairs(
     static: bool, tokens: int, size: int
 ) -> None:
     ids = chosen(tokens)

@@ -1,4 +1,4 @@
-"""Rows in the order of their experts and back, against indexing."""
+"""Rows sorted by their experts and sorted back, against indexing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from glowplug.kernels.moe.sort import gather_rows, sum_placed  # noqa: E402
 
 
 @pytest.mark.parametrize("tokens, size", [(1, 128), (7, 320), (40, 256)])
-def test_there_and_back(tokens: int, size: int) -> None:
+def test_rows_are_sorted_and_sorted_back(tokens: int, size: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.stack([torch.randperm(5, generator=generator)[:3] for _ in range(tokens)]).to(
         torch.int32

@@ -1,4 +1,6 @@
-"""Kernels of V3's long steps, and one of its shortest, compile for Hopper on a machine without one."""
+"""Kernels of V3's long steps, and one of its shortest, compile for Hopper on a machine without
+one.
+"""
 
 from __future__ import annotations
 

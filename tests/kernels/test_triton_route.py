@@ -14,7 +14,7 @@ from glowplug.kernels.moe.route import route
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-HALF = torch.bfloat16 if GPU else torch.float16  #: the interpreter does not multiply the former
+HALF = torch.bfloat16 if GPU else torch.float16  #: the interpreter does not multiply bfloat16
 
 
 def reference(
@@ -27,7 +27,7 @@ def reference(
     renormalize: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights, ids, scores [T, E])"""
+    """Return (weights, ids, scores [T, E])."""
     logits = F.linear(x.double(), weight.double()).float()
     if bias is None:
         return *routing.topk_softmax(logits, k, groups, topk_groups, renormalize, scale), logits
@@ -55,7 +55,7 @@ def check(
     order, wanted_order = ids[:, :k].sort(1), wanted_ids.sort(1)
     same = (order.values == wanted_order.values).all(1)
     assert same.float().mean() >= (1 - 2 / tokens if tokens > 1000 else 1.0), (
-        "near-ties apart, the same experts"
+        "the experts are the same except for near ties"
     )
     torch.testing.assert_close(
         weights[:, :k].gather(1, order.indices)[same],
@@ -82,7 +82,7 @@ def draw(
 
 @pytest.fixture
 def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of tokens whose scores were a library's product."""
+    """Token counts whose scores a library's GEMM computed."""
     found: list[int] = []
     product = triton_route._library_scores
 
@@ -175,9 +175,12 @@ def test_from_where_on_a_library_scores(
     assert scored == [tokens] * (tokens >= 6)
 
 
-def test_what_a_library_scores(scored: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not few tokens, more of them where experts are few, or float32 weights, and not for a gate
-    that has to say when x is there."""
+def test_a_library_scores_large_half_precision_steps_only(
+    scored: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library scores only many tokens, more of them where experts are few, with 16-bit weights,
+    and not for a gate that sets the ready flag.
+    """
     for tokens, experts, dtype, pays in (
         (255, 256, torch.bfloat16, False),
         (256, 256, torch.bfloat16, True),
@@ -203,8 +206,8 @@ def test_what_a_library_scores(scored: list[int], monkeypatch: pytest.MonkeyPatc
 def test_a_library_s_scores_give_the_same_bits(
     sigmoid: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small whole numbers, whose sums are exact in any order: many ties, and rows that are no
-    numbers.
+    """Inputs are small whole numbers, whose sums are exact in any order: there are many ties, and
+    rows of NaN.
     """
     generator = torch.Generator().manual_seed(0)
     x, weight = (
@@ -227,8 +230,9 @@ def test_a_library_s_scores_give_the_same_bits(
 def test_few_experts_that_a_library_scores(
     sigmoid: bool, scored: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same choice of the same scores in a launch of its own: ties, and rows that are no
-    numbers. On a device a softmax adds up in another order."""
+    """The choice is the same, by the same scores in a launch of their own: ties, and rows of NaN.
+    On a device a softmax adds up in another order.
+    """
     generator = torch.Generator().manual_seed(1)
     x, weight = (
         torch.randint(-2, 3, shape, generator=generator).to(DEVICE, HALF)

@@ -25,7 +25,7 @@ COLDEST = 1e-5
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks a row at a vocabulary the interpreter is quick with."""
+    """Blocks so small that a vocabulary that is quick to interpret has several a row."""
     if DEVICE == "cpu":
         monkeypatch.setattr(vocabulary_blocks, "PROGRAM_TOKENS", 64)
 
@@ -54,7 +54,7 @@ def test_best_is_the_first_of_the_largest(vocab: int) -> None:
 
 
 def parameters(rows: Tensor, **columns: list[float]) -> RowParameters:
-    """Of rows in a table of twelve, the others poisoned; columns are strided."""
+    """Return parameters of rows in a table of twelve, the others poisoned; columns are strided."""
     floats = torch.full((12, 3), float("nan"), device=DEVICE)
     ints = torch.full((12, 2), -(1 << 62), dtype=torch.int64, device=DEVICE)
     for place, name in enumerate(("temperature", "min_p", "top_p")):
@@ -97,8 +97,8 @@ def test_random_rows_follow_the_reference(seed: int) -> None:
 
 
 def test_cut_offs_where_blocks_drop_out() -> None:
-    """Several blocks, few of which hold what the search is about: a flat row, a steep one, ties,
-    equal weights.
+    """There are several blocks, few of which hold the searched values: a flat row, a steep one,
+    ties, equal weights.
     """
     rows, vocab = torch.arange(5, device=DEVICE), 257 if DEVICE == "cpu" else 50_001
     logits, arrived = randn(5, vocab, seed=4), counters(5)
@@ -135,14 +135,14 @@ def test_cut_offs_where_blocks_drop_out() -> None:
 
 
 def columns(count: int, rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """Columns of one table, which are strided."""
+    """Return columns of one table, which are strided."""
     table = torch.zeros(rows, count + 1, dtype=dtype, device=DEVICE)
     return [table[:, i] for i in range(count)]
 
 
 def edits(vocab: int, seed: int) -> sampling_edits.RowEdits:
-    """Twelve rows: penalties, allowed tokens and lists in every mixture; what no flag asks for is
-    poisoned.
+    """Return twelve rows with penalties, allowed tokens and lists in every mixture; values without
+    their flag are poisoned.
     """
     rng = torch.Generator().manual_seed(seed)
     flags, min_length, added, listed = columns(4, 12, torch.int64)

@@ -1,4 +1,4 @@
-"""Products of few tokens in Triton against torch's: in the interpreter, or on a GPU."""
+"""GEMMs of few tokens in Triton against torch's: in the interpreter, or on a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_products(tokens: int, tile: Tile, size: int, depth: int, bias: bool) ->
         torch.testing.assert_close(multiply(x, weight, added, tile), wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_the_rule_leaves_what_it_does_not_do_better_to_others() -> None:
+def test_the_rule_leaves_shapes_that_it_does_not_speed_up_to_others() -> None:
     assert (
         few_rows_tile(1, 129280, 7168)
         and few_rows_tile(8, 2048, 2048)

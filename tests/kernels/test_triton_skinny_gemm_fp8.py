@@ -1,4 +1,4 @@
-"""One row by a weight that programs hold, against the torch reference; ragged sizes, parts of the
+"""One row times a weight that programs hold, against the torch reference; ragged sizes, split
 depth.
 """
 
@@ -54,7 +54,7 @@ def test_a_depth_of_fewer_groups_than_parts() -> None:
     )
 
 
-def test_scales_of_single_rows_go_the_other_way() -> None:
+def test_scales_of_single_rows_use_the_other_kernel() -> None:
     x, x_scales, weight, w_scales = operands(1, 130, 256, seed=4)
     by_row = w_scales.repeat_interleave(128, 0)[:130].contiguous()
     close(

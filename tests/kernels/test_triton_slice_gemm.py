@@ -1,4 +1,4 @@
-"""Products cut along their depth, on Hopper; elsewhere they are at least compiled for it."""
+"""GEMMs split along their depth, on Hopper; elsewhere they are at least compiled for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def test_they_compile_for_hopper() -> None:
 @pytest.mark.parametrize("tokens", [17, 24, 32, 33, 64])
 @pytest.mark.parametrize(("size", "depth"), [(2048, 2048), (1000, 1024)])
 def test_parts_add_up(tokens: int, size: int, depth: int) -> None:
-    """The norm behind it gives what it gives of the whole product; other inputs in the same graph."""
+    """The following norm gives the same result as for the whole GEMM; other inputs run in the same
+    graph.
+    """
     from glowplug.core.protocols import Parts
     from glowplug.kernels.elementwise import norm
     from glowplug.kernels.gemm import split_depth as slice_gemm

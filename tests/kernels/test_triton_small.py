@@ -36,7 +36,7 @@ def test_norms(shape: tuple[int, int], scale: float) -> None:
         normed, total = norm.add_rms_norm(x, residual, weight, 1e-6)
         torch.testing.assert_close(total, x + residual)
         torch.testing.assert_close(normed, rms_norm_reference(x + residual, weight, 1e-6))
-        assert torch.equal(residual, before), "the residual handed in is not overwritten"
+        assert torch.equal(residual, before), "the given residual is not overwritten"
 
 
 def test_norms_read_strided_rows_and_more_dimensions() -> None:
@@ -59,8 +59,8 @@ def test_norms_read_strided_rows_and_more_dimensions() -> None:
     ("tokens", "width", "size"), [(1, 8, 256), (3, 1, 7), (5, 9, 576), (2, 6, 1025), (0, 8, 64)]
 )
 def test_norm_of_the_rows_of_experts(tokens: int, width: int, size: int) -> None:
-    """The sum of a token's rows, whatever the rows of absent experts hold; then as with any other
-    row.
+    """The norm covers the sum of a token's rows, whatever the rows of absent experts hold; then it
+    works as for any other row.
     """
     for seed in (0, 1):
         rows, residual = randn(tokens * width, size, seed=seed), randn(tokens, size, seed=seed + 10)
@@ -124,7 +124,7 @@ def test_rope(interleaved: bool, heads: tuple[int, int], size: int) -> None:
     for seed in (7, 8):
         query = randn(tokens, heads[0], size + 8, seed=seed)[
             ..., 8:
-        ]  # strided, as attention layers hand it over
+        ]  # strided, as attention layers pass it
         key = randn(tokens, heads[1] * size + 4, seed=seed + 5)[:, 4:].view(tokens, heads[1], size)
         cos_sin = randn(tokens, size, seed=seed + 9)
         kept = query.clone(), key.clone()

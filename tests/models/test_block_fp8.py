@@ -48,9 +48,7 @@ DYNAMIC = {"activations": "dynamic"}
 
 
 def naive_dequantize(stored: Tensor, scales: Tensor) -> Tensor:
-    """One element at a time's worth of block scales: value = stored * scale[row // 128, column //
-    128].
-    """
+    """Dequantise by the definition: value = stored * scale[row // 128, column // 128]."""
     grid = scales.repeat_interleave(128, 0)[: stored.shape[0]].repeat_interleave(128, 1)[
         :, : stored.shape[1]
     ]
@@ -69,7 +67,9 @@ def naive_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_checkpoint(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The FP8 checkpoint of a float one, and the float one that it stands for."""
+    """Return the FP8 checkpoint of a float one, and the float checkpoint with its dequantised
+    values.
+    """
     fp8, dense = {}, {}
     for name, tensor in tensors.items():
         if tensor.dim() < 2 or any(skip in name for skip in LEFT_ALONE):
@@ -114,8 +114,8 @@ def checkpoint(
 
 
 def test_weights_equal_the_dequantized_checkpoint(checkpoint: Any) -> None:
-    """Activations left alone: exactly the float model of the dequantised weights, which
-    transformers runs too.
+    """Without rounded activations the result is exactly the float model of the dequantised weights,
+    which transformers runs too.
     """
     facts, tensors, model = checkpoint
     fp8, dense = quantize_checkpoint(tensors)
@@ -136,7 +136,7 @@ def test_weights_equal_the_dequantized_checkpoint(checkpoint: Any) -> None:
 
 
 def load_published(model: Any, tensors: dict[str, Tensor]) -> None:
-    """Published names into transformers' fused experts."""
+    """Load published names into transformers' fused experts."""
     state = model.state_dict()
     for name, tensor in tensors.items():
         head, found, tail = name.partition(".experts.")
@@ -152,7 +152,9 @@ def load_published(model: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Activations as FP8 holds them, a token and 128 channels at a time, by torch's own cast."""
+    """Return activations rounded to FP8, a token and 128 channels at a time, by torch's own
+    cast.
+    """
     groups = torch.nn.functional.pad(x, (0, -x.shape[-1] % 128)).unflatten(-1, (-1, 128))
     scales = groups.abs().amax(-1, keepdim=True) / 448
     return ((groups / scales).to(torch.float8_e4m3fn).float() * scales).flatten(-2)[
@@ -161,10 +163,10 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def test_every_linear_rounds_its_input(tmp_path: Path) -> None:
-    """transformers with the same rounding before each product (but kv_b's, which absorption leaves
-    in full precision).
+    """Transformers runs with the same rounding before each GEMM (except kv_b's, which absorption
+    leaves in full precision).
 
-    A value on the edge between two codes may fall either way, so a few logits may differ by a
+    A value on the edge between two codes may round either way, so a few logits may differ by a
     code's step.
     """
     dense_layers = dict(RAGGED, first_k_dense_replace=3, attention_bias=True)
@@ -259,8 +261,8 @@ def test_a_rank_s_slice_begins_anywhere_in_a_block(row: int, size: int, checkpoi
 
 
 def test_modules_left_alone(checkpoint: Any) -> None:
-    """By what the checkpoint stores; without tensor facts, by the names that published checkpoints
-    leave alone.
+    """The checkpoint's tensors decide; without tensor facts, the module names that published
+    checkpoints leave unquantised.
     """
     facts, tensors, _ = checkpoint
     fp8, _ = quantize_checkpoint(tensors)

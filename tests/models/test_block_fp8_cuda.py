@@ -1,8 +1,8 @@
 """FP8 methods whose weights stay E4M3, against the dequantising ones: fused and ragged parts,
 slices, a shared expert.
 
-Without a card the kernels are interpreted, and the interpreter casts a few activations in a hundred
-wrongly: there products only nearly agree, weights exactly.
+Without a GPU the kernels are interpreted, and the interpreter casts a few activations in a hundred
+wrongly: there GEMMs agree only approximately, weights exactly.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def near(found: Tensor, wanted: Tensor, tolerance: float = TOLERANCE) -> None:
 
 
 class Checkpoint:
-    """Random matrices by module name; in FP8 blocks unless ``native`` is False. ``dense``: what
-    they stand for.
+    """Random matrices by module name, in FP8 blocks unless ``native`` is False; ``dense`` holds
+    their values.
     """
 
     def __init__(self, native: bool, seed: int) -> None:
@@ -59,7 +59,7 @@ class Checkpoint:
         return torch.randn(*shape, generator=self._generator)
 
     def load(self, method: Any) -> None:
-        """Every target once, in any order."""
+        """Load every target once, in any order."""
         left = set(self.tensors)
         for target in reversed(list(method.targets())):
             left.remove(target.name)
@@ -165,8 +165,9 @@ def mixture(
     shared: int,
     between: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The experts' weighted sum, and the whole shared expert with weight 1; ``between`` the
-    products rows have a dtype of their own."""
+    """Return the experts' weighted sum, with the whole shared expert at weight 1; between the GEMMs
+    rows have the dtype ``between``.
+    """
     x = fp8.fake_quantize_tokens(x)
 
     def expert(prefix: str, row: Tensor) -> Tensor:
@@ -188,10 +189,10 @@ def mixture(
 
 
 @pytest.mark.parametrize("wanted", ["auto", "cublas"])
-def test_who_makes_16_bits_is_not_asked_for_float32(
+def test_providers_of_16_bits_are_not_chosen_for_float32(
     wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For shapes that somebody measured and for others, wherever every library is installed."""
+    """Measured and other shapes are tried, with every library installed."""
     monkeypatch.setattr(gemm_providers._Library, "missing", lambda self: "")
     table = {"N=512,K=512": {"64": "cutlass", "512": "cublas"}}
     for rows, columns in ((1, 512), (64, 512), (512, 512), (512, 768)):
@@ -223,9 +224,9 @@ def test_float32_by_whoever_is_measured(tokens: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 4, 6, 33])
 @pytest.mark.parametrize("laid_out", ["side by side", "by row", "a slice"])
-def test_flashinfer_is_given_scales_as_its_kernel_reads_them(rows: int, laid_out: str) -> None:
-    """Wherever a row's scale of a group lies, it is read from place ``group * ceil4(M) + row`` of
-    the memory.
+def test_flashinfer_gets_scales_in_its_kernels_layout(rows: int, laid_out: str) -> None:
+    """The scale of a row's group is read from place ``group * ceil4(M) + row`` of the memory, in
+    every layout.
     """
     depth, columns = 384, 128
     x, stored = torch.randn(rows, depth), fp8.quantize_weight(torch.randn(columns, depth))
@@ -255,7 +256,7 @@ def test_flashinfer_is_given_scales_as_its_kernel_reads_them(rows: int, laid_out
 @pytest.mark.gpu
 @pytest.mark.timeout(
     900
-)  # flashinfer's kernels are compiled for a minute, beside other processes for several
+)  # compiling flashinfer's kernels takes a minute, beside other processes several
 @pytest.mark.parametrize("gemm", ["triton", "deep_gemm", "cutlass", "cublas", "flashinfer", "auto"])
 @pytest.mark.parametrize("tokens", [1, 6, 8, 31, 70, 512])
 def test_every_provider(gemm: str, tokens: int) -> None:
@@ -280,12 +281,11 @@ def test_every_provider(gemm: str, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 33, 300])
 @pytest.mark.parametrize("wanted", ["deep_gemm", "deep_gemm_masked", "cutlass"])
 def test_experts_by_grouped_products(wanted: str, tokens: int) -> None:
-    """The library's rows are bfloat16 between its products, where our kernel's may be float32:
-    numbers then fall into the next step of E4M3 here and there, and the two differ by 1.5e-2, so
-    theirs are compared with rows rounded alike.
-    What is left is the order of sums: 2^-12 of a row's size moves the result by 0.7e-2, rounding to
-    E4M3 as such by
-    2.3e-2. Of a single token's two rows one number may make 3.5e-2, hence draws of 48 rows or more.
+    """The library's rows are bfloat16 between its GEMMs, where our kernel's may be float32: some
+    numbers then round to the next step of E4M3, and the two differ by 1.5e-2, so they are
+    compared with rows rounded alike. The order of sums remains: 2^-12 of a row's size moves the
+    result by 0.7e-2, rounding to E4M3 as such by 2.3e-2. Of a single token's two rows one number
+    may make 3.5e-2, hence draws of 48 rows or more.
     """
     pytest.importorskip("sgl_kernel" if wanted == "cutlass" else "deep_gemm")
     count, hidden, inter = 6, 512, 256

@@ -1,5 +1,5 @@
-"""A mixture whose shared expert may begin before its gate has chosen computes what it does without
-kernels of ours.
+"""A mixture whose shared expert may begin before its gate has chosen gives the results of one
+without our kernels.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def nine_arguments(
     scale: float,
     fused_shared: int,
 ) -> tuple[Tensor, Tensor]:
-    """``protocols.Route``, and not a word more."""
+    """Route with exactly the arguments of ``protocols.Route``."""
     return route(x, weight, bias, k, groups, topk_groups, renormalize, scale, fused_shared)
 
 
@@ -77,7 +77,7 @@ def filled(fused: bool, sets_ready: bool = True) -> Moe:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 32, 33, 40])
-def test_the_same_mixture(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_and_plain_mixtures_agree(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Early where tokens share wide tiles; the ready flag is cleared each time."""
     monkeypatch.setattr(experts_cuda, "dependent_launch", SimpleNamespace(supported=lambda: True))
     plain, fused = filled(False), filled(True)
@@ -97,7 +97,7 @@ def test_the_same_mixture(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [flag.tolist() for flag in flags] == ([[1, 0]] * 2 if tokens > 32 else [])
 
 
-def test_a_table_without_a_gate_that_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_without_a_ready_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its shared expert is fused all the same, and starts when the gate has chosen."""
     monkeypatch.setattr(experts_cuda, "dependent_launch", SimpleNamespace(supported=lambda: True))
     plain, fused = filled(False), filled(True, sets_ready=False)
@@ -121,7 +121,7 @@ def test_a_step_that_failed_behind_its_gate_leaves_no_ready_flag(
         failing.setattr(experts_cuda.moe_experts, "products", refused)
         fused.forward(x)
     assert method._ready.tolist() == [1, 0]
-    few = fused.forward(x[:5])  # which begins nothing early
+    few = fused.forward(x[:5])  # begins no expert early
     started = method.start(x, SIZES.topk + 2)
     assert started is not None and not started.ready.any()
     assert torch.equal(fused.forward(x), wanted) and not method._ready.any()
@@ -132,7 +132,7 @@ def refused(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("nothing left")
 
 
-def test_not_on_cards_before_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_do_not_begin_early_before_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts_cuda, "dependent_launch", SimpleNamespace(supported=lambda: False))
     method = filled(True).experts.method
     assert (

@@ -34,7 +34,7 @@ def tensors() -> dict[str, Any]:
 
 
 def projections(c: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Every FP8 matrix by its published name."""
+    """Return every FP8 matrix by its published name."""
     hidden, heads, rope = c["hidden_size"], c["num_attention_heads"], c["qk_rope_head_dim"]
     nope, value = c["qk_nope_head_dim"], c["v_head_dim"]
     found = {}
@@ -56,7 +56,7 @@ def projections(c: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def kept(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor that is not FP8, by its published name."""
+    """Return every tensor that is not FP8 by its published name."""
     hidden, layers = c["hidden_size"], c["num_hidden_layers"]
     vocabulary = (c["vocab_size"], hidden)
     found: dict[str, tuple[int, ...]] = {

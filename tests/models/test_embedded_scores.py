@@ -11,7 +11,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=200)
 
 
 def scores(activations: str) -> dict[str, float]:
-    """Percentages by kind of task, answered by the engine with the published weights."""
+    """Return percentages by kind of task, answered by the engine with the published weights."""
     tasks = held_out_tasks(500)
     texts = [""] * len(tasks)
     with LLM(

@@ -1,4 +1,6 @@
-"""The embedded model's task generator and scorer, its tokenizer's chat form, and its FP8 rounding."""
+"""The embedded model's task generator and scorer, its tokenizer's chat form, and its FP8
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from glowplug.models.embedded.training import tokenizer
 
 
 def expected(task: Task) -> str | None:
-    """The answer worked out from the key alone, by other means than the generator's; None where the
-    key lacks it.
+    """Return the answer derived from the key alone, by other means than the generator's; None where
+    the key lacks it.
     """
     if task.kind in ("add", "subtract"):
         a, b = map(int, task.key.split(","))

@@ -1,5 +1,5 @@
-"""Whole models with their experts dealt among ranks: logits of one rank, for every layout and
-exchange.
+"""Whole models with experts distributed over ranks give the logits of one rank, for every layout
+and exchange.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GROUPED: tuple[dict[str, int], ...] = (
     {"tp": 4, "ep": 4, "dp": 4},
 )
 ROWS = 4
-Step = tuple[dict[int, list[int]], int]  #: tokens by row, and how many of the rows decode
+Step = tuple[dict[int, list[int]], int]  #: tokens by row, and the number of decoding rows
 
 
 def cases(layouts: tuple[dict[str, int], ...]) -> list[tuple[dict[str, int], str]]:
@@ -50,8 +50,8 @@ def cases(layouts: tuple[dict[str, int], ...]) -> list[tuple[dict[str, int], str
 
 
 def steps() -> list[Step]:
-    """Prompts of uneven lengths, a step with a second chunk beside decoding rows, decoding alone,
-    one row alone.
+    """Return prompts of uneven lengths, a step with a second chunk beside decoding rows, decoding
+    alone, and one row alone.
     """
     generator = torch.Generator().manual_seed(9)
 
@@ -73,7 +73,7 @@ def checkpoint(name: str) -> tuple[ModelFacts, dict[str, Tensor]]:
 
 
 class GroupStepper(Stepper):
-    """Steps its group's rows among groups that agree on the most tokens of any."""
+    """A stepper of one group's rows; groups agree on the largest number of tokens."""
 
     most = 0
 
@@ -84,7 +84,7 @@ class GroupStepper(Stepper):
 
 
 def part(step: Step, group: int, groups: int) -> Step:
-    """The rows of a group: row r belongs to group r % groups."""
+    """Return the rows of a group: row r belongs to group r % groups."""
     chunks, decodes = step
     own = {row: ids for row, ids in chunks.items() if row % groups == group}
     return own, sum(row % groups == group for row in list(chunks)[:decodes])
@@ -125,7 +125,9 @@ def rank_context(
 
 @cache
 def alone(name: str) -> tuple[list[dict[int, Tensor]], dict[str, Tensor]]:
-    """One rank: logits of each step by row, and how many tokens chose each expert, by layer."""
+    """Return on one rank the logits of each step by row, and the number of tokens that chose each
+    expert, by layer.
+    """
     facts, tensors = checkpoint(name)
     model, context = build_model(facts, tensors, quantization=MODELS[name])
     chosen: dict[str, Tensor] = {}
@@ -160,7 +162,7 @@ def run(
     exchange: str,
     backend: str,
 ) -> list[tuple[list[dict[int, Tensor]], dict[str, list[int]]]]:
-    """By rank: logits of each step by row, and the load."""
+    """Return by rank the logits of each step by row, and the load."""
     groups = mesh.get("dp", 1)
     checkpoint(name)
 
@@ -205,7 +207,7 @@ def test_every_rank_has_the_logits_of_one(name: str, mesh: dict[str, int], excha
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("mesh", "exchange"), cases(GROUPED), ids=str)
 def test_groups_with_rows_of_their_own(name: str, mesh: dict[str, int], exchange: str) -> None:
-    """Uneven groups, one of them without work in the last step."""
+    """Groups are uneven, one of them without work in the last step."""
     assert_as_alone(name, mesh, exchange, "threads")
 
 
@@ -217,7 +219,7 @@ def test_over_gloo(mesh: dict[str, int], exchange: str) -> None:
 
 
 def test_a_rank_reads_its_own_experts_only() -> None:
-    """And says of the others that they are elsewhere."""
+    """Tensors of the other experts are reported as elsewhere."""
 
     def body(collectives: Any, rank: int) -> tuple[set[str], list[bool]]:
         context = rank_context("v3", {"tp": 4, "ep": 4}, rank, "all_gather", collectives)

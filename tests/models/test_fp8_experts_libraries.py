@@ -1,6 +1,7 @@
-"""Routed experts by DeepGEMM's masked layout and by CUTLASS's grouped product, both played here in
-float32: what they are told, and results against a loop over tokens. The kernels are interpreted
-without a card."""
+"""Routed experts by DeepGEMM's masked layout and by CUTLASS's grouped GEMM, both simulated here in
+float32: their arguments, and results against a loop over tokens. Without a GPU the kernels are
+interpreted.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def product(values: Tensor, scales: Tensor, weight: Tensor, blocks: Tensor) -> T
 
 
 class DeepGemm:
-    """Whole tiles of rows are written, those nobody told it of with NaN; layouts are those that the
-    library takes.
+    """DeepGEMM's masked GEMM: it writes whole tiles of rows, NaN into rows outside the counts, and
+    checks the layouts.
     """
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class DeepGemm:
 
 
 class SglKernel:
-    """It reads each problem where the problem's numbers say that it lies."""
+    """sgl_kernel's grouped GEMM: it reads each problem at the addresses that its arguments give."""
 
     def __init__(self) -> None:
         self.dtypes: list[torch.dtype] = []
@@ -185,7 +186,7 @@ def test_masked_rows(masked: DeepGemm, tokens: int, used: int) -> None:
     assert masked.usual == [-(-tokens * WIDTH // EXPERTS)] * 2
 
 
-def test_steps_beyond_the_masked_ones_are_as_auto_has_them(
+def test_steps_beyond_the_masked_ones_follow_auto(
     masked: DeepGemm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_fp8_masked, "MASKED_TOKENS", 8)
@@ -227,7 +228,7 @@ def test_a_library_that_cannot_be_used(
 
 
 @pytest.mark.parametrize("wanted", ["auto", "triton"])
-def test_nobody_else_is_asked_unless_named(wanted: str) -> None:
+def test_a_provider_runs_only_if_named(wanted: str) -> None:
     made = grouped(wanted)
     assert isinstance(made, Grouped) and not made.pays(1, 1, 256)
 
@@ -235,7 +236,7 @@ def test_nobody_else_is_asked_unless_named(wanted: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "large"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, True)]
 )
-def test_nobody_who_makes_16_bits_is_chosen_for_float32(
+def test_providers_of_16_bits_are_not_chosen_for_float32(
     dtype: torch.dtype, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(

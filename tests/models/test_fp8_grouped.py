@@ -1,5 +1,6 @@
-"""The path of sorted experts around a library's grouped product, which is played here: told where
-each expert's rows end, or each row's expert. The kernels are interpreted without a card."""
+"""Sorted experts around a library's grouped GEMM, which is simulated here and gets either the ends
+of each expert's rows or each row's expert. Without a GPU the kernels are interpreted.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Library:
-    """A grouped product in float32 that leaves NaN in every row it was not told of. ``fails``: on
-    ends, with that.
+    """A grouped GEMM in float32 that writes NaN into every row outside its layout; with ``fails``,
+    it raises that for a layout of ends.
     """
 
     def __init__(self, fails: str = "") -> None:
@@ -140,7 +141,7 @@ def run_twice(library: Library) -> None:
         made.experts(x, scales, *w13, *w2, ids, torch.rand(4, WIDTH, device=DEVICE), torch.float32)
 
 
-def test_a_build_without_ends_is_told_rows_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_build_without_ends_gets_rows_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
     library = Library(fails="Assertion error (csrc/apis/gemm.hpp:194): not use_psum_layout")
     run_twice(library)
     assert library.told == ["ends", "rows", "rows", "rows", "rows"]
@@ -178,10 +179,10 @@ def test_a_library_that_is_installed_and_cannot_be_used(
 
 
 @pytest.mark.parametrize(("multiply", "by_ends"), [(Library(), True), (max, False)])
-def test_a_library_that_does_not_say_what_it_takes_is_told_rows(
+def test_a_library_without_a_signature_gets_rows(
     multiply: Any, by_ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As compiled functions are: they have no signature."""
+    """Compiled functions are like this: they have no signature."""
     monkeypatch.setitem(
         sys.modules, "deep_gemm", SimpleNamespace(m_grouped_fp8_gemm_nt_contiguous=multiply)
     )

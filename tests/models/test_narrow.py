@@ -1,5 +1,5 @@
-"""Int8 and AWQ checkpoints on the CPU: weights, whole models, ranks, bytes, and what is refused
-before loading.
+"""Int8 and AWQ checkpoints on the CPU: weights, whole models, ranks, bytes, and refusals before
+loading.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from glowplug.core.protocols import LinearShape, Worker
 from glowplug.core.testing.harness.build import DictSource, Stepper, build_model, make, plan_for
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
 from glowplug.kernels.formats import int8
-from tests.support.narrow import (
+from tests.support.narrow_checkpoints import (
     AWQ,
     COMPRESSED,
     INT8,
@@ -45,7 +45,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], Made]]] =
 
 
 def answers(folder: Path, **config: Any) -> tuple[list[list[int]], Any]:
-    """Greedy tokens of the engine on the CPU, and its plan."""
+    """Return greedy tokens of the engine on the CPU, and its plan."""
     prompts = [[5, 9, 33, 7], [2], list(range(40, 75))]
     with LLM(
         model=str(folder),
@@ -63,11 +63,11 @@ def answers(folder: Path, **config: Any) -> tuple[list[list[int]], Any]:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_whole_models_say_what_the_dequantised_ones_do(
+def test_whole_models_give_the_tokens_of_the_dequantised_ones(
     name: str, kind: str, tmp_path: Path
 ) -> None:
-    """Recognised by config.json alone; the tokens of plain torch over the weights that the
-    checkpoint stands for.
+    """The format is recognised by config.json alone; the tokens are those of plain torch over the
+    dequantised weights.
     """
     config, quantise = FORMATS[kind]
     facts = tiny_facts(name)
@@ -95,8 +95,8 @@ def test_online_int8_is_the_int8_checkpoint(name: str, tmp_path: Path) -> None:
     assert online == native and plan.choice("quantization").name == "w8a8_int8"
 
 
-def test_stored_int8_without_a_word_in_config(tmp_path: Path) -> None:
-    """As SGLang is told of it, by a flag alone."""
+def test_stored_int8_is_read_without_an_entry_in_config(tmp_path: Path) -> None:
+    """SGLang uses a flag alone for such a checkpoint."""
     stored, _ = int8_checkpoint(float_tensors(tiny_facts("v2")))
     told, _ = answers(
         write_folder(tmp_path / "silent", "v2", stored), quantization={"use": "w8a8_int8"}
@@ -105,8 +105,8 @@ def test_stored_int8_without_a_word_in_config(tmp_path: Path) -> None:
 
 
 def test_dynamic_activations_round_every_product(tmp_path: Path) -> None:
-    """A linear layer and a whole model: rounding changes logits a little, and only where it is
-    asked for.
+    """A linear layer and a whole model are tried: rounding changes logits a little, and only on
+    request.
     """
     facts = tiny_facts("v3", quantization_config=INT8)
     stored, dense = int8_checkpoint(float_tensors(facts))
@@ -164,7 +164,7 @@ def test_awq_linear(rows: tuple[int, ...], depth: int, group: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 72, 2048])
 def test_int8_linear(depth: int) -> None:
-    """With activations quantised: the integer product, scaled once."""
+    """With activations quantised, the integer GEMM is scaled once."""
     generator = torch.Generator().manual_seed(depth)
     weight = torch.randn(40, depth, generator=generator)
     stored, scales, _ = int8_matrix(weight)
@@ -257,7 +257,7 @@ def test_ranks_must_not_cut_groups(tmp_path: Path, plugins: PluginSet) -> None:
 
 
 def test_the_budget_counts_narrow_weights(tmp_path: Path, plugins: PluginSet) -> None:
-    """On a card: a byte a weight and four a row; half a byte, and four a group."""
+    """On a GPU: a byte a weight and four a row; half a byte, and four a group."""
     from glowplug.core.plan.budget.weights import Storage, weights_by_rank
 
     tensors = float_tensors(tiny_facts("v3"))
@@ -293,7 +293,7 @@ def test_the_budget_counts_narrow_weights(tmp_path: Path, plugins: PluginSet) ->
 def test_the_budget_counts_what_is_quantised_while_loading(
     tmp_path: Path, plugins: PluginSet
 ) -> None:
-    """All but vocabulary, gate, norms and the latents' projections takes a byte on a card."""
+    """On a GPU all but vocabulary, gate, norms and the latents' projections takes a byte."""
     from glowplug.core.facts.model_facts import DeviceFacts, HardwareFacts
 
     folder = write_folder(tmp_path, "v3", float_tensors(tiny_facts("v3")))
@@ -318,7 +318,7 @@ def test_the_budget_counts_what_is_quantised_while_loading(
         experts, shared, width, heads = 98304, 12288, 18432, 30720
         assert plain - narrow == experts + shared + width + heads - 12288, (
             use
-        )  # kv_b_proj is there in both
+        )  # kv_b_proj is stored in both formats
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -375,7 +375,9 @@ def reasons(folder: Path, plugins: PluginSet, **config: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("case", STATED)
-def test_what_config_states(case: str, tmp_path: Path, plugins: PluginSet) -> None:
+def test_unsupported_config_entries_are_refused(
+    case: str, tmp_path: Path, plugins: PluginSet
+) -> None:
     config, wanted = STATED[case]
     tensors = float_tensors(tiny_facts("v2"))
     stored, _ = (awq_checkpoint if config["quant_method"] == "awq" else int8_checkpoint)(tensors)
@@ -408,7 +410,7 @@ GATE = "model.layers.1.mlp.experts.3.gate_proj"
         ),
     ],
 )
-def test_what_tensors_say(
+def test_inconsistent_tensors_are_refused(
     kind: str, lost: str, added: dict[str, Tensor], wanted: str, tmp_path: Path, plugins: PluginSet
 ) -> None:
     config, quantise = FORMATS[kind]
@@ -436,7 +438,9 @@ def test_formats_are_not_mixed_up(tmp_path: Path, plugins: PluginSet) -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "compressed", "awq"])
 def test_random_weights_of_a_config_alone(kind: str, tmp_path: Path) -> None:
-    """For benchmarks without a checkpoint: what a published one of this config.json would hold."""
+    """Benchmarks without a checkpoint get the tensors that a published one of this config.json
+    would hold.
+    """
     from tests.support.tiny import write_config
 
     changes = {"q_lora_rank": 64} if kind == "awq" else {}

@@ -1,7 +1,7 @@
 """Int8 and int4 methods whose weights stay narrow, against the dequantised ones: fused parts,
 slices, a shared expert.
 
-Without a card the kernels are interpreted.
+Without a GPU the kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from glowplug.plugins.quantization.awq.cuda import AwqCuda  # noqa: E402
 from glowplug.plugins.quantization.awq.plugin import AwqOptions  # noqa: E402
 from glowplug.plugins.quantization.int8.cuda import W8A8Int8Cuda  # noqa: E402
 from glowplug.plugins.quantization.int8.plugin import W8A8Int8Options  # noqa: E402
-from tests.support.narrow import AWQ, INT8, awq_matrix, int8_matrix, tiny_facts  # noqa: E402
+from tests.support.narrow_checkpoints import AWQ, INT8, awq_matrix, int8_matrix, tiny_facts  # noqa: E402
 
 DTYPES = (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32,)
 KINDS = ("int8", "online int8", "awq")
 
 
 class Checkpoint:
-    """Random matrices by module name, in one format. ``dense``: what they stand for."""
+    """Random matrices by module name, in one format; ``dense`` holds their values."""
 
     def __init__(self, kind: str, group: int = 32, seed: int = 1) -> None:
         self.kind, self.group, self.tensors, self.dense = kind, group, {}, {}  # type: ignore[var-annotated]
@@ -71,7 +71,7 @@ class Checkpoint:
         return made(read(**options), self.plan(dtype), Worker(device=DEVICE, dtype=dtype))  # type: ignore[operator]
 
     def load(self, method: Any) -> None:
-        """Every target once, in any order."""
+        """Load every target once, in any order."""
         left = set(self.tensors)
         for target in reversed(list(method.targets())):
             left.discard(target.name)
@@ -200,7 +200,7 @@ def experts(
     count: int,
     inter: int,
 ) -> Tensor:
-    """float32; slices of the shared expert are experts of their own."""
+    """Return float32 results; slices of the shared expert are experts of their own."""
     out = torch.zeros(x.shape, device=x.device)
     for token in range(len(ids)):
         for slot, expert in enumerate(ids[token].tolist()):

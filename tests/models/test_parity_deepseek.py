@@ -83,7 +83,7 @@ def test_logits_and_greedy_tokens(case: str, tmp_path: Path) -> None:
 
 
 def test_many_experts_few_hit(tmp_path: Path) -> None:
-    """64 experts: the products over the experts hit, rather than over all."""
+    """With 64 experts, GEMMs run over the chosen experts only."""
     config = dict(
         V3,
         rope_parameters=YARN,
@@ -96,8 +96,8 @@ def test_many_experts_few_hit(tmp_path: Path) -> None:
 
 
 def test_published_rope_scaling_spelling(tmp_path: Path) -> None:
-    """config.json as published (``rope_scaling``, ``type``), rather than as transformers now writes
-    it.
+    """config.json is written as published (``rope_scaling``, ``type``), not as transformers now
+    writes it.
     """
     import json
 

@@ -1,4 +1,6 @@
-"""The multi-token-prediction layer against transformers' own, and how it shares embedding and head."""
+"""The multi-token-prediction layer against transformers' own, and its sharing of embedding and
+head.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ PREFIX = f"model.layers.{LAYERS}"
 
 
 def with_mtp(folder: Path) -> tuple[Reference, Any, dict[str, Tensor]]:
-    """A V3 reference, transformers' MTP model around it, and the tensors of both under their
+    """Return a V3 reference, transformers' MTP model around it, and the tensors of both under their
     published names.
     """
     from transformers.modeling_layers import MtpModel
@@ -77,7 +79,7 @@ def load_nextn(
 
 @torch.no_grad()
 def expected(mtp: Any, reference: Reference, ids: list[int]) -> Tensor:
-    """transformers' MTP logits [T - 1, V] at every position but the last."""
+    """Return transformers' MTP logits [T - 1, V] at every position but the last."""
     from transformers.cache_utils import MtpCache
 
     hidden = reference.model.model(torch.tensor([ids])).last_hidden_state[:, :-1]

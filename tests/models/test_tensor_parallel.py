@@ -1,5 +1,5 @@
-"""Ranks that share every layer compute what one rank does, read their own slices only, and load
-without one another.
+"""Ranks that share every layer compute the result of one rank, read only their own slices, and load
+independently.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def plugins() -> PluginSet:
 
 @pytest.fixture(autouse=True)
 def torch_threads(quick_switches: None) -> Iterator[None]:
-    """As many as before, whatever a rank sets."""
+    """The number of torch's threads, restored after the test."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -77,7 +77,7 @@ def config_of(folder: Path, size: int, **more: Any) -> dict[str, Any]:
 
 @dataclass
 class CountingSource(DictSource):
-    """Counts the bytes of every slice it hands out, by tensor name."""
+    """A source that counts the bytes of every slice it returns, by tensor name."""
 
     tensors: dict[str, Tensor]
     read_names: list[str] = field(default_factory=list)
@@ -92,7 +92,7 @@ class CountingSource(DictSource):
 def build(
     plan: EnginePlan, plugins: PluginSet, rank: int, meeting: str
 ) -> tuple[Model, BuildContext]:
-    """One rank's model, empty, over real process groups."""
+    """Build one rank's model, empty, over real process groups."""
     torch.set_num_threads(1)
     worker = make_worker(plan, rank, meeting)
     context = build_context(plan, plugins, worker)
@@ -102,7 +102,7 @@ def build(
 def on_ranks(
     plan: EnginePlan, plugins: PluginSet, folder: Path, work: Callable[[Model, BuildContext], Any]
 ) -> list[Any]:
-    """``work`` of every rank, in a thread each; its collectives closed behind it."""
+    """Run ``work`` on every rank in a thread, and close its collectives afterwards."""
     meeting = f"file://{folder}/ranks-{plan.ranks}"
 
     def one(rank: int) -> Any:
@@ -121,7 +121,7 @@ def checkpoint(facts: ModelFacts) -> dict[str, Tensor]:
 
 
 def steps(model: Model, context: BuildContext) -> Tensor:
-    """Logits of two prompts, of a mixed step and of two that decode: [13, V]."""
+    """Return logits of two prompts, of a mixed step and of two that decode: [13, V]."""
     stepper = Stepper(model, context)
     found = [
         stepper.logits({0: [3, 1, 4, 1, 5, 9], 1: [2, 6]}),
@@ -152,7 +152,7 @@ def test_ranks_compute_the_logits_of_one(case: str, tmp_path: Path, plugins: Plu
     for size in (2, 4):
         for got in found[size]:
             torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
-            assert torch.equal(got, found[size][0]), "ranks sample from the same bits"
+            assert torch.equal(got, found[size][0]), "all ranks have the same logits"
 
 
 REPLICATED = (
@@ -168,7 +168,9 @@ REPLICATED = (
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_reads_its_slices_only(case: str, tmp_path: Path, plugins: PluginSet) -> None:
-    """What is split is read once over all ranks together (key heads as often as ranks share them)."""
+    """Split tensors are read once over all ranks together (key heads as often as ranks share
+    them).
+    """
     name, changes = CASES[case]
     plan = rank_plan(config_of(write_config(tmp_path, name, **changes), 4), plugins)
     facts = plan.facts.model
@@ -187,7 +189,7 @@ def test_a_rank_reads_its_slices_only(case: str, tmp_path: Path, plugins: Plugin
             times = 4 // min(4, facts.num_kv_heads)
         if tensor.endswith(
             "_scale_inv"
-        ):  # a block's scale is read by every rank that holds some of the block
+        ):  # a block's scale is read by every rank that holds part of the block
             assert sum(rank[tensor] for rank in read) <= 4 * total
         else:
             assert sum(rank[tensor] for rank in read) == times * total, tensor
@@ -196,7 +198,7 @@ def test_a_rank_reads_its_slices_only(case: str, tmp_path: Path, plugins: Plugin
 def test_an_online_quantization_reads_whole_blocks_of_its_slice(
     tmp_path: Path, plugins: PluginSet
 ) -> None:
-    """And quantises them as one rank does: blocks are those of the checkpoint's matrix."""
+    """It quantises them as one rank does: blocks are those of the checkpoint's matrix."""
     folder = write_config(
         tmp_path, "v3", hidden_size=256, intermediate_size=1024, num_hidden_layers=1
     )
@@ -224,9 +226,9 @@ def test_an_online_quantization_reads_whole_blocks_of_its_slice(
     ]
 
 
-def test_loading_waits_for_nobody(tmp_path: Path, plugins: PluginSet) -> None:
-    """Rank 1 begins only when the others have loaded, and fails: they notice at their first step,
-    and at once.
+def test_loading_does_not_wait_for_other_ranks(tmp_path: Path, plugins: PluginSet) -> None:
+    """Rank 1 begins only when the others have loaded, and fails: they notice it at their first
+    step, at once.
     """
     plan = rank_plan(config_of(write_config(tmp_path, "v3"), 4), plugins)
     tensors = checkpoint(plan.facts.model)
@@ -257,7 +259,7 @@ def test_loading_waits_for_nobody(tmp_path: Path, plugins: PluginSet) -> None:
 
 
 def test_a_whole_engine_over_process_groups(tmp_path: Path, plugins: PluginSet) -> None:
-    """Greedy tokens of two ranks over gloo, of four in memory, and of ``tensor`` with one rank."""
+    """Greedy tokens agree for two ranks over gloo, four in memory, and ``tensor`` with one rank."""
     folder = write_config(tmp_path, "v3")
     requests = [submit(1, [5, 6, 7] * 9, 12), submit(2, [9], 5), submit(3, list(range(40)), 20)]
     small = {"scheduler": {"chunk_size": 16}, "attention": {"page_size": 4}}

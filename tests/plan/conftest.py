@@ -54,7 +54,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def planned(plugins: PluginSet, cpu: HardwareFacts, v3: Path) -> Planner:
-    """``planned(section={...})``: the plan of a tiny V3 with made-up weights on the CPU sheet."""
+    """A function: ``planned(section={...})`` plans a tiny V3 with random weights on the CPU
+    sheet.
+    """
 
     def run(
         config: dict[str, Any] | None = None, *, hardware: HardwareFacts | None = None, **more: Any
@@ -69,7 +71,9 @@ def planned(plugins: PluginSet, cpu: HardwareFacts, v3: Path) -> Planner:
 
 @pytest.fixture(scope="session")
 def refused(planned: Planner) -> Refuser:
-    """The refusals of a configuration by field; each has every part."""
+    """A function that returns the refusals of a configuration by field and checks that each is
+    complete.
+    """
 
     def run(config: dict[str, Any] | None = None, **more: Any) -> dict[str, Refusal]:
         with pytest.raises(PlanRefused) as caught:

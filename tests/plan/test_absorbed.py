@@ -1,4 +1,6 @@
-"""Weights of the absorbed products: what the option allows, and which the table takes."""
+"""Weights of the absorbed GEMMs: the values that the option allows, and the weights that the table
+chooses.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def context(absorbed: str, quantization: Any, offers: Any, device: str = "cuda")
     )
 
 
-def test_asked_for_without_blocks_it_is_refused() -> None:
+def test_quantised_weights_without_blocks_are_refused() -> None:
     fp8, none = register_quantization_schemes()[0].offers, plain()[0].offers
     assert not list(check_absorbed(context("fp8", BlockFp8Options(), fp8)))
     assert not list(check_absorbed(context("auto", NoQuantizationOptions(), none)))
@@ -47,7 +49,7 @@ def test_asked_for_without_blocks_it_is_refused() -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 16, 64, 128])
-def test_the_table(heads: int) -> None:
+def test_the_table_chooses_the_weights(heads: int) -> None:
     for tokens in (0, 1, STORED_TOKENS_MAX, STORED_TOKENS_MAX + 1, 4096):
         assert stored_is_faster("bf16", heads, tokens) == (False, False)
         assert stored_is_faster("fp8", heads, tokens) == (

@@ -1,5 +1,5 @@
-"""What attention reserves beside its cache is a line of the plan, counted as the rank then
-allocates it.
+"""Memory that attention reserves beside its cache is a line of the plan, equal to the rank's
+allocation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def card() -> Iterator[PluginSet]:
 def planned(
     folder: Path, card: PluginSet, use: str, rows: int = 512, drafts: bool = True, **config: Any
 ) -> EnginePlan:
-    """A V3 of few layers whose context is the published one."""
+    """Return the plan of a V3 of few layers with the published context length."""
     shape = json.loads((ROOT / "models" / "shapes" / "deepseek-v3.json").read_text())
     (folder / "config.json").write_bytes(
         msgspec.json.encode(
@@ -64,7 +64,7 @@ def lines(plan: EnginePlan) -> dict[str, int]:
 
 
 def graph_buffers(plan: EnginePlan, rows: int) -> int:
-    """int32 for every position of every row."""
+    """Return the bytes of an int32 for every position of every row."""
     return (rows + 1) * -(-plan.sizes.positions // plan.sizes.page_size) * plan.sizes.page_size * 4
 
 
@@ -74,8 +74,8 @@ def graph_buffers(plan: EnginePlan, rows: int) -> int:
 def test_a_drafts_slots_at_a_long_context(
     use: str, beside: int, card: PluginSet, tmp_path: Path
 ) -> None:
-    """A slot for every position, once whatever the number of batch sizes and passes; the cache has
-    the less.
+    """There is one slot for every position, whatever the number of batch sizes and passes; the
+    cache is smaller by these bytes.
     """
     other = planned(tmp_path, card, "hopper_mla")
     plan = planned(tmp_path, card, use)
@@ -114,9 +114,7 @@ def test_without_a_draft_only_pages_in_parts_are_kept(card: PluginSet, tmp_path:
 
 
 def test_tables_that_do_not_fit_are_refused_by_name(card: PluginSet, tmp_path: Path) -> None:
-    """4096 rows of 160k tokens: 2.5 GiB, of which the share has no more than one left beside the
-    rest.
-    """
+    """4096 rows of 160k tokens take 2.5 GiB; the rank's share has at most 1 GiB left."""
     other = planned(tmp_path, card, "hopper_mla", rows=4096, graphs={"use": "eager"})
     rest = sum(
         size for name, size in lines(other).items() if name not in ("kv cache", "page states")

@@ -1,5 +1,5 @@
-"""Which attention library a plan takes on Hopper, and why it refuses one: packages, sizes, pages,
-modes.
+"""The attention library that a plan chooses on Hopper, and the reasons of refusals: packages,
+sizes, pages, modes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHAPES = Path(__file__).parents[2] / "models" / "shapes"
 
 @pytest.fixture(scope="module")
 def plugins() -> Iterator[PluginSet]:
-    """The built-ins where the libraries are installed, whatever is here."""
+    """The built-ins, planned as if the libraries were installed."""
     made = load_plugins(entry_points=False)
     packages = {**made.software.packages, **INSTALLED}
     made.__dict__["software"] = replace(made.software, packages=packages)
@@ -43,7 +43,7 @@ def lite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drafting(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """V3's heads, and a layer that drafts."""
+    """A model with V3's heads and a next-token layer."""
     return write_model(tmp_path_factory.mktemp("drafting"), slice_of())
 
 
@@ -73,7 +73,9 @@ def refused(
     return {refusal.field: refusal for refusal in caught.value.refusals}
 
 
-def test_auto_takes_the_measured_one_and_says_so(lite: Path, plugins: PluginSet) -> None:
+def test_auto_chooses_the_measured_library_and_gives_the_reason(
+    lite: Path, plugins: PluginSet
+) -> None:
     plan = planned(lite, plugins)
     why = {decision.field: decision for decision in plan.decisions}["attention.use"]
     assert (why.value, why.by) == ("hopper_mla", "auto") and "measured fastest" in why.why
@@ -101,7 +103,7 @@ def decoding(plan: EnginePlan) -> str:
     return found["kernels.decode_attention"].why if "kernels.decode_attention" in found else ""
 
 
-def test_the_plan_says_who_decodes_how_many_rows(
+def test_the_plan_names_the_decode_kernel_for_each_batch_size(
     lite: Path, drafting: Path, plugins: PluginSet
 ) -> None:
     assert decoding(planned(lite, plugins)) == (
@@ -159,7 +161,7 @@ def test_some_sizes_are_captured_for_short_rows_too(
 
 
 @pytest.mark.parametrize("name", ["hopper_mla", "fa3_mla", "flashmla", "flashinfer_mla"])
-def test_each_is_taken_when_asked_for(name: str, lite: Path, plugins: PluginSet) -> None:
+def test_each_library_is_chosen_on_request(name: str, lite: Path, plugins: PluginSet) -> None:
     plan = planned(lite, plugins, {"use": name})
     assert plan.choice("attention").name == name
     assert plan.sizes.page_size == 64 and plan.dtype == plan.kv_dtype == "bfloat16"
@@ -193,9 +195,7 @@ def test_other_sizes_of_a_head_are_refused(name: str, plugins: PluginSet, tmp_pa
     )
 
 
-def test_pages_dtypes_and_drafts_that_a_library_does_not_take(
-    lite: Path, plugins: PluginSet
-) -> None:
+def test_unsupported_pages_dtypes_and_drafts_are_refused(lite: Path, plugins: PluginSet) -> None:
     found = refused(lite, plugins, {"use": "flashmla", "page_size": 16})
     assert found["attention.page_size"].fix == "attention.page_size = 64"
     found = refused(lite, plugins, {"use": "fa3_mla", "kv_dtype": "fp8_e4m3"})
@@ -227,7 +227,9 @@ def test_trees_are_refused_where_the_kernel_masks_chains_alone(drafting: Path) -
 
 
 def test_flashmla_reads_an_fp8_cache_only_when_asked_for(lite: Path, plugins: PluginSet) -> None:
-    """``auto`` keeps what was measured; the cache takes half, a step's other bytes are as many."""
+    """``auto`` keeps the measured format. An FP8 cache takes half the bytes; the other bytes of a
+    step are the same.
+    """
     plan, wide = (
         planned(lite, plugins, {"use": "flashmla", **more})
         for more in ({"kv_dtype": "fp8_e4m3"}, {})
@@ -249,7 +251,7 @@ def test_flashmla_reads_an_fp8_cache_only_when_asked_for(lite: Path, plugins: Pl
 
 
 def test_drafts_over_flashmlas_fp8_cache_are_refused(drafting: Path, plugins: PluginSet) -> None:
-    """Every part of the fix holds."""
+    """Every part of the fix leads to a plan."""
     asked, nextn = {"use": "flashmla", "kv_dtype": "fp8_e4m3"}, {"use": "nextn", "steps": 1}
     found = refused(drafting, plugins, asked, speculative=nextn)["attention.kv_dtype"]
     assert "FlashAttention-3, which reads no KV cache in fp8_e4m3" in found.reason
@@ -266,7 +268,7 @@ def test_drafts_over_flashmlas_fp8_cache_are_refused(drafting: Path, plugins: Pl
     assert planned(drafting, plugins, asked, speculative={"use": "none"}).kv_dtype == "fp8_e4m3"
 
 
-def test_steps_that_flashmlas_fp8_kernel_does_not_take(
+def test_steps_that_flashmlas_fp8_kernel_does_not_support(
     lite: Path, drafting: Path, plugins: PluginSet
 ) -> None:
     asked = {"use": "flashmla", "kv_dtype": "fp8_e4m3"}

@@ -1,6 +1,7 @@
-"""What a card, a library or a table that does not fit does to a plan: refused or replaced, with the
-reason, before anything is loaded. Built-in components throughout; the sheets are of cards that are
-not here."""
+"""Plans for a GPU, a library or a table that does not fit: refused or replaced, with the reason,
+before anything is loaded. All components are built-ins; the sheets describe GPUs that need not
+be present.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.testing.harness.fakes import write_model
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.plugins.quantization.shared import provider_choice, tuned_tables
-from tests.support.narrow import AWQ
+from tests.support.narrow_checkpoints import AWQ
 from tests.support.tables import forget
 
-H200 = replace(read_sheet("1xh200"), packages=None)  #: what is installed is up to ``make``
+#: the installed packages are chosen by ``make``
+H200 = replace(read_sheet("1xh200"), packages=None)
 LIBRARIES = {
     "sglang-kernel": "0.4.2.post2",
     "flashinfer-python": "0.6.11.post1",
@@ -50,7 +52,7 @@ A100, H100, H20 = (
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EnginePlan]]:
-    """A plan for V2-Lite's shape, with ``packages`` installed whatever is here."""
+    """A function that plans V2-Lite's shape with ``packages`` as the installed ones."""
     model = write_model(tmp_path_factory.mktemp("lite"), msgspec.json.decode(LITE.read_bytes()))
 
     def made(
@@ -88,7 +90,7 @@ def decision(plan: EnginePlan, field: str) -> Decision:
 
 @pytest.mark.parametrize("name", ["hopper_mla", "triton_mla", "fa3_mla", "flashmla"])
 def test_a_backend_for_another_card_is_refused(make: Callable[..., EnginePlan], name: str) -> None:
-    """The fix names what this model can be computed with there, and holds."""
+    """The fix names a backend for this model on this GPU, and planning with it succeeds."""
     found = refusals(make, {"attention": {"use": name}}, A100)["attention.use"]
     assert "SM90" in found.reason and "SM80" in found.reason and "A100" in found.reason
     assert found.fix == 'attention.use = "torch_mla"'
@@ -96,13 +98,15 @@ def test_a_backend_for_another_card_is_refused(make: Callable[..., EnginePlan], 
 
 
 class TestASheetsPackages:
-    """What a sheet states is installed is what its machine's plan is made with; a sheet that does
-    not, is as ever.
+    """The packages that a sheet states replace those of this machine; a sheet without packages uses
+    this machine's.
     """
 
     STATED = replace(H200, packages=LIBRARIES)
 
-    def test_they_count_where_they_are_missing_here(self, make: Callable[..., EnginePlan]) -> None:
+    def test_packages_of_the_sheet_count_where_they_are_missing_here(
+        self, make: Callable[..., EnginePlan]
+    ) -> None:
         here = dict.fromkeys(LIBRARIES, "")
         assert make(packages=here).choice("attention").name == "torch_mla"
         plan = make(hardware=self.STATED, packages=here)
@@ -111,7 +115,9 @@ class TestASheetsPackages:
         said = decision(plan, "packages")
         assert said.value == "of the sheet" and "sglang-kernel 0.4.2.post2" in said.why
 
-    def test_nothing_else_does(self, make: Callable[..., EnginePlan]) -> None:
+    def test_packages_missing_from_the_sheet_do_not_count(
+        self, make: Callable[..., EnginePlan]
+    ) -> None:
         plan = make(hardware=replace(H200, packages={"triton": "3.6.0"}))
         assert plan.choice("attention").name == "triton_mla"
         assert plan.facts.software.packages.keys() == {"torch", "triton"}, (
@@ -122,7 +128,9 @@ class TestASheetsPackages:
         ]
         assert "not installed" in found.reason
 
-    def test_without_them_those_of_here_do(self, make: Callable[..., EnginePlan]) -> None:
+    def test_a_sheet_without_packages_uses_those_of_this_machine(
+        self, make: Callable[..., EnginePlan]
+    ) -> None:
         assert all(found.field != "packages" for found in make().decisions)
 
     def test_a_cpu_build_of_torch(self, make: Callable[..., EnginePlan]) -> None:
@@ -139,8 +147,8 @@ class TestASheetsPackages:
         )
 
 
-def test_what_is_suggested_is_installed(make: Callable[..., EnginePlan]) -> None:
-    """And nobody is told to install what would be refused for its card all the same."""
+def test_suggested_packages_can_be_used_on_the_card(make: Callable[..., EnginePlan]) -> None:
+    """No fix suggests a package that is refused for its GPU."""
     asked = {"attention": {"use": "flashmla"}}
     assert (
         refusals(make, asked, B200)["attention.use"].fix
@@ -151,7 +159,7 @@ def test_what_is_suggested_is_installed(make: Callable[..., EnginePlan]) -> None
 
 
 @pytest.mark.parametrize("hardware", [A100, L40S, T4])
-def test_another_card_gets_what_runs_there_and_why(
+def test_another_card_gets_backends_that_run_there_with_the_reason(
     make: Callable[..., EnginePlan], hardware: HardwareFacts
 ) -> None:
     assert decision(make(), "attention.use").value == "hopper_mla"
@@ -168,7 +176,7 @@ def test_another_card_gets_what_runs_there_and_why(
     )
 
 
-def test_each_smaller_kernel_says_from_which_card_on(make: Callable[..., EnginePlan]) -> None:
+def test_each_kernel_states_its_lowest_compute_capability(make: Callable[..., EnginePlan]) -> None:
     found = refusals(make, {"ops": {"use": "triton"}, "sampling": {"use": "triton"}}, T4)
     for field in ("ops.use", "sampling.use"):
         assert "triton supports SM80 and later; 1 x Tesla T4 has SM75" in found[field].reason
@@ -219,7 +227,7 @@ def test_libraries_are_named_on_the_cards_that_they_are_called_on(
         )
 
 
-def test_int4_needs_the_same(make: Callable[..., EnginePlan], tmp_path: Path) -> None:
+def test_int4_gemms_need_such_a_card(make: Callable[..., EnginePlan], tmp_path: Path) -> None:
     stated = {
         "quant_method": "awq",
         "bits": 4,
@@ -242,7 +250,9 @@ def test_int4_needs_the_same(make: Callable[..., EnginePlan], tmp_path: Path) ->
 def test_a_checkpoint_in_fp8_on_a_card_that_is_not_for_it(
     make: Callable[..., EnginePlan], tmp_path: Path
 ) -> None:
-    """Nobody asked for a scheme: the fix is the one that reads this checkpoint, and holds."""
+    """No scheme was requested: the fix names the scheme that reads this checkpoint, and planning
+    with it succeeds.
+    """
     stated = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config = {**msgspec.json.decode(LITE.read_bytes()), "quantization_config": stated}
     model = {"model": str(write_model(tmp_path / "fp8", config))}
@@ -314,11 +324,11 @@ def test_a_missing_library_is_named_with_its_installation(
         ("w8a8_int8", "gemm", "cutlass", "sglang-kernel"),
     ],
 )
-def test_a_missing_library_that_products_were_given_to(
+def test_a_missing_library_that_was_named_for_gemms(
     make: Callable[..., EnginePlan], scheme: str, option: str, value: str, package: str
 ) -> None:
-    """It is named, and there is a plan where it is installed or nobody asks for it, which is the
-    fix.
+    """The missing library is named. With the library installed, or without naming it (the fix),
+    there is a plan.
     """
     asked, without = {"quantization": {"use": scheme, option: value}}, {**LIBRARIES, package: ""}
     found = refusals(make, asked, packages=without)[f"quantization.{option}"]
@@ -359,7 +369,7 @@ def test_a_library_that_makes_16_bits_is_refused_for_float32(
 
 
 def test_every_library_that_a_component_can_use_is_looked_for() -> None:
-    """Else the plan would count on less than what runs."""
+    """Otherwise a plan counts on fewer libraries than the run uses."""
     assert {
         "sgl-deep-gemm",
         "deep-gemm",
@@ -368,7 +378,7 @@ def test_every_library_that_a_component_can_use_is_looked_for() -> None:
     } <= load_plugins().packages
 
 
-def test_without_any_library_there_is_a_plan_that_says_what_is_missing(
+def test_a_plan_without_libraries_names_the_missing_ones(
     make: Callable[..., EnginePlan],
 ) -> None:
     plan = make(packages=dict.fromkeys(LIBRARIES, ""))
@@ -387,8 +397,8 @@ def test_a_page_size_that_a_kernel_does_not_take(
 
 
 def test_a_batch_list_past_the_memory(make: Callable[..., EnginePlan]) -> None:
-    """On a card with room for everything but the graphs of that list: refused with how many bytes
-    they need.
+    """The GPU has room for everything except the graphs of that list; the refusal states their
+    bytes.
     """
     config = {
         "scheduler": {"max_running_requests": 4096},
@@ -412,8 +422,8 @@ def test_a_batch_list_past_the_memory(make: Callable[..., EnginePlan]) -> None:
 
 
 class TestTooLittleMemory:
-    """Each refusal names what is in the way, and a plan that follows its fix fits, or is refused
-    for the next thing.
+    """Each refusal names the cause, and a plan that follows its fix fits or is refused for the next
+    cause.
     """
 
     @staticmethod
@@ -468,7 +478,9 @@ class TestTooLittleMemory:
 
 
 class TestTunedTables:
-    def test_the_measured_card_says_so(self, make: Callable[..., EnginePlan]) -> None:
+    def test_the_plan_for_the_measured_card_names_its_tables(
+        self, make: Callable[..., EnginePlan]
+    ) -> None:
         found = decision(make(), tuned_tables.FIELD)
         assert found.value == "measured" and "NVIDIA H200 with Triton 3.6" in found.why
 
@@ -483,17 +495,19 @@ class TestTunedTables:
             and "glowplug tune moe" in found.why
         )
 
-    def test_so_are_those_of_another_triton(self, make: Callable[..., EnginePlan]) -> None:
+    def test_tables_of_another_triton_are_replaced_by_rules(
+        self, make: Callable[..., EnginePlan]
+    ) -> None:
         found = decision(make(packages={**LIBRARIES, "triton": "3.7.1"}), tuned_tables.FIELD)
         assert found.value == "rules" and "Triton 3.7" in found.why
 
-    def test_nothing_is_said_where_no_table_could_be_used(
+    def test_tables_are_not_mentioned_where_none_could_be_used(
         self, make: Callable[..., EnginePlan]
     ) -> None:
         for plan in (make(packages=dict.fromkeys(LIBRARIES, "")), make(hardware=A100)):
             assert not [found for found in plan.decisions if found.field == tuned_tables.FIELD]
 
-    def test_whose_kernel_scores_tokens_is_said(
+    def test_the_provider_of_the_token_scores_is_stated(
         self, make: Callable[..., EnginePlan], own_tables: Path
     ) -> None:
         assert not [
@@ -517,7 +531,7 @@ class TestTunedTables:
             if each.field == tuned_tables.HEAD_FIELD
         ]
 
-    def test_who_multiplies_is_said(self, make: Callable[..., EnginePlan]) -> None:
+    def test_the_gemm_provider_is_stated(self, make: Callable[..., EnginePlan]) -> None:
         fp8 = {"quantization": {"use": "block_fp8"}}
         found = decision(make(fp8), provider_choice.FIELD)
         assert (found.value, found.by) == (
@@ -544,7 +558,7 @@ class TestTunedTables:
         )
         assert (named.value, named.by) == ("cutlass", "operator")
 
-    def test_a_scheme_with_inherited_options_that_dequantises_has_nobody_named(
+    def test_a_dequantising_scheme_with_inherited_options_names_no_provider(
         self, make: Callable[..., EnginePlan]
     ) -> None:
         plan = make({"quantization": {"use": "plain_torch"}}, extra=("tests.plugins.teacher",))
@@ -567,7 +581,7 @@ class TestTunedTables:
             ),
         ],
     )
-    def test_so_it_is_of_narrow_weights(
+    def test_the_gemm_provider_of_narrow_weights_is_stated(
         self,
         make: Callable[..., EnginePlan],
         tmp_path: Path,
@@ -576,7 +590,9 @@ class TestTunedTables:
         candidates: str,
         rule: str,
     ) -> None:
-        """By the card's own table; another card's is passed over, with the reason."""
+        """Narrow weights follow the GPU's own table; a table of another GPU is passed over, with
+        the reason.
+        """
         stated = {"quantization_config": {**AWQ, "group_size": 64}} if scheme == "awq" else {}
         model = str(write_model(tmp_path, {**msgspec.json.decode(LITE.read_bytes()), **stated}))
         config = {"model": model, "quantization": {"use": scheme}}
@@ -614,7 +630,7 @@ class TestTunedTables:
             in decision(plan, provider_choice.FIELD).why
         )
 
-    def test_what_is_said_of_who_multiplies_is_what_runs(self) -> None:
+    def test_the_stated_gemm_provider_is_the_one_that_runs(self) -> None:
         pytest.importorskip("triton")
         from glowplug.plugins.quantization.block_fp8 import gemm_providers
 

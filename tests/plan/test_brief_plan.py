@@ -1,4 +1,4 @@
-"""Before a start the plan shows what differs from the defaults, the memory, and how to see the
+"""Before a start the plan shows the differences from the defaults, the memory, and how to see the
 rest.
 """
 
@@ -31,7 +31,7 @@ def brief(plan: EnginePlan, width: int = 120) -> list[str]:
 
 
 def shown(plan: EnginePlan) -> list[str]:
-    """Fields of the brief table, the memory's left out."""
+    """Return the fields of the brief table without those of the memory."""
     found = [decision.field for decision in plan.decisions]
     return [line.split()[0] for line in brief(plan) if line.split("  ")[0] in found]
 
@@ -44,7 +44,7 @@ def test_a_plain_start_shows_the_memory_alone(planned: Planner) -> None:
     assert f"fingerprint {plan.fingerprint}" in " ".join(lines[:2]) and len(lines) < 15
 
 
-def test_it_says_how_to_see_the_rest_and_how_much_that_is(planned: Planner) -> None:
+def test_it_names_the_option_for_the_rest_and_the_number_of_lines(planned: Planner) -> None:
     plan = planned()
     whole = len(rows(plan))
     kept = sum(line.startswith("memory: ") for line in brief(plan)) + len(shown(plan))
@@ -63,7 +63,7 @@ def test_it_says_how_to_see_the_rest_and_how_much_that_is(planned: Planner) -> N
         ({"memory": {"kv_tokens": 512}}, {"memory.kv_tokens", "kv.tokens", "context_length"}),
     ],
 )
-def test_what_the_operator_wrote_is_shown_and_what_follows(
+def test_options_of_the_operator_and_their_consequences_are_shown(
     planned: Planner, config: dict[str, Any], fields: set[str]
 ) -> None:
     plan = planned(config)
@@ -72,7 +72,7 @@ def test_what_the_operator_wrote_is_shown_and_what_follows(
     assert ("no effect: one rank has no others to wait for" in text) == ("collectives" in config)
 
 
-def test_what_a_plugin_contributes_is_shown_and_the_commands_own_defaults_are_not(
+def test_contributed_defaults_are_shown_and_the_commands_own_are_not(
     planned: Planner,
 ) -> None:
     plan = planned(
@@ -84,7 +84,7 @@ def test_what_a_plugin_contributes_is_shown_and_the_commands_own_defaults_are_no
 def test_another_component_than_the_first_is_shown_unless_the_device_is_the_reason(
     planned: Planner,
 ) -> None:
-    assert "attention.use" not in shown(planned())  # on a CPU those before it run on CUDA alone
+    assert "attention.use" not in shown(planned())  # on a CPU the earlier candidates need CUDA
     sheet = read_sheet("1xh200")
     half = {"dtype": "bfloat16", "model": str(LITE)}
     plan = planned(half, hardware=replace(sheet, packages=PACKAGES))
@@ -119,7 +119,9 @@ def test_remarks_that_ask_for_something_are_shown(planned: Planner) -> None:
         ("8xh200", ["--model", str(V3), "--load-format", "dummy", "--tp", "8", "--enable-ep-moe"]),
     ],
 )
-def test_it_is_short(plugins: PluginSet, tmp_path: Path, sheet: str, words: list[str]) -> None:
+def test_the_brief_plan_is_short(
+    plugins: PluginSet, tmp_path: Path, sheet: str, words: list[str]
+) -> None:
     plan = given(plugins, "--facts", written_sheet(tmp_path, sheet), *words).plan()
     assert len(brief(plan)) <= 24 and len(brief(plan)) < len(render(plan, 120).splitlines()) / 2
 
@@ -146,7 +148,7 @@ def glowplug(*words: str) -> subprocess.CompletedProcess[str]:
         (["--dry-run", "--plan", "none"], (0, 0), False),
     ],
 )
-def test_serve_shows_as_much_as_it_is_told(
+def test_serve_shows_the_requested_amount(
     words: list[str], lines: tuple[int, int], rest: bool
 ) -> None:
     done = glowplug("serve", *words)
@@ -161,7 +163,7 @@ def test_serve_shows_as_much_as_it_is_told(
     ("words", "least", "most"),
     [([], 8, 20), (["--plan", "full"], 30, 60), (["--plan", "none"], 0, 0)],
 )
-def test_a_start_is_brief_by_itself(words: list[str], least: int, most: int) -> None:
+def test_a_start_is_brief_by_default(words: list[str], least: int, most: int) -> None:
     """With --facts, serve shows the plan and refuses to start."""
     done = glowplug("serve", "--facts", "cpu", *words)
     plan, _, refusal = done.stderr.partition("PlanRefused")

@@ -1,5 +1,5 @@
-"""``--chat-template``: a file or the template itself, read while planning, refused before anything
-is loaded.
+"""``--chat-template``: a file or the template itself, read during planning and refused before
+anything is loaded.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def test_a_home_folder_is_found(
     ],
     ids=["missing", "cut", "filter", "plain", "json", "utf8", "large", "empty"],
 )
-def test_what_is_no_chat_template_is_refused(
+def test_files_that_are_no_chat_template_are_refused(
     plugins: PluginSet, spoken: Path, tmp_path: Path, content: bytes | None, reason: str
 ) -> None:
     file = tmp_path / "mine.jinja"
@@ -193,7 +193,7 @@ def test_a_plugin_may_contribute_a_template(plugins: PluginSet, spoken: Path) ->
     assert plan.chat_template == TEMPLATE and template_decision(plan).by == "entry point"
 
 
-def test_a_template_without_a_tokenizer_has_no_effect_and_says_so(
+def test_a_template_without_a_tokenizer_is_reported_as_without_effect(
     plugins: PluginSet, spoken: Path
 ) -> None:
     plan = given(plugins, spoken, "--chat-template", TEMPLATE, "--skip-tokenizer-init").plan()

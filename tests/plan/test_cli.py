@@ -1,4 +1,4 @@
-"""The command itself, in a fresh process: exit codes, no torch, quick; listings and the schema."""
+"""The command in a fresh process: exit codes, no torch, processor time, listings and the schema."""
 
 from __future__ import annotations
 
@@ -130,7 +130,9 @@ def test_a_plan_for_another_machine_is_not_served(v3: Path) -> None:
 
 @pytest.mark.timing
 def test_check_is_quick_and_free_of_torch(v3: Path) -> None:
-    """Less than a second of processor time, the start of the interpreter included."""
+    """The command takes less than a second of processor time, the start of the interpreter
+    included.
+    """
     code = (
         "import sys; from glowplug.entrypoints.cli.main import main; "
         f"code = main(['check', '--model', {str(v3)!r}, '--load-format', 'dummy']); "
@@ -173,10 +175,10 @@ def test_facts_are_a_sheet_to_plan_with(
 ) -> None:
     assert main(["facts"]) == 0
     text = capsys.readouterr().out
-    stated = json.loads(text)["packages"]  # those of installed third-party plugins among them
+    stated = json.loads(text)["packages"]  # including the packages of installed third-party plugins
     assert stated.items() >= plugins.software.packages.items() and "torch" in stated
     assert stated["ray"] == plugins.software.packages.get("ray", ""), (
-        "one that is not installed is stated, too"
+        "a missing package is stated, too"
     )
     (sheet := tmp_path / "mine.json").write_text(text)
     words = ["check", "--model", str(v3), "--load-format", "dummy", "--facts", str(sheet)]
@@ -238,7 +240,7 @@ OLDER = HardwareFacts(devices=(DeviceFacts("NVIDIA A100", 80 << 30, 80),))
         ),
     ],
 )
-def test_plugins_says_what_lacks_a_gpu(
+def test_plugins_reports_a_missing_gpu(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     machine: HardwareFacts,
@@ -263,7 +265,7 @@ def test_plugins_says_what_lacks_a_gpu(
     assert line.endswith(f"  {why['nccl'] or 'yes'}")
 
 
-def test_the_schema_knows_sections_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schema_contains_sections_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert {"model", "dtype", *(slot.section for slot in SLOTS if slot.section)} <= set(

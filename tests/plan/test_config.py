@@ -1,5 +1,5 @@
-"""Reading the configuration: unknown keys with "did you mean", wrong types, places, files in three
-formats.
+"""Reading the configuration: unknown keys with "did you mean", wrong types, locations, files in
+three formats.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from glowplug.core.plugin.registry import PluginSet
         ({"model": ""}, "model", "model"),
     ],
 )
-def test_what_is_wrong_and_what_to_write(refused, config, field, said) -> None:
+def test_an_error_states_the_fault_and_the_remedy(refused, config, field, said) -> None:
     found = refused(config)
     assert list(found) == [field], found
     assert said in found[field].fix, found[field]
@@ -157,7 +157,7 @@ JUNK = [
 
 
 def test_no_configuration_brings_the_planner_down(planned, plugins: PluginSet) -> None:
-    """Whatever the values, the answer is a plan or a complete refusal."""
+    """With any values, the answer is a plan or a complete refusal."""
     from glowplug.core.config.errors import leaf_paths
 
     rng = random.Random(23)
@@ -298,7 +298,7 @@ def test_lines_of_keys(
         assert found == lines
 
 
-def test_the_three_formats_say_the_same(plugins: PluginSet, tmp_path: Path) -> None:
+def test_the_three_formats_give_the_same_configuration(plugins: PluginSet, tmp_path: Path) -> None:
     import yaml
 
     rng = random.Random(11)
@@ -396,7 +396,7 @@ def test_variables_of_the_environment(
 # ---- layers --------------------------------------------------------------------------------------
 
 
-def test_the_command_line_lies_over_the_file() -> None:
+def test_the_command_line_takes_precedence_over_the_file() -> None:
     file = Layer(
         {
             "seed": 1,

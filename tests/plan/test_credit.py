@@ -1,5 +1,5 @@
-"""Whatever the operator writes is refused or is a decision of the operator: every option, every
-flag.
+"""Every option and flag that the operator writes is either refused or a decision of the
+operator.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PACKAGES = {
     "ray": "2.50.0",
 }
 LEFT_OPEN = ("auto", None)  #: values that leave the choice to the plan
-#: values of options whose type does not say what fits
+#: fitting values of options whose type does not determine them
 FITTING: dict[str, list[Any]] = {
     "address": ["10.0.0.1:29500"],
     "kv_bytes": [1 << 24],
@@ -61,7 +61,7 @@ FITTING: dict[str, list[Any]] = {
     "compat": [["vllm"]],
     "gemm": ["triton", "cutlass", "deep_gemm"],
 }
-#: options that no plan of these takes, and where they are tried
+#: options that none of these plans accepts -> the tests that cover them
 ELSEWHERE = {
     "speculative.draft_model": "tests/plan/test_drafts.py",
     "chat_template": "tests/plan/test_chat_template_option.py",
@@ -69,7 +69,7 @@ ELSEWHERE = {
 
 
 def values(name: str, kind: Any) -> Iterator[Any]:
-    """Values that an option of this type takes, but those that leave it open."""
+    """Return the values that an option of this type accepts, except those that leave it open."""
     if name in FITTING:
         yield from FITTING[name]
     elif get_origin(kind) is Literal:
@@ -86,8 +86,8 @@ def values(name: str, kind: Any) -> Iterator[Any]:
 
 
 def options() -> Iterator[tuple[str, dict[str, Any], Any]]:
-    """(path, configuration, value) for every option of every component and of the sections that no
-    plugin fills.
+    """Yield (path, configuration, value) for every option of every component and of the sections
+    that no plugin fills.
     """
     for slot in SLOTS:
         for found in BUILT_INS.components(slot.name) if slot.section else ():
@@ -112,7 +112,7 @@ def options() -> Iterator[tuple[str, dict[str, Any], Any]]:
 
 
 def _in_list(section: str, name: str, item: dict[str, Any]) -> tuple[str, dict[str, Any], Any]:
-    """An item of a list; strategies that refine tensor ranks stand behind those."""
+    """Return an item of a list; strategies that refine tensor ranks come after those."""
     before = [{"use": "tensor", "size": 2}] if item["use"] in ("ep_moe", "dp_attention") else []
     if before and name != "size":
         item = {"size": 2, **item}
@@ -132,7 +132,7 @@ def machines() -> tuple[HardwareFacts, ...]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Shapes of which each option is for one at least."""
+    """Models such that each option applies to at least one."""
     quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     awq = {
         "quantization_config": {
@@ -154,8 +154,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def plans(models: list[Path], config: dict[str, Any]) -> Iterator[EnginePlan]:
-    """For each machine and model on which the configuration can run, in 16 bits and with two ranks
-    as well.
+    """Yield a plan for each machine and model on which the configuration can run, with 16 bits and
+    two ranks as well.
     """
     for machine in machines():
         for model in models:
@@ -215,7 +215,7 @@ def test_an_option_that_is_not_refused_is_decided_by_the_operator(
 
 
 def test_every_option_can_be_planned_with(models: list[Path]) -> None:
-    """Else the test above would say nothing of it."""
+    """An option without a plan would not be covered by the test above."""
     planned: set[str] = set()
     for path, config, _ in OPTIONS:
         if path not in planned and next(plans(models, config), None) is not None:
@@ -241,7 +241,7 @@ def test_every_option_can_be_planned_with(models: list[Path]) -> None:
         ),
     ],
 )
-def test_decisions_that_follow_from_what_was_written(
+def test_decisions_that_follow_from_the_operators_options(
     models: list[Path], config: dict[str, Any], path: str, value: Any
 ) -> None:
     found = [decisions(plan, path) for plan in plans(models, config)]
@@ -264,7 +264,7 @@ def test_a_plugin_that_decides_on_overlap_is_credited(models: list[Path]) -> Non
 
 # ---- flags ---------------------------------------------------------------------------------------
 
-#: words after a flag for which "2" is no value, or not enough
+#: arguments of flags for which "2" is no value, or not enough
 WORDS: dict[str, list[str]] = {
     "--tokenizer-path": ["t"],
     "--dtype": ["bf16"],
@@ -302,7 +302,7 @@ WORDS: dict[str, list[str]] = {
     "--sampling-backend": ["pytorch"],
     "--allowed-origins": ['["http://a"]'],
 }
-#: flags whose value none of these plans takes, and where they are tried
+#: flags whose value none of these plans accepts -> the tests that cover them
 ELSEWHERE_FLAGS = {
     "--speculative-draft-model-path": "tests/plan/test_drafts.py",
     "--enable-flashinfer-mla": "tests/plan/test_attention_libraries.py",
@@ -311,7 +311,7 @@ ELSEWHERE_FLAGS = {
 
 
 def written_sheet(folder: Path, name: str) -> str:
-    """A fact sheet with packages, as a file."""
+    """Write a fact sheet with packages to a file."""
     path = folder / f"{name}.json"
     path.write_bytes(msgspec.json.encode(replace(read_sheet(name), packages=PACKAGES)))
     return str(path)

@@ -1,5 +1,5 @@
-"""``device = "cuda"`` where there is none: the cause is reported, and only what stands without it
-as well.
+"""``device = "cuda"`` without such a device: the cause is reported, and beside it only reasons that
+hold on any device.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_a_plugin_may_refuse_every_device(
     assert len(refusals(plugins, cpu, CUDA)) == 2
 
 
-def test_a_cuda_device_that_is_there_is_refused_nothing(plugins: PluginSet) -> None:
+def test_a_present_cuda_device_is_not_refused(plugins: PluginSet) -> None:
     packages = {"torch": "2.11.0+cu130", "triton": "3.6.0"}
     assert (
         plan(

@@ -1,5 +1,5 @@
-"""Drafts in the plan: a next-token layer of the checkpoint's or of a folder's own, and every misfit
-refused.
+"""Drafts in the plan: a next-token layer of the checkpoint or of a folder of its own, and refusals
+of all that do not fit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def speculative(**options: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """A folder with config.json and perhaps a tokenizer; ``changes`` of None take a key out."""
+    """A function that makes a folder with config.json and optionally a tokenizer; ``changes`` of
+    None remove a key.
+    """
 
     def run(
         name: str, config: dict[str, Any], vocab: dict[str, int] | None = None, **changes: Any
@@ -92,7 +94,7 @@ def test_the_checkpoints_own_layer(planned: Any, make: Make, steps: int) -> None
 
 
 def test_the_first_of_several_layers(planned: Any, make: Make) -> None:
-    """Two layers in the checkpoint cost what one costs, and the plan says so."""
+    """Two next-token layers in the checkpoint cost as much as one, which the plan states."""
     tensors = {
         f"model.layers.{3 + number}.eh_proj.weight": ("BF16", (128, 256)) for number in range(2)
     }
@@ -118,7 +120,7 @@ def test_a_sequence_leaves_room_for_what_is_drafted(planned: Any, make: Make) ->
 
 
 def test_a_folder_of_its_own(planned: Any, make: Make) -> None:
-    """The target needs no layer then; the draft's facts travel in the plan."""
+    """The target then needs no next-token layer; the draft's facts are part of the plan."""
     target, draft = make("target", TINY_V3), make("draft", ALONE)
     plan = planned(
         {"model": str(target), "speculative": speculative(steps=2, draft_model=str(draft))}
@@ -144,7 +146,7 @@ def test_a_whole_checkpoint_may_be_the_draft(planned: Any, make: Make) -> None:
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-def test_without_a_layer(refusals: Any, make: Make) -> None:
+def test_a_draft_without_a_layer_is_refused(refusals: Any, make: Make) -> None:
     found = refusals({"model": str(make("target", TINY_V3)), "speculative": speculative()})
     assert [r.field for r in found] == ["speculative.use"]
     assert (
@@ -242,7 +244,7 @@ def test_everything_wrong_with_a_draft_at_once(refusals: Any, make: Make) -> Non
 
 
 @pytest.mark.parametrize("folder", ["/no/such/folder", "someone/unseen"])
-def test_a_draft_that_is_not_there(refusals: Any, make: Make, folder: str) -> None:
+def test_a_missing_draft(refusals: Any, make: Make, folder: str) -> None:
     found = refusals(
         {"model": str(make("target", NEXTN)), "speculative": speculative(draft_model=folder)}
     )
@@ -284,10 +286,12 @@ def test_a_draft_is_not_served_alone(refusals: Any, make: Make) -> None:
 # ---- tokenizers ----------------------------------------------------------------------------------
 
 
-def test_tokenizers_are_compared_by_what_ids_mean(planned: Any, refusals: Any, make: Make) -> None:
+def test_tokenizers_are_compared_by_the_meaning_of_ids(
+    planned: Any, refusals: Any, make: Make
+) -> None:
     vocab = {"a": 0, "b": 1, "c": 2}
     target = make("target", NEXTN, vocab)
-    same = make("same", ALONE, dict(reversed(vocab.items())))  # another file, the same meaning
+    same = make("same", ALONE, dict(reversed(vocab.items())))  # another file with the same meaning
     config = {"model": str(target), "speculative": speculative(draft_model=str(same))}
     assert planned(config).facts.draft is not None
     swapped = make("swapped", ALONE, {"a": 0, "c": 1, "b": 2})

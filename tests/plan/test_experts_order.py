@@ -1,4 +1,4 @@
-"""The plan says who multiplies routed experts in block FP8, and why not DeepGEMM."""
+"""The plan states the GEMM provider of routed experts in block FP8, and why it is not DeepGEMM."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def without_deep_gemm(monkeypatch: pytest.MonkeyPatch, plugins: PluginSet) -> No
     monkeypatch.setitem(plugins.__dict__, "software", replace(plugins.software, packages=packages))
 
 
-def test_by_load_where_deep_gemm_is(card: PluginSet, tmp_path: Path) -> None:
+def test_deep_gemm_runs_by_load_where_it_is_installed(card: PluginSet, tmp_path: Path) -> None:
     value, why = said(written(tmp_path, "deepseek-v3", 4), card, context_length=4096)
     assert value == "by load" and "35 rows or more" in why
 
 
-def test_our_own_where_it_is_not(
+def test_our_kernels_run_where_deep_gemm_is_not_installed(
     card: PluginSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_deep_gemm(monkeypatch, card)
@@ -58,7 +58,7 @@ def test_our_own_where_it_is_not(
         (192, "bfloat16", "a hidden size that is a multiple of 128, not 192"),
     ],
 )
-def test_our_own_where_it_cannot(
+def test_our_kernels_run_where_deep_gemm_cannot(
     hidden: int, dtype: str, words: str, card: PluginSet, tmp_path: Path
 ) -> None:
     value, why = said(write_config(tmp_path, "v3_fp8", hidden_size=hidden), card, dtype=dtype)
@@ -69,7 +69,7 @@ def test_our_own_where_it_cannot(
     "quantization",
     [{"use": "block_fp8", "experts": "triton"}, {"use": "block_fp8", "activations": "none"}],
 )
-def test_nothing_is_said_where_nothing_is_chosen(
+def test_no_provider_is_stated_without_a_choice(
     quantization: dict[str, Any], card: PluginSet, tmp_path: Path
 ) -> None:
     value, why = said(
@@ -78,6 +78,6 @@ def test_nothing_is_said_where_nothing_is_chosen(
     assert value in {None, "triton"} and "our own kernels" not in why
 
 
-def test_nor_of_models_without_experts(card: PluginSet, tmp_path: Path) -> None:
+def test_no_provider_is_stated_for_models_without_experts(card: PluginSet, tmp_path: Path) -> None:
     folder = write_config(tmp_path, "llama", hidden_size=256)
     assert said(folder, card, dtype="bfloat16", quantization={"use": "block_fp8"}) == (None, "")

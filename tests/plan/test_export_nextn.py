@@ -1,5 +1,5 @@
-"""``glowplug export-nextn``: the same bytes under other names, all or nothing, and a folder that
-drafts.
+"""``glowplug export-nextn`` writes the same bytes under other names, completely or not at all, into
+a folder that works as a draft.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAYERS = 5
 
 
 def raw_tensors(file: Path) -> dict[str, tuple[str, list[int], bytes]]:
-    """(dtype, shape, bytes) of every tensor, read without our own code."""
+    """Return (dtype, shape, bytes) of every tensor, read without our own code."""
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -40,7 +40,9 @@ def export(model: Path | str, output: Path, *more: str) -> int:
     return main(["export-nextn", "--model", str(model), "--output", str(output), *more])
 
 
-def test_byte_for_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tensors_are_exported_byte_for_byte(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "deep" / "draft"
     assert export("embedded", out) == 0
     assert f"--speculative-draft-model-path {out}" in capsys.readouterr().out
@@ -59,7 +61,7 @@ def test_byte_for_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     }
     with safe_open(
         out / "model.safetensors", framework="pt"
-    ) as file:  # the reference reader takes it
+    ) as file:  # the reference reader accepts it
         assert set(file.keys()) == set(wanted)
 
 
@@ -131,7 +133,9 @@ def test_the_first_layer_of_several_from_several_files(tmp_path: Path) -> None:
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-def test_no_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_without_a_layer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_model(
         tmp_path / "model", {**TINY_V3, "num_nextn_predict_layers": 1}, {"x": ("F32", (1,))}
     )
@@ -145,7 +149,7 @@ def test_no_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (tmp_path / "draft").exists()
 
 
-def test_what_stands_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_files_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "draft"
     out.mkdir()
     (out / "mine.txt").write_text("kept")
@@ -190,7 +194,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "draft"])
-def test_what_cannot_be_exported(
+def test_models_that_cannot_be_exported_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
 ) -> None:
     if model == "draft":
@@ -204,7 +208,7 @@ def test_what_cannot_be_exported(
 
 
 def test_an_exported_layer_drafts_as_the_checkpoints_own(tmp_path: Path) -> None:
-    """Same tokens, and the same number of drafts accepted."""
+    """The tokens are the same, and so is the number of accepted drafts."""
     from glowplug.core.testing.harness.ranks import RankSet, rank_plan, submit
 
     assert export("embedded", tmp_path / "draft") == 0

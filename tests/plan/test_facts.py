@@ -233,7 +233,7 @@ def test_sheets(tmp_path: Path) -> None:
     assert read_sheet(str(own)).cpu_cores == 3
 
 
-def test_a_sheet_that_says_how_cards_are_connected_is_read(tmp_path: Path) -> None:
+def test_the_connection_of_cards_is_read_from_a_sheet(tmp_path: Path) -> None:
     sheet = msgspec.json.decode(msgspec.json.encode(read_sheet("4xh200")))
     own = tmp_path / "mine.json"
     own.write_bytes(msgspec.json.encode({**sheet, "interconnect": "nvlink"}))

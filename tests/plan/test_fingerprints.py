@@ -1,5 +1,5 @@
-"""A plan's fingerprint follows the model and the configuration, the API's whatever answers depend
-on; nothing else.
+"""A plan's fingerprint depends on the model and the configuration, the API's on all that influences
+answers, and on nothing else.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TENSORS = {
 KEY = "a-key-that-nobody-sees"
 H200 = read_sheet("1xh200")
 
-#: changes of the configuration of which answers do not depend
+#: changes of the configuration that do not influence answers
 QUIET: list[dict[str, Any]] = [
     {"server": {"port": 4}},
     {"server": {"served_model_name": "x"}},
@@ -45,7 +45,7 @@ QUIET: list[dict[str, Any]] = [
     {"attention": {"kv_error": 0.5}},
     {"collectives": {"timeout": 7.0}},
 ]
-#: and of which they do
+#: changes of the configuration that influence answers
 LOUD: list[dict[str, Any]] = [
     {"dtype": "bfloat16"},
     {"attention": {"kv_dtype": "bfloat16"}},
@@ -64,7 +64,7 @@ def both(plan: EnginePlan) -> tuple[str, str]:
     return plan.fingerprint, answers_fingerprint(plan)
 
 
-def test_the_plan_carries_its_own_and_that_of_its_plugins(planned: Planner, plugins: Any) -> None:
+def test_the_plan_has_its_own_fingerprint_and_its_plugins(planned: Planner, plugins: Any) -> None:
     plan = planned()
     assert plan.fingerprint == plan_fingerprint(plan) and re.fullmatch(
         "[0-9a-f]{16}", plan.fingerprint
@@ -82,14 +82,16 @@ def test_every_change_of_the_configuration_changes_the_plans(
 
 
 @pytest.mark.parametrize("change", QUIET, ids=json.dumps)
-def test_the_apis_leaves_out_what_changes_no_answer(
+def test_the_apis_fingerprint_ignores_options_without_influence_on_answers(
     planned: Planner, change: dict[str, Any]
 ) -> None:
     assert answers_fingerprint(planned(change)) == answers_fingerprint(planned())
 
 
 @pytest.mark.parametrize("change", LOUD, ids=json.dumps)
-def test_the_apis_follows_what_changes_answers(planned: Planner, change: dict[str, Any]) -> None:
+def test_the_apis_fingerprint_depends_on_options_that_change_answers(
+    planned: Planner, change: dict[str, Any]
+) -> None:
     assert answers_fingerprint(planned(change)) != answers_fingerprint(planned())
 
 
@@ -121,7 +123,7 @@ def test_speculation_the_tokenizer_and_the_engines_version_count_for_the_api(
     assert answers_fingerprint(plan) != before and plan_fingerprint(plan) == plan.fingerprint
 
 
-def test_what_is_written_out_though_it_is_the_default_changes_nothing(planned: Planner) -> None:
+def test_writing_out_a_default_changes_no_fingerprint(planned: Planner) -> None:
     spelled = {
         "seed": 0,
         "dtype": "float32",
@@ -151,7 +153,7 @@ def test_options_that_change_no_answer_are_marked(plugins: Any, name: str, key: 
     assert key in options[name].marked("operational")
 
 
-def test_where_compiled_programs_lie_changes_no_answer(planned: Planner) -> None:
+def test_the_folder_of_compiled_programs_does_not_count(planned: Planner) -> None:
     one, two = (
         planned({"ops": {"use": "torch_compile", "cache_dir": folder}}) for folder in ("/a", "/b")
     )
@@ -160,7 +162,7 @@ def test_where_compiled_programs_lie_changes_no_answer(planned: Planner) -> None
     )
 
 
-def test_keys_are_in_neither(planned: Planner) -> None:
+def test_keys_are_part_of_no_fingerprint(planned: Planner) -> None:
     keys = [{"api_key": KEY}, {"api_key": "another"}, {"admin_api_key": KEY}, {}]
     plans = [planned({"server": key}) for key in keys]
     assert {both(plan) for plan in plans} == {both(planned())}
@@ -169,7 +171,7 @@ def test_keys_are_in_neither(planned: Planner) -> None:
 @pytest.mark.parametrize(
     "change", [{"hidden_size": 256}, {"rope_theta": 5.0}, {"num_hidden_layers": 4}]
 )
-def test_another_model_has_other_ones(
+def test_another_model_has_other_fingerprints(
     planned: Planner, tmp_path: Path, change: dict[str, Any]
 ) -> None:
     other = planned({"model": str(write_model(tmp_path, {**TINY_V3, **change}))})
@@ -177,7 +179,7 @@ def test_another_model_has_other_ones(
 
 
 def checkpoint(planned: Planner, folder: Path) -> tuple[str, str]:
-    """Fingerprints of a folder with weights, read anew."""
+    """Return the fingerprints of a folder with weights, read anew."""
     return both(
         planned({"model": str(folder), "weights": {}}, plugins=load_plugins(entry_points=False))
     )
@@ -235,7 +237,7 @@ def test_cards_and_libraries_count_for_the_api_alone(planned: Planner) -> None:
         assert answers_fingerprint(other) != answers_fingerprint(plan)
 
 
-def test_every_process_finds_the_same(planned: Planner, v3: Path) -> None:
+def test_every_process_computes_the_same_fingerprints(planned: Planner, v3: Path) -> None:
     plan = planned({"server": {"cors_origins": ["http://a", "http://b"]}})
     code = (
         "import sys\nfrom glowplug.core.plan.fingerprint import answers_fingerprint\n"
@@ -263,7 +265,7 @@ def test_every_process_finds_the_same(planned: Planner, v3: Path) -> None:
         assert tuple(done.stdout.split()) == both(plan), done.stderr
 
 
-def test_other_plugins_leave_the_plans_alone(planned: Planner, v3: Path) -> None:
+def test_other_plugins_do_not_change_the_plans_fingerprint(planned: Planner, v3: Path) -> None:
     fewer = load_plugins(block=["glowplug.plugins.executors.ray_executor"], entry_points=False)
     plan = planned(plugins=fewer)
     assert (

@@ -27,8 +27,7 @@ def given(plugins: PluginSet, *words: str) -> CommandLine:
     return read_command_line(parser.parse_args(list(words)), plugins)
 
 
-#: every engine flag that the DeepSeek recipes name, as they write it, and the configuration it must
-#: become
+#: every engine flag in the DeepSeek recipes, as written there, and the configuration it must give
 PUBLISHED: list[tuple[list[str], dict[str, Any]]] = [
     (["--model", "m"], {"model": "m"}),
     (["--model-path", "m"], {"model": "m"}),
@@ -173,9 +172,7 @@ def test_published_flags(
 
 
 def test_the_list_above_is_complete() -> None:
-    """Every flag of the recipes is in the table, and every flag of the table parses to its own
-    field.
-    """
+    """Every flag of the recipes is in the table, and every flag of the table sets its own field."""
     named = {word for words, _ in PUBLISHED for word in words if word.startswith("--")}
     known = {name for flag in FLAGS for name in flag.names}
     assert named <= known
@@ -281,7 +278,7 @@ def test_a_flag_that_contradicts_sets_nothing(
         ).plan()
     said = [
         (r.field, r.reason) for r in caught.value.refusals if " cpu" not in r.reason
-    ]  # as backends for CUDA say
+    ]  # as the backends for CUDA state
     assert [where for where, _ in said] == [field] and "contradict each other" in said[0][1]
 
 
@@ -341,7 +338,7 @@ def test_flags_without_effect_are_decisions(plugins: PluginSet, v3: Path, words:
         (["--facts", "9xh900"], {"--facts"}),
     ],
 )
-def test_what_no_plugin_does_is_refused_by_its_flag(
+def test_a_flag_that_no_plugin_supports_is_refused(
     plugins: PluginSet, v3: Path, words: list[str], fields: set[str]
 ) -> None:
     with pytest.raises(PlanRefused) as caught:
@@ -353,7 +350,7 @@ def test_what_no_plugin_does_is_refused_by_its_flag(
             assert any(word in refusal.reason for word in words if word.startswith("--")), refusal
 
 
-def test_trust_remote_code_says_what_it_does(plugins: PluginSet, v3: Path) -> None:
+def test_trust_remote_code_is_explained(plugins: PluginSet, v3: Path) -> None:
     plan = given(
         plugins, "--model", str(v3), "--load-format", "dummy", "--trust-remote-code"
     ).plan()

@@ -1,5 +1,5 @@
-"""Flags of SGLang and vLLM: those with an equivalent are taken, the others are refused as what they
-are.
+"""Flags of SGLang and vLLM: those with an equivalent are accepted, the others are refused as
+foreign flags.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def given(plugins: PluginSet, *words: str) -> CommandLine:
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What ``glowplug serve`` says of a command line that it does not take."""
+    """Return the output of ``glowplug serve`` for a command line that it refuses."""
     parser = Parser(prog="glowplug serve")
     add_engine_options(parser)
     with pytest.raises(SystemExit) as caught:
@@ -40,7 +40,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 BOTH_HAVE = "is a flag of SGLang and vLLM that glowplug does not support"
 SGLANG_HAS = "is a flag of SGLang that glowplug does not support"
 VLLM_HAS = "is a flag of vLLM that glowplug does not support"
-#: flags as they stand in published commands, and the one line that answers them
+#: flags as in published commands, and the one line of the answer
 REFUSED: list[tuple[list[str], str]] = [
     (["--enable-lora"], f"--enable-lora {BOTH_HAVE}; merge the adapter into the checkpoint"),
     (
@@ -115,7 +115,7 @@ def test_typos_are_still_typos(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_the_lists_hold_what_this_engine_does_not_have() -> None:
+def test_the_lists_contain_no_flag_of_this_engine() -> None:
     ours = {name.removeprefix("--") for flag in FLAGS for name in flag.names} | {
         name[2:] for name in ALWAYS_ON
     }

@@ -1,5 +1,5 @@
-"""One key with two values on a command line is refused, by the names of both; the same value twice
-is not.
+"""One key with two values on a command line is refused with the names of both; the same value twice
+is accepted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_a_flag_given_two_values_is_refused_under_every_pair_of_names(
 
 
 @pytest.mark.parametrize("flag", VALUED, ids=lambda flag: flag.names[0])
-def test_the_same_value_twice_is_said_once(plugins: PluginSet, flag: Flag) -> None:
+def test_the_same_value_twice_is_one_decision(plugins: PluginSet, flag: Flag) -> None:
     for value in VALUES[flag.convert]:
         once = given(plugins, flag.names[0], value)
         twice = given(plugins, flag.names[0], value, flag.names[-1], value)
@@ -45,7 +45,7 @@ def test_the_same_value_twice_is_said_once(plugins: PluginSet, flag: Flag) -> No
 @pytest.mark.parametrize(
     "flag", [flag for flag in FLAGS if flag.convert is None], ids=lambda flag: flag.names[0]
 )
-def test_a_switch_given_twice_is_said_once(plugins: PluginSet, flag: Flag) -> None:
+def test_a_switch_given_twice_is_one_decision(plugins: PluginSet, flag: Flag) -> None:
     once, twice = given(plugins, flag.names[0]), given(plugins, flag.names[0], flag.names[-1])
     assert not twice.layer.refusals and twice.config == once.config
 
@@ -135,7 +135,7 @@ def test_two_spellings_of_one_key_contradict(
         ),
     ],
 )
-def test_a_section_set_whole_joins_what_else_is_said_of_it(
+def test_a_section_set_as_a_whole_is_joined_with_its_other_keys(
     plugins: PluginSet, words: tuple[str, ...], config: dict[str, Any]
 ) -> None:
     found = given(plugins, *words)

@@ -1,4 +1,4 @@
-"""What the plan expects of captured graphs, beside what they took on one H200
+"""The planned bytes of captured graphs beside the bytes measured on an H200
 (docs/benchmarks/memory-h200.json).
 """
 
@@ -16,11 +16,9 @@ from tests.gpu.traced_memory import planned as planned_for_card, plugins_of_the_
 from tests.support.tiny import write_config
 
 MIB = 1 << 20
-NEAR, SMALL = 0.05, 32 * MIB  #: as tests/e2e/test_gpu_memory.py judges
-UNDER = (
-    8 * MIB
-)  #: a small plan may expect so much less than there is: the allocator takes up to 20 MiB at a time
-#: (model, layers of a shape, drafted tokens) -> MiB served, as segments come and where they grow
+NEAR, SMALL = 0.05, 32 * MIB  #: the same as in tests/e2e/test_gpu_memory.py
+UNDER = 8 * MIB  #: permitted shortfall of a small plan: the allocator takes up to 20 MiB at a time
+#: (model, layers of a shape, drafted tokens) -> MiB served, with fixed and with expandable segments
 SERVED = {
     ("llama", 0, 0): (134, 142),
     ("v2", 0, 0): (136, 144),
@@ -32,8 +30,8 @@ SERVED = {
     ("deepseek-v3", 4, 0): (2264, 1148),
     ("deepseek-v3", 5, 0): (2266, None),
 }
-#: NOTE: before batch sizes were captured for short rows as well, what is planned for these is left
-#: out
+#: NOTE: measured before batch sizes were captured for short rows as well; the bytes planned for
+#: these are left out
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +57,7 @@ def of_short_rows(plan: EnginePlan) -> int:
         if served[grows] is not None
     ],
 )
-def test_planned_is_what_was_served(
+def test_planned_bytes_are_near_the_served_bytes(
     case: tuple[str, int, int], grows: bool, card: PluginSet, tmp_path: Path
 ) -> None:
     name, layers, drafted = case
@@ -85,15 +83,15 @@ def test_planned_is_what_was_served(
     ("sizes", "layers", "drafts", "seen"),
     [(26, 3, 0, 98), (34, 3, 0, 104), (26, 3, 2, 132), (26, 27, 0, 176)],
 )
-def test_the_drivers_part_is_as_it_was_seen(
-    sizes: int, layers: int, drafts: int, seen: int
-) -> None:
+def test_the_drivers_bytes_are_as_measured(sizes: int, layers: int, drafts: int, seen: int) -> None:
     """18 token counts each."""
     assert seen * MIB <= driver_bytes(sizes, layers, 18, drafts) <= (seen + 10) * MIB
 
 
 def test_every_graph_of_a_draft_counts() -> None:
-    """Each size has one more for a further pass; the first brings those of the places with it."""
+    """Each size has one graph more for a further pass; the first also has those of the draft
+    positions.
+    """
     of = [driver_bytes(26, 3, 18, drafts) for drafts in range(4)]
     assert of[1] - of[0] == 3 * (of[2] - of[1]) and of[3] - of[2] == of[2] - of[1] > 0
     assert driver_bytes(27, 3, 18, 3) - driver_bytes(27, 3, 18, 0) > of[3] - of[0]

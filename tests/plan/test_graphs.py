@@ -1,6 +1,4 @@
-"""Which steps are captured, as the plan says it: chosen by itself, clipped, or refused with the
-reason.
-"""
+"""The steps that the plan captures: chosen automatically, clipped, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ def decided(plan: Any) -> dict[str, tuple[Any, str, str]]:
     }
 
 
-def test_a_device_captures_by_itself(planned: Any) -> None:
+def test_a_device_captures_by_default(planned: Any) -> None:
     plan = planned({"dtype": "bfloat16"}, hardware=H200)
     assert plan.choice("graphs").name == "cuda_graph"
     sizes, by, why = decided(plan)["graphs.batch_sizes"]
@@ -101,7 +99,7 @@ def test_sizes_that_cannot_come_are_left_out(
         ({"graphs": {"batch_sizes": [0, 1]}}, "graphs.batch_sizes.0", "", ""),
     ],
 )
-def test_what_leaves_nothing_to_capture_is_refused(
+def test_options_that_leave_nothing_to_capture_are_refused(
     refused: Any, config: dict[str, Any], field: str, reason: str, fix: str
 ) -> None:
     found = refused(
@@ -144,7 +142,7 @@ def test_either_way_out_of_a_list_above_the_default_captures(
     assert decided(plan)["graphs.batch_sizes"][0] == followed["graphs"]["batch_sizes"][:1]
 
 
-def test_ranks_step_eagerly_and_it_is_said(planned: Any) -> None:
+def test_several_ranks_run_eagerly_and_the_plan_gives_the_reason(planned: Any) -> None:
     plan = planned(
         {"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 2}]},
         hardware=read_sheet("8xh200"),
@@ -262,7 +260,7 @@ def test_larger_limits_go_on_in_steps() -> None:
 def test_the_drafts_passes_over_prompts_are_captured_for_the_same_counts(
     planned: Any, tmp_path: Path
 ) -> None:
-    """They add a graph each to the line, and what the largest begins with."""
+    """They add a graph each to the line, and the first of the largest pass."""
     folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
     base = {"model": str(folder), "dtype": "bfloat16", "speculative": {"use": "nextn", "steps": 2}}
     plan = planned(base, hardware=H200)

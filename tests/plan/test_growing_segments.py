@@ -1,5 +1,6 @@
-"""``memory.growing_segments`` in the plan: by itself on for one rank on a CUDA device, off for
-several and told why; where it was asked for and cannot work, told or refused."""
+"""``memory.growing_segments`` in the plan: on by default for one rank on a CUDA device, off for
+several with the reason; where it is requested and cannot work, a remark or a refusal.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def graphs(plan: EnginePlan) -> int:
 
 
 @pytest.mark.parametrize("value", [None, "auto"])
-def test_one_rank_has_it_by_itself_and_the_plan_says_so(planned: Any, value: Any) -> None:
+def test_one_rank_has_it_by_default_and_the_plan_gives_the_reason(planned: Any, value: Any) -> None:
     plan = asked(planned, value, hardware=H200)
     found, by, why = decided(plan)[PATH]
     assert (
@@ -47,7 +48,7 @@ def test_one_rank_has_it_by_itself_and_the_plan_says_so(planned: Any, value: Any
 
 
 @pytest.mark.parametrize("value", [None, "auto"])
-def test_several_ranks_do_not_and_the_plan_says_why(planned: Any, value: Any) -> None:
+def test_several_ranks_do_not_and_the_plan_gives_the_reason(planned: Any, value: Any) -> None:
     memory = {} if value is None else {"growing_segments": value}
     plan = planned(
         {"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 2}], "memory": memory},
@@ -78,7 +79,7 @@ def test_one_rank_beside_collectives_that_use_handles(planned: Any, offered: boo
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_what_was_asked_for_is_in_the_plan(planned: Any, value: bool) -> None:
+def test_a_requested_value_is_in_the_plan(planned: Any, value: bool) -> None:
     plan = asked(planned, value, hardware=H200)
     assert plan.expandable_segments is value and decided(plan)[PATH][:2] == (value, "operator")
     assert EnginePlan.from_json(plan.to_json()).expandable_segments is value
@@ -94,21 +95,19 @@ def test_the_plans_json_has_the_options_name(planned: Any, value: bool) -> None:
     assert EnginePlan.from_json(plan.to_json()) == plan
 
 
-def test_a_cpu_says_nothing_by_itself(planned: Any) -> None:
+def test_a_cpu_has_no_remark_by_default(planned: Any) -> None:
     plan = asked(planned, None)
     assert plan.expandable_segments is False and PATH not in decided(plan)
 
 
-def test_a_cpu_has_no_segments_and_the_plan_says_so(planned: Any) -> None:
+def test_a_request_on_a_cpu_is_reported_as_without_effect(planned: Any) -> None:
     plan = asked(planned, True)
     value, by, why = decided(plan)[PATH]
     assert plan.expandable_segments is False and (value, by) == (True, "operator")
     assert why.endswith("no effect: only allocators of CUDA devices have segments")
 
 
-def test_only_graphs_take_something_else_and_the_cache_what_is_left(
-    planned: Any, tmp_path: Path
-) -> None:
+def test_only_the_bytes_of_graphs_and_cache_change(planned: Any, tmp_path: Path) -> None:
     """A tiny model's graphs need less than one segment; those of a published shape, whose blocks
     are large, gain.
     """

@@ -1,4 +1,4 @@
-"""A library that was named for products which do not run on this device: the plan says so."""
+"""A library named for GEMMs that do not run on this device is reported in the plan."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""``scheduler.last_layer`` in the plan: on a device by itself, on a CPU where asked for, and never
-where all tokens are read."""
+"""``scheduler.last_layer`` in the plan: by default on a device, on request on a CPU, and never
+where all tokens are read.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def said(plan: EnginePlan) -> list[tuple[object, str]]:
     return [(d.value, d.by) for d in plan.decisions if d.field == FIELD]
 
 
-def test_on_a_device_by_itself(planned) -> None:
+def test_sampled_tokens_only_is_the_default_on_a_device(planned) -> None:
     plan = planned({"dtype": "bfloat16"}, hardware=H200)
     assert plan.device == "cuda" and plan.sampled_last_layer and said(plan) == [("sampled", "auto")]
     assert EnginePlan.from_json(plan.to_json()).sampled_last_layer
@@ -27,7 +28,7 @@ def test_on_a_device_by_itself(planned) -> None:
     assert not plan.sampled_last_layer and [value for value, _ in said(plan)] == ["all"]
 
 
-def test_on_a_cpu_where_asked_for(planned) -> None:
+def test_sampled_tokens_only_is_possible_on_a_cpu(planned) -> None:
     assert not planned({}).sampled_last_layer
     plan = planned({"scheduler": {"last_layer": "sampled"}})
     assert plan.sampled_last_layer and [value for value, _ in said(plan)] == ["sampled"]
@@ -40,7 +41,7 @@ ALL: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("why", ALL)
-def test_where_all_tokens_are_read(planned, refused, why: str, tmp_path: Path) -> None:
+def test_all_tokens_run_where_all_are_read(planned, refused, why: str, tmp_path: Path) -> None:
     model = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
     given = {"model": str(model), "device": "cpu", **ALL[why]}
     assert not planned(given).sampled_last_layer
@@ -48,7 +49,7 @@ def test_where_all_tokens_are_read(planned, refused, why: str, tmp_path: Path) -
     assert set(found) == {FIELD} and 'scheduler.last_layer = "all"' in str(found[FIELD])
 
 
-def test_a_family_that_cannot(planned, refused, tmp_path: Path) -> None:
+def test_a_family_without_support_runs_all_tokens(planned, refused, tmp_path: Path) -> None:
     model = {"model": str(write_config(tmp_path, "llama"))}
     plan = planned({**model, "dtype": "bfloat16"}, hardware=H200)
     assert not plan.sampled_last_layer and said(plan) == [("all", "auto")]

@@ -1,8 +1,8 @@
-"""The promise, checked: every combination of built-ins on CPU either is refused by the plan or
-boots and generates.
+"""The promise: every combination of built-ins on the CPU is refused by the plan, or starts and
+generates.
 
-A fixed-seed sample runs by default; the whole matrix runs under the ``slow`` mark and prints its
-counts.
+A sample with a fixed seed runs by default; the whole matrix runs under the ``slow`` mark and prints
+its counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from tests.support.tiny import CONFIGS, write_config
 
-SAMPLE, PARTS = 200, 4  #: parts: so that processes share them
+SAMPLE, PARTS = 200, 4  #: parts are distributed over processes
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPTS = [[5, 9, 3], list(range(2, 40)), [7]]
 
@@ -90,7 +90,7 @@ def admitted(rows: list[dict[str, Any]], plugins: PluginSet) -> Iterator[dict[st
 
 
 def boot(config: dict[str, Any]) -> str:
-    """ "" when it runs, else what went wrong."""
+    """Start the engine and generate; return "" on success, else the error."""
     model, rest = config["model"], {key: value for key, value in config.items() if key != "model"}
     try:
         with LLM(model=model, **rest) as llm:

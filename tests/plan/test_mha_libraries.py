@@ -1,4 +1,4 @@
-"""Which multi-head attention a Llama plan takes: on Hopper with and without libraries, on the CPU,
+"""The multi-head attention of a Llama plan: on Hopper with and without libraries, on the CPU,
 captured or not.
 """
 
@@ -40,7 +40,7 @@ def installed(packages: dict[str, str]) -> PluginSet:
 
 @pytest.fixture(scope="module")
 def plugins() -> Iterator[PluginSet]:
-    """The built-ins where the libraries are installed, whatever is here."""
+    """The built-ins, planned as if the libraries were installed."""
     yield installed(INSTALLED)
 
 
@@ -74,7 +74,7 @@ def refused(
     return {refusal.field: refusal for refusal in caught.value.refusals}
 
 
-def test_a_card_alone_takes_our_own_and_captures_it(llama: Path) -> None:
+def test_a_card_without_libraries_captures_our_kernels(llama: Path) -> None:
     plan = planned(llama, installed({"sglang-kernel": "", "triton": "3.6.0"}))
     assert plan.choice("attention").name == "triton_mha"
     assert plan.choice("graphs").name == "cuda_graph"
@@ -91,7 +91,9 @@ def test_the_cpu_keeps_plain_torch(llama: Path, plugins: PluginSet) -> None:
     )
 
 
-def test_auto_takes_the_measured_one_and_says_so(llama: Path, plugins: PluginSet) -> None:
+def test_auto_chooses_the_measured_library_and_gives_the_reason(
+    llama: Path, plugins: PluginSet
+) -> None:
     plan = planned(llama, plugins)
     why = {decision.field: decision for decision in plan.decisions}["attention.use"]
     assert (why.value, why.by) == ("hopper_mha", "auto") and "measured fastest" in why.why
@@ -105,7 +107,7 @@ def test_the_table_answers_for_every_shape(queries: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["hopper_mha", "fa3_mha", "triton_mha"])
-def test_each_is_taken_when_asked_for(name: str, llama: Path, plugins: PluginSet) -> None:
+def test_each_library_is_chosen_on_request(name: str, llama: Path, plugins: PluginSet) -> None:
     plan = planned(llama, plugins, {"use": name})
     assert plan.choice("attention").name == name and plan.choice("graphs").name == "cuda_graph"
 
@@ -120,7 +122,9 @@ def test_an_eight_bit_cache_is_not_for_the_library_alone(
     assert f"not in {dtype}" in found["attention.kv_dtype"].reason
 
 
-def test_what_the_library_is_not_compiled_for(plugins: PluginSet, tmp_path: Path) -> None:
+def test_shapes_that_the_library_is_not_compiled_for_are_refused(
+    plugins: PluginSet, tmp_path: Path
+) -> None:
     small = write_model(tmp_path / "small", {**LARGE, "head_dim": 80})
     assert planned(small, plugins).choice("attention").name == "triton_mha"
     found = refused(small, plugins, {"use": "fa3_mha"})["attention.use"]
@@ -158,7 +162,7 @@ def test_a_missing_library_is_named(llama: Path) -> None:
         (512, "bfloat16", ["torch_mha"]),
     ],
 )
-def test_what_is_named_instead_of_latent_attention_fits(
+def test_the_suggestion_instead_of_latent_attention_fits(
     head: int, dtype: str, fits: list[str], plugins: PluginSet, tmp_path: Path
 ) -> None:
     model = write_model(tmp_path, {**LARGE, "head_dim": head})
@@ -170,7 +174,7 @@ def test_what_is_named_instead_of_latent_attention_fits(
         assert planned(model, plugins, {"use": name}, dtype=dtype).choice("attention").name == name
 
 
-def test_what_no_backend_takes_does_not_hide_those_of_the_models_kind(
+def test_a_dtype_without_a_backend_does_not_hide_the_models_backends(
     plugins: PluginSet, tmp_path: Path
 ) -> None:
     """A dtype of the cache has a refusal and a fix of its own."""

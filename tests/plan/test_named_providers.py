@@ -1,5 +1,5 @@
-"""What multiplies was named and is not installed: the plan says so once, and each way out of it is
-one.
+"""A named GEMM provider that is not installed: the plan reports it once, and each of its fixes
+leads to a plan.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ NAMED = [
 
 @pytest.fixture
 def asked(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """(scheme, its options) -> a configuration with a model that it reads."""
+    """A function from (scheme, its options) to a configuration with a model that the scheme
+    reads.
+    """
 
     def config(scheme: str, **options: Any) -> dict[str, Any]:
         stated = {"quantization_config": AWQ} if scheme == "awq" else {}
@@ -51,7 +53,7 @@ def refused(make: Callable[..., EnginePlan], *given: Any) -> list[Any]:  # noqa:
 
 
 @pytest.mark.parametrize(("scheme", "option", "value"), NAMED)
-def test_triton_is_missed_once(
+def test_a_missing_triton_is_reported_once(
     make: Callable[..., EnginePlan],  # noqa: F811
     asked: Callable[..., dict[str, Any]],
     scheme: str,
@@ -70,7 +72,7 @@ def test_triton_is_missed_once(
 
 
 @pytest.mark.parametrize(("scheme", "option", "value"), NAMED)
-def test_so_it_is_where_weights_stay_wide(
+def test_a_missing_triton_is_reported_once_for_unquantised_weights(
     make: Callable[..., EnginePlan],  # noqa: F811
     asked: Callable[..., dict[str, Any]],
     scheme: str,

@@ -1,5 +1,5 @@
-"""Output parsers in the plan: tool calls are refused until answers carry them, however a parser was
-named.
+"""Output parsers in the plan: parsers of tool calls are refused until answers support them, however
+they were named.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def test_a_parser_of_tool_calls_is_refused_as_a_contributed_default(
     assert [choice.name for choice in plan.choices_in("outputs")] == ["deepseek_r1"]
 
 
-def test_what_a_parser_offers_decides_and_not_its_name(calling: PluginSet, v3: Path) -> None:
+def test_the_offers_of_a_parser_decide_and_not_its_name(calling: PluginSet, v3: Path) -> None:
     plan = given(calling, v3, "--reasoning-parser", "notes").plan()
     assert [choice.name for choice in plan.choices_in("outputs")] == ["notes"]
 
@@ -159,7 +159,7 @@ def test_the_flag_for_tool_calls_takes_nothing_else(
 
 
 def test_a_piece_of_an_undeclared_kind_fails_its_request() -> None:
-    """A parser that makes what it does not offer must not have its text run into the content."""
+    """Text of a kind that a parser does not offer must not end up in the content."""
     from glowplug.core.protocols import Piece
     from glowplug.entrypoints.front.delta import Delta
     from glowplug.entrypoints.server.generate.reasoning import ReasoningSplitter

@@ -142,7 +142,7 @@ def test_round_trip_through_json(planned) -> None:
 # ---- sizes ---------------------------------------------------------------------------------------
 
 
-def test_kv_bytes_are_what_the_layout_costs(planned) -> None:
+def test_kv_bytes_are_those_of_the_layout(planned) -> None:
     rng = random.Random(3)
     for _ in range(20):
         page, tokens = rng.choice([1, 8, 16, 64]), rng.randrange(100, 5000)
@@ -175,7 +175,7 @@ def test_weights_come_from_the_headers_and_next_token_layers_stand_apart(
     lines = {line.name: line.bytes for line in plan.budget}
     assert (
         lines["weights"] == 512 * 128 * 4 + 128 * 64
-    )  # float32, and FP8 as it is under a scheme that keeps it
+    )  # float32, and FP8 under a scheme that keeps FP8
     assert plan.facts.model.nextn_layers == 1 and "draft weights" not in lines
     assert plan.choice("weights").name == "safetensors"
 
@@ -187,7 +187,7 @@ def test_tiny_models_do_not_take_gigabytes_on_a_cpu(planned) -> None:
     assert sum(line.bytes for line in plan.budget) < GIB
 
 
-def test_a_context_that_memory_cannot_hold_is_shortened_and_said(planned) -> None:
+def test_a_context_too_long_for_memory_is_shortened_with_a_remark(planned) -> None:
     plan = planned({"memory": {"kv_tokens": 512}})
     value, by, why = decision(plan, "context_length")
     assert (value, by) == (511, "size") and "4096" in why

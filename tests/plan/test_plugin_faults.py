@@ -1,4 +1,4 @@
-"""Plugins that fail: each stops the start with the plugin, its distribution and version; nothing
+"""Failing plugins: each stops the start with the plugin, its distribution and version; nothing
 stays registered.
 """
 
@@ -46,7 +46,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def distribution(
     site: Path, name: str, version: str, body: str, entry: str = "mine", head: str = HEAD
 ) -> str:
-    """An installed distribution with one module and one entry point; returns the module's name."""
+    """Write an installed distribution with one module and one entry point, and return the module's
+    name.
+    """
     module = name.replace("-", "_")
     (site / f"{module}.py").write_text(head + body)
     info = site / f"{module}-{version}.dist-info"
@@ -90,7 +92,7 @@ def test_a_fault_names_plugin_distribution_and_version(site: Path, body: str, sa
     assert "'mine' (glowplug-faulty 3.1.4)" in str(caught.value)
 
 
-def test_a_plugin_that_is_not_to_be_found_says_where_it_is_looked_for(site: Path) -> None:
+def test_a_plugin_that_is_not_found_is_refused_with_the_search_places(site: Path) -> None:
     with pytest.raises(PluginLoadError) as caught:
         load_plugins(["no_such_plugin.at_all"])
     assert "No module named 'no_such_plugin'" in str(caught.value) and "PYTHONPATH" in str(
@@ -167,7 +169,9 @@ def test_extra_modules_and_one_module_twice(site: Path) -> None:
 def test_distributions_are_read_again_only_after_one_came(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading all of them takes a third of a second, and each start of an engine asks."""
+    """Reading all of them takes a third of a second, and every start of an engine needs the
+    result.
+    """
     reads: list[int] = []
     read = importlib.metadata.packages_distributions
     monkeypatch.setattr(
@@ -235,7 +239,7 @@ def test_a_worker_loads_the_same_set_or_refuses(site: Path, planned) -> None:
         load_plugins_for(plan)
 
 
-def test_build_parses_again_and_names_who_is_missing(planned, plugins: PluginSet) -> None:
+def test_build_parses_again_and_names_the_missing_plugin(planned, plugins: PluginSet) -> None:
     plan = planned()
     built = build_component(
         plugins,

@@ -1,5 +1,5 @@
-"""Bytes of each rank: sums against the checkpoint, and the budget against what ranks really
-allocate.
+"""Bytes of each rank: their sum against the checkpoint, and the budget against the ranks'
+allocations.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STORAGES = [Storage(4, False, True), Storage(2, True, False), Storage(2, False, 
 
 def test_published_sizes() -> None:
     v3 = read_shape("deepseek-v3").elements
-    assert parameters(v3) == 671_026_419_200  # what its own index.json adds up to
+    assert parameters(v3) == 671_026_419_200  # the sum in its own index.json
     draft = sum(count for kind, count in v3.items() if kind.draft == 0 and not kind.scale)
     assert draft == pytest.approx(11.6e9, rel=0.01)
 
@@ -55,7 +55,9 @@ def test_published_sizes() -> None:
 def test_ranks_add_up_to_the_model_and_its_copies(
     name: str, storage: Storage, mesh: dict[str, int]
 ) -> None:
-    """Every class once, times the copies that the mesh makes of it; nothing lost and nothing twice."""
+    """Every class counts once, times the copies that the mesh makes of it; nothing is lost or
+    counted twice.
+    """
     model, elements = read_shape(name)
     ranks = mesh.get("tp", 1)
     for drafts in (False, True):
@@ -128,8 +130,8 @@ def test_headers_and_arithmetic_agree_on_the_embedded_model() -> None:
     facts = read_folder(embedded_path())
     assert facts is not None
     counted, read = declared(facts), stored(facts)
-    # its NextN layer brings an embedding and a head of its own, and a checkpoint may keep any
-    # tensor in another dtype
+    # its NextN layer has an embedding and a head of its own, and a checkpoint may keep any tensor
+    # in another dtype
     for drafts in (0, -1):
         for role in {kind.role for kind in read}:
             own, other = (
@@ -154,8 +156,8 @@ def plugins() -> PluginSet:
 
 
 def tensors_of(thing: object, seen: dict[int, object]) -> Iterator[torch.Tensor]:
-    """Every tensor that a model's layers and methods hold; rotary tables are a line of the budget
-    of their own.
+    """Yield every tensor that a model's layers and methods hold; rotary tables have a line of the
+    budget of their own.
     """
     if id(thing) in seen:
         return
@@ -207,7 +209,7 @@ def compare(plan: EnginePlan, engine: Engine, rank: int) -> None:
         ("llama", {"vocab_size": 159}, 0),
     ],
 )
-def test_the_budget_is_what_ranks_allocate(
+def test_the_budget_equals_the_ranks_allocations(
     plugins: PluginSet,
     tmp_path: Path,
     name: str,
@@ -216,7 +218,7 @@ def test_the_budget_is_what_ranks_allocate(
     mesh: dict[str, int],
 ) -> None:
     if name == "llama" and "ep" in mesh:
-        return  # it has no experts; the plan refuses
+        return  # it has no experts, so the plan refuses
     config: dict[str, Any] = {
         "model": str(write_config(tmp_path, name, **changes)),
         "weights": {"use": "random"},
@@ -236,7 +238,9 @@ def test_the_budget_is_what_ranks_allocate(
 
 
 def test_the_embedded_model_from_its_headers(plugins: PluginSet) -> None:
-    """Read, dequantised, with a draft that brings embedding and head of its own, over four ranks."""
+    """The checkpoint is read and dequantised, with a draft that has its own embedding and head,
+    over four ranks.
+    """
     config = {
         "model": "embedded",
         "device": "cpu",

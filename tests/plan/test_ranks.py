@@ -1,5 +1,5 @@
-"""Ranks in the plan: mesh, machine, hosts, order and sizes of strategies, and the layout that is
-printed.
+"""Ranks in the plan: mesh, machine, hosts, order and sizes of strategies, and the printed
+layout.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def many(cpu: HardwareFacts) -> HardwareFacts:
 
 @pytest.fixture(scope="session")
 def refusals(planned: Any) -> Refusals:
-    """Every refusal, in order; each is complete and no two say the same."""
+    """A function that returns every refusal in order; each is complete and no two are the same."""
 
     def run(config: dict[str, Any], **more: Any) -> list[Refusal]:
         with pytest.raises(PlanRefused) as caught:
@@ -134,7 +134,7 @@ def refusals(planned: Any) -> Refusals:
         ),
     ],
 )
-def test_a_list_that_cannot_be(
+def test_an_impossible_list_of_strategies_is_refused(
     refusals: Refusals,
     many: HardwareFacts,
     config: dict[str, Any],
@@ -148,7 +148,7 @@ def test_a_list_that_cannot_be(
 
 
 def test_an_order_is_one_refusal(refusals: Refusals, many: HardwareFacts) -> None:
-    """What strategies say of ranks that are not there yet is left out."""
+    """Reasons of strategies for ranks that do not exist yet are left out."""
     config = strategies(("dp_attention", 2), ("ep_moe", 2), ("tensor", 4))
     assert [r.field for r in refusals(config, hardware=many)] == ["parallel.1.use"]
 
@@ -172,9 +172,11 @@ def test_whole_experts_for_all_to_all(
     assert planned(config(2, "all_gather"), hardware=many).mesh == {"tp": 4, "ep": 2}
 
 
-def test_everything_at_once(refusals: Refusals, llama: Path, cpu: HardwareFacts) -> None:
-    """Experts of a model without any, groups that do not divide, more ranks than cores, a draft
-    without a layer.
+def test_all_refusals_are_reported_at_once(
+    refusals: Refusals, llama: Path, cpu: HardwareFacts
+) -> None:
+    """The causes: experts of a model without any, groups that do not divide, more ranks than cores,
+    a draft without a layer.
     """
     config = strategies(
         ("tensor", 16),
@@ -224,8 +226,10 @@ def test_memory_is_shared_by_the_ranks_of_a_host(planned: Any, cpu: HardwareFact
     assert shared < alone / 2 < apart
 
 
-def test_several_ranks_take_an_executor_that_has_them(planned: Any, cpu: HardwareFacts) -> None:
-    """What an entry point suggests gives way; what the operator wrote does not."""
+def test_several_ranks_choose_an_executor_that_supports_them(
+    planned: Any, cpu: HardwareFacts
+) -> None:
+    """An executor that an entry point suggests is replaced; one that the operator wrote is not."""
     for suggested in ("inline", "multiprocess"):
         plan = planned(strategies(("tensor", 2)), contributed={"executor.use": suggested})
         assert (
@@ -312,7 +316,7 @@ def test_this_machine_is_one_of_several_equal_ones(planned: Any, plugins: Plugin
 
 
 def test_v3_over_two_hosts_prints_layout_and_bytes() -> None:
-    """The check of the largest layout there is a sheet for: flags in another order, well under a
+    """This is the check of the largest layout with a sheet: flags in another order, well under a
     second of work.
     """
     words = [
@@ -353,7 +357,7 @@ def test_v3_over_two_hosts_prints_layout_and_bytes() -> None:
 
 @pytest.mark.timing
 def test_that_check_is_quick() -> None:
-    """Less than a second of processor time, imports included, and no torch."""
+    """It takes less than a second of processor time, imports included, and loads no torch."""
     code = (
         "import sys, time; from glowplug.entrypoints.cli.main import main; "
         f"code = main(['check', '--facts', '2x8xh200', '--model', {V3!r}, '--load-format', 'dummy', '--tp', '16', "
@@ -415,6 +419,6 @@ def test_blocks_and_runs() -> None:
     assert BudgetLine("weights", 7, "").on(3) == 7
 
 
-def test_repeated_key_heads_are_said(planned: Any, llama: Path) -> None:
+def test_repeated_key_heads_are_reported(planned: Any, llama: Path) -> None:
     text = " ".join(render(planned(strategies(("tensor", 4), model=str(llama))), 120).split())
     assert "num_key_value_heads 2 over 4 ranks, each on 2" in text

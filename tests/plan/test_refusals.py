@@ -34,7 +34,7 @@ from glowplug.plugins.built_in import DEFAULT_PLUGINS
 
 
 def with_components(**by_slot: list[Component]) -> PluginSet:
-    """The built-ins and one plugin that registers these components, slot by slot."""
+    """Return the built-ins and one plugin that registers these components, slot by slot."""
     from glowplug.core.plugin.slots import BY_NAME
 
     holder = type(
@@ -150,7 +150,7 @@ def test_every_reason_at_once(refused) -> None:
     }
 
 
-def test_an_architecture_nobody_builds(refused, tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused(refused, tmp_path: Path) -> None:
     folder = write_model(tmp_path, {**TINY_V3, "architectures": ["MambaForCausalLM"]})
     found = refused({"model": str(folder)})
     assert (
@@ -188,7 +188,7 @@ def test_a_registered_scheme_is_not_stacked_either(refused, v3_fp8: Path) -> Non
     assert "already quantized (fp8 in 128x128 blocks); online8 would quantize it" in found.reason
 
 
-def test_an_unknown_scheme_on_a_plain_checkpoint_names_what_there_is(refused) -> None:
+def test_an_unknown_scheme_on_a_plain_checkpoint_names_the_known_ones(refused) -> None:
     found = refused({"quantization": {"use": "fp8"}})["quantization.use"]
     assert "already quantized" not in found.reason and "block_fp8" in found.fix
 
@@ -297,7 +297,7 @@ def test_modes_on_the_steps_path(refused) -> None:
     assert "verify" in found.reason and "torch_mla" in found.fix
 
 
-def test_graph_capture_needs_everyone(refused, planned) -> None:
+def test_graph_capture_needs_every_component(refused, planned) -> None:
     runner = component("graphs", "recorder", GraphOffers(captures=frozenset({Mode.DECODE})))
     own = with_components(graphs=[runner])
     asked = {"graphs": {"use": "recorder"}, "attention": {"use": "torch_mla"}}
@@ -308,7 +308,7 @@ def test_graph_capture_needs_everyone(refused, planned) -> None:
     assert planned(plugins=own).choice("graphs").name == "eager"
 
 
-def test_overlap_is_turned_off_and_said_or_refused(refused, planned) -> None:
+def test_overlap_is_turned_off_with_a_remark_or_refused(refused, planned) -> None:
     own = with_components(sampling=[component("sampling", "waits", SamplerOffers(overlap=False))])
     for sheet, by in (("1xh200", "waits"), ("cpu", "auto")):
         plan = planned({"sampling": {"use": "waits"}}, plugins=own, hardware=read_sheet(sheet))
@@ -443,7 +443,7 @@ def test_a_candidate_that_narrows_a_common_option_is_passed_over(planned, refuse
 
 
 def test_no_candidate_fits(refused) -> None:
-    """With every candidate refused for its own reason the choice itself is refused, naming all of
+    """Every candidate is refused for its own reason; the refusal of the choice names all of
     them.
     """
     found = refused({"weights": {}})

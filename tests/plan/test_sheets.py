@@ -1,5 +1,5 @@
-"""Packages of fact sheets: what the ready ones state, tables in a file beside a sheet, and what
-counts as installed.
+"""Packages of fact sheets: those of the ready sheets, tables in a file beside a sheet, and the
+packages that count as installed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ CARDS = [name for name in sheet_names() if read_sheet(name).devices]
 
 
 def test_ready_sheets_state_the_packages_that_were_measured() -> None:
-    """Those of the machine of the GPU tests, and for the CPU the release that constraints.txt pins."""
+    """They are those of the machine of the GPU tests, and for the CPU the release that
+    constraints.txt pins.
+    """
     measured = json.loads((ROOT / "docs" / "benchmarks" / "gpu-tests.json").read_text())["packages"]
     assert CARDS == ["1xh200", "2x8xh200", "4xh200", "8xh200"]
     for name in CARDS:
@@ -42,7 +44,7 @@ def test_ready_sheets_state_the_packages_that_were_measured() -> None:
 
 
 def test_a_ready_sheet_has_what_built_ins_need_on_its_cards(plugins: PluginSet) -> None:
-    """But Ray, which an operator chooses."""
+    """Ray is the exception: an operator chooses it."""
     packages, missing = read_sheet("1xh200").packages or {}, set()
     for slot in SLOTS:
         for found in (registration.component for registration in plugins.components(slot.name)):
@@ -53,7 +55,7 @@ def test_a_ready_sheet_has_what_built_ins_need_on_its_cards(plugins: PluginSet) 
 
 
 def test_one_table_serves_all_ready_sheets_of_a_card() -> None:
-    """The versions stand in one file."""
+    """The versions are in one file."""
     for name in CARDS:
         assert (
             json.loads((SHEETS / f"{name}.json").read_text())["packages"] == "packages/hopper.json"
@@ -95,10 +97,12 @@ def test_a_bad_table_is_named(tmp_path: Path, table: str | None, said: str) -> N
 @pytest.mark.parametrize(
     ("stated", "counts"), [({}, True), ({"pluggy": ""}, False), ({"pluggy": "0.1"}, False)]
 )
-def test_what_a_third_party_plugin_alone_needs_comes_with_it(
+def test_packages_of_a_third_party_plugin_come_with_it(
     planned: Any, refused: Any, cpu: HardwareFacts, stated: dict[str, str], counts: bool
 ) -> None:
-    """Taken from here unless the sheet states it; what built-ins need is not."""
+    """Such a package counts as on this machine unless the sheet states it; packages of built-ins do
+    not.
+    """
     own = with_components(
         policy=[component("policy", "needy", PolicyOffers(), requires=(Package("pluggy", ">=1"),))]
     )
@@ -121,7 +125,7 @@ def test_what_a_third_party_plugin_alone_needs_comes_with_it(
 
 
 def test_a_package_that_a_sheet_lacks_is_installed_there(refused: Any, cpu: HardwareFacts) -> None:
-    """To install it here would not help."""
+    """Installing it on this machine would not help."""
     asked = {"executor": {"use": "ray"}}
     fix = refused(asked, hardware=cpu)["executor.use"].fix
     assert (

@@ -1,4 +1,4 @@
-"""Tensor parallelism in the plan: what divides, what is refused by name, and who connects the
+"""Tensor parallelism in the plan: divisibility, refusals by name, and the collectives between
 ranks.
 """
 
@@ -64,8 +64,8 @@ def test_the_dimensions_of_deepseek_v3() -> None:
 
 
 def test_v3_in_blocks_of_128() -> None:
-    """16 ranks hold one block of an expert each; 32 would cut it, unless experts are dealt by
-    number.
+    """16 ranks hold one block of an expert each; 32 ranks would split it, unless experts are
+    assigned by number.
     """
     v3 = shape("deepseek-v3")
     assert uneven(v3, {"tp": 16}, 128) == []
@@ -82,7 +82,9 @@ def test_v3_in_blocks_of_128() -> None:
 
 
 def test_heads_split_where_their_rows_make_whole_blocks() -> None:
-    """One head of V3's queries is 192 rows: two share three blocks, one alone would cut them."""
+    """One head of V3's queries has 192 rows: two heads share three blocks, one alone would split a
+    block.
+    """
     v3 = built_in().complete(replace(shape("deepseek-v3"), n_routed_experts=0)).facts
     found = uneven(v3, {"tp": 128}, 128)
     assert ("model.layers.0.self_attn.q_b_proj", "num_attention_heads") in dimensions(found)
@@ -96,7 +98,9 @@ def test_key_heads_are_repeated(kv_heads: int) -> None:
 
 
 def test_key_heads_that_ranks_cannot_share() -> None:
-    """12 query heads of 4 key heads over 6 ranks: every other rank would need two of them."""
+    """There are 12 query heads for 4 key heads over 6 ranks: every other rank would need two key
+    heads.
+    """
     facts = tiny("llama", num_attention_heads=12, num_key_value_heads=4)
     assert dimensions(uneven(facts, {"tp": 6})) == [
         ("model.layers.0.self_attn.k_proj", "num_key_value_heads")
@@ -114,7 +118,7 @@ def test_a_vocabulary_need_not_divide() -> None:
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-def test_what_does_not_divide_is_named(planned: Any, tmp_path: Path) -> None:
+def test_sizes_that_do_not_divide_are_named(planned: Any, tmp_path: Path) -> None:
     folder = str(write_config(tmp_path, "v3"))
     found = all_refusals(planned, {**tensor(8), "model": folder})
     assert [(r.by, r.field) for r in found] == [("tensor", "parallel.0.size")]
@@ -131,8 +135,8 @@ def test_what_does_not_divide_is_named(planned: Any, tmp_path: Path) -> None:
     ]
 
 
-def test_blocks_are_asked_for_where_they_are_kept(planned: Any, tmp_path: Path) -> None:
-    """The built-in scheme dequantises, so it splits anywhere; one that keeps FP8 does not."""
+def test_whole_blocks_are_required_where_blocks_are_kept(planned: Any, tmp_path: Path) -> None:
+    """The built-in scheme dequantises, so it splits anywhere; a scheme that keeps FP8 does not."""
     folder = str(write_config(tmp_path, "v3_fp8", intermediate_size=256))
     assert planned({**tensor(2), "model": folder}).mesh == {"tp": 2}
     offers = QuantizationOffers(reads=frozenset({"fp8"}), block_shape=(128, 128))
@@ -156,7 +160,7 @@ def test_one_rank_is_never_refused(planned: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("sheet", "collectives"), [("cpu", "gloo"), ("4xh200", "nccl")])
-def test_ranks_are_connected_by_what_their_device_has(
+def test_ranks_are_connected_by_their_devices_collectives(
     planned: Any, sheet: str, collectives: str
 ) -> None:
     plan = planned(tensor(2), hardware=read_sheet(sheet))

@@ -1,6 +1,4 @@
-"""An option that changes nothing in a plan is marked as such there, by a declaration beside the
-option.
-"""
+"""An option that changes nothing in a plan is marked so, by a declaration beside the option."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ RANKS = {"parallel": [{"use": "tensor", "size": 2}]}
 
 
 def idle(plan: EnginePlan) -> dict[str, str]:
-    """What the plan says has no effect, and why; each of the operator."""
+    """Return the operator's options that the plan marks as without effect, with the reasons."""
     marked = [one for one in plan.decisions if "no effect: " in one.why]
     assert {one.by for one in marked} <= {"operator"}
     return {one.field: one.why.partition("no effect: ")[2] for one in marked}
@@ -148,7 +146,7 @@ def test_ranks_wait_for_one_another_and_may_share_cores(planned: Planner) -> Non
     assert list(idle(planned(crowded))) == ["executor.oversubscribe"]
 
 
-def test_values_that_leave_it_to_the_plan_are_not_marked(planned: Planner) -> None:
+def test_values_that_leave_the_choice_to_the_plan_are_not_marked(planned: Planner) -> None:
     assert (
         idle(planned({"memory": {"growing_segments": "auto"}, "attention": {"kv_error": None}}))
         == {}

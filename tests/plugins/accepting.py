@@ -1,4 +1,4 @@
-"""A plugin that notes how many tokens each sequence gained in each of its steps."""
+"""A plugin that records the number of tokens that each sequence gained in each of its steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Observer:
 
 
 def take() -> list[list[int]]:
-    """What was noted since the last call, by order of submission."""
+    """Return the records since the last call, by order of submission."""
     noted = [gained[id] for id in sorted(gained)]
     gained.clear()
     return noted

@@ -1,9 +1,9 @@
-"""The plugin of a weight source for drafts that hit now and then: random weights which a NextN
-layer can profit from.
+"""A plugin with a weight source for drafts that are sometimes accepted: random weights from which a
+NextN layer can profit.
 
-With plain random weights a draft hits once in a vocabulary. Here what a layer adds to the residual
-stream is kept small, and the NextN layer hands the embedding of the last token on, so target and
-draft often agree.
+With plain random weights a draft is accepted once in a vocabulary. Here the values that a layer
+adds to the residual stream are small, and the NextN layer passes the embedding of the last token
+on, so target and draft often agree.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from tests.plugins.agreeing import AgreeingOptions
 
 
 class AgreeingSource(RandomSource):
-    """Random weights; ``eh_proj`` is the identity on the embedding's half, and random on the hidden
-    state's.
+    """A source of random weights in which ``eh_proj`` is the identity on the embedding's half, and
+    random on the hidden state's.
     """
 
     def __init__(self, options: AgreeingOptions, plan: EnginePlan, worker: Worker) -> None:

@@ -1,5 +1,5 @@
-"""A plugin for tests: ``triton_mha`` on the CPU, for an interpreter of Triton, so that engines run
-over its kernels.
+"""A plugin for tests: ``triton_mha`` on the CPU with Triton's interpreter, so that engines run over
+its kernels.
 """
 
 from __future__ import annotations

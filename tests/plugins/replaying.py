@@ -13,8 +13,8 @@ from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions
 
 class ReplayingOptions(CudaGraphOptions):
     use: Literal["replaying"] = "replaying"  # type: ignore[assignment]
-    prefill: bool | None = False  #: only where a test asks for it
-    #: "mode rows piece", "pass tokens" or "extend tokens", whose capture fails
+    prefill: bool | None = False  #: only where a test requests it
+    #: "mode rows piece", "pass tokens" or "extend tokens" whose capture fails
     breaks: str | None = None
 
 

@@ -1,4 +1,4 @@
-"""Runtime of the graph runner "replaying"."""
+"""The runtime of the graph runner "replaying"."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from glowplug.plugins.graphs.capture.recorder import map_tensors
 from glowplug.plugins.graphs.cuda_graph_runtime import CudaGraph
 from tests.plugins.replaying import ReplayingOptions
 
-NEWEST: list[Replaying] = []  #: of this process; what a test looks into
+NEWEST: list[Replaying] = []  #: runners of this process, for tests to inspect
 
 
 class Functions:
@@ -84,7 +84,7 @@ class Threads:
 
     def __init__(self, functions: Functions, breaks: str | None) -> None:
         self._functions, self._breaks = functions, breaks
-        self._pass: _Pass | None = None  # the one being captured, or the one whose thread runs
+        self._pass: _Pass | None = None  # the pass being captured, or the one whose thread runs
         self.replays = 0
 
     def record(self, work: Callable[[], Any]) -> tuple[list[Callable[[], None]], Any]:
@@ -122,7 +122,7 @@ class Threads:
 
 
 class _Pass:
-    """``left``: what each piece leaves behind."""
+    """One pass; ``left`` holds the results of each piece."""
 
     def __init__(self) -> None:
         self.left: list[list[Any]] = []
@@ -163,12 +163,12 @@ class _Pass:
 
 
 class _Extends(Extends):
-    """Counts its calls."""
+    """A draft-extend runner that counts its calls."""
 
     def __init__(self, threads: Threads) -> None:
         super().__init__()
         self._threads = threads
-        self.called: list[tuple[int, bool]] = []  #: tokens, and were they replayed
+        self.called: list[tuple[int, bool]] = []  #: tokens, and whether they were replayed
 
     def __call__(self, ids: Tensor, *rest: Tensor) -> None:
         begun = self._threads.replays
@@ -186,7 +186,7 @@ def _breaking(work: ExtendWork, tokens: int) -> ExtendWork:
 
 
 class Replaying(CudaGraph):
-    """Counts what it replays; breaks where it is told to."""
+    """A graph runner that counts replays and fails at a given capture."""
 
     def __init__(self, options: ReplayingOptions, plan: EnginePlan, worker: Worker) -> None:
         self.functions = Functions()
@@ -199,7 +199,7 @@ class Replaying(CudaGraph):
         NEWEST[:] = [self]
 
     def capture(self, steps: Any, report: Callable[[int, int], None]) -> None:
-        # the code of a device of its own, whose lengths the host does not know
+        # the code for a device of its own, whose lengths are not available on the host
         steps._on_host = steps.speculative._on_host = False
         if self.breaks is not None and self.breaks.startswith("extend "):
             steps.draft_extend.work = _breaking(

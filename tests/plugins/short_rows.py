@@ -1,5 +1,6 @@
-"""A plugin for tests: the attention backend "short_mla", which is "torch_mla" and wants some batch
-sizes captured for short rows as well."""
+"""A plugin for tests: the attention backend "short_mla", which is "torch_mla" with some batch sizes
+captured a second time for short rows.
+"""
 
 from __future__ import annotations
 

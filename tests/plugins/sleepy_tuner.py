@@ -1,5 +1,5 @@
-"""A tuner without a device: "measures" by a table's shape, as slowly as told, and writes each
-number at once.
+"""A tuner without a device: it "measures" by a table's shape, as slowly as configured, and writes
+each number at once.
 """
 
 from __future__ import annotations

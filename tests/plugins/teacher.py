@@ -1,11 +1,11 @@
 """A plugin for comparing logits: tokens that are given instead of drawn, and plain torch instead of
-own kernels.
+our own kernels.
 
-The sampler "teacher" hands out the same tokens whatever the logits are, and keeps the logits. The
+The sampler "teacher" returns the same tokens whatever the logits are, and keeps the logits. The
 scheme "plain_torch" keeps dequantised weights and multiplies by torch on every device;
-``activations = "dynamic"`` rounds them as FP8 products do. The attention backend "rounded_mla"
-rounds what it caches to another format. The sampler "keeper" is the device's own and keeps the
-logits of every step it takes, replayed or not, without a word from the host.
+``activations = "dynamic"`` rounds them as FP8 GEMMs do. The attention backend "rounded_mla" rounds
+cached values to another format. The sampler "keeper" is the device's own and keeps the logits of
+every step, replayed or not, without the host's involvement.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runtime of the plugin for comparing logits."""
+"""The runtime of the plugin for comparing logits."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tests.plugins.teacher import (
     TeacherOptions,
 )
 
-#: logits by (number of the sequence, position of the token they foretell), on the device, in the
+#: logits by (number of the sequence, position of the token they predict), on the device, in the
 #: order of computation
 SEEN: dict[tuple[int, int], Tensor] = {}
-#: the sequences, whole: a request's seed is the number of its own. Without any, nothing is given or
-#: kept
+#: the whole sequences: a request's seed is the number of its sequence. Without any, no token is
+#: given and no logits are kept
 SCRIPTS: list[list[int]] = []
 
 
 class Teacher(TorchSampler):
-    """Logits are copied behind every step, captured or not."""
+    """A sampler that copies the logits of every step, captured or not."""
 
     def __init__(self, options: TeacherOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
@@ -70,7 +70,7 @@ class Teacher(TorchSampler):
         if not SCRIPTS:
             return super().sample(logits, rows, positions, ahead)
         for line, row, position in zip(logits, rows.tolist(), positions.tolist()):
-            if row in self._numbers:  # not a row that only fills a captured step up
+            if row in self._numbers:  # not a padding row of a captured step
                 SEEN[self._numbers[row], position] = line.float().clone()
         return replace(
             super().sample(logits, rows, positions, ahead), tokens=self._scripts[rows, positions]
@@ -87,8 +87,8 @@ def keeper(options: KeeperOptions, plan: EnginePlan, worker: Worker) -> TorchSam
 
 def _kept_by(base: type[TorchSampler]) -> type[TorchSampler]:
     class Keeper(base):  # type: ignore[valid-type,misc]
-        """``kept``: float32 [rows, count + 1, V], the last of each row being for positions outside
-        the window.
+        """Keeps logits in ``kept``: float32 [rows, count + 1, V], the last entry of each row being
+        for positions outside the window.
         """
 
         def __init__(self, options: KeeperOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -111,7 +111,7 @@ def _kept_by(base: type[TorchSampler]) -> type[TorchSampler]:
 
 
 def score_prompts(runner: Runner) -> None:
-    """From now on logits of scored prompts are kept as well."""
+    """Keep logits of scored prompts as well from now on."""
 
     def score(hidden: Tensor, targets: NDArray[np.int32], row: int, start: int, k: int):  # type: ignore[no-untyped-def]
         sequence = runner.table.sequences[row]
@@ -145,15 +145,15 @@ KEPT = torch.float16
 
 
 class RoundedMla(TorchMla):
-    """What later tokens read was in the other format, and is kept in float16, which holds all of
-    it; a prompt's own tokens read each other as they are, as backends for GPUs do. A pool in
-    another dtype is not rounded.
+    """Attention in which later tokens read values rounded to the other format, kept in float16,
+    which holds them exactly; a prompt's own tokens read each other unrounded, as in backends for
+    GPUs. A pool in another dtype is not rounded.
     """
 
     def __init__(self, options: RoundedMlaOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         self._to: torch.dtype = getattr(torch, options.to)
-        self._row_keys = 0  # every row goes by the groups, which store first
+        self._row_keys = 0  # every row goes through the groups, which store first
 
     def mla(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer

@@ -1,5 +1,5 @@
-"""A small HTTP server for the load generator: every route it uses, with a log of what was asked,
-and faults.
+"""A small HTTP server for the load generator: every route it uses, a log of its requests, and
+faults.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ FIRST, GAP = 0.05, 0.01  #: seconds that the server takes before the first token
 
 
 class FakeServer:
-    """Speaks just enough HTTP: every route the benchmark uses, with a log of what was asked."""
+    """A server with just enough HTTP: every route that the benchmark uses, and a log of its
+    requests.
+    """
 
     def __init__(self) -> None:
         self.port = 0

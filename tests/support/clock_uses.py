@@ -1,4 +1,4 @@
-"""Where test sources compare what a clock says, found in their syntax trees."""
+"""Places where test sources compare a clock with a bound, found in their syntax trees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 
 from tests.support.source_tree import dotted
 
-#: functions of the module ``time`` that say how late it is
+#: functions of the module ``time`` that return the time
 CLOCKS = frozenset({"time", "monotonic", "perf_counter", "process_time", "thread_time"})
 CLOCKS |= {f"{name}_ns" for name in CLOCKS}
 GROWING = frozenset(
@@ -29,20 +29,20 @@ WAITS = frozenset(
         "subprocess.run",
     }
 )
-SHORTEST_WAIT = 20.0  #: seconds; a shorter limit ends more than a hang on a machine that is busy
+SHORTEST_WAIT = 20.0  #: seconds; a shorter limit can also end a slow run on a busy machine
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass
 class Readings:
-    """Names in one module that hold or return what a clock said.
+    """Names in one module that hold or return a clock's reading.
 
     Attributes:
-        modules: names of the module ``time``.
-        clocks: names of clocks themselves, as ``from time import monotonic`` makes them.
-        returning: functions of the module, and those it imports, that return a reading.
-        methods: methods of any class of the tests that do.
+        modules: Names of the module ``time``.
+        clocks: Names of clocks themselves, as made by ``from time import monotonic``.
+        returning: Functions of the module, and those it imports, that return a reading.
+        methods: Methods of any class of the tests that return a reading.
     """
 
     modules: set[str] = field(default_factory=set)
@@ -51,7 +51,7 @@ class Readings:
     methods: set[str] = field(default_factory=set)
 
     def gives(self, name: str) -> bool:
-        """Return whether a call of what has this dotted name gives a reading."""
+        """Return whether a call of this dotted name gives a reading."""
         head, _, last = name.rpartition(".")
         if head:
             return (
@@ -62,10 +62,11 @@ class Readings:
         return name in self.clocks or name in self.returning
 
     def holds(self, node: ast.AST, names: set[str]) -> bool:
-        """Return whether the expression uses a reading, other than to make an object of a class.
+        """Return whether the expression uses a reading, other than to make an object of a
+        class.
 
         Args:
-            names: variables and attributes that hold a reading.
+            names: Variables and attributes that hold a reading.
         """
         if isinstance(node, ast.Call):
             if self.gives(dotted(node.func)):
@@ -78,7 +79,7 @@ class Readings:
 
 
 def readings(tree: ast.Module) -> Readings:
-    """Return what a module's imports of the module ``time`` name."""
+    """Return the names that a module's imports of the module ``time`` define."""
     found = Readings()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -111,8 +112,8 @@ def names_of(target: ast.expr) -> set[str]:
 
 
 def assignments(function: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield (target, value) of all that gives a name to a value, calls that put a value into an
-    object included.
+    """Yield (target, value) of everything that names a value, including calls that put a value into
+    an object.
     """
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
@@ -142,7 +143,7 @@ def assignments(function: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 @cache
 def calls(function: ast.AST) -> frozenset[str]:
-    """Return the dotted names of all that a function calls."""
+    """Return the dotted names that a function calls."""
     return frozenset(dotted(node.func) for node in ast.walk(function) if isinstance(node, ast.Call))
 
 
@@ -174,10 +175,10 @@ def returns(function: Function, known: Readings) -> bool:
 
 
 def modules_of(trees: Mapping[str, ast.Module]) -> dict[str, Readings]:
-    """Return the readings of each module, functions of other modules that it imports included.
+    """Return the readings of each module, including functions of other modules that it imports.
 
     Args:
-        trees: syntax trees by dotted module.
+        trees: Syntax trees by dotted module.
     """
     found = {name: readings(tree) for name, tree in trees.items()}
     imports = {

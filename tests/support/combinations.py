@@ -35,19 +35,19 @@ from glowplug.core.testing.harness.drive import Collected
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan
 from tests.support.tiny import write_config
 
-VOCAB = 158  #: does not divide by four
+VOCAB = 158  #: not divisible by four
 SEED = 1  #: of the weights: the reference's closest decision is far from a tie
 PAGE, ROWS, KV_TOKENS, CONTEXT = 4, 5, 96, 84
 #: least distance between the best two log-probabilities of a greedy token; float32 sums differ by
 #: 1e-5
 GAP = 1e-3
-ABORTED = 7  #: the request that is given up on the way
+ABORTED = 7  #: the request that is aborted midway
 SHAPE = {"vocab_size": VOCAB, "num_nextn_predict_layers": 1}
 
 
 @dataclass(frozen=True)
 class Combination:
-    """One cell. ``ep`` and ``dp``: 0 is off. ``exchange``: of ep_moe."""
+    """One cell. ``ep`` and ``dp`` of 0 are off; ``exchange`` is ep_moe's."""
 
     tp: int = 1
     ep: int = 0
@@ -60,8 +60,8 @@ class Combination:
 
     @property
     def fits(self) -> bool:
-        """Groups and blocks cut the tp ranks, and moving tokens to their experts' ranks needs whole
-        experts.
+        """Return whether groups and blocks divide the tp ranks; moving tokens to their experts'
+        ranks needs whole experts.
         """
         whole = self.ep == self.tp or self.exchange in ("auto", "all_gather")
         return self.tp % max(1, self.ep) == 0 and self.tp % max(1, self.dp) == 0 and whole
@@ -117,7 +117,7 @@ class Combination:
 
 
 def matrix() -> list[Combination]:
-    """The whole of it, admitted or not."""
+    """Return the whole matrix, admitted or not."""
     axes = (
         (1, 2, 4),
         (0, 2, 4),
@@ -131,7 +131,7 @@ def matrix() -> list[Combination]:
 
 
 def exchanges() -> list[Combination]:
-    """What the matrix leaves to "auto": each exchange by name."""
+    """Return each exchange by name; the matrix leaves the choice to "auto"."""
     names = ("all_gather", "all_to_all", "all_to_all_static")
     layouts = ((2, 2, 0), (2, 2, 2), (4, 2, 2), (4, 4, 0), (4, 4, 2), (4, 4, 4))
     return [
@@ -141,7 +141,9 @@ def exchanges() -> list[Combination]:
 
 
 def sample(count: int, seed: int) -> list[Combination]:
-    """Admitted combinations of several ranks or with drafts, every layout about equally often."""
+    """Return admitted combinations of several ranks or with drafts, every layout about equally
+    often.
+    """
     rng = random.Random(seed)
     admitted = [one for one in matrix() + exchanges() if one.fits]
     by_layout: dict[tuple[int, int, int], list[Combination]] = {}
@@ -155,8 +157,8 @@ def sample(count: int, seed: int) -> list[Combination]:
 
 
 def requests() -> Iterator[tuple[int, Submit]]:
-    """(turn, request): uneven prompts, half of which share a beginning; more than there are rows;
-    several waves.
+    """Return (turn, request): uneven prompts, half of which share a beginning; more than there are
+    rows; several waves.
     """
     rng = np.random.default_rng(17)
     shared = rng.integers(2, VOCAB, 24).tolist()
@@ -166,14 +168,14 @@ def requests() -> Iterator[tuple[int, Submit]]:
         own = rng.integers(2, VOCAB, length).tolist()
         prompt = (shared[: length - 1] + own)[:length] if i % 2 else own
         params: dict[str, Any] = {"temperature": 0.0, "logprobs": 2}
-        if i % 7 == 5:  # drawn, with everything that looks back at the tokens before
+        if i % 7 == 5:  # drawn, with every feature that reads earlier tokens
             params = {
                 "temperature": 0.9,
                 "top_p": 0.95,
                 "repetition_penalty": 1.1,
                 "presence_penalty": 0.4,
             }
-        elif i % 7 == 2:  # greedy, and it must not repeat itself, drafts included
+        elif i % 7 == 2:  # greedy, without repeating itself, drafts included
             params |= {"frequency_penalty": 0.8, "repetition_penalty": 1.2}
         turn = 0 if i < 8 else 3 * (i - 6)
         stops = list(range(2, 14)) if i % 3 == 0 else []
@@ -189,8 +191,8 @@ def requests() -> Iterator[tuple[int, Submit]]:
 
 
 def drive(ranks: RankSet) -> dict[int, Collected]:
-    """Submit the waves, give one up on the way, run to the end; every page must come back on every
-    rank.
+    """Submit the waves, abort one request midway, and run to the end; every page must be free again
+    on every rank.
     """
     waves: dict[int, list[Any]] = {}
     for turn, request in requests():
@@ -211,7 +213,9 @@ def plugins() -> PluginSet:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one rank without speculation says. ``gap``: of the closest greedy decision."""
+    """The results of one rank without speculation; ``gap`` is that of the closest greedy
+    decision.
+    """
 
     folder: Path
     heard: dict[int, Collected]
@@ -220,7 +224,7 @@ class Reference:
 
 
 def reference(folder: Path) -> Reference:
-    """Run it: the smallest engine there is, on the same requests."""
+    """Run the smallest possible engine on the same requests."""
     write_config(folder, "v3", **SHAPE)
     gaps: list[float] = []
     with RankSet(rank_plan(Combination().config(folder), plugins()), plugins()) as ranks:
@@ -230,7 +234,7 @@ def reference(folder: Path) -> Reference:
 
 
 def note_gaps(ranks: RankSet, gaps: list[float]) -> None:
-    """Write down how far the best token of each logits row is ahead of the second."""
+    """Record the distance between the best two tokens of each logits row."""
     model = ranks.engines[0].runner.model
     logits = model.logits
 
@@ -244,18 +248,19 @@ def note_gaps(ranks: RankSet, gaps: list[float]) -> None:
 
 
 def run(one: Combination, known: Reference, **more: Any) -> dict[int, Collected]:
-    """Run a combination and compare. PlanRefused as the plan says; AssertionError where it differs.
+    """Run a combination and compare. Raise the plan's PlanRefused, or AssertionError where results
+    differ.
 
-    ``more``: sections that replace the configuration's.
+    ``more`` replaces sections of the configuration.
     """
     with RankSet(rank_plan(one.config(known.folder, **more), plugins()), plugins()) as ranks:
         heard = drive(ranks)
     for id, want in known.heard.items():
         got = heard[id]
-        if id == ABORTED:  # how far it came depends on how many tokens a step yields
+        if id == ABORTED:  # its length depends on the number of tokens that a step yields
             short, long = sorted((got.tokens, want.tokens), key=len)
             assert long[: len(short)] == short, (
-                f"{one.name}: request {id} is another until it is given up"
+                f"{one.name}: request {id} differs before it is aborted"
             )
             continue
         assert got.tokens == want.tokens, (
@@ -281,7 +286,7 @@ def _prepare(folder: str) -> None:
 
 
 def outcome(one: Combination) -> tuple[str, str, str]:
-    """(name, "same" | "refused" | "failed", why)."""
+    """Return (name, "same" | "refused" | "failed", why)."""
     try:
         run(one, _known[0])
     except PlanRefused as refused:
@@ -296,7 +301,7 @@ def outcome(one: Combination) -> tuple[str, str, str]:
 
 
 def whole(cells: Sequence[Combination], jobs: int) -> dict[str, Any]:
-    """Counts, failures and seconds of ``cells``."""
+    """Return counts, failures and seconds of ``cells``."""
     started = time.time()
     spawn = multiprocessing.get_context("spawn")
     results = []

@@ -1,4 +1,4 @@
-"""Kernels built for a Hopper card on a machine without one; for a process where Triton compiles
+"""Kernels built for a Hopper GPU on a machine without one; for a process in which Triton compiles
 (``uninterpreted``).
 """
 
@@ -28,8 +28,8 @@ def build(
     """Compile one variant, which has to fit into a block, and print the kernel's name.
 
     Args:
-        kinds: of arguments, as Triton writes them ("*bf16"); "i32" where not named.
-        whole: numbers that divide by 16, as pointers always do.
+        kinds: Of arguments, as Triton writes them ("*bf16"); "i32" where not named.
+        whole: Numbers that divide by 16, as pointers always do.
         options: ``num_warps`` and the like.
     """
     names = kernel.arg_names
@@ -55,6 +55,8 @@ def build(
 
 
 def tile(rows: int, columns: int, dtype: Any = gl.bfloat16) -> str:
-    """The kind of a descriptor whose tiles lie in shared memory as Hopper's tensor cores read them."""
+    """Return the kind of a descriptor whose tiles are in shared memory in the layout of Hopper's
+    tensor cores.
+    """
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
     return f"tensordesc<{dtype}[{rows}, {columns}], {layout!r}>"

@@ -1,8 +1,8 @@
-"""The environment that ``make demo`` makes, from packages that are installed here: links, nothing
-is downloaded.
+"""The environment that ``make demo`` makes, from packages installed here: links, without
+downloads.
 
 A virtual environment whose site-packages links to the distributions that the project's own
-dependencies ask for, those of no extra among them, and to nothing else. A package that only the
+dependencies require, those of no extra among them, and to nothing else. A package that only the
 tests install, or triton beside a CPU build of torch, cannot be imported there and has no metadata.
 """
 
@@ -26,11 +26,11 @@ from tests.support.source_tree import ROOT
 
 
 def dependencies() -> dict[str, Distribution]:
-    """Return the installed distributions that the project's dependencies and theirs name, by
-    normalised name.
+    """Return the installed distributions of the project's dependencies and of theirs, by normalised
+    name.
 
     Raises:
-        PackageNotFoundError: one of them is not installed.
+        PackageNotFoundError: One of them is not installed.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found: dict[str, Distribution] = {}
@@ -54,8 +54,8 @@ def dependencies() -> dict[str, Distribution]:
 
 def link(distribution: Distribution, site: Path) -> None:
     """Link the packages, modules and metadata of a distribution into ``site``. A folder without
-    ``__init__.py`` may be
-    shared by several distributions: it is made, and what lies in it is linked.
+    ``__init__.py`` may be shared by several distributions: it is made, and its content is
+    linked.
     """
     base = Path(str(distribution.locate_file("")))
     done: set[PurePath] = set()
@@ -74,7 +74,9 @@ def link(distribution: Distribution, site: Path) -> None:
 
 
 def make(folder: Path) -> Path:
-    """Make the environment in ``folder``, with this tree as its glowplug. Returns its interpreter."""
+    """Make the environment in ``folder`` with this tree as its glowplug, and return its
+    interpreter.
+    """
     venv.create(folder, symlinks=True)
     site = next((folder / "lib").glob("python*/site-packages"))
     for distribution in dependencies().values():
@@ -85,12 +87,12 @@ def make(folder: Path) -> Path:
 
 @cache
 def _place() -> tuple[TemporaryDirectory[str], Path]:
-    place = tempfile.TemporaryDirectory(prefix="glowplug-demo-")  # goes with the process
+    place = tempfile.TemporaryDirectory(prefix="glowplug-demo-")  # removed with the process
     return place, make(Path(place.name))
 
 
 def python() -> Path:
-    """Return the environment's interpreter. Made once a process."""
+    """Return the environment's interpreter, which is made once a process."""
     return _place()[1]
 
 

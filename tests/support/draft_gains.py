@@ -1,10 +1,9 @@
-"""What NextN gains at batch 1 on the CPU: accept length and speed on held-out chat, beside no
+"""The gain of NextN at batch 1 on the CPU: accept length and speed on held-out chat, beside no
 speculation.
 
 ``python -m tests.support.draft_gains --output docs/benchmarks/nextn-cpu.json``. The engines take
-turns on each question, one
-question at a time, nothing in the prefix cache; each question counts with its fastest round.
-Decoding is what an answer takes beyond its first token.
+turns on each question, one question at a time, nothing in the prefix cache; each question counts
+with its fastest round. Decoding is the time of an answer beyond its first token.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def engine(steps: int) -> LLM:
 
 
 def timed(llm: LLM, question: str, most: int) -> tuple[list[int], float]:
-    """The greedy answer, and the CPU seconds it took: other work on the machine lengthens those
+    """Return the greedy answer and its CPU seconds, which other work on the machine lengthens
     least.
     """
     llm.control("flush")

@@ -1,9 +1,9 @@
-"""How fast this machine runs plain Python just now, so that bounds in seconds hold on machines that
-share their cores.
+"""The current speed of plain Python on this machine, so that bounds in seconds hold on machines
+that share their cores.
 
-A bound is written for the machine of ``IDLE_SECONDS``; on a slower one, and beside neighbours, it
-grows by :func:`slowness` and by nothing else. No imports beyond the standard library: tests run it
-in other processes, too.
+A bound is written for the machine of ``IDLE_SECONDS``; on a slower one, and beside other processes,
+it grows by :func:`slowness` and by nothing else. The module imports only the standard library,
+because tests also run it in other processes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class _Item:
 
 
 def yardstick() -> float:
-    """Processor seconds of a fixed piece of work: small objects, dicts, attribute reads, sorting,
-    JSON.
+    """Return the processor seconds of a fixed piece of work: small objects, dicts, attribute reads,
+    sorting, JSON.
     """
     start = time.process_time()
     for number in range(300):
@@ -41,8 +41,8 @@ def yardstick() -> float:
 def child(
     command: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Run a command to its end. Return what it said and the processor seconds that it took, waiting
-    not included.
+    """Run a command to its end, and return its output and its processor seconds, waiting not
+    included.
 
     No other child of this process may end meanwhile.
     """
@@ -55,7 +55,7 @@ def child(
 
 
 def slowness(yardsticks: Sequence[float]) -> float:
-    """By what to multiply a bound, 1 at least. ``yardsticks``: taken around and between what is
-    timed.
+    """Return the factor of a bound, at least 1. ``yardsticks`` are taken around and between the
+    timed work.
     """
     return max(1.0, sum(yardsticks) / len(yardsticks) / IDLE_SECONDS)

@@ -1,5 +1,5 @@
-"""Random tiny checkpoints written by transformers, and what transformers computes with them.
-float32, seeded.
+"""Random tiny checkpoints written by transformers, and transformers' results for them. float32,
+seeded.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, ids: list[int]) -> Tensor:
-        """[T, V] of one sequence, without a cache."""
+        """Return [T, V] of one sequence, without a cache."""
         result: Tensor = self.model(torch.tensor([ids])).logits[0]
         return result
 
@@ -118,7 +118,9 @@ def prompts(count: int, seed: int, vocab: int = 160) -> list[list[int]]:
 
 
 def assert_parity(reference: Reference, seed: int = 0, count: int = 12) -> None:
-    """Logits of a whole batch of prompts, and of prefill with decode steps; greedy tokens."""
+    """Compare the logits of a whole batch of prompts, and of prefill with decode steps, and greedy
+    tokens.
+    """
     facts = reference.facts
     asked = prompts(4, seed)
     model, context = build_model(facts, reference.tensors(), build_context(facts))

@@ -21,10 +21,11 @@ from glowplug.plugins.collectives.torch_distributed_runtime import Gloo
 
 
 def on_ranks(mesh: Mapping[str, int], backend: str, body: Callable[[Any, int], Any]) -> list[Any]:
-    """``body(collectives, rank)`` on each of ``mesh["tp"]`` ranks; what they return, by rank.
+    """Run ``body(collectives, rank)`` on each of ``mesh["tp"]`` ranks, and return the results
+    by rank.
 
-    ``backend`` "threads" or "gloo". A rank that raises ends the others' waiting, and its error is
-    raised here.
+    ``backend`` is "threads" or "gloo". A rank that raises ends the others' waiting, and its error
+    is raised here.
     """
     plan, store, address = replace(bare_plan(), mesh=dict(mesh)), HashStore(), f"ranks-{id(body)}"
     MEETINGS[address] = Meeting()

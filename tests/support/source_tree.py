@@ -1,4 +1,4 @@
-"""The repository's own sources, parsed once: what the hygiene tests look at."""
+"""The repository's own sources, parsed once, for tests of the house rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ PACKAGES = ("core", "plugins", "kernels", "models", "entrypoints")
 
 @cache
 def sources() -> tuple[Path, ...]:
-    """Every Python file of the five packages and of ``src/glowplug``, the links not followed."""
+    """Return every Python file of the five packages and of ``src/glowplug``, the links not
+    followed.
+    """
     found = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     return (*found, *sorted((ROOT / "src" / "glowplug").glob("*.py")))
 
@@ -24,13 +26,13 @@ def tree(path: Path) -> ast.Module:
 
 
 def name_of(path: Path) -> str:
-    """Path from the root, for messages: ``core/plan/plan.py``."""
+    """Return the path from the root, for messages: ``core/plan/plan.py``."""
     return path.relative_to(ROOT).as_posix()
 
 
 def imported(path: Path) -> Iterator[tuple[str, int]]:
-    """(dotted module, line) of every import statement, those inside functions and TYPE_CHECKING
-    included.
+    """Yield (dotted module, line) of every import statement, also inside functions and
+    TYPE_CHECKING.
     """
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
@@ -42,7 +44,7 @@ def imported(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def dotted(node: ast.expr) -> str:
-    """``a.b.c`` of a chain of attributes; "" for anything else."""
+    """Return ``a.b.c`` for a chain of attributes, and "" for anything else."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):

@@ -1,4 +1,6 @@
-"""Tuned tables of a test's own, where kernels remember what they read once and chose by it."""
+"""Tuned tables of a test's own, for kernels that remember the tables they read and the choices they
+made.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ KERNELS = "glowplug.kernels"
 
 
 def forget() -> None:
-    """Tables are read again, and chosen by again."""
+    """Make kernels read tables, and choose, again."""
     for name, module in list(sys.modules.items()):
         if name.startswith(KERNELS):
             for value in list(vars(module).values()):

@@ -105,7 +105,7 @@ CONFIGS = {"v3": V3, "v2": V2, "llama": LLAMA, "v3_fp8": V3_FP8}
 
 
 def write_config(folder: Path, name: str, **changes: Any) -> Path:
-    """A model folder holding only config.json; returns it."""
+    """Write a model folder that holds only config.json, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIGS[name], **changes}))
     return folder

@@ -1,5 +1,5 @@
-"""Small tokenizers trained on the spot: byte-level BPE as DeepSeek has it, and byte tokens as Llama
-2 has them.
+"""Small tokenizers trained on the spot: byte-level BPE as DeepSeek's, and byte tokens as Llama
+2's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ CHAT = (
 
 @cache
 def byte_level(vocabulary: int = 400) -> str:
-    """JSON of a byte-level BPE with DeepSeek's special tokens and a visible ``<think>``."""
+    """Return the JSON of a byte-level BPE with DeepSeek's special tokens and a visible
+    ``<think>``.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -67,8 +69,8 @@ def byte_level(vocabulary: int = 400) -> str:
 
 @cache
 def byte_fallback() -> str:
-    """JSON of a BPE over characters with ``▁`` for spaces and ``<0xNN>`` for bytes outside its
-    alphabet.
+    """Return the JSON of a BPE over characters with ``▁`` for spaces and ``<0xNN>`` for bytes
+    outside its alphabet.
     """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence(
@@ -95,8 +97,8 @@ def byte_fallback() -> str:
 
 
 def write_folder(folder: Path, chat_template: str | None = CHAT) -> Path:
-    """tokenizer.json, tokenizer_config.json and generation_config.json as published folders have
-    them.
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json as in published
+    folders.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(byte_level(), encoding="utf-8")

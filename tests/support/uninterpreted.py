@@ -1,4 +1,4 @@
-"""Python in a process of its own, where Triton compiles and does not interpret."""
+"""Python in a process of its own, in which Triton compiles and does not interpret."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.support.source_tree import ROOT
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """``python words`` in the repository's root, with its packages; standard output and error are
-    kept.
+    """Run ``python words`` in the repository's root with its packages, and keep standard output and
+    error.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
@@ -25,7 +25,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def printed(*words: str) -> str:
-    """What ``python words`` prints; it has to succeed."""
+    """Return the output of ``python words``, which has to succeed."""
     done = run(*words)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -1,5 +1,5 @@
-"""Waiting for what happens in another thread or process. The limit ends a hang; no test measures
-time by it.
+"""Waiting for events in another thread or process. The limit ends a hang; no test measures time
+by it.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: seconds after which what is waited for counts as never coming, however busy the machine is
+#: seconds after which an event counts as never coming, however busy the machine is
 LIMIT = 60.0
-LOOK = 0.01  #: seconds between two looks
+LOOK = 0.01  #: seconds between two calls
 
 
 def until(look: Callable[[], T], what: str, limit: float = LIMIT) -> T:
     """Return the first true value of ``look``.
 
     Args:
-        look: called every few milliseconds.
-        what: what is waited for, for the message.
-        limit: seconds; tens of them, because it is no bound of a test.
+        look: Called every few milliseconds.
+        what: The awaited event, for the message.
+        limit: Seconds; tens of them, because it is no bound of a test.
 
     Raises:
-        AssertionError: nothing true came within ``limit`` seconds.
+        AssertionError: No true value came within ``limit`` seconds.
     """
     deadline = time.monotonic() + limit
     while not (found := look()):

@@ -1,4 +1,4 @@
-"""How much a piece of Python does, counted: the same number on any machine, however busy."""
+"""The work of a piece of Python, counted: the same number on any machine, however busy."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def lines(call: Callable[[], object]) -> int:
 
 @contextmanager
 def at_most(most_lines: int, most_bytes: int) -> Iterator[None]:
-    """Run the block in this thread and stop it where it does more.
+    """Run the block in this thread, and stop it when it exceeds a limit.
 
     Args:
-        most_lines: lines of Python; the functions that the block calls are counted, its own lines
+        most_lines: Lines of Python; the functions that the block calls are counted, its own lines
             are not.
-        most_bytes: memory that the block takes from Python at any time.
+        most_bytes: Memory that the block takes from Python at any time.
 
     Raises:
-        AssertionError: the block has done more.
+        AssertionError: The block has exceeded a limit.
     """
     count = 0
 

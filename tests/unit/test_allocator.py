@@ -1,4 +1,4 @@
-"""The page allocator: no page in two hands, none lost, the scratch page never out."""
+"""The page allocator hands each page out once, loses none and never hands out the scratch page."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def test_every_page_but_the_scratch_page_is_handed_out_once() -> None:
     assert nothing is not None and len(nothing) == 0
 
 
-def test_too_many_takes_none() -> None:
+def test_a_request_for_too_many_pages_takes_none() -> None:
     pages = PageAllocator(4)
     assert pages.take(4) is None
     assert pages.free == 3
 
 
-def test_a_taken_array_is_the_callers() -> None:
+def test_a_returned_array_belongs_to_the_caller() -> None:
     pages = PageAllocator(4)
     first = pages.take(3)
     assert first is not None
@@ -49,7 +49,7 @@ def test_a_taken_array_is_the_callers() -> None:
         ([1, 1], "twice"),
     ],
 )
-def test_check_mode_refuses(wrong: list[int], message: str) -> None:
+def test_check_mode_refuses_wrong_frees(wrong: list[int], message: str) -> None:
     pages = PageAllocator(8)
     pages.give(np.array([], np.int32))
     taken = pages.take(6)
@@ -73,7 +73,9 @@ def test_a_pool_of_only_the_scratch_page_is_refused() -> None:
     actions=st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=60),
     check=st.booleans(),
 )
-def test_against_a_set(size: int, actions: list[tuple[bool, int]], check: bool) -> None:
+def test_random_operations_agree_with_a_set(
+    size: int, actions: list[tuple[bool, int]], check: bool
+) -> None:
     pages, held = PageAllocator(size, check=check), []
     for is_take, count in actions:
         if is_take:

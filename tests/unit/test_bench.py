@@ -62,9 +62,7 @@ def test_every_backend_measures_what_the_server_did(server: FakeServer, name: st
 
 
 class Wire(asyncio.Transport):
-    """A connection that answers every request with ``pieces``, each at its time on a clock of its
-    own.
-    """
+    """A connection that delivers each of ``pieces`` at its time on a clock of its own."""
 
     def __init__(self, pieces: list[tuple[float, bytes]]) -> None:
         super().__init__()
@@ -96,7 +94,9 @@ class Wire(asyncio.Transport):
 
 @pytest.mark.parametrize("name", sorted(BACKENDS))
 def test_times_are_those_of_the_events(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the end of each event, the last of them for the whole; what comes later is nobody's time."""
+    """Each time is taken at the end of an event; the latency ends with the last event, whatever
+    follows.
+    """
     backend, times = BACKENDS[name], (100.5, 100.75, 101.75)
     wire = Wire([(100.25, b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")])
     for index, at in enumerate(times):
@@ -333,8 +333,8 @@ def test_events_survive_any_split(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 5, 7, 1000])
 def test_a_chunked_answer_survives_any_split_and_keeps_its_times(size: int) -> None:
-    """Each chunk has the time at which its end came; what looks like the end of the answer within
-    it is not.
+    """Each chunk has the time at which its end arrived. Bytes inside a chunk that look like the end
+    of the answer do not end it.
     """
     chunks = [b"data: one\n\n", b"10\r\n\r\n", b"x" * 300]
     sent = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -459,7 +459,7 @@ def test_table_shows_each_kind_of_record_by_itself(
         (json.dumps(OURS), ["--columns", "mean_tpot"], "no record has any of mean_tpot"),
     ],
 )
-def test_table_says_what_is_no_result(
+def test_table_names_files_without_a_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, more: list[str], said: str
 ) -> None:
     (file := tmp_path / "x.jsonl").write_text(text)

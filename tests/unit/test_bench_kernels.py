@@ -1,5 +1,5 @@
-"""`bench kernels`: calls across slots are recorded with what they cost, timed again, and compared
-between providers.
+"""`bench kernels` records calls across slots with their cost, times them again and compares
+providers.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_every_slot_of_a_step_is_recorded(
         call.run()
 
 
-def test_what_a_linear_layer_and_the_experts_cost(plugins: PluginSet, tmp_path: Path) -> None:
+def test_costs_of_a_linear_layer_and_of_experts(plugins: PluginSet, tmp_path: Path) -> None:
     calls = {
         call.name: call
         for call in recorded("v3", KernelStepShape(3, 20), plugins, tmp_path)
@@ -150,7 +150,9 @@ def test_noise_is_scaled_for_its_use() -> None:
 
 
 class Clock:
-    """Stands in for the module ``time``: a look costs ``look`` seconds, a call as much as it says."""
+    """A stand-in for the module ``time``: reading it takes ``look`` seconds, a call takes its own
+    time.
+    """
 
     def __init__(self, look: float = 0.0) -> None:
         self.look = look
@@ -166,7 +168,7 @@ class Clock:
 
 @pytest.mark.parametrize(("each", "calls"), [(0.02, kernel_timing.HOST_RUNS + 1), (0.001, 51)])
 def test_a_call_is_timed(each: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As often as it takes to fill the time, and a few times at least; one call before all is not
+    """A call is repeated until the time is filled, and at least a few times; a warm-up call is not
     timed.
     """
     clock, spent = Clock(), list[float]()
@@ -183,7 +185,7 @@ def test_a_call_is_timed(each: float, calls: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_call_of_no_time_is_timed_no_longer_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The looks at the clock count, too."""
+    """Reading the clock counts as well."""
     clock = Clock(look=1e-5)
     monkeypatch.setattr(kernel_timing, "time", clock)
     kernel_timing.seconds(lambda: None, "cpu")
@@ -255,8 +257,8 @@ def test_a_table_and_a_record(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``compiled``: torch.compile's ops are among the providers, whose programs take half a minute
-    to make.
+    """With ``compiled``, torch.compile's ops are among the providers; compiling them takes half a
+    minute.
     """
 
     def tried(*given: Any) -> Iterator[kernels.Variant]:

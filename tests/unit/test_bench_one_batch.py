@@ -26,7 +26,7 @@ from tests.support.reading import declared
 from tests.support.tiny import write_config
 
 SHAPES = Path(bench.__file__).resolve().parents[2] / "models" / "shapes"
-LONG = 10**6  #: tokens, so many that every expert is picked
+LONG = 10**6  #: tokens, enough for every expert to be picked
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_with_every_expert_picked_a_step_reads_every_matrix_but_the_embedding(
         if kind.draft < 0 and not kind.scale:
             held = (
                 count // 2 if kind.role == VOCAB else count
-            )  # embedding and head; a tied one is the head
+            )  # embedding and head; a tied head is the embedding
             matrices += held * (1 if kind.kept == 1 else 2)
     assert TIED in {kind.role for kind in declared(facts)} or name != "llama"
     found = step_bytes(facts, LONG, 0)
@@ -155,7 +155,7 @@ def test_steps_settle_before_they_count() -> None:
     assert BatchTimes(2, 8, 1, 1.0, (), 1.0).decode_throughput == 0.0
 
 
-def test_what_the_operator_says_stays() -> None:
+def test_options_of_the_operator_are_kept() -> None:
     config = static_config(
         {"scheduler": {"chunk_size": 7}, "context_length": 99}, [(4, 8192, 5), (1, 10, 20)], 9000
     )
@@ -214,7 +214,7 @@ def test_random_weights_without_a_tokenizer(
     assert [found["decode_steps"] for found in whole["results"]] == [
         5,
         5,
-    ]  # prompts of several steps come first
+    ]  # prompts that take several steps come first
     assert {"command", "date", "packages", "card", "glowplug"} <= set(whole)
     assert whole["chosen"]["weights"]["use"] == "random"
     assert len(lines.read_text().splitlines()) == 2
@@ -224,8 +224,8 @@ def test_random_weights_without_a_tokenizer(
 def test_a_sequence_that_ends_early_fails_its_batch_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Logits that are not finite end a sequence with an error; a time without its decode steps is
-    no result.
+    """Logits that are not finite end a sequence with an error. A measurement without its decode
+    steps is not a result.
     """
     from glowplug.plugins.sampling.torch_sampler_runtime import TorchSampler
 

@@ -1,5 +1,5 @@
-"""Streams to capture on: nobody's at the same time as another's, and used again once their recorder
-is gone.
+"""Streams for capturing: live recorders have different streams, and a stream is reused once its
+recorder is gone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CARD = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Those that were made, in turn; without a card."""
+    """The streams created, in order; no GPU is needed."""
     made: list[object] = []
 
     class Stream:
@@ -29,7 +29,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return made
 
 
-def test_one_after_another_has_the_same(streams: list[object]) -> None:
+def test_successive_recorders_share_a_stream(streams: list[object]) -> None:
     for _ in range(3):
         recorder = cuda_recorder.CudaRecorder(CARD)
         assert recorder.stream is streams[0]
@@ -38,7 +38,7 @@ def test_one_after_another_has_the_same(streams: list[object]) -> None:
     assert len(streams) == 1
 
 
-def test_those_that_live_have_their_own(streams: list[object]) -> None:
+def test_live_recorders_have_streams_of_their_own(streams: list[object]) -> None:
     first, second = (cuda_recorder.CudaRecorder(CARD) for _ in range(2))
     other = cuda_recorder.CudaRecorder(torch.device("cuda", 1))
     assert [id(recorder.stream) for recorder in (first, second, other)] == [

@@ -1,5 +1,5 @@
-"""What runs on which card, asked of the device itself: the plan of another machine may have been
-wrong.
+"""Kernels and libraries are chosen for the GPU in use, because a plan may have been made for
+another machine.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ def card(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
     ],
     indirect=["card"],
 )
-def test_cards(card: None, tiles: bool, unfit: str) -> None:
+def test_compute_capability_decides_on_tiles_and_libraries(
+    card: None, tiles: bool, unfit: str
+) -> None:
     pytest.importorskip("triton")
     assert cards.tiles_run_on("cuda:0") is tiles and not cards.tiles_run_on("cpu")
     assert unfit in cards.unfit_for_libraries() and bool(cards.unfit_for_libraries()) == bool(unfit)
 
 
 @pytest.mark.parametrize("card", [(10, 0)], indirect=True)
-def test_libraries_for_hopper_are_not_asked_on_another_card(card: None) -> None:
+def test_libraries_for_hopper_do_not_run_on_another_card(card: None) -> None:
     pytest.importorskip("triton")
     from glowplug.plugins.quantization.block_fp8.cutlass import CutlassExperts
     from glowplug.plugins.quantization.block_fp8.gemm_providers import Providers

@@ -1,4 +1,6 @@
-"""Chat templates: what they may use, and that a hostile one costs exactly its own request."""
+"""Chat templates: the functions they may use, and that a hostile template fails only its own
+request.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ def make(template: str | dict[str, str] | None = CHAT) -> Tokenizer:
 
 
 class Looks:
-    """Stands in for the module ``time``: each look moves the looking thread's clock on by ``each``
-    seconds.
+    """A stand-in for the module ``time``: each reading moves the reading thread's clock on by
+    ``each`` seconds.
     """
 
     def __init__(self) -> None:
@@ -60,7 +62,7 @@ def refusal(template: str, messages: Any = None, **arguments: Any) -> RequestErr
     return caught.value
 
 
-# ---- what templates use --------------------------------------------------------------------------
+# ---- functions of templates ----------------------------------------------------------------------
 
 
 def test_conversation() -> None:
@@ -144,7 +146,7 @@ def test_no_template() -> None:
     assert caught.value.code == "no_chat_template"
 
 
-# ---- what goes wrong -----------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def test_template_refuses_the_messages() -> None:
@@ -203,8 +205,8 @@ def test_failing_templates_are_request_errors(template: str) -> None:
 def test_injection_executes_nothing(
     expression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Template injection (CVE-2026-5760, CVE-2024-34359): an error, or text that leaks no object;
-    never a file.
+    """Template injection (CVE-2026-5760, CVE-2024-34359) gives an error or text that exposes no
+    object, and never writes a file.
     """
     monkeypatch.chdir(tmp_path)
     try:
@@ -249,8 +251,8 @@ def test_templates_cannot_change_the_messages(template: str) -> None:
     ],
 )
 def test_bombs_are_cut_short(template: str, looks: Looks) -> None:
-    """By their size or their number of turns, before they take much memory and long before the
-    deadline.
+    """Bombs are stopped by their size or their number of iterations, before they take much memory
+    and long before the deadline.
     """
     looks.each = chat_template.RENDER_SECONDS / 200_000
     tracemalloc.start()

@@ -1,5 +1,5 @@
-"""No test fails because the machine is busy: only tests marked ``timing`` compare what a clock says
-with a bound.
+"""No test fails because the machine is busy: only tests marked ``timing`` compare a clock with a
+bound.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import pytest
 from tests.support.clock_uses import compared, modules_of, short_waits
 from tests.support.source_tree import ROOT, name_of, tree
 
-#: files that compare what a clock says, and why
+#: files that compare a clock with a bound -> reason
 WITH_A_CLOCK = {
-    "tests/support/waiting.py",  # the one place that gives up what never comes
-    "tests/plugins/sleepy_tuner.py",  # a tuner with so many seconds
+    "tests/support/waiting.py",  # the one place that gives up waiting for an event
+    "tests/plugins/sleepy_tuner.py",  # a tuner that takes a given number of seconds
     "tests/e2e/fake_engine.py",  # an engine whose requests have deadlines
     "tests/e2e/two_hosts.py",  # a tool that measures how long a fault takes to be found
-    "tests/gpu/combinations.py",  # tools that run for hours on a card
+    "tests/gpu/combinations.py",  # tools that run for hours on a GPU
     "tests/gpu/record.py",
     "tests/gpu/sanitize.py",
 }
@@ -26,7 +26,7 @@ WITH_A_CLOCK = {
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """The syntax trees of the tests by dotted module."""
+    """Return the syntax trees of the tests by dotted module."""
     files = sorted((ROOT / "tests").rglob("*.py"))
     return {name_of(path).removesuffix(".py").replace("/", "."): tree(path) for path in files}
 
@@ -41,10 +41,12 @@ def test_only_tests_marked_timing_compare_clocks() -> None:
     assert {
         name: lines for name, lines in found.items() if lines and name not in WITH_A_CLOCK
     } == {}
-    assert {name for name in WITH_A_CLOCK if not found[name]} == set(), "allowed for nothing"
+    assert {name for name in WITH_A_CLOCK if not found[name]} == set(), (
+        "an exception that is not needed"
+    )
 
 
-def test_waits_end_hangs_alone() -> None:
+def test_waits_have_limits_that_only_end_hangs() -> None:
     found = {path_of(name): list(short_waits(one)) for name, one in trees().items()}
     assert {name: lines for name, lines in found.items() if lines} == {}
 

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def batch(rows: list[int], lens: list[int], width: int, page_size: int, seed: int) -> Batch:
-    """Decoding rows with pages of their own."""
+    """Return a batch of decoding rows with pages of their own."""
     count, columns = len(rows), max([1, *(-(-length // page_size) for length in lens)])
     pages = np.zeros((count, columns), np.int32)
     numbers = np.random.default_rng(seed).permutation(np.arange(1, 1 + count * columns))
@@ -132,7 +132,9 @@ def test_staging_is_taken_in_turns() -> None:
         ({"batch_sizes": [8, 1, 4], "max_batch": 3}, 9, (1,)),
     ],
 )
-def test_sizes(options: dict[str, object], rows: int, want: tuple[int, ...]) -> None:
+def test_slots_of_captured_sizes(
+    options: dict[str, object], rows: int, want: tuple[int, ...]
+) -> None:
     assert CudaGraphOptions.model_validate({"use": "cuda_graph", **options}).sizes(rows) == want
 
 
@@ -147,8 +149,8 @@ def test_default_sizes_waste_little() -> None:
 
 
 def test_ranks_that_agreed_take_slots_of_one_shape() -> None:
-    """The agreed number of rows decides, also for a rank with fewer or none; a rank with a prompt
-    makes all eager.
+    """The agreed number of rows decides, also for a rank with fewer rows or none. One rank with a
+    prompt makes all ranks run eagerly.
     """
     runner = CudaGraph(CudaGraphOptions(batch_sizes=(1, 2, 4)), bare_plan(), Worker())
     runner._decode_graphs = {Mode.DECODE: {rows: graph(rows, 1, 4) for rows in (1, 2, 4)}}

@@ -1,5 +1,5 @@
-"""In the environment that ``make demo`` makes: what is there, what runs, and plans for a machine
-that is not.
+"""The environment of ``make demo``: its packages, programs that run in it, and plans for other
+machines.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tests.support.demo_environment import dependencies, glowplug, python, run, 
 from tests.support.source_tree import ROOT, imported, name_of, sources
 from tests.support.waiting import until
 
-#: import names of the packages in extras for users, which no runtime module may rely on without a
-#: reason to be chosen
+#: import names of packages in the extras for users; a runtime module that uses one needs a reason
+#: to be chosen
 EXTRAS = {"triton", "flashinfer", "sgl_kernel", "deep_gemm", "ray"}
-#: what one folder alone may import, and why
+#: packages that a single folder may import -> the folder's reason
 APART = {
-    "pytest": "core/testing/",  # suites that a plugin's author runs under pytest
+    "pytest": "core/testing/",  # suites that plugin authors run under pytest
     "transformers": "entrypoints/bench/",
     "vllm": "entrypoints/bench/",
-}  # what a bench compares with
+}  # comparison targets of the benchmarks
 V3 = ("--model", "models/shapes/deepseek-v3.json", "--load-format", "dummy")
 LITE = ("--model", "models/shapes/deepseek-v2-lite.json", "--load-format", "dummy")
 
 
 def found(names: list[str]) -> set[str]:
-    """Those of ``names`` that can be imported there."""
+    """Return those of ``names`` that can be imported there."""
     done = run(
         "-c",
         f"import importlib.util as u, json; print(json.dumps([n for n in {names!r} if u.find_spec(n)]))",
@@ -46,7 +46,7 @@ def found(names: list[str]) -> set[str]:
     return set(json.loads(done.stdout))
 
 
-def test_it_holds_what_the_project_depends_on_and_no_more() -> None:
+def test_it_holds_exactly_the_dependencies_of_the_project() -> None:
     kept = dependencies()
     extras: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
@@ -98,7 +98,9 @@ def test_no_runtime_module_imports_what_only_tests_install() -> None:
 
 
 def plan(*words: str, done: subprocess.CompletedProcess[str] | None = None) -> dict[str, Any]:
-    """The plan for ``words`` made there, or the one that a command ``done`` elsewhere printed."""
+    """Return the plan made there for ``words``, or the plan printed by the command ``done``
+    elsewhere.
+    """
     done = done or glowplug("check", *words, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     planned: dict[str, Any] = json.loads(done.stdout)
@@ -120,7 +122,7 @@ def test_v3_on_eight_gpus_is_planned_as_there() -> None:
     )
     assert (chosen["sampling"], chosen["ops"]) == ("triton", "triton")
     decided = {decision["field"]: decision["value"] for decision in planned["decisions"]}
-    assert decided["quantization.experts"] == "by load", "DeepGEMM is there"
+    assert decided["quantization.experts"] == "by load", "DeepGEMM is installed there"
     assert decided["kernels.tables"] == "measured", "tables of that release of Triton are trusted"
 
 
@@ -137,7 +139,9 @@ def test_v2_lite_on_one_gpu_is_planned_as_there() -> None:
     "words", [("--facts", "1xh200", *LITE), ("--facts", "cpu")], ids=["1xh200", "cpu"]
 )
 def test_a_ready_sheets_plan_is_the_same_with_other_packages_here(words: tuple[str, ...]) -> None:
-    """As in this environment, which has triton, third-party plugins and all else that tests need."""
+    """The plan equals that of this environment, which has triton, third-party plugins and the test
+    tools.
+    """
     here = plan(
         done=subprocess.run(
             [sys.executable, "-m", "glowplug", "check", *words, "--json"],
@@ -152,7 +156,7 @@ def test_a_ready_sheets_plan_is_the_same_with_other_packages_here(words: tuple[s
     there = plan(*words)
     assert there["facts"]["software"]["packages"] == read_sheet(words[1]).packages
     for planned in (here, there):
-        for name in ("plugin_fingerprint", "plugins"):  # third-party plugins and what they need
+        for name in ("plugin_fingerprint", "plugins"):  # third-party plugins and their requirements
             planned.pop(name)
         planned["facts"].pop("software")
         planned["decisions"] = [one for one in planned["decisions"] if one["field"] != "packages"]

@@ -1,5 +1,5 @@
-"""Dense linear methods of either layout: what they load, what they multiply, and float32 results
-where welcome.
+"""Dense linear methods of either layout: the slices they load, their results, and float32 results
+on request.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def shape(bias: bool, wide: bool = False) -> LinearShape:
-    """Rows 2 to 6 of a tensor of 8 and all 3 rows of another, columns 16 to 48 of 64."""
+    """Return a shape with rows 2 to 6 of a tensor of 8, all 3 rows of another, and columns 16 to 48
+    of 64.
+    """
     return LinearShape("both", ("a", "b"), (4, 3), 32, (2, 0), 16, ((8, 64), (3, 64)), bias, wide)
 
 
@@ -33,9 +35,7 @@ def test_slices_are_loaded_and_multiplied(
     weight = torch.cat([stored["a.weight"][2:6, 16:48], stored["b.weight"][:, 16:48]]).to(device)
     for tokens in (1, 5):
         x = torch.randn(tokens, 40, device=device)[:, 8:]  # strided
-        wanted = (
-            x @ weight.t()
-        )  # of the columns from 16 on: the rank with the first ones adds the bias
+        wanted = x @ weight.t()  # columns from 16 on: the rank with the first columns adds the bias
         torch.testing.assert_close(linear.apply(x), wanted, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(linear.apply(Quantized(x)), wanted, atol=1e-4, rtol=1e-4)
     assert torch.equal(linear.dense(), weight)

@@ -1,5 +1,5 @@
-"""Byte ranges of files to a device: blocks, staging, slices and what is refused. On the CPU; GPU
-tests time it.
+"""Reading byte ranges of files to a device: blocks, staging, slices and refusals. Runs on the CPU;
+GPU tests measure the speed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def test_blocks_join_neighbours_of_one_file() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_span_arrives_whole(seed: int, tmp_path: Path) -> None:
-    """Whatever the sizes of pieces, blocks and staging, and however many files."""
+    """Spans arrive complete for any sizes of pieces, blocks and staging, and any number of
+    files.
+    """
     rng, contents = random.Random(seed), {}
     for name in ("x", "y", "z"):
         contents[tmp_path / name] = os.urandom(rng.randrange(1, 5000))
@@ -80,7 +82,9 @@ def test_a_file_that_shrank_is_refused(tmp_path: Path) -> None:
 
 
 def test_tensors_and_their_slices(tmp_path: Path) -> None:
-    """Every slice of every dtype, in files whose tensors begin at odd places."""
+    """Every slice of every dtype is read correctly, also from files whose tensors begin at odd
+    offsets.
+    """
     generator = torch.Generator().manual_seed(0)
     first = {
         "a.codes": torch.randn(3, 5, generator=generator).to(torch.float8_e4m3fn),

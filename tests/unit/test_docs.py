@@ -1,7 +1,8 @@
-"""The documentation says what the code does: pages are current, commands print what is shown,
+"""The documentation agrees with the code: pages are current, commands print the shown output,
 examples plan.
 
-Commands run in the environment that ``make demo`` makes, without what only the tests install.
+Commands run in the environment that ``make demo`` makes, without the packages that only tests
+install.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def generator() -> ModuleType:
 
 
 def blocks(language: str) -> Iterator[tuple[str, str]]:
-    """(page, text) of every fenced block of a language."""
+    """Yield (page, text) of every fenced block of a language."""
     for page in PAGES:
         for match in FENCE.finditer(page.read_text(encoding="utf-8")):
             if match.group(1) == language:
@@ -70,7 +71,7 @@ def test_combinations_are_planned_over_all_devices_of_their_machine(tmp_path: Pa
 
 
 def test_every_hook_and_option_has_its_line() -> None:
-    """The generator leaves nothing out: counted against the code, not against itself."""
+    """The generator leaves nothing out: its result is counted against the code."""
     hooks = (ROOT / "docs" / "hooks.md").read_text()
     names = [
         name
@@ -144,9 +145,7 @@ LINES = list(command_lines())
 
 @pytest.mark.parametrize(("page", "line"), LINES, ids=[f"{p}:{line[-40:]}" for p, line in LINES])
 def test_command_lines_in_the_pages_plan(page: str, line: str, tmp_path: Path) -> None:
-    """Those of SGLang among them, each on the smallest ready sheet with as many GPUs as it asks
-    for.
-    """
+    """Each command line, SGLang's included, plans on the smallest ready sheet with enough GPUs."""
     words = with_shape(shlex.split(line))
     machine = machine_for(words)
     (sheet := tmp_path / "sheet.json").write_bytes(msgspec.json.encode(machine))
@@ -164,9 +163,9 @@ def test_there_are_command_lines_of_sglang() -> None:
     assert {page for page, _ in LINES} >= {"README.md", "docs/recipes/several-hosts.md"}
 
 
-def test_what_has_run_on_several_gpus_is_on_record() -> None:
-    """The table of layouts says "not yet" of those without an entry in the record, and names the
-    models of the others; it has a row for each mixture that waits for several GPUs among the tests,
+def test_layouts_that_ran_on_several_gpus_are_on_record() -> None:
+    """The table of layouts says "not yet" for layouts without an entry in the record, and names the
+    models of the others. It has a row for each mixture among the tests that needs several GPUs,
     and the README claims no more.
     """
     record = json.loads((ROOT / "docs" / "benchmarks" / "several-gpus.json").read_text())
@@ -232,14 +231,14 @@ def test_example_files_plan(path: Path) -> None:
 
 
 def test_python_in_the_pages_compiles() -> None:
-    parts = {text for _, _, text in excerpts()}  # a part of a file need not be whole
+    parts = {text for _, _, text in excerpts()}  # a part of a file may be shown
     for page, text in blocks("python"):
         if text.partition("\n")[2] not in parts:
             compile(text, page, "exec")
 
 
 def test_the_readmes_python_runs() -> None:
-    """The block that needs nothing but glowplug; the other one needs a server and OpenAI's client."""
+    """The block that needs only glowplug runs; the other one needs a server and OpenAI's client."""
     (code,) = (
         text
         for page, text in blocks("python")
@@ -276,7 +275,7 @@ def test_files_that_pages_and_docstrings_name_exist() -> None:
 
 
 def excerpts() -> list[tuple[str, str, str]]:
-    """(page, file, text) of blocks whose first line names a file of the repository: ``#
+    """Yield (page, file, text) of blocks whose first line names a file of the repository: ``#
     path/to/file``.
     """
     found = []
@@ -297,8 +296,8 @@ def test_excerpts_are_of_the_files_they_name() -> None:
 
 
 def test_the_guides_plugin_runs(tmp_path: Path) -> None:
-    """The files of the plugin guide, taken from the page: they pass the suite, are loaded and
-    served with.
+    """The files of the plugin guide, taken from the page, pass the suite, are loaded and serve
+    requests.
     """
     guide = (ROOT / "docs" / "writing-a-plugin.md").read_text()
     for name in ("shortest_first", "shortest_first_runtime", "test_shortest_first"):
@@ -341,7 +340,7 @@ def test_the_guides_plugin_runs(tmp_path: Path) -> None:
 
 
 def test_the_guides_model_family_serves_what_was_refused(tmp_path: Path) -> None:
-    """The family of the plugin guide: without it the refusal names its section, with it the model
+    """Without the guide's model family the refusal names the guide's section; with it the model
     gives Llama's tokens.
     """
     guide = (ROOT / "docs" / "writing-a-plugin.md").read_text()

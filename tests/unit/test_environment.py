@@ -1,5 +1,5 @@
-"""``.ci/environment.py``: where torch comes from in an environment that has none. The index is one
-of these tests.
+"""``.ci/environment.py`` chooses where torch comes from in an environment without torch. The index
+is served by these tests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def environment() -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def no_other_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What pip is configured with here would be another place to find torch."""
+    """Pip without configuration of this machine, which could be another source of torch."""
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -61,9 +61,7 @@ def venv(made: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An index served here that holds a package torch, whose version has the local part of a CPU
-    build.
-    """
+    """A local index that holds a package torch with the local version part of a CPU build."""
     root = tmp_path_factory.mktemp("index")
     (root / "torch").mkdir()
     info = f"torch-{PIN}+cpu.dist-info"
@@ -107,7 +105,9 @@ def without_gpu(environment: ModuleType, monkeypatch: pytest.MonkeyPatch, index:
 def test_torch_comes_from_the_index_of_cpu_builds_where_no_gpu_is(
     environment: ModuleType, monkeypatch: pytest.MonkeyPatch, venv: Path, index: str
 ) -> None:
-    """The pinned release, alone: what it needs comes with everything else, from pip's own index."""
+    """Only the pinned release of torch comes from that index; its dependencies come from pip's own
+    index.
+    """
     without_gpu(environment, monkeypatch, index)
     assert environment.main([str(venv)]) == 0
     assert environment.torch_version(str(venv / "bin" / "python")) == f"{PIN}+cpu"
@@ -141,7 +141,7 @@ def test_with_a_gpu_or_an_empty_index_torch_is_left_to_pip(
     assert constraints(venv) == [f"torch=={PIN}"]
 
 
-def test_an_index_that_was_asked_for_is_used_or_the_set_up_ends(
+def test_a_requested_index_is_used_or_the_set_up_ends(
     environment: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     venv: Path,
@@ -152,7 +152,7 @@ def test_an_index_that_was_asked_for_is_used_or_the_set_up_ends(
     assert environment.main([str(venv), "--torch-index", CLOSED]) == 1
     said = capsys.readouterr().out
     assert f"torch=={PIN} could not be installed from {CLOSED}" in said and "TORCH_INDEX=" in said
-    assert not (venv / ".constraints").exists(), "make would take the set-up for done"
+    assert not (venv / ".constraints").exists(), "make would skip the rest of the set-up"
     assert environment.main([str(venv), "--torch-index", index]) == 0
     assert constraints(venv) == [f"torch=={PIN}+cpu"]
 
@@ -183,7 +183,7 @@ def test_make_and_docker_pass_the_index_on() -> None:
     )
 
 
-def test_the_readme_says_how_to_get_a_cpu_build(environment: ModuleType) -> None:
+def test_the_readme_names_the_index_of_cpu_builds(environment: ModuleType) -> None:
     readme = (ROOT / "README.md").read_text()
     assert (
         f"pip install --index-url {environment.CPU_INDEX} torch=={PIN}`" in readme

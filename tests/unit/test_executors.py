@@ -1,5 +1,5 @@
-"""Executors without processes: who is to blame, where a process stands among hosts, what hosts
-compare.
+"""Executors without processes: the first cause of a failure, the place of a process among hosts,
+and the agreement of hosts.
 """
 
 from __future__ import annotations
@@ -94,15 +94,15 @@ def test_one_silent_rank_is_found_among_others_that_beat() -> None:
     ]
 
 
-def test_only_the_first_of_those_who_lost_a_peer_when_nothing_else_is_known() -> None:
+def test_the_first_rank_that_lost_a_peer_is_named_when_no_cause_is_known() -> None:
     watch, _ = watched()
     watch.heard(2, lost_peer(2))
     watch.heard(0, lost_peer(0))
-    watch.ended(2, "exit code 1")  # it had said why
+    watch.ended(2, "exit code 1")  # its message came before
     assert first_cause(watch.troubles).text.startswith("rank 2 failed")
 
 
-def test_an_orderly_end_is_no_trouble_and_a_slow_spawn_is_no_silence() -> None:
+def test_an_orderly_end_and_a_slow_spawn_are_no_failures() -> None:
     watch, clock = watched(limit=1.0)
     for rank in range(3):
         watch.heard(rank, [Progress(rank, "ended", 1, 1)])
@@ -179,7 +179,7 @@ def test_a_world_of_another_size_and_hosts_without_an_address_are_refused(tmp_pa
         ("address", "10.0.0.1:99999", "is not HOST:PORT"),
     ],
 )
-def test_the_plan_refuses_places_that_cannot_be(
+def test_the_plan_refuses_impossible_places(
     tmp_path: Path, option: str, value: Any, says: str
 ) -> None:
     executor = {
@@ -217,7 +217,7 @@ def test_a_sheet_of_several_hosts_chooses_it_too() -> None:
 
 
 def test_hosts_with_the_same_command_agree(tmp_path: Path) -> None:
-    """Each is told its own number, and may keep the model in another folder."""
+    """Each host receives its own number and may keep the model in another folder."""
     executor = {
         "use": "torchrun",
         "hosts": 2,

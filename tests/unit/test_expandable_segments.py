@@ -29,14 +29,14 @@ def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What torch is told, which is not done."""
+    """Settings passed to torch, which are recorded and not applied."""
     words: list[str] = []
     monkeypatch.setattr(torch_allocator._Process, "expandable_segments", False)
     monkeypatch.setattr(torch._C, SETTINGS_FUNCTION, words.append, raising=False)
     return words
 
 
-def test_torch_is_told_once_and_told_back(told: list[str]) -> None:
+def test_the_setting_is_made_once_and_taken_back(told: list[str]) -> None:
     assert use_expandable_segments(False) == [] and told == []
     assert use_expandable_segments(True) == ["memory: the allocator uses expandable segments"]
     assert use_expandable_segments(True) == [] and told == ["expandable_segments:True"]
@@ -48,7 +48,7 @@ def test_torch_is_told_once_and_told_back(told: list[str]) -> None:
 
 @pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
 @pytest.mark.parametrize("value", ["expandable_segments:True", "max_split_size_mb:256"])
-def test_a_variable_of_torchs_goes_before_it_and_is_told(
+def test_a_variable_of_torchs_takes_precedence_and_is_reported(
     told: list[str], monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -63,7 +63,7 @@ def test_a_variable_of_torchs_goes_before_it_and_is_told(
     assert len(use_expandable_segments(True)) == 1 and told == ["expandable_segments:True"]
 
 
-def test_a_torch_that_cannot_be_told_ends_the_start(
+def test_a_torch_without_the_setter_stops_the_start(
     told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(torch._C, SETTINGS_FUNCTION)
@@ -80,15 +80,15 @@ def as_it_was() -> Iterator[None]:
     use_expandable_segments(False)
 
 
-def test_this_torch_takes_the_words(as_it_was: None) -> None:
-    """The real setter, which takes them without a device too."""
+def test_the_installed_torch_accepts_the_setting(as_it_was: None) -> None:
+    """The real setter accepts them, also without a device."""
     assert use_expandable_segments(True) and torch_allocator._Process.expandable_segments
     use_expandable_segments(False)
     assert not torch_allocator._Process.expandable_segments
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_rank_tells_torch_before_it_takes_its_device(
+def test_a_rank_sets_the_allocator_before_it_takes_its_device(
     monkeypatch: pytest.MonkeyPatch, told: list[str], tmp_path: Path, device: str
 ) -> None:
     class Stop(Exception):

@@ -1,4 +1,6 @@
-"""What the built-in model families refuse of a config.json, and what they read out of it."""
+"""The built-in model families: the values of a config.json that they refuse, and the facts they
+read.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def test_known_configs_pass(name: str) -> None:
         ("v3", {"num_experts_per_tok": 5}, "5 experts per token cannot come from 2 groups of 2"),
     ],
 )
-def test_one_refusal_says_what_is_wrong(name: str, changes: dict[str, Any], reason: str) -> None:
+def test_each_problem_is_one_refusal(name: str, changes: dict[str, Any], reason: str) -> None:
     found = refusals(name, **changes)
     assert len(found) == 1 and reason in found[0]
 

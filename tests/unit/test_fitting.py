@@ -1,5 +1,5 @@
-"""The KV pool is made of what a device is measured to have left. Made-up readings; a GPU test takes
-real ones.
+"""The KV pool is sized from the memory measured as free. Readings are invented here; a GPU test
+takes real ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def plan_of(memory: dict[str, Any] | None = None, **sizes: Any) -> EnginePlan:
     return replace(plan, budget=budget, config={"memory": memory or {}})
 
 
-def test_pages_are_what_is_left_by_name() -> None:
+def test_pages_fill_the_memory_left_by_weights_steps_and_graphs() -> None:
     measured = MeasuredMemory(total=100 * GIB, free=40 * GIB, step=3 * GIB, graphs=GIB)
     assert measured.for_cache(None, 0) == int(100 * GIB * 0.98) - (60 + 3 + 1) * GIB
     assert measured.for_cache(0.9, GIB) == int(100 * GIB * 0.9) - (60 + 3 + 1 + 1) * GIB
@@ -46,10 +46,10 @@ def test_pages_are_what_is_left_by_name() -> None:
     )
 
 
-def test_never_more_than_is_of_use_and_never_less_than_was_asked() -> None:
+def test_pages_stay_between_the_useful_and_the_required_number() -> None:
     measured = MeasuredMemory(total=100 * GIB, free=90 * GIB, step=0)
     assert pages_that_fit(plan_of(most_pages=20), measured, GIB, {}) == 20
-    asked = plan_of(least_pages=0, most_pages=0)  # so many tokens and no others
+    asked = plan_of(least_pages=0, most_pages=0)  # a fixed number of tokens
     assert pages_that_fit(asked, measured, GIB // 2, {}) == asked.sizes.num_pages
     with pytest.raises(
         GlowplugError,
@@ -58,7 +58,7 @@ def test_never_more_than_is_of_use_and_never_less_than_was_asked() -> None:
         pages_that_fit(asked, measured, GIB, {})
 
 
-def test_too_little_is_told_with_names_and_numbers() -> None:
+def test_too_little_memory_is_reported_with_names_and_numbers() -> None:
     measured = MeasuredMemory(total=20 * GIB, free=4 * GIB, step=2 * GIB, graphs=GIB // 2)
     with pytest.raises(GlowplugError) as error:
         pages_that_fit(plan_of(), measured, GIB, {"weights": 12 * GIB, "graphs": 7})
@@ -75,11 +75,11 @@ def test_too_little_is_told_with_names_and_numbers() -> None:
 
 
 class Pretend(HostGauge):
-    """A device of which ``free`` bytes are left whatever happens. Each step claims and holds a
-    little more for a while.
+    """A device that always has ``free`` bytes left. Each step claims and holds a little more for a
+    while.
 
     Attributes:
-        temporary: bytes that the most expensive step takes and gives back.
+        temporary: Bytes that the most expensive step allocates and frees.
     """
 
     measures = True
@@ -121,8 +121,8 @@ def started(
     expandable_segments: bool = False,
     **config: Any,
 ) -> tuple[EnginePlan, Engine]:
-    """An engine on the CPU whose memory is measured by ``gauge``; the plan has made room for ten
-    pages more or less.
+    """Start an engine on the CPU whose memory is measured by ``gauge``; its plan allows ten pages
+    more or fewer.
     """
     plan = rank_plan(
         {
@@ -152,7 +152,7 @@ def started(
 def test_an_engine_takes_what_is_left(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plugins: PluginSet, extra: int, steps: int
 ) -> None:
-    """Pool, draft state and scheduler agree on the number of pages; all lines are told."""
+    """Pool, draft state and scheduler agree on the number of pages, and every line is reported."""
     config: dict[str, Any] = {"speculative": {"use": "nextn", "steps": steps}} if steps else {}
     probe, _ = started(monkeypatch, tmp_path, plugins, Pretend(1 << 40, 1 << 40, 0), [], **config)
     page_bytes = sum(
@@ -190,7 +190,7 @@ def test_an_engine_takes_what_is_left(
 
 
 @pytest.mark.parametrize("expandable_segments", [False, True])
-def test_segments_that_grow_keep_a_tenth_of_a_step_free(
+def test_expandable_segments_keep_a_tenth_of_a_step_free(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plugins: PluginSet, expandable_segments: bool
 ) -> None:
     probe, _ = started(monkeypatch, tmp_path, plugins, Pretend(1 << 40, 1 << 40, 0), [])
@@ -224,7 +224,7 @@ def test_too_few_pages_end_the_start(
         started(monkeypatch, tmp_path, plugins, Pretend(1 << 32, 1 << 26, 5000), [])
 
 
-def test_running_out_of_memory_is_told_by_phase(
+def test_an_out_of_memory_error_names_its_phase(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plugins: PluginSet
 ) -> None:
     def fail(*_: Any) -> None:

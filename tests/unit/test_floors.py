@@ -65,7 +65,9 @@ def reached(module: str) -> str | None:
 
 @cache
 def edges() -> dict[str, set[str]]:
-    """Return each module's imports of our modules, those inside functions and TYPE_CHECKING included."""
+    """Return each module's imports of our modules, those inside functions and TYPE_CHECKING
+    included.
+    """
     found: dict[str, set[str]] = {}
     for name, path in modules().items():
         targets = {reached(module) for module, _ in imported(path)} - {None, name}
@@ -109,7 +111,9 @@ def test_every_module_of_core_is_on_a_floor() -> None:
 
 
 def cycles() -> list[list[str]]:
-    """Return the strongly connected components of more than one module (Tarjan, SIAM J. Comput. 1972)."""
+    """Return the strongly connected components of more than one module (Tarjan, SIAM J. Comput.
+    1972).
+    """
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

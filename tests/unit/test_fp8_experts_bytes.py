@@ -1,5 +1,5 @@
-"""What routed experts in block FP8 hold by whom ``quantization.experts`` names, and which steps are
-measured for it.
+"""Bytes that routed experts in block FP8 hold by ``quantization.experts``, and the steps measured
+for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INSTALLED = {"sgl-deep-gemm": "0.1.0", "sglang-kernel": "0.4.2"}
 
 
 def step(tokens: int, experts: Any = "auto", element: int = 2) -> ExpertsStep:
-    """Of V3."""
+    """Return a step of DeepSeek-V3's experts."""
     return ExpertsStep(
         tokens, 9, 257, 1, 7168, 2048, element, False, BlockFp8Options(experts=experts), INSTALLED
     )
@@ -42,7 +42,7 @@ def test_masked_rows_are_whole_tiles_of_every_token(tokens: int, rows: int) -> N
 
 
 @pytest.mark.parametrize("tokens", [MASKED_TOKENS + 1, 2048, 8192])
-def test_larger_steps_hold_what_auto_does_or_what_the_largest_masked_one_did(tokens: int) -> None:
+def test_larger_steps_hold_the_larger_of_auto_and_the_largest_masked_step(tokens: int) -> None:
     found, auto = fp8_experts(step(tokens, "deep_gemm_masked")), fp8_experts(step(tokens))
     masked = fp8_experts(step(MASKED_TOKENS, "deep_gemm_masked"))
     assert found.peak == max(auto.peak, masked.peak) and found.result == max(
@@ -71,7 +71,7 @@ def test_results_in_float32_come_from_rows_of_16_bits(experts: str) -> None:
     )
 
 
-def test_auto_holds_what_our_own_kernels_do_in_float32() -> None:
+def test_auto_holds_the_bytes_of_our_own_kernels_in_float32() -> None:
     assert fp8_experts(step(8192, element=4)) == fp8_experts(step(8192, "triton", 4))
     assert (
         fp8_experts(step(8192))
@@ -94,9 +94,9 @@ def test_a_step_that_may_hold_more_than_larger_ones_is_measured(experts: str) ->
 
 
 @pytest.mark.parametrize("element", [2, 4])
-def test_our_own_hold_rows_in_order_where_the_kernel_for_hopper_is(element: int) -> None:
-    """Of 16 bits. V3's 8192 tokens fill up to 122,496 rows of 192 a tile; rows that were gathered,
-    what is gated.
+def test_our_kernels_hold_sorted_rows_where_the_hopper_kernel_runs(element: int) -> None:
+    """Activations have 16 bits. V3's 8192 tokens fill up to 122,496 rows in tiles of 192: gathered
+    rows and gated results.
     """
     there = replace(step(8192, "triton", element), compute=90)
     found, elsewhere = fp8_experts(there), fp8_experts(replace(there, compute=80))
@@ -117,7 +117,9 @@ def test_our_own_hold_rows_in_order_where_the_kernel_for_hopper_is(element: int)
 @pytest.mark.parametrize(
     ("experts", "peaks"), [("auto", ()), ("deep_gemm_masked", (MASKED_TOKENS,))]
 )
-def test_the_plan_says_which_steps(experts: str, peaks: tuple[int, ...], tmp_path: Path) -> None:
+def test_the_plan_lists_the_steps_of_peak_memory(
+    experts: str, peaks: tuple[int, ...], tmp_path: Path
+) -> None:
     plan = planned(
         written(tmp_path, "deepseek-v3", 4),
         plugins_of_the_card(),
@@ -127,7 +129,7 @@ def test_the_plan_says_which_steps(experts: str, peaks: tuple[int, ...], tmp_pat
     assert plan.sizes.peak_tokens == peaks
 
 
-def test_they_are_run_before_the_pool_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_steps_run_before_the_pool_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(
         warmup, "_run_chunks", lambda runner, plan, lengths, cached: seen.append(int(lengths.sum()))
@@ -135,10 +137,10 @@ def test_they_are_run_before_the_pool_is_made(monkeypatch: pytest.MonkeyPatch) -
     plan = bare_plan(peak_tokens=(24, 100), pass_tokens=(8, 16, 32))
     runner: Any = None
     warmup.most_tokens(runner, plan)
-    assert seen[2:] == [24], "none of more tokens than a step has"
+    assert seen[2:] == [24], "no step of more tokens than the largest"
     seen.clear()
     warmup.most_passed(runner, plan)
-    assert seen == [32, 16], "the largest pass, and the largest within a turn"
+    assert seen == [32, 16], "the largest pass, and the largest within a peak"
     seen.clear()
     warmup.most_passed(runner, bare_plan(peak_tokens=(24,)))
     assert not seen
@@ -148,11 +150,11 @@ def test_they_are_run_before_the_pool_is_made(monkeypatch: pytest.MonkeyPatch) -
     ("width", "peaks", "rows"),
     [(1, (), [16]), (1, (8,), [16, 8]), (2, (19,), [16, 8]), (1, (400,), [16]), (2, (1,), [16])],
 )
-def test_so_are_steps_that_graphs_hold(
+def test_captured_peak_steps_run_before_the_pool_is_made(
     width: int, peaks: tuple[int, ...], rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch size whose drafts and all are within a turn may take more of the graphs' pool than
-    the largest.
+    """A batch size whose tokens, drafts included, are within a peak may take more of the graphs'
+    pool than the largest batch.
     """
     seen: list[int] = []
     monkeypatch.setattr(warmup, "_decoding", lambda plan, rows, length: rows)

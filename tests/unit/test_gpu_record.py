@@ -1,4 +1,4 @@
-"""The record of a run of tests is right when the run is killed, and names what is left."""
+"""The record of a test run is correct when the run is killed, and names the tests that are left."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def ran(folder: Path, *words: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "words", [(), ("-n", "1", "--max-worker-restart", "0")], ids=["alone", "shared out"]
 )
-def test_a_run_that_is_killed(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_killed_run_leaves_a_record(tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     found = ran(tmp_path, *words)
     assert found["collected"] == 8 and not found["complete"] and found["skipped"] == 1

@@ -1,4 +1,4 @@
-"""The commands that run on a GPU machine: what of them a CPU can tell."""
+"""The parts of the GPU machine's commands that can be tested on a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.gpu import (
     logits as gpu_logits,
     sanitize as gpu_sanitize,
 )
-from tests.support import gates
+from tests.support import gate_choices
 from tests.support.tiny import write_config
 
 LOG = """
@@ -45,7 +45,7 @@ def test_every_kernel_is_known_to_the_sanitizer() -> None:
     } & set(kernels)
 
 
-def test_what_the_sanitizer_said_is_read() -> None:
+def test_the_sanitizers_report_is_read() -> None:
     found = gpu_sanitize.read("test_x.py", "memcheck", LOG, 4.0)
     assert (found.errors, found.passed, found.failed) == (3, 2, 1) and not found.clean
     assert gpu_sanitize.complaints(LOG) == [
@@ -85,7 +85,7 @@ LIBRARIES = """
 
 
 def test_reports_of_libraries_are_counted_apart() -> None:
-    """What was printed of ours, or was not printed at all, stays ours."""
+    """Errors in our code, and errors without a report, are not attributed to libraries."""
     found = gpu_sanitize.read(
         "test_x.py", "initcheck", LIBRARIES + "========= ERROR SUMMARY: 3 errors\n", 1.0
     )
@@ -103,8 +103,8 @@ def test_reports_of_libraries_are_counted_apart() -> None:
     assert gpu_sanitize.read("test_x.py", "initcheck", LIBRARIES, 1.0).errors is None
 
 
-def test_products_on_the_host() -> None:
-    """Of half precision: as torch gives them, wherever they go; others are left alone."""
+def test_gemms_on_the_host_agree_with_torch() -> None:
+    """GEMMs in half precision give torch's results in any output; other dtypes are left alone."""
     generator = torch.Generator().manual_seed(4)
     x, w = (torch.randn(3, 5, 5, generator=generator).bfloat16() for _ in range(2))
     wanted = torch.bmm(x.float(), w.float())
@@ -130,7 +130,7 @@ def test_products_on_the_host() -> None:
 
 
 class _Item:
-    """What of pytest's items is looked at."""
+    """The attributes of a pytest item that are read."""
 
     def __init__(self, nodeid: str) -> None:
         self.nodeid, self.function = nodeid, test_distances
@@ -147,8 +147,8 @@ def test_every_function_has_a_turn_before_one_has_two() -> None:
 
 
 def test_tensors_that_are_filled_under_initcheck() -> None:
-    """Those of the makers in the list, which exist, and no other; in a kernels' test torch fills
-    all.
+    """Only tensors of the listed makers are filled, and all of these makers exist; in a test of
+    kernels torch fills every tensor.
     """
     for maker in gpu_sanitize.PADDED:
         module, _, name = maker.rpartition(".")
@@ -179,7 +179,7 @@ def _calls_what_captures() -> object:
     return _captured()
 
 
-def test_tests_that_capture_are_told_apart() -> None:
+def test_tests_that_capture_graphs_are_recognised() -> None:
     assert gpu_sanitize.captures(_captured) and gpu_sanitize.captures(_calls_what_captures)
     assert not gpu_sanitize.captures(test_distances)
     found = [
@@ -194,11 +194,9 @@ def test_tests_that_capture_are_told_apart() -> None:
     assert not gpu_sanitize.jobs(["initcheck"], "gpu_replays")
 
 
-def test_what_a_stopped_run_had_done_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A cell that ran and one that failed, then the end of the program: the file has both, and says
-    it is not all.
+def test_a_stopped_run_keeps_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a stop in the middle, the file has the cell that ran and the cell that failed, and is
+    marked incomplete.
     """
     right = gpu_combinations.Outcome(1.0, 0.0, 0.0, 1.0, 0.1)
 
@@ -287,14 +285,16 @@ def test_logits_of_a_small_model(tmp_path: Path) -> None:
 
 
 def _fp8_runs(folder: Path) -> tuple[gpu_logits.Run, gpu_logits.Run, gpu_logits.Run]:
-    """A reference, one that rounds activations, and that with the first one's experts."""
+    """Run a reference, one that rounds activations, and one that rounds with the first one's
+    experts.
+    """
     common = gpu_logits.base(str(folder), "cpu", "random")
     rounds = common | gpu_logits.reference(True, quantization=gpu_logits.DYNAMIC)
     want = gpu_logits.run(common | gpu_logits.reference(True))
     return want, gpu_logits.run(rounds), gpu_logits.run(rounds, want.choices)
 
 
-def test_flips_of_gates_are_told_from_rounding(
+def test_flipped_gates_are_distinguished_from_rounding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_logits, "LENGTHS", (1, 40, 64, 130))
@@ -316,14 +316,14 @@ def test_flips_of_gates_are_told_from_rounding(
     assert "same experts" in gpu_logits.shown("a way", line | {"plan": "", "seconds": 0})
 
 
-def test_a_watched_gate_still_tells_experts_that_wait_for_it(
+def test_a_watched_gate_still_sets_the_ready_flag(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """``ready`` of ``StartedExperts`` reaches the gate, also outside of steps and where another
     choice is forced.
     """
     told: list[torch.Tensor | None] = []
-    sizes = gates.MoeSizes(hidden=2, width=1, experts=3, topk=1, shared=0, sigmoid=False)
+    sizes = gate_choices.MoeSizes(hidden=2, width=1, experts=3, topk=1, shared=0, sigmoid=False)
 
     def plain(
         x: torch.Tensor, ready: torch.Tensor | None = None
@@ -340,9 +340,11 @@ def test_a_watched_gate_still_tells_experts_that_wait_for_it(
         fused_shared=0,
         _route=None,
     )
-    monkeypatch.setattr(gates, "gates", lambda model: [gate])
-    forced = {"gate": gates.Chosen(sizes, [(0, 1)], [torch.tensor([[2]])], [torch.zeros(1, 3)])}
-    watch = gates.Watch(SimpleNamespace(model=None, _forward=None), forced)  # type: ignore[arg-type]
+    monkeypatch.setattr(gate_choices, "gates", lambda model: [gate])
+    forced = {
+        "gate": gate_choices.Chosen(sizes, [(0, 1)], [torch.tensor([[2]])], [torch.zeros(1, 3)])
+    }
+    watch = gate_choices.Watch(SimpleNamespace(model=None, _forward=None), forced)  # type: ignore[arg-type]
     x, ready = torch.ones(1, 2), torch.zeros(2, dtype=torch.int32)
     assert gate.forward(x, ready)[1].tolist() == [[0]] and not watch.choices["gate"].keys
     watch._keys = [(0, 1)]
@@ -353,30 +355,30 @@ def test_a_watched_gate_still_tells_experts_that_wait_for_it(
 
 def test_the_gap_to_another_choice() -> None:
     sizes = {"hidden": 1, "width": 1, "experts": 6, "topk": 2, "shared": 0}
-    plain = gates.MoeSizes(**sizes, sigmoid=False)
+    plain = gate_choices.MoeSizes(**sizes, sigmoid=False)
     assert float(
-        gates.gap(torch.tensor([[0.1, 0.9, 0.5, 0.45, 0.0, 0.2]]), plain)
+        gate_choices.gap(torch.tensor([[0.1, 0.9, 0.5, 0.45, 0.0, 0.2]]), plain)
     ) == pytest.approx(0.05)
-    grouped = gates.MoeSizes(**sizes, sigmoid=True, groups=3, topk_groups=1)
+    grouped = gate_choices.MoeSizes(**sizes, sigmoid=True, groups=3, topk_groups=1)
     scores = torch.tensor(
         [[0.9, 0.1, 0.48, 0.48, 0.3, 0.2]]
-    )  # sums 1.0, 0.96, 0.5; both experts of the first are best
-    assert float(gates.gap(scores, grouped)) == pytest.approx(0.02)
+    )  # sums 1.0, 0.96, 0.5; the first choice has both of the best experts
+    assert float(gate_choices.gap(scores, grouped)) == pytest.approx(0.02)
 
 
 def test_a_choice_that_its_scores_do_not_explain_is_counted() -> None:
-    sizes = gates.MoeSizes(hidden=1, width=1, experts=3, topk=1, shared=0, sigmoid=False)
+    sizes = gate_choices.MoeSizes(hidden=1, width=1, experts=3, topk=1, shared=0, sigmoid=False)
 
-    def chosen(expert: int) -> gates.Choices:
+    def chosen(expert: int) -> gate_choices.Choices:
         return {
-            "gate": gates.Chosen(
+            "gate": gate_choices.Chosen(
                 sizes, [(0, 1)], [torch.tensor([[expert]])], [torch.tensor([[0.6, 0.3, 0.1]])]
             )
         }
 
-    assert gates.flips(chosen(0), chosen(0)) == (
-        gates.Flips(1, 0, 0.0, 0.0, pytest.approx(0.3), 0.0, 0),
+    assert gate_choices.flips(chosen(0), chosen(0)) == (
+        gate_choices.Flips(1, 0, 0.0, 0.0, pytest.approx(0.3), 0.0, 0),
         set(),
     )
-    said, keys = gates.flips(chosen(0), chosen(1))
+    said, keys = gate_choices.flips(chosen(0), chosen(1))
     assert (said.flipped, said.unexplained, keys) == (1, 1, {(0, 1)})

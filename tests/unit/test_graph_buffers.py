@@ -1,5 +1,5 @@
-"""Page tables over smaller pages: what they hold, where they lie, and how many bytes they were
-planned to take.
+"""Page tables over smaller pages: their contents, their addresses, and the bytes planned for
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def batch(seed: int, rows: int, columns: int, page: int) -> tuple[Tensor, Tensor
 
 
 def kv_slots_of(table: Tensor, page: int) -> Tensor:
-    """Where every position of each row lies, by the definition of a page table."""
+    """Return the KV slot of every position of each row, by the definition of a page table."""
     return torch.tensor(
         [
             [int(row[at // page]) * page + at % page for at in range(len(row) * page)]
@@ -65,9 +65,10 @@ def test_small_pages_are_the_same_cache(split: int) -> None:
 
 @pytest.mark.parametrize("positions", [700, 4097, 16384])
 @pytest.mark.parametrize("page", [1, 16, 64, 128])
-def test_every_size_and_pass_lies_in_what_the_plan_counts(page: int, positions: int) -> None:
-    """From the largest batch to the smallest, as they are captured, two passes of a draft and the
-    step itself each: one room for all, of as many bytes as were planned, which never moves."""
+def test_every_size_and_pass_fits_the_planned_bytes(page: int, positions: int) -> None:
+    """Batches run from the largest to the smallest, as in capturing, with two draft passes and the
+    step itself. All share one buffer of the planned size, which never moves.
+    """
     step = DecodingRows(33, positions, page, 3, 128, True)
     planned, buffers = table_bytes.fa3_mla_bytes(step), GraphBuffers()
     assert planned == 33 * -(-positions // page) * page * 4
@@ -82,7 +83,7 @@ def test_every_size_and_pass_lies_in_what_the_plan_counts(page: int, positions: 
             split = table_bytes.mla_small_pages(page, 3 * 128)
             if split > 1:
                 places.add(buffers.small_pages((rows, "forward"), table, split).data_ptr())
-        buffers.reserve(planned, CPU)  # as for the real pool, behind the small one
+        buffers.reserve(planned, CPU)  # as for the real pool, after the small one
     assert buffers.nbytes == planned and len(places) == 1
 
 
@@ -107,10 +108,10 @@ def test_without_room_a_graph_keeps_its_own() -> None:
         (False, 128, 1, 128, 4),
     ],
 )
-def test_what_is_counted_for_latents(
+def test_bytes_planned_for_latent_caches(
     drafts: bool, page: int, width: int, heads: int, tables: int
 ) -> None:
-    """``tables``: in page tables of the batch's own size."""
+    """``tables`` counts page tables of the batch's own size."""
     step = DecodingRows(9, 1000, page, width, heads, drafts)
     assert table_bytes.fa3_mla_bytes(step) == tables * 9 * step.columns * 4
     assert table_bytes.shifted_bytes(step) == (9 * step.columns * page * 4 if drafts else 0)
@@ -120,7 +121,7 @@ def test_what_is_counted_for_latents(
     ("drafts", "page", "tables"),
     [(True, 64, 64), (False, 64, 0), (False, 256, 4), (True, 256, 256), (False, 16, 0)],
 )
-def test_what_is_counted_for_heads(drafts: bool, page: int, tables: int) -> None:
+def test_bytes_planned_for_caches_of_heads(drafts: bool, page: int, tables: int) -> None:
     step = DecodingRows(9, 1000, page, 1, 32, drafts)
     assert table_bytes.fa3_mha_bytes(step) == tables * 9 * step.columns * 4
     assert table_bytes.hopper_mha_bytes(step) == (4 * 9 * step.columns * 4 if page == 256 else 0)

@@ -1,4 +1,6 @@
-"""Copies of results to the host: in turns, growing, each with its own values."""
+"""Copies of results to the host: buffers take turns and grow, and each copy keeps its own
+values.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def test_copies_keep_their_values_while_others_are_under_way() -> None:
         ]
         copies = [begin(copier, tensors) for tensors in sent]
         for tensors in sent:
-            tensors[0].zero_()  # behind the copy
+            tensors[0].zero_()  # after the copy
         for turn, copy in enumerate(copies):
             number, flag, none = copy.wait()
             assert number.shape == (size, 2) and (number == turn).all()

@@ -16,39 +16,39 @@ from glowplug.core.plugin.component import Options
 from glowplug.core.plugin.slots import BY_NAME, SLOTS
 from tests.support.source_tree import ROOT, dotted, name_of, sources, tree
 
-#: distributions whose packages go by another name
+#: import names of packages whose distributions have another name
 IMPORT_NAMES = {
     "sglang-kernel": "sgl_kernel",
     "flashinfer-python": "flashinfer",
     "sgl-deep-gemm": "deep_gemm",
 }
-#: files that may touch the environment, and why
+#: files that may read or set environment variables -> reason
 ENVIRONMENT_ACCESS = {
-    # CUDA_VISIBLE_DEVICES: deals the cards among the processes it starts
+    # CUDA_VISIBLE_DEVICES: distributes the GPUs among the processes it starts
     "entrypoints/cli/tune_workers.py",
     "core/engine/profiling.py",  # GLOWPLUG_PROFILE_DIR and its SGLang name, debug switches
     "core/config/files.py",  # "${NAME}" in the operator's own file
     "core/facts/machine.py",  # CUDA_VISIBLE_DEVICES: which devices the driver gives this process
     "core/facts/model_folder.py",  # HF_HOME: where the hub's own tools keep downloaded models
-    # training: tells the tokenizer's library that workers follow
+    # training: informs the tokenizer's library that worker processes follow
     "models/embedded/training/batches.py",
-    "plugins/collectives/rendezvous.py",  # how torchrun tells its ranks where to meet
-    "plugins/executors/ranks/host.py",  # the same: which rank this process looks after
-    # was this process started by torchrun, and on how many hosts
+    "plugins/collectives/rendezvous.py",  # torchrun's meeting place for ranks
+    "plugins/executors/ranks/host.py",  # the same: the rank of this process
+    # started by torchrun or not, and on how many hosts
     "entrypoints/cli/flags/command_line.py",
-    # how long torch's waiting threads spin, for a library that asks nowhere else
+    # spin time of torch's waiting threads, for a library that reads it only there
     "plugins/executors/ranks/process.py",
-    # where inductor keeps its programs, which it asks nowhere else
+    # folder of inductor's programs, which inductor reads only there
     "plugins/ops/torch_compile_runtime.py",
-    # PYTORCH_ALLOC_CONF: has torch been told already how to take memory
+    # PYTORCH_ALLOC_CONF: allocator settings given by the operator
     "core/startup/torch_allocator.py",
-    "entrypoints/bench/others/turns.py",  # hands its own environment to a child
-    # runs in vLLM's interpreter: a switch that vLLM asks nowhere else
+    "entrypoints/bench/others/turns.py",  # passes its own environment to a child process
+    # runs in vLLM's interpreter: a switch that vLLM reads only there
     "entrypoints/bench/others/vllm_steps.py",
 }
 IDENTITY = {"name", "use", "algorithm"}
 METHODS = 6
-#: protocol -> (methods, why they are one object)
+#: protocol -> (number of methods, why they are one object)
 LARGER_PROTOCOLS = {
     "Scheduler": (9, "the loop's whole view of the waiting and running sequences"),
     "Collectives": (9, "one method a collective"),
@@ -61,7 +61,7 @@ LARGER_PROTOCOLS = {
 
 
 def components() -> list[tuple[str, object]]:
-    """(slot, component) of every built-in, registered as the engine registers them."""
+    """Yield (slot, component) of every built-in, registered as in the engine."""
     from glowplug.plugins.built_in import DEFAULT_PLUGINS
 
     found = []
@@ -74,9 +74,9 @@ def components() -> list[tuple[str, object]]:
     return found
 
 
-def test_nothing_asks_who_a_component_is() -> None:
-    """Rule 2: ask what it offers. A comparison of ``x.name`` or ``x.use`` with a component's name
-    is a special case.
+def test_no_code_compares_with_a_components_name() -> None:
+    """Rule 2: check what a component offers. A comparison of ``x.name`` or ``x.use`` with a
+    component's name is a special case.
     """
     names = {component.name for slot, component in components() if slot != "model"} - {
         "none",
@@ -101,7 +101,7 @@ def test_nothing_asks_who_a_component_is() -> None:
 
 
 def test_every_offer_is_read() -> None:
-    """A word that no check and no budget reads promises what nothing keeps."""
+    """A field of an offer that no check and no budget reads is a promise without effect."""
     words = {
         field.name
         for offer in vars(offers).values()
@@ -164,8 +164,8 @@ def test_components_are_complete() -> None:
 
 
 def test_factories_exist() -> None:
-    """By import; where a package that the component requires is not installed here, by a look at
-    the source.
+    """Factories are imported; where a required package is not installed, the source is searched
+    instead.
     """
     for slot, component in components():
         module, _, name = component.factory.partition(":")  # type: ignore[attr-defined]
@@ -209,7 +209,9 @@ def test_options_describe_themselves() -> None:
 
 
 def test_configuration_does_not_come_from_the_environment() -> None:
-    """Rule 10: a value that came from nowhere on the command line cannot be explained by the plan."""
+    """Rule 10: the plan cannot explain a value that does not come from the command line or the
+    configuration.
+    """
     readers = []
     for path in sources():
         for node in ast.walk(tree(path)):

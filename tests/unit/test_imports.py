@@ -12,7 +12,7 @@ import pytest
 from tests.support.pace import child, slowness, yardstick
 from tests.support.source_tree import ROOT, imported, name_of, sources
 
-#: package -> which of our packages it may import
+#: package -> our packages that it may import
 MAY_IMPORT = {
     "kernels": {"kernels"},
     "core": {"core"},
@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "plugins": {"plugins", "core", "kernels"},
     "entrypoints": {"entrypoints", "core"},
 }
-#: what the core may import beside the standard library, and for what
+#: third-party packages that core may import -> their purpose
 CORE_THIRD_PARTY = {
     "pluggy": "hooks",
     "pydantic": "config",
@@ -50,7 +50,7 @@ PLAN_ZONE = (
 
 
 def ours(module: str) -> str | None:
-    """The package of ours that a dotted import reaches, or None."""
+    """Return our package that a dotted import reaches, or None."""
     parts = module.split(".")
     return parts[1] if parts[0] == "glowplug" and len(parts) > 1 else None
 
@@ -155,7 +155,7 @@ def test_plan_zone_and_plugin_declarations_import_without_torch() -> None:
 
 @pytest.mark.timing
 def test_check_takes_under_a_second() -> None:
-    """Of processor time, the start of the interpreter included."""
+    """The limit is in processor time and includes the start of the interpreter."""
     command = [sys.executable, "-m", "glowplug", "check", "--model", "embedded"]
     seconds: list[float] = []
     paces: list[float] = []

@@ -1,4 +1,6 @@
-"""A reader that lags gets everything, in fewer writes; an interval makes fewer, longer events."""
+"""A reader that lags gets all text in fewer writes; a stream interval makes fewer, longer
+events.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from glowplug.entrypoints.server.transport.streaming import event_chunks
 
 
 def delta(count: int, end: str | None = None) -> Delta:
-    """The ``count``-th token of a sequence."""
+    """Return the delta of the ``count``-th token of a sequence."""
     scores = Logprobs([-float(count)], [[count]], [[-float(count)]])
     return Delta(
         text=f"<{count}>",
@@ -27,7 +29,9 @@ def delta(count: int, end: str | None = None) -> Delta:
 
 
 async def fetched(interval: int, count: int) -> list[Delta]:
-    """What a reader finds that comes after ``count`` tokens, the last of which ends the sequence."""
+    """Return the deltas that a reader finds after ``count`` tokens, the last of which ends the
+    sequence.
+    """
     mail = _Mailbox(interval, asyncio.get_running_loop())
     for at in range(1, count + 1):
         mail.put(delta(at, "stop" if at == count else None))
@@ -40,7 +44,7 @@ async def fetched(interval: int, count: int) -> list[Delta]:
 @pytest.mark.parametrize(
     ("interval", "cuts"), [(1, [1] * 8), (3, [1, 3, 3, 1]), (7, [1, 7]), (100, [1, 7])]
 )
-def test_interval_cuts_behind_the_first_token(interval: int, cuts: list[int]) -> None:
+def test_the_first_token_is_sent_before_the_interval_begins(interval: int, cuts: list[int]) -> None:
     found = asyncio.run(fetched(interval, 8))
     assert [len(one.token_ids) for one in found] == cuts
     assert "".join(one.text for one in found) == "".join(f"<{at}>" for at in range(1, 9))
@@ -52,7 +56,7 @@ def test_interval_cuts_behind_the_first_token(interval: int, cuts: list[int]) ->
     assert all(one.finish_reason is None for one in found[:-1])
 
 
-def test_an_interval_wakes_nobody_before_its_time() -> None:
+def test_an_interval_wakes_no_reader_early() -> None:
     async def run() -> None:
         mail = _Mailbox(3, asyncio.get_running_loop())
         mail.put(delta(1))
@@ -69,7 +73,7 @@ def test_an_interval_wakes_nobody_before_its_time() -> None:
     asyncio.run(run())
 
 
-def test_what_came_before_the_engine_died_is_read_first() -> None:
+def test_text_from_before_the_engines_death_is_read_first() -> None:
     async def run() -> None:
         mail = _Mailbox(4, asyncio.get_running_loop())
         mail.put(delta(1))
@@ -83,7 +87,7 @@ def test_what_came_before_the_engine_died_is_read_first() -> None:
 
 
 class Plain:
-    """Each delta's text as an event."""
+    """An API whose events are the texts of the deltas."""
 
     def add(self, index: int, delta: Delta) -> bytes:
         return delta.text.encode()

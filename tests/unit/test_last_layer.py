@@ -1,4 +1,4 @@
-"""The tokens of a step that are sampled from, as a step of their own."""
+"""The tokens of a step that are sampled from form a step of their own."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from glowplug.core.step.sampled_last_layer import HostEnds, filled
         (257, 272),
     ],
 )
-def test_rows_are_filled_up(count: int, rows: int) -> None:
+def test_row_counts_are_rounded_up(count: int, rows: int) -> None:
     assert filled(count) == rows
 
 
-def test_of_a_mixed_step() -> None:
-    """Two decoding rows, a chunk of 3 that ends its prompt, one of 2 that does not, one of 4 that
-    does.
+def test_a_mixed_step_keeps_the_tokens_sampled_from() -> None:
+    """The step has two decoding rows, a chunk of 3 that ends its prompt, one of 2 that does not,
+    and one of 4 that does.
     """
     token_row = np.array([0, 1, 2, 2, 2, 3, 3, 4, 4, 4, 4], np.int32)
     positions = np.array([7, 4, 0, 1, 2, 5, 6, 2, 3, 4, 5], np.int32)
@@ -56,7 +56,7 @@ def test_of_a_mixed_step() -> None:
     ]
 
 
-def test_what_fills_up_is_on_the_scratch_page() -> None:
+def test_padding_rows_use_the_scratch_page() -> None:
     rows = np.arange(5, dtype=np.int32)
     host = HostEnds.of(rows, rows, rows + 9, rows + 40, np.full((5, 3), 8, np.int32))
     assert (
@@ -67,6 +67,6 @@ def test_what_fills_up_is_on_the_scratch_page() -> None:
     assert host.positions.tolist() == [9, 10, 11, 12, 13, 0, 0, 0] and not host.pages[5:].any()
 
 
-def test_no_token_is_sampled_from() -> None:
+def test_a_step_that_samples_no_token_is_empty() -> None:
     none, rows = np.zeros(0, np.int32), np.arange(3, dtype=np.int32)
     assert HostEnds.of(none, rows, rows, rows, np.ones((3, 1), np.int32)).count == 0

@@ -1,4 +1,4 @@
-"""Whole numbers of launches are what triton's functions of the same names give."""
+"""Our integer functions for launches give the results of Triton's functions of the same names."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from glowplug.kernels.launch.integers import cdiv, next_power_of_2  # noqa: E402
 NUMBERS = [*range(1, 300), 4095, 4096, 4097, 129280, (1 << 31) - 1, 1 << 31]
 
 
-def test_they_are_tritons() -> None:
+def test_results_equal_tritons() -> None:
     assert [next_power_of_2(x) for x in NUMBERS] == [triton.next_power_of_2(x) for x in NUMBERS]
     for y in (1, 2, 3, 16, 127, 128, 4096):
         assert [cdiv(x, y) for x in (0, *NUMBERS)] == [triton.cdiv(x, y) for x in (0, *NUMBERS)]
 
 
-def test_nobody_calls_tritons_on_the_host() -> None:
-    """They take microseconds, on the way of every launch."""
+def test_host_code_does_not_call_tritons_functions() -> None:
+    """Triton's versions take microseconds, which would delay every launch."""
     found = []
     for path in [*(ROOT / "kernels").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

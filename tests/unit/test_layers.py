@@ -1,5 +1,5 @@
-"""Layers on several ranks add up to the layer on one; producers hand over what all their readers
-want.
+"""Layers split over several ranks add up to the layer on one rank, and producers write the format
+that all readers accept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support.tiny import CONFIGS
 
 @dataclass
 class Ring:
-    """Collectives of ranks that are threads: everyone leaves a tensor, waits, and takes all of
+    """Collectives of ranks that are threads: each rank deposits a tensor, waits, and reads all of
     them.
     """
 
@@ -55,8 +55,8 @@ class Ring:
 
 
 class Rank(Unsplit):
-    """One rank's ``ParallelStrategy`` and ``Collectives``: tensor parallel, experts by number or by
-    width.
+    """One rank's ``ParallelStrategy`` and ``Collectives``: tensor parallel, with experts split by
+    number or by width.
     """
 
     def __init__(self, ring: Ring, rank: int, experts_by_number: bool) -> None:
@@ -103,7 +103,7 @@ def facts_of(name: str, **changes: Any) -> ModelFacts:
 
 
 def random_tensors(facts: ModelFacts, quantization: str) -> dict[str, Tensor]:
-    """A checkpoint for ``facts``, FP8 where the scheme says so."""
+    """Return a checkpoint for ``facts``, in FP8 where the scheme stores FP8."""
     from tests.unit.test_loading import build
 
     generator = torch.Generator().manual_seed(2)
@@ -122,9 +122,9 @@ def random_tensors(facts: ModelFacts, quantization: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["v3", "v2", "v3_fp8"])
 @pytest.mark.parametrize("experts_by_number", [False, True])
-def test_two_ranks_compute_what_one_does(name: str, experts_by_number: bool) -> None:
-    """Heads, vocabulary, widths and experts split; FP8 slices that begin at whole blocks and within
-    them.
+def test_two_ranks_compute_the_result_of_one(name: str, experts_by_number: bool) -> None:
+    """Heads, vocabulary, widths and experts are split; FP8 slices begin at block boundaries and
+    within blocks.
     """
     facts = (
         facts_of(name, moe_intermediate_size=256, intermediate_size=256)
@@ -184,7 +184,7 @@ def test_row_parallel_bias_is_added_once() -> None:
 @pytest.mark.parametrize(
     ("adds", "ranks", "in_parts"), [(True, 1, True), (False, 1, False), (True, 2, False)]
 )
-def test_a_product_in_parts_where_someone_adds_them_up(
+def test_gemm_parts_are_returned_where_the_ops_add_them(
     adds: bool, ranks: int, in_parts: bool
 ) -> None:
     context = build_context(facts_of("llama"))
@@ -221,7 +221,7 @@ class Reader:
     input_format: str
 
 
-def test_producers_ask_their_readers() -> None:
+def test_producers_write_the_format_of_their_readers() -> None:
     ops = build_context(facts_of("llama")).ops
     fp8, plain, other = (
         Reader("fp8_group128_values"),
@@ -273,8 +273,8 @@ def test_a_mixture_rounds_its_input_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_norm_hands_a_mixture_both_forms() -> None:
-    """Where a kernel writes plain and rounded activations at once, the gate reads the one and
-    experts the other.
+    """Where a kernel writes plain and rounded activations at once, the gate reads the plain and the
+    experts the rounded ones.
     """
     facts = facts_of("v3_fp8")
     chosen: dict[str, Any] = {

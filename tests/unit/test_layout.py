@@ -1,4 +1,4 @@
-"""The five packages at the top and the five links in ``src/glowplug`` are the same thing."""
+"""The five packages at the top and the five links in ``src/glowplug`` are the same."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_the_package_is_imported_through_its_link(name: str) -> None:
 
 
 def test_every_folder_with_modules_is_a_package() -> None:
-    """setuptools leaves a folder without ``__init__.py`` out of the wheel."""
+    """Setuptools leaves a folder without ``__init__.py`` out of the wheel."""
     folders = {path.parent for path in sources()} - {ROOT / "src" / "glowplug"}
     assert [
         name_of(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()
     ] == []
 
 
-def test_what_stands_at_the_top() -> None:
+def test_the_top_folder_holds_only_known_entries() -> None:
     for name in (
         "README.md",
         "CHANGELOG.md",
@@ -67,7 +67,7 @@ def test_constraints_pin_every_direct_dependency() -> None:
         re.split(r"[<>=]", line)[0].lower()
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if not line.startswith("#") and re.search(r"[<=]=", line)
-    }  # exactly, or from above
+    }  # pinned exactly, or with an upper bound
     assert names - pinned == set()
 
 

@@ -1,5 +1,5 @@
-"""Ruff over everything and mypy in strict mode over all but the kernels, so that `make test` is the whole
-check.
+"""Ruff over everything and mypy in strict mode over all but the kernels, so that `make test` is the
+whole check.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Loading: every target exactly once, every tensor accounted for, errors that name what is wrong."""
+"""Loading reads every target exactly once, accounts for every tensor, and names the tensor at fault
+in errors.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.support.tiny import CONFIGS
 
 
 class Synthetic(DictSource):
-    """Makes what is asked for."""
+    """A source that makes each requested tensor."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -58,8 +60,8 @@ def test_every_target_is_read_once(name: str) -> None:
     assert sorted(source.read_names) == wanted and len(set(wanted)) == len(wanted)
 
 
-def test_published_names() -> None:
-    """The tensor names of DeepSeek-V3's own checkpoint, FP8 scales included."""
+def test_published_tensor_names_are_loaded() -> None:
+    """The tensor names are those of DeepSeek-V3's own checkpoint, FP8 scales included."""
     names = {target.name for target in build(facts_of("v3_fp8"), "block_fp8").targets()}
     for expected in (
         "model.embed_tokens.weight",
@@ -103,7 +105,7 @@ def test_missing_unexpected_and_misshapen_tensors_are_named_together() -> None:
     assert "1 missing: model.layers.1.mlp.up_proj.weight" in message
     assert "1 unexpected: model.layers.0.self_attn.q_norm.weight" in message
     assert "model.norm.weight is 65, LlamaForCausalLM needs 64" in message
-    assert source.read_names == [], "nothing is read before all is known to fit"
+    assert source.read_names == [], "nothing is read before every tensor is checked"
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int8, torch.bool, torch.float8_e4m3fn])
@@ -139,7 +141,7 @@ def test_tensors_that_may_be_left_unread() -> None:
     facts = facts_of("llama")
     model = build(facts)
     tensors = tensors_for(model)
-    tensors["lm_head.weight"] = torch.randn(160, 64)  # tied: the embedding's copy
+    tensors["lm_head.weight"] = torch.randn(160, 64)  # tied: a copy of the embedding
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     tensors["model.layers.3.eh_proj.weight"] = torch.ones(64, 128)  # a multi-token-prediction layer
     load_model(model, DictSource(tensors), facts)
@@ -168,7 +170,7 @@ def test_progress_counts_tensors() -> None:
     assert seen[0] == (1, len(seen)) and seen[-1] == (len(seen), len(seen))
 
 
-def test_a_name_asked_for_twice_is_our_error() -> None:
+def test_a_name_requested_twice_is_our_error() -> None:
     facts = facts_of("llama")
     model = build(facts)
     model.layers.append(model.layers[0])

@@ -1,4 +1,4 @@
-"""How the memory test on a GPU judges an engine's lines, on lines as one H200 gave them."""
+"""The GPU memory test's judgement of an engine's memory lines, on lines measured on an H200."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.test_gpu_memory import SMALL, Lines, lines_off, near
 
 MIB = 1 << 20
-# a model that nothing drafts for: its plan has no line of page states, though ranks measure one
+# a model without a draft: its plan has no line of page states, though ranks measure one
 GOOD = {
     "weights": (3186.0, 3188.5, None),
     "activations": (743.1, 743.9, 743.9),
@@ -46,7 +46,7 @@ def off(alone: bool = True, first: bool = True, kv: float = 11166.0, **changed: 
     )
 
 
-def test_what_a_side_lacks_is_nothing() -> None:
+def test_a_missing_line_counts_as_zero() -> None:
     assert near(None, 0) and near(0, None) and near(None, None) and near(None, SMALL)
     assert not near(None, SMALL + 1) and not near(SMALL + 1, None)
 
@@ -73,7 +73,7 @@ def test_a_line_beyond_them_is_named(name: str, value: Any, told: str) -> None:
     assert off(**{name: value}) == {told}
 
 
-def test_what_the_whole_device_shows_is_judged_of_the_first_engine_alone_only() -> None:
+def test_device_readings_are_judged_for_a_first_engine_alone() -> None:
     changed: dict[str, Any] = {"graphs": (488.4, 482.7, 0.0), "cuda_runtime": (736.0, 712.7, -71.3)}
     assert off(**changed) == {"graphs", "cuda runtime, served"}
     assert off(alone=False, **changed) == off(first=False, **changed) == set()

@@ -1,4 +1,4 @@
-"""Where ranks stand on the mesh, and several strategies as one."""
+"""Positions of ranks on the mesh, and several parallel strategies combined into one."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from glowplug.core.testing.harness.plans import bare_plan
         ),
     ],
 )
-def test_coordinates(mesh: dict[str, int], rank: int, expected: dict[str, int]) -> None:
+def test_coordinates_of_ranks(mesh: dict[str, int], rank: int, expected: dict[str, int]) -> None:
     assert coordinates(rank, mesh) == expected
 
 
-def test_an_axis_that_does_not_divide_the_ranks() -> None:
+def test_an_axis_that_does_not_divide_the_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="axis dp of 3 does not divide the 8 tp ranks"):
         coordinates(0, {"tp": 8, "dp": 3})
 
 
-def test_a_worker_knows_its_place_and_its_device() -> None:
+def test_a_worker_has_its_place_and_its_device() -> None:
     plan = replace(bare_plan(), mesh={"tp": 16}, device="cuda")
     two_hosts = replace(
         plan, facts=replace(plan.facts, hardware=replace(plan.facts.hardware, hosts=2))
@@ -62,7 +62,9 @@ def test_a_worker_knows_its_place_and_its_device() -> None:
 
 
 class Strategy:
-    """Has an opinion on the roles in ``shards``; marks tensors with its letter's number."""
+    """A strategy that decides the roles in ``shards`` and marks tensors with its letter's
+    number.
+    """
 
     def __init__(self, mark: int, shards: dict[str, Shard], exchange: object = None) -> None:
         self.mark, self.shards, self.exchange = mark, shards, exchange

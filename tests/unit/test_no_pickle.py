@@ -1,5 +1,5 @@
-"""No code is ever made from data: no pickle, no ``torch.load``, no ``eval``, no remote code, no
-unsafe YAML.
+"""Data never becomes code: no pickle, no ``torch.load``, no ``eval``, no remote code, no unsafe
+YAML.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ FORBIDDEN_METHODS = {
     "gather_object",
     "scatter_object_list",
 }
-#: (file, call): why it is safe
+#: (file, call) -> why it is safe
 ALLOWED: dict[tuple[str, str], str] = {}
 
 
 def offences(source: ast.AST) -> list[tuple[str, int]]:
-    """(what, line) of every forbidden import, call and keyword below ``source``."""
+    """Yield (what, line) of every forbidden import, call and keyword below ``source``."""
     found: list[tuple[str, int]] = []
     for node in ast.walk(source):
         if isinstance(node, ast.Import):
@@ -116,7 +116,7 @@ def test_remote_code_is_named_nowhere_as_enabled() -> None:
 
 
 def test_transformers_is_not_on_the_serving_path() -> None:
-    """It costs seconds of import and can run a model folder's code; only the comparison bench may
+    """Importing it takes seconds and can run a model folder's code; only the comparison bench may
     use it.
     """
     users = {

@@ -1,4 +1,4 @@
-"""The step timer tells work from bubbles and from idleness."""
+"""The step timer distinguishes work, bubbles and idle time."""
 
 from __future__ import annotations
 
@@ -49,15 +49,17 @@ def test_the_gap_before_a_launch_is_a_bubble() -> None:
     assert (timer.step_seconds, timer.bubble_seconds) == (7.0, 1.0)
 
 
-def test_idle_time_is_neither() -> None:
+def test_idle_time_is_neither_work_nor_bubble() -> None:
     clock = Clock()
     timer = StepTimer(clock)
     at(timer, clock, (0, "launch"), (3, "done"), (3, "idle"), (100, "launch"), (102, "done"))
     assert (timer.step_seconds, timer.bubble_seconds) == (5.0, 0.0)
 
 
-def test_the_device_knows_better() -> None:
-    """Overlapping steps whose device waited for the second; the pause before the third was no work."""
+def test_the_devices_own_waiting_time_takes_precedence() -> None:
+    """The steps overlap and the device waited for the second; the pause before the third was not
+    work.
+    """
     clock = Clock()
     timer = StepTimer(clock)
     at(timer, clock, (0, "launch"), (1, "launch"))
@@ -80,7 +82,7 @@ def test_a_result_without_a_launch_is_a_bug() -> None:
 
 
 class Prefills:
-    """A table of one row, and its timer."""
+    """A table of one row and its timer."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -97,7 +99,7 @@ class Prefills:
         count: int = 1,
         decodes: int = 0,
     ) -> list[tuple[int, float]]:
-        """The row's step is launched at ``time`` and yields ``count`` tokens two seconds later."""
+        """Launch the row's step at ``time``; two seconds later it yields ``count`` tokens."""
         batch = idle_batch()
         batch.rows, batch.num_decodes = np.array([one.row], np.int32), decodes
         batch.epochs, batch.samples = self.table.epoch[batch.rows].copy(), np.array([samples])
@@ -128,7 +130,7 @@ def test_a_sequence_preempted_in_its_prefill_keeps_its_start() -> None:
     assert world.step(50, one, joins=True) == [(5, 42)]
 
 
-def test_a_stale_step_ends_no_one_s_prefill() -> None:
+def test_a_stale_step_ends_no_prefill() -> None:
     world, one, other = Prefills(), sequence(5, [1, 2, 3]), sequence(6, [1])
     world.table.join(one)
     world.step(10, one, joins=True, samples=False, count=0)

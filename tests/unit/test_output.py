@@ -1,5 +1,5 @@
-"""Text of one sequence: stop strings over token boundaries, held-back text, and that steps change
-nothing.
+"""Text of one sequence: stop strings across token boundaries, held-back text, and independence of
+the step sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def bytes_of(text: str) -> list[int]:
-    """One token a byte, so that every boundary between characters and inside them is a token
+    """Return one token a byte, so that every position, inside characters too, is a token
     boundary.
     """
     single = {
@@ -46,7 +46,7 @@ def processor(stop: list[str], **options: object) -> OutputProcessor:
 def run(
     ids: list[int], sizes: list[int], stop: list[str], **options: object
 ) -> tuple[list[str], str | None]:
-    """(deltas, stop reason) of feeding ``ids`` in steps of ``sizes`` and finishing."""
+    """Feed ``ids`` in steps of ``sizes``, finish, and return (deltas, stop reason)."""
     output, deltas, at = processor(stop, **options), [], 0
     for size in [*sizes, len(ids)]:
         if at < len(ids):
@@ -61,8 +61,8 @@ def run(
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """By definition: the first prefix that ends with a stop string; the longest of those it ends
-    with.
+    """Return the first prefix that ends with a stop string, by definition; of several stop strings
+    there, the longest counts.
     """
     for end in range(len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
@@ -82,7 +82,7 @@ def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
     sizes=st.lists(st.integers(1, 5), max_size=30),
     include=st.booleans(),
 )
-def test_any_stops_in_any_steps(
+def test_any_stop_strings_in_any_steps_match_the_definition(
     text: str, stops: list[str], sizes: list[int], include: bool
 ) -> None:
     deltas, reason = run(bytes_of(text), sizes, stops, include_stop_str_in_output=include)
@@ -141,7 +141,7 @@ def test_include_stop_string() -> None:
         assert ("".join(deltas), reason) == ("one END", "END")
 
 
-def test_after_the_end_nothing_follows() -> None:
+def test_no_text_follows_the_end() -> None:
     output = processor(["b"])
     assert output.feed(bytes_of("abc")).text == "a"
     for step in (output.feed(bytes_of("abc")), output.finish("stop"), output.finish("stop")):
@@ -210,7 +210,7 @@ def test_automaton_against_its_definition() -> None:
 
 
 def rate(stop: list[str], tokens: int = 20_000) -> float:
-    """Tokens a second of processor time, one token a step."""
+    """Return tokens a second of processor time, one token a step."""
     ids = (ids_of(TEXT[0]) * (tokens // 10))[:tokens]
     best = 0.0
     for _ in range(3):
@@ -241,7 +241,7 @@ def feed(output: OutputProcessor, ids: list[int]) -> None:
 
 
 def test_hostile_stop_strings_cost_linear_work() -> None:
-    """Twice the text runs twice the lines of Python, and not many a character."""
+    """Twice the text executes twice as many lines of Python, and only a few a character."""
     output, ids = processor(HOSTILE), bytes_of(NEARLY)
     first = lines(lambda: feed(output, ids))
     more = lines(lambda: feed(output, 4 * ids))

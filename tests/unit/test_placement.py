@@ -1,4 +1,4 @@
-"""Small host arrays on their way to a device, and rows looked up there."""
+"""Small host arrays are copied to a device, and rows are looked up there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_parts_arrive_and_begin_at_whole_words(lengths: list[int]) -> None:
 
 
 def test_a_part_is_a_copy_of_its_own() -> None:
-    """Hosts go on with theirs while the device reads."""
+    """The host may reuse its arrays while the device reads."""
     part = np.arange(5)
     (found,) = send([part], CPU)
     part += 1

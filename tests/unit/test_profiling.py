@@ -1,4 +1,4 @@
-"""A trace names the phases of a step, and naming them leaves nothing behind."""
+"""A trace names the phases of a step, and tracing leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_phases_of_a_step_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ) as llm:
         runner = llm._executor._engine.runner  # type: ignore[attr-defined]
         before = set(vars(runner)), set(vars(runner.sampler))
-        for _ in range(2):  # a second trace is like the first
+        for _ in range(2):  # a second trace equals the first
             events = traced(llm, tmp_path / "traces")
             names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
             assert set(names) >= PHASES

@@ -1,5 +1,5 @@
-"""Who multiplies linear layers in int8 and int4: the card's table by shape and rows, and rules
-where there is none.
+"""The GEMM provider of linear layers in int8 and int4: the GPU's table by shape and rows, and rules
+without a table.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TABLE = {
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measured one, with CUTLASS installed."""
+    """The measured GPU, with CUTLASS installed."""
     monkeypatch.setattr(tuned, "device_name", lambda: tuned.spelt(CARD))
     monkeypatch.setattr(
         libraries.importlib, "import_module", lambda name: SimpleNamespace(int8_scaled_mm=print)
@@ -51,7 +51,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def picks(kind: str, table: Any = None, wanted: str = "auto") -> Any:
-    """(rows, columns, depth) -> who multiplies, asked of the runtime."""
+    """Return the runtime's choice of provider as a function of (rows, columns, depth)."""
     if kind == AWQ.kind:
         return awq_cuda.AwqGemm(wanted, table).pick
     multiply = int8_cuda.Int8Gemm(wanted, table)
@@ -59,7 +59,7 @@ def picks(kind: str, table: Any = None, wanted: str = "auto") -> Any:
 
 
 @pytest.mark.parametrize("kind", [INT8.kind, AWQ.kind])
-def test_everything_measured_goes_to_the_faster(kind: str, card: None) -> None:
+def test_every_measured_shape_gets_its_fastest_provider(kind: str, card: None) -> None:
     pick, seen = picks(kind), set()
     for shape, by_rows in RECORD["rows"].items():
         columns, depth = map(int, shape.split("x"))
@@ -95,7 +95,7 @@ def test_everything_measured_goes_to_the_faster(kind: str, card: None) -> None:
         ("awq_gemm", 16384, 21888, 2048, "cublas"),
     ],
 )
-def test_both_sides_of_each_boundary_of_rows(
+def test_the_provider_changes_at_each_row_boundary(
     kind: str, rows: int, columns: int, depth: int, name: str, card: None
 ) -> None:
     assert picks(kind)(rows, columns, depth) == name
@@ -112,14 +112,14 @@ def test_both_sides_of_each_boundary_of_rows(
         (2048, 1 << 15, "N=4096,K=256"),
     ],
 )
-def test_other_shapes_are_the_nearest_ones(columns: int, depth: int, near: str) -> None:
-    """By ratios: 1,448 / 512 is as much as 4,096 / 1,448."""
+def test_other_shapes_use_the_nearest_measured_shape(columns: int, depth: int, near: str) -> None:
+    """Distances are ratios: 1,448 / 512 equals 4,096 / 1,448."""
     chosen = ByShape(INT8.kind, INT8_ROWS, TABLE)
     for rows in (1, 8, 19, 20, 21, 32, 79, 80, 81, 4000):
         assert chosen.pick(rows, columns, depth) == chosen.pick(rows, *provider_choice.sizes(near))
 
 
-def test_the_larger_of_two_numbers_of_rows_as_near() -> None:
+def test_of_two_equally_near_row_counts_the_larger_decides() -> None:
     chosen = ByShape(INT8.kind, INT8_ROWS, TABLE)
     assert [chosen.pick(rows, 512, 256) for rows in (1, 19, 20, 32, 79, 80, 9999)] == [
         "triton",
@@ -136,7 +136,7 @@ def test_the_larger_of_two_numbers_of_rows_as_near() -> None:
 def test_a_card_without_a_table_goes_by_rows(
     kind: str, rule: provider_choice.RowRule, card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The H200's is not looked into, whatever the shape."""
+    """The H200's table is not used, whatever the shape."""
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H100")
     assert provider_choice.measured_cards(kind) == [CARD] and not provider_choice.measured(
         kind, "NVIDIA H100"
@@ -158,7 +158,7 @@ def test_a_name_overrules_the_table_for_awq(wanted: str, card: None) -> None:
     assert {picks(AWQ.kind, wanted=wanted)(rows, 2048, 2048) for rows in (1, 1024)} == {wanted}
 
 
-def test_cutlass_is_not_given_what_it_does_not_take(
+def test_cutlass_gets_no_shape_that_it_does_not_support(
     card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = {"N=2048,K=2048": {"1": "cutlass"}}

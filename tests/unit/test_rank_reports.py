@@ -1,5 +1,5 @@
-"""What a rank says of its own failure: a stack for faults, the words alone for what the operator
-can mend.
+"""A rank's report of its own failure: a stack for faults, the message alone for errors that the
+operator can mend.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Pipe:
         (CollectiveError("a peer has gone"), True, True),
     ],
 )
-def test_what_the_operator_can_mend_has_no_stack(
+def test_errors_of_the_operator_have_no_stack(
     error: Exception, stack: bool, consequence: bool
 ) -> None:
     pipe = Pipe()

@@ -1,5 +1,5 @@
-"""The harness of ranks as threads: its collectives against numpy, its failures, and one rank driven
-by it.
+"""The harness of ranks as threads: its collectives against numpy, its failures, and a single
+rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ MESHES = [{"tp": 2}, {"tp": 4}, {"tp": 4, "dp": 2}, {"tp": 4, "ep": 2}, {"tp": 4
 def each(
     mesh: dict[str, int], work: Callable[[ThreadCollectives], Any], timeout: float = 5.0
 ) -> list[Any]:
-    """``work`` on every rank of ``mesh``, in threads; results or exceptions by rank."""
+    """Run ``work`` on every rank of ``mesh`` in threads, and return results or exceptions by
+    rank.
+    """
     ranks, found = mesh.get("tp", 1), {}
     MEETINGS["here"] = Meeting()
     plan = replace(bare_plan(), mesh=mesh)
@@ -92,7 +94,7 @@ def test_sums_are_the_same_bits_and_copies() -> None:
         x = values(one.rank, 1000)
         for _ in range(50):
             total = one.all_reduce(x, "tp")
-            x.fill_(float("nan"))  # its owner may do as it likes with it at once
+            x.fill_(float("nan"))  # the owner may change its tensor at once
             x = total / 2
         return x
 
@@ -126,7 +128,7 @@ def test_rows_to_each_rank_and_numbers_and_bytes() -> None:
         assert sent == b"turn" and everyones == [b"0", b"1", b"2", b"3"]
 
 
-def test_ranks_that_disagree_or_stay_away_are_told() -> None:
+def test_ranks_that_disagree_or_stay_away_are_reported() -> None:
     found = each({"tp": 2}, lambda one: one.all_reduce(torch.zeros(one.rank + 1), "tp"))
     assert all(
         isinstance(error, CollectiveError) and "different calls" in str(error) for error in found
@@ -173,7 +175,7 @@ def test_aborts_and_controls(tmp_path: Path) -> None:
         ranks.check_idle()
 
 
-def test_what_a_rank_raises_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_rank_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(batch: object) -> None:
         raise ZeroDivisionError("in a step")
 

@@ -1,4 +1,4 @@
-"""Token ids out of bounds carry the same code wherever they are noticed; other numbers do not."""
+"""Token ids out of range have the same error code wherever they are found; other numbers do not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from glowplug.entrypoints.server.protocol.completions import CompletionRequest
         ({"prompt": "a", "top_p": 2}, None),
     ],
 )
-def test_an_id_out_of_bounds(fields: dict[str, Any], code: str | None) -> None:
+def test_an_id_out_of_range_has_its_error_code(fields: dict[str, Any], code: str | None) -> None:
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate({"model": "m", **fields})
     error = from_validation(list(caught.value.errors()))

@@ -1,5 +1,6 @@
-"""What a request may ask for: every field of the sampling parameters at its bounds and beyond,
-token ids, their way to the engine."""
+"""Fields of a request: each sampling parameter at its bounds and beyond, and token ids on their way
+to the engine.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +63,14 @@ BAD: dict[str, list[Any]] = {
 }
 
 
-def test_every_field_is_here() -> None:
+def test_every_field_has_a_case() -> None:
     assert set(GOOD) == set(BAD) == {field.name for field in msgspec.structs.fields(SamplingParams)}
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in GOOD.items() for value in values]
 )
-def test_bounds_are_within(name: str, value: Any) -> None:
+def test_values_at_their_bounds_are_accepted(name: str, value: Any) -> None:
     params = SamplingParams(**{name: value})
     assert getattr(params, name) == (
         [value] if name == "stop" and isinstance(value, str) else value
@@ -81,7 +82,7 @@ def test_bounds_are_within(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in BAD.items() for value in values]
 )
-def test_what_lies_beyond_is_refused_by_its_name(name: str, value: Any) -> None:
+def test_values_beyond_their_bounds_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=name) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name

@@ -1,4 +1,4 @@
-"""Folders of a size that can be taken in, no module for one small helper, one meaning a class name."""
+"""Limits of a folder's modules, of small helper modules, and of class names in several modules."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tests.unit.test_floors import edges, modules
 
 FOLDER_MODULES = 16
 HELPER_LINES = 40
-#: small helpers of one importer that stay modules of their own, and why
+#: small helpers with one importer that stay modules of their own -> reason
 ALONE = {
     "plugins/ops/triton_int8.py": "the operations of one format, which a test covers by itself",
     "plugins/quantization/block_fp8/dense_cuda.py": "imports triton, which its importer must not",
 }
-#: class names of several modules, and why they may be the same
+#: class names in several modules -> why they may be the same
 SAME_NAME: dict[str, str] = {
     "Completion": "the answer in Python and the object of OpenAI's API",
     "CompletionLogprobs": "what is collected and the object of OpenAI's API",
@@ -29,7 +29,9 @@ def test_a_folder_has_few_modules() -> None:
 
 
 def is_declaration(module: str) -> bool:
-    """Does the module register components or tuners, or declare a protocol or routes?"""
+    """Return whether the module registers components or tuners, or declares a protocol or
+    routes.
+    """
     names = {
         node.name for node in tree(modules()[module]).body if isinstance(node, ast.FunctionDef)
     }

@@ -1,4 +1,4 @@
-"""The sequence table: rows change hands cleanly."""
+"""Rows of the sequence table pass from one sequence to another without remains."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Random workloads on tiny pools: everyone finishes with the reference's output, and after each
-step all adds up.
+"""Random workloads on tiny pools: every sequence ends with the reference's output, and the accounts
+are correct after each step.
 
 ``Drive`` checks page accounting and cache integrity after every step, and that the scheduler never
-stalls; the fake model checks every cache slot that a step reads.
+stalls; the fake model checks every KV slot that a step reads.
 """
 
 from __future__ import annotations
@@ -159,11 +159,11 @@ def test_many_random_workloads(
     run(drive, work, gaps, aborts)
 
 
-# ---- the kit sees faults -------------------------------------------------------------------------
+# ---- the kit finds faults ------------------------------------------------------------------------
 
 
 def under_pressure(width: int = 1) -> None:
-    """A workload that needs every part: chunks, growth, sharing, preemption, overlap, stops."""
+    """Return a workload that needs chunks, growth, sharing, preemption, overlap and stops."""
     plan = bare_plan(context_length=CONTEXT, num_pages=30, width=width)
     drive = Drive(
         Continuous(ContinuousOptions(share_prefill=8), plan, Worker()),
@@ -225,7 +225,7 @@ def forget_to_move_over(rows: Rows, row: int) -> None:
         (Rows, "lacking", lambda rows, members, lengths: (members[:0], members[:0]), 1),
     ],
 )
-def test_a_broken_scheduler_is_found_out(
+def test_a_broken_scheduler_is_detected(
     monkeypatch: pytest.MonkeyPatch, where: object, name: str, fault: object, width: int
 ) -> None:
     monkeypatch.setattr(where, name, fault)

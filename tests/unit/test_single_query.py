@@ -14,7 +14,7 @@ from glowplug.entrypoints.bench import single_query
 from glowplug.entrypoints.bench.single_query import Mixture, mixtures
 
 
-def test_every_mixture_once_the_plainest_first() -> None:
+def test_every_mixture_appears_once_the_simplest_first() -> None:
     found = mixtures([1, 2], steps=3)
     assert len(set(found)) == len(found) == 32 and {one.steps for one in found} == {0, 3}
     assert found[0] == Mixture(1, False, 0, False, False) and found[16] == Mixture(
@@ -29,7 +29,7 @@ def test_every_mixture_once_the_plainest_first() -> None:
     }
 
 
-def test_a_row_runs_and_another_says_why_not(
+def test_one_row_runs_and_a_refused_one_gives_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [Mixture(1, True, 2, False, False), Mixture(1, True, 0, True, False)]

@@ -12,12 +12,12 @@ FILE_LINES = 450
 FILE_CHARACTERS = 16_000
 FUNCTION_LINES = 60
 FUNCTION_NODES = 250
-NODES_A_LINE = 8.0  #: AST nodes, over all lines that are not blank
+NODES_A_LINE = 8.0  #: AST nodes over all lines that are not blank
 PACKED = 2.0  #: tuple assignments of several values per 1,000 lines
-#: files and functions over a limit, with the size they may have: the list may only shrink
+#: written list of files and functions over a limit with their permitted sizes; it may only shrink
 OVERSIZED = Path(__file__).with_name("oversized.txt")
 
-#: decorators of device code, whose arguments are pointers, numbers and tensors of a language of its
+#: decorators of device code: its arguments are pointers, numbers and tensors of a language of its
 #: own
 COMPILED = {"triton.jit", "gluon.jit", "gluon.constexpr_function"}
 
@@ -33,7 +33,7 @@ def functions(path: Path) -> list[Function]:
 
 
 def body_lines(node: Function) -> int:
-    """Return the lines of a function's body, its docstring left out: documenting must not cost."""
+    """Return the lines of a function's body without its docstring: documentation must not count."""
     first = node.body[0]
     start = first.lineno
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
@@ -42,7 +42,7 @@ def body_lines(node: Function) -> int:
 
 
 def is_compiled(node: Function) -> bool:
-    """Is this device code, whose length a compiler of its own sets?"""
+    """Return whether this is device code, whose length its compiler determines."""
     return any(
         dotted(mark.func if isinstance(mark, ast.Call) else mark) in COMPILED
         for mark in node.decorator_list
@@ -76,7 +76,7 @@ def measured() -> dict[str, int]:
 
 
 def allowed() -> dict[str, int]:
-    """Return the written list of what may be over a limit, and how large it may be."""
+    """Return the written list of exceptions: name -> permitted size."""
     lines = OVERSIZED.read_text(encoding="utf-8").splitlines()
     rows = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
     return {name: int(size) for name, _, size in rows}
@@ -115,7 +115,7 @@ def test_lines_are_not_packed() -> None:
 
 
 def is_packed(node: ast.AST) -> bool:
-    """Is this ``a, b = x, y``?"""
+    """Return whether this is an assignment ``a, b = x, y``."""
     return (
         isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Tuple)

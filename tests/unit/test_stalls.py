@@ -38,7 +38,7 @@ class World:
         self.watch.live[id] = one
 
     def step(self, counts: list[int], bad: list[bool] | None = None) -> Stall | None:
-        """A decoding step of the first rows, of which row i gains ``counts[i]`` tokens."""
+        """Run a decoding step of the first rows, in which row i gains ``counts[i]`` tokens."""
         size = len(counts)
         batch = idle_batch()
         batch.mode, batch.rows = Mode.DECODE, np.arange(size, dtype=np.int32)
@@ -51,7 +51,7 @@ class World:
         return self.watch.stepped(batch, result)
 
     def calls_of_a_step(self) -> int:
-        """Python and C calls that the watch makes of a step in which every running row gains a
+        """Count the Python and C calls of the watch in a step in which every running row gains a
         token.
         """
         count = 0
@@ -97,7 +97,7 @@ def test_a_step_starts_the_count_again() -> None:
     assert watch.still(1e6, Stats(waiting=1)) is None
 
 
-def test_what_has_ended_is_not_ended_again() -> None:
+def test_an_ended_sequence_is_not_ended_again() -> None:
     world = World(2)
     world.watch.ended([Finished(0, "stop")])
     found = [world.watch.still(float(turn), Stats(waiting=1)) for turn in range(STALL_TURNS)]
@@ -124,7 +124,9 @@ def test_a_row_s_count_does_not_outlive_its_sequence() -> None:
         world.step([1, 0])
     world.table.leave(1)
     world.step([1])
-    assert world.calls_of_a_step() == World(2).calls_of_a_step(), "the short way is taken again"
+    assert world.calls_of_a_step() == World(2).calls_of_a_step(), (
+        "later steps take the short way again"
+    )
     world.admit(7)
     assert all(world.step([1, 0]) is None for _ in range(TOKENLESS_STEPS - 1))
 

@@ -1,4 +1,6 @@
-"""Encoding, decoding whole and in pieces, special ids, and the folders they come from."""
+"""The tokenizer: encoding, decoding at once and in pieces, special ids, and the folders it
+opens.
+"""
 
 from __future__ import annotations
 
@@ -100,8 +102,8 @@ def test_stream_equals_whole_for_any_text(text: str, sizes: list[int], kind: str
     skip=st.booleans(),
 )
 def test_any_ids_decode_as_the_library_does(ids: list[int], sizes: list[int], skip: bool) -> None:
-    """Random ids are mostly invalid UTF-8; our byte table and the library must make the same text
-    of them.
+    """Random ids are mostly invalid UTF-8; our byte table and the library must give the same
+    text.
     """
     tokenizer = make()
     whole = tokenizer.decode(ids, skip)
@@ -151,7 +153,7 @@ def test_special_tokens() -> None:
     assert tokenizer.token_bytes(3) == ASSISTANT.encode()
 
 
-def test_unknown_ids_are_nothing() -> None:
+def test_unknown_ids_give_no_text() -> None:
     for kind in KINDS:
         tokenizer = make(kind)
         for wrong in (tokenizer.vocab_size, 1 << 31, 1 << 40, -1):

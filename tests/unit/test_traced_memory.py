@@ -1,5 +1,5 @@
-"""What the byte budget says of a step is what its layers and its sampler allocate, found without a
-GPU.
+"""The byte budget of a step equals the bytes that its layers and its sampler allocate, traced
+without a GPU.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from tests.gpu.traced_memory import CASES
 from tests.support import uninterpreted
 
 NEAR = 0.05
-SMALL = 1 << 20  #: bytes of indices and the like, which are estimated by the token
+SMALL = 1 << 20  #: bytes of indices and other small tensors, which are estimated by the token
 QUICK = ("v2-lite", "v3, few tokens", "tiny llama")
 
 
 def check(names: list[str]) -> None:
-    """In a process of its own, where Triton does not interpret."""
+    """Run the cases in a process of their own, in which Triton does not interpret."""
     done = uninterpreted.run("-m", "tests.gpu.traced_memory", *names)
     found = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert found, done.stderr[-3000:]
@@ -28,7 +28,7 @@ def check(names: list[str]) -> None:
             assert abs(planned - traced) <= max(NEAR * traced, SMALL), (name, line, planned, traced)
 
 
-def test_what_is_planned_is_what_is_allocated() -> None:
+def test_planned_bytes_are_the_allocated_bytes() -> None:
     check(list(QUICK))
 
 

@@ -1,4 +1,4 @@
-"""`glowplug tune`: the products of a model, bounded time, going on where it stopped, several
+"""`glowplug tune`: the GEMMs of a model, bounded time, resuming after a stop, and several
 processes.
 """
 
@@ -24,7 +24,7 @@ MODEL = ("--model", "tiny-v3", "--device", "cpu", "--plugin", PLUGIN)
 
 
 class Clock:
-    """Stands in for the module ``time``: only a sleep moves it on."""
+    """A stand-in for the module ``time``: only a sleep moves it on."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -70,7 +70,7 @@ def shapes_of(name: str, folder: Path, plugins: PluginSet) -> LayerShapes:
     return layer_shapes(plan, plugins)
 
 
-def test_the_products_of_a_model_are_found_without_its_weights(
+def test_the_gemms_of_a_model_are_found_without_its_weights(
     plugins: PluginSet, tmp_path: Path
 ) -> None:
     found = shapes_of("v3", tmp_path, plugins)
@@ -123,7 +123,7 @@ def test_time_runs_out_and_another_run_goes_on(
 ) -> None:
     monkeypatch.setattr("tests.plugins.sleepy_tuner.SECONDS", 0.3)
     assert main(["tune", "sleepy", *MODEL, "--max-minutes", "0.03"]) == 0
-    assert 1.8 <= clock.now < 1.8 + 0.3, "the measurement that the time ran out in was the last"
+    assert 1.8 <= clock.now < 1.8 + 0.3, "the measurement during which time ran out was the last"
     assert "run the same command again to continue" in capsys.readouterr().out
     measured = sum(len(json.loads(path.read_text())) for path in tables.iterdir())
     assert measured == 6
@@ -218,7 +218,7 @@ def test_processes_share_the_tables(tables: Path, monkeypatch: pytest.MonkeyPatc
     assert abs(by.count("0") - by.count("1")) <= 1
 
 
-def test_too_few_cards_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_gpus_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(ValueError, match="only 1 are visible"):
         tune_workers._cards(2)
@@ -240,7 +240,7 @@ def test_time_is_shared_out_over_what_is_missing(clock: Clock) -> None:
 
 
 class FakeRay:
-    """Runs each task at once, with the GPU that a cluster would give it."""
+    """A cluster that runs each task at once, with the GPU that a real one would assign."""
 
     def __init__(self) -> None:
         self.options: dict[str, object] = {}
@@ -264,6 +264,4 @@ def test_a_ray_cluster_shares_the_tables(tables: Path, monkeypatch: pytest.Monke
     written = list(tables.iterdir())
     assert len(written) >= 7
     done = tune_workers._task(tune_workers._command([written[0].stem], 60.0))
-    assert done == {str(written[0]): written[0].read_text()}, (
-        "what a task on another host would send back"
-    )
+    assert done == {str(written[0]): written[0].read_text()}, "the result of a task on another host"

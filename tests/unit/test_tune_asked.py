@@ -1,4 +1,4 @@
-"""`glowplug tune`: what was asked for that is not there, and what a list says to do."""
+"""`glowplug tune`: requested tables that do not exist, and the instructions of its list."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_table_that_the_model_does_not_have_is_named(capsys: pytest.CaptureFix
         assert "no table 'N=1,K=1'; this model has: N=" in said
 
 
-def test_a_list_says_how_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_gives_the_command_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "sleepy", *MODEL, "--list"]) == 0
     assert capsys.readouterr().out.endswith("not complete: run it without --list\n")
 
@@ -35,7 +35,7 @@ def test_a_package_that_a_tuner_imports_is_named_when_it_is_missing(
 ) -> None:
     monkeypatch.setitem(
         sys.modules, "tests.needs_absent", None
-    )  # importing it fails as if it were not there
+    )  # importing it fails as if it were not installed
     with pytest.raises(
         ValueError, match="odd needs tests, which is not installed: pip install tests"
     ):

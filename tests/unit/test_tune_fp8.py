@@ -1,5 +1,5 @@
-"""The tuners of FP8 products: which tables a model wants, both kinds of measurement, the faster
-provider noted.
+"""The tuners of FP8 GEMMs: the tables of a model, both kinds of measurement, and the record of the
+faster provider.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHAPES = LayerShapes(
 
 
 class Quick:
-    """A library that is always there, for many rows."""
+    """A library that is always available and supports many rows."""
 
     name, pads = "quick", True
 
@@ -58,7 +58,7 @@ class Quick:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Tables go here, and times come from a formula: no device."""
+    """The folder of the tables; times come from a formula, so no device is needed."""
     monkeypatch.setattr(tuned, "FOLDER", tmp_path)
     monkeypatch.setattr(fp8_tuners, "provider_path", lambda: tmp_path / "providers.json")
 

@@ -61,7 +61,7 @@ def test_large_steps_may_go_to_hoppers_kernel(
     assert not tiles(V3._replace(hidden=7200)), "parts of blocks"
 
 
-def test_what_is_measured_for_hopper_is_a_configuration_that_is_understood() -> None:
+def test_configurations_measured_for_hopper_are_valid() -> None:
     best = {(kind, 192, False): (1.0, {"BLOCK_M": 192, "GROUP": 1}) for kind in ("gated", "second")}
     _, chosen = moe_fp8_tuning._cheapest(best)
     assert chosen == moe_fp8_tiles.hopper(1) and moe_fp8_tiles.on_hopper(chosen)

@@ -1,5 +1,5 @@
-"""The tuners of int8 and AWQ: which tables a model wants, the faster one noted, and what is timed
-is the product.
+"""The tuners of int8 and AWQ: the tables of a model, the record of the faster provider, and that
+the GEMM itself is timed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from glowplug.kernels.launch import tuned_tables as tuned  # noqa: E402
 from glowplug.plugins.quantization.shared import provider_choice  # noqa: E402
 from glowplug.plugins.quantization.tuning import narrow  # noqa: E402
 from glowplug.plugins.quantization.tuning.narrow import AwqGemmTuner, Int8GemmTuner, NarrowTuner  # noqa: E402
-from tests.support.narrow import AWQ, tiny_facts  # noqa: E402
+from tests.support.narrow_checkpoints import AWQ, tiny_facts  # noqa: E402
 
 TUNERS = [(Int8GemmTuner, "w8a8_int8", "int8_gemm"), (AwqGemmTuner, "awq", "awq_gemm")]
 
@@ -100,7 +100,7 @@ def test_tables_fill_and_the_next_run_goes_on(
 
 
 @pytest.mark.parametrize("columns", [96, 90])
-def test_what_is_timed_is_the_product_in_int8(columns: int) -> None:
+def test_the_gemm_in_int8_is_timed(columns: int) -> None:
     calls = tuner_of(Int8GemmTuner, "w8a8_int8").calls(3, columns, 128)
     assert set(calls) >= {"triton"} and all(len(each) >= 2 for each in calls.values())
     for each in calls.values():
@@ -112,7 +112,7 @@ def test_what_is_timed_is_the_product_in_int8(columns: int) -> None:
             near(call(), wanted, dtype)
 
 
-def test_what_is_timed_is_the_product_in_awq() -> None:
+def test_the_gemm_in_awq_is_timed() -> None:
     calls = tuner_of(AwqGemmTuner, "awq").calls(3, 96, 128)
     assert set(calls) == {"triton", "cublas"}
     for each in calls.values():

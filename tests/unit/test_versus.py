@@ -1,6 +1,4 @@
-"""``glowplug bench versus`` over peers that stand in: their tools' command lines, outputs and turns
-are checked.
-"""
+"""``glowplug bench versus`` with stand-ins for its peers: command lines, outputs and turns."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ from glowplug.entrypoints.cli.main import main
 from tests.support.source_tree import ROOT
 from tests.support.waiting import LIMIT, until
 
-#: stands in for an interpreter that has SGLang: its tools' options, what they print and write, and
-#: when they worked
+#: stand-in for an interpreter with SGLang: its tools' options, their output and files, and the
+#: times of their work
 SGLANG = """#!{python}
 import json, os, pathlib, runpy, sys, time
 words = sys.argv[1:]
@@ -55,7 +53,7 @@ elif words[1] == "sglang.launch_server":
     runpy.run_module("tests.e2e.fake_server", run_name="__main__")
 """
 
-#: stands in for vLLM; its clock is moved on by the engine's steps alone
+#: stand-in for vLLM; only the engine's steps move its clock on
 VLLM = """
 import pathlib, time
 now = 0.0
@@ -91,7 +89,7 @@ class LLM:
 def peers(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Path]:
-    """Interpreters of the stand-ins, and the file in which they note their work, and this process
+    """Interpreters of the stand-ins, and the file in which they note their work and this process
     their turns.
 
     With the parameter True each stand-in works only after its turn has come.
@@ -176,7 +174,7 @@ def test_static_batches_side_by_side(
         assert row["sglang"] == 4.0  # the second of two runs of a shape
         assert (
             row["vllm"] == 10.0 and row["glowplug"] > 0
-        )  # without the first, longer step of its prompt
+        )  # without the first step of its prompt, which is longer
         assert row["times_best_peer"] == pytest.approx(4.0 / row["glowplug"])
     assert record["conditions"]["versions"] == {
         "glowplug": "0.1.0",
@@ -192,7 +190,7 @@ def test_static_batches_side_by_side(
         if first in ("go", "end"):
             turn = second if first == "go" else ""
         else:
-            assert first == turn, "while one is measured the others stand still"
+            assert first == turn, "the others wait while one is measured"
             worked.append(first)
     assert set(worked) == {"sglang", "vllm"}
 
@@ -268,7 +266,7 @@ def test_servers_one_after_another(
         (["--serving", "1", "8", "--num-prompts", "4"], "one value for each value of --serving"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(
+def test_options_without_a_comparison_are_refused(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (

@@ -1,4 +1,4 @@
-"""The wheel and the sdist hold everything the engine needs, and nothing it was trained from."""
+"""The wheel and the sdist hold all files that the engine needs, and none of the training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DATA = (
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An sdist, and a wheel made from that sdist, so that both carry what the links point to."""
+    """An sdist, and a wheel made from that sdist: both contain the files behind the links."""
     place = tmp_path_factory.mktemp("build")
     shutil.copytree(ROOT, place / "tree", symlinks=True, ignore=SKIPPED)
     subprocess.run(
@@ -78,7 +78,7 @@ def test_the_unpacked_wheel_plans(built: Path, tmp_path: Path) -> None:
         archive.extractall(tmp_path)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     code = (
-        # plugins that are installed stay in reach
+        # installed plugins stay importable
         f"import sys; sys.path.insert(0, {str(tmp_path)!r});"
         "import glowplug; assert glowplug.__file__.startswith(" + repr(str(tmp_path)) + ");"
         "from glowplug.entrypoints.cli.main import main; sys.exit(main(['check', '--facts', 'cpu']))"

@@ -1,4 +1,4 @@
-"""Docstrings, comments and messages in plain words, and commit subjects in the imperative."""
+"""Docstrings, comments, messages and documents in plain words."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from tests.support.source_tree import ROOT, dotted, name_of, sources, tree
 
-#: words that make persons of code, and the private words that the glossary replaces
+#: words that treat code as a person, and private words that the glossary replaces
 PERSONS = re.compile(r"\b(who|whoever|whom|nobody|everybody|somebody|hears?|tells?|asks?)\b", re.I)
-#: beginnings of a clause that stands as a title
+#: beginnings of a clause that is used as a title
 CLAUSE = re.compile(
     r"^(What|Which|Whether|As (?!a\b|an\b)|Of|For (?!each|every|the)|That|Those|Whose|The same)\b"
 )
-#: share of the docstrings of functions that act, which have to begin with a verb
+#: required share of docstrings that begin with a verb, among functions that act
 VERBS_SHARE = 0.9
-#: texts that are data: the embedded model is trained on them, or their words are another program's
+#: texts that are data: the embedded model is trained on them, or another program defines them
 DATA = (
     "models/embedded/",
     "entrypoints/checkpoints/byte_tokenizer.py",
@@ -28,13 +30,16 @@ DATA = (
     "entrypoints/bench/single_query.py",
 )
 
-VALUES = {"property", "cached_property", "functools.cached_property", "overload"}
+#: decorators of functions that stand for a value
+VALUES = {"property", "cached_property", "functools.cached_property", "overload", "pytest.fixture"}
 #: endings that no imperative has; other first words are looked up in VERBS
 NO_VERB = re.compile(r"(ed|ing|tion|ment|ness|ity)$")
 VERBS = frozenset((ROOT / "tests" / "unit" / "verbs.txt").read_text(encoding="utf-8").split())
 
 #: identifiers in prose are quoted
 QUOTED = re.compile(r"``[^`]*``|`[^`]*`")
+#: blocks of code and output in documents
+FENCED = re.compile(r"^```.*?^```\n", re.MULTILINE | re.DOTALL)
 
 #: names of models and formats, which only their families and schemes know
 OTHERS = re.compile(r"kv_b_proj|deepseek|awq|compressed-tensors|noaux_tc|w8a8", re.I)
@@ -42,9 +47,17 @@ OTHERS = re.compile(r"kv_b_proj|deepseek|awq|compressed-tensors|noaux_tc|w8a8", 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def documented() -> Iterator[tuple[str, Documented, str]]:
-    """Yield (place, node, docstring) of everything that has one."""
-    for path in sources():
+def tests() -> tuple[Path, ...]:
+    """Return every Python file of the tests and of the sample package among them."""
+    return tuple(sorted((ROOT / "tests").rglob("*.py")))
+
+
+ZONES = pytest.mark.parametrize("paths", [sources(), tests()], ids=["sources", "tests"])
+
+
+def documented(paths: tuple[Path, ...]) -> Iterator[tuple[str, Documented, str]]:
+    """Yield (place, node, docstring) of every documented node."""
+    for path in paths:
         if name_of(path).startswith(DATA):
             continue
         for node in ast.walk(tree(path)):
@@ -54,18 +67,24 @@ def documented() -> Iterator[tuple[str, Documented, str]]:
 
 
 def acts(node: Documented) -> bool:
-    """Return whether a docstring of this node describes an action: a function that is no property."""
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not any(
-        dotted(mark) in VALUES for mark in node.decorator_list
-    )
+    """Return whether a docstring of this node describes an action.
+
+    It does for a function that is no property, no fixture and no test: the docstring of a test
+    states a behaviour.
+    """
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    marks = {dotted(m.func if isinstance(m, ast.Call) else m) for m in node.decorator_list}
+    return not marks & VALUES and not node.name.startswith("test_")
 
 
 def first_word(text: str) -> str:
     return re.sub(r"[^\w-].*", "", text, flags=re.DOTALL).lower()
 
 
-def test_functions_that_act_begin_with_a_verb() -> None:
-    texts = [(place, text) for place, node, text in documented() if acts(node)]
+@ZONES
+def test_functions_that_act_begin_with_a_verb(paths: tuple[Path, ...]) -> None:
+    texts = [(place, text) for place, node, text in documented(paths) if acts(node)]
     others = [
         f"{place}: {text.splitlines()[0]}" for place, text in texts if first_word(text) not in VERBS
     ]
@@ -73,9 +92,10 @@ def test_functions_that_act_begin_with_a_verb() -> None:
 
 
 def test_verbs_are_verbs() -> None:
-    """A word of the list that ends like a noun or a participle is a slip."""
+    """A word of the list that ends like a noun or a participle is a mistake."""
     odd = {
         "feed",
+        "speed",
         "need",
         "embed",
         "seed",
@@ -90,17 +110,21 @@ def test_verbs_are_verbs() -> None:
     assert [word for word in sorted(VERBS - odd) if NO_VERB.search(word)] == []
 
 
-def test_no_clause_stands_as_a_title() -> None:
+@ZONES
+def test_no_clause_stands_as_a_title(paths: tuple[Path, ...]) -> None:
     found = [
-        f"{place}: {text.splitlines()[0]}" for place, _, text in documented() if CLAUSE.match(text)
+        f"{place}: {text.splitlines()[0]}"
+        for place, _, text in documented(paths)
+        if CLAUSE.match(text)
     ]
     assert found == []
 
 
-def test_docstrings_make_no_persons_of_code() -> None:
+@ZONES
+def test_docstrings_make_no_persons_of_code(paths: tuple[Path, ...]) -> None:
     found = [
         f"{place}: {match[0]!r} in {text.splitlines()[0]!r}"
-        for place, _, text in documented()
+        for place, _, text in documented(paths)
         if (match := PERSONS.search(QUOTED.sub("", text)))
     ]
     assert found == []
@@ -130,12 +154,25 @@ def _has_docstring(node: ast.AST) -> bool:
     return isinstance(node, Documented) and ast.get_docstring(node) is not None
 
 
-def test_comments_and_messages_make_no_persons_of_code() -> None:
+@ZONES
+def test_comments_make_no_persons_of_code(paths: tuple[Path, ...]) -> None:
+    found = [
+        f"{name_of(path)}:{line}: {match[0]!r} in {text[:80]!r}"
+        for path in paths
+        if not name_of(path).startswith(DATA)
+        for line, text in comments(path)
+        if (match := PERSONS.search(QUOTED.sub("", text)))
+    ]
+    assert found == []
+
+
+def test_messages_make_no_persons_of_code() -> None:
+    """Strings of tests are left out: prompts and quotations are among them."""
     found = [
         f"{name_of(path)}:{line}: {match[0]!r} in {text.strip()[:80]!r}"
         for path in sources()
         if not name_of(path).startswith(DATA)
-        for line, text in (*comments(path), *messages(path))
+        for line, text in messages(path)
         if (match := PERSONS.search(QUOTED.sub("", text)))
     ]
     assert found == []
@@ -152,3 +189,44 @@ def test_core_names_no_model_and_no_format() -> None:
         if (match := OTHERS.search(line))
     ]
     assert len(files) > 50 and found == []
+
+
+def documents() -> Iterator[tuple[str, str]]:
+    """Yield (place, line) of every line of the documents outside fenced blocks."""
+    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))):
+        prose = FENCED.sub(lambda block: "\n" * block[0].count("\n"), path.read_text("utf-8"))
+        for number, line in enumerate(prose.splitlines(), 1):
+            yield f"{name_of(path)}:{number}", line
+
+
+def test_documents_make_no_persons_of_code() -> None:
+    found = [
+        f"{place}: {match[0]!r} in {line!r}"
+        for place, line in documents()
+        if (match := PERSONS.search(QUOTED.sub("", line)))
+    ]
+    assert found == []
+
+
+def test_no_clause_stands_as_a_heading() -> None:
+    found = [
+        f"{place}: {line}"
+        for place, line in documents()
+        if line.startswith("#") and CLAUSE.match(line.lstrip("# "))
+    ]
+    assert found == []
+
+
+def test_rules_find_what_they_name() -> None:
+    """Each rule is tried on a sentence that it refuses and on one that it allows."""
+    assert PERSONS.search("nobody was measured") and not PERSONS.search("no measurement exists")
+    assert CLAUSE.match("What a request may ask for.") and not CLAUSE.match("Fields of a request.")
+    tree = ast.parse(
+        "def test_a(): ...\n@pytest.fixture(scope='module')\ndef b(): ...\ndef c(): ..."
+    )
+    assert [acts(node) for node in tree.body if isinstance(node, Documented)] == [
+        False,
+        False,
+        True,
+    ]
+    assert FENCED.sub("", "a\n```\nwho\n```\nb\n") == "a\nb\n"

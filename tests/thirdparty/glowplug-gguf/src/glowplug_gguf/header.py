@@ -1,5 +1,5 @@
-"""The header of a GGUF file: metadata and tensor table. Trusts nothing: every length is checked
-against the file.
+"""The header of a GGUF file: metadata and tensor table. Every length is checked against the
+file.
 
 Layout (little-endian): "GGUF", u32 version, u64 tensors, u64 pairs; the pairs (string key, u32
 type, value); the tensor table (string name, u32 dimensions, u64 each, u32 type, u64 offset);
@@ -43,7 +43,13 @@ NUMBERS = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """``shape`` outermost first (as torch writes it); ``start`` and ``size`` in bytes of the file."""
+    """A row of the tensor table.
+
+    Attributes:
+        shape: Outermost dimension first, as in torch.
+        start: First byte in the file.
+        size: Bytes in the file.
+    """
 
     name: str
     kind: GGMLQuantizationType
@@ -60,8 +66,10 @@ class GgufHeader:
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """Read and check the header. WeightError, naming the file and what is wrong in it, for anything
-    inconsistent.
+    """Read and check the header.
+
+    Raises:
+        WeightError: The file is inconsistent; the message names the file and the fault.
     """
     try:
         size = path.stat().st_size
@@ -157,7 +165,7 @@ class _Parser:
         return [self.value(kind, key, depth) for _ in range(length)]
 
     def tensor(self) -> GgufTensor:
-        """A row of the table; ``start`` is still relative to the data."""
+        """Read a row of the table; ``start`` is still relative to the data."""
         name = self.string("a tensor name")
         dims = self.number("I")
         if not 1 <= dims <= MAX_DIMS:
@@ -176,7 +184,7 @@ class _Parser:
         return GgufTensor(name, kind, shape, offset, math.prod(shape) // block * width)
 
     def place(self, table: list[GgufTensor], alignment: Any) -> dict[str, GgufTensor]:
-        """Give tensors their place in the file, every one inside it."""
+        """Compute the place of each tensor in the file, and check that it is inside."""
         if (
             type(alignment) is not int
             or alignment < 1

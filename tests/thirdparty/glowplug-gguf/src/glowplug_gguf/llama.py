@@ -1,5 +1,5 @@
-"""What a GGUF file of architecture "llama" says, in the words of a published ``LlamaForCausalLM``
-checkpoint.
+"""The metadata of a GGUF file of architecture "llama" as a published ``LlamaForCausalLM``
+checkpoint has it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ PLAIN = {GGMLQuantizationType.F16: "float16"}
 
 
 def llama_facts(header: GgufHeader) -> ModelFacts:
-    """Facts of the file. FactsError when its architecture, or a feature of it, is not supported."""
+    """Return the facts of the file.
+
+    Raises:
+        FactsError: Its architecture, or a feature of it, is not supported.
+    """
     config = llama_config(header)
     names = checkpoint_names(header, config["num_hidden_layers"])
     file = header.path.name
@@ -59,7 +63,7 @@ def llama_facts(header: GgufHeader) -> ModelFacts:
 
 
 def llama_config(header: GgufHeader) -> dict[str, Any]:
-    """The file's metadata as config.json would hold it."""
+    """Return the file's metadata as in config.json."""
     get = _Getter(header)
     if header.metadata.get("general.architecture") != "llama":
         raise FactsError(
@@ -106,7 +110,7 @@ def llama_config(header: GgufHeader) -> dict[str, Any]:
 
 
 class _Getter:
-    """Numbers of the ``llama.`` metadata, positive; ``default`` stands for a missing one."""
+    """Positive numbers of the ``llama.`` metadata; ``default`` stands for a missing one."""
 
     def __init__(self, header: GgufHeader) -> None:
         self.header = header
@@ -135,7 +139,7 @@ def _scaling(header: GgufHeader) -> dict[str, Any] | None:
 
 
 def checkpoint_names(header: GgufHeader, layers: int) -> dict[str, str]:
-    """Published tensor name -> the file's own name, for every tensor in it."""
+    """Return published tensor name -> the file's own name, for every tensor in it."""
     table = get_tensor_name_map(MODEL_ARCH.LLAMA, layers)
     modules = ["model.embed_tokens", "model.norm", "lm_head"]
     modules += [f"model.layers.{layer}.{module}" for layer in range(layers) for module in MODULES]

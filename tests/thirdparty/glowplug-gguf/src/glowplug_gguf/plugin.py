@@ -55,8 +55,8 @@ def open_tokenizer(path: Path, facts: ModelFacts) -> Any:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that ``path`` is, or the only one in the folder ``path``; None when it is
-    another format.
+    """Return the GGUF file that ``path`` is, or the only one in the folder ``path``; None when it
+    is another format.
     """
     if path.is_file():
         return path if path.suffix == ".gguf" else None

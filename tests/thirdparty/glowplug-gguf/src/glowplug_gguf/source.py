@@ -70,7 +70,9 @@ class GgufSource:
         del self._data
 
     def _rows(self, tensor: GgufTensor, rows: slice) -> np.ndarray[Any, Any]:
-        """Rows of a tensor as float32 (float16 for an F16 tensor); other rows are not touched."""
+        """Return rows of a tensor as float32 (float16 for an F16 tensor); other rows are not
+        read.
+        """
         raw = self._data[tensor.start : tensor.start + tensor.size].reshape(tensor.shape[0], -1)[
             rows
         ]

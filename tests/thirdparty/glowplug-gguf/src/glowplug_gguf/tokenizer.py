@@ -26,8 +26,8 @@ LLAMA3_SPLIT = (
 
 
 def tokenizer_from(header: GgufHeader) -> Tokenizer:
-    """The engine's tokenizer over :func:`bpe_tokenizer`, with the file's chat template and end
-    token.
+    """Return the engine's tokenizer over :func:`bpe_tokenizer`, with the file's chat template and
+    end token.
     """
     get, tokens = header.metadata.get, header.metadata.get("tokenizer.ggml.tokens")
     special = {}
@@ -44,7 +44,11 @@ def tokenizer_from(header: GgufHeader) -> Tokenizer:
 
 
 def bpe_tokenizer(header: GgufHeader) -> RawTokenizer:
-    """FactsError when the file's tokenizer is of another kind, or its lists do not fit together."""
+    """Return the tokenizer of the file.
+
+    Raises:
+        FactsError: It is of another kind, or its lists do not fit together.
+    """
     kind, tokens = (
         header.metadata.get("tokenizer.ggml.model"),
         header.metadata.get("tokenizer.ggml.tokens"),
@@ -106,7 +110,7 @@ def _pairs(
 
 
 def _splitter(header: GgufHeader, pre: str) -> Any:
-    """The pre-tokenizer that llama.cpp's name ``pre`` stands for."""
+    """Return the pre-tokenizer for llama.cpp's name ``pre``."""
     if pre == "smollm":
         return pre_tokenizers.Sequence(
             [

@@ -59,7 +59,7 @@ def quantised(name: str, tensor: Tensor) -> bool:
 
 
 def int8_matrix(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """int8 [N, K], scales float32 [N, 1], and what they stand for; a row at a time."""
+    """Return int8 [N, K], scales float32 [N, 1], and the dequantised values; a row at a time."""
     stored, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), 1)
     for row, values in enumerate(weight):
         scales[row] = values.abs().max() / 127
@@ -70,8 +70,8 @@ def int8_matrix(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def int8_checkpoint(
     tensors: Mapping[str, Tensor], flat: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The int8 checkpoint of a float one, and the float one that it stands for. ``flat``: scales
-    [N], not [N, 1].
+    """Return the int8 checkpoint of a float one, and the float checkpoint with its dequantised
+    values. With ``flat`` scales are [N], not [N, 1].
     """
     stored, dense = {}, {}
     for name, tensor in tensors.items():
@@ -83,7 +83,7 @@ def int8_checkpoint(
 
 
 def awq_words(numbers: Tensor) -> Tensor:
-    """int64 [R, N], 0 to 15 -> int32 [R, N / 8] as AutoAWQ packs columns."""
+    """Pack int64 [R, N], 0 to 15, into int32 [R, N / 8] as AutoAWQ packs columns."""
     order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
     words = torch.zeros(numbers.shape[0], numbers.shape[1] // 8, dtype=torch.int64)
     for nibble in range(8):
@@ -92,8 +92,8 @@ def awq_words(numbers: Tensor) -> Tensor:
 
 
 def awq_matrix(weight: Tensor, group: int) -> tuple[dict[str, Tensor], Tensor]:
-    """qweight, qzeros and scales of weight [N, K], and what they stand for; a group of inputs at a
-    time.
+    """Return qweight, qzeros and scales of weight [N, K], and the dequantised values; a group of
+    inputs at a time.
     """
     rows, depth = weight.shape
     group = depth if group < 0 else group
@@ -119,7 +119,9 @@ def awq_matrix(weight: Tensor, group: int) -> tuple[dict[str, Tensor], Tensor]:
 def awq_checkpoint(
     tensors: Mapping[str, Tensor], group: int = 32
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The AWQ checkpoint of a float one, and the float one that it stands for."""
+    """Return the AWQ checkpoint of a float one, and the float checkpoint with its dequantised
+    values.
+    """
     stored, dense = {}, {}
     for name, tensor in tensors.items():
         if not quantised(name, tensor):
@@ -135,7 +137,7 @@ def tiny_facts(name: str, **changes: Any) -> ModelFacts:
 
 
 def float_tensors(facts: ModelFacts, seed: int = 2) -> dict[str, Tensor]:
-    """A random float checkpoint whose logits spread."""
+    """Return a random float checkpoint with well-spread logits."""
     context = build_context(facts)
     family = "llama" if facts.architecture == "LlamaForCausalLM" else "deepseek_v3"
     plan = plan_for(facts)
@@ -156,7 +158,7 @@ def write_folder(
     config: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Path:
-    """A model folder with weights; ``config``: its quantization_config."""
+    """Write a model folder with weights; ``config`` is its quantization_config."""
     folder.mkdir(parents=True, exist_ok=True)
     said = {**CONFIGS[name], **SIZES[name], **changes}
     if config is not None:

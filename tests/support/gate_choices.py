@@ -1,10 +1,9 @@
-"""What the gates of a model chose, position by position, and how near to another choice they were.
+"""The choices of a model's gates, position by position, and their distance from another choice.
 
-Two computations of one model round differently, and where two experts score nearly the same they
-may choose different
-ones: the logits of that position then differ by far more than rounding. ``Watch`` keeps every
-choice of a run with its scores, or makes a run choose as another one did; ``flips`` tells ties from
-errors.
+Two computations of one model round differently, and where two experts have nearly the same score
+they may choose different ones: the logits of that position then differ by far more than rounding.
+``Watch`` records every choice of a run with its scores, or makes a run follow another one's
+choices; ``flips`` distinguishes ties from errors.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ EXACT = 1e-6  #: of a score: float32 sums in another order
 
 @dataclass
 class Chosen:
-    """Of one gate: experts int64 [T, K] in ascending order, scores by which it chose float32 [T,
-    E], by position.
+    """The choices of one gate by position: experts int64 [T, K] in ascending order, and the scores
+    that decided, float32 [T, E].
     """
 
     sizes: MoeSizes
@@ -50,10 +49,10 @@ Choices = dict[str, Chosen]  #: by the gate's name
 
 
 class Watch:
-    """From now on every step of ``runner`` that runs as it comes adds to ``choices``; replayed ones
-    are not seen.
+    """Adds to ``choices`` in every eager step of ``runner`` from now on; replayed steps are not
+    seen.
 
-    ``forced``: another run's choices, which the gates follow with weights of their own scores.
+    ``forced`` are another run's choices, which the gates follow with weights of their own scores.
     """
 
     def __init__(self, runner: Runner, forced: Choices | None = None) -> None:
@@ -72,8 +71,8 @@ class Watch:
             self._keys = []
 
     def _keys_of(self, batch: Batch) -> Iterator[Key]:
-        """Of each token the sequence's number, which is its seed, and the position that it
-        foretells.
+        """Yield for each token the sequence's number, which is its seed, and the position that the
+        token predicts.
         """
         for row, queries, length in zip(
             batch.rows.tolist(), batch.query_lens.tolist(), batch.kv_lens.tolist()
@@ -119,8 +118,8 @@ def _by_key(chosen: Chosen) -> dict[Key, Tensor]:
 
 
 def scores_of(gate: Gate, x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, H] -> float32 [T, E] scores by which experts are weighted, and by which they are
-    chosen.
+    """Return float32 [T, E] scores of x [T, H] that weight the experts, and those that choose
+    them.
     """
     logits = F.linear(x.float(), gate.weight.float())
     if gate.bias is None:
@@ -131,7 +130,7 @@ def scores_of(gate: Gate, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _weighted(gate: Gate, scores: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-    """What a gate returns that chose ``experts`` int64 [T, K]."""
+    """Return a gate's result for the choice ``experts`` int64 [T, K]."""
     sizes, fused_shared = gate.sizes, gate.fused_shared
     weights = scores.gather(1, experts)
     if sizes.renormalize:
@@ -145,8 +144,10 @@ def _weighted(gate: Gate, scores: Tensor, experts: Tensor) -> tuple[Tensor, Tens
 
 
 def gap(scores: Tensor, sizes: MoeSizes) -> Tensor:
-    """float32 [T]: by how much two of the scores [T, E] have to move towards each other for another
-    choice; of groups, whose best two count in a sigmoid gate, half as much as their sums."""
+    """Return float32 [T]: how much two of the scores [T, E] have to move towards each other for
+    another choice; of groups, whose best two count in a sigmoid gate, half as much as their
+    sums.
+    """
     found = torch.full_like(scores[:, 0], float("inf"))
     if sizes.topk_groups < sizes.groups:
         by_group = scores.view(len(scores), sizes.groups, -1)
@@ -166,10 +167,13 @@ def gap(scores: Tensor, sizes: MoeSizes) -> Tensor:
 class Flips:
     """Positions at which a gate chose other experts than the reference's.
 
-    ``gap_*``: of the reference's scores at flipped positions (``gap``), and the median of all
-    positions. ``change``: median over all positions of the largest change of a score.
-    ``unexplained``: flips whose gap was wider than the scores' own change can close; a gate that
-    chooses rightly has none.
+    Attributes:
+        gap_median: Median ``gap`` of the reference's scores at flipped positions.
+        gap_max: Largest such gap.
+        gap_of_all: Median gap of all positions.
+        change: Median over all positions of the largest change of a score.
+        unexplained: Flips whose gap was wider than the scores' own change can close; a correct gate
+            has none.
     """
 
     positions: int
@@ -182,7 +186,7 @@ class Flips:
 
 
 def flips(want: Choices, got: Choices) -> tuple[Flips, set[Key]]:
-    """The report, and the positions at which some gate flipped."""
+    """Return the report, and the positions at which some gate flipped."""
     positions, columns, flipped_keys = 0, list[Tensor](), set[Key]()
     for name, chosen in want.items():
         (keys, experts, scores), (others, other_experts, other_scores) = (
