@@ -120,7 +120,7 @@ class TestFlashMlaWithAnFp8Cache(TestFlashMla):
         assert float(off.std() / exact.std()) < 2**-5
 
     def test_kernels_captured_in_a_slot_read_each_steps_lengths(self) -> None:
-        """What the first step of a graph was given holds the numbers of a later one."""
+        """The arguments of a graph's first step hold the numbers of its later steps."""
         graph, worlds = (
             object(),
             [self.given(seed, lengths) for seed, lengths in ((3, (5, 70, 1)), (4, (200, 3, 66)))],

@@ -100,7 +100,7 @@ def test_a_gate_in_one_call() -> None:
 
 @pytest.mark.parametrize("tokens", [5, 40])
 def test_a_gate_sets_the_ready_flag(tokens: int) -> None:
-    """The same choice, and the ready flag is set for experts that were started before it."""
+    """It chooses as without the flag, and sets the flag for experts that started early."""
     ops, x, weight, bias = make_triton(), randn(tokens, 32), randn(8, 32, seed=1), randn(8, seed=2)
     assert ops.route is not None
     ready, given = (

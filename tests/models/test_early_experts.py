@@ -47,9 +47,12 @@ def nine_arguments(
 
 
 def context(fused: bool, sets_ready: bool = True) -> BuildContext:
-    """Of one rank; ``fused``: with the gate in one call, and experts in Triton among which is the
-    shared one.
-    ``sets_ready``: the table has a gate for experts that were started before it."""
+    """Return the build context of one rank.
+
+    Args:
+        fused: the gate is one call, and the experts in Triton include the shared expert.
+        sets_ready: the table has a gate for experts that start before it.
+    """
     made: Any = build_context(model_facts(normalise(CONFIGS["v2"])))
     if fused:
         made.ops.route = nine_arguments

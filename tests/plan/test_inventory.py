@@ -52,7 +52,7 @@ def plugins() -> PluginSet:
 
 
 def matrix(rows: int, columns: int, quantized: bool) -> dict[str, Tensor]:
-    """What the checkpoint stores for one kernel."""
+    """Return the stored tensors of one kernel by leaf name."""
     if not quantized:
         return {"kernel": torch.zeros(rows, columns, dtype=torch.bfloat16)}
     return {
