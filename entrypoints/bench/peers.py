@@ -330,14 +330,21 @@ def _row(metric: Metric, at: int, engines: Mapping[str, Points]) -> dict[str, An
     peers = [value for name, value in values.items() if name != OURS]
     if peers:
         best = min(peers) if metric.lower else max(peers)
-        row["times_best_peer"] = best / values[OURS] if metric.lower else values[OURS] / best
+        row |= _ratio("times_best_peer", metric, values[OURS], best)
     floor = engines[OURS][at].get(metric.floor)
     if floor:
-        row |= {
-            "floor": floor,
-            "share_of_floor": floor / values[OURS] if metric.lower else values[OURS] / floor,
-        }
+        row |= {"floor": floor, **_ratio("share_of_floor", metric, values[OURS], floor)}
     return row
+
+
+def _ratio(name: str, metric: Metric, ours: float, other: float) -> dict[str, float]:
+    """Return {name: our speed relative to another's}.
+
+    The result is empty where the slower one took no time: tokens that arrive together have no time
+    between them.
+    """
+    mine, theirs = (other, ours) if metric.lower else (ours, other)
+    return {name: mine / theirs} if theirs else {}
 
 
 def markdown(found: Mapping[str, Sequence[Record]], engines: Sequence[str]) -> str:

@@ -92,8 +92,8 @@ def test_the_table_answers_for_every_shape(queries: int, rows: int) -> None:
     assert decode_choice.fastest(queries, rows) in {"triton", "flashmla"}
     near = min(decode_choice.FASTEST, key=lambda known: abs(math.log2(known / queries)))
     assert decode_choice.fastest(queries, rows) == decode_choice.fastest(near, rows)
-    beyond = decode_choice.fastest(queries, rows, decode_choice.SHORT + 1)
-    short = decode_choice.fastest(queries, rows, decode_choice.SHORT)
+    beyond = decode_choice.fastest(queries, rows, decode_choice.SHORT_KEYS_MAX + 1)
+    short = decode_choice.fastest(queries, rows, decode_choice.SHORT_KEYS_MAX)
     assert beyond == decode_choice.fastest(queries, rows)
     assert short == ("triton" if queries == 128 and rows <= 16 else beyond)
 
@@ -143,13 +143,19 @@ def test_some_sizes_are_captured_for_short_rows_too(
         assert line is None or ("for short rows too" in line.how) == bool(sizes.short_rows)
         return sizes.short_keys, sizes.short_rows
 
-    assert found(lite) == (decode_choice.SHORT, (8, 12, 16, 24, 32))
-    assert found(drafting, context_length=8400) == (decode_choice.SHORT, (1, 2, 3, 4, 6, 8, 12, 16))
+    assert found(lite) == (decode_choice.SHORT_KEYS_MAX, (8, 12, 16, 24, 32))
+    assert found(drafting, context_length=8400) == (
+        decode_choice.SHORT_KEYS_MAX,
+        (1, 2, 3, 4, 6, 8, 12, 16),
+    )
     assert found(drafting, graphs={"use": "cuda_graph", "batch_sizes": [5, 20]}) == (
-        decode_choice.SHORT,
+        decode_choice.SHORT_KEYS_MAX,
         (5,),
     )
-    assert found(drafting, context_length=8320) == (decode_choice.SHORT, (1, 2, 3, 4, 6, 8, 12, 16))
+    assert found(drafting, context_length=8320) == (
+        decode_choice.SHORT_KEYS_MAX,
+        (1, 2, 3, 4, 6, 8, 12, 16),
+    )
     for nothing in (
         {"context_length": 8319},
         {"context_length": 8192},

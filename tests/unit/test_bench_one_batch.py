@@ -13,6 +13,7 @@ from glowplug.core.facts.model_facts import DeviceFacts, ModelFacts, stated
 from glowplug.core.facts.weight_classes import EXPERTS, TIED, VOCAB
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.entrypoints import bench
+from glowplug.entrypoints.bench import peers
 from glowplug.entrypoints.bench.one_batch import static_config
 from glowplug.entrypoints.bench.others.floor import (
     card_bandwidth,
@@ -491,3 +492,19 @@ def test_roles_of_the_floor_cover_the_experts(plugins: PluginSet, tmp_path: Path
     facts = plugins.read_model(str(write_config(tmp_path, "v3"))).facts
     experts = sum(count for kind, count in declared(facts).items() if kind.role == EXPERTS)
     assert step_bytes(facts, LONG, 0).experts == pytest.approx(2 * experts)
+
+
+def test_no_ratio_to_a_time_of_zero() -> None:
+    """Tokens that arrive together have no time between them."""
+    times = peers.Metric("mean_tpot_ms", "serving, mean TPOT in ms", lower=True)
+    rates = peers.Metric("output_throughput", "serving, output tokens/s", lower=False)
+    for metric, ours, theirs, ratio in (
+        (times, 0.0, 8.0, {}),
+        (times, 4.0, 8.0, {"times_best_peer": 2.0}),
+        (rates, 8.0, 0.0, {}),
+        (rates, 8.0, 4.0, {"times_best_peer": 2.0}),
+    ):
+        row = peers._row(
+            metric, 1, {"glowplug": {1: {metric.key: ours}}, "x": {1: {metric.key: theirs}}}
+        )
+        assert {name: row[name] for name in row if name == "times_best_peer"} == ratio
