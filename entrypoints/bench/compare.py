@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
-    """Run the whole comparison and return its record, with rates in output tokens a second."""
+    """Run the whole comparison and return its record, with rates in output tokens per second."""
     import torch
 
     from glowplug.entrypoints.front.llm import LLM
@@ -168,7 +168,7 @@ def _generate(llm: LLM, prompts: Ids, count: int) -> tuple[float, Ids]:
     """Run one ``generate`` call with an empty prefix cache.
 
     Returns:
-        (output tokens a second, the output tokens of each prompt).
+        (output tokens per second, the output tokens of each prompt).
     """
     from glowplug.core.step.request import SamplingParams
 

@@ -1,9 +1,9 @@
 """``glowplug bench kernels``: every kernel of a step timed by itself, all providers side by side.
 
-The model is cut to one layer of each kind, and one step of it is run. Each call that crosses a slot
-(ops, linear, experts, attention, sampling) is then timed alone and compared with the bytes and
-operations it cannot avoid. The providers are the components of a slot and the values of component
-options that are marked as providers; none is named here.
+The model is cut to one layer of each kind, and one step of it is run. Each call to a component of a
+slot (ops, linear, experts, attention, sampling) is then timed alone and compared with the time that
+the bytes and operations it cannot avoid take. The providers are the components of a slot and the
+values of component options that are marked as providers; none is named here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from glowplug.entrypoints.bench.kernel.calls import Call
     from glowplug.entrypoints.bench.kernel.world import KernelStepShape
 
-#: substring of the card's name -> operations a second of dense GEMMs in (16-bit, FP8), measured;
+#: substring of the card's name -> operations per second of dense GEMMs in (16-bit, FP8), measured;
 #: used for the floor in the tables
 MATRIX_RATES = {"H200": (7.9e14, 1.5e15), "H100": (7.9e14, 1.5e15)}
 SLOT_SECTIONS = {
@@ -167,8 +167,9 @@ class MeasuredSteps:
     Attributes:
         shapes: shapes of the steps.
         slots: slots whose calls are timed.
-        times: by layer of the cut model, the layers of the whole model that it represents.
-        rates: (bytes, operations) per second of the device; 0 if unknown.
+        times: by layer of the cut model, the number of layers of the whole model that it
+            represents.
+        rates: (bytes, operations) per second that the device reaches; 0 if unknown.
     """
 
     shapes: list[KernelStepShape]
@@ -260,7 +261,7 @@ def _settings(
 
 
 def _rates(plan: EnginePlan, bandwidth: float | None) -> tuple[float, float]:
-    """Return the rates that the device reaches: (bytes, operations) a second; 0 if unknown."""
+    """Return the rates that the device reaches: (bytes, operations) per second; 0 if unknown."""
     devices = plan.facts.hardware.devices
     card = devices[0].name if devices and plan.device == "cuda" else ""
     plain, fp8 = next((rates for part, rates in MATRIX_RATES.items() if part in card), (0.0, 0.0))
@@ -283,8 +284,7 @@ def _measure_variant(
         plan: its plan.
         plugins: the loaded plugins.
         steps: the steps to run.
-        before: rows of the variants measured before, with whose results of the same call this
-            variant's are compared.
+        before: rows of the variants measured earlier; a call's result is compared with theirs.
 
     Returns:
         A row for each distinct call.

@@ -1,6 +1,6 @@
 """``glowplug bench offline``: throughput of the offline engine on random prompts.
 
-Continuous batching is included.
+All prompts are passed to one ``LLM.generate`` call, which batches them continuously.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _run_once(
 def _record(
     args: argparse.Namespace, device: str, prompt: int, generated: int, duration: float
 ) -> dict[str, Any]:
-    """Return the throughput of one run. ``prompt`` and ``generated``: tokens of all requests."""
+    """Return the record of one run. ``prompt`` and ``generated``: tokens of all requests."""
     return {
         "num_prompts": args.num_prompts,
         "total_input_tokens": prompt,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SHOWN_STEPS = 5  #: decode steps printed one by one
 MAX_CHUNK = 32768  #: default limit on the prompt tokens of a step
-#: default context length, if shorter sequences are measured and the model supports it
+#: least default context length, if the model supports it
 MIN_CONTEXT = 4096
 COLUMNS = (
     "batch_size",
@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         default=[1],
-        help="sequences; one run for each combination of the three options",
+        help="number of sequences; one run for each combination of the batch options",
     )
     group.add_argument(
         "--input-len", "--input", type=int, nargs="+", default=[1024], help="prompt tokens"
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _positions(model: str, extra: list[str]) -> int:
-    """Return the longest sequence that the model was made for."""
+    """Return the longest sequence, in tokens, that the model was made for."""
     from glowplug.core.plugin.registry import load_plugins
 
     return load_plugins(extra=extra).read_model(str(model)).facts.max_positions
@@ -271,10 +271,10 @@ def show(times: BatchTimes, every: int) -> None:
 def record(
     times: BatchTimes, args: argparse.Namespace, llm: LLM, bandwidth: float
 ) -> dict[str, Any]:
-    """Return a record with SGLang's keys in seconds, then ours in milliseconds.
+    """Return the record of a run: SGLang's keys in seconds, then ours in milliseconds.
 
     Args:
-        bandwidth: bytes a second for the floor; 0 if it is unknown.
+        bandwidth: bytes per second for the floor; 0 if it is unknown.
     """
     found: dict[str, Any] = {
         "run_name": args.run_name,

@@ -3,7 +3,7 @@
 Reads static-batch or serving results in the format of each tool: ``bench one-batch --save``,
 SGLang's ``bench_one_batch --result-filename`` (JSON lines, one shape each), log lines ``batch N:
 prefill A ms (B tokens/s), decode step C ms (D tokens/s)``, and the JSON lines of the ``bench
-serving`` of any of the three engines.
+serving`` of glowplug, SGLang or vLLM.
 
 With ``--offline`` a further table gives the server's share of the offline engine's throughput. If
 one engine has several runs at a point, the fastest counts. Each point is shown with its floor
@@ -98,10 +98,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--floor-model",
         default=None,
         metavar="MODEL",
-        help="model of a serving run, for its floors",
+        help="model of a serving run; adds the floors of the run",
     )
     parser.add_argument(
-        "--floor-card", default="H200", metavar="NAME", help="card of that run (default H200)"
+        "--floor-card",
+        default="H200",
+        metavar="NAME",
+        help="card of the serving run, for its floors (default H200)",
     )
     parser.add_argument(
         "--output-file", type=Path, default=None, help="write conditions, points and ratios as JSON"
@@ -196,7 +199,7 @@ def _point(record: Record) -> tuple[int, dict[str, float]]:
 
 
 def merged(one: Points, other: Points) -> Points:
-    """Return the points of both, with the better value of each metric at a shared point."""
+    """Return the points of ``one`` and ``other``; the better value counts at a shared point."""
     lower = {metric.key: metric.lower for metric in (*STATIC_METRICS, *SERVING_METRICS)}
     found = {at: dict(values) for at, values in one.items()}
     for at, values in other.items():
@@ -236,7 +239,7 @@ CONDITION_KEYS = (
     "random_range_ratio",
     "request_rate",
     "seed",
-)  #: conditions that every line of a serving run repeats
+)  #: keys of the conditions, which every line of a serving run repeats
 
 
 RUN_KEYS = (
@@ -264,7 +267,7 @@ RUN_KEYS = (
 
 
 def runs(path: Path) -> list[Record]:
-    """Return the keys worth keeping of each serving run in the file."""
+    """Return the keys that a comparison's record keeps of each serving run in the file."""
     return [
         {key: line[key] for key in RUN_KEYS if line.get(key) is not None} for line in _records(path)
     ]

@@ -37,7 +37,7 @@ FALLBACK_VOCAB = 1000  #: token ids below this exist in every known vocabulary
 
 @dataclass(frozen=True)
 class MeasuredServer:
-    """The server's own report before the run."""
+    """The measured server as it reports itself before the run."""
 
     model: str
     vocab: int | None
@@ -150,7 +150,7 @@ async def _info(target: ServerTarget) -> dict[str, Any] | None:
 
 
 def _stats(info: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the engine's counters; {} for other servers."""
+    """Return the engine's counters; {} for servers of other engines."""
     return (info or {}).get("stats") or {}
 
 
@@ -200,7 +200,7 @@ async def _warm_up(
     """Send the warm-up requests.
 
     Raises:
-        ValueError: one failed.
+        ValueError: a request failed.
     """
     backend = BACKENDS[args.backend]
     for _ in range(args.warmup_requests):

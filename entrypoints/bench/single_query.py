@@ -1,8 +1,9 @@
 """``glowplug bench single-query``: one query with every combination of four features.
 
 The features are radix cache, NextN, EP-MoE and DP attention, as in published ablation tables of
-DeepSeek engines. Each row is a combination: whether it runs, and how fast a single query is. Each
-row is measured on a new engine with real ranks. For a row that cannot run the reason is printed.
+DeepSeek engines. A row of the table is a combination and shows how fast it answers a single query.
+Each row is measured on a new engine with real ranks. If a combination cannot run, its row has the
+reason.
 """
 
 from __future__ import annotations
@@ -259,7 +260,7 @@ def _times(rounds: list[list[QueryAnswer]]) -> dict[str, Any]:
 def _answer(llm: LLM, question: str, most: int) -> QueryAnswer:
     """Generate one greedy answer with an empty prefix cache.
 
-    The question is asked in think form if the model has one.
+    The chat template gets ``thinking=True``, so a model with a reasoning mode reasons first.
     """
     from glowplug.core.step.request import SamplingParams
 

@@ -33,12 +33,13 @@ if TYPE_CHECKING:
     from glowplug.entrypoints.front.llm import LLM
 
 QUESTION_COUNT = 4  #: prompts that are repeated in every pause
-ANSWER_TOKENS = 16  #: tokens of the answer to each of them
-FAILURES_MAX = 20  #: most failures that are reported
+ANSWER_TOKENS = 16  #: tokens of the answer to a repeated prompt
+FAILURES_MAX = 20  #: failed checks after which the soak ends; as many are reported
 #: share of the pages, at least one, that may be available in a full cache
 FULL_FREE_SHARE = 0.01
-HOLD_POLL = 0.2  #: seconds between two checks for the file of --hold
-HOLD_PATIENCE = 5.0  #: seconds that requests have to end when a hold begins; others are aborted
+HOLD_POLL = 0.2  #: seconds between two checks whether the file of --hold still exists
+#: seconds that running requests have to end when a hold begins; then they are aborted
+HOLD_PATIENCE = 5.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -167,7 +168,7 @@ class Soak:
             self.failures.append(f"{type(error).__name__}: {error}")
 
     def _load_until(self, loaded: float) -> bool:
-        """Run requests until ``loaded`` seconds of load; False if a hold was requested before."""
+        """Run requests up to ``loaded`` seconds of load; return False if a hold began earlier."""
         began = time.monotonic()
         deadline = began + loaded - self.loaded
         held = False

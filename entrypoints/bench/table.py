@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     For two files, also print the changes from the first to the second in percent.
 
     Returns:
-        Exit status 0; 2 when a file has anything else than results.
+        Exit status 0; 2 if a file has something other than results.
     """
     try:
         loaded = [by_columns(path, read(path), args.columns) for path in args.files]

@@ -27,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_static(parser)
     _add_serving(parser)
     parser.add_argument(
-        "--floor-card", default="H200", metavar="NAME", help="card of the serving floors"
+        "--floor-card", default="H200", metavar="NAME", help="card for the floors of serving"
     )
     parser.add_argument(
         "--output-dir", type=Path, default=Path("versus"), help="for records, tables and logs"
@@ -51,7 +51,7 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[.KIND]=WORDS",
-        help="more options of an engine; KIND: only for its static or serving run",
+        help="more arguments of an engine; KIND static or serving: for this run alone",
     )
     group.add_argument(
         "--together",
@@ -69,7 +69,11 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
 def _add_static(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("static batches")
     group.add_argument(
-        "--batch-size", type=int, nargs="*", default=[1, 8, 32, 128], help="without a value: none"
+        "--batch-size",
+        type=int,
+        nargs="*",
+        default=[1, 8, 32, 128],
+        help="numbers of sequences; without a value: none",
     )
     group.add_argument(
         "--input-len", type=int, default=1024, help="prompt tokens, also when serving"
@@ -88,7 +92,7 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         default=None,
-        help="requests at each level; default: four times as many",
+        help="requests at each concurrency; default: four times as many",
     )
     group.add_argument("--serving-output-len", type=int, default=256, help="tokens of each answer")
     group.add_argument(
@@ -152,7 +156,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
 
 
 def _options(given: list[str]) -> dict[tuple[str, str], list[str]]:
-    """Parse ``--options`` into (engine, kind) -> words.
+    """Parse ``--options`` into a mapping from (engine, kind) to command-line arguments.
 
     Raises:
         ValueError: unknown engine or kind.

@@ -43,7 +43,11 @@ def cut_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, int
 
 
 def write_cut(config: Mapping[str, Any], folder: Path) -> dict[int, int]:
-    """Write config.json of the cut model to ``folder``; return its layers' multiplicities."""
+    """Write config.json of a model cut to one layer of each kind to ``folder``.
+
+    Returns:
+        For each layer the number of layers of the whole model that it represents.
+    """
     cut, times = cut_config(config)
     (folder / "config.json").write_text(json.dumps(cut))
     return times

@@ -24,7 +24,7 @@ from glowplug.entrypoints.checkpoints.tokenizer_files import TOKENIZER_FILES
 PIECE_BYTES = 16 << 20  #: bytes copied at a time
 WEIGHTS = "model.safetensors"
 LAYER = "model.layers."
-#: ending of the architecture of a folder that holds only next-token layers
+#: ending of the architecture's name if a folder holds only next-token layers
 NEXTN_ALONE = "ForCausalLMNextN"
 
 
@@ -172,7 +172,7 @@ def draft_config(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _unquantised_modules(modules: list[str], layers: int) -> Iterator[str]:
-    """Yield unquantised modules: those of the next-token layer, renamed, and all outside layers."""
+    """Yield the unquantised modules of the next-token layer, renamed, and those outside layers."""
     for module in modules:
         number = next_token_layer(f"{module}.", layers)
         if number == 0:
@@ -182,7 +182,7 @@ def _unquantised_modules(modules: list[str], layers: int) -> Iterator[str]:
 
 
 def renamed(name: str, layers: int) -> str:
-    """Return ``model.layers.0.x`` for ``model.layers.{layers}.x``."""
+    """Return the exported tensor's name: ``model.layers.0.x`` for ``model.layers.{layers}.x``."""
     return f"{LAYER}0{name.removeprefix(f'{LAYER}{layers}')}"
 
 

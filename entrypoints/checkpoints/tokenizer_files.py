@@ -1,4 +1,4 @@
-"""Files of a tokenizer in a model folder, and the option values that replace such a folder."""
+"""Names of a tokenizer's files, and the values of ``--tokenizer`` that name no folder."""
 
 from __future__ import annotations
 

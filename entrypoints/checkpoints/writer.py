@@ -1,6 +1,7 @@
-"""Writer of random checkpoints.
+"""Writer of checkpoints with random weights.
 
-Names and shapes are the model's own weight targets; the model is built on torch's meta device.
+Names and shapes are those of the model's own weight targets; the model is built on torch's meta
+device.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def write_random(
 
     Raises:
         GlowplugError: ``out`` is not empty, the disk is full or the tokenizer does not fit.
-        PlanRefused: the model cannot be planned. In both cases nothing has been written.
+        PlanRefused: the model cannot be planned. After either error nothing has been written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise GlowplugError(f"{out} exists and is not an empty folder")
@@ -122,7 +123,7 @@ def _divide_into_shards(
 ) -> tuple[int, list[list[WeightTarget]]]:
     """Divide the tensors among files of at most ``shard_bytes``.
 
-    NOTE: a tensor larger than that gets a file of its own.
+    NOTE: a tensor larger than ``shard_bytes`` gets a file of its own.
 
     Returns:
         The total bytes and the targets of each file.
@@ -166,7 +167,7 @@ def _write_shards(out: Path, shards: list[list[WeightTarget]], source: WeightSou
 
 
 def _file_name(number: int, count: int) -> str:
-    """Return the name of weight file ``number``, from 1, of ``count``, as published ones have."""
+    """Return the published form of the name of weight file ``number``, from 1, of ``count``."""
     if count == 1:
         return "model.safetensors"
     return f"model-{number:05d}-of-{count:05d}.safetensors"

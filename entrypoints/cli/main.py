@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Args:
-        argv: words of the command line without the program's name; None: those of this process.
+        argv: the command line without the program's name; None: that of this process.
 
     Returns:
         0 for success, 1 for a failure, 2 for a refused configuration, plugin or flag; 130 after an

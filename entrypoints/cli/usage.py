@@ -9,7 +9,7 @@ from glowplug.entrypoints.cli.exit_codes import REFUSED
 
 
 def command_list(program: str, commands: Mapping[str, str]) -> str:
-    """Return a usage text that lists ``commands`` (summary by name)."""
+    """Return a usage text that lists ``commands``, a mapping from name to summary."""
     width = max(map(len, commands))
     lines = [f"  {name:<{width}}  {summary}" for name, summary in commands.items()]
     return "\n".join(

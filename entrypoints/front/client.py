@@ -34,7 +34,7 @@ from glowplug.entrypoints.front.front import CheckedRequest, Front, Stream
 
 __all__ = ["Delta", "EngineClient"]
 
-POLL_SECONDS = 0.25  #: longest wait of the pump for a frame before it checks whether to stop
+POLL_SECONDS = 0.25  #: longest wait of the pump thread for a frame before it checks for the end
 HEARTBEAT_LIMIT = 10.0  #: seconds without a frame after which the engine is unhealthy
 
 
@@ -47,7 +47,7 @@ class _Mailbox:
         loop: the event loop.
 
     Attributes:
-        _open: the last item has fewer tokens than ``interval`` and is held until it has more.
+        _open: the last item is held back because it has fewer tokens than ``interval``.
     """
 
     __slots__ = ("_interval", "_items", "_loop", "_open", "_started", "_waiter")
@@ -129,7 +129,7 @@ class EngineClient:
     # ---- life ------------------------------------------------------------------------------------
 
     async def start(self, make: Callable[[], Executor]) -> None:
-        """Start the executor with ``make``, which loads the model in a thread, and begin to serve.
+        """Call ``make`` in a thread to load the model and start the executor, and begin to serve.
 
         Raises:
             EngineDead, PlanRefused: ``make`` failed.
@@ -180,7 +180,7 @@ class EngineClient:
         return self.reason
 
     def healthy(self) -> bool:
-        """Return whether the engine is starting or sent a frame within HEARTBEAT_LIMIT seconds."""
+        """Return whether the engine starts, or sent a frame in the last HEARTBEAT_LIMIT seconds."""
         if self.state == "starting":
             return True
         return (
@@ -280,11 +280,12 @@ class EngineClient:
         """Send a control to the engine and return the data of its reply.
 
         Args:
-            action: "flush", "info", "check", "profile_start" or "profile_stop".
+            action: "flush", "info", "check", "memory", "profile_start" or "profile_stop"; see
+                ``messages.Control``.
             args: arguments of the action.
 
         Raises:
-            RequestError: the engine refused it.
+            RequestError: the engine refused the control.
             EngineDead: the engine has stopped, or is not ready.
         """
         if self.state not in ("ready", "draining"):

@@ -1,4 +1,4 @@
-"""New text and tokens of a sequence, and its end, as the front returns them."""
+"""The output of a sequence as the front returns it: new text and tokens, and the end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Delta:
         error, error_code: set when ``finish_reason`` is "error".
         cached_tokens, prompt_tokens, output_tokens: counts so far.
         times: seconds of each phase, in the last delta.
-        more: the next delta is there already, because the reader is behind the engine.
+        more: the next delta is available already, because the reader is behind the engine.
     """
 
     text: str = ""

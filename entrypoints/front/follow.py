@@ -21,7 +21,7 @@ from glowplug.entrypoints.cli import exit_codes
 logger = logging.getLogger("glowplug.server")
 
 SIGNAL_CHECK_SECONDS = 0.5  #: interval at which signals are checked
-DRAIN_MARGIN_SECONDS = 10.0  #: time that is added to the front's drain limit
+DRAIN_MARGIN_SECONDS = 10.0  #: time added to the drain limit of host 0
 
 
 def follow(plan: EnginePlan, plugins: PluginSet, executor: Executor) -> int:
@@ -57,9 +57,9 @@ def follow(plan: EnginePlan, plugins: PluginSet, executor: Executor) -> int:
 
 
 def _supervise(executor: Executor, drain: float) -> None:
-    """Wait for the end of the engine, which raises an exception.
+    """Wait for the end of the engine, which the executor reports by an exception.
 
-    Return if a signal came and host 0 has not ended the engine within its drain limit.
+    Return without one if a signal came and host 0 did not end the engine within its drain limit.
     """
     signals: list[float] = []
 

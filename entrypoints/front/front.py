@@ -59,7 +59,7 @@ class Stream:
         id: number of the sequence.
         params: sampling parameters.
         prompt_tokens, output_tokens, cached_tokens: token counts so far.
-        text: converts tokens to text and finds stop strings; None without a tokenizer.
+        text: converter of tokens to text, which also finds stop strings; None without a tokenizer.
         arrival: time of :meth:`Front.submit`, seconds (monotonic).
         queued, prefill: seconds measured by the engine, see :class:`Times`.
         first, last: time of the first and of the latest token, seconds (monotonic).
@@ -112,10 +112,10 @@ class Front:
 
     Attributes:
         streams: running sequences by number.
-        outbox: messages to send (ends of sequences whose stop string matched). The owner sends
-            and empties it.
+        outbox: messages to send: aborts of sequences whose stop string matched. The owner of the
+            front sends them and empties the list.
         groups: latest statistics by data-parallel group.
-        stats: latest statistics over all groups.
+        stats: latest statistics over all data-parallel groups.
         last_received: time of the last frame, seconds (monotonic).
         progress: latest start-up progress by rank.
     """
@@ -194,7 +194,7 @@ class Front:
         """Return the prompt as an array, int64 [tokens].
 
         Raises:
-            RequestError: it is empty or has an id outside the model's vocabulary.
+            RequestError: the prompt is empty or has an id outside the model's vocabulary.
         """
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")

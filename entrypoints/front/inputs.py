@@ -74,7 +74,8 @@ def messages(given: Any) -> list[Message]:
     """Return messages with their content as text; content parts are joined.
 
     Raises:
-        RequestError: a message is malformed or has content other than text. It names the message.
+        RequestError: a message is malformed or has content other than text; the error names the
+            message.
     """
     found = _as_list(given, "a conversation")
     if not found:
@@ -88,7 +89,7 @@ def params_for(
     """Return sampling parameters for each of ``count`` prompts.
 
     Raises:
-        RequestError: their number or type is wrong.
+        RequestError: the number or type of the parameters is wrong.
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count

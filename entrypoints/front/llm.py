@@ -200,7 +200,7 @@ class LLM:
     def poll(self) -> list[StreamDelta]:
         """Return new deltas of submitted sequences, from at most one engine step.
 
-        [] is returned after a second without any.
+        The result is [] after a second without deltas.
         """
         if not self._unclaimed:
             self._receive_frame()
@@ -219,11 +219,12 @@ class LLM:
         """Send a control to the engine and return the data of its reply.
 
         Args:
-            action: "info", "flush" or "check".
+            action: "flush", "info", "check", "memory", "profile_start" or "profile_stop"; see
+                ``messages.Control``.
             args: arguments of the action.
 
         Raises:
-            RequestError: the engine refused it.
+            RequestError: the engine refused the control.
         """
         self._check_open()
         self._control_id += 1
@@ -237,7 +238,7 @@ class LLM:
 
     @property
     def stats(self) -> Any:
-        """The latest ``messages.Stats``."""
+        """The engine's latest statistics, a ``messages.Stats``."""
         return self._front.stats
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The tokenizer of a plan and the token ids that end a sequence.
 
-Its imports are light, since ``glowplug check`` uses it.
+The module is cheap to import, since ``glowplug check`` uses it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def _check_template(tokenizer: Tokenizer) -> None:
 def eos_ids(plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Return the token ids that end a sequence.
 
-    They are the tokenizer's, which include those of generation_config, else config.json's.
+    They are the tokenizer's, which include those of generation_config.json, or without any those of
+    config.json.
 
     Raises:
         PlanRefused: config.json has an invalid ``eos_token_id``.

@@ -1,4 +1,4 @@
-"""The objects that routes share, held by ``app.state`` and not by globals."""
+"""The objects that routes share, held by ``app.state`` instead of globals."""
 
 from __future__ import annotations
 

@@ -137,11 +137,11 @@ def from_delta(delta: Delta) -> RequestError | None:
 
 
 def from_validation(errors: list[Any]) -> RequestError:
-    """Return the first problem that pydantic found, as a sentence with the field's name.
+    """Return an error with one of the problems that pydantic found and the name of its field.
 
-    pydantic reports an error for each member of a union. An error of a member whose type matched
-    is preferred, then one inside a field of an object. Without either, the message lists the
-    types of all members.
+    The problem is the first, unless a union failed: pydantic then reports an error for each of its
+    members. An error of a member whose type matched is preferred, then one inside a field of an
+    object. Without either, the message lists the types of all members.
 
     Args:
         errors: ``ValidationError.errors()``.
@@ -179,8 +179,8 @@ def _in_field_of_union_member(loc: tuple[Any, ...]) -> bool:
 def _union_members_at(loc: tuple[Any, ...], errors: list[Any]) -> list[str]:
     """Return the members of the union in which ``loc`` ends, in order.
 
-    They are read from the errors at the same location or below it. [] if ``loc`` does not end in a
-    union.
+    They are read from the errors at the same location or below it. The result is [] if ``loc`` does
+    not end in a union.
     """
     if not _is_union_member(str(loc[-1])):
         return []

@@ -116,20 +116,17 @@ def _pool_usage(stats: Stats) -> float:
 
 
 def hit_rate(stats: Stats) -> float:
-    """Return the share of prompt tokens that were found in the prefix cache, since start.
-
-    It is relative to the prompt tokens looked up there.
-    """
+    """Return the share of the looked-up prompt tokens found in the prefix cache, since start."""
     return stats.prefix_hit_tokens / max(1, stats.prefix_query_tokens)
 
 
 def per_busy_second(tokens: int, busy: float) -> float:
-    """Return tokens per second of busy time, in which steps ran; 0.0 without any."""
+    """Return tokens per second of ``busy``, the seconds in which steps ran; 0.0 if none ran."""
     return tokens / busy if busy else 0.0
 
 
 def _accept_length(stats: Stats) -> float:
-    """Return the mean number of tokens per sequence and decode step."""
+    """Return the accept length since start: mean tokens per sequence and decode step."""
     return stats.output_tokens / max(1, stats.output_tokens - stats.accepted_tokens)
 
 

@@ -247,7 +247,7 @@ class Metrics:
         return self._options.enabled
 
     def phases(self, times: Times) -> None:
-        """Observe the times of the phases that a sequence has completed."""
+        """Add the times of the phases that a sequence has completed to their histograms."""
         if times.queue is not None:
             self._queue.observe(times.queue)
         if times.prefill is not None and times.decode is not None:

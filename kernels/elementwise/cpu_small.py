@@ -20,13 +20,13 @@ from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 
 Floats: TypeAlias = NDArray[np.float32]
 
-FEW_ELEMENTS_MAX = 1 << 14  #: elements up to which these kernels are faster than torch
+FEW_ELEMENTS_MAX = 1 << 14  #: elements of x up to which these kernels are faster than torch
 TINY = 1e-10  #: smallest absolute maximum of a group, as in the published activation kernel
 E4M3_MAX = np.float32(448.0)
 EXPONENT_BITS = np.int32(0x7F800000)  #: exponent mask of a float32
 #: factor on a number's power of two; adding the result keeps 3 of the 23 mantissa bits
 ROUNDING = np.float32(1.5 * 2.0**20)
-#: ROUNDING times 2^-6, below which the spacing of E4M3 stays 2^-9
+#: ROUNDING times 2^-6: below 2^-6 the numbers of E4M3 are 2^-9 apart
 SMALLEST_ROUNDING = np.float32(1.5 * 2.0**14)
 ONE = np.float32(1.0)
 #: elements of a matrix below which OpenBLAS multiplies a vector by it in one thread
@@ -38,7 +38,7 @@ LARGEST_EXPONENT = np.float32(88.0)  #: exp of larger numbers overflows float32
 
 
 def is_few(x: Tensor) -> bool:
-    """Return whether these kernels apply to ``x``."""
+    """Return whether ``x`` is float32, in host memory and small enough for these kernels."""
     return x.dtype is torch.float32 and x.is_cpu and 0 < x.numel() <= FEW_ELEMENTS_MAX
 
 
@@ -109,7 +109,7 @@ def topk_sigmoid(
         scale: factor on the weights
 
     Returns:
-        weights [T, K] and ids int64 [T, K]
+        weights float32 [T, k] and ids int64 [T, k]
     """
     tokens, experts = logits.shape
     rows = np.arange(tokens)[:, None]
@@ -134,7 +134,7 @@ def topk_sigmoid(
 
 
 def row_keys(heads: int, nope: int, rope: int, size: int, value: int) -> int:
-    """Return the number of keys up to which :func:`attend_row` applies; 0: never.
+    """Return the most keys of a row for which :func:`attend_row` is used; 0: never.
 
     The arguments are the sizes H, N, P, C, V of a layer.
     """

@@ -17,7 +17,7 @@ from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.rows import rows_of
 
-FEW_ROWS_MAX = 128  #: about the number of multiprocessors
+FEW_ROWS_MAX = 128  #: programs that all run at once: about one per multiprocessor
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def add_rows(rows, ids, row, ids_stride, column, inside, size, SUMMED_ROWS: tl.c
     """Return the sum, in order, of a token's ``SUMMED_ROWS`` rows of ``rows``.
 
     Rows with negative ids do not count and may hold anything. All rows are loaded before the ids
-    are known; only where experts are on other ranks is a row loaded in vain.
+    are known; a row is loaded in vain only if its expert is on another rank.
     """
     total = tl.zeros(column.shape, tl.float32)
     for number in tl.static_range(SUMMED_ROWS):
@@ -90,9 +90,9 @@ def _norm(
 
 
 def warps_for(block: int, summed: bool = False, programs: int = FEW_ROWS_MAX + 1) -> int:
-    """Return the warps of each of ``programs`` programs that reduce ``block`` elements.
+    """Return the number of warps of a program that reduces ``block`` elements.
 
-    If ``summed``, each element is a sum of several rows.
+    The kernel has ``programs`` programs. If ``summed``, each element is a sum of several rows.
     """
     if summed and block > 4096:
         return 32
@@ -164,13 +164,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_fp8(
     x: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of x quantised from float32, as values E4M3 [T, N] and scales.
+    """Compute :func:`rms_norm` and quantise it from float32 to E4M3.
 
     Args:
         x: [T, N]; rows may be strided
         weight: [N]
         eps: epsilon of the norm
         plain: [T, N], receives the unquantised norm; None: not stored
+
+    Returns:
+        values E4M3 [T, N] and scales float32 [T, ceil(N / 128)], as in ``formats.fp8_triton``
     """
     rows, size = x.shape
     quantized = empty_quantized(rows, size, x.device)
@@ -193,8 +196,10 @@ def add_rms_norm(
         weight: [N]
         eps: epsilon of the norm
         ids: [T, K]: the K rows of a token with ids >= 0 are first summed in float32; None: one row
-            a
-            token
+            per token
+
+    Returns:
+        norm and sum, both [T, N] in the residual's dtype
     """
     out, total = (
         torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2)
@@ -211,7 +216,7 @@ def add_rms_norm_fp8(
     plain: Tensor | None = None,
     ids: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return :func:`add_rms_norm` quantised from float32, as (values, scales), and the sum.
+    """Compute :func:`add_rms_norm` with the norm quantised from float32 to E4M3.
 
     Args:
         x: [T, N], or [T * K, N] with ``ids``; not written

@@ -65,7 +65,7 @@ def inverse_frequencies(
 
 
 def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Scale as Llama 3.1 does.
+    """Return the frequencies ``plain`` float32 [dim / 2] scaled as in Llama 3.1.
 
     Long wavelengths are divided by ``factor``, short ones are kept, with a linear blend between.
     """
@@ -113,7 +113,7 @@ def _yarn(
         )
 
     def boundary(turns: float) -> float:
-        """Return the pair index at which a frequency makes ``turns`` turns over ``original``."""
+        """Return the index of the frequency that makes ``turns`` turns in the original context."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low = boundary(scaling.get("beta_fast") or 32)
@@ -150,7 +150,10 @@ def rotate_reference(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def prepare(cos_sin: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
-    """Return the operands of ``rotate`` for cos_sin [T, R]: once per step, not once per layer."""
+    """Return the operands of :func:`rotate` for cos_sin float32 [T, R].
+
+    One call per step serves all layers.
+    """
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     if interleaved:
         return (torch.complex(cos, sin),)

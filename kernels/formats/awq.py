@@ -1,8 +1,9 @@
-"""Int4 weights: AWQ's published layout and the layout that these kernels read.
+"""Int4 weights in two layouts: AWQ's published one and the one that the int4 kernels read.
 
 Published (Lin et al., 2023; AutoAWQ "gemm"): ``qweight`` int32 [K, N / 8] holds eight neighbouring
-columns per word, column 8 c + ORDER[i] in bits 4 i; ``qzeros`` int32 [K / g, N / 8] is packed
-alike; ``scales`` is [K / g, N]. value = (q - z) * scale, with one z and one scale for g inputs.
+columns per word: bits 4 i to 4 i + 3 of word c hold column 8 c + ORDER[i]. ``qzeros`` int32
+[K / g, N / 8] is packed in the same way; ``scales`` is [K / g, N]. value = (q - z) * scale, with
+one z and one scale for g inputs.
 
 Ours: ``packed`` int16 [ceil(K / 128), N, 32] holds input 128 b + 32 i + j of output n in bits 4 i
 of word [b, n, j], so that a tile of outputs is one contiguous run of bytes, and each shift yields
@@ -20,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  #: index i: column that bits 4 i of a word hold
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  #: by i: the column that bits 4 i to 4 i + 3 of a word hold
 PACK = 8  #: numbers per int32
 PACKED_INPUTS = 128  #: inputs per packed block
-PLANE = 32  #: neighbouring inputs that one shift yields
+PLANE = 32  #: neighbouring inputs that one shift yields: a plane
 PLANES = 4  #: planes per packed block
 #: number added to zeros; the dtype represents OFFSET + q exactly for q below 16
 OFFSET: Mapping[torch.dtype, float] = {
@@ -60,7 +61,7 @@ def pack_blocks(numbers: Tensor) -> Tensor:
 
 
 def unpack_blocks(packed: Tensor, depth: int) -> Tensor:
-    """Unpack int16 [B, N, 32] to uint8 [N, depth]."""
+    """Unpack int16 [ceil(depth / 128), N, 32] to uint8 [N, depth] with values 0 to 15."""
     planes = [(packed.int() >> 4 * plane).bitwise_and_(15) for plane in range(PLANES)]
     return torch.stack(planes, 2).transpose(0, 1).flatten(1)[:, :depth].to(torch.uint8)
 
@@ -75,7 +76,7 @@ def dequantize_published(
         qzeros: int32 [groups, N / 8]
         scales: [groups, N]
         group: inputs that share a scale
-        first: number of the first input within the first group
+        first: index of the first input (row of ``qweight``) within the first group
     """
     groups = (torch.arange(qweight.shape[0], device=qweight.device) + first) // group
     centred = unpack(qweight).float().sub_(unpack(qzeros).float().index_select(0, groups))

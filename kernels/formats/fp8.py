@@ -20,7 +20,7 @@ from glowplug.kernels.elementwise.norm_reference import rms_norm
 from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 
 E4M3_MAX = 448.0
-E4M3_SMALLEST_EXPONENT = 2.0**-6  #: below it the spacing stays 2^-9 (subnormals)
+E4M3_SMALLEST_EXPONENT = 2.0**-6  #: smallest normal number; subnormals are 2^-9 apart
 EXPONENT_BITS = 0x7F800000  #: exponent mask of a float32
 #: factor on a number's power of two; adding and subtracting the result keeps 3 of the 23 mantissa
 #: bits of a float32
@@ -132,7 +132,7 @@ def dequantize_weight(
         scales: [..., B, C]
         dtype: dtype of the result
         row_offset: row of the first block of ``scales`` that is the tensor's first row
-        column_offset: the same for columns
+        column_offset: column of the first block that is the tensor's first column
 
     Returns:
         [..., N, K]
@@ -153,7 +153,7 @@ def block_scaled_mm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: 
         x: E4M3 [T, K]
         x_scales: [T, ceil(K / 128)]
         weight: E4M3 [N, K]
-        weight_scales: scales of its blocks
+        weight_scales: [ceil(N / 128), ceil(K / 128)], scales of the weight's blocks
     """
     rows = _block_index(weight.shape[0], 0, weight.device)
     total = torch.zeros(x.shape[0], weight.shape[0], device=x.device)

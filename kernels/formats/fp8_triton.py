@@ -21,7 +21,7 @@ from glowplug.kernels.launch.rows import rows_of
 
 #: groups per program in kernels where the groups of a token do not depend on each other
 GROUPS_PER_PROGRAM = 8
-GROUPS_PER_PROGRAM_MANY_TOKENS = 16  #: the same number with many tokens
+GROUPS_PER_PROGRAM_MANY_TOKENS = 16  #: groups per program in such kernels with many tokens
 MANY_TOKENS_MIN = 1024  #: tokens from which a batch counts as many
 PAIR_ROWS = 2  #: rows per program of ``silu_and_mul_pairs``
 

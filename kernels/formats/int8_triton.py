@@ -94,7 +94,7 @@ def _rms_norm(
 
 
 def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Allocate values [rows, size] and scales [rows]."""
+    """Allocate values int8 [rows, size] and scales float32 [rows]."""
     values = torch.empty(rows, size, dtype=torch.int8, device=device)
     return values, torch.empty(rows, device=device)
 

@@ -22,11 +22,11 @@ class Tile(NamedTuple):
     """The work of a program.
 
     Attributes:
-        rows: Rows of W.
+        rows: Rows of W per program.
         splits: Splits of the columns of W among warps, multiplied by the tensor cores; 0: no tensor
             cores, one token is summed after another.
-        tokens: Tokens.
-        warps: Warps.
+        tokens: Tokens per program.
+        warps: Warps per program.
     """
 
     rows: int
@@ -125,13 +125,14 @@ CUBLAS_WEIGHT_ELEMENTS = 40 << 20
 
 
 def few_rows_tile(tokens: int, size: int, depth: int) -> Tile | None:
-    """Return the tile for x [tokens, depth] and W [size, depth] of 16 bits; None: use cuBLAS.
+    """Return the tile for 16-bit x [tokens, depth] and W [size, depth]; None: use cuBLAS.
 
-    Measured on an H200 for V2-Lite's layers, after a norm: 7.9 -> 5.4 and 7.8 -> 3.7 us for one
-    token, 8.6 -> 6.9 and 7.9 -> 5.1 us for eight. For the first GEMM of its dense layer (21,888
-    rows, 44.8 million elements) the tile for eight tokens takes 40.4 us with four tokens and 43.4
-    with eight, cuBLAS 27.0 and 27.3, norm included. ``CUBLAS_WEIGHT_ELEMENTS`` is below that size
-    and above the largest of DeepSeek's layers that were not measured (24,576 rows of 1,536).
+    Measured on an H200 for two of V2-Lite's layers, after a norm, cuBLAS -> tile: 7.9 -> 5.4 and
+    7.8 -> 3.7 us for one token, 8.6 -> 6.9 and 7.9 -> 5.1 us for eight. For the first GEMM of its
+    dense layer (21,888 rows, 44.8 million elements) the tile for eight tokens takes 40.4 us with
+    four tokens and 43.4 with eight, cuBLAS 27.0 and 27.3, norm included. ``CUBLAS_WEIGHT_ELEMENTS``
+    is below that size and above the largest of DeepSeek's layers that were not measured (24,576
+    rows of 1,536).
     """
     if tokens == 1 and depth <= 16384:
         return Tile(4, 0, 1, 4) if depth <= 4096 else Tile(2, 0, 1, 8)
@@ -149,7 +150,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tens
         x: [T, K]; rows may be strided.
         weight: [N, K], contiguous.
         bias: [N] or None.
-        tile: The tile, of :func:`few_rows_tile`.
+        tile: The result of :func:`few_rows_tile`.
 
     Returns:
         [T, N].

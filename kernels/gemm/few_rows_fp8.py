@@ -63,9 +63,9 @@ def _vector(
 
 
 def groups_of(depth: int, splits: int) -> int:
-    """Return the groups of 128 columns that a program holds of each row: a power of two.
+    """Return the 128-column groups of each row of W that a program holds, a power of two.
 
-    The depth is divided into ``splits``.
+    The ``depth`` columns are divided into ``splits``.
     """
     return next_power_of_2(cdiv(cdiv(depth, FP8_BLOCK), splits))
 
@@ -73,7 +73,7 @@ def groups_of(depth: int, splits: int) -> int:
 def held_rows_fit(tokens: int, rows: int) -> bool:
     """Return whether programs with ``rows`` rows of W each can multiply ``tokens`` tokens.
 
-    There must be one token, and the rows of a program must be in one scale block.
+    They can if there is one token and the rows of a program are in one scale block.
     """
     return tokens == 1 and FP8_BLOCK % rows == 0
 
@@ -96,7 +96,7 @@ def multiply(
         weight: E4M3 [N, K].
         w_scales: float32 [ceil(N / 128), ceil(K / 128)].
         dtype: Result's dtype.
-        rows: Rows of W a program, see :func:`held_rows_fit`.
+        rows: Rows of W per program, see :func:`held_rows_fit`.
         splits: Splits of the depth.
         warps: Warps of a program.
 

@@ -45,7 +45,7 @@ def load_tile(at, group, depth, EVEN: tl.constexpr):
 
 @triton.jit
 def load_weight(weight, row, at, group, depth, TMA: tl.constexpr, EVEN: tl.constexpr):
-    """Load a depth group of a weight: by its descriptor from ``row`` on, or at pointers ``at``."""
+    """Load a depth group of a weight: by TMA descriptor from ``row`` on, or at pointers ``at``."""
     if TMA:
         tile = weight.load([row, group * 128])
     else:
@@ -112,7 +112,7 @@ def _gemm(
 ):
     """Compute one tile of one depth split, the second grid dimension.
 
-    ``weight`` is ``stored`` or its descriptor.
+    ``weight`` is ``stored`` or its TMA descriptor.
     """
     dependent_launch.begin(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -190,11 +190,9 @@ def fp8_gemm_rule(rows: int, columns: int, depth: int) -> Config:
 def fp8_gemm_config(rows: int, columns: int, depth: int) -> Config:
     """Return the configuration for x [rows, depth] and W [columns, depth].
 
-    It is the table's for the nearest row count, or the rule's. It holds the tiles of ``_gemm``, or,
-    for
-    ``gemm.few_rows_fp8``, the weight rows of a program (``HELD``), the depth splits (``SPLIT_K``)
-    and
-    the warps.
+    It comes from the table, for the nearest row count, or from :func:`fp8_gemm_rule`. It has the
+    tiles of ``_gemm``, or, for ``gemm.few_rows_fp8``, the weight rows of a program (``HELD``), the
+    depth splits (``SPLIT_K``) and the warps.
     """
     name = tuned_tables.file_name(
         tuned_tables.problem(columns, depth), tuned_tables.FP8, (FP8_BLOCK, FP8_BLOCK)

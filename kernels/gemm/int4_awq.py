@@ -1,6 +1,6 @@
 """GEMM with int4 weights in the layout of ``kernels/formats/awq.py``: y = x W^T, x in 16 bits.
 
-Under Triton's interpreter x is float32. Numbers are unpacked in registers, two an instruction: a
+Under Triton's interpreter x is float32. Numbers are unpacked in registers, two per instruction: a
 shift, then one operation that masks four bits of each half and puts them into the mantissa of
 OFFSET. Subtracting OFFSET + z leaves a small integer, exact in 16 bits. The sum of a group is
 scaled in float32. The GEMM is always (W x^T)^T, so that the weight stays in registers.
@@ -44,7 +44,7 @@ FP16_0, FP16_1, FP16_2, FP16_3 = (tl.constexpr(_FP16 % (4 * plane)) for plane in
 
 @triton.jit
 def _half(packed, zero, ASM: tl.constexpr):
-    """Return q - z of one plane in a 16-bit dtype, two numbers an instruction."""
+    """Return q - z of one plane in a 16-bit dtype, two numbers per instruction."""
     return tl.inline_asm_elementwise(
         ASM, "=r,r,r", [packed, zero], dtype=zero.dtype, is_pure=True, pack=2
     )
@@ -58,7 +58,7 @@ def scale_of(factors):
 
 @triton.jit
 def zero_of(factors, DTYPE: tl.constexpr):
-    """Return OFFSET + z in the compute dtype."""
+    """Return OFFSET + z of int32 factors, in the compute dtype."""
     upper = (factors >> 16).to(tl.int16)
     if DTYPE == tl.float32:
         zero = upper.to(tl.float32)
@@ -69,7 +69,7 @@ def zero_of(factors, DTYPE: tl.constexpr):
 
 @triton.jit
 def unpack(packed, factors, DTYPE: tl.constexpr, PLANE_NUMBER: tl.constexpr):
-    """Unpack one plane, q - z.
+    """Return q - z of one plane: 32 neighbouring inputs.
 
     Args:
         packed: int16 [R, 32].
@@ -254,7 +254,7 @@ def int4_gemm_rule(rows: int, columns: int, depth: int) -> Config:
 
 @lru_cache(maxsize=4096)
 def int4_gemm_config(rows: int, columns: int, depth: int) -> Config:
-    """Return the table's configuration for the nearest row count, or the rule's without one.
+    """Return the table's configuration for the nearest row count; without a table the rule's.
 
     The GEMM is that of x [rows, depth] and W [columns, depth].
     """

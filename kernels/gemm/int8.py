@@ -1,4 +1,4 @@
-"""Int8 GEMM, y = x W^T: x int8 with one scale a token, W int8 [N, K] with one scale a row.
+"""Int8 GEMM, y = x W^T: x int8 with one scale per token, W int8 [N, K] with one per row.
 
 Sums are exact in int32 and scaled once. Few rows are multiplied as (W x^T)^T (``SWAP``): the weight
 is then the M side of a warpgroup MMA and the tokens its narrow N side.
@@ -124,7 +124,7 @@ def _finish(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute out [M, N], the scaled sum of splits int32 [count, M, N]."""
+    """Store out [M, N], the scaled sum of splits int32 [count, M, N]."""
     dependent_launch.begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -174,7 +174,7 @@ def int8_gemm_rule(rows: int, columns: int, depth: int) -> Config:
 
 @lru_cache(maxsize=4096)
 def int8_gemm_config(rows: int, columns: int, depth: int) -> Config:
-    """Return the table's configuration for the nearest row count, or the rule's without one.
+    """Return the table's configuration for the nearest row count; without a table the rule's.
 
     The GEMM is that of x [rows, depth] and W [columns, depth].
     """

@@ -19,7 +19,7 @@ from glowplug.kernels.launch import dependent_launch, tuned_tables
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.launch.tuned_tables import Config
 
-TOKENS_MAX = 128  #: most tokens
+TOKENS_MAX = 128  #: most tokens that the kernel supports
 
 
 @triton.jit
@@ -77,8 +77,8 @@ def tiles_kernel(
 ):
     """Compute ``BLOCK_N`` columns of out float32 [tokens, size].
 
-    ``weight`` is ``stored`` or its descriptor. ``FETCH`` is the number of 64-column runs of W that
-    are prefetched before x is available.
+    ``weight`` is ``stored`` or its TMA descriptor. ``FETCH`` is the number of 64-column runs of W
+    that are prefetched before x is available.
     """
     dependent_launch.begin(DEPENDENT)
     first = tl.program_id(0) * BLOCK_N
@@ -105,8 +105,8 @@ def tiles_kernel(
 def lm_head_config(tokens: int, size: int, depth: int) -> Config | None:
     """Return the configuration for x [tokens, depth] and W [size, depth]; None: use cuBLAS.
 
-    It is that of this card's table for the nearest token count. A table's "way" is "cublas" or
-    "tiles" (with BLOCK_N, BLOCK_K, TMA, FETCH, num_warps, num_stages).
+    It is that of this card's table for the nearest token count. The key "way" is "cublas" or
+    "tiles" (then with BLOCK_N, BLOCK_K, TMA, FETCH, num_warps, num_stages).
     """
     if not 0 < tokens <= TOKENS_MAX:
         return None
@@ -117,7 +117,8 @@ def lm_head_config(tokens: int, size: int, depth: int) -> Config | None:
 def lm_head_fits(x: Tensor, weight: Tensor) -> bool:
     """Return whether :func:`multiply` supports x [T, K] and weight [N, K].
 
-    They must be bfloat16, contiguous and aligned to 16 bytes, with at most ``TOKENS_MAX`` tokens.
+    They must be bfloat16, contiguous and aligned to 16 bytes, with at most ``TOKENS_MAX`` tokens
+    and K a multiple of 8.
     """
     return (
         x.dtype == weight.dtype == torch.bfloat16
@@ -135,7 +136,7 @@ def multiply(x: Tensor, weight: Tensor, config: Config) -> Tensor:
     Args:
         x: bfloat16 [T, K], contiguous.
         weight: bfloat16 [N, K], contiguous.
-        config: The tiles, of :func:`lm_head_config`.
+        config: The result of :func:`lm_head_config`.
 
     Returns:
         float32 [T, N].

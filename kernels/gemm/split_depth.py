@@ -27,11 +27,11 @@ from glowplug.kernels.launch.cuda_arch import MULTIPROCESSORS
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-PROGRAM_ROWS = 64  #: rows of W a program
+PROGRAM_ROWS = 64  #: rows of W per program
 COPY_COLUMNS = 64  #: columns of W and x in one TMA copy: 128 bytes
 SPLITS = 4  #: splits of the depth
-TOKENS_MIN = 17  #: fewest tokens; for fewer ``gemm.few_rows`` is faster
-TOKENS_MAX = 64  #: most tokens; for more cuBLAS is faster
+TOKENS_MIN = 17  #: fewest tokens of this kernel; for fewer ``gemm.few_rows`` is faster
+TOKENS_MAX = 64  #: most tokens of this kernel; for more cuBLAS is faster
 SPLIT_COLUMNS_MAX = 512  #: most columns of a split for which W and x fit into shared memory
 
 
@@ -40,8 +40,8 @@ def split_depth_pays(
 ) -> bool:
     """Return whether this GEMM, with a norm that sums the splits, is faster than the alternatives.
 
-    Measured on an H200 for W [2048, 2048]: W_UV's GEMM, this one and the norm take 9.9 us for 32
-    tokens and 10.5 us for 64; with cuBLAS 11.5 and 11.9 us.
+    Measured on an H200 for W [2048, 2048]: W_UV's GEMM before it, this GEMM and the norm together
+    take 9.9 us for 32 tokens and 10.5 us for 64; with cuBLAS instead 11.5 and 11.9 us.
 
     Args:
         tokens: Rows of x.
@@ -110,7 +110,7 @@ def slice_kernel(
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute the splits of x W^T, for operands that :func:`split_depth_pays` accepts.
+    """Compute x W^T as ``SPLITS`` unsummed splits, for sizes that :func:`split_depth_pays` accepts.
 
     Args:
         x: [T, K], contiguous.
@@ -140,7 +140,7 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Return a descriptor of ``x`` in tiles of ``rows`` x ``COPY_COLUMNS``."""
+    """Return a TMA descriptor of ``x`` in tiles of ``rows`` x ``COPY_COLUMNS``."""
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
     return TensorDescriptor.from_tensor(
         x,
@@ -158,6 +158,6 @@ def _one_row_of_ids(device: torch.device) -> Tensor:
 def split_ids(tokens: int, device: torch.device) -> Tensor:
     """Return int32 ids [tokens, SPLITS], all >= 0, so that a sum by ids includes every split.
 
-    All rows share the memory of one.
+    The norm takes them as its ``ids``. All rows share the memory of one row.
     """
     return _one_row_of_ids(device).expand(tokens, SPLITS)

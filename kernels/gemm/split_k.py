@@ -9,9 +9,9 @@ from torch import Tensor
 from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv
 
-SUM_BLOCK = 512  #: results that a program of the sum computes
-STEP_COLUMNS = 128  #: columns of a step along the depth
-SPLIT_STEPS_MIN = 4  #: fewest steps of a split
+SUM_BLOCK = 512  #: results per program of ``sum_splits``
+STEP_COLUMNS = 128  #: columns of one step of the loop over the depth
+SPLIT_STEPS_MIN = 4  #: fewest such steps of a split
 
 
 def splits_for(tiles: int, depth: int, programs: int) -> int:

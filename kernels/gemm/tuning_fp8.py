@@ -34,8 +34,8 @@ from glowplug.kernels.launch.timing import microseconds
 from glowplug.kernels.launch.tuned_tables import Config
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-HELD_ROWS = (4, 8, 16)  #: weight rows of a program of ``gemm.few_rows_fp8`` that are tried
-DEPTH_SPLITS = (1, 2, 3, 4, 6, 8, 9)  #: depth splits that are tried with them
+HELD_ROWS = (4, 8, 16)  #: weight rows per program that are tried with ``gemm.few_rows_fp8``
+DEPTH_SPLITS = (1, 2, 3, 4, 6, 8, 9)  #: depth splits that are tried with ``gemm.few_rows_fp8``
 COLD_BYTES = 400 << 20  #: bytes of weights used in turn, so that L2 does not hold them
 
 
@@ -56,7 +56,7 @@ def _gemm_tiles(rows: int) -> list[dict[str, Any]]:
 
 
 def gemm_candidates(rows: int, columns: int, depth: int) -> list[Config]:
-    """Return the candidates for one row count.
+    """Return the candidates for x [rows, depth] and W [columns, depth].
 
     Depth splits are tried where tiles alone do not keep every multiprocessor busy. One row also
     gets the candidates of ``gemm.few_rows_fp8``.
@@ -141,12 +141,12 @@ def tune_gemm(
     workers: int = 8,
     log: Log = print,
 ) -> Table:
-    """Measure every row count missing from the table, writing the table after each.
+    """Measure every row count that the table lacks, and write the table after each.
 
     Args:
         columns: N.
         depth: K.
-        path: The table.
+        path: File of the table.
         rows: Row counts of the table.
         seconds: Time limit.
         workers: Processes that compile kernels.

@@ -60,7 +60,7 @@ def without(config: Config, name: str) -> dict[str, Any]:
 
 
 def check_refusal(error: Exception) -> None:
-    """Re-raise an error of the device. An error of the compiler is expected and ignored."""
+    """Raise ``error`` again if it is the device's; compiler errors are expected and ignored."""
     if "CUDA error" in str(error):
         raise error
 
@@ -91,7 +91,7 @@ class TuningRun:
         compile_: Callable[..., list[str]],
         *more: object,
     ) -> Iterator[int]:
-        """Compile the candidates of the missing row counts, then yield these until time is up.
+        """Compile the candidates of missing row counts, then yield the counts until time is up.
 
         Args:
             rows: Row counts of the table.
@@ -120,7 +120,7 @@ class TuningRun:
     def within_time(
         self, measured: Iterator[tuple[float, Config]]
     ) -> Iterator[tuple[float, Config]]:
-        """Yield measurements until time is up, at least one."""
+        """Yield (microseconds, configuration) pairs until time is up, at least one."""
         for item in measured:
             yield item
             if time.monotonic() > self._end:

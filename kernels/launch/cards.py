@@ -1,7 +1,7 @@
 """Compute capabilities that this project's Triton kernels support.
 
 torch is imported only when a device is checked. Attention and GEMM tiles are sized for the 227 KiB
-of shared memory that a block may use on the cards in TILES: a decode tile takes 164 KiB, more than
+of shared memory that a CTA may use on the cards in TILES: a decode tile takes 164 KiB, more than
 other cards have. Small kernels (norms, gates, sampling) run wherever Triton does.
 """
 

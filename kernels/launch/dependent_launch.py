@@ -5,8 +5,8 @@ calls ``begin``, then does work that needs no result of an earlier kernel (such 
 then calls ``wait`` before the first load or store of anything else. Every kernel launched in this
 way must wait, because the next one relies on it.
 
-NOTE: launch plainly right after a library kernel that itself uses PDL: the last kernel of FlashMLA
-may return without having waited for the one that wrote its results.
+NOTE: launch a kernel without ``options()`` right after a library kernel that itself uses PDL: the
+last kernel of FlashMLA may return without having waited for the one that wrote its results.
 """
 
 from __future__ import annotations

@@ -6,17 +6,17 @@ from torch import Tensor
 
 
 def add_pairs(rows: Tensor, ids: Tensor) -> Tensor:
-    """Sum the rows of each token in float32, except those with negative ids.
+    """Sum the K rows of each token in float32; rows with negative ids are left out.
 
-    rows [T * K, N], ids [T, K] -> [T, N] in the dtype of rows.
+    rows [T * K, N] and ids [T, K] give [T, N] in the dtype of rows.
     """
     return sum_of_pairs(rows.view(*ids.shape, rows.shape[1]), ids).to(rows.dtype)
 
 
 def sum_of_pairs(rows: Tensor, ids: Tensor) -> Tensor:
-    """Sum the rows of each token, except those with negative ids.
+    """Sum the K rows of each token; rows with negative ids are left out.
 
-    rows [T, K, N], ids [T, K] -> float32 [T, N].
+    rows [T, K, N] and ids [T, K] give float32 [T, N].
     """
     return rows.float().masked_fill((ids < 0).unsqueeze(-1), 0.0).sum(1)
 

@@ -8,9 +8,9 @@ import torch
 
 
 def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 3) -> float:
-    """Return the mean microseconds of one of ``calls`` in a CUDA graph.
+    """Return the mean microseconds per call of ``calls`` in a CUDA graph.
 
-    It is the best of ``repeats`` replays.
+    The graph runs all calls once. The fastest of ``repeats`` replays counts.
     """
     calls[0]()
     torch.cuda.synchronize()

@@ -56,7 +56,7 @@ def file_name(
         problem: its sizes, "N=2112,K=7168" or "E=257,N=2048,H=7168"
         dtype: dtype as in file names
         block_shape: shape of FP8 weight blocks
-        machine: name of a card and version of Triton; None: those of this machine
+        machine: (name of a card, version of Triton); None: those of this machine
     """
     card, version = (
         (spelt(machine[0]), minor(machine[1])) if machine else (device_name(), triton_version())
@@ -114,5 +114,5 @@ def measured_for(
 
 
 def nearest(table: Mapping[int, Measured], rows: int) -> Measured:
-    """Return the value for the number of rows nearest to ``rows``; of two as near, the larger."""
+    """Return the value for the row count nearest to ``rows``; of two equally near, the larger."""
     return table[min(table, key=lambda measured: (abs(measured - rows), -measured))]

@@ -25,15 +25,15 @@ from glowplug.kernels.paged import page_table as paged
 
 @triton.jit
 def _tile(at, filled, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load rows of D numbers at ``at`` [N]; rows that are not ``filled`` are zeros."""
+    """Load rows [N, D] at the pointers ``at`` [N]; rows that are not ``filled`` are zeros."""
     d = tl.arange(0, BLOCK_D)
     if D == BLOCK_D:
         return tl.load(at[:, None] + d[None, :], mask=filled[:, None], other=0.0)
     return tl.load(at[:, None] + d[None, :], mask=filled[:, None] & (d < D)[None, :], other=0.0)
 
 
-# NOTE: rows may begin anywhere in the tensors of a batch; without the second option a variant for
-# each alignment would be compiled while serving
+# NOTE: rows may begin anywhere in the tensors of a batch; without do_not_specialize_on_alignment a
+# variant for each alignment would be compiled while serving
 @triton.jit(
     do_not_specialize=["splits", "first_key", "width", "table_stride"],
     do_not_specialize_on_alignment=["page_table", "kv_lens", "tree_mask"],
@@ -71,10 +71,10 @@ def mha_decode_kernel(
 ):
     """Attend ``BLOCK_M`` pairs of a row and key head to one split of its keys.
 
-    A pair is (query token, head of the group). Softmax is in base 2: ``scale`` includes log2(e).
-    NARROW: FP8 is widened to float16, which is one instruction and exact. ``out`` is written at
-    [token, head, D] if there is one split, else at [token, head, split, D] with ``lse`` (base 2) at
-    [token, head, split].
+    A pair is (query token, query head of the key head's group). Softmax is in base 2: ``scale``
+    includes log2(e). NARROW: FP8 is widened to float16, which is one instruction and exact. ``out``
+    is written at [token, head, D] if there is one split, else at [token, head, split, D] with
+    ``lse`` (base 2) at [token, head, split].
     """
     dependent_launch.begin(DEPENDENT)
     dependent_launch.wait(DEPENDENT)
@@ -179,8 +179,9 @@ def mha_decode(
 ) -> Tensor:
     """Attend queries to a paged cache. An FP8 cache is read as stored, without a scale.
 
-    Query token i of a row sees the keys from ``first_key`` to the row's last but W - 1 - i. With
-    ``tree`` it sees the keys before the row's W own tokens, and own token j if bit j is set.
+    Query token i (0 to W - 1) of a row with L keys sees those at positions ``first_key`` to
+    L - W + i, both included. With ``tree`` it sees the keys before the row's W own tokens, and own
+    token j if bit j of its entry is set.
 
     Args:
         query: [B * W, H, D]; W is the number of tokens divided by B

@@ -34,7 +34,7 @@ def _block(q_starts, rows, number, BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr)
 
 @triton.jit
 def _tile(at, filled, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """Load rows of D numbers at ``at`` [N]; with MASKED, rows that are not ``filled`` are zeros."""
+    """Load rows [N, D] at pointers ``at`` [N]; with MASKED, rows not ``filled`` are zeros."""
     d = tl.arange(0, BLOCK_D)
     if MASKED or D != BLOCK_D:
         return tl.load(at[:, None] + d[None, :], mask=filled[:, None] & (d < D)[None, :], other=0.0)
@@ -68,11 +68,10 @@ def _tiles(
 ):
     """Process keys at positions ``low`` to ``high`` in tiles of ``BLOCK_K``.
 
-    Query i sees those up to position ``last[i]``.
+    Query i sees the keys up to position ``last[i]``.
     """
     j = tl.arange(0, BLOCK_K)
-    # NOTE: tiles begin at the first key; if that is not position 0, a tile may cross a page
-    # boundary
+    # NOTE: tiles begin at FIRST_KEY; if that is not 0, a tile may cross a page boundary
     STEP: tl.constexpr = BLOCK_K if FIRST_KEY == 0 else PAGE + 1
     for first in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         at = paged.entries(base, table, first, j, end, slot_stride, PAGE, STEP)

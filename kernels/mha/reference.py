@@ -86,7 +86,7 @@ def partial_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend one row's queries to one set of keys and return a state for ``merge_states``.
 
-    With ``causal`` the last query sees every key, and each earlier query one key fewer (M >= N).
+    With ``causal`` the last query sees all M keys, and each earlier query one key fewer (M >= N).
     Queries are processed in blocks of at most MAX_SCORES scores.
 
     Args:
@@ -162,9 +162,9 @@ def paged_reference(
 ) -> Tensor:
     """Attend decoding rows to a paged cache by the definition, in float64.
 
-    Query token i of a row sees the keys from ``first_key`` to the row's last but W - 1 - i. With
-    ``tree`` it sees the keys before the row's W own tokens, and own token j if bit j is set. A
-    query that sees no key gives zeros.
+    Query token i (0 to W - 1) of a row with L keys sees those at positions ``first_key`` to
+    L - W + i, both included. With ``tree`` it sees the keys before the row's W own tokens, and own
+    token j if bit j of its entry is set. A query that sees no key gives zeros.
 
     Args:
         query: [B * W, H, D]

@@ -167,8 +167,9 @@ def mla_decode(
 ) -> Tensor:
     """Attend absorbed queries to a paged cache.
 
-    Query token i of a row sees the keys from ``first_key`` to the row's last but W - 1 - i. With
-    ``tree`` it sees the keys before the row's W own tokens, and own token j if bit j is set.
+    Query token i (0 to W - 1) of a row with L keys sees those at positions ``first_key`` to
+    L - W + i, both included. With ``tree`` it sees the keys before the row's W own tokens, and own
+    token j if bit j of its entry is set.
 
     Args:
         query: [B * W, H, C + R]; W is the number of tokens divided by B
@@ -248,9 +249,8 @@ def decode_splits(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention to each of S = ``tiling.splits`` > 1 splits of the keys by itself.
 
-    Rows of few tiles of ``tiling.block_n`` keys fill fewer than S splits; the others are not
-    written.
-    Arguments as in :func:`mla_decode`, and:
+    A row with fewer than S tiles of ``tiling.block_n`` keys leaves some of its splits unwritten.
+    Other arguments as in :func:`mla_decode`.
 
     Args:
         merged: [B * W, H, C], receives the merged result from the Hopper kernel; None: not merged
@@ -298,8 +298,8 @@ def _launch(
 ) -> None:
     """Launch the kernel that ``tiling`` selects.
 
-    ``out`` and ``lse`` receive the partial results, with one split the result in ``out``. Other
-    arguments as in :func:`mla_decode` and :func:`decode_splits`.
+    ``out`` and ``lse`` receive the partial results; with one split ``out`` receives the result.
+    Other arguments as in :func:`mla_decode` and :func:`decode_splits`.
     """
     (tokens, heads, size) = query.shape
     rows = kv_lens.shape[0]

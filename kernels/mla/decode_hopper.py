@@ -3,11 +3,11 @@
 It computes the same as ``mla_decode_kernel``, with explicit control over the copies and matrix
 instructions of this architecture.
 
-The tensor memory accelerator refills a ring of tiles of 64 keys: each buffer is refilled as soon as
-its tile has been used, so that memory never waits for arithmetic. Tiles of an FP8 cache are widened
-into one more buffer before they are multiplied. Up to 32 (query token, head) pairs are the columns
-of the score tile, whose rows are the keys: then the tensor cores work without padding. With 64
-pairs two warp groups share the rows of pairs.
+The tensor memory accelerator (TMA) refills a ring of tiles of 64 keys: each buffer is refilled as
+soon as its tile has been used, so that memory never waits for arithmetic. Tiles of an FP8 cache are
+widened into one more buffer before they are multiplied. Up to 32 (query token, head) pairs are the
+columns of the score tile, whose rows are the keys: then the tensor cores work without padding. With
+64 pairs two warp groups share the rows of pairs.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def _store(
 ):
     """Store out[line] = acc / norm * kv_scale.
 
-    FLAT (pairs are columns): store through shared memory, so that a thread writes 16 contiguous
-    bytes of a pair rather than two.
+    FLAT (pairs are columns of ``acc``): store through shared memory, so that a thread writes 16
+    contiguous bytes of a pair rather than two.
     """
     layout: gl.constexpr = acc.type.layout
     side: gl.constexpr = gl.SliceLayout(AXIS, layout)

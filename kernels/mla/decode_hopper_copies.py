@@ -1,8 +1,8 @@
 """Copies of cache tiles and queries to shared memory, for latent attention on Hopper, in Gluon.
 
-The tensor memory accelerator refills a ring of tiles of 64 keys: each buffer is refilled as soon as
-its tile has been used, so that memory never waits for arithmetic. Tiles of an FP8 cache are widened
-into one more buffer before they are multiplied.
+The tensor memory accelerator (TMA) refills a ring of tiles of 64 keys: each buffer is refilled as
+soon as its tile has been used, so that memory never waits for arithmetic. Tiles of an FP8 cache are
+widened into one more buffer before they are multiplied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TILE = gl.constexpr(64)  #: keys per tile
 
 @gluon.jit
 def fetch_tile(latent_at, rope_at, page, n0, latent, rope, ready, PAGE: gl.constexpr):
-    """Start to copy the tile at position ``n0`` of a row, stored in ``page``."""
+    """Start the TMA copies of the tile at position ``n0`` of a row, which is stored in ``page``."""
     slot = page * PAGE + n0 % PAGE
     mbarrier.expect(ready, latent_at.block_type.nbytes + rope_at.block_type.nbytes)
     copy_tile(latent_at, [slot, 0], ready, latent)
@@ -98,8 +98,8 @@ def start_pipeline(
     another dtype.
 
     NOTE: lengths, pages and the first ``known`` keys are older than the step's first kernel, so
-    they are requested before the prologue ends, which adds the other keys. This saves 0.8, 1.9 and
-    0.4 us of 17, 25 and 50 us at 8, 32 and 128 rows.
+    they are loaded before the end of the prologue, which writes the other keys. This saves 0.8, 1.9
+    and 0.4 us of 17, 25 and 50 us at 8, 32 and 128 rows.
     """
     latent = gl.allocate_shared_memory(latent_at.dtype, [STAGES, TILE, C], latent_at.layout)
     rope = gl.allocate_shared_memory(latent_at.dtype, [STAGES, TILE, R], rope_at.layout)

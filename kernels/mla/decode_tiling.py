@@ -16,15 +16,16 @@ from glowplug.kernels.launch.cuda_arch import (
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.paged import page_table as paged
 
-#: splits up to which the last program of a row merges them (not for tiles of 32 pairs, which were
-#: never measured)
+#: most splits that the last program of a row merges itself (only with tiles of 16 pairs: tiles of
+#: 32 pairs were never measured)
 LAST_PROGRAM_SPLITS_MAX = 8
-#: splits up to which W_UV's GEMM merges them instead, in steps of APART_ROWS rows
+#: most splits that W_UV's GEMM merges instead, in steps of MERGE_IN_VALUES_ROWS rows
 VALUE_GEMM_SPLITS_MAX = 9
-#: (most blocks, pairs per block) for few short rows of many heads: about one program per
-#: multiprocessor
+#: (most blocks, pairs per block) of steps of few short rows with many heads; chosen for about one
+#: program per multiprocessor
 NARROW_BLOCKS = ((33, 16), (64, 32))
-#: numbers of such rows for which W_UV's GEMM merges the splits; measured with 128 heads on an H200
+#: row counts of steps with many heads in which W_UV's GEMM merges the splits; measured with 128
+#: heads on an H200
 MANY_HEADS_MERGE_ROWS = range(1, 9)
 
 
@@ -97,8 +98,9 @@ def mla_tiling(
         and width == 1
         and _merge_is_faster(rows, block_m, many_heads, avoids_merge_kernel)
     )
-    # avoiding the merge kernel gains more than one split per multiprocessor: 8 rows of 1024 keys
-    # on an H200 take 17.1 us merged by the last program, 20.8 us with 16 splits and that kernel
+    # avoiding the merge kernel gains more than giving every multiprocessor a split: 8 rows of 1024
+    # keys on an H200 take 17.1 us if the last program merges, 20.8 us with 16 splits and the merge
+    # kernel
     if avoids_merge_kernel:
         splits = min(splits, VALUE_GEMM_SPLITS_MAX if merge_in_values else LAST_PROGRAM_SPLITS_MAX)
     return MlaTiling(block_m, block_n, splits, *program, pipeline, merge_in_values)
@@ -107,7 +109,7 @@ def mla_tiling(
 def _program_shape(
     block_m: int, dtype: torch.dtype, kv: torch.dtype, pipeline: bool
 ) -> tuple[int, int, int]:
-    """Return the column tiles of the latent, the warps and the pipeline stages of a program."""
+    """Return (column tiles of the latent, warps, pipeline stages) of a program."""
     is_wide = block_m == 64
     if pipeline:
         return (1, 8, 2) if is_wide else (1, 4, 3 if kv.itemsize == 1 else 2)
@@ -150,7 +152,7 @@ def pipeline_fits(
 ) -> bool:
     """Return whether the Hopper kernel can be used.
 
-    It copies whole tiles and multiplies 16-bit numbers.
+    The kernel copies whole tiles of 64 keys and multiplies 16-bit numbers.
 
     Args:
         query: dtype of the queries

@@ -31,7 +31,7 @@ def _spread(
     ROWS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Set keys[token, every head] = rotary[token] for ``count`` (token, head) pairs."""
+    """Set keys[token, head] = rotary[token] for ``count`` (token, head) pairs."""
     dependent_launch.wait(DEPENDENT)
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = (pair // heads).to(tl.int64), pair % heads
@@ -71,11 +71,8 @@ def copy_rotary(rotary: Tensor, keys: Tensor) -> None:
 def expand(entries: Tensor, w_kv: Tensor, nope: int) -> tuple[Tensor, Tensor]:
     """Expand cache entries to the keys and values of every head.
 
-    If the latent part of the keys and the values have the same size, keys and values are views of
-    one
-    tensor in which they alternate (values are as wide as keys), and one GEMM fills it. The
-    reference is
-    ``kernels.mla.reference.expand``.
+    If V equals N, keys and values are views of one tensor [n, 2H, N + P] in which they alternate by
+    head, so that one batched GEMM fills both. The reference is ``kernels.mla.reference.expand``.
 
     Args:
         entries: [n, C + P]

@@ -1,7 +1,7 @@
 """MLA's absorbed GEMMs, one for each head: W_UK's on queries and W_UV's on results.
 
-Few tokens take a kernel here, or in ``absorbed_fp8`` for weights kept in FP8; others take cuBLAS.
-The references are in ``kernels.mla.reference``.
+For few tokens the GEMMs are kernels of this module, or of ``absorbed_fp8`` for weights kept in FP8;
+for more tokens they are cuBLAS's. The references are in ``kernels.mla.reference``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 from glowplug.kernels.mla import absorbed_fp8
 
 #: decoding tokens up to which W_UK's GEMM is faster in the prologue than in cuBLAS; the limit
-#: doubles for at most FEW_PAIRS_MAX (token, head) pairs. W_UV's GEMM needs both limits
+#: doubles for at most FEW_PAIRS_MAX (token, head) pairs. W_UV's GEMM is a kernel only within both
+#: limits
 FEW_TOKENS_MAX = 64
 FEW_PAIRS_MAX = 2048  #: (token, head) pairs up to which the batch counts as small
 UV_FP8_COLUMNS = 64  #: columns of W_UV's GEMM per program with stored FP8 weights

@@ -1,6 +1,6 @@
 """MLA's prologue in one launch: norm, both rotations, the cache write and W_UK's GEMM.
 
-The module also has the GEMMs and cache functions that run without the prologue, so that it can
+The module also exports the GEMMs and cache functions that run without the prologue, so that it can
 replace ``kernels.mla.reference``, which holds the reference of each.
 """
 

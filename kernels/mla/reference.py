@@ -127,7 +127,7 @@ def prologue(
         absorbed: [D, H, C + P], written
         own: [T - D, C + P], written
         w_uk: [H, N, C]
-        leads: used by the kernel only
+        leads: not used here; see ``kernels.mla.prologue.prologue``
         stored: FP8 blocks to multiply by instead of ``w_uk``, which they equal up to rounding
     """
     lora = norm_weight.shape[0]
@@ -163,7 +163,8 @@ def project(
 ) -> None:
     """Multiply latent [T, H, C] by w_uv [H, C, V] into out [T, H, V].
 
-    ``follows`` is used by the kernel only. ``stored`` as in ``prologue``.
+    ``stored`` as in :func:`prologue`. ``follows`` is not used here; see
+    ``kernels.mla.head_gemms.project``.
     """
     weight = w_uv if stored is None else dequantize_weight(*stored, w_uv.dtype)
     torch.bmm(latent.transpose(0, 1), weight, out=out.transpose(0, 1))

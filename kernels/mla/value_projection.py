@@ -1,8 +1,8 @@
 """W_UV's GEMM fused with the merge of the KV splits of ``mla_decode``.
 
-It takes one launch less than ``merge_splits.merge`` followed by ``prologue.project``, and one pass
-over memory and one wait less than a merge by the last program of a row. References:
-``merge_splits.merge``, then ``kernels.mla.reference.project``.
+It saves a launch against ``merge_splits.merge`` followed by ``prologue.project``, and a pass over
+memory and a wait against a merge by the last program of a row. The reference is
+``merge_splits.merge`` followed by ``kernels.mla.reference.project``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
 PROGRAM_COLUMNS = 32  #: columns of one head's GEMM per program
-PROGRAM_ROWS = 8  #: rows per program
+PROGRAM_ROWS = 8  #: rows (tokens) per program
 ONE_LOAD_SPLITS_MAX = 9  #: splits up to which all are loaded at once
 SPLITS_PER_LOAD = 8  #: splits loaded at a time if there are more
-#: parts of the GEMM's depth, which warps sum in parallel; measured with 16 heads on an H200
+#: parts of the GEMM's depth that warps sum in parallel; measured with 16 heads on an H200
 DEPTH_SHARES = 4
-FOUR_WARPS_ROWS_MAX = 16  #: rows above which a program has 8 warps; measured likewise
+#: rows up to which a program has 4 warps, with more 8; measured with 16 heads on an H200
+FOUR_WARPS_ROWS_MAX = 16
 
 
 @triton.jit(do_not_specialize=["rows", "heads"])

@@ -16,22 +16,22 @@ from torch import Tensor
 from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
-#: most pairs for a single launch, in which one program an expert reads all ids
+#: most pairs for a single launch, in which one program per expert reads all ids
 ONE_LAUNCH_PAIRS_MAX = 4096
-CHUNK_PAIRS = 128  #: pairs that a program ranks at once if there are more
+CHUNK_PAIRS = 128  #: pairs per program if there are more
 
 
 class Alignment(NamedTuple):
-    """Pairs sorted by expert. Pair t * K + k is token t's k-th expert.
+    """(Token, expert) pairs sorted by expert. Pair t * K + k is token t's k-th expert.
 
     Attributes:
-        sorted_pairs: int32 [most padded pairs]: pairs in order of experts, T * K in padding;
-            undefined from ``num_padded`` on.
-        expert_of_block: int32 [most blocks]: the expert of each block of ``block_m`` positions, -1
+        sorted_pairs: int32 [R]: pairs in order of experts, T * K in padding; undefined from
+            ``num_padded`` on. R = blocks * ``block_m`` is the most that any routing needs.
+        expert_of_block: int32 [blocks]: the expert of each block of ``block_m`` positions, -1
             after the last block.
-        num_padded: int32 [1], number of positions in use, padding included.
-        ends: int32 [experts]: the position after each expert's last pair; the position where its
-            first would be if it has none.
+        num_padded: int32 [1]: number of positions in use, padding included.
+        ends: int32 [experts]: the position after each expert's last pair; for an expert
+            without pairs, the position at which they would begin.
     """
 
     sorted_pairs: Tensor
@@ -41,9 +41,9 @@ class Alignment(NamedTuple):
 
 
 def max_blocks(pairs: int, experts: int, block_m: int) -> int:
-    """Return the most blocks of ``block_m`` rows that pairs can fill, for any routing.
+    """Return the most blocks of ``block_m`` rows that ``pairs`` (token, expert) pairs can fill.
 
-    There are ``pairs`` pairs of tokens with ``experts`` experts.
+    The number holds for any routing of the pairs to ``experts`` experts.
     """
     return min(pairs, (pairs + experts * (block_m - 1)) // block_m)
 
@@ -110,7 +110,7 @@ def _by_expert(
     WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Align in one launch, one program an expert."""
+    """Align in one launch, with one program per expert."""
     dependent_launch.begin(DEPENDENT)
     dependent_launch.wait(DEPENDENT)
     expert = tl.program_id(0)
@@ -199,7 +199,7 @@ def _place(
     WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Store the positions: one program a chunk of ids, followed by one program an expert."""
+    """Store the positions, with one program per chunk of ids, then one program per expert."""
     dependent_launch.begin(DEPENDENT)
     dependent_launch.wait(DEPENDENT)
     program = tl.program_id(0)
@@ -236,13 +236,14 @@ def _place(
 
 
 def align(ids: Tensor, experts: int, block_m: int, left_out: int = 0) -> Alignment:
-    """Sort the pairs of ids by expert. Takes one launch for few pairs, three for many.
+    """Sort (token, expert) pairs by expert, in one launch for few pairs and three for many.
 
     Args:
         ids: int32 or int64 [T, K]. Ids outside [0, experts) are left out.
         experts: Number of experts.
         block_m: Rows of a tile, any number.
-        left_out: Ids of each token, at least, that are left out; fused shared experts for example.
+        left_out: Least number of ids of each token outside [0, experts), such as fused shared
+            experts; it saves blocks.
     """
     pairs = ids.numel()
     device = ids.device

@@ -1,4 +1,4 @@
-"""Routed experts in Triton. ``moe.tiles`` selects kernels and tiles by token count."""
+"""Routed experts in Triton and Gluon; ``moe.tiles`` selects kernels and tiles by token count."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from glowplug.kernels.moe.tiles import (
     fused_shared_has_own_tiles,
 )
 
-#: fewest tokens for which the fused shared experts start before the gate has chosen
+#: fewest tokens for which the fused shared experts start before the gate has chosen experts
 EARLY_TOKENS_MIN = 5
-#: most tokens for which they do. NOTE: their programs occupy multiprocessors while they spin on the
-#: gate's ready flag (V2-Lite: at most 132 programs); they start only after all programs of the gate
-#: and of the alignment have started.
+#: most tokens for which the fused shared experts start early. NOTE: their programs occupy
+#: multiprocessors while they spin on the gate's ready flag (V2-Lite: at most 132 programs); they
+#: start only after all programs of the gate and of the alignment have started.
 EARLY_TOKENS_MAX = 384
 
 
@@ -42,7 +42,7 @@ def begin(
 ) -> Early | None:
     """Allocate the buffers with which :func:`products` starts the fused shared experts early.
 
-    The gate must be called next, with ``ready``.
+    The next kernel must be the gate (``moe.route.route``) with the same ``ready``.
 
     Args:
         x: [T, H].
@@ -97,7 +97,7 @@ def products(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the weighted output of every (token, expert) pair.
 
-    A token names an expert at most once. Nothing depends on a value on the host.
+    A token must not name an expert twice. No value is read back to the host.
 
     Args:
         x: [T, H].
@@ -107,7 +107,8 @@ def products(
         weights: float32 [T, K].
         config: The tile configurations of both GEMMs; None: chosen by shape and token count.
         fused_shared: Number of fused shared experts: the last experts, which are the last ones of
-            every token, in order, with weight 1. They may become one row with the id of the first.
+            every token, in order, with weight 1. Their results may be summed to one row per token
+            with the first one's id.
         early: The result of :func:`begin` for the same x and the ids that the gate chose.
 
     Returns:

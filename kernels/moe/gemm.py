@@ -34,7 +34,7 @@ from glowplug.kernels.moe.tiles import SHARED_TILE_TOKENS_MAX
 #: largest BLOCK_M for which padding rows are masked. Most rows of such tiles are padding, and
 #: reading them from L2 would take bandwidth from the weights.
 MASKED_TILE_ROWS_MAX = 32
-#: one GEMM's block_m, block_n, block_k, group, warps, stages, swap, tma, way, wide
+#: one GEMM's configuration, with the keys of ``moe.tiles.tile``
 Config = Mapping[str, Any]
 
 
@@ -104,7 +104,7 @@ def _grouped(
 ):
     """Compute one tile of a grouped GEMM.
 
-    With ``UP``, the first GEMM: x holds tokens [T, K], w gates before ups, and ``out`` has one row
+    ``UP`` is the first GEMM: x holds tokens [T, depth], w gates before ups, and ``out`` has one row
     for each position of the sorted list (or for each pair). Otherwise x holds those rows, and
     ``out`` has one row for each pair: [T * K, columns].
 
@@ -223,9 +223,8 @@ def _grouped(
 def fused_shared_tile_sizes(tokens: int, up: bool, config: Config) -> tuple[int, int, int]:
     """Return the rows, columns and depth of a fused shared expert's tile.
 
-    All tokens share one tile if they fit into ``SHARED_TILE_TOKENS_MAX`` rows. ``up``: the tile is
-    of
-    the first GEMM, whose configuration is ``config``.
+    All tokens share one tile if they fit into ``SHARED_TILE_TOKENS_MAX`` rows. ``config`` is the
+    GEMM's configuration; ``up``: it is the first GEMM.
     """
     columns = config.get("wide") or (64 if up or config["warps"] < 8 else 128)
     rows = min(SHARED_TILE_TOKENS_MAX, max(16, next_power_of_2(tokens)))
@@ -256,7 +255,7 @@ def _launch(
     fused_shared: int = 0,
     ready: Tensor | None = None,
 ) -> Tensor:
-    """Launch one grouped GEMM into ``out``; without ``weights`` the first."""
+    """Launch the second grouped GEMM, or without ``weights`` the first, and return ``out``."""
     pairs = ids.numel()
     (experts, _, depth) = w.shape
     columns = out.shape[1]
@@ -331,7 +330,8 @@ def up(
         x: [T, H].
         w13: [E, 2I, H], gates before ups.
         ids: [T, K].
-        aligned: An alignment made with the configuration's block_m; None ("dense"): one row a pair.
+        aligned: An alignment made with the configuration's block_m; None ("dense"): one row per
+            pair.
         config: The tile configuration.
         fused_shared: Number of fused shared experts. They are the last experts, every token's last
             ones, and not in ``aligned``.
@@ -340,8 +340,8 @@ def up(
 
     Returns:
         [R + shared * T, I]: a row for each position in ``aligned`` (or each pair), then T rows for
-        each fused shared expert. Rows of padding and of absent experts are not written, nor,
-        without ``aligned``, the rows of the fused shared experts' pairs among the first R.
+        each fused shared expert. Rows of padding and of experts of other ranks are not written,
+        nor, without ``aligned``, the rows of the fused shared experts' pairs among the first R.
     """
     if early is not None:
         return _launch(x, w13, early.out, ids, None, aligned, config, fused_shared, early.ready)
@@ -363,7 +363,8 @@ def down(
 ) -> Tensor:
     """Compute the second GEMM, times the routing weights.
 
-    Must directly follow ``up``: it reads the ids and the alignment while ``up`` still runs.
+    The launch must directly follow that of ``up``: it reads the ids and the alignment while ``up``
+    still runs.
 
     Args:
         h: The result of ``up`` with the same ``aligned`` and ``fused_shared``.
@@ -375,7 +376,7 @@ def down(
         fused_shared: See ``up``.
 
     Returns:
-        [T * K, H], one row a pair. Rows of absent experts are not written.
+        [T * K, H], one row per pair. Rows of experts of other ranks are not written.
     """
     out = torch.empty(ids.numel(), w2.shape[1], dtype=h.dtype, device=h.device)
     return _launch(h, w2, out, ids, weights, aligned, config, fused_shared)

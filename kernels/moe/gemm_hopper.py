@@ -1,10 +1,10 @@
 """Warp-specialised grouped GEMMs of routed experts on Hopper, in Gluon.
 
-They compute what ``moe.gemm`` does over an ``Alignment`` of 128 or 192 rows a tile, for loads that
-are limited by the tensor cores. Four warps load; two or three warpgroups multiply 64 rows of a tile
-each, so that the epilogue of one (silu, routing weight, stores) overlaps the MMAs of another. The
-kernel is persistent: a program computes one tile after another. 64 rows that are all padding are
-not multiplied and, where rows are gathered, not loaded.
+They compute the same as ``moe.gemm`` over an ``Alignment`` of 128 or 192 rows per tile, for loads
+that are limited by the tensor cores. Four warps load; two or three warpgroups multiply 64 rows of a
+tile each, so that the epilogue of one (silu, routing weight, stores) overlaps the MMAs of another.
+The kernel is persistent: a program computes one tile after another. 64 rows that are all padding
+are not multiplied and, where rows are gathered, not loaded.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ def _grouped_hopper(
     FETCHING: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Compute what ``moe.gemm._grouped`` does over sorted pairs.
+    """Compute the same as ``moe.gemm._grouped`` over sorted pairs.
 
-    ``x_at`` and ``w_at`` are tiled descriptors of x and w. With ``GATHER`` x is gathered instead.
+    ``x_at`` and ``w_at`` are TMA descriptors of x and w. With ``GATHER`` x is gathered instead.
     The first warpgroup starts ``LEAD`` steps before the others, and stays ahead of them.
     """
     dependent_launch.begin(DEPENDENT)
@@ -327,7 +327,7 @@ def processors(device: torch.device) -> int:
 
 
 def _tiled(value: Tensor, rows: int) -> TensorDescriptor:
-    """Return a descriptor of ``value`` in tiles of ``rows`` x ``DEPTH``."""
+    """Return a TMA descriptor of ``value`` in tiles of ``rows`` x ``DEPTH``."""
     return TensorDescriptor.from_tensor(
         value.view(-1, value.shape[-1]), [rows, DEPTH], gl.NVMMASharedLayout(128, 16, 2)
     )
@@ -344,7 +344,10 @@ def _launch(
     kept: int,
     config: Config,
 ) -> Tensor:
-    """Launch one grouped GEMM into ``out``; without ``weights`` the first."""
+    """Launch the second grouped GEMM, or without ``weights`` the first, and return ``out``.
+
+    The ids have ``topk`` columns, of which ``out`` of the second GEMM has the first ``kept``.
+    """
     columns = out.shape[-1]
     depth = w.shape[2]
     width = COLUMNS // (2 if weights is None else 1)
@@ -394,7 +397,7 @@ def up(x: Tensor, w13: Tensor, ids: Tensor, aligned: Alignment, config: Config) 
         w13: [E, 2I, H], gates before ups.
         ids: [T, K].
         aligned: The alignment of ``ids``, with R positions.
-        config: block_m, group and lead.
+        config: Configuration with the keys block_m, group and lead.
 
     Returns:
         [R, I]. Rows of padding are not written.
@@ -413,7 +416,7 @@ def down(
         w2: [E, H, I].
         weights: float32 [T, K].
         aligned: The alignment that ``up`` got.
-        config: block_m, group and lead.
+        config: Configuration with the keys block_m, group and lead.
         out: [T, K', H]. K' < K if ``aligned`` leaves out the last K - K' experts of every token.
     """
     return _launch(

@@ -15,7 +15,7 @@ POLLS_AT_MOST: tl.constexpr = tl.constexpr(4096)
 def tile_place(m_blocks, n_blocks, group, before=0):
     """Return the (row block, column block) of this program's tile.
 
-    The first ``before`` programs have no tile here. Tiles are grouped as in a swizzle: down
+    The first ``before`` programs compute other tiles. Tiles are grouped as in a swizzle: down
     ``group`` row blocks, then on to the next column block.
     """
     program = tl.program_id(0) - before
@@ -31,7 +31,7 @@ def chosen_pairs(
 ):
     """Return each token's pair with ``expert``, or ``pairs`` if it has none: int32 [BLOCK_M].
 
-    The tokens are ``first_token`` and following. A token has at most one pair with an expert.
+    The tokens are the BLOCK_M from ``first_token`` on. A token has at most one pair with an expert.
     """
     token = first_token + tl.arange(0, BLOCK_M)
     k = tl.arange(0, WIDTH)
@@ -155,7 +155,7 @@ def compute_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Multiply rows ``row`` of x by an expert's weight rows ``first`` and following.
+    """Multiply rows ``row`` of x by an expert's weight rows from ``first`` on.
 
     The result, with its epilogue, is stored in rows ``target`` of ``out`` where they are real.
     """
@@ -279,7 +279,8 @@ def fused_shared_tile(
 def await_ready(ready, programs, DEPENDENT: tl.constexpr):
     """Spin until the gate sets the ready flag for x, the earliest moment at which x may be read.
 
-    The last of ``programs`` clears the flag.
+    After ``POLLS_AT_MOST`` reads it waits for the preceding kernels instead. The last of
+    ``programs`` clears the flag.
     """
     looks = 0
     while (looks < POLLS_AT_MOST) & (tl.atomic_add(ready, 0, sem="acquire") == 0):

@@ -1,8 +1,8 @@
 """Routed experts of one or a few tokens: GEMVs that read each pair's weights once.
 
 They use neither tensor cores nor an alignment. The second GEMV sums a token's experts. It starts
-while the first one drains (programmatic dependent launch). The first GEMV permits this only after
-the ids are available, so that the second can prefetch the weights that the ids select.
+while the first one drains (programmatic dependent launch). The first GEMV permits this start only
+after the ids are available, so that the second can prefetch the weights that the ids select.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def up(x: Tensor, w13: Tensor, ids: Tensor, config: Mapping[str, Any]) -> Tensor
         config: block_n, block_k and warps.
 
     Returns:
-        [T * K, I]. Rows of absent experts are not written.
+        [T * K, I]. Rows of experts of other ranks are not written.
     """
     columns = w13.shape[1] // 2
     depth = w13.shape[2]

@@ -1,7 +1,7 @@
 """Device functions of the warp-specialised grouped GEMM on Hopper, in Gluon.
 
-They order tiles, load them, pass over pipeline stages, and compute the epilogue. Loads excepted,
-the FP8 GEMM of ``moe.fp8.gemm_hopper`` shares them.
+They order tiles, load them, pass over pipeline stages, and compute the epilogue. The FP8 GEMM of
+``moe.fp8.gemm_hopper`` uses all of them but the loads.
 """
 
 from __future__ import annotations

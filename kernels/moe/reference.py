@@ -18,7 +18,7 @@ from torch import Tensor
 Activation = Callable[[Tensor], Tensor]
 #: most padded rows for each real row at which one batched GEMM beats a loop over experts
 MAX_PADDING = 4
-MAX_PAIRWISE = 16  #: most (token, expert) pairs at which single matrix-vector products may win
+MAX_PAIRWISE = 16  #: most (token, expert) pairs for which matrix-vector products are used
 
 
 def experts_reference(
@@ -137,7 +137,7 @@ def _padded(
     """Compute the experts by batched GEMMs over [E, max_rows, .]; padding rows repeat token 0.
 
     Returns:
-        [T * K, H], one row a pair, without routing weights.
+        [T * K, H], one row per pair, without routing weights.
     """
     experts = len(counts)
     width = len(flat) // x.shape[0]
@@ -164,7 +164,7 @@ def _looped(
     """Compute the experts by one GEMM for each expert hit.
 
     Returns:
-        [T * K, H], one row a pair, without routing weights.
+        [T * K, H], one row per pair, without routing weights.
     """
     width = len(flat) // x.shape[0]
     order, _ = _sorted_places(flat, counts)
@@ -192,8 +192,8 @@ def experts_device(
     ends = torch.searchsorted(flat, torch.arange(w13.shape[0], device=x.device), right=True)
     ends = ends.to(torch.int32)
     absent = (flat < 0).unsqueeze(1)
-    # NOTE: ids of -1 sort first, so the rows of absent experts are part of the first group. Their
-    # results are zeroed below.
+    # NOTE: ids of -1 sort first, so the rows of experts of other ranks are part of the first group.
+    # Their results are zeroed below.
     hidden = F.grouped_mm(x.index_select(0, token), w13, offs=ends)
     y = F.grouped_mm(activate(hidden), w2, offs=ends).float()
     y = (y * weights.flatten()[order].unsqueeze(1)).masked_fill_(absent, 0.0)

@@ -2,8 +2,8 @@
 
 The score GEMM is split over experts and, for few tokens, over the depth. If choosing is cheap, the
 last program of a block of tokens, found by a ticket that it resets, sums the splits and chooses.
-Otherwise a second launch chooses, one warp a token; from ``library_tokens_min`` tokens on it always
-does, after cuBLAS has computed the scores.
+Otherwise a second launch chooses, one warp per token. From ``library_tokens_min`` tokens on there
+are always two launches, the first of them cuBLAS's.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from glowplug.kernels.moe.route_choice import choice_constants, choose, choose_e
 VECTOR_TOKENS_MAX = 4  #: most tokens for matrix-vector scores
 VECTOR_HIDDEN_MAX = 8192  #: most channels for matrix-vector scores
 ONE_LAUNCH_EXPERTS_MAX = 128  #: most experts, without groups, to choose in the first launch
-#: fewest tokens for 16-bit scores by cuBLAS, with more experts than that
+#: fewest tokens for 16-bit scores by cuBLAS, with more than ONE_LAUNCH_EXPERTS_MAX experts
 LIBRARY_TOKENS_MANY_EXPERTS = 256
-#: the same with fewer. NOTE: measured only with 64 experts, 8192 and 16384 tokens
+#: fewest tokens for 16-bit scores by cuBLAS, with at most ONE_LAUNCH_EXPERTS_MAX experts. NOTE:
+#: measured only with 64 experts, 8192 and 16384 tokens
 LIBRARY_TOKENS_FEW_EXPERTS = 2048
 LARGE_BLOCK_TOKENS_MIN = 1024  #: fewest tokens for large blocks
 BUSY_PROGRAMS = 512  #: programs that keep a device busy
-TICKETS_MAX = 16384  #: most blocks of tokens
+TICKETS_MAX = 16384  #: most blocks of tokens, each with a ticket counter
 
 
 @triton.jit
@@ -213,7 +214,7 @@ def _route(
 
 @cache
 def _tickets(device: torch.device) -> Tensor:
-    """Return the ticket counters of a device, one a block of tokens.
+    """Return the ticket counters of a device, one per block of tokens.
 
     NOTE: all streams share them, so two gates must not run at once. Allocate before any capture.
     """
@@ -245,13 +246,13 @@ def library_tokens_min(experts: int) -> int:
 
 
 def _library_pays(x: Tensor, weight: Tensor) -> bool:
-    """Return whether cuBLAS is faster."""
+    """Return whether cuBLAS is faster for scores of x [T, H] by weight [E, H]."""
     many = x.shape[0] >= library_tokens_min(weight.shape[0])
     return many and x.dtype == weight.dtype != torch.float32
 
 
 def _library_scores(x: Tensor, weight: Tensor) -> Tensor:
-    """Return scores [T, E], summed and stored in float32."""
+    """Return scores float32 [T, E] of x [T, H] by weight [E, H], summed in float32."""
     if x.is_cuda:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())
@@ -279,8 +280,11 @@ def route(
         bias: float32 [E], for a sigmoid gate that chooses by score + bias; None: softmax.
         k: Experts chosen for a token.
         groups: Equal groups of experts.
-        topk_groups: Groups kept.
-        fused_shared: A fused shared experts from E on: last columns, weight 1.
+        topk_groups: Groups from which experts are chosen.
+        renormalize: Divide the weights of a token by their sum.
+        scale: Factor on the weights.
+        fused_shared: Number A of fused shared experts. Every token gets them in the last columns,
+            with ids from E on and weight 1.
         ready: int32 ready flag: with more than ``VECTOR_TOKENS_MAX`` tokens ``ready[0]`` is set
             to 1 once x is available.
 

@@ -125,7 +125,7 @@ def _choose_each(
     RENORMALIZE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Choose the experts of one token a program."""
+    """Choose the experts of one token per program."""
     dependent_launch.begin(DEPENDENT)
     dependent_launch.wait(DEPENDENT)
     choose(
@@ -160,7 +160,7 @@ def choice_constants(
     sigmoid: bool,
     renormalize: bool,
 ) -> dict[str, int]:
-    """Return the constants of a gate's choice that both kernels take.
+    """Return the compile-time constants of a gate's choice, for ``_route`` and ``_choose_each``.
 
     The arguments are those of ``route``. Without a limit on groups all experts form one group.
     """
@@ -187,7 +187,7 @@ def choose_each(
     scale: float,
     constants: Mapping[str, int],
 ) -> None:
-    """Choose each token's experts, one warp a token.
+    """Choose each token's experts, with one warp per token.
 
     Args:
         logits: scores float32 [T, E], or [splits, T, E] to be summed over the splits.

@@ -14,7 +14,7 @@ from glowplug.kernels.elementwise import cpu_small
 
 
 def _exclude_groups(scores: Tensor, group_scores: Tensor, topk_groups: int, value: float) -> None:
-    """Overwrite the scores [T, groups, experts a group] of all but the best groups in place."""
+    """Overwrite the scores [T, groups, experts per group] of all but the best groups in place."""
     best = group_scores.topk(topk_groups, dim=-1, sorted=False).indices
     outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
     scores.masked_fill_(outside.unsqueeze(-1), value)
@@ -67,8 +67,7 @@ def topk_sigmoid(
     """Choose experts by sigmoid + bias, as DeepSeek-V3 does ("noaux_tc"); weigh by the sigmoid.
 
     A group is ranked by the sum of its two best experts. ``bias`` is float32 [E]; other arguments
-    as in
-    :func:`topk_softmax`.
+    as in :func:`topk_softmax`.
     """
     if cpu_small.is_few(logits):
         found = cpu_small.topk_sigmoid(

@@ -1,4 +1,4 @@
-"""Activations sorted by expert and back, for grouped GEMMs that need contiguous rows an expert."""
+"""Copies of activations to rows sorted by expert, and back, for grouped GEMMs that need them."""
 
 from __future__ import annotations
 

@@ -124,9 +124,9 @@ def dense_experts_rule(problem: ExpertsProblem, tokens: int) -> dict[str, Config
 
 @lru_cache(maxsize=1024)
 def dense_experts_config(problem: ExpertsProblem, tokens: int) -> Mapping[str, Config]:
-    """Return the configurations {"up", "down"} for ``tokens`` tokens from this machine's table.
+    """Return the configurations {"up", "down"} that :func:`pick` finds for ``tokens`` tokens.
 
-    They are picked by :func:`pick`.
+    The measurements are those of this machine's table.
     """
     return pick(problem, tokens, tuned_tables.table(problem.table_name) or {})
 
@@ -134,7 +134,7 @@ def dense_experts_config(problem: ExpertsProblem, tokens: int) -> Mapping[str, C
 def pick(
     problem: ExpertsProblem, tokens: int, measured: Mapping[int, Mapping[str, Config]]
 ) -> Mapping[str, Config]:
-    """Return the configuration measured for the nearest token count, or the rule's without one.
+    """Return the configurations measured for the nearest token count; without any the rule's.
 
     Configurations with dense tiles smaller than ``tokens`` are skipped: they were measured only
     where a tile held all tokens.
@@ -152,9 +152,8 @@ def pick(
 def fused_shared_has_own_tiles(config: Config, tokens: int) -> bool:
     """Return whether the fused shared experts get larger tiles than the routed experts.
 
-    With several small tiles their weights would be read several times. ``config`` is that of one
-    GEMM
-    for ``tokens`` tokens.
+    With several small tiles their weights would be read several times. ``config`` is one GEMM's
+    configuration for ``tokens`` tokens.
     """
     fitting_tokens = min(tokens, SHARED_TILE_TOKENS_MAX)
     return config["way"] == "sorted" and bool(config["block_m"] < fitting_tokens)

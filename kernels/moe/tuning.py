@@ -271,8 +271,8 @@ def best_pair(
 
     Args:
         found: Measurements of each GEMM.
-        aligning: Microseconds of an alignment, added if the pair needs one.
-        summing: Microseconds of the final sum, added if the pair needs it.
+        aligning: Microseconds of an alignment, added if the two GEMMs need one.
+        summing: Microseconds of the final sum, added if the second GEMM does not sum.
     """
 
     def order(config: Config) -> tuple[bool, int]:
@@ -304,12 +304,12 @@ def tune_experts(
     workers: int = 8,
     log: Callable[[str], None] = print,
 ) -> dict[int, dict[str, Config]]:
-    """Measure every token count missing from the table, writing the table after each.
+    """Measure every token count that the table lacks, and write the table after each.
 
     Args:
         problem: The experts.
         fused_shared: Number of fused shared experts, the last ones.
-        path: The table, ``tuned_tables.FOLDER / problem.table_name``.
+        path: File of the table, ``tuned_tables.FOLDER / problem.table_name``.
         tokens: Token counts of the table.
         seconds: Time limit.
         workers: Processes that compile kernels.

@@ -24,7 +24,7 @@ def _fits(
         config: Configuration of this GEMM.
         problem: The experts.
         tokens: Tokens of a step.
-        width: Bytes of a number.
+        width: Bytes of an element.
     """
     columns, products = (problem.inter, 2) if product == "up" else (problem.hidden, 1)
     tiles = [(config["block_m"], config["block_n"], config["block_k"])]

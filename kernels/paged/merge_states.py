@@ -1,4 +1,4 @@
-"""In-place merge of attention over disjoint sets of keys.
+"""In-place merge of attention results over disjoint sets of keys, in Triton.
 
 The reference is in ``kernels.paged.merge_states_reference``.
 """
@@ -62,8 +62,7 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
     """Merge a partial state of attention into another in place.
 
     The reference is ``kernels.paged.merge_states_reference.merge_into``. ``out`` and ``part`` must
-    be
-    contiguous; the log-sum-exps may be strided.
+    be contiguous; the log-sum-exps may be strided.
 
     Args:
         out: float32 [T, H, D], overwritten

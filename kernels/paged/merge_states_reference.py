@@ -1,4 +1,4 @@
-"""Merge of attention over disjoint sets of keys, by the log-sum-exp of their scores.
+"""Merge of attention results over disjoint sets of keys, by the log-sum-exp of their scores.
 
 From FlashInfer (arXiv 2501.01005). A partial state is ``(out, lse)``: ``out`` is attention over one
 set of keys, normalised within the set, and ``lse`` is the natural logarithm of the sum of its
@@ -17,14 +17,13 @@ def merge_states(
     """Merge two partial states.
 
     A state over no keys has ``lse == -inf`` and any ``out``, NaN included; it adds nothing. Two
-    such
-    states give zeros and ``-inf``.
+    such states give zeros and ``-inf``.
 
     Args:
         out_a: float32 [..., D], not modified
         lse_a: float32 [...], not modified
-        out_b: the same of the second state
-        lse_b: the same of the second state
+        out_b: as ``out_a``, of the second state
+        lse_b: as ``lse_a``, of the second state
 
     Returns:
         ``out`` float32 [..., D] and ``lse`` float32 [...]

@@ -2,8 +2,8 @@
 
 It contains the masks, the addresses, the running softmax and the number of splits. The query tokens
 of a row are its last tokens. The keys of a row are divided among ``splits`` programs
-(FlashDecoding, Dao 2023); that number is fixed by what a captured graph fixes, while lengths are
-read on the device.
+(FlashDecoding, Dao 2023). The number of splits depends only on values that a captured graph fixes;
+lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-TYPICAL_TILES = 32  #: tiles of the row for which splits are chosen: 2048 keys
+TYPICAL_TILES = 32  #: tiles of the row length for which the number of splits is chosen: 2048 keys
 LOG2_E = 1.4426950408889634
 
 

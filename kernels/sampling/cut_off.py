@@ -17,7 +17,7 @@ from glowplug.kernels.sampling.vocabulary_blocks import (
     weights_of,
 )
 
-PIVOTS = 16  #: thresholds of a pass
+PIVOTS = 16  #: thresholds that a pass compares the weights with
 #: log2 of the distance between the thresholds of each pass, in float32 bits; weights are at most 1,
 #: whose bits are below 2^30
 SHIFTS = (26, 22, 18, 14, 10, 6, 2, 0)
@@ -25,7 +25,7 @@ SHIFTS = (26, 22, 18, 14, 10, 6, 2, 0)
 
 @triton.jit
 def _either(a, b):
-    """Combine two bit sets."""
+    """Return the union of two bit sets, for a reduction."""
     return a | b
 
 

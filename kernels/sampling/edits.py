@@ -17,7 +17,7 @@ from glowplug.kernels.launch.integers import next_power_of_2
 
 PENALTIES = 1  #: row flag: the row has penalties
 ALLOWED = 2  #: row flag: only some tokens are allowed
-LISTED = 4  #: row flag: the row has a list of tokens
+LISTED = 4  #: row flag: the row has a list of tokens with numbers to add
 FORBIDDEN = -(1 << 31)  #: bit of a table entry: the token is not allowed
 #: bit of a table entry: the token is in the prompt. The lower bits count it in the output
 IN_PROMPT = 1 << 30

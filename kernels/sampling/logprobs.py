@@ -15,7 +15,7 @@ from glowplug.kernels.launch import dependent_launch
 from glowplug.kernels.launch.integers import next_power_of_2
 from glowplug.kernels.sampling.vocabulary_blocks import Grid, finished, key_of
 
-NONE: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # less than the key of any logit
+NONE: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # less than ``key_of`` of any logit
 
 
 @triton.jit
@@ -77,14 +77,20 @@ def _scores(
 def token_logprobs(
     logits: Tensor, tokens: Tensor, peaks: Tensor, k: int, arrived: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``kernels.sampling.reference.token_logprobs``; equal logits: the lower id first.
+    """Return log-probabilities of ``tokens`` and of the k most likely tokens, best first.
+
+    Of equal logits the lower id is first. The reference is
+    ``kernels.sampling.reference.token_logprobs``.
 
     Args:
         logits: float32 [N, V]
         tokens: int64 [N]
         peaks: float32 [N]: the largest logit of each row
         k: number of most likely tokens
-        arrived: as in ``kernels.sampling.greedy.best``
+        arrived: int32 [N or more], zeros before and after
+
+    Returns:
+        token float32 [N], top_ids int64 [N, k] and top float32 [N, k]; k is at most V
     """
     grid = Grid.over(logits)
     rows = len(logits)

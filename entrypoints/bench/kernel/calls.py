@@ -1,4 +1,4 @@
-"""Recorded calls across slots: the function, its tensors, and the least bytes and operations."""
+"""Recorded calls of slots: the function, its tensors, and the least bytes and operations."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ COPIED_ELEMENTS_MAX = 1 << 26
 
 @dataclass(frozen=True)
 class Cost:
-    """The least that a call has to move and compute.
+    """The least that a call has to move to or from memory and to compute.
 
     Attributes:
-        moved: bytes to move in addition to the call's arguments and results.
+        moved: bytes in addition to those of the call's arguments and results.
         flops: floating-point operations.
     """
 
@@ -48,7 +48,7 @@ class Call:
     """One recorded call.
 
     Attributes:
-        slot: slot that the call crosses.
+        slot: slot whose component is called.
         name: name of the kernel in the tables.
         shape: shapes of the first three tensor arguments.
         layer: index of the cut model's layer that made the call; None: outside of the layers.
@@ -104,9 +104,9 @@ class CallRecorder:
         """Return ``function`` with its calls recorded.
 
         Args:
-            slot: slot that the call crosses.
+            slot: slot whose component is called.
             name: name of the kernel in the tables.
-            function: the function.
+            function: the function to record.
             cost: returns the least cost of a call, from its arguments.
         """
 

@@ -35,7 +35,7 @@ def call_row(
         step: name of the step.
         provider: name of the provider.
         spent: seconds that the call took.
-        rates: (bytes, operations) per second of the device; 0 if unknown.
+        rates: (bytes, operations) per second that the device reaches; 0 if unknown.
     """
     bandwidth, matrix_rate = rates
     floor = max(

@@ -1,8 +1,8 @@
 """One recorded decode or prefill step of a model that is cut to one layer of each kind.
 
-The recorded calls are those that layers make across the protocols of the slots: ops, linear and
-expert methods, attention, sampling. Hence everything that a plugin of these slots offers is
-measured, with the fusions that the model really uses.
+The recorded calls are those that layers make to the components of the slots: ops, linear and expert
+methods, attention, sampling. So everything that a plugin of these slots offers is measured, with
+the fusions that the model really uses.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FP8_BLOCK = 128
 
 @dataclass(frozen=True)
 class KernelStepShape:
-    """``rows`` sequences of ``context`` tokens, of which the step computes the last ``queries``."""
+    """A step of ``rows`` sequences with ``context`` tokens, which computes the last ``queries``."""
 
     rows: int
     context: int
@@ -100,7 +100,7 @@ class NoiseSource:
 class KernelWorld:
     """The components of one rank, built around a cut model.
 
-    ``calls(shape)`` runs one step and returns the calls that crossed the slots.
+    ``calls(shape)`` runs one step and returns the calls to the components of the slots.
     """
 
     def __init__(self, plan: EnginePlan, plugins: PluginSet) -> None:

@@ -45,7 +45,7 @@ def random_prompts(
     """Return ``count`` prompts of random ids below ``vocab``.
 
     With ``decode`` the prompts are sent as text. The server may then count a slightly different
-    number of tokens; its own count is the one that is reported.
+    number of tokens; the record has the server's count.
     """
     inputs = random_lengths(rng, input_len, ratio, count)
     outputs = random_lengths(rng, output_len, ratio, count)
@@ -101,8 +101,8 @@ def _record(line: bytes, number: int, path: Path) -> tuple[str, int]:
 def word_decoder(seed: int) -> Decode:
     """Return a decoder that writes one short common word for each id.
 
-    The text has about as many tokens as there were ids. For servers whose tokenizer is not
-    available.
+    The text has about as many tokens as there were ids. The decoder serves when the server's
+    tokenizer is not available.
     """
     words = (
         "the",

@@ -30,10 +30,10 @@ UNREAD_BYTES_MAX = (
 
 @dataclass(frozen=True)
 class Load:
-    """When requests are sent.
+    """The times at which requests are sent, and the limit on requests in flight.
 
     Attributes:
-        rate: requests a second; inf sends all at once.
+        rate: requests per second; inf sends all at once.
         burstiness: shape of the gamma-distributed gaps between requests; 1 is a Poisson process.
         concurrency: most requests in flight; None: no limit.
         seed: seed of the gaps.
@@ -57,7 +57,7 @@ def gaps(load: Load, count: int) -> list[float]:
 
 
 async def _departures(load: Load, prompts: Sequence[BenchPrompt]) -> AsyncIterator[BenchPrompt]:
-    """Yield each prompt when it is to be sent."""
+    """Yield each prompt at the time at which it has to be sent."""
     due = time.perf_counter()
     for gap, prompt in zip(gaps(load, len(prompts)), prompts):
         due += gap
@@ -78,6 +78,11 @@ async def drive(
     """Send all prompts and wait for their answers.
 
     Args:
+        target: the server.
+        backend: kind of server and route.
+        request: settings of all requests.
+        prompts: the prompts.
+        load: the times of the requests.
         finished: called after each answer.
 
     Returns:

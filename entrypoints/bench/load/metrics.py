@@ -1,4 +1,4 @@
-"""Compute one result record from the outcomes of a run.
+"""The result record of a run, computed from the outcomes of its requests.
 
 The keys are those of vLLM's ``bench serve``, with SGLang's names as aliases.
 
@@ -104,9 +104,9 @@ def measure(
     percentiles: Sequence[float] = (90, 95, 99),
     goodput: dict[str, float] | None = None,
 ) -> Record:
-    """Return the measured part of a record.
+    """Return the measured part of a run's record.
 
-    Failed requests count in ``failed`` and in nothing else.
+    Failed requests count only in ``failed``.
     """
     done = [outcome for outcome in outcomes if outcome.ok]
     inputs = sum(o.prompt_tokens for o in done)

@@ -111,7 +111,10 @@ def _dataset(group: Any) -> None:
 def _load(group: Any) -> None:
     """Add the options of the load."""
     group.add_argument(
-        "--max-concurrency", type=int, nargs="+", help="requests in flight; several values: a sweep"
+        "--max-concurrency",
+        type=int,
+        nargs="+",
+        help="most requests in flight; several values: one run for each",
     )
     group.add_argument(
         "--request-rate", type=float, default=math.inf, help="requests per second; inf: all at once"
@@ -126,7 +129,7 @@ def _load(group: Any) -> None:
     group.add_argument(
         "--ignore-eos",
         action="store_true",
-        help="the default; accepted for compatibility with vLLM",
+        help="generate past the end-of-sequence token: the default; as in vLLM",
     )
     group.add_argument(
         "--disable-ignore-eos",

@@ -14,7 +14,7 @@ class Sample:
 
     Attributes:
         seconds: time since the start.
-        loaded: time under load since the start.
+        loaded: part of that time under load.
         host: resident set of this process.
         device_held: memory of tensors.
         device_claimed: memory reserved by torch's allocator.
@@ -58,7 +58,7 @@ def growth(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def device_scope(samples: Sequence[Sample], missing: str) -> str:
-    """Return the scope of the judged device memory, in words.
+    """Return the scope of the judged device memory in words: this process or the whole device.
 
     Args:
         samples: the samples so far.

@@ -41,7 +41,7 @@ class Comparison:
     Args:
         args: options of the command.
         engines: interpreter by engine.
-        options: further words of an engine's command line by (engine, kind).
+        options: further command-line arguments by (engine, kind of run).
         versions: version by engine.
         model: facts of the checkpoint.
 
@@ -138,7 +138,7 @@ class Comparison:
     def _server(
         self, engine: PeerEngine, port: int, load: OwnLoad
     ) -> Callable[[], MeasuredProgram]:
-        """Return the function that starts an engine's server on ``port``."""
+        """Return a function that starts an engine's server on ``port``."""
         served = ServedRun(self._args.model, port, load.concurrency, self._context)
         url = f"http://127.0.0.1:{port}{engine.ready}"
         return self._start(engine, "serving", engine.server(served), partial(_url_answers, url))
@@ -146,7 +146,7 @@ class Comparison:
     def _with_floors_and_offline(
         self, found: dict[str, peers.Points], ours: Path, load: OwnLoad
     ) -> peers.Tables:
-        """Add the floors to our server's result and return it beside our offline engine's.
+        """Add the floors to our server's result, and compare it with our offline engine's.
 
         Args:
             found: results by engine; this engine's is replaced.
@@ -170,7 +170,14 @@ class Comparison:
     def _start(
         self, engine: PeerEngine, kind: str, words: list[str], loaded: Loaded
     ) -> Callable[[], MeasuredProgram]:
-        """Return the function that starts this run; record the run's command."""
+        """Return a function that starts an engine's run; record the command.
+
+        Args:
+            engine: the engine.
+            kind: "static" or "serving".
+            words: the arguments after the interpreter.
+            loaded: see :class:`MeasuredProgram`.
+        """
         command = [self._engines[engine.name], *words, *self._options.get((engine.name, kind), [])]
         self._commands[f"{engine.name}, {kind}"] = shlex.join(command)
         return partial(
@@ -193,7 +200,7 @@ class Comparison:
         Args:
             kind: "static" or "serving".
             starts: functions that start the engines.
-            measure: returns the result of an engine whose turn it is.
+            measure: measures a loaded engine and returns its result.
 
         Returns:
             The result of each engine that did not fail.

@@ -38,7 +38,7 @@ def conditions(device: str) -> dict[str, Any]:
 def conditions_apart() -> dict[str, Any]:
     """Return the conditions without creating a CUDA context in this process.
 
-    For a process that does not use the card itself while others measure on it.
+    A process that does not use the card itself, while others measure on it, calls this function.
     """
     from glowplug.core.facts.machine import cuda_devices
 
@@ -48,7 +48,7 @@ def conditions_apart() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Return the commit of the checkout that this runs from; "" if it is not a checkout."""
+    """Return the git commit of this source tree; "" if it is not a checkout."""
     root = Path(__file__).resolve().parents[3]
     return (
         _line(["git", "-C", str(root), "rev-parse", "--short", "HEAD"])

@@ -18,11 +18,11 @@ from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import DeviceFacts, ModelFacts
 from glowplug.core.plan.plan import EnginePlan
 
-#: substring of the card's name -> bytes a second of a large device copy, read and written
+#: substring of the card's name -> bytes per second of a large device copy, read and written
 #: (measured)
 COPY_BANDWIDTH = {"H200": 4.3e12}
 REACHED_SHARE = 0.9  #: assumed share of the vendor's bandwidth for cards without a measurement
-#: substring of the card's name -> operations a second of a large GEMM of random numbers in
+#: substring of the card's name -> operations per second of a large GEMM of random numbers in
 #: (bfloat16, FP8); bfloat16 is measured, FP8 is assumed to be twice as fast
 MATRIX_RATE = {"H200": (7.9e14, 1.58e15)}
 SCALE_BYTES = 4  #: bytes of a block's float32 scale
@@ -47,7 +47,7 @@ class StepBytes:
         return self.fixed + self.experts + self.kv
 
     def seconds(self, bandwidth: float) -> float:
-        """Return the time of the reads at ``bandwidth`` bytes a second."""
+        """Return the time of the reads at ``bandwidth`` bytes per second."""
         return self.total / bandwidth
 
 
@@ -57,8 +57,8 @@ def step_bytes(
     """Return the bytes of a decode step of ``batch`` sequences of ``context`` tokens.
 
     Args:
-        element: bytes of an unquantized weight. A checkpoint in FP8 blocks has its own width,
-            except for the gate and the head.
+        element: bytes of an unquantized weight. Weights in FP8 blocks count with their own width;
+            the gate and the head are not quantized.
         kv_element: bytes of a number in the KV cache.
     """
     width = weight_bytes(model, element)
@@ -80,11 +80,11 @@ def step_bytes(
 
 @dataclass(frozen=True)
 class PrefillWork:
-    """Operations of a prefill.
+    """Floating-point operations of a prefill.
 
     Attributes:
         linear: operations in the dtype of the weights.
-        wide: operations in bfloat16 (scores, gates, head).
+        wide: operations that are always in bfloat16 (scores, gates, head).
         fp8: True if the weights are FP8.
     """
 
@@ -93,14 +93,14 @@ class PrefillWork:
     fp8: bool
 
     def seconds(self, rates: tuple[float, float]) -> float:
-        """Return the time at ``rates``: operations a second in (bfloat16, FP8)."""
+        """Return the time at ``rates``: operations per second in (bfloat16, FP8)."""
         return self.linear / rates[self.fp8] + self.wide / rates[0]
 
 
 def prefill_work(model: ModelFacts, prompts: int, length: int) -> PrefillWork:
     """Return the work of a prefill of ``prompts`` prompts of ``length`` tokens.
 
-    Causal attention, MLA not absorbed, logits of the last token of each prompt only.
+    Attention is causal, MLA is not absorbed, and only each prompt's last token has logits.
     """
     layers = model.num_layers
     hidden = model.hidden_size
@@ -133,8 +133,8 @@ class Card:
     """The measured rates of a card.
 
     Attributes:
-        bandwidth: bytes a second of device memory.
-        rates: operations a second in (bfloat16, FP8).
+        bandwidth: bytes per second of device memory.
+        rates: operations per second in (bfloat16, FP8).
     """
 
     bandwidth: float
@@ -157,8 +157,8 @@ class Card:
     ) -> dict[str, float]:
         """Return the floors of a closed loop under the keys of ``bench serving``.
 
-        Model: ``concurrency`` prompts arrive at once and are prefilled one after another. Then all
-        decode together, half-way through their outputs on average.
+        The model of the load: ``concurrency`` prompts arrive at once and are prefilled one after
+        another. Then all decode together, half-way through their outputs on average.
         """
         prompts = self.prefill(model, concurrency, prompt)
         step = self.decode(model, concurrency, prompt + output // 2)
@@ -234,7 +234,7 @@ def _kv_numbers(model: ModelFacts) -> int:
 
 
 def card_bandwidth(devices: Sequence[DeviceFacts]) -> float:
-    """Return the bytes a second that a copy reaches on the slowest card; 0 if there are none."""
+    """Return the bytes per second that a copy reaches on the slowest card; 0 if there are none."""
     rates = [
         next(
             (rate for part, rate in COPY_BANDWIDTH.items() if part in card.name),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from glowplug.entrypoints.front.llm import LLM
 
 
-#: decode steps at the start that statistics leave out, if there are at least four times as many
+#: decode steps at the start that statistics leave out, if a run has at least four times as many
 SETTLING_STEPS = 4
 
 
@@ -133,5 +133,5 @@ def traced(llm: LLM, label: str, work: Callable[[], object]) -> Path:
 
 
 def median_run(runs: Sequence[BatchTimes]) -> BatchTimes:
-    """Return the run of median total time (the faster of the middle two)."""
+    """Return the run of median total time (of an even number, the faster of the middle two)."""
     return sorted(runs, key=lambda run: run.total)[(len(runs) - 1) // 2]

@@ -1,4 +1,4 @@
-"""Load that ``glowplug bench versus`` runs with this project's own benchmarks.
+"""The load of ``glowplug bench versus`` on servers, run with this project's own benchmarks.
 
 The same requests are sent to every engine's server, and to this engine without a server.
 """
@@ -43,7 +43,7 @@ class OwnLoad:
         return max(self.levels)
 
     def on_server(self, engine: PeerEngine, port: int, result: Path) -> None:
-        """Load a server: a warm-up pass that is not recorded, then every concurrency.
+        """Send a server a warm-up pass that is not recorded, then the load at every concurrency.
 
         Args:
             engine: the engine that serves.
@@ -96,7 +96,7 @@ class OwnLoad:
     def _serving(
         self, log: str, engine: PeerEngine, port: int, output_len: int, more: Sequence[str]
     ) -> None:
-        """Run ``bench serving`` on a server. ``more``: its further options."""
+        """Run ``bench serving`` on a server. ``more``: further options of ``bench serving``."""
         words = {
             "--backend": engine.backend,
             "--base-url": f"http://127.0.0.1:{port}",
@@ -107,7 +107,7 @@ class OwnLoad:
         self._run(log, ["serving", *_options(words), "--disable-tqdm", *more])
 
     def _run(self, log: str, words: Sequence[str]) -> None:
-        """Run a benchmark of ours and wait for its end. ``log``: name of its log."""
+        """Run a benchmark of ours to its end. ``words``: arguments; ``log``: name of the log."""
         command = [sys.executable, "-m", "glowplug", "bench", *words]
         path = self.folder / f"{log}.log"
         with MeasuredProgram(f"bench {words[0]}", command, path, {}) as program:
@@ -115,5 +115,5 @@ class OwnLoad:
 
 
 def _options(values: dict[str, object]) -> list[str]:
-    """Return the words of options with one value each."""
+    """Return the command-line arguments of options with one value each."""
     return [word for name, value in values.items() for word in (name, str(value))]

@@ -63,7 +63,7 @@ class PeerEngine:
     Attributes:
         name: the name in ``--peer``.
         distribution: the package whose version is recorded.
-        mark: text in the log of a static run right before it begins to measure.
+        mark: text that a static run writes to its log right before it begins to measure.
         ready: route of the server that answers 200 once it is loaded.
         backend: backend of ``glowplug bench serving`` for this server.
         static: makes the arguments after the interpreter for static batches.
@@ -120,7 +120,7 @@ def _ours_server(run: ServedRun) -> list[str]:
 def _sglang_static(run: StaticRun) -> list[str]:
     """Return the arguments for SGLang's ``bench_one_batch``, with each batch size twice.
 
-    The first run warms its shape up. The better of the two counts.
+    The first run of a batch size warms it up. The better run counts.
     """
     twice = [size for size in run.batch_sizes for _ in range(2)]
     return [

@@ -19,7 +19,7 @@ class ProcessMemory:
     """Reader of the driver's count.
 
     Attributes:
-        missing: why the count is not available; "" while it is.
+        missing: reason why the count is not available; "" while it is available.
     """
 
     def __init__(self, command: tuple[str, ...] = QUERY) -> None:

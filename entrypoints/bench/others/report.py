@@ -72,10 +72,14 @@ def serving_report(
 
 
 def idle_share(before: Mapping[str, Any], after: Mapping[str, Any]) -> float | None:
-    """Return the share of step time in which the device was idle, between two statistics.
+    """Return the share of step time in which the device was idle, between two snapshots.
+
+    Args:
+        before: the engine's statistics at the first snapshot.
+        after: the engine's statistics at the second.
 
     Returns:
-        The share between ``before`` and ``after``; None if the engine does not report it.
+        The share, 0 to 1; None if the engine does not report it.
     """
     if "bubble_seconds" not in after:
         return None

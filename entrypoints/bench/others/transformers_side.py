@@ -1,6 +1,6 @@
 """transformers' ``generate`` as the other side of a comparison.
 
-The only module that imports transformers.
+No other module imports transformers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 class TransformersSide:
     """A checkpoint in float32 under ``AutoModelForCausalLM``, with its KV cache.
 
-    Generates greedily, one prompt at a time. An FP8 checkpoint needs accelerate and is dequantized
-    while it loads, so all multiplications are float32.
+    It generates greedily, one prompt at a time. An FP8 checkpoint needs accelerate and is
+    dequantized while it loads, so all multiplications are float32.
     """
 
     def __init__(self, folder: str) -> None:

@@ -72,7 +72,7 @@ class MeasuredProgram:
         self.end()
 
     def loaded(self) -> bool:
-        """Return True if the program is loaded, or has ended before (see ``check``)."""
+        """Return True if the program is loaded, or has ended while loading (see ``check``)."""
         if self._loaded(self.log.read_text(errors="replace")):
             return True
         if self._process.poll() is None:
@@ -151,12 +151,12 @@ def in_turns(
 ) -> Generator[MeasuredProgram]:
     """Yield each program, loaded, while the others are suspended or not running.
 
-    Close the generator when done.
+    The caller has to close the generator, which ends the programs.
 
     Args:
         starts: functions that start the programs.
         together: load all programs at once, and suspend each as soon as it is loaded.
-        timeout: seconds to load in. A program that takes longer, or ends, is yielded as well:
+        timeout: seconds for loading. A program that takes longer, or ends, is yielded as well:
             ``MeasuredProgram.check`` then raises.
     """
     with ExitStack() as stack:

@@ -41,7 +41,7 @@ def add_plan_option(parser: argparse.ArgumentParser, default: str) -> None:
 
     Args:
         parser: parser of the command.
-        default: meaning of a missing ``--plan``, for ``--help``.
+        default: description of the default, for ``--help``.
     """
     parser.add_argument(
         "--plan",
@@ -60,7 +60,7 @@ def show_plan(plan: EnginePlan, details: str, file: TextIO) -> None:
 def check_tokenizer(plan: EnginePlan, plugins: PluginSet) -> None:
     """Check that a checkpoint's tokenizer can be opened, as serving would.
 
-    A shape (a config.json without weights) has no tokenizer and passes.
+    A model folder with config.json alone, without weights, needs no tokenizer and passes.
 
     Raises:
         PlanRefused: the tokenizer is missing or damaged.

@@ -186,7 +186,7 @@ def _selected(tables: list[TuneTable], labels: list[str]) -> list[TuneTable]:
 
 
 def _plan(config: Mapping[str, Any], plugins: PluginSet, folder: Path) -> EnginePlan:
-    """Return the plan of the model cut to one layer of each kind: the GEMM shapes are the same."""
+    """Return the plan of the model cut to one layer of each kind, which keeps all GEMM shapes."""
     write_cut(model_config(str(config.get("model", "embedded")), plugins), folder)
     return make_plan(
         {
@@ -219,14 +219,14 @@ def _measure(tuner: TableTuner, tables: list[TuneTable], seconds: float) -> None
 
 
 def _list(tables: list[TuneTable], tuner: str) -> None:
-    """Print the tables of a tuner without measuring, or that the model has none."""
+    """Print the tables of a tuner without measuring, or a line that there are none."""
     if not tables:
         print(f"this model has nothing for {tuner} to tune")
     _show(tables, "run it without --list")
 
 
 def _show(tables: list[TuneTable], how: str = "run the same command again to continue") -> None:
-    """Print how complete each table is, and ``how`` to complete them."""
+    """Print how complete each table is; if one is incomplete, also ``how`` to complete it."""
     for table in tables:
         left = f", missing {', '.join(map(str, table.missing))}" if table.missing else ""
         print(

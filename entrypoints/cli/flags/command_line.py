@@ -35,8 +35,8 @@ def serve_defaults(
 ) -> dict[str, Any]:
     """Return the defaults of serving: the embedded model, one process per rank.
 
-    With several hosts (configured, on the fact sheet, or given by torchrun, which started this
-    process) the executor is "torchrun".
+    The executor is "torchrun" if the configuration or the fact sheet has several hosts, or if
+    torchrun started this process.
 
     Args:
         config: the operator's configuration.
@@ -74,7 +74,7 @@ class CommandLine:
         source: name of the configuration in messages.
         plugins: the loaded plugins.
         hardware: facts of the sheet that ``--facts`` names; None: this machine.
-        notes: decisions that the plan reports.
+        notes: decisions about flags, such as flags without effect, that the plan reports.
     """
 
     layer: Layer
@@ -137,7 +137,7 @@ def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None
 
 
 def _always_on_notes(args: argparse.Namespace) -> list[Decision]:
-    """Return a note for each given switch of behaviour that is always on."""
+    """Return a note for each given switch that turns on what is always on here."""
     names = dict.fromkeys(getattr(args, "always_on", None) or ())
     return [Decision(name, "no effect", "operator", ALWAYS_ON[name]) for name in names]
 
@@ -158,7 +158,7 @@ def _sheet(name: str | None, layer: Layer) -> HardwareFacts | None:
 
 
 def _resolve_attention(layer: Layer, plugins: PluginSet) -> None:
-    """Replace a library's name in ``--attention-backend`` by the backend for this model.
+    """Replace a library's name in ``--attention-backend`` by its backend for this model.
 
     Other engines use one name, such as "fa3", for latent and multi-head attention.
     """

@@ -17,7 +17,7 @@ DTYPES = {
     "bf16": "bfloat16",
 }
 KV_DTYPES = {**DTYPES, "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
-#: NOTE: published DeepSeek commands call drafting with the NextN layer EAGLE
+#: NOTE: published DeepSeek commands use the name EAGLE for drafting with the NextN layer
 ALGORITHMS = {
     "NEXTN": "nextn",
     "EAGLE": "nextn",

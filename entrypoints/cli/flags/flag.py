@@ -18,7 +18,8 @@ class Flag:
 
     Attributes:
         names: spellings; underscores count as hyphens.
-        path: dotted field; ``parallel[tensor].size`` is a field of the list item with that ``use``.
+        path: dotted field; ``parallel[tensor].size`` is the field ``size`` of the item of the list
+            ``parallel`` whose ``use`` is "tensor".
         help: description for ``--help``.
         convert: conversion of the text on the command line; None for a switch.
         value: value that a switch sets.
@@ -60,7 +61,7 @@ class GivenFlag:
 
     @property
     def text(self) -> str:
-        """The flag and its value for messages, without the value of a key."""
+        """The flag and its value for messages; the value of an API key is left out."""
         if self.flag.convert is None or self.flag.path.endswith("api_key"):
             return self.spelling
         return f"{self.spelling} {_shortened(self.value)}"
@@ -103,5 +104,5 @@ def text_list(text: str) -> list[str]:
 
 
 def switch(names: str, path: str, value: Any, help: str, **more: Any) -> Flag:
-    """Return a flag without a value. ``names``: its spellings, separated by blanks."""
+    """Return a flag that takes no value. ``names``: its spellings, separated by blanks."""
     return Flag(tuple(names.split()), path, help, convert=None, value=value, **more)

@@ -13,7 +13,7 @@ from glowplug.entrypoints.cli.flags.foreign_sglang import SGLANG
 from glowplug.entrypoints.cli.flags.foreign_vllm import VLLM
 from glowplug.entrypoints.cli.flags.table import ALWAYS_ON
 
-#: (pattern that is searched in a name, the alternative); the first match counts
+#: (pattern to search for in a flag's name, the alternative); the first match counts
 ALTERNATIVES: tuple[tuple[str, str], ...] = (
     (
         r"^max-(num-batched-tokens|prefill-tokens)$",
@@ -113,7 +113,7 @@ ALTERNATIVES: tuple[tuple[str, str], ...] = (
     (r"^radix-eviction-policy$", "leave it out: the least recently used leaves are evicted first"),
 )
 
-#: flags that both engines have
+#: flags of both SGLang and vLLM
 BOTH = frozenset(
     """
     allowed-media-domains cpu-offload-gb dcp-comm-backend decode-context-parallel-size

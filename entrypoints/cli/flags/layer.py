@@ -20,7 +20,7 @@ _ITEM = re.compile(r"(\w+)\[([\w*]+)\]\.(\w+)")
 def command_line_layer(
     given: Sequence[GivenFlag], overrides: Sequence[str]
 ) -> tuple[Layer, list[Decision]]:
-    """Return one layer of all flags in order, then ``--set``.
+    """Return one configuration layer of all flags, in order, and of ``--set`` after them.
 
     Args:
         given: flags in command-line order.
@@ -139,8 +139,8 @@ def _assign(layer: Layer, fields: Mapping[str, Any], flag: str) -> None:
 def _same(path: str, held: Any, value: Any) -> bool:
     """Return whether two values of a field mean the same.
 
-    A library's name in other engines ("fa3") equals this engine's name of its latent attention
-    ("fa3_mla").
+    A library's name in other engines ("fa3") means the same as the name of its latent attention
+    here ("fa3_mla").
     """
     return bool(
         held == value
@@ -150,9 +150,9 @@ def _same(path: str, held: Any, value: Any) -> bool:
 
 
 def _resolve_item(layer: Layer, path: str, flag: str) -> str:
-    """Return ``parallel[tensor].size`` as ``parallel.0.size``: the list item with that ``use``.
+    """Return ``parallel[tensor].size`` as ``parallel.0.size``.
 
-    A missing item is added.
+    The number is that of the list item whose ``use`` is "tensor"; a missing item is added.
     """
     match = _ITEM.fullmatch(path)
     if match is None:
@@ -170,8 +170,8 @@ def _resolve_item(layer: Layer, path: str, flag: str) -> str:
 def _apply_override(layer: Layer, override: str) -> None:
     """Apply ``--set A.B=VALUE``.
 
-    Each value in a section or a list of sections counts as set on its own. A mistake adds a refusal
-    to ``layer``.
+    Each value inside a given section or list of sections is recorded as set by this override. A
+    mistake adds a refusal to ``layer``.
     """
     path, equals, text = override.partition("=")
     path = path.strip()
@@ -192,7 +192,7 @@ def _apply_override(layer: Layer, override: str) -> None:
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of all leaves in ``value``: neither sections nor lists of sections."""
+    """Yield (path, value) of the leaves: values that are no sections and no lists of sections."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves(f"{path}.{key}", item)
@@ -204,7 +204,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _origin(layer: Layer, path: str) -> str:
-    """Return the place that set ``path``, a value inside it or a section around it; "" if none."""
+    """Return the place that set ``path``, a value inside it or a section around it, or ""."""
     for written, origin in layer.origins.items():
         if f"{written}.".startswith(f"{path}.") or path.startswith(f"{written}."):
             return origin

@@ -1,4 +1,4 @@
-"""``--tool-call-parser``: a refusal of its own if the named parser does not parse tool calls."""
+"""Check of ``--tool-call-parser``: the named parser has to parse tool calls."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ OUTPUTS = next(slot for slot in SLOTS if slot.name == "outputs")
 def without_wrong_parsers(layer: Layer, plugins: PluginSet) -> tuple[Layer, list[Refusal]]:
     """Remove output parsers that ``--tool-call-parser`` names and that parse no tool calls.
 
-    Parsers that do parse tool calls stay: the plan's checks decide whether answers carry them.
+    Parsers of tool calls stay; the plan's checks decide whether answers can have tool calls.
 
     Returns:
-        The remaining layer, and a refusal of each removed parser.
+        The layer without them, and a refusal of each removed parser.
     """
     section = OUTPUTS.section
     items = layer.data.get(section)
@@ -45,7 +45,7 @@ def without_wrong_parsers(layer: Layer, plugins: PluginSet) -> tuple[Layer, list
 
 
 def _refusal(path: str, given: str, name: str, plugins: PluginSet) -> Refusal | None:
-    """Return a refusal with the reason why ``name`` is no tool-call parser; None if it is one."""
+    """Return the refusal of ``name``, which is no tool-call parser; None if it is one."""
     kinds = {
         found.component.name: found.component.offers.kinds
         for found in plugins.components(OUTPUTS.name)

@@ -1,4 +1,4 @@
-"""``[[parallel]]`` sections from flags in any order: implied sizes, and the order of strategies."""
+"""``[[parallel]]`` sections from flags in any order: missing sizes, and the order of strategies."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ TENSOR = "tensor"
 #: strategies that regroup the tensor-parallel ranks, in the order in which they must be listed
 REGROUPINGS = ("ep_moe", "dp_attention")
 RANKS = f"{SECTION}[{TENSOR}].size"
-#: strategy by the field of its size
-#: NOTE: a size of one means the same as no section, and published commands write --tp 1
+#: strategy by the field of its size. NOTE: a size of one means the same as no section, and
+#: published commands write --tp 1
 SIZE_FIELDS: dict[str, str] = {f"{SECTION}[{use}].size": use for use in (TENSOR, *REGROUPINGS)}
 
 
 def sizes_of_one(given: Sequence[GivenFlag]) -> dict[str, str]:
-    """Return the strategies that flags set to size one, with the flag: ``{"tensor": "--tp 1"}``."""
+    """Return the flags that set a strategy's size to one, by strategy: ``{"tensor": "--tp 1"}``."""
     return {
         SIZE_FIELDS[one.flag.path]: one.text
         for one in given
@@ -29,7 +29,7 @@ def sizes_of_one(given: Sequence[GivenFlag]) -> dict[str, str]:
 
 
 def larger_than_one(layer: Layer, given: Sequence[GivenFlag]) -> list[tuple[int, str]]:
-    """Return (index, flag) of strategies with size one by flag but a larger size in ``layer``."""
+    """Return (index, flag) of the strategies to which a flag gives size one and ``layer`` more."""
     items = layer.data.get(SECTION)
     single = sizes_of_one(given)
     numbered = enumerate(items if isinstance(items, list) else [])
@@ -48,7 +48,7 @@ def arrange(layer: Layer, given: Sequence[GivenFlag]) -> list[Decision]:
     alone is not changed.
 
     Returns:
-        A decision for each flag with size one, and for each switch without effect.
+        A decision for the plan's report on each flag with size one and each switch without effect.
     """
     single = sizes_of_one(given)
     notes = [
@@ -84,7 +84,7 @@ def _place(item: dict[str, Any]) -> int:
 
 
 def _drop_single(layer: Layer, items: list[Any], single: Mapping[str, str]) -> list[Decision]:
-    """Remove strategies of size one, and on one rank those whose size is the number of ranks.
+    """Remove strategies of size one, and on a single rank those sized by the number of ranks.
 
     NOTE: published commands write ``--tp 1 --enable-ep-moe``.
 

@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
     def _unexpected(self, words: Sequence[str]) -> Iterator[str]:
         """Yield an error for each word that no option takes.
 
-        Words after an unknown flag count as its values.
+        Words after an unknown flag are taken for its values and not reported.
         """
         valued = False
         for word in words:

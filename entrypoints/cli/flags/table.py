@@ -8,8 +8,8 @@ from glowplug.entrypoints.cli.flags.server_table import SERVER_FLAGS
 
 FLAGS: tuple[Flag, ...] = (*ENGINE_FLAGS, *SERVER_FLAGS)  #: in the order of ``--help``
 
-#: switches of other engines for behaviour that is always on here -> that behaviour; accepted and
-#: recorded as without effect
+#: switches of other engines -> the behaviour they switch on, which is always on here; they are
+#: accepted, and the plan reports that they have no effect
 ALWAYS_ON: dict[str, str] = {
     "--enable-chunked-prefill": (
         "prompts are always computed in chunks of at most --chunked-prefill-size tokens"
@@ -20,7 +20,7 @@ ALWAYS_ON: dict[str, str] = {
     "--disable-custom-all-reduce": "ranks communicate only by NCCL or gloo",
 }
 
-#: flag -> (the flag beside which it has no effect, why)
+#: flag -> (the other flag that makes it ineffective, why)
 NO_EFFECT_WITH: dict[str, tuple[str, str]] = {
     "--cuda-graph-bs": ("--disable-cuda-graph", "graphs are off"),
     "--cuda-graph-max-bs": ("--disable-cuda-graph", "graphs are off"),
@@ -33,7 +33,7 @@ NO_EFFECT_WITH: dict[str, tuple[str, str]] = {
         "prefill steps run eagerly",
     ),
 }
-#: flag -> (the flag without which it has no effect, why)
+#: flag -> (the other flag that it needs to have an effect, why)
 NO_EFFECT_WITHOUT: dict[str, tuple[str, str]] = {
     "--torch-compile-max-bs": ("--enable-torch-compile", "compilation is off"),
 }

@@ -41,7 +41,7 @@ class Job:
         rid: id of the request.
         sequences: prompt and sampling parameters of each sequence.
         admission: priority, prefix-cache salt and limits in time of all sequences.
-        rids: ids of the sequences, if the client gave one for each.
+        rids: ids of the sequences; None: the client did not give one for each.
         n: number of consecutive sequences that share a prompt.
         record: record in the request log; None: the job was not started by a client.
     """
@@ -99,7 +99,7 @@ class Job:
         raise EngineDead("the engine ended a sequence without a reason")
 
     async def _merged(self, context: JobContext) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yield (index, delta) of all sequences, which run in a task each."""
+        """Yield (index, delta) of all sequences, each of which runs in a task of its own."""
         queue: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(
             maxsize=4 * len(self.sequences)
         )

@@ -45,7 +45,7 @@ async def of_completion(
 async def _of_texts(
     context: Context, texts: list[str], add_special_tokens: bool
 ) -> list[TokenizedPrompt]:
-    """Return tokenised texts."""
+    """Return a tokenised prompt for each text."""
     rows = await context.texts.encode(texts, add_special_tokens)
     prompts = [TokenizedPrompt(ids, text) for ids, text in zip(rows, texts, strict=True)]
     for prompt in prompts:
@@ -71,7 +71,7 @@ async def of_native(
 
 
 async def of_chat(context: Context, request: ChatRequest) -> TokenizedPrompt:
-    """Return the rendered conversation, or ``input_ids`` as given."""
+    """Return the prompt of a chat request: the rendered conversation, or ``input_ids`` as given."""
     if request.input_ids is not None:
         return _of_ids(request.input_ids)
     if request.messages is None:

@@ -33,8 +33,8 @@ class ReasoningSplitter:
         With the last delta, the text that parsers held back is returned as well.
 
         Raises:
-            ValueError: a parser returned a piece of another kind. The plan admits only parsers
-                whose offers name kinds that a response can hold.
+            ValueError: a parser returned a piece that is neither reasoning nor content. The plan
+                admits only parsers whose offers name kinds that a response can hold.
         """
         if not self._parsers:
             return "", delta.text
@@ -53,7 +53,7 @@ class ReasoningSplitter:
         return "".join(texts["reasoning"]), "".join(texts["content"])
 
     def _parse_from(self, text: str, start: int) -> list[Piece]:
-        """Return the pieces of ``text``, as content, after the parsers from index ``start`` on."""
+        """Return the pieces of ``text``, parsed as content by the parsers from ``start`` on."""
         pieces = [Piece("content", text)]
         for parser in self._parsers[start:]:
             pieces = [

@@ -45,7 +45,7 @@ class TextWorkers:
         """Run ``work`` in the pool and return its result.
 
         Raises:
-            RequestError: it takes longer than TEXT_SECONDS.
+            RequestError: ``work`` takes longer than TEXT_SECONDS.
         """
         try:
             return await asyncio.wait_for(
@@ -59,10 +59,10 @@ class TextWorkers:
             ) from None
 
     def check_bytes(self, texts: list[str]) -> None:
-        """Check the total size of the texts. They are encoded only near the limit.
+        """Check the total size of the texts, which are encoded for it only near the limit.
 
         Raises:
-            RequestError: they are larger than ``max_bytes``.
+            RequestError: the texts are larger than ``max_bytes``.
         """
         size = sum(len(text) for text in texts)
         if size > self._max_bytes or (

@@ -1,6 +1,6 @@
 """Responses of ``/generate`` in SGLang's format.
 
-Each sequence has a dict. In a stream it is cumulative.
+A response has one dict for each sequence. In a stream, each dict has all output so far.
 """
 
 from __future__ import annotations

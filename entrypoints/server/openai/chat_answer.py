@@ -24,7 +24,7 @@ from glowplug.entrypoints.server.protocol.chat import ChatRequest
 
 
 def ending_fields(context: Context, delta: Delta) -> dict[str, Any]:
-    """Return the fields on how a choice ended.
+    """Return the fields that state how a choice ended.
 
     They are OpenAI's ``finish_reason``, vLLM's ``stop_reason`` (None for eos) and SGLang's
     ``matched_stop``.
@@ -260,7 +260,7 @@ class ChatChunks(ChatAnswer):
 
     @staticmethod
     def _hold(choice: ChatChoiceState, reasoning: str, complete: bool) -> str:
-        """Hold reasoning back, and return all of it once it is complete."""
+        """Hold reasoning back, return "" meanwhile, and all of it once it is complete."""
         choice.held.append(reasoning)
         if not complete:
             return ""

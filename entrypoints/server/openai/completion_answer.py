@@ -33,7 +33,9 @@ class CompletionChoiceState:
 
 
 class CompletionAnswer:
-    """The base class of whole and streamed responses. Choice ``p * n + i`` is the i-th of prompt p.
+    """The base class of whole and streamed responses.
+
+    Choice ``p * n + i`` is the i-th choice of prompt p.
 
     Args:
         context: the server's context.
@@ -109,7 +111,7 @@ class CompletionAnswer:
         return text, ids
 
     def _ending(self, delta: Delta) -> dict[str, Any]:
-        """Return the fields on how a choice ended.
+        """Return the fields that state how a choice ended.
 
         With ``max_tokens`` 0 the reason is "length", whatever token was generated to score the
         prompt.

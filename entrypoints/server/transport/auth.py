@@ -27,7 +27,7 @@ class Authoriser:
 
     Open routes need no key, client routes ``api_key``, admin routes ``admin_api_key``. The admin
     key is valid for all routes. Without an admin key, ``api_key`` is valid for admin routes too.
-    Without any key, all routes are open.
+    Without ``api_key``, client routes are open; without any key, all routes are open.
     """
 
     def __init__(self, options: ServerOptions, admin: Iterable[str]) -> None:

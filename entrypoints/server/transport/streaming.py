@@ -197,7 +197,7 @@ def _write_nothing(body: bytes) -> bool:
 class _StallGuard:
     """The detection of blocked writes of one stream.
 
-    A timer checks twice in ``seconds``, so no timer is set for each chunk.
+    One timer checks twice per ``seconds``, so that no timer is set for each chunk.
     """
 
     def __init__(self, scope: Scope, seconds: float) -> None:

@@ -36,10 +36,10 @@ def hopper_gated_product(
         ids: [T, K].
         order: The alignment of ``ids``, with R positions.
         dtype: Dtype between the GEMM and the quantisation, of 16 bits.
-        config: ``GROUP``.
+        config: Configuration with the key ``GROUP``.
 
     Returns:
-        E4M3 [R, I] and scales.
+        values E4M3 [R, I] and scales float32 [R, I / 128], column-major.
     """
     rows, row_scales, _ = gather_rows(x, x_scales, order, ids)
     hidden = gemm_hopper.gated(rows, row_scales, w13, scales13, order, ids.numel(), dtype, config)
@@ -65,9 +65,9 @@ def products(
         x: E4M3 [T, H].
         x_scales: float32 [T, ceil(H / 128)], column-major.
         w13: E4M3 [E, 2I, H], gates before ups.
-        scales13: float32, one a 128x128 block of ``w13``.
+        scales13: float32, one per 128x128 block of ``w13``.
         w2: E4M3 [E, H, I].
-        scales2: float32, one a 128x128 block of ``w2``.
+        scales2: float32, one per 128x128 block of ``w2``.
         ids: int [T, K]; -1: an expert of another rank.
         weights: float32 [T, K].
         dtype: Result's dtype.

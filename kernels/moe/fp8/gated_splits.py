@@ -1,9 +1,9 @@
 """Split-K first GEMM of the experts of one or two tokens in block FP8.
 
-Without splits, few pairs give about as many programs as there are multiprocessors: some
-multiprocessors then read twice the bytes of others, and the step waits for these. Depth splits are
-small enough for an even distribution. The last program of a column block sums the splits, in order,
-and computes silu(gate) * up.
+Without splits, few pairs give about as many programs as there are multiprocessors. Some
+multiprocessors then read twice the bytes of the others, and the step waits for them. Depth splits
+are small enough for an even distribution. The last program of a column block sums the splits, in
+order, and computes silu(gate) * up.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def gates_and_ups(
 
     ``x_at`` [BLOCK_M, 128] points to the rows of x. The scales are at ``xs_at`` and ``gs_at``,
     those of the ups inter // 128 rows further on. ``weight`` is ``stored`` [E, 2 * inter, depth] or
-    its descriptor. The sums are over depth groups ``start`` to ``end``.
+    its TMA descriptor. The sums are over depth groups ``start`` to ``end``.
 
     Returns:
         Gates and ups, with ``SWAP`` [128, BLOCK_M] each, otherwise [BLOCK_M, 128].
@@ -177,7 +177,7 @@ def _activate(partial, values, scale_at, SPLITS: tl.constexpr):
 
 @cache
 def _tickets(device: torch.device) -> Tensor:
-    """Return the ticket counters of a device, one a column block of a pair.
+    """Return the ticket counters of a device, one per column block of a pair.
 
     NOTE: all streams share them, so two such GEMMs must not run at once on a device. They must be
     allocated before any graph capture.
@@ -206,16 +206,16 @@ def gated_by_splits(
     Args:
         x: E4M3 [T, H].
         x_scales: float32 [T, ceil(H / 128)], column-major.
-        weight: ``w13`` or its descriptor.
+        weight: ``w13`` or its TMA descriptor.
         w13: E4M3 [E, 2I, H].
-        scales13: float32, one a 128x128 block.
+        scales13: float32, one per 128x128 block.
         ids: [T * K]; pairs with -1 are skipped.
         per_token: K.
         splits: Splits of the depth.
         options: TMA, EVEN, num_warps, num_stages and the launch options of ``dependent_launch``.
 
     Returns:
-        E4M3 [T * K, I] and scales.
+        values E4M3 [T * K, I] and scales float32 [T * K, I / 128], column-major.
     """
     inter = w13.shape[1] // 2
     depth = w13.shape[2]

@@ -2,7 +2,7 @@
 
 w13 is E4M3 [E, 2I, H] (gate then up), w2 E4M3 [E, H, I], both with float32 scales of 128x128
 blocks. Pair t * K + k is token t's k-th expert. Rows between the GEMMs are stored by pair, so that
-padding rows cost no memory traffic. Nothing syncs with the device.
+padding rows cost no memory traffic. The host never waits for the device.
 """
 
 from __future__ import annotations
@@ -238,12 +238,12 @@ def _gated(
 
 
 def fetch_of(tile: int) -> int:
-    """Return the depth groups that the second GEMM prefetches with ``tile`` rows a tile."""
+    """Return the depth groups that the second GEMM prefetches with ``tile`` rows per tile."""
     return PREFETCH_GROUPS if tile <= 32 else 0
 
 
 def _weight_operand(weight: Tensor, block_n: int, tma: bool) -> Tensor | TensorDescriptor:
-    """Return the kernel's operand for weight [E, N, K]: itself, or a descriptor of [E * N, K]."""
+    """Return the operand for weight [E, N, K]: itself, or a TMA descriptor of [E * N, K]."""
     if not tma:
         return weight
     rows = weight.shape[0] * weight.shape[1]
@@ -287,7 +287,7 @@ def product(
         x: E4M3 [pairs / per_token, K].
         x_scales: float32 [pairs / per_token, ceil(K / 128)], column-major.
         weight: E4M3 [E, N, K].
-        w_scales: float32, one a 128x128 block.
+        w_scales: float32, one per 128x128 block.
         tiles: The tiles, of :func:`tiles_of`.
         tile: Rows of a tile.
         pairs: T * K.
@@ -345,10 +345,10 @@ def gated_product(
 
     Args:
         w13: E4M3 [E, 2I, K], gates before ups.
-        scales13: float32, one a 128x128 block.
+        scales13: float32, one per 128x128 block.
 
     Returns:
-        E4M3 [pairs, I] and scales.
+        values E4M3 [pairs, I] and scales float32 [pairs, I / 128], column-major.
     """
     inter = w13.shape[1] // 2
     depth = w13.shape[2]

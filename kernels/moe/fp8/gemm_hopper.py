@@ -1,11 +1,11 @@
 """Warp-specialised grouped GEMMs of routed experts in block FP8 on Hopper, in Gluon.
 
-They run over an ``Alignment`` of 192 rows a block, for loads that are limited by the tensor cores.
-One warp loads. Three warpgroups multiply 64 rows of a block each by the same weights, so that the
-float32 sums of one overlap the MMAs of the others. A depth group of 128 numbers is multiplied in
-E4M3. The result is multiplied by the scales of the row and of the weight block, which are loaded
-with the tiles, and summed in float32. 64 rows that are all padding are neither loaded nor
-multiplied, so that an expert wastes 32 rows on average.
+They run over an ``Alignment`` of 192 rows per block, for loads that are limited by the tensor
+cores. One warp loads. Three warpgroups multiply 64 rows of a block each by the same weights, so
+that the float32 sums of one overlap the MMAs of the others. A depth group of 128 numbers is
+multiplied in E4M3. The result is multiplied by the scales of the row and of the weight block, which
+are loaded with the tiles, and summed in float32. 64 rows that are all padding are neither loaded
+nor multiplied, so that an expert wastes 32 rows on average.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ WARPGROUPS = 3  #: warpgroups that share a tile's weights
 COLUMNS = 128
 DEPTH = 128  #: depth of a pipeline stage
 STAGES = 5  #: pipeline stages
-MULTIPLYING = 160  #: registers of a thread that multiplies
-FETCHING = 32  #: registers of a thread that loads
+MULTIPLYING = 160  #: registers of each thread that multiplies
+FETCHING = 32  #: registers of each thread that loads
 
 
 @gluon.jit
@@ -192,9 +192,9 @@ def _grouped_fp8_hopper(
 ):
     """Compute one grouped GEMM, with ``UP`` followed by silu(gate) * up.
 
-    ``x_at`` and ``w_at`` are descriptors of E4M3 [R, depth] and [E * N, depth] in tiles of 64 rows.
-    ``x_scales`` is [depth / 128, x_stride], ``w_scales`` [E, N / 128, depth / 128]. ``out`` has N
-    columns, with ``UP`` N / 2.
+    ``x_at`` and ``w_at`` are TMA descriptors of E4M3 [R, depth] and [E * N, depth] in tiles of 64
+    rows. ``x_scales`` is [depth / 128, x_stride], ``w_scales`` [E, N / 128, depth / 128]. ``out``
+    has N columns, with ``UP`` N / 2.
     """
     dependent_launch.begin(DEPENDENT)
     dependent_launch.wait(DEPENDENT)
@@ -259,7 +259,7 @@ def _grouped_fp8_hopper(
 
 
 def _tiled(value: Tensor) -> TensorDescriptor:
-    """Return a descriptor of ``value`` in tiles of ``UNIT`` x ``DEPTH``."""
+    """Return a TMA descriptor of ``value`` in tiles of ``UNIT`` x ``DEPTH``."""
     return TensorDescriptor.from_tensor(
         value.view(-1, value.shape[-1]), [UNIT, DEPTH], gl.NVMMASharedLayout(128, 8, 2)
     )
@@ -276,7 +276,7 @@ def _launch(
     pairs: int,
     config: Config,
 ) -> Tensor:
-    """Launch one grouped GEMM into ``out``; without ``weights`` the first."""
+    """Launch the second grouped GEMM, or without ``weights`` the first, and return ``out``."""
     depth = x.shape[1]
     columns = out.shape[1]
     up = weights is None
@@ -334,7 +334,7 @@ def gated(
         order: The alignment.
         pairs: Number of pairs.
         dtype: Result's dtype, of 16 bits.
-        config: ``GROUP``.
+        config: Configuration with the key ``GROUP``.
 
     Returns:
         [R, I]. Rows of padding are not written.
@@ -363,10 +363,10 @@ def product(
         order: The alignment.
         weights: float32 [T, K].
         dtype: Result's dtype, of 16 bits.
-        config: ``GROUP``.
+        config: Configuration with the key ``GROUP``.
 
     Returns:
-        [T * K, H], one row a pair.
+        [T * K, H], one row per pair.
     """
     out = torch.empty(weights.numel(), w2.shape[1], dtype=dtype, device=h.device)
     return _launch(h, h_scales, w2, scales2, out, weights, order, weights.numel(), config)

@@ -20,7 +20,7 @@ def load_tiles(
 ):
     """Load x, the expert's weight and the scales for every tile of this program, by one warp.
 
-    Of x, 64 rows that are all padding are not loaded.
+    Blocks of 64 rows of x that are all padding are not loaded.
     """
     (
         x_at,

@@ -2,7 +2,7 @@
 
 Rows of experts are stored without alignment padding: with a fixed capacity for every expert
 (masked GEMM), or packed, one expert's rows directly after another's (CUTLASS's grouped GEMM).
-Nothing syncs with the device. Only the rows of pairs whose expert is on this rank are read or
+The host never waits for the device. Only the rows of pairs whose expert is on this rank are read or
 written.
 
 Pair t * K + k is token t's k-th expert. Scales are float32 [G, R, ceil(N / 128)] for buffers with G
@@ -31,7 +31,7 @@ class Static(NamedTuple):
 
     Attributes:
         place: int32 [T * K]: each pair's row, expert * rows + its rank within the expert.
-        counts: int32 [E]: rows in use.
+        counts: int32 [E]: rows of each expert in use.
     """
 
     place: Tensor
@@ -211,7 +211,7 @@ def packed(ids: Tensor, experts: int, hidden: int, inter: int) -> PackedRows:
     """Lay out the pairs without gaps.
 
     Args:
-        ids: As for :func:`static`, with any number of pairs an expert.
+        ids: As for :func:`static`, with any number of pairs per expert.
         experts: E.
         hidden: H.
         inter: I.
@@ -239,7 +239,7 @@ def _launch(
     experts: int,
     packed: bool,
 ) -> None:
-    """Launch ``_find``, with one program an expert."""
+    """Launch ``_find``, with one program per expert."""
     span = max(32, min(1024, next_power_of_2(ids.numel())))
     _find[(experts,)](
         ids,

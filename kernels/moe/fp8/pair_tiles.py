@@ -58,7 +58,7 @@ def tile_and_block(tiles, filled, BLOCK_M: tl.constexpr, ORDER: tl.constexpr):
 
 
 class Tiles(NamedTuple):
-    """The pairs and the expert of each tile, from an alignment or with one pair a tile.
+    """The pairs and the expert of each tile, from an alignment or with one pair per tile.
 
     Attributes:
         pairs: ``Alignment.sorted_pairs``; without an alignment the ids [T * K].

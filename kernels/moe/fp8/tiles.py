@@ -38,7 +38,7 @@ def on_hopper(config: Config) -> bool:
 
 
 def hopper(group: int) -> Config:
-    """Return the configuration of ``moe.fp8.gemm_hopper`` with a tile group's height."""
+    """Return the configuration of ``moe.fp8.gemm_hopper`` with tile groups ``group`` tiles high."""
     return {
         "BLOCK_M": HOPPER_ROWS,
         "FUSE": True,
@@ -86,7 +86,7 @@ def table_name(
 def fits_hopper(hidden: int, element: int) -> bool:
     """Return whether ``moe.fp8.gemm_hopper`` supports ``hidden`` channels.
 
-    ``element``: bytes of a result's number.
+    ``element``: bytes of an element of the result.
     """
     return hidden % FP8_BLOCK == 0 and element == 2
 
@@ -101,7 +101,7 @@ def fp8_experts_config(
     has_hopper: bool,
     machine: tuple[str, str] | None = None,
 ) -> Config:
-    """Return the table's configuration for the nearest token count, or the rule's.
+    """Return the table's configuration for the nearest token count; without a table the rule's.
 
     Args:
         tokens: Tokens of a step.
@@ -109,7 +109,7 @@ def fp8_experts_config(
         experts: Experts held.
         inter: Channels between the GEMMs, a multiple of ``FP8_BLOCK``.
         hidden: Channels of x.
-        has_hopper: The card is a Hopper and :func:`fits_hopper` holds.
+        has_hopper: The card is a Hopper GPU and :func:`fits_hopper` returns true.
         machine: See :func:`table_name`.
     """
     name = table_name(experts, inter, hidden, machine)

@@ -40,17 +40,17 @@ from glowplug.kernels.moe.gemm_hopper import card_is_hopper
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 ALIGN_MICROSECONDS = 4.0  #: time of an alignment of few tokens
-PAIRED_TOKENS_MAX = 4  #: most tokens at which one pair a tile may win
-#: fewest rows of an expert at which ``ORDER`` "columns" may win in the first GEMM
+PAIRED_TOKENS_MAX = 4  #: most tokens at which one pair per tile may be fastest
+#: fewest rows of an expert at which ``ORDER`` "columns" may be fastest in the first GEMM
 COLUMN_ORDER_ROWS_MIN = 8
 DEPTH_SPLITS = (4, 7, 8)  #: depth splits tried for the first GEMM of few pairs
 SPLIT_TOKENS_MAX = 2  #: most tokens at which depth splits are tried
-HOPPER_ROWS_MIN = 16  #: fewest rows of an expert at which the Hopper kernel may win
-HOPPER_GROUPS = (1, 2, 4, 8)  #: heights of its tile groups that are tried
+HOPPER_ROWS_MIN = 16  #: fewest rows of an expert at which the Hopper kernel may be fastest
+HOPPER_GROUPS = (1, 2, 4, 8)  #: heights of the Hopper kernel's tile groups that are tried
 BFLOAT16_BYTES = 2
-#: options that won with small tiles for V3's first GEMM with 8 to 128 tokens on an H200
+#: options that were fastest with small tiles for V3's first GEMM with 8 to 128 tokens on an H200
 ROUND_OPTIONS: Config = {"ORDER": "filled", "ROUND": 2}
-#: (kind of GEMM, rows a tile, one pair a tile) -> (microseconds, configuration)
+#: (kind of GEMM, rows per tile, one pair per tile) -> (microseconds, configuration)
 Best = dict[tuple[str, int, bool], tuple[float, Config]]
 
 
@@ -235,11 +235,11 @@ def tune_experts(
     workers: int = 8,
     log: Log = print,
 ) -> Table:
-    """Measure every token count missing from the table, writing the table after each.
+    """Measure every token count that the table lacks, and write the table after each.
 
     Args:
         problem: The experts.
-        path: The table.
+        path: File of the table.
         tokens: Token counts of the table.
         seconds: Time limit.
         workers: Processes that compile kernels.
@@ -262,7 +262,7 @@ def tune_experts(
 def _measure(bench: _Experts, problem: Fp8ExpertsProblem, number: int, failed: set[str]) -> Best:
     """Return the fastest configuration of each kind of GEMM and tile size.
 
-    For few tokens, also without an alignment.
+    For few tokens, tiles of one pair are measured as well.
     """
     routes = [
         routing(problem, problem.experts, number, seed) for seed in range(8 if number <= 64 else 3)

@@ -40,7 +40,7 @@ class Weights(NamedTuple):
         packed: int16 [E, blocks, N, 32].
         factors: int32 [E, groups, N].
         group: Inputs that share a scale.
-        depth: Inputs.
+        depth: Number of inputs.
     """
 
     packed: Tensor
@@ -161,13 +161,13 @@ def product(
         w: The weights.
         ids: [T, K].
         weights: float32 [T, K] for the second GEMM; None: the first.
-        aligned: An alignment with the configuration's block_m; None: every expert gets tiles of all
-            tokens.
+        aligned: An alignment with the configuration's block_m; None ("dense"): every expert gets
+            tiles of all tokens.
         config: This GEMM's configuration.
 
     Returns:
-        silu(gate) * up [T * K, I], or weighted rows [T * K, H]. Rows of absent experts are not
-        written.
+        silu(gate) * up [T * K, I], or weighted rows [T * K, H]. Rows of experts of other
+        ranks are not written.
     """
     experts, _, rows, _ = w.packed.shape
     columns = rows // 2 if weights is None else rows
@@ -212,10 +212,10 @@ def product(
 
 
 def int4_experts_rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
-    """Return {"up", "down"} for an untuned problem.
+    """Return the configurations {"up", "down"} of an untuned problem.
 
-    There are ``tokens`` tokens, each with ``per_token`` of ``experts`` experts. Few tokens are
-    "dense": no alignment.
+    There are ``tokens`` tokens, each with ``per_token`` of ``experts`` experts. For few tokens the
+    configurations are "dense", which needs no alignment.
     """
     load = tokens * per_token / experts
     if load <= 64:
@@ -266,7 +266,7 @@ def expert_rows(
 ) -> Tensor:
     """Compute the weighted output of every pair: [T * K, H], for ``moe_sum``.
 
-    The arguments are those of :func:`experts`. Rows of absent experts are not written.
+    The arguments are those of :func:`experts`. Rows of experts of other ranks are not written.
     """
     if not len(x):
         return torch.empty_like(x)

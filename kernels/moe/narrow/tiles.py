@@ -1,7 +1,7 @@
 """Tile configurations of routed experts with int8 or int4 weights, from a tuned table or a rule.
 
-A configuration has "up" and "down", one a GEMM, with the same "dense": if true, every expert gets a
-tile of all tokens, without an alignment.
+A configuration has the keys "up" and "down", one for each GEMM. Their "dense" is equal: if true,
+every expert gets a tile of all tokens, without an alignment.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from glowplug.kernels.launch import tuned_tables
 from glowplug.kernels.launch.tuned_tables import Config
 
 DENSE_TOKENS_MAX = 16  #: tokens that fit into one "dense" tile
-#: (tokens, experts a token, experts) -> configuration
+#: (tokens, experts per token, experts) -> configuration
 ExpertsRule = Callable[[int, int, int], Mapping[str, Config]]
 
 
@@ -27,11 +27,11 @@ def narrow_experts_config(
     inter: int,
     hidden: int,
 ) -> Mapping[str, Config]:
-    """Return the table's configuration for the nearest token count, or the rule's without one.
+    """Return the table's configuration for the nearest token count; without a table the rule's.
 
     Args:
-        dtype: Dtype as in file names.
-        rule: Configuration of an untuned problem.
+        dtype: Dtype of the weights as in file names.
+        rule: Returns the configuration of an untuned problem.
         tokens: Tokens of a step.
         per_token: Columns of the ids.
         experts: Experts held.
@@ -43,9 +43,9 @@ def narrow_experts_config(
 
 
 def measured_for(name: str, tokens: int) -> Mapping[str, Config] | None:
-    """Return the table's configuration for the nearest token count, or None.
+    """Return the configuration for the nearest token count in the table in file ``name``.
 
-    The table is in file ``name``. None as for ``tuned_tables.measured_for``.
+    None is returned in the cases of ``tuned_tables.measured_for``.
 
     Configurations with dense tiles smaller than ``tokens`` are skipped: they were measured only
     where a tile held all tokens.
