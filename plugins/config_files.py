@@ -123,7 +123,7 @@ class _YamlKeys:
 
     Attributes:
         lines: line by dotted path.
-        duplicates: (dotted path, line) of every key that its mapping has already.
+        duplicates: (dotted path, line) of every repetition of a key within its mapping.
     """
 
     def __init__(self) -> None:
