@@ -145,7 +145,7 @@ class DirectReader(Generic[Key]):
         self._staging = []
 
     def _fill(self, buffer: int, block: ReadBlock[Key], at: int) -> int:
-        """Read one piece into a staging buffer, after the buffer's last copy (on a thread)."""
+        """Read one piece into a staging buffer, on a thread, after the buffer's last copy."""
         event = self._copied[buffer]
         if event is not None:
             event.synchronize()
