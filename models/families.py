@@ -64,7 +64,7 @@ def check_decoder(context: CheckContext) -> Iterator[Refusal]:
 
 
 def check_deepseek(context: CheckContext) -> Iterable[Refusal]:
-    """Yield refusals for DeepSeek models.
+    """Yield refusals of missing or unsupported values in a DeepSeek model's config.json.
 
     The checks cover the sizes of latent attention, the gate's method, that the groups divide the
     experts, and that a token's groups have enough experts.

@@ -117,7 +117,7 @@ def json_lines(text: str) -> tuple[dict[str, int], list[tuple[str, int]]]:
 
 @dataclass
 class _Open:
-    """An open object or list.
+    """An open object or list in a JSON text.
 
     Attributes:
         path: its dotted path.

@@ -26,7 +26,7 @@ from glowplug.models.inventory import (
 
 
 def normalise(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with ``topk_method`` and ``scoring_func``, by default if they are missing.
+    """Return config.json with the defaults of a missing ``topk_method`` or ``scoring_func``.
 
     transformers drops both keys for V3 when it saves a model.
     """

@@ -24,7 +24,7 @@ PREVIOUS_HIDDEN = "previous_hidden"
 
 
 class DeepseekNextN(Module):
-    """``protocols.Model`` of NextN layer ``number``.
+    """NextN layer ``number`` of a checkpoint, as a ``protocols.Model``.
 
     Its KV-pool layer is ``context.first_layer + number``. The embedding and the head are the
     target's unless the checkpoint has its own for this layer.

@@ -99,12 +99,12 @@ class RadixCache:
         )
 
     def insert(self, tokens: Ints, pages: Ints, salt: str) -> Ints:
-        """Add pages to the tree.
+        """Add the pages of ``tokens`` to the tree. Return the pages that the caller gets back.
 
         Returns:
-            Pages that the caller gets back: given pages that the tree does not need, because it
-            already holds their tokens in other pages; given pages beyond ``max_pages``; and pages
-            that were evicted to stay within ``max_pages``.
+            Given pages that the tree does not need, because it already holds their tokens in other
+            pages; given pages beyond ``max_pages``; and pages that were evicted to stay within
+            ``max_pages``.
         """
         if not len(pages):
             return NO_ITEMS

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class TorchCompileOps:
-    """``Ops`` for one rank.
+    """``Ops`` for one rank, compiled by torch.compile for small steps.
 
     On CUDA the fused gate and the ops that return quantised activations stay Triton kernels.
     """

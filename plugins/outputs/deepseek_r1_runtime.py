@@ -55,7 +55,7 @@ class State(Enum):
 
 
 class ThinkParser:
-    """The parser of one sequence.
+    """The reasoning parser of one sequence.
 
     White space around the reasoning, and before the content that follows it, belongs to the tags
     and is dropped. Time is linear in the text: only a possible tag (at most seven characters) is

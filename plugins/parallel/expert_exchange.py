@@ -66,7 +66,7 @@ class Exchange:
             self.load = self._counts[1:]
 
     def _own(self, tokens: int, most: int) -> tuple[int, slice]:
-        """Return the rows of a slice and this rank's slice.
+        """Return the number of rows of a slice, and this rank's slice of its group's tokens.
 
         Args:
             tokens: Tokens of this group.
@@ -134,7 +134,7 @@ class Exchange:
 
 
 class AllGatherExchange(Exchange):
-    """Every rank receives every token and computes those routed to its experts.
+    """All-gather: every rank receives every token and computes those routed to its experts.
 
     This exchange supports every split and has fixed shapes. If a group is all ranks, each rank
     already has every token: nothing is gathered, and one all-reduce ends the exchange.
@@ -162,9 +162,10 @@ class AllGatherExchange(Exchange):
 
 
 class StaticAllToAllExchange(Exchange):
-    """Each token is sent to the ranks that hold one of its experts, in a buffer of fixed shape.
+    """All-to-all in a buffer of fixed shape, with one row per token for every rank.
 
-    The buffer has one row per token for every rank. Each expert must be whole on one rank.
+    Each token is sent to the ranks that hold one of its experts. Each expert must be whole on one
+    rank.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class StaticAllToAllExchange(Exchange):
 
 
 class AllToAllExchange(StaticAllToAllExchange):
-    """Each token is sent to the ranks that hold one of its experts, and only those rows are sent.
+    """All-to-all that sends each token only to the ranks that hold one of its experts.
 
     The host reads the number of rows, so the exchange cannot be captured in a graph.
     """

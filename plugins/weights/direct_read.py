@@ -1,4 +1,4 @@
-"""Reads byte ranges of files into device memory, with reads and copies overlapped.
+"""Reading of byte ranges of files into device memory, with reads and copies overlapped.
 
 Neighbouring ranges become one block of device memory. Threads fill pinned staging buffers, piece by
 piece and in order; each full buffer is copied to its block asynchronously. Reading with ``pread``
@@ -73,7 +73,7 @@ def blocks_of(spans: Sequence[Span[Key]], max_bytes: int = BLOCK_BYTES) -> list[
 
 
 class DirectReader(Generic[Key]):
-    """Reader of blocks in order.
+    """Reader of blocks of files into device memory, in order, with several threads.
 
     On the CPU (in tests) staging buffers are not pinned and copies are synchronous.
 

@@ -22,7 +22,7 @@ from glowplug.plugins.attention.shared.table_bytes import SMALL_PAGE, fa3_mha_by
 
 @dataclass(eq=False)
 class _Rows:
-    """Rows that attend over the cache.
+    """Decode rows or prefill rows of a step, as FlashAttention-3 reads them.
 
     Attributes:
         page: Tokens per page of ``table``.

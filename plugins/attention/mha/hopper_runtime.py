@@ -19,7 +19,7 @@ from glowplug.plugins.attention.shared.table_bytes import hopper_mha_bytes
 
 
 class HopperMha(Fa3Mha):
-    """FlashAttention-3's kernels and the Triton backend's over one cache, chosen for each step.
+    """Multi-head backend that uses FlashAttention-3's or Triton's kernels, chosen for each step.
 
     Over an FP8 cache, which FlashAttention-3 does not read, all rows use the Triton kernels. Over
     a 16-bit cache decode rows use them for trees of drafts, for a draft's own cache, whose first

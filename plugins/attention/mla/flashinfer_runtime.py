@@ -31,7 +31,7 @@ LN2 = math.log(2)
 
 @dataclass(eq=False)
 class _Wrapper:
-    """One FlashInfer wrapper.
+    """A FlashInfer wrapper, with the state of its last plan.
 
     Attributes:
         made: The wrapper.

@@ -38,7 +38,7 @@ class _Rows:
 
 
 class FlashMla(Fa3Mla):
-    """Decode rows by FlashMLA, whose schedule is computed once per step on the device.
+    """MLA backend by FlashMLA, whose schedule is computed once per step on the device.
 
     Prefill rows use FlashAttention-3, and so do the rows of a draft, whose cache has no entry at
     the first position (``Batch.first_key``).

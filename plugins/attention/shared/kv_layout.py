@@ -1,4 +1,4 @@
-"""The attention entries of a rank's KV pool."""
+"""The layout of a rank's KV pool."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Ints = NDArray[np.int32]
 
 @dataclass(eq=False)
 class RaggedCall:
-    """R rows of queries, each with its own keys.
+    """One call of ragged attention: R rows of queries, each with its own keys.
 
     Attributes:
         q_starts: int32 [R + 1] on the device, prefix sums of the rows' queries.
@@ -48,9 +48,10 @@ class RaggedCall:
 
 @dataclass(eq=False)
 class RaggedRows:
-    """Neighbouring prefill rows: ``tokens`` tokens of the step from index ``first`` on.
+    """Neighbouring prefill rows and their calls of ragged attention.
 
-    ``calls`` attend over disjoint sets of keys; the states of several calls are merged.
+    The rows are ``tokens`` tokens of the step from index ``first`` on. The calls attend over
+    disjoint sets of keys; the states of several calls are merged.
     """
 
     first: int

@@ -41,7 +41,7 @@ class FailureKind(IntEnum):
 
 
 class Trouble(msgspec.Struct, array_like=True, frozen=True):
-    """One observation, as a sentence that names rank (or host), phase and reason."""
+    """One observed failure, as a sentence that names rank (or host), phase and reason."""
 
     kind: int
     text: str

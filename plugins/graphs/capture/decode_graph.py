@@ -28,7 +28,7 @@ INT = np.dtype(np.int32)  #: dtype of row lengths
 
 
 class GraphRecorder(Protocol):
-    """Capture of one piece of a step as a graph."""
+    """Recorder that captures one piece of a step at a time as a graph."""
 
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Run ``work`` once for first-use costs, then capture it.

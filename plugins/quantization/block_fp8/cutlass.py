@@ -92,7 +92,7 @@ class CutlassExperts:
         strides: tuple[Tensor, Tensor],
         dtype: torch.dtype,
     ) -> Tensor:
-        """Multiply each expert's rows by its weight.
+        """Multiply each expert's rows by the expert's weight.
 
         The library fills in the pointers and the layouts of the scales, and keeps descriptors in
         the workspace.

@@ -232,7 +232,7 @@ PROVIDERS: tuple[
 
 
 class Providers:
-    """The provider for each GEMM shape.
+    """The choice of a provider for each GEMM shape.
 
     Args:
         wanted: name of a provider, or "auto" for the fastest by the GPU's measured table.

@@ -107,7 +107,7 @@ class Grouped:
     def _gemm(
         self, x: tuple[Tensor, Tensor], weight: Tensor, scales: Tensor, order: Alignment
     ) -> Tensor:
-        """Multiply each expert's rows of ``x`` by its weight.
+        """Multiply each expert's rows of ``x`` by the expert's weight.
 
         NOTE: Given the expert of each row, DeepGEMM fetches every tile that might be filled, and
         fetching takes as long as multiplying. Given the end of each expert's rows, it stops after

@@ -87,7 +87,7 @@ class Masked:
         counts: Tensor,
         mean_rows: int,
     ) -> Tensor:
-        """Multiply the first ``counts`` rows of each expert by its weight.
+        """Multiply the first ``counts`` rows of each expert by the expert's weight.
 
         NOTE: The kernel writes whole tiles of 64 or 128 rows, even where the next expert's rows
         begin; hence ``masked_rows``.

@@ -31,7 +31,7 @@ def blocks(size: int) -> int:
 
 @dataclass(eq=False)
 class StoredMatrix:
-    """A slice of one checkpoint matrix, stored in FP8.
+    """A slice of one checkpoint matrix, loaded into E4M3 values and block scales.
 
     Attributes:
         name: module name in the checkpoint.

@@ -126,7 +126,7 @@ class DenseExperts:
 def expert_slices(
     shape: ExpertsShape,
 ) -> Iterator[tuple[str, tuple[int, int], tuple[slice, slice], int, slice | None]]:
-    """Yield each checkpoint matrix of the experts held here.
+    """Yield each checkpoint matrix of the experts held on this rank.
 
     Yields:
         Module name, shape of the matrix, this rank's slice of it, local number of the expert, and

@@ -125,7 +125,7 @@ class Fp8GemmTuner:
 
 
 class Operands:
-    """Operands of one GEMM, with enough copies of the padded weight to read it from memory."""
+    """Operands of one GEMM, with more copies of the padded weight than a cache holds."""
 
     def __init__(self, rows: int, columns: int, depth: int, device: str = "cuda") -> None:
         self.columns = columns
