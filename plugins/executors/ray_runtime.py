@@ -118,7 +118,7 @@ class RayExecutor:
                     Refusal(
                         "ray",
                         "executor.address",
-                        f"no Ray answers: {_one_line(error)}",
+                        f"Ray cannot be reached: {_one_line(error)}",
                         "ray start --head on one host, --address on the others, or leave address "
                         "out",
                     )
@@ -150,7 +150,8 @@ class RayExecutor:
                     Refusal(
                         "ray",
                         "executor.hosts",
-                        f"Ray has no room for {plan.hosts} x {bundle}: {ray.available_resources()}",
+                        f"Ray cannot place {plan.hosts} x {bundle}; available: "
+                        f"{ray.available_resources()}",
                         "more hosts in the cluster, or fewer ranks",
                     )
                 ]
