@@ -41,7 +41,7 @@ def _missing(key: str) -> Refusal:
 
 
 def check_decoder(context: CheckContext) -> Iterator[Refusal]:
-    """Yield refusals of values in config.json that no family here supports."""
+    """Yield refusals of missing or unsupported values in config.json, for every family here."""
     config = context.facts.model.config
     activation = config.get("hidden_act", "silu")
     if activation not in {"silu", "swish"}:
@@ -64,10 +64,10 @@ def check_decoder(context: CheckContext) -> Iterator[Refusal]:
 
 
 def check_deepseek(context: CheckContext) -> Iterable[Refusal]:
-    """Yield refusals for DeepSeek models.
+    """Yield refusals of missing or unsupported values in a DeepSeek model's config.json.
 
-    Checked are the sizes of latent attention, the gate's method, and that the groups divide the
-    experts.
+    The checks cover the sizes of latent attention, the gate's method, that the groups divide the
+    experts, and that a token's groups have enough experts.
     """
     yield from check_decoder(context)
     facts = context.facts.model

@@ -1,7 +1,7 @@
 """Tensors of published decoders by name, shape and role, and Llama's inventory. No torch.
 
-The names are those of checkpoints in the Hugging Face layout, which DeepSeek and Llama share but for
-attention and experts (``models/deepseek/inventory.py``).
+The names are those of checkpoints in the Hugging Face layout, which DeepSeek and Llama share except
+for attention and experts (``models/deepseek/inventory.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ATTENTION = f"{BLOCK}.self_attn"
 MLP = f"{BLOCK}.mlp"
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
-ROTARY = "rotary_emb.inv_freq"  #: tensors of old checkpoints, which are computed instead
+ROTARY = "rotary_emb.inv_freq"  #: ending of tensors in old checkpoints; not loaded, but computed
 
 
 def embeddings(model: ModelFacts) -> list[TensorSpec]:
@@ -64,7 +64,7 @@ def gated_mlp(
     Args:
         module: path of the module; with "{expert}", the path of each expert.
         width: intermediate size.
-        split: the split of the intermediate size.
+        split: how ranks split the intermediate size.
         experts: number of experts.
     """
     up = (width, model.hidden_size)

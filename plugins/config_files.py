@@ -45,7 +45,7 @@ def syntax_error(path: Path, line: int, message: str) -> ConfigError:
 
 
 def without_duplicates(path: Path, duplicates: list[tuple[str, int]], read: Read) -> Read:
-    """Return ``read`` if no key is duplicated.
+    """Return ``read``, or raise if a key is duplicated.
 
     Args:
         path: the file.
@@ -119,11 +119,11 @@ def read_yaml(path: Path, text: str) -> Read:
 
 
 class _YamlKeys:
-    """The keys of a YAML document.
+    """The keys of a YAML document, with their lines and duplicates.
 
     Attributes:
         lines: line by dotted path.
-        duplicates: (dotted path, line) of every key that its mapping has already.
+        duplicates: (dotted path, line) of every repetition of a key within its mapping.
     """
 
     def __init__(self) -> None:

@@ -24,8 +24,8 @@ def _parts(key: str) -> list[str]:
 def toml_lines(text: str) -> dict[str, int]:
     """Return the line of every key of a TOML text, by dotted path.
 
-    Items of ``[[lists]]`` have their number in the path. Keys of inline tables have the line of
-    their table.
+    Items of ``[[lists]]`` have their index in the path. Keys of inline tables are left out:
+    their table's line stands for them.
     """
     lines: dict[str, int] = {}
     counts: dict[str, int] = {}
@@ -54,7 +54,7 @@ def _table(match: re.Match[str], counts: dict[str, int]) -> list[str]:
 
     Args:
         match: the header.
-        counts: number of the last item by list; updated here.
+        counts: index of the last item of each list, by dotted path; updated here.
     """
     path: list[str] = []
     parts = _parts(match[2])
@@ -117,11 +117,11 @@ def json_lines(text: str) -> tuple[dict[str, int], list[tuple[str, int]]]:
 
 @dataclass
 class _Open:
-    """An open object or list.
+    """An open object or list in a JSON text.
 
     Attributes:
         path: its dotted path.
-        number: number of the present item of a list; None for an object.
+        number: index of the current item of a list; None for an object.
         keys: keys of an object so far.
     """
 
@@ -130,7 +130,7 @@ class _Open:
     keys: set[str] = field(default_factory=set)
 
     def inner(self, key: str) -> str:
-        """Return the path of the item with this key, or of the present item of a list."""
+        """Return the path of the item ``key``, or of the current item of a list."""
         name = key if self.number is None else str(self.number)
         return f"{self.path}.{name}" if self.path else name
 
@@ -140,7 +140,7 @@ class _JsonScan:
 
     Attributes:
         lines: line by dotted path.
-        duplicates: (dotted path, line) of every key that its object has already.
+        duplicates: (dotted path, line) of every repetition of a key within its object.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class _JsonScan:
         self._last = ""  # the last token other than a line break
 
     def take(self, token: str) -> None:
-        """Take the next token."""
+        """Process the next token."""
         if token == "\n":
             self._line += 1
             return

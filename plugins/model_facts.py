@@ -20,6 +20,6 @@ from glowplug.core.plugin.hookspecs import hookimpl
 
 @hookimpl(trylast=True)
 def read_model_facts(path: Path, rules: ArchitectureRules) -> ModelFacts | None:
-    if path.suffix == ".json" and path.is_file():  # the shape of a model is enough for a plan
+    if path.suffix == ".json" and path.is_file():  # a config.json is enough for a plan
         return model_facts(normalise(read_json(path), rules), path=str(path), rules=rules)
     return read_folder(path, rules) if path.is_dir() else None

@@ -30,9 +30,9 @@ class DeepseekConfig:
         q_lora: rank of the queries; None: full rank.
         topk: routed experts per token.
         shared: number of shared experts.
-        sigmoid: True for the gate of V3.
-        groups: groups of experts; 1 if the gate is not limited to groups.
-        topk_groups: groups that a token's experts may come from; 1 likewise.
+        sigmoid: score experts by sigmoid with a correction bias, as V3 does; False: by softmax.
+        groups: number of groups of experts; 1 if the gate is not limited to groups.
+        topk_groups: number of groups that a token's experts may come from; 1 in the same case.
         renormalize: scale the weights of a token's experts to a sum of 1.
         scale: factor on the output of the routed experts.
         interleaved: the rotary channels are stored as interleaved pairs.
@@ -99,7 +99,7 @@ class DeepseekConfig:
 
 
 def is_dense(facts: ModelFacts, layer: int) -> bool:
-    """Return whether a layer has a dense feed-forward part instead of experts."""
+    """Return whether a layer has a dense MLP instead of experts."""
     return (
         not facts.n_routed_experts
         or layer < stated(facts, "first_k_dense_replace")
@@ -113,7 +113,7 @@ def topk_method(facts: ModelFacts) -> str:
 
 
 def default_method(architecture: str, config: Mapping[str, Any]) -> str:
-    """Return the gate's method for a config.json that does not state it."""
+    """Return the default ``topk_method``, for a config.json that does not state it."""
     if architecture.startswith("DeepseekV3"):
         return BIAS_METHOD
     return "group_limited_greedy" if (config.get("n_group") or 1) > 1 else "greedy"

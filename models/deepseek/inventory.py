@@ -26,7 +26,7 @@ from glowplug.models.inventory import (
 
 
 def normalise(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with the defaults of the expert gate.
+    """Return config.json with the defaults of a missing ``topk_method`` or ``scoring_func``.
 
     transformers drops both keys for V3 when it saves a model.
     """
@@ -90,7 +90,7 @@ def _attention(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
 
 
 def _queries(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
-    """Return the projection to queries, directly or through a latent."""
+    """Return the tensors of the query projection, directly or through a latent."""
     rank = stated(model, "q_lora_rank")
     if not rank:
         return [query_projection(model, layers, model.hidden_size)]
@@ -102,7 +102,7 @@ def _queries(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
 
 
 def _down(model: ModelFacts, layers: Sequence[int], name: str, rows: int) -> TensorSpec:
-    """Return a projection of hidden states to a latent."""
+    """Return the weight of a projection of hidden states to a latent."""
     size = (rows, model.hidden_size)
     return TensorSpec(f"{ATTENTION}.{name}.weight", WHOLE, *size, layers, quantized=True)
 
@@ -135,9 +135,9 @@ def _experts(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
 
 
 def _nextn(model: ModelFacts, layers: Sequence[int]) -> list[TensorSpec]:
-    """Return what a next-token layer has beside a decoder layer.
+    """Return the tensors of a next-token layer beside those of a decoder layer.
 
-    An embedding and a head of its own are optional: without them it uses the target's.
+    Its own embedding and head are optional: without them the layer uses the target's.
     """
     hidden = model.hidden_size
     vocab = (model.vocab_size, hidden)

@@ -24,7 +24,7 @@ PREVIOUS_HIDDEN = "previous_hidden"
 
 
 class DeepseekNextN(Module):
-    """``protocols.Model`` of NextN layer ``number``.
+    """NextN layer ``number`` of a checkpoint, as a ``protocols.Model``.
 
     Its KV-pool layer is ``context.first_layer + number``. The embedding and the head are the
     target's unless the checkpoint has its own for this layer.
@@ -83,10 +83,10 @@ class DeepseekNextN(Module):
     ) -> None:
         """Write the KV cache for tokens from which nothing is drafted.
 
-        Since this is the only layer, later tokens need nothing else of them.
+        The model has only this layer, so later tokens need nothing else of these tokens.
 
         Args:
-            input_ids: int64 [T].
+            input_ids: int64 [T], as in ``forward``.
             positions: int64 [T].
             kv_slots: int64 [T], KV slots.
             previous: [T, hidden], as ``batch.extra[PREVIOUS_HIDDEN]`` in ``forward``.

@@ -109,8 +109,8 @@ def agreement(model: Network, folder: Path, count: int = 400) -> dict[str, float
     """Return the percentage of positions at which the MTP layer and the main model agree.
 
     From h(i) and the true id i+1 the MTP layer predicts id i+2; the main model predicts it from
-    h(i+1). Compared are the most likely ids at all positions of held-out chats, and at those of the
-    answers.
+    h(i+1). The most likely ids are compared at all positions of held-out chats, and separately at
+    the positions of the answers.
     """
     coder = tokenizer.load(folder)
     same: dict[str, list[Tensor]] = {"all": [], "answers": []}

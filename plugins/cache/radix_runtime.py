@@ -3,9 +3,9 @@
 Edges are runs of whole pages. Tokens themselves are compared, not hashes, so no two prompts can
 collide.
 
-A lock on a match is counted in every node from there to the root, so a node without locks has no
-locked descendant: all unlocked pages can be evicted, leaves first. Age is a counter of uses, not a
-clock, so that every rank evicts the same pages.
+A lock on a match is counted in every node from the end of the match to the root, so a node without
+locks has no locked descendant: all unlocked pages can be evicted, leaves first. The time of use is
+a counter of uses, not a clock, so that every rank evicts the same pages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Node:
     alive: bool = True
 
 
-NODE_END = -1  #: ``Spot.pages`` of the end of a node, which later splits may move
+NODE_END = -1  #: value of ``Spot.pages`` for the end of the node, wherever later splits move it
 
 
 @dataclass(eq=False, slots=True)
@@ -67,7 +67,8 @@ class Spot:
 class RadixCache:
     """A :class:`~glowplug.core.protocols.PrefixCache` over the plan's pages.
 
-    A handle is valid until the next ``insert`` or ``evict``; a locked handle, until it is unlocked.
+    The handle of a match is valid until the next ``insert`` or ``evict``, or, once locked, until it
+    is unlocked.
     """
 
     shares = True
@@ -87,7 +88,7 @@ class RadixCache:
     # ---- PrefixCache -----------------------------------------------------------------------------
 
     def match(self, tokens: Ints, salt: str) -> PrefixMatch:
-        """Return the longest cached prefix of ``tokens``; nothing changes, not even ages."""
+        """Return the longest cached prefix of ``tokens``, without marking it as used."""
         root = self._roots.get(salt)
         if root is None:
             return PrefixMatch(0, NO_ITEMS)
@@ -98,11 +99,12 @@ class RadixCache:
         )
 
     def insert(self, tokens: Ints, pages: Ints, salt: str) -> Ints:
-        """Add pages to the tree.
+        """Add the pages of ``tokens`` to the tree. Return the pages that the caller gets back.
 
         Returns:
-            The given pages that the tree does not need, because it already holds their tokens in
-            other pages, and the pages beyond ``max_pages``.
+            Given pages that the tree does not need, because it already holds their tokens in other
+            pages; given pages beyond ``max_pages``; and pages that were evicted to stay within
+            ``max_pages``.
         """
         if not len(pages):
             return NO_ITEMS
@@ -128,7 +130,7 @@ class RadixCache:
     def lock(self, match: PrefixMatch, delta: int) -> None:
         """Lock (+1) or unlock (-1) the path of a match.
 
-        Both update the ages on the path: it is in use from now on, or was in use until now.
+        Both mark the path as used now: its use begins with the lock, or ends with the unlock.
         """
         if match.handle is None:
             return
@@ -313,7 +315,7 @@ class RadixCache:
     # ---- age and locks ---------------------------------------------------------------------------
 
     def _touch(self, node: Node) -> None:
-        """Mark every node on the path as used now; no ancestor is older than a descendant."""
+        """Mark the path to ``node`` as used now, so that no ancestor was used less recently."""
         self._clock += 1
         at: Node | None = node
         while at is not None:

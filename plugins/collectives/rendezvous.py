@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks: the key-value store over which process groups are built."""
+"""Rendezvous of the ranks: the key-value store with which process groups are built."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def await_ranks(store: Store, rank: int, ranks: int, timeout: float, what: str) 
 def own_address(address: str) -> str:
     """Return this host's address on the route to the rendezvous.
 
-    Loopback if all ranks are on one host.
+    It is the loopback address if the rendezvous is a file, because all ranks are then on one host.
     """
     place = urlsplit(address)
     host = os.environ.get("MASTER_ADDR") if place.scheme == "env" else place.hostname

@@ -29,7 +29,7 @@ from glowplug.plugins.collectives.torch_distributed import TorchDistributedOptio
 AXES = ("tp", "pp", *OVER_TP, *WITHIN)
 WORLD = "world"  #: name of the group of all ranks, in errors
 INLINE_BYTES = 2040  #: bytes of a broadcast that are sent together with its length
-#: most numbers of a tensor for which all-reduce gathers every rank's tensor and sums locally
+#: most elements of a tensor for which all-reduce gathers every rank's tensor and sums locally
 GATHERED_NUMBERS_MAX = 1 << 13
 
 
@@ -68,8 +68,8 @@ class Gloo:
         for axis in AXES:
             if axis_size(axis, plan.mesh) > 1:
                 self._of[axis] = self._shared(axis, group(axis, self._rank, plan.mesh))
-        # NOTE: without this, a rank that fails and exits while others still connect to it would
-        # make those fail instead.
+        # NOTE: without this wait, a rank that fails and exits while other ranks still connect to it
+        # would make their connections fail, and they would report this instead.
         await_ranks(self._store, worker.rank, worker.ranks, options.timeout, "connect")
 
     def _shared(self, axis: str, members: tuple[int, ...]) -> Any:
@@ -123,9 +123,9 @@ class Gloo:
     def _sum(self, members: Any, x: Tensor, axis: str) -> Tensor:
         """All-reduce contiguous x over ``members``.
 
-        NOTE: gloo's ring sums in an order that depends on a number's position in x, so with three
-        or more ranks a token's bits would depend on its neighbours. Here every number is summed in
-        float32 and in order of rank.
+        NOTE: gloo's ring sums in an order that depends on an element's position in x, so with three
+        or more ranks a token's bits would depend on the other tokens in x. Here every element is
+        summed in float32 and in order of rank.
         """
         ranks = members.size()
         if ranks <= 2:  # two terms have only one order

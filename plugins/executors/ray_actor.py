@@ -64,8 +64,8 @@ class RankActor:
     """A Ray actor that runs one rank.
 
     The executor calls its methods through Ray, several at a time. Once started, the process ends
-    itself when the executor has not polled for ``limit`` seconds: it has gone or cannot be
-    reached.
+    itself when the executor has not polled for ``limit`` seconds, because the executor has then
+    gone or cannot be reached.
     """
 
     def __init__(self, rank: int, limit: float) -> None:
@@ -83,7 +83,7 @@ class RankActor:
         os._exit(FAILED_EXIT)
 
     def identity(self, plan_json: bytes) -> bytes:
-        """Return the facts that must equal the executor's (see ``ranks/host_identity.py``)."""
+        """Return this host's facts that must equal the executor's: ``host_identity.identity``."""
         return identity(EnginePlan.from_json(plan_json))
 
     def place(self) -> tuple[str, int]:

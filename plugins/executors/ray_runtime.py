@@ -36,8 +36,8 @@ from glowplug.plugins.executors.ranks.local import GRACE, for_front
 if TYPE_CHECKING:
     from glowplug.plugins.executors.ray_executor import RayOptions
 
-POLL = 0.5  #: seconds a poll waits for a frame of an actor
-PLACE = 60.0  #: seconds Ray may take to place the ranks
+POLL = 0.5  #: seconds that a poll waits for a frame of an actor
+PLACE = 60.0  #: seconds that Ray may take to place the ranks, or to answer
 
 
 class RayExecutor:
@@ -94,8 +94,8 @@ class RayExecutor:
                 raise EngineDead(
                     not_ready(slow[0], self._watch.phase(slow[0]), self.options.start_timeout)
                 )
-        # NOTE: the shorter limit starts here: while ranks import and load, their heartbeats may
-        # be late.
+        # NOTE: the shorter limit applies only from here on, because heartbeats may be late while
+        # ranks import and load.
         self._watch.limit = self._limit
 
     def _connect(self, plan: EnginePlan) -> None:
@@ -118,7 +118,7 @@ class RayExecutor:
                     Refusal(
                         "ray",
                         "executor.address",
-                        f"no Ray answers: {_one_line(error)}",
+                        f"Ray cannot be reached: {_one_line(error)}",
                         "ray start --head on one host, --address on the others, or leave address "
                         "out",
                     )
@@ -150,7 +150,8 @@ class RayExecutor:
                     Refusal(
                         "ray",
                         "executor.hosts",
-                        f"Ray has no room for {plan.hosts} x {bundle}: {ray.available_resources()}",
+                        f"Ray cannot place {plan.hosts} x {bundle}; available: "
+                        f"{ray.available_resources()}",
                         "more hosts in the cluster, or fewer ranks",
                     )
                 ]
@@ -235,7 +236,7 @@ class RayExecutor:
         return None
 
     def _poll_forever(self) -> None:
-        """Collect the frames of every actor until one fails or all are done."""
+        """Collect the frames of every actor until one of them fails or all have ended."""
         try:
             for _ in self._rounds():
                 self._watch.look()
@@ -252,7 +253,7 @@ class RayExecutor:
             self._frames.put(b"")  # wakes a waiting ``outputs``
 
     def _rounds(self) -> Iterator[None]:
-        """Poll the actors round by round; stop when every actor has gone."""
+        """Poll the actors, yielding after each round; stop when every actor has gone."""
         import ray
 
         pending = {actor.poll.remote(POLL): rank for rank, actor in enumerate(self._actors)}
@@ -265,7 +266,7 @@ class RayExecutor:
             yield
 
     def _take(self, rank: int, ref: Any) -> bool:
-        """Take the frames of one poll. Return False if the actor has gone."""
+        """Keep the frames of one finished poll. Return False if the actor has gone."""
         import ray
         from ray.exceptions import RayError
 

@@ -1,4 +1,4 @@
-"""Executor of ranks on several hosts, started by hand on each host or by ``torchrun``.
+"""Executor of ranks on several hosts, started on each host by hand or by ``torchrun``.
 
 The hosts meet at one TCP store.
 """
@@ -22,7 +22,8 @@ class TorchrunOptions(ExecutorOptions):
     host_rank: int = Field(0, ge=0, description="number of this host; host 0 has the HTTP server")
     address: str | None = Field(
         None,
-        description="HOST:PORT of host 0, where the hosts meet; under torchrun its own is used",
+        description="HOST:PORT of host 0, where the hosts meet; not used under torchrun, which "
+        "sets an address of its own",
     )
     threads: int | None = Field(
         None, ge=1, description="torch threads of each rank; None: torch's default"
@@ -30,7 +31,7 @@ class TorchrunOptions(ExecutorOptions):
 
 
 def check_torchrun(context: CheckContext) -> Iterator[Refusal]:
-    """Yield a refusal for a host number or an address that cannot be right."""
+    """Yield a refusal for a host number beyond the plan's hosts, or an invalid address."""
     options: TorchrunOptions = context.options
     hosts: int = context.values.hosts
     if options.host_rank >= hosts:

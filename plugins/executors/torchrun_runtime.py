@@ -39,8 +39,8 @@ READ_SECONDS = 0.5  #: longest wait of one read, so the other hosts are checked 
 class TorchrunExecutor:
     """An ``Executor`` of one site.
 
-    On site 0 it serves the front end. On other sites it only supervises the ranks (``leads`` is
-    False).
+    On site 0 the executor serves the front end. On other sites it only supervises the ranks
+    (``leads`` is False).
     """
 
     def __init__(self, options: TorchrunOptions, plan: EnginePlan, worker: Worker | None) -> None:
@@ -99,7 +99,7 @@ class TorchrunExecutor:
         return {**self._link.phases(), **self._ranks.watch.phases}
 
     def _loading(self, ranks: int) -> list[int]:
-        """Return the ranks to wait for that have not loaded yet (on site 0 of all ``ranks``)."""
+        """Return the ranks that still load: on site 0 of all ``ranks``, else of this site."""
         phases = self._phases()
         return [
             rank
@@ -180,8 +180,8 @@ class TorchrunExecutor:
     def stop(self) -> None:
         """Stop this site's ranks.
 
-        On site 0 this is the orderly end of the engine on all sites. On another site the engine
-        ends because this site has left.
+        On site 0 this ends the engine on all sites in an orderly way. On another site the engine
+        fails because this site has left.
         """
         if self._dead is not None:
             return

@@ -26,9 +26,9 @@ from glowplug.core.plugin.slots import CAPTURED_SLOTS
 NAME = "cuda_graph"
 CAPTURES = frozenset({Mode.DECODE, Mode.VERIFY, Mode.DRAFT_DECODE})
 ROWS_MAX = 512  #: largest batch size of the default list
-#: batch sizes below 16 of the default list, where each padding row costs the most
+#: batch sizes of the default list below 16, where a padding row costs most
 SMALL_SIZES = (1, 2, 3, 4, 6, 8, 12)
-#: distance of the token counts beyond the default list, if a larger limit is set
+#: distance between token counts beyond the default list, if a larger limit is set
 TOKEN_COUNT_STEP = 128
 #: token counts of the default list. Up to some hundred tokens, a step reads every weight whatever
 #: the number of tokens; beyond the last count, computing takes as long as launching.
@@ -66,7 +66,7 @@ class CudaGraphOptions(GraphOptions):
     on_failure: Literal["stop", "eager"] = Field(
         "stop",
         description="when a capture fails: stop loading, or run the steps of that size and mode "
-        "eagerly (prefill steps always run eagerly then, unless graphs.prefill is true)",
+        "eagerly (a failed capture of prefill steps stops loading only if graphs.prefill is true)",
     )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:

@@ -27,8 +27,8 @@ from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions
 #: example parameters of the sampling modes captured with every batch size, if the sampler has a
 #: capture key for them (``Sampler.capture_key``)
 COMMON_SAMPLING = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5))
-#: the sampling modes captured only for batch sizes that are powers of two, because each takes
-#: start-up time; at other sizes they run eagerly
+#: example parameters of the sampling modes captured only for batch sizes that are powers of two,
+#: because each mode takes start-up time; at other sizes sampling runs eagerly in these modes
 RARE_SAMPLING = (
     SamplingParams(top_k=2),
     SamplingParams(presence_penalty=1.0),
@@ -139,9 +139,9 @@ class CudaGraph:
         self._sizes = {mode: sorted(graphs) for mode, graphs in self._decode_graphs.items()}
 
     def _capture_one(self, steps: Steps, graph: DecodeGraph) -> None:
-        """Capture a step in every sampling mode.
+        """Capture a step in every sampling mode; a failure is raised or logged.
 
-        Pieces shared by the modes are captured with the first one.
+        Pieces that the modes share are captured with the first mode.
         """
         shape = graph.shape
         sampler = steps.sampler

@@ -1,4 +1,4 @@
-"""One op compiled by inductor for every number of tokens, so that later steps never wait for it.
+"""Ops compiled by inductor for every number of tokens, so that later steps never compile.
 
 torch.compile makes one program for a single token and one for any larger number. Both are made at
 the first call of a signature (shape, strides and dtype without the token dimension), even if that
@@ -71,7 +71,7 @@ class Compiled:
 
 
 def _signature(tensor: Tensor) -> Hashable:
-    """Return what a program depends on: shape without tokens, strides and dtype."""
+    """Return the key of a tensor's programs: shape without tokens, strides and dtype."""
     return tensor.shape[1:], tensor.stride(), tensor.dtype
 
 

@@ -48,7 +48,7 @@ def producers(
 ) -> Mapping[tuple[str, str], Callable[..., Any]]:
     """Return the entries of ``Ops.fused`` for consumers of ``input_format``.
 
-    They include entries for pairs of consumers of which one reads the activation dtype.
+    There are also entries for pairs of consumers, one of which reads the activation dtype.
     """
 
     def cast(x: Tensor) -> Quantized:
@@ -78,7 +78,7 @@ def producers(
 def _producers_of_both(
     both: str, rms_norm: Norm, add_rms_norm: AddNorm
 ) -> Mapping[tuple[str, str], Callable[..., Any]]:
-    """Return the norms whose result is needed plain and quantised, for the format ``both``."""
+    """Return the norms for two consumers, plain and quantised: the input format ``both``."""
 
     def normed_both(x: Tensor, weight: Tensor, eps: float) -> Both:
         plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,6 +1,6 @@
 """Runtime of ``ops.torch_compile``: compiled norms, activation and gates.
 
-The other ops are those of the device's own table.
+The other ops are those of ``ops.torch`` on a CPU and of ``ops.triton`` on CUDA.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class TorchCompileOps:
-    """``Ops`` for one rank.
+    """``Ops`` for one rank, compiled by torch.compile for small steps.
 
-    On CUDA the fused gate and the ops that return FP8 stay Triton kernels.
+    On CUDA the fused gate and the ops that return quantised activations stay Triton kernels.
     """
 
     def __init__(self, options: TorchCompileOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -83,8 +83,8 @@ def keep_programs(folder: str | None, device: str) -> None:
     if device != "cpu":
         from triton import knobs
 
-        # NOTE: otherwise inductor points Triton to its own folder, without the kernels compiled
-        # before
+        # NOTE: otherwise inductor would point Triton to a folder of inductor's, without the kernels
+        # that Triton has compiled before
         os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
 
 
@@ -113,7 +113,7 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tu
 def _add_pairs_rms_norm(
     rows: Tensor, ids: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Add up the rows of each token and the residual, and normalise: rows [T, K, N], ids [T, K]."""
+    """Add each token's rows [T, K, N] with ids [T, K] to the residual, and normalise the sum."""
     total = (sum_of_pairs(rows, ids) + residual).to(residual.dtype)
     return rms_norm_reference(total, weight, eps), total
 

@@ -18,12 +18,13 @@ from glowplug.kernels.elementwise import (
 from glowplug.kernels.formats import fp8
 from glowplug.kernels.moe import route_reference
 
-FP8_VALUES = "fp8_group128_values"  #: input format of activations rounded to FP8 values
+#: input format: activations rounded to FP8 values, in the compute dtype
+FP8_VALUES = "fp8_group128_values"
 ROPE_MARGIN = 64  #: rows of the rope table beyond the context, for positions of draft tokens
 
 
 class TorchOps:
-    """``Ops`` for one rank."""
+    """``Ops`` for one rank, in plain torch."""
 
     def __init__(self, options: OpsOptions, plan: EnginePlan, worker: Worker) -> None:
         self._device = worker.device

@@ -1,4 +1,4 @@
-"""Reasoning parser for models that think between ``<think>`` and ``</think>``.
+"""Reasoning parser for models that write reasoning between ``<think>`` and ``</think>``.
 
 These are DeepSeek-R1, and DeepSeek-V3.1 if the request enables thinking.
 """
@@ -40,7 +40,7 @@ def register_output_parsers() -> list[Component]:
 
 @hookimpl
 def contribute_defaults(facts: Facts) -> dict[str, Any]:
-    """Return this parser for models whose chat template contains the tag.
+    """Return this parser for models whose chat template contains ``<think>``.
 
     Parsers listed by the operator replace this default.
     """

@@ -26,11 +26,11 @@ class DeepseekR1:
 def starts_inside(
     prompt_tail: str, thinking: bool | None, opening: Literal["auto", "implied", "required"]
 ) -> bool:
-    """Return whether the text begins as reasoning without a tag of its own.
+    """Return whether the generated text begins as reasoning without an opening tag.
 
-    A tag at the end of the prompt decides; then the request's ``thinking``; then the option. Under
-    "auto", after a known prompt that opens no reasoning the model must open it itself; for an
-    unknown prompt the template of R1 is assumed.
+    A tag at the end of the prompt decides; without one, the request's ``thinking``; without both,
+    the option. With "auto", the model must open the reasoning itself after a known prompt that does
+    not; for an unknown prompt the template of R1, which opens it, is assumed.
 
     Args:
         prompt_tail: End of the prompt; empty if the prompt is not known.
@@ -55,7 +55,7 @@ class State(Enum):
 
 
 class ThinkParser:
-    """The parser of one sequence.
+    """The reasoning parser of one sequence.
 
     White space around the reasoning, and before the content that follows it, belongs to the tags
     and is dropped. Time is linear in the text: only a possible tag (at most seven characters) is

@@ -27,9 +27,9 @@ class DpAttentionOptions(ParallelOptions):
 
 
 def check_dp_attention(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse groups that do not divide the tensor ranks, which an earlier strategy must define.
+    """Refuse group counts that do not divide the tensor ranks of an earlier strategy.
 
-    That strategy checks whether heads and vocabulary split over the ranks of a group.
+    The earlier strategy checks whether heads and vocabulary split over the ranks of a group.
     """
     held = context.of(ParallelOffers)
     place = next((at for at, chosen in enumerate(held) if chosen.options is context.options), 0)

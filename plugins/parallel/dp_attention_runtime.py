@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
     from glowplug.plugins.parallel.dp_attention import DpAttentionOptions
 
-#: modes in order of precedence: a step in which groups differ has the last mode of any group
+#: modes in ascending order of precedence: if groups differ, the step has the last of their modes
 MODES = (Mode.IDLE, Mode.DECODE, Mode.VERIFY, Mode.PREFILL)
 
 
 class LeastLoaded:
     """A ``RequestRouter`` that sends each request to the group with the fewest sequences.
 
-    Ties go to the lowest group number. The loads are the sequences of each group when the groups
-    last agreed on a step, plus the requests routed since.
+    Ties go to the lowest group number. A group's load is the number of its sequences when the
+    groups last agreed on a step, plus the requests routed to it since.
     """
 
     def __init__(self, group: int, groups: int, leads: bool) -> None:

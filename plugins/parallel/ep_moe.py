@@ -42,7 +42,7 @@ class EpMoeOptions(ParallelOptions):
 
 
 def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
-    """Refuse models without routed experts, unsuitable sizes and an exchange that does not fit."""
+    """Refuse models without routed experts, unsuitable sizes and unsuitable exchanges."""
     held = context.of(ParallelOffers)
     place = next(
         (i for i, chosen in enumerate(held) if chosen.options is context.options), len(held)

@@ -1,12 +1,12 @@
 """Exchange of tokens between ranks: to the ranks of their experts and back.
 
 The ranks of a group hold the same tokens, so each rank contributes its own slice of them and every
-token is sent once. Slices are as long as those of the busiest group; padding rows are zeros with
-ids of -1. S is the rows of a slice and K the experts of a token.
+token is sent once. All slices are as long as those of the busiest group; padding rows are zeros
+with ids of -1. S is the number of rows of a slice, and K the number of experts of a token.
 
 NOTE: slices are summed here, in float32 and in order of rank, instead of by the backend's
 reduce-scatter. A ring sums in an order that depends on a row's position in the buffer, so a token's
-bits would depend on its neighbours.
+bits would depend on the other tokens of the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from glowplug.kernels.launch.sums import add_up
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of a rank in one layer.
+    """A rank's place in the expert parallelism of one layer.
 
     Attributes:
         tp: Tensor ranks.
@@ -59,14 +59,14 @@ class Exchange:
         self._layout = layout
         self._collectives = collectives
         if count_load:
-            # NOTE: ids of -1 are counted, too, in an extra first element: this needs no mask and no
-            # wait for the device
+            # NOTE: ids of -1 are counted, too, in an extra first element: this needs neither a
+            # mask nor a wait for the device
             self._counts = torch.zeros(layout.experts + 1, dtype=torch.int64, device=device)
             self._one = torch.ones(1, dtype=torch.int64, device=device)
             self.load = self._counts[1:]
 
     def _own(self, tokens: int, most: int) -> tuple[int, slice]:
-        """Return the rows of a slice and this rank's slice.
+        """Return the number of rows of a slice, and this rank's slice of its group's tokens.
 
         Args:
             tokens: Tokens of this group.
@@ -81,7 +81,7 @@ class Exchange:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this rank's slice of its group's tokens, padded to S rows.
 
-        Its experts are added to the load counts.
+        The experts of the slice's tokens are added to the load counts.
         """
         tokens = x.shape[0]
         most = tokens if batch.agreed is None else batch.agreed.tokens
@@ -134,10 +134,10 @@ class Exchange:
 
 
 class AllGatherExchange(Exchange):
-    """Every rank receives every token and computes those routed to its experts.
+    """All-gather: every rank receives every token and computes those routed to its experts.
 
-    It fits every split and has fixed shapes. If a group is all ranks, each rank already has every
-    token: nothing is gathered, and one all-reduce ends the exchange.
+    This exchange supports every split and has fixed shapes. If a group is all ranks, each rank
+    already has every token: nothing is gathered, and one all-reduce ends the exchange.
     """
 
     def dispatch(
@@ -162,9 +162,10 @@ class AllGatherExchange(Exchange):
 
 
 class StaticAllToAllExchange(Exchange):
-    """Each token is sent to the ranks that hold one of its experts, in a buffer of fixed shape.
+    """All-to-all in a buffer of fixed shape, with one row per token for every rank.
 
-    The buffer has one row per token for every rank. Each expert must be whole on one rank.
+    Each token is sent to the ranks that hold one of its experts. Each expert must be whole on one
+    rank.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class StaticAllToAllExchange(Exchange):
 
 
 class AllToAllExchange(StaticAllToAllExchange):
-    """Each token is sent to the ranks that hold one of its experts, and only those rows are sent.
+    """All-to-all that sends each token only to the ranks that hold one of its experts.
 
     The host reads the number of rows, so the exchange cannot be captured in a graph.
     """

@@ -30,7 +30,7 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
     mesh = context.values.mesh
     if mesh.get("tp", 1) == 1:
         return
-    # a model without a family is refused as such
+    # a model without a family is refused elsewhere
     if not context.facts.model.splits and context.chosen["model"]:
         yield Refusal(
             NAME,
@@ -55,7 +55,7 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
         try:
             found = uneven(model, mesh, block)
         except ValueError:
-            # an axis does not divide the tensor ranks, which its own strategy refuses
+            # an axis does not divide the tensor ranks; the axis's own strategy refuses that
             return
         if found:
             fix = _fix(f"parallel.{place}.size", fitting_sizes(model, mesh, block), mesh)
@@ -69,9 +69,9 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
 
 
 def kept_block(context: CheckContext) -> int:
-    """Return the block size of the stored weights under the chosen quantization on this device.
+    """Return the multiple at which the chosen quantization lets ranks split stored weights.
 
-    1 if the quantization has no blocks.
+    It is the block size on this device; 1 if the quantization has no blocks.
     """
     for scheme in context.chosen["quantization"]:
         offers = scheme.offers

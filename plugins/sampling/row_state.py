@@ -21,7 +21,7 @@ GREEDY_BELOW = 1e-5  #: temperatures below this mean greedy sampling
 
 
 class Feature(IntFlag):
-    """Sampling features that a row uses; a step runs those that any of its rows uses."""
+    """Sampling features that a row uses; a step runs the union of its rows' features."""
 
     RANDOM = 1
     MIN_P = 2
@@ -42,7 +42,7 @@ class Feature(IntFlag):
 
 
 def features_of(params: SamplingParams, stop_ids: frozenset[int]) -> Feature:
-    """Return the features that affect a sequence with ``params``."""
+    """Return the sampling features that affect a sequence with ``params``."""
     random = params.temperature >= GREEDY_BELOW
     needed = {
         Feature.RANDOM: random,
@@ -143,7 +143,7 @@ class TokenLists:
 class SparseRowState:
     """Per-row state [entries, V], with entries only for rows that need one.
 
-    All other rows share entry 0 as scratch. The state doubles when it is full, so its memory
+    All other rows share entry 0, which is scratch. The state doubles when it is full, so its memory
     follows the largest number of rows that needed it at once.
     """
 
@@ -163,7 +163,7 @@ class SparseRowState:
         return int(self._rows[row])
 
     def write(self, row: int, values: NDArray[Any]) -> int:
-        """Give ``row`` an entry that holds ``values`` [V], and return its index."""
+        """Give ``row`` an entry that holds ``values`` [V]. Return the entry's index."""
         entry = self._assign(row)
         self.state[entry] = send(values, self.state.device)
         return entry
@@ -181,7 +181,7 @@ class SparseRowState:
         self._free.extend(range(len(self.state) - 1, old - 1, -1))
 
 
-#: flag in a penalty count: the token is in the prompt; the low bits count it in the output
+#: flag in a penalty count: the token is in the prompt; the lower bits count the token in the output
 PROMPT_BIT = 1 << 30
 
 

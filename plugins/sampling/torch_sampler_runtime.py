@@ -27,12 +27,12 @@ from glowplug.plugins.sampling.torch_sampler import TorchSamplerOptions
 
 #: columns of the float parameters
 TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(6)
-#: columns of the integer parameters; EDITS depend on the sampler
+#: columns of the integer parameters; each sampler defines its EDITS columns
 TOP_K, SEED, MIN_LENGTH, *EDITS = range(6)
 PENALTY_ENTRY, ALLOWED_ENTRY, _ = EDITS
 SIGN_BIT = 1 << 63  #: of int64
-#: features -> key of steps that graphs can hold: their kernels read only the rows' columns, whose
-#: addresses are constant
+#: features of a step that graphs can hold -> its capture key: such a step's kernels read only the
+#: rows' columns, whose addresses are constant
 CAPTURED = {Feature(0): "greedy", Feature.RANDOM: "random"}
 Tokens = NDArray[np.int32]
 
@@ -155,8 +155,8 @@ class TorchSampler:
         rows = batch.rows[batch.samples]
         flags = Feature(int(np.bitwise_or.reduce(self._flags[rows], initial=0)))
         if flags & Feature.MIN_TOKENS:
-            # NOTE: kv_lens may exceed the real length by a step's draft tokens; two widths cover
-            # that.
+            # NOTE: kv_lens may exceed the real length by a step's draft tokens; the margin of two
+            # widths covers that.
             early = batch.kv_lens[batch.samples] - 2 * self._width < self._min_length[rows]
             if not early.any():
                 flags &= ~Feature.MIN_TOKENS
@@ -212,7 +212,7 @@ class TorchSampler:
         """Choose a token for each row of the edited logits.
 
         Returns:
-            Tokens int64 [N], and bool [N]: the row has no finite number, or NaN.
+            Tokens int64 [N], and bool [N]: True if the row has no finite element, or a NaN.
         """
         tokens = logits.argmax(-1)
         peak = logits.gather(1, tokens[:, None])

@@ -1,6 +1,6 @@
 """The sampler "triton": the torch sampler with fused kernels on CUDA devices.
 
-It chooses tokens in a few passes over the logits.
+A step chooses its tokens in a few passes over the logits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class TritonSamplerOptions(SamplingOptions):
 def scratch_rows(rows: int) -> int:
     """Return the rows of logits that a step of ``rows`` rows needs as scratch.
 
-    They hold the unedited logits for log-probabilities, and the workspace of the sums of
+    The scratch holds the unedited logits for log-probabilities, and the workspace of the sums of
     exponentials, which takes up to ``LOGPROB_ROWS`` rows at a time.
     """
     return rows + min(rows, LOGPROB_ROWS)

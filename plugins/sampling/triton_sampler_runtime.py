@@ -42,7 +42,7 @@ from glowplug.plugins.sampling.torch_sampler_runtime import (
 )
 
 FLAGS, ADDED, LISTED = EDITS  #: columns of the integer parameters
-LIST_ENTRIES = 512  #: entries of a row's list before the lists are reallocated
+LIST_ENTRIES = 512  #: entries per row for biases and stop ids; more need reallocation
 DRAWN = Feature.RANDOM | Feature.MIN_P
 CUT = DRAWN | Feature.TOP_P | Feature.TOP_K
 EDITED = Feature.PENALTIES | Feature.BIAS | Feature.ALLOWED | Feature.MIN_TOKENS
@@ -63,7 +63,7 @@ class TritonSampler(TorchSampler):
 
     The edits and the best token take one launch, each cut-off (top-k, top-p) eight, the draw one.
     Nothing waits for the host. The rows' parameters are stored in tables at constant addresses, so
-    that replays read them.
+    that replayed graphs read the current values.
     """
 
     def reserve(self, limits: Limits) -> None:
@@ -162,14 +162,14 @@ class TritonSampler(TorchSampler):
     def plan_step(self, batch: Batch) -> None:
         super().plan_step(batch)
         if self._step & Feature.LOGPROBS:
-            # the largest number always: the kernel is compiled for one number of log-probabilities
+            # always the largest number: the kernel is compiled for one number of log-probabilities
             self._step_logprobs = MAX_LOGPROBS
 
     def capture_key(self) -> str | None:
         """Return the key of the captured step that covers this step's features, or None.
 
-        NOTE: A replayed step runs all features of its key; rows disable the others by their
-        columns.
+        NOTE: A replayed step runs all features of its key; a row's columns disable those that the
+        row does not use.
         """
         for key, features in REPLAYED.items():
             if not self._step & ~features and not (self._moved and features.edits):
@@ -182,7 +182,7 @@ class TritonSampler(TorchSampler):
     ) -> Sampled:
         step = self._step
         arrived = self._counters(len(logits))
-        # NOTE: the rows of one sequence's draft tokens are one number, expanded with stride 0.
+        # NOTE: ``rows`` repeats a sequence's row for its draft tokens, expanded with stride 0.
         rows = rows.contiguous()
         positions = positions.contiguous()
         scored = bool(step & Feature.LOGPROBS)

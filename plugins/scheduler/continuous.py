@@ -24,8 +24,8 @@ class ContinuousOptions(SchedulerOptions):
     share_prefill: int = Field(
         64,
         ge=0,
-        description="a request waits for another request's prompt that is being computed if it "
-        "can reuse at least this many of its tokens; 0: never",
+        description="a request waits while another request's prompt is computed if at least this "
+        "many of that prompt's tokens can then be reused; 0: never",
     )
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:

@@ -17,7 +17,7 @@ class Admitter:
 
     Admission stops at the first sequence that does not fit, so that large requests are not starved.
 
-    A sequence gets the pages of its whole prompt (and of the draft tokens behind it) at once, so
+    A sequence gets the pages of its whole prompt (and of the draft tokens after it) at once, so
     prefill never runs out of pages. While other sequences run, one page for each of them stays
     free: otherwise the next step would have to preempt the new sequence.
 
@@ -27,12 +27,12 @@ class Admitter:
         policy: gives the order of admission.
         max_rows: most sequences that may run together.
         context: context length, in tokens.
-        lookahead: tokens that a draft writes behind the prompt; pages are needed for them too.
+        lookahead: tokens that a draft writes after the prompt; pages are needed for them too.
         share: least number of common tokens for which a sequence waits for a similar prompt that is
             being computed; 0: never wait.
         scored: returns True for a sequence that still needs log-probabilities of its prompt, which
             are not available for a cached prefix.
-        complain: called with a description of a fault of the policy.
+        complain: called with a description of each fault of the policy.
     """
 
     def __init__(
@@ -114,16 +114,17 @@ class Admitter:
         return self.rows.cache.shares and not self.scored(sequence)
 
     def _match(self, sequence: Sequence, tokens: Ints) -> PrefixMatch:
-        """Return the cached prefix, which leaves at least one token to compute, for its logits."""
+        """Return the cached prefix of all tokens but the last, which is computed for its logits."""
         if not self.looks_up(sequence):
             return PrefixMatch(0, tokens[:0])
         return self.rows.cache.match(tokens[:-1], sequence.admission.salt)
 
     def _is_deferred(self, sequence: Sequence, tokens: Ints, match: PrefixMatch) -> bool:
-        """Return True if it is better to wait until another row's prompt is cached.
+        """Return True if the sequence should wait until a running row's prompt is cached.
 
-        That row is computing, so the wait ends by itself. A sequence waits for one other sequence
-        at most: with a cache too small to keep the prompt, all would wait one after another.
+        The row is computing its prompt, so the wait ends by itself. A sequence waits for one other
+        sequence at most: with a cache too small to keep the prompt, all sequences with this prompt
+        would wait one after another.
         """
         if not self.share or not self.rows.unpublished or self.scored(sequence):
             return False
@@ -137,8 +138,8 @@ class Admitter:
             self.queries += self.looks_up(sequence)
             self.hits += match.length > 0
             return True
-        # NOTE: a cache that pins more pages than the match could keep the only sequence out for
-        # ever. Without the match, the sequence fits.
+        # NOTE: if locking the match pinned more pages than the match has, the only sequence might
+        # never fit. Without the match it fits.
         if self.rows.running or not match.length:
             return False
         return self._place(sequence, tokens, PrefixMatch(0, tokens[:0]))

@@ -35,7 +35,7 @@ class Chunk:
 def launchable(rows: Rows) -> Ints:
     """Return the decoding rows that can take one more step.
 
-    A row is left out if the steps in flight fill it even at one token each.
+    A row is left out if the steps in flight will fill it to ``max_length`` even at one token each.
     """
     table = rows.table
     members = rows.decode_rows()
@@ -46,13 +46,13 @@ def launchable(rows: Rows) -> Ints:
 def needed_tokens(rows: Rows, members: Ints, width: int) -> Ints:
     """Return the number of tokens that each row needs pages for in its next step.
 
-    It is an upper bound while the lengths are on the device. The last token of a full sequence is
-    never an input, hence never stored.
+    The number is an upper bound while the lengths are on the device. The last token of a full
+    sequence is never an input, hence never stored.
 
     Args:
         rows: the running sequences.
         members: int32 [n], decoding rows.
-        width: tokens that the step and a draft behind it write.
+        width: tokens that the step and a draft after it write.
 
     Returns:
         int32 [n].
@@ -181,7 +181,7 @@ def _following(rows: Rows, chunks: list[Chunk]) -> Ints:
 
 
 def _resumed(rows: Rows, chunks: list[Chunk]) -> NDArray[np.bool_]:
-    """Return the mask of chunks that begin where the row's cached prefix ends."""
+    """Return the mask of chunks that begin where their row's cached prefix ends."""
     size = rows.table.page_size
     return np.array(
         [0 < chunk.start == rows.shared[chunk.row] * size for chunk in chunks], np.bool_

@@ -26,8 +26,8 @@ class Committed:
         counts: int32 [n], kept tokens.
         given: int32 [n], tokens that the device accepted, before the cut at stop ids and limits.
         stop_ids: int64 [n], token that ended the row, -1 if none did.
-        bad: bool [n], the row's logits were not finite.
-        done: bool [n], the row has ended.
+        bad: bool [n], True if the row's logits were not finite.
+        done: bool [n], True if the row has ended.
     """
 
     at: NDArray[np.int64]
@@ -115,8 +115,8 @@ def _reconcile(rows: Rows, batch: Batch, at: NDArray[np.int64], members: Ints, g
 
     A decoding row launches ``width`` tokens; those that are not accepted are launched again.
 
-    NOTE: at width one this concerns a token that a faulty algorithm withheld; without it positions
-    would run past the row's end.
+    NOTE: at width one this happens only if a faulty algorithm withholds a token; without the
+    subtraction positions would then run past the row's end.
     """
     decodes = int(np.searchsorted(at, batch.num_decodes))
     refused = batch.query_lens[at[:decodes]] - given[:decodes]
@@ -127,7 +127,7 @@ def _reconcile(rows: Rows, batch: Batch, at: NDArray[np.int64], members: Ints, g
 def report(rows: Rows, done: Committed, result: StepResult, output: StepOutput) -> None:
     """Write tokens and log-probabilities of the step into ``output``.
 
-    It must be called before rows are released.
+    Call this function before rows are released.
     """
     if (done.counts == 1).all():
         output.ids = rows.ids[done.rows].tolist()

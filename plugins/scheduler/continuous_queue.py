@@ -53,9 +53,9 @@ class Queue:
         return self._waiting.pop(id, None)
 
     def overdue(self, now: float) -> Iterator[tuple[int, str]]:
-        """Yield (id, kind) of every deadline that has passed, each once.
+        """Yield (sequence id, kind) of every deadline that has passed, each once.
 
-        The sequence may have ended before.
+        The sequence may have ended before its deadline.
         """
         while self._deadlines and self._deadlines[0][0] <= now:
             _, id, kind = heapq.heappop(self._deadlines)

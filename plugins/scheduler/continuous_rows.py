@@ -23,19 +23,20 @@ NO_STOP = -1  #: padding of the stop ids
 
 
 class Rows:
-    """Columns over the R rows of ``table``, and its page accounting.
+    """The running sequences: columns over the R rows of ``table``, and the rows' pages.
 
     Attributes:
         ids: int64 [R], sequence ids.
         pending: int32 [R], launched steps that will yield tokens of the row and are not committed.
-        base: int32 [R], length at the last join; a longer row has completed its prefill.
+        base: int32 [R], length at the last join; a row that is longer now has completed its
+            prefill.
         min_length: int32 [R], length from which stop ids end the row.
         stops: int32 [R, 4], stop ids, padded with -1.
         many_stops: row -> all stop ids, for rows with more than 4.
-        logprobs: int32 [R], number of log-probabilities requested, -1 for none.
+        logprobs: int32 [R], number of log-probabilities requested; -1: they are not requested.
         shared: int32 [R], leading pages that belong to the prefix cache.
         running: row -> sequence, in order of admission.
-        prefilling: the running rows whose prompt has not been launched to its end.
+        prefilling: keys are the running rows whose prompt has not been launched to its end.
         unpublished: (salt, tokens of the first page) -> row, for rows whose prompt is not in the
             cache yet.
         joined: sequences that have entered a row since the last batch, for the runner.

@@ -20,14 +20,14 @@ it is preempted and waits again, at the queue's head, with its output. Invariant
    change the epoch.
 5. Pages are reserved before a launch: a prompt's at its admission, a decoding row's when the step's
    upper bound reaches a new page, and never beyond ``max_length - 1`` tokens, the last that are
-   stored. Both include the ``lookahead`` tokens that a draft writes behind a step's own. A width
+   stored. Both include the ``lookahead`` tokens that a draft writes after a step's own. A width
    above one may compute positions beyond that; their page-table entries are 0, the scratch page,
    and their results are dropped.
-6. When pages run out, first the cache evicts its oldest, then the policy names victims. Preemption
-   happens only with nothing in flight (``next_batch`` returns None until then), so it never drops a
-   token: a decoding row has gained at least one since it was admitted, and the last running row is
-   never a victim and always fits (``add`` refuses sequences that cannot). Hence every preemption is
-   paid for by progress, and there is no livelock.
+6. When pages run out, the cache first evicts its least recently used pages, then the policy names
+   victims. Preemption happens only with nothing in flight (``next_batch`` returns None until then),
+   so it never drops a token: a decoding row has gained at least one token since its admission, and
+   the last running row is never a victim and always fits (``add`` refuses sequences that cannot).
+   Hence every preemption is paid for by progress, and there is no livelock.
 7. A recomputed sequence prefills prompt and output; its positions, and the seeds made from them, do
    not change.
 
@@ -64,7 +64,7 @@ NO_ROWS: Ints = np.zeros(0, np.int32)
 
 
 class Continuous:
-    """A ``Scheduler`` with continuous batching, complete after ``bind``. One thread uses it."""
+    """A ``Scheduler`` with continuous batching, usable after ``bind``, by one thread only."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class Continuous:
     ) -> list[continuous_batch.Chunk]:
         """Launch chunks of the prompts that have begun, then admit sequences and launch theirs.
 
-        Together they have at most ``chunk_size`` tokens, and at most the rest of the step.
+        All chunks together have at most ``chunk_size`` tokens, and at most the rest of the step.
         """
         budget = min(self.sizes.chunk_size, self.sizes.max_step_tokens - decode_tokens)
         under_way = list(self.rows.prefilling)
@@ -263,7 +263,7 @@ class Continuous:
         return continuous_batch.launch_chunks(self.rows, budget, under_way) if under_way else []
 
     def _note_admitted(self, sequence: Sequence) -> None:
-        """Count and report the first admission of a sequence, but no later one."""
+        """Count and report the first admission of a sequence; ignore those after a preemption."""
         if sequence.preemptions:
             return
         sequence.cached_tokens = int(self.table.launched[sequence.row])
@@ -331,7 +331,7 @@ class Continuous:
         )
 
     def load(self) -> Stats:
-        """Return a snapshot in O(1)."""
+        """Return a snapshot of the statistics, in O(1)."""
         return snapshot(self.stats, self.rows, self.queue, self.admission)
 
     def flush(self) -> bool:

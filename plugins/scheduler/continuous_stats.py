@@ -32,7 +32,7 @@ def count_step(stats: Stats, batch: Batch, done: Committed, width: int) -> None:
 
 
 def snapshot(stats: Stats, rows: Rows, queue: Queue, admission: Admitter) -> Stats:
-    """Return a copy of ``stats`` with the present numbers of sequences and pages, in O(1)."""
+    """Set the current numbers of sequences and pages in ``stats`` and return a copy, in O(1)."""
     stats.running = len(rows.running)
     stats.waiting = len(queue)
     stats.pages_free = rows.pages.free

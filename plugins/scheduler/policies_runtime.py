@@ -1,6 +1,6 @@
 """Runtimes of the built-in scheduling policies.
 
-They have no state: the same arguments always give the same result.
+The policies have no state: the same arguments always give the same result.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class LongestPrefix:
     """Policy that admits the longest cached prefix first (SGLang's "lpm").
 
     Shared pages are thus used before they are evicted. Against starvation, a preempted sequence,
-    and one that arrived ``patience`` seconds before the newest in the queue, is never overtaken.
-    Beyond ``window`` sequences the queue's order is kept, which bounds the cost of cache look-ups.
+    and one that arrived more than ``patience`` seconds before the newest in the queue, is never
+    overtaken. Beyond ``window`` sequences the queue's order is kept, which bounds the cost of cache
+    look-ups.
     """
 
     def __init__(self, options: LongestPrefixOptions, plan: EnginePlan, worker: Worker) -> None:

@@ -1,8 +1,9 @@
 """Inputs of a NextN draft's passes after each step of the target.
 
-The draft's cache is shifted by one: its KV slot p holds the pair (the target's hidden state of
-token p - 1, token p). KV slot 0 is empty, so every batch here has ``first_key`` 1. B is the rows, T
-the tokens of the target's step, D its decode rows, and W the width.
+The draft's cache is shifted by one: its entry at position p is made from the target's hidden state
+of token p - 1 and from token p. Position 0 has no entry, so every batch of a draft has
+``first_key`` 1. Of the target's step, B is the number of rows, T that of tokens, D that of decode
+rows, and W the width.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class UncachedTokens:
         kv_slots: KV slots, int64 [F].
         source: For each token, the index of the hidden state that it continues, int64 [F]: in the
             target's [T] states, followed by the states of ``pages``.
-        pages: Pages whose last tokens are continued by resumed rows, int64; None without such rows.
+        pages: For each row that starts after a cached prefix, the prefix's last page, int64: the
+            stored state of its last token is continued. None without such rows.
     """
 
     input_ids: Tensor
@@ -62,7 +64,7 @@ class NewestTokens:
 
 
 def uncached_tokens(batch: Batch, tokens: Tensor, page_size: int) -> UncachedTokens:
-    """Return the tokens that the draft's cache lacks after the target's step.
+    """Return the tokens that the draft's cache lacks after the target's step, but not the newest.
 
     NOTE: rejected tokens of decode rows are among them; their entries are overwritten before they
     are read.
@@ -102,7 +104,7 @@ def _drafted(batch: Batch, tokens: Tensor, page_size: int) -> tuple[Tensor, Tens
 class _Chunks:
     """The fields of :class:`UncachedTokens` for the prefill rows, on the host.
 
-    The token that ends a prompt is not among them.
+    The token sampled after a prompt's end is not among them: it is the row's newest token.
     """
 
     def __init__(self, batch: Batch, page_size: int) -> None:
@@ -124,7 +126,7 @@ class _Chunks:
         inside = self.positions < stops[row]
         self.ids[inside] = batch.prompt_ids[places[inside]]
         self.source = batch.decode_tokens + places - 1
-        kept = np.arange(int(resumed.sum()))  # of resumed prefixes, behind the step's tokens
+        kept = np.arange(int(resumed.sum()))  # states of cached prefixes follow the step's own
         self.source[self.positions == begins[row]] = batch.num_tokens + kept
 
     def arrays(self) -> list[NDArray[np.int64]]:
@@ -160,7 +162,7 @@ def newest_tokens(batch: Batch, accepted: Accepted, ends: Tensor | None) -> Newe
 
 
 class DraftPositions(NamedTuple):
-    """The place of a draft pass with one token per decode row: the device fields of its batch.
+    """The device fields of a draft pass's batch, which has one token per decode row.
 
     Attributes:
         positions: [D].
@@ -176,7 +178,7 @@ class DraftPositions(NamedTuple):
 
 
 def draft_positions(batch: Batch, number: int, lengths: Tensor, page_size: int) -> DraftPositions:
-    """Return the places of draft pass ``number`` (from 1) before the step ``batch``.
+    """Return the device fields of draft pass ``number`` (from 1) before the step ``batch``.
 
     Args:
         batch: The step that follows the draft passes.

@@ -1,7 +1,7 @@
 """Verification and drafting on the CPU for steps of decode rows only.
 
 Plain Python and numpy take a third of the time of torch's calls here. Tokens rejected in every row
-are left out, because the counts can be read at once. R is the rows and W the width.
+are left out, because the counts can be read at once. R is the number of rows and W the width.
 """
 
 from __future__ import annotations
@@ -57,9 +57,14 @@ def _accepted(drawn: list[int], fed: list[int]) -> int:
 def uncached_tokens_host(
     batch: Batch, accepted: Accepted, page_size: int, keep: int
 ) -> UncachedTokens:
-    """Return ``drafting.uncached_tokens`` of decode rows, up to ``keep`` tokens per row.
+    """Return the first ``keep - 1`` tokens of each decode row from ``drafting.uncached_tokens``.
 
-    Tokens that no row accepted are left out.
+    Args:
+        batch: The target's step.
+        accepted: Its accepted tokens.
+        page_size: Tokens per page.
+        keep: The largest number of tokens that a row gained, or more: a token left out is then
+            rejected in every row, or a row's newest.
     """
     width = accepted.tokens.shape[1]
     starts: list[int] = batch.positions.tolist()[::width]
@@ -93,7 +98,7 @@ def newest_tokens_host(batch: Batch, accepted: Accepted) -> NewestTokens:
 
 
 def next_draft_batch_host(batch: Batch, number: int, lengths: Tensor, page_size: int) -> Batch:
-    """Return the result of ``drafting.next_draft_batch``; the host has exact lengths here."""
+    """Return the result of ``drafting.next_draft_batch``, with exact lengths on the host."""
     places: list[int] = [length + number - 1 for length in lengths.tolist()]
     lens = np.array(places, np.int32) + np.int32(1)
     made = draft_batch(batch, lens)
@@ -119,7 +124,7 @@ def _kv_slot(pages: Ints, position: int, page_size: int) -> int:
 
 
 def page_ends(batch: Batch, page_size: int) -> tuple[list[int], list[int]]:
-    """Return the batch indices of tokens that end a page, and those pages."""
+    """Return the indices in the batch of tokens that end a page, and the numbers of these pages."""
     places = [
         place
         for place, position in enumerate(batch.positions.tolist())

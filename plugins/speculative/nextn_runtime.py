@@ -42,11 +42,11 @@ PREVIOUS_HIDDEN = "previous_hidden"
 class NextN:
     """The ``protocols.SpeculativeAlgorithm`` of NextN drafts.
 
-    After each step the NextN layer caches the step's tokens shifted by one, which runs neither
-    attention nor experts. The next step begins with its drafts: passes of one token per row, the
-    first one over the row's newest token.
+    After each step the NextN layer writes its cache entries for the step's tokens, shifted by one,
+    which runs neither attention nor experts. The next step begins with its drafts: passes of one
+    token per row, the first one over the row's newest token.
 
-    State of a row, on the device: its newest token, the target's hidden state before that token,
+    State of a row, on the device: its newest token, the target's hidden state of the token before,
     and the number of tokens in the target's cache. State of a page: the target's hidden state of
     its last token, for rows that start after it on a cached prefix. Entries of rejected drafts are
     overwritten before they are read.
@@ -59,7 +59,7 @@ class NextN:
         self._context = plan.sizes.context_length
         self._device = torch.device(worker.device)
         self._dtype = worker.dtype
-        #: whether this rank must run every pass because other groups of ranks take part in it
+        #: whether this rank must run every pass, because other groups of ranks take part in it
         self._grouped = plan.mesh.get("dp", 1) > 1
         self._on_host = self._device.type == "cpu"
 
@@ -112,11 +112,11 @@ class NextN:
     def _begin(
         self, batch: Batch
     ) -> tuple[Tensor, Tensor, tuple[DraftPositions, ...] | tuple[Batch, ...]]:
-        """Return the inputs of the first draft pass and the places of all passes.
+        """Return the inputs of the first draft pass and the device fields of all passes' batches.
 
         Returns:
-            The rows' newest tokens [D, 1], the hidden states before them, and for each pass its
-            places, or its batch if the device is the host.
+            The rows' newest tokens [D, 1], the hidden states of the tokens before them, and for
+            each pass the device fields of its batch; on a CPU the whole batch.
         """
         rows = batch.row_ids[: batch.num_decodes]
         numbers = range(1, self._steps + 1)

@@ -50,7 +50,7 @@ class NoSpeculation:
         return Accepted(tokens, self._ones[: batch.num_rows], sampled.bad, sampled.logprobs)
 
     def _accept_some(self, logits: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
-        """Accept tokens when some prefill rows end before the end of their prompt.
+        """Accept tokens when the chunks of some prefill rows do not end their prompt.
 
         Those rows have no logits and get count 0.
         """

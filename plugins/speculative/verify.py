@@ -5,8 +5,8 @@ draft is accepted if it equals that token. The output is therefore, token for to
 width one would have drawn. Since a draft is a single proposal (a point mass), it is accepted
 exactly as often as under rejection sampling (Leviathan et al. 2023).
 
-D is the decode rows, W the width, B the rows, and N the logits rows. Everything stays on the
-device.
+D is the number of decode rows, W the width, B the number of rows, and N that of the logits' rows.
+Everything stays on the device.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def verify_chain(
 
 
 def _with_ends(decoded: Accepted, sampled: Sampled, ends: Tensor, size: int) -> Accepted:
-    """Return the result for all ``size`` rows of the step.
+    """Return the result ``decoded``, extended to all ``size`` rows of the step.
 
     Decode rows keep their tokens, rows whose prompt ended get one token, other rows get none.
     """

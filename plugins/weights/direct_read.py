@@ -1,4 +1,4 @@
-"""Reads byte ranges of files into device memory, with reads and copies overlapped.
+"""Reading of byte ranges of files into device memory, with reads and copies overlapped.
 
 Neighbouring ranges become one block of device memory. Threads fill pinned staging buffers, piece by
 piece and in order; each full buffer is copied to its block asynchronously. Reading with ``pread``
@@ -73,7 +73,7 @@ def blocks_of(spans: Sequence[Span[Key]], max_bytes: int = BLOCK_BYTES) -> list[
 
 
 class DirectReader(Generic[Key]):
-    """Reader of blocks in order.
+    """Reader of blocks of files into device memory, in order, with several threads.
 
     On the CPU (in tests) staging buffers are not pinned and copies are synchronous.
 
@@ -145,7 +145,7 @@ class DirectReader(Generic[Key]):
         self._staging = []
 
     def _fill(self, buffer: int, block: ReadBlock[Key], at: int) -> int:
-        """Read one piece into a staging buffer, after the buffer's last copy (on a thread)."""
+        """Read one piece into a staging buffer, on a thread, after the buffer's last copy."""
         event = self._copied[buffer]
         if event is not None:
             event.synchronize()

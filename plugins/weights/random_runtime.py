@@ -22,7 +22,7 @@ from glowplug.kernels.formats.fp8_block import FP8_BLOCK
 from glowplug.plugins.weights.random import RandomOptions
 
 FP8_SPREAD = 96.0  #: standard deviation of FP8 codes; the maximum of 448 is 4.7 deviations
-#: numbers generated at a time: few enough for the CPU's cache, and for little GPU memory
+#: elements generated at a time: few enough for the CPU's cache, and to take little GPU memory
 PIECE_NUMBERS = {"cpu": 1 << 17, "cuda": 1 << 26}
 INT8_SPREAD = 36.0  #: standard deviation of int8 codes; the maximum of 127 is 3.5 deviations
 INT4_SPREAD = 85**0.5 / 2  #: standard deviation of four random bits
@@ -107,7 +107,7 @@ class RandomSource:
     def _words(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Return int32 words of eight random 4-bit numbers.
 
-        The numbers in a word of zeros ("qzeros") are all 7 or all 8.
+        The numbers in a word of AWQ's zeros ("qzeros") are all 7 or all 8.
         """
         words = (
             _bits(self._key(name), 0, math.prod(shape), device).bitwise_and_(0xFFFFFFFF).view(shape)

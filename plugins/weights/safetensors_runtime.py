@@ -76,7 +76,7 @@ class SafetensorsSource:
     def through(
         self, reader: DirectReader[Wanted], targets: Sequence[WeightTarget]
     ) -> Iterator[tuple[WeightTarget, Tensor]]:
-        """Yield targets and tensors as ``stream`` does, by ``reader``, and close it."""
+        """Yield targets and tensors as ``stream`` does, read by ``reader``, and then close it."""
         try:
             for span, held in reader.read(blocks_of(self._spans(targets))):
                 target, fact = span.key
@@ -169,7 +169,7 @@ def rows_of(held: Tensor, fact: TensorFact, target: WeightTarget) -> Tensor:
 
 
 def _rows(fact: TensorFact, target: WeightTarget, size: int) -> tuple[int, int, int]:
-    """Return first row, number of rows and bytes per row of a target; a scalar is one row."""
+    """Return a target's first row, number of rows and bytes per row; a scalar is one row."""
     if not fact.shape or not fact.shape[0]:
         return 0, 1, size
     begin, end, _ = target.index[0].indices(fact.shape[0])

@@ -36,6 +36,6 @@ def test_hosts_that_differ_end_before_loading(tmp_path: Path) -> None:
         assert codes == [2, 2]
         for one in pair:
             text = one.text()
-            assert "nothing was loaded" in text and "plugins differ: host 0 (rank 0) has" in text
+            assert "nothing was loaded" in text and "different plugins: host 0 (rank 0) has" in text
             assert '"seed":0' in text and '"seed":7' in text and "--plugin" in text
         assert not hosts.engine_pids(0) and not hosts.engine_pids(1)

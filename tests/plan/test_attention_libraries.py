@@ -331,6 +331,6 @@ def test_heads_that_do_not_fill_flashinfers_tiles(
         return
     found = refused(model, plugins, {"use": "flashinfer_mla"}, **more)["attention.use"]
     assert (
-        f"which the {heads} heads of a rank do not divide" in found.reason
+        f"which is not a multiple of the {heads} heads of a rank" in found.reason
         and 'speculative.use = "none"' in found.fix
     )

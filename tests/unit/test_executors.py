@@ -260,7 +260,7 @@ def test_other_plugins_versions_and_checkpoints_are_named(tmp_path: Path) -> Non
     (version,) = differences(
         [ours, ours.replace(b'"python":"3.', b'"python":"2.')], ["host 0", "host 1"]
     )
-    assert "python differ" in version.reason and "host 1 has 2." in version.reason
+    assert "different python" in version.reason and "host 1 has 2." in version.reason
     config = {**plan.facts.model.config, "rope_theta": 5.0}
     facts = replace(plan.facts, model=replace(plan.facts.model, config=config))
     (checkpoint,) = differences([ours, identity(replace(plan, facts=facts))], ["host 0", "host 1"])

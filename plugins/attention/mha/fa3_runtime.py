@@ -22,14 +22,14 @@ from glowplug.plugins.attention.shared.table_bytes import SMALL_PAGE, fa3_mha_by
 
 @dataclass(eq=False)
 class _Rows:
-    """Rows that attend over the cache.
+    """Decode rows or prefill rows of a step, as FlashAttention-3 reads them.
 
     Attributes:
         page: Tokens per page of ``table``.
         table: Page table, int32 [R, P]; None if the keys are the rows' own tokens.
         lens: Keys of each row, int32 [R].
         starts: Prefix sums of the queries of prefill rows, int32 [R + 1].
-        longest: Queries of the longest prefill row.
+        longest: Largest number of queries of a prefill row.
     """
 
     page: int
@@ -42,8 +42,8 @@ class _Rows:
 class Fa3Mha(PagedMha):
     """Multi-head backend by FlashAttention-3.
 
-    Decode rows and chunks behind a cached prefix attend over the cache; chunks that begin their
-    sequence attend over their own keys.
+    Decode rows attend over the cache. So do prefill rows, unless every one of them begins its
+    sequence: then they attend over their own keys.
     """
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -54,7 +54,7 @@ class Fa3Mha(PagedMha):
         self._prefilling: _Rows | None = None
 
     def reserves(self, step: DecodingRows) -> int:
-        """Return the bytes of the largest decode page table, as the component offers them."""
+        """Return the bytes of the largest decode page table, as ``AttentionOffers.reserves``."""
         return fa3_mha_bytes(step)
 
     def reserve(self, limits: Limits) -> None:

@@ -19,10 +19,11 @@ from glowplug.plugins.attention.shared.table_bytes import hopper_mha_bytes
 
 
 class HopperMha(Fa3Mha):
-    """FlashAttention-3's kernels and the Triton backend's over one cache, chosen for each step.
+    """Multi-head backend that uses FlashAttention-3's or Triton's kernels, chosen for each step.
 
-    Steps that FlashAttention-3 does not support use the Triton kernels: trees, caches whose first
-    position holds nothing, and FP8 caches.
+    Over an FP8 cache, which FlashAttention-3 does not read, all rows use the Triton kernels. Over
+    a 16-bit cache decode rows use them for trees of drafts, for a draft's own cache, whose first
+    position is empty (``Batch.first_key``), and where they were measured to be faster.
     """
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:

@@ -23,8 +23,8 @@ from glowplug.plugins.attention.shared.torch_groups import (
     store,
 )
 
-GATHERED_NUMBERS = 1 << 27  #: most key and value numbers gathered at once for decode rows
-#: most key and value numbers gathered at once for prefill rows; a longer cached prefix is read in
+GATHERED_NUMBERS = 1 << 27  #: most key and value elements gathered at once for decode rows
+#: most key and value elements gathered at once for prefill rows; a longer cached prefix is read in
 #: pieces
 PIECE_NUMBERS = 1 << 24
 

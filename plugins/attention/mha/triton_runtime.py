@@ -26,8 +26,8 @@ class _Rows:
         first_key: First position whose cache entry holds a key.
         tile: Tiling of the decode kernel; decode rows only.
         tree: Tree mask of decode rows, int64 [R, width], or None.
-        starts: Tokens at which the queries of prefill rows begin and end, int32 [R + 1].
-        skip: Tokens of the step before the prefill rows.
+        starts: Index of each prefill row's first token in the step, and of the end, int32 [R + 1].
+        skip: Number of the step's tokens before the prefill rows.
     """
 
     page_table: Tensor
@@ -42,7 +42,7 @@ class _Rows:
 class TritonMha(PagedMha):
     """Multi-head backend whose kernels read the step's tensors directly.
 
-    Nothing is prepared for a step, so nothing belongs to a captured graph.
+    Nothing is prepared for a step, so captured graphs need no tensors of their own.
     """
 
     follows = True

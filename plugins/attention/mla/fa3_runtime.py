@@ -24,7 +24,7 @@ class _Decode:
     """Decode rows of the step.
 
     Attributes:
-        rows: R.
+        rows: Number of rows, R.
         page: Tokens per page of ``table``.
         table: Page table, int32 [R, pages].
         lens: Keys of each row, int32 [R].
@@ -50,7 +50,7 @@ class Fa3Mla(PagedMla):
         self._decode: _Decode | None = None
 
     def reserves(self, step: DecodingRows) -> int:
-        """Return the bytes of the largest decode page table, as the component offers them."""
+        """Return the bytes of the largest decode page table, as ``AttentionOffers.reserves``."""
         return fa3_mla_bytes(step)
 
     def reserve(self, limits: Limits) -> None:

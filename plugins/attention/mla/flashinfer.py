@@ -39,7 +39,7 @@ class FlashInferMlaOptions(AbsorbedOptions):
 def check(context: CheckContext) -> Iterator[Refusal]:
     """Refuse unsupported sizes and dtypes, and heads that do not fill the causal kernel's tiles.
 
-    NOTE: that kernel counts the keys of a tile by the tokens that begin and end in it
+    NOTE: the causal kernel counts the keys of a tile by the tokens that begin and end in the tile
     (``(packed_qo_start + cluster_tile_q) / num_heads`` rounds down), so a token divided by the end
     of a tile would miss its newest keys.
     """
@@ -52,13 +52,13 @@ def check(context: CheckContext) -> Iterator[Refusal]:
             "flashinfer_mla",
             "attention.use",
             "flashinfer_mla computes several query tokens per row in tiles of "
-            f"{TILE_QUERIES} queries, which the {heads} heads of a rank do not divide",
+            f"{TILE_QUERIES} queries, which is not a multiple of the {heads} heads of a rank",
             'attention.use = "auto", or speculative.use = "none"',
         )
 
 
 def reserves(step: DecodingRows) -> int:
-    """Return the bytes of the workspace and of the draft's page tables."""
+    """Return the bytes of FlashInfer's workspace and of the draft's page tables."""
     return WORKSPACE_BYTES + shifted_bytes(step)
 
 

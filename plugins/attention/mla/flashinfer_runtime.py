@@ -31,11 +31,11 @@ LN2 = math.log(2)
 
 @dataclass(eq=False)
 class _Wrapper:
-    """One FlashInfer wrapper.
+    """A FlashInfer wrapper, with the state of its last plan.
 
     Attributes:
         made: The wrapper.
-        planned: Event recorded behind the copy of the last plan to the device.
+        planned: Event recorded after the copy of the last plan to the device.
         checked: Whether the layout of the plan has been checked.
     """
 
@@ -59,12 +59,12 @@ class _Wrapper:
 class FlashInferMla(PagedMla):
     """MLA backend that plans every step from lengths on the host, so no plan waits for the device.
 
-    Where these lengths are upper bounds, the device's own lengths are written into the plan after
-    it, on the device.
+    Where the host's lengths are only upper bounds, the exact lengths are then written into the plan
+    on the device.
 
     Each captured graph has its own wrapper, whose buffers the captured kernels read. Eager steps
-    rotate through as many wrappers as are planned in one step, so that a plan never
-    waits for the kernels of its own step.
+    rotate through as many wrappers as a step makes plans, so that a plan never waits for the
+    kernels of its own step.
     """
 
     def __init__(self, options: FlashInferMlaOptions, plan: EnginePlan, worker: Worker) -> None:

@@ -27,8 +27,8 @@ PAGE_TOKENS = 64  #: the only page size that FlashMLA's kernels read
 FP8 = "fp8_e4m3"
 #: most rows of a step for FlashMLA's FP8 schedule; with more the library ends the process
 FP8_ROWS_MAX = 4095
-#: most tokens per row: with 128 heads they are 64 tiles, each of which gets at least one
-#: multiprocessor
+#: most tokens per row for FlashMLA's FP8 schedule: 32 tokens of 128 heads are 64 tiles, each of
+#: which gets at least one multiprocessor
 FP8_WIDTH_MAX = 32
 
 _check_sizes = check_kv_is_compute("flashmla")

@@ -22,7 +22,7 @@ class _Rows:
     """Decode rows of the step that FlashMLA runs.
 
     Attributes:
-        rows: R.
+        rows: Number of rows, R.
         width: Query tokens per row.
         table: Page table, int32 [R, P].
         lens: Keys of each row, int32 [R].
@@ -38,14 +38,15 @@ class _Rows:
 
 
 class FlashMla(Fa3Mla):
-    """Decode rows by FlashMLA, whose schedule is computed once per step on the device.
+    """MLA backend by FlashMLA, whose schedule is computed once per step on the device.
 
-    Prefill rows, and the rows of a draft, whose first position holds nothing, use FlashAttention-3.
+    Prefill rows use FlashAttention-3, and so do the rows of a draft, whose cache has no entry at
+    the first position (``Batch.first_key``).
 
-    Over an FP8 cache FlashMLA multiplies in E4M3: the queries are rounded to it, and inside the
-    kernel the weights of the softmax; each with one scale per launch, which is 1. NOTE: a scale
+    Over an FP8 cache FlashMLA multiplies in E4M3: the queries are rounded to E4M3, and inside the
+    kernel the softmax weights as well. Each has one scale per launch, which is 1. NOTE: a scale
     that follows the largest query of a step would gain nothing (E4M3 rounds as finely at 2**-6 as
-    at 448), and would make a row depend on its neighbours.
+    at 448), and would make a row's result depend on the other rows of the step.
     """
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:

@@ -32,7 +32,7 @@ class HopperMlaOptions(AbsorbedOptions):
 
 @hookimpl
 def plan_remarks(context: CheckContext) -> list[Decision]:
-    """Return which kernels decode how many rows, and what a shorter context would change."""
+    """Return the remark on which kernel decodes how many rows, also with shorter contexts."""
     chosen = context.chosen.get("attention", ())
     values = context.values
     if not chosen or chosen[0].name != "hopper_mla":

@@ -19,10 +19,11 @@ from glowplug.plugins.attention.shared.table_bytes import no_bytes
 
 
 class HopperMla(FlashMla):
-    """FlashMLA's kernels and the Triton backend's over one cache, chosen for each step.
+    """MLA backend that decodes by FlashMLA's or Triton's kernels, chosen for each step.
 
-    Steps that FlashMLA does not support use the Triton kernels: trees, caches whose first position
-    holds nothing, and FP8 caches.
+    Decode rows use the Triton kernels over an FP8 cache, for trees of drafts, for a draft's own
+    cache, whose first position is empty (``Batch.first_key``), and where they were measured to be
+    faster.
     """
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:

@@ -27,8 +27,8 @@ from glowplug.plugins.attention.shared.torch_groups import (
     store,
 )
 
-GATHERED_NUMBERS = 1 << 26  #: most latent numbers gathered at once for decode rows
-#: most key and value numbers expanded from latents at once for prefill rows
+GATHERED_NUMBERS = 1 << 26  #: most latent elements gathered at once for decode rows
+#: most key and value elements expanded from latents at once for prefill rows
 EXPANDED_NUMBERS = 1 << 24
 
 
@@ -36,9 +36,9 @@ class TorchMla:
     """Latent attention over a paged cache of ``latent`` and ``rope``.
 
     Decode rows attend in latent space (absorbed). Prefill rows expand latents to per-head keys and
-    values; a cached prefix longer than the budget is expanded in pieces whose partial states are
-    merged. With ``absorb = false`` every row expands its whole cache and attends to all of it at
-    once.
+    values; a cached prefix longer than ``GroupLimits.keys`` is expanded in pieces, whose partial
+    states are merged. With ``absorb = false`` every row expands its whole cache and attends to all
+    of it at once.
     """
 
     mla_projected = None

@@ -41,9 +41,9 @@ class _Rows:
 
 
 class TritonMla(PagedMla):
-    """MLA backend whose two kernels read the step's tensors directly.
+    """MLA backend whose decode and prefill kernels read the step's tensors directly.
 
-    Nothing is prepared for a step, so nothing belongs to a captured graph.
+    Nothing is prepared for a step, so captured graphs need no tensors of their own.
     """
 
     follows = True
@@ -112,7 +112,11 @@ class TritonMla(PagedMla):
     ) -> tuple[_Rows, MlaTiling]:
         """Return the step's rows and the tiling of their keys.
 
-        ``merge_in_values`` admits KV splits that the value projection merges.
+        Args:
+            query: Absorbed query, [n, H, lora + rope].
+            kv: The layer's cache.
+            layer: The layer's sizes.
+            merge_in_values: Allow KV splits whose partial results the value projection merges.
         """
         rows = self._rows
         assert rows is not None

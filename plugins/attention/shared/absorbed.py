@@ -1,9 +1,9 @@
 """The choice of weights for the absorbed GEMMs of latent attention (W_UK and W_UV).
 
-They can read 16-bit weights, or the E4M3 blocks as the checkpoint stores them. Reading the stored
-blocks changes only the bytes read, not the values, because a block FP8 checkpoint defines its
-weights by these blocks. They are used where this was measured to be faster. GEMMs with E4M3
-activations would also round the activations, and gain nothing for few tokens.
+These GEMMs can read 16-bit weights, or the E4M3 blocks as the checkpoint stores them. Reading the
+stored blocks changes only the bytes read, not the values, because a block FP8 checkpoint defines
+its weights by these blocks. The stored blocks are read where this was measured to be faster. GEMMs
+with E4M3 activations would also round the activations, and gain nothing for few tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AbsorbedOptions(AttentionOptions):
 
 
 def keeps_blocks(context: CheckContext) -> bool:
-    """Return whether the quantization keeps weights in blocks on this device."""
+    """Return whether the quantization keeps weights in stored FP8 blocks on this device."""
     return any(
         isinstance(one.offers, QuantizationOffers)
         and isinstance(one.options, QuantizationOptions)
@@ -60,7 +60,7 @@ def keeps_blocks(context: CheckContext) -> bool:
 
 
 def stored_is_faster(option: str, heads: int, tokens: int) -> tuple[bool, bool]:
-    """Return whether W_UK's and W_UV's GEMMs should read stored blocks, if the layer has any.
+    """Return whether the GEMMs of W_UK and of W_UV should read stored blocks, if there are any.
 
     Args:
         option: The option ``absorbed``.

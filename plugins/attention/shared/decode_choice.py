@@ -3,8 +3,8 @@
 The keys are the queries that share a row's keys and the rows of a step. In latent attention a row's
 queries are its tokens times the heads of a rank; in multi-head attention, its tokens times the
 heads that share one key head. The measured microseconds per layer are in ``docs/benchmarks``. A
-captured graph fixes the rows of its steps but not their lengths, so of the contexts only the
-longest one that the plan admits is known.
+captured graph fixes the rows of its steps but not their lengths; all that is known of the lengths
+is the longest one that the plan admits.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ FASTEST: dict[int, Line] = {
     64: ((2, "triton"), (math.inf, "flashmla")),
     128: ((math.inf, "flashmla"),),
 }
-#: entries that replace or extend FASTEST when no row can be longer than SHORT keys and each row has
-#: one token. With 128 queries the Triton kernel was up to 33 us a layer faster at 512 keys, and up
-#: to 13 us at 4096 keys.
+#: entries that replace or extend FASTEST when no row can be longer than SHORT_KEYS_MAX keys and
+#: each row has one token. With 128 queries the Triton kernel was up to 33 us a layer faster at 512
+#: keys, and up to 13 us at 4096 keys.
 FASTEST_SHORT: dict[int, Line] = {
     128: ((16, "triton"), (math.inf, "flashmla")),
     256: ((math.inf, "flashmla"),),
@@ -72,7 +72,7 @@ def nearest_entry(queries: int, longest: float, width: int) -> Line:
 def short_rows(heads: int) -> range:
     """Return the row counts for which short contexts have a faster decode kernel.
 
-    They hold for one token per row and no row longer than SHORT keys.
+    The kernel is faster if each row has one token and no row is longer than SHORT_KEYS_MAX keys.
     """
     if heads > FEW_HEADS_MAX:
         most, kernel = nearest_entry(heads, SHORT_KEYS_MAX, 1)[0]
@@ -81,7 +81,7 @@ def short_rows(heads: int) -> range:
 
 
 def fastest_mha(queries: int, rows: int) -> str:
-    """Return the fastest multi-head kernel for ``rows`` rows of ``queries`` queries per key head."""
+    """Return the fastest multi-head kernel for ``rows`` rows, ``queries`` queries per key head."""
     return _kernel_for(_nearest(FASTEST_MHA, queries), rows)
 
 

@@ -1,4 +1,4 @@
-"""Overwriting of sequence lengths in FlashInfer's MLA plan on the GPU.
+"""Exact sequence lengths, written into FlashInfer's MLA plans on the GPU.
 
 The host plans with upper bounds, because the number of accepted drafts is known only on the device.
 
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-#: numbers in a plan: the cluster count and the byte offset of each list in the buffers
+#: numbers in ``_plan_info``: the cluster count, and the byte offset of each list in the buffers
 PLAN_FIELDS = 18
 CLUSTERS = 1  #: plan field: the cluster count
 QUERY_START = 2  #: plan field: the list of first queries
@@ -30,7 +30,7 @@ KEYS = 11  #: plan field: the list of row lengths in keys
 KEY_END = 14  #: plan field: the list of keys at which the work items end
 WORK_STARTS = 15  #: plan field: the list of the clusters' first work items
 
-#: size of each shrunk plan buffer. A plan needs 0.6 MB: nine lists of 16,384 work items and five
+#: bytes of each shrunk plan buffer. A plan needs 0.6 MB: nine lists of 16,384 work items and five
 #: lists with one number per multiprocessor.
 PLAN_BUFFER_BYTES = 1 << 20
 

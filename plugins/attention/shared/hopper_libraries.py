@@ -1,4 +1,4 @@
-"""Checks shared by the latent-attention libraries for Hopper, whose kernels have fixed sizes."""
+"""Checks shared by the latent-attention libraries for Hopper, compiled for fixed head sizes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_sizes(name: str) -> Check:
 
 
 def check_kv_is_compute(name: str) -> Check:
-    """Return :func:`check_sizes` with a check that the KV cache has the compute dtype."""
+    """Return :func:`check_sizes` with a check that a 16-bit KV cache has the compute dtype."""
     sizes = check_sizes(name)
 
     def check(context: CheckContext) -> Iterator[Refusal]:

@@ -1,4 +1,4 @@
-"""The attention entries of a rank's KV pool."""
+"""The layout of a rank's KV pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def local_kv_heads(plan: EnginePlan) -> int:
 
 
 def kv_layout(plan: EnginePlan, entries: KVEntries) -> KVLayout:
-    """Return a rank's layout: the model's layers, then the draft's.
+    """Return a rank's KV layout: the model's layers, then the draft's.
 
     Args:
         plan: the plan.
@@ -29,7 +29,7 @@ def kv_layout(plan: EnginePlan, entries: KVEntries) -> KVLayout:
 
 
 def parted_latent_entries(model: ModelFacts, dtype: str, heads: int) -> tuple[KVEntry, ...]:
-    """Return the entries ``latent`` and ``rope``, which all heads share."""
+    """Return separate entries ``latent`` and ``rope``, which all heads share."""
     return (
         KVEntry("latent", (model.kv_lora_rank,), dtype),
         KVEntry("rope", (model.qk_rope_head_dim,), dtype),

@@ -34,7 +34,7 @@ Expand = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 @dataclass(eq=False)
 class _Step:
-    """The planned step.
+    """The planned step of a :class:`PagedMla`.
 
     Attributes:
         kv_slots: int64 [T], the slot mapping: KV slots of the step's tokens.
@@ -56,8 +56,8 @@ class PagedMla:
     Attributes:
         follows: Whether the kernels of ``decode`` wait for the preceding kernels themselves (PDL,
             ``kernels/launch/dependent_launch.py``), so that the first one may start before the
-            prologue ends, and the kernels after them before they end. NOTE: FlashMLA's kernels are
-            also launched so that they may start early, and then read queries before they wait.
+            prologue ends, and the kernels after them before they end. NOTE: False for FlashMLA:
+            its kernels may start early as well, but read queries before they wait.
     """
 
     follows = False
@@ -320,7 +320,7 @@ class PagedMla:
 def _kernels(
     device: torch.device,
 ) -> tuple[Any, Expand, Callable[[Tensor, Tensor, Tensor, Tensor], None]]:
-    """Return the kernel module, ``expand`` and ``merge_into``, in Triton on a GPU.
+    """Return the kernel module, ``expand`` and ``merge_into``: in Triton on a GPU, else in torch.
 
     The module has ``prologue``, ``absorb``, ``project``, ``store`` and ``gather``.
     """

@@ -61,8 +61,8 @@ class GraphBuffers:
     ) -> tuple[Tensor, Tensor]:
         """Return a table of one-token pages that starts at position ``first``.
 
-        For caches whose first positions hold nothing, and kernels that read every position of a
-        page. The result is valid until the next table is made.
+        It is for caches whose first positions are empty, and kernels that read every position of
+        a page. The result is valid until the next table is made.
 
         Args:
             graph: Key of the captured graph; None: the step is eager.
@@ -125,7 +125,7 @@ class GraphBuffers:
 
 
 def decoding_rows(limits: Limits, plan: EnginePlan, heads: int) -> DecodingRows:
-    """Return the upper bound of a step's decode rows, for ``heads`` heads on this rank."""
+    """Return the largest decode step within ``limits``, for ``heads`` heads on this rank."""
     sizes = plan.sizes
     return DecodingRows(
         limits.rows, limits.context, sizes.page_size, sizes.width, heads, sizes.draft_layers > 0

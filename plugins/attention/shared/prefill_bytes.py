@@ -15,15 +15,15 @@ def most_keys(heads: int, key: int, value: int, element: int) -> int:
 
     Args:
         heads: Heads of the model, over all ranks.
-        key: Numbers of a head's key.
-        value: Numbers of a head's value.
-        element: Bytes of a number.
+        key: Elements of a head's key.
+        value: Elements of a head's value.
+        element: Bytes of an element.
     """
     return max(256, EXPANDED_BYTES // (heads * _expanded(key, value) * element))
 
 
 def _expanded(key: int, value: int) -> int:
-    """Return the numbers of a head's key and value in memory, where both have the same width.
+    """Return the elements of a head's key and value in memory, both padded to the same width.
 
     See ``kernels.mla.expand``.
     """
@@ -33,7 +33,7 @@ def _expanded(key: int, value: int) -> int:
 def mla_bytes(step: AttentionStep) -> int:
     """Return the peak bytes of latent-attention prefill (``PagedMla._ragged``).
 
-    The sum of the output, the tokens' own cache entries and the memory of the largest call.
+    This is the sum of the output, the tokens' own cache entries and the memory of the largest call.
     """
     entry = step.entry * step.element
     expanded = step.heads * _expanded(step.key, step.value) * step.element

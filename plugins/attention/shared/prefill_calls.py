@@ -1,8 +1,8 @@
 """The split of prefill rows into calls of ragged attention over expanded keys.
 
 Calls are planned on the host, and all their indices are sent to the device in one copy. Keys are
-counted from ``batch.first_key`` on; entries before it are never read. R is the rows of a call and K
-the keys of all its rows.
+counted from ``batch.first_key`` on; entries before it are never read. R is the number of rows of a
+call, and K the number of keys of all its rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ints = NDArray[np.int32]
 
 @dataclass(eq=False)
 class RaggedCall:
-    """R rows of queries, each with its own keys.
+    """One call of ragged attention: R rows of queries, each with its own keys.
 
     Attributes:
         q_starts: int32 [R + 1] on the device, prefix sums of the rows' queries.
@@ -48,9 +48,10 @@ class RaggedCall:
 
 @dataclass(eq=False)
 class RaggedRows:
-    """Neighbouring prefill rows: ``tokens`` tokens of the step from index ``first`` on.
+    """Neighbouring prefill rows and their calls of ragged attention.
 
-    ``calls`` attend over disjoint sets of keys; the states of several calls are merged.
+    The rows are ``tokens`` tokens of the step from index ``first`` on. The calls attend over
+    disjoint sets of keys; the states of several calls are merged.
     """
 
     first: int
@@ -75,8 +76,9 @@ def plan_ragged(batch: Batch, page_size: int, most_keys: int) -> list[RaggedRows
     """Return the prefill rows of ``batch`` in token order, grouped into calls.
 
     A call reads at most ``most_keys`` keys from the cache. Rows without a cached prefix attend over
-    their own tensors. Other rows read all their keys from the cache in one call if these fit; a row
-    that does not fit is handled alone, its own tokens causally and its prefix piece by piece.
+    the keys of their own tokens and do not read the cache. Other rows read all their keys from the
+    cache in one call, if their keys fit into it. A row that has too many keys for one call is
+    handled alone: its own tokens causally in one call, and its prefix in several.
     """
     starts = np.zeros(batch.num_rows + 1, np.int64)
     np.cumsum(batch.query_lens, out=starts[1:])

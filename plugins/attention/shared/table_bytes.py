@@ -12,12 +12,12 @@ from glowplug.core.plugin.byte_costs import NUMBER_BYTES, DecodingRows
 #: of one key head that it handles without TMA
 FA3_TILE_KEYS = 64
 #: tokens in a small page of keys and values. NOTE: pages that hold whole tiles of keys are copied
-#: by TMA, beyond the end of a row: see ``mla/fa3_runtime.py``
+#: by TMA, which also reads beyond the end of a row: see ``mla/fa3_runtime.py``
 SMALL_PAGE = 64
 
 
 def mla_small_pages(page_size: int, queries: int) -> int:
-    """Return the smaller pages per page that FlashAttention-3 reads over latents.
+    """Return how many smaller pages replace each page for FlashAttention-3 over latents.
 
     Args:
         page_size: Tokens of a page.
@@ -31,7 +31,7 @@ def mla_small_pages(page_size: int, queries: int) -> int:
 
 
 def mha_small_pages(page_size: int) -> int:
-    """Return the smaller pages per page that FlashAttention-3 reads over keys and values."""
+    """Return how many smaller pages replace each page for FlashAttention-3 over keys and values."""
     return page_size // SMALL_PAGE if page_size > SMALL_PAGE and page_size % SMALL_PAGE == 0 else 1
 
 
@@ -62,7 +62,7 @@ def hopper_mha_bytes(step: DecodingRows) -> int:
 
 
 def no_bytes(step: DecodingRows) -> int:
-    """Return 0: every kernel reads the batch's own page table."""
+    """Return 0, for backends whose decode kernels read the batch's own page table."""
     return 0
 
 

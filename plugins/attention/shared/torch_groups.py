@@ -50,7 +50,7 @@ class Group:
         rows: R, rows of the group.
         width: W, padded queries per row.
         length: L, padded keys per row.
-        decode: Whether the rows are decode rows (absorption pays off).
+        decode: Whether the rows are decode rows, for which absorption pays.
         pad: int64 [R * W], the group's token for each padded query; None without padding.
         unpad: int64 [tokens], the padded query of each token; None without padding.
         kv_slots: int64 [R * L], KV slots of the keys; None if the keys are the group's own tokens,
@@ -124,8 +124,8 @@ class HostRow:
     Attributes:
         kv_slots: int64 [W], KV slots of the step's own tokens, the row's last ones.
         page_size: Tokens per page.
-        first: First position of the row's keys in its pages.
-        end: Position behind the row's last key.
+        first: Position of the row's first key in its pages.
+        end: Position after the row's last key.
         pages: The row's pages; a slice if they are contiguous and ascending, which allows reading
             them in place.
     """
@@ -147,10 +147,9 @@ class HostRow:
 
 
 def host_row(batch: Batch, page_size: int, queries: int, keys: int) -> HostRow | None:
-    """Return the step as a :class:`HostRow`, or None.
+    """Return the step as a :class:`HostRow`, if it is a single decode row on the CPU.
 
-    None unless the step is one decode row on the CPU with at most ``queries`` queries and ``keys``
-    keys.
+    The result is None for other steps, and for more than ``queries`` queries or ``keys`` keys.
     """
     if (
         not batch.num_decodes == batch.num_rows == 1

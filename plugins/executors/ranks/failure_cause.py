@@ -24,14 +24,15 @@ MARGIN = 4.0  #: seconds reserved for reporting the cause and ending all ranks
 SETTLE = 1.0  #: seconds to go on reading after the first trouble
 #: seconds a process may take until its first heartbeat, even if the limit is shorter
 SPAWN = 30.0
-PATIENCE = QUIET + 2 * SETTLE  #: seconds to wait for a silence while ranks have only lost peers
+#: seconds to wait for a rank to count as silent while the only troubles are lost peers
+PATIENCE = QUIET + 2 * SETTLE
 SPAWNING = "spawn"  #: phase of a rank before its first report
 ENDED = "ended"  #: phase of a rank after its orderly end
 LOADED = "ready", "serve", ENDED  #: phases of a rank that has loaded
 
 
 class FailureKind(IntEnum):
-    """The kinds of trouble, ordered so that a smaller kind explains a greater one."""
+    """The kinds of trouble, ordered so that a smaller kind may be the cause of a greater one."""
 
     ENDED = 0  #: a process (or a whole host) has gone without a report
     FAILED = 1  #: a rank reported its own failure
@@ -40,7 +41,7 @@ class FailureKind(IntEnum):
 
 
 class Trouble(msgspec.Struct, array_like=True, frozen=True):
-    """One observation, as a sentence that names rank (or host), phase and reason."""
+    """One observed failure, as a sentence that names rank (or host), phase and reason."""
 
     kind: int
     text: str
@@ -51,7 +52,7 @@ class Trouble(msgspec.Struct, array_like=True, frozen=True):
 
 
 def first_cause(troubles: Iterable[Trouble]) -> Trouble:
-    """Return the earliest trouble of the kind that explains most."""
+    """Return the earliest trouble of the smallest kind, which may be the cause of the others."""
     return min(troubles, key=lambda trouble: trouble.kind)
 
 
@@ -70,8 +71,8 @@ def settled(kind: int, waited: float) -> bool:
 def host_limit(timeout: float) -> float:
     """Return the seconds of silence after which an engine across hosts ends.
 
-    The limit is chosen so that the engine has ended ``timeout`` seconds after a link broke. That is
-    sooner than the collectives time out, whose error states only that a peer is missing.
+    The limit is chosen so that the engine has ended ``timeout`` seconds after a link broke: before
+    the collectives time out, whose error would state only that a peer is missing.
 
     Args:
         timeout: timeout of the collectives, in seconds.
@@ -159,7 +160,7 @@ class Watch:
     def ended(self, rank: int, how: str) -> None:
         """Record that the process of ``rank`` has gone.
 
-        It is no trouble after an orderly end or a reported failure.
+        This is a trouble unless the rank had an orderly end or a reported failure before.
 
         Args:
             rank: the rank.

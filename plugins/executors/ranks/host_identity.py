@@ -1,6 +1,6 @@
-"""Comparison of the hosts' versions, plugins and plans.
+"""Comparison of the hosts' versions, plugins and plans, before anything is loaded.
 
-It is made before anything is loaded. Hosts that differ are refused.
+Hosts that differ are refused.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FIXES: dict[str, tuple[str, str]] = {
         "install the same plugins in the same versions, and give the same --plugin flags",
     ),
     "checkpoint": ("model", "use the same files on every host"),
-    "layout": ("parallel", "start every host with the same command, --node-rank apart"),
-    "components": ("plan", "start every host with the same command, --node-rank apart"),
-    "numbers": ("plan", "start every host with the same command, --node-rank apart"),
+    "layout": ("parallel", "start every host with the same command except for --node-rank"),
+    "components": ("plan", "start every host with the same command except for --node-rank"),
+    "numbers": ("plan", "start every host with the same command except for --node-rank"),
     "sizes": (
         "memory.kv_tokens",
         "use equal hosts, or set memory.kv_tokens (--max-total-tokens) of the smaller one on both",
@@ -103,7 +103,7 @@ def differences(identities: Sequence[bytes], names: Sequence[str]) -> list[Refus
                     Refusal(
                         "executor",
                         field,
-                        f"{fact} differ: {names[0]} has {ours}, {name} has {theirs}",
+                        f"different {fact}: {names[0]} has {ours}, {name} has {theirs}",
                         fix,
                     )
                 )

@@ -1,7 +1,8 @@
 """Messages between sites through the rendezvous store: identities, heartbeats and failures.
 
-A site is a process that supervises ranks (``host.py``). The store is torch.distributed's. A thread
-of its own calls the store, because a call never returns when the link to the store is broken.
+A site is a process that supervises ranks (``host.py``). The store is torch.distributed's. After the
+meeting separate threads call the store, because a call never returns when the link to the store is
+broken.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from glowplug.plugins.executors.ranks.failure_cause import (
 from glowplug.plugins.executors.ranks.host import Site
 
 POLL = 0.05  #: seconds between checks for sites that have not arrived
-FOREVER = timedelta(days=365)  #: timeout of a wait without an end
+FOREVER = timedelta(days=365)  #: timeout of a wait that has no limit
 
 
 class Beat(msgspec.Struct, array_like=True):
@@ -160,7 +161,7 @@ class HostLink:
         return found
 
     def _await_identities(self, deadline: float, timeout: float) -> None:
-        """Wait until the store has every site's identity; ``timeout`` is for the error's message."""
+        """Wait until the store has every site's identity; ``timeout`` is only reported."""
         missing = list(range(self.site.count))
         while missing := [one for one in missing if not self._store.check([f"identity {one}"])]:
             if time.monotonic() > deadline or self._closed.is_set():
@@ -221,7 +222,7 @@ class HostLink:
             self._beats[other] = beat
 
     def phases(self) -> dict[int, str]:
-        """Return the last known phase of each rank of the other sites."""
+        """Return the last reported phase of each rank of the other sites."""
         return {
             rank: phase
             for beat in list(self._beats.values())
@@ -381,7 +382,8 @@ def _listener(host: str, port: int) -> socket.socket:
     Raises:
         EngineDead: the port is taken.
     """
-    # NOTE: behind address translation the public address cannot be bound; then all are listened on.
+    # NOTE: behind address translation the public address cannot be bound; then the store listens
+    # on all addresses.
     for place in (host, ""):
         family = socket.AF_INET6 if ":" in place else socket.AF_INET
         try:

@@ -29,7 +29,7 @@ from glowplug.plugins.executors.ranks.process import rank_main
 logger = logging.getLogger("glowplug.engine")
 
 GRACE = 5.0  #: seconds that a rank has to end by itself before it is killed
-#: longest wait of one read of the pipes while the first cause is looked for, in seconds
+#: longest wait of one read of the pipes during ``settle``, in seconds
 SETTLE_READ_SECONDS = 0.05
 
 
@@ -156,8 +156,8 @@ def _log(messages: Sequence[Outbound]) -> None:
 def for_front(message: Outbound) -> bool:
     """Return True if the front end needs the message.
 
-    Failures are left out, because the executor reports them. Bare heartbeats are left out too, but
-    for rank 0's, which show the front end that the engine is alive.
+    Failures are left out, because the executor reports them. Bare heartbeats are left out too,
+    except rank 0's, which show the front end that the engine is alive.
     """
     if isinstance(message, Progress):
         return message.rank == 0 or message.total > 0

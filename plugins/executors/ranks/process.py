@@ -52,7 +52,7 @@ class RankLink:
         phase: the current phase.
         loop: identifier of the thread that runs the rank.
         progressed: time of the last turn of the loop or progress report.
-        waits_in: name of the module in which a rank waits for other ranks.
+        waits_in: name of the module of the collectives, in which a rank waits for other ranks.
     """
 
     def __init__(self, pipe: Pipe, rank: int) -> None:
@@ -108,7 +108,7 @@ class RankLink:
             return
 
     def _stuck(self, still: float) -> Failed:
-        """Return the failure of a loop that has stood still for ``still`` seconds.
+        """Return the failure message of a loop that has stood still for ``still`` seconds.
 
         It is a consequence, not a cause, if the rank waits for another one in a collective.
         """
@@ -167,7 +167,7 @@ def run_rank(pipe: Pipe, plan_json: bytes, rank: int, threads: int | None, rende
     """Build a rank and serve in the calling thread.
 
     Returns:
-        False if the rank failed; the failure has been reported then.
+        False if the rank failed; it has then reported the failure.
     """
     link = RankLink(pipe, rank)
     engine: Engine | None = None

@@ -1,7 +1,8 @@
 """A captured decode graph: one padded batch over fixed memory, and the graphs of its pieces.
 
-B rows of W tokens each, T = B * W. Padding rows after the live rows repeat token 0 of a short
-sequence in the scratch page, on the spare row of the sequence table; their results are dropped.
+B is the number of rows, W the tokens of each, and T = B * W. Padding rows after the live rows
+repeat token 0 of a short sequence in the scratch page, on the spare row of the sequence table;
+their results are dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ INT = np.dtype(np.int32)  #: dtype of row lengths
 
 
 class GraphRecorder(Protocol):
-    """Capture of one piece of a step as a graph."""
+    """Recorder that captures one piece of a step at a time as a graph."""
 
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Run ``work`` once for first-use costs, then capture it.
@@ -55,7 +56,7 @@ class GraphShape:
         width: Tokens per row.
         keys: Length of the longest row it can hold.
         page_size: Tokens per page.
-        spare: The unused row of the sequence table, used by padding rows.
+        spare: Row of the sequence table that no sequence uses, for padding rows.
     """
 
     mode: Mode
@@ -79,7 +80,7 @@ class GraphShape:
 
     @property
     def fields(self) -> tuple[tuple[int, np.dtype[Any]], ...]:
-        """Length and dtype of positions, KV slots, rows and kv_lens, in their order in memory."""
+        """Length and dtype of positions, KV slots, rows and kv_lens, in the order of the memory."""
         tokens = self.rows * self.width
         return (tokens, LONG), (tokens, LONG), (self.rows, LONG), (self.rows, INT)
 
@@ -93,7 +94,11 @@ class GraphShape:
 
     @property
     def padded_length(self) -> int:
-        """Cached tokens of a padding row; with drafts one more, which precedes the draft's own."""
+        """Cached tokens of a padding row.
+
+        They are the row's own tokens and, with drafts, one before them, because a draft's cache has
+        no entry at the first position.
+        """
         return self.width + (self.width > 1)
 
     @property
@@ -122,7 +127,7 @@ class Held:
 
 
 class CapturedPiece:
-    """Key of one captured piece, under which attention plans it."""
+    """Key of one captured piece, passed to ``AttentionBackend.plan_step`` as ``graph``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -217,7 +222,7 @@ class DecodeGraph:
     def seal(self) -> None:
         """End the capture of the graph.
 
-        From then on, its results share their memory with those of the graphs captured later.
+        From then on, graphs that are captured later may use the memory of its results.
         """
         assert self.recorder is not None, "a graph is sealed only once"
         self._graphs = {

@@ -17,9 +17,9 @@ from glowplug.plugins.graphs.capture.prefill_graph import Tape
 
 
 class ExtendMemory:
-    """Inputs of all graphs, for up to ``tokens`` tokens.
+    """Inputs of all draft-extend graphs, for up to ``tokens`` tokens.
 
-    Graphs of fewer tokens use the first ones.
+    Graphs of fewer tokens use the first rows.
     """
 
     def __init__(self, work: ExtendWork, tokens: int, device: torch.device) -> None:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Tape(Protocol):
-    """Capture of a forward pass as pieces.
+    """Recorder that captures a forward pass as pieces between its split points.
 
     The results do not own their memory: the replay of another pass may overwrite them, and a later
     piece of the same pass may overwrite the rows given to a split point.

@@ -34,7 +34,7 @@ def stream_for(owner: object, device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaRecorder:
-    """The ``decode_graph.Recorder`` over CUDA graphs.
+    """The ``decode_graph.GraphRecorder`` over CUDA graphs.
 
     Graphs of one recorder must be replayed one after another, on one stream.
 

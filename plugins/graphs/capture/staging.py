@@ -1,6 +1,6 @@
 """Pinned host buffers for small copies to the device.
 
-They are used in rotation, so that no copy waits for the one before.
+The buffers are used in rotation, so that no copy waits for the one before.
 """
 
 from __future__ import annotations

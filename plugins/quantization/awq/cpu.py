@@ -38,7 +38,7 @@ Put = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class AwqSource:
-    """The tensors that a checkpoint stores for each quantised matrix.
+    """The tensors of an AWQ checkpoint: three for each quantised matrix.
 
     Attributes:
         group: inputs that share a scale; -1: all inputs of a row.
@@ -71,7 +71,7 @@ class AwqSource:
 
         Args:
             module: module name in the checkpoint.
-            full: outputs and inputs of the matrix.
+            full: numbers of outputs and inputs of the matrix.
             index: the slice of outputs and of inputs.
             put: receives the slice's three tensors once all have arrived.
 
@@ -99,7 +99,11 @@ class AwqSource:
 
 
 def _divided(module: str, cut: slice, unit: int) -> slice:
-    """Return ``cut`` in multiples of ``unit`` channels."""
+    """Return a slice of channels as a slice of groups of ``unit`` channels.
+
+    Raises:
+        ValueError: ``cut`` does not consist of whole groups.
+    """
     if cut == slice(None):
         return cut
     if cut.start % unit or cut.stop % unit:
@@ -112,7 +116,7 @@ def _divided(module: str, cut: slice, unit: int) -> slice:
 
 @dataclass(eq=False)
 class _PendingMatrix:
-    """One matrix whose three tensors arrive in any order."""
+    """One matrix whose three tensors arrive in any order; ``put`` gets them together."""
 
     put: Put
     held: dict[str, Tensor] = field(default_factory=dict)

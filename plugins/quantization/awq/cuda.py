@@ -97,7 +97,7 @@ class AwqGemm:
 
 
 class PackedWeights:
-    """Weights of ``count`` matrices [columns, depth] in our layout, for GEMMs in ``dtype``.
+    """Weights of E = ``count`` matrices [N = columns, depth] in our kernels' int4 layout.
 
     Attributes:
         packed: int16 [E, blocks, N, 32].
@@ -127,7 +127,7 @@ class PackedWeights:
         self.weights = moe_int4_awq.Weights(self.packed, self.factors, group, depth)
 
     def into(self, number: int, columns: slice) -> Put:
-        """Return a callback that repacks a matrix into ``columns`` of matrix ``number``."""
+        """Return a callback that repacks a stored matrix into ``columns`` of matrix ``number``."""
 
         def put(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
             self.store(

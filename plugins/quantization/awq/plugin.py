@@ -60,15 +60,15 @@ class AwqOptions(QuantizationOptions):
         )
 
     def split_block(self, device: str, offers: QuantizationOffers, model: ModelFacts) -> int:
-        """Return the multiple at which ranks may split: a group, or a word of eight outputs."""
+        """Return the multiple at which ranks may split: a group, at least a word of 8 outputs."""
         return max(8, awq_group(model))
 
 
 def awq_group(model: ModelFacts) -> int:
     """Return how many inputs share a scale in an AWQ checkpoint.
 
-    The result is -1 if all inputs of a row share one, and 0 if config.json does not state a whole
-    number.
+    The result is -1 if all inputs of a row share a scale, and 0 if the group size in config.json is
+    not an integer.
     """
     stated = quantization_config(model)
     group = stated.get("group_size", stated.get("q_group_size", 128))

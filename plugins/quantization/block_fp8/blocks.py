@@ -1,4 +1,4 @@
-"""Weights of a checkpoint in FP8 blocks: targets that dequantise them, and slices in blocks."""
+"""Weight targets that dequantise block FP8 matrices, and conversion of slices to blocks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class BlockWeight:
     Attributes:
         name: module name in the checkpoint.
         full: shape of the checkpoint matrix.
-        index: this rank's slice of it.
+        index: this rank's slice of the checkpoint matrix.
         destination: [rows, columns] of the slice, in the compute dtype.
-        native: the checkpoint is FP8.
+        native: True if the checkpoint is FP8.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BlockWeight:
         self._stored = self._scales = None
 
     def _quantize(self, value: Tensor) -> None:
-        """Quantise and dequantise ``value``, all blocks that this rank's slice touches."""
+        """Quantise and dequantise ``value``: all blocks that this rank's slice touches."""
         stored, scales = fp8.quantize_weight(value)
         (first, rows), (left, columns) = zip(self._offsets(), self.destination.shape, strict=True)
         whole = fp8.dequantize_weight(stored, scales, self.destination.dtype)
@@ -87,7 +87,7 @@ class BlockWeight:
 
 
 def _kept(value: Tensor) -> Tensor:
-    """Return ``value`` for keeping until its counterpart arrives.
+    """Return ``value``, copied if it is on a device, to be kept until its counterpart arrives.
 
     On a device ``value`` is a view of a larger block, which it would keep alive; hence the copy.
     """

@@ -115,7 +115,8 @@ class Fp8Linear(DenseLinear):
 class Fp8Experts(DenseExperts):
     """``ExpertsMethod`` over dequantised weights.
 
-    The input is rounded once for all experts, the inner activations once for all pairs.
+    The input is rounded once for all experts, the inner activations once for all pairs of a token
+    and an expert.
     """
 
     def __init__(

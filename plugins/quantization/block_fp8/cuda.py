@@ -79,10 +79,10 @@ def grouped(wanted: str) -> GroupedExperts:
 
 
 class Fp8LinearCuda(Biased):
-    """``LinearMethod``. Each fused matrix has its own block grid.
+    """``LinearMethod`` with E4M3 weights; each fused matrix has its own grid of block scales.
 
-    Together they have one grid if every matrix but the last has whole blocks of rows; otherwise
-    each row of the weight has its own scales.
+    The grids are stored as one if every matrix begins at a block boundary, in the fused weight and
+    in the checkpoint; otherwise each row of the weight has its own scales.
 
     Attributes:
         padded: E4M3 [ceil128(N), K], the weight with zero rows up to whole blocks.
@@ -162,7 +162,7 @@ class Fp8LinearCuda(Biased):
 
 
 class Fp8ExpertsCuda:
-    """``ExpertsMethod`` in FP8. The S experts behind the routed ones are the fused shared expert.
+    """``ExpertsMethod`` in FP8; the last S experts are slices of the fused shared expert.
 
     A width I that is not a multiple of the block size is padded with zeros.
 
@@ -195,7 +195,7 @@ class Fp8ExpertsCuda:
         self._native = native
         self.count = shape.count + shape.fused_shared
         self.inter = whole_blocks(shape.inter)
-        # libraries support whole blocks only
+        # the libraries support only whole blocks
         self._grouped = grouped if shape.hidden % FP8_BLOCK == 0 else None
         self._has_hopper = moe_gemm_hopper.card_is_hopper() and moe_fp8_tiles.fits_hopper(
             shape.hidden, dtype.itemsize

@@ -22,9 +22,10 @@ NAMES = ("fp8_blockwise_scaled_grouped_mm",)  #: the function in sgl_kernel
 
 
 class CutlassExperts:
-    """``GroupedExperts`` for every step.
+    """``GroupedExperts`` by CUTLASS, for steps of any size.
 
-    The library uses tiles of 32 rows for up to 2,048 pairs, and of 128 rows for more.
+    The library uses tiles of 32 rows for up to 2,048 pairs of a token and an expert, and of 128
+    rows for more.
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class CutlassExperts:
         strides: tuple[Tensor, Tensor],
         dtype: torch.dtype,
     ) -> Tensor:
-        """Multiply each expert's rows by its weight.
+        """Multiply each expert's rows by the expert's weight.
 
         The library fills in the pointers and the layouts of the scales, and keeps descriptors in
         the workspace.

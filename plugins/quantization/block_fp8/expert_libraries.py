@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class GroupedExperts(Protocol):
-    """Both GEMMs of the routed experts and the activation between them."""
+    """A library that computes routed experts: both GEMMs and the activation between them."""
 
     def pays(self, tokens: int, per_token: int, experts: int) -> bool:
         """Return True if this provider computes such a step; otherwise our own kernels do."""

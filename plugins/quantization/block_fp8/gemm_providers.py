@@ -59,13 +59,13 @@ class Gemm(Protocol):
 
 
 class _Library:
-    """Base of providers: imports the library once and keeps the reason of a failure."""
+    """Base of providers, which imports the library once and keeps the reason of a failure."""
 
     name = ""
     module = ""
     function = ""
     pads = False
-    own = False  #: runs on every GPU that this project's kernels support
+    own = False  #: whether it runs on every GPU that this project's kernels support
 
     def __init__(self) -> None:
         self._call: Any = None
@@ -105,9 +105,9 @@ class TritonGemm(_Library):
 class DeepGemm(_Library):
     """GEMMs by DeepGEMM (DeepSeek-AI, 2025).
 
-    NOTE: It compiles for seconds whenever its heuristic picks tiles for the first time, which
-    depends on the number of rows. It is therefore used only for row counts that are common and that
-    warm-up runs before any request: few rows, and multiples of ``ROUND_TOKENS``.
+    NOTE: DeepGEMM compiles for seconds when its heuristic first picks a tile configuration, and the
+    pick depends on the number of rows. It is therefore used only for row counts that are common and
+    that warm-up runs before any request: few rows, and multiples of ``ROUND_TOKENS``.
     """
 
     name = "deep_gemm"
@@ -134,8 +134,9 @@ def padded_to_four_rows(
 ) -> tuple[Tensor, ...]:
     """Return operands with the rows of ``x`` padded to a multiple of four.
 
-    TMA can load the scales of such rows. The padding rows are uninitialised.
-    ``fp8_triton.empty_quantized`` allocates them behind ``x``; otherwise ``x`` is copied.
+    TMA can load the scales of such rows. The padding rows are uninitialised. If
+    ``fp8_triton.empty_quantized`` allocated ``x``, they are behind it in memory; otherwise ``x`` is
+    copied.
 
     Returns:
         (x, weight^T, scales, scales^T).
@@ -231,7 +232,7 @@ PROVIDERS: tuple[
 
 
 class Providers:
-    """The provider for each GEMM shape.
+    """The choice of a provider for each GEMM shape.
 
     Args:
         wanted: name of a provider, or "auto" for the fastest by the GPU's measured table.

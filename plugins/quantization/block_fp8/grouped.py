@@ -1,6 +1,6 @@
 """Routed experts in block FP8 by DeepGEMM's grouped GEMM over rows sorted by expert.
 
-It pays at loads that are limited by the tensor cores.
+It is faster than our own kernels at loads that are limited by the tensor cores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Grouped:
     """``GroupedExperts`` by DeepGEMM's grouped GEMM.
 
     Args:
-        wanted: "auto": steps for which it pays; "deep_gemm": every step; "triton": none.
+        wanted: the steps that use it. "auto": those for which it pays; "deep_gemm": every step;
+            "triton": none.
 
     Raises:
         GlowplugError: ``wanted`` is "deep_gemm" and DeepGEMM cannot be used.
@@ -106,12 +107,12 @@ class Grouped:
     def _gemm(
         self, x: tuple[Tensor, Tensor], weight: Tensor, scales: Tensor, order: Alignment
     ) -> Tensor:
-        """Multiply each expert's rows of ``x`` by its weight.
+        """Multiply each expert's rows of ``x`` by the expert's weight.
 
-        NOTE: With a layout of each row's expert DeepGEMM fetches every tile that might be filled,
-        and fetching takes as long as multiplying. With the end of each expert's rows it stops
-        behind the last one. Some builds accept ends on Blackwell only. Neither their signature nor
-        a GEMM of no rows shows it: an assertion fails before anything is multiplied.
+        NOTE: Given the expert of each row, DeepGEMM fetches every tile that might be filled, and
+        fetching takes as long as multiplying. Given the end of each expert's rows, it stops after
+        the last filled tile. Some builds accept ends on Blackwell only. Neither their signature nor
+        a GEMM of no rows shows this: an assertion fails before anything is multiplied.
 
         Args:
             x: values [R, K] in expert order, and their scales.
@@ -153,8 +154,8 @@ class Grouped:
 def _accepts_ends(multiply: Callable[..., Any]) -> bool:
     """Return True if ``multiply`` has the parameter ``use_psum_layout``.
 
-    Compiled functions may have no signature. They are called with each row's expert, which every
-    build accepts.
+    The result is False for a compiled function without a signature: every build accepts the expert
+    of each row instead.
     """
     try:
         return ENDS_PARAMETER in signature(multiply).parameters

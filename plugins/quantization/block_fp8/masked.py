@@ -1,7 +1,7 @@
 """Routed experts in block FP8 by DeepGEMM's masked GEMM.
 
-Every expert has a buffer of equally many rows, of which those in use are multiplied. Shapes depend
-only on the number of tokens, and nothing waits for the device.
+Every expert has a buffer with the same number of rows, of which only those in use are multiplied.
+Shapes depend only on the number of tokens, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAMES = ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked")
 
 
 class Masked:
-    """``GroupedExperts`` for steps of up to ``MASKED_TOKENS`` tokens.
+    """``GroupedExperts`` by DeepGEMM's masked GEMM, for steps of up to ``MASKED_TOKENS`` tokens.
 
     Larger steps run as with ``quantization.experts = "auto"``.
     """
@@ -53,7 +53,7 @@ class Masked:
             scales13: scales of ``w13``.
             w2: E4M3 [E, H, I].
             scales2: scales of ``w2``.
-            ids: experts of each token [T, K], all different within a token.
+            ids: experts of each token [T, K]; a token's experts must all be different.
             weights: float32 [T, K].
             dtype: of the result.
 
@@ -87,7 +87,7 @@ class Masked:
         counts: Tensor,
         mean_rows: int,
     ) -> Tensor:
-        """Multiply the first ``counts`` rows of each expert by its weight.
+        """Multiply the first ``counts`` rows of each expert by the expert's weight.
 
         NOTE: The kernel writes whole tiles of 64 or 128 rows, even where the next expert's rows
         begin; hence ``masked_rows``.

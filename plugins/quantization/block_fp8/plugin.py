@@ -35,7 +35,8 @@ LIBRARIES = {
     "cutlass": ("sglang-kernel",),
     "flashinfer": ("flashinfer-python",),
 }
-MASKED_LIBRARY = {"deep_gemm_masked": DEEP_GEMM}  #: the same, of ``experts`` only
+#: value that only ``experts`` has -> packages it needs
+MASKED_LIBRARY = {"deep_gemm_masked": DEEP_GEMM}
 #: providers whose results have 16 bits only
 SIXTEEN_BIT_ONLY = frozenset({"cutlass", "cublas", "deep_gemm", "deep_gemm_masked", "flashinfer"})
 
@@ -125,14 +126,14 @@ def _results(context: CheckContext) -> Iterator[Refusal]:
 def fp8_peak_tokens(options: BlockFp8Options) -> tuple[int, ...]:
     """Return token counts below the largest step at which memory may peak.
 
-    Steps above ``MASKED_TOKENS`` leave the masked layout, and allocate rows for existing pairs
-    only.
+    Steps above ``MASKED_TOKENS`` do not use the masked layout: they allocate rows only for existing
+    pairs of a token and an expert.
     """
     return (MASKED_TOKENS,) if options.experts == "deep_gemm_masked" else ()
 
 
 def stored_blocks(model: ModelFacts, rows: int, columns: int) -> dict[str, TensorFact]:
-    """Return the tensors of one weight [rows, columns]: E4M3 numbers and a scale for each block."""
+    """Return the tensors of one weight [rows, columns]: E4M3 values and a scale for each block."""
     if model.quant_block is None:
         return {"weight": TensorFact(model.dtype, (rows, columns))}
     blocks = (-(-rows // model.quant_block[0]), -(-columns // model.quant_block[1]))

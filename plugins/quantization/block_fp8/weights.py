@@ -31,17 +31,17 @@ def blocks(size: int) -> int:
 
 @dataclass(eq=False)
 class StoredMatrix:
-    """A slice of one checkpoint matrix, stored in FP8.
+    """A slice of one checkpoint matrix, loaded into E4M3 values and block scales.
 
     Attributes:
         name: module name in the checkpoint.
         full: shape of the checkpoint matrix.
-        index: the slice of it.
+        index: the slice of the checkpoint matrix.
         values: E4M3 [rows, columns], the slice's destination.
         scales: float32 [ceil(rows / 128), ceil(columns / 128)], or with ``by_row`` [rows,
             ceil(columns / 128)] for a slice that does not begin at a block boundary.
-        native: the checkpoint is FP8.
-        by_row: each row has its own scales.
+        native: True if the checkpoint is FP8.
+        by_row: True if each row has its own scales.
     """
 
     name: str
@@ -91,7 +91,7 @@ class SlicedMatrix:
         dim: dimension that is cut.
         values: E4M3 [S, ...], the slices.
         scales: float32 [S, ...], the scales of the slices.
-        native: the checkpoint is FP8.
+        native: True if the checkpoint is FP8.
     """
 
     name: str

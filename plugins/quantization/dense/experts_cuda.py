@@ -97,7 +97,8 @@ class CudaExperts:
         early = moe_experts.begin(x, self.w13, width, self.shape.fused_shared, self._ready)
         if early is None:
             return None
-        # NOTE: a step that failed after its gate left the ready flag set; this one would trust it
+        # NOTE: a step that failed after its gate left the ready flag set, which this step would
+        # take for its own
         if self._started:
             self._ready.zero_()
         self._started = True
@@ -119,7 +120,7 @@ class CudaExperts:
 
 @dataclass(frozen=True)
 class Started:
-    """Experts of x [T, hidden] that run before the gate has chosen; ``StartedExperts``."""
+    """``StartedExperts``: experts of x [T, hidden] whose work began before the gate has chosen."""
 
     method: CudaExperts
     x: Tensor

@@ -34,7 +34,7 @@ def linear_slices(
 
 
 class Biased:
-    """Base of the ``LinearMethod`` classes here, which differ in how they store the weight.
+    """Base of ``LinearMethod`` classes, which holds the bias; subclasses hold the weight.
 
     Attributes:
         shape: the layer's shape.
@@ -55,14 +55,14 @@ class Biased:
 
     def finalize(self) -> None:
         if self.bias is not None and self.shape.col_start > 0:
-            # ranks' partial sums over columns are added up, so only the first rank adds the bias
+            # the partial sums of the ranks are added up, so only the first rank adds the bias
             self.bias.zero_()
 
 
 class DenseLinear(Biased):
     """``LinearMethod`` with an input-major dense weight [inputs, sum(outputs)].
 
-    NOTE: Input-major, because a CPU multiplies one to sixteen rows by it up to twice as fast.
+    NOTE: a CPU multiplies one to sixteen rows by an input-major weight up to twice as fast.
     """
 
     input_format = "plain"
@@ -103,7 +103,7 @@ class DenseExperts:
         )
         self.w2 = torch.empty(shape.count, shape.inter, shape.hidden, dtype=dtype, device=device)
         split = shape.count < shape.total or shape.inter < shape.inter_full
-        # only a layer that is split among ranks may meet experts held elsewhere
+        # only a layer that is split among ranks may get ids of experts held elsewhere
         host = moe_reference.experts_some_host if split else moe_reference.experts_host
         self._run = host if torch.device(device).type == "cpu" else moe_reference.experts_device
 
@@ -126,7 +126,7 @@ class DenseExperts:
 def expert_slices(
     shape: ExpertsShape,
 ) -> Iterator[tuple[str, tuple[int, int], tuple[slice, slice], int, slice | None]]:
-    """Yield each checkpoint matrix of the experts held here.
+    """Yield each checkpoint matrix of the experts held on this rank.
 
     Yields:
         Module name, shape of the matrix, this rank's slice of it, local number of the expert, and

@@ -15,7 +15,7 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 class CudaLinear(DenseLinear):
     """``LinearMethod`` with the weight stored as in checkpoints, [sum(outputs), inputs].
 
-    Loading this layout is fastest, and cuBLAS takes either.
+    This layout loads fastest, and cuBLAS accepts either layout.
     """
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str) -> None:
@@ -40,7 +40,7 @@ class CudaLinear(DenseLinear):
         return super().apply(values) if result is None else result
 
     def apply_parts(self, x: Tensor | Quantized) -> Tensor | Parts:
-        """Return the result of ``apply``, or partial sums for an op that adds them up anyway."""
+        """Return the result of ``apply``, or its partial sums, which the next op adds up anyway."""
         parts = (
             _split_parts(x, self.rows)
             if isinstance(x, Tensor) and self._few_rows is not None and self.bias is None

@@ -65,7 +65,7 @@ class Int8Source:
         return self._native if weight is None else weight.dtype == STORED
 
     def scale_shape(self, module: str, rows: int) -> tuple[int, ...]:
-        """Return the shape of the module's scales, [N, 1] or [N] as the checkpoint has it."""
+        """Return the shape of the module's stored scales, [N, 1] or [N]; N is ``rows``."""
         stored = self._tensors.get(f"{module}.weight_scale")
         return (rows,) if stored is not None and len(stored.shape) == 1 else (rows, 1)
 
@@ -103,7 +103,7 @@ class Int8Source:
 
 @dataclass(eq=False)
 class _PendingMatrix:
-    """One matrix whose weight and scales arrive in either order."""
+    """One matrix whose weight and scales arrive in either order; ``put`` gets them together."""
 
     index: tuple[slice, slice]
     put: Put

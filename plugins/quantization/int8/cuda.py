@@ -76,7 +76,7 @@ class Int8Gemm:
         self._fastest = ByShape(INT8.kind, INT8_ROWS, table)
 
     def _find(self) -> Any:
-        """Return CUTLASS's function, or None if "auto" has to do without."""
+        """Return CUTLASS's function; with "auto", None if it cannot be used."""
         try:
             return library("gemm", "cutlass", "sgl_kernel", ("int8_scaled_mm",))
         except GlowplugError:
@@ -214,8 +214,8 @@ class Int8ExpertsCuda:
         """Store a matrix of the shared expert.
 
         Args:
-            rows: rows of w13 for a gate or up projection; None: w2, whose slices share a row's
-                scale.
+            rows: rows of w13 for a gate or up projection; None: w2, each of whose rows has one
+                scale for all slices.
             stored: int8 [S * I, H], or for w2 [H, S * I].
             scales: scale of each row of ``stored``.
         """

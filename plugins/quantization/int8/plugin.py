@@ -37,7 +37,7 @@ WEIGHTS: Mapping[str, tuple[Any, Any]] = {
     "strategy": ("channel", "channel"),
     "dynamic": (False, False),
 }
-#: the same for activations
+#: compressed-tensors' settings of activations, likewise
 ACTIVATIONS: Mapping[str, tuple[Any, Any]] = {
     "num_bits": (8, 8),
     "type": ("int", "int"),
@@ -187,7 +187,7 @@ def _some(names: list[str]) -> str:
 
 
 def stored_rows(model: ModelFacts, rows: int, columns: int) -> dict[str, TensorFact]:
-    """Return the tensors of one weight [rows, columns]: int8 numbers and a scale for each row."""
+    """Return the tensors of one weight [rows, columns]: int8 values and a scale for each row."""
     return {
         "weight": TensorFact("int8", (rows, columns)),
         "weight_scale": TensorFact("float32", (rows, 1)),

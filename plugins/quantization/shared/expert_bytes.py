@@ -17,10 +17,9 @@ from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe import tiles as moe_tiles
 from glowplug.kernels.moe.fp8 import tiles as moe_fp8_tiles
 
-GROUP = 128  #: consecutive numbers that share one scale
-FP8_NUMBER_BYTES = (
-    1 + NUMBER_BYTES / GROUP
-)  #: bytes of a quantised activation with its share of a scale
+GROUP = 128  #: consecutive elements that share one scale
+#: bytes of a quantised activation with its share of a scale
+FP8_NUMBER_BYTES = 1 + NUMBER_BYTES / GROUP
 DEEP_GEMM_TILE = 128  #: multiple to which each expert's rows are padded for DeepGEMM
 #: average rows per expert from which sorting them for DeepGEMM pays (H200: 3.34 against 3.41 ms at
 #: 36)
@@ -28,7 +27,7 @@ GROUPED_LOAD_MIN = 35
 DEEP_GEMM = ("sgl-deep-gemm", "deep-gemm")  #: distributions that install DeepGEMM
 #: most tokens of a step in DeepGEMM's masked layout, in which every expert has rows for all tokens
 MASKED_TOKENS = 512
-LIBRARY_RESULT_BYTES = 2  #: bytes of a number in the libraries' results
+LIBRARY_RESULT_BYTES = 2  #: bytes of an element of the libraries' results
 #: bytes of CUTLASS's descriptors: two for each SM and operand, and those of the results
 CUTLASS_WORKSPACE = 1 << 17
 CUTLASS_LAYOUT_INTS = 5  #: int32 numbers that describe the layout of one group's scales
@@ -37,7 +36,7 @@ CUTLASS_LAYOUT_INTS = 5  #: int32 numbers that describe the layout of one group'
 def dense_experts(step: ExpertsStep) -> MemoryUse:
     """Return the memory use of a step with dense weights and up to ``step.tokens`` tokens.
 
-    A smaller step is included where its row of the tuned table needs more memory.
+    It includes smaller steps, whose row of the tuned table may need more memory.
     """
     problem = moe_tiles.ExpertsProblem(step.count, step.chosen, step.hidden, step.inter, step.dtype)
     machine = (step.card or "cpu", step.packages.get("triton", ""))
@@ -52,7 +51,8 @@ def dense_experts(step: ExpertsStep) -> MemoryUse:
 def _peak_tokens(measured: Iterable[int], tokens: int) -> set[int]:
     """Return the token counts at which memory may peak, up to ``tokens``.
 
-    These are ``tokens`` and, for each row of the tuned table, the largest smaller count it serves.
+    These are ``tokens`` and, for each row of the tuned table, the largest smaller count that uses
+    the row.
     """
     return {
         tokens,
@@ -61,13 +61,13 @@ def _peak_tokens(measured: Iterable[int], tokens: int) -> set[int]:
 
 
 def _dense(step: ExpertsStep, up: Config) -> MemoryUse:
-    """Return the memory use of ``moe_experts`` with the configuration ``up`` of the first GEMM.
+    """Return the memory use of ``kernels.moe.experts`` with the first GEMM's configuration ``up``.
 
-    In the ways "hopper" and "sorted" the gated rows are stored in expert order, including the rows
-    that fill tiles; otherwise they are stored per token. If the shared expert has wide tiles of its
-    own, its gated rows follow. If the shared expert runs as dense GEMMs (``up["apart"]``), its gate
-    and up results and their gated product are allocated and released before the gated rows, and its
-    result adds one row per token.
+    If ``up["way"]`` is "hopper" or "sorted", the gated rows are stored in expert order, including
+    the rows that fill tiles; otherwise they are stored per token. If the shared expert has wide
+    tiles of its own, its gated rows follow. If the shared expert runs as dense GEMMs
+    (``up["apart"]``), its gate and up results and their gated product are allocated and released
+    before the gated rows, and its result adds one row per token.
     """
     routed = step.tokens * (step.chosen - step.fused_shared)
     experts = step.count - step.fused_shared
@@ -109,9 +109,10 @@ def fp8_experts(step: ExpertsStep) -> MemoryUse:
 
 
 def provider_for_dtype(wanted: str, element: int) -> str:
-    """Return ``quantization.experts`` for activations of ``element`` bytes a number.
+    """Return the value of ``quantization.experts`` for activations of ``element`` bytes each.
 
-    The libraries that "auto" may choose have 16-bit results only.
+    It is "triton" instead of "auto" for wider activations than 16 bits, because the libraries that
+    "auto" may choose have only 16-bit results.
     """
     return "triton" if wanted == "auto" and element > LIBRARY_RESULT_BYTES else wanted
 
@@ -148,9 +149,9 @@ def _by_load(step: ExpertsStep, wanted: str) -> MemoryUse:
 
 
 def _on_hopper(step: ExpertsStep, tile: int) -> MemoryUse:
-    """Return the memory use of ``moe_gemm_fp8_hopper`` with tiles of ``tile`` rows.
+    """Return the memory use of our warp-specialised FP8 kernel with tiles of ``tile`` rows.
 
-    It holds, in expert order: the input rows, the gated rows, the gated rows in FP8 and the
+    The step holds, in expert order: the input rows, the gated rows, the gated rows in FP8 and the
     results.
     """
     rows = tiled_rows(step.pairs, step.count, tile)
@@ -167,12 +168,12 @@ def _on_hopper(step: ExpertsStep, tile: int) -> MemoryUse:
 
 
 def int8_experts(step: ExpertsStep) -> MemoryUse:
-    """Return the memory use in int8: the gated rows, and the same rows quantised."""
+    """Return the memory use of a step in int8: the gated rows, and the same rows quantised."""
     return step.with_expert_rows(0, step.pairs * step.inter * (step.element + 1))
 
 
 def grouped_pays(wanted: str, tokens: int, chosen: int, experts: int) -> bool:
-    """Return True if a step of ``tokens`` runs DeepGEMM's grouped GEMM where it is installed.
+    """Return True if a step of ``tokens`` tokens runs DeepGEMM's grouped GEMM, if installed.
 
     Args:
         wanted: value of ``quantization.experts``.
@@ -208,7 +209,7 @@ def _masked(step: ExpertsStep) -> MemoryUse:
 
 
 def _cutlass(step: ExpertsStep) -> MemoryUse:
-    """Return the memory use of ``block_fp8.cutlass.Cutlass.experts``.
+    """Return the memory use of ``block_fp8.cutlass.CutlassExperts.experts``.
 
     Each expert has a start, two problems of three numbers and three strides. Each GEMM adds five
     pointers, two layouts and, within the library, another problem per expert.
@@ -228,13 +229,13 @@ def _cutlass(step: ExpertsStep) -> MemoryUse:
 def _library(step: ExpertsStep, rows: int, kept: int, element: int) -> MemoryUse:
     """Return the memory use of a library's grouped GEMMs over rows in expert order.
 
-    It holds, in turn: input rows, gate and up results, gated rows and results.
+    The step holds, in turn: input rows, gate and up results, gated rows and results.
 
     Args:
         step: the step.
         rows: rows in expert order.
         kept: bytes held throughout.
-        element: bytes of a number in the GEMMs' results.
+        element: bytes of an element of the GEMMs' results.
     """
     given, both, inner, outer = (
         int(rows * size)

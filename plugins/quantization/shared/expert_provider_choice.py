@@ -24,10 +24,11 @@ FIELD = "quantization.experts"
 
 
 def remark(context: CheckContext) -> Decision | None:
-    """Return the provider of the routed experts' GEMMs on CUDA devices that our kernels support.
+    """Return the remark on the provider of the routed experts' GEMMs on CUDA devices.
 
     Returns:
-        None if there is nothing to choose: another option value, scheme, or no routed experts.
+        The remark; None if there is nothing to choose: another option value, another scheme, or no
+        routed experts.
     """
     options = narrow_options(context)
     model = context.facts.model

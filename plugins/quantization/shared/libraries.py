@@ -1,4 +1,4 @@
-"""Lookup of GEMM functions in other libraries, with errors that name the option."""
+"""Import of GEMM functions from other libraries, with errors that name the option."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def library(
         option: field of ``quantization`` that names the library.
         wanted: its value.
         module: module to import.
-        names: names of the function in the library's builds, the preferred name first.
+        names: names of the function in different builds of the library, in order of preference.
         own: the function runs on every GPU that this project's kernels support.
 
     Raises:

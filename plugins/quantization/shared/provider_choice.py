@@ -27,7 +27,7 @@ FEW_ROWS_MAX = 64  #: largest row count for which ``UNMEASURED_FEW_ROWS`` applie
 #: providers in order of preference for block FP8 shapes without measurements, up to FEW_ROWS_MAX
 #: rows; libraries that compile at first use come last
 UNMEASURED_FEW_ROWS = ("triton",)
-#: the same above FEW_ROWS_MAX rows
+#: providers in order of preference above FEW_ROWS_MAX rows, likewise
 UNMEASURED_MANY_ROWS = ("cublas", "cutlass", "triton")
 
 Table = Mapping[str, Mapping[str, str]]  #: {"N=2112,K=7168": {rows: fastest provider}}
@@ -54,7 +54,8 @@ class GemmChoice:
         candidates: provider -> packages it needs (any of them); () if built in.
         unmeasured: rule where a GPU has no table.
         others: rule for shapes missing from a GPU's table, in words.
-        on_every_gpu: no candidate is limited to GPUs on which libraries' 8-bit GEMMs were tried.
+        on_every_gpu: True if no candidate is limited to GPUs on which libraries' 8-bit GEMMs were
+            tried.
     """
 
     kind: str
@@ -87,10 +88,10 @@ CHOICES: Mapping[type[QuantizationOptions], GemmChoice] = {
 
 
 def narrow_options(context: CheckContext) -> QuantizationOptions | None:
-    """Return the options of the plan's quantization scheme if CUDA devices keep its weights narrow.
+    """Return the options of the plan's quantization scheme, unless it dequantises on CUDA devices.
 
     Returns:
-        None if the scheme dequantises its weights on CUDA devices.
+        The options; None if the scheme dequantises its weights there, or no scheme is chosen.
     """
     for scheme in context.chosen.get("quantization", ())[:1]:
         options = scheme.options
@@ -101,10 +102,11 @@ def narrow_options(context: CheckContext) -> QuantizationOptions | None:
 
 
 def remark(context: CheckContext) -> Decision | None:
-    """Return how ``quantization.gemm = "auto"`` is resolved and the installed candidates.
+    """Return the remark on how ``quantization.gemm = "auto"`` is resolved.
 
     Returns:
-        None if there is nothing to choose: another option value, scheme or device.
+        The remark, which also names the installed candidates; None if there is nothing to choose:
+        another option value, scheme or device.
     """
     options = narrow_options(context)
     cards = {card.compute for card in context.facts.hardware.devices}
@@ -128,7 +130,7 @@ def remark(context: CheckContext) -> Decision | None:
 
 
 def _resolved(choice: GemmChoice, context: CheckContext) -> Decision:
-    """Return whether measurements or rules choose the provider on the machine's GPUs."""
+    """Return the remark that measurements, or rules, choose the provider on the machine's GPUs."""
     devices = context.facts.hardware.devices
     candidates = _candidates(choice, context.facts.software.packages)
     shapes = min((len(measured(choice.kind, card.name)) for card in devices), default=0)
@@ -154,7 +156,7 @@ def _resolved(choice: GemmChoice, context: CheckContext) -> Decision:
 
 
 def _candidates(choice: GemmChoice, packages: Mapping[str, str]) -> str:
-    """Return the installed candidates, and those not installed, in words."""
+    """Return a text with the installed candidates and those not installed."""
     available = [
         name
         for name, needed in choice.candidates.items()

@@ -19,7 +19,7 @@ def listed(stated: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def left_alone(module: str, entries: tuple[str, ...], parts: bool = False) -> bool:
-    """Return True if ``module`` is not quantised.
+    """Return True if ``module`` is not quantised in the checkpoint.
 
     Args:
         module: full name of the module.

@@ -22,7 +22,7 @@ HEAD_FIELD = "kernels.head"
 
 @hookimpl
 def plan_remarks(context: CheckContext) -> list[Decision]:
-    """Return remarks on tile sizes and GEMM providers for GPUs our kernels support, with Triton."""
+    """Return remarks on tile sizes and GEMM providers; none unless our kernels run on the GPUs."""
     version = context.facts.software.packages.get("triton", "")
     devices = context.facts.hardware.devices
     cards = {device.name for device in devices}
@@ -49,7 +49,7 @@ def made_for(names: Iterable[str]) -> set[tuple[str, str]]:
 
 
 def remark(cards: set[str], version: str, tables: set[tuple[str, str]]) -> Decision:
-    """Return whether measured tile sizes or the built-in rules apply.
+    """Return the remark that measured tile sizes, or the built-in rules, apply.
 
     Args:
         cards: names of the plan's GPUs.
@@ -73,10 +73,10 @@ def remark(cards: set[str], version: str, tables: set[tuple[str, str]]) -> Decis
 
 
 def head_remark(context: CheckContext, card: str, version: str) -> Decision | None:
-    """Return at which row counts our own kernel computes the LM head in decode steps.
+    """Return the remark on the row counts at which our own kernel computes the LM head.
 
     Returns:
-        None if cuBLAS computes it at every row count.
+        The remark, for decode steps; None if cuBLAS computes it at every row count.
     """
     model = context.facts.model
     table = (

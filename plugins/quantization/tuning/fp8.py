@@ -33,14 +33,15 @@ from glowplug.plugins.quantization.tuning.dense_experts import rows_in
 
 #: libraries that compile for a minute at their first use; they are not measured
 COMPILES_LONG = frozenset({"flashinfer"})
-COLD_WEIGHT_BYTES = 128 << 20  #: bytes of weight copies read in turn, more than a cache holds
+COLD_WEIGHT_BYTES = 128 << 20  #: bytes of weight copies read in turn, more than the cache holds
 OWN_TIME_SHARE = 0.8  #: share of the time spent on our own kernel's configurations
 
 
 class Fp8GemmTuner:
     """``TableTuner`` (``core/protocols/tuning.py``) of linear layers in block FP8.
 
-    A row count is done when both tables have it.
+    A row count is done when both tables have it: that of our kernel's configurations and that of
+    the fastest providers.
     """
 
     def __init__(self, plan: EnginePlan) -> None:
@@ -124,7 +125,7 @@ class Fp8GemmTuner:
 
 
 class Operands:
-    """Operands of one GEMM, with enough copies of the padded weight to read it from memory."""
+    """Operands of one GEMM, with more copies of the padded weight than a cache holds."""
 
     def __init__(self, rows: int, columns: int, depth: int, device: str = "cuda") -> None:
         self.columns = columns

@@ -1,7 +1,4 @@
-"""``glowplug tune int8-gemm`` and ``awq-gemm``: the fastest provider of each linear layer.
-
-The layers' weights are int8 or int4.
-"""
+"""``glowplug tune int8-gemm`` and ``awq-gemm``: the fastest provider of int8 and int4 layers."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ Calls = Mapping[str, Sequence[Callable[[], object]]]
 
 
 class NarrowTuner:
-    """``TableTuner`` of one scheme's linear layers.
+    """``TableTuner`` of one quantization scheme's linear layers.
 
     Only providers are measured; our own kernels choose their tiles by rules.
 
@@ -78,7 +75,7 @@ class NarrowTuner:
             )
 
     def calls(self, rows: int, columns: int, depth: int) -> Calls:
-        """Return the calls of each available provider for [rows, depth] x [columns, depth]^T."""
+        """Return each available provider's calls of the GEMM [rows, depth] x [columns, depth]^T."""
         raise NotImplementedError
 
 
