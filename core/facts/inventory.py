@@ -110,10 +110,11 @@ class Inventory:
     unloaded: tuple[str, ...] = ()
 
     def role_of(self, name: str) -> str:
-        """Return the role of a tensor by its name in a checkpoint.
+        """Return the role of a checkpoint tensor, which decides how ranks split it, by its name.
 
-        Scales and biases have the role of their module's weight. If ranks split the weight's
-        columns, each of them has the whole bias.
+        The roles are the constants of ``weight_classes``, such as "heads" or "experts". Scales and
+        biases have the role of their module's weight. The exception is the bias of a weight whose
+        columns ranks split: every rank holds it all, so its role is "whole".
         """
         return self._role(_NUMBERS.sub("*", name))
 

@@ -179,7 +179,8 @@ def sheet_names() -> list[str]:
 def read_sheet(name: str) -> HardwareFacts:
     """Return the hardware facts of a fact sheet.
 
-    ``packages`` of a sheet is a table, or the path from the sheet to a JSON file that holds one.
+    The sheet's ``packages`` is an object of package versions, or the path of a JSON file with such
+    an object, relative to the sheet.
 
     Args:
         name: name of a shipped sheet ("8xh200") or path of a JSON file.

@@ -148,7 +148,10 @@ class MlaAttention(Module):
         self.kv_stored = self._stored()
 
     def _stored(self) -> tuple[Tensor, Tensor] | None:
-        """Return the up-projection's block-FP8 values and scales by head (``MlaLayer.kv_stored``)."""
+        """Return ``MlaLayer.kv_stored``: the up-projection in block FP8, divided by heads.
+
+        None if it is not stored in block FP8, or if a head is not a whole number of blocks.
+        """
         found = self.kv_b.stored_blocks()
         rows = self.nope_dim + self.v_dim
         if found is None or any(

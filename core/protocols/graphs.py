@@ -42,9 +42,9 @@ class Steps(Protocol):
         ...
 
     def step(self, batch: Batch) -> tuple[Accepted, Tensor]:
-        """Run a batch whose device fields are set, piece by piece through ``batch.pieces``.
+        """Run a batch, one piece of ``batch.pieces`` after another.
 
-        ``Sampler.plan_step`` is called before it.
+        The caller has set the batch's device fields (its tensors) and called ``Sampler.plan_step``.
 
         Returns:
             The accepted tokens, and the hidden states [T, hidden].

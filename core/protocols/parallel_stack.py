@@ -57,7 +57,10 @@ class ParallelStack:
         return x
 
     def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
-        """Return the exchange of the last strategy that has one for this layer."""
+        """Return the expert exchange of the MoE layer ``name``; None if no strategy has one.
+
+        The last strategy that has one decides.
+        """
         for strategy in reversed(self.strategies):
             exchange = strategy.expert_exchange(name, experts)
             if exchange is not None:

@@ -181,7 +181,10 @@ class LayerBytes:
         return self._gated(tokens, -(-self.model.sizes.width // axis_size("tp", self.mesh)))
 
     def _gated(self, tokens: int, width: int) -> MemoryUse:
-        """Return the memory of gate and up projections, their product and the output."""
+        """Return the memory of gate and up projections, their product and the output.
+
+        ``width``: intermediate size on this rank.
+        """
         out = tokens * self.model.hidden_size * self.element
         inner = self.cast(tokens, width)
         return MemoryUse(max(2 * tokens * width * self.element + inner, inner + out), out)

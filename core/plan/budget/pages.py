@@ -186,7 +186,10 @@ def _sequence_pages(proposal: Proposal, context: int, page_size: int) -> int:
 
 
 def _ahead(proposal: Proposal) -> int:
-    """Return the positions after the longest sequence that have pages (``Sizes.positions``)."""
+    """Return the number of positions after the longest sequence that need pages too.
+
+    It is part of ``Sizes.positions``.
+    """
     return proposal.values.width + proposal.values.lookahead
 
 

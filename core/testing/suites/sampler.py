@@ -109,7 +109,10 @@ class SamplerSuite(SamplerEditsSuite):
         assert drawn[0] == drawn[1] == drawn[2]
 
     def test_rows_and_positions_may_be_strided(self) -> None:
-        """Strides may be 0: one sequence's drafts all have the same row."""
+        """The tensors of rows and positions may have any stride.
+
+        The stride may be 0: all drafts of a sequence share one row number.
+        """
         driver = self.driver()
         params = make_params(temperature=1.5, top_p=0.9, presence_penalty=0.5)
         for row in range(6):
