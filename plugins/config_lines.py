@@ -69,11 +69,16 @@ def _table(match: re.Match[str], counts: dict[str, int]) -> list[str]:
 
 
 def _scan(line: str, open_until: str, depth: int) -> tuple[str, int]:
-    """Return the state of the scan after ``line``.
+    """Scan one line of a TOML text and return the state after it.
+
+    Args:
+        line: the line.
+        open_until: delimiter that ends the multi-line string open before the line; "" if none is
+            open.
+        depth: number of brackets open before the line.
 
     Returns:
-        (delimiter that ends the open multi-line string, "" if none is open; number of open
-        brackets).
+        ``open_until`` and ``depth`` for the next line.
     """
     at = 0
     while at < len(line):

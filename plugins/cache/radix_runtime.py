@@ -267,7 +267,7 @@ class RadixCache:
         return node
 
     def _cut(self, node: Node, most: int) -> Ints:
-        """Remove up to ``most`` pages from the end of an evictable leaf and return them."""
+        """Remove at most ``most`` pages from the end of an evictable leaf and return them."""
         keep = max(0, len(node.pages) - most)
         given = node.pages[keep:]
         self._held -= len(given)

@@ -73,7 +73,10 @@ class Gloo:
         await_ranks(self._store, worker.rank, worker.ranks, options.timeout, "connect")
 
     def _shared(self, axis: str, members: tuple[int, ...]) -> Any:
-        """Return the group of an axis; axes that connect the same ranks share one group."""
+        """Return the process group of an axis; axes that connect the same ranks share one group.
+
+        ``members``: the ranks that the axis connects.
+        """
         if members not in self._groups:
             self._groups[members] = self._call(
                 "connecting", axis, lambda: self._axis_group(members)
@@ -91,7 +94,10 @@ class Gloo:
         return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), options)
 
     def _part(self, members: tuple[int, ...], name: str) -> dist.Store:
-        """Return the part of the store for one group."""
+        """Return a store for one process group: the rendezvous store with a prefix to its keys.
+
+        The prefix is ``name`` with the ranks ``members``.
+        """
         return dist.PrefixStore(f"{name} {'-'.join(map(str, members))}", self._store)
 
     def _network(self) -> Any:
@@ -121,7 +127,7 @@ class Gloo:
         return self._sum(members, x.contiguous(), axis)
 
     def _sum(self, members: Any, x: Tensor, axis: str) -> Tensor:
-        """All-reduce contiguous x over ``members``.
+        """All-reduce contiguous x over the process group ``members``.
 
         NOTE: gloo's ring sums in an order that depends on an element's position in x, so with three
         or more ranks a token's bits would depend on the other tokens in x. Here every element is
@@ -138,7 +144,7 @@ class Gloo:
         return self._gathered(members, own, "all_reduce", axis).view(-1)[: x.numel()].view(x.shape)
 
     def _gathered(self, members: Any, part: Tensor, operation: str, axis: str) -> Tensor:
-        """All-gather contiguous part [...] to [ranks, ...]."""
+        """All-gather contiguous part [...] over the process group ``members`` to [ranks, ...]."""
         every = part.new_empty(members.size(), *part.shape)
         if part.numel():
             self._await(
@@ -147,7 +153,11 @@ class Gloo:
         return every
 
     def _exchanged(self, members: Any, sent: Tensor, operation: str, axis: str) -> Tensor:
-        """Exchange contiguous sent [ranks, ...] by all-to-all, to [ranks, ...]."""
+        """Exchange contiguous sent [ranks, ...] by all-to-all in the process group ``members``.
+
+        Returns:
+            [ranks, ...]: row i is the row that rank i has sent here.
+        """
         received = torch.empty_like(sent)
         self._await(operation, axis, lambda: members.alltoall_base(received, sent, [], []))
         return received

@@ -95,7 +95,8 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 def _example(tensor: Tensor, tokens: int) -> Tensor:
     """Return an uninitialised tensor like ``tensor`` with ``tokens`` tokens.
 
-    More than one token means any number: the dimension is marked dynamic.
+    With more than one token the dimension is marked dynamic, so that the program accepts any
+    number.
     """
     example = torch.empty_strided(
         (tokens, *tensor.shape[1:]), tensor.stride(), dtype=tensor.dtype, device=tensor.device

@@ -63,7 +63,7 @@ def check_dp_attention(context: CheckContext) -> Iterator[Refusal]:
 
 
 def _instead(sizes: list[int], wanted: int) -> str:
-    """Return a fix with the size nearest to ``wanted``."""
+    """Return the fix: the allowed size nearest to ``wanted``, and all of ``sizes``."""
     nearest = min(sizes, key=lambda size: (abs(size - wanted), -size))
     return f"size = {nearest} (one of {', '.join(map(str, sizes))})"
 

@@ -40,7 +40,10 @@ class Layout:
 
     @property
     def held(self) -> int:
-        """Experts of each share."""
+        """Number of experts that a rank holds.
+
+        They are equal shares: share i of the experts is held by index i along "ep".
+        """
         return self.experts // self.ep[1]
 
 
@@ -66,11 +69,14 @@ class Exchange:
             self.load = self._counts[1:]
 
     def _own(self, tokens: int, most: int) -> tuple[int, slice]:
-        """Return the number of rows of a slice, and this rank's slice of its group's tokens.
+        """Return this rank's slice of its group's tokens, and the padded length S of a slice.
 
         Args:
             tokens: Tokens of this group.
             most: Tokens of the busiest group.
+
+        Returns:
+            (S, the slice).
         """
         index, size = self._layout.group
         rows = -(-most // size)
@@ -79,7 +85,7 @@ class Exchange:
     def _take(
         self, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this rank's slice of its group's tokens, padded to S rows.
+        """Return this rank's slice of its group's tokens, padded to S rows (see :meth:`_own`).
 
         The experts of the slice's tokens are added to the load counts.
         """
@@ -104,7 +110,10 @@ class Exchange:
             self._counts.scatter_add_(0, chosen, self._one.expand_as(chosen))
 
     def _local(self, ids: Tensor, share: int | Tensor) -> Tensor:
-        """Return expert numbers within ``share``, and -1 for experts of other shares."""
+        """Convert expert ids to places among the experts of ``share``; -1 for other experts.
+
+        A share is the experts that one rank along "ep" holds.
+        """
         local = ids - share * self._layout.held
         return local.masked_fill_((local < 0) | (local >= self._layout.held), -1)
 

@@ -71,7 +71,7 @@ def send(array: NDArray[Any], device: torch.device) -> Tensor:
 class Column:
     """A per-row array [rows, width], written on the host and read on the device.
 
-    On the CPU both share one memory. Elsewhere ``upload`` copies the rows written since its last
+    On the CPU the two are one memory. On a GPU ``upload`` copies the rows written since its last
     call, without waiting.
     """
 
@@ -127,7 +127,7 @@ class TokenLists:
             self.values = torch.nn.functional.pad(self.values, (0, extra))
 
     def add(self, logits: Tensor, rows: Tensor, active: Tensor | None = None) -> None:
-        """Add the lists to logits in place.
+        """Add the lists' values to logits in place.
 
         Args:
             logits: [N, V].

@@ -116,7 +116,14 @@ class TorchSampler:
         prompt_len: int,
         stop_ids: frozenset[int],
     ) -> tuple[int, int, int]:
-        """Set up the edits of the row's logits, and return its ``EDITS`` columns."""
+        """Store the values with which the logits of a new row are edited.
+
+        The edits are bias, penalties, allowed tokens, and stop tokens forbidden until
+        ``min_tokens``.
+
+        Returns:
+            The row's values in the parameter columns that ``EDITS`` names.
+        """
         bias, stops = self._listed(params, stop_ids)
         self._bias.write(row, bias)
         self._stops.write(row, stops)
@@ -130,10 +137,10 @@ class TorchSampler:
     def _listed(
         self, params: SamplingParams, stop_ids: frozenset[int]
     ) -> tuple[dict[int, float], dict[int, float]]:
-        """Return the values added to logits, by token.
+        """Return the numbers to add to logits, by token.
 
         Returns:
-            Values that are always added, and values added until ``min_tokens`` is reached.
+            Numbers that are always added, and numbers added until ``min_tokens`` is reached.
         """
         bias = {
             token: value
@@ -224,7 +231,18 @@ class TorchSampler:
     def _draw(
         self, logits: Tensor, peak: Tensor, best: Tensor, rows: Tensor, positions: Tensor
     ) -> Tensor:
-        """Return sampled tokens, and ``best`` for greedy rows."""
+        """Return a token for each row: a sampled one, or for greedy rows the one in ``best``.
+
+        Args:
+            logits: edited logits, float32 [N, V].
+            peak: largest logit of each row, [N, 1].
+            best: most likely token of each row, int64 [N].
+            rows: rows of the sequence table, int64 [N].
+            positions: positions of the drawn tokens, int64 [N].
+
+        Returns:
+            int64 [N].
+        """
         floats = self._floats.device[rows]
         ints = self._ints.device[rows]
         greedy = floats[:, TEMPERATURE] < GREEDY_BELOW

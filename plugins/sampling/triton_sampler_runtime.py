@@ -131,7 +131,11 @@ class TritonSampler(TorchSampler):
     def _entries(
         self, features: Feature, params: SamplingParams, tokens: Tokens, prompt_len: int
     ) -> Tokens:
-        """Return the row's entries of the token table, int32 [V]."""
+        """Return the row of ``RowEdits.table`` for a sequence, int32 [V].
+
+        An entry counts a token's occurrences for the penalties, and marks tokens of the prompt and
+        forbidden ones.
+        """
         counted = tokens if features & Feature.PENALTIES else tokens[:0]
         entries = penalty_counts(counted, prompt_len, self._vocab)
         if features & Feature.ALLOWED:

@@ -65,7 +65,17 @@ def needed_tokens(rows: Rows, members: Ints, width: int) -> Ints:
 
 
 def launch_decodes(rows: Rows, members: Ints, width: int, most: int) -> Ints:
-    """Advance the rows by one step. Return their KV lengths after it, at most ``most``."""
+    """Advance the decoding rows ``members`` by one step and return their KV lengths after it.
+
+    Args:
+        rows: the running sequences.
+        members: int32 [n], decoding rows.
+        width: tokens that a row computes in the step.
+        most: upper bound of the returned lengths.
+
+    Returns:
+        int32 [n].
+    """
     table = rows.table
     after = table.launched[members] + np.int32(width)
     table.launched[members] = after
@@ -161,7 +171,10 @@ def _mode(chunks: list[Chunk], width: int) -> Mode:
 
 
 def _scored(rows: Rows, decodes: int, chunks: list[Chunk]) -> NDArray[np.bool_] | None:
-    """Return the mask of rows whose prompt log-probabilities are requested; None if no row is."""
+    """Return the mask of the batch's rows whose prompt log-probabilities are requested.
+
+    None if no row's are. ``decodes``: number of decoding rows, which come first.
+    """
     wanted = [
         rows.running[chunk.row].params.prompt_logprobs is not None
         and chunk.start < rows.table.prompt_len[chunk.row]

@@ -162,13 +162,13 @@ def newest_tokens(batch: Batch, accepted: Accepted, ends: Tensor | None) -> Newe
 
 
 class DraftPositions(NamedTuple):
-    """The device fields of a draft pass's batch, which has one token per decode row.
+    """The device fields of a draft pass's batch, which has one token for each of D decode rows.
 
     Attributes:
-        positions: [D].
-        kv_slots: KV slots, [D].
-        kv_lens: [D].
-        query_starts: [D + 1].
+        positions: Positions of the tokens, [D].
+        kv_slots: KV slots of the tokens, [D].
+        kv_lens: Lengths of the rows after the pass, [D].
+        query_starts: Index of each row's token, and their number, [D + 1].
     """
 
     positions: Tensor
@@ -178,12 +178,12 @@ class DraftPositions(NamedTuple):
 
 
 def draft_positions(batch: Batch, number: int, lengths: Tensor, page_size: int) -> DraftPositions:
-    """Return the device fields of draft pass ``number`` (from 1) before the step ``batch``.
+    """Return the device fields of a draft pass that precedes the step ``batch``.
 
     Args:
         batch: The step that follows the draft passes.
-        number: The pass.
-        lengths: Tokens in the target's cache, int [D].
+        number: Number of the pass, from 1.
+        lengths: Tokens in the target's cache, int [D] for D decode rows.
         page_size: Tokens per page.
     """
     positions = lengths.long() + (number - 1)
@@ -197,9 +197,15 @@ def draft_positions(batch: Batch, number: int, lengths: Tensor, page_size: int) 
 
 
 def next_draft_batch(batch: Batch, number: int, at: DraftPositions, width: int) -> Batch:
-    """Return the batch of draft pass ``number`` before the step ``batch``.
+    """Return the batch of a draft pass that precedes the step ``batch``.
 
     The pass has one token per decode row.
+
+    Args:
+        batch: The step that follows the draft passes.
+        number: Number of the pass, from 1.
+        at: The pass's device fields, from :func:`draft_positions`.
+        width: Tokens that a decode row computes in the step.
     """
     decodes = batch.num_decodes
     made = draft_batch(batch, batch.kv_lens[:decodes] + np.int32(number - width))
@@ -210,9 +216,9 @@ def next_draft_batch(batch: Batch, number: int, at: DraftPositions, width: int) 
 
 
 def draft_batch(target: Batch, kv_lens: Ints) -> Batch:
-    """Return the host fields of a draft pass with one token per decode row.
+    """Return a draft pass with one token per decode row of ``target``, without its device fields.
 
-    The caller sets the device fields.
+    The caller sets the device fields. ``kv_lens``: int32 [D], lengths of the rows after the pass.
     """
     agreed = target.agreed or shape_of(target)
     count = target.num_decodes

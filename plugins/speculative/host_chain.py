@@ -98,7 +98,10 @@ def newest_tokens_host(batch: Batch, accepted: Accepted) -> NewestTokens:
 
 
 def next_draft_batch_host(batch: Batch, number: int, lengths: Tensor, page_size: int) -> Batch:
-    """Return the result of ``drafting.next_draft_batch``, with exact lengths on the host."""
+    """Return the result of ``drafting.next_draft_batch``, with exact lengths on the host.
+
+    Args as in ``drafting.draft_positions``.
+    """
     places: list[int] = [length + number - 1 for length in lengths.tolist()]
     lens = np.array(places, np.int32) + np.int32(1)
     made = draft_batch(batch, lens)
@@ -118,7 +121,10 @@ def _long(values: list[int]) -> Tensor:
 
 
 def _kv_slot(pages: Ints, position: int, page_size: int) -> int:
-    """Return the KV slot of a position, as ``core.step.to_device.kv_slots_at`` does."""
+    """Return the KV slot of a position of the row with the pages ``pages``.
+
+    The reference is ``core.step.to_device.kv_slots_at``.
+    """
     column, offset = divmod(position, page_size)
     return offset + (int(pages[column]) * page_size if column < len(pages) else 0)
 

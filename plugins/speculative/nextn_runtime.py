@@ -137,7 +137,7 @@ class NextN:
         )
 
     def _pass(self, step: Batch, drafted: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Run one draft pass and append its token to the tokens so far, [D, n]."""
+        """Run one draft pass and append its tokens to ``drafted``, [D, n]."""
         step.input_ids = drafted[:, -1]
         step.extra = {PREVIOUS_HIDDEN: hidden}
         hidden = self._model.forward(step.input_ids, step.positions, step)
@@ -183,7 +183,10 @@ class NextN:
         self._page_ends.index_copy_(0, pages, hidden.to(self._dtype))
 
     def _fill(self, batch: Batch, lacking: UncachedTokens, hidden: Tensor) -> None:
-        """Complete the draft's cache up to each row's newest token."""
+        """Complete the draft's cache up to each row's newest token, with the tokens ``lacking``.
+
+        ``hidden``: the target's hidden states, [T, hidden].
+        """
         if lacking.pages is not None:
             hidden = torch.cat([hidden, self._page_ends[lacking.pages].to(hidden.dtype)])
         tokens = lacking.input_ids, lacking.positions, lacking.kv_slots

@@ -145,7 +145,14 @@ class DirectReader(Generic[Key]):
         self._staging = []
 
     def _fill(self, buffer: int, block: ReadBlock[Key], at: int) -> int:
-        """Read one piece into a staging buffer, on a thread, after the buffer's last copy."""
+        """Read one piece of ``block``, from offset ``at`` of its file, into a staging buffer.
+
+        It runs on a reading thread and first waits until the buffer's previous content has been
+        copied to the device.
+
+        Returns:
+            The number of bytes read.
+        """
         event = self._copied[buffer]
         if event is not None:
             event.synchronize()
@@ -174,7 +181,7 @@ class DirectReader(Generic[Key]):
         return self._files[path]
 
     def _copy(self, buffer: int, place: Tensor) -> None:
-        """Enqueue the copy of a full staging buffer to its destination."""
+        """Enqueue the copy of a full staging buffer to ``place``, a view of the block's memory."""
         place.copy_(self._staging[buffer][: len(place)], non_blocking=self._on_device)
         if self._on_device:
             event = self._copied[buffer] or torch.cuda.Event()

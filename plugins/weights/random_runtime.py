@@ -168,7 +168,7 @@ def _bits(key: int, start: int, count: int, device: torch.device) -> Tensor:
 
 
 def _sums(key: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Return ``count`` numbers of ``bell`` from position ``start``.
+    """Return numbers ``start`` to ``start + count - 1`` of the sequence that ``bell`` returns.
 
     Each is the sum of the four 16-bit parts of its hash.
     """

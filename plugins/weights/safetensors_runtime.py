@@ -177,5 +177,5 @@ def _rows(fact: TensorFact, target: WeightTarget, size: int) -> tuple[int, int, 
 
 
 def _threads(plan: EnginePlan) -> int:
-    """Return this rank's share of the CPU cores, at most ``THREADS``."""
+    """Return the number of reading threads: this rank's share of the cores, at most ``THREADS``."""
     return max(1, min(THREADS, plan.facts.hardware.cpu_cores * plan.hosts // plan.ranks))

@@ -27,7 +27,10 @@ class Fa3MhaOptions(AttentionOptions):
 
 
 def check_heads(name: str) -> Check:
-    """Return a check that refuses head sizes not tried with the library."""
+    """Return a check that refuses head sizes not tried with the library.
+
+    ``name``: name of the attention backend, for the refusal.
+    """
 
     def check(context: CheckContext) -> Iterator[Refusal]:
         model = context.facts.model

@@ -54,7 +54,10 @@ class Fa3Mha(PagedMha):
         self._prefilling: _Rows | None = None
 
     def reserves(self, step: DecodingRows) -> int:
-        """Return the bytes of the largest decode page table, as ``AttentionOffers.reserves``."""
+        """Return the bytes of the largest page table of decode rows.
+
+        It is the backend's function ``AttentionOffers.reserves``.
+        """
         return fa3_mha_bytes(step)
 
     def reserve(self, limits: Limits) -> None:

@@ -50,7 +50,10 @@ class Fa3Mla(PagedMla):
         self._decode: _Decode | None = None
 
     def reserves(self, step: DecodingRows) -> int:
-        """Return the bytes of the largest decode page table, as ``AttentionOffers.reserves``."""
+        """Return the bytes of the largest page table of decode rows.
+
+        It is the backend's function ``AttentionOffers.reserves``.
+        """
         return fa3_mla_bytes(step)
 
     def reserve(self, limits: Limits) -> None:

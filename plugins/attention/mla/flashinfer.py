@@ -58,7 +58,10 @@ def check(context: CheckContext) -> Iterator[Refusal]:
 
 
 def reserves(step: DecodingRows) -> int:
-    """Return the bytes of FlashInfer's workspace and of the draft's page tables."""
+    """Return the bytes of FlashInfer's workspace and of the draft's page tables.
+
+    It is the backend's function ``AttentionOffers.reserves``.
+    """
     return WORKSPACE_BYTES + shifted_bytes(step)
 
 

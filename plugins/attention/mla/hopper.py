@@ -32,7 +32,10 @@ class HopperMlaOptions(AbsorbedOptions):
 
 @hookimpl
 def plan_remarks(context: CheckContext) -> list[Decision]:
-    """Return the remark on which kernel decodes how many rows, also with shorter contexts."""
+    """Return the plan's remark on the decode kernel for each number of rows.
+
+    If short contexts have other kernels, the remark names these too. Empty for other backends.
+    """
     chosen = context.chosen.get("attention", ())
     values = context.values
     if not chosen or chosen[0].name != "hopper_mla":
@@ -58,7 +61,7 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
 
 
 def _words(line: Line) -> str:
-    """Return each kernel with the largest number of rows that it decodes, as text."""
+    """Convert a table entry to text: each kernel with the largest number of rows it decodes."""
     *ends, (_, last) = ((most, KERNEL_NAMES[kernel]) for most, kernel in line)
     return ", ".join(
         [f"{kernel} up to {most} rows" for most, kernel in ends]

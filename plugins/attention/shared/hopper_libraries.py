@@ -21,7 +21,8 @@ VALUE = 128  #: value size of a head in DeepSeek-V2 and V3
 def check_sizes(name: str) -> Check:
     """Return a check that refuses head sizes other than DeepSeek's.
 
-    The library's kernels are compiled for these sizes only.
+    The library's kernels are compiled for these sizes only. ``name``: name of the attention
+    backend, for the refusal.
     """
 
     def check(context: CheckContext) -> Iterator[Refusal]:
@@ -49,7 +50,11 @@ def check_sizes(name: str) -> Check:
 
 
 def check_kv_is_compute(name: str) -> Check:
-    """Return :func:`check_sizes` with a check that a 16-bit KV cache has the compute dtype."""
+    """Return a check that refuses other head sizes and some dtypes of the KV cache.
+
+    The head sizes are those of :func:`check_sizes`; a 16-bit KV cache must have the compute dtype.
+    ``name``: name of the attention backend, for the refusals.
+    """
     sizes = check_sizes(name)
 
     def check(context: CheckContext) -> Iterator[Refusal]:

@@ -9,7 +9,7 @@ from glowplug.core.plan.plan import EnginePlan
 
 
 def local_kv_heads(plan: EnginePlan) -> int:
-    """Return the key heads of a rank."""
+    """Return the number of key heads on a rank."""
     return local_heads(plan.facts.model.num_kv_heads, axis_size("attn_tp", plan.mesh))
 
 
@@ -29,7 +29,10 @@ def kv_layout(plan: EnginePlan, entries: KVEntries) -> KVLayout:
 
 
 def parted_latent_entries(model: ModelFacts, dtype: str, heads: int) -> tuple[KVEntry, ...]:
-    """Return separate entries ``latent`` and ``rope``, which all heads share."""
+    """Return the KV entries ``latent`` and ``rope`` of a layer.
+
+    All heads share them, so ``heads`` has no effect.
+    """
     return (
         KVEntry("latent", (model.kv_lora_rank,), dtype),
         KVEntry("rope", (model.qk_rope_head_dim,), dtype),

@@ -34,7 +34,7 @@ class GraphBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the page tables held."""
+        """Size of the buffers held for page tables, in bytes."""
         return self._room.nbytes + sum(own.nbytes for own in self._own.values())
 
     def keep(self, graph: object | None, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -110,7 +110,7 @@ class GraphBuffers:
         return place.view(table.shape[0], -1)
 
     def _place(self, graph: object | None, count: int, device: torch.device) -> Tensor:
-        """Return an int32 [count] buffer for a table.
+        """Return an int32 [count] buffer for a page table.
 
         The shared buffer is used if it is large enough; otherwise the graph's own buffer, or a new
         one in an eager step.

@@ -23,9 +23,9 @@ def most_keys(heads: int, key: int, value: int, element: int) -> int:
 
 
 def _expanded(key: int, value: int) -> int:
-    """Return the elements of a head's key and value in memory, both padded to the same width.
+    """Return the number of elements of a head's key and value in memory.
 
-    See ``kernels.mla.expand``.
+    Both are padded to the same width, see ``kernels.mla.expand``.
     """
     return 2 * max(key, value)
 

@@ -102,7 +102,11 @@ def plan_ragged(batch: Batch, page_size: int, most_keys: int) -> list[RaggedRows
 
 
 def _runs(batch: Batch, most_keys: int) -> Iterator[tuple[int, int, str]]:
-    """Yield (first row, last row + 1, kind), where kind is "own", "cached" or "long"."""
+    """Yield (first row, last row + 1, kind) of the prefill rows that a call attends from.
+
+    The kind is "own" if the rows attend over their own tokens, "cached" if they read all keys from
+    the cache, and "long" for a single row with more than ``most_keys`` keys.
+    """
     low = batch.num_decodes
     kind = ""
     held = 0

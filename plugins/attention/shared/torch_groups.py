@@ -237,7 +237,11 @@ def _decode_runs(batch: Batch, limits: GroupLimits) -> Iterator[tuple[int, int]]
 
 
 def _prefill_runs(batch: Batch, limits: GroupLimits) -> Iterator[tuple[int, int, str]]:
-    """Yield (first row, last row + 1, kind), where kind is "own", "cached" or "long"."""
+    """Yield (first row, last row + 1, kind) of each group of prefill rows.
+
+    The kind is "own" if the rows attend over their own tokens, "cached" if they read all keys from
+    the cache, and "long" for a single row with more than ``limits.keys`` keys.
+    """
     low = batch.num_decodes
     kind = ""
     width = 0
@@ -288,7 +292,10 @@ def _frame(batch: Batch, starts: np.ndarray, low: int, high: int, decode: bool) 
 
 
 def _pad(group: Group, batch: Batch, low: int, high: int) -> None:
-    """Set ``pad`` and ``unpad`` unless every row has the same number of queries."""
+    """Set ``pad`` and ``unpad`` of a group unless all its rows have the same number of queries.
+
+    The group has rows ``low`` to ``high - 1`` of the batch.
+    """
     if group.tokens == group.rows * group.width:
         return
     begins = batch.query_starts[low : high + 1].long() - group.first
@@ -303,7 +310,11 @@ def _pad(group: Group, batch: Batch, low: int, high: int) -> None:
 
 
 def _kv_slots(batch: Batch, page_size: int, low: int, high: int, length: int) -> Tensor:
-    """Return int64 [high - low, length]: KV slots of ``length`` positions from the first key on."""
+    """Return the KV slots of the first ``length`` keys of rows ``low`` to ``high - 1``.
+
+    Returns:
+        int64 [high - low, length].
+    """
     first = batch.first_key
     pages: Tensor = batch.page_table[low:high, : -(-(first + length) // page_size)].long()
     offsets = torch.arange(page_size, device=pages.device)
@@ -314,8 +325,8 @@ def _kv_slots(batch: Batch, page_size: int, low: int, high: int, length: int) ->
 def _span(batch: Batch, page_size: int, low: int, high: int) -> int | None:
     """Return the first KV slot of a single one-query row whose pages are contiguous and ascending.
 
-    None otherwise. Only on the CPU, where the batch's lengths and pages can be read without waiting
-    for a device.
+    None for other rows ``low`` to ``high - 1``, and on a GPU: only the CPU can read the batch's
+    lengths and pages without waiting for a device.
     """
     if high - low > 1 or batch.query_lens[low] != 1 or not batch.page_table.is_cpu:
         return None
@@ -328,7 +339,10 @@ def _span(batch: Batch, page_size: int, low: int, high: int) -> int | None:
 def _with_keys(
     group: Group, batch: Batch, page_size: int, low: int, high: int, dtype: torch.dtype
 ) -> Group:
-    """Set ``kv_slots`` or ``span``, and ``bias``, and return the group."""
+    """Set the keys of a group with rows ``low`` to ``high - 1``, and return the group.
+
+    The keys are ``kv_slots`` or ``span``, and ``bias``, which gets ``dtype``.
+    """
     group.span = _span(batch, page_size, low, high)
     if group.span is not None:
         group.length = int(batch.kv_lens_device[low]) - batch.first_key

@@ -281,7 +281,7 @@ class DecodeGraph:
         return self._views[number]
 
     def _fill_pages(self, pages: NDArray[np.int32], live: int) -> None:
-        """Update the page table for ``live`` rows.
+        """Update the page table for the first ``live`` rows; the others are padding.
 
         Columns further right keep their old values, because no row reads that far.
         """

@@ -81,7 +81,7 @@ class Extends:
             draft_extend: The draft's pass; its ``replacement`` is set.
             counts: Token counts.
             device: Device of the graphs.
-            tape: Capture of a pass.
+            tape: Recorder that captures a pass.
             failed: Called with the error and the token count when a capture fails; may raise.
             report: Called with the number of graphs done.
         """

@@ -184,7 +184,7 @@ class Passes:
         Args:
             steps: The engine's steps.
             counts: Token counts.
-            tape: Capture of a pass.
+            tape: Recorder that captures a pass.
             failed: Called with the error and the pass when a capture fails; may raise.
             report: Called with the number of passes done.
         """

@@ -91,7 +91,10 @@ class CudaExperts:
         )
 
     def start(self, x: Tensor, width: int) -> Started | None:
-        """Launch the work that may precede the gate; see ``ExpertsMethod``."""
+        """Launch the work that may precede the gate; None if there is none.
+
+        ``width``: experts of a token, fused shared experts included. See ``ExpertsMethod``.
+        """
         if not dependent_launch.supported():
             return None
         early = moe_experts.begin(x, self.w13, width, self.shape.fused_shared, self._ready)
@@ -120,7 +123,7 @@ class CudaExperts:
 
 @dataclass(frozen=True)
 class Started:
-    """``StartedExperts``: experts of x [T, hidden] whose work began before the gate has chosen."""
+    """``StartedExperts``: experts whose work on x [T, hidden] began before the gate has chosen."""
 
     method: CudaExperts
     x: Tensor

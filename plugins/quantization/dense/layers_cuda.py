@@ -15,7 +15,8 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 class CudaLinear(DenseLinear):
     """``LinearMethod`` with the weight stored as in checkpoints, [sum(outputs), inputs].
 
-    This layout loads fastest, and cuBLAS accepts either layout.
+    ``sum(outputs)`` is the number of outputs of the fused matrices together. The weight loads
+    fastest without a transposition, and cuBLAS multiplies by it as fast as by a transposed one.
     """
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str) -> None:
@@ -73,7 +74,7 @@ def _lm_head(x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def _split_parts(x: Tensor, weight: Tensor) -> Parts | None:
-    """Return x W^T as partial sums, or None where the whole GEMM is faster.
+    """Return x W^T as partial sums, or None where an unsplit GEMM is faster.
 
     The comparison includes adding up the partial sums.
     """

@@ -187,7 +187,10 @@ def grouped_pays(wanted: str, tokens: int, chosen: int, experts: int) -> bool:
 
 
 def masked_rows(tokens: int) -> int:
-    """Return the rows per expert in DeepGEMM's masked layout: ``tokens`` in whole tiles."""
+    """Return the number of rows per expert in DeepGEMM's masked layout.
+
+    It is ``tokens``, rounded up to whole tiles.
+    """
     return -(-tokens // DEEP_GEMM_TILE) * DEEP_GEMM_TILE
 
 

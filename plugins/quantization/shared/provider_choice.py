@@ -35,7 +35,7 @@ Table = Mapping[str, Mapping[str, str]]  #: {"N=2112,K=7168": {rows: fastest pro
 
 @dataclass(frozen=True)
 class RowRule:
-    """The provider by row count where a GPU has no table."""
+    """The rule that chooses a provider by row count, for GPUs without a table."""
 
     small: str  #: provider below ``threshold`` rows
     large: str  #: provider from ``threshold`` rows on
@@ -168,7 +168,10 @@ def _candidates(choice: GemmChoice, packages: Mapping[str, str]) -> str:
 
 
 def table_path(kind: str, card: str) -> Path:
-    """Return the file of the fastest providers on ``card``, by shape and row count."""
+    """Return the path of the table of fastest providers on the GPU ``card``.
+
+    ``kind``: prefix of the table's name, as in :class:`GemmChoice`.
+    """
     return tuned_tables.FOLDER / f"{kind},device_name={tuned_tables.spelt(card)}.json"
 
 

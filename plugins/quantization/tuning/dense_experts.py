@@ -59,7 +59,9 @@ class MoeTuner:
 
 
 def rows_in(path: Path) -> tuple[int, ...]:
-    """Return the row counts that the table at ``path`` has, ascending; () if there is no table.
+    """Return the row counts that the table at ``path`` has, ascending.
+
+    The result is () if there is no table.
 
     Raises:
         ValueError: the file cannot be read as a table.

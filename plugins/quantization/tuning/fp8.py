@@ -157,7 +157,7 @@ class Operands:
 
 
 def copies(size: int) -> int:
-    """Return how many copies of a weight of ``size`` bytes exceed the cache (2 to 16)."""
+    """Return the number of copies of a weight of ``size`` bytes that exceed the cache (2 to 16)."""
     return min(16, max(2, COLD_WEIGHT_BYTES // size))
 
 
