@@ -1,7 +1,7 @@
 """Tensors of published decoders by name, shape and role, and Llama's inventory. No torch.
 
-The names are those of checkpoints in the Hugging Face layout, which DeepSeek and Llama share but for
-attention and experts (``models/deepseek/inventory.py``).
+The names are those of checkpoints in the Hugging Face layout, which DeepSeek and Llama share except
+for attention and experts (``models/deepseek/inventory.py``).
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class MlaAttention(Module):
         self.kv_stored = self._stored()
 
     def _stored(self) -> tuple[Tensor, Tensor] | None:
-        """Return the up-projection's block-FP8 values and scales by head (``MlaLayer.kv_stored``)."""
+        """Return the up-projection's FP8 values and scales by head (``MlaLayer.kv_stored``)."""
         found = self.kv_b.stored_blocks()
         rows = self.nope_dim + self.v_dim
         if found is None or any(

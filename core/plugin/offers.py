@@ -147,11 +147,11 @@ class QuantizationOffers(Offers):
             the byte budget.
         cast_bytes: bytes of an activation element as its GEMMs read it on a device; 0 for the
             compute dtype.
-        fused_shared: on a device the shared expert can be fused: computed as further routed experts.
+        fused_shared: the device can compute the shared expert fused, as further routed experts.
         experts_work: function from routed experts to their device memory; None if they hold only
             rows in the compute dtype.
-        peak_tokens: function from the scheme's options to the token counts at which routed experts may
-            reach a higher peak memory than in larger steps, because kernels change there.
+        peak_tokens: function from the scheme's options to the token counts at which routed experts
+            may reach a higher peak memory than in larger steps, because kernels change there.
     """
 
     reads: frozenset[str] = frozenset()

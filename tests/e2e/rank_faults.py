@@ -48,7 +48,8 @@ SAYS = {
     "kill": r"rank {rank} ended \(exit code -9\) in phase {phase}",
     "stop": r"rank {rank} has been silent for \d+ s \(phase {phase}\)",
     "error": r"rank {rank} failed in phase {phase}: RuntimeError: injected",
-    "hang": r"rank {rank} failed in phase {phase}: its loop has stood still for \d+ s, in Countdown._act of",
+    "hang": r"rank {rank} failed in phase {phase}: its loop has stood still for \d+ s, in "
+    r"Countdown._act of",
 }
 
 

@@ -247,7 +247,8 @@ def test_ranks_must_not_cut_groups(tmp_path: Path, plugins: PluginSet) -> None:
         )
     reasons = [refusal.reason for refusal in caught.value.refusals]
     assert any(
-        "model.layers.1.mlp.experts: moe_intermediate_size of 32 gives each of 2 ranks 16 channels, which "
+        "model.layers.1.mlp.experts: moe_intermediate_size of 32 gives each of 2 ranks 16 "
+        "channels, which "
         "splits the quantization's blocks of 32" in reason
         for reason in reasons
     ), reasons

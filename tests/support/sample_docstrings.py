@@ -1,7 +1,7 @@
 """Draw docstrings at random for a reader who has not seen the code.
 
-``python -m tests.support.sample_docstrings SEED [COUNT]`` prints JSON: place, signature and docstring
-of each. docs/benchmarks/docstrings.json holds a sample with its verdicts.
+``python -m tests.support.sample_docstrings SEED [COUNT]`` prints JSON: place, signature and
+docstring of each. docs/benchmarks/docstrings.json holds a sample with its verdicts.
 """
 
 from __future__ import annotations

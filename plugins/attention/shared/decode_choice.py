@@ -81,7 +81,7 @@ def short_rows(heads: int) -> range:
 
 
 def fastest_mha(queries: int, rows: int) -> str:
-    """Return the fastest multi-head kernel for ``rows`` rows of ``queries`` queries per key head."""
+    """Return the fastest MHA kernel for ``rows`` rows of ``queries`` queries per key head."""
     return _kernel_for(_nearest(FASTEST_MHA, queries), rows)
 
 

@@ -160,7 +160,7 @@ class HostLink:
         return found
 
     def _await_identities(self, deadline: float, timeout: float) -> None:
-        """Wait until the store has every site's identity; ``timeout`` is for the error's message."""
+        """Wait until the store has every site's identity; the error message gives ``timeout``."""
         missing = list(range(self.site.count))
         while missing := [one for one in missing if not self._store.check([f"identity {one}"])]:
             if time.monotonic() > deadline or self._closed.is_set():
