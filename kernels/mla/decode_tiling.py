@@ -19,7 +19,7 @@ from glowplug.kernels.paged import page_table as paged
 #: splits up to which the last program of a row merges them (not for tiles of 32 pairs, which were
 #: never measured)
 LAST_PROGRAM_SPLITS_MAX = 8
-#: splits up to which W_UV's GEMM merges them instead, in steps of APART_ROWS rows
+#: splits up to which W_UV's GEMM merges them instead, in steps of MERGE_IN_VALUES_ROWS rows
 VALUE_GEMM_SPLITS_MAX = 9
 #: (most blocks, pairs per block) for few short rows of many heads: about one program per
 #: multiprocessor

@@ -126,7 +126,7 @@ def products(
     down = config["down"]
     if up["way"] == "hopper":
         return _products_on_hopper(
-            x, w13, w2, ids, weights, config, fused_shared if up["apart"] else 0
+            x, w13, w2, ids, weights, config, fused_shared if up["shared_dense"] else 0
         )
     own_tiles = early is not None or fused_shared_has_own_tiles(up, len(x))
     separate = fused_shared if own_tiles else 0  # fused shared experts outside the alignment

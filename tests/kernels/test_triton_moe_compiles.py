@@ -115,10 +115,10 @@ def held(tokens: int) -> int:
     separately.
     """
     up = moe_tiles.dense_experts_config(PROBLEM, tokens)["up"]
-    apart, wide = up["way"] == "hopper", moe_tiles.fused_shared_has_own_tiles(up, tokens)
-    pairs, experts = (tokens * 6, 64) if apart or wide else (tokens * 8, 66)
+    shared_dense, wide = up["way"] == "hopper", moe_tiles.fused_shared_has_own_tiles(up, tokens)
+    pairs, experts = (tokens * 6, 64) if shared_dense or wide else (tokens * 8, 66)
     places = max_blocks(pairs, experts, up["block_m"]) * up["block_m"]
-    between, behind = places + (2 * tokens if wide else 0), 7 if apart else 8
+    between, behind = places + (2 * tokens if wide else 0), 7 if shared_dense else 8
     return int(between * PROBLEM.inter * 2 + places * 4 + tokens * behind * PROBLEM.hidden * 2)
 
 

@@ -110,7 +110,7 @@ def draw(
 def test_against_float32(
     tokens: int, k: int, experts: int, hidden: int, inter: int, shared: int, block_m: int, lead: int
 ) -> None:
-    for apart in (0, 1):
+    for shared_dense in (0, 1):
         for skew, absent in ((0.0, 0.0), (0.8, 0.3)):
             given = draw(tokens, k, experts, hidden, inter, skew, absent, shared)
             product = {
@@ -118,7 +118,7 @@ def test_against_float32(
                 "block_m": block_m,
                 "group": 8,
                 "lead": lead,
-                "apart": apart,
+                "shared_dense": shared_dense,
             }
             config = {"up": product, "down": product}
             poison = torch.full(
@@ -145,7 +145,7 @@ def test_against_float32(
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_m, lead", [(128, 2), (192, 1)])
 def test_replayed_with_other_inputs(block_m: int, lead: int) -> None:
-    product = {"way": "hopper", "block_m": block_m, "group": 8, "lead": lead, "apart": 1}
+    product = {"way": "hopper", "block_m": block_m, "group": 8, "lead": lead, "shared_dense": 1}
     config = {"up": product, "down": product}
     given, other = (draw(1030, 8, 66, 512, 384, skew, 0.1, 2) for skew in (0.0, 0.8))
     moe_experts.experts(*given, config, 2)

@@ -226,9 +226,9 @@ def test_two_ranks_over_gloo(name: str, kind: str, tmp_path: Path, plugins: Plug
             plugins,
         )
         with RankSet(plan, plugins) as ranks:
-            heard = ranks.run(requests)
+            collected = ranks.run(requests)
             ranks.check_idle()
-        told.append({id: heard[id].tokens for id in heard})
+        told.append({id: collected[id].tokens for id in collected})
     assert told[0] == told[1] and [len(told[0][id]) for id in (1, 2, 3)] == [12, 5, 20]
 
 

@@ -1,4 +1,4 @@
-"""Draw docstrings at random for a reader who has not seen the code.
+"""Draw docstrings at random, to be read without the code.
 
 ``python -m tests.support.sample_docstrings SEED [COUNT]`` prints JSON: place, signature and
 docstring of each. docs/benchmarks/docstrings.json holds a sample with its verdicts.

@@ -168,11 +168,11 @@ def _described(captured: Captured) -> str:
     """Return the captured steps as text."""
     sizes = captured.batch_sizes
     counts = captured.pass_tokens
-    said = [f"{len(sizes)} batch sizes up to {sizes[-1]}"]
+    parts = [f"{len(sizes)} batch sizes up to {sizes[-1]}"]
     if captured.short_rows:
-        said.append(f"{len(captured.short_rows)} of them for short rows too")
+        parts.append(f"{len(captured.short_rows)} of them for short rows too")
     if counts:
-        said.append(f"{len(counts)} token counts up to {counts[-1]}")
+        parts.append(f"{len(counts)} token counts up to {counts[-1]}")
         if captured.extend_tokens:
-            said.append("of the draft too")
-    return ", ".join(said)
+            parts.append("of the draft too")
+    return ", ".join(parts)

@@ -65,20 +65,20 @@ def _dense(step: ExpertsStep, up: Config) -> MemoryUse:
 
     In the ways "hopper" and "sorted" the gated rows are stored in expert order, including the rows
     that fill tiles; otherwise they are stored per token. If the shared expert has wide tiles of its
-    own, its gated rows follow. If the shared expert runs as dense GEMMs (``up["apart"]``), its gate
-    and up results and their gated product are allocated and released before the gated rows, and its
-    result adds one row per token.
+    own, its gated rows follow. If the shared expert runs as dense GEMMs (``up["shared_dense"]``),
+    its gate and up results and their gated product are allocated and released before the gated
+    rows, and its result adds one row per token.
     """
     routed = step.tokens * (step.chosen - step.fused_shared)
     experts = step.count - step.fused_shared
-    if up["way"] == "hopper" and up["apart"] and step.fused_shared:
+    if up["way"] == "hopper" and up["shared_dense"] and step.fused_shared:
         outer, out = (
             step.tokens * rows * step.hidden * step.element
             for rows in (step.chosen - step.fused_shared + 1, 1)
         )
-        apart = 3 * step.tokens * step.fused_shared * step.inter * step.element
+        dense = 3 * step.tokens * step.fused_shared * step.inter * step.element
         rows = tiled_rows(routed, experts, up["block_m"])
-        most = outer + max(apart, rows * (step.inter * step.element + NUMBER_BYTES))
+        most = outer + max(dense, rows * (step.inter * step.element + NUMBER_BYTES))
         return MemoryUse(most, outer) if step.parts else MemoryUse(max(most, outer + out), out)
     places = step.pairs
     beside = step.tokens * step.fused_shared
