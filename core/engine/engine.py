@@ -233,8 +233,8 @@ class Engine:
 
     def _flush(self, args: dict[str, Any]) -> dict[str, Any]:
         """Drop the prefix cache on all ranks, or refuse on all ranks if any group is busy."""
-        still = self.scheduler.load().running == 0
-        if not self.controls.everywhere(still) or not self.scheduler.flush():
+        idle = self.scheduler.load().running == 0
+        if not self.controls.everywhere(idle) or not self.scheduler.flush():
             raise RequestError("requests are running; the cache can be flushed only when idle")
         return {}
 
