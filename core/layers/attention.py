@@ -216,7 +216,7 @@ class MlaAttention(Module):
         )
 
     def fill(self, x: Any, at: object, kv_slots: Tensor) -> None:
-        """Store in the cache what later tokens read of x [T, hidden], without attention.
+        """Store the keys of x in the cache, without attention.
 
         Args:
             x: [T, hidden], plain or in ``input_format``.
