@@ -48,7 +48,7 @@ class Route(Protocol):
 
 
 class RouteSettingReady(Protocol):
-    """A ``Route`` for experts that were started before it."""
+    """A ``Route`` that also sets the ready flag of experts that were started before it."""
 
     def __call__(
         self,
