@@ -53,7 +53,7 @@ class Generation(Extension):
 
 
 class Guard(NodeTransformer):
-    """A transformer that makes loops check the deadline and concatenations check their size."""
+    """A syntax-tree transformer: loops check the deadline, concatenations check their size."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
