@@ -212,7 +212,7 @@ class FakeModel:
         self._draft(batch, i, row)
 
     def _skip_full(self, i: int, row: int, result: StepResult) -> None:
-        """Give a row at its limit any token: the host, which learns of it later, drops it."""
+        """Give a row at its limit any token; the commit drops it."""
         self._require(self.width > 1, f"row {row} is launched although it was known to be full")
         result.tokens[i] = 0
         result.counts[i] = 1

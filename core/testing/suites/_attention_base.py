@@ -86,7 +86,7 @@ class AttentionSuite:
     def definition(
         self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase
     ) -> Tensor:
-        """Attend one row in float64: queries [T, ...], histories [M, ...] -> [T, H, V]."""
+        """Compute attention of one row in float64: queries [T, ...], history [M, ...] -> [T, H, V]."""
         raise NotImplementedError
 
     # ---- driving ---------------------------------------------------------------------------------
