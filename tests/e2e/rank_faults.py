@@ -31,12 +31,13 @@ from tests.support.waiting import until
 
 #: seconds, as configured; on a busy machine a rank's heartbeats may be late by some seconds
 WATCHDOG = 10.0
+#: seconds from fault to end
 PROMISED = {
     "kill": 3.0,
     "error": 3.0,
     "stop": WATCHDOG + 3.0,
     "hang": WATCHDOG + 3.0,
-}  #: seconds from fault to end
+}
 RANKS = 2
 #: moment -> (component that fails, number of its call, phase that the reason names)
 MOMENTS = {
