@@ -75,7 +75,7 @@ def _call(method: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a deadline, which every loop iteration and every call checks."""
+    """Jinja's sandbox with size limits and a deadline, checked in every loop iteration and call."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
 

@@ -121,7 +121,10 @@ class FakeModel:
         return result
 
     def _empty_result(self, rows: int) -> StepResult:
-        """Return results without tokens; the log-probabilities' token ids are a view of tokens."""
+        """Return results without tokens.
+
+        The token ids in ``logprobs`` are a view of ``tokens``, so they follow later changes.
+        """
         tokens = np.full((rows, self.width), POISON, np.int64)
         logprobs = np.zeros(rows * self.width, np.float32)
         return StepResult(
