@@ -95,16 +95,19 @@ def take_torch(python: str, asked: str, pin: str) -> bool:
             return True
         if not reachable(CPU_INDEX):
             print(
-                f"{CPU_INDEX} cannot be reached: torch comes from pip's own index, whose build may be for CUDA"
+                f"{CPU_INDEX} cannot be reached: torch comes from pip's own index, whose build may "
+                "be for CUDA"
             )
         elif not install_torch(python, CPU_INDEX, pin):
             print(
-                f"no CPU build of {pin}: torch comes from pip's own index, whose build may be for CUDA"
+                f"no CPU build of {pin}: torch comes from pip's own index, whose build may be for "
+                "CUDA"
             )
         return True
     if asked and not install_torch(python, asked, pin):
         print(
-            f"{pin} could not be installed from {asked}; TORCH_INDEX= (empty) leaves it to pip's own index"
+            f"{pin} could not be installed from {asked}; TORCH_INDEX= (empty) leaves it to pip's "
+            "own index"
         )
         return False
     return True
@@ -119,7 +122,8 @@ def main(words: list[str]) -> int:
     args = parser.parse_args(words)
     if sys.version_info < (3, 11):
         print(
-            f"glowplug needs Python 3.11 or newer and this is {sys.version.split()[0]}: make PYTHON=python3.12 ..."
+            f"glowplug needs Python 3.11 or newer and this is {sys.version.split()[0]}: make "
+            "PYTHON=python3.12 ..."
         )
         return 1
     folder: Path = args.folder

@@ -69,7 +69,7 @@ def text_of(thing: object) -> str:
 
 
 def phases() -> Iterator[tuple[str, list[ast.FunctionDef]]]:
-    """(phase, its hooks) in the order of hookspecs.py, whose ``# ---- phase ---`` lines divide it."""
+    """Return (phase, hooks) as the ``# ---- phase ---`` lines of hookspecs.py divide it."""
     source = Path(inspect.getsourcefile(hookspecs) or "").read_text()
     marks = [
         (match.group(1), source[: match.start()].count("\n") + 1)
@@ -99,8 +99,8 @@ def hook_entry(node: ast.FunctionDef) -> str:
             )
             many = ", a list in order" if slot.many else ""
             lines += [
-                f"Slot `{slot.name}`: {section}{many}; offers `{slot.offers}`; runtime `{slot.protocol}`; "
-                f"default `{slot.default}`.",
+                f"Slot `{slot.name}`: {section}{many}; offers `{slot.offers}`; runtime "
+                f"`{slot.protocol}`; default `{slot.default}`.",
                 "",
             ]
     return "\n".join(lines)
@@ -116,9 +116,9 @@ def hooks_page() -> str:
         NOTICE,
         "# Hooks and protocols\n",
         "A plugin is a Python module (or any object) whose functions carry `@hookimpl` from "
-        "`glowplug.core.plugin.hookspecs`. Hooks run while the engine is configured, planned, started and "
-        "stopped, and "
-        "never while a token is served. A hook may be implemented with a subset of its arguments.\n",
+        "`glowplug.core.plugin.hookspecs`. Hooks run while the engine is configured, planned, "
+        "started and stopped, and never while a token is served. A hook may be implemented with a "
+        "subset of its arguments.\n",
         "Registration hooks return a list of `Component`; they must not import torch.\n",
     ]
     for phase, hooks in phases():
@@ -126,7 +126,8 @@ def hooks_page() -> str:
         parts += [hook_entry(hook) for hook in hooks]
     parts.append(
         "## Protocols\n\nThe object that a component's factory returns has the methods of its "
-        "slot's protocol. The factory is called as `factory(options, plan, worker)` in every rank.\n"
+        "slot's protocol. The factory is called as `factory(options, plan, worker)` in every "
+        "rank.\n"
     )
     parts += [protocol_entry(slot) for slot in SLOTS]
     return "\n".join(parts)
@@ -215,8 +216,9 @@ def options_page() -> str:
     parts = [
         NOTICE,
         "# Options\n",
-        "Every key of the configuration, by section. In a file: `[section]` and `key = value`. On the command "
-        "line: `--set section.key=value`. See [configuration](configuration.md) for precedence.\n",
+        "Every key of the configuration, by section. In a file: `[section]` and `key = value`. On "
+        "the command line: `--set section.key=value`. See [configuration](configuration.md) for "
+        "precedence.\n",
         "## Top level\n",
         table(HEAD, option_rows(EngineConfig, frozenset(sections))),
     ]

@@ -210,7 +210,7 @@ def _replaced(
         return []
     if value["use"] == below["use"]:
         return []
-    said = over.origins.get(f"{section}.use", f"{section}.use")
+    source = over.origins.get(f"{section}.use", f"{section}.use")
     paths = {
         key: f"{section}.{key}" for key in below if key not in value and key not in _common(section)
     }
@@ -218,7 +218,7 @@ def _replaced(
         (
             path,
             below[key],
-            f"{under.origins.get(path, 'given')}; no effect: {said} replaces {below['use']}",
+            f"{under.origins.get(path, 'given')}; no effect: {source} replaces {below['use']}",
         )
         for key, path in paths.items()
     ]

@@ -42,7 +42,7 @@ class RankControls:
         """Set the handler of an action, in place of an earlier one."""
         self._handlers[action] = handler
 
-    def answer(self, message: Control) -> Reply:
+    def handle(self, message: Control) -> Reply:
         """Run the handler of a message on every rank.
 
         Returns:

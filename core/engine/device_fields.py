@@ -29,7 +29,13 @@ class FlatTokens(NamedTuple):
 
 
 def flatten(batch: Batch, kv_lens: NDArray[np.int32], page_size: int) -> FlatTokens:
-    """Return the tokens of ``batch``, whose rows have ``kv_lens`` int32 [B] tokens after the step."""
+    """Return the tokens of ``batch``, row by row.
+
+    Args:
+        batch: the batch.
+        kv_lens: int32 [B], tokens of each row after the step.
+        page_size: tokens per page.
+    """
     count = batch.num_rows
     queries = batch.query_lens
     starts = np.zeros(count + 1, np.int32)

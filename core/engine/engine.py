@@ -81,8 +81,8 @@ class Engine:
         closing: called in order by ``close``.
 
     Attributes:
-        answers: this rank sends the outputs of its group's sequences to the front end. True on rank
-            0, or with groups on the leader of each group.
+        sends_outputs: this rank sends the outputs of its group's sequences to the front end. True
+            on rank 0, or with groups on the leader of each group.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Engine:
         self._closing = list(closing)
         self.controls = RankControls({"flush": self._flush, **(controls or {})}, collectives, ranks)
         self._router = parallel.router()
-        self.answers = leads if self._router is None else self._router.leads
+        self.sends_outputs = leads if self._router is None else self._router.leads
         self._load = 0  # sequences of all groups at the last agreement; 0 without groups
         self._inflight: InFlight | None = None
         self._stats_due = 0.0
@@ -128,7 +128,7 @@ class Engine:
 
         NOTE: ranks launch together or not at all. Without a step in flight here, no rank has one.
         """
-        return self._inflight is None and not self._load and self._quiet
+        return self._inflight is None and not self._load and self._group_idle
 
     @property
     def _launched(self) -> bool:
@@ -136,7 +136,7 @@ class Engine:
         return self._inflight is not None and self._inflight.batch.mode is not Mode.IDLE
 
     @property
-    def _quiet(self) -> bool:
+    def _group_idle(self) -> bool:
         """This group has no step in flight and no sequence to schedule."""
         if self._launched:
             return False
@@ -153,8 +153,8 @@ class Engine:
             stop: the front end has gone.
 
         Returns:
-            The messages of this rank to the front end, [] unless it ``answers``; None if the front
-            end has gone and every rank must leave its loop.
+            The messages of this rank to the front end, [] unless it ``sends_outputs``; None
+            if the front end has gone and every rank must leave its loop.
         """
         own = encode_turn(Turn(time.monotonic(), list(frames), stop)) if self.leads else None
         turn = decode_turn(self.collectives.broadcast_bytes(own))
@@ -165,7 +165,7 @@ class Engine:
         for frame in turn.frames:
             found.extend(self.receive(decode_inbound(frame)))
         found.extend(self.step())
-        return found if self.answers else []
+        return found if self.sends_outputs else []
 
     def close(self) -> None:
         """Notify plugins of the rank's end, and free graphs and collectives. Idempotent.
@@ -190,19 +190,19 @@ class Engine:
         Returns:
             Their immediate outputs: refusals, replies, ends of aborted sequences.
         """
-        answers: list[Outbound] = []
+        replies: list[Outbound] = []
         for message in messages:
-            answer = self._receive_one(message)
-            if answer is not None:
-                answers.append(answer)
-        return answers
+            reply = self._receive_one(message)
+            if reply is not None:
+                replies.append(reply)
+        return replies
 
     def _receive_one(self, message: Inbound) -> Outbound | None:
         if isinstance(message, Submit):
             return self._submit(message)
         if isinstance(message, Abort):
             return self._note_ends(self.scheduler.abort(message))
-        reply = self.controls.answer(message)
+        reply = self.controls.handle(message)
         return reply if self.leads else None
 
     def _submit(self, message: Submit) -> StepOutput | None:
@@ -233,8 +233,8 @@ class Engine:
 
     def _flush(self, args: dict[str, Any]) -> dict[str, Any]:
         """Drop the prefix cache on all ranks, or refuse on all ranks if any group is busy."""
-        still = self.scheduler.load().running == 0
-        if not self.controls.everywhere(still) or not self.scheduler.flush():
+        idle = self.scheduler.load().running == 0
+        if not self.controls.everywhere(idle) or not self.scheduler.flush():
             raise RequestError("requests are running; the cache can be flushed only when idle")
         return {}
 
@@ -258,7 +258,7 @@ class Engine:
         pending = self._note_ends(self.scheduler.take_pending())
         if pending is not None:
             outputs.append(pending)
-        if self.answers:
+        if self.sends_outputs:
             self._attach_stats(outputs)
         return outputs
 
@@ -295,7 +295,7 @@ class Engine:
             end.error_code = CODE
         self._stalls.ended(ends)
         outputs.append(StepOutput(finished=ends))
-        if self.answers:
+        if self.sends_outputs:
             logger.error(
                 "%d request%s ended: %s", len(ends), "" if len(ends) == 1 else "s", stall.reason
             )
@@ -344,7 +344,7 @@ class Engine:
 
     def _attach_stats(self, outputs: list[Outbound]) -> None:
         now = time.monotonic()
-        busy = not self._quiet
+        busy = not self._group_idle
         turned_idle = self._was_busy and not busy
         self._was_busy = busy
         if not busy:

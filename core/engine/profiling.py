@@ -1,4 +1,4 @@
-"""A torch profiler that requests start and stop. It writes Chrome traces into one directory.
+"""Torch profiles that requests start and stop, written as Chrome traces into one directory.
 
 The directory is ``GLOWPLUG_PROFILE_DIR`` or ``SGLANG_TORCH_PROFILER_DIR`` (debug switches), else
 ``./profiles``. A request gives a label, never a path. A trace shows the phases of a step by name.

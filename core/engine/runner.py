@@ -70,7 +70,11 @@ class Runner:
         self._on_host = self.device.type == "cpu"
 
     def launch(self, batch: Batch) -> InFlight:
-        """Enqueue ``batch``, which is read-only afterwards; only an eager step completes it."""
+        """Enqueue a step and return it with its results on the way to the host.
+
+        An eager step sets the device fields of ``batch``; a replayed step copies ``batch`` into the
+        memory of its graph. Afterwards ``batch`` is read-only.
+        """
         with torch.inference_mode():
             if self._copier is not None:
                 self._copier.mark()

@@ -63,7 +63,7 @@ class TensorSpec:
         columns: number of columns; 0 for a vector.
         layers: numbers of the layers that have the tensor, those of next-token layers included.
         experts: tensors in each layer, if the name has ``{expert}``.
-        quantized: formats of quantised checkpoints quantise it.
+        quantized: quantised checkpoints store it in their format.
         split: the dimension that ranks split; None if every rank has the whole tensor.
         optional: only some checkpoints have it; it is counted from tensor headers only.
     """

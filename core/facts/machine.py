@@ -191,7 +191,7 @@ def read_sheet(name: str) -> HardwareFacts:
     path = SHEETS / f"{name.removesuffix('.json')}.json"
     if not path.is_file():
         path = Path(name).expanduser()
-    example = "write the fields of HardwareFacts; core/sheets holds examples"
+    example = "write the fields of HardwareFacts; core/facts/sheets holds examples"
     try:
         raw = msgspec.json.decode(path.read_bytes())
         if isinstance(raw, dict) and isinstance(raw.get("packages"), str):

@@ -91,8 +91,8 @@ def read_tensors(folder: Path | str) -> dict[str, TensorFact]:
 
     Raises:
         WeightError: a file of the index is missing (without an index: a file of a numbered series
-            such as "00001-of-00002"); a tensor is missing, or is in two files; or the folder has
-            only pickled weights, which are never read.
+            such as "00001-of-00002"); a tensor is missing, is in two files or is not in the index;
+            or the folder has only pickled weights, which are never read.
     """
     folder = Path(folder)
     index = folder / INDEX_NAME

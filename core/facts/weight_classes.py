@@ -18,7 +18,7 @@ KV_UP = "kv_up"
 WIDTH = "width"  #: dense feed-forward layers, which are split by width
 SHARED = "shared"  #: the shared expert
 EXPERTS = "experts"  #: routed experts
-ROUTER = "router"  #: the expert gate, whole on every rank and in float32
+ROUTER = "router"  #: the expert gate, whole on every rank; counted in float32
 WHOLE = "whole"  #: latents, norms and all other tensors that no known strategy splits
 
 TARGET = -1  #: ``WeightKind.draft`` of tensors that do not belong to a next-token layer

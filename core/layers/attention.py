@@ -18,7 +18,7 @@ from glowplug.core.step.batch import Ends
 from glowplug.core.step.to_device import rows_at
 
 FP8_BLOCK = 128  #: rows and columns of a block with one scale in block FP8
-#: epsilon of the two latent norms; published code and checkpoints never read it from the config
+#: epsilon of the two latent norms; published code does not read it from config.json
 LATENT_EPS = 1e-6
 
 
@@ -142,7 +142,6 @@ class MlaAttention(Module):
         if self.w_kv.is_cpu:
             # NOTE: contiguous copies, because heads interleaved with a stride of several KB take
             # twice the time on a CPU.
-
             self.w_uk = self.w_uk.contiguous()
             self.w_uv = self.w_uv.contiguous()
         self.kv_stored = self._stored()
@@ -219,7 +218,7 @@ class MlaAttention(Module):
         )
 
     def fill(self, x: Any, at: object, kv_slots: Tensor) -> None:
-        """Store in the cache what later tokens read of x [T, hidden], without attention.
+        """Store the keys of x in the cache, without attention.
 
         Args:
             x: [T, hidden], plain or in ``input_format``.

@@ -118,7 +118,11 @@ class Linear(Module):
             self._bind(self.methods[0], context)
 
     def _bind(self, method: LinearMethod, context: BuildContext) -> None:
-        """Call the only method directly where nothing is left to do after it."""
+        """Bind ``forward`` to the only method if its result needs no all-reduce.
+
+        ``forward_parts`` becomes its ``apply_parts``, if it has one, on a single rank whose norms
+        add up parts.
+        """
         if self._collectives is None:
             self.forward = method.apply  # type: ignore[method-assign]
             self.forward_parts = self.forward
@@ -135,7 +139,11 @@ class Linear(Module):
     def _shard(self, role: str, name: str, full: int, unit: int) -> Shard:
         """Return this rank's elements of a dimension.
 
-        ``unit`` elements stay together, and as many units as fill whole blocks of the scheme.
+        Args:
+            role: how ranks share the dimension; see ``Part.role``.
+            name: module path.
+            full: size of the dimension.
+            unit: the dimension is split only at multiples of it, and of the scheme's block.
         """
         if role == "replicated":
             return Shard(0, full, full)

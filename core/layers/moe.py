@@ -18,7 +18,7 @@ from glowplug.core.protocols import (
     ExpertsShape,
     Parts,
     Quantized,
-    SignallingRoute,
+    RouteSettingReady,
     StartedExperts,
     WeightTarget,
 )
@@ -81,7 +81,9 @@ class Gate(Module):
         self._softmax = context.ops.topk_softmax
         self._sigmoid = context.ops.topk_sigmoid
         self._route = context.ops.route
-        self._route_ready: SignallingRoute | None = getattr(context.ops, "route_signalling", None)
+        self._route_ready: RouteSettingReady | None = getattr(
+            context.ops, "route_and_set_ready", None
+        )
 
     @property
     def sets_ready(self) -> bool:

@@ -27,7 +27,7 @@ class Inputs:
     Attributes:
         parsed: the parsed configuration.
         facts: the facts; None if those of the model could not be read.
-        elements: element counts of the checkpoint by kind (``weight_classes.tally``).
+        elements: element counts of the checkpoint by kind (``weight_classes.Tally``).
         draft_elements: element counts of the draft model's own folder.
         refusals: refusals of the model, the draft and the chat template.
     """

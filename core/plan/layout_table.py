@@ -55,16 +55,16 @@ def _axes(plan: EnginePlan) -> str:
     """Return the ranks that share attention and experts, and whether they are on several hosts."""
     heads = axis_size("attn_tp", plan.mesh)
     width = axis_size("moe_tp", plan.mesh)
-    said = [f"attention over {heads} rank{'s' * (heads > 1)}"]
+    parts = [f"attention over {heads} rank{'s' * (heads > 1)}"]
     if plan.facts.model.n_routed_experts:
-        said.append(f"the width of an expert over {width}")
+        parts.append(f"the width of an expert over {width}")
     per_host = plan.ranks // plan.hosts
     wide = [
         f"{what} crosses hosts"
         for what, size in (("attention", heads), ("an expert", width))
         if size > per_host or per_host % size
     ]
-    return "; ".join([", ".join(said), *wide])
+    return "; ".join([", ".join(parts), *wide])
 
 
 def _groups(plan: EnginePlan) -> Iterator[Row]:

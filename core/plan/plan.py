@@ -110,9 +110,8 @@ class Sizes:
     pass_tokens: tuple[int, ...] = ()
     #: token counts, ascending, of the draft's pass over a step's tokens that are captured whole
     extend_tokens: tuple[int, ...] = ()
-    peak_tokens: tuple[
-        int, ...
-    ] = ()  #: token counts of steps that may hold more memory than larger ones
+    #: token counts of steps that may hold more memory than larger ones
+    peak_tokens: tuple[int, ...] = ()
     short_keys: int = 0  #: most keys of the short rows for which attention has a faster kernel
     #: batch sizes, ascending, for which a second graph is captured with this kernel
     short_rows: tuple[int, ...] = ()

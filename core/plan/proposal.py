@@ -87,7 +87,7 @@ class Proposal:
         plugins: the loaded plugins.
         parsed: the parsed configuration.
         facts: facts about model, hardware and software.
-        elements: element counts of the checkpoint by kind (``weight_classes.tally``).
+        elements: element counts of the checkpoint by kind (``weight_classes.Tally``).
         draft_elements: element counts of the draft model's own folder.
         refusals: refusals found so far.
         decisions: decisions made so far.

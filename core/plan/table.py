@@ -115,7 +115,7 @@ def table(lines: Sequence[Sequence[str]], width: int) -> Iterable[str]:
 
 
 def _aligned(cells: Sequence[str], sizes: Sequence[int]) -> str:
-    """Return one line of text; the last cell, a number of bytes, is aligned at its right."""
+    """Return one line of text; the last cell, a number of bytes, is right-aligned."""
     *texts, count = cells
     columns = [text.ljust(size) for text, size in zip(texts, sizes)]
     return "  ".join([*columns, count.rjust(sizes[-1])]).rstrip()

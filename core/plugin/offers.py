@@ -112,7 +112,8 @@ class AttentionOffers(Offers):
             on a device beside the KV cache; None for 0 bytes.
         short_keys: most keys of a short row; 0 if decoding does not depend on the length of rows.
         short_rows: function from the number of heads on a rank to the batch sizes (in rows of one
-            token) that a faster kernel decodes if ``Batch.longest`` shows all rows to be short.
+            token) for which a faster kernel decodes short rows (``Batch.longest`` is at most
+            ``short_keys``).
     """
 
     kinds: frozenset[str] = frozenset()
@@ -147,11 +148,11 @@ class QuantizationOffers(Offers):
             the byte budget.
         cast_bytes: bytes of an activation element as its GEMMs read it on a device; 0 for the
             compute dtype.
-        fused_shared: on a device the shared expert can be fused: computed as further routed experts.
-        experts_work: function from routed experts to their device memory; None if they hold only
-            rows in the compute dtype.
-        peak_tokens: function from the scheme's options to the token counts at which routed experts may
-            reach a higher peak memory than in larger steps, because kernels change there.
+        fused_shared: the device can compute the shared expert fused, as further routed experts.
+        experts_work: function from an ``ExpertsStep`` to the device memory of the routed experts;
+            None if they hold only rows in the compute dtype.
+        peak_tokens: function from the scheme's options to the token counts at which routed experts
+            may reach a higher peak memory than in larger steps, because kernels change there.
     """
 
     reads: frozenset[str] = frozenset()
@@ -236,8 +237,8 @@ class SamplerOffers(Offers):
 
     Attributes:
         state_bytes: most bytes kept on a device for each row and token of the vocabulary.
-        scratch_rows: function from the number of sampled rows in a step to the memory it takes on a
-            device at most, in rows of float32 logits; None for none.
+        scratch_rows: function from the number of sampled rows in a step to the most memory that
+            sampling takes on a device, in rows of float32 logits; None for none.
     """
 
     state_bytes: float = 0.0

@@ -328,8 +328,9 @@ def distribution_of(module: str) -> tuple[str, str]:
 
 
 def _changed(entry: str) -> int:
-    """Return when something was last added to or removed from an entry of ``sys.path``, in ns; 0 if
-    it is no folder.
+    """Return the modification time of an entry of ``sys.path`` in ns; 0 if it does not exist.
+
+    It changes when something is added to a folder or removed from it.
     """
     try:
         return os.stat(entry or ".").st_mtime_ns

@@ -44,7 +44,7 @@ from glowplug.core.protocols.models import (
 from glowplug.core.protocols.ops import (
     Ops as Ops,
     Route as Route,
-    SignallingRoute as SignallingRoute,
+    RouteSettingReady as RouteSettingReady,
 )
 from glowplug.core.protocols.parallel import (
     Collectives as Collectives,

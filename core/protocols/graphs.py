@@ -98,8 +98,8 @@ class GraphRunner(Protocol):
     def pass_for(self, batch: Batch) -> Callable[[Tensor, Tensor, Batch], Tensor] | None:
         """Return a replacement for ``Steps.forward`` in a step that no decode graph replays.
 
-        Attention has planned the step as it is. The replacement's result is valid until the next
-        pass.
+        ``AttentionBackend.plan_step`` has been called with ``batch``, without padding. The
+        replacement's result is valid until the next pass.
 
         Returns:
             The replacement; None: run ``Steps.forward`` itself.

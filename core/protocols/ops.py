@@ -47,8 +47,8 @@ class Route(Protocol):
         ...
 
 
-class SignallingRoute(Protocol):
-    """A ``Route`` for experts that were started before it."""
+class RouteSettingReady(Protocol):
+    """A ``Route`` that also sets the ready flag of experts that were started before it."""
 
     def __call__(
         self,
@@ -77,8 +77,8 @@ class SignallingRoute(Protocol):
 class Ops(Protocol):
     """The small kernels, a table of pure functions that layers bind while they are built.
 
-    The references are in ``kernels/``. A table may also have ``route_signalling: SignallingRoute |
-    None``; without one, no experts are started early.
+    The references are in ``kernels/``. A table may also have ``route_and_set_ready:
+    RouteSettingReady | None``; without one, no experts are started early.
 
     Attributes:
         rms_norm: (x [..., N], weight [N], eps) -> y.

@@ -178,7 +178,7 @@ class ExpertsMethod(Protocol):
     A method may also have ``start(x, width) -> StartedExperts | None`` with x [T, hidden], for
     gates that choose ``width`` ids per token, including the fused shared expert's. It returns None
     if starting before the gate gains nothing. It is called only if the gate sets a ready flag
-    (``SignallingRoute``).
+    (``RouteSettingReady``).
 
     Attributes:
         input_format: see ``LinearMethod.input_format``.

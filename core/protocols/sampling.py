@@ -116,7 +116,7 @@ class Sampler(Protocol):
 
 
 class SpeculativeAlgorithm(Protocol):
-    """The choice of the tokens that decoding rows compute, and of the results that are accepted.
+    """An algorithm that chooses the tokens that decoding rows compute, and accepts the results.
 
     Decoding without speculation is the algorithm of width one.
     """

@@ -48,7 +48,8 @@ class WeightSource(Protocol):
         """Open the checkpoint and check that every file is complete and every header consistent.
 
         Raises:
-            WeightError: a file is not; the message has file and tensor.
+            WeightError: a file is incomplete or a header inconsistent; the message has file and
+                tensor.
         """
         ...
 

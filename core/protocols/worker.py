@@ -44,8 +44,7 @@ class Limits:
     """Upper bounds of a rank's sizes, for ``reserve``.
 
     Attributes:
-        rows: rows of the sequence table and one behind them that no sequence has. Padding rows of a
-            captured step use it.
+        rows: rows of the sequence table, and one more that padding rows of a captured step use.
         context: positions that a row may touch: the longest sequence, a step at its end, and
             drafts.
         num_pages: pages of the KV pool, the scratch page 0 included.

@@ -101,7 +101,7 @@ class RankBuilder:
         clock: the rank's clock, which the loop keeps equal on all ranks.
         plan: the plan; after ``build`` with the number of pages that the rank really has.
         phases: durations of the start-up phases, and their log lines.
-        worker: the rank's place, with ``clock``.
+        worker: the rank's number, device and mesh coordinates, with ``clock``.
         memory: measurements of the rank's memory.
     """
 
@@ -170,7 +170,7 @@ class RankBuilder:
         family = self.component("model")
         model = family.build(context)
         self.memory.mark_model("weights", model)
-        draft = speculative.draft_model(self._behind(context), family, model)
+        draft = speculative.draft_model(self._draft_context(context), family, model)
         if draft is not None:
             self.memory.mark_model("draft weights", draft)
         return model, draft, speculative
@@ -191,7 +191,7 @@ class RankBuilder:
             sampled_last_layer=self.plan.sampled_last_layer,
         )
 
-    def _behind(self, context: BuildContext) -> BuildContext:
+    def _draft_context(self, context: BuildContext) -> BuildContext:
         """Return the context that a draft model is built from.
 
         Its cache layers follow the target's. A draft in a folder of its own is built from the facts
@@ -276,11 +276,11 @@ class RankBuilder:
         return [observer for _, group in found for observer in group or ()]
 
     def info(self, parallel: ParallelStack) -> dict[str, Any]:
-        """Return what /server_info shows of this rank.
+        """Return this rank's part of /server_info.
 
-        This is the start-up seconds by phase, the planned and measured bytes by budget line and,
-        where ranks share the experts, by layer the number of this rank's tokens that chose each
-        expert.
+        It has the seconds of each start-up phase, the planned and measured bytes of each budget
+        line and, if ranks share the experts, how many of this rank's tokens chose each expert, by
+        layer.
 
         On the CPU, the measured bytes of the KV pool are those of its touched part: untouched pages
         cost nothing.
@@ -297,7 +297,7 @@ class RankBuilder:
 
 
 def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:
-    """Return the place of ``rank``: its device, dtype and mesh coordinates.
+    """Return the ``Worker`` of ``rank``, with its device, dtype and mesh coordinates.
 
     Each host holds the same number of neighbouring ranks.
     """

@@ -182,7 +182,10 @@ def compared(exact: Tensor, other: Tensor) -> Tensor:
 def _batch(
     pages: NDArray[np.int32], ids: NDArray[np.int32], end: int, decodes: bool = False
 ) -> Batch:
-    """Return a step of prompt chunks ids [rows, n] whose last token is at position ``end`` - 1."""
+    """Return a step over token ids [rows, n] whose last column is at position ``end`` - 1.
+
+    The rows are prompt chunks or, with ``decodes``, decoding rows.
+    """
     rows, count = ids.shape
     batch = Batch(
         step=0,

@@ -199,7 +199,7 @@ class RankMemory:
         take their memory beside the graphs'.
 
         Returns:
-            The bytes that the allocator claimed, which is more than the peak by fragmentation.
+            The bytes that the allocator claimed, which exceed the peak by fragmentation.
         """
         with self.meter.peak(line):
             return self._claims(runner, run)
@@ -254,7 +254,7 @@ class RankMemory:
     def capturing(self) -> Iterator[None]:
         """Measure the memory that graphs take from torch and from the driver.
 
-        NOTE: the graph pool counts with all memory that it has from the device, used by tensors or
+        NOTE: all memory that the graph pool has taken from the device counts, used by tensors or
         not, since nothing else can use it.
         """
         with self.naming("capture"):

@@ -167,11 +167,11 @@ def most_logits(runner: Runner, plan: EnginePlan) -> None:
 
 
 def steps_between(runner: Runner, plan: EnginePlan) -> None:
-    """Run the prefill steps whose kernels requests would otherwise compile.
+    """Run prefill steps larger than any captured one, to compile their kernels.
 
-    These are larger than any captured step. From step to step both the number of tokens and the
-    number of decoding rows fall: both decide which kernels run and how they are compiled, and no
-    request should wait for a compiler.
+    Otherwise requests would wait for the compiler. From step to step both the number of tokens and
+    the number of decoding rows fall, because both decide which kernels run and how they are
+    compiled.
 
     NOTE: the largest step runs first, since tensors that grow from step to step fit none of the
     blocks of the steps before.
@@ -299,7 +299,7 @@ def _short_prefill(plan: EnginePlan) -> Batch:
 
 
 def _ids(plan: EnginePlan, count: int) -> np.ndarray:
-    """Return ``count`` different token ids, which a router spreads over the experts."""
+    """Return ``count`` token ids from the whole vocabulary, so that many experts are chosen."""
     return (np.arange(count, dtype=np.int64) * 7919 % plan.facts.model.vocab_size).astype(np.int32)
 
 

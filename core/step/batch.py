@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Batch:
     """The input of one step.
 
-    The scheduler sets the fields above the line (on the host), the runner those below it (on the
-    device).
+    The scheduler sets the fields above the line "set by the runner", on the host; the runner sets
+    those below it, on the device.
     """
 
     step: int
@@ -44,10 +44,10 @@ class Batch:
     samples: NDArray[np.bool_]
     prompt_ids: NDArray[np.int32]  #: tokens of the prefill rows, flattened
     pages: NDArray[np.int32]  #: [B, P] page numbers, 0 (scratch) where unused
-    joined: list[Sequence] = field(
-        default_factory=list
-    )  #: sequences that entered a row since the last batch
-    left: list[int] = field(default_factory=list)  #: rows that were left since the last batch
+    #: sequences that entered a row since the last batch
+    joined: list[Sequence] = field(default_factory=list)
+    #: rows whose sequence left since the last batch
+    left: list[int] = field(default_factory=list)
     #: [B - D] token after each chunk; 0 where the chunk ends its prompt
     next_ids: NDArray[np.int32] | None = None
     #: [B - D] the chunk is the row's first one and begins behind a cached prefix

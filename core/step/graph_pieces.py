@@ -100,7 +100,7 @@ class SplitPoints:
 
 
 #: function of input ids, positions and KV slots (int64 [F] each) and the hidden states [F, hidden]
-#: of the tokens before
+#: of the preceding tokens
 Extend = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], None]
 
 
@@ -111,7 +111,7 @@ class ExtendWork:
     Attributes:
         extend: stores each of F tokens independently and runs on the device alone, so it may be
             captured for more tokens: the padding is token 0 at position 0 and KV slot 0.
-        hidden: width of the hidden states that it gets.
+        hidden: width of the hidden states that are passed to it.
         dtype: dtype of these hidden states.
     """
 

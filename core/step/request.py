@@ -207,7 +207,7 @@ DEFAULT_ADMISSION = Admission()  #: no priority, no salt, no limit in time
 
 @dataclass(eq=False)
 class Sequence:
-    """One sequence in the scheduler. The front end makes several sequences of ``n > 1``.
+    """One sequence in the scheduler. A request with ``n > 1`` is several sequences.
 
     Attributes:
         id: engine-wide number, assigned by the front end.

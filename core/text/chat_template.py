@@ -53,7 +53,7 @@ class Generation(Extension):
 
 
 class Guard(NodeTransformer):
-    """A transformer that makes loops check the deadline and concatenations check their size."""
+    """A syntax-tree transformer: loops check the deadline, concatenations check their size."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -75,7 +75,7 @@ def _call(method: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a deadline, which every loop iteration and every call checks."""
+    """Jinja's sandbox with size limits and a deadline, checked in every loop iteration and call."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
 

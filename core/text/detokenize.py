@@ -69,11 +69,11 @@ class Pieces(dict[int, bytes]):
 
     Args:
         name_of: returns the piece of a token id, or None.
-        silent: ids without bytes; unknown ids have none either.
+        without_bytes: ids without bytes; unknown ids have none either.
     """
 
-    def __init__(self, name_of: Callable[[int], str | None], silent: Iterable[int]) -> None:
-        super().__init__(dict.fromkeys(silent, b""))
+    def __init__(self, name_of: Callable[[int], str | None], without_bytes: Iterable[int]) -> None:
+        super().__init__(dict.fromkeys(without_bytes, b""))
         self._name_of = name_of
 
     def __missing__(self, token: int) -> bytes:

@@ -37,13 +37,14 @@ if TYPE_CHECKING:
 #: substring of the card's name -> operations per second of dense GEMMs in (16-bit, FP8), measured;
 #: used for the floor in the tables
 MATRIX_RATES = {"H200": (7.9e14, 1.5e15), "H100": (7.9e14, 1.5e15)}
+#: slot of a call -> configuration section whose components provide it
 SLOT_SECTIONS = {
     "attention": "attention",
     "ops": "ops",
     "linear": "quantization",
     "experts": "quantization",
     "sampling": "sampling",
-}  #: slot of a call -> configuration section whose components provide it
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

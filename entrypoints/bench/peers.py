@@ -28,13 +28,14 @@ from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.bench.others.floor import measured_card
 from glowplug.entrypoints.bench.others.peer_engines import OURS
 
+#: columns after those of the engines
 EXTRA_COLUMNS = (
     "offline",
     "times_best_peer",
     "floor",
     "share_of_floor",
     "share_of_offline",
-)  #: columns after those of the engines
+)
 LOG_LINE = re.compile(
     r"batch (\d+): prefill ([\d.]+) ms \(([\d.]+) tokens/s\), decode step ([\d.]+) ms"
 )
@@ -229,6 +230,7 @@ def with_floors(ours: Points, path: Path, model_path: str, card_name: str) -> Po
     }
 
 
+#: conditions that every line of a serving run repeats
 CONDITION_KEYS = (
     "date",
     "model_id",
@@ -239,7 +241,7 @@ CONDITION_KEYS = (
     "random_range_ratio",
     "request_rate",
     "seed",
-)  #: keys of the conditions, which every line of a serving run repeats
+)
 
 
 RUN_KEYS = (

@@ -113,18 +113,18 @@ def _lines(path: Path, text: bytes) -> list[Any]:
 
 
 def by_columns(
-    path: Path, records: list[Record], asked: Sequence[str] | None
+    path: Path, records: list[Record], requested: Sequence[str] | None
 ) -> dict[tuple[str, ...], list[Record]]:
     """Group records by the columns to show.
 
     Raises:
-        ValueError: a record has none of the known columns; with ``asked``: no record has any of
-            these.
+        ValueError: a record has none of the known columns; with ``requested``: no record has any
+            of these.
     """
-    if asked:
-        if all(set(cells(record, asked)) == {"-"} for record in records):
-            raise ValueError(f"{path}: no record has any of {', '.join(asked)}")
-        return {tuple(asked): records}
+    if requested:
+        if all(set(cells(record, requested)) == {"-"} for record in records):
+            raise ValueError(f"{path}: no record has any of {', '.join(requested)}")
+        return {tuple(requested): records}
     found: dict[tuple[str, ...], list[Record]] = {}
     for number, record in enumerate(records, 1):
         columns = next(

@@ -29,11 +29,12 @@ PACKED_BLOCK: tl.constexpr = tl.constexpr(128)  # inputs of a packed block
 LARGE_WEIGHT_ELEMENTS = 1 << 24
 PLANE: tl.constexpr = tl.constexpr(32)  # neighbouring inputs that one shift yields
 
+# t - zero; before SM90 there is no packed bfloat16 subtraction
 _BF16 = (
     "{.reg .b32 t, m; mov.b32 m, 0xBF80BF80; shr.b32 t, $1, %d; "
     "lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; "
     "fma.rn.bf16x2 $0, $2, m, t;}"
-)  # t - zero; before SM90 there is no packed bfloat16 subtraction
+)
 _FP16 = (
     "{.reg .b32 t; shr.b32 t, $1, %d; "
     "lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA; sub.f16x2 $0, t, $2;}"

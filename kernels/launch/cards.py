@@ -10,9 +10,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 HOPPER = 90  #: compute capability of Hopper
-TILES = frozenset(
-    {HOPPER, 100, 103}
-)  #: compute capabilities that the tiles fit; only the first has been tested
+#: compute capabilities that the tiles fit; only the first has been tested
+TILES = frozenset({HOPPER, 100, 103})
 TRITON = 80  #: lowest compute capability that Triton supports
 #: compute capabilities on which other libraries' 8-bit GEMMs have been tested and are called
 LIBRARIES = frozenset({HOPPER})

@@ -5,8 +5,8 @@ This module does not import torch.
 A configuration of one GEMM has a ``way``: "gemv" (``moe.gemv``), "dense" or "sorted" (``moe.gemm``)
 with its tile sizes, or "hopper" (``moe.gemm_hopper``). ``wide`` is the number of columns of the
 fused shared experts' tiles; without it the kernel chooses. Either both GEMMs are sorted, with the
-same block_m, or neither is. Either both are "hopper" or neither is; with ``apart`` the fused shared
-experts are then a dense MLP (``moe.experts.fused_shared_mlp``).
+same block_m, or neither is. Either both are "hopper" or neither is; with ``apart`` the fused
+shared experts are then a dense MLP (``moe.experts.fused_shared_mlp``).
 """
 
 from __future__ import annotations

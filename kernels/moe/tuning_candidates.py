@@ -130,7 +130,13 @@ def _hopper(problem: ExpertsProblem) -> Iterator[Config]:
         return
     for block_m, lead in ((128, 2), (192, 1)):
         for group in (4, 8):
-            yield {"way": "hopper", "block_m": block_m, "group": group, "lead": lead, "apart": 1}
+            yield {
+                "way": "hopper",
+                "block_m": block_m,
+                "group": group,
+                "lead": lead,
+                "apart": 1,
+            }
 
 
 def _vectors() -> Iterator[Config]:

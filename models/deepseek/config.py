@@ -120,5 +120,5 @@ def default_method(architecture: str, config: Mapping[str, Any]) -> str:
 
 
 def _renormalize(config: Mapping[str, Any], method: str) -> bool:
-    asked = config.get("norm_topk_prob")
-    return method == BIAS_METHOD if asked is None else bool(asked)
+    given = config.get("norm_topk_prob")
+    return method == BIAS_METHOD if given is None else bool(given)

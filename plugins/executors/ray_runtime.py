@@ -277,7 +277,7 @@ class RayExecutor:
             return False
         for frame in frames:
             messages = decode_outbound(frame)
-            self._watch.heard(rank, messages)
+            self._watch.received(rank, messages)
             if any(for_front(message) for message in messages):
                 self._frames.put(frame)
         return True

@@ -157,7 +157,7 @@ class TorchrunExecutor:
             kind = first_cause(troubles).kind
             if kind == FailureKind.CONSEQUENCE and waited > QUIET:
                 self._ranks.watch.look(QUIET)
-                troubles = [*self._ranks.watch.troubles, *link.quiet(QUIET)]
+                troubles = [*self._ranks.watch.troubles, *link.look_at_ranks(QUIET)]
                 kind = first_cause(troubles).kind
             if settled(kind, waited):
                 return first_cause(troubles)
@@ -167,7 +167,7 @@ class TorchrunExecutor:
 
     def _die(self, trouble: Trouble) -> None:
         if self._link is not None:
-            self._link.tell(trouble, NOTICE_SECONDS)
+            self._link.report(trouble, NOTICE_SECONDS)
         self._end(EngineDead(str(trouble)), grace=0.0)
 
     def _end(self, error: EngineDead, grace: float) -> None:
@@ -188,7 +188,7 @@ class TorchrunExecutor:
         self._dead = EngineStopped("the engine was stopped")
         if self._link is not None:
             reason = None if self.leads else Trouble(FailureKind.ENDED, "was stopped")
-            self._link.tell(reason, NOTICE_SECONDS)
+            self._link.report(reason, NOTICE_SECONDS)
         self._ranks.end(GRACE)
         if self._link is not None:
             self._link.close()

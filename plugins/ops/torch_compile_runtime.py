@@ -52,7 +52,7 @@ class TorchCompileOps:
         self.rope = base.rope
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = base.fused
         self.route = base.route
-        self.route_signalling = base.route_signalling
+        self.route_and_set_ready = base.route_and_set_ready
 
     def add_rms_norm(
         self, x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import OpsOptions
-from glowplug.core.protocols import Quantized, Route, SignallingRoute, Worker
+from glowplug.core.protocols import Quantized, Route, RouteSettingReady, Worker
 from glowplug.kernels.elementwise import (
     activation_reference,
     norm_reference,
@@ -35,7 +35,7 @@ class TorchOps:
         self.topk_softmax = route_reference.topk_softmax
         self.topk_sigmoid = route_reference.topk_sigmoid
         self.route: Route | None = None
-        self.route_signalling: SignallingRoute | None = None
+        self.route_and_set_ready: RouteSettingReady | None = None
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = {
             ("cast", FP8_VALUES): _fp8_values,
             ("rms_norm", FP8_VALUES): _rms_norm_fp8,

@@ -26,7 +26,7 @@ def register_ops() -> list[Component]:
             offers=OpsOffers(
                 devices=frozenset({"cuda"}),
                 least_compute=TRITON,
-                ops=TABLE | {"route", "route_signalling"},
+                ops=TABLE | {"route", "route_and_set_ready"},
                 adds_parts=True,
             ),
             requires=(Package("triton", ">=3.5"),),

@@ -32,7 +32,7 @@ class TritonOps(TorchOps):
         self.add_rms_norm = _add_rms_norm
         self.adds_parts = True
         self.silu_and_mul = activation.silu_and_mul
-        self.route = self.route_signalling = route
+        self.route = self.route_and_set_ready = route
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = {
             **self.fused,
             **triton_int8.PRODUCERS,

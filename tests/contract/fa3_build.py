@@ -24,13 +24,15 @@ cache = torch.zeros(2 * pages, kv_heads, dim, **kind)
 query, starts = torch.zeros(4, heads, dim, **kind), torch.tensor([0, 4], **whole)
 lengths = torch.tensor([4], **whole)
 print("asked", flush=True)
-flash_attn_varlen_func(query, cache[:4], cache[:4], cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=4,
+flash_attn_varlen_func(query, cache[:4], cache[:4], cu_seqlens_q=starts, cu_seqlens_k=starts,
+                       max_seqlen_q=4,
                        max_seqlen_k=4, softmax_scale=1.0, causal=True)
 for page in (1, pages):
     paged = cache.view(-1, page, kv_heads, dim)
     table = torch.arange(len(paged), **whole)[None]
     for width in (1, 3):
-        flash_attn_with_kvcache(q=query[None, :width], k_cache=paged, v_cache=paged, cache_seqlens=lengths,
+        flash_attn_with_kvcache(q=query[None, :width], k_cache=paged, v_cache=paged,
+                                cache_seqlens=lengths,
                                 page_table=table, softmax_scale=1.0, causal=width > 1)
 if sys.argv[6] == "cuda":
     torch.cuda.synchronize()

@@ -199,7 +199,8 @@ class OtherHeads(TestFa3):
         said = fa3_build.lacks(*self.sizes, self.dtype)
         if said:
             pytest.skip(
-                f"this build of sgl-kernel has no FlashAttention-3 for {self.sizes} in {self.dtype}: {said}"
+                f"this build of sgl-kernel has no FlashAttention-3 for {self.sizes} in "
+                f"{self.dtype}: {said}"
             )
 
 

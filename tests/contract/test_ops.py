@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.protocols import Ops, SignallingRoute, Worker
+from glowplug.core.protocols import Ops, RouteSettingReady, Worker
 from glowplug.kernels.elementwise import norm_reference as norm, rope_reference as rope
 from glowplug.kernels.moe import route_reference as routing
 from glowplug.plugins.ops import torch_ops, triton_ops
@@ -107,8 +107,8 @@ def test_a_gate_sets_the_ready_flag(tokens: int) -> None:
         torch.zeros(2, dtype=torch.int32, device=DEVICE),
         (x, weight, bias, 3, 4, 2, True, 2.0, 1),
     )
-    signalling: SignallingRoute = ops.route_signalling  # type: ignore[attr-defined]
-    for got, wanted in zip(signalling(*given, ready), ops.route(*given), strict=True):
+    route_and_set_ready: RouteSettingReady = ops.route_and_set_ready  # type: ignore[attr-defined]
+    for got, wanted in zip(route_and_set_ready(*given, ready), ops.route(*given), strict=True):
         assert torch.equal(got, wanted)
     assert ready.tolist() == [1, 0]
 

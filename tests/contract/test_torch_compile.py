@@ -37,7 +37,8 @@ import json, sys
 from tests.contract.test_torch_compile import make, randn
 from torch._dynamo.utils import counters
 make(sys.argv[1]).silu_and_mul(randn(3, 16))
-print(json.dumps([counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]]))
+print(json.dumps([counters["inductor"]["fxgraph_cache_hit"],
+                  counters["inductor"]["fxgraph_cache_miss"]]))
 """
 
 

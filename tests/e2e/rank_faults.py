@@ -31,12 +31,13 @@ from tests.support.waiting import until
 
 #: seconds, as configured; on a busy machine a rank's heartbeats may be late by some seconds
 WATCHDOG = 10.0
+#: seconds from fault to end
 PROMISED = {
     "kill": 3.0,
     "error": 3.0,
     "stop": WATCHDOG + 3.0,
     "hang": WATCHDOG + 3.0,
-}  #: seconds from fault to end
+}
 RANKS = 2
 #: moment -> (component that fails, number of its call, phase that the reason names)
 MOMENTS = {
@@ -48,7 +49,8 @@ SAYS = {
     "kill": r"rank {rank} ended \(exit code -9\) in phase {phase}",
     "stop": r"rank {rank} has been silent for \d+ s \(phase {phase}\)",
     "error": r"rank {rank} failed in phase {phase}: RuntimeError: injected",
-    "hang": r"rank {rank} failed in phase {phase}: its loop has stood still for \d+ s, in Countdown._act of",
+    "hang": r"rank {rank} failed in phase {phase}: its loop has stood still for \d+ s, in "
+    r"Countdown._act of",
 }
 
 

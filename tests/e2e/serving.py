@@ -22,11 +22,12 @@ from tests.support.waiting import LIMIT, until
 
 #: a new connection for each request, as from independent clients; making a client takes 20 ms
 HTTP = httpx.Client(timeout=LIMIT, limits=httpx.Limits(max_keepalive_connections=0))
+#: gauges that are 0 once all requests have ended
 HELD = (
     "num_requests_running",
     "num_requests_waiting",
     "kv_used_tokens",
-)  #: gauges that are 0 once all requests have ended
+)
 
 
 class Served:

@@ -72,7 +72,7 @@ def alone(folder: Path) -> list[list[int]]:
     with engine(replace(ALONE, radix=False), folder) as ranks:
         for request in asked():
             ranks.run([request])
-        counts = [ranks.heard[i].counts for i in range(len(prompts()))]
+        counts = [ranks.collected[i].counts for i in range(len(prompts()))]
     drafted = sum(len(steps) - 1 for steps in counts)
     assert 1.2 < sum(sum(steps[1:]) for steps in counts) / drafted < 2.8, (
         "some drafts have to be accepted"
@@ -90,11 +90,11 @@ def test_accept_lengths_depend_on_nothing_around(
     with engine(VARIANTS[name], folder) as ranks:
         ranks.run(asked())
         ranks.run(asked(100))
-        heard = ranks.heard
+        collected = ranks.collected
         ranks.check_idle()
     for first in (0, 100):
-        assert [heard[first + i].counts for i in range(len(alone))] == alone, first
-    hits = [heard[100 + i].admitted for i in range(len(alone))]
+        assert [collected[first + i].counts for i in range(len(alone))] == alone, first
+    hits = [collected[100 + i].admitted for i in range(len(alone))]
     assert (sum(one.cached_tokens for one in hits if one) > 0) == VARIANTS[name].radix
 
 
@@ -118,9 +118,15 @@ def test_prefix_hits_are_those_without_drafts(
         ) as ranks:
             for turn in range(3):
                 ids = [turn * 100 + i for i in range(len(said))]
-                heard = ranks.run([submit(id, words, 9 + id % 5) for id, words in zip(ids, said)])
-                found += [admitted.cached_tokens for id in ids if (admitted := heard[id].admitted)]
-                said = [words + heard[id].tokens + [3 + turn, 4, 5] for id, words in zip(ids, said)]
+                collected = ranks.run(
+                    [submit(id, words, 9 + id % 5) for id, words in zip(ids, said)]
+                )
+                found += [
+                    admitted.cached_tokens for id in ids if (admitted := collected[id].admitted)
+                ]
+                said = [
+                    words + collected[id].tokens + [3 + turn, 4, 5] for id, words in zip(ids, said)
+                ]
         return found
 
     without = hits(layout)
@@ -154,12 +160,12 @@ def test_every_page_comes_back(
         spoilt.append(True)
         ranks.turn([Abort([203, 204])])
         spoilt.clear()
-        heard = ranks.run()
+        collected = ranks.run()
         ranks.check_idle()
         data = ranks.control("check").data
         for reply in data.get("ranks", [data]):
             assert reply["free"] + reply["evictable"] == reply["total"]
-    ends = {id: end.finished.reason for id, end in heard.items() if end.finished}
+    ends = {id: end.finished.reason for id, end in collected.items() if end.finished}
     assert (
         ends[100] == "error"
         and ends[101] == "timeout"
@@ -243,7 +249,7 @@ def embedded_counts(
         for requests in rounds:
             ranks.run(requests)
         ranks.check_idle()
-        return [ranks.heard[i].counts for i in range(len(conversations))]
+        return [ranks.collected[i].counts for i in range(len(conversations))]
 
 
 @pytest.mark.parametrize("steps", [1, 3])

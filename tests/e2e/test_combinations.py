@@ -30,9 +30,9 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def test_the_reference_has_clear_winners_and_varied_events(known: Reference) -> None:
     assert known.gap > GAP, "a near tie may be decided differently on another number of ranks"
     assert known.preemptions > 0, "the pool has to be too small"
-    ends = {id: one.finished.reason for id, one in known.heard.items() if one.finished}
+    ends = {id: one.finished.reason for id, one in known.collected.items() if one.finished}
     assert ends[ABORTED] == "abort" and list(ends.values()).count("stop") >= 2
-    assert sum(len(one.tokens) for one in known.heard.values()) > 150
+    assert sum(len(one.tokens) for one in known.collected.values()) > 150
 
 
 @pytest.mark.parametrize("one", sample(SAMPLED, seed=20), ids=lambda one: one.name)

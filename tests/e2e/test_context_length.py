@@ -86,15 +86,16 @@ def test_both_numbers_and_the_remaining_tokens_are_named(server: Served) -> None
     body = {"prompt": "x" * 250, "max_tokens": 50}
     message = httpx.post(server.url + "/v1/completions", json=body).json()["error"]["message"]
     assert message == (
-        "This model's maximum context length is 256 tokens. However, you requested 300 tokens (250 in "
-        "the prompt, 50 for the completion): the prompt is too long for that many; max_tokens may be 6"
+        "This model's maximum context length is 256 tokens. However, you requested 300 tokens (250 "
+        "in the prompt, 50 for the completion): the prompt is too long for that many; max_tokens "
+        "may be 6"
     )
     message = httpx.post(server.url + "/v1/completions", json={"prompt": LONG}).json()["error"][
         "message"
     ]
     assert message == (
-        "This model's maximum context length is 256 tokens. However, your prompt has 300 tokens; with "
-        "one to generate the prompt is too long"
+        "This model's maximum context length is 256 tokens. However, your prompt has 300 tokens; "
+        "with one to generate the prompt is too long"
     )
 
 

@@ -119,6 +119,7 @@ def test_every_pair_of_values_on_the_gpu(plugins: PluginSet, folder: Path) -> No
             failed.append(f"{cell.name}: {type(error).__name__}: {str(error)[:300]}")
     reference.close()
     print(
-        f"{len(fitting)} admitted, {sum(reasons.values())} refused, {len(chosen)} run, {len(failed)} failed"
+        f"{len(fitting)} admitted, {sum(reasons.values())} refused, {len(chosen)} run, "
+        f"{len(failed)} failed"
     )
     assert not failed, "\n".join(failed)

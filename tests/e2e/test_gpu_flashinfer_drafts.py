@@ -17,6 +17,7 @@ from tests.support.tiny import VOCAB, write_config
 pytestmark = pytest.mark.gpu
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 ROUNDING = 0.08  #: of a log-probability, by bf16 through three layers
+#: dense layers: with experts, rounding would decide the choice
 ALIKE = {
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
@@ -27,7 +28,7 @@ ALIKE = {
     "num_key_value_heads": 16,
     "num_nextn_predict_layers": 1,
     "first_k_dense_replace": 3,
-}  #: dense layers: with experts, rounding would decide the choice
+}
 
 
 def completions(folder: Path, **config: Any) -> list[Any]:

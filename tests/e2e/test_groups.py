@@ -75,8 +75,8 @@ def mix() -> list[Submit]:
     return found
 
 
-def tokens(heard: dict[int, Any]) -> dict[int, tuple[list[int], str]]:
-    return {id: (one.tokens, one.finished.reason) for id, one in heard.items()}
+def tokens(collected: dict[int, Any]) -> dict[int, tuple[list[int], str]]:
+    return {id: (one.tokens, one.finished.reason) for id, one in collected.items()}
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +113,11 @@ def test_tokens_are_those_of_one_rank(
         tmp_path, plugins, tp, dp, scheduler={"overlap": overlap, "chunk_size": 16}
     ) as ranks:
         arriving(ranks, mix(), 3)
-        assert tokens(ranks.heard) == alone
+        assert tokens(ranks.collected) == alone
         ranks.check_idle()
         assert (
-            len(ranks.heard[SCORED].logprobs) == 14
-            and len(ranks.heard[SCORED].prompt_logprobs) == 32
+            len(ranks.collected[SCORED].logprobs) == 14
+            and len(ranks.collected[SCORED].prompt_logprobs) == 32
         )
         assert sum(ranks.stats[group].finished for group in range(dp)) == len(alone)
         assert all(ranks.stats[group].finished for group in range(dp)), "a group had nothing to do"
@@ -149,7 +149,7 @@ def test_process_groups_carry_it_too(
     """Equal tokens come over gloo instead of shared memory."""
     with engine(tmp_path, plugins, 2, 2, collectives={"use": "gloo"}) as ranks:
         arriving(ranks, mix(), 3)
-        assert tokens(ranks.heard) == alone
+        assert tokens(ranks.collected) == alone
         ranks.check_idle()
 
 
@@ -170,7 +170,7 @@ def test_a_group_without_work_steps_with_the_busy_one(
         modes = [watched(one, monkeypatch) for one in ranks.engines]
         for asked in mix()[:3]:
             ranks.run([asked])
-        assert tokens(ranks.heard) == {id: alone[id] for id in (1, 2, 3)}
+        assert tokens(ranks.collected) == {id: alone[id] for id in (1, 2, 3)}
         assert ranks.stats[0].finished == 3 and ranks.stats[0].running == 0
         assert set(modes[1]) == {Mode.IDLE} and len(modes[1]) == len(modes[0])
         assert (
@@ -228,12 +228,12 @@ def test_requests_spread_over_groups_and_ranks_of_a_group_agree(
         assert [one.scheduler.load().running for one in ranks.engines] == [2] * tp
         ranks.run()
         ranks.check_idle()
-        assert ranks.heard[0].finished and ranks.heard[0].finished.reason == "abort"
+        assert ranks.collected[0].finished and ranks.collected[0].finished.reason == "abort"
 
 
 def test_only_leaders_speak_and_only_rank_0_replies(tmp_path: Path, plugins: PluginSet) -> None:
     with engine(tmp_path, plugins, 4, 2) as ranks:
-        assert [one.answers for one in ranks.engines] == [True, False, True, False]
+        assert [one.sends_outputs for one in ranks.engines] == [True, False, True, False]
         assert [one.leads for one in ranks.engines] == [True, False, False, False]
         said: list[list[Any]] = [[] for _ in range(4)]
         for turn in range(12):
@@ -279,7 +279,7 @@ def test_aborts_reach_the_group_of_the_sequence(
             ranks.turn([Abort([id, 999])] if turn % 2 else [Abort([999, id]), Abort([id])])
         ranks.run()
         ranks.check_idle()
-        for id, (made, reason) in tokens(ranks.heard).items():
+        for id, (made, reason) in tokens(ranks.collected).items():
             if id in gone:
                 assert reason == "abort" and made == alone[id][0][: len(made)]
             else:
@@ -290,10 +290,10 @@ def test_aborts_reach_the_group_of_the_sequence(
 def test_a_full_group_refuses_once_and_serves_the_rest(tmp_path: Path, plugins: PluginSet) -> None:
     scheduler = {"max_running_requests": 1, "max_queued_requests": 1}
     with engine(tmp_path, plugins, 4, 2, scheduler=scheduler) as ranks:
-        heard = ranks.run([submit(id, prompt(id, 4), 6) for id in range(9)])
+        collected = ranks.run([submit(id, prompt(id, 4), 6) for id in range(9)])
         ends = {
             id: (one.finished.reason, one.finished.error_code)
-            for id, one in heard.items()
+            for id, one in collected.items()
             if one.finished
         }
         assert [ends[id] for id in range(4)] == [("length", None)] * 4
@@ -306,9 +306,11 @@ def test_requests_that_no_group_can_run_are_refused_once(
     tmp_path: Path, plugins: PluginSet
 ) -> None:
     with engine(tmp_path, plugins, 2, 2) as ranks:
-        heard = ranks.run([submit(1, prompt(1, CONTEXT), 30), submit(2, [5], 3)])
-        assert heard[1].finished and heard[1].finished.error_code == "context_length_exceeded"
-        assert len(heard[2].tokens) == 3
+        collected = ranks.run([submit(1, prompt(1, CONTEXT), 30), submit(2, [5], 3)])
+        assert (
+            collected[1].finished and collected[1].finished.error_code == "context_length_exceeded"
+        )
+        assert len(collected[2].tokens) == 3
 
 
 def test_deadlines_pass_in_every_group(
@@ -323,8 +325,8 @@ def test_deadlines_pass_in_every_group(
         ranks.turn(asked)
         ranks.turn()
         now[0] += 6.0
-        heard = ranks.run()
-        assert [heard[id].finished.reason for id in range(4)] == ["timeout"] * 3 + ["length"]  # type: ignore[union-attr]
+        collected = ranks.run()
+        assert [collected[id].finished.reason for id in range(4)] == ["timeout"] * 3 + ["length"]  # type: ignore[union-attr]
         ranks.check_idle()
 
 

@@ -100,7 +100,8 @@ def test_a_hook_that_fails_in_a_rank_names_its_plugin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "life_fails.py").write_text(
-        "from glowplug.core.plugin.hookspecs import hookimpl\n\n@hookimpl\ndef worker_started(worker):\n    1 / 0\n"
+        "from glowplug.core.plugin.hookspecs import hookimpl\n\n@hookimpl\n"
+        "def worker_started(worker):\n    1 / 0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()

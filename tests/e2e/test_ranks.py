@@ -215,7 +215,8 @@ class Scores(NoSpeculation):
         accepted = super().accept(logits, hidden, batch, sampler)
         batch.extra["previous_hidden"] = hidden
         drafted = self.draft_of.forward(batch.input_ids, batch.positions, batch)
-        SEEN.append((batch.num_tokens, self.draft_of.logits(drafted), self.draft_of.layer.attention.index))
+        SEEN.append((batch.num_tokens, self.draft_of.logits(drafted),
+                     self.draft_of.layer.attention.index))
         return accepted
 """
 

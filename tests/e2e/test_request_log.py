@@ -311,7 +311,10 @@ def test_a_client_that_leaves_is_logged_as_such(
 ) -> None:
     with served(FakeExecutor(step_seconds=0.005)) as server:
         body = json.dumps(chat(text, stream=stream)).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}"
+        )
         with socket.create_connection((server.host, server.port), 10) as connection:
             connection.sendall(head.encode() + b"\r\n\r\n" + body)
             if status == 200:

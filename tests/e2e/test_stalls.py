@@ -77,7 +77,7 @@ def stalled(one: Collected, *names: str) -> bool:
 
 def ended_well(ranks: RankSet, *ids: int) -> None:
     for id in ids:
-        end = ranks.heard[id].finished
+        end = ranks.collected[id].finished
         assert end is not None and end.reason == "length", (id, end)
 
 
@@ -91,9 +91,9 @@ def test_a_policy_that_orders_nothing_ends_the_requests_by_name(
     with engine(
         tmp_path, plugins, policy={"use": "stubborn"}, scheduler={"overlap": overlap}
     ) as ranks:
-        heard = ranks.run([asked(1), asked(2)])
+        collected = ranks.run([asked(1), asked(2)])
         assert all(
-            stalled(heard[id], "policy 'stubborn'", PLUGIN, "2 of 2 waiting") for id in (1, 2)
+            stalled(collected[id], "policy 'stubborn'", PLUGIN, "2 of 2 waiting") for id in (1, 2)
         )
         logged = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
         assert (
@@ -110,9 +110,9 @@ def test_requests_that_the_policy_leaves_out_end_and_the_rest_is_served(
     tmp_path: Path, plugins: PluginSet, quick: None, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with engine(tmp_path, plugins, policy={"use": "stubborn", "fault": fault}) as ranks:
-        heard = ranks.run([asked(1), asked(2, priority=HELD), asked(3)])
+        collected = ranks.run([asked(1), asked(2, priority=HELD), asked(3)])
         ended_well(ranks, 1, 3)
-        stalled(heard[2], "policy 'stubborn'", "1 of 1 waiting")
+        stalled(collected[2], "policy 'stubborn'", "1 of 1 waiting")
         ranks.run([asked(4)])
         ended_well(ranks, 4)
         ranks.check_idle()
@@ -166,8 +166,8 @@ def test_ranks_and_groups_end_the_same_requests(
         tmp_path, plugins, tp, dp, policy={"use": "stubborn", "fault": "withholds"}
     ) as ranks:
         messages = [asked(id, output=60, priority=HELD if id % 2 else 0) for id in range(4)]
-        heard = ranks.run(messages)
-        assert all(stalled(heard[id], "policy 'stubborn'") for id in (1, 3))
+        collected = ranks.run(messages)
+        assert all(stalled(collected[id], "policy 'stubborn'") for id in (1, 3))
         ended_well(ranks, 0, 2)
         ranks.check_idle()
         assert len(caplog.records) == 1, "one of the ranks that hold a request reports it"
@@ -212,8 +212,8 @@ def test_a_deadline_that_passes_first_is_the_reported_reason(
     tmp_path: Path, plugins: PluginSet
 ) -> None:
     with engine(tmp_path, plugins, policy={"use": "stubborn"}) as ranks:
-        heard = ranks.run([asked(1, queue_timeout=0.2), asked(2, timeout=0.2)], most=200_000)
-        assert [heard[id].finished.reason for id in (1, 2)] == ["timeout", "timeout"]  # type: ignore[union-attr]
+        collected = ranks.run([asked(1, queue_timeout=0.2), asked(2, timeout=0.2)], most=200_000)
+        assert [collected[id].finished.reason for id in (1, 2)] == ["timeout", "timeout"]  # type: ignore[union-attr]
 
 
 def test_waiting_for_room_is_no_stall(
@@ -261,9 +261,9 @@ def test_rows_that_gain_no_token_end_by_name(
         speculative={"use": algorithm, "after": after},
         scheduler={"overlap": overlap},
     ) as ranks:
-        heard = ranks.run([asked(1, output=20), asked(2, output=BARREN), asked(3, output=20)])
-        stalled(heard[2], f"speculative '{algorithm}'", PLUGIN)
-        assert len(heard[2].tokens) >= after
+        collected = ranks.run([asked(1, output=20), asked(2, output=BARREN), asked(3, output=20)])
+        stalled(collected[2], f"speculative '{algorithm}'", PLUGIN)
+        assert len(collected[2].tokens) >= after
         ended_well(ranks, 1, 3)
         assert sum("1 request ended" in record.getMessage() for record in caplog.records) == 1
         ranks.run([asked(4, output=3)])
@@ -278,9 +278,11 @@ def test_rows_near_the_context_s_end_gain_nothing_and_do_no_harm(
     counted.
     """
     with engine(tmp_path, plugins, speculative={"use": "barren", "after": 0}) as ranks:
-        heard = ranks.run([asked(1, output=BARREN, length=CONTEXT - BARREN), asked(2, output=30)])
-        stalled(heard[1], "speculative 'barren'")
+        collected = ranks.run(
+            [asked(1, output=BARREN, length=CONTEXT - BARREN), asked(2, output=30)]
+        )
+        stalled(collected[1], "speculative 'barren'")
         ended_well(ranks, 2)
         ranks.check_idle()
     alone = run_ranks(config(tmp_path / "alone"), [asked(2, output=30)], plugins)
-    assert heard[2].tokens == alone[2].tokens
+    assert collected[2].tokens == alone[2].tokens

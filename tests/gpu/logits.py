@@ -314,7 +314,10 @@ def compared(want: Run, got: Run) -> dict[str, Any]:
 def shown(way: str, line: dict[str, Any]) -> str:
     if "cosine_min" not in line:
         return f"{way:28} {json.dumps(line)}"
-    said = f"{way:28} {_columns(line)}; decode {_columns(line['decode'])}; {line['seconds']} s ({line['plan']})"
+    said = (
+        f"{way:28} {_columns(line)}; decode {_columns(line['decode'])}; "
+        f"{line['seconds']} s ({line['plan']})"
+    )
     for name, part in (
         ("to the reference", line),
         ("to the rounded reference", line.get("rounded", {})),
@@ -322,14 +325,16 @@ def shown(way: str, line: dict[str, Any]) -> str:
         if part is not line and part:
             said += f"\n    {name}: {_columns(part)}; decode {_columns(part['decode'])}"
         if "gates" in part:
-            said += f"\n    {name}, same experts: {_columns(part['same_experts'])}; {json.dumps(part['gates'])}"
+            gates = json.dumps(part["gates"])
+            said += f"\n    {name}, same experts: {_columns(part['same_experts'])}; {gates}"
     return said
 
 
 def _columns(line: dict[str, Any]) -> str:
     return (
-        f"cos {line['cosine_min']:.6f} min {line['cosine_median']:.6f} median, max {line['max_error']:.3f} "
-        f"KL {line['kl']:.1e} top-1 {line['top1']:.3f} shift {line['shift']:.4f}"
+        f"cos {line['cosine_min']:.6f} min {line['cosine_median']:.6f} median, max "
+        f"{line['max_error']:.3f} KL {line['kl']:.1e} top-1 {line['top1']:.3f} shift "
+        f"{line['shift']:.4f}"
     )
 
 

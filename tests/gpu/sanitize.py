@@ -517,7 +517,10 @@ def main() -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         for done in as_completed([pool.submit(work, job) for job in asked]):
             outcomes.append(outcome := done.result())
-            counts = f"{outcome.passed} passed, {outcome.failed} failed, {outcome.errors} errors, {outcome.seconds} s"
+            counts = (
+                f"{outcome.passed} passed, {outcome.failed} failed, {outcome.errors} errors, "
+                f"{outcome.seconds} s"
+            )
             print(
                 f"{outcome.tool:10} {outcome.file:36} {'captured, ' * outcome.captured}{counts}",
                 *complaints(outcome.log),

@@ -28,26 +28,34 @@ from glowplug.kernels.mla import decode as mla_decode
 def widest(kernel, pointers, constants, stages):
     made = build(kernel, pointers, constants, num_warps=4, num_stages=stages)
     code = made.asm["ptx"]
-    copies = re.findall(r"cp\\.async\\.c[ag]\\.shared\\.global \\[.*?\\], \\[.*?\\], (0x\\w+)", code)
+    copies = re.findall(r"cp\\.async\\.c[ag]\\.shared\\.global \\[.*?\\], \\[.*?\\], (0x\\w+)",
+                        code)
     loads = re.findall(r"ld\\.global\\S*?(?:\\.v(\\d))?\\.b(\\d+)", code)
-    return max([int(size, 16) for size in copies] + [int(count or 1) * int(bits) // 8 for count, bits in loads])
+    return max([int(size, 16) for size in copies]
+               + [int(count or 1) * int(bits) // 8 for count, bits in loads])
 
 x, found = "*bf16", {}
 for page in (1, 16, 64):
     for lora, rope in ((16, 4), (512, 64)):
         found[f"mla {lora + rope} {page}"] = widest(
-            mla_decode.mla_decode_kernel, dict(query=x, kv=x, page_table="*i32", kv_lens="*i32", tree_mask="*i32",
+            mla_decode.mla_decode_kernel, dict(query=x, kv=x, page_table="*i32", kv_lens="*i32",
+                                               tree_mask="*i32",
             out=x, lse="*fp32", scale="fp32", kv_scale="fp32"),
-            dict(kv_stride=lora + rope, C=lora, R=rope, BLOCK_C=max(16, lora // 4), BLOCK_R=max(16, rope),
-                 LATENT_TILES=4, BLOCK_M=16, BLOCK_N=64, PAGE=page, SPLIT=True, STAGES=3, TREE=False, PRECISION="tf32",
+            dict(kv_stride=lora + rope, C=lora, R=rope, BLOCK_C=max(16, lora // 4),
+                 BLOCK_R=max(16, rope),
+                 LATENT_TILES=4, BLOCK_M=16, BLOCK_N=64, PAGE=page, SPLIT=True, STAGES=3,
+                 TREE=False, PRECISION="tf32",
                  DEPENDENT=True), 3)
-    same = dict(D=12, BLOCK_D=16, GROUP=1, slot_stride=12, PAGE=page, PRECISION="tf32", NARROW=False, STAGES=3)
+    same = dict(D=12, BLOCK_D=16, GROUP=1, slot_stride=12, PAGE=page, PRECISION="tf32",
+                NARROW=False, STAGES=3)
     found[f"decode 12 {page}"] = widest(
-        mha_decode.mha_decode_kernel, dict(query=x, k_cache=x, v_cache=x, page_table="*i32", kv_lens="*i32",
+        mha_decode.mha_decode_kernel, dict(query=x, k_cache=x, v_cache=x, page_table="*i32",
+                                           kv_lens="*i32",
         tree_mask="*i64", out=x, lse="*fp32", scale="fp32"),
         dict(same, BLOCK_M=16, BLOCK_N=64, SPLIT=True, TREE=False, DEPENDENT=True), 3)
     found[f"prefill 12 {page}"] = widest(
-        mha_prefill.mha_prefill_kernel, dict(q=x, k_cache=x, v_cache=x, page_table="*i32", kv_lens="*i32",
+        mha_prefill.mha_prefill_kernel, dict(q=x, k_cache=x, v_cache=x, page_table="*i32",
+                                             kv_lens="*i32",
         q_starts="*i32", out=x, scale="fp32"),
         dict(same, FIRST_KEY=0, BLOCK_Q=64, BLOCK_K=64, BLOCK_R=128), 3)
 print(json.dumps(found))

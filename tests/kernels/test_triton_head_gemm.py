@@ -24,8 +24,10 @@ from tests.support.compiled import build
 from glowplug.kernels.gemm import lm_head as tiles
 
 for tma, tokens in ((True, 32), (False, 128)):
-    build(tiles.tiles_kernel, dict(x="*bf16", weight="tensordesc<bf16[64, 64]>" if tma else "*bf16", stored="*bf16",
-          out="*fp32"), dict(TOKENS=tokens, BLOCK_N=64, BLOCK_K=64, TMA=tma, FETCH=4, EVEN=True, DEPENDENT=True),
+    build(tiles.tiles_kernel, dict(x="*bf16", weight="tensordesc<bf16[64, 64]>" if tma else "*bf16",
+                                   stored="*bf16",
+          out="*fp32"), dict(TOKENS=tokens, BLOCK_N=64, BLOCK_K=64, TMA=tma, FETCH=4, EVEN=True,
+                             DEPENDENT=True),
           ("size", "depth", "x_stride"), num_stages=5, launch_pdl=True)
 """
 

@@ -21,10 +21,14 @@ from glowplug.kernels.mla import value_projection as mla_values
 x = "*bf16"
 for cache in (x, "*fp8e4nv"):
     for blocks, rows, stored in ((0, 16, False), (8, 16, False), (8, 64, False), (4, 64, True)):
-        build(prologue._prologue, dict(query=x, compressed=x, weight=x, cos_sin="*fp32", cache=cache, kv_slots="*i64",
-              absorbed=x, own=x, w_uk="*fp8e4nv" if stored else x, scales="*fp32" if stored else x, eps="fp32"),
-              dict(NOPE=128, LORA=512, HALF=32, LORA_BLOCK=512, HALF_BLOCK=32, HEAD_BLOCK=16, PARTS=2,
-                   INTERLEAVED=rows == 16, FP8=cache != x, UK_BLOCKS=blocks, UK_BLOCK=128 if stored else 64, ROWS=rows,
+        build(prologue._prologue, dict(query=x, compressed=x, weight=x, cos_sin="*fp32",
+                                       cache=cache, kv_slots="*i64",
+              absorbed=x, own=x, w_uk="*fp8e4nv" if stored else x, scales="*fp32" if stored else x,
+              eps="fp32"),
+              dict(NOPE=128, LORA=512, HALF=32, LORA_BLOCK=512, HALF_BLOCK=32, HEAD_BLOCK=16,
+                   PARTS=2,
+                   INTERLEAVED=rows == 16, FP8=cache != x, UK_BLOCKS=blocks,
+                   UK_BLOCK=128 if stored else 64, ROWS=rows,
                    DEPTH=128, STORED=stored, DEPENDENT=True, LEADS=True, uk_column=1))
 for rows in (16, 64):
     for size, columns in ((128, 512), (512, 128)):
@@ -35,15 +39,19 @@ for rows, block in ((16, 32), (64, 64)):
           dict(SIZE=512, COLUMNS=128, ROWS=rows, BLOCK=block, DEPTH=512, DEPENDENT=True, w_depth=1))
 for splits, warps in ((9, 4), (8, 4), (4, 8), (16, 4)):
     build(mla_values._joined, dict(partial=x, lse="*fp32", lens="*i32", w=x, out=x),
-          dict(SPLITS=splits, CHUNK=min(splits, 9) if splits < 10 else 8, BLOCK_S=16 if splits > 8 else splits,
-               SHARES=4, DEPTH=128, ROWS=8, BLOCK=32, TILE=64, DEPENDENT=True, w_depth=1), num_warps=warps,
+          dict(SPLITS=splits, CHUNK=min(splits, 9) if splits < 10 else 8,
+               BLOCK_S=16 if splits > 8 else splits,
+               SHARES=4, DEPTH=128, ROWS=8, BLOCK=32, TILE=64, DEPENDENT=True, w_depth=1),
+               num_warps=warps,
           launch_pdl=True)
 build(cache_entries._store, dict(latent=x, k_rope=x, cache="*fp8e4nv", kv_slots="*i64"),
       dict(LORA=512, ROPE=64, BLOCK=1024, FP8=True))
-build(cache_entries._gather, dict(cache="*fp8e4nv", out=x, kv_slots="*i32"), dict(SIZE=576, BLOCK=1024, ROWS=8))
+build(cache_entries._gather, dict(cache="*fp8e4nv", out=x, kv_slots="*i32"),
+      dict(SIZE=576, BLOCK=1024, ROWS=8))
 build(cache_entries._in_e4m3, dict(query=x, out="*fp8e4nv"), dict(LINE=64, LINES=32))
 build(mla_expand._spread, dict(rotary=x, keys=x), dict(SIZE=64, BLOCK=64, ROWS=64, DEPENDENT=True))
-build(merge._merge_into, dict(out="*fp32", lse="*fp32", part=x, part_lse="*fp32"), dict(SIZE=128, BLOCK=128, ROWS=8))
+build(merge._merge_into, dict(out="*fp32", lse="*fp32", part=x, part_lse="*fp32"),
+      dict(SIZE=128, BLOCK=128, ROWS=8))
 """
 
 
@@ -54,17 +62,23 @@ from glowplug.kernels.mla.decode_hopper import mla_decode_hopper_kernel
 
 for cache, ring in ((gl.bfloat16, 2), (gl.float8e4nv, 3)):
     for flat in (False, True):
-        made = build(mla_decode_hopper_kernel, dict(query="*bf16", page_table="*i32", kv_lens="*i32", tree_mask="*i32",
-                     out="*bf16", lse="*fp32", merged="*bf16", tickets="*i32", scale="fp32", kv_scale="fp32",
+        made = build(mla_decode_hopper_kernel,
+                     dict(query="*bf16", page_table="*i32", kv_lens="*i32", tree_mask="*i32",
+                     out="*bf16", lse="*fp32", merged="*bf16", tickets="*i32", scale="fp32",
+                     kv_scale="fp32",
                      latent_at=tile(64, 512, cache), rope_at=tile(64, 64, cache)),
-                     dict(C=512, R=64, BLOCK_M=16, STAGES=ring, PAGE=64, SPLIT=True, TREE=False, MERGED_SPLITS=0,
+                     dict(C=512, R=64, BLOCK_M=16, STAGES=ring, PAGE=64, SPLIT=True, TREE=False,
+                          MERGED_SPLITS=0,
                           FLAT=flat, DEPENDENT=True), num_warps=4, launch_pdl=True)
-        steps = re.findall(r"fence.proxy.async|bar.sync|wgmma.fence|st.shared.v4|stmatrix", made.asm["ptx"])
+        steps = re.findall(r"fence.proxy.async|bar.sync|wgmma.fence|st.shared.v4|stmatrix",
+                           made.asm["ptx"])
         behind = [after for step, after in zip(steps, steps[1:]) if step == "fence.proxy.async"]
-        assert behind == ["bar.sync"] * 4, steps  # barriers of the ring, queries, a tile's copy, weights
+        # barriers of the ring, queries, a tile's copy, weights
+        assert behind == ["bar.sync"] * 4, steps
         first = steps.index("wgmma.fence")
         written = max(at for at in range(first) if steps[at] == "st.shared.v4")
-        assert "fence.proxy.async" in steps[:written] and steps[first - 2 : first] == ["fence.proxy.async", "bar.sync"]
+        assert "fence.proxy.async" in steps[:written]
+        assert steps[first - 2 : first] == ["fence.proxy.async", "bar.sync"]
 """
 
 

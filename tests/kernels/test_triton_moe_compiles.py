@@ -37,13 +37,17 @@ for tokens in (160, 192, 256, 384, 512):
         config, up = dense_experts_config(problem, tokens)[product], product == "up"
         rows, columns, depth = config["block_m"], config["block_n"], config["block_k"]
         tma, x_tma = bool(config["tma"]), bool(config["tma"]) and not up
-        wide = dict(zip(("SHARED_M", "SHARED_N", "SHARED_K"), moe_gemm.fused_shared_tile_sizes(tokens, up, config)))
-        constants = dict(UP=up, SORTED=True, TOPK=8, WIDTH=8, TMA=tma, X_TMA=x_tma, SWAP=bool(config["swap"]),
+        wide = dict(zip(("SHARED_M", "SHARED_N", "SHARED_K"),
+                        moe_gemm.fused_shared_tile_sizes(tokens, up, config)))
+        constants = dict(UP=up, SORTED=True, TOPK=8, WIDTH=8, TMA=tma, X_TMA=x_tma,
+                         SWAP=bool(config["swap"]),
                          EVEN_K=True, MASK=rows <= moe_gemm.MASKED_TILE_ROWS_MAX and not x_tma,
-                         BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth, FUSED_SHARED=2, EARLY=early, DEPENDENT=True,
+                         BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=depth, FUSED_SHARED=2, EARLY=early,
+                         DEPENDENT=True,
                          **wide)
         kinds = dict(x=f"tensordesc<bf16[{rows},{depth}]>" if x_tma else "*bf16", x_stored="*bf16",
-                     w=f"tensordesc<bf16[{columns},{depth}]>" if tma else "*bf16", stored="*bf16", out="*bf16",
+                     w=f"tensordesc<bf16[{columns},{depth}]>" if tma else "*bf16", stored="*bf16",
+                     out="*bf16",
                      weights="*bf16" if up else "*fp32",
                      **dict.fromkeys(("ids", "sorted_pairs", "expert_of_block", "ready"), "*i32"))
         build(moe_gemm._grouped, kinds, constants, ("columns", "depth"), num_warps=config["warps"],
@@ -111,10 +115,10 @@ def held(tokens: int) -> int:
     separately.
     """
     up = moe_tiles.dense_experts_config(PROBLEM, tokens)["up"]
-    apart, wide = up["way"] == "hopper", moe_tiles.fused_shared_has_own_tiles(up, tokens)
-    pairs, experts = (tokens * 6, 64) if apart or wide else (tokens * 8, 66)
+    shared_dense, wide = up["way"] == "hopper", moe_tiles.fused_shared_has_own_tiles(up, tokens)
+    pairs, experts = (tokens * 6, 64) if shared_dense or wide else (tokens * 8, 66)
     places = max_blocks(pairs, experts, up["block_m"]) * up["block_m"]
-    between, behind = places + (2 * tokens if wide else 0), 7 if apart else 8
+    between, behind = places + (2 * tokens if wide else 0), 7 if shared_dense else 8
     return int(between * PROBLEM.inter * 2 + places * 4 + tokens * behind * PROBLEM.hidden * 2)
 
 

@@ -24,13 +24,16 @@ from glowplug.kernels.moe.fp8 import gemm_hopper as hopper
 from triton.experimental.gluon import language as gl
 
 tiles = tile(hopper.UNIT, hopper.DEPTH, gl.float8e4nv)
-kinds = dict(x_at=tiles, w_at=tiles, out="*bf16", **dict.fromkeys(("x_scales", "w_scales", "weights"), "*fp32"),
+kinds = dict(x_at=tiles, w_at=tiles, out="*bf16",
+             **dict.fromkeys(("x_scales", "w_scales", "weights"), "*fp32"),
              **dict.fromkeys(("sorted_pairs", "expert_of_block", "num_padded"), "*i32"))
 for up in (True, False):
-    constants = dict(UP=up, WARPGROUPS=hopper.WARPGROUPS, COLUMNS=hopper.COLUMNS, DEPTH=hopper.DEPTH,
+    constants = dict(UP=up, WARPGROUPS=hopper.WARPGROUPS, COLUMNS=hopper.COLUMNS,
+                     DEPTH=hopper.DEPTH,
                      STAGES=hopper.STAGES,
                      MULTIPLYING=hopper.MULTIPLYING, FETCHING=hopper.FETCHING, DEPENDENT=True)
-    build(hopper._grouped_fp8_hopper, kinds, constants, ("columns", "depth", "x_stride"), num_warps=4)
+    build(hopper._grouped_fp8_hopper, kinds, constants, ("columns", "depth", "x_stride"),
+          num_warps=4)
 """
 
 

@@ -22,11 +22,13 @@ SCRIPT = """
 from tests.support.compiled import build, tile
 from glowplug.kernels.moe import gemm_hopper as hopper
 
-kinds = dict(x="*bf16", out="*bf16", x_at=tile(64, hopper.DEPTH), w_at=tile(hopper.COLUMNS // 2, hopper.DEPTH),
+kinds = dict(x="*bf16", out="*bf16", x_at=tile(64, hopper.DEPTH),
+             w_at=tile(hopper.COLUMNS // 2, hopper.DEPTH),
              **dict.fromkeys(("sorted_pairs", "expert_of_block", "num_padded"), "*i32"))
 for parts, (ring, multiplying, fetching) in hopper.PIPELINES.items():
     for up, kept in ((True, 8), (False, 8), (False, 7)):
-        constants = dict(UP=up, GATHER=up, TOPK=8, KEPT=kept, WARPGROUPS=parts, COLUMNS=hopper.COLUMNS,
+        constants = dict(UP=up, GATHER=up, TOPK=8, KEPT=kept, WARPGROUPS=parts,
+                         COLUMNS=hopper.COLUMNS,
                          DEPTH=hopper.DEPTH, STAGES=ring, LEAD=1,
                          MULTIPLYING=multiplying, FETCHING=fetching, DEPENDENT=True)
         kinds["weights"] = "*bf16" if up else "*fp32"
@@ -108,7 +110,7 @@ def draw(
 def test_against_float32(
     tokens: int, k: int, experts: int, hidden: int, inter: int, shared: int, block_m: int, lead: int
 ) -> None:
-    for apart in (0, 1):
+    for shared_dense in (0, 1):
         for skew, absent in ((0.0, 0.0), (0.8, 0.3)):
             given = draw(tokens, k, experts, hidden, inter, skew, absent, shared)
             product = {
@@ -116,7 +118,7 @@ def test_against_float32(
                 "block_m": block_m,
                 "group": 8,
                 "lead": lead,
-                "apart": apart,
+                "apart": shared_dense,
             }
             config = {"up": product, "down": product}
             poison = torch.full(

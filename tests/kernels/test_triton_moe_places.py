@@ -27,11 +27,14 @@ kinds = dict(x="*fp8e4nv", x_scales="*fp32", values="*fp8e4nv", scales="*fp32", 
              **dict.fromkeys(("ids", "place", "counts", "sizes"), "*i32"))
 for packed in (False, True):
     for ids in ("*i32", "*i64"):
-        build(moe_places._find, {**kinds, "ids": ids}, dict(PACKED=packed, SPAN=1024, DEPENDENT=True),
+        build(moe_places._find, {**kinds, "ids": ids},
+              dict(PACKED=packed, SPAN=1024, DEPENDENT=True),
               ("hidden", "inter"), num_warps=4)
-build(moe_places._spread, kinds, dict(PER_TOKEN=9, GROUPS=moe_places.GROUPS, DEPENDENT=True), ("depth", "x_stride"),
+build(moe_places._spread, kinds, dict(PER_TOKEN=9, GROUPS=moe_places.GROUPS, DEPENDENT=True),
+      ("depth", "x_stride"),
       num_warps=4)
-build(moe_places._activate, {**kinds, "x": "*bf16"}, dict(GROUPS=moe_places.GROUPS, DEPENDENT=True), ("size",),
+build(moe_places._activate, {**kinds, "x": "*bf16"}, dict(GROUPS=moe_places.GROUPS, DEPENDENT=True),
+      ("size",),
       num_warps=4)
 """
 

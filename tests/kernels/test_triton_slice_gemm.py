@@ -14,7 +14,8 @@ from tests.support.compiled import build, tile
 from glowplug.kernels.gemm import split_depth as slice_gemm
 
 for tokens in (32, 64):
-    build(slice_gemm.slice_kernel, dict(out="*fp32", x_at=tile(tokens, 64), w_at=tile(slice_gemm.PROGRAM_ROWS, 64)),
+    build(slice_gemm.slice_kernel, dict(out="*fp32", x_at=tile(tokens, 64),
+                                        w_at=tile(slice_gemm.PROGRAM_ROWS, 64)),
           dict(SPLITS=4, STEPS=8, ROWS=slice_gemm.PROGRAM_ROWS, TOKENS=tokens, DEPENDENT=True),
           num_warps=4, launch_pdl=True)
 """

@@ -57,9 +57,9 @@ def context(fused: bool, sets_ready: bool = True) -> BuildContext:
     if fused:
         made.ops.route = nine_arguments
         if sets_ready:
-            made.ops.route_signalling = route
+            made.ops.route_and_set_ready = route
         else:
-            del made.ops.route_signalling
+            del made.ops.route_and_set_ready
         made.scheme.fused_shared = made.plain.fused_shared = True
     return made  # type: ignore[no-any-return]
 

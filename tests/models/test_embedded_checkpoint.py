@@ -189,6 +189,7 @@ def test_chat_template_writes_tool_calls_and_their_outputs() -> None:
     )
     assert text == (
         "<｜User｜>q<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
-        '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><eos><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>7'
+        '{"a": 1}\n'
+        "```<｜tool▁call▁end｜><｜tool▁calls▁end｜><eos><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>7"
         "<｜tool▁output▁end｜><｜tool▁output▁begin｜>8<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
     )

@@ -226,9 +226,9 @@ def test_two_ranks_over_gloo(name: str, kind: str, tmp_path: Path, plugins: Plug
             plugins,
         )
         with RankSet(plan, plugins) as ranks:
-            heard = ranks.run(requests)
+            collected = ranks.run(requests)
             ranks.check_idle()
-        told.append({id: heard[id].tokens for id in heard})
+        told.append({id: collected[id].tokens for id in collected})
     assert told[0] == told[1] and [len(told[0][id]) for id in (1, 2, 3)] == [12, 5, 20]
 
 
@@ -247,7 +247,8 @@ def test_ranks_must_not_cut_groups(tmp_path: Path, plugins: PluginSet) -> None:
         )
     reasons = [refusal.reason for refusal in caught.value.refusals]
     assert any(
-        "model.layers.1.mlp.experts: moe_intermediate_size of 32 gives each of 2 ranks 16 channels, which "
+        "model.layers.1.mlp.experts: moe_intermediate_size of 32 gives each of 2 ranks 16 "
+        "channels, which "
         "splits the quantization's blocks of 32" in reason
         for reason in reasons
     ), reasons

@@ -270,6 +270,8 @@ def test_a_whole_engine_over_process_groups(tmp_path: Path, plugins: PluginSet) 
         {**config_of(folder, 4, **small), "collectives": {"use": "threads"}},
     ):
         with RankSet(rank_plan(config, plugins), plugins) as ranks:
-            heard = ranks.run(requests)
+            collected = ranks.run(requests)
             ranks.check_idle()
-        assert {id: heard[id].tokens for id in heard} == {id: alone[id].tokens for id in alone}
+        assert {id: collected[id].tokens for id in collected} == {
+            id: alone[id].tokens for id in alone
+        }

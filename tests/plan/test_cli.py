@@ -301,7 +301,8 @@ def test_a_plugin_adds_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "greeter_plugin.py").write_text(
-        "from glowplug.core.plugin.hookspecs import hookimpl\n\n@hookimpl\ndef extend_cli(commands):\n"
+        "from glowplug.core.plugin.hookspecs import hookimpl\n\n@hookimpl\n"
+        "def extend_cli(commands):\n"
         "    parser = commands.add_parser('greet')\n    parser.add_argument('--name')\n"
         "    parser.set_defaults(run=lambda args: print('hello', args.name) or 7)\n"
     )

@@ -310,7 +310,8 @@ def test_the_three_formats_give_the_same_configuration(plugins: PluginSet, tmp_p
     }
     toml = (
         f'model = "m"\nseed = {data["seed"]}\n[server]\nport = {data["server"]["port"]}\n'
-        f'cors_origins = ["a", "b"]\n[[parallel]]\nuse = "single"\nsize = {data["parallel"][0]["size"]}\n'
+        f'cors_origins = ["a", "b"]\n[[parallel]]\nuse = "single"\n'
+        f"size = {data['parallel'][0]['size']}\n"
         '[[parallel]]\nuse = "x"\n'
     )
     for name, text in (

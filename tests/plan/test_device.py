@@ -85,8 +85,10 @@ def test_a_plugin_may_refuse_every_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: HardwareFacts
 ) -> None:
     (tmp_path / "no_device_of_a_test.py").write_text(
-        "from glowplug.core.errors import Refusal\nfrom glowplug.core.plugin.hookspecs import hookimpl\n\n@hookimpl\n"
-        "def check_plan(context):\n    return [Refusal('test', 'device', 'not today', 'tomorrow')]\n"
+        "from glowplug.core.errors import Refusal\n"
+        "from glowplug.core.plugin.hookspecs import hookimpl\n\n@hookimpl\n"
+        "def check_plan(context):\n"
+        "    return [Refusal('test', 'device', 'not today', 'tomorrow')]\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     plugins = load_plugins(["no_device_of_a_test"], entry_points=False)

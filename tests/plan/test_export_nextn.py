@@ -224,11 +224,11 @@ def test_an_exported_layer_drafts_as_the_checkpoints_own(tmp_path: Path) -> None
             "speculative": {"use": "nextn", "steps": 2, **options},
         }
         with RankSet(rank_plan(config)) as ranks:
-            heard = ranks.run([submit(1, range(5, 25), 40), submit(2, [7, 8, 9, 10], 40)])
+            collected = ranks.run([submit(1, range(5, 25), 40), submit(2, [7, 8, 9, 10], 40)])
             stats = ranks.engines[0].scheduler.load()
             found.append(
                 (
-                    {id: one.tokens for id, one in heard.items()},
+                    {id: one.tokens for id, one in collected.items()},
                     stats.drafted_tokens,
                     stats.accepted_tokens,
                 )

@@ -244,8 +244,10 @@ def test_every_process_computes_the_same_fingerprints(planned: Planner, v3: Path
         "from glowplug.core.facts.machine import read_sheet\n"
         "from glowplug.core.plugin.registry import load_plugins\n"
         "from glowplug.core.plan.resolve import plan\n"
-        f"found = plan({{'server': {{'cors_origins': ['http://a', 'http://b']}}, 'model': {str(v3)!r},\n"
-        "    'weights': {'use': 'random'}}, plugins=load_plugins(entry_points=False), hardware=read_sheet('cpu'))\n"
+        f"found = plan({{'server': {{'cors_origins': ['http://a', 'http://b']}}, 'model': "
+        f"{str(v3)!r},\n"
+        "    'weights': {'use': 'random'}}, plugins=load_plugins(entry_points=False), "
+        "hardware=read_sheet('cpu'))\n"
         "assert 'torch' not in sys.modules\nprint(found.fingerprint, answers_fingerprint(found))"
     )
     for seed in ("1", "2"):

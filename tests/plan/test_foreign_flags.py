@@ -53,15 +53,18 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     (
         ["--cpu-offload-gb", "10"],
-        f"--cpu-offload-gb {BOTH_HAVE}; weights and cache stay on the devices; --tp-size spreads them over several",
+        f"--cpu-offload-gb {BOTH_HAVE}; weights and cache stay on the devices; --tp-size spreads "
+        "them over several",
     ),
     (
         ["--max-num-batched-tokens", "8192"],
-        f"--max-num-batched-tokens {VLLM_HAS}; --chunked-prefill-size limits the prompt tokens of a step",
+        f"--max-num-batched-tokens {VLLM_HAS}; --chunked-prefill-size limits the prompt tokens of "
+        "a step",
     ),
     (
         ["--pp-size", "2"],
-        f"--pp-size {SGLANG_HAS}; --tp-size, --ep-size and --enable-dp-attention spread a model over devices",
+        f"--pp-size {SGLANG_HAS}; --tp-size, --ep-size and --enable-dp-attention spread a model "
+        "over devices",
     ),
     (
         ["--moe-runner-backend", "triton"],
@@ -69,7 +72,8 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     (
         ["--tokenizer-revision", "main"],
-        f"--tokenizer-revision {VLLM_HAS}; nothing is downloaded: use --model FOLDER, or run hf download first",
+        f"--tokenizer-revision {VLLM_HAS}; nothing is downloaded: use --model FOLDER, or run hf "
+        "download first",
     ),
     (["--enable-eplb"], f"--enable-eplb {BOTH_HAVE}; leave it out"),
     (["--no-enable-eplb"], f"--no-enable-eplb {BOTH_HAVE}; leave it out"),
@@ -85,8 +89,8 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     (
         ["--lora-paths", "a=b", "c=d", "--port", "1", "--scheduler-recv-interval", "-1"],
-        f"--lora-paths {SGLANG_HAS}; merge the adapter into the checkpoint; --scheduler-recv-interval {SGLANG_HAS}; "
-        "leave it out",
+        f"--lora-paths {SGLANG_HAS}; merge the adapter into the checkpoint; "
+        f"--scheduler-recv-interval {SGLANG_HAS}; leave it out",
     ),
 ]
 

@@ -22,11 +22,13 @@ from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.plan.resolve import plan
 from tests.support.pace import slowness, yardstick
 
-axes = [json.loads(sys.argv[1]), ["auto", "auto", "torch_mla", "torch_mha"], ["auto", "auto", "bfloat16", "fp8_e4m3"],
+axes = [json.loads(sys.argv[1]), ["auto", "auto", "torch_mla", "torch_mha"],
+        ["auto", "auto", "bfloat16", "fp8_e4m3"],
         ["auto", "auto", "none", "block_fp8", "fp8"], ["auto", "float32", "float16"],
         ["fcfs", "priority", "longest_prefix"], ["radix", "none"], [True, False], [None, 16, 64],
         [1, 2, 2, 3, 4, 4, 8, 16], [0, 0, 0, 2, 4, 16], [0, 0, 0, 2, 4, 16],
-        [None, None, {}, {}, {"steps": 3}, {"steps": 2, "draft_tokens": 2}, {"draft_model": sys.argv[2]}],
+        [None, None, {}, {}, {"steps": 3}, {"steps": 2, "draft_tokens": 2},
+         {"draft_model": sys.argv[2]}],
         ["1xh200", "8xh200", "2x8xh200", "cpu"]]
 rng = random.Random(7)
 plugins, sheets = load_plugins(entry_points=False), {name: read_sheet(name) for name in axes[-1]}
@@ -39,22 +41,27 @@ for number in range(10_000):
     (model, attention, kv, quantization, dtype, policy, cache, overlap, page, tp, ep, dp, drafts,
      sheet) = map(rng.choice, axes)
     config = {"model": model, "weights": {"use": "random"}, "dtype": dtype,
-              "attention": {"use": attention, "kv_dtype": kv, "page_size": page}, "quantization": {"use": quantization},
+              "attention": {"use": attention, "kv_dtype": kv, "page_size": page},
+              "quantization": {"use": quantization},
               "policy": {"use": policy}, "cache": {"use": cache}, "scheduler": {"overlap": overlap},
               "parallel": [{"use": use, "size": size} for use, size in
-                           (("tensor", tp), ("ep_moe", ep), ("dp_attention", dp)) if size > (use == "tensor")]}
+                           (("tensor", tp), ("ep_moe", ep),
+                            ("dp_attention", dp)) if size > (use == "tensor")]}
     if drafts is not None:
         config["speculative"] = {"use": "nextn", **drafts}
     try:
-        made = plan(config, plugins=plugins, hardware=sheets[sheet], contributed={"executor.use": "inline"})
+        made = plan(config, plugins=plugins, hardware=sheets[sheet],
+                    contributed={"executor.use": "inline"})
         several += made.ranks > 1
         admitted += 1
     except PlanRefused as error:
         refused += 1
-        incomplete += [str(r) for r in error.refusals if not (r.by and r.field and r.reason and r.fix and r.origin)]
+        incomplete += [str(r) for r in error.refusals
+                       if not (r.by and r.field and r.reason and r.fix and r.origin)]
         said = [(r.field, r.reason) for r in error.refusals]
         incomplete += [f"{said} says something twice"] if len(set(said)) < len(said) else []
-print(json.dumps({"seconds": time.process_time() - started - sum(paces), "slowness": slowness(paces),
+print(json.dumps({"seconds": time.process_time() - started - sum(paces),
+                  "slowness": slowness(paces),
                   "admitted": admitted, "refused": refused, "several ranks": several,
                   "incomplete": incomplete, "torch": "torch" in sys.modules,
                   "of": math.prod(len(axis) for axis in axes)}))

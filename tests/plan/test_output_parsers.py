@@ -32,7 +32,8 @@ class Notes(OutputOptions):
 @hookimpl
 def register_output_parsers():
     return [
-        Component("deepseek_calls", Calls, "nowhere:None", OutputOffers(kinds=frozenset({"reasoning", "tool_call"}))),
+        Component("deepseek_calls", Calls, "nowhere:None",
+                  OutputOffers(kinds=frozenset({"reasoning", "tool_call"}))),
         Component("notes", Notes, "nowhere:None", OutputOffers(kinds=frozenset({"reasoning"}))),
     ]
 """

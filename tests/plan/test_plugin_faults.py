@@ -32,7 +32,8 @@ class Mine(AttentionOptions):
     use: Literal["mine"] = "mine"
 
 def made(**changes):
-    values = dict(name="mine", options=Mine, factory="nowhere:X", offers=AttentionOffers(kinds=frozenset({"mla"})))
+    values = dict(name="mine", options=Mine, factory="nowhere:X",
+                  offers=AttentionOffers(kinds=frozenset({"mla"})))
     return Component(**{**values, **changes})
 """
 
@@ -198,7 +199,8 @@ def test_distributions_are_read_again_only_after_one_came(
 
 def test_a_module_s_hook_may_be_a_bound_method(site: Path) -> None:
     body = (
-        "class Held:\n    @hookimpl\n    def register_attention_backends(self):\n        return [made()]\n"
+        "class Held:\n    @hookimpl\n    def register_attention_backends(self):\n"
+        "        return [made()]\n"
         "register_attention_backends = Held().register_attention_backends\n"
     )
     distribution(site, "glowplug-bound", "1.0", body)

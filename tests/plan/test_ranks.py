@@ -360,9 +360,10 @@ def test_that_check_is_quick() -> None:
     """It takes less than a second of processor time, imports included, and loads no torch."""
     code = (
         "import sys, time; from glowplug.entrypoints.cli.main import main; "
-        f"code = main(['check', '--facts', '2x8xh200', '--model', {V3!r}, '--load-format', 'dummy', '--tp', '16', "
-        "'--ep-size', '16', '--dp-size', '16', '--speculative-algorithm', 'NEXTN', '--json']); "
-        "print(code, time.process_time(), 'torch' in sys.modules, file=sys.stderr)"
+        f"code = main(['check', '--facts', '2x8xh200', '--model', {V3!r}, '--load-format', "
+        "'dummy', '--tp', '16', '--ep-size', '16', '--dp-size', '16', '--speculative-algorithm', "
+        "'NEXTN', '--json']); print(code, time.process_time(), 'torch' in sys.modules, "
+        "file=sys.stderr)"
     )
     seconds: list[float] = []
     paces: list[float] = []

@@ -212,7 +212,8 @@ def test_options_that_go_with_a_component_replaced_on_the_command_line(
 ) -> None:
     file = tmp_path / "engine.toml"
     file.write_text(
-        f'model = "{v3}"\n[weights]\nuse = "random"\n[graphs]\nuse = "cuda_graph"\nbatch_sizes = [1]\n'
+        f'model = "{v3}"\n[weights]\nuse = "random"\n[graphs]\nuse = "cuda_graph"\n'
+        "batch_sizes = [1]\n"
         '[attention]\nuse = "torch_mla"\npage_size = 4\nabsorb = false\n'
     )
     plan = given(

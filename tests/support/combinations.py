@@ -200,10 +200,10 @@ def drive(ranks: RankSet) -> dict[int, Collected]:
     waves.setdefault(14, []).append(Abort([ABORTED]))
     for turn in range(max(waves) + 1):
         ranks.turn(waves.get(turn, []))
-    heard = ranks.run()
+    collected = ranks.run()
     ranks.check_idle()
     ranks.control("check")
-    return heard
+    return collected
 
 
 @cache
@@ -218,7 +218,7 @@ class Reference:
     """
 
     folder: Path
-    heard: dict[int, Collected]
+    collected: dict[int, Collected]
     gap: float
     preemptions: int
 
@@ -229,8 +229,10 @@ def reference(folder: Path) -> Reference:
     gaps: list[float] = []
     with RankSet(rank_plan(Combination().config(folder), plugins()), plugins()) as ranks:
         note_gaps(ranks, gaps)
-        heard = drive(ranks)
-        return Reference(folder, heard, min(gaps), ranks.engines[0].scheduler.load().preemptions)
+        collected = drive(ranks)
+        return Reference(
+            folder, collected, min(gaps), ranks.engines[0].scheduler.load().preemptions
+        )
 
 
 def note_gaps(ranks: RankSet, gaps: list[float]) -> None:
@@ -254,9 +256,9 @@ def run(one: Combination, known: Reference, **more: Any) -> dict[int, Collected]
     ``more`` replaces sections of the configuration.
     """
     with RankSet(rank_plan(one.config(known.folder, **more), plugins()), plugins()) as ranks:
-        heard = drive(ranks)
-    for id, want in known.heard.items():
-        got = heard[id]
+        collected = drive(ranks)
+    for id, want in known.collected.items():
+        got = collected[id]
         if id == ABORTED:  # its length depends on the number of tokens that a step yields
             short, long = sorted((got.tokens, want.tokens), key=len)
             assert long[: len(short)] == short, (
@@ -272,7 +274,7 @@ def run(one: Combination, known: Reference, **more: Any) -> dict[int, Collected]
         assert np.allclose(got.logprobs, want.logprobs, atol=1e-3), (
             f"{one.name}: request {id}: log-probabilities"
         )
-    return heard
+    return collected
 
 
 # ---- the whole matrix ----------------------------------------------------------------------------

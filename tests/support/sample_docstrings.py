@@ -1,7 +1,7 @@
-"""Draw docstrings at random, to be judged by a reader without the code.
+"""Draw docstrings at random, to be read without the code.
 
-``python -m tests.support.sample_docstrings SEED [COUNT]`` prints JSON: place, signature and docstring
-of each. docs/benchmarks/docstring-verdicts.json holds a sample with its verdicts.
+``python -m tests.support.sample_docstrings SEED [COUNT]`` prints JSON: place, signature and
+docstring of each. docs/benchmarks/docstring-verdicts.json holds a sample with its verdicts.
 """
 
 from __future__ import annotations

@@ -35,8 +35,10 @@ TEXT = [
     "0 1 2 3 4 5 6 7 8 9 10 11 12",
 ]
 CHAT = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}<｜User｜>{{ message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}<｜Assistant｜>{{ message['content'] }}{{ eos_token }}"
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}<｜User｜>{{ message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}"
+    "<｜Assistant｜>{{ message['content'] }}{{ eos_token }}"
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<｜Assistant｜>{% if thinking %}<think>\n{% endif %}{% endif %}"
 )

@@ -225,14 +225,20 @@ def test_failed_requests_give_status_one(
     assert "without [DONE]" in capsys.readouterr().err
 
 
-VLLM_KEYS = """date backend model_id tokenizer_id num_prompts request_rate burstiness max_concurrency duration completed
-failed total_input_tokens total_output_tokens request_throughput request_goodput output_throughput
-total_token_throughput max_output_tokens_per_s max_concurrent_requests mean_ttft_ms median_ttft_ms std_ttft_ms
-p99_ttft_ms mean_tpot_ms median_tpot_ms std_tpot_ms p99_tpot_ms mean_itl_ms median_itl_ms std_itl_ms p99_itl_ms
-mean_e2el_ms median_e2el_ms std_e2el_ms p99_e2el_ms input_lens output_lens ttfts itls generated_texts errors""".split()
-SGLANG_KEYS = """tag server_info dataset_name random_input_len random_output_len random_range_ratio total_throughput
-input_throughput total_output_tokens_retokenized mean_e2e_latency_ms median_e2e_latency_ms std_e2e_latency_ms
-p99_e2e_latency_ms p95_itl_ms max_itl_ms concurrency accept_length schema_version per_user_throughput""".split()
+VLLM_KEYS = """
+date backend model_id tokenizer_id num_prompts request_rate burstiness max_concurrency duration
+completed failed total_input_tokens total_output_tokens request_throughput request_goodput
+output_throughput total_token_throughput max_output_tokens_per_s max_concurrent_requests
+mean_ttft_ms median_ttft_ms std_ttft_ms p99_ttft_ms mean_tpot_ms median_tpot_ms std_tpot_ms
+p99_tpot_ms mean_itl_ms median_itl_ms std_itl_ms p99_itl_ms mean_e2el_ms median_e2el_ms std_e2el_ms
+p99_e2el_ms input_lens output_lens ttfts itls generated_texts errors
+""".split()
+SGLANG_KEYS = """
+tag server_info dataset_name random_input_len random_output_len random_range_ratio total_throughput
+input_throughput total_output_tokens_retokenized mean_e2e_latency_ms median_e2e_latency_ms
+std_e2e_latency_ms p99_e2e_latency_ms p95_itl_ms max_itl_ms concurrency accept_length
+schema_version per_user_throughput
+""".split()
 
 
 def test_records_carry_the_keys_of_both_tools(server: FakeServer, tmp_path: Path) -> None:

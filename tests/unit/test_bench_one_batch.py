@@ -345,7 +345,8 @@ def test_our_points_beside_two_peers(tmp_path: Path, capsys: pytest.CaptureFixtu
         )
     )
     vllm.write_text(
-        "INFO loading\nbatch 1: prefill 39.2 ms (26122 tokens/s), decode step 3.49 ms (286 tokens/s)\n"
+        "INFO loading\nbatch 1: prefill 39.2 ms (26122 tokens/s), decode step 3.49 ms (286 "
+        "tokens/s)\n"
         "batch 8: prefill 96.0 ms (85370 tokens/s), decode step 6.77 ms (1181 tokens/s)\n"
     )
     out, table = tmp_path / "out.json", tmp_path / "out.md"

@@ -79,8 +79,9 @@ def test_conversation() -> None:
 
 def test_conveniences_of_transformers() -> None:
     render = ChatTemplate(
-        "{% for x in items %}{% if x == 2 %}{% continue %}{% endif %}{% if x == 4 %}{% break %}{% endif %}{{ x }}"
-        "{% endfor %}|{{ {'b': 'é<', 'a': 1} | tojson }}|{{ [1] | tojson(indent=1) }}|{{ strftime_now('%Y') }}|"
+        "{% for x in items %}{% if x == 2 %}{% continue %}{% endif %}"
+        "{% if x == 4 %}{% break %}{% endif %}{{ x }}{% endfor %}|"
+        "{{ {'b': 'é<', 'a': 1} | tojson }}|{{ [1] | tojson(indent=1) }}|{{ strftime_now('%Y') }}|"
         "{% generation %}made{% endgeneration %}|"
         "{% set ns = namespace(n=1) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}"
     ).render
@@ -244,8 +245,10 @@ def test_templates_cannot_change_the_messages(template: str) -> None:
         "{{ (10**8) * 'ab' }}",
         "{{ 'x'.ljust(10**9) }}",
         "{{ (5).to_bytes(10**9) }}",
-        "{% set ns = namespace(s='0123456789') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-        "{% set ns = namespace(s='0123456789') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "{% set ns = namespace(s='0123456789') %}{% for i in range(60) %}"
+        "{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% set ns = namespace(s='0123456789') %}{% for i in range(60) %}"
+        "{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
         "{% for i in range(100000) %}{{ 'aaaaaaaaaa' * 1000 }}{% endfor %}",
         "{{ lipsum(n=100000) }}",
     ],
@@ -269,8 +272,10 @@ def test_bombs_are_cut_short(template: str, looks: Looks) -> None:
     "template",
     [
         "{% set r = range(100000) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
-        "{% set r = range(100000) %}{% for i in r %}{% for j in r if false %}{% endfor %}{% endfor %}",
-        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% set r = range(100000) %}{% for i in r %}"
+        "{% for j in r if false %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}"
+        "{% endmacro %}{{ m(60) }}",
     ],
 )
 def test_endless_templates_meet_the_deadline(template: str, looks: Looks) -> None:

@@ -51,7 +51,10 @@ def test_waits_have_limits_that_only_end_hangs() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-PACE = "import time\ndef pace():\n    start = time.process_time()\n    return time.process_time() - start\n"
+PACE = (
+    "import time\ndef pace():\n"
+    "    start = time.process_time()\n    return time.process_time() - start\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +62,14 @@ PACE = "import time\ndef pace():\n    start = time.process_time()\n    return ti
     [
         ("start = time.monotonic()\n assert time.monotonic() - start < 2", True),
         (
-            "start = time.perf_counter_ns()\n took = time.perf_counter_ns() - start\n assert 1 < took",
+            "start = time.perf_counter_ns()\n took = time.perf_counter_ns() - start\n"
+            " assert 1 < took",
             True,
         ),
         ("assert now() < 5", True),
         (
-            "seconds = []\n for _ in range(3):\n  seconds.append(time.time())\n assert min(seconds) < 1",
+            "seconds = []\n for _ in range(3):\n  seconds.append(time.time())\n"
+            " assert min(seconds) < 1",
             True,
         ),
         ("while time.monotonic() < end:\n  pass", True),
@@ -80,7 +85,10 @@ PACE = "import time\ndef pace():\n    start = time.process_time()\n    return ti
     ],
 )
 def test_comparisons_of_clocks_are_found(lines: str, wrong: bool) -> None:
-    head = "import time\nfrom time import monotonic as now\nimport pytest\nfrom tests.support.pace import pace\n"
+    head = (
+        "import time\nfrom time import monotonic as now\nimport pytest\n"
+        "from tests.support.pace import pace\n"
+    )
     for mark, expected in (("", wrong), ("@pytest.mark.slow\n@pytest.mark.timing\n", False)):
         module = ast.parse(f"{head}{mark}def test_one():\n {lines}\n")
         known = modules_of({"tests.support.pace": ast.parse(PACE), "tests.one": module})

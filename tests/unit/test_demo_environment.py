@@ -41,7 +41,8 @@ def found(names: list[str]) -> set[str]:
     """Return those of ``names`` that can be imported there."""
     done = run(
         "-c",
-        f"import importlib.util as u, json; print(json.dumps([n for n in {names!r} if u.find_spec(n)]))",
+        f"import importlib.util as u, json; print(json.dumps([n for n in {names!r} if "
+        "u.find_spec(n)]))",
     )
     return set(json.loads(done.stdout))
 

@@ -213,8 +213,8 @@ def test_the_pages_cite_the_sanitizers_present_record() -> None:
     assert record["clean"] and not record["kernels_not_launched"]
     readme = " ".join((folder / "README.md").read_text().split())
     assert (
-        f"{len({run['file'] for run in record['files']})} test files in {len(record['files'])} runs, "
-        f"which launch all {len(record['kernels'])} kernels ({record['commit']}, "
+        f"{len({run['file'] for run in record['files']})} test files in {len(record['files'])} "
+        f"runs, which launch all {len(record['kernels'])} kernels ({record['commit']}, "
     ) in readme
     assert f"{sum(tests.values())} tests, no error" in readme
 
@@ -307,7 +307,8 @@ def test_the_guides_plugin_runs(tmp_path: Path) -> None:
     write_config(tmp_path / "model", "v3")
     code = (
         "from glowplug import LLM, SamplingParams\n"
-        f"with LLM(model={str(tmp_path / 'model')!r}, plugins=['shortest_first'], weights={{'use': 'random'}},\n"
+        f"with LLM(model={str(tmp_path / 'model')!r}, plugins=['shortest_first'], weights={{'use': "
+        f"'random'}},\n"
         "         policy={'use': 'shortest_first', 'patience': 2.0}, skip_tokenizer=True,\n"
         "         scheduler={'max_running_requests': 1}, memory={'kv_tokens': 1024}) as llm:\n"
         "    params = SamplingParams(max_tokens=2, ignore_eos=True)\n"
@@ -358,12 +359,15 @@ def test_the_guides_model_family_serves_what_was_refused(tmp_path: Path) -> None
         }.items()
     }
     code = (
-        "import sys\nfrom glowplug import LLM, SamplingParams\nfrom glowplug.core.errors import PlanRefused\n"
+        "import sys\nfrom glowplug import LLM, SamplingParams\n"
+        "from glowplug.core.errors import PlanRefused\n"
         "def tokens(model, *plugins):\n"
         "    try:\n"
-        "        with LLM(model=model, plugins=plugins, weights={'use': 'random'}, skip_tokenizer=True,\n"
+        "        with LLM(model=model, plugins=plugins, weights={'use': 'random'}, "
+        "skip_tokenizer=True,\n"
         "                 memory={'kv_tokens': 1024}) as llm:\n"
-        "            return llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0))[0].token_ids\n"
+        "            return llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, "
+        "temperature=0))[0].token_ids\n"
         "    except PlanRefused as refused:\n"
         "        return [(one.reason, one.fix) for one in refused.refusals]\n"
         "for model, *plugins in eval(sys.argv[1]):\n"

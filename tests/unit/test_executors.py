@@ -52,7 +52,7 @@ def watched(limit: float = 10.0) -> tuple[Watch, Clock]:
     clock = Clock()
     watch = Watch(range(3), limit, clock)
     for rank in range(3):
-        watch.heard(rank, [Progress(rank, "serve")])
+        watch.received(rank, [Progress(rank, "serve")])
     return watch, clock
 
 
@@ -62,17 +62,17 @@ def lost_peer(rank: int) -> list[Any]:
 
 def test_a_rank_that_ended_explains_those_that_lost_it() -> None:
     watch, _ = watched()
-    watch.heard(0, lost_peer(0))
-    watch.heard(2, lost_peer(2))
+    watch.received(0, lost_peer(0))
+    watch.received(2, lost_peer(2))
     watch.ended(1, "exit code -9")
     assert first_cause(watch.troubles).text == "rank 1 ended (exit code -9) in phase serve"
 
 
 def test_a_failure_of_its_own_comes_before_silence_and_consequences() -> None:
     watch, clock = watched()
-    watch.heard(0, lost_peer(0))
+    watch.received(0, lost_peer(0))
     clock.now = 20.0
-    watch.heard(2, [Failed(2, "serve", "ValueError: no")])
+    watch.received(2, [Failed(2, "serve", "ValueError: no")])
     watch.look()
     assert first_cause(watch.troubles).text == "rank 2 failed in phase serve: ValueError: no"
     assert [trouble.kind for trouble in watch.troubles] == [
@@ -86,8 +86,8 @@ def test_one_silent_rank_is_found_among_others_that_beat() -> None:
     watch, clock = watched()
     for now in range(1, 12):
         clock.now = float(now)
-        watch.heard(0, [Progress(0, "serve")])
-        watch.heard(2, [Progress(2, "serve")])
+        watch.received(0, [Progress(0, "serve")])
+        watch.received(2, [Progress(2, "serve")])
         watch.look()
     assert [trouble.text for trouble in watch.troubles] == [
         "rank 1 has been silent for 11 s (phase serve)"
@@ -96,8 +96,8 @@ def test_one_silent_rank_is_found_among_others_that_beat() -> None:
 
 def test_the_first_rank_that_lost_a_peer_is_named_when_no_cause_is_known() -> None:
     watch, _ = watched()
-    watch.heard(2, lost_peer(2))
-    watch.heard(0, lost_peer(0))
+    watch.received(2, lost_peer(2))
+    watch.received(0, lost_peer(0))
     watch.ended(2, "exit code 1")  # its message came before
     assert first_cause(watch.troubles).text.startswith("rank 2 failed")
 
@@ -105,7 +105,7 @@ def test_the_first_rank_that_lost_a_peer_is_named_when_no_cause_is_known() -> No
 def test_an_orderly_end_and_a_slow_spawn_are_no_failures() -> None:
     watch, clock = watched(limit=1.0)
     for rank in range(3):
-        watch.heard(rank, [Progress(rank, "ended", 1, 1)])
+        watch.received(rank, [Progress(rank, "ended", 1, 1)])
         watch.ended(rank, "exit code 0")
     assert watch.all_ended() and not watch.troubles
     slow = Watch([0], 1.0, clock)

@@ -171,7 +171,7 @@ def test_an_engine_takes_what_is_left(
     }
     if steps:
         assert len(engine.runner.speculative._page_ends) == pages
-    info = engine.controls.answer(Control(1, "info")).data
+    info = engine.controls.handle(Control(1, "info")).data
     assert info["max_total_num_tokens"] == (pages - 1) * plan.sizes.page_size
     assert info["memory"]["activations"]["measured"] == info["memory"]["logits"]["served"] == 5000
     assert info["memory"]["step"] == {"planned": None, "measured": 10_000, "served": 5000}

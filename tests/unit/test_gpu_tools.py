@@ -31,7 +31,8 @@ LOG = """
 launched kernels: elementwise.norm._norm elementwise.rope._rope
 left out, no time: test_a[1] test_b
 ========= ERROR SUMMARY: 3 errors
-========= ERROR SUMMARY: 1 errors were not printed. Use --print-limit option to adjust the number of printed errors
+========= ERROR SUMMARY: 1 errors were not printed. \
+Use --print-limit option to adjust the number of printed errors
 """
 
 
@@ -74,12 +75,15 @@ def test_the_sanitizers_report_is_read() -> None:
 LIBRARIES = """
 ========= COMPUTE-SANITIZER
 ========= Uninitialized __global__ memory read of size 4 bytes
-=========     at void cublasLt::splitKreduce_kernel<(int)32, (int)16, float>(cublasLt::Params<T6>, const T4 *)+0xff0
+=========     at void cublasLt::splitKreduce_kernel<(int)32, (int)16, float>\
+(cublasLt::Params<T6>, const T4 *)+0xff0
 =========     by thread (1,0,0) in block (2,0,0)
 ========= Uninitialized __global__ memory read of size 2 bytes
-=========     at void at::native::<unnamed>::CatArrayBatchedCopy<at::native::<unnamed>::Opaque<(int)2>>(T1 *)+0xbc0
+=========     at void at::native::<unnamed>::CatArrayBatchedCopy\
+<at::native::<unnamed>::Opaque<(int)2>>(T1 *)+0xbc0
 ========= Uninitialized __global__ memory read of size 2 bytes
-=========     at void at::native::<unnamed>::CatArrayBatchedCopy<at::native::<unnamed>::Opaque<(int)2>>(T1 *)+0xbc0
+=========     at void at::native::<unnamed>::CatArrayBatchedCopy\
+<at::native::<unnamed>::Opaque<(int)2>>(T1 *)+0xbc0
 2 passed in 3.21s
 """
 

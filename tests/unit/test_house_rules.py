@@ -188,7 +188,7 @@ def test_factories_exist() -> None:
 
 
 def test_options_describe_themselves() -> None:
-    """Rule 11: every option has a line in the documentation, which is made of these descriptions."""
+    """Rule 11: every option has a description, from which its line in the docs is generated."""
     bare = []
     for slot, component in components():
         for name, field in component.options.model_fields.items():  # type: ignore[attr-defined]

@@ -155,11 +155,13 @@ def config(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def test_one_rank_is_driven_to_the_end(tmp_path: Path) -> None:
-    heard = run_ranks(config(tmp_path), [submit(i, [5 + i] * (3 * i), 4 + i) for i in range(1, 6)])
-    assert {id: len(one.tokens) for id, one in heard.items()} == {i: 4 + i for i in range(1, 6)}
+    collected = run_ranks(
+        config(tmp_path), [submit(i, [5 + i] * (3 * i), 4 + i) for i in range(1, 6)]
+    )
+    assert {id: len(one.tokens) for id, one in collected.items()} == {i: 4 + i for i in range(1, 6)}
     assert all(
         one.finished and one.finished.reason == "length" and sum(one.counts) == len(one.tokens)
-        for one in heard.values()
+        for one in collected.values()
     )
 
 
@@ -167,9 +169,11 @@ def test_aborts_and_controls(tmp_path: Path) -> None:
     with RankSet(rank_plan(config(tmp_path))) as ranks:
         ranks.turn([submit(1, [5] * 20, 60), submit(2, [6] * 4, 5)])
         ranks.turn([Abort([1])])
-        heard = ranks.run()
+        collected = ranks.run()
         assert (
-            heard[1].finished and heard[1].finished.reason == "abort" and len(heard[2].tokens) == 5
+            collected[1].finished
+            and collected[1].finished.reason == "abort"
+            and len(collected[2].tokens) == 5
         )
         assert ranks.control("check").ok and ranks.stats[0].aborted == 1
         ranks.check_idle()

@@ -47,7 +47,7 @@ def test_overrides_relax_only_what_is_listed() -> None:
 
 
 def test_strict_checks_cover_most_lines() -> None:
-    """Count the lines of compiled functions as unchecked, all others of listed packages as checked."""
+    """Count lines of compiled functions as unchecked, all others of listed packages as checked."""
     total = unchecked = 0
     for path in sources():
         lines = len(path.read_text(encoding="utf-8").splitlines())

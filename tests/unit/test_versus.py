@@ -33,7 +33,8 @@ elif words[1] == "sglang.bench_one_batch":
     parser = argparse.ArgumentParser()
     for name in ("--model-path", "--result-filename", "--mem-fraction-static"):
         parser.add_argument(name)
-    for name in ("--batch-size", "--input-len", "--output-len", "--cuda-graph-bs", "--piecewise-cuda-graph-tokens"):
+    for name in ("--batch-size", "--input-len", "--output-len", "--cuda-graph-bs",
+                 "--piecewise-cuda-graph-tokens"):
         parser.add_argument(name, type=int, nargs="+")
     args = parser.parse_args(words[2:])
     print("Warmup ...", flush=True)
@@ -45,11 +46,13 @@ elif words[1] == "sglang.bench_one_batch":
             file.write("sglang works\\n")
     with open(args.result_filename, "a") as file:
         for number, batch in enumerate(args.batch_size):
-            file.write(json.dumps({{"batch_size": batch, "input_len": args.input_len[0], "median_decode_latency":
-                                   (0.004 if number % 2 else 0.008), "prefill_throughput": 50.0 * batch}}) + "\\n")
+            file.write(json.dumps({{"batch_size": batch, "input_len": args.input_len[0],
+                                   "median_decode_latency": (0.004 if number % 2 else 0.008),
+                                   "prefill_throughput": 50.0 * batch}}) + "\\n")
 elif words[1] == "sglang.launch_server":
     sys.path.insert(0, {root!r})
-    sys.argv = ["fake_server", words[words.index("--port") + 1], "1.0", "/nonexistent", "/nonexistent"]
+    port = words[words.index("--port") + 1]
+    sys.argv = ["fake_server", port, "1.0", "/nonexistent", "/nonexistent"]
     runpy.run_module("tests.e2e.fake_server", run_name="__main__")
 """
 
@@ -59,7 +62,8 @@ import pathlib, time
 now = 0.0
 time.perf_counter = lambda: now
 trace = pathlib.Path({trace!r})
-from kernels import THEIRS  # as transformers imports a package of a name that a file of ours has, too
+# as transformers imports a package of a name that a file of ours has, too
+from kernels import THEIRS
 class SamplingParams:
     def __init__(self, **given):
         self.tokens = given["max_tokens"]
@@ -78,7 +82,8 @@ class LLM:
         self.llm_engine = Engine()
     def generate(self, prompts, params, use_tqdm):
         assert all(len(prompt["prompt_token_ids"]) == 12 for prompt in prompts)
-        assert max(max(prompt["prompt_token_ids"]) for prompt in prompts) < 2048, "the embedded model's vocabulary"
+        largest = max(max(prompt["prompt_token_ids"]) for prompt in prompts)
+        assert largest < 2048, "the embedded model's vocabulary"
         self.llm_engine.first = True
         for _ in range(params.tokens):
             self.llm_engine.step()
@@ -411,7 +416,8 @@ def looping(tmp_path: Path, name: str) -> MeasuredProgram:
     code = (
         "import os, pathlib, subprocess, sys, time\nprint(os.getpid())\n"  # with a child of its own
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        f"print(child.pid)\nwhile True:\n    pathlib.Path({str(tmp_path / name)!r}).write_text(str(time.time()))\n"
+        "print(child.pid)\nwhile True:\n"
+        f"    pathlib.Path({str(tmp_path / name)!r}).write_text(str(time.time()))\n"
         "    time.sleep(0.01)"
     )
     return MeasuredProgram(

@@ -81,7 +81,8 @@ def test_the_unpacked_wheel_plans(built: Path, tmp_path: Path) -> None:
         # installed plugins stay importable
         f"import sys; sys.path.insert(0, {str(tmp_path)!r});"
         "import glowplug; assert glowplug.__file__.startswith(" + repr(str(tmp_path)) + ");"
-        "from glowplug.entrypoints.cli.main import main; sys.exit(main(['check', '--facts', 'cpu']))"
+        "from glowplug.entrypoints.cli.main import main; sys.exit(main(['check', '--facts', "
+        "'cpu']))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

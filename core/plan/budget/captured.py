@@ -29,7 +29,9 @@ class Captured:
 
 
 def captured_steps(proposal: Proposal, rows: int, step_tokens: int) -> Captured:
-    """Return the steps that are captured for the longest context that the plan may decide.
+    """Return the captured steps, before the longest sequence has been decided.
+
+    The given ``context_length`` stands for it, or else the model's.
 
     Args:
         rows: most running sequences.
@@ -76,8 +78,8 @@ def _captures_extend(proposal: Proposal) -> bool:
 def short_steps(proposal: Proposal, rows: int, context: int) -> tuple[int, tuple[int, ...]]:
     """Return ``Sizes.short_keys`` and ``Sizes.short_rows``; (0, ()) if there are no such graphs.
 
-    They are captured on one rank only, because other ranks may have longer rows, and only without
-    drafts.
+    They are captured only if rows can be longer than short ones, without drafts, and on one rank,
+    because other ranks may have longer rows.
 
     Args:
         rows: most running sequences.

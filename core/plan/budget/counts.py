@@ -12,7 +12,7 @@ from glowplug.core.plugin.options import DEVICE_DEFAULTS
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of a step, which no number of bytes changes.
+    """The counts of a step, which do not depend on the byte budget.
 
     Attributes:
         rows: most running sequences.

@@ -52,9 +52,10 @@ def driver_bytes(
 def pool_bytes(decoding: int, passing: int, expandable: bool = False) -> int:
     """Return the bytes of the pool that all graphs share.
 
-    Decode steps are captured first. Blocks of a larger pass do not fit into theirs. If the decode
-    steps' blocks are larger, or segments are expandable, they can hold most of the pass (on an
-    H200: V3's pool is 2,063 MiB for 499 and 1,564 MiB, V2-Lite's 307 MiB for 282 and 181 MiB).
+    Decode steps are captured first. The blocks of a larger pass do not fit into theirs, so both
+    count in full (V3 on an H200: 499 and 1,564 MiB, pool 2,063 MiB). If the decode steps' blocks
+    are larger, or segments are expandable, they can hold most of the pass (V2-Lite: 282 and
+    181 MiB, pool 307 MiB).
 
     Args:
         decoding: bytes that the allocator takes for the largest decode step alone.
@@ -168,11 +169,11 @@ def _described(captured: Captured) -> str:
     """Return the captured steps as text."""
     sizes = captured.batch_sizes
     counts = captured.pass_tokens
-    said = [f"{len(sizes)} batch sizes up to {sizes[-1]}"]
+    parts = [f"{len(sizes)} batch sizes up to {sizes[-1]}"]
     if captured.short_rows:
-        said.append(f"{len(captured.short_rows)} of them for short rows too")
+        parts.append(f"{len(captured.short_rows)} of them for short rows too")
     if counts:
-        said.append(f"{len(counts)} token counts up to {counts[-1]}")
+        parts.append(f"{len(counts)} token counts up to {counts[-1]}")
         if captured.extend_tokens:
-            said.append("of the draft too")
-    return ", ".join(said)
+            parts.append("of the draft too")
+    return ", ".join(parts)

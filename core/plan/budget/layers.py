@@ -23,7 +23,7 @@ from glowplug.core.plugin.component import ChosenOf
 from glowplug.core.plugin.offers import AttentionOffers, OpsOffers, QuantizationOffers
 from glowplug.core.plugin.options import QuantizationOptions
 
-#: bytes per token of ids, positions and kv slots, in the form sent to the device and in the layers'
+#: bytes per token of ids, positions and kv slots, as sent to the device and as layers read them
 INDICES = 40
 
 

@@ -154,8 +154,9 @@ def _auto_tokens(
 ) -> Decision | Refusal:
     """Return the decision for the default size of the KV pool, or a refusal.
 
-    The pool takes the memory that is left, but no more than running sequences can use; on a device,
-    ``KV_SPARE`` times as much, for the prefix cache.
+    The pool takes the memory that is left. Its upper bound is, on a device, ``KV_SPARE`` times the
+    pages that running sequences can use, for the prefix cache; on a CPU, these pages themselves or
+    ``CPU_KV_CAP``.
     """
     rows = counts.rows
     context = proposal.config.context_length or proposal.facts.model.max_positions
@@ -201,7 +202,7 @@ def _context(
 ) -> Decision | Refusal:
     """Return the decision for the longest sequence, or a refusal if a given length does not fit.
 
-    By default it is the model's, or the longest that the KV pool can hold.
+    By default it is the model's, or what the KV pool can hold if that is less.
 
     Args:
         number: pages of the pool.

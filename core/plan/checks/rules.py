@@ -2,7 +2,7 @@
 
 A check is a pure function of the proposal that yields refusals. It reads offers and facts, never
 names, and is registered under the slots that it reads. While a slot's candidates are tried, only
-the slot's checks run; at the end all of them do (``checks/run.py``). A check skips slots that are
+the slot's checks run; at the end all of them do (``run.py``). A check skips slots that are
 still empty.
 """
 

@@ -103,7 +103,7 @@ class FakeModel:
         self.states[kv_slots] = 0
 
     def launch(self, batch: Batch) -> StepResult:
-        """Run a step at once and return its results; it checks the batch and all entries it reads."""
+        """Check the batch and all cache entries it reads, run the step, and return its results."""
         self._check_shape(batch)
         self._change_rows(batch)
         result = self._empty_result(batch.num_rows)
@@ -121,7 +121,10 @@ class FakeModel:
         return result
 
     def _empty_result(self, rows: int) -> StepResult:
-        """Return results without tokens; the log-probabilities' token ids are a view of the tokens."""
+        """Return results without tokens.
+
+        The token ids in ``logprobs`` are a view of ``tokens``, so they follow later changes.
+        """
         tokens = np.full((rows, self.width), POISON, np.int64)
         logprobs = np.zeros(rows * self.width, np.float32)
         return StepResult(
@@ -212,7 +215,7 @@ class FakeModel:
         self._draft(batch, i, row)
 
     def _skip_full(self, i: int, row: int, result: StepResult) -> None:
-        """Give a row at its limit any token: the host, which learns of it later, drops it."""
+        """Give a row at its limit any token; the commit drops it."""
         self._require(self.width > 1, f"row {row} is launched although it was known to be full")
         result.tokens[i] = 0
         result.counts[i] = 1
@@ -231,8 +234,8 @@ class FakeModel:
         most = exact + self.depth * (self.width - 1)
         self._require(
             min(exact, self.table.context) <= bound <= most,
-            f"row {int(batch.rows[i])} has {exact} to {most} entries after this step, the batch has "
-            f"{bound}",
+            f"row {int(batch.rows[i])} has {exact} to {most} entries after this step, the batch "
+            f"has {bound}",
         )
 
     def _following(self, state: int) -> list[int]:

@@ -83,7 +83,7 @@ class RankSet:
 
     Attributes:
         engines: engines by rank.
-        heard: the front's outputs for each submitted sequence, by id.
+        collected: the front's outputs for each submitted sequence, by id.
         stats: the last statistics of each data-parallel group.
         replies: replies to Controls, by their id.
     """
@@ -93,7 +93,7 @@ class RankSet:
     ) -> None:
         self.plan = plan
         self.timeout = timeout
-        self.heard: dict[int, Collected] = {}
+        self.collected: dict[int, Collected] = {}
         self.stats: dict[int, Stats] = {}
         self.replies: dict[int, Reply] = {}
         self._controls = 0
@@ -159,7 +159,7 @@ class RankSet:
         """
         for message in messages:
             if isinstance(message, Submit):
-                self.heard[message.id] = Collected()
+                self.collected[message.id] = Collected()
         frames = [encode(list(messages))] if messages else []
         made = self._each(lambda rank: self.engines[rank].turn(frames if rank == 0 else ()) or [])
         for outputs in made:
@@ -172,7 +172,7 @@ class RankSet:
             if isinstance(output, Reply):
                 self.replies[output.id] = output
             elif isinstance(output, StepOutput):
-                collect(self.heard, output)
+                collect(self.collected, output)
                 if output.stats is not None:
                     self.stats[output.stats.group] = output.stats
 
@@ -185,7 +185,7 @@ class RankSet:
         self.turn(messages)
         for _ in range(most):
             if self.idle:
-                return self.heard
+                return self.collected
             self.turn()
         raise AssertionError(
             f"not idle after {most} turns: {[e.scheduler.load() for e in self.engines]}"
@@ -258,6 +258,6 @@ def run_ranks(
         The front's outputs by sequence id.
     """
     with RankSet(rank_plan(config, plugins), plugins) as ranks:
-        heard = ranks.run(messages)
+        collected = ranks.run(messages)
         ranks.check_idle()
-        return heard
+        return collected

@@ -86,7 +86,16 @@ class AttentionSuite:
     def definition(
         self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase
     ) -> Tensor:
-        """Attend one row in float64: queries [T, ...], histories [M, ...] -> [T, H, V]."""
+        """Compute the attention of one row in float64.
+
+        Args:
+            queries: arguments of the backend for the row's T tokens, each [T, ...].
+            history: cache entries of the row's M tokens, each [M, ...].
+            layer: the layer.
+
+        Returns:
+            [T, H, V].
+        """
         raise NotImplementedError
 
     # ---- driving ---------------------------------------------------------------------------------

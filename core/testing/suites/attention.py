@@ -146,7 +146,10 @@ class MhaSuite(AttentionSuite):
 
 
 def causal_softmax(scores: Tensor) -> Tensor:
-    """Softmax scores [H, T, M]: the last query sees M keys, each one before it one less."""
+    """Return the causal softmax of scores [H, T, M].
+
+    The last query attends to all M keys, each earlier query to one key less.
+    """
 
     count, keys = scores.shape[1:]
     last_seen = torch.arange(count, device=scores.device) + (keys - count)

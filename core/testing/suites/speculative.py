@@ -153,7 +153,7 @@ class SpeculativeSuite:
         assert sampler.observed == int(made.counts.sum()), "the sampler observed other tokens"
         return made
 
-    def test_it_says_what_it_runs(self, algorithm: SpeculativeAlgorithm) -> None:
+    def test_width_and_lengths_agree(self, algorithm: SpeculativeAlgorithm) -> None:
         width = algorithm.width()
         lengths = algorithm.lengths(step([7, 5], 2, [width] * 2, [6 + width, 3 + width]))
         assert width >= 1 and (lengths is None) == (width == 1)

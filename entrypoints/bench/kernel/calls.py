@@ -193,9 +193,11 @@ class RecordedOps:
         self._ops = ops
         self._recorder = recorder
         self.route = recorder.wrap("ops", "route", ops.route) if ops.route is not None else None
-        signalling = getattr(ops, "route_signalling", None)
-        self.route_signalling = (
-            recorder.wrap("ops", "route", signalling) if signalling is not None else None
+        route_and_set_ready = getattr(ops, "route_and_set_ready", None)
+        self.route_and_set_ready = (
+            recorder.wrap("ops", "route", route_and_set_ready)
+            if route_and_set_ready is not None
+            else None
         )
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = {
             key: recorder.wrap("ops", f"{key[0]} to {key[1]}", function)

@@ -118,9 +118,8 @@ class _Collector(asyncio.Protocol):
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(
-            self._request
-        )  # uvloop's transport is not a subclass of it
+        # uvloop's transport is not a subclass of it
+        cast(asyncio.Transport, transport).write(self._request)
 
     def data_received(self, data: bytes) -> None:
         self._pieces.append((time.perf_counter(), data))

@@ -23,9 +23,8 @@ from glowplug.entrypoints.bench.load.backends import (
 from glowplug.entrypoints.bench.load.datasets import BenchPrompt
 from glowplug.entrypoints.bench.load.http_stream import ServerTarget
 
-UNREAD_BYTES_MAX = (
-    256 << 20
-)  #: bytes of unparsed answers above which they are parsed during the run
+#: bytes of unparsed answers above which they are parsed during the run
+UNREAD_BYTES_MAX = 256 << 20
 
 
 @dataclass(frozen=True)

@@ -95,12 +95,12 @@ class _Seen:
     """The observed state of one rank.
 
     Attributes:
-        heard: time of the last message.
+        last_message: time of the last message.
         phase: phase of the last report.
         gone: it has ended, failed or been reported as silent.
     """
 
-    heard: float
+    last_message: float
     phase: str = SPAWNING
     gone: bool = False
 
@@ -136,12 +136,12 @@ class Watch:
     def states(self) -> dict[int, tuple[str, float]]:
         """(phase, seconds since the last message) of each rank."""
         now = self.clock()
-        return {rank: (seen.phase, now - seen.heard) for rank, seen in self._seen.items()}
+        return {rank: (seen.phase, now - seen.last_message) for rank, seen in self._seen.items()}
 
-    def heard(self, rank: int, messages: Iterable[Outbound]) -> None:
+    def received(self, rank: int, messages: Iterable[Outbound]) -> None:
         """Record messages of ``rank``; any message, even none, shows that it is alive."""
         seen = self._seen[rank]
-        seen.heard = self.clock()
+        seen.last_message = self.clock()
         for message in messages:
             if isinstance(message, Progress):
                 seen.phase = message.phase
@@ -188,13 +188,13 @@ class Watch:
         """
         now = self.clock()
         limit = self.limit if limit is None else limit
-        quiet = [
-            (seen.heard, rank)
+        silent = [
+            (seen.last_message, rank)
             for rank, seen in self._seen.items()
             if not seen.gone
             and seen.phase != ENDED
-            and now - seen.heard > (max(limit, SPAWN) if seen.phase == SPAWNING else limit)
+            and now - seen.last_message > (max(limit, SPAWN) if seen.phase == SPAWNING else limit)
         ]
-        for heard, rank in sorted(quiet):
+        for last, rank in sorted(silent):
             self._seen[rank].gone = True
-            self.troubles.append(silence(rank, self.phase(rank), now - heard))
+            self.troubles.append(silence(rank, self.phase(rank), now - last))

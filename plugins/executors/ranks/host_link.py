@@ -79,8 +79,8 @@ class HostLink:
         self._held: list[Store] = []
         self._own_beat = Beat()
         self._beats: dict[int, Beat] = {}
-        self._heard: dict[int, float] = {}
-        self._store_answered = time.monotonic()  # when the store last answered
+        self._last_beats: dict[int, float] = {}
+        self._last_store_reply = time.monotonic()  # time of the store's last reply
         self._broken = ""
         self._closed = threading.Event()
         self._urgent = threading.Event()
@@ -157,11 +157,11 @@ class HostLink:
                 f"{self.site.name(0)} has gone while the hosts met: {_line(error)}"
             ) from error
         now = time.monotonic()
-        self._heard = {one: now for one in sites if one != me}
+        self._last_beats = {one: now for one in sites if one != me}
         return found
 
     def _await_identities(self, deadline: float, timeout: float) -> None:
-        """Wait until the store has every site's identity; ``timeout`` is only reported."""
+        """Wait until the store has every site's identity; the error message gives ``timeout``."""
         missing = list(range(self.site.count))
         while missing := [one for one in missing if not self._store.check([f"identity {one}"])]:
             if time.monotonic() > deadline or self._closed.is_set():
@@ -178,12 +178,12 @@ class HostLink:
             read = self._store.add("read", 0)
 
     def start(self) -> None:
-        self._store_answered = time.monotonic()
+        self._last_store_reply = time.monotonic()
         self._thread("glowplug-hosts", self._beat_forever)
         if self.site.index:
             self._thread("glowplug-outputs", self._send_forever)
         else:
-            for other in self._heard:
+            for other in self._last_beats:
                 self._thread(f"glowplug-outputs-{other}", partial(self._receive_forever, other))
 
     def _thread(self, name: str, run: Callable[[], None]) -> None:
@@ -193,7 +193,7 @@ class HostLink:
 
     def _beat_forever(self) -> None:
         me = self.site.index
-        others = sorted(self._heard)
+        others = sorted(self._last_beats)
         try:
             while not self._closed.is_set():
                 urgent = self._urgent.is_set()
@@ -207,7 +207,7 @@ class HostLink:
                 if urgent:
                     self._reported.set()
                 self._read(others)
-                self._store_answered = time.monotonic()
+                self._last_store_reply = time.monotonic()
                 self._urgent.wait(BEAT)
         except RuntimeError as error:
             self._broken = _line(error)
@@ -218,7 +218,7 @@ class HostLink:
         for other, value in zip(others, values, strict=True):
             beat = msgspec.msgpack.decode(bytes(value), type=Beat)
             if beat.count != self._beats.get(other, Beat()).count:
-                self._heard[other] = now
+                self._last_beats[other] = now
             self._beats[other] = beat
 
     def phases(self) -> dict[int, str]:
@@ -243,25 +243,25 @@ class HostLink:
         limit = self.limit if limit is None else limit
         name = self.site.name
         found = [beat.trouble for beat in list(self._beats.values()) if beat.trouble is not None]
-        if self.site.index and (self._broken or now - self._store_answered > limit):
-            quiet = (
+        if self.site.index and (self._broken or now - self._last_store_reply > limit):
+            state = (
                 f"has gone: {self._broken}"
                 if self._broken
-                else _silent_for(now - self._store_answered)
+                else _silent_for(now - self._last_store_reply)
             )
             kind = FailureKind.ENDED if self._broken else FailureKind.SILENT
-            return [*found, Trouble(kind, f"{name(0)} {quiet}{self._phase_of(0)}")]
-        for other, heard in self._heard.items():
-            if now - heard > limit:
+            return [*found, Trouble(kind, f"{name(0)} {state}{self._phase_of(0)}")]
+        for other, last in self._last_beats.items():
+            if now - last > limit:
                 found.append(
                     Trouble(
                         FailureKind.SILENT,
-                        f"{name(other)} {_silent_for(now - heard)}{self._phase_of(other)}",
+                        f"{name(other)} {_silent_for(now - last)}{self._phase_of(other)}",
                     )
                 )
         return found
 
-    def quiet(self, limit: float) -> list[Trouble]:
+    def look_at_ranks(self, limit: float) -> list[Trouble]:
         """Return the troubles of ``look`` and one for each silent rank of the other sites.
 
         Args:
@@ -280,7 +280,7 @@ class HostLink:
         phases = sorted({phase for phase, _ in self._beats.get(other, Beat()).ranks.values()})
         return f" (phase {', '.join(phases)})" if phases else ""
 
-    def tell(self, trouble: Trouble | None, wait: float) -> None:
+    def report(self, trouble: Trouble | None, wait: float) -> None:
         """Report why this site ends, and wait until the store has the report.
 
         Args:
@@ -293,7 +293,7 @@ class HostLink:
             self._own_beat.trouble = named(trouble, self.site.name(self.site.index))
         self._urgent.set()
         # NOTE: without an answering store the report cannot arrive.
-        if not self._broken and time.monotonic() - self._store_answered < QUIET:
+        if not self._broken and time.monotonic() - self._last_store_reply < QUIET:
             self._reported.wait(wait)
 
     def close(self) -> None:

@@ -106,7 +106,7 @@ class LocalRanks:
             self.watch.ended(rank, f"exit code {self._processes[rank].exitcode}")
             return []
         messages = decode_outbound(frame)
-        self.watch.heard(rank, messages)
+        self.watch.received(rank, messages)
         _log(messages)
         return [frame] if any(for_front(message) for message in messages) else []
 

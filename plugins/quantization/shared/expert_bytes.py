@@ -76,9 +76,9 @@ def _dense(step: ExpertsStep, up: Config) -> MemoryUse:
             step.tokens * rows * step.hidden * step.element
             for rows in (step.chosen - step.fused_shared + 1, 1)
         )
-        apart = 3 * step.tokens * step.fused_shared * step.inter * step.element
+        dense = 3 * step.tokens * step.fused_shared * step.inter * step.element
         rows = tiled_rows(routed, experts, up["block_m"])
-        most = outer + max(apart, rows * (step.inter * step.element + NUMBER_BYTES))
+        most = outer + max(dense, rows * (step.inter * step.element + NUMBER_BYTES))
         return MemoryUse(most, outer) if step.parts else MemoryUse(max(most, outer + out), out)
     places = step.pairs
     beside = step.tokens * step.fused_shared

@@ -179,7 +179,8 @@ class _Parser:
         block, width = GGML_QUANT_SIZES[kind]
         if 0 in shape or shape[-1] % block:
             raise self.bad(
-                f"tensor {name[:80]!r}: shape {list(shape)} does not fill {kind.name} blocks of {block}"
+                f"tensor {name[:80]!r}: shape {list(shape)} does not fill {kind.name} blocks of "
+                f"{block}"
             )
         return GgufTensor(name, kind, shape, offset, math.prod(shape) // block * width)
 

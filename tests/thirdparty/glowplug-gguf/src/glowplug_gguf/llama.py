@@ -67,8 +67,8 @@ def llama_config(header: GgufHeader) -> dict[str, Any]:
     get = _Getter(header)
     if header.metadata.get("general.architecture") != "llama":
         raise FactsError(
-            f"{header.path}: architecture {header.metadata.get('general.architecture')!r} in GGUF is not "
-            "supported",
+            f"{header.path}: architecture {header.metadata.get('general.architecture')!r} in GGUF "
+            "is not supported",
             'use a GGUF file of architecture "llama", or safetensors',
         )
     if header.metadata.get("llama.expert_count"):

@@ -55,8 +55,8 @@ class GgufSource:
         tensor = self._header.tensors[self._names[target.name]]
         if tensor.shape != tuple(target.shape):
             raise WeightError(
-                f"{self._header.path}: tensor {target.name!r} has shape {list(tensor.shape)}, the model "
-                f"needs {list(target.shape)}"
+                f"{self._header.path}: tensor {target.name!r} has shape {list(tensor.shape)}, the "
+                f"model needs {list(target.shape)}"
             )
         heads = self._heads.get(target.name.split(".")[-2])
         value = self._rows(tensor, slice(None) if heads else target.index[0])
