@@ -134,9 +134,14 @@ def topk_sigmoid(
 
 
 def row_keys(heads: int, nope: int, rope: int, size: int, value: int) -> int:
-    """Return the most keys of a row for which :func:`attend_row` is used; 0: never.
+    """Return the largest number of keys of a row for which :func:`attend_row` is used; 0: never.
 
-    The arguments are the sizes H, N, P, C, V of a layer.
+    Args:
+        heads: H
+        nope: N
+        rope: P
+        size: C
+        value: V
     """
     if size * max(nope, value) >= ONE_THREAD_VECTOR:
         return 0

@@ -24,8 +24,8 @@ FEW_ROWS_MAX = 128  #: programs that all run at once: about one per multiprocess
 def add_rows(rows, ids, row, ids_stride, column, inside, size, SUMMED_ROWS: tl.constexpr):
     """Return the sum, in order, of a token's ``SUMMED_ROWS`` rows of ``rows``.
 
-    Rows with negative ids do not count and may hold anything. All rows are loaded before the ids
-    are known; a row is loaded in vain only if its expert is on another rank.
+    Rows with negative ids are left out and may contain anything. All rows are loaded before the ids
+    are known; the load of a row is wasted only if its expert is on another rank.
     """
     total = tl.zeros(column.shape, tl.float32)
     for number in tl.static_range(SUMMED_ROWS):

@@ -18,7 +18,10 @@ ROPE_TYPES = frozenset({"default", "linear", "dynamic", "llama3", "yarn"})
 
 
 def rope_type(scaling: Mapping[str, Any] | None) -> str:
-    """Return the kind of scaling; published configs call the key ``type`` or ``rope_type``."""
+    """Return the kind of RoPE scaling that the config's ``rope_scaling`` names, or "default".
+
+    Published configs call the key ``type`` or ``rope_type``.
+    """
     if not scaling:
         return "default"
     return str(scaling.get("rope_type") or scaling.get("type") or "default")
@@ -65,9 +68,10 @@ def inverse_frequencies(
 
 
 def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Return the frequencies ``plain`` float32 [dim / 2] scaled as in Llama 3.1.
+    """Scale the frequencies ``plain`` float32 [dim / 2] as Llama 3.1 does.
 
-    Long wavelengths are divided by ``factor``, short ones are kept, with a linear blend between.
+    Those of long wavelengths are divided by the config's ``factor``, those of short ones are kept,
+    with a linear blend between.
     """
     low = scaling["low_freq_factor"]
     high = scaling["high_freq_factor"]
@@ -78,9 +82,14 @@ def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's factor on attention logits: 0.1 * mscale * ln(factor) + 1.
+    """Return YaRN's factor on queries and keys: 0.1 * mscale * ln(factor) + 1.
 
-    From Peng et al., 2023, section 3.4.
+    Attention logits get its square. It is 1 for ``factor`` <= 1. From Peng et al., 2023, section
+    3.4.
+
+    Args:
+        factor: number of times by which the context is extended
+        mscale: the config's ``mscale`` or ``mscale_all_dim``
     """
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 

@@ -91,7 +91,10 @@ def _silu_and_mul_pairs(
     GROUPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Process ROWS rows; rows without a pair are neither read nor written."""
+    """Compute and quantise silu(gate) * up for ROWS rows, sorted by expert.
+
+    Rows without a (token, expert) pair are neither read nor written.
+    """
     at = tl.arange(0, ROWS * GROUPS)
     row, group = tl.program_id(0) * ROWS + at // GROUPS, tl.program_id(1) * GROUPS + at % GROUPS
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -171,8 +174,8 @@ def silu_and_mul_pairs(
 
     Args:
         x: [R, 2N], R even
-        pairs: int32 [R]; a row is real if its pair is below ``total_pairs``, otherwise it pads a
-            tile and is not written
+        pairs: int32 [R], the (token, expert) pair of each row; a row whose number is not below
+            ``total_pairs`` pads a tile and is not written
         filled: int32 [1]: number of first rows in use, even
         total_pairs: number of pairs
     """

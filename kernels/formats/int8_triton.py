@@ -18,7 +18,7 @@ from glowplug.kernels.launch.rows import rows_of
 
 @triton.jit
 def _store(x, values, scales, row, column, size):
-    """Quantise and store one token; x is zero beyond its end.
+    """Quantise and store one token x, padded with zeros to a power of two.
 
     Adding and subtracting 1.5 * 2^23 rounds to the nearest integer.
     """

@@ -63,7 +63,7 @@ def _vector(
 
 
 def groups_of(depth: int, splits: int) -> int:
-    """Return the 128-column groups of each row of W that a program holds, a power of two.
+    """Return the number of 128-column groups of a row of W that a program holds, a power of two.
 
     The ``depth`` columns are divided into ``splits``.
     """
@@ -71,9 +71,9 @@ def groups_of(depth: int, splits: int) -> int:
 
 
 def held_rows_fit(tokens: int, rows: int) -> bool:
-    """Return whether programs with ``rows`` rows of W each can multiply ``tokens`` tokens.
+    """Return whether programs that hold ``rows`` rows of W can multiply ``tokens`` tokens.
 
-    They can if there is one token and the rows of a program are in one scale block.
+    This is so if there is one token and the rows of a program are in one scale block.
     """
     return tokens == 1 and FP8_BLOCK % rows == 0
 

@@ -45,7 +45,10 @@ FP16_0, FP16_1, FP16_2, FP16_3 = (tl.constexpr(_FP16 % (4 * plane)) for plane in
 
 @triton.jit
 def _half(packed, zero, ASM: tl.constexpr):
-    """Return q - z of one plane in a 16-bit dtype, two numbers per instruction."""
+    """Return q - z in a 16-bit dtype: one plane's 4-bit numbers minus their zeros.
+
+    ``zero`` is OFFSET + z, see :func:`zero_of`. An instruction computes two numbers.
+    """
     return tl.inline_asm_elementwise(
         ASM, "=r,r,r", [packed, zero], dtype=zero.dtype, is_pure=True, pack=2
     )
@@ -53,13 +56,13 @@ def _half(packed, zero, ASM: tl.constexpr):
 
 @triton.jit
 def scale_of(factors):
-    """Return the scale of int32 factors, float32."""
+    """Unpack the scales of int32 ``factors`` (a scale and a zero each) to float32."""
     return (factors & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def zero_of(factors, DTYPE: tl.constexpr):
-    """Return OFFSET + z of int32 factors, in the compute dtype."""
+    """Unpack the zeros z of int32 ``factors`` to OFFSET + z in the compute dtype."""
     upper = (factors >> 16).to(tl.int16)
     if DTYPE == tl.float32:
         zero = upper.to(tl.float32)
@@ -70,7 +73,7 @@ def zero_of(factors, DTYPE: tl.constexpr):
 
 @triton.jit
 def unpack(packed, factors, DTYPE: tl.constexpr, PLANE_NUMBER: tl.constexpr):
-    """Return q - z of one plane: 32 neighbouring inputs.
+    """Return q - z, 4-bit numbers minus zeros, of one plane: 32 neighbouring inputs.
 
     Args:
         packed: int16 [R, 32].
@@ -257,7 +260,7 @@ def int4_gemm_rule(rows: int, columns: int, depth: int) -> Config:
 def int4_gemm_config(rows: int, columns: int, depth: int) -> Config:
     """Return the table's configuration for the nearest row count; without a table the rule's.
 
-    The GEMM is that of x [rows, depth] and W [columns, depth].
+    The GEMM multiplies x [rows, depth] by W [columns, depth]^T.
     """
     return tuned_tables.measured_for(
         tuned_tables.file_name(tuned_tables.problem(columns, depth), DTYPE), rows

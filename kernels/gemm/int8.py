@@ -176,7 +176,7 @@ def int8_gemm_rule(rows: int, columns: int, depth: int) -> Config:
 def int8_gemm_config(rows: int, columns: int, depth: int) -> Config:
     """Return the table's configuration for the nearest row count; without a table the rule's.
 
-    The GEMM is that of x [rows, depth] and W [columns, depth].
+    The GEMM multiplies x [rows, depth] by W [columns, depth]^T.
     """
     return tuned_tables.measured_for(
         tuned_tables.file_name(tuned_tables.problem(columns, depth), DTYPE), rows

@@ -96,19 +96,19 @@ def _kernel(config: Config, rows: int, depth: int) -> Config:
 def _operands(
     rows: int, columns: int, depth: int, copies: int
 ) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
-    """Draw x, its scales, ``copies`` weights, and the scales of a weight."""
+    """Return random x, its scales, ``copies`` random weights, and the scales of a weight."""
     x = fp8_triton.quantize(torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16))
     weights = [random_fp8(columns, depth) for _ in range(copies)]
     return *x, weights, torch.rand(cdiv(columns, FP8_BLOCK), cdiv(depth, FP8_BLOCK), device="cuda")
 
 
 def random_fp8(*shape: int) -> Tensor:
-    """Draw a tensor of finite non-negative E4M3 numbers on the device."""
+    """Return a random tensor of finite non-negative E4M3 numbers on the device."""
     return torch.randint(0, 127, shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
 
 
 def _compile_gemm(wanted: Sequence[Config]) -> list[str]:
-    """Run each candidate once to fill the disk cache. Return the keys of those that fail."""
+    """Run each candidate once to fill the disk cache. Return the keys of candidates that fail."""
     failed = []
     for config in wanted:
         held = "HELD" in config
@@ -186,5 +186,10 @@ def tune_gemm(
 
 
 def fetch_of(rows: int, block_m: int) -> int:
-    """Return the depth groups that ``gemm.fp8`` prefetches, for ``rows`` and ``block_m``."""
+    """Return the number of depth groups that ``gemm.fp8`` prefetches.
+
+    Args:
+        rows: rows of x
+        block_m: rows of a tile
+    """
     return fp8.PREFETCH_GROUPS if rows <= block_m <= 32 else 0

@@ -55,12 +55,15 @@ def key(value: object) -> str:
 
 
 def without(config: Config, name: str) -> dict[str, Any]:
-    """Return a copy of a configuration without ``name``."""
+    """Return a copy of a configuration without the key ``name``."""
     return {key: value for key, value in config.items() if key != name}
 
 
 def check_refusal(error: Exception) -> None:
-    """Raise ``error`` again if it is the device's; compiler errors are expected and ignored."""
+    """Raise ``error`` again if it is a CUDA error of the device.
+
+    Errors of the compiler are expected for some candidates, and ignored.
+    """
     if "CUDA error" in str(error):
         raise error
 

@@ -126,7 +126,7 @@ class MhaTiling:
     """Launch configuration of a decode step: kernel constants that a captured graph fixes.
 
     Attributes:
-        block_m: (query token, head of the group) pairs per program
+        block_m: pairs of a query token and a query head per program
         block_n: keys per tile
         splits: KV splits per row
         warps: warps per program

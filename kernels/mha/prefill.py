@@ -66,9 +66,9 @@ def _tiles(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Process keys at positions ``low`` to ``high`` in tiles of ``BLOCK_K``.
+    """Continue the attention of a block of queries with the keys at ``low`` to ``high``.
 
-    Query i sees the keys up to position ``last[i]``.
+    The keys are read in tiles of ``BLOCK_K``. Query i sees the keys up to position ``last[i]``.
     """
     j = tl.arange(0, BLOCK_K)
     # NOTE: tiles begin at FIRST_KEY; if that is not 0, a tile may cross a page boundary
@@ -280,7 +280,12 @@ def mha_prefill(
 
 
 def _sizes(dim: int, itemsize: int) -> tuple[int, int, int, int]:
-    """Return (queries, keys, warps, stages) of a program."""
+    """Return the numbers of queries, keys, warps and pipeline stages of a program.
+
+    Args:
+        dim: numbers of a head
+        itemsize: bytes of a number
+    """
     if itemsize > 2:
         return 32, 16, 4, 2
     return 64, 64, 4, 5 if dim <= 128 else 2

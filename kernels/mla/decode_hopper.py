@@ -38,7 +38,8 @@ from glowplug.kernels.mla.decode_hopper_copies import (
 def _score_layout(block_m, warps):
     """Return the layout of the scores.
 
-    With few pairs the keys are rows, otherwise columns that two warp groups share.
+    With few (query token, head) pairs the keys are rows, otherwise columns that two warp groups
+    share.
     """
     if block_m < 64:
         return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block_m, 16])
@@ -163,9 +164,9 @@ def _merge_splits(
     C: gl.constexpr,
     BLOCK_M: gl.constexpr,
 ):
-    """Merge ``count`` of SPLITS splits of BLOCK_M pairs from ``first``; no splits give zeros.
+    """Merge ``count`` of SPLITS splits of BLOCK_M (query token, head) pairs from ``first`` on.
 
-    ``line`` is the index of the first pair of the row.
+    Without splits the result is zeros. ``line`` is the index of the first pair of the row.
     """
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     pair = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, flat))

@@ -62,7 +62,7 @@ def _copy(source, target, low, high, COLUMNS: gl.constexpr):
 def take_tile(latent, rope, wide, wide_r, low, high, C: gl.constexpr, R: gl.constexpr):
     """Return the operands for a tile that has arrived.
 
-    They are the tile itself, or its widened copy if its dtype is narrower.
+    They are the tile itself, or a copy of it in the queries' dtype if that is wider.
     """
     if latent.dtype == wide.dtype:
         if (low > 0) | (high < TILE):
@@ -152,9 +152,10 @@ def load_queries(
     R: gl.constexpr,
     BLOCK_M: gl.constexpr,
 ):
-    """Load BLOCK_M pairs from ``first`` of a row's ``pairs`` to shared memory as [M, C] and [M, R].
+    """Load BLOCK_M (query token, head) pairs to shared memory as [M, C] and [M, R].
 
-    ``query`` points at the first pair of the row.
+    They are the pairs from ``first`` on of the ``pairs`` pairs of a row; ``query`` points at the
+    row's first pair.
     """
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

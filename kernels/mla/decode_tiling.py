@@ -109,7 +109,10 @@ def mla_tiling(
 def _program_shape(
     block_m: int, dtype: torch.dtype, kv: torch.dtype, pipeline: bool
 ) -> tuple[int, int, int]:
-    """Return (column tiles of the latent, warps, pipeline stages) of a program."""
+    """Return the numbers of column tiles of the latent, warps and pipeline stages of a program.
+
+    Arguments as in :func:`_keys_per_tile`.
+    """
     is_wide = block_m == 64
     if pipeline:
         return (1, 8, 2) if is_wide else (1, 4, 3 if kv.itemsize == 1 else 2)
@@ -119,7 +122,14 @@ def _program_shape(
 
 
 def _merge_is_faster(rows: int, block_m: int, many_heads: bool, avoids_merge_kernel: bool) -> bool:
-    """Return whether W_UV's GEMM was measured to be faster if it merges the splits."""
+    """Return whether W_UV's GEMM was measured to be faster if it merges the splits.
+
+    Args:
+        rows: decode rows of the step, padding included
+        block_m: (query token, head) pairs per program
+        many_heads: a row has more than ``FEW_HEADS_MAX`` heads
+        avoids_merge_kernel: otherwise a merge kernel would run
+    """
     if many_heads:
         return rows in MANY_HEADS_MERGE_ROWS and block_m < 64
     return rows in MERGE_IN_VALUES_ROWS and avoids_merge_kernel
@@ -128,7 +138,7 @@ def _merge_is_faster(rows: int, block_m: int, many_heads: bool, avoids_merge_ker
 def _pairs_per_block(
     rows: int, width: int, heads: int, dtype: torch.dtype, many_heads: bool
 ) -> int:
-    """Return the (query token, head) pairs of a program, a power of two."""
+    """Return the number of (query token, head) pairs that a program computes, a power of two."""
     widest = 64 if dtype.itemsize <= 2 else 32
     block_m = min(widest, max(16, next_power_of_2(width * heads)))
     if many_heads:
@@ -139,7 +149,14 @@ def _pairs_per_block(
 
 
 def _keys_per_tile(block_m: int, dtype: torch.dtype, kv: torch.dtype, pipeline: bool) -> int:
-    """Return the keys of a tile."""
+    """Return the number of keys of a tile.
+
+    Args:
+        block_m: (query token, head) pairs per program
+        dtype: dtype of the queries
+        kv: dtype of the cache
+        pipeline: the Hopper kernel is used
+    """
     if pipeline or block_m == 64:
         return 64
     if dtype.itemsize > 2:

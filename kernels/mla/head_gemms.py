@@ -124,7 +124,9 @@ def _by_heads(
 def few_for_prologue(tokens: int, heads: int) -> bool:
     """Return whether W_UK's GEMM is faster in the prologue than in cuBLAS.
 
-    ``tokens`` is the number of decoding tokens, ``heads`` that of query heads.
+    Args:
+        tokens: number of decoding tokens
+        heads: number of query heads
     """
     few_pairs = tokens * heads <= FEW_PAIRS_MAX
     return 0 < tokens <= (2 * FEW_TOKENS_MAX if few_pairs else FEW_TOKENS_MAX)

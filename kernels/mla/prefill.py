@@ -47,9 +47,10 @@ def _tiles(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Process keys ``low`` to ``high`` in tiles of ``BLOCK_K``.
+    """Continue the attention of a block of queries with the keys ``low`` to ``high``.
 
-    The row has ``keys`` keys; query i sees those up to number ``last[i]``.
+    The keys are read in tiles of ``BLOCK_K``. The row has ``keys`` keys; query i sees those up to
+    number ``last[i]``.
     """
     n, r, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_V)
     j = tl.arange(0, BLOCK_K)
@@ -304,12 +305,17 @@ def mla_prefill(
 
 
 def _padded(size: int) -> int:
-    """Return the tile size for ``size`` columns."""
+    """Return the number of columns of a tile that holds ``size`` columns."""
     return max(16, next_power_of_2(size))
 
 
 def _tile(max_q: int, itemsize: int) -> tuple[int, int, int, int]:
-    """Return (queries, keys, warps, stages) of a program for rows of at most ``max_q`` queries."""
+    """Return the numbers of queries, keys, warps and pipeline stages of a program.
+
+    Args:
+        max_q: most queries of a row
+        itemsize: bytes of a number
+    """
     if itemsize > 2:
         return 32, 16, 4, 2
     return (128, 64, 8, 3) if max_q > 64 else (64, 64, 4, 3)

@@ -41,9 +41,9 @@ class Alignment(NamedTuple):
 
 
 def max_blocks(pairs: int, experts: int, block_m: int) -> int:
-    """Return the most blocks of ``block_m`` rows that ``pairs`` (token, expert) pairs can fill.
+    """Return the largest number of blocks that ``pairs`` (token, expert) pairs can fill.
 
-    The number holds for any routing of the pairs to ``experts`` experts.
+    A block has ``block_m`` rows. The number is valid for any routing to ``experts`` experts.
     """
     return min(pairs, (pairs + experts * (block_m - 1)) // block_m)
 
@@ -89,7 +89,7 @@ def _fill(
 
 @triton.jit
 def _load_ids(ids, place, pairs, experts, BINS: tl.constexpr):
-    """Load expert ids; BINS - 1 replaces ids outside [0, experts)."""
+    """Load expert ids from index ``place`` on; BINS - 1 replaces ids outside [0, experts)."""
     chosen = tl.load(ids + place, mask=place < pairs, other=-1).to(tl.int32)
     return tl.where((chosen < 0) | (chosen >= experts), BINS - 1, chosen)
 
@@ -110,7 +110,7 @@ def _by_expert(
     WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Align in one launch, with one program per expert."""
+    """Sort the pairs and fill all fields of an :class:`Alignment`, with one program per expert."""
     dependent_launch.begin(DEPENDENT)
     dependent_launch.wait(DEPENDENT)
     expert = tl.program_id(0)
@@ -199,7 +199,10 @@ def _place(
     WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Store the positions, with one program per chunk of ids, then one program per expert."""
+    """Store the sorted pairs and the other fields of an :class:`Alignment`.
+
+    The first programs handle one chunk of ids each, the others one expert each.
+    """
     dependent_launch.begin(DEPENDENT)
     dependent_launch.wait(DEPENDENT)
     program = tl.program_id(0)

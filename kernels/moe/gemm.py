@@ -234,7 +234,7 @@ def fused_shared_tile_sizes(tokens: int, up: bool, config: Config) -> tuple[int,
 def _row_blocks(
     ids: Tensor, experts: int, aligned: Alignment | None, block_m: int
 ) -> tuple[int, tuple[Tensor, Tensor] | tuple[None, None]]:
-    """Return the number of row blocks and the lists that name each block's pairs and expert.
+    """Return the number of row blocks, and the lists with the pairs and the expert of each.
 
     Without an alignment every one of ``experts`` experts has the blocks of all tokens, and there
     are no lists.

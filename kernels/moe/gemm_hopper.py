@@ -56,7 +56,7 @@ def _multiply(
     STAGES: gl.constexpr,
     LEAD: gl.constexpr,
 ):
-    """Multiply rows 64 * PART to 64 * PART + 63 of every tile of this program."""
+    """Multiply the 64 rows of warpgroup ``WARPGROUP`` in every tile of this program."""
     (
         out,
         weights,
@@ -316,7 +316,7 @@ def _grouped_hopper(
 
 
 def card_is_hopper() -> bool:
-    """Return whether the card is a Hopper: later cards have no warpgroup MMA (wgmma)."""
+    """Return whether the GPU is a Hopper; later GPUs have no warpgroup MMA (wgmma)."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 

@@ -35,7 +35,7 @@ def _up(
     BLOCK_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute ``BLOCK_N`` columns of silu(gate) * up of one pair."""
+    """Compute ``BLOCK_N`` columns of silu(gate) * up of one (token, expert) pair."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dependent_launch.wait(DEPENDENT)
     dependent_launch.begin(DEPENDENT)
@@ -119,12 +119,14 @@ def _down(
 
 
 def _lines(w: Tensor) -> int:
-    """Return the cache lines of a weight row, at 64 elements each, as a power of two."""
+    """Return the number of cache lines of a weight row, at 64 elements each, as a power of two."""
     return next_power_of_2(cdiv(w.shape[-1], 64))
 
 
 def up(x: Tensor, w13: Tensor, ids: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """Compute silu(gate) * up of every pair, as ``moe.gemm.up`` does without an alignment.
+    """Compute silu(gate) * up of every (token, expert) pair.
+
+    The result is that of ``moe.gemm.up`` with ``aligned`` None: one row per pair.
 
     Args:
         x: [T, H].

@@ -38,7 +38,7 @@ def place_of(tile, m_blocks, n_blocks, group):
 
 @gluon.jit
 def _rows_of(x, sorted_pairs, place, pairs, depth, TOPK: gl.constexpr, DEPTH: gl.constexpr):
-    """Return pointers [64, DEPTH] to the tokens from ``place`` of the sorted list, and a mask."""
+    """Return pointers [64, DEPTH] to the tokens of sorted pairs from ``place`` on, and a mask."""
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DEPTH, DEPTH // 8], [4, 1], [1, 0])
     pair = gl.load(sorted_pairs + place + gl.arange(0, 64, gl.SliceLayout(1, flat)))
     token = gl.where(pair < pairs, pair // TOPK, 0)
@@ -156,7 +156,7 @@ def store_weighted(out, value, weights, pair, pairs, row, real, column_block, co
 
 @gluon.jit
 def pass_over(full, empty, step, steps, STAGES: gl.constexpr):
-    """Release the next ``steps`` pipeline stages unread. Return the step after them."""
+    """Release the next ``steps`` pipeline stages unread, and return the step after them."""
     for _ in range(steps):
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
         mbarrier.arrive(empty.index(step % STAGES), count=1)

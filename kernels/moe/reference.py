@@ -69,7 +69,7 @@ def experts_host(
 def _pairwise(
     x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation
 ) -> Tensor:
-    """Compute the experts by matrix-vector products, one pair after another: [T, H]."""
+    """Compute the experts by matrix-vector products, one (token, expert) pair at a time: [T, H]."""
     chosen = ids.tolist()
     rows = x.unsqueeze(1).unbind()
     hidden = torch.cat(

@@ -214,7 +214,7 @@ def _route(
 
 @cache
 def _tickets(device: torch.device) -> Tensor:
-    """Return the ticket counters of a device, one per block of tokens.
+    """Return a device's counters of finished programs, one per block of tokens.
 
     NOTE: all streams share them, so two gates must not run at once. Allocate before any capture.
     """
@@ -222,7 +222,7 @@ def _tickets(device: torch.device) -> Tensor:
 
 
 def _blocks(tokens: int, experts: int, hidden: int) -> tuple[int, int, int, int]:
-    """Return a block's tokens, experts, channels and depth splits."""
+    """Return the numbers of a block's tokens, experts and channels, and of the depth splits."""
     deep = next_power_of_2(hidden)
     if tokens <= VECTOR_TOKENS_MAX and deep <= VECTOR_HIDDEN_MAX:
         return 1, 1, deep, 1
@@ -240,7 +240,10 @@ def _blocks(tokens: int, experts: int, hidden: int) -> tuple[int, int, int, int]
 
 
 def library_tokens_min(experts: int) -> int:
-    """Return the tokens from which cuBLAS scores ``experts`` experts, without a ready flag."""
+    """Return the number of tokens from which on cuBLAS scores ``experts`` experts.
+
+    It sets no ready flag.
+    """
     many = experts > ONE_LAUNCH_EXPERTS_MAX
     return LIBRARY_TOKENS_MANY_EXPERTS if many else LIBRARY_TOKENS_FEW_EXPERTS
 

@@ -14,7 +14,10 @@ from glowplug.kernels.elementwise import cpu_small
 
 
 def _exclude_groups(scores: Tensor, group_scores: Tensor, topk_groups: int, value: float) -> None:
-    """Overwrite the scores [T, groups, experts per group] of all but the best groups in place."""
+    """Overwrite scores [T, groups, experts] with ``value``, except those of the best groups.
+
+    ``group_scores`` [T, groups] ranks the groups; ``topk_groups`` of them stay unchanged.
+    """
     best = group_scores.topk(topk_groups, dim=-1, sorted=False).indices
     outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
     scores.masked_fill_(outside.unsqueeze(-1), value)

@@ -44,7 +44,7 @@ Measured = tuple[float, Config]  #: (microseconds, configuration)
 
 @dataclass
 class Bench:
-    """Weights of a problem, and methods that draw routings and run one GEMM.
+    """Weights of a problem, and methods that make random routings and run one GEMM.
 
     The last ``fused_shared`` experts are fused shared experts.
     """
@@ -58,7 +58,7 @@ class Bench:
     def make(
         problem: ExpertsProblem, fused_shared: int, held: int = 0, device: str = "cuda"
     ) -> Bench:
-        """Draw random weights of ``held`` experts (0: all of the problem's)."""
+        """Return a bench with random weights of ``held`` experts (0: all of the problem's)."""
         count = held or problem.experts
         dtype = getattr(torch, problem.dtype)
         w13 = torch.empty(
@@ -70,7 +70,10 @@ class Bench:
         return Bench(problem, w13, w2, fused_shared)
 
     def routing(self, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Draw (ids, weights): fused shared experts for every token, the others uniformly."""
+        """Return random (ids, weights) that route ``tokens`` tokens.
+
+        Every token has all fused shared experts; its other experts are drawn uniformly.
+        """
         device = self.w13.device
         generator = torch.Generator(device).manual_seed(seed)
         routed = len(self.w13) - self.fused_shared
@@ -100,7 +103,7 @@ class Bench:
         )
 
     def rows(self, product: str, config: Config, tokens: int, aligned: Alignment | None) -> Tensor:
-        """Draw the input of GEMM ``product`` for ``tokens`` tokens."""
+        """Return random input of a GEMM for ``tokens`` tokens. ``product``: "up" or "down"."""
         pairs = tokens * self.problem.topk
         if aligned is not None:
             separate_shared = (
@@ -121,7 +124,7 @@ class Bench:
         weights: Tensor,
         aligned: Alignment | None,
     ) -> Tensor:
-        """Run GEMM ``product``, "up" or "down"."""
+        """Run the GEMM ``product``, "up" or "down", on the input x."""
         separate_shared = self.separate_shared(config, len(ids))
         if config["way"] == "hopper":
             return self._run_hopper(product, config, x, ids, weights, aligned)

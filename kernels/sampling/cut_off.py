@@ -25,7 +25,7 @@ SHIFTS = (26, 22, 18, 14, 10, 6, 2, 0)
 
 @triton.jit
 def _either(a, b):
-    """Return the union of two bit sets, for a reduction."""
+    """Return the union of two bit sets; combines the values of a reduction."""
     return a | b
 
 
@@ -42,9 +42,10 @@ def _shares(
     COUNT: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """Store the share of a block at or above each of PIVOTS + 1 thresholds in ``shares``.
+    """Store the sum of a block's weights at or above each of PIVOTS + 1 thresholds in ``shares``.
 
-    Bit j of ``held`` is set if part of the block is between threshold j and the next.
+    With ``COUNT`` weights count 1 each. Bit j of ``held`` is set if the block has a weight between
+    threshold j and the next.
     """
     bits = weight.to(tl.int32, bitcast=True)
     inside = (bits >= start) & (index < vocab)
@@ -171,7 +172,7 @@ def cut_off(
     count: bool,
     arrived: Tensor,
 ) -> None:
-    """Raise the cut-off of each row's weights by top-k, or by top-p of what top-k left.
+    """Raise the least weight that a token needs to be drawn, by top-k or then by top-p.
 
     Equal weights survive together. Rows colder than ``coldest`` are greedy and not changed, nor are
     rows whose limit is off.
@@ -183,7 +184,7 @@ def cut_off(
         parameters: sampling parameters of the sequence table
         coldest: temperature below which a row is greedy
         count: cut by top-k; otherwise by top-p
-        arrived: int32 [N or more], zeros before and after
+        arrived: int32 [N or more], counters of finished programs per row, zeros before and after
     """
     grid = Grid.over(logits)
     device = logits.device

@@ -132,7 +132,7 @@ def draw(
         positions: int64 [N]
         parameters: sampling parameters of the sequence table
         coldest: temperature below which a row is greedy
-        arrived: int32 [N or more], zeros before and after
+        arrived: int32 [N or more], counters of finished programs per row, zeros before and after
     """
     grid = Grid.over(logits)
     if len(rows):

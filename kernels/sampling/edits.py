@@ -29,7 +29,9 @@ _IN_PROMPT = tl.constexpr(IN_PROMPT)
 
 
 class RowEdits(NamedTuple):
-    """Edits per row of the sequence table. R rows, V vocabulary, L entries of a list at most.
+    """Changes to the logits of each row of the sequence table, before a token is chosen.
+
+    There are R rows, V tokens in the vocabulary, and at most L entries in a row's list.
 
     Attributes:
         flags: int64 column [R], bits PENALTIES, ALLOWED and LISTED
@@ -42,7 +44,8 @@ class RowEdits(NamedTuple):
         presence: float32 column [R]. The three float32 columns belong to one table
         ids: int32 [R, L]: listed tokens, distinct among the first ``added`` and among the others
         values: float32 [R, L]: numbers added to the logits of the listed tokens
-        table: int32 [R, V], for rows with penalties or allowed tokens
+        table: int32 [R, V], for rows with penalties or allowed tokens: how often the output has
+            each token, and the bits IN_PROMPT and FORBIDDEN
     """
 
     flags: Tensor
@@ -90,7 +93,11 @@ def _add_listed(
 
 @triton.jit
 def _penalised(value, held, index, ahead, ahead_count, repetition, frequency, presence):
-    """Return the penalised logits of tokens ``index``; ``held`` are their table entries."""
+    """Return the penalised logits of tokens ``index``, given their logits ``value``.
+
+    ``held`` are the tokens' entries in ``RowEdits.table``. The ``ahead_count`` tokens at ``ahead``
+    count too, although they were not observed yet.
+    """
     count = held & (_IN_PROMPT - 1)
     seen = (held & 0x7FFFFFFF) != 0
     for j in range(ahead_count):
@@ -131,7 +138,8 @@ def edited(
 ):
     """Edit the row's logits at ``index``, write them back to ``source`` and return them.
 
-    Positions beyond the vocabulary give -inf.
+    The row's edits are those of row ``state`` of the sequence table. Indices beyond the vocabulary
+    give -inf.
     """
     inside = index < vocab
     asked = tl.load(flags + state * int_stride)
@@ -184,7 +192,7 @@ def _observe(
     WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Count the accepted tokens of one row."""
+    """Add the accepted tokens of one row to its token counts in ``table``, for the penalties."""
     dependent_launch.begin(DEPENDENT)
     dependent_launch.wait(DEPENDENT)
     row = tl.program_id(0)
@@ -197,13 +205,13 @@ def _observe(
 
 
 def observe(tokens: Tensor, counts: Tensor, rows: Tensor, edits: RowEdits) -> None:
-    """Count tokens in the table, for rows with penalties.
+    """Add tokens to the token counts of their rows, for rows with penalties.
 
     Args:
         tokens: int64 [B, W]
-        counts: int32 [B]: the number of first tokens of each row to count
+        counts: int32 [B]: the number of first tokens of each row to add
         rows: int64 [B], rows of the sequence table
-        edits: the table
+        edits: the rows' edits; ``table`` is updated
     """
     if len(rows):
         width = next_power_of_2(max(2, tokens.shape[1]))

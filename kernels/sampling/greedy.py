@@ -181,7 +181,7 @@ def best(logits: Tensor, arrived: Tensor) -> RowChoice:
 
     Args:
         logits: float32 [N, V]; rows may be strided
-        arrived: int32 [N or more], zeros before and after
+        arrived: int32 [N or more], counters of finished programs per row, zeros before and after
     """
     grid = Grid.over(logits)
     choice = _choice(logits)
@@ -212,7 +212,7 @@ def best_edited(
 
     Args:
         logits: float32 [N, V]; rows may be strided
-        arrived: int32 [N or more], zeros before and after
+        arrived: int32 [N or more], counters of finished programs per row, zeros before and after
         rows: int64 [N], rows of the sequence table
         positions: int64 [N]
         ahead: int64 [N, W - 1]: tokens that penalties count although they were not observed yet;
@@ -248,7 +248,7 @@ def best_edited(
 
 
 def _choice(logits: Tensor) -> RowChoice:
-    """Allocate a choice for the rows of ``logits``."""
+    """Allocate an uninitialised :class:`RowChoice` for the rows of ``logits``."""
     rows = logits.shape[0]
     device = logits.device
     return RowChoice(

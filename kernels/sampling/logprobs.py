@@ -87,7 +87,7 @@ def token_logprobs(
         tokens: int64 [N]
         peaks: float32 [N]: the largest logit of each row
         k: number of most likely tokens
-        arrived: int32 [N or more], zeros before and after
+        arrived: int32 [N or more], counters of finished programs per row, zeros before and after
 
     Returns:
         token float32 [N], top_ids int64 [N, k] and top float32 [N, k]; k is at most V

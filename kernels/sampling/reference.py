@@ -67,7 +67,7 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """Draw one index int64 [N] per row of ``weights`` by inverse CDF at u [N].
+    """Draw one index per row of ``weights`` by inverse CDF at u [N], and return them, int64 [N].
 
     ``weights`` float32 [N, V] >= 0 need not be normalised. There are two levels in float64 (block
     sums, then one block), so no [N, V] float64 temporary. A zero weight is never drawn.

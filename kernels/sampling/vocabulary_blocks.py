@@ -22,9 +22,9 @@ PROGRAM_TOKENS = (
 
 
 class RowParameters(NamedTuple):
-    """Columns [R] of the sequence table, each possibly strided.
+    """Sampling parameters of the R rows of the sequence table, one tensor [R] each.
 
-    ``seed`` and ``top_k`` are int64, the others float32.
+    Each may be a strided column of a table. ``seed`` and ``top_k`` are int64, the others float32.
     """
 
     temperature: Tensor
@@ -54,7 +54,8 @@ class RowChoice(NamedTuple):
 def finished(arrived, row, blocks):
     """Return whether this is the last program of ``row`` to finish.
 
-    If so, the stores of the others are visible to it, and the counter is reset to zero.
+    If it is, the stores of the row's other programs are visible to it, and the row's counter in
+    ``arrived`` is reset to zero.
     """
     tl.debug_barrier()
     last = tl.atomic_add(arrived + row, 1, sem="acq_rel") == blocks - 1
@@ -100,9 +101,9 @@ class Grid(NamedTuple):
 
 
 def columns_of(parameters: RowParameters, last: Tensor) -> tuple[Tensor | int, ...]:
-    """Return temperature, min-p and the column ``last``, each followed by its stride.
+    """Return the columns temperature, min-p and ``last``, each followed by its stride.
 
-    The first two are columns of ``parameters``.
+    Temperature and min-p are columns of ``parameters``.
     """
     each = (parameters.temperature, parameters.min_p, last)
     return tuple(value for column in each for value in (column, column.stride(0)))

@@ -26,7 +26,7 @@ def hopper_gated_product(
     dtype: torch.dtype,
     config: Config,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the quantised silu(gate) * up of every pair with the Hopper kernel, in sorted order.
+    """Compute the quantised silu(gate) * up of sorted (token, expert) pairs by the Hopper kernel.
 
     Args:
         x: E4M3 [T, H].
@@ -59,7 +59,7 @@ def products(
     dtype: torch.dtype,
     config: Config,
 ) -> Tensor:
-    """Compute the weighted output of every pair: [T * K, H], for ``moe_sum``.
+    """Compute the weighted output of every (token, expert) pair: [T * K, H], for ``moe_sum``.
 
     Args:
         x: E4M3 [T, H].

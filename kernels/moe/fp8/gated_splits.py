@@ -112,7 +112,7 @@ def _gated_parts(
     EVEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute 128 gates and ups of one pair over one depth split.
+    """Compute 128 gates and ups of one (token, expert) pair over one depth split.
 
     The programs of a column block are consecutive.
     """
@@ -177,7 +177,7 @@ def _activate(partial, values, scale_at, SPLITS: tl.constexpr):
 
 @cache
 def _tickets(device: torch.device) -> Tensor:
-    """Return the ticket counters of a device, one per column block of a pair.
+    """Return a device's counters of finished splits, one per column block of a pair.
 
     NOTE: all streams share them, so two such GEMMs must not run at once on a device. They must be
     allocated before any graph capture.
@@ -186,7 +186,12 @@ def _tickets(device: torch.device) -> Tensor:
 
 
 def tickets_suffice(pairs: int, inter: int) -> bool:
-    """Return whether there are tickets for all column blocks."""
+    """Return whether there are counters (:func:`_tickets`) for all column blocks.
+
+    Args:
+        pairs: number of (token, expert) pairs
+        inter: channels between the GEMMs
+    """
     return inter % FP8_BLOCK == 0 and pairs * (inter // FP8_BLOCK) <= TICKETS_MAX
 
 
@@ -201,7 +206,7 @@ def gated_by_splits(
     splits: int,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Compute the quantised silu(gate) * up of every pair.
+    """Compute the quantised silu(gate) * up of every (token, expert) pair.
 
     Args:
         x: E4M3 [T, H].

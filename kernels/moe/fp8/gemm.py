@@ -50,7 +50,7 @@ def _depth(
     EVEN: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """Accumulate one tile over the whole depth: [M, N], with ``SWAP`` [N, M]."""
+    """Multiply one tile over the whole depth: [M, N], with ``SWAP`` [N, M]."""
     groups = tl.cdiv(depth, 128)
     x_scale = tl.load(xs_at)
     w_scale = tl.load(ws_at)
@@ -238,7 +238,10 @@ def _gated(
 
 
 def fetch_of(tile: int) -> int:
-    """Return the depth groups that the second GEMM prefetches with ``tile`` rows per tile."""
+    """Return the number of depth groups that the second GEMM prefetches.
+
+    ``tile``: rows of a tile.
+    """
     return PREFETCH_GROUPS if tile <= 32 else 0
 
 
@@ -288,9 +291,9 @@ def product(
         x_scales: float32 [pairs / per_token, ceil(K / 128)], column-major.
         weight: E4M3 [E, N, K].
         w_scales: float32, one per 128x128 block.
-        tiles: The tiles, of :func:`tiles_of`.
+        tiles: The result of :func:`tiles_of`.
         tile: Rows of a tile.
-        pairs: T * K.
+        pairs: Number of (token, expert) pairs, T * K.
         per_token: Pairs of a row of x.
         dtype: Result's dtype.
         config: This GEMM's configuration.
@@ -339,7 +342,7 @@ def gated_product(
     per_token: int,
     config: Config,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the quantised silu(gate) * up of every pair.
+    """Compute the quantised silu(gate) * up of every (token, expert) pair.
 
     I must be a multiple of 128. Other arguments as in :func:`product`.
 

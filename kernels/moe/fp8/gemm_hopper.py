@@ -101,7 +101,7 @@ def _multiply(
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Multiply rows 64 * PART to 64 * PART + 63 of every tile of this program."""
+    """Multiply the 64 rows of warpgroup ``WARPGROUP`` in every tile of this program."""
     (
         out,
         weights,

@@ -72,7 +72,7 @@ def _find(
     SPAN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Find the rows of one expert's pairs; each program reads all ids.
+    """Find the rows of one expert's (token, expert) pairs; each program reads all ids.
 
     With ``PACKED``, ``counts`` gets the starts.
     """
@@ -135,7 +135,7 @@ def _spread(
     GROUPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Copy ``GROUPS`` groups of a token and their scales to the rows of its pairs."""
+    """Copy ``GROUPS`` groups of a token, with their scales, to the rows of its pairs."""
     dependent_launch.begin(DEPENDENT)
     dependent_launch.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
@@ -192,7 +192,7 @@ def _activate(
 
 
 def static(ids: Tensor, experts: int, rows: int) -> Static:
-    """Lay out the pairs with a capacity of ``rows`` rows for every expert.
+    """Lay out (token, expert) pairs with a capacity of ``rows`` rows for every expert.
 
     Args:
         ids: int32 or int64 [T, K], below ``experts``; negative: an expert of another rank.
@@ -208,7 +208,7 @@ def static(ids: Tensor, experts: int, rows: int) -> Static:
 
 
 def packed(ids: Tensor, experts: int, hidden: int, inter: int) -> PackedRows:
-    """Lay out the pairs without gaps.
+    """Lay out (token, expert) pairs by expert, without gaps.
 
     Args:
         ids: As for :func:`static`, with any number of pairs per expert.
@@ -261,13 +261,13 @@ def _launch(
 def spread(
     x: Tensor, x_scales: Tensor, ids: Tensor, place: Tensor, values: Tensor, scales: Tensor
 ) -> None:
-    """Copy each token and its scales to the rows of its pairs. Other rows keep their content.
+    """Copy tokens and their scales to the rows of their pairs. Other rows keep their content.
 
     Args:
         x: E4M3 [T, N].
         x_scales: float32 [T, ceil(N / 128)], in the layout of ``formats.fp8_triton``.
         ids: [T, K]; pairs with negative ids are skipped.
-        place: int32 [T * K].
+        place: int32 [T * K], the row of each pair.
         values: [G * R, N], written.
         scales: [G, R, ceil(N / 128)], written.
     """
@@ -292,12 +292,12 @@ def spread(
 
 
 def activate(x: Tensor, ids: Tensor, place: Tensor, values: Tensor, scales: Tensor) -> None:
-    """Compute and quantise silu(gate) * up in the rows of pairs. Other rows keep their content.
+    """Compute and quantise silu(gate) * up of the pairs' rows. Other rows keep their content.
 
     Args:
         x: [G * R, 2N], gate then up; the activation is computed in float32.
         ids: [T, K]; pairs with negative ids are skipped.
-        place: int32 [T * K].
+        place: int32 [T * K], the row of each pair.
         values: E4M3 [G * R, N], written.
         scales: [G, R, ceil(N / 128)], written.
     """

@@ -14,9 +14,9 @@ from glowplug.kernels.moe.align import align
 
 @triton.jit
 def pairs_of(tile, pairs, experts, total_pairs, BLOCK_M: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return a tile's pairs, its expert, and a mask of the rows that are not padding.
+    """Return a tile's (token, expert) pairs, its expert, and a mask of rows that are not padding.
 
-    Without an alignment a tile is one pair, and ``experts`` are the ids.
+    If not ``ALIGNED``, a tile is one pair, and ``experts`` are the ids.
     """
     at = tl.arange(0, BLOCK_M)
     if ALIGNED:
@@ -78,7 +78,8 @@ class Tiles(NamedTuple):
 def tiles_of(ids: Tensor, experts: int, config: Config) -> Tiles:
     """Return the tiles of ids [T, K] for ``experts`` experts.
 
-    ``config`` is one of ``moe.fp8.tiles``; its ``PAIRED`` saves the alignment for few tokens.
+    ``config`` is one of ``moe.fp8.tiles``; with its key ``PAIRED`` a tile is one pair, which saves
+    the alignment for few tokens.
     """
     if config.get("PAIRED"):
         return Tiles(ids, ids, ids, ids.numel(), False)

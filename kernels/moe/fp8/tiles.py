@@ -33,12 +33,15 @@ SMALL_TILE_ROWS_MAX = 40  #: rows of an expert up to which small tiles are faste
 
 
 def on_hopper(config: Config) -> bool:
-    """Return whether a configuration is for ``moe.fp8.gemm_hopper``."""
+    """Return whether ``config`` is a configuration of ``moe.fp8.gemm_hopper``."""
     return "GROUP" in config["first"]
 
 
 def hopper(group: int) -> Config:
-    """Return the configuration of ``moe.fp8.gemm_hopper`` with tile groups ``group`` tiles high."""
+    """Return the configuration of ``moe.fp8.gemm_hopper``.
+
+    ``group``: row blocks of a swizzle group.
+    """
     return {
         "BLOCK_M": HOPPER_ROWS,
         "FUSE": True,

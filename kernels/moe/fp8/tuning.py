@@ -55,7 +55,7 @@ Best = dict[tuple[str, int, bool], tuple[float, Config]]
 
 
 def random_fp8(*shape: int) -> Tensor:
-    """Draw a tensor of finite non-negative E4M3 numbers on the device."""
+    """Return a random tensor of finite non-negative E4M3 numbers on the device."""
     return torch.randint(0, 127, shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
 
 
@@ -93,7 +93,7 @@ class _Experts:
 
     @staticmethod
     def make(problem: Fp8ExpertsProblem, held: int) -> _Experts:
-        """Draw the weights of ``held`` experts."""
+        """Return random weights of ``held`` experts, the number that a rank holds."""
         hidden = problem.hidden
         inter = problem.inter
         return _Experts(
@@ -152,7 +152,10 @@ class _Experts:
 
 
 def routing(problem: Fp8ExpertsProblem, held: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw (ids, weights): fused shared experts for every token, the others uniformly."""
+    """Return random (ids, weights) that route ``tokens`` tokens to ``held`` experts.
+
+    Every token has all fused shared experts; its other experts are drawn uniformly.
+    """
     generator = torch.Generator("cuda").manual_seed(seed)
     routed = held - problem.fused_shared
     ids = torch.rand(tokens, routed, generator=generator, device="cuda")
@@ -165,7 +168,7 @@ def routing(problem: Fp8ExpertsProblem, held: int, tokens: int, seed: int) -> tu
 def expert_candidates(tokens: int, problem: Fp8ExpertsProblem) -> Iterator[tuple[str, Config]]:
     """Yield the (kind of GEMM, configuration) to measure for ``tokens`` tokens.
 
-    They are chosen by the mean rows of an expert of ``problem``. Kinds as in ``_Experts.call``.
+    Candidates depend on the mean rows of an expert of ``problem``. Kinds as in ``_Experts.call``.
     """
     load = tokens * problem.topk / problem.experts
     if load >= HOPPER_ROWS_MIN and card_is_hopper() and fits_hopper(problem.hidden, BFLOAT16_BYTES):
@@ -196,7 +199,7 @@ def expert_candidates(tokens: int, problem: Fp8ExpertsProblem) -> Iterator[tuple
 
 
 def _compile_experts(wanted: Sequence[tuple[str, Config]], problem: Fp8ExpertsProblem) -> list[str]:
-    """Run each candidate once to fill the disk cache. Return the keys of those that fail."""
+    """Run each candidate once to fill the disk cache. Return the keys of candidates that fail."""
     held = problem.fused_shared + 4
     bench = _Experts.make(problem, held)
     failed = []
@@ -221,7 +224,7 @@ def _compile_experts(wanted: Sequence[tuple[str, Config]], problem: Fp8ExpertsPr
 def _input(
     kind: str, tokens: int, ids: Tensor, problem: Fp8ExpertsProblem
 ) -> tuple[Tensor, Tensor]:
-    """Draw the quantised input of one GEMM, and its scales."""
+    """Return random quantised input of one GEMM, and its scales. Kinds as in ``_Experts.call``."""
     rows, depth = (ids.numel(), problem.inter) if kind == "second" else (tokens, problem.hidden)
     return fp8_triton.quantize(torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16))
 

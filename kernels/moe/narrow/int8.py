@@ -64,8 +64,9 @@ def _grouped(
 ):
     """Compute one tile of a grouped GEMM.
 
-    With ``UP`` x holds tokens, w holds gates before ups, and out[pair] = silu(gate) * up. Otherwise
-    x holds pairs and the results are multiplied by the routing weights.
+    With ``UP`` x has a row per token, w has gates before ups, and out[pair] = silu(gate) * up for
+    each (token, expert) pair. Otherwise x has a row per pair, and the results are multiplied by the
+    routing weights.
     """
     dependent_launch.begin(DEPENDENT)
     block, column_block = tile_place(m_blocks, n_blocks, group)
@@ -255,7 +256,7 @@ def expert_rows(
     dtype: torch.dtype,
     config: Mapping[str, Config] | None = None,
 ) -> Tensor:
-    """Compute the weighted output of every pair: [T * K, H], for ``moe_sum``.
+    """Compute the weighted output of every (token, expert) pair: [T * K, H], for ``moe_sum``.
 
     The arguments are those of :func:`experts`. Rows of experts of other ranks are not written.
     """
