@@ -201,7 +201,7 @@ def _agreement(ours: list[int], expected: list[int]) -> float:
 def _serving(
     args: argparse.Namespace, llm: LLM, config: dict[str, Any], rounds: list[Ids]
 ) -> dict[str, Any]:
-    """Measure the same requests offline and through a server of our own, alternately."""
+    """Measure the same requests on ``llm`` and through a server of our own, alternately."""
     offline = []
     served = []
     with LocalServer(config, threads=args.threads) as server:
@@ -242,7 +242,10 @@ def _served(target: ServerTarget, prompts: Ids, count: int) -> float:
 
 
 def _conditions(args: argparse.Namespace, llm: LLM) -> dict[str, Any]:
-    """Return the conditions of the measurement for the record."""
+    """Return the conditions of the measurement for the record.
+
+    They are model, device, versions and the command's options.
+    """
     import platform
 
     import torch

@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _positions(model: str, extra: list[str]) -> int:
-    """Return the longest sequence, in tokens, that the model was made for."""
+    """Return the length in tokens of the longest sequence that the model was made for."""
     from glowplug.core.plugin.registry import load_plugins
 
     return load_plugins(extra=extra).read_model(str(model)).facts.max_positions
@@ -274,7 +274,8 @@ def record(
     """Return the record of a run: SGLang's keys in seconds, then ours in milliseconds.
 
     Args:
-        bandwidth: bytes per second for the floor; 0 if it is unknown.
+        bandwidth: bytes per second of device memory, for the floor (the least time of a step); 0 if
+            it is unknown.
     """
     found: dict[str, Any] = {
         "run_name": args.run_name,

@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def points(path: Path) -> Points:
-    """Read the points of one file.
+    """Read the points of one file: values by metric for each batch size or concurrency.
 
     Raises:
         ValueError: the file has no result.
@@ -211,7 +211,7 @@ def merged(one: Points, other: Points) -> Points:
 
 
 def with_floors(ours: Points, path: Path, model_path: str, card_name: str) -> Points:
-    """Add the floors to ``ours``, the serving points read from ``path``.
+    """Add the floors (least times) to ``ours``, the serving points read from ``path``.
 
     Raises:
         ValueError: the card has not been measured.
@@ -325,7 +325,10 @@ def beside_offline(ours: Points, path: Path) -> Tables:
 
 
 def _row(metric: Metric, at: int, engines: Mapping[str, Points]) -> dict[str, Any]:
-    """Return the row of a metric at one point: each engine's value and our relative speed."""
+    """Return the table row of a metric: each engine's value and our relative speed.
+
+    ``at``: the point, a batch size or concurrency.
+    """
     values = {
         name: found[at][metric.key]
         for name, found in engines.items()

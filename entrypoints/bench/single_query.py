@@ -54,7 +54,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Mixture:
-    """One row: a combination of features.
+    """A combination of features, which is one row of the table.
 
     Attributes:
         ranks: number of ranks; EP and DP span all of them.
@@ -205,7 +205,7 @@ def measure(
 
 @dataclass(frozen=True)
 class QueryAnswer:
-    """One answer.
+    """Times and tokens of one answer.
 
     Attributes:
         first: seconds from the request to the first token.
@@ -278,7 +278,7 @@ def _answer(llm: LLM, question: str, most: int) -> QueryAnswer:
 
 
 def _drafts(llm: LLM) -> tuple[int, int]:
-    """Return the tokens drafted and accepted so far.
+    """Return the numbers of tokens drafted and accepted so far.
 
     NOTE: the control is sent first because its answer brings the statistics up to date.
     """
@@ -294,7 +294,10 @@ def one_line(row: dict[str, Any]) -> str:
 
 
 def _conditions(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the conditions of the measurement for the record."""
+    """Return the conditions of the measurement for the record.
+
+    They are the machine, versions and the command's options.
+    """
     import torch
 
     return {

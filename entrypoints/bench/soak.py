@@ -196,7 +196,10 @@ class Soak:
         return self.args.hold is not None and self.args.hold.exists()
 
     def _hold(self) -> None:
-        """Wait until the file of ``--hold`` is gone, with ``holding`` in the result file."""
+        """Wait until the file of ``--hold`` is gone.
+
+        Meanwhile the result file has ``holding``.
+        """
         began = time.monotonic()
         if self._hold_requested():
             self.write(holding=True)

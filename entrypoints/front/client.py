@@ -359,7 +359,7 @@ class EngineClient:
 
 
 def _to_exception(delta: Delta) -> RequestError:
-    """Return the exception for a delta with an error code."""
+    """Convert a delta with an error code to the exception that reports it."""
     message = delta.error or "the request was refused"
     if delta.error_code == "queue_full":
         return QueueFull(message)

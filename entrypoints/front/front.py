@@ -82,7 +82,7 @@ class Stream:
     prompt_logprobs: Logprobs | None = None
 
     def count(self, tokens: int, now: float) -> None:
-        """Count new tokens, received at the time ``now``."""
+        """Add ``tokens`` new tokens, received at the time ``now``, to the sequence's counts."""
         self.output_tokens += tokens
         self.last = now
         if self.first is None:
@@ -323,7 +323,7 @@ class Front:
             self._prompt_scores(id, scores)
 
     def _prompt_scores(self, id: int, scores: Logprobs) -> None:
-        """Add log-probabilities of a part of the prompt."""
+        """Add log-probabilities of a part of the prompt of sequence ``id``."""
         stream = self.streams.get(id)
         if stream is None:
             return
@@ -335,7 +335,10 @@ class Front:
     def _delta(
         self, stream: Stream, tokens: list[int], logprobs: Logprobs | None, end: Finished | None
     ) -> Delta:
-        """Return the delta for new tokens and, if the sequence has ended, for its end."""
+        """Return the delta for a sequence's new tokens and for its end.
+
+        ``end``: the engine's report of the end; None while the sequence runs.
+        """
         if tokens:
             stream.count(len(tokens), self.last_received)
         delta = Delta(
@@ -361,7 +364,11 @@ class Front:
         return delta
 
     def _text(self, stream: Stream, tokens: list[int], delta: Delta, end: Finished | None) -> None:
-        """Set the delta's text, and its end if a stop string matched."""
+        """Set the text of a delta, and end the sequence if a stop string matched.
+
+        ``tokens``: the new tokens. ``end``: the engine's report of the end; None while the sequence
+        runs.
+        """
         assert stream.text is not None
         shown = tokens
         if end is not None and end.stop_id is not None and tokens and tokens[-1] == end.stop_id:

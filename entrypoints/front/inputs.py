@@ -17,7 +17,7 @@ Message = dict[str, Any]
 
 
 def prompts(given: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
-    """Return one prompt or several as a list of texts and id lists.
+    """Convert one prompt or several to a list of texts and lists of token ids.
 
     Raises:
         RequestError: ``given`` is something else.
@@ -28,7 +28,7 @@ def prompts(given: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
 
 
 def prompt(given: Any) -> str | list[int]:
-    """Return a text unchanged, or token ids as a list of int.
+    """Convert token ids to a list of int, or return a text unchanged.
 
     Raises:
         RequestError: ``given`` is something else.
@@ -57,7 +57,7 @@ def is_prompt(given: Any) -> bool:
 
 
 def conversations(given: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
-    """Return one conversation or several as a list.
+    """Convert one conversation or several to a list of conversations.
 
     Raises:
         RequestError: a conversation is not a list of messages.
@@ -71,7 +71,7 @@ def conversations(given: Sequence[Message] | Sequence[Sequence[Message]]) -> lis
 
 
 def messages(given: Any) -> list[Message]:
-    """Return messages with their content as text; content parts are joined.
+    """Convert a conversation to messages whose content is text; content parts are joined.
 
     Raises:
         RequestError: a message is malformed or has content other than text; the error names the
@@ -87,6 +87,8 @@ def params_for(
     params: SamplingParams | Iterable[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
     """Return sampling parameters for each of ``count`` prompts.
+
+    ``params``: one for all prompts, one for each, or None for the defaults.
 
     Raises:
         RequestError: the number or type of the parameters is wrong.
@@ -118,7 +120,7 @@ def _is_ids(given: Any) -> bool:
 
 
 def _as_list(given: Any, what: str) -> list[Any]:
-    """Return a sequence, an array or a tensor as a list. ``what``: its name in the error."""
+    """Convert a sequence, an array or a tensor to a list. ``what``: its name in the error."""
     if isinstance(given, list | tuple | range):
         return list(given)
     tolist = getattr(given, "tolist", None)  # arrays and tensors
@@ -131,7 +133,7 @@ def _as_list(given: Any, what: str) -> list[Any]:
 
 
 def _message(given: Any, where: str) -> Message:
-    """Return a message with its content as text. ``where``: its field, for errors."""
+    """Convert a message to one whose content is text. ``where``: its field, for errors."""
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise RequestError(f"{where}: a message is a dict with a role and content", param=where)
     content = given.get("content")

@@ -311,7 +311,10 @@ class LLM:
         return results
 
     def _take_all(self, box: list[StreamDelta], running: dict[Stream, Completion]) -> None:
-        """Add the deltas in ``box`` to their completions; ended ones leave ``running``."""
+        """Add deltas to the completions of their sequences, and empty ``box``.
+
+        Ended sequences are removed from ``running``.
+        """
         for stream, delta in box:
             running[stream].take(delta)
             if delta.finish_reason is not None:

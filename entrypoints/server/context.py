@@ -125,7 +125,10 @@ class Context:
 
 
 def _base_name(model: str) -> str:
-    """Return the last part of a path; a hub id such as "org/name" is returned unchanged."""
+    """Return the last part of a model's path.
+
+    A hub id such as "org/name" is returned unchanged.
+    """
     path = PurePath(model)
     return path.name if path.is_absolute() or model.startswith(".") else model
 

@@ -83,7 +83,10 @@ def _is_not_invalid_http(record: logging.LogRecord) -> bool:
 
 
 def _running_by_group(groups: list[Stats]) -> str:
-    """Return the running sequences of each data-parallel group as text; "" with one group."""
+    """Return the number of running sequences of each data-parallel group, as text.
+
+    The text is "" with a single group.
+    """
     return (
         f", by group {'+'.join(str(stats.running) for stats in groups)}" if len(groups) > 1 else ""
     )

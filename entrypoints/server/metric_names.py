@@ -126,7 +126,7 @@ def per_busy_second(tokens: int, busy: float) -> float:
 
 
 def _accept_length(stats: Stats) -> float:
-    """Return the accept length since start: mean tokens per sequence and decode step."""
+    """Return the accept length since start: mean tokens that a sequence gains per decode step."""
     return stats.output_tokens / max(1, stats.output_tokens - stats.accepted_tokens)
 
 

@@ -194,7 +194,10 @@ class Metrics:
         )
 
     def _add_lengths(self) -> None:
-        """Add the histograms of token counts and of ``n``."""
+        """Add the histograms of token counts and of the parameters ``max_tokens`` and ``n``.
+
+        The token counts are those of prompts and outputs; ``n`` is the number of choices.
+        """
         self.prompt_length = self._histogram(
             "request_prompt_tokens", "Prompt tokens per request.", LENGTH_EDGES
         )

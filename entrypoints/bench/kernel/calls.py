@@ -227,11 +227,11 @@ class RecordedAttention:
         return self._recorder.wrap("attention", name, found, self._cost)
 
     def _token_bytes(self) -> int:
-        """Return the bytes of one token in the cache of one layer."""
+        """Return the number of bytes of one token in the cache of one layer."""
         return sum(entry.token_bytes for entry in self._backend.kv_layout().entries)
 
     def _cost(self, args: tuple[Any, ...]) -> Cost:
-        """Return the least cost of an attention call: cached keys to read, and operations."""
+        """Return the least cost of an attention call: reads of cached keys, and operations."""
         layer = args[-1]
         batch = self._recorder.batch
         plan = self._recorder.plan
@@ -295,6 +295,9 @@ def _rows(x: Any) -> int:
 
 
 def _role(name: str) -> str:
-    """Return the module's path without the prefix of its layer."""
+    """Return a module's path without the prefix of its layer.
+
+    Other layers have modules of the same name.
+    """
     parts = name.split(".")
     return ".".join(parts[3:]) if parts[:2] == ["model", "layers"] and len(parts) > 3 else name

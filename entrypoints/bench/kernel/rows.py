@@ -28,7 +28,7 @@ COLUMNS = (
 def call_row(
     call: Call, step: str, provider: str, spent: float, rates: tuple[float, float]
 ) -> dict[str, Any]:
-    """Return the row of one call.
+    """Return the row of the tables that shows one measured call.
 
     Args:
         call: the call.
@@ -75,7 +75,7 @@ def difference(out: Any, reference: Any) -> float | None:
 
 
 def show(rows: list[dict[str, Any]]) -> str:
-    """Return a table for each step, with the providers of a call below one another.
+    """Return the tables as text: one for each step, with the providers of a call below one another.
 
     The heading of a table gives the total time of the providers that the plan chose.
     """

@@ -25,7 +25,7 @@ class BenchPrompt:
 
 
 def random_lengths(rng: random.Random, length: int, ratio: float, count: int) -> list[int]:
-    """Draw ``count`` lengths uniformly from ``[length * ratio, length]``, each at least 1.
+    """Return ``count`` random lengths, uniform in ``[length * ratio, length]`` and at least 1.
 
     A ratio of 1 gives equal lengths, as with SGLang's option.
     """

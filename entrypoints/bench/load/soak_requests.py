@@ -66,7 +66,7 @@ class RequestMix:
         return WantedRequest(prompt, params, abort)
 
     def questions(self, count: int, tokens: int) -> list[list[int]]:
-        """Return the same prompts at every call, each leaving room for ``tokens`` tokens."""
+        """Return ``count`` prompts, equal at every call, that leave room for ``tokens`` tokens."""
         if not self._questions:
             room = max(1, self._context - tokens)
             self._questions = [
@@ -75,7 +75,7 @@ class RequestMix:
         return self._questions
 
     def _length(self, most: int) -> int:
-        """Draw a log-uniform length from 1 to ``most``."""
+        """Return a random length from 1 to ``most``, log-uniformly distributed."""
         return max(1, min(most, round(math.exp(self._rng.random() * math.log(max(1, most))))))
 
     def _ids(self, count: int) -> list[int]:
@@ -88,9 +88,9 @@ class RequestMix:
         return prefix + self._ids(length - len(prefix))
 
     def _sampled(self, tokens: int) -> SamplingParams:
-        """Draw sampling parameters.
+        """Return random sampling parameters for ``tokens`` tokens.
 
-        Greedy, seeded, top-p, top-k, with penalties, with logprobs, or with stop tokens.
+        They are greedy, seeded, or with top-p, top-k, penalties, logprobs or stop tokens.
         """
         rng = self._rng
         kind = rng.choice(

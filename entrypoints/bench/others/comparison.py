@@ -146,7 +146,7 @@ class Comparison:
     def _with_floors_and_offline(
         self, found: dict[str, peers.Points], ours: Path, load: OwnLoad
     ) -> peers.Tables:
-        """Add the floors to our server's result, and compare it with our offline engine's.
+        """Add the floors (least times) to our server's result, and compare it with offline runs.
 
         Args:
             found: results by engine; this engine's is replaced.
@@ -261,7 +261,10 @@ class Comparison:
         report.write_json(self._folder / f"{kind}.json", record)
 
     def _conditions(self, kind: str, engines: Sequence[str], ours: Path) -> dict[str, object]:
-        """Return the conditions of the measurement for the record."""
+        """Return the conditions of the measurement for the record.
+
+        They are the machine, versions and commands of the engines, and the order of the runs.
+        """
         order = (
             "all loaded at once, then each measured while the others were suspended: "
             if self._args.together

@@ -17,7 +17,10 @@ PACKAGES = ("torch", "triton", "sglang-kernel", "flashinfer-python", "sgl-deep-g
 
 
 def conditions(device: str) -> dict[str, Any]:
-    """Return the conditions of this process; packages that are not installed are left out.
+    """Return the conditions under which this process measures, for a record.
+
+    They are the command, the date, the versions of glowplug, Python and installed packages, and the
+    card.
 
     Args:
         device: "cpu" or "cuda".

@@ -122,7 +122,7 @@ def prefill_work(model: ModelFacts, prompts: int, length: int) -> PrefillWork:
 
 
 def _head_channels(model: ModelFacts) -> int:
-    """Return the channels of the keys and values of one head together."""
+    """Return the number of channels of one head's key and value together."""
     if model.kind != "mla":
         return 2 * model.head_dim
     return model.head_dim + model.sizes.value
@@ -155,7 +155,7 @@ class Card:
     def served(
         self, model: ModelFacts, concurrency: int, prompt: int, output: int
     ) -> dict[str, float]:
-        """Return the floors of a closed loop under the keys of ``bench serving``.
+        """Return the floors, the least times of a closed loop, under the keys of ``bench serving``.
 
         The model of the load: ``concurrency`` prompts arrive at once and are prefilled one after
         another. Then all decode together, half-way through their outputs on average.
@@ -227,7 +227,7 @@ def _attention(model: ModelFacts) -> int:
 
 
 def _kv_numbers(model: ModelFacts) -> int:
-    """Return the numbers that one token stores in the KV cache of one layer."""
+    """Return the number of elements that one token stores in the KV cache of one layer."""
     if model.kind == "mla":
         return model.kv_lora_rank + model.qk_rope_head_dim
     return 2 * model.num_kv_heads * model.head_dim

@@ -48,7 +48,7 @@ class BatchTimes:
 
     @property
     def steady(self) -> tuple[float, ...]:
-        """The decode steps without those at the start, if there are enough of them."""
+        """The decode steps without the first ones, if there are enough of them."""
         return (
             self.decodes[SETTLING_STEPS:]
             if len(self.decodes) >= 4 * SETTLING_STEPS

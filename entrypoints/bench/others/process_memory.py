@@ -16,7 +16,7 @@ QUERY = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noh
 
 
 class ProcessMemory:
-    """Reader of the driver's count.
+    """Reader of the device memory of this process and its descendants, as the driver counts it.
 
     Attributes:
         missing: reason why the count is not available; "" while it is available.
@@ -41,7 +41,7 @@ class ProcessMemory:
         return None
 
     def _read(self) -> int:
-        """Read the count.
+        """Read the driver's count of bytes in use.
 
         Raises:
             LookupError: the command is missing or does not report this process.

@@ -68,7 +68,7 @@ class GivenFlag:
 
 
 def _shortened(value: Any) -> str:
-    """Return a value as one line of at most VALUE_CHARS_MAX characters."""
+    """Convert a value to one line of at most VALUE_CHARS_MAX characters."""
     words = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     text = " ".join(words.split())
     return text if len(text) <= VALUE_CHARS_MAX else text[:VALUE_CHARS_MAX] + "..."

@@ -137,7 +137,7 @@ def _assign(layer: Layer, fields: Mapping[str, Any], flag: str) -> None:
 
 
 def _same(path: str, held: Any, value: Any) -> bool:
-    """Return whether two values of a field mean the same.
+    """Return whether two values of the field ``path`` mean the same.
 
     A library's name in other engines ("fa3") means the same as the name of its latent attention
     here ("fa3_mla").
@@ -150,7 +150,7 @@ def _same(path: str, held: Any, value: Any) -> bool:
 
 
 def _resolve_item(layer: Layer, path: str, flag: str) -> str:
-    """Return ``parallel[tensor].size`` as ``parallel.0.size``.
+    """Convert a path such as ``parallel[tensor].size`` to the form ``parallel.0.size``.
 
     The number is that of the list item whose ``use`` is "tensor"; a missing item is added.
     """
@@ -192,7 +192,7 @@ def _apply_override(layer: Layer, override: str) -> None:
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of the leaves: values that are no sections and no lists of sections."""
+    """Yield (path, value) of values in ``value`` that are neither sections nor lists of them."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves(f"{path}.{key}", item)

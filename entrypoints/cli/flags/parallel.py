@@ -66,7 +66,7 @@ def arrange(layer: Layer, given: Sequence[GivenFlag]) -> list[Decision]:
 
 
 def _complete_sizes(layer: Layer, items: list[dict[str, Any]]) -> None:
-    """Set missing sizes of regroupings to the number of tensor-parallel ranks."""
+    """Set missing sizes of "ep_moe" and "dp_attention" to the number of tensor-parallel ranks."""
     ranks = next((item.get("size") for item in items if item.get("use") == TENSOR), None)
     if not isinstance(ranks, int):
         return
@@ -78,7 +78,10 @@ def _complete_sizes(layer: Layer, items: list[dict[str, Any]]) -> None:
 
 
 def _place(item: dict[str, Any]) -> int:
-    """Return the position of a strategy in the required order; others come last."""
+    """Return the position of a strategy in the required order.
+
+    Strategies without a required place come last.
+    """
     names = (TENSOR, *REGROUPINGS)
     return names.index(item["use"]) if item.get("use") in names else len(names)
 

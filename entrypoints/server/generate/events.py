@@ -48,7 +48,10 @@ class ChoiceEvents:
         return event(chunk)
 
     def split_at_text(self, choice: Mapping[str, Any]) -> SplitEvent:
-        """Return the event of ``choice``, whose text is NUL, split at this text."""
+        """Return the event of a choice in two parts: the bytes before and after the choice's text.
+
+        The text of ``choice`` is NUL, which marks its place.
+        """
         before, after = self.of(choice).split(orjson.dumps(NUL))
         return before, after
 

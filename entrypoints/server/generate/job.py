@@ -24,7 +24,7 @@ from glowplug.entrypoints.server.request_log import RequestRecord
 
 
 class JobContext(Protocol):
-    """The part of the server's context that a job uses."""
+    """The part of the server's context that a :class:`Job` uses."""
 
     client: EngineClient
     metrics: Metrics
@@ -177,7 +177,10 @@ class Meter:
             metrics.max_tokens.observe(params.max_tokens)
 
     def observe(self, delta: Delta) -> None:
-        """Count the sequence's next delta."""
+        """Record the times and tokens of the sequence's next delta in the metrics.
+
+        With the last delta the sequence's totals are recorded too.
+        """
         count = len(delta.token_ids)
         if count:
             now = time.monotonic()
@@ -195,7 +198,7 @@ class Meter:
             self._finish(delta)
 
     def _finish(self, delta: Delta) -> None:
-        """Observe the times and counts of a sequence that has ended."""
+        """Record the times and token counts of a sequence that has ended in the metrics."""
         metrics = self._metrics
         metrics.e2e.observe(time.monotonic() - self._arrival)
         metrics.phases(delta.times)

@@ -93,7 +93,7 @@ class CompletionLogprobs:
         self._offset += len(self._names.text(token))
 
     def take(self) -> dict[str, Any]:
-        """Return the tokens that were added since the last call."""
+        """Return the ``logprobs`` object of the tokens added since the last call."""
         taken = {
             "tokens": self._tokens,
             "token_logprobs": self._token_logprobs,

@@ -227,12 +227,12 @@ def _shared(fields: SamplingFields | NativeSampling, min_tokens: int | None) -> 
 
 
 def _strings(stop: str | list[str] | None) -> list[str] | None:
-    """Return stop strings as a list."""
+    """Convert stop strings, one or several, to a list; None stays None."""
     return [stop] if isinstance(stop, str) else stop
 
 
 def _bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
-    """Return ``logit_bias`` with token ids as keys; None if it is empty."""
+    """Convert the keys of ``logit_bias`` to token ids; None if it is empty or not given."""
     if not bias:
         return None
     for key in bias:
@@ -242,7 +242,7 @@ def _bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
 
 
 def choices(params: SamplingParams, n: int) -> list[SamplingParams]:
-    """Return the parameters of ``n`` choices.
+    """Return the sampling parameters of each of ``n`` choices, the completions of one prompt.
 
     A given seed is incremented for each choice. The choices then differ, and each can be
     reproduced alone.

@@ -26,7 +26,10 @@ class TokenizedPrompt:
 async def of_completion(
     context: Context, prompt: Any, add_special_tokens: bool
 ) -> list[TokenizedPrompt]:
-    """Return the prompts of a completion. ``prompt``: a text, texts, ids, or lists of ids."""
+    """Return the tokenised prompts of a completion request.
+
+    ``prompt``: a text, texts, ids, or lists of ids.
+    """
     if prompt is None or prompt == []:
         raise RequestError("prompt is missing or empty", param="prompt")
     if isinstance(prompt, str):
@@ -64,7 +67,10 @@ def _of_ids(ids: list[int]) -> TokenizedPrompt:
 async def of_native(
     context: Context, text: str | list[str] | None, ids: list[int] | list[list[int]] | None
 ) -> list[TokenizedPrompt]:
-    """Return the prompts of the native route, given as either text or ids, single or as a list."""
+    """Return the tokenised prompts of the native route, SGLang's ``/generate``.
+
+    They are given as text or as ids, single or as a list.
+    """
     if (text is None) == (ids is None):
         raise RequestError("give either text or input_ids", param="text")
     return await of_completion(context, text if text is not None else ids, True)
@@ -138,9 +144,10 @@ async def render(
 
 
 def _plain(message: Message, index: int) -> dict[str, Any]:
-    """Return a message for templates.
+    """Convert a request's message to the dict that chat templates take.
 
     Its content is text, unknown keys are dropped, and the role "developer" becomes "system".
+    ``index`` is the message's place in the request, for errors.
     """
     where = f"messages.{index}.content"
     plain: dict[str, Any] = {
@@ -160,7 +167,10 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
 
 
 def _text(message: Message, where: str) -> str | None:
-    """Return the content as one text. ``where``: the field, for errors."""
+    """Return a message's content as one text; None for an assistant's message with tool calls only.
+
+    ``where``: the field, for errors.
+    """
     content = message.content
     if content is None:
         if message.role == "assistant" and (

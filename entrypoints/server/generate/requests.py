@@ -77,7 +77,7 @@ def openai_job(
     prompts: list[TokenizedPrompt],
     params: list[SamplingParams],
 ) -> Job:
-    """Return the checked job of an OpenAI request, with ``n`` sequences for each prompt.
+    """Check an OpenAI request and return its job, with ``n`` sequences for each prompt.
 
     Raises:
         RequestError: a sequence cannot be served.
@@ -97,7 +97,7 @@ def make_job(
     n: int = 1,
     places: Sequence[str] = ("",),
 ) -> Job:
-    """Return a checked job with ``n`` sequences for each prompt.
+    """Check a request and return its job, with ``n`` sequences for each prompt.
 
     Args:
         request: the HTTP request.

@@ -77,7 +77,7 @@ class NativeOutputs:
     def _take_prompt(self, output: SequenceOutput, delta: Delta) -> None:
         """Store the log-probabilities of the prompt from ``logprob_start_len`` on.
 
-        The first token of the prompt has none.
+        The first token of the prompt has no log-probability.
         """
         assert delta.prompt_logprobs is not None
         first = output.prompt[0]

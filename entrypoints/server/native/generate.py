@@ -58,7 +58,15 @@ def _job(
     sampling: Mapping[str, NativeSampling],
     given: list[prompts.TokenizedPrompt],
 ) -> Job:
-    """Return the checked job of a request. ``sampling``: parameters by their path in the body."""
+    """Check a request and return its job.
+
+    Args:
+        request: the HTTP request.
+        context: the server's context.
+        body: the request body.
+        sampling: sampling parameters by their path in the body.
+        given: the tokenised prompts.
+    """
     params = _params(body, sampling, given)
     n = next(iter(sampling.values())).n or 1
     rid = request_id(request, body.rid if isinstance(body.rid, str) else None)

@@ -39,7 +39,7 @@ def ending_fields(context: Context, delta: Delta) -> dict[str, Any]:
 
 @dataclass
 class ChatChoiceState:
-    """The output of one sequence so far.
+    """The output so far of one sequence, a choice of the response.
 
     Attributes:
         split: splits text into reasoning and content.
@@ -62,7 +62,7 @@ class ChatChoiceState:
 
 
 class ChatAnswer:
-    """The base class of whole and streamed responses.
+    """The base class of whole and streamed chat responses.
 
     Attributes:
         counts_always: usage is needed after every delta, not only at the end of a sequence.
@@ -260,7 +260,10 @@ class ChatChunks(ChatAnswer):
 
     @staticmethod
     def _hold(choice: ChatChoiceState, reasoning: str, complete: bool) -> str:
-        """Hold reasoning back, return "" meanwhile, and all of it once it is complete."""
+        """Keep reasoning of a choice until the reasoning is complete, and then return all of it.
+
+        Until then the result is "".
+        """
         choice.held.append(reasoning)
         if not complete:
             return ""

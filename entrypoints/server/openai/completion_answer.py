@@ -20,7 +20,10 @@ from glowplug.entrypoints.server.protocol.completions import CompletionRequest
 
 @dataclass
 class CompletionChoiceState:
-    """The output of one sequence so far. ``echoed``: the prompt as text with ``echo``, else ""."""
+    """The output so far of one sequence, a choice of the response.
+
+    ``echoed``: the prompt as text if ``echo`` was requested, else "".
+    """
 
     prompt: TokenizedPrompt
     echoed: str
@@ -33,7 +36,7 @@ class CompletionChoiceState:
 
 
 class CompletionAnswer:
-    """The base class of whole and streamed responses.
+    """The base class of whole and streamed completion responses.
 
     Choice ``p * n + i`` is the i-th choice of prompt p.
 

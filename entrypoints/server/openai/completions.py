@@ -61,7 +61,7 @@ def _params(
 async def _echoed(
     context: Context, body: CompletionRequest, given: list[prompts.TokenizedPrompt]
 ) -> list[str]:
-    """Return each prompt as text; "" without ``echo``."""
+    """Return each prompt as text if ``echo`` was requested, else "" for each."""
     if not body.echo:
         return [""] * len(given)
     return [

@@ -52,7 +52,10 @@ class WholeAnswer(Protocol):
 
 
 class Chunks(Protocol):
-    """A streamed response. ``add`` returns the events of a delta; b"" if there are none yet."""
+    """A streamed response.
+
+    ``add`` returns the events of a delta, or b"" if there is nothing to send yet.
+    """
 
     def add(self, index: int, delta: Delta) -> bytes: ...
 
@@ -190,7 +193,7 @@ def _record(scope: Scope) -> RequestRecord:
 
 
 def _write_nothing(body: bytes) -> bool:
-    """Return False, as ``glowplug.write`` of servers that do not have it."""
+    """Write nothing and return False; replaces ``glowplug.write`` on servers without it."""
     return False
 
 
