@@ -198,6 +198,13 @@ def _replaced(
 ) -> list[tuple[str, Any, str]]:
     """Return the options of ``below`` that lose their effect because ``value`` has another ``use``.
 
+    Args:
+        section: path of the section.
+        value: the section in ``over``.
+        below: the section in ``under``.
+        over: the layer that takes precedence.
+        under: the other layer.
+
     Returns:
         (path, value, reason) of each; the reason states its origin and the replacement's.
     """

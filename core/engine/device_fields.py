@@ -52,7 +52,10 @@ def flatten(batch: Batch, kv_lens: NDArray[np.int32], page_size: int) -> FlatTok
 
 
 def logits_index(batch: Batch, starts: NDArray[np.int32]) -> NDArray[np.int64] | None:
-    """Return the indices of the tokens whose logits are needed, int64 [N]; None: of all tokens."""
+    """Return the indices of the tokens whose logits are needed, int64 [N]; None: of all tokens.
+
+    ``starts``: ``FlatTokens.starts``.
+    """
     if batch.num_decodes == batch.num_rows:
         return None
     sampling = np.nonzero(batch.samples[batch.num_decodes :])[0] + batch.num_decodes
@@ -68,7 +71,17 @@ def host_arrays(
     wanted: NDArray[np.int64] | None,
     ends: HostEnds | None,
 ) -> list[NDArray[Any]]:
-    """Return the arrays to send; ``set_device_fields`` takes their copies on the device."""
+    """Return the host's arrays for the device fields of ``batch``.
+
+    ``set_device_fields`` takes their copies on the device.
+
+    Args:
+        batch: the batch.
+        kv_lens: int32 [B], tokens of each row after the step.
+        flat: the tokens of the step, from ``flatten``.
+        wanted: tokens whose logits are needed, from ``logits_index``; None: all.
+        ends: the sampled tokens, if only these run through the last layer.
+    """
     arrays: list[NDArray[Any]] = [
         flat.positions.astype(np.int64),
         flat.kv_slots.astype(np.int64),

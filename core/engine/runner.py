@@ -205,7 +205,10 @@ class Runner:
         )
 
     def _place(self, batch: Batch) -> None:
-        """Replace the host's upper bounds of decoding rows by the device's exact values."""
+        """Set the exact positions, KV slots and lengths of the decoding rows, from the device.
+
+        Until then the batch has the host's upper bounds.
+        """
         rows = batch.num_decodes
         tokens = batch.decode_tokens
         lengths = self.speculative.lengths(batch)
@@ -246,10 +249,17 @@ class Runner:
     def _score(
         self, hidden: torch.Tensor, targets: NDArray[np.int32], row: int, start: int, k: int
     ) -> PromptLogprobs:
-        """Return log-probabilities of the tokens ``targets``.
+        """Return log-probabilities of the prompt tokens ``targets``.
 
         They are computed in pieces of ``SCORED`` positions, so that no [prompt, vocabulary] tensor
-        is ever allocated. ``hidden`` [n, hidden] are the states before each of the n targets.
+        is ever allocated.
+
+        Args:
+            hidden: hidden states before each of the n targets, [n, hidden].
+            targets: token ids, int32 [n].
+            row: row of the sequence table.
+            start: position of the first target.
+            k: number of most likely tokens to return beside each target.
         """
         ids = torch.from_numpy(targets.astype(np.int64)).to(self.device)
         pieces = []

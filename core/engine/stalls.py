@@ -107,7 +107,7 @@ class StallWatch:
         )
 
     def _left_out(self, waiting: list[Sequence]) -> int:
-        """Return how many of ``waiting`` the policy leaves out; 0 if it raises."""
+        """Return the number of ``waiting`` sequences that the policy leaves out; 0 if it raises."""
         try:
             ordered = self._policy.order(
                 list(waiting), dict.fromkeys((sequence.id for sequence in waiting), 0)

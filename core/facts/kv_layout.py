@@ -87,5 +87,8 @@ USUAL_ENTRIES: dict[str, KVEntries] = {"mla": latent_entries, "mha": head_entrie
 
 
 def local_heads(heads: int, ranks: int) -> int:
-    """Return the key heads of a rank: its share, or one head that other ranks hold, too."""
+    """Return the number of key heads of a rank.
+
+    It is the rank's share of ``heads``, or one head that other ranks hold, too.
+    """
     return max(1, -(-heads // ranks))

@@ -51,7 +51,10 @@ def this_machine() -> HardwareFacts:
 
 
 def _cores() -> int:
-    """Return the CPU cores of this process: its affinity, or its control group's quota if lower."""
+    """Return the number of CPU cores of this process.
+
+    It is that of its affinity, or its control group's quota if that is lower.
+    """
     affinity = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )

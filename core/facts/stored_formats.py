@@ -35,7 +35,7 @@ class StoredLeaf:
 
 
 class Counted(NamedTuple):
-    """A tensor's part of a tally: ``WeightKind.kept``, ``WeightKind.scale`` and its elements."""
+    """A tensor's part of a ``Tally``: ``WeightKind.kept``, ``WeightKind.scale`` and elements."""
 
     kept: float
     scale: bool
@@ -56,7 +56,7 @@ class StoredFormat:
         self._stored = stored
 
     def count(self, leaf: str, tensor: TensorFact) -> Counted:
-        """Return how a stored tensor counts.
+        """Return a stored tensor's part of the tally of elements.
 
         Args:
             leaf: last part of its name.
@@ -69,7 +69,10 @@ class StoredFormat:
         return Counted(found.kept, found.scale, numbers * found.packed)
 
     def count_matrix(self, model: ModelFacts, rows: int, columns: int) -> list[Counted]:
-        """Return how the tensors count that are stored for one quantised weight [rows, columns]."""
+        """Return the tally's parts for one quantised weight [rows, columns].
+
+        There is one for each tensor that a checkpoint stores for the weight.
+        """
         if self._stored is None:
             return [Counted(0, False, rows * columns)]
         stored = self._stored(model, rows, columns)

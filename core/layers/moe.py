@@ -318,6 +318,6 @@ class Moe(Module):
         return y
 
     def _local(self, ids: Tensor) -> Tensor:
-        """Return expert numbers on this rank; -1 for experts of other ranks."""
+        """Convert expert ids to numbers on this rank; -1 for experts of other ranks."""
         local = ids - self.experts.first
         return local.masked_fill_((local < 0) | (local >= self.experts.count), -1)

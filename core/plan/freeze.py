@@ -127,9 +127,10 @@ def _given(proposal: Proposal, decision: Decision) -> bool:
 
 
 def _as_given(decision: Decision, idle: Mapping[str, str]) -> Decision:
-    """Return a given decision as notable, with the reason why it has no effect, if any.
+    """Mark a given decision as notable, and add the reason why it has no effect, if any.
 
-    Values that leave the choice to the plan (None, "auto") are never without effect.
+    Values that leave the choice to the plan (None, "auto") are never without effect. ``idle``:
+    reason by field, for options without effect.
     """
     why = idle.get(decision.field, "") if decision.value not in (None, "auto") else ""
     return replace(

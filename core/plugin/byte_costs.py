@@ -149,7 +149,7 @@ class ExpertsStep:
 
 
 def tiled_rows(pairs: int, experts: int, tile: int) -> int:
-    """Return the most rows of ``pairs`` sorted by expert when each expert is padded to full tiles.
+    """Return the largest number of rows of pairs sorted by expert, each expert padded to tiles.
 
     Args:
         pairs: number of (token, expert) pairs.

@@ -96,7 +96,7 @@ class QuantizationOptions(Options):
         return device in offers.dequantizes
 
     def split_block(self, device: str, offers: QuantizationOffers, model: ModelFacts) -> int:
-        """Return how many neighbouring channels of ``model``'s weights must stay on one rank.
+        """Return the number of neighbouring channels of weights that must stay on one rank.
 
         Ranks can split a weight at multiples of this number only. It is 1 where weights can be
         split anywhere on ``device``.
@@ -133,16 +133,16 @@ class SpeculativeOptions(Options):
     """Options common to all speculative algorithms."""
 
     def width(self) -> int:
-        """Return the tokens per decoding row in a step: 1 plus the number of drafted tokens.
+        """Return the number of tokens per decoding row in a step: 1 plus the drafted tokens.
 
         Algorithms that draft override it.
         """
         return 1
 
     def lookahead(self) -> int:
-        """Return how many positions after a step's tokens the draft model writes to its KV cache.
+        """Return the number of positions after a step's tokens that the draft model writes to.
 
-        Rows need cache pages for these positions too.
+        It writes to its KV cache, so rows need cache pages for these positions too.
         """
         return 0
 

@@ -24,7 +24,11 @@ class ParallelStack:
         self._exchanges: dict[str, ExpertExchange] = {}
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard:
-        """Return the last strategy's part of a dimension; without one, the whole dimension."""
+        """Return this rank's part of a dimension, from the last strategy that decides it.
+
+        Without such a strategy it is the whole dimension. Arguments as in
+        ``ParallelStrategy.shard``.
+        """
         for strategy in reversed(self.strategies):
             found = strategy.shard(role, name, full, block)
             if found is not None:
@@ -38,7 +42,7 @@ class ParallelStack:
         return local
 
     def router(self) -> RequestRouter | None:
-        """Return the router of the last strategy that has one."""
+        """Return the router of the last strategy that has one; None if none has."""
         found = [
             router for strategy in self.strategies if (router := strategy.router()) is not None
         ]

@@ -105,7 +105,7 @@ class Sampler(Protocol):
         ...
 
     def observe(self, tokens: Tensor, counts: Tensor, rows: Tensor) -> None:
-        """Update the penalties, on the device, with accepted tokens.
+        """Count accepted tokens for the penalties of their rows, on the device.
 
         Args:
             tokens: int64 [B, W].
@@ -130,7 +130,7 @@ class SpeculativeAlgorithm(Protocol):
         ...
 
     def lengths(self, batch: Batch) -> Tensor | None:
-        """Return the cached tokens of each decoding row, on the device.
+        """Return the number of cached tokens of each of the D decoding rows, on the device.
 
         Returns:
             int32 [D]; the host's ``kv_lens`` are then upper bounds, and the runner places the
@@ -141,10 +141,10 @@ class SpeculativeAlgorithm(Protocol):
     def draft(self, batch: Batch) -> Tensor:
         """Return the tokens that the decoding rows compute in this step.
 
-        It is called in every step, also with D = 0, so that ranks can take part in each other's
-        drafting. ``batch`` is complete but for ``input_ids``; on a device, positions and lengths
-        are still the host's upper bounds. With a width above one, device work runs through
-        ``batch.pieces``; otherwise it is part of the target's pass.
+        It is called in every step, also without decoding rows (D = 0), so that ranks can take part
+        in each other's drafting. ``batch`` is complete but for ``input_ids``; on a device,
+        positions and lengths are still the host's upper bounds. With a width above one, device work
+        runs through ``batch.pieces``; otherwise it is part of the target's pass.
 
         Returns:
             Token ids int64 [D, W]: the last accepted token, then drafts.

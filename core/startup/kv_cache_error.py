@@ -116,7 +116,7 @@ def cache_error(runner: Runner, plan: EnginePlan, lend: Lend) -> CacheError | No
 
 
 def _tokens_behind(plan: EnginePlan) -> int:
-    """Return the number of tokens behind a prompt that a step may touch."""
+    """Return the number of tokens after a prompt that a step may touch."""
     return 1 + plan.sizes.width + plan.sizes.lookahead
 
 

@@ -282,7 +282,7 @@ def _run(runner: Runner, batch: Batch, widest: Batch) -> None:
 
 
 def _prompt_length(plan: EnginePlan) -> int:
-    """Return the tokens of the longest self-test prompt."""
+    """Return the number of tokens of the longest self-test prompt."""
     return min(plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width, WARM_TOKENS)
 
 

@@ -31,7 +31,7 @@ class Captured:
 def captured_steps(proposal: Proposal, rows: int, step_tokens: int) -> Captured:
     """Return the captured steps, before the longest sequence has been decided.
 
-    The given ``context_length`` stands for it, or else the model's.
+    The longest sequence is taken to be the given ``context_length``, or else the model's.
 
     Args:
         rows: most running sequences.
@@ -78,8 +78,8 @@ def _captures_extend(proposal: Proposal) -> bool:
 def short_steps(proposal: Proposal, rows: int, context: int) -> tuple[int, tuple[int, ...]]:
     """Return ``Sizes.short_keys`` and ``Sizes.short_rows``; (0, ()) if there are no such graphs.
 
-    They are captured only if rows can be longer than short ones, without drafts, and on one rank,
-    because other ranks may have longer rows.
+    Such graphs are captured only if rows can be longer than short ones, without drafts, and on one
+    rank, because other ranks may have longer rows.
 
     Args:
         rows: most running sequences.

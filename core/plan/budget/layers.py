@@ -35,7 +35,7 @@ class StepTokens:
         own: tokens of this rank's dp group.
         gathered: tokens of all groups, which feed-forward layers compute.
         longest: most tokens of one row.
-        cached: cached tokens before those of this row.
+        cached: cached tokens before the ``longest`` ones of that row.
     """
 
     own: int

@@ -182,7 +182,10 @@ def _auto_tokens(
 
 
 def _sequence_pages(proposal: Proposal, context: int, page_size: int) -> int:
-    """Return the pages of the longest sequence."""
+    """Return the number of pages of the longest sequence.
+
+    ``context``: its length in tokens, prompt and output.
+    """
     return -(-(context + _ahead(proposal)) // page_size)
 
 

@@ -96,9 +96,14 @@ def number_bytes(kind: WeightKind, storage: Storage) -> float:
 
 
 def parts_of(role: str, model: ModelFacts, mesh: Mapping[str, int], exchange: bool) -> int:
-    """Return the number of ranks that share one copy of a class, other than the vocabulary's.
+    """Return the number of ranks that share one copy of the tensors of a role.
+
+    It is not for the vocabulary.
 
     Args:
+        role: a role in ``weight_classes``.
+        model: facts of the model.
+        mesh: mesh axis -> size.
         exchange: the mesh has an "ep" axis.
     """
     tp = axis_size("tp", mesh)
@@ -113,7 +118,10 @@ def parts_of(role: str, model: ModelFacts, mesh: Mapping[str, int], exchange: bo
 
 
 def vocabulary_rows(vocab: int, mesh: Mapping[str, int], rank: int) -> int:
-    """Return the rows of embedding and head on a rank: equal slices, the last ones shorter."""
+    """Return the number of rows of embedding and head on a rank.
+
+    The slices are equal, but the last ones may be shorter.
+    """
     return deal(vocab, axis_size("attn_tp", mesh), coordinates(rank, mesh).get("attn_tp", 0))[1]
 
 

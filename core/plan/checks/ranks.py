@@ -101,7 +101,7 @@ def check_blocks(proposal: Proposal) -> Iterator[Refusal]:
 
 
 def _largest(mesh: dict[str, int], most: int) -> int:
-    """Return the largest divisor of the tensor ranks that is at most ``most``."""
+    """Return the largest divisor of the number of tensor ranks that is at most ``most``."""
     tp = mesh.get("tp", 1)
     return max(size for size in range(1, tp + 1) if tp % size == 0 and size <= most or size == 1)
 
