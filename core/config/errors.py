@@ -260,7 +260,10 @@ def _wrong_value(
     plugins: PluginSet,
     where: str,
 ) -> Refusal:
-    """Return the refusal of a value of a wrong type or out of its bounds."""
+    """Return the refusal of a value of a wrong type or out of its bounds.
+
+    ``where``: origin of the value, for the refusal.
+    """
     value = problem["input"]
     message = problem["msg"].removeprefix("Value error, ")
     expected = _expected(problem)
@@ -276,7 +279,7 @@ def _wrong_value(
 
 
 def _shown(path: tuple[str | int, ...], problem: ErrorDetails) -> str:
-    """Return a refused value as text; of API keys only that they are given."""
+    """Convert a refused value to text; of an API key the text states only that it is given."""
     text = repr(problem["input"])
     text = text if len(text) <= 80 else text[:77] + "..."
     if path and str(path[-1]) in ("api_key", "admin_api_key"):

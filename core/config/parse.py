@@ -92,7 +92,7 @@ def _validated(
 
 
 def _new_refusals(found: Sequence[Explained], refusals: Sequence[Refusal]) -> list[Refusal]:
-    """Return the refusals of problems that do not follow from ``refusals``.
+    """Return the refusals of ``found`` that are neither in ``refusals`` nor follow from them.
 
     A list is not refused for the lack of items that were themselves refused.
     """

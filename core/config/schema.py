@@ -181,7 +181,7 @@ def canonical(slot: Slot, name: str, plugins: PluginSet) -> str:
 
 
 def plain_copy(value: Any) -> Any:
-    """Return a deep copy in plain dicts and lists, with paths as text."""
+    """Copy ``value`` deeply to plain dicts and lists, with paths as text."""
     if isinstance(value, Mapping):
         return {key: plain_copy(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -263,7 +263,7 @@ class Engine:
         return outputs
 
     def _next_batch(self, outputs: list[Outbound]) -> Batch | None:
-        """Return the scheduler's next step.
+        """Return the scheduler's next step; None if there is nothing to launch now.
 
         If the scheduler launches nothing for too long although it has sequences, they are ended;
         their ends are appended to ``outputs``.

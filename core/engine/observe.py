@@ -24,7 +24,7 @@ class StepObserver(Protocol):
     """
 
     def step(self, batch: Batch, output: StepOutput) -> None:
-        """Observe a committed batch and its output.
+        """Receive a committed batch and its output, for example to count them.
 
         Both belong to the engine: they may be read, but not changed or kept.
         """

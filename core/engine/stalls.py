@@ -137,7 +137,11 @@ class StallWatch:
         return Stall(found, reason)
 
     def _without_tokens(self, batch: Batch, result: StepResult) -> list[int]:
-        """Count steps without a token by row; return the ids of sequences with too many of them."""
+        """Update each row's number of steps without a token.
+
+        Returns:
+            Ids of the sequences for which it is too large.
+        """
         current = self._table.epoch[batch.rows] == batch.epochs
         self._tokenless = {
             row: held for row, held in self._tokenless.items() if held[0] == self._table.epoch[row]

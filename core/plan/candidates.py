@@ -89,7 +89,7 @@ def _record(
 
 
 def _try(proposal: Proposal, slot: Slot, found: Registration) -> Refusal | None:
-    """Put a candidate with the options given for the slot into it.
+    """Put the candidate ``found`` into the slot, with the options given for the slot.
 
     Returns:
         The first refusal of the candidate, or None if it fits.

@@ -79,7 +79,7 @@ def read_inputs(
 def _facts(
     reading: ModelReading | None, hardware: HardwareFacts | None, plugins: PluginSet
 ) -> Facts | None:
-    """Return the facts of the model and of ``hardware``, with the packages installed there.
+    """Return the facts of the model and of ``hardware``, with the packages of that machine.
 
     If a sheet states packages, built-in components find no others. Two kinds of packages are taken
     from this environment if the sheet leaves them out: torch, which every installation has, and
@@ -112,7 +112,7 @@ def _complete(facts: Facts, draft: ModelReading | None, hosts: int) -> Facts:
 
 
 def _with_template(facts: Facts | None, given: object, refusals: list[Refusal]) -> Facts | None:
-    """Return ``facts`` with the chat template that was given instead of the model's.
+    """Return ``facts`` with the chat template ``given``, if any, instead of the model's.
 
     A template that cannot be read is added to ``refusals``.
     """

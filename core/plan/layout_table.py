@@ -38,6 +38,8 @@ def _row(what: str, choice: str, why: str) -> Row:
 def blocks(count: int, each: int, what: str) -> str:
     """Return the numbers below ``count`` in blocks of ``each``, as ``rank 0-7 | 8-15``.
 
+    ``what``: name of one number, such as "rank".
+
     Of many blocks, middle ones are left out.
     """
     spans = [span(start, min(start + each, count)) for start in range(0, count, each)]
@@ -47,7 +49,7 @@ def blocks(count: int, each: int, what: str) -> str:
 
 
 def span(start: int, stop: int) -> str:
-    """Return the numbers from ``start`` to before ``stop`` as text, as ``0-7`` or ``3``."""
+    """Convert the range from ``start`` to before ``stop`` to text, such as ``0-7`` or ``3``."""
     return str(start) if stop - start == 1 else f"{start}-{stop - 1}"
 
 

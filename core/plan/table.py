@@ -85,7 +85,7 @@ def _spread(line: BudgetLine) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a decided value as text of at most 40 characters."""
+    """Convert a decided value to text of at most 40 characters."""
     if isinstance(value, bool):
         return "on" if value else "off"
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

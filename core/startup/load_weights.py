@@ -115,7 +115,7 @@ def _check(
 def _misshapen(
     found: dict[str, WeightTarget], entries: Mapping[str, TensorFact], architecture: str
 ) -> Iterator[str]:
-    """Yield a message for each entry of another shape than its target's."""
+    """Yield a message for each target in ``found`` whose entry has another shape."""
     for name, target in found.items():
         shape = entries[name].shape
         if tuple(shape) != tuple(target.shape):
@@ -125,7 +125,7 @@ def _misshapen(
 def _mistyped(
     found: dict[str, WeightTarget], entries: Mapping[str, TensorFact], architecture: str
 ) -> Iterator[str]:
-    """Yield a message for each entry that its target cannot be loaded from."""
+    """Yield a message for each target in ``found`` that its entry's dtype does not fit."""
     for name, target in found.items():
         stored = entries[name].dtype
         if not _readable(stored, target.dtype):
@@ -149,5 +149,5 @@ def _listed(names: list[str]) -> str:
 
 
 def _size(shape: Iterable[int]) -> str:
-    """Return a shape as text, e.g. "128x64"."""
+    """Convert a shape to text, e.g. "128x64"."""
     return "x".join(map(str, shape)) or "a scalar"

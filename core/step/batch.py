@@ -207,7 +207,7 @@ def shape_of(batch: Batch | None, load: int = 0) -> StepShape:
 
 
 def idle_batch(step: int = 0) -> Batch:
-    """Return a batch without rows.
+    """Return a batch without rows. ``step``: number of the step.
 
     A rank without work runs it, so that it takes part in the other ranks' collectives.
     """

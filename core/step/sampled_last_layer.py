@@ -88,7 +88,10 @@ class HostEnds:
         return (self.positions + 1).astype(np.int32)
 
     def on_device(self, step: int, views: tuple[Tensor, ...]) -> Ends:
-        """Return the Ends of the device tensors ``views``, which are copies of ``parts``."""
+        """Return the Ends of the device tensors ``views``, which are copies of ``parts``.
+
+        ``step``: number of the step.
+        """
         rows = len(self.tokens)
         none = np.zeros(0, np.int32)
         batch = Batch(

@@ -52,7 +52,7 @@ class SequenceTable:
         return len(self._free)
 
     def join(self, sequence: Sequence) -> int:
-        """Give ``sequence`` a row and copy its tokens there.
+        """Give ``sequence`` a row and copy its tokens to the row.
 
         Returns:
             The row.

@@ -50,7 +50,7 @@ def rows_at(table: Tensor, at: Tensor) -> Tensor:
 
 
 def send(parts: Seq[NDArray[Any]], device: torch.device) -> tuple[Tensor, ...]:
-    """Copy one-dimensional integer arrays to ``device`` in one asynchronous copy.
+    """Copy one-dimensional integer arrays ``parts`` to ``device`` in one asynchronous copy.
 
     Arrays of int64 keep their dtype; all others become int32.
 

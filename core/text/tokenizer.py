@@ -287,7 +287,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _text_of(value: Any) -> str | None:
-    """Return the text of a special token, which is a string or an object with ``content``."""
+    """Return the text of a special token: a string, or an object with ``content``.
+
+    None for any other value.
+    """
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
 
@@ -311,7 +314,7 @@ def _ends_of(folder: Path) -> list[int]:
 
 
 def _template_of(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return the chat template of a model folder: a source, or sources by name.
+    """Return the chat template of a model folder: a source, or sources by name; None without one.
 
     ``chat_template.jinja`` takes precedence over the entry in ``config``, which is a string or a
     list of named templates.

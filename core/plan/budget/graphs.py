@@ -34,7 +34,7 @@ DECODE_SLACK = PASS_SLACK // 2  #: most unused bytes in the blocks of the larges
 def driver_bytes(
     sizes: int, layers: int, counts: int = 0, drafts: int = 0, extends: int = 0
 ) -> int:
-    """Return the memory of the driver for graphs.
+    """Return the bytes of memory that the driver takes for graphs.
 
     Args:
         sizes: number of batch sizes.
@@ -166,7 +166,7 @@ def _pool_bytes(proposal: Proposal, captured: Captured, step_bytes: Callable[[in
 
 
 def _described(captured: Captured) -> str:
-    """Return the captured steps as text."""
+    """Convert the captured steps to text."""
     sizes = captured.batch_sizes
     counts = captured.pass_tokens
     parts = [f"{len(sizes)} batch sizes up to {sizes[-1]}"]

@@ -100,7 +100,7 @@ class LayerBytes:
         return self.activations(StepTokens(tokens, gathered, tokens)) + extra
 
     def activations(self, step: StepTokens) -> int:
-        """Return the peak memory of a step's layers, including its indices and rotations."""
+        """Return the bytes at the peak of a step's layers, including its indices and rotations."""
         model = self.model
         hidden = self.model.hidden_size
         stream = step.own * hidden * self.element
@@ -138,7 +138,7 @@ class LayerBytes:
     # ---- attention -------------------------------------------------------------------------------
 
     def attention(self, step: StepTokens) -> int:
-        """Return the peak memory of an attention layer beside its normed input."""
+        """Return the bytes at the peak of an attention layer, without its normed input."""
         model = self.model
         tokens = step.own
         element = self.element

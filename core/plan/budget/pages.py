@@ -70,7 +70,12 @@ def decide_pages(proposal: Proposal, counts: Counts, budget: Budget) -> Pages | 
 
 
 def _bounds(proposal: Proposal, number: int, counts: Counts, context: int) -> tuple[int, int]:
-    """Return the fewest and most pages that a rank may have after measuring its memory."""
+    """Return the fewest and most pages that a rank may have after measuring its memory.
+
+    Args:
+        number: planned pages of the pool.
+        context: longest sequence in tokens.
+    """
     memory = proposal.config.memory
     given = memory.kv_tokens is not None or memory.kv_bytes is not None
     if proposal.values.device == "cpu" or given:

@@ -7,7 +7,7 @@ GIB = 1 << 30
 
 
 def human(count: int) -> str:
-    """Return a number of bytes as text, such as "3.2 GiB"."""
+    """Convert a number of bytes to text, such as "3.2 GiB"."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:

@@ -80,7 +80,7 @@ def weights_by_rank(
 
 
 def number_bytes(kind: WeightKind, storage: Storage) -> float:
-    """Return the bytes of one element of a class after loading."""
+    """Return the bytes of one element of the class ``kind`` after loading."""
     if kind.scale:
         return kind.kept if storage.keeps else 0
     kept = kind.kept if kind.kept and storage.keeps else storage.compute
