@@ -168,7 +168,7 @@ class CudaGraph:
         )
 
     def _pass_failed(self, error: Exception, made: Pass) -> None:
-        """Handle a prefill graph that could not be captured.
+        """Handle the prefill graph ``made``, which could not be captured.
 
         It stops start-up only if ``graphs.prefill = true`` was set explicitly; otherwise prefill
         steps of that size run eagerly.

@@ -67,9 +67,9 @@ class DpAttention(Unsplit):
         self._router = LeastLoaded(self._group, self._groups, self._within == 0)
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
-        """Shard attention and the vocabulary within the group.
+        """Return this rank's part of attention and the vocabulary, split within its group.
 
-        Other weights are left to the other strategies.
+        None for other weights: the other strategies split these.
         """
         projects = role == "row" and name.endswith(".o_proj")
         if not projects and role not in ("heads", "vocab"):

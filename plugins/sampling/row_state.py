@@ -156,7 +156,7 @@ class SparseRowState:
         self._free: list[int] = []
 
     def _assign(self, row: int) -> int:
-        """Return the entry of ``row``, allocating one if needed."""
+        """Return the index of the entry of ``row``, allocating an entry if needed."""
         if not self._free:
             self._grow()
         self._rows[row] = self._rows[row] or self._free.pop()

@@ -117,6 +117,13 @@ def _reconcile(rows: Rows, batch: Batch, at: NDArray[np.int64], members: Ints, g
 
     NOTE: at width one this happens only if a faulty algorithm withholds a token; without the
     subtraction positions would then run past the row's end.
+
+    Args:
+        rows: the running sequences.
+        batch: the step.
+        at: int64 [n], indices of the rows in the batch.
+        members: int32 [n], rows of the sequence table.
+        given: int32 [n], tokens that the device accepted.
     """
     decodes = int(np.searchsorted(at, batch.num_decodes))
     refused = batch.query_lens[at[:decodes]] - given[:decodes]

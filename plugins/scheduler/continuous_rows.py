@@ -75,7 +75,7 @@ class Rows:
     # ---- membership ------------------------------------------------------------------------------
 
     def join(self, sequence: Sequence, match: PrefixMatch, fresh: Ints, context: int) -> int:
-        """Give ``sequence`` a row with pages. Its prefill starts after the cached prefix.
+        """Give ``sequence`` a row with pages; its prefill starts after the cached prefix.
 
         Args:
             sequence: the sequence.

@@ -241,7 +241,7 @@ class Continuous:
         self.admission.retry()
 
     def _complain(self, what: str) -> None:
-        """Log a fault of the policy, each kind once."""
+        """Log the fault ``what`` of the policy, each kind once."""
         if what not in self._complaints:
             self._complaints.add(what)
             logger.error("%s %s", self._title, what)

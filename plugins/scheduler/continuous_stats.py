@@ -15,7 +15,7 @@ from glowplug.plugins.scheduler.continuous_rows import Rows
 
 
 def count_end(stats: Stats, reason: str) -> None:
-    """Count a sequence that ended for ``reason``."""
+    """Add a sequence that ended for ``reason`` to ``stats``."""
     if reason in ("stop", "length"):
         stats.finished += 1
     else:
@@ -23,7 +23,10 @@ def count_end(stats: Stats, reason: str) -> None:
 
 
 def count_step(stats: Stats, batch: Batch, done: Committed, width: int) -> None:
-    """Count the tokens of a committed step whose decoding rows compute ``width`` tokens each."""
+    """Add the tokens of a committed step to ``stats``.
+
+    ``width``: tokens that a decoding row computes in a step.
+    """
     stats.output_tokens += int(done.counts.sum())
     if width > 1:
         decodes = int(np.searchsorted(done.at, batch.num_decodes))

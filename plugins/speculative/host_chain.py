@@ -100,7 +100,7 @@ def newest_tokens_host(batch: Batch, accepted: Accepted) -> NewestTokens:
 def next_draft_batch_host(batch: Batch, number: int, lengths: Tensor, page_size: int) -> Batch:
     """Return the result of ``drafting.next_draft_batch``, with exact lengths on the host.
 
-    Args as in ``drafting.draft_positions``.
+    Arguments as in ``drafting.draft_positions``.
     """
     places: list[int] = [length + number - 1 for length in lengths.tolist()]
     lens = np.array(places, np.int32) + np.int32(1)

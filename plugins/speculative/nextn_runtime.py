@@ -137,7 +137,11 @@ class NextN:
         )
 
     def _pass(self, step: Batch, drafted: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Run one draft pass and append its tokens to ``drafted``, [D, n]."""
+        """Run the draft pass ``step`` and append its tokens to ``drafted``, [D, n].
+
+        Returns:
+            The hidden states of the pass, and the tokens [D, n + 1].
+        """
         step.input_ids = drafted[:, -1]
         step.extra = {PREVIOUS_HIDDEN: hidden}
         hidden = self._model.forward(step.input_ids, step.positions, step)

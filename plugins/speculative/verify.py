@@ -89,9 +89,10 @@ def verify_chain(
 
 
 def _with_ends(decoded: Accepted, sampled: Sampled, ends: Tensor, size: int) -> Accepted:
-    """Return the result ``decoded``, extended to all ``size`` rows of the step.
+    """Extend the decode rows' result to all ``size`` rows of the step.
 
-    Decode rows keep their tokens, rows whose prompt ended get one token, other rows get none.
+    Decode rows keep their tokens, the rows ``ends``, whose prompt ended, get one token, other rows
+    get none.
     """
     rows, width = decoded.tokens.shape
     first = torch.arange(rows * width, device=ends.device)

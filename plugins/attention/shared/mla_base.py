@@ -126,7 +126,10 @@ class PagedMla:
     def attend_ragged(
         self, call: RaggedCall, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor
     ) -> Tensor:
-        """Run one planned call: ``prefill``, unless a subclass's library plans its calls itself."""
+        """Run one planned call: ``prefill``, unless a subclass's library plans its calls itself.
+
+        Arguments and result as in :meth:`prefill`; ``call`` has the rows.
+        """
         return self.prefill(
             q, k, v, call.q_starts, call.k_starts, call.max_q, call.max_k, scale, call.causal, out
         )
@@ -309,7 +312,10 @@ class PagedMla:
     def _call(
         self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor
     ) -> Tensor:
-        """Run one call's attention into ``out`` and return its log-sum-exp."""
+        """Run one call's attention into ``out`` and return its log-sum-exp.
+
+        Arguments as in :meth:`_ragged`.
+        """
         keys = (
             own if call.kv_slots is None else self._kernels.gather(kv, call.kv_slots, query.dtype)
         )

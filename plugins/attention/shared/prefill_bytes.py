@@ -31,7 +31,7 @@ def _expanded(key: int, value: int) -> int:
 
 
 def mla_bytes(step: AttentionStep) -> int:
-    """Return the peak bytes of latent-attention prefill (``PagedMla._ragged``).
+    """Return the peak bytes of latent attention in the prefill ``step`` (``PagedMla._ragged``).
 
     This is the sum of the output, the tokens' own cache entries and the memory of the largest call.
     """
@@ -55,5 +55,8 @@ def mla_bytes(step: AttentionStep) -> int:
 
 
 def mha_bytes(step: AttentionStep) -> int:
-    """Return the bytes of the output; keys and values are read directly from the cache."""
+    """Return the bytes of the attention output of a prefill step.
+
+    Keys and values take none: they are read directly from the cache.
+    """
     return step.tokens * step.heads * step.value * step.element

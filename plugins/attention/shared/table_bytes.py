@@ -17,7 +17,7 @@ SMALL_PAGE = 64
 
 
 def mla_small_pages(page_size: int, queries: int) -> int:
-    """Return how many smaller pages replace each page for FlashAttention-3 over latents.
+    """Return the number of smaller pages that replace a page for FlashAttention-3 over latents.
 
     Args:
         page_size: Tokens of a page.
@@ -31,7 +31,10 @@ def mla_small_pages(page_size: int, queries: int) -> int:
 
 
 def mha_small_pages(page_size: int) -> int:
-    """Return how many smaller pages replace each page for FlashAttention-3 over keys and values."""
+    """Return the number of smaller pages that replace each page for multi-head FlashAttention-3.
+
+    ``page_size``: tokens of a page.
+    """
     return page_size // SMALL_PAGE if page_size > SMALL_PAGE and page_size % SMALL_PAGE == 0 else 1
 
 

@@ -75,7 +75,7 @@ class GraphShape:
 
     @property
     def columns(self) -> int:
-        """Pages of the longest row."""
+        """Number of pages of the longest row."""
         return -(-self.keys // self.page_size)
 
     @property
@@ -94,7 +94,7 @@ class GraphShape:
 
     @property
     def padded_length(self) -> int:
-        """Cached tokens of a padding row.
+        """Number of cached tokens of a padding row.
 
         They are the row's own tokens and, with drafts, one before them, because a draft's cache has
         no entry at the first position.
@@ -103,7 +103,10 @@ class GraphShape:
 
     @property
     def padded_columns(self) -> int:
-        """Pages that a padding row and its drafts may touch; all of them are the scratch page."""
+        """Number of pages that a padding row and its drafts may touch.
+
+        All of them are the scratch page.
+        """
         return -(-(self.padded_length + self.width) // self.page_size)
 
 

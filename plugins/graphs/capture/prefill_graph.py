@@ -66,7 +66,10 @@ class PassMemory:
         self._live = 0  # rows before this index belong to the last step, later rows are zero
 
     def result(self, like: Tensor, width: int) -> Tensor:
-        """Return the buffer [tokens, width] for results of split points of this width and dtype."""
+        """Return the buffer [tokens, width] for results of split points.
+
+        It has the dtype and device of ``like``.
+        """
         key = width, like.dtype
         if key not in self._results:
             self._results[key] = torch.zeros(
@@ -141,7 +144,13 @@ class Pass:
             steps.split_points.replacement = None
 
     def _take(self, work: SplitCall, rows: tuple[Tensor, ...], width: int) -> Tensor:
-        """Record one split point and return the buffer of its result."""
+        """Record one split point and return the buffer of its result.
+
+        Args:
+            work: the call at the split point, which runs eagerly.
+            rows: arguments of ``work``, [tokens, ...] each.
+            width: width of the result.
+        """
         result = self._memory.result(rows[0], width)[: self.tokens]
         kept = self._tape.split(rows)
         if kept is not None:

@@ -72,7 +72,7 @@ class BlockFp8Cuda(BlockFp8):
 
 
 def grouped(wanted: str) -> GroupedExperts:
-    """Return the library for routed experts that ``quantization.experts`` names."""
+    """Return the library for routed experts. ``wanted``: value of ``quantization.experts``."""
     if wanted == "deep_gemm_masked":
         return Masked()
     return CutlassExperts() if wanted == "cutlass" else Grouped(wanted)
@@ -157,7 +157,10 @@ class Fp8LinearCuda(Biased):
         return self.weight.float().mul_(wide).to(self._dtype)
 
     def stored_blocks(self) -> tuple[Tensor, Tensor] | None:
-        """Return weight and block scales; see ``core.layers.linear.Linear``."""
+        """Return the weight and its block scales; None if the scales are stored per row.
+
+        See ``core.layers.linear.Linear``.
+        """
         return None if self._by_row else (self.weight, self.scales)
 
 

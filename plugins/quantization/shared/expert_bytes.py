@@ -109,16 +109,16 @@ def fp8_experts(step: ExpertsStep) -> MemoryUse:
 
 
 def provider_for_dtype(wanted: str, element: int) -> str:
-    """Return the value of ``quantization.experts`` for activations of ``element`` bytes each.
+    """Return the value of ``quantization.experts`` in effect for ``element`` bytes per activation.
 
-    It is "triton" instead of "auto" for wider activations than 16 bits, because the libraries that
-    "auto" may choose have only 16-bit results.
+    ``wanted`` is the given value. The result is "triton" instead of "auto" for wider activations
+    than 16 bits, because the libraries that "auto" may choose have only 16-bit results.
     """
     return "triton" if wanted == "auto" and element > LIBRARY_RESULT_BYTES else wanted
 
 
 def _maximum(work: MemoryUse, other: MemoryUse) -> MemoryUse:
-    """Return the larger of each figure of ``work`` and ``other``, either of which may run."""
+    """Return the larger of each figure of two memory uses, either of which may occur."""
     return MemoryUse(
         max(work.peak, other.peak),
         max(work.result, other.result),

@@ -33,7 +33,10 @@ def left_alone(module: str, entries: tuple[str, ...], parts: bool = False) -> bo
 
 
 def _names(entry: str, module: str, parts: bool) -> bool:
-    """Return True if ``entry`` names ``module``."""
+    """Return True if ``entry`` names ``module``.
+
+    ``parts``: the entry may also be any substring of the name.
+    """
     if entry.startswith(EXPRESSION):
         return re.match(entry.removeprefix(EXPRESSION), module) is not None
     return module == entry or module.startswith(f"{entry}.") or (parts and entry in module)
