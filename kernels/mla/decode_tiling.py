@@ -128,7 +128,7 @@ def _merge_is_faster(rows: int, block_m: int, many_heads: bool, avoids_merge_ker
         rows: decode rows of the step, padding included
         block_m: (query token, head) pairs per program
         many_heads: a row has more than ``FEW_HEADS_MAX`` heads
-        avoids_merge_kernel: otherwise a merge kernel would run
+        avoids_merge_kernel: a merge kernel would run otherwise
     """
     if many_heads:
         return rows in MANY_HEADS_MERGE_ROWS and block_m < 64

@@ -155,7 +155,7 @@ def _count(
     SPAN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Count how often each chunk of ids names each expert: counts [BINS, chunks]."""
+    """Store how often each chunk of ids names each expert in ``counts`` [BINS, chunks]."""
     dependent_launch.begin(DEPENDENT)
     dependent_launch.wait(DEPENDENT)
     chunk = tl.program_id(0)

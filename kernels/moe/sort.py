@@ -32,7 +32,7 @@ def _place(
     GROUPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Store the position of each of ``ROWS`` sorted pairs, and copy their scales there."""
+    """Store the position of each of ``ROWS`` sorted pairs, and copy their scales to it."""
     dependent_launch.begin(DEPENDENT)
     dependent_launch.wait(DEPENDENT)
     first = tl.program_id(0) * ROWS

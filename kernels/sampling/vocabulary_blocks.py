@@ -74,7 +74,10 @@ def key_of(value, index):
 
 @triton.jit
 def weights_of(source, index, vocab, peak, temperature, min_p, least):
-    """Return exp((logit - peak) / temperature), or 0 where it is below either cut-off."""
+    """Return exp((logit - peak) / temperature), or 0 below one of the two cut-offs.
+
+    These are ``min_p`` and ``least``.
+    """
     value = tl.load(source + index, mask=index < vocab, other=float("-inf"))
     weight = tl.exp((value - peak) / temperature)
     return tl.where((weight < min_p) | (weight < least) | (index >= vocab), 0.0, weight)

@@ -239,7 +239,11 @@ def _launch(
     experts: int,
     packed: bool,
 ) -> None:
-    """Launch ``_find``, with one program per expert."""
+    """Launch :func:`_find`, with one program per expert.
+
+    It fills ``place`` and ``counts`` of :func:`static` or, if ``packed``, the fields of
+    :func:`packed`'s result.
+    """
     span = max(32, min(1024, next_power_of_2(ids.numel())))
     _find[(experts,)](
         ids,

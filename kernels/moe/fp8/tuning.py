@@ -263,7 +263,7 @@ def tune_experts(
 
 
 def _measure(bench: _Experts, problem: Fp8ExpertsProblem, number: int, failed: set[str]) -> Best:
-    """Return the fastest configuration of each kind of GEMM and tile size.
+    """Return the fastest configuration of each kind of GEMM and tile size for ``number`` tokens.
 
     For few tokens, tiles of one pair are measured as well.
     """
