@@ -189,7 +189,7 @@ def _one_by_one(transformers_side: TransformersSide, prompts: Ids, count: int) -
 
 
 def _agreement(ours: list[int], expected: list[int]) -> float:
-    """Return the share of tokens before the first difference."""
+    """Return the share of ``expected`` tokens before the first difference in ``ours``."""
     same = 0
     for left, right in zip(ours, expected):
         if left != right:

@@ -356,7 +356,7 @@ def _ratio(name: str, metric: Metric, ours: float, other: float) -> dict[str, fl
 
 
 def markdown(found: Mapping[str, Sequence[Record]], engines: Sequence[str]) -> str:
-    """Return the tables in Markdown."""
+    """Convert tables to Markdown, with a column for each of ``engines``."""
     parts = []
     for title, rows in found.items():
         columns = [

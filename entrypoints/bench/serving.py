@@ -79,7 +79,7 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 def _sweep(args: argparse.Namespace) -> list[tuple[int | None, int]]:
-    """Return (concurrency, prompts) of each run.
+    """Return (concurrency, number of prompts) of each run; a concurrency of None has no limit.
 
     The options have lists of equal length, or one number of prompts for all runs.
     """
@@ -257,7 +257,7 @@ async def _expect_ok(target: ServerTarget, path: str) -> None:
 
 
 def _retokenized(args: argparse.Namespace, outcomes: list[Outcome]) -> int | None:
-    """Count the output tokens again from the texts.
+    """Return the number of output tokens, counted again from the texts.
 
     This reveals a server that reports more tokens than it sends.
     """

@@ -179,7 +179,7 @@ def measure(
     args: argparse.Namespace,
     given: dict[str, Any],
 ) -> tuple[dict[str, Any], list[list[int]] | None]:
-    """Measure one row.
+    """Measure the row ``mixture`` with the operator's configuration ``given``.
 
     Returns:
         (the row's figures, the tokens of each answer), or (the reason why it did not run, None).
@@ -258,7 +258,7 @@ def _times(rounds: list[list[QueryAnswer]]) -> dict[str, Any]:
 
 
 def _answer(llm: LLM, question: str, most: int) -> QueryAnswer:
-    """Generate one greedy answer with an empty prefix cache.
+    """Generate one greedy answer of at most ``most`` tokens with an empty prefix cache.
 
     The chat template gets ``thinking=True``, so a model with a reasoning mode reasons first.
     """

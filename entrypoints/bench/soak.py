@@ -239,7 +239,7 @@ class Soak:
             self.least_free = min(self.least_free, stats.pages_free + stats.pages_evictable)
 
     def _ended(self, stream: Stream, wanted: WantedRequest, reason: str, error: str | None) -> None:
-        """Count the end of a request and check it."""
+        """Record the end of a request and check it against ``wanted``."""
         del self._running[stream]
         self.ends[reason] += 1
         if reason not in ("stop", "length", "given up"):

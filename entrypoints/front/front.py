@@ -191,7 +191,7 @@ class Front:
         )
 
     def _ids(self, prompt: list[int]) -> NDArray[np.int64]:
-        """Return the prompt as an array, int64 [tokens].
+        """Convert the prompt to an array, int64 [tokens], and check its ids.
 
         Raises:
             RequestError: the prompt is empty or has an id outside the model's vocabulary.

@@ -62,9 +62,9 @@ class Unavailable(RequestError):
 
 
 def sanitise(message: str) -> str:
-    """Return the message as one line without file paths or memory addresses.
+    """Convert the message to one line without file paths or memory addresses.
 
-    It is cut to MESSAGE_CHARS_MAX characters.
+    The line is cut to MESSAGE_CHARS_MAX characters.
     """
     line = " ".join(message.split())
     return _PATH.sub("[...]", line)[:MESSAGE_CHARS_MAX]

@@ -88,7 +88,10 @@ def custom_prompts(
 
 
 def _record(line: bytes, number: int, path: Path) -> tuple[str, int]:
-    """Return (prompt, output tokens or 0) of one line."""
+    """Return (prompt, output tokens or 0) of one line.
+
+    ``number``: number of the line, for errors.
+    """
     value: Any = orjson.loads(line)
     text = value.get("prompt") if isinstance(value, dict) else None
     if text is None and isinstance(value, dict) and value.get("conversations"):

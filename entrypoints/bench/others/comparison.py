@@ -214,7 +214,10 @@ class Comparison:
 
     @contextmanager
     def _recorded(self, kind: str, name: str) -> Iterator[None]:
-        """Record and print an error of one engine, so that the others still run."""
+        """Record and print an error of the engine ``name``, so that the others still run.
+
+        ``kind``: "static" or "serving".
+        """
         try:
             yield
         except (RuntimeError, OSError, ValueError, KeyError) as error:

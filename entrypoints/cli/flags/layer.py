@@ -137,7 +137,7 @@ def _assign(layer: Layer, fields: Mapping[str, Any], flag: str) -> None:
 
 
 def _same(path: str, held: Any, value: Any) -> bool:
-    """Return whether two values of the field ``path`` mean the same.
+    """Return whether two values of the field ``path`` mean the same: ``held`` and ``value``.
 
     A library's name in other engines ("fa3") means the same as the name of its latent attention
     here ("fa3_mla").

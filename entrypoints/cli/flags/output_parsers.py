@@ -45,7 +45,14 @@ def without_wrong_parsers(layer: Layer, plugins: PluginSet) -> tuple[Layer, list
 
 
 def _refusal(path: str, given: str, name: str, plugins: PluginSet) -> Refusal | None:
-    """Return the refusal of ``name``, which is no tool-call parser; None if it is one."""
+    """Return the refusal of ``name``, which is no tool-call parser; None if it is one.
+
+    Args:
+        path: path of the option that names it.
+        given: the flag as given, for the refusal.
+        name: the parser's name.
+        plugins: the loaded plugins.
+    """
     kinds = {
         found.component.name: found.component.offers.kinds
         for found in plugins.components(OUTPUTS.name)

@@ -74,7 +74,7 @@ class ReasoningSplitter:
         return pieces
 
     def _count(self, pieces: list[Piece], tokens: int) -> None:
-        """Count the tokens of a delta as reasoning or content.
+        """Add the tokens of a delta to the count of reasoning tokens, unless they are content.
 
         Tokens count for the kind of the first piece that they produced. Tokens without a piece
         count for the current kind, or before any piece for the kind of the first one.

@@ -115,7 +115,7 @@ class ChatAnswer:
         )
 
     def take(self, index: int, delta: Delta) -> tuple[str, str, list[dict[str, Any]] | None]:
-        """Count a delta and return what it adds to choice ``index``.
+        """Add a delta to the token counts and return its new output of choice ``index``.
 
         Returns:
             New reasoning, new content and log-probabilities (None if not requested).

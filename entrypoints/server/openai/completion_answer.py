@@ -92,7 +92,7 @@ class CompletionAnswer:
         return CompletionChoiceState(prompt, text, logprobs)
 
     def take(self, index: int, delta: Delta) -> tuple[str, list[int]]:
-        """Count a delta, collect its log-probabilities, and return what it adds.
+        """Add a delta to the token counts and log-probabilities, and return its new output.
 
         Returns:
             New text and token ids of choice ``index``.

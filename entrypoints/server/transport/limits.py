@@ -77,7 +77,7 @@ class RequestGate:
             self._end(scope, record)
 
     def _end(self, scope: Scope, record: RequestRecord) -> None:
-        """Count and log the request."""
+        """Add the request to the metrics and to the log."""
         path = getattr(scope.get("route"), "path", None)
         record.route = path or record.route
         record.seconds = time.monotonic() - record.started

@@ -74,7 +74,7 @@ async def collect_body(deltas: Deltas, answer: WholeAnswer) -> dict[str, Any]:
 
 
 async def event_chunks(deltas: Deltas, chunks: Chunks) -> AsyncGenerator[bytes, None]:
-    """Yield the bytes to write, with several events at once if the next delta is there already."""
+    """Yield the bytes to write, with several events at once if the next delta has arrived."""
     held = b""
     try:
         async with aclosing(deltas) as source:
