@@ -149,9 +149,10 @@ class LinearMethod(Protocol):
 
 
 class StartedExperts(Protocol):
-    """The experts of one layer, started as soon as x is available, before the gate has run.
+    """The experts of one layer, whose first kernel is launched before the gate.
 
-    The gate runs next with ``ready``, and ``finish`` after it.
+    The kernel computes what needs no routing, and waits on the device for ``ready``. The gate runs
+    next with ``ready``, and ``finish`` after it.
 
     Attributes:
         ready: ready flag, int32; the gate sets its first element to 1 as soon as x may be read.

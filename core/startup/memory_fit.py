@@ -296,12 +296,13 @@ class RankMemory:
             ) from error
 
     def report(self) -> dict[str, dict[str, int | None]]:
-        """Return bytes by budget line, and by ``step`` on a device.
+        """Return the planned and measured bytes of each budget line.
 
         Returns:
-            ``planned``: before loading; ``measured``: while starting; ``served``: the same measured
-                over the whole pool. For ``step``, ``served`` is the most bytes that a step has
-                taken since the rank was ready.
+            For each line ``planned``: the plan's number; ``measured``: measured during start-up,
+            before the KV pool was made; ``served``: measured again beside the whole pool. On a
+            device there is a further line ``step``, whose ``served`` is the most bytes that a step
+            has taken since the rank was ready.
         """
         planned = {line.name: line.bytes for line in self.plan.budget}
         lines: dict[str, dict[str, int | None]] = {}

@@ -16,7 +16,7 @@ from glowplug.core.plugin.slots import SLOTS
 
 @reads("outputs")
 def check_output_kinds(proposal: Proposal) -> Iterator[Refusal]:
-    """Refuse parsers of pieces that answers cannot carry, such as tool calls."""
+    """Refuse output parsers of a kind of text that the server's answers have no field for."""
     kept = ", ".join(
         f'{{use = "{chosen.name}"}}'
         for chosen in proposal.outputs

@@ -262,10 +262,10 @@ class HostLink:
         return found
 
     def look_at_ranks(self, limit: float) -> list[Trouble]:
-        """Return the troubles of ``look`` and one for each silent rank of the other sites.
+        """Return the failures of other hosts and of their ranks.
 
         Args:
-            limit: seconds of silence.
+            limit: seconds without a report after which a host or a rank has failed.
         """
         found = self.look(limit)
         for other, beat in list(self._beats.items()):

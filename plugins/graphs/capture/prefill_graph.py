@@ -144,7 +144,9 @@ class Pass:
             steps.split_points.replacement = None
 
     def _take(self, work: SplitCall, rows: tuple[Tensor, ...], width: int) -> Tensor:
-        """Record one split point and return the buffer of its result.
+        """End a graph at a split point, and note its eager call for the replay.
+
+        The result is the buffer into which the call writes.
 
         Args:
             work: the call at the split point, which runs eagerly.
