@@ -31,6 +31,7 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.parallel.ep_moe",
     "glowplug.plugins.parallel.dp_attention",
     "glowplug.plugins.collectives.local",
+    "glowplug.plugins.collectives.peer_memory",
     "glowplug.plugins.collectives.torch_distributed",
     "glowplug.plugins.speculative.none",
     "glowplug.plugins.speculative.nextn",

@@ -58,6 +58,7 @@ class Gloo:
         self._rendezvous = worker.rendezvous
         self._groups: dict[tuple[int, ...], Any] = {}
         self._of: dict[str, Any] = {}
+        self._members: dict[str, tuple[int, ...]] = {}  # axis -> ranks, for axes of several ranks
         self._store = store or open_store(
             worker.rendezvous, worker.rank, worker.ranks, options.timeout
         )
@@ -67,7 +68,8 @@ class Gloo:
         )
         for axis in AXES:
             if axis_size(axis, plan.mesh) > 1:
-                self._of[axis] = self._shared(axis, group(axis, self._rank, plan.mesh))
+                self._members[axis] = group(axis, self._rank, plan.mesh)
+                self._of[axis] = self._shared(axis, self._members[axis])
         # NOTE: without this wait, a rank that fails and exits while other ranks still connect to it
         # would make their connections fail, and they would report this instead.
         await_ranks(self._store, worker.rank, worker.ranks, options.timeout, "connect")

@@ -126,13 +126,6 @@ def check_cuda_graph(context: CheckContext) -> Iterator[Refusal]:
             f"every batch size to capture exceeds the {rows} sequences that may run{by}",
             f"graphs.batch_sizes = [{rows}], or scheduler.max_running_requests = {smallest}",
         )
-    if context.values.ranks > 1:
-        yield Refusal(
-            NAME,
-            "graphs.use",
-            f"steps of {context.values.ranks} ranks use collectives, which {NAME} does not capture",
-            'graphs.use = "eager"',
-        )
     yield from _prefill(options, context)
 
 

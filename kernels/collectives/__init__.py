@@ -1,0 +1,1 @@
+"""Collectives of the ranks of one host, by stores into each other's memory."""

@@ -1,0 +1,170 @@
+"""All-reduce, residual addition and RMS norm in one kernel, one program per token.
+
+The input may be rows of experts that have still to be summed (``Parts``). The result is stored
+unquantised, quantised to E4M3, or both, as in ``kernels.elementwise.norm``; the numbers are those of
+an all-reduce followed by that norm, bit by bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glowplug.kernels.collectives.all_reduce import ALL_STAGES
+from glowplug.kernels.collectives.push import (
+    PeerBuffers,
+    bits_of,
+    buffers_of,
+    clear,
+    next_turn,
+    push,
+    sum_of_ranks,
+)
+from glowplug.kernels.elementwise.norm import add_parts
+from glowplug.kernels.formats.fp8_triton import GROUP, store_quantized
+from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch.integers import cdiv, next_power_of_2
+from glowplug.kernels.launch.rows import rows_of
+
+
+@triton.jit(do_not_specialize=["ids_stride", "scale_stride"])
+def _add_norm(
+    x,
+    ids,
+    residual,
+    weight,
+    total,
+    plain,
+    values,
+    scales,
+    peers,
+    turns,
+    fault,
+    x_stride,
+    ids_stride,
+    residual_stride,
+    size,
+    scale_stride,
+    capacity,
+    eps,
+    GROUPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    LIMIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Normalise one token. ``PARTS``: rows of x to sum for the token, 0 for its own row alone."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < size
+    dependent.begin(DEPENDENT)
+    own = buffers_of(peers, RANK, total)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    dependent.wait(DEPENDENT)
+    turn = tl.load(turns + row)
+    if PARTS > 0:
+        term = add_parts(x, ids, row, ids_stride, column, inside, size, PARTS)
+    else:
+        term = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    mine = term.to(total.dtype.element_ty)
+    at = row * TILE + column
+    if STAGES & 1:
+        push(bits_of(mine), at, inside, peers, turn, capacity, total, RANK, RANKS)
+    if STAGES & 2:
+        before = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
+        value = sum_of_ranks(mine, at, inside, own, turn, capacity, fault, RANK, RANKS, LIMIT)
+        # the sum is rounded as an all-reduce rounds it
+        value = value.to(mine.dtype).to(tl.float32) + before.to(tl.float32)
+        rounded = value.to(mine.dtype)
+        tl.store(total + row * size + column, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+        normed = value * tl.rsqrt(tl.sum(value * value) / size + eps) * gain
+        if PLAIN:
+            tl.store(plain + row * size + column, normed.to(mine.dtype), mask=inside)
+        if QUANTIZED:
+            store_quantized(normed, values, scales, row, group, column, size, scale_stride)
+        clear(at, own, turn, capacity, RANKS)
+        next_turn(turns, row, turn)
+
+
+def warps_for(block: int) -> int:
+    """Return the warps of a program that normalises ``block`` numbers."""
+    return 4 if block <= 1024 else 8 if block <= 2048 else 16 if block <= 4096 else 32
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    buffers: PeerBuffers,
+    *,
+    ids: Tensor | None = None,
+    plain: Tensor | None = None,
+    quantized: tuple[Tensor, Tensor] | None = None,
+    stages: int = ALL_STAGES,
+) -> Tensor:
+    """Sum x over the ranks, add the residual, and write the norm of the sum.
+
+    Args:
+        x: [T, N], or with ``ids`` rows of experts [T * K, N]; rows may be strided.
+        residual: [T, N], equal on all ranks.
+        weight: [N].
+        eps: epsilon of the norm.
+        buffers: the group's buffers, with a tile for each row: T * tile <= capacity.
+        ids: int [T, K]; rows of x with negative ids do not count.
+        plain: receives the norm, [T, N].
+        quantized: receives the norm as E4M3 values [T, N] and float32 scales.
+        stages: stages to run; all but for tests.
+
+    Returns:
+        The sum with the residual, [T, N].
+    """
+    x = rows_of(x)
+    before = rows_of(residual)
+    rows, size = before.shape
+    total = torch.empty((rows, size), dtype=residual.dtype, device=residual.device)
+    groups = next_power_of_2(cdiv(size, GROUP))
+    assert buffers.tile >= groups * GROUP, "a row needs a tile of its padded size"
+    values, scales = (None, None) if quantized is None else quantized
+    if rows:
+        _add_norm[(rows,)](
+            x,
+            ids,
+            before,
+            weight,
+            total,
+            plain,
+            values,
+            scales,
+            buffers.peers,
+            buffers.turns,
+            buffers.fault,
+            x.stride(0),
+            0 if ids is None else ids.stride(0),
+            before.stride(0),
+            size,
+            0 if scales is None else scales.stride(1),
+            buffers.capacity,
+            eps,
+            GROUPS=groups,
+            PARTS=0 if ids is None else ids.shape[1],
+            PLAIN=plain is not None,
+            QUANTIZED=quantized is not None,
+            RANK=buffers.rank,
+            RANKS=buffers.ranks,
+            TILE=buffers.tile,
+            STAGES=stages,
+            LIMIT=buffers.limit,
+            num_warps=warps_for(groups * GROUP),
+            **dependent.options(),
+        )
+    return total

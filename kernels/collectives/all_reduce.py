@@ -1,0 +1,215 @@
+"""All-reduce over peers' buffers: one-shot, and two-shot for larger tensors of many ranks.
+
+One-shot: every rank sends its numbers to all peers and sums what arrives. Two-shot: tile t belongs
+to rank t mod ranks; every rank sends the tile to this owner, which sends the sum to all peers. It
+sends 2 (ranks - 1) / ranks instead of ranks - 1 times the tensor, and waits twice.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glowplug.kernels.collectives.push import (
+    TURNS,
+    PeerBuffers,
+    bits_of,
+    buffers_of,
+    clear,
+    clear_one,
+    next_turn,
+    push,
+    received,
+    sum_of_ranks,
+)
+from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch.integers import cdiv
+
+#: most programs, so that the tiles of a large tensor overlap (4 programs on each multiprocessor of
+#: an H200: 16.7 instead of 17.5 us with 2 for 4 MB)
+PROGRAMS_MAX = 528
+SEND, SUM, RECEIVE = 1, 2, 4  #: stages of a kernel; tests on one device run them one by one
+ALL_STAGES = SEND | SUM | RECEIVE
+
+
+@triton.jit
+def _one_shot(
+    x,
+    out,
+    peers,
+    turns,
+    fault,
+    count,
+    capacity,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    LIMIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Sum x [count] over the ranks to ``out``."""
+    dependent.begin(DEPENDENT)
+    own = buffers_of(peers, RANK, x)
+    first = tl.program_id(0)
+    tiles = tl.cdiv(count, TILE)
+    dependent.wait(DEPENDENT)
+    if STAGES & 1:
+        for tile in range(first, tiles, tl.num_programs(0)):
+            at = tile * TILE + tl.arange(0, TILE)
+            bits = bits_of(tl.load(x + at, mask=at < count))
+            push(bits, at, at < count, peers, tl.load(turns + tile), capacity, x, RANK, RANKS)
+    if STAGES & 2:
+        for tile in range(first, tiles, tl.num_programs(0)):
+            turn = tl.load(turns + tile)
+            at = tile * TILE + tl.arange(0, TILE)
+            mine = tl.load(x + at, mask=at < count)
+            total = sum_of_ranks(
+                mine, at, at < count, own, turn, capacity, fault, RANK, RANKS, LIMIT
+            )
+            tl.store(out + at, total.to(mine.dtype), mask=at < count)
+            clear(at, own, turn, capacity, RANKS)
+            next_turn(turns, tile, turn)
+
+
+@triton.jit
+def _two_shot(
+    x,
+    out,
+    terms,
+    sums,
+    turns,
+    fault,
+    count,
+    capacity,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    LIMIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Sum x [count] over the ranks to ``out``; ``terms`` and ``sums``: the peers of two buffers."""
+    dependent.begin(DEPENDENT)
+    own_terms = buffers_of(terms, RANK, x)
+    own_sums = buffers_of(sums, RANK, x)
+    first = tl.program_id(0)
+    tiles = tl.cdiv(count, TILE)
+    column = tl.arange(0, TILE)
+    dependent.wait(DEPENDENT)
+    if STAGES & 1:
+        for tile in range(first, tiles, tl.num_programs(0)):
+            owner = tile % RANKS
+            at = tile * TILE + column
+            if owner != RANK:
+                bits = bits_of(tl.load(x + at, mask=at < count))
+                index = (RANK - owner - 1 + RANKS) % RANKS
+                place = (tl.load(turns + tile) * (RANKS - 1) + index) * capacity
+                target = buffers_of(terms, owner, x) + place + tile // RANKS * TILE + column
+                tl.store(target, bits, mask=at < count)
+    if STAGES & 2:
+        for tile in range(first, tiles, tl.num_programs(0)):
+            if tile % RANKS == RANK:
+                turn = tl.load(turns + tile)
+                at = tile * TILE + column
+                within = tile // RANKS * TILE + column
+                mine = tl.load(x + at, mask=at < count)
+                total = sum_of_ranks(
+                    mine, within, at < count, own_terms, turn, capacity, fault, RANK, RANKS, LIMIT
+                ).to(mine.dtype)
+                push(bits_of(total), within, at < count, sums, turn, capacity, x, RANK, RANKS)
+                tl.store(out + at, total, mask=at < count)
+                clear(within, own_terms, turn, capacity, RANKS)
+    if STAGES & 4:
+        for tile in range(first, tiles, tl.num_programs(0)):
+            owner = tile % RANKS
+            turn = tl.load(turns + tile)
+            at = tile * TILE + column
+            if owner != RANK:
+                within = tile // RANKS * TILE + column
+                index = (owner - RANK - 1 + RANKS) % RANKS
+                place = (turn * (RANKS - 1) + index) * capacity + within
+                bits = received(own_sums + place, at < count, fault, owner, LIMIT)
+                tl.store(out + at, bits.to(out.dtype.element_ty, bitcast=True), mask=at < count)
+                former = ((turn + TURNS - 1) % TURNS * (RANKS - 1) + index) * capacity + within
+                clear_one(own_sums + former, own_sums)
+            next_turn(turns, tile, turn)
+
+
+def one_shot(x: Tensor, buffers: PeerBuffers, stages: int = ALL_STAGES) -> Tensor:
+    """Return the sum of x over the ranks, in x's dtype.
+
+    Args:
+        x: contiguous; ``buffers.fits(x)``.
+        buffers: the group's buffers.
+        stages: stages to run; all but for tests.
+    """
+    out = torch.empty_like(x)
+    count = x.numel()
+    capacity, tile = buffers.words(x)
+    if count:
+        _one_shot[(min(cdiv(count, tile), PROGRAMS_MAX),)](
+            x,
+            out,
+            buffers.peers,
+            buffers.turns,
+            buffers.fault,
+            count,
+            capacity,
+            RANK=buffers.rank,
+            RANKS=buffers.ranks,
+            TILE=tile,
+            STAGES=stages,
+            LIMIT=buffers.limit,
+            num_warps=warps_for(tile),
+            **dependent.options(),
+        )
+    return out
+
+
+def two_shot(
+    x: Tensor,
+    terms: PeerBuffers,
+    sums: PeerBuffers,
+    stages: int = ALL_STAGES,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the sum of x over the ranks, in x's dtype.
+
+    Args:
+        x: contiguous; ``terms.fits(x, ranks)``.
+        terms: buffers for the numbers that an owner sums; their ``turns`` count all tiles of x.
+        sums: buffers for the owners' sums, of the same capacity and tile.
+        stages: stages to run; all but for tests.
+        out: the result's tensor, for tests that run the stages one by one.
+    """
+    if out is None:
+        out = torch.empty_like(x)
+    count = x.numel()
+    capacity, tile = terms.words(x)
+    if count:
+        _two_shot[(min(cdiv(count, tile), PROGRAMS_MAX),)](
+            x,
+            out,
+            terms.peers,
+            sums.peers,
+            terms.turns,
+            terms.fault,
+            count,
+            capacity,
+            RANK=terms.rank,
+            RANKS=terms.ranks,
+            TILE=tile,
+            STAGES=stages,
+            LIMIT=terms.limit,
+            num_warps=warps_for(tile),
+            **dependent.options(),
+        )
+    return out
+
+
+def warps_for(tile: int) -> int:
+    """Return the warps of a program; a thread holds at least four numbers."""
+    return 4 if tile <= 512 else 8 if tile <= 1024 else 16

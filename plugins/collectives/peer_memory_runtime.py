@@ -1,0 +1,227 @@
+"""Runtime of the collectives "peer_memory": small and medium tensors go through peers' memory.
+
+NCCL, which is the base class, exchanges tensors that no buffer fits, and all tensors on GPUs without
+access to each other's memory.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from glowplug.core.errors import CollectiveError
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.protocols import Worker
+from glowplug.kernels.collectives.all_reduce import one_shot, two_shot
+from glowplug.kernels.collectives.gather import all_gather, reduce_scatter
+from glowplug.kernels.collectives.push import (
+    EMPTY_BITS,
+    PeerBuffers,
+    buffer_words,
+    peer_buffers,
+)
+from glowplug.plugins.collectives.peer_memory import PeerMemoryOptions
+from glowplug.plugins.collectives.peer_sizes import PeerSizes, peer_sizes
+from glowplug.plugins.collectives.torch_distributed_runtime import Nccl
+
+logger = logging.getLogger("glowplug")
+ALIGNMENT = 128  #: words; each kind of buffers begins at a multiple of it
+
+
+class Alarm:
+    """The report of a kernel that has waited in vain.
+
+    Attributes:
+        fault: int64 [2] on the device: 0 or 1 + number of the rank that is waited for, and the
+            address of ``seen``.
+        seen: int32 [1] in pinned host memory, a copy that the host reads without waiting.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.fault = torch.tensor([0, self.seen.data_ptr()], dtype=torch.int64, device=device)
+
+
+class PeerGroup:
+    """The exchange among the ranks of one axis.
+
+    Args:
+        name: name of the group, equal on all its ranks and unique in this process.
+        rank: this rank's number in the group.
+        ranks: number of ranks in the group.
+        store: the group's part of the rendezvous.
+        sizes: sizes of the buffers.
+        alarm: report of failures.
+        limit: seconds that a kernel waits for a peer.
+
+    Raises:
+        RuntimeError: the GPUs cannot reach each other's memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        ranks: int,
+        store: dist.Store,
+        sizes: PeerSizes,
+        alarm: Alarm,
+        limit: float,
+    ) -> None:
+        self.name = name
+        self.ranks = ranks
+        # torch finds rank, size and store of a group of symmetric memory by the group's name
+        self._group = dist.ProcessGroup(store, rank, ranks)
+        c10d._register_process_group(name, self._group)
+        words = [buffer_words(ranks, -(-size.capacity // ALIGNMENT) * ALIGNMENT) for size in sizes]
+        self.memory = c10d._SymmetricMemory.empty_strided_p2p(
+            (sum(words) // 2,), (1,), torch.int32, alarm.fault.device, name
+        )
+        self.memory.fill_(EMPTY_BITS)
+        torch.cuda.synchronize(alarm.fault.device)
+        # NOTE: the handle keeps the peers' memory mapped
+        self._handle = c10d._SymmetricMemory.rendezvous(self.memory, name)
+        found: list[PeerBuffers | None] = []
+        offset = 0
+        for size, count in zip(sizes, words, strict=True):
+            addresses = [address + 2 * offset for address in self._handle.buffer_ptrs]
+            offset += count
+            found.append(
+                peer_buffers(
+                    rank,
+                    addresses,
+                    size.capacity,
+                    size.tile,
+                    alarm.fault,
+                    int(limit * 1e9),
+                    size.tiles,
+                )
+                if size.capacity
+                else None
+            )
+        self.small, self.large, self.terms, self.sums, self.gather, self.norm = found
+
+    def all_reduce(self, x: Tensor) -> Tensor | None:
+        """Return the sum of contiguous x over the ranks; None if no buffer fits x."""
+        for buffers in (self.small, self.large):
+            if buffers is not None and buffers.fits(x):
+                return one_shot(x, buffers)
+        if self.terms is not None and self.sums is not None and self.terms.fits(x, self.ranks):
+            return two_shot(x, self.terms, self.sums)
+        return None
+
+    def all_gather(self, x: Tensor) -> Tensor | None:
+        """Return contiguous x of every rank, [ranks, ...]; None if no buffer fits x."""
+        fits = self.gather is not None and self.gather.fits(x)
+        return all_gather(x, self.gather) if fits and self.gather is not None else None
+
+    def reduce_scatter(self, x: Tensor) -> Tensor | None:
+        """Return this rank's rows of the sum of contiguous x; None if no buffer fits."""
+        fits = self.gather is not None and self.gather.fits(x, self.ranks)
+        return reduce_scatter(x, self.gather) if fits and self.gather is not None else None
+
+    def close(self) -> None:
+        """Forget the group's name, so that another engine of this process can use it."""
+        c10d._unregister_process_group(self.name)
+
+
+class PeerMemory(Nccl):
+    """The ``Collectives`` of the GPUs of one host."""
+
+    def __init__(
+        self,
+        options: PeerMemoryOptions,
+        plan: EnginePlan,
+        worker: Worker,
+        store: dist.Store | None = None,
+    ) -> None:
+        super().__init__(options, plan, worker, store)
+        self._peers: dict[tuple[int, ...], PeerGroup] = {}
+        self._alarm = Alarm(torch.device(worker.device))
+        reason = self._connect(plan, options.timeout)
+        # NOTE: ranks exchange in the same way or they would wait for each other for ever
+        reasons = [found.decode() for found in self.all_gather_bytes(reason.encode())]
+        if any(reasons):
+            self._forget()
+            if worker.rank == 0:
+                logger.warning(
+                    "ranks exchange by NCCL alone, which is slower: %s",
+                    next(found for found in reasons if found),
+                )
+        self._peer_of = {
+            axis: self._peers[members]
+            for axis, members in self._members.items()
+            if members in self._peers
+        }
+
+    def _connect(self, plan: EnginePlan, limit: float) -> str:
+        """Connect to the peers of every axis.
+
+        Returns:
+            The reason why it is impossible; "" if the ranks are connected.
+        """
+        own = torch.device(self._device).index or 0
+        for members in sorted(set(self._members.values())):
+            for peer in members:
+                if peer != self._rank and not torch.cuda.can_device_access_peer(own, peer):
+                    return f"GPU {own} has no access to the memory of GPU {peer}"
+        sizes = plan.sizes
+        try:
+            for members in sorted(set(self._members.values())):
+                name = f"glowplug {'-'.join(map(str, members))} {id(self._store):x}"
+                self._peers[members] = PeerGroup(
+                    name,
+                    members.index(self._rank),
+                    len(members),
+                    self._part(members, "peers"),
+                    peer_sizes(len(members), plan.facts.model.hidden_size, sizes.max_step_tokens),
+                    self._alarm,
+                    limit,
+                )
+        except RuntimeError as error:
+            return f"symmetric memory is not available: {str(error).splitlines()[0]}"
+        return ""
+
+    def _forget(self) -> None:
+        for peers in self._peers.values():
+            peers.close()
+        self._peers.clear()
+
+    def check(self) -> None:
+        """Raise if a kernel has waited for a peer in vain.
+
+        Raises:
+            CollectiveError: a peer has not sent its data in time.
+        """
+        source = int(self._alarm.seen.numpy()[0])
+        if source:
+            raise CollectiveError(
+                f"rank {self._rank} of {self._ranks} waited {self._timeout.total_seconds():g} s on "
+                f"its GPU for the data of rank {source - 1} of an exchange"
+            )
+
+    def all_reduce(self, x: Tensor, axis: str) -> Tensor:
+        peers = self._peer_of.get(axis)
+        found = None if peers is None else peers.all_reduce(x.contiguous())
+        return super().all_reduce(x, axis) if found is None else found
+
+    def all_gather(self, x: Tensor, axis: str, dim: int = 0) -> Tensor:
+        peers = self._peer_of.get(axis)
+        every = None if peers is None else peers.all_gather(x.contiguous())
+        if every is None:
+            return super().all_gather(x, axis, dim)
+        return every.flatten(0, 1) if dim == 0 else torch.cat(every.unbind(0), dim)
+
+    def reduce_scatter(self, x: Tensor, axis: str) -> Tensor:
+        peers = self._peer_of.get(axis)
+        found = None if peers is None else peers.reduce_scatter(x.contiguous())
+        return super().reduce_scatter(x, axis) if found is None else found
+
+    def close(self) -> None:
+        self._peer_of.clear()
+        self._forget()
+        super().close()

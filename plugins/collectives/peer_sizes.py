@@ -1,0 +1,95 @@
+"""Sizes of the buffers through which the ranks of one host exchange data. Plan zone: no torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+KIB = 1 << 10
+MIB = 1 << 20
+BUFFERS = 3  #: receiving buffers that take turns (``kernels.collectives.push``)
+WORD = 2  #: bytes of a word
+SMALL_TILE = 512  #: words per tile of tensors up to SMALL_BYTES
+#: words per tile of larger tensors, which need more loads in flight (on two H200, 8 MB: 32 us, with
+#: tiles of 512 words 41 us)
+LARGE_TILE = 2048
+SMALL_BYTES = (
+    MIB  #: largest tensor in small tiles (on two H200, 1 MB: 5.5 us, in large ones 6.5 us)
+)
+#: ranks -> largest tensor of a one-shot all-reduce. Two ranks send as much in two shots, so only
+#: the memory of the buffers limits them; NCCL took 78 us for 16 MB, this exchange 61 us.
+ONE_SHOT_BYTES = {2: 16 * MIB, 4: 384 * KIB, 8: 128 * KIB}
+TWO_SHOT_BYTES = 16 * MIB  #: largest tensor of a two-shot all-reduce
+GATHER_BYTES = 4 * MIB  #: largest part of a rank in an all-gather or reduce-scatter
+NORM_ROWS_MAX = 512  #: most tokens of an all-reduce that is fused with a norm
+
+
+class BufferSize(NamedTuple):
+    """Capacity and tile of one kind of buffers, in 16-bit words; see ``PeerBuffers``.
+
+    Attributes:
+        capacity: words that a rank can send to a peer in one call; 0: there are none.
+        tile: words per tile.
+        tiles: tiles whose turns are counted; 0: those of ``capacity``.
+    """
+
+    capacity: int
+    tile: int
+    tiles: int = 0
+
+
+class PeerSizes(NamedTuple):
+    """The buffers of one group of ranks.
+
+    Attributes:
+        small: one-shot all-reduce of small tensors.
+        large: one-shot all-reduce of larger tensors.
+        terms: two-shot all-reduce: what owners sum.
+        sums: two-shot all-reduce: what owners send.
+        gather: all-gather and reduce-scatter.
+        norm: all-reduce fused with a norm; a tile is a token.
+    """
+
+    small: BufferSize
+    large: BufferSize
+    terms: BufferSize
+    sums: BufferSize
+    gather: BufferSize
+    norm: BufferSize
+
+    def bytes(self, ranks: int) -> int:
+        """Return the bytes of one rank's receiving buffers."""
+        return sum(BUFFERS * (ranks - 1) * size.capacity * WORD for size in self)
+
+
+def peer_sizes(ranks: int, hidden: int, tokens: int) -> PeerSizes:
+    """Return the sizes of the buffers of a group.
+
+    Args:
+        ranks: number of ranks in the group.
+        hidden: hidden size of the model.
+        tokens: most tokens of a step.
+    """
+    largest = hidden * tokens * WORD
+    one_shot = min(largest, one_shot_bytes(ranks))
+    two_shot = min(largest, TWO_SHOT_BYTES) if one_shot < largest and ranks > 2 else 0
+    chunk = _tiles(two_shot // ranks, LARGE_TILE)
+    row = 1 << (hidden - 1).bit_length()
+    rows = min(tokens, NORM_ROWS_MAX, one_shot_bytes(ranks) // (row * WORD))
+    return PeerSizes(
+        small=_tiles(min(one_shot, SMALL_BYTES), SMALL_TILE),
+        large=_tiles(one_shot if one_shot > SMALL_BYTES else 0, LARGE_TILE),
+        terms=chunk._replace(tiles=chunk.capacity // LARGE_TILE * ranks),
+        sums=chunk,
+        gather=_tiles(min(largest, GATHER_BYTES), SMALL_TILE),
+        norm=BufferSize(rows * row, row),
+    )
+
+
+def one_shot_bytes(ranks: int) -> int:
+    """Return the largest tensor of a one-shot all-reduce over ``ranks`` ranks, in bytes."""
+    return next((size for most, size in ONE_SHOT_BYTES.items() if ranks <= most), 0)
+
+
+def _tiles(size: int, tile: int) -> BufferSize:
+    """Return a buffer for ``size`` bytes, rounded up to whole tiles."""
+    return BufferSize(-(-size // (tile * WORD)) * tile, tile)

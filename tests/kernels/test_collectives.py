@@ -1,0 +1,175 @@
+"""Collectives over peers' buffers against sums in float32, all ranks in one process.
+
+The stages of a kernel run one after another for all ranks, so that nothing waits for a program that
+has not run. Waiting itself is tested on several devices.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+os.environ["TRITON_INTERPRET"] = "1"
+
+from glowplug.kernels.collectives import add_norm, gather
+from glowplug.kernels.collectives.all_reduce import RECEIVE, SEND, SUM, one_shot, two_shot
+from glowplug.kernels.collectives.push import (
+    EMPTY_BITS,
+    PeerBuffers,
+    buffer_words,
+    peer_buffers,
+)
+from glowplug.kernels.elementwise.norm import add_rms_norm as plain_add_rms_norm
+
+HALF = torch.float16
+
+
+@dataclass
+class Group:
+    """The buffers of all ranks of a group, in one process."""
+
+    memory: list[Tensor]
+    buffers: list[PeerBuffers]
+
+    @classmethod
+    def of(cls, ranks: int, capacity: int, tile: int, tiles: int = 0) -> Group:
+        memory = [
+            torch.full((buffer_words(ranks, capacity) // 2,), EMPTY_BITS, dtype=torch.int32)
+            for _ in range(ranks)
+        ]
+        addresses = [one.data_ptr() for one in memory]
+        fault = torch.zeros(2, dtype=torch.int64)
+        return cls(
+            memory,
+            [
+                peer_buffers(rank, addresses, capacity, tile, fault, tiles=tiles)
+                for rank in range(ranks)
+            ],
+        )
+
+    def empty(self) -> list[int]:
+        """Return the numbers of each rank's buffers that hold something."""
+        return [int((one != EMPTY_BITS).sum()) for one in self.memory]
+
+
+def numbers(ranks: int, *shape: int, seed: int = 0, dtype: torch.dtype = HALF) -> list[Tensor]:
+    """Return random numbers for each rank, with zeros of both signs among them."""
+    generator = torch.Generator().manual_seed(seed)
+    found = [torch.randn(*shape, generator=generator).to(dtype) for _ in range(ranks)]
+    for x in found:
+        x.view(-1)[::5] = 0.0
+        x.view(-1)[1::7] = -0.0
+    return found
+
+
+def summed(given: list[Tensor]) -> Tensor:
+    """Return the sum in order of rank, rounded once."""
+    total = torch.zeros_like(given[0], dtype=torch.float32)
+    for x in given:
+        total += x.float()
+    return total.to(given[0].dtype)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 200, 256])
+@pytest.mark.parametrize("dtypes", [(HALF,), (torch.float32,), (HALF, torch.float32)])
+def test_one_shot_sums_in_order_of_rank(
+    ranks: int, count: int, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    group = Group.of(ranks, 512, 128)
+    for call in range(6):
+        given = numbers(ranks, count, seed=call, dtype=dtypes[call % len(dtypes)])
+        for x, own in zip(given, group.buffers):
+            one_shot(x, own, SEND)
+        for x, own in zip(given, group.buffers):
+            assert torch.equal(one_shot(x, own, SUM), summed(given))
+
+
+def test_a_call_clears_the_buffers_of_the_call_before() -> None:
+    group = Group.of(2, 128, 64)
+    for count in (128, 128, 10, 10, 10):
+        given = numbers(2, count)
+        for stage in (SEND, SUM):
+            for x, own in zip(given, group.buffers):
+                one_shot(x, own, stage)
+    # two numbers a word: the last call's numbers in tile 0, and those of the second call in tile 1
+    assert group.empty() == [(10 + 64) // 2] * 2
+    assert [own.turns.tolist() for own in group.buffers] == [[2, 2]] * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("count", [1, 64, 130, 500])
+def test_two_shot_sums_in_order_of_rank(ranks: int, count: int) -> None:
+    tiles = -(-500 // 64)
+    capacity = -(-tiles // ranks) * 64
+    terms = Group.of(ranks, capacity, 64, tiles)
+    sums = Group.of(ranks, capacity, 64)
+    for call in range(4):
+        given = numbers(ranks, count, seed=call)
+        found = [torch.zeros_like(x) for x in given]
+        for stage in (SEND, SUM, RECEIVE):
+            for rank, x in enumerate(given):
+                two_shot(x, terms.buffers[rank], sums.buffers[rank], stage, found[rank])
+        assert all(torch.equal(one, summed(given)) for one in found)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("shape", [(1,), (3, 20), (2, 64)])
+def test_gather_and_scatter(ranks: int, shape: tuple[int, ...]) -> None:
+    group = Group.of(ranks, 128, 64)
+    for call in range(4):
+        given = numbers(ranks, *shape, seed=call)
+        found = [torch.zeros(ranks, *shape, dtype=HALF) for _ in range(ranks)]
+        for stage in (SEND, SUM):
+            for rank, x in enumerate(given):
+                gather.all_gather(x, group.buffers[rank], stage, found[rank])
+        assert all(torch.equal(one, torch.stack(given)) for one in found)
+        terms = numbers(ranks, ranks * shape[0], *shape[1:], seed=call)
+        for x, own in zip(terms, group.buffers):
+            gather.reduce_scatter(x, own, SEND)
+        wanted = summed(terms).view(ranks, *shape)
+        for rank, x in enumerate(terms):
+            assert torch.equal(gather.reduce_scatter(x, group.buffers[rank], SUM), wanted[rank])
+
+
+@pytest.mark.parametrize("size", [100, 128, 300])
+@pytest.mark.parametrize("parts", [0, 3])
+def test_norm_of_the_sum_equals_an_all_reduce_and_a_norm(size: int, parts: int) -> None:
+    ranks, rows = 2, 3
+    tile = 512
+    group = Group.of(ranks, rows * tile, tile)
+    weight, residual = numbers(2, size)[0], numbers(1, rows, size, seed=9)[0]
+    for call in range(4):
+        given = numbers(ranks, rows * max(1, parts), size, seed=call)
+        ids = torch.tensor([[0, -1, 2]] * rows) if parts else None
+        local = given
+        if ids is not None:
+            local = [
+                x.view(rows, parts, size)
+                .float()
+                .masked_fill((ids < 0)[..., None], 0)
+                .sum(1)
+                .to(HALF)
+                for x in given
+            ]
+        wanted = plain_add_rms_norm(summed(local), residual, weight, 1e-6)
+        for stage in (SEND, SUM):
+            for rank, x in enumerate(given):
+                plain = torch.empty(rows, size, dtype=HALF)
+                total = add_norm.add_rms_norm(
+                    x,
+                    residual,
+                    weight,
+                    1e-6,
+                    group.buffers[rank],
+                    ids=ids,
+                    plain=plain,
+                    stages=stage,
+                )
+                if stage == SUM:
+                    assert torch.equal(total, wanted[1]) and torch.equal(plain, wanted[0])
