@@ -23,6 +23,7 @@ from glowplug.core.facts.mesh import OVER_TP, WITHIN, axis_size, group
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.kernels.launch.sums import add_up
+from glowplug.plugins.collectives.local_links import LocalLinks
 from glowplug.plugins.collectives.rendezvous import await_ranks, open_store, own_address
 from glowplug.plugins.collectives.torch_distributed import TorchDistributedOptions
 
@@ -63,9 +64,15 @@ class Gloo:
             worker.rendezvous, worker.rank, worker.ranks, options.timeout
         )
         await_ranks(self._store, worker.rank, worker.ranks, options.timeout, "start")
-        self._host = self._call(
-            "connecting", WORLD, lambda: self._host_group(tuple(range(worker.ranks)), WORLD)
-        )
+        #: connections for host data; None if ranks are on several hosts, which use ``_host``
+        self._links: LocalLinks | None = None
+        self._host: Any = None
+        if plan.hosts == 1:
+            self._links = LocalLinks(worker.rank, worker.ranks, self._store, options.timeout)
+        else:
+            self._host = self._call(
+                "connecting", WORLD, lambda: self._host_group(tuple(range(worker.ranks)), WORLD)
+            )
         for axis in AXES:
             if axis_size(axis, plan.mesh) > 1:
                 self._members[axis] = group(axis, self._rank, plan.mesh)
@@ -205,6 +212,8 @@ class Gloo:
     # ---- over all ranks, on the host -------------------------------------------------------------
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
+        if self._links is not None:
+            return self._links.broadcast(data)
         head = torch.zeros(8 + INLINE_BYTES, dtype=torch.uint8)
         if self._rank == 0:
             assert data is not None, "rank 0 must pass the bytes"
@@ -229,6 +238,8 @@ class Gloo:
         self._await("broadcast_bytes", WORLD, lambda: self._host.broadcast([buffer], options))
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        if self._links is not None:
+            return self._links.gather(data)
         sizes = self.all_gather_numbers(np.array([len(data)], np.int64))[:, 0]
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
@@ -236,6 +247,8 @@ class Gloo:
         return [row[:size].tobytes() for row, size in zip(every.numpy(), sizes, strict=True)]
 
     def all_gather_numbers(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self._links is not None:
+            return self._links.gather_numbers(values)
         found: NDArray[np.int64] = self._host_gather(
             "all_gather_numbers", torch.from_numpy(values)
         ).numpy()
@@ -260,6 +273,8 @@ class Gloo:
         self._of.clear()
         self._groups.clear()
         self._host = None
+        if self._links is not None:
+            self._links.close()
 
 
 class Nccl(Gloo):

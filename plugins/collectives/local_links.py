@@ -1,0 +1,148 @@
+"""Exchange of host data between the ranks of one host, over Unix sockets through rank 0."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.distributed import Store
+
+from glowplug.core.errors import CollectiveError
+
+HEAD = struct.Struct("<q")  #: a rank's number or a frame's length
+KEY = "address of rank 0"
+
+
+class LocalLinks:
+    """The connections of a rank: to rank 0, or from rank 0 to all others.
+
+    Args:
+        rank: This rank.
+        ranks: Number of ranks.
+        store: The ranks' store, over which they find rank 0.
+        timeout: Seconds to wait for another rank.
+
+    Raises:
+        CollectiveError: A rank has ended or does not answer in time; the methods raise it too.
+    """
+
+    def __init__(self, rank: int, ranks: int, store: Store, timeout: float) -> None:
+        self._rank = rank
+        self._ranks = ranks
+        self._timeout = timeout
+        self._peers: dict[int, socket.socket] = {}
+        if rank == 0:
+            self._listen(store)
+        else:
+            self._connect(store.get(KEY).decode())
+
+    def _listen(self, store: Store) -> None:
+        """Accept a connection from every other rank."""
+        with (
+            tempfile.TemporaryDirectory(prefix="glowplug-") as folder,
+            socket.socket(socket.AF_UNIX) as listener,
+            self._errors("connecting"),
+        ):
+            path = os.path.join(folder, "ranks")
+            listener.bind(path)
+            listener.listen(self._ranks)
+            listener.settimeout(self._timeout)
+            store.set(KEY, path)
+            for _ in range(1, self._ranks):
+                peer, _ = listener.accept()
+                peer.settimeout(self._timeout)
+                self._peers[HEAD.unpack(self._read(peer, HEAD.size))[0]] = peer
+
+    def _connect(self, path: str) -> None:
+        peer = socket.socket(socket.AF_UNIX)
+        peer.settimeout(self._timeout)
+        self._peers[0] = peer
+        with self._errors("connecting", 0):
+            peer.connect(path)
+            peer.sendall(HEAD.pack(self._rank))
+
+    def broadcast(self, data: bytes | None, operation: str = "broadcast_bytes") -> bytes:
+        """Return rank 0's ``data``, which other ranks leave out.
+
+        Args:
+            data: The bytes; None on other ranks than rank 0.
+            operation: The name of the exchange in errors.
+        """
+        if self._rank:
+            return self._receive(0, operation)
+        assert data is not None, "rank 0 must pass the bytes"
+        for rank in range(1, self._ranks):
+            self._send(rank, data, operation)
+        return data
+
+    def gather(self, data: bytes, operation: str = "all_gather_bytes") -> list[bytes]:
+        """Return the data of every rank, by rank; ``operation`` is its name in errors."""
+        if self._rank == 0:
+            every = [data]
+            every += [self._receive(rank, operation) for rank in range(1, self._ranks)]
+            sizes = struct.pack(f"<{self._ranks}q", *map(len, every))
+            self.broadcast(sizes + b"".join(every), operation)
+            return every
+        self._send(0, data, operation)
+        joined = self.broadcast(None, operation)
+        sizes = struct.unpack_from(f"<{self._ranks}q", joined)
+        ends = np.cumsum([HEAD.size * self._ranks, *sizes]).tolist()
+        return [joined[start:end] for start, end in zip(ends, ends[1:])]
+
+    def gather_numbers(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return int64 [ranks, N] of every rank's ``values`` int64 [N]."""
+        every = b"".join(self.gather(values.tobytes(), "all_gather_numbers"))
+        return np.frombuffer(every, np.int64).reshape(self._ranks, len(values))
+
+    def close(self) -> None:
+        """Close the connections; ranks that still wait for this one get an error. Idempotent."""
+        for peer in self._peers.values():
+            with suppress(OSError):  # the peer may have closed it
+                peer.shutdown(socket.SHUT_RDWR)
+            peer.close()
+
+    def _send(self, rank: int, data: bytes, operation: str) -> None:
+        with self._errors(operation, rank):
+            self._peers[rank].sendall(HEAD.pack(len(data)) + data)
+
+    def _receive(self, rank: int, operation: str) -> bytes:
+        with self._errors(operation, rank):
+            peer = self._peers[rank]
+            return self._read(peer, HEAD.unpack(self._read(peer, HEAD.size))[0])
+
+    @staticmethod
+    def _read(peer: socket.socket, size: int) -> bytes:
+        """Return the next ``size`` bytes from ``peer``.
+
+        Raises:
+            ConnectionError: the peer has closed the connection.
+        """
+        data = peer.recv(size, socket.MSG_WAITALL) if size else b""
+        while len(data) < size:
+            more = peer.recv(size - len(data), socket.MSG_WAITALL)
+            if not more:
+                raise ConnectionError("the connection was closed")
+            data += more
+        return data
+
+    @contextmanager
+    def _errors(self, operation: str, rank: int | None = None) -> Iterator[None]:
+        """Turn errors of sockets into a CollectiveError."""
+        try:
+            yield
+        except OSError as error:
+            other = "another rank" if rank is None else f"rank {rank}"
+            reason = (
+                f"timed out after {self._timeout:g} s waiting for {other}"
+                if isinstance(error, TimeoutError)
+                else f"{other} has ended ({error})"
+            )
+            raise CollectiveError(
+                f"{operation} failed on rank {self._rank} of {self._ranks}: {reason}"
+            ) from error
